@@ -169,3 +169,17 @@ def test_a_home_that_nobody_knows_is_named(monkeypatch):
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     with pytest.raises(RuntimeError, match="Set TRITONREC_CACHE to a folder for data"):
         movielens.fetch()
+
+
+def test_the_line_about_compilation_comes_once(capsys):
+    said = caches._Announcement()
+    said._left = 0.01
+    said.begin()
+    said.begin()  # the compiler calls itself
+    said._timer.join(10)
+    said.end()
+    said.end()
+    said.begin()
+    assert said._timer is None
+    said.end()
+    assert capsys.readouterr().err.count("compiling kernels") == 1

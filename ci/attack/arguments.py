@@ -132,9 +132,14 @@ def summed(d: Draw) -> Arguments:
     count, width, segments = d.size(40), d.size(40), d.size(9) + 1
     consistency = "window" if d.rng.random() < 0.4 else "batch"
     terms = consistency == "batch" and d.rng.random() < 0.4
+    rows, source = count, None
+    if d.rng.random() < 0.4:
+        rows = d.size(40) + 1
+        source = d.rows(count, rows)
     return {
-        "values": d.whole(count, width) if terms else d.floats(count, width),
+        "values": d.whole(rows, width) if terms else d.floats(rows, width),
         "segments": d.rows(count, segments),
+        "source": source,
         "num_segments": segments,
         "consistency": consistency,
         "out": torch.zeros(segments, width, dtype=torch.float32 if consistency == "window" else torch.int64),

@@ -40,6 +40,8 @@ from numba.typed import Dict
 
 from tritonrec.embedding.key_index import KeyIndex
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BATCH = 1 << 16
 LOOKUPS = 1 << 18
 FIND_SLOTS = {"1m_slots": 1 << 20, "16m_slots": 1 << 24}
@@ -224,14 +226,6 @@ def asking(table, keys: np.ndarray, expected: np.ndarray) -> Callable[[], object
     prepared = table.prepare(keys)
     assert np.array_equal(np.asarray(table.find(prepared)), expected)
     return lambda: table.find(prepared)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("asked", ASKED)

@@ -17,6 +17,8 @@ from numba.typed import Dict
 
 from tritonrec.kernels.hash_table import hash_find, hash_grow, hash_insert
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # name: slots of ours; the table holds three quarters of them
 FIND_SLOTS = {"1m_slots": 1 << 20, "64k_slots": 1 << 16}
 LOOKUPS = 1 << 18
@@ -126,14 +128,6 @@ def insert_numba_typed_dict(keys, final_size):
         return rows
 
     return insert
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def describe(contender, workload):

@@ -35,14 +35,6 @@ def workload(request):
     return request.param, tensors, offsets, int(lengths.max()), heads, dim
 
 
-@pytest.fixture
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def padded(tensor, offsets, longest):
     """(B, H, N, D) contiguous, zero behind the end of a sequence."""
     out = tensor.new_zeros(len(offsets) - 1, longest, *tensor.shape[1:])

@@ -12,6 +12,8 @@ from honest import flipped, honest
 
 from tritonrec.kernels.intersect import intersect
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # name: keys of either buffer, share of them in the other one
 WORKLOADS = {"100k_half": (100_000, 0.5), "10k_half": (10_000, 0.5)}
 
@@ -59,14 +61,6 @@ def python_dict(left, right):
     matched = torch.tensor(found)
     left_positions = (matched >= 0).nonzero().flatten()
     return left_positions, matched[left_positions]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(

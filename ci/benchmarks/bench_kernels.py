@@ -17,6 +17,8 @@ import pytest
 import torch
 from kernel_cases import CASES, ON_GPU_ONLY, SEED
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # The names of the contenders of each case, known before it is built so that a test each can be collected.
 PEERS = {
     "bucketize": ("torch_stable_sort",),
@@ -37,14 +39,6 @@ PEERS = {
     "hstu_attention_backward": ("torch_each_sequence", "torch_compile"),
 }
 PAIRS = [(name, who) for name in CASES for who in ("tritonrec", *PEERS.get(name, ("torch",)))]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(("name", "contender"), PAIRS, ids=lambda text: text)

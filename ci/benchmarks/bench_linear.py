@@ -32,14 +32,6 @@ def workload(request):
     return request.param, x, weight, bias, dy, offsets
 
 
-@pytest.fixture
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def forward_ours(x, weight, bias, dy, offsets):
     return linear(x, weight, bias)
 

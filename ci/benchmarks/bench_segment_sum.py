@@ -94,14 +94,6 @@ def describe(workload):
     }
 
 
-@pytest.fixture
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def timed(benchmark, contender, workload, check):
     _name, values, segments, count = workload
     least_bytes = describe(workload)["least_bytes"] + 4 * count * values.shape[1]

@@ -13,6 +13,8 @@ from honest import flipped, honest
 
 from tritonrec.kernels.unique import unique
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # name: keys, Zipf exponent (None: uniform, all distinct), catalogue
 WORKLOADS = {
     "zipf_1m": (1_000_000, 1.05, 10_000_000),
@@ -51,14 +53,6 @@ def pandas_factorize(keys):
     inverse, distinct = pd.factorize(keys.numpy())
     counts = np.bincount(inverse, minlength=len(distinct))
     return tuple(map(torch.from_numpy, (distinct, inverse, counts)))
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(

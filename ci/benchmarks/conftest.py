@@ -14,3 +14,12 @@ def device(request):
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU")
     return request.param
+
+
+@pytest.fixture
+def one_thread():
+    """torch computes on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -396,6 +396,8 @@ def _segment_sum(dim):
     run(ops.segment_sum, values, segments, size)
     run(ops.segment_sum, values, segments, size, consistency="batch")
     run(ops.segment_sum, values.long(), segments, size, consistency="batch")
+    run(ops.segment_sum, values, segments, size, source=segments.flip(0))
+    run(ops.segment_sum, values, segments, size, source=segments.flip(0), consistency="batch")
     everything = torch.zeros_like(segments)
     run(ops.segment_sum, values, everything, 1)
     run(ops.segment_sum, values, everything, 1, consistency="batch")

@@ -192,6 +192,14 @@ def _segment_sum_one():
     yield lambda: launch.segment_sum_into(out, *args), size(values) + 2 * size(out)
 
 
+@case("segment_sum, window, bags of eight")
+def _pooled():
+    table, source = floats(ROWS, DIM), rows_of(KEYS)
+    bags = torch.arange(KEYS, device=GPU) // 8
+    least = size(source, bags) + (KEYS + KEYS // 8) * DIM * 4
+    yield lambda: launch.segment_sum(table, bags, KEYS // 8, "window", BITS, "rows", None, source), least
+
+
 @case("from_fixed_point")
 def _from_fixed_point():
     sums = on_gpu(torch.randint(-(2**30), 2**30, (DISTINCT, DIM)))
@@ -445,6 +453,8 @@ def main() -> int:
     parser.add_argument("--only", help="ops whose name contains this")
     parser.add_argument("--update", action="store_true")
     options = parser.parse_args()
+    if options.only and options.update:
+        parser.error("--update writes the figures of all ops: leave out --only")
     rows = []
     quiet = Emulation("sm_90", races=False, uninitialised=False)
     with emulated(quiet) as session, pretended() as gpu:

@@ -21,7 +21,10 @@ import pytest
 from chosen import chosen_files
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = ["pipeline", "embedding", "distributed", "checkpoint", "kernels"]
+TESTS = [
+    "pipeline", "embedding", "distributed", "checkpoint", "kernels", "nn", "slipstream", "test_caches.py",
+    "emulator/test_graphs.py",
+]  # fmt: skip
 QUICK = ["-q", "-m", "not slow", "-k", "not triton", *(f"tests/{name}" for name in TESTS)]
 
 
@@ -30,6 +33,7 @@ class Contexts:
 
     def __init__(self, measured: coverage.Coverage):
         self.measured, self.seconds, self.failed = measured, {}, set()
+        self.setups = defaultdict(float)
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_protocol(self, item):
@@ -37,14 +41,21 @@ class Contexts:
         yield
 
     def pytest_runtest_logreport(self, report):
-        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
+        if report.when == "setup":  # a fixture of the file is made again in each process
+            file = report.nodeid.partition("::")[0]
+            self.setups[file] = max(self.setups[file], report.duration)
+        else:
+            self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
         if report.outcome != "passed":
             self.failed.add(report.nodeid)
+
+    def all_seconds(self, name):
+        return self.seconds[name] + self.setups[name.partition("::")[0]]
 
 
 def main(out: str, arguments: list[str]) -> int:
     os.chdir(ROOT)
-    files = chosen_files(ROOT)
+    files = chosen_files(ROOT) + chosen_files(ROOT, kernels=True)
     measured = coverage.Coverage(data_file=None, include=[str(ROOT / file) for file in files])
     contexts = Contexts(measured)
     measured.start()
@@ -59,7 +70,7 @@ def main(out: str, arguments: list[str]) -> int:
             line: sorted(number[name] for name in names if name in number) for line, names in found.items()
         }
     document = {
-        "tests": [[name, round(contexts.seconds[name], 4)] for name in tests],
+        "tests": [[name, round(contexts.all_seconds(name), 4)] for name in tests],
         "lines": lines,
     }
     Path(out).parent.mkdir(parents=True, exist_ok=True)

@@ -1,15 +1,18 @@
 """Mutants of a Python file: one small edit each, made where the syntax tree says.
 
 An edit swaps an operator, a constant, a condition or an argument, or leaves a statement out. What only speaks
-is left alone: docstrings, annotations, messages of errors, decorators; so is what numba or Triton compiles.
+is left alone: docstrings, annotations, messages of errors, decorators; so is what Triton compiles, and of
+numba what is written in its intermediate code.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -22,13 +25,17 @@ ARITHMETIC = {
     ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "//",
     ast.BitAnd: "|", ast.BitOr: "&", ast.LShift: ">>", ast.RShift: "<<",
 }  # fmt: skip
-COMPILED = {"njit", "jit", "overload", "intrinsic", "jit_for_any_alignment"}
-"""Decorators of functions that Python does not run."""
+COMPILED = {"jit", "overload", "intrinsic", "jit_for_any_alignment"}
+"""Decorators of functions that neither Python runs nor numba compiles as they are."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """An edit of a file: the text [start, end) in it becomes `after`. `name` is the same in every run."""
+    """An edit of a file: the text [start, end) in it becomes `after`.
+
+    `name` stays as it is while other lines change: it has the text of the edit's lines, and how many mutants
+    of the same text come before.
+    """
 
     file: str
     line: int
@@ -37,11 +44,13 @@ class Mutant:
     end: int
     before: str
     after: str
+    lines: str = ""
+    earlier: int = 0
 
     @property
     def name(self) -> str:
-        what = f"{self.file}:{self.start}:{self.end}:{self.after}"
-        return f"{self.file}:{self.line}:{self.operator}:{hashlib.sha256(what.encode()).hexdigest()[:8]}"
+        what = f"{self.lines}:{self.after}:{self.earlier}"
+        return f"{self.file}:{self.operator}:{hashlib.sha256(what.encode()).hexdigest()[:8]}"
 
     def applied(self, source: str) -> str:
         return source[: self.start] + self.after + source[self.end :]
@@ -50,7 +59,13 @@ class Mutant:
 def mutants_of(root: Path, file: str) -> list[Mutant]:
     """Every mutant of `file`, relative to `root`; a few are no program, or the same one (`is_one`)."""
     source = Path(root, file).read_text()
-    return list({each.name: each for each in _Finder(file, source).of(ast.parse(source))}.values())
+    edits = {(each.start, each.end, each.after): each for each in _Finder(file, source).of(ast.parse(source))}
+    found, seen = [], Counter[tuple[str, str, str]]()
+    for each in edits.values():
+        alike = each.operator, each.lines, each.after
+        found.append(replace(each, earlier=seen[alike]))
+        seen[alike] += 1
+    return found
 
 
 def is_one(mutant: Mutant, source: str) -> bool:
@@ -62,7 +77,7 @@ def is_one(mutant: Mutant, source: str) -> bool:
     return ast.dump(changed) != _tree_of(source)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=256)
 def _tree_of(source: str) -> str:
     return ast.dump(ast.parse(source))
 
@@ -152,7 +167,10 @@ class _Finder:
         return self.source[self.at(node) : self.at(node, end=True)]
 
     def span(self, node: ast.AST, start: int, end: int, operator: str, after: str) -> Mutant:
-        return Mutant(self.file, node.lineno, operator, start, end, self.source[start:end], after)
+        first = bisect_right(self.starts, start) - 1
+        lines = self.source[self.starts[first] : self.starts[bisect_left(self.starts, end)]]
+        edited = f"{start - self.starts[first]}:{lines.strip()}"
+        return Mutant(self.file, node.lineno, operator, start, end, self.source[start:end], after, edited)
 
     def whole(self, node: ast.AST, operator: str, after: str) -> Mutant:
         return self.span(node, self.at(node), self.at(node, end=True), operator, after)

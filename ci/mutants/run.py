@@ -1,16 +1,19 @@
-"""Which mutants of the host code survive the tests that run their lines.
+"""Which mutants of the host code, and of numba's kernels, survive the tests that run their lines.
 
     python ci/mutants/run.py --map out/coverage_map.json --sample 300 --seed 1 --out out/mutants.jsonl
     python ci/mutants/run.py --map out/coverage_map.json --all --out out/mutants.jsonl --minutes 600
+    python ci/mutants/run.py --map out/coverage_map.json --kernels --sample 300 --out out/kernels.jsonl
     python ci/mutants/run.py --map out/coverage_map.json --again --out out/mutants.jsonl
     python ci/mutants/run.py --out out/mutants.jsonl --report
 
 Each mutant (`edits.py`) is written into a copy of the repository, where a forked process runs tests of its
-line, of the map that `coverage_map.py` makes: the fastest of each test file first, `MOST_TESTS` and
-`MOST_SECONDS` at most. The fork is one of a session that has collected the tests (`warm.py`), or, where the
-edit changes an import, one that has imported nothing of ours. With ``--again`` the survivors of the file have
-to stand the tests of their line up to `MOST_SECONDS_AGAIN`, and `RANKS`, which train on two ranks. One JSON
-line a run of a mutant, of which the last counts; it goes on where the file ends. Linux only.
+line, of the map that `coverage_map.py` makes: the fastest first, `MOST_TESTS` and `MOST_SECONDS` at most. The
+fork is one of a session that has collected the tests (`warm.py`), or, where the edit changes an import, one
+that has imported nothing of ours. With ``--again`` the survivors of the file have to stand the tests of their
+line up to `MOST_SECONDS_AGAIN`, and those that an import shows `RANKS`, which train on two ranks; with
+``--tests`` those that are named. One JSON line a run of a mutant, of which the last counts; it goes on where
+the file ends. `equivalent.json` has the survivors that no test can kill, each with its reason; the code of
+those that are ``gone`` had no use and was taken out. Linux only.
 """
 
 from __future__ import annotations
@@ -27,20 +30,26 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 
 import pytest
 from chosen import chosen_files
 from edits import Mutant, is_one, mutants_of
-from warm import MEMORY, Task, run_warm
+from warm import MEMORY, Task, run_warm, wait
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_TESTS, MOST_SECONDS, MOST_SECONDS_AGAIN = 40, 8.0, 60.0
-PATIENCE, CPU_SECONDS = 400.0, 90
+MOST_TESTS, MOST_SECONDS, MOST_SECONDS_AGAIN = 80, 8.0, 20.0
+ALIKE = 8
+"""A test counts as twice as long after so many tests of its file: other files find other faults."""
+PATIENCE, CPU_SECONDS = 120.0, 300
 """Seconds beyond ten times what the tests take, and of the processor; a mutant that takes longer hangs."""
+IDLE = 40.0
+"""Seconds asleep: a test may wait for ranks, which are sessions of their own."""
+EQUIVALENT = Path(__file__).with_name("equivalent.json")
+SURVIVES = ("survived", "no test")
 RANKS = [
     "tests/harness/test_contract.py::test_a_mode_is_bit_identical_to_its_reference"
     "[nestpipe batch world_size=2 N=3 clustering=off rowwise_adagrad steps=5]"
@@ -63,36 +72,48 @@ class FirstFailure:
 
 
 class CoverageMap:
-    """The map of `coverage_map.py`."""
+    """Maps of `coverage_map.py`, which have no test in common."""
 
-    def __init__(self, file: str):
-        document = json.loads(Path(file).read_text())
-        self.names = [name for name, _ in document["tests"]]
-        self.seconds = [seconds for _, seconds in document["tests"]]
-        self.lines = {
-            file: {int(n): each for n, each in lines.items()} for file, lines in document["lines"].items()
-        }
+    def __init__(self, *maps: str):
+        self.names, self.seconds = list[str](), list[float]()
+        self.lines: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for document in (json.loads(Path(each).read_text()) for each in maps):
+            first = len(self.names)
+            for name, seconds in document["tests"]:
+                self.names.append(name)
+                self.seconds.append(seconds)
+            for file, lines in document["lines"].items():
+                for n, tests in lines.items():
+                    self.lines[file][int(n)] += [first + test for test in tests]
 
-    def of(self, mutant: Mutant, every: bool) -> tuple[list[str], float]:
-        """Tests of the line, and their seconds; of a line that runs at import, those of its file."""
-        lines = self.lines.get(mutant.file, {})
-        covering = lines.get(mutant.line) or sorted({test for each in lines.values() for test in each})
+    def of(self, mutant: Mutant, every: bool) -> dict[str, float]:
+        """Tests of the line, with their seconds; of one that imports or compiled code run, those `near`."""
+        covering = self.lines.get(mutant.file, {}).get(mutant.line) or self.near(mutant.file)
         most = (len(covering), MOST_SECONDS_AGAIN) if every else (MOST_TESTS, MOST_SECONDS)
-        chosen = self.chosen(covering, *most)
-        return [self.names[test] for test in chosen], sum(self.seconds[test] for test in chosen)
+        return {self.names[test]: self.seconds[test] for test in self.chosen(covering, *most)}
+
+    def near(self, file: str) -> list[int]:
+        """Tests of a file; where it has none, those of its folder and of what is in it."""
+        files = [file] if self.lines.get(file) else []
+        folder = str(Path(file).parent)
+        files = files or [each for each in self.lines if each.startswith(f"{folder}/")]
+        return sorted({test for each in files for tests in self.lines[each].values() for test in tests})
 
     def chosen(self, covering: list[int], most: int, most_seconds: float) -> list[int]:
+        """The fastest tests, those of a file one after the other, which have their fixtures in common."""
         by_file: dict[str, int] = {}
         rank = {}
         for test in sorted(covering, key=lambda test: self.seconds[test]):
             file = self.names[test].partition("::")[0]
             rank[test] = by_file[file] = by_file.get(file, -1) + 1
-        order, taken, total = sorted(rank, key=lambda test: (rank[test], self.seconds[test])), [], 0.0
+        order = sorted(rank, key=lambda test: self.seconds[test] * (1 + rank[test] / ALIKE))
+        taken, total = [], 0.0
         for test in order:
             if len(taken) < most and total + self.seconds[test] <= most_seconds:
                 taken.append(test)
                 total += self.seconds[test]
-        return taken
+        files = list(dict.fromkeys(self.names[test].partition("::")[0] for test in taken))
+        return sorted(taken, key=lambda test: files.index(self.names[test].partition("::")[0]))
 
 
 def run_tests(copy: Path, names: list[str], limit: float) -> tuple[str, str, float]:
@@ -103,11 +124,7 @@ def run_tests(copy: Path, names: list[str], limit: float) -> tuple[str, str, flo
     child = os.fork()
     if child == 0:
         _child(copy, names, failure)
-    deadline, done = time.monotonic() + limit, None
-    while done is None and time.monotonic() < deadline:
-        done = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if done is None:
-            time.sleep(0.05)
+    hung = wait(child, limit, IDLE)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # the group that the child has made, with all it started
     _, status = os.waitpid(child, 0)
@@ -115,7 +132,7 @@ def run_tests(copy: Path, names: list[str], limit: float) -> tuple[str, str, flo
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     by = failure.read_text() if failure.exists() else ""
     code = os.waitstatus_to_exitcode(status)
-    if done is None or -code in (signal.SIGXCPU, signal.SIGKILL):
+    if hung or -code in (signal.SIGXCPU, signal.SIGKILL):
         return "timeout", by, seconds
     return ("survived" if code == 0 else "killed"), by or f"exit status {code}", seconds
 
@@ -137,23 +154,42 @@ def _child(copy: Path, names: list[str], failure: Path) -> None:
         os._exit(code)
 
 
-def judge(copy: Path, mutant: Mutant, names: list[str], predicted: float) -> dict:
-    """Run tests on a mutant in a process that imports it; its JSON line."""
-    path, source = copy / mutant.file, (ROOT / mutant.file).read_text()
-    status, by, cpu = "no test", "", 0.0
-    try:
-        _write(path, mutant.applied(source))
-        if names:
-            status, by, cpu = run_tests(copy, names, 10 * predicted + PATIENCE)
-    finally:
-        _write(path, source)
-    return line_of(mutant, status, by, len(names), cpu)
+class Cold:
+    """Judges mutants in processes that import them; tests that fail without a mutant too are left out."""
+
+    def __init__(self, copy: Path):
+        self.copy, self.good, self.bad = copy, set[str](), set[str]()
+
+    def judge(self, mutant: Mutant, names: list[str], seconds: float) -> dict:
+        """The JSON line of a mutant, of tests that take about so many seconds."""
+        path, source = self.copy / mutant.file, (ROOT / mutant.file).read_text()
+        status, by, cpu = "no test", "", 0.0
+        while names := [name for name in names if name not in self.bad]:
+            _write(path, mutant.applied(source))
+            try:
+                status, by, used = run_tests(self.copy, names, 10 * seconds + PATIENCE)
+            finally:
+                _write(path, source)
+            cpu += used
+            at_fault = [name for name in names if by.removeprefix("collection of ") in (name, _file(name))]
+            new = [name for name in at_fault if name not in self.good]
+            if not new or run_tests(self.copy, new, 10 * seconds + PATIENCE)[0] == "survived":
+                self.good |= set(new)
+                break
+            self.bad |= set(new)
+            status, by = "no test", ""
+        return line_of(mutant, status, by, len(names), cpu)
+
+
+def _file(name: str) -> str:
+    return name.partition("::")[0]
 
 
 def line_of(mutant: Mutant, status: str, by: str, tests: int, cpu: float) -> dict:
     by = "" if status == "survived" else by
     ends = {"status": status, "by": by, "tests": tests, "cpu_seconds": round(cpu, 2)}
-    return {"name": mutant.name, **asdict(mutant), **ends}
+    texts = {key: " ".join(getattr(mutant, key).split())[:60] for key in ("before", "after")}
+    return {"name": mutant.name, "line": mutant.line, **texts, **ends}
 
 
 def judge_warm(
@@ -172,8 +208,7 @@ def judge_warm(
 
         def task(mutant: Mutant) -> Task:
             source = (ROOT / mutant.file).read_text()
-            names, predicted = tests.of(mutant, every)
-            return mutant.name, copy / mutant.file, source, mutant.applied(source), names, predicted
+            return mutant.name, copy / mutant.file, source, mutant.applied(source), tests.of(mutant, every)
 
         def done(name: str, status: str, by: str, count: int, cpu: float) -> None:
             if status != "at import":
@@ -196,6 +231,7 @@ def warm_up() -> None:
     """Import what every test imports but our own modules, so that a fork need not."""
     os.environ.setdefault("TRITON_INTERPRET", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    vars(sys.modules["__main__"]).pop("__file__", None)  # ranks would import it, from a path without it
     sys.dont_write_bytecode = True
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     import hypothesis  # noqa: F401
@@ -206,48 +242,56 @@ def warm_up() -> None:
     import triton.language  # noqa: F401
 
 
-def report(lines: list[dict]) -> None:
-    """Counts, and every survivor."""
-    counts = Counter(line["status"] for line in lines)
+def report(lines: list[dict], equivalent: dict[str, str]) -> None:
+    """Counts, and every survivor that is not known to be equivalent."""
+    counts = Counter(outcome(line, equivalent) for line in lines)
     by = Counter(line["by"].partition("::")[0] for line in lines if line["status"] == "killed")
     for line in lines:
-        if line["status"] in ("survived", "no test"):
-            before, after = (" ".join(line[key].split())[:60] for key in ("before", "after"))
-            print(f"{line['file']}:{line['line']}  {line['operator']}: {before}  ->  {after}")
+        if outcome(line, equivalent) in SURVIVES:
+            print(f"{line['name']} (line {line['line']}): {line['before']}  ->  {line['after']}")
     print(f"{len(lines)} mutants: {dict(counts)}")
+    killed = counts["killed"] + counts["timeout"]
+    if others := len(lines) - counts["equivalent"] - counts["gone"]:
+        print(f"killed or hung, of those not equivalent: {killed / others:.1%}")
     print("killed by: " + ", ".join(f"{name} {count}" for name, count in by.most_common()))
     print(f"seconds of the processor: {sum(line['cpu_seconds'] for line in lines):.0f}")
 
 
+def outcome(line: dict, equivalent: dict[str, str]) -> str:
+    """A survivor that is known to be equivalent is so; a test that kills it counts more."""
+    return "equivalent" if line["status"] in SURVIVES and line["name"] in equivalent else line["status"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--map", help="of coverage_map.py")
+    parser.add_argument("--map", nargs="+", help="of coverage_map.py")
     parser.add_argument("--out", required=True, type=Path, help="JSON lines; what is there is not run again")
     parser.add_argument("--sample", type=int, default=0, help="so many mutants, drawn at random")
     parser.add_argument("--all", action="store_true", help="every mutant, in the order of the seed")
+    parser.add_argument("--kernels", action="store_true", help="of numba, in place of the host code")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="mutants whose name begins with this")
+    parser.add_argument("--only", nargs="+", default=[""], help="mutants whose name begins with one of these")
+    parser.add_argument("--tests", nargs="+", default=[], help="run these on the survivors, in new processes")
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so many")
     parser.add_argument("--again", action="store_true", help="the survivors of --out, in all their tests")
     parser.add_argument("--report", action="store_true")
     args = parser.parse_args()
-    lines = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
-    last = {line["name"]: line for line in lines}
+    last = _last(args.out)
+    equivalent = json.loads(EQUIVALENT.read_text())
     if args.report:
-        return report(list(last.values()))
-    every = [mutant for file in chosen_files(ROOT) for mutant in mutants_of(ROOT, file)]
-    every = [mutant for mutant in every if mutant.name.startswith(args.only)]
+        return report(list(last.values()), equivalent)
+    every = [mutant for file in chosen_files(ROOT, args.kernels) for mutant in mutants_of(ROOT, file)]
+    every = [mutant for mutant in every if mutant.name.startswith(tuple(args.only))]
     random.Random(args.seed).shuffle(every)
-    if args.again:
-        left = [mutant for mutant in every if _survives_a_few(last.get(mutant.name))]
+    if args.again or args.tests:
+        survivors = {name for name, line in last.items() if outcome(line, equivalent) in SURVIVES}
+        left = [mutant for mutant in every if mutant.name in survivors]
     else:
-        chosen = every if args.all or args.only else every[: args.sample]
+        valid = (mutant for mutant in every if is_one(mutant, (ROOT / mutant.file).read_text()))
+        chosen = islice(valid, None if args.all or any(args.only) else args.sample)
         left = [mutant for mutant in chosen if mutant.name not in last]
-    by_file = sorted(left, key=lambda mutant: mutant.file)
-    valid = {each.name for each in by_file if is_one(each, (ROOT / each.file).read_text())}
-    left = [mutant for mutant in left if mutant.name in valid]
     print(f"{len(every)} mutants, {len(left)} to run", flush=True)
-    tests = CoverageMap(args.map)
+    tests = None if args.tests else CoverageMap(*args.map)
     warm_up()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * args.minutes
@@ -258,26 +302,32 @@ def main() -> None:
         def put(line: dict) -> None:
             print(json.dumps(line | {"every_test": args.again}), file=out, flush=True)
 
+        before = args.out.stat().st_size
+        cold = Cold(copy)
+        if tests is None:
+            plain, by, _ = run_tests(copy, args.tests, 10 * PATIENCE)
+            if plain != "survived":
+                raise SystemExit(f"without a mutant: {plain}, {by}")
+            cold.good |= set(args.tests)
+            for mutant in left:
+                put(cold.judge(mutant, args.tests, PATIENCE / 4))
+            return report(list(_last(args.out).values()), equivalent)
         judge_warm(copy, left, tests, args.again, end, put)
-        judged = {line["name"]: line for line in map(json.loads, args.out.read_text().splitlines())}
+        judged = _last(args.out, before)
         for mutant in left:
             if time.monotonic() > end:
                 break
-            done = judged.get(mutant.name)
-            if done is not None and done["every_test"] == args.again:
-                continue
-            names, predicted = tests.of(mutant, every=args.again)
-            put(judge(copy, mutant, names + RANKS * args.again, predicted + 20.0 * args.again))
-    report(_last(args.out))
+            if mutant.name not in judged:
+                seconds = tests.of(mutant, every=args.again)
+                names = [*seconds, *RANKS * args.again]
+                put(cold.judge(mutant, names, sum(seconds.values()) + 20.0 * args.again))
+    report(list(_last(args.out).values()), equivalent)
 
 
-def _last(file: Path) -> list[dict]:
-    """The last line of each mutant."""
-    return list({line["name"]: line for line in map(json.loads, file.read_text().splitlines())}.values())
-
-
-def _survives_a_few(line: dict | None) -> bool:
-    return line is not None and line["status"] in ("survived", "no test") and not line["every_test"]
+def _last(file: Path, start: int = 0) -> dict[str, dict]:
+    """The last line of each mutant, of the bytes after `start`."""
+    text = file.read_bytes()[start:].decode() if file.exists() else ""
+    return {line["name"]: line for line in map(json.loads, text.splitlines())}
 
 
 if __name__ == "__main__":

@@ -8,13 +8,15 @@ too is left out from then on; so are, until ``--again``, tests that start ranks.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 import signal
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,23 +24,28 @@ from unittest import mock
 import hypothesis
 import pytest
 import torch
-from swap import AtImport, swap
+from swap import AtImport, Found, swap
 
 AT_IMPORT = 77
 """Exit status of a child whose mutant wants a process of its own."""
 BROKEN = 99
 """That of a child that could not begin, which is no verdict; its error is in ``errors.log``."""
-IDLE_SECONDS = 15.0
+IDLE_SECONDS = 6.0
 """A child all of whose threads sleep for so long has hung: its tests wait for nothing but themselves."""
 WARM_SECONDS = 60.0
 """Of the processor, for the tests that are run before the first mutant."""
+LONGER, MORE_SECONDS = 4.0, 8.0
+"""Of the processor: a test that takes so many times its seconds, and so many more, has hung."""
+PATIENCE = 90.0
+"""Seconds of a clock, beyond `LONGER` times the seconds of all tests."""
 MEMORY = 12 << 30
 """Bytes of address space of a mutant."""
+MOST_OF_RANKS = 3
 RANKS = {"pool"}
 """Fixtures that start processes, which take seconds and are in no map of lines."""
 
-Task = tuple[str, Path, str, str, list[str], float]
-"""A mutant's name, its file in the copy, the text before and after, its tests and their seconds."""
+Task = tuple[str, Path, str, str, dict[str, float]]
+"""A mutant's name, its file in the copy, the text before and after, and the seconds of its tests."""
 
 
 class WarmSession:
@@ -71,6 +78,9 @@ class WarmSession:
     def pytest_runtestloop(self, session: Any) -> bool:
         self.items = {item.nodeid: item for item in session.items}
         self.warm_up()
+        gc.collect()
+        self.there = Found()
+        gc.freeze()  # what a fork does not touch it need not copy
         for task in self.tasks:
             if time.monotonic() > self.end:
                 break
@@ -93,7 +103,7 @@ class WarmSession:
                         self.failure.unlink()
 
     def judge(self, task: Task) -> tuple[str, str, int, float]:
-        _, path, before, after, names, seconds = task
+        _, path, before, after, names = task
         total = 0.0
         while True:
             items = list(self.chosen(names))
@@ -101,37 +111,39 @@ class WarmSession:
                 return "no test", "", 0, total
             path.write_text(after)
             try:
-                outcome, by, cpu = self.run(items, seconds, lambda: swap(path, before, after))
+                outcome, by, cpu = self.run(items, names, lambda: swap(path, before, after, self.there))
             finally:
                 path.write_text(before)
             total += cpu
             if outcome == "killed" and by in self.items and by not in self.good:
-                plain, _, cpu = self.run([self.items[by]], seconds, lambda: None)
+                plain, _, cpu = self.run([self.items[by]], names, lambda: None)
                 total += cpu
                 if plain != "survived":
                     self.bad.add(by)
                     continue
                 self.good.add(by)
             if outcome == "timeout":
-                plain, _, cpu = self.run(items, seconds, lambda: None)
+                plain, _, cpu = self.run(items, names, lambda: None)
                 total += cpu
                 outcome = "timeout" if plain == "survived" else "at import"  # hung by the fork itself
             return outcome, by, len(items), total
 
-    def chosen(self, names: list[str]) -> Iterator[Any]:
+    def chosen(self, names: Iterable[str]) -> Iterator[Any]:
         items = [self.items[name] for name in names if name in self.items and name not in self.bad]
         yield from (item for item in items if not RANKS & set(item.fixturenames))
         if self.every:
-            yield from (item for item in items if RANKS & set(item.fixturenames))
+            yield from islice((item for item in items if RANKS & set(item.fixturenames)), MOST_OF_RANKS)
 
-    def run(self, items: list[Any], seconds: float, install: Callable[[], None]) -> tuple[str, str, float]:
+    def run(
+        self, items: list[Any], seconds: dict[str, float], install: Callable[[], None]
+    ) -> tuple[str, str, float]:
         """(outcome, the test that failed, CPU seconds) of tests in a forked child."""
         self.failure.unlink(missing_ok=True)
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         child = os.fork()
         if child == 0:
             self.run_child(items, seconds, install)
-        hung = _wait(child)
+        hung = wait(child, PATIENCE + LONGER * sum(seconds[item.nodeid] for item in items))
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)  # the group that the child has made, with all it started
         _, status = os.waitpid(child, 0)
@@ -147,12 +159,10 @@ class WarmSession:
             return "timeout", "", cpu
         return ("survived", "", cpu) if code == 0 else ("killed", f"exit status {code}", cpu)
 
-    def run_child(self, items: list[Any], seconds: float, install: Callable[[], None]) -> None:
+    def run_child(self, items: list[Any], seconds: dict[str, float], install: Callable[[], None]) -> None:
         code = BROKEN
         try:
             os.setsid()
-            limit = int(10 + 5 * seconds)
-            resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
             with open(os.devnull, "r+b") as nothing:
                 for stream in (0, 1, 2):
@@ -165,6 +175,8 @@ class WarmSession:
                 os._exit(AT_IMPORT)
             code = 1
             for item, following in zip(items, [*items[1:], None], strict=True):
+                limit = int(time.process_time() + LONGER * seconds[item.nodeid] + MORE_SECONDS)
+                resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
                 item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
                 if self.failure.exists():
                     os._exit(1)
@@ -176,8 +188,8 @@ class WarmSession:
             os._exit(code)
 
 
-def _wait(child: int) -> bool:
-    """Wait for its end; whether it had to be given up, asleep with all its processes."""
+def wait(child: int, patience: float, idle: float = IDLE_SECONDS) -> bool:
+    """Wait for its end; whether it had to be given up: asleep with all its session, or after `patience`."""
     began, asleep, last = time.monotonic(), None, 0
     while os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         time.sleep(0.01 if time.monotonic() - began < 2 else 0.5)
@@ -186,17 +198,17 @@ def _wait(child: int) -> bool:
             now = time.monotonic()
             if runs or ticks > last + 10 or asleep is None:
                 asleep, last = now, ticks
-            if now - asleep > IDLE_SECONDS:
+            if now - asleep > idle or now - began > patience:
                 return True
     return False
 
 
 def _activity(group: int) -> tuple[int, bool]:
-    """Ticks of the processor of a process group, and whether a thread of it runs or wants to."""
+    """Ticks of the processor of a session, and whether a thread of it runs or wants to."""
     ticks, runs = 0, False
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if os.getpgid(int(folder.name)) != group:
+            if os.getsid(int(folder.name)) != group:
                 continue
             for task in (folder / "task").iterdir():
                 fields = (task / "stat").read_text().rpartition(")")[2].split()

@@ -15,16 +15,16 @@ sys.path.insert(0, str(ROOT / "ci" / "mutants"))
 
 from chosen import chosen_files  # noqa: E402 (its folder is no package)
 from edits import is_one, mutants_of  # noqa: E402
-from run import CoverageMap  # noqa: E402
+from run import EQUIVALENT, CoverageMap, report  # noqa: E402
 from swap import AtImport, swap  # noqa: E402
 
 SOURCE = '''
 """A module."""
-from numba import njit
+from triton import jit
 
 LIMIT: int = 3
 
-@njit(cache=True)
+@jit
 def compiled(a):
     return a + 1
 
@@ -72,19 +72,54 @@ def test_the_packages_have_thousands_of_mutants_and_none_sends_signals():
     assert len(mutants_of(ROOT, "tritonrec/pipeline/dist_plan.py")) > 50
 
 
-def test_tests_of_a_line_are_chosen_one_file_after_the_other_fastest_first(tmp_path, edits):
+def test_tests_of_a_line_are_chosen_fastest_first_and_run_file_by_file(tmp_path, edits):
     tests = [["a::slow", 5.0], ["a::fast", 0.1], ["a::other", 0.2], ["b::only", 1.0], ["c", 9.0]]
     line = edits[0].line
     document = {"tests": tests, "lines": {"module.py": {line: [0, 1, 2, 3], 99: [4]}}}
     Path(tmp_path, "map.json").write_text(json.dumps(document))
     chooser = CoverageMap(str(tmp_path / "map.json"))
-    names, seconds = chooser.of(edits[0], every=False)
-    assert names == ["a::fast", "b::only", "a::other", "a::slow"] and seconds == pytest.approx(6.3)
-    assert chooser.of(edits[0], every=True) == (names, seconds)
+    seconds = chooser.of(edits[0], every=False)
+    assert list(seconds.items()) == [("a::fast", 0.1), ("a::other", 0.2), ("a::slow", 5.0), ("b::only", 1.0)]
+    assert chooser.of(edits[0], every=True) == seconds
+
+
+def test_maps_are_put_together(tmp_path, edits):
+    for name, seconds in (("a::first", 2.0), ("b::second", 1.0)):
+        document = {"tests": [[name, seconds]], "lines": {"module.py": {edits[0].line: [0]}}}
+        Path(tmp_path, f"{name[0]}.json").write_text(json.dumps(document))
+    chooser = CoverageMap(str(tmp_path / "a.json"), str(tmp_path / "b.json"))
+    assert chooser.of(edits[0], every=False) == {"b::second": 1.0, "a::first": 2.0}
+
+
+def test_a_name_stays_while_other_lines_change(tmp_path, edits):
+    Path(tmp_path, "module.py").write_text(SOURCE.replace("LIMIT: int = 3", "MORE = 4\nLIMIT: int = 3"))
+    names = {each.name for each in mutants_of(tmp_path, "module.py")}
+    assert {each.name for each in edits} <= names
+
+
+def test_a_report_counts_equivalent_mutants_apart_and_names_the_survivors(capsys):
+    ends = {"by": "t.py::t", "before": "a", "after": "b", "line": 7, "cpu_seconds": 1.0}
+    statuses = {
+        "killed": "killed",
+        "hangs": "timeout",
+        "left": "survived",
+        "same": "survived",
+        "bare": "no test",
+    }
+    report([{"name": n, "status": status} | ends for n, status in statuses.items()], {"same": "it is"})
+    said = capsys.readouterr().out
+    assert "left (line 7): a  ->  b" in said and "bare (line 7)" in said and "same (line" not in said
+    assert "killed or hung, of those not equivalent: 50.0%" in said and "'equivalent': 1" in said
+
+
+def test_every_equivalent_mutant_has_a_reason_and_a_file():
+    for name, reason in json.loads(EQUIVALENT.read_text()).items():
+        assert Path(ROOT, name.partition(":")[0]).is_file() and reason.endswith(".")
 
 
 FUNCTIONS = """
 from functools import lru_cache
+from numba import njit
 
 LIMIT = 3
 
@@ -102,6 +137,14 @@ first, second = (lambda a: a * 2), (lambda a: a * 3)
 @lru_cache
 def kept(a):
     return a < 5
+
+@njit
+def kernel(a):
+    return a - 7
+
+@njit
+def caller(a):
+    return 2 * kernel(a)
 
 class Thing:
     size = 4
@@ -142,6 +185,13 @@ def test_functions_of_all_kinds_become_those_of_the_other_text(module):
     assert module.Thing().method() == [4, 3]
 
 
+def test_kernels_that_call_an_edited_one_are_compiled_again(module):
+    module, edit = module
+    assert module.caller(10) == 6 and module.kernel(10) == 3
+    edit("a - 7", "a + 7")
+    assert module.caller(10) == 34 and module.kernel(10) == 17
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [("LIMIT = 3", "LIMIT = 4"), ("b=2", "b=3"), ("size = 4", "size = 5"), ("a < 5", "LIMIT")],
@@ -165,13 +215,13 @@ from pathlib import Path
 sys.path[:0] = [sys.argv[1], sys.argv[2]]
 from warm import run_warm
 source = Path(sys.argv[1], "judged.py").read_text()
-names = ["test_judged.py::test_sum", "test_judged.py::test_wait", "test_judged.py::test_broken"]
+names = {f"test_judged.py::test_{each}": 0.0 for each in ("sum", "wait", "broken")}
 edits = {"sum": ("a + b", "a - b"), "same": ("a + b", "b + a"), "import": ("LIMIT = 1", "LIMIT = 2"),
          "hang": ("set()", "wait()"), "loop": ("return n", "n += 1"),
          "no program": ("a + b", "a +")}
 path = Path(sys.argv[1], "judged.py")
-tasks = [(name, path, source, source.replace(*edit), names, 0.0) for name, edit in edits.items()]
-tasks.append(("none", path, source, "", ["test_judged.py::gone"], 0.0))
+tasks = [(name, path, source, source.replace(*edit), names) for name, edit in edits.items()]
+tasks.append(("none", path, source, "", {"test_judged.py::gone": 0.0}))
 def done(name, status, by, count, cpu):
     print(json.dumps([name, status, by.partition("::")[2], count]), file=sys.stderr, flush=True)
 run_warm(Path(sys.argv[1]), tasks, done, False, Path(sys.argv[3]), float("inf"))

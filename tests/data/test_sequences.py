@@ -225,3 +225,19 @@ def test_rows_without_tokens_are_refused_where_batches_are_cut_by_tokens(tmp_pat
     cut = DynamicStream(stream(written(tmp_path, item=[[1], [2]], timestamp=[[1], [2]])), 30)
     with pytest.raises(ValueError, match="rank 0 has an epoch without tokens"):
         next(cut)
+
+
+@pytest.mark.parametrize("place", range(0, 10, 3))
+def test_a_stream_goes_on_where_few_rows_have_tokens(tmp_path, place):
+    """A position may stand behind an epoch's only row with tokens, and the next epoch may have it last."""
+    items = [[1]] * place + [[2, 4, 1]] + [[4]] * (9 - place)
+    folder = written(tmp_path, item=items, timestamp=items)
+    whole = DynamicStream(stream(folder, batch_size=2), 1)
+    positions, batches = [], []
+    for _ in range(12):
+        positions.append(whole.state_dict())
+        batches.append(next(whole))
+    for step, position in enumerate(positions):
+        cut = DynamicStream(stream(folder, batch_size=2), 1)
+        cut.load_state_dict(position)
+        assert torch.equal(next(cut).sample_ids, batches[step].sample_ids)

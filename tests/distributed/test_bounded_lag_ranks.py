@@ -49,6 +49,9 @@ def all_collectives(communicators):
     objects = [None] * WORLD
     dist.all_gather_object(objects, str(rank), group=group)
     seen["objects"] = objects
+    came = torch.empty(WORLD)
+    work = dist.all_to_all_single(came, torch.full((WORLD,), float(rank)), group=group, async_op=True)
+    assert work.wait() is True and came.tolist() == list(range(WORLD))
     message = torch.tensor([10 * rank])
     if rank == 0:
         dist.send(message, 2, group=group)

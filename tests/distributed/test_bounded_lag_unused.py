@@ -11,6 +11,7 @@ import torch
 from thread_ranks import ThreadRanks
 
 from tritonrec.distributed.bounded_lag import BoundedLagAllToAll
+from tritonrec.distributed.bounded_lag.window import Process
 
 WORLD = 3
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="/proc has the time of each thread, on Linux")
@@ -62,3 +63,14 @@ def test_an_exchange_that_is_forgotten_leaves_no_thread_that_polls(last):
     gc.collect()
     assert ticks_of_gloo(), "no thread of gloo was found"
     assert not is_polling()
+
+
+@ON_LINUX
+def test_a_process_that_nobody_watches_any_more_leaves_no_file_open():
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    watched = [Process(os.getpid()) for _ in range(3)]
+    assert not any(each.has_ended for each in watched)
+    assert len(os.listdir("/proc/self/fd")) == before + 3
+    watched.clear()
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -10,7 +10,17 @@ from thread_ranks import ThreadRanks
 
 from tritonrec.distributed.bounded_lag import BoundedLagAllToAll, meeting
 from tritonrec.distributed.bounded_lag.by_messages import MessageTransport
-from tritonrec.distributed.bounded_lag.messages import EAGER, HEADER, LAST_TAG, UNKNOWN, Header, Layout
+from tritonrec.distributed.bounded_lag.messages import (
+    EAGER,
+    HEADER,
+    LAST_TAG,
+    SIZES,
+    UNKNOWN,
+    Header,
+    Layout,
+    Tags,
+    buffer_size,
+)
 from tritonrec.distributed.bounded_lag.transport import TRANSPORTS
 
 WORLD = 3
@@ -303,6 +313,25 @@ class SlowSends:
         Header.of(self.received, 1, Layout(torch.float32, 1), UNKNOWN).write(message)
         self.received += 1
         return Answer(tensors[0], message)
+
+
+def test_every_slot_and_size_has_a_tag_of_its_own():
+    tags = Tags(100, slots=3)
+    sizes = [0, *(2**bits + more for bits in range(1, 40) for more in (0, 1))]
+    buffers = {buffer_size(size) for size in sizes}
+    found = [{kind(slot, size) for size in sizes} for slot in range(3) for kind in (tags.first, tags.rest)]
+    assert all(len(each) == len(buffers) for each in found)
+    used = set.union({tags.settings}, *found)
+    assert len(used) == 1 + 6 * len(buffers) and min(used) == 100 and max(used) <= 100 + 3 * 2 * SIZES
+
+
+@pytest.mark.parametrize(("values", "messages"), [(EAGER // 4 - 1, 1), (EAGER // 4, 1), (EAGER // 4 + 1, 2)])
+def test_rows_that_fit_behind_the_header_are_one_message(values, messages):
+    group = SlowSends()
+    exchange = BoundedLagAllToAll(group, 1, 64, PATIENCE, transport="messages")
+    before = len(group.sends)
+    exchange.start(torch.zeros(values + 1), [1, values], [1, 1])
+    assert len(group.sends) - before == messages
 
 
 def test_a_send_buffer_is_not_overwritten_before_it_was_sent_and_nothing_piles_up():

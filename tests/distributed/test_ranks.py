@@ -225,6 +225,14 @@ def test_one_rank_needs_no_process_group():
     got = alone.all_to_all(values, [3], [3])
     assert torch.equal(got, values) and got.data_ptr() != values.data_ptr()
     assert Communicators.local().world_size == 1
+    assert alone.all_reduce_bytes(values) == 0
+    assert Communicator.all_reduce_bytes(types.SimpleNamespace(world_size=4), values) == 2 * 24 * 3 // 4
+
+
+def test_a_pool_closes_when_only_some_ranks_have_worked():
+    with RankPool((1, 2)) as pool:
+        assert len(pool.run(exchange, 1, 0)) == 1
+    assert not any(process.is_alive() for process in pool.processes)
 
 
 def test_replicas_that_do_not_divide_the_environments_ranks_are_refused(monkeypatch):

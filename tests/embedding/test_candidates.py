@@ -53,6 +53,14 @@ def test_a_key_is_forgotten_at_the_first_multiple_more_than_a_window_after_its_l
         assert not any(waits[waits.index(False) :])
 
 
+def test_an_admitted_key_is_no_candidate_any_more():
+    table, keys = make(TablePolicy(admission=2, admission_window=WINDOW)), torch.tensor([7, 8])
+    table.lookup(keys, 0)
+    assert table.state()["candidates"]["keys"].tolist() == [7, 8]
+    assert int(table.lookup(keys[:1], 1).handles) >= 0
+    assert table.state()["candidates"]["keys"].tolist() == [8]
+
+
 def test_a_forgotten_key_starts_at_one_again():
     key = torch.tensor([-(2**63)])
     table = make(TablePolicy(admission=3, admission_window=2))

@@ -137,6 +137,31 @@ def test_features_of_one_table_share_rows_and_others_do_not():
     assert not torch.equal(rows["user"][1], rows["city"][0])
 
 
+@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize("pooling", ["none", "sum", "mean"])
+def test_rows_that_are_not_gathered_are_gathered_for_features_that_need_it(pooling, indexed):
+    """The second and the third feature have a table alone, the first and the fourth have one together."""
+    names = {"a": "t", "b": "u", "c": "v", "d": "t"}
+    collection = HashTableCollection(
+        [FeatureConfig(name, 2, table, pooling="none" if name == "b" else pooling)
+         for name, table in names.items()],
+        merge=False,
+    )  # fmt: skip
+    lookups = {name: lookup_of(*range(5 + n), offsets=[0, 2, 5 + n]) for n, name in enumerate(names)}
+    where, plain = [], []
+    for number, keys in enumerate(collection.keys(lookups)):
+        rows = torch.randint(0, 4, (len(keys),), generator=torch.Generator().manual_seed(number))
+        where.append(ops.IndexedRows(torch.arange(8.0).view(4, 2) + 10 * number, rows))
+        plain.append(where[-1].gathered())
+    found = collection.by_feature(where, lookups, indexed=indexed)
+    expected = collection.by_feature(plain, lookups)
+    assert set(found) == set(expected) == set(names)
+    for name, rows in found.items():
+        stays = indexed and (name == "b" or (name == "c" and pooling == "none"))
+        assert isinstance(rows, ops.IndexedRows) == stays, name
+        assert torch.equal(rows.gathered() if stays else rows, expected[name]), name
+
+
 def test_pooling_adds_or_averages_the_rows_of_each_bag():
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(6, 3, generator=generator)

@@ -252,6 +252,15 @@ def test_wrong_arguments_are_named():
         HashEmbeddingCollection(HashTableCollection(FEATURES), seed=3)
 
 
+def test_the_divisor_is_the_number_of_ranks_until_it_is_set():
+    module = HashEmbedding(3)
+    assert module.divisor == 1.0
+    module.divisor = 4
+    module(torch.tensor([1])).sum().backward()
+    assert module.divisor == 4.0
+    assert torch.equal(module.row_gradients[0].mean, torch.full((1, 3), 0.25))
+
+
 def test_tables_with_windows_in_flight_are_refused_by_name():
     tables = HashTableCollection([FeatureConfig("item", 3)])
     module = HashEmbeddingCollection(tables)

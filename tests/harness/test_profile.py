@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import signal
 import threading
 import time
 from collections import Counter
@@ -247,6 +248,19 @@ def test_a_flame_graph_names_ranks_and_what_it_shows(tmp_path, pyspy):
     assert "<title>rank 0 (12 samples, 60.00%)</title>" in text
     assert "<title>process 78 (8 samples, 40.00%)</title>" in text
     assert '<text id="title" x="1">a &amp; b</text>' in text
+
+
+def test_py_spy_is_stopped_from_a_job_in_the_background_too(tmp_path, pyspy, monkeypatch):
+    """A shell starts such jobs with SIGINT ignored, which a child inherits and bash cannot trap."""
+    pyspy(SAMPLES)
+    monkeypatch.setattr(flame, "STOP_SECONDS", 5)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with PySpy(os.getpid()) as spy:
+            spy.finish(tmp_path / "flame.svg", "t", {})
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (tmp_path / "flame.svg").exists()
 
 
 BROKEN = {

@@ -57,7 +57,10 @@ CALLS = {
         {},
     ),
     ops.segment_sum: (
-        {"values": some(2, 3), "segments": whole(1, 0), "out": some(4, 3), "count": COUNT},
+        {
+            "values": some(2, 3), "segments": whole(1, 0), "out": some(4, 3), "count": COUNT,
+            "source": whole(0, 1),
+        },
         {"num_segments": 4},
     ),
     ops.to_fixed_point: ({"values": some(3), "status": torch.tensor(0)}, {}),

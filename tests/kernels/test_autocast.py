@@ -11,7 +11,7 @@ from test_arguments import CALLS, OFFSETS, call, label, some, whole
 
 from tritonrec import ops
 from tritonrec.kernels import dispatch
-from tritonrec.kernels.autocast import autocast_dtype
+from tritonrec.kernels.autocast import autocast_dtype, to_dtype
 from tritonrec.kernels.norm_linear_silu.register import NORM_LINEAR_SILU, NORM_LINEAR_SILU_BACKWARD_EXACT
 
 GPU = torch.cuda.is_available()
@@ -332,3 +332,10 @@ def test_sums_of_lower_precision(impl, dtype, consistency):
     options = {"consistency": consistency, "impl": impl}
     got = ops.segment_sum(values, segments, 4, **options)
     assert torch.equal(got, ops.segment_sum(values.float(), segments, 4, **options))
+
+
+def test_what_autocast_casts_are_tensors_of_float32_and_16_bits():
+    given = [torch.ones(2, dtype=dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)]
+    assert {to_dtype(each, torch.bfloat16).dtype for each in given} == {torch.bfloat16}
+    others = [torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.int64), None, 3.0]
+    assert all(to_dtype(each, torch.bfloat16) is each for each in others)

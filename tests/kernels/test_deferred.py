@@ -7,6 +7,7 @@ import torch
 
 from tritonrec import ops
 from tritonrec.kernels.deferred import Deferred
+from tritonrec.kernels.fixed_point.errors import late_error
 
 
 def add(row, column, name, impl="triton"):
@@ -63,3 +64,16 @@ def test_outside_and_on_other_threads_errors_are_raised_at_once():
 def test_an_implementation_that_knows_the_value_raises_it_at_once(impl):
     with Deferred().active(), pytest.raises(ops.ExactSumError, match=r"^here\[7, 2\] = nan"):
         add(7, 2, "here", impl)
+
+
+def test_an_error_that_is_dropped_is_told_once():
+    errors = Deferred(drops=True)
+    errors.refuse(OverflowError())
+    assert [bool(errors.dropped(torch.device("cpu"))) for _ in range(2)] == [True, False]
+    with pytest.raises(ValueError):
+        errors.refuse(ValueError())
+
+
+def test_an_error_whose_value_is_gone_has_its_place():
+    error = late_error("weight", 3, 36)(1 + 2 * 3 + 1)
+    assert error.index == (2, 1) and error.value is None and "weight[2, 1]" in str(error)

@@ -7,6 +7,7 @@ from tritonrec.kernels import dispatch
 from tritonrec.kernels.accumulator import GradientAccumulator
 from tritonrec.kernels.deferred import Deferred
 from tritonrec.kernels.fixed_point import ExactSumError, to_fixed_point
+from tritonrec.kernels.gradients import targets_of
 from tritonrec.kernels.linear import linear_weight_grad
 from tritonrec.kernels.norm_linear_silu.register import (
     NORM_LINEAR_SILU,
@@ -252,3 +253,17 @@ def test_a_parameter_that_is_used_twice_is_summed_by_its_terms():
     with separate.active():
         norm_mul_dropout(x, None, apart["scale"], apart["shift"]).backward(torch.ones(9, 5))
     assert torch.equal(total, sum(separate.take().values())) and total.any()
+
+
+def test_kernels_add_the_gradients_of_parameters_that_are_held_once_and_float32():
+    layer = torch.nn.Linear(3, 2)
+    accumulator, (weight, bias) = GradientAccumulator(layer), layer.parameters()
+    with torch.no_grad():
+        targets = targets_of(accumulator, weight, bias)
+        assert targets.names == ["weight", "bias"]
+        assert [each.data_ptr() for each in targets.sums] == [
+            accumulator.sums[name].data_ptr() for name in targets.names
+        ]
+        assert targets_of(None, weight, bias) is None
+        assert targets_of(accumulator, weight, weight) is None
+        assert targets_of(accumulator, weight, torch.nn.Parameter(torch.ones(2))) is None

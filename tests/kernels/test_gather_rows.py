@@ -268,6 +268,10 @@ def test_gather_takes_back_what_scatter_put(data):
             "destination is on cpu, values on meta",
         ),
         (
+            lambda: scatter_rows(torch.zeros(3, 2), torch.arange(2), torch.zeros(3, 2)),
+            r"values must be \(2, 2\) torch.float32, got \(3, 2\)",
+        ),
+        (
             lambda: scatter_rows(torch.zeros(3, 2), TWO, torch.zeros(5), source=TWO),
             r"values must be \(R, D\), got shape \(5,\)",
         ),

@@ -37,10 +37,10 @@ TOKENS = torch.randn(4, 2, 3)
 NUMBERS = 1e-8, 0.9, 0.9, 0.0, 1  # eps, betas, weight decay, step
 WILD = {
     "segment_sum": lambda door: door.segment_sum(
-        torch.ones(1, 64), torch.zeros(10**7, dtype=torch.int64), 1, "window", 36, "x", None, "auto"
+        torch.ones(1, 64), torch.zeros(10**7, dtype=torch.int64), 1, "window", 36, "x", None, None, "auto"
     ),
     "segment_sum_into": lambda door: door.segment_sum_into(
-        torch.zeros(2, 3), torch.ones(2, 10**6), whole(0, 1), 2, "window", 36, "x", None, None, "auto"
+        torch.zeros(2, 3), torch.ones(2, 10**6), whole(0, 1), 2, "window", 36, "x", None, None, None, "auto"
     ),
     "sparse_sgd": lambda door: door.sparse_sgd(
         torch.zeros(4, 3), torch.arange(4), torch.ones(4, 300_000), 0.1, *NUMBERS, None, "auto"

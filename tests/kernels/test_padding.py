@@ -413,10 +413,10 @@ def test_registration():
         (library.hash_erase, (*ours, keys, count, torch.tensor(5), "cpu")),
         (library.gather_rows, (values, keys, count, "cpu")),
         (library.scatter_rows, (torch.zeros(5, 2), keys, torch.ones(5, 2), None, count, "cpu")),
-        (library.segment_sum, (values, keys, 5, "window", 36, "rows", count, "cpu")),
+        (library.segment_sum, (values, keys, 5, "window", 36, "rows", count, None, "cpu")),
         (
             library.segment_sum_into,
-            (torch.zeros(5, 2), values, keys, 5, "window", 36, "rows", count, status, "cpu"),
+            (torch.zeros(5, 2), values, keys, 5, "window", 36, "rows", count, None, status, "cpu"),
         ),
         (library.to_fixed_point_status, (values, 36, "rows", status, "cpu")),
         (library.sum_of_squares, (values, count, "cpu")),

@@ -183,6 +183,81 @@ def test_a_segment_outside_is_an_error_before_anything_is_added(impl, segment):
     assert not out.any()
 
 
+POOLED = {  # rows of values, occurrences, segments, columns
+    "empty": (5, 0, 3, 4), "no_rows": (0, 0, 3, 4), "one": (1, 1, 1, 1), "one_segment": (4, 70, 1, 5),
+    "many_of_few": (3, 140, 11, 13), "few_of_many": (500, 30, 9, 64), "blocks": (60, 29, 17, 129),
+}  # fmt: skip
+
+
+def pooled(name, bags, seed=0):
+    """Values, source, segments (in order for bags of ids) and their number."""
+    rows, occurrences, segments, dim = POOLED[name]
+    rng = np.random.default_rng([seed, occurrences, dim])
+    values = torch.from_numpy(rng.standard_normal((rows, dim)).astype(np.float32)) * 9
+    source = torch.from_numpy(rng.integers(0, max(rows, 1), occurrences))
+    keys = torch.from_numpy(rng.zipf(1.4, occurrences) % segments)
+    return values, source, keys.sort().values if bags else keys, segments
+
+
+@pytest.mark.parametrize(("bags", "padded"), [(False, True), (True, False)])
+@pytest.mark.parametrize("name", POOLED)
+@pytest.mark.parametrize("consistency", CONSISTENCIES)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_rows_of_a_source_are_added_as_if_they_were_gathered(impl, consistency, name, bags, padded):
+    values, source, segments, count = pooled(name, bags)
+    valid = torch.tensor(len(source) * 2 // 3) if padded else None
+    options = {"consistency": consistency, "impl": impl, "count": None if valid is None else on(impl, valid)}
+    wide = on(impl, torch.cat([values, values], 1))[:, : values.shape[1]]
+    got = segment_sum(wide, on(impl, segments), count, source=on(impl, source), **options)
+    options |= {"impl": "reference", "count": valid}
+    assert torch.equal(got.cpu(), segment_sum(values[source], segments, count, **options))
+    if consistency == "batch":
+        terms = to_fixed_point(values)
+        options |= {"impl": impl, "count": None if valid is None else on(impl, valid)}
+        exact = segment_sum(on(impl, terms), on(impl, segments), count, source=on(impl, source), **options)
+        assert torch.equal(exact, got)
+
+
+@pytest.mark.parametrize("name", POOLED)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_gradient_of_a_source_is_the_sum_over_its_occurrences(impl, name):
+    values, source, segments, count = pooled(name, True)
+    values = on(impl, values).requires_grad_()
+    cotangent = torch.randn(count, values.shape[1], generator=torch.Generator().manual_seed(4))
+    out = segment_sum(values, on(impl, segments), count, source=on(impl, source), impl=impl)
+    out.backward(on(impl, cotangent))
+    expected = segment_sum(cotangent[segments], source, len(values), impl="reference")
+    assert torch.equal(values.grad.cpu(), expected)
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+def test_second_derivatives_of_a_source(impl):
+    values, source, segments, count = pooled("one_segment", True)
+    values = values.double().float().requires_grad_()
+    first = segment_sum(values, segments, count, source=source, impl=impl).square().sum()
+    (gradient,) = torch.autograd.grad(first, values, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.sum(), values)
+    plain = values.detach().requires_grad_()
+    first = torch.zeros(count, 5).index_add(0, segments, plain[source]).square().sum()
+    (gradient,) = torch.autograd.grad(first, plain, create_graph=True)
+    assert torch.allclose(second, torch.autograd.grad(gradient.sum(), plain)[0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu", pytest.param("triton", marks=pytest.mark.interpreter)])
+def test_a_source_outside_and_a_value_without_a_number_are_named(impl):
+    values, out = torch.ones(2, 3), torch.zeros(4, 3)
+    with pytest.raises(IndexError, match=r"source\[1\] = 2 is outside \[0, 2\)"):
+        segment_sum(values, torch.tensor([0, 3]), 4, source=torch.tensor([0, 2]), out=out, impl=impl)
+    assert not out.any()
+    values[1, 2] = torch.inf
+    with pytest.raises(ExactSumError, match=r"rows\[2, 2\] = inf") as raised:
+        segment_sum(
+            values, torch.tensor([0, 1, 3]), 4, source=torch.tensor([0, 0, 1]), consistency="batch",
+            name="rows", impl=impl,
+        )  # fmt: skip
+    assert raised.value.index == (2, 2)
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_backward_gathers(impl):
     values, segments, count = case("odd_dim")
@@ -231,8 +306,11 @@ def test_batch_equals_unbounded_integers(data):
         ({"segments": torch.zeros(2, dtype=torch.int64)}, "segments must be"),
         ({"segments": torch.zeros(3)}, "segments must be"),
         ({"num_segments": -1}, "num_segments"),
+        ({"num_segments": 2**63 - 1, "values": torch.zeros(3, 4).half()}, "num_segments = .* fit no memory"),
         ({"consistency": "exact"}, "consistency"),
         ({"fraction_bits": 63}, "fraction_bits"),
+        ({"source": torch.zeros(2, dtype=torch.int64)}, r"segments must be \(2,\) int64 to go with source"),
+        ({"source": torch.zeros(3)}, r"source must be \(K,\) int64"),
         ({"out": torch.zeros(4, 2).t()}, "contiguous rows"),
         ({"out": torch.zeros(3, 4)}, r"out must be \(2, 4\)"),
         ({"out": torch.zeros(2, 4, dtype=torch.int64)}, "out must be 2-D torch.float32"),
@@ -266,10 +344,14 @@ def test_compiles_without_a_graph_break():
 def test_registration(consistency):
     values, segments, count = case("odd_dim")
     op = torch.ops.tritonrec.segment_sum.default
-    torch.library.opcheck(op, (values, segments, count, consistency, 36, "rows", None, "cpu"))
+    torch.library.opcheck(op, (values, segments, count, consistency, 36, "rows", None, None, "cpu"))
+    source = torch.arange(len(values)).flip(0) // 2
+    torch.library.opcheck(op, (values, segments, count, consistency, 36, "rows", None, source, "cpu"))
     out = torch.zeros(count, 13, dtype=torch.float32 if consistency == "window" else torch.int64)
     into = torch.ops.tritonrec.segment_sum_into.default
-    torch.library.opcheck(into, (out, values, segments, count, consistency, 36, "rows", None, None, "cpu"))
+    torch.library.opcheck(
+        into, (out, values, segments, count, consistency, 36, "rows", None, source, None, "cpu")
+    )
 
 
 @pytest.mark.parametrize("dim", [5, 33, 64, 128])
@@ -326,7 +408,7 @@ def test_segments_of_any_length_are_added_up_in_parts(impl, name, padded, parts_
     assert torch.equal(out.cpu(), start.index_add(0, segments[:valid], terms[:valid]))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lengths=st.lists(st.sampled_from([0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17]), min_size=2, max_size=5))
 @pytest.mark.parametrize("impl", [TRITON])
 def test_parts_never_change_a_sum(impl, lengths, parts_of_four):

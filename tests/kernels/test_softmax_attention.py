@@ -117,8 +117,9 @@ def test_error_is_that_of_plain_float32(impl, name):
     results = run(impl, *case(name))
     plain, exact = expected_of(name)
     largest = dict.fromkeys(RESULTS, 0.0)
-    if impl == "triton" and do.numel():
-        # Triton's kernels take <do, out> where torch adds up p * slope, whose errors cancel in the difference
+    if do.numel():
+        # slopes are differences to <do, out>, in which plain errors cancel more or less, by the processor's
+        # order of adding; Triton's kernels take <do, out> from memory
         along = max((float(t.detach().abs().max()) for t in (q, k) if t.numel()), default=0.0)
         along *= float((do * results[0]).abs().sum(2).max()) * call.scale
         # a probability is off by as many units as the score that it is the exponential of

@@ -189,7 +189,7 @@ KEYS = (torch.zeros(8, dtype=torch.int64), torch.full((8,), -1, dtype=torch.int3
 
 # registered op -> arguments; those that are floats and tensors are tried one by one
 WRITING = {
-    "segment_sum_into": (some(4, 3), some(2, 3), whole(1, 2), 4, "window", 36, "t", None, None, "cpu"),
+    "segment_sum_into": (some(4, 3), some(2, 3), whole(1, 2), 4, "window", 36, "t", None, None, None, "cpu"),
     **{
         f"sparse_{rule}": (
             some(4, 3),
@@ -219,7 +219,7 @@ WRITING = {
 OF_INTEGERS = {  # which have no derivative
     "segment_sum_into": (
         torch.zeros(4, 3, dtype=torch.int64), some(2, 3), whole(1, 2), 4, "batch", 36, "t", None,
-        torch.tensor(0), "cpu",
+        None, torch.tensor(0), "cpu",
     ),
     "to_fixed_point_status": (some(4), 36, "t", torch.tensor(0), "cpu"),
     "linear_weight_grad": (

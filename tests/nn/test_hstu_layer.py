@@ -138,6 +138,15 @@ def test_a_trainer_runs_the_whole_layer_in_one_call(
     assert all(value.any() for value in got.values())
 
 
+def test_the_whole_layer_asks_at_the_tokens_own_times_where_there_are_no_others(one_by_one):
+    layer, (x, tokens) = make_layer("biased"), make_tokens("biased")
+    own = tokens._replace(query_timestamps=None)
+    got = run(layer, x, own, trainer=True)
+    assert one_by_one() == 1
+    assert_equal(got, run(layer, x, own, trainer=True))
+    assert not torch.equal(got["out"], run(layer, x, tokens, trainer=True)["out"])
+
+
 @pytest.mark.parametrize("what", ["full", "nan", "large"])
 def test_a_sum_that_fails_is_named_as_by_the_ops(what, one_by_one):
     layer = make_layer("biased")

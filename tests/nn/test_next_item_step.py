@@ -301,12 +301,28 @@ def test_a_row_without_an_exact_sum_is_named_by_its_occurrence(bad):
         sums[found.rows[at]] = torch.where(apart[at] > 0, 2**63 - 1, -(2**63))
     for add in (
         lambda sums: Sums(WindowConfig(1), torch.device("cpu")).add_gradients(found, sums, "gradient"),
-        lambda sums: segment_sum_into(sums, apart, found.rows, len(sums), "batch", 36, "gradient", None),
+        lambda sums: segment_sum_into(
+            sums, apart, found.rows, len(sums), "batch", 36, "gradient", None, None
+        ),
     ):
         with pytest.raises(ops.ExactSumError) as caught:
             add(sums.clone())
         errors.append((str(caught.value), caught.value.index))
     assert errors[0] == errors[1] and (bad == "label" or errors[0][1][0] >= 2 * 17)
+
+
+@pytest.mark.parametrize("change", [
+    {"offsets": torch.tensor([0, 4, 4])}, {"offsets": torch.tensor([0, 4]).int()}, {"rows": torch.ones(4, 3)},
+    {"rows": torch.ones(8)}, {"weight": torch.ones(9, 3)}, {"ids": torch.arange(2)}, {"ids": torch.ones(1)},
+    {"times": torch.arange(3)}, {"times": torch.arange(4.0)}, {"times": torch.arange(8)[::2]},
+])  # fmt: skip
+def test_arguments_of_other_kinds_are_left_to_the_modules(change):
+    given = {
+        "rows": torch.ones(4, 2), "weight": torch.ones(9, 2), "factor": 2.0, "offsets": torch.tensor([0, 4]),
+        "ids": torch.arange(1), "times": torch.arange(4),
+    }  # fmt: skip
+    assert place_rows(*given.values()) is not None
+    assert place_rows(*(given | change).values()) is None
 
 
 @pytest.mark.parametrize("offsets", [[0, 9, 4], [0, 2, 1, 4], [1, 4], [0, 3], [0, 4, 5, 4]])

@@ -168,6 +168,26 @@ def test_sums_start_from_zero_and_nothing_hangs_on_the_parameters():
             assert sums[name].any() and parameter.grad is None and not vars(parameter)
 
 
+@pytest.mark.parametrize("bits", [36, None])
+def test_sums_of_some_parameters_are_taken_and_positions_have_their_names(bits):
+    model, batch = make_model(), make_batch()
+    accumulator, parameters = GradientAccumulator(model, bits), dict(model.named_parameters())
+    with accumulator.active():
+        model(batch, {"item": rows_of(batch)}, SEED).sum().backward()
+    whole = {name: part.clone() for name, part in accumulator.views(accumulator.so_far()).items()}
+    first, second, *_ = some = list(parameters)[1::2]
+    taken = accumulator.take_flat(some)
+    assert torch.equal(taken, torch.cat([whole[name].flatten() for name in some])) and taken.any()
+    for name, left in accumulator.views(accumulator.so_far()).items():
+        assert torch.equal(left, whole[name] * (name not in some)), name
+    assert accumulator.take_flat([]).numel() == 0
+    size, last = parameters[first].numel(), parameters[second].numel() - 1
+    place = tuple(each - 1 for each in parameters[second].shape)
+    assert accumulator.name_at(size + last, some) == f"{second}: gradient at {place}"
+    with pytest.raises(IndexError, match=f"position {taken.numel()} is behind the last parameter"):
+        accumulator.name_at(taken.numel(), some)
+
+
 def test_a_step_beside_an_accumulator_is_an_ordinary_one():
     model, batch = make_model(), make_batch()
     accumulator = GradientAccumulator(model)

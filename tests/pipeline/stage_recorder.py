@@ -197,7 +197,7 @@ def layout_of(tables):
                 table=table, optimizer=group.optimizer, layout=group.layout, features=group.features
             )
         )
-    return SimpleNamespace(groups=groups, keys=tables.keys, by_feature=tables.by_feature)
+    return SimpleNamespace(groups=groups, keys=tables.keys, by_feature=tables.by_feature, pools=tables.pools)
 
 
 def bits(values):

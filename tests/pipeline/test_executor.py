@@ -145,6 +145,27 @@ def test_a_failure_ends_waits_at_once():
     assert time.monotonic() - began < 10
 
 
+def test_every_task_waits_for_its_delay():
+    delayed, schedule = [], SCHEDULES["nestpipe"]
+    run(schedule, 2, 2, lambda task: None, delay=lambda task: delayed.append(task) or 0.0)
+    assert set(delayed) == {task for batch in range(2) for task in schedule.tasks(batch, 2)}
+
+
+def test_closing_waits_for_the_stages_that_run():
+    begun, ended = threading.Event(), threading.Event()
+
+    def act(context, micro_batch):
+        begun.set()
+        time.sleep(0.2)
+        ended.set()
+
+    actions = {stage.name: act for stage in NESTPIPE.stages}
+    with Executor(NESTPIPE, actions, 1, idle_span) as executor:
+        executor.submit(0, 0)
+        assert begun.wait(10)
+    assert ended.is_set()
+
+
 def test_no_more_batches_are_in_flight_than_the_schedule_allows():
     schedule = replace(NESTPIPE, batches_in_flight=2)
     release = threading.Event()

@@ -101,3 +101,22 @@ def test_hooks_of_parameters_are_called_where_gradients_are_theirs(steps):
         losses_of(training)
     assert len(steps) == 12
     assert len(seen) == 12 * len(list(made[0].parameters()))
+
+
+@pytest.mark.parametrize("mode", ["sequential", "nestpipe"])
+@pytest.mark.parametrize("bad", ["row", "norm"])
+def test_an_update_that_is_not_finite_is_left_out(mode, bad, steps):
+    """By the gradients of a label's and a negative's row, or by all of them."""
+    found = []
+    for kind in ("reference", mode):
+        made = parts()
+        model, tables, _ = made
+        if bad == "row":
+            tables.load("item", torch.tensor([3]), torch.full((1, 3 * DIM), 1e30))
+        else:
+            model.norm.weight.data[0] = torch.inf
+        with trainer(made, kind, skip_nonfinite=True) as training:
+            results = list(training.run(batches(4)))
+        found.append([*state(made), [result.skipped for result in results]])
+    assert any(found[0][-1]) and found[0][-1] == found[1][-1]
+    assert same(found[0][:-1], found[1][:-1]) and len(steps) == 4 * 3

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import product
 from random import Random
-from time import sleep
+from time import monotonic, sleep
 from unittest import mock
 
 import pytest
@@ -118,6 +118,16 @@ def test_a_window_waits_for_the_next_batch_or_for_somebody_who_wants_its_results
             executor.submit(1, 1)
         executor.wait(0)
         assert launched[:3] == NESTPIPE.launch_order(1 + comes, 1)[:3]
+
+
+def test_a_window_goes_on_as_soon_as_the_next_batch_has_come():
+    with executing(NESTPIPE, 1) as (executor, launched):
+        executor.submit(0, 0)
+        executor.submit(1, 1)
+        end = monotonic() + 4
+        while len(launched) < 3 and monotonic() < end:
+            sleep(0.01)
+        assert launched[:3] == NESTPIPE.launch_order(2, 1)[:3]
 
 
 def late(stage, batch):

@@ -293,6 +293,7 @@ def test_a_trainer_evaluates_as_it_trains(precision):
     with Trainer(*made, Communicators.local(), "nestpipe", window, average=average) as training:
         list(training.run([loader.batch(0)]))
         found = training.evaluate(loader, (10, 20))
+        assert {*training.evaluate(loader)} == {"HR@10", "NDCG@10"}
         with training.autocast():
             assert torch.is_autocast_enabled("cpu") == (precision == "bf16")
         source = training.run(loader.batch(step) for step in range(1, 6))

@@ -205,6 +205,14 @@ def test_of_two_ranks_one_is_named_beside_the_other(what):
     assert sorted(error.ranks) == [0, 1] and "one of them is wrong" in str(error)
 
 
+def test_of_four_ranks_two_against_two_are_all_suspects():
+    def plant(program):
+        parameter_of(2)(program)
+        parameter_of(3)(program)
+
+    assert found(4, plant, share=0.2, steps=10).ranks == (0, 1, 2, 3)
+
+
 @pytest.mark.parametrize("what", slow_except(["update"], FLIPS))
 def test_a_single_rank_computes_twice(what):
     error = found(1, FLIPS[what](0), share=1.0)
@@ -341,6 +349,18 @@ def test_the_plan_takes_every_rank_and_place_in_turn(share, world_size, micro_ba
             last[unit.rank] = update
     if plan.period < 300:
         assert set(units) == {(r, i) for r in range(world_size) for i in range(micro_batches)}
+
+
+@pytest.mark.parametrize(("share", "world_size", "micro_batches"), [(1.0, 2, 3), (0.3, 2, 1), (0.01, 3, 2)])
+def test_the_plan_takes_every_row_in_turn(share, world_size, micro_batches):
+    plan = Plan(share, world_size, micro_batches)
+    found, due = set(), [plan.rows(update) for update in range(plan.period)]
+    for first, every in filter(None, due):
+        assert 0 <= first < every
+        found.add((first, every))
+    every = min(plan.window, plan.period)
+    assert sum(each is not None for each in due) == every
+    assert found == {(first, every) for first in range(every)}
 
 
 TENSORS = [

@@ -107,8 +107,9 @@ class DynamicStream:
 
     def _chunks(self, step: int, row: int) -> Iterator[np.ndarray]:
         """Tokens of the samples of each step of the stream, which then wait; from `row` of `step` on."""
-        empty = 0
-        while empty < self.stream.steps_per_epoch:
+        # the rest of a step, then a whole epoch: what one epoch has first the next may have last
+        empty, most = 0, 2 * self.stream.steps_per_epoch
+        while empty < most:
             numbers, table = self.stream.rows_of(step)
             tokens = self.stream.tokens_of(table)[row:]
             if len(numbers) > row:

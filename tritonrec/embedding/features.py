@@ -209,34 +209,33 @@ class HashTableCollection:
                 group.layout.validate(lookups[name].ids, name)
 
     def by_feature(
-        self, rows: Sequence[torch.Tensor | ops.IndexedRows], lookups: Mapping[str, SupportsLookup]
+        self,
+        rows: Sequence[torch.Tensor | ops.IndexedRows],
+        lookups: Mapping[str, SupportsLookup],
+        *,
+        indexed: bool = False,
     ) -> dict[str, Any]:
         """Rows by feature, pooled by `FeatureConfig.pooling`: the input of the model.
 
         Args:
-            rows: for each group (n, dim) float32, the rows of `keys`. Differentiable. `ops.IndexedRows` stay
-                what they are for a feature without pooling that has its table alone, and are gathered for
-                others.
+            rows: for each group (n, dim) float32, the rows of `keys`, or `ops.IndexedRows` of them, which
+                are pooled where they lie. Differentiable.
+            indexed: a feature without pooling that has its table alone gets its `ops.IndexedRows` as they
+                are; otherwise they are gathered.
 
         Raises ValueError for a lookup that does not fit the pooling of its feature.
         """
         found: dict[str, Any] = {}
         for group, group_rows in zip(self.groups, rows, strict=True):
-            if isinstance(group_rows, ops.IndexedRows):
-                (name, _), *others = group.features
-                plain = self.features[name].pooling == "none" and not isinstance(
-                    lookups[name], WeightedLookup
-                )
-                if plain and not others:
-                    found[name] = group_rows
-                    continue
-                group_rows = group_rows.gathered()
-            parts: Sequence[torch.Tensor] = (group_rows,)
-            if len(group.features) > 1:  # the gradient of a split is a copy
-                parts = group_rows.split([len(lookups[name].ids) for name, _ in group.features])
-            for (name, _), part in zip(group.features, parts, strict=True):
+            names = [name for name, _ in group.features]
+            for name, part in zip(names, _parts(group_rows, [lookups[n].ids for n in names]), strict=True):
                 pooling, offsets = self.features[name].pooling, lookups[name].offsets
-                part = weighted_rows(name, part, pooling, lookups[name])
+                lookup, keeps = lookups[name], pooling != "none" or (indexed and len(names) == 1)
+                keeps &= not isinstance(lookup, WeightedLookup)
+                if isinstance(part, ops.IndexedRows) and not keeps:
+                    part = part.gathered()
+                if isinstance(part, torch.Tensor):
+                    part = weighted_rows(name, part, pooling, lookup)
                 if pooling == "none":
                     found[name] = part
                 elif offsets is None:
@@ -245,17 +244,23 @@ class HashTableCollection:
                     found[name] = pool(part, offsets, pooling)
         return found
 
+    def pools(self, group: TableGroup) -> bool:
+        """Whether a feature of the group is pooled."""
+        return any(self.features[name].pooling != "none" for name, _ in group.features)
+
     def peek(self, lookups: Mapping[str, SupportsLookup]) -> dict[str, torch.Tensor]:
         """Rows by feature, as from `by_feature`, without side effects: no insert, count or eviction.
 
         An id without a row reads as its initial values.
         """
-        rows = []
+        rows: list[torch.Tensor | ops.IndexedRows] = []
         for group, keys in zip(self.groups, self.keys(lookups), strict=True):
             distinct, inverse, _ = launch.unique(keys.to(group.table.device))
-            values = group.table.gather(group.table.find(distinct), distinct)
-            found = launch.gather_rows(values[:, : group.table.dim], inverse)
-            rows.append(found.to(keys.device))
+            values = group.table.gather(group.table.find(distinct), distinct)[:, : group.table.dim]
+            if self.pools(group):
+                rows.append(ops.IndexedRows(values.to(keys.device), inverse.to(keys.device)))
+            else:
+                rows.append(launch.gather_rows(values, inverse).to(keys.device))
         return self.by_feature(rows, lookups)
 
     def describe(self) -> dict[str, dict[str, dict[str, Any]]]:
@@ -417,16 +422,32 @@ class HashTableCollection:
         return self.groups[number], member
 
 
-def pool(rows: torch.Tensor, offsets: torch.Tensor, how: Pooling) -> torch.Tensor:
+def pool(rows: torch.Tensor | ops.IndexedRows, offsets: torch.Tensor, how: Pooling) -> torch.Tensor:
     """Sum or mean of the rows of each bag, in the order of its ids: (n, dim) -> (m, dim).
 
     A bag's result does not depend on the others; an empty bag gives zeros.
     """
     lengths = offsets[1:] - offsets[:-1]
     numbers = torch.arange(len(lengths), device=lengths.device)
-    bags = torch.repeat_interleave(numbers, lengths, output_size=len(rows))
-    pooled = ops.segment_sum(rows, bags, len(lengths))
+    count = len(rows.rows) if isinstance(rows, ops.IndexedRows) else len(rows)
+    bags = torch.repeat_interleave(numbers, lengths, output_size=count)
+    if isinstance(rows, ops.IndexedRows):
+        pooled = rows.pooled(bags, len(lengths))
+    else:
+        pooled = ops.segment_sum(rows, bags, len(lengths))
     return pooled / lengths.clamp(min=1).unsqueeze(1).to(pooled.dtype) if how == "mean" else pooled
+
+
+def _parts(
+    rows: torch.Tensor | ops.IndexedRows, ids: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor | ops.IndexedRows]:
+    """The rows of each feature of a group."""
+    if len(ids) == 1:  # the gradient of a split is a copy
+        return (rows,)
+    sizes = [len(each) for each in ids]
+    if isinstance(rows, ops.IndexedRows):
+        return [ops.IndexedRows(rows.values, part) for part in rows.rows.split(sizes)]
+    return rows.split(sizes)
 
 
 def _part_name(table: str, part: str) -> str:

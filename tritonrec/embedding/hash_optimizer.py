@@ -119,10 +119,9 @@ class HashOptimizer(torch.optim.Optimizer):
             FloatingPointError.
         """
         dense = [each.grad for each in parameters if each.grad is not None]
-        total, rows = torch.zeros((), dtype=torch.float64), []
-        if dense:
-            whole: Any = torch.nn.utils.get_total_norm(dense)  # of FSDP2's shards a DTensor
-            total += getattr(whole, "full_tensor", lambda: whole)().cpu().double() ** 2
+        whole: Any = torch.nn.utils.get_total_norm(dense)  # of FSDP2's shards a DTensor, of nothing 0
+        total = getattr(whole, "full_tensor", lambda: whole)().cpu().double() ** 2
+        rows: list[torch.Tensor] = []
         for _, owner in self._owners:
             own = [each.mean for each in owner.row_gradients if each.mean is not None]
             total += _sum_of_squares(own, owner.communicator)

@@ -106,7 +106,7 @@ class EmbeddingTable(Protocol):
     ) -> torch.Tensor | int:
         """1 + the first of the rows `values` (K, row_width) that is not as it was written; 0: none.
 
-        See `RowChecksums.first_changed`; 0 without checksums.
+        See `RowChecksums.first_changed`; `keep_checksums` comes first.
         """
         ...
 

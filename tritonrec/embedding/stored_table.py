@@ -113,7 +113,8 @@ class StoredTable:
         self, handles: torch.Tensor, values: torch.Tensor, skipped: torch.Tensor
     ) -> torch.Tensor | int:
         """See `EmbeddingTable.first_changed`."""
-        return 0 if self._checksums is None else self._checksums.first_changed(handles, values, skipped)
+        assert self._checksums is not None
+        return self._checksums.first_changed(handles, values, skipped)
 
     def _update_with_checksums(
         self, handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None = None

@@ -6,13 +6,13 @@ import os
 import platform
 from collections.abc import Callable
 from importlib import metadata
-from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from ..version import __version__
+from .environment import processor
 
 PACKAGES = ("torch", "triton", "numba", "numpy")
 
@@ -49,7 +49,7 @@ def facts() -> dict[str, str]:
     return {
         "python": f"{platform.python_version()} on {platform.platform()}",
         **versions,
-        "processor": f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads",
+        "processor": f"{processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads",
         "matmul": f"{_matmul_libraries()}; kernels {torch.backends.cpu.get_cpu_capability()}",
         "kernels of the CPU": _kernels(),
         "accelerators": _accelerators(),
@@ -107,15 +107,6 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _matmul_libraries() -> str:

@@ -28,14 +28,15 @@ def environment_of_times() -> dict[str, Any]:
     """`environment`, with what decides about times: the processor's name and its load, and the date."""
     return {
         **environment(),
-        "processor": _processor(),
+        "processor": processor(),
         "load": [round(each, 2) for each in os.getloadavg()],
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The name of the processor's model, or of its architecture where the system does not tell the model."""
     information = Path("/proc/cpuinfo")
     lines = information.read_text().splitlines() if information.exists() else []
     names = [line for line in lines if line.startswith("model name")]
-    return names[0].partition(": ")[2] if names else platform.processor()
+    return names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()

@@ -171,9 +171,10 @@ class GradientAccumulator(Accumulator):
 
     def name_at(self, position: int, names: Collection[str] | None = None) -> str:
         """The parameter at a position of `take_flat`, with the index in it."""
+        left = position
         for name, parameter in self._chosen(names).items():
-            if position < parameter.numel():
-                index = torch.unravel_index(torch.tensor(position, dtype=torch.int64), parameter.shape)
+            if left < parameter.numel():
+                index = torch.unravel_index(torch.tensor(left, dtype=torch.int64), parameter.shape)
                 return f"{name}: gradient at {tuple(int(each) for each in index)}"
-            position -= parameter.numel()
+            left -= parameter.numel()
         raise IndexError(f"position {position} is behind the last parameter")

@@ -196,7 +196,7 @@ class Step:
         from ..kernels.rows.numba_segment_sum import segment_sum_into
 
         (sums,), bits, (name,) = plan.position_targets
-        segment_sum_into(sums, dx, positions, len(sums), "batch", bits, f"gradient of {name}", None)
+        segment_sum_into(sums, dx, positions, len(sums), "batch", bits, f"gradient of {name}", None, None)
         return None
 
     def _take_norm(self, terms: list[torch.Tensor]) -> list[torch.Tensor | None]:

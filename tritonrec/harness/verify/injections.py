@@ -327,9 +327,9 @@ def gradients_of_the_last_pass(loop: OwnLoop) -> None:
 def weights_of_other_ids(program: Program) -> None:
     by_feature = program.tables.by_feature
 
-    def shifted(rows: Any, lookups: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def shifted(rows: Any, lookups: Mapping[str, Any], **options: bool) -> dict[str, torch.Tensor]:
         moved = {name: each._replace(weights=each.weights.roll(1)) for name, each in lookups.items()}
-        return by_feature(rows, moved)
+        return by_feature(rows, moved, **options)
 
     program.tables.by_feature = shifted  # type: ignore[method-assign]
 

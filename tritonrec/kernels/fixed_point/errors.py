@@ -89,12 +89,16 @@ def report_sum(
     values: torch.Tensor,
     segments: torch.Tensor,
     fraction_bits: int,
+    source: torch.Tensor | None = None,
 ) -> None:
-    """Report 1 + row * D + column of the first value that its segment cannot take (`padding.report`)."""
+    """Report 1 + row * D + column of the first value that its segment cannot take (`padding.report`).
+
+    With `source` the value of row k is ``values[source[k]]``.
+    """
 
     def error(code: int) -> ExactSumError:
         row, column = divmod(code - 1, values.shape[1])
-        value = values[row, column].item()
+        value = values[row if source is None else int(source[row]), column].item()
         return sum_error(name, (row, column), value, int(segments[row]), fraction_bits)
 
     report(code, status, error, late_error(name, values.shape[1], fraction_bits))

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, add_atomically
+from tritonrec.kernels.fixed_point.triton_fixed_point import NONE
 from tritonrec.kernels.packed_rows.reference import report_packed_sum
 from tritonrec.kernels.races import declared
 from tritonrec.kernels.row_layout import contiguous_rows
@@ -21,6 +21,9 @@ from tritonrec.kernels.rows.triton_segment_sum import (
     new_parts,
     parts_of,
     piece_of,
+    put_sum,
+    sum_after,
+    sum_before,
 )
 
 BLOCK_ROWS, BLOCK_DIM, NUM_WARPS = 4, 128, 8
@@ -125,8 +128,7 @@ def _add_kernel(
     """out[segment] += the unpacked rows of pieces, as `segment_sum_kernel`; the first position that wraps."""
     column = tl.program_id(1).to(tl.int64) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
     inside = column < dim
-    none = tl.full((BLOCK_DIM,), NONE, tl.int64)
-    bad = none
+    bad = tl.full((BLOCK_DIM,), NONE, tl.int64)
     worst = tl.full((), NONE, tl.int64)
     first = tl.program_id(0).to(tl.int64)  # an int64 bound makes the loop's variable int64
     for piece in range(first, tl.cast(num_parts, tl.int64) + num_segments, tl.num_programs(0)):
@@ -137,9 +139,7 @@ def _add_kernel(
         mine = (piece >= num_parts) & (begin < end)
         if ATOMIC:
             mine = mine & whole
-        # a block, since the interpreter takes a block and a scalar bool for integers
-        owned = inside & (column * 0 < mine.to(tl.int64))
-        total = tl.load(to, mask=owned, other=0)
+        total, owned = sum_before(to, mine, column, dim)
         for i in range(begin, end):
             row = tl.load(order_ptr + i)
             width = tl.where(inside, tl.load(widths_ptr + row).to(tl.int64), 0)
@@ -156,20 +156,12 @@ def _add_kernel(
             unused = 64 - 8 * tl.maximum(planes, 1)
             floats = tl.where(width < 0, bits, 0).to(tl.int32).to(tl.float32, bitcast=True)
             term = tl.where(width < 0, floats.to(tl.int64), (bits << unused) >> unused)
-            after = total + term
-            # a wrapped sum has the sign that neither of its operands has
-            fits = ((total ^ after) & (term ^ after)) >= 0
-            bad = tl.minimum(bad, tl.where(fits, NONE, row * dim + column))
-            total = after
-        # several threads may load one element where columns are few: none may load it changed
-        tl.debug_barrier()
-        tl.store(to, total, mask=owned)
-        if ATOMIC:  # noqa: SIM102 (known when Triton compiles, and the other one is not)
-            if (begin < end) & (whole == 0):
-                first_row = tl.load(order_ptr + begin) * dim + column
-                worst = tl.minimum(worst, tl.min(add_atomically(to, total, none, first_row, inside), axis=0))
-        if parts_ptr is not None:
-            tl.store(parts_ptr + piece * dim + column, total, mask=inside & (column * 0 + piece < num_parts))
+            # True in the shape of the block: an int64 term always fits
+            total, bad = sum_after(total, term, inside | True, bad, row * dim + column)
+        worst = put_sum(
+            to, parts_ptr, order_ptr, total, owned, piece, num_parts, begin, end, whole, column, dim, worst,
+            ATOMIC,
+        )  # fmt: skip
     worst = tl.minimum(worst, tl.min(bad, axis=0))
     tl.store(bad_ptr + first * tl.num_programs(1) + tl.program_id(1), worst)
 

@@ -8,10 +8,10 @@ the loop over occurrences never changes its order, so a vector width cannot chan
 import numpy as np
 import torch
 
-from tritonrec.kernels.fixed_point.errors import report_sum, sum_error
+from tritonrec.kernels.fixed_point.errors import ExactSumError, report_sum, sum_error
 from tritonrec.kernels.fixed_point.numba_fixed_point import add_rounded, add_terms
 from tritonrec.kernels.numba_intrinsics import prefetch
-from tritonrec.kernels.padding import first_valid
+from tritonrec.kernels.padding import first_valid, report
 from tritonrec.kernels.row_layout import contiguous_rows, flat, flat_rows
 from tritonrec.kernels.rows.reference import into_zeros
 
@@ -22,6 +22,8 @@ from ..caches import njit
 # 6.0 ms 16 ahead ("batch", one Zen 5 thread); where `out` fits the cache it costs up to 5 %. The request is
 # written out in each loop: as a function it halved the gain.
 AHEAD = 16
+NO_ROWS = np.empty(0, np.int64)
+"""For `source`: row i is added for occurrence i."""
 
 
 def segment_sum_into(
@@ -33,13 +35,17 @@ def segment_sum_into(
     fraction_bits: int,
     name: str,
     count: torch.Tensor | None,
+    source: torch.Tensor | None,
     status: torch.Tensor | None = None,
 ) -> None:
     """See `tritonrec.kernels.rows.segment_sum`, with `out`."""
     if values.numel() == 0 or out.numel() == 0:
         return
     values, segments = contiguous_rows(values), first_valid(segments, count)
-    arguments = (*flat_rows(out), *flat_rows(values), segments.contiguous().numpy(), np.uintp(out.shape[1]))
+    taken = NO_ROWS if source is None else source.contiguous().numpy()
+    arguments = (
+        *flat_rows(out), *flat_rows(values), segments.contiguous().numpy(), taken, np.uintp(out.shape[1])
+    )  # fmt: skip
     bad = -1
     if consistency == "window":
         add_window(*arguments)
@@ -47,7 +53,7 @@ def segment_sum_into(
         bad = add_batch_terms(*arguments)
     else:
         bad = add_batch(*arguments, 2.0**fraction_bits, np.float32(2.0 ** (62 - fraction_bits)))
-    report_sum(bad + 1, status, name, values, segments, fraction_bits)
+    report_sum(bad + 1, status, name, values, segments, fraction_bits, source)
 
 
 segment_sum = into_zeros(segment_sum_into)
@@ -86,37 +92,49 @@ def add_products(
         add_products_window(*arguments)
         return
     bad = add_products_batch(*arguments, 2.0**fraction_bits, np.float32(2.0 ** (62 - fraction_bits)))
-    if bad >= 0:
-        row, column = divmod(bad, dim)
+
+    def error(code: int) -> ExactSumError:
+        row, column = divmod(code - 1, dim)
         value = (factors.reshape(-1)[row] * values[row * len(values) // len(segments), column]).item()
-        raise sum_error(name, (first + row, column), value, int(segments[row]), fraction_bits)
+        return sum_error(name, (first + row, column), value, int(segments[row]), fraction_bits)
+
+    report(bad + 1, None, error)
 
 
 @njit(cache=True, nogil=True)
-def add_window(out, out_stride, values, value_stride, segments, dim):
-    count = segments.shape[0]
+def add_window(out, out_stride, values, value_stride, segments, source, dim):
+    count, indexed = segments.shape[0], source.shape[0] > 0
     for i in range(count):
         if i + AHEAD < count:
             ahead = np.uintp(segments[i + AHEAD]) * out_stride
             for d in range(np.uintp(0), dim, np.uintp(16)):
                 prefetch(out, ahead + d)
+            if indexed:
+                ahead = np.uintp(source[i + AHEAD]) * value_stride
+                for d in range(np.uintp(0), dim, np.uintp(16)):
+                    prefetch(values, ahead + d)
         to = np.uintp(segments[i]) * out_stride
-        first = np.uintp(i) * value_stride
+        first = np.uintp(source[i] if indexed else i) * value_stride
         for d in range(dim):
             out[to + d] += values[first + d]
 
 
 @njit(cache=True, nogil=True)
-def add_batch(out, out_stride, values, value_stride, segments, dim, scale, limit):
+def add_batch(out, out_stride, values, value_stride, segments, source, dim, scale, limit):
     """Position (row * dim + column) of the first value that cannot be added, or -1."""
-    count = segments.shape[0]
+    count, indexed = segments.shape[0], source.shape[0] > 0
     for i in range(count):
         if i + AHEAD < count:
             ahead = np.uintp(segments[i + AHEAD]) * out_stride
             for d in range(np.uintp(0), dim, np.uintp(8)):
                 prefetch(out, ahead + d)
+            if indexed:
+                ahead = np.uintp(source[i + AHEAD]) * value_stride
+                for d in range(np.uintp(0), dim, np.uintp(16)):
+                    prefetch(values, ahead + d)
         to = np.uintp(segments[i]) * out_stride
-        column = add_rounded(out, to, values, np.uintp(i) * value_stride, dim, scale, limit)
+        first = np.uintp(source[i] if indexed else i) * value_stride
+        column = add_rounded(out, to, values, first, dim, scale, limit)
         if column >= 0:
             return np.int64(i) * np.int64(dim) + column
     return np.int64(-1)
@@ -133,16 +151,21 @@ def add_all(out, values, value_stride, count, dim, scale, limit):
 
 
 @njit(cache=True, nogil=True)
-def add_batch_terms(out, out_stride, terms, term_stride, segments, dim):
+def add_batch_terms(out, out_stride, terms, term_stride, segments, source, dim):
     """`add_batch` for values that are in fixed point already."""
-    count = segments.shape[0]
+    count, indexed = segments.shape[0], source.shape[0] > 0
     for i in range(count):
         if i + AHEAD < count:
             ahead = np.uintp(segments[i + AHEAD]) * out_stride
             for d in range(np.uintp(0), dim, np.uintp(8)):
                 prefetch(out, ahead + d)
+            if indexed:
+                ahead = np.uintp(source[i + AHEAD]) * term_stride
+                for d in range(np.uintp(0), dim, np.uintp(8)):
+                    prefetch(terms, ahead + d)
         to = np.uintp(segments[i]) * out_stride
-        column = add_terms(out, to, terms, np.uintp(i) * term_stride, dim)
+        first = np.uintp(source[i] if indexed else i) * term_stride
+        column = add_terms(out, to, terms, first, dim)
         if column >= 0:
             return np.int64(i) * np.int64(dim) + column
     return np.int64(-1)

@@ -40,6 +40,13 @@ class IndexedRows(NamedTuple):
         """(K, D), as `gather_rows`."""
         return gather_rows(self.values, self.rows)
 
+    def pooled(self, bags: torch.Tensor, num_bags: int) -> torch.Tensor:
+        """(num_bags, D), the sums over the rows of each bag, of which ``bags[k]`` is that of row k.
+
+        The bits, and those of the gradients, of ``segment_sum(self.gathered(), bags, num_bags)``.
+        """
+        return segment_sum(self.values, bags, num_bags, source=self.rows)
+
 
 def gather_rows(
     source: torch.Tensor, rows: torch.Tensor, *, count: torch.Tensor | None = None, impl: Impl = "auto"
@@ -105,19 +112,25 @@ def segment_sum(
     out: torch.Tensor | None = None,
     fraction_bits: int = FRACTION_BITS,
     name: str = "tensor",
+    source: torch.Tensor | None = None,
     count: torch.Tensor | None = None,
     status: torch.Tensor | None = None,
     impl: Impl = "auto",
 ) -> torch.Tensor:
-    """Sum rows by segment.
+    """Sum rows by segment; with `source` ``out[segments[k]] += values[source[k]]``, in one pass.
+
+    With `source` it is the pooled lookup of an embedding bag (`IndexedRows.pooled`), and its derivative is
+    the same sum with `segments` and `source` exchanged: what neither writes are the (K, D) rows in between.
 
     Args:
-        values: (K, D) float32, bf16 or fp16; for consistency "batch" also int64, in fixed point already.
+        values: (K, D), with `source` (N, D) of any N; float32, bf16 or fp16, for consistency "batch" also
+            int64, in fixed point already.
         segments: (K,) int64 in [0, num_segments), in any order.
         consistency: "window" (float32 in order of occurrence) or "batch" (int64, of 2**-fraction_bits).
         out: (S, D) to add to in place, float32 or int64 as the consistency asks, contiguous rows; not
             differentiable. Without it the sums start from zero.
-        name: what an error calls `values`.
+        name: what an error calls the rows that are added.
+        source: (K,) int64 in [0, N); a row of `values` may be taken many times, or never.
         count: () int64, the number of valid occurrences; the others are not added (`kernels.padding`).
         status: () int64, mutated: takes 1 + row * D + column of the first value that cannot be added, for
             `check_summed`, where otherwise the host would wait to raise ExactSumError. Consistency "window"
@@ -125,17 +138,18 @@ def segment_sum(
         impl: ``"auto"``, ``"triton"``, ``"cpu"`` or ``"reference"``.
     Returns:
         (S, D) float32 or int64; `out` itself where it was given. "window" without `out` is differentiable
-        in `values` (backward gathers rows).
+        in `values`: the gradient of a row is that of its segment, with `source` the float32 sum over its
+        occurrences in their order.
     Raises:
         ExactSumError: consistency "batch": a value is not finite or too large, or a sum leaves int64. `out`
             then holds a part of the sum and has to be discarded. Triton adds up a segment of more than 128
             rows in parts, in any order: where their sum leaves int64, it names the first row of one.
-        IndexError: a segment outside [0, num_segments); nothing was added.
+        IndexError: a segment outside [0, num_segments), or a source outside [0, N); nothing was added.
         ValueError: an argument of another shape, dtype or range; `out` or `status` shares memory with
             another argument.
         RuntimeError: `out` is float32, and it or `values` requires a gradient.
     """
-    options = consistency, fraction_bits, name, count
+    options = consistency, fraction_bits, name, count, source
     if out is None and (status is None or consistency == "window"):
         check_scalar("status", status)
         return SEGMENT_SUM(values, segments, num_segments, *options, impl=impl)

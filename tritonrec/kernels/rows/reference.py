@@ -36,10 +36,15 @@ def zero_sums(values: torch.Tensor, num_segments: int, consistency: str) -> torc
     """(S, D) zeros to add `values` to: float32 for consistency "window", int64 for "batch"."""
     if not isinstance(values, torch.Tensor) or values.dim() != 2:
         check_matrix("values", values, torch.float32)
-    if not 0 <= num_segments * values.shape[1] < 1 << 60:
-        raise ValueError(f"num_segments = {num_segments} rows of {values.shape[1]} columns fit no memory")
+    check_room(num_segments, values.shape[1])
     dtype = torch.float32 if consistency == "window" else torch.int64
     return torch.zeros(num_segments, values.shape[1], dtype=dtype, device=values.device)
+
+
+def check_room(num_segments: int, dim: int) -> None:
+    """Refuse a number of sums that no memory has room for; torch's error would not name it."""
+    if not 0 <= num_segments * dim < 1 << 60:
+        raise ValueError(f"num_segments = {num_segments} rows of {dim} columns fit no memory")
 
 
 def into_zeros(add: Callable[..., None]) -> Callable[..., torch.Tensor]:
@@ -62,10 +67,13 @@ def segment_sum_into(
     fraction_bits: int,
     name: str,
     count: torch.Tensor | None,
+    source: torch.Tensor | None,
     status: torch.Tensor | None = None,
 ) -> None:
     """See `tritonrec.kernels.rows.segment_sum`, with `out`."""
     add = _add_window if consistency == "window" else add_batch
+    if source is not None:
+        values = gather_rows(values, source, count)
     code = add(out, values, first_valid(segments, count), fraction_bits)
     report_sum(code, status, name, values, segments, fraction_bits)
 

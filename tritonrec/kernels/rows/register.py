@@ -53,7 +53,10 @@ def _differentiate_gather(ctx, grad: torch.Tensor):
 
 
 class IndexedTerms(Terms):
-    """Terms (K, D), of which the k-th belongs to row ``rows[k]`` of a parameter (R, D)."""
+    """Terms (K, D), of which the k-th belongs to row ``rows[k]`` of a parameter (R, D).
+
+    With `source` (K,) the k-th one is ``values[source[k]]``, of values (N, D).
+    """
 
     def __init__(
         self,
@@ -62,18 +65,19 @@ class IndexedTerms(Terms):
         num_rows: int,
         count: torch.Tensor | None = None,
         impl: Impl = "auto",
+        source: torch.Tensor | None = None,
     ):
         self._values, self._rows, self._num_rows = values, rows, num_rows
-        self._count, self._impl = count, impl
+        self._count, self._impl, self._source = count, impl, source
 
     def total(self) -> torch.Tensor:
         """Sums (R, D) float32, in order of occurrence."""
-        options = "window", FRACTION_BITS, "gradient", self._count
+        options = "window", FRACTION_BITS, "gradient", self._count, self._source
         return SEGMENT_SUM(self._values, self._rows, self._num_rows, *options, impl=self._impl)
 
     def add_to(self, sums: torch.Tensor, fraction_bits: int, name: str) -> None:
         """As `Terms.add_to`."""
-        options = "batch", fraction_bits, f"gradient of {name}", self._count
+        options = "batch", fraction_bits, f"gradient of {name}", self._count, self._source
         values = self._values.detach()
         SEGMENT_SUM_INTO.launch(sums, values, self._rows, self._num_rows, *options, impl=self._impl)
 
@@ -187,16 +191,19 @@ SCATTER_ROWS = Op(
 )  # fmt: skip
 
 
-def _check_sums(values, segments, num_segments, consistency, fraction_bits, count) -> None:
+def _check_sums(values, segments, num_segments, consistency, fraction_bits, count, source) -> None:
     if consistency not in ("window", "batch"):
         raise ValueError(f"consistency must be 'window' or 'batch', got {consistency!r}")
     in_fixed_point = consistency == "batch" and values.dtype == torch.int64
     taken = in_fixed_point or values.dtype in LOW
     check_matrix("values", values, values.dtype if taken else torch.float32)
-    if segments.dim() != 1 or segments.dtype != torch.int64 or segments.shape[0] != values.shape[0]:
+    if source is not None:
+        _check_rows_of("values", values, "source", source)
+    other, occurrences = ("values", values) if source is None else ("source", source)
+    if segments.dim() != 1 or segments.dtype != torch.int64 or segments.shape[0] != occurrences.shape[0]:
         raise ValueError(
-            f"segments must be ({values.shape[0]},) int64 to go with values {tuple(values.shape)}, "
-            f"got {tuple(segments.shape)} {segments.dtype}"
+            f"segments must be ({occurrences.shape[0]},) int64 to go with {other} "
+            f"{tuple(occurrences.shape)}, got {tuple(segments.shape)} {segments.dtype}"
         )
     if num_segments < 0:
         raise ValueError(f"num_segments must not be negative, got {num_segments}")
@@ -204,28 +211,36 @@ def _check_sums(values, segments, num_segments, consistency, fraction_bits, coun
     check_scalar("count", count)
 
 
-def _check_segments(segments, num_segments, count) -> None:
+def _check_segments(values, segments, num_segments, count, source) -> None:
     check_rows("segments", segments, num_segments, count)
+    if source is not None:
+        check_rows("source", source, values.shape[0], count)
 
 
 def _fake_sums(values, num_segments, consistency):
+    if isinstance(num_segments, int) and isinstance(values.shape[1], int):  # not of a traced graph
+        reference.check_room(num_segments, values.shape[1])
     dtype = torch.float32 if consistency == "window" else torch.int64
     return torch.empty(num_segments, values.shape[1], dtype=dtype, device=values.device)
 
 
 def _save_sums(ctx, inputs, output) -> None:
-    _, segments, _, _, _, _, count, ctx.impl = inputs
-    ctx.save_for_backward(segments, count)
+    values, segments, _, _, _, _, count, source, ctx.impl = inputs
+    ctx.num_values = values.shape[0]
+    ctx.save_for_backward(segments, count, source)
 
 
 def _differentiate_sums(ctx, grad: torch.Tensor):
-    segments, count = ctx.saved_tensors
-    return GATHER_ROWS(grad, segments, count, impl=ctx.impl), *(None,) * 6
+    segments, count, source = ctx.saved_tensors
+    if source is None:
+        return GATHER_ROWS(grad, segments, count, impl=ctx.impl), *(None,) * 7
+    # the same sum with the two lists of rows exchanged
+    return IndexedTerms(grad, source, ctx.num_values, count, ctx.impl, segments), *(None,) * 7
 
 
 SEGMENT_SUM = Op(
     "segment_sum(Tensor values, Tensor segments, int num_segments, str consistency, int fraction_bits, "
-    "str name, Tensor? count) -> Tensor",
+    "str name, Tensor? count, Tensor? source) -> Tensor",
     reference=reference.segment_sum, cpu="numba_segment_sum:segment_sum",
     triton="triton_segment_sum:segment_sum",
     check=_check_sums, check_memory=_check_segments, fake=_fake_sums,
@@ -242,7 +257,7 @@ def _check_out(out, values, num_segments, consistency, status) -> None:
 
 SEGMENT_SUM_INTO = Op(
     "segment_sum_into(Tensor(a!) out, Tensor values, Tensor segments, int num_segments, str consistency, "
-    "int fraction_bits, str name, Tensor? count, Tensor(b!)? status) -> ()",
+    "int fraction_bits, str name, Tensor? count, Tensor? source, Tensor(b!)? status) -> ()",
     reference=reference.segment_sum_into, cpu="numba_segment_sum:segment_sum_into",
     triton="triton_segment_sum:segment_sum_into",
     check=(_check_sums, _check_out), check_memory=_check_segments, widens=True,

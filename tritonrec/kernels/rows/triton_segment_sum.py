@@ -83,6 +83,49 @@ def piece_of(
     return segment, begin, end, (beyond == 0) & (stop <= start + PART)
 
 
+@triton.jit
+def sum_before(out_ptr, mine, column, dim):
+    """(total, owned): the sum so far at the pointers `out_ptr` of a row, and which columns `mine` adds to."""
+    # a block, since the interpreter takes a block and a scalar bool for integers
+    owned = (column < dim) & (column * 0 < mine.to(tl.int64))
+    # one program owns this row's columns, so a plain load and store accumulate into `out`
+    return tl.load(out_ptr, mask=owned, other=0), owned
+
+
+@triton.jit
+def sum_after(total, term, fits, bad, position):
+    """(total + term, bad), with the positions of terms that do not fit and of sums that leave int64."""
+    after = total + term
+    # a wrapped sum has the sign that neither of its operands has
+    fits = fits & (((total ^ after) & (term ^ after)) >= 0)
+    # added all the same: the first bad position is what counts, and the caller discards the sum
+    return after, tl.minimum(bad, tl.where(fits, NONE, position))
+
+
+@triton.jit
+def put_sum(
+    out_ptr, parts_ptr, order_ptr, total, owned, piece, num_parts, begin, end, whole, column, dim, worst,
+    ATOMIC: tl.constexpr,
+):  # fmt: skip
+    """`worst`, after a piece's sum was stored, added atomically (ATOMIC) or written to `parts`."""
+    inside = column < dim
+    # several threads may load one element where columns are few: none may load it changed
+    tl.debug_barrier()
+    tl.store(out_ptr, total, mask=owned)
+    if ATOMIC:  # noqa: SIM102 (known when Triton compiles, and the other one is not)
+        if (begin < end) & (whole == 0):
+            if order_ptr is None:
+                occurrence = begin
+            else:
+                occurrence = tl.load(order_ptr + begin)
+            none = tl.full(column.shape, NONE, tl.int64)
+            wraps = add_atomically(out_ptr, total, none, occurrence * dim + column, inside)
+            worst = tl.minimum(worst, tl.min(wraps, axis=0))
+    if parts_ptr is not None:
+        tl.store(parts_ptr + piece * dim + column, total, mask=inside & (column * 0 + piece < num_parts))
+    return worst
+
+
 # which program sees a sum leave int64 depends on who comes first; without such a sum nothing varies
 @declared(varies=("bad_ptr",))
 @triton.jit
@@ -90,6 +133,7 @@ def segment_sum_kernel(
     out_ptr,
     parts_ptr,
     values_ptr,
+    source_ptr,
     factors_ptr,
     keys_ptr,
     order_ptr,
@@ -115,16 +159,15 @@ def segment_sum_kernel(
 ):
     """out[segment] += values[order[i]] for the rows i of a piece (`piece_of`), in order.
 
-    ATOMIC: the pieces of a segment of several are added atomically. With `parts` what is beyond the first
-    piece of a segment is written there. Without `order` there is one segment, and a piece is a part or all
+    ATOMIC: the pieces of a segment of several are added atomically. With `parts` the sums of all pieces but
+    a segment's first are written there. Without `order` there is one segment, and a piece is a part or all
     rows. UPPER: row i is a sum of `scale` occurrences, from i * scale on. Floats are not cut: a piece is a
-    segment. With `factors` the value of
-    occurrence i is factors[i] * values[i // GROUP], a product that is in no memory.
+    segment. With `source` the value of occurrence i is values[source[i]]; with `factors` it is
+    factors[i] * values[i // GROUP], a product that is in no memory.
     """
     column = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = column < dim
-    none = tl.full((BLOCK_D,), NONE, tl.int64)
-    bad = none
+    bad = tl.full((BLOCK_D,), NONE, tl.int64)
     # a number, since atomics have a layout of their own, to which `bad` would be converted for each row
     worst = tl.full((), NONE, tl.int64)
     first = tl.program_id(0).to(tl.int64)  # an int64 bound makes the loop's variable int64
@@ -148,19 +191,19 @@ def segment_sum_kernel(
                 piece, num_parts, keys_ptr, starts_ptr, num_segments, scale, PART, UPPER
             )
         to = out_ptr + segment * out_stride + column
-        # one program owns this row's columns, so a plain load and store accumulate into `out`
         mine = (piece >= num_parts) & (begin < end)
         if ATOMIC:
             mine = mine & whole
-        # a block, since the interpreter takes a block and a scalar bool for integers
-        owned = inside & (column * 0 < mine.to(tl.int64))
-        total = tl.load(to, mask=owned, other=0)
+        total, owned = sum_before(to, mine, column, dim)
         for i in range(begin, end):
             if order_ptr is None:
                 occurrence = i * scale
             else:
                 occurrence = tl.load(order_ptr + i * scale)
-            row = i if UPPER else occurrence
+            if source_ptr is not None:
+                row = tl.load(source_ptr + occurrence)
+            else:
+                row = i if UPPER else occurrence
             # the sort is stable, so rows come in order of occurrence and the left fold is the CPU's
             if factors_ptr is None:
                 value = tl.load(values_ptr + row * value_stride + column, mask=inside, other=0)
@@ -175,25 +218,11 @@ def segment_sum_kernel(
                 fits = inside | True
                 if ADD == "rounded":
                     term, fits = round_to_fixed_point(value, unit, limit)
-                # a wrapped sum has the sign that neither of its operands has
-                after = total + term
-                fits = fits & (((total ^ after) & (term ^ after)) >= 0)
-                bad = tl.minimum(bad, tl.where(fits, NONE, occurrence * dim + column))
-                # added all the same: the first bad position is what counts, and the caller discards the sum
-                total = after
-        # several threads may load one element where columns are few: none may load it changed
-        tl.debug_barrier()
-        tl.store(to, total, mask=owned)
-        if ATOMIC:  # noqa: SIM102 (known when Triton compiles, and the other one is not)
-            if (begin < end) & (whole == 0):
-                if order_ptr is None:
-                    occurrence = begin
-                else:
-                    occurrence = tl.load(order_ptr + begin)
-                wraps = add_atomically(to, total, none, occurrence * dim + column, inside)
-                worst = tl.minimum(worst, tl.min(wraps, axis=0))
-        if parts_ptr is not None:
-            tl.store(parts_ptr + piece * dim + column, total, mask=inside & (column * 0 + piece < num_parts))
+                total, bad = sum_after(total, term, fits, bad, occurrence * dim + column)
+        worst = put_sum(
+            to, parts_ptr, order_ptr, total, owned, piece, num_parts, begin, end, whole, column, dim, worst,
+            ATOMIC,
+        )  # fmt: skip
     if ADD != "floats":
         worst = tl.minimum(worst, tl.min(bad, axis=0))
         tl.store(bad_ptr + first * tl.num_programs(1) + tl.program_id(1), worst)
@@ -208,14 +237,16 @@ def segment_sum_into(
     fraction_bits: int,
     name: str,
     count: torch.Tensor | None,
+    source: torch.Tensor | None,
     status: torch.Tensor | None = None,
 ) -> None:
     """See `tritonrec.kernels.rows.segment_sum`, with `out`; a code is read back without `status`."""
-    if values.numel() == 0 or out.numel() == 0:
+    if values.numel() == 0 or out.numel() == 0 or segments.numel() == 0:
         return
-    bad = _add(out, contiguous_rows(values), None, segments, consistency, fraction_bits, count)
+    source = None if source is None else source.contiguous()
+    bad = _add(out, contiguous_rows(values), source, None, segments, consistency, fraction_bits, count)
     if consistency == "batch":
-        report_sum(bad, status, name, values, segments, fraction_bits)
+        report_sum(bad, status, name, values, segments, fraction_bits, source)
 
 
 def add_products(
@@ -229,14 +260,14 @@ def add_products(
     if factors.numel() == 0 or out.numel() == 0:
         return
     values, factors = contiguous_rows(values), factors.contiguous()
-    bad = _add(out, values, factors, segments, consistency, fraction_bits, None)
+    bad = _add(out, values, None, factors, segments, consistency, fraction_bits, None)
     if consistency == "batch":
         error = late_error(name, out.shape[1], fraction_bits)  # the value is in no memory
         report(bad, None, error, error)
 
 
-def _add(out, values, factors, segments, consistency, fraction_bits, count) -> torch.Tensor:
-    """Add values, or products with `factors`, to their segments; the first bad position of each program."""
+def _add(out, values, source, factors, segments, consistency, fraction_bits, count) -> torch.Tensor:
+    """Add values, those of `source`, or products with `factors`; the first bad position of each program."""
     num_segments = out.shape[0]
     if consistency != "batch":
         add = "floats"
@@ -252,7 +283,7 @@ def _add(out, values, factors, segments, consistency, fraction_bits, count) -> t
     num_parts = parts_of(len(segments)) if add != "floats" else 0
     parts = new_parts(out, num_parts)
     options = num_parts, grouped, len(segments), count, 1, add, fixed_point
-    bad = _launch(out, parts, values, factors, *options)
+    bad = _launch(out, parts, values, source, factors, *options)
     return bad if parts is None else torch.cat([bad, *add_parts(out, parts, grouped)])
 
 
@@ -281,12 +312,12 @@ def add_parts(out: torch.Tensor, parts: torch.Tensor, grouped: Grouped | None) -
         num_parts = parts_of(len(values))
         sums = new_parts(out, num_parts)
         options = num_parts, grouped, len(values), None, scale, "terms", (1.0, 1.0)
-        found.append(_launch(out, sums, values, None, *options))
+        found.append(_launch(out, sums, values, None, None, *options))
     return found
 
 
 def _launch(
-    out, parts, values, factors, num_parts, grouped, rows, count, scale, add, fixed_point
+    out, parts, values, source, factors, num_parts, grouped, rows, count, scale, add, fixed_point
 ) -> torch.Tensor:
     """Add rows to `out`; what is beyond the first ones of a segment to `parts`, if given; bad positions."""
     num_segments, dim = out.shape
@@ -301,9 +332,10 @@ def _launch(
     keys, order, starts = (None, None, None) if grouped is None else grouped
     sizes = out.stride(0), values.stride(0), num_segments, num_parts, others, rows
     segment_sum_kernel[grid](
-        out, parts, values, factors, keys, order, starts, bad, *sizes, count, scale, dim, *fixed_point,
-        GROUP=rows // len(values), ADD=add, ATOMIC=num_parts > 0 and parts is None, PART=PART,
-        UPPER=scale > 1, BLOCK_D=block, num_warps=NUM_WARPS, enable_fp_fusion=False,
+        out, parts, values, source, factors, keys, order, starts, bad, *sizes, count, scale, dim,
+        *fixed_point, GROUP=1 if factors is None else rows // len(values), ADD=add,
+        ATOMIC=num_parts > 0 and parts is None, PART=PART, UPPER=scale > 1, BLOCK_D=block,
+        num_warps=NUM_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return bad
 

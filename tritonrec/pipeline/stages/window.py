@@ -87,9 +87,10 @@ def compute(
 ) -> None:
     """Forward and backward of one micro-batch; backward adds to `dense_gradient` by itself.
 
-    A model that takes `ops.IndexedRows` gets them on an accelerator where gradients are summed exactly: its
-    backward adds the gradients of rows, too, to the same sums, which have no order. On the CPU a next-item
-    model is trained by a plan, which reads rows where they lie and says what to add.
+    Where gradients are summed exactly, pooled features are pooled from rows where they lie, and a model that
+    takes `ops.IndexedRows` gets them on an accelerator: backward adds the gradients of rows, too, to the same
+    sums, which have no order. On the CPU a next-item model is trained by a plan, which reads rows where they
+    lie and says what to add.
     """
     part, flight = samples[micro_batch], dense.flight
     if not gradients:
@@ -106,7 +107,9 @@ def compute(
         losses[micro_batch], of_rows = found
         context.sums.add_gradients(of_rows, gradients[0], NAME)
         return
-    indexed = context.sums.exact and flight.reads_indexed_rows and not _on_the_cpu(embeddings)
+    takes_indexed = flight.reads_indexed_rows and not _on_the_cpu(embeddings)
+    pools = any(map(context.tables.pools, context.tables.groups))
+    indexed = context.sums.exact and (takes_indexed or pools)
     if indexed:
         # `data`: the exchange writes later micro-batches' rows meanwhile, which autograd would take for these
         leaves = [received.data.to(torch.float32).requires_grad_() for received in embeddings]
@@ -114,8 +117,9 @@ def compute(
     else:
         taken = map(launch.gather_rows, embeddings, inverses)
         rows = leaves = [occurrences.to(torch.float32).requires_grad_() for occurrences in taken]
-    by_feature = context.tables.by_feature(rows, part.lookups())
-    with flight.accumulator.rows(leaves, gradients, NAME) if indexed else nullcontext():
+    with flight.accumulator.rows(leaves, gradients, "embedding rows") if indexed else nullcontext():
+        with flight.accumulator.active():
+            by_feature = context.tables.by_feature(rows, part.lookups(), indexed=takes_indexed)
         losses[micro_batch] = flight.train_micro_batch(part, by_feature, seed, window.settings, exponent)
     for leaf, inverse, sums in zip(leaves, inverses, gradients, strict=True):
         if leaf.grad is not None:
@@ -134,7 +138,7 @@ def _only_feature(
     if [len(group.features) for group in context.tables.groups] != [1]:
         return None
     indexed = ops.IndexedRows(embeddings[0], inverses[0])
-    (rows,) = context.tables.by_feature([indexed], part.lookups()).values()
+    (rows,) = context.tables.by_feature([indexed], part.lookups(), indexed=True).values()
     return rows if rows is indexed else None
 
 

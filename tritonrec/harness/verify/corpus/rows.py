@@ -214,8 +214,8 @@ def every_feature_begins_at_zero(program: Program) -> None:
     tables = program.tables
     by_feature = tables.by_feature
 
-    def from_zero(rows, lookups):
-        found = by_feature(rows, lookups)
+    def from_zero(rows, lookups, **options):
+        found = by_feature(rows, lookups, **options)
         for group, values in zip(tables.groups, rows, strict=True):
             found |= {name: values[: len(found[name])] for name, _member in group.features}
         return found
