@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from .... import ops
 from ....data import Batch
 from ....pipeline import Edge, Program
 from ....pipeline.places import (
@@ -217,7 +218,9 @@ def every_feature_begins_at_zero(program: Program) -> None:
     def from_zero(rows, lookups, **options):
         found = by_feature(rows, lookups, **options)
         for group, values in zip(tables.groups, rows, strict=True):
-            found |= {name: values[: len(found[name])] for name, _member in group.features}
+            values = values.gathered() if isinstance(values, ops.IndexedRows) else values
+            names = [name for name, _member in group.features if isinstance(found[name], torch.Tensor)]
+            found |= {name: values[: len(found[name])] for name in names}
         return found
 
     tables.by_feature = from_zero  # type: ignore[method-assign]
