@@ -28,6 +28,12 @@ def test_every_command_has_help(command):
     assert "Usage" in result.stdout
 
 
+def test_help_fills_the_lines_of_a_narrow_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = [line.strip() for line in invoke("verify", "--help").stdout.splitlines()]
+    assert "reference, and compares losses, dense parameters, keys, rows and optimizer" in lines
+
+
 @pytest.mark.slow
 def test_verify_writes_its_report(tmp_path):
     file = tmp_path / "report.json"

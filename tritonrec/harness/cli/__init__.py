@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from importlib import import_module
+from inspect import cleandoc
 from typing import Annotated, Any
 
 import typer
@@ -36,9 +37,12 @@ COMMANDS = {
 
 def load(name: str) -> Any:
     """The command `name` of `COMMANDS`, with all its options."""
-    function = name.replace("-", "_")
+    module = name.replace("-", "_")
+    function = getattr(import_module(f".{module}", __name__), module)
+    paragraphs = cleandoc(function.__doc__).split("\n\n")
     alone = typer.Typer(add_completion=False)
-    alone.command(name)(getattr(import_module(f".{function}", __name__), function))
+    # typer keeps the line ends of the source, and a terminal of 80 columns would add its own
+    alone.command(name, help="\n\n".join(" ".join(each.split()) for each in paragraphs))(function)
     return get_command(alone)
 
 
