@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numba
 import pytest
+from filelock import FileLock
 
-from tritonrec.kernels import kernel_cache
+from tritonrec.kernels import caches, kernel_cache
 from tritonrec.kernels.hash_table import numba_hash_table
 from tritonrec.kernels.kernel_cache import _Files, digest_of
 from tritonrec.kernels.norm_linear_silu import numba_norm_linear_silu
@@ -131,7 +133,7 @@ def test_a_damaged_file_is_no_kernel_and_is_written_again(tmp_path, monkeypatch,
     files = files_of(tmp_path, "sources", monkeypatch)
     files.save("int", ["code", 1])
     files.save("float", ["code", 2])
-    path, other = files._path("int"), files._path("float")
+    path, other = files.path("int"), files.path("float")
     content = path.read_bytes()
     if damage == "folder":
         path.unlink()
@@ -194,3 +196,85 @@ def test_a_process_after_a_change_of_a_helper_computes_with_the_change(tmp_path)
     assert run(2, 2) == ["8", "1"]
     assert run(5, 2) == ["17", "0"]
     assert run(5, 4) == ["19", "0"]
+
+
+SLOW = """
+import sys, time
+from pathlib import Path
+from numba.core import event
+from numba.extending import overload
+from tritonrec.kernels.caches import njit
+
+class Compiled(event.Listener):
+    def on_start(self, started):
+        pass
+    def on_end(self, ended):
+        print(ended.data["dispatcher"].__name__, flush=True)
+
+event.register("numba:compile", Compiled())
+
+def slowly(number): ...
+
+@overload(slowly)
+def _slowly(number):
+    time.sleep(1.5)
+    return lambda number: 3 * number
+
+@njit(cache=True)
+def kernel(number):
+    return slowly(number)
+
+here, number = Path(sys.argv[1]), int(sys.argv[2])
+(here / f"ready{number}").touch()
+while len(list(here.glob("ready*"))) < 3:
+    time.sleep(0.01)
+assert kernel(7) == 21
+"""
+
+
+def test_of_processes_that_want_one_kernel_one_compiles_it(tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, str(tmp_path / "slow.py"), str(tmp_path)]
+    processes = [
+        subprocess.Popen([*command, str(number)], env=environment, stdout=subprocess.PIPE, text=True)
+        for number in range(3)
+    ]
+    printed = [process.communicate(timeout=120)[0].split() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert sorted(names.count("kernel") for names in printed) == [0, 0, 1]
+    assert not list(tmp_path.rglob("*.lock"))
+
+
+def test_a_kernel_that_cannot_be_compiled_keeps_nobody_waiting(tmp_path, monkeypatch):
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+
+    @caches.njit(cache=True)
+    def wrong(number):
+        return number + "1"
+
+    with pytest.raises(numba.TypingError):
+        wrong(3)
+    assert not list(tmp_path.rglob("*.lock"))
+
+
+def test_nobody_waits_for_ever(tmp_path, monkeypatch):
+    """A process that was stopped keeps its turn: the others compile too, and take nothing from it."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(kernel_cache, "PATIENCE", 0.1)
+
+    @caches.njit(cache=True)
+    def kernel(number):
+        return 3 * number
+
+    begun, turns = kernel_cache.KernelCache._begin_turn, []
+
+    def after_another(self, key):
+        turns.append(FileLock(self._cache_file.path(key).with_suffix(".lock"), is_singleton=False))
+        turns[-1].acquire()
+        return begun(self, key)
+
+    monkeypatch.setattr(kernel_cache.KernelCache, "_begin_turn", after_another)
+    assert kernel(7) == 21
+    assert turns[0].is_locked and Path(turns[0].lock_file).exists() and list(tmp_path.rglob("*.nbc"))

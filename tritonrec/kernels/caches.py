@@ -16,7 +16,8 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache as once
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,17 @@ def keep_on_disk(compiled: Any, function: Callable[..., Any]) -> None:
         config.CACHE_DIR = before
 
 
+@contextmanager
+def announced() -> Iterator[None]:
+    """For the time in which another process compiles what this one needs."""
+    note_compilation()
+    _announcement.begin()
+    try:
+        yield
+    finally:
+        _announcement.end()
+
+
 @once
 def _watch_numba() -> None:
     from numba.core import event
@@ -83,8 +95,11 @@ def _watch_numba() -> None:
             note_compilation()
             _announcement.begin()
 
-        def on_end(self, _event: event.Event) -> None:
+        def on_end(self, ended: event.Event) -> None:
             _announcement.end()
+            kept = ended.data["dispatcher"]._cache
+            if sys.exc_info()[0] and hasattr(kept, "end_turns"):  # it failed: numba will save nothing
+                kept.end_turns()
 
     event.register("numba:compile", Compiling())
 

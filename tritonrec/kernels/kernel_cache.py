@@ -5,6 +5,8 @@ compile two signatures at once take one number, and a third process runs the cod
 also knows the time of the function's own file alone: after a change of a helper elsewhere it runs old code.
 Here a file is named after all that decides its content, holds it again inside, and appears when it is whole.
 
+Processes that want one kernel at once, ranks of a host above all, let the first of them compile it.
+
 A wheel brings such files for `TARGETS` (`ci/compile/ahead.py` compiles them): machine code of a kind of
 processor, read where the user's folder has none of this very processor.
 """
@@ -24,9 +26,12 @@ from typing import Any
 
 import numba
 import numpy as np
+from filelock import FileLock, Timeout
 from numba.core.caching import FunctionCache, NullCache
 from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
+
+from . import caches
 
 LIBRARIES = {"numba", "llvmlite", "numpy", "torch", *sys.stdlib_module_names}
 DIGITS = 16
@@ -54,6 +59,9 @@ AVX512 = {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
 TARGETS = {"x86-64-v4": AVX2 | AVX512, "x86-64-v3": AVX2}
 """LLVM's names of the processors that a wheel has kernels for, best first, with what their code needs."""
 
+PATIENCE = 60.0
+"""Seconds for which a process waits while another compiles the same kernel; then it compiles it too."""
+
 
 class KernelCache(FunctionCache):
     """numba's cache of one function, with files of this module; the folder is the one that numba chooses."""
@@ -62,10 +70,42 @@ class KernelCache(FunctionCache):
         super().__init__(function)
         self._cache_file: Any = _Files(Path(self._cache_path), self._impl.filename_base, function)
         self._ahead = AheadCache(function)
+        self._turns: list[FileLock] = []
 
     def _load_overload(self, sig: object, target_context: Any) -> CompileResult | None:
         found = super()._load_overload(sig, target_context)
-        return found if found is not None else self._ahead.load_overload(sig, target_context)
+        if found is None:
+            found = self._ahead.load_overload(sig, target_context)
+        if found is None and self._begin_turn(self._index_key(sig, target_context.codegen())):
+            found = super()._load_overload(sig, target_context)  # of a process that had its turn before
+            if found is not None:
+                self.end_turns()
+        return found
+
+    def _save_overload(self, sig: object, compiled: CompileResult) -> None:
+        super()._save_overload(sig, compiled)
+        self.end_turns()
+
+    def _begin_turn(self, key: object) -> bool:
+        """Wait for a process that compiles the kernel now; False where that takes too long or has no way."""
+        turn = FileLock(self._cache_file.path(key).with_suffix(".lock"))
+        try:
+            try:
+                turn.acquire(blocking=False)
+            except Timeout:
+                with caches.announced():
+                    turn.acquire(timeout=PATIENCE)
+        except (OSError, NotImplementedError):  # Timeout among them, and folders without locks
+            return False
+        self._turns.append(turn)
+        return True
+
+    def end_turns(self) -> None:
+        """What this process compiled is kept, or could not be compiled: others need not wait."""
+        for turn in self._turns:
+            Path(turn.lock_file).unlink(missing_ok=True)
+            turn.release()
+        self._turns.clear()
 
 
 class AheadCache(NullCache):
@@ -123,7 +163,7 @@ class _Files:
     def load(self, key: object) -> Any:
         """What was saved under `key`; None where nothing was, and for a file that is damaged."""
         try:
-            content = self._path(key).read_bytes()
+            content = self.path(key).read_bytes()
         except OSError:
             return None
         size = hashlib.sha256().digest_size
@@ -139,7 +179,7 @@ class _Files:
     def save(self, key: object, data: object) -> None:
         """Keep `data`, and remove the files of other states of the sources."""
         content = dumps(((self._sources, key), data))
-        path = self._path(key)
+        path = self.path(key)
         scratch, name = tempfile.mkstemp(dir=self._folder, prefix=path.name, suffix=".tmp")
         try:
             with open(scratch, "wb") as file:
@@ -161,7 +201,7 @@ class _Files:
     def _sources(self) -> str:
         return digest_of(self._function)
 
-    def _path(self, key: object) -> Path:
+    def path(self, key: object) -> Path:
         named = hashlib.sha256(repr(key).encode()).hexdigest()
         return self._folder / f"{self._base}.{self._sources[:DIGITS]}.{named[:DIGITS]}.nbc"
 
