@@ -21,6 +21,16 @@ for name, handler in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.
 settings.register_profile("tests", deadline=None)  # a busy machine fails no test
 settings.load_profile("tests")
 
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter():
+    """Of Triton, where kernels are interpreted."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        import interpreter
+
+        interpreter.quicken()
+
+
 MESHES = (1, 2, 3, 4, (2, 2), (4, 2), (4, 4))
 
 

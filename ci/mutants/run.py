@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 import traceback
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from itertools import islice
@@ -273,6 +274,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[""], help="mutants whose name begins with one of these")
     parser.add_argument("--tests", nargs="+", default=[], help="run these on the survivors, in new processes")
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so many")
+    parser.add_argument("--part", default="1/1", help="2/3 is the second of three processes with one file")
     parser.add_argument("--again", action="store_true", help="the survivors of --out, in all their tests")
     parser.add_argument("--report", action="store_true")
     args = parser.parse_args()
@@ -290,6 +292,8 @@ def main() -> None:
         valid = (mutant for mutant in every if is_one(mutant, (ROOT / mutant.file).read_text()))
         chosen = islice(valid, None if args.all or any(args.only) else args.sample)
         left = [mutant for mutant in chosen if mutant.name not in last]
+    part, parts = map(int, args.part.split("/"))
+    left = [mutant for mutant in left if zlib.crc32(mutant.name.encode()) % parts == part - 1]
     print(f"{len(every)} mutants, {len(left)} to run", flush=True)
     tests = None if args.tests else CoverageMap(*args.map)
     warm_up()

@@ -30,6 +30,7 @@ AT_IMPORT = 77
 """Exit status of a child whose mutant wants a process of its own."""
 BROKEN = 99
 """That of a child that could not begin, which is no verdict; its error is in ``errors.log``."""
+EXIT = "exit status"
 IDLE_SECONDS = 6.0
 """A child all of whose threads sleep for so long has hung: its tests wait for nothing but themselves."""
 WARM_SECONDS = 60.0
@@ -122,10 +123,11 @@ class WarmSession:
                     self.bad.add(by)
                     continue
                 self.good.add(by)
-            if outcome == "timeout":
+            if outcome == "timeout" or by.startswith(EXIT):
                 plain, _, cpu = self.run(items, names, lambda: None)
                 total += cpu
-                outcome = "timeout" if plain == "survived" else "at import"  # hung by the fork itself
+                if plain != "survived":
+                    outcome = "at import"  # hung or ended by the fork itself
             return outcome, by, len(items), total
 
     def chosen(self, names: Iterable[str]) -> Iterator[Any]:
@@ -157,7 +159,7 @@ class WarmSession:
             return "killed", by, cpu
         if hung or -code in (signal.SIGXCPU, signal.SIGKILL):
             return "timeout", "", cpu
-        return ("survived", "", cpu) if code == 0 else ("killed", f"exit status {code}", cpu)
+        return ("survived", "", cpu) if code == 0 else ("killed", f"{EXIT} {code}", cpu)
 
     def run_child(self, items: list[Any], seconds: dict[str, float], install: Callable[[], None]) -> None:
         code = BROKEN
