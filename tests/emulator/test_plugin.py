@@ -41,7 +41,7 @@ def test_small_triton_kernels_pass_in_three_schedules(arch):
 
 
 def test_the_command_runs_a_training_step_on_emulated_kernels():
-    done = run("tritonrec", "emulate", "--", "pytest", "-q", *QUICK)
+    done = run("tritonrec", "emulate", "--", "pytest", "-q", "-m", "not slow", *QUICK)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout and "emulated sm_90" in done.stdout
     assert "sparse_optimizers.elementwise_kernel" in done.stdout

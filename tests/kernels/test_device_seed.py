@@ -54,7 +54,7 @@ def test_kernels_draw_from_what_was_written_last(call):
     seeds = DeviceSeeds(DEVICE, 2)
     first, second = seeds.root(), derive_seed(seeds.root(), 3, 0)
     call(first), call(second)  # as they are recorded
-    for seed in SEEDS:
+    for seed in SEEDS if call is dropped else SEEDS[1:3]:
         seeds.write(seed)
         for given, number in ((first, seed), (second, derive_seed(seed, 3, 0))):
             assert all(map(torch.equal, call(given), call(number)))
