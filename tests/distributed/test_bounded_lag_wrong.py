@@ -260,6 +260,11 @@ def test_bad_settings_are_named(arguments, message):
         BoundedLagAllToAll(None, **arguments)
 
 
+@pytest.mark.parametrize("tag", [0, LAST_TAG - 2 * SIZES])
+def test_tags_may_begin_with_the_first_and_end_with_the_last(tag):
+    assert BoundedLagAllToAll(None, 0, tag=tag).start(torch.arange(3), [3]).wait()[0].tolist() == [0, 1, 2]
+
+
 def test_a_message_beyond_the_capacity_is_refused_before_it_is_sent():
     def run(group):
         with pytest.raises(ValueError, match="a message of 68 bytes does not fit the capacity of 64"):

@@ -10,7 +10,7 @@ from tritonrec.embedding import KeyLayout
 from tritonrec.embedding.device_numbers import DeviceNumbers
 from tritonrec.embedding.device_pool import DevicePool
 from tritonrec.embedding.device_select import in_order_of_keys, smallest_slots
-from tritonrec.embedding.index_pool import IndexPool
+from tritonrec.embedding.index_pool import MAX_ROWS, IndexPool
 
 FIRST, LAST = -(2**63), 2**63 - 1
 ALONE, MERGED = KeyLayout(), KeyLayout(("action", "item", "user"))
@@ -107,6 +107,16 @@ def test_a_devices_pool_gives_the_numbers_of_the_hosts(calls):
             there.release(padded, padded >= 0)
         assert len(there) == len(here) == len(taken)
         assert there.end == here.end
+
+
+def test_a_devices_pool_refuses_more_numbers_than_there_are():
+    pool = DevicePool(torch.device("cpu"))
+    pool.claim(torch.tensor(MAX_ROWS - 2), MAX_ROWS - 2)
+    assert pool.end_after(2) == MAX_ROWS
+    with pytest.raises(MemoryError, match=f"at most {MAX_ROWS} rows .* has {MAX_ROWS - 2}, and up to 3 are"):
+        pool.end_after(3)
+    pool.release(torch.tensor([7]), torch.tensor([True]))
+    assert pool.end_after(3) == MAX_ROWS
 
 
 def test_a_number_that_is_reset_counts_from_zero():

@@ -144,6 +144,14 @@ def test_a_key_that_is_not_admitted_has_no_handle_and_its_update_is_dropped():
 
 
 @pytest.mark.parametrize("storage", STORAGES)
+def test_rows_are_in_low_precision_only_in_tiers(storage):
+    store, handles = STORAGES[storage](DIM, WIDTH, chunk_rows=4), torch.arange(3)
+    store.add(handles, 3)
+    store.update(handles, torch.ones(3, WIDTH), torch.tensor([True, False, True]))
+    assert store.in_low_precision(tensor([2, 1, -1])).tolist() == [storage == "tiers", False, False]
+
+
+@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("handles", [[0, 5], [-1, 2**40], [-2, 1]])
 def test_a_handle_that_was_never_given_is_an_error(storage, handles):
     store = table(POLICIES["tiers" if storage == "tiers" else "none"])

@@ -66,6 +66,18 @@ def test_gradients_stay_until_zero_grad_as_in_torch():
     assert gradient(optimizer) is None
 
 
+def test_the_next_step_takes_a_gradient_that_was_set():
+    model, optimizer = made("sgd", lr=1.0)
+    step(model, optimizer)
+    parameter, before = optimizer.param_groups[0]["params"][0], rows(model)
+    parameter.grad = torch.ones_like(parameter.grad)
+    optimizer.step()
+    assert torch.equal(rows(model), before - 1)
+    for wrong in (torch.ones(3, 3, dtype=torch.float64), torch.ones(2, 3)):
+        with pytest.raises(ValueError, match=r"table embedding is float32 \(3, 3\), got"):
+            parameter.grad = wrong
+
+
 def test_a_closure_is_called():
     model, optimizer = made()
     assert optimizer.step(lambda: step(model, optimizer)) > 0 and optimizer.updates == 1

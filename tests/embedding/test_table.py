@@ -153,6 +153,29 @@ def test_low_precision_takes_half_the_bytes_and_other_rows_keep_every_bit():
     assert not torch.equal(values[0].half().float(), values[0])
 
 
+@pytest.mark.parametrize("policy", [None, HALF])
+def test_new_rows_take_the_memory_of_erased_ones(policy):
+    store, taken = table(policy=policy), []
+    for step in range(10):
+        keys = torch.arange(8) + 8 * step
+        store.update(store.lookup(keys, step).handles, torch.ones(8, 5))
+        taken.append((store.memory()["fp32_values"], store.memory()["fp16_values"]))
+        store.erase(keys)
+    assert taken[3:] == taken[3:4] * 7
+    assert store.memory()["saved_by_fp16"] == 0
+
+
+def test_access_counts_that_were_halved_are_among_the_changes():
+    store = table(policy=TablePolicy(precision=PrecisionTiers(threshold=1, every=4)))
+    store.track_changes()
+    for step, keys in enumerate([[3, 5], [3, 5], [3]], 1):
+        store.lookup(tensor(keys), step)
+    store.take_changes()
+    store.lookup(tensor([7]), 4)
+    rows = store.take_changes()[0]["rows"]
+    assert rows["keys"].tolist() == [3, 5, 7] and rows["heat"].tolist() == [1, 1, 1]
+
+
 def test_access_counts_stop_at_255():
     store = table(policy=TablePolicy(precision=PrecisionTiers(threshold=255, every=10**6)))
     low = [bool(store.lookup(tensor([-1]), step).low_precision) for step in range(1, 301)]
