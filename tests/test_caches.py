@@ -12,7 +12,7 @@ import pytest
 
 import tritonrec
 from tritonrec.data import movielens
-from tritonrec.kernels import caches
+from tritonrec.kernels import caches, compilation
 
 KERNEL = """
 from tritonrec.kernels.caches import njit
@@ -172,7 +172,7 @@ def test_a_home_that_nobody_knows_is_named(monkeypatch):
 
 
 def test_the_line_about_compilation_comes_once(capsys):
-    said = caches._Announcement()
+    said = compilation.Announcement()
     said._left = 0.01
     said.begin()
     said.begin()  # the compiler calls itself

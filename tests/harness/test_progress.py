@@ -15,7 +15,7 @@ from tritonrec.harness import progress
 from tritonrec.harness.progress import CommandProgress, Pace
 from tritonrec.harness.train.loop import train
 from tritonrec.harness.train.run import Run
-from tritonrec.kernels import caches
+from tritonrec.kernels import compilation
 from tritonrec.pipeline import WindowConfig
 
 
@@ -45,17 +45,17 @@ def test_steps_that_are_counted_and_quiet_ones():
 
 def paced(seconds, accumulate=1, compiled=()):
     """The pace, and the steps that count towards it; kernels are compiled in some of them."""
-    before = list(caches.compiling)
+    before = list(compilation.compiling)
     with Pace(accumulate) as pace:
         steady = []
         for step, each in enumerate(seconds):
             if step in compiled:
-                hooks, caches.compiling[:] = list(caches.compiling), []
+                hooks, compilation.compiling[:] = list(compilation.compiling), []
                 for hook in hooks:
                     hook()
             if pace.on_step_end(step, each, step + 1 == len(seconds)) is not None:
                 steady.append(step)
-    assert caches.compiling == [each for each in before if each in caches.compiling]
+    assert compilation.compiling == [each for each in before if each in compilation.compiling]
     return pace.seconds_per_step, steady
 
 
@@ -88,8 +88,8 @@ def test_training_says_the_pace_or_that_there_is_none(job, capsys, steps, said):
 
 COMPILE = """
 import sys
-from tritonrec.kernels import caches
-caches._announcement._left = float(sys.argv[1])
+from tritonrec.kernels import compilation
+compilation.announcement._left = float(sys.argv[1])
 import kernel
 print(kernel.twice(2), kernel.thrice(2))
 """

@@ -9,7 +9,7 @@ from speeds import slow_except
 
 from tritonrec.embedding import TablePolicy
 from tritonrec.harness import warmup
-from tritonrec.kernels import caches
+from tritonrec.kernels import compilation
 from tritonrec.version import __version__
 
 COUNTED = """
@@ -34,14 +34,14 @@ def test_every_model_is_run_with_one_rule_and_one_model_with_every_rule(monkeypa
 
     def train(model, rule, target, policy):
         runs.append((model, rule) if policy == TablePolicy() else (model, rule, "policies"))
-        caches.note_compilation()
+        compilation.note_compilation()
 
     monkeypatch.setattr(warmup, "_train", train)
-    before = list(caches.compiling)
+    before = list(compilation.compiling)
     found = warmup.warm_up(["hstu", "dlrm"], ["adam", "sgd"], report=lines.append)
     assert runs == [("hstu", "adam"), ("dlrm", "adam"), ("hstu", "sgd"), ("hstu", "adam", "policies")]
     assert lines[1] == "dlrm with adam" and len(lines) == 4
-    assert found.compiled == 4 and caches.compiling == before
+    assert found.compiled == 4 and compilation.compiling == before
 
 
 @pytest.mark.slow

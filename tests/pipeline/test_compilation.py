@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from trainer_parts import DIM, Ranker, batches, parts, trained, trainer
 
 from tritonrec import nn, ops
-from tritonrec.kernels import caches
+from tritonrec.kernels import compilation
 from tritonrec.kernels.dispatch import computes_eagerly, is_compiling
 from tritonrec.pipeline import StageFailedError
 from tritonrec.pipeline.compiled import Compilation
@@ -137,7 +137,7 @@ def test_without_a_compiler_one_sentence_says_so():
 @pytest.mark.slow
 def test_steps_that_compile_are_told(monkeypatch):
     told = []
-    monkeypatch.setattr(caches, "compiling", [lambda: told.append(1)])
+    monkeypatch.setattr(compilation, "compiling", [lambda: told.append(1)])
     with trainer(compiled("eager"), "sequential", "window", micro_batches=1) as training:
         for step in batches(2):
             training.step(step)

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TaskID, TextColumn
 
-from ..kernels.caches import compiling
+from ..kernels.compilation import compiling
 
 LINE_SECONDS = 10.0
 """Seconds between two lines where the output is no terminal."""

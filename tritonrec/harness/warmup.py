@@ -15,7 +15,7 @@ from typing import get_args
 
 from ..distributed import Communicators
 from ..embedding import Eviction, OptimizerName, PrecisionTiers, TablePolicy
-from ..kernels.caches import compiling
+from ..kernels.compilation import compiling
 from ..nn import HSTUConfig
 from ..pipeline import WindowConfig
 from .devices import Target

@@ -8,32 +8,17 @@ and one warning says so.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import stat
 import sys
 import tempfile
-import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache as once
 from pathlib import Path
 from typing import Any
 
-compiling: list[Callable[[], None]] = []
-"""Called once each, when numba compiles a kernel that it does not find in its cache."""
-
-SLOW_SECONDS = 1.0
-"""Of compilation, all kernels together, after which one line says what is going on."""
-
-
-def note_compilation() -> None:
-    """Something is compiled now, that the steps to come will not compile again."""
-    called, compiling[:] = list(compiling), []  # one that registers itself again waits for the next kernel
-    for call in called:
-        call()
+from .compilation import announcement, is_first_rank, note_compilation
 
 
 def njit(*, cache: bool = False, **options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -75,17 +60,6 @@ def keep_on_disk(compiled: Any, function: Callable[..., Any]) -> None:
         config.CACHE_DIR = before
 
 
-@contextmanager
-def announced() -> Iterator[None]:
-    """For the time in which another process compiles what this one needs."""
-    note_compilation()
-    _announcement.begin()
-    try:
-        yield
-    finally:
-        _announcement.end()
-
-
 @once
 def _watch_numba() -> None:
     from numba.core import event
@@ -93,53 +67,15 @@ def _watch_numba() -> None:
     class Compiling(event.Listener):
         def on_start(self, _event: event.Event) -> None:
             note_compilation()
-            _announcement.begin()
+            announcement.begin()
 
         def on_end(self, ended: event.Event) -> None:
-            _announcement.end()
+            announcement.end()
             kept = ended.data["dispatcher"]._cache
             if sys.exc_info()[0] and hasattr(kept, "end_turns"):  # it failed: numba will save nothing
                 kept.end_turns()
 
     event.register("numba:compile", Compiling())
-
-
-class _Announcement:
-    """One line on standard error, of the first rank alone, where compilation takes long."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._running = 0  # calls of the compiler, which calls itself
-        self._left = SLOW_SECONDS
-        self._began = 0.0
-        self._timer: threading.Timer | None = None
-
-    def begin(self) -> None:
-        with self._lock:
-            self._running += 1
-            if self._running == 1 and self._left > 0 and _is_first_rank():
-                self._began = time.monotonic()
-                self._timer = threading.Timer(self._left, self._say)
-                self._timer.daemon = True
-                self._timer.start()
-
-    def end(self) -> None:
-        with self._lock:
-            self._running -= 1
-            if self._running == 0 and self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
-                self._left -= time.monotonic() - self._began
-
-    def _say(self) -> None:
-        with self._lock:
-            self._left = 0.0
-        print(
-            "tritonrec: compiling kernels, on the first run only, up to a minute", file=sys.stderr, flush=True
-        )
-
-
-_announcement = _Announcement()
 
 
 @once
@@ -158,7 +94,7 @@ def prepare_triton() -> None:
 def _instead(compiler: str, variable: str) -> Path | None:
     """A folder for what `compiler` compiles, or None; says so, in the first rank only."""
     folder = _private_folder(f"tritonrec-{compiler}-cache")
-    if _is_first_rank():
+    if is_first_rank():
         kept = f"they go to {folder}" if folder else "they are compiled again in each process"
         warnings.warn(
             f"tritonrec: the folders for kernels compiled by {compiler} cannot be written: {kept}. Set "
@@ -167,12 +103,6 @@ def _instead(compiler: str, variable: str) -> Path | None:
             stacklevel=2,
         )
     return folder
-
-
-def _is_first_rank() -> bool:
-    """Whether this process speaks for all ranks."""
-    first = multiprocessing.current_process().name in ("MainProcess", "rank 0")
-    return first and not int(os.environ.get("RANK") or 0)
 
 
 def _private_folder(name: str) -> Path | None:

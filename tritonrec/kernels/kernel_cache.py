@@ -31,7 +31,7 @@ from numba.core.caching import FunctionCache, NullCache
 from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
-from . import caches
+from .compilation import announced
 
 LIBRARIES = {"numba", "llvmlite", "numpy", "torch", *sys.stdlib_module_names}
 DIGITS = 16
@@ -93,7 +93,7 @@ class KernelCache(FunctionCache):
             try:
                 turn.acquire(blocking=False)
             except Timeout:
-                with caches.announced():
+                with announced():
                     turn.acquire(timeout=PATIENCE)
         except (OSError, NotImplementedError):  # Timeout among them, and folders without locks
             return False

@@ -9,7 +9,7 @@ from threading import Lock
 import torch
 
 from ..data import Batch
-from ..kernels.caches import note_compilation
+from ..kernels.compilation import note_compilation
 from ..nn import GradientAccumulator
 from .model_call import CallerSettings, train_micro_batch
 
