@@ -22,6 +22,7 @@ from tritonrec.distributed.bounded_lag.messages import (
     buffer_size,
 )
 from tritonrec.distributed.bounded_lag.transport import TRANSPORTS
+from tritonrec.distributed.watch import RankDiedError
 
 WORLD = 3
 PATIENCE = timedelta(seconds=5)
@@ -347,3 +348,37 @@ def test_a_send_buffer_is_not_overwritten_before_it_was_sent_and_nothing_piles_u
         assert all(len(slot.sending) <= 2 for slot in exchange._transport._slots)
     exchange.drain()
     assert all(each.waited for each in group.sends) and len(group.sends) == 21
+
+
+class Refusing(SlowSends):
+    """A group that refuses messages of one kind but for the first `allowed`: the other rank has ended."""
+
+    def __init__(self, kind, allowed):
+        super().__init__()
+        self.kind, self.left = kind, allowed
+
+    def send(self, tensors, to, tag):
+        return self.unless_refused("send", super().send(tensors, to, tag))
+
+    def recv(self, tensors, source, tag):
+        return self.unless_refused("recv", super().recv(tensors, source, tag))
+
+    def unless_refused(self, kind, work):
+        self.left -= kind == self.kind
+        if self.left < 0:
+            raise RuntimeError("Connection closed by peer")
+        return work
+
+
+@pytest.mark.parametrize(("values", "allowed"), [(1, 0), (1, 1), (1, 3), (EAGER, 2)])
+@pytest.mark.parametrize("kind", ["send", "recv"])
+def test_a_rank_whose_messages_are_refused_at_once_is_named_then_and_ever_after(kind, values, allowed):
+    number = max(0, allowed - 1) if values == 1 else 0
+    wrong = f"rank 1 is gone, or gave up on another rank, in exchange {number}: Connection closed by peer$"
+    with pytest.raises(RankDiedError, match=f"^{wrong}"):
+        exchange = BoundedLagAllToAll(Refusing(kind, allowed), 1, 64, PATIENCE, transport="messages")
+        for _ in range(5):
+            exchange.start(torch.ones(2 * values), [values] * 2, [values] * 2)
+    if allowed:
+        with pytest.raises(RankDiedError, match=f"^an earlier exchange failed: {wrong}"):
+            exchange.start(torch.ones(2), [1, 1], [1, 1])

@@ -6,7 +6,8 @@ enough. `messages` has the protocol.
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -69,10 +70,12 @@ class MessageTransport:
             more = 0 if receive is None else max(0, size_of(receive[peer]) - self._eager)
             buffer = slot.buffer(slot.receive, peer, head + (buffer_size(more) if more else 0))
             header_words(buffer)[0] = NO_MESSAGE
-            first.append((peer, self._messages.recv([buffer[:head]], peer, tag)))
+            with naming(peer, exchange.number):
+                first.append((peer, self._messages.recv([buffer[:head]], peer, tag)))
             if more:
                 tail = buffer[head : head + buffer_size(more)]
-                rest.append((peer, self._messages.recv([tail], peer, self._tags.rest(place, more))))
+                with naming(peer, exchange.number):
+                    rest.append((peer, self._messages.recv([tail], peer, self._tags.rest(place, more))))
         starts = [size_of(int(rows)) for rows in np.cumsum([0, *send])]
         rows = values.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
         for peer in (*self._others, self.rank):
@@ -83,10 +86,11 @@ class MessageTransport:
             buffer[HEADER:size].copy_(rows[starts[peer] : starts[peer + 1]])
             if peer == self.rank:
                 continue
-            slot.sending.append((peer, self._messages.send([buffer[: min(size, head)]], peer, tag)))
-            if size > head:
-                work = self._messages.send([buffer[head:size]], peer, self._tags.rest(place, size - head))
-                slot.sending.append((peer, work))
+            with naming(peer, exchange.number):
+                slot.sending.append((peer, self._messages.send([buffer[: min(size, head)]], peer, tag)))
+                if size > head:
+                    work = self._messages.send([buffer[head:size]], peer, self._tags.rest(place, size - head))
+                    slot.sending.append((peer, work))
 
     def finish(self, exchange: Exchange, deadline: Deadline) -> torch.Tensor:
         slot = self._slots[exchange.number % len(self._slots)]
@@ -160,10 +164,17 @@ class MessageTransport:
 
 def await_work(peer: int, work: Any, number: int, deadline: Deadline) -> None:
     """Wait for a message to or from `peer`. Raises RankDiedError naming it."""
-    try:
+    with naming(peer, number, deadline):
         work.wait(deadline.left)
+
+
+@contextmanager
+def naming(peer: int, number: int, deadline: Deadline | None = None) -> Iterator[None]:
+    """Raise RankDiedError naming `peer` for an error of the group, at once or after a wait."""
+    try:
+        yield
     except RuntimeError as error:
-        if deadline.is_over:
+        if deadline is not None and deadline.is_over:
             raise RankDiedError(deadline.stalled(peer, number)) from error
         raise RankDiedError(
             f"rank {peer} is gone, or gave up on another rank, in exchange {number}: {error}"

@@ -155,7 +155,7 @@ class BoundedLagAllToAll:
             transport.begin(number, Deadline(self.timeout))
         exchange = Exchange(self, number, values, send, receive, out)
         self._update_lags(transport, number)
-        with self._span("start", batch=number, bytes=exchange.size(sum(send))):
+        with self._span("start", batch=number, bytes=exchange.size(sum(send))), self._reporting():
             transport.post(exchange, values)
         self._in_flight.append(exchange)
         self.started += 1

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .by_messages import MessageTransport, await_work
+from .by_messages import MessageTransport, await_work, naming
 from .messages import Deadline, SupportsMessages, Tags
 from .transport import TRANSPORTS, Disagreement, Transport, others
 from .window import host_words
@@ -45,11 +45,13 @@ class Meeting:
         words = [bound, capacity, TRANSPORTS.index(transport), *host, *name]
         self._settings = [torch.zeros(WORDS, dtype=torch.int64) for _ in range(world_size)]
         self._settings[rank] = torch.tensor(words, dtype=torch.int64)
-        for peer in others(rank, world_size):
-            self._works.append((peer, group.recv([self._settings[peer]], peer, tags.settings)))
-        for peer in others(rank, world_size):
-            self._works.append((peer, group.send([self._settings[rank]], peer, tags.settings)))
         _unawaited[id(self._works)] = self._works, self._settings
+        for peer in others(rank, world_size):
+            with naming(peer, 0):
+                self._works.append((peer, group.recv([self._settings[peer]], peer, tags.settings)))
+        for peer in others(rank, world_size):
+            with naming(peer, 0):
+                self._works.append((peer, group.send([self._settings[rank]], peer, tags.settings)))
 
     def finish(self, deadline: Deadline) -> None:
         """Wait until the settings of all ranks are here."""
