@@ -157,13 +157,28 @@ def test_a_rank_that_is_busy_elsewhere_is_named_with_its_stage(store):
 def test_a_monitored_barrier_waits_beyond_the_timeout_for_a_rank_that_reports(store):
     import threading
 
-    here, there = watches(store, 2)
-    late = threading.Timer(1.0, there.monitored_barrier, ("checkpoint", [0, 1], timedelta(seconds=5)))
+    here, there = watches(store, 2, timeout=1.0)
+    late = threading.Timer(1.6, there.monitored_barrier, ("checkpoint", [0, 1], timedelta(seconds=5)))
     late.start()
     began = time.monotonic()
     here.monitored_barrier("checkpoint", [0, 1], timedelta(seconds=5))
-    assert time.monotonic() - began >= 0.9  # the timeout is 0.4 s
+    assert time.monotonic() - began >= 1.5  # beyond the timeout
     late.join()
+
+
+def test_a_slow_answer_of_the_store_is_no_silence_of_a_rank(store, monkeypatch):
+    here = Watch(store, 0, 2, timedelta(seconds=0.4))
+    reads = []
+
+    def read(_ranks):
+        reads.append(time.sleep(0 if reads else 0.5))  # the first answer takes longer than the timeout
+        if len(reads) == 3:
+            store.set("checkpoint 1 1", "here")
+        return {1: Report(number=1, time=time.time())}
+
+    monkeypatch.setattr(here, "_read", read)
+    here.monitored_barrier("checkpoint", [0, 1], timedelta(seconds=5))
+    assert len(reads) == 3
 
 
 def test_a_monitored_barrier_ends_where_a_rank_stalls_fails_or_takes_too_long(store):

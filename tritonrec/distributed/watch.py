@@ -194,12 +194,11 @@ class Watch:
         began = last_read = time.monotonic()
         seen: dict[int, tuple[int, float]] = {}  # number of the last report, and the time it was first read
         while missing := [peer for peer in missing if not store.check([f"{key} {peer}"])]:
-            now = time.monotonic()
             if self._lost:
                 raise RankDiedError(self._lost)
-            if now - last_read > self.interval:
-                last_read = now
+            if time.monotonic() - last_read > self.interval:
                 reports = self._read(missing)
+                now = last_read = time.monotonic()  # reading takes time too, which is no silence of a rank
                 failed = self._failed(reports)
                 if failed:
                     raise RankDiedError(failed)
