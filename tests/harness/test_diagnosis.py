@@ -85,8 +85,10 @@ class DroppedByFunction(Model):
 
 
 class Curve(tnn.Module):
+    """Five features are no whole number of vectors on any processor; of four curves one differs in a bit."""
+
     def forward(self, x):
-        return F.softplus(x)
+        return torch.cat([x[:, :1], sum(F.softplus(n * x[:, 1:]) for n in range(1, 5))], 1)
 
 
 class Curved(Model):
