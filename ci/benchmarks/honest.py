@@ -29,7 +29,7 @@ SECONDS = 0.2
 SECONDS_WITH_CHECKS = 1.0
 """Of all rounds with what surrounds them; `LEAST_ROUNDS` may take longer."""
 LEAST_TURNS, SECONDS_OF_TURNS = 11, 6.0
-"""`by_turns` ends after so many seconds, but not before so many turns."""
+"""`by_turns` ends after so many seconds unless told otherwise, but not before so many turns."""
 SLACK = 2.0
 """A function that only reads needs half the time of a copy."""
 COPIES = 15
@@ -174,17 +174,20 @@ def by_turns(
     least_bytes: int,
     stopwatch: Stopwatch | None = None,
     device: torch.device | str = "cpu",
+    until: float = SECONDS_OF_TURNS,
 ) -> dict[str, list[float]]:
     """Seconds of each contender in each turn; every turn starts with another one, and all get the same round.
 
-    `stopwatch` is the processor time of this thread unless given. Raises as `honest` does.
+    `stopwatch` is the processor time of this thread unless given. Ends when `until` seconds have passed, but
+    not before `LEAST_TURNS`. The turn of number 0, which may compile, is checked and not counted. Raises as
+    `honest` does.
     """
     stopwatch = stopwatch or clocked(time.thread_time)
     names = list(contenders)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     began = time.perf_counter()
-    for number in range(turns + 1):  # the first turn, which may compile, is checked and not counted
-        if number > LEAST_TURNS and time.perf_counter() - began > SECONDS_OF_TURNS:
+    for number in range(turns + 1):
+        if number > LEAST_TURNS and time.perf_counter() - began > until:
             break
         for name in names[number % len(names) :] + names[: number % len(names)]:
             one = Round(contenders[name](number), number)
@@ -208,13 +211,17 @@ def clocked(clock: Callable[[], float]) -> Stopwatch:
 
 def by_events(run: Callable[[], object]) -> float:
     """Seconds between two events around what a call starts on the GPU; its cache holds none of the input."""
-    torch.empty(CACHE, dtype=torch.uint8, device="cuda").zero_()
+    _fill_cache()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     run()
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / 1e3
+
+
+def _fill_cache() -> None:
+    torch.empty(CACHE, dtype=torch.uint8, device="cuda").zero_()
 
 
 def refuse_impossible(
