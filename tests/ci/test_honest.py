@@ -124,6 +124,20 @@ def leaves_the_end_unwritten():
     return call
 
 
+def leaves_what_never_changes_unwritten():
+    """The first of the values is 0 in every round: poison alone tells that nobody wrote it again."""
+    out, calls = torch.empty(len(VALUES)), []
+
+    def call(values):
+        torch.mul(values[1:], 2, out=out[1:])
+        if not calls:
+            out[0] = 0
+        calls.append(1)
+        return out
+
+    return call
+
+
 def works_three_times():
     calls = []
 
@@ -142,7 +156,8 @@ def right_for_the_first_values_only():
 
 
 CHEATS = [
-    remembers_its_result, goes_by_the_size, leaves_the_end_unwritten, works_three_times,
+    remembers_its_result, goes_by_the_size, leaves_the_end_unwritten,
+    leaves_what_never_changes_unwritten, works_three_times,
     right_for_the_first_values_only,
 ]  # fmt: skip
 
