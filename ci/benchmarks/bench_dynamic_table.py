@@ -7,8 +7,8 @@ Random int64 keys, one thread, and its processor time, which counts page faults 
 run meanwhile. Inserts come in batches of 64k to a map that grows, each contender in a process
 of its own, where resident memory is measured; the processes take turns, and medians over the rounds are
 reported. Find asks for 256k keys in a map of exactly three quarters of our slots, contenders by turns in one
-process. Every row number is checked before a call is timed. Each contender gets its keys in the form it likes
-best: the dict a list.
+process. Every call has other keys, and after its time is taken every row number is checked (`honest`). Each
+contender gets its keys in the form it likes best: the dict a list.
 
 Contenders are what installs from PyPI for Python 3.11, answers for a whole array at once, and can take keys
 later: Python's dict, numba's typed dict, pandas' hash table (through its factorizer, the only part of it that
@@ -29,13 +29,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numba
 import numpy as np
 import pytest
 import torch
+from honest import Given, Round, Rounds, by_turns, refuse_impossible, time_rounds
 from numba.typed import Dict
 
 from tritonrec.embedding.key_index import KeyIndex
@@ -211,21 +211,35 @@ def filled(contender: type, keys: np.ndarray):
     return table
 
 
-def questions(slots: int) -> tuple[np.ndarray, dict[str, tuple[np.ndarray, np.ndarray]]]:
-    """Keys for three quarters of the slots, and what is asked with the rows expected."""
-    count = 3 * slots // 4
-    keys, rng = random_keys(count + LOOKUPS, 0), np.random.default_rng(5)
-    hits = rng.integers(0, count, LOOKUPS)
-    return keys[:count], {
-        "hits": (keys[hits], hits),
-        "misses": (keys[count:], np.full(LOOKUPS, -1)),
-    }
+class Questions:
+    """Keys for three quarters of the slots, and what is asked of a table with them: other keys in each round.
 
+    A few misses are among the hits and a few hits among the misses, so that no answer is known beforehand.
+    """
 
-def asking(table, keys: np.ndarray, expected: np.ndarray) -> Callable[[], object]:
-    prepared = table.prepare(keys)
-    assert np.array_equal(np.asarray(table.find(prepared)), expected)
-    return lambda: table.find(prepared)
+    OTHERS = 16
+
+    def __init__(self, slots: int):
+        self.count = 3 * slots // 4
+        self.all = random_keys(self.count + LOOKUPS, 0)
+        self.keys = self.all[: self.count]
+
+    def rounds(self, table, asked: str) -> Rounds:
+        def rounds(number: int) -> Given:
+            random = np.random.default_rng(5 + number)
+            hits = random.integers(0, self.count, LOOKUPS)
+            misses = random.permutation(LOOKUPS) + self.count
+            places, others = (hits, misses) if asked == "hits" else (misses, hits)
+            few = random.permutation(LOOKUPS)[: self.OTHERS]
+            places[few] = others[few]
+
+            def check(rows, _keys):
+                expected = np.where(places < self.count, places, -1)
+                assert np.array_equal(np.asarray(rows), expected), "wrong rows"
+
+            return Given(table.find, (table.prepare(self.all[places]),), check)
+
+        return rounds
 
 
 @pytest.mark.parametrize("asked", ASKED)
@@ -235,16 +249,16 @@ def test_find(benchmark, contender, asked):
         CONTENDERS[contender]()
     except ImportError as error:
         pytest.skip(str(error))
-    keys, questions_of = questions(FIND_SLOTS["1m_slots"])
-    find = asking(filled(CONTENDERS[contender], keys), *questions_of[asked])
+    questions = Questions(FIND_SLOTS["1m_slots"])
+    table = filled(CONTENDERS[contender], questions.keys)
     benchmark.group = f"key index find {asked}"
     benchmark.extra_info.update(
         ours=contender == "tritonrec",
-        workload=f"{LOOKUPS:,} {asked} among {len(keys):,} keys, load 0.75",
+        workload=f"{LOOKUPS:,} {asked} among {questions.count:,} keys, load 0.75",
         threads=1,
         versions=versions(),
     )
-    benchmark(find)
+    time_rounds(benchmark, questions.rounds(table, asked), 16 * LOOKUPS)
 
 
 def resident(field: str = "VmRSS") -> int:
@@ -271,17 +285,26 @@ def insert_all(contender: type, count: int) -> dict[str, object]:
     before, table, calls = resident(), contender(), []
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     for start in range(0, count, BATCH):
-        batch = table.prepare(keys[start : start + BATCH])
+        batch = keys[start : start + BATCH]
+        expected = np.arange(start, start + len(batch))
+
+        def check(rows, _batch, expected=expected):
+            assert np.array_equal(np.asarray(rows), expected), "wrong rows"
+
+        one = Round(Given(table.insert, (table.prepare(batch.copy()),), check), start // BATCH)
         begin = time.thread_time()
-        rows = table.insert(batch)
+        one.run()
         calls.append(time.thread_time() - begin)
-        assert rows[0] == start and rows[-1] == start + len(batch) - 1
-    del batch, rows
+        one.finish()
+    del one
     give_back()
     taken, peak = resident() - before, resident("VmHWM") - before
     sample = np.random.default_rng(2).integers(0, count, BATCH)
     assert np.array_equal(np.asarray(table.find(table.prepare(keys[sample]))), sample)
     full_calls = calls[: count // BATCH]
+    refuse_impossible(
+        contender.__name__, min(full_calls), 24 * BATCH
+    )  # keys in, rows out, keys into the table
     longest = max(range(len(calls)), key=calls.__getitem__)
     return {
         "ns_per_key": 1e9 * sum(calls) / count,
@@ -311,17 +334,12 @@ def compare_inserts(names: list[str], count: int, rounds: int) -> dict[str, dict
 
 def compare_finds(names: list[str], slots: int, rounds: int) -> dict[str, dict[str, float]]:
     """Nanoseconds per key, medians of calls that take turns."""
-    keys, questions_of = questions(slots)
-    tables = {name: filled(CONTENDERS[name], keys) for name in names}
+    questions = Questions(slots)
+    tables = {name: filled(CONTENDERS[name], questions.keys) for name in names}
     result: dict[str, dict[str, float]] = {}
-    for asked, (wanted, expected) in questions_of.items():
-        finds = {name: asking(table, wanted, expected) for name, table in tables.items()}
-        seconds: dict[str, list[float]] = {name: [] for name in names}
-        for number in range(rounds):
-            for name in names[number % len(names) :] + names[: number % len(names)]:
-                begin = time.thread_time()
-                finds[name]()
-                seconds[name].append(time.thread_time() - begin)
+    for asked in ASKED:
+        contenders = {name: questions.rounds(table, asked) for name, table in tables.items()}
+        seconds = by_turns(contenders, rounds, 16 * LOOKUPS)
         result[asked] = {name: 1e9 * statistics.median(all_of) / LOOKUPS for name, all_of in seconds.items()}
     return result
 

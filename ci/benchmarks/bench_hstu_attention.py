@@ -1,15 +1,19 @@
 """HSTU attention beside padded torch: ``pytest ci/benchmarks/bench_hstu_attention.py``, ratios from its JSON.
 
-One thread, identical inputs and cotangents; every output is checked against the float64 reference before
-it is timed. The peers are the same formula as it is written without a kernel: einsum, as in the HSTU paper's
-code, and bmm, both over sequences that are padded already (padding and unpadding are not timed, to their
-advantage), and a loop over the sequences as they lie. "forward" runs without autograd; "backward" is the
-gradient alone, of a graph that is kept (torch has saved its scores, ours computes them again).
+One thread, identical inputs and cotangents, of three seeds in turn; every output is checked against the
+float64 reference after its time is taken (`honest`). The peers are the same formula as it is written without
+a kernel: einsum, as in the HSTU paper's code, and bmm, both over sequences that are padded already (padding
+and unpadding are not timed, to their advantage), and a loop over the sequences as they lie. "forward" runs
+without autograd; "backward" is the gradient alone, of a graph that is made before each round and kept (torch
+has saved its scores, ours computes them again).
 """
+
+from functools import cache
 
 import numpy as np
 import pytest
 import torch
+from honest import Given, in_turn, time_rounds
 
 from tritonrec.kernels.hstu_attention import HSTUBias, HSTUMask, hstu_attention
 
@@ -20,6 +24,7 @@ WORKLOADS = {
     "long_tail_512": (16, 512, 4, 64, True),
     "uniform_200": (16, 200, 4, 64, False),
 }
+SEEDS = range(3)
 
 
 @pytest.fixture(scope="module", params=WORKLOADS)
@@ -29,10 +34,17 @@ def workload(request):
     lengths = np.full(sequences, longest)
     if long_tail:  # log-normal, cut at the longest, as histories are
         lengths = np.clip(rng.lognormal(np.log(longest / 4), 1.0, sequences), 2, longest).astype(np.int64)
-    generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(int(lengths.sum()), heads, dim, generator=generator) for _ in range(4)]
     offsets = torch.tensor([0, *np.cumsum(lengths)])
-    return request.param, tensors, offsets, int(lengths.max()), heads, dim
+    longest, variants = int(lengths.max()), []
+    for seed in SEEDS:
+        generator = torch.Generator().manual_seed(seed)
+        tensors = [torch.randn(int(lengths.sum()), heads, dim, generator=generator) for _ in range(4)]
+        q, k, v = double = [tensor.double().requires_grad_() for tensor in tensors[1:]]
+        out = hstu_attention(
+            q, k, v, offsets, longest, alpha=dim**-0.5, scaling_seqlen=longest, impl="reference"
+        )
+        variants.append((tensors, [out.detach(), *torch.autograd.grad(out, double, tensors[0].double())]))
+    return request.param, variants, offsets, longest, heads, dim
 
 
 def padded(tensor, offsets, longest):
@@ -94,28 +106,70 @@ JAGGED = (ours, torch_each_sequence)
 PADDED = (torch_einsum, torch_bmm)
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
+def forward(call, exact, offsets, leaves, do, limits):
+    """A round without autograd: `call` of the leaves."""
+
+    def check(got, *_leaves):
+        compare([got], exact[:1], offsets, limits[:1])
+
+    def without_grad(*leaves):
+        with torch.no_grad():
+            return call(*leaves)
+
+    return Given(without_grad, tuple(leaves), check)
+
+
+def backward(call, exact, offsets, leaves, do, limits):
+    """A round of the gradient alone: its graph is made before the time starts."""
+
+    def gradients(out, do, *leaves):
+        return torch.autograd.grad(out, leaves, do, retain_graph=True)
+
+    def prepare(do, *leaves):
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+        out = call(*leaves)
+        compare([out.detach()], exact[:1], offsets, limits[:1])
+        return out, do, *leaves
+
+    def check(got, out, *_):
+        compare(got, exact[1:], offsets, limits[1:])
+
+    return Given(gradients, (do, *leaves), check, prepare=prepare)
+
+
+DIRECTIONS = {"forward": forward, "backward": backward}
+
+
+def compare(got, exact, offsets, limits):
+    for tensor, meant, atol in zip(got, exact, limits, strict=True):
+        flat = jagged(tensor, offsets) if tensor.dim() == 4 else tensor
+        torch.testing.assert_close(flat.double(), meant, rtol=1e-4, atol=atol)
+
+
+def least_bytes(direction, tokens, heads, dim):
+    """q, k, v and the output; or these inputs with dy, and three gradients."""
+    return 4 * tokens * heads * dim * (4 if direction == "forward" else 7)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("contender", [*JAGGED, *PADDED], ids=lambda f: f.__name__)
 def test_attention(benchmark, one_thread, workload, contender, direction):
-    name, tensors, offsets, longest, heads, dim = workload
-    alpha = dim**-0.5
-    q, k, v = double = [tensor.double().requires_grad_() for tensor in tensors[1:]]
-    out = hstu_attention(q, k, v, offsets, longest, alpha=alpha, scaling_seqlen=longest, impl="reference")
-    exact = [out.detach(), *torch.autograd.grad(out, double, tensors[0].double())]
-    if contender in PADDED:
-        tensors = [padded(tensor, offsets, longest) for tensor in tensors]
-    do, *leaves = tensors
-    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-    rest = (offsets, longest, torch.ones(longest, longest).tril(), alpha)
+    name, variants, offsets, longest, heads, dim = workload
+    rest = (offsets, longest, torch.ones(longest, longest).tril(), dim**-0.5)
 
-    out = contender(*leaves, *rest)
-    got = [out.detach(), *torch.autograd.grad(out, leaves, do, retain_graph=True)]
-    for tensor, meant in zip(got, exact, strict=True):
-        flat = jagged(tensor, offsets) if contender in PADDED else tensor
-        torch.testing.assert_close(flat.double(), meant, rtol=1e-4, atol=1e-5)
+    def call(q, k, v):
+        return contender(q, k, v, *rest)
+
+    given = []
+    for tensors, exact in variants:
+        if contender in PADDED:
+            tensors = [padded(tensor, offsets, longest) for tensor in tensors]
+        do, *leaves = tensors
+        given.append(DIRECTIONS[direction](call, exact, offsets, leaves, do, [1e-5] * 4))
 
     lengths = offsets.diff()
     pairs = int((lengths * (lengths + 1) // 2).sum())
+    tokens = int(offsets[-1])
     benchmark.group = f"hstu_attention {direction} {name}"
     benchmark.extra_info.update(
         workload=name, direction=direction, sequences=len(lengths), tokens=int(offsets[-1]), longest=longest,
@@ -123,11 +177,7 @@ def test_attention(benchmark, one_thread, workload, contender, direction):
         flop=pairs * heads * dim * (4 if direction == "forward" else 10), threads=1, torch=torch.__version__,
         cpu=torch.backends.cpu.get_cpu_capability(), ours=contender is ours,
     )  # fmt: skip
-    if direction == "backward":
-        benchmark(torch.autograd.grad, out, leaves, do, retain_graph=True)
-        return
-    with torch.no_grad():
-        benchmark(contender, *leaves, *rest)
+    time_rounds(benchmark, in_turn(given), least_bytes(direction, tokens, heads, dim))
 
 
 def options_of(name, length):
@@ -143,7 +193,23 @@ def options_of(name, length):
     return {}, causal
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
+@cache
+def options_variants(name):
+    """Of each seed: (dy, q, k, v and the table of a bias, if any), and the exact output and gradients."""
+    offsets, variants = torch.arange(0, 2049, 512), []
+    _, mask = options_of(name, 512)
+    for seed in SEEDS:
+        generator = torch.Generator().manual_seed(seed)
+        tensors = [torch.randn(2048, 4, 64, generator=generator) for _ in range(4)]
+        if name == "bias":
+            tensors.append(torch.randn(1023, generator=generator))
+        do, *leaves = (tensor.double().requires_grad_() for tensor in tensors)
+        out = torch_each_sequence(*leaves[:3], offsets, 512, mask, 0.125, *leaves[3:])
+        variants.append((tensors, [out.detach(), *torch.autograd.grad(out, leaves, do)]))
+    return variants
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("name", ["window", "targets", "bias"])
 @pytest.mark.parametrize("contender", [*JAGGED, *PADDED], ids=lambda f: f.__name__)
 def test_options(benchmark, one_thread, contender, name, direction):
@@ -151,36 +217,23 @@ def test_options(benchmark, one_thread, contender, name, direction):
 
     "backward" of the bias takes the table's gradient along, in every contender.
     """
-    generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(2048, 4, 64, generator=generator) for _ in range(4)]
-    table = [torch.randn(1023, generator=generator)] if name == "bias" else []
     offsets = torch.arange(0, 2049, 512)
     options, mask = options_of(name, 512)
-    rest = (offsets, 512, mask, 0.125)
-
-    def leaves_and_results(contender, do, tensors, options):
-        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-        out = contender(*leaves[:3], *rest, *leaves[3:], **options)
-        return leaves, out, [out.detach(), *torch.autograd.grad(out, leaves, do, retain_graph=True)]
-
-    double = [tensor.double() for tensor in (*tensors, *table)]
-    *_, exact = leaves_and_results(torch_each_sequence, double[0], double[1:], {})
-    if contender in PADDED:
-        tensors = [padded(tensor, offsets, 512) for tensor in tensors]
-    do = tensors[0]
     only_ours = options if contender is ours else {}
-    leaves, out, got = leaves_and_results(contender, do, [*tensors[1:], *table], only_ours)
-    for tensor, meant in zip(got, exact, strict=True):
-        flat = jagged(tensor, offsets) if tensor.dim() == 4 else tensor
-        limit = 1e-5 * float(meant.abs().max())
-        torch.testing.assert_close(flat.double(), meant, rtol=1e-4, atol=limit)
+    given = []
+    for tensors, exact in options_variants(name):
+        do, *leaves = tensors
+        if contender in PADDED:
+            do, *leaves = [padded(each, offsets, 512) if each.dim() == 3 else each for each in tensors]
+
+        def call(q, k, v, *table):
+            return contender(q, k, v, offsets, 512, mask, 0.125, *table, **only_ours)
+
+        limits = [1e-5 * float(each.abs().max()) for each in exact]
+        given.append(DIRECTIONS[direction](call, exact, offsets, leaves, do, limits))
 
     benchmark.group = f"hstu_attention {direction} {name}_512"
     benchmark.extra_info.update(
         workload=f"{name}_512", direction=direction, threads=1, ours=contender is ours
     )
-    if direction == "backward":
-        benchmark(torch.autograd.grad, out, leaves, do, retain_graph=True)
-        return
-    with torch.no_grad():
-        benchmark(contender, *leaves[:3], *rest, *leaves[3:], **only_ours)
+    time_rounds(benchmark, in_turn(given), least_bytes(direction, 2048, 4, 64))

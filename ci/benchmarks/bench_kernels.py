@@ -5,19 +5,26 @@
 
 The cases are in `kernel_cases_of_rows` and `kernel_cases_of_tokens`. Peers are the same formula in plain
 torch, through torch.compile where a GPU is used, and numpy where it has the operation. MurmurHash3 is timed
-as part of `owner_of`. Calls on a GPU are timed until it has finished.
+as part of `owner_of`. Rounds take turns among inputs of three seeds, and every output is checked (`honest`).
+On a GPU a call is timed until it has finished, and between two events for `device_milliseconds`.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
+from statistics import median
 
 import kernel_cases_of_rows  # noqa: F401  fills CASES, as the next one does
 import kernel_cases_of_tokens  # noqa: F401
 import numpy as np
 import pytest
 import torch
+from honest import by_events, by_turns, in_turn, time_rounds
 from kernel_cases import CASES, ON_GPU_ONLY, SEED
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+SEEDS = range(SEED, SEED + 3)
+TURNS_ON_DEVICE = 100
 
 # The names of the contenders of each case, known before it is built so that a test each can be collected.
 PEERS = {
@@ -41,29 +48,26 @@ PEERS = {
 PAIRS = [(name, who) for name in CASES for who in ("tritonrec", *PEERS.get(name, ("torch",)))]
 
 
+@lru_cache(maxsize=1)
+def built(name, device):
+    return [CASES[name](torch.device(device), seed) for seed in SEEDS]
+
+
 @pytest.mark.parametrize(("name", "contender"), PAIRS, ids=lambda text: text)
 def test_kernel(benchmark, device, name, contender):
     if device == "cpu" and name in ON_GPU_ONLY:
         pytest.skip("has a suite of its own on the CPU")
-    built = CASES[name](torch.device(device))
-    if contender not in built.calls:
+    cases = built(name, device)
+    if contender not in cases[0].calls:
         pytest.skip(f"{contender} is no peer on {device}")
-    call = built.calls[contender]
-    built.check(call())
+    rounds = in_turn([each.given(contender) for each in cases])
+    least_bytes = min(each.least_bytes for each in cases)
     benchmark.group = f"{name} {device}"
     benchmark.extra_info.update(
-        ours=contender == "tritonrec", workload=built.workload, threads=1, seed=SEED,
+        ours=contender == "tritonrec", workload=cases[0].workload, threads=1, seed=SEED,
         versions={"torch": torch.__version__, "numpy": np.__version__},
     )  # fmt: skip
-    if device == "cpu":
-        benchmark(call)
-        return
-    from triton.testing import do_bench
-
-    benchmark.extra_info["device_milliseconds"] = do_bench(call, return_mode="median")
-
-    def until_done():
-        call()
-        torch.cuda.synchronize()
-
-    benchmark(until_done)
+    if device == "cuda":
+        times = by_turns({contender: rounds}, TURNS_ON_DEVICE, least_bytes, by_events, device)
+        benchmark.extra_info["device_milliseconds"] = 1e3 * median(times[contender])
+    time_rounds(benchmark, rounds, least_bytes, device)

@@ -7,13 +7,15 @@ A row is a choice of `LayerConfig.recompute`. Bytes are counted on what autograd
 once: float tensors of the layer, without its input (the residual stream has it anyway) and parameters; "at
 most" is what one layer's forward and backward hold at a time, by torch's profiler. Times
 are forward and backward of one layer on one thread, CPU time, as ratios to the layer made of single ops, in
-interleaved rounds; every variant must give the same bits before it is timed. "window" has float gradients,
-"batch" adds them sample by sample to exact sums.
+interleaved rounds. These take turns among inputs of three seeds; after its time is taken, every variant must
+have given the bits of the single ops (`honest`). "window" has float gradients, "batch" adds them sample by
+sample to exact sums.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import time
@@ -21,6 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from honest import Check, Given, by_turns, clocked, in_turn
+from kernel_cases import moved
 from torch.profiler import ProfilerActivity, profile
 
 from tritonrec import ops
@@ -32,7 +36,7 @@ SIZES = {
     "d 64, 2 heads of 32": HSTUConfig(dim=64, heads=2, qk_dim=32, v_dim=32, max_seq_len=50),
     "d 256, 4 heads of 64": HSTUConfig(dim=256, heads=4, qk_dim=64, v_dim=64, max_seq_len=200),
 }
-SAMPLES = 64
+SAMPLES, INPUTS = 64, 3
 SEED = 7
 CHOICES: list[tuple[str, ...]] = [
     (), ("norm",), ("uvqk",), ("silu",), ("attention",), ("gate",), ("norm", "silu", "gate"),
@@ -99,12 +103,13 @@ def most_bytes(layer: torch.nn.Module, x: torch.Tensor, tokens: Tokens, call: Ca
     return most
 
 
-def workload(config: HSTUConfig) -> tuple[torch.Tensor, Tokens]:
-    """Samples of any length up to the most."""
+def workload(config: HSTUConfig, number: int = 0) -> tuple[torch.Tensor, Tokens]:
+    """Samples of any length up to the most; another `number` has other values in the same tokens."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(1, config.max_seq_len + 1, (SAMPLES,), generator=generator)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    x = torch.randn(int(offsets[-1]), config.dim, generator=generator)
+    for _ in range(number + 1):
+        x = torch.randn(int(offsets[-1]), config.dim, generator=generator)
     return x.requires_grad_(), Tokens.place(offsets, torch.arange(SAMPLES), config.max_seq_len)
 
 
@@ -135,19 +140,31 @@ def measure(config: HSTUConfig, rounds: int) -> list[tuple[str, float, float, li
     sizes = [saved_bytes(layer, x, tokens, call) / len(x) for _, layer, call in variants]
     most = [most_bytes(layer, x, tokens, call) / len(x) for _, layer, call in variants]
     ratios: list[list[float]] = [[] for _ in variants]
+    inputs = [workload(config, number)[0] for number in range(INPUTS)]
+    least_bytes = moved(x, x, *reference.parameters(), times=2)  # x and dy in, dx out, each parameter twice
     for bits in (None, ops.FRACTION_BITS):
-        want = [value.clone() for value in step(reference, x, tokens, variants[0][2], bits)]
-        for name, layer, call in variants[1:]:
-            got = step(layer, x, tokens, call, bits)
-            assert all(map(torch.equal, got, want)), f"other bits where {name} is computed again"
-        times: list[list[float]] = [[] for _ in variants]
-        for _ in range(rounds):
-            for spent, (_, layer, call) in zip(times, variants, strict=True):
-                start = time.process_time()
-                step(layer, x, tokens, call, bits)
-                spent.append(time.process_time() - start)
-        for found, spent in zip(ratios, times, strict=True):
-            found.append(statistics.median(a / b for a, b in zip(spent, times[0], strict=True)))
+        single = variants[0][2]
+        wants = [[each.clone() for each in step(reference, x, tokens, single, bits)] for x in inputs]
+
+        def same(name: str, want: list[torch.Tensor]) -> Check:
+            def check(got: list[torch.Tensor], _x: torch.Tensor) -> None:
+                assert all(map(torch.equal, got, want)), f"other bits where {name} is computed again"
+
+            return check
+
+        rounds_of = {}
+        for name, layer, call in variants:
+
+            def timed(x, layer=layer, call=call, bits=bits):
+                return step(layer, x, tokens, call, bits)
+
+            rounds_of[name] = in_turn(
+                [Given(timed, (x,), same(name, want)) for x, want in zip(inputs, wants, strict=True)]
+            )
+        seconds = by_turns(rounds_of, rounds, least_bytes, clocked(time.process_time), until=math.inf)
+        single_times = seconds["single ops"]
+        for found, spent in zip(ratios, seconds.values(), strict=True):
+            found.append(statistics.median(a / b for a, b in zip(spent, single_times, strict=True)))
     return [(name, *rest) for (name, _, _), *rest in zip(variants, sizes, most, ratios, strict=True)]
 
 

@@ -7,11 +7,10 @@ product of the whole batch in float32, which depends on the batch and its order.
 """
 
 import statistics
-import time
 
 import pytest
 import torch
-from honest import honest, scaled
+from honest import Given, by_turns, honest, scaled
 
 from tritonrec.kernels.linear import linear, linear_weight_grad
 
@@ -87,6 +86,18 @@ def describe(workload, direction):
     }
 
 
+def checked(direction):
+    def check_round(got, x, weight, bias, dy, offsets):
+        check(direction, got, x, weight, bias, dy)
+
+    return check_round
+
+
+def least_bytes(x, weight, dy):
+    """Two of them in, the third one out."""
+    return 4 * (x.numel() + weight.numel() + dy.numel())
+
+
 @pytest.mark.parametrize("which", [0, 1], ids=["ours", "torch"])
 @pytest.mark.parametrize("direction", CONTENDERS)
 def test_linear(benchmark, one_thread, workload, direction, which):
@@ -94,30 +105,27 @@ def test_linear(benchmark, one_thread, workload, direction, which):
     contender = CONTENDERS[direction][which]
     benchmark.group = f"linear {direction} {name}"
     benchmark.extra_info.update(describe(workload, direction), ours=which == 0)
-    least_bytes = 4 * (x.numel() + weight.numel() + dy.numel())  # two of them in, the third one out
     honest(
-        benchmark, contender, x, weight, bias, dy, offsets, fresh=scaled,
-        check=lambda got, x, weight, bias, dy, offsets: check(direction, got, x, weight, bias, dy),
-        least_bytes=least_bytes,
+        benchmark, contender, x, weight, bias, dy, offsets, fresh=scaled, check=checked(direction),
+        least_bytes=least_bytes(x, weight, dy),
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("direction", CONTENDERS)
 def test_cost_of_invariance(benchmark, one_thread, workload, direction):
     """Median ratio of processor time, ours over torch, of alternating calls."""
-    name, x, weight, bias, dy, offsets = workload
-    ours, other = CONTENDERS[direction]
-    for call in (ours, other):
-        check(direction, call(x, weight, bias, dy, offsets), x, weight, bias, dy)
-    ratios = []
-    for _ in range(21):
-        times = []
-        for call in (ours, other):
-            start = time.thread_time()
-            call(x, weight, bias, dy, offsets)
-            times.append(time.thread_time() - start)
-        ratios.append(times[0] / times[1])
+    name, *given = workload
+    x, weight, _, dy, _ = given
+    rounds = {
+        call.__name__: lambda number, call=call: Given(call, scaled(number, *given), checked(direction))
+        for call in CONTENDERS[direction]
+    }
+    seconds = by_turns(rounds, 21, least_bytes(x, weight, dy))
+    ratio = statistics.median(mine / theirs for mine, theirs in zip(*seconds.values(), strict=True))
     benchmark.group = "cost of invariance"
-    benchmark.extra_info.update(describe(workload, direction), ours_over_torch=statistics.median(ratios))
-    benchmark(ours, x, weight, bias, dy, offsets)
-    print(f"\n{direction} {name}: {statistics.median(ratios):.2f} times the time of torch")
+    benchmark.extra_info.update(describe(workload, direction), ours_over_torch=ratio)
+    honest(
+        benchmark, CONTENDERS[direction][0], *given, fresh=scaled, check=checked(direction),
+        least_bytes=least_bytes(x, weight, dy),
+    )  # fmt: skip
+    print(f"\n{direction} {name}: {ratio:.2f} times the time of torch")

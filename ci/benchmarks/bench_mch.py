@@ -6,9 +6,11 @@ The peer is made here as TorchRec describes managed collision handling: a sorted
 most `capacity`, binary search, all other ids on one shared row, and every few batches the ids of the highest
 counts stay (LFU). Ids follow Zipf's law, and some of them, drawn alike, are replaced by new ones with each
 batch. Both get the same batches by turns, on one thread; times are CPU seconds, from ids to row numbers, with
-inserts, counts and evictions. Every row number is checked: equal for equal ids, and no two ids share any but
-the peer's one row. Bytes are of the structure of keys, and of rows of `dim` float32: a fixed table has all of
-its rows at once.
+inserts, counts and evictions. Every row number is checked after its time is taken (`honest`): ours is the
+place of the id's first occurrence among the distinct ids of the stream; the peer's are equal for equal ids
+and differ for others, but for its one shared row, from one eviction to the next. Every round has another
+stream. Bytes are of the structure of keys, and of rows of `dim` float32: a fixed table has all of its rows at
+once.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from honest import Given, Round, refuse_impossible
 
 from tritonrec.embedding.key_index import KeyIndex
 from tritonrec.files import save_json
@@ -88,35 +91,72 @@ def batches(count: int, size: int, items: int, drift: int, seed: int) -> list[np
     return found
 
 
+def first_places(stream: list[np.ndarray]) -> list[np.ndarray]:
+    """Of each id the place of its first occurrence among the distinct ids of the stream."""
+    _, first, inverse = np.unique(np.concatenate(stream), return_index=True, return_inverse=True)
+    place = np.empty(len(first), np.int64)
+    place[np.argsort(first)] = np.arange(len(first))
+    return np.split(place[inverse], np.cumsum([len(ids) for ids in stream])[:-1])
+
+
+class Owners:
+    """Which id has a row of the peer, between two evictions."""
+
+    def __init__(self, capacity: int):
+        self.ids, self.taken = np.zeros(capacity + 1, np.int64), np.zeros(capacity + 1, bool)
+
+    def check(self, rows: np.ndarray, ids: np.ndarray) -> None:
+        distinct, place, inverse = np.unique(ids, return_index=True, return_inverse=True)
+        own = rows[place]
+        assert np.array_equal(own[inverse], rows), "one id has two rows"
+        distinct, own = distinct[own > 0], own[own > 0]
+        assert len(np.unique(own)) == len(own), "two ids share a row"
+        assert (self.ids[own] == distinct)[self.taken[own]].all(), "a row went to another id"
+        self.ids[own], self.taken[own] = distinct, True
+
+
 def measure(capacity: int, stream: list[np.ndarray], every: int) -> dict:
     """Both tables over the stream."""
-    ours, peer, seconds = KeyIndex(), Remapped(capacity, every), {"ours": 0.0, "peer": 0.0}
-    shared, seen, largest = 0, 0, 0
-    for ids in stream:
-        tensor = torch.from_numpy(ids)
-        began = time.process_time()
-        handles = ours.find_or_insert(tensor)[0]
-        seconds["ours"] += time.process_time() - began
-        began = time.process_time()
-        rows = peer(ids)
-        seconds["peer"] += time.process_time() - began
-        distinct, inverse = np.unique(ids, return_inverse=True)
-        for got, alone in ((handles.numpy(), None), (rows, 0)):
-            first = np.full(len(distinct), -1)
-            first[inverse] = got
-            assert (first[inverse] == got).all(), "one id has two rows"
-            own = first[first != alone] if alone is not None else first
-            assert len(np.unique(own)) == len(own), "two ids share a row"
-        shared += int((rows == 0).sum())
+    ours, peer = KeyIndex(), Remapped(capacity, every)
+    seconds: dict[str, list[float]] = {"ours": [], "peer": []}
+    shared, seen, owners = 0, 0, Owners(capacity)
+
+    def find_or_insert(ids):
+        return ours.find_or_insert(ids)[0]
+
+    for number, (ids, places) in enumerate(zip(stream, first_places(stream), strict=True)):
+
+        def check_ours(handles, _ids, places=places):
+            assert np.array_equal(handles.numpy(), places), "not the row of the first occurrence"
+
+        def check_peer(rows, ids, owners=owners):
+            nonlocal shared
+            owners.check(rows, ids)
+            shared += int((rows == 0).sum())
+
+        given = {
+            "ours": Given(find_or_insert, (torch.from_numpy(ids.copy()),), check_ours),
+            "peer": Given(peer, (ids.copy(),), check_peer),
+        }
+        for name, each in given.items():
+            one = Round(each, number)
+            began = time.process_time()
+            one.run()
+            seconds[name].append(time.process_time() - began)
+            one.finish()
+        if peer.batches % every == 0:
+            owners = Owners(capacity)
         seen += len(ids)
-        largest = max(largest, len(ours))
+    for name, each in seconds.items():
+        refuse_impossible(name, min(each), 16 * min(map(len, stream)))  # ids in, rows out
+    total = {name: sum(each) for name, each in seconds.items()}
     return {
         "capacity": capacity,
         "ids": seen,
         "distinct": len(ours),
-        "ours_million_per_second": seen / seconds["ours"] / 1e6,
-        "peer_million_per_second": seen / seconds["peer"] / 1e6,
-        "ratio": seconds["peer"] / seconds["ours"],
+        "ours_million_per_second": seen / total["ours"] / 1e6,
+        "peer_million_per_second": seen / total["peer"] / 1e6,
+        "ratio": total["peer"] / total["ours"],
         "on_the_shared_row": shared / seen,
         "ours_bytes": ours.nbytes + len(ours) * DIM * 4,
         "peer_bytes": peer.nbytes + capacity * DIM * 4,
@@ -137,11 +177,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    stream = batches(args.batches, args.size, args.items, args.drift, seed=1)
-    measure(1000, stream[:2], 1)  # compiles
+    streams = [
+        batches(args.batches, args.size, args.items, args.drift, seed=1 + number)
+        for number in range(args.rounds)
+    ]
+    measure(1000, streams[0][:2], 1)  # compiles
     rows = []
     for capacity in map(int, args.capacities.split(",")):
-        every = [measure(capacity, stream, args.every) for _ in range(args.rounds)]
+        every = [measure(capacity, stream, args.every) for stream in streams]
         row = {**every[0], "ratios": [each["ratio"] for each in every]}
         for name in ("ratio", "ours_million_per_second", "peer_million_per_second"):
             row[name] = statistics.median(each[name] for each in every)

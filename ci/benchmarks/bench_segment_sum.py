@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from honest import honest, scaled
+from honest import Given, by_turns, clocked, honest, scaled, time_rounds
 
 from tritonrec.kernels.rows import segment_sum
 
@@ -94,10 +94,30 @@ def describe(workload):
     }
 
 
+def least_bytes(workload):
+    """The terms in, float32 sums out; exact sums are twice as large."""
+    _name, values, _segments, count = workload
+    return describe(workload)["least_bytes"] + 4 * count * values.shape[1]
+
+
 def timed(benchmark, contender, workload, check):
     _name, values, segments, count = workload
-    least_bytes = describe(workload)["least_bytes"] + 4 * count * values.shape[1]
-    honest(benchmark, contender, values, segments, count, fresh=scaled, check=check, least_bytes=least_bytes)
+    honest(
+        benchmark, contender, values, segments, count, fresh=scaled, check=check,
+        least_bytes=least_bytes(workload),
+    )  # fmt: skip
+
+
+def check_window(got, values, segments, count, *_):
+    exact = torch.zeros(count, values.shape[1], dtype=torch.float64)
+    exact.index_add_(0, segments, values.double())
+    torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=4e-2)
+
+
+def check_batch(got, values, segments, count, *_):
+    terms = (values.double() * SCALE).round().long()
+    exact = torch.zeros(count, values.shape[1], dtype=torch.int64).index_add_(0, segments, terms)
+    assert torch.equal(got, exact), "not the exact sums"
 
 
 @pytest.mark.parametrize(
@@ -112,42 +132,38 @@ def test_window(benchmark, one_thread, workload, contender):
     benchmark.group = f"segment_sum:window {name}"
     benchmark.extra_info.update(describe(workload), threads=torch.get_num_threads(), ours=contender is window)
 
-    def check(got, values, segments, count):
-        exact = torch.zeros(count, values.shape[1], dtype=torch.float64)
-        exact.index_add_(0, segments, values.double())
-        torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=4e-2)
-
-    timed(benchmark, contender, workload, check)
+    timed(benchmark, contender, workload, check_window)
 
 
 @pytest.mark.parametrize("contender", [batch, torch_int64_index_add], ids=lambda f: f.__name__)
 def test_batch(benchmark, one_thread, workload, contender):
     name = workload[0]
-
-    def check(got, values, segments, count):
-        terms = (values.double() * SCALE).round().long()
-        exact = torch.zeros(count, values.shape[1], dtype=torch.int64).index_add_(0, segments, terms)
-        assert torch.equal(got, exact)
-
     benchmark.group = f"segment_sum:batch {name}"
     benchmark.extra_info.update(describe(workload), threads=1, ours=contender is batch)
-    timed(benchmark, contender, workload, check)
+    timed(benchmark, contender, workload, check_batch)
 
 
 def test_cost_of_exactness(benchmark, one_thread, workload):
-    """Batch over window into a standing accumulator, as a micro-batch adds to its window."""
+    """Batch over window into an accumulator that stands, as a micro-batch adds to its window."""
     name, values, segments, count = workload
-    sums = torch.zeros(count, values.shape[1])
-    grid = torch.zeros(count, values.shape[1], dtype=torch.int64)
-    ratios = []
-    for _ in range(21):
-        times = []
-        for consistency, out in (("window", sums), ("batch", grid)):
-            start = time.perf_counter()
-            segment_sum(values, segments, count, consistency=consistency, out=out)
-            times.append(time.perf_counter() - start)
-        ratios.append(times[1] / times[0])
+
+    def into(values, segments, count, out):
+        consistency = "batch" if out.dtype == torch.int64 else "window"
+        segment_sum(values, segments, count, consistency=consistency, out=out)
+        return out
+
+    def rounds_of(dtype, check):
+        def rounds(number):
+            out = torch.zeros(count, values.shape[1], dtype=dtype)
+            return Given(into, (*scaled(number, values, segments, count), out), check, writes=(3,))
+
+        return rounds
+
+    exact = rounds_of(torch.int64, check_batch)
+    contenders = {"window": rounds_of(torch.float32, check_window), "batch": exact}
+    seconds = by_turns(contenders, 21, least_bytes(workload), clocked(time.perf_counter))
+    ratio = statistics.median(b / w for b, w in zip(seconds["batch"], seconds["window"], strict=True))
     benchmark.group = "cost of exactness"
-    benchmark.extra_info.update(describe(workload), threads=1, batch_over_window=statistics.median(ratios))
-    benchmark(segment_sum, values, segments, count, consistency="batch", out=grid)
-    print(f"\n{name}: batch over window {statistics.median(ratios):.2f}")
+    benchmark.extra_info.update(describe(workload), threads=1, batch_over_window=ratio)
+    time_rounds(benchmark, exact, least_bytes(workload))
+    print(f"\n{name}: batch over window {ratio:.2f}")

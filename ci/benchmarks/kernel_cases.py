@@ -1,32 +1,45 @@
 """What a case of `bench_kernels` is, and its inputs.
 
-A case builds its inputs on a device and gives what is called: ours, the peers, and a check of an output,
-which each contender passes before it is timed.
+A case builds its inputs of a seed on a device and gives what is called with them: ours, the peers, and a
+check of an output. Cases of other seeds differ in values, not in the amount of work.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from honest import Check, Given
 
-Call = Callable[[], Any]
 SEED = 0
 
 
 @dataclass
 class Case:
-    """Contenders by name; ours is ``tritonrec``."""
+    """Contenders by name, of which ours is ``tritonrec``.
+
+    `checks` has other checks than `check` of single contenders; `least_bytes` is what any implementation
+    reads and writes at least, each row once. `writes` and `prepare` are those of `honest.Given`.
+    """
 
     workload: str
-    calls: dict[str, Call]
-    check: Callable[[Any], None]
+    arguments: tuple[Any, ...]
+    calls: dict[str, Callable[..., Any]]
+    check: Check
+    least_bytes: int
+    writes: tuple[int, ...] = ()
+    prepare: dict[str, Callable[..., tuple[Any, ...]]] = field(default_factory=dict)
+    checks: dict[str, Check] = field(default_factory=dict)
+
+    def given(self, contender: str) -> Given:
+        check, prepare = self.checks.get(contender, self.check), self.prepare.get(contender)
+        return Given(self.calls[contender], self.arguments, check, self.writes, prepare)
 
 
-CASES: dict[str, Callable[[torch.device], Case]] = {}
+CASES: dict[str, Callable[[torch.device, int], Case]] = {}
 ON_GPU_ONLY = set()
 
 
@@ -40,28 +53,42 @@ def case(function=None, *, gpu_only: bool = False):
     return add(function) if function else add
 
 
-def randn(*shape: int, scale: float = 1.0, offset: float = 0.1) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(SEED + sum(shape))
+def randn(*shape: int, scale: float = 1.0, offset: float = 0.1, seed: int = SEED) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1_000_003 * seed + sum(shape))
     return torch.randn(shape, generator=generator) * scale + offset
 
 
-def zipf(count: int, catalogue: int, exponent: float = 1.05) -> torch.Tensor:
+def randperm(count: int, seed: int = SEED) -> torch.Tensor:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+
+
+def zipf(count: int, catalogue: int, exponent: float = 1.05, seed: int = SEED) -> torch.Tensor:
     """Ids as a recommender sees them: few of them make up most."""
-    rng = np.random.default_rng(SEED)
+    rng = np.random.default_rng(seed)
     cumulative = np.cumsum(np.arange(1, catalogue + 1, dtype=np.float64) ** -exponent)
     ranks = np.searchsorted(cumulative, rng.random(count) * cumulative[-1])
     return torch.from_numpy(rng.permutation(catalogue)[np.minimum(ranks, catalogue - 1)])
 
 
-def close(exact: torch.Tensor, rtol: float = 1e-4, atol: float = 1e-4) -> Callable[[Any], None]:
-    def check(got):
+def moved(*tensors: torch.Tensor, times: int = 1) -> int:
+    """Bytes of tensors that are read or written once."""
+    return times * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def rows_moved(source: torch.Tensor, rows: torch.Tensor) -> int:
+    """Bytes of the distinct rows of `source` that `rows` names, and of `rows`."""
+    return len(rows.unique()) * source[0].numel() * source.element_size() + moved(rows)
+
+
+def close(exact: torch.Tensor, rtol: float = 1e-4, atol: float = 1e-4) -> Check:
+    def check(got, *_arguments):
         torch.testing.assert_close(got.double().cpu(), exact.double().cpu(), rtol=rtol, atol=atol)
 
     return check
 
 
-def same(exact: torch.Tensor) -> Callable[[Any], None]:
-    def check(got):
-        assert torch.equal(got.cpu(), exact.cpu())
+def same(exact: torch.Tensor) -> Check:
+    def check(got, *_arguments):
+        assert torch.equal(torch.as_tensor(got).to(exact.device), exact), "not the exact answer"
 
     return check

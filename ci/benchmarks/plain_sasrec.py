@@ -7,8 +7,9 @@ dynamic table, updates the rows that were used, and converts torch's modules; `"
 any split.
 
 One thread and its processor time; contenders take turns step by step on the same batches, and medians over
-the steps after the first five are printed. The mean losses of the last ten steps must agree within 2 %; each
-side draws its own initial rows and dropout.
+the steps after the first five are printed. A step gets a copy of its batch, which it must not change, and its
+loss must be a number (`honest`); the mean losses of the last ten steps must agree within 2 %. Each side draws
+its own initial rows and dropout.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import time
 from pathlib import Path
 from statistics import mean, median
 
 import torch
+from honest import Given, Rounds, by_turns, clocked, copied
+from kernel_cases import moved
 
 import tritonrec
 from tritonrec import nn
@@ -99,19 +103,27 @@ def measure(steps: int) -> dict[str, dict[str, float]]:
         torch.manual_seed(0)
         side, _, kind = name.partition(", ")
         sides[name] = Ours(sasrec, kind) if side == "tritonrec" else Plain(sasrec, items, "Sparse" in kind)
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
     losses: dict[str, list[float]] = {name: [] for name in sides}
-    names = list(sides)
-    for step in range(steps):
-        batch = loader.batch(step)
-        for name in names[step % len(names) :] + names[: step % len(names)]:
-            began = time.process_time()
-            losses[name].append(sides[name].step(batch))
-            seconds[name].append(time.process_time() - began)
+
+    def rounds_of(name: str) -> Rounds:
+        def check(loss: float, _batch: JaggedBatch) -> None:
+            assert math.isfinite(loss), "no loss"
+            losses[name].append(loss)
+
+        return lambda number: Given(sides[name].step, (copied(loader.batch(number)),), check)
+
+    least_bytes = moved(*sasrec.SASRec().parameters(), times=6)  # with Adam's moments, in and out
+    contenders = {name: rounds_of(name) for name in sides}
+    seconds = by_turns(
+        contenders, steps - 1, least_bytes, clocked(time.process_time), until=math.inf
+    )  # the first step is not counted
     last = {name: mean(each[-10:]) for name, each in losses.items()}
     assert max(last.values()) <= 1.02 * min(last.values()), last
     return {
-        name: {"milliseconds": 1e3 * median(seconds[name][WARM:]), "loss of the last ten steps": last[name]}
+        name: {
+            "milliseconds": 1e3 * median(seconds[name][WARM - 1 :]),
+            "loss of the last ten steps": last[name],
+        }
         for name in sides
     }
 

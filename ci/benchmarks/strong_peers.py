@@ -8,8 +8,9 @@
 github.com/martinus/unordered_dense. A peer that is not there is skipped, and the report says why.
 
 One thread and its processor time, which other processes on the machine disturb least. Contenders take turns;
-a figure is the median of its calls. Every output is checked before a call is timed. A peer may do less work:
-Polars and DuckDB count distinct keys and give no inverse.
+a figure is the median of its calls. Every turn has other keys, ids or gradients, and every output is checked
+after its time is taken (`honest`): of an insert the rows, and what the map then finds; freeing the map is not
+timed. A peer may do less work: Polars and DuckDB count distinct keys and give no inverse.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ["POLARS_MAX_THREADS"] = "1"  # read when it is imported
 
 import numpy as np
 import torch
-from honest import poison
-from kernel_cases import zipf
+from honest import Check, Given, Rounds, by_turns, flipped
+from kernel_cases import moved, rows_moved, zipf
 
 from tritonrec import ops
 from tritonrec.embedding.key_index import KeyIndex
@@ -42,7 +43,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TABLE, DIM, LOOKUPS, BAG = 200_000, 64, 65_536, 8
 MAP_KEYS, QUESTIONS = 3 << 18, 1 << 18
 RATE, EPS = 0.1, 1e-8
-Calls = dict[str, Callable[[], object]]
+OTHERS = 16
+Calls = dict[str, Callable[..., Any]]
 
 
 class Skipped(Exception):
@@ -84,10 +86,8 @@ class CppMap:
         self._call("find", map_, keys, rows)
         return rows
 
-    def inserted(self, keys: np.ndarray) -> np.ndarray:
-        map_, rows = self.filled(keys)
+    def release(self, map_: int) -> None:
         self._calls.release(ctypes.c_void_p(map_))
-        return rows
 
     def unique(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         distinct, inverse, counts = (np.empty(len(keys), np.int64) for _ in range(3))
@@ -95,17 +95,9 @@ class CppMap:
         return distinct[:count], inverse, counts[:count]
 
 
-def by_turns(calls: Calls, rounds: int) -> dict[str, float]:
-    """Median milliseconds of processor time of each call."""
-    for call in calls.values():
-        call()
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    names = list(calls)
-    for number in range(rounds):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            began = time.thread_time()
-            calls[name]()
-            seconds[name].append(time.thread_time() - began)
+def medians(contenders: dict[str, Rounds], rounds: int, least_bytes: int) -> dict[str, float]:
+    """Median milliseconds of processor time of each contender."""
+    seconds = by_turns(contenders, rounds, least_bytes)
     return {name: 1e3 * statistics.median(each) for name, each in seconds.items()}
 
 
@@ -114,79 +106,139 @@ def random_keys(count: int) -> np.ndarray:
     return np.random.default_rng(4).permutation(keys)[:count]
 
 
+def fresh_keys(keys: np.ndarray, number: int) -> np.ndarray:
+    return flipped(number, torch.from_numpy(keys))[0].numpy()
+
+
 def inserts(maps: dict[str, CppMap], rounds: int) -> dict[str, float]:
     keys = random_keys(MAP_KEYS)
-    given = torch.from_numpy(keys)
-    calls: Calls = {"tritonrec": lambda: KeyIndex().find_or_insert(given)[0]}
-    calls |= {name: lambda map_=map_: map_.inserted(keys) for name, map_ in maps.items()}
-    for name, call in calls.items():
-        assert np.array_equal(np.asarray(call()), np.arange(MAP_KEYS)), name
-    return by_turns(calls, rounds)
+
+    def ours(keys):
+        index = KeyIndex()
+        rows = index.find_or_insert(torch.from_numpy(keys))[0]
+        return rows, lambda some: index.find(torch.from_numpy(some)), lambda: None
+
+    def theirs(keys, map_):
+        full, rows = map_.filled(keys)
+        return rows, lambda some: map_.find(full, some), lambda: map_.release(full)
+
+    def rounds_of(call) -> Rounds:
+        def given(number: int) -> Given:
+            some = np.random.default_rng(number).integers(0, MAP_KEYS, QUESTIONS)
+
+            def check(output, keys):
+                rows, find, release = output
+                assert np.array_equal(np.asarray(rows), np.arange(MAP_KEYS)), "wrong rows"
+                assert np.array_equal(np.asarray(find(keys[some])), some), "it does not hold what it took"
+                release()
+
+            return Given(call, (fresh_keys(keys, number),), check)
+
+        return given
+
+    contenders = {"tritonrec": rounds_of(ours)}
+    contenders |= {name: rounds_of(lambda keys, map_=map_: theirs(keys, map_)) for name, map_ in maps.items()}
+    return medians(contenders, rounds, 24 * MAP_KEYS)  # keys in, rows out, keys into the map
 
 
 def finds(maps: dict[str, CppMap], hit: bool, rounds: int) -> dict[str, float]:
-    keys = random_keys(MAP_KEYS + QUESTIONS)
-    places = np.random.default_rng(5).integers(0, MAP_KEYS, QUESTIONS)
-    wanted = keys[places] if hit else keys[MAP_KEYS:]
-    keys = keys[:MAP_KEYS]
-    index, given = KeyIndex(), torch.from_numpy(wanted)
+    """A few keys are of the other kind, so that no answer is known beforehand."""
+    every = random_keys(MAP_KEYS + QUESTIONS)
+    keys, index = every[:MAP_KEYS], KeyIndex()
     index.find_or_insert(torch.from_numpy(keys))
-    calls: Calls = {"tritonrec": lambda: index.find(given)}
+    calls: Calls = {"tritonrec": lambda wanted: index.find(torch.from_numpy(wanted))}
     for name, map_ in maps.items():
         full = map_.filled(keys)[0]  # ends with the process
-        calls[name] = lambda map_=map_, full=full: map_.find(full, wanted)
-    for name, call in calls.items():
-        assert np.array_equal(np.asarray(call()), places if hit else np.full(QUESTIONS, -1)), name
-    return by_turns(calls, rounds)
+        calls[name] = lambda wanted, map_=map_, full=full: map_.find(full, wanted)
+
+    def rounds_of(call) -> Rounds:
+        def given(number: int) -> Given:
+            random = np.random.default_rng(5 + number)
+            hits = random.integers(0, MAP_KEYS, QUESTIONS)
+            misses = random.permutation(QUESTIONS) + MAP_KEYS
+            places, others = (hits, misses) if hit else (misses, hits)
+            few = random.permutation(QUESTIONS)[:OTHERS]
+            places[few] = others[few]
+
+            def check(rows, _wanted):
+                expected = np.where(places < MAP_KEYS, places, -1)
+                assert np.array_equal(np.asarray(rows), expected), "wrong rows"
+
+            return Given(call, (every[places],), check)
+
+        return given
+
+    return medians({name: rounds_of(call) for name, call in calls.items()}, rounds, 16 * QUESTIONS)
 
 
-def polars_call(keys: np.ndarray) -> Callable[[], object]:
+# How Polars and DuckDB want their keys, and the call.
+
+
+def polars_call() -> tuple[Callable[..., Any], Callable[..., Any]]:
     try:
         import polars
     except ImportError as error:
         raise Skipped(str(error)) from None
-    frame = polars.DataFrame({"key": keys})
 
-    def call():
+    def call(frame):
         counted = frame.group_by("key", maintain_order=True).len()
         return counted["key"].to_numpy(), None, counted["len"].to_numpy()
 
-    return call
+    return lambda keys: polars.DataFrame({"key": keys}), call
 
 
-def duckdb_call(keys: np.ndarray) -> Callable[[], object]:
+def duckdb_call() -> tuple[Callable[..., Any], Callable[..., Any]]:
     try:
         import duckdb
     except ImportError as error:
         raise Skipped(str(error)) from None
     connection = duckdb.connect(config={"threads": 1})
-    connection.register("given", {"key": keys})
 
-    def call():
+    def registered(keys):
+        connection.register("given", {"key": keys})
+        return keys
+
+    def call(_keys):
         counted = connection.execute("select key, count(*) as n from given group by key").fetchnumpy()
         return counted["key"], None, counted["n"]
 
-    return call
+    return registered, call
 
 
 def uniques(
     maps: dict[str, CppMap], skipped: dict[str, str], keys: np.ndarray, rounds: int
 ) -> dict[str, float]:
-    given = torch.from_numpy(keys)
-    calls: Calls = {"tritonrec": lambda: ops.unique(given)}
-    calls |= {name: lambda map_=map_: map_.unique(keys) for name, map_ in maps.items()}
+    calls: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+        "tritonrec": (torch.from_numpy, ops.unique)
+    }
+    calls |= {name: (np.asarray, map_.unique) for name, map_ in maps.items()}
     for name, make in (("polars", polars_call), ("duckdb", duckdb_call)):
         try:
-            calls[name] = make(keys)
+            calls[name] = make()
         except Skipped as error:
             skipped[name] = str(error)
-    expected, counts = np.unique(keys, return_counts=True)
-    for name, call in calls.items():
-        distinct, inverse, number = (None if each is None else np.asarray(each) for each in call())
-        order = np.argsort(distinct)
-        assert np.array_equal(distinct[order], expected) and np.array_equal(number[order], counts), name
-        assert inverse is None or np.array_equal(distinct[inverse], keys), name
-    return by_turns(calls, rounds)
+    distinct_count = len(np.unique(keys))
+
+    def rounds_of(name: str) -> Rounds:
+        prepare, call = calls[name]
+
+        def given(number: int) -> Given:
+            fresh = fresh_keys(keys, number)
+            expected, counts = np.unique(fresh, return_counts=True)
+
+            def check(output, _given):
+                distinct, inverse, number = (None if each is None else np.asarray(each) for each in output)
+                order = np.argsort(distinct)
+                assert np.array_equal(distinct[order], expected), "wrong keys"
+                assert np.array_equal(number[order], counts), "wrong counts"
+                assert inverse is None or np.array_equal(distinct[inverse], fresh), "wrong inverse"
+
+            return Given(call, (prepare(fresh.copy()),), check)
+
+        return given
+
+    # keys in, the distinct keys with their counts out; not all give the inverse
+    return medians({name: rounds_of(name) for name in calls}, rounds, 8 * len(keys) + 16 * distinct_count)
 
 
 def fbgemm_table(pooling: str, weight: torch.Tensor):
@@ -207,40 +259,66 @@ def fbgemm_table(pooling: str, weight: torch.Tensor):
     return table
 
 
+def of_ids(
+    calls: Calls,
+    weight: torch.Tensor,
+    exact: Callable[[torch.Tensor], torch.Tensor],
+    check: Check,
+    rounds: int,
+) -> dict[str, float]:
+    """Calls of the ids of a turn; `check` compares an output with ``exact(ids)``."""
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def rounds_of(call) -> Rounds:
+        def given(number: int) -> Given:
+            if number not in made:  # for all contenders of this turn
+                made.clear()
+                ids = zipf(LOOKUPS, TABLE, seed=number)
+                made[number] = ids, exact(ids)
+            ids, meant = made[number]
+            return Given(call, (ids.clone(),), lambda got, _ids: check(got, meant))
+
+        return given
+
+    with torch.no_grad():
+        ids = zipf(LOOKUPS, TABLE)
+        least_bytes = rows_moved(weight, ids) + moved(exact(ids))
+        return medians({name: rounds_of(call) for name, call in calls.items()}, rounds, least_bytes)
+
+
+def same(got: torch.Tensor, meant: torch.Tensor) -> None:
+    assert torch.equal(got, meant), "other rows"
+
+
+def close(got: torch.Tensor, meant: torch.Tensor) -> None:
+    torch.testing.assert_close(got, meant, rtol=1e-5, atol=1e-5)
+
+
 def lookups(rounds: int) -> dict[str, float]:
     """Rows of ids, one by one."""
-    weight, ids = torch.randn(TABLE, DIM), zipf(LOOKUPS, TABLE)
+    weight = torch.randn(TABLE, DIM)
     table, offsets = fbgemm_table("NONE", weight), torch.arange(LOOKUPS + 1)
     calls: Calls = {
-        "tritonrec": lambda: ops.gather_rows(weight, ids),
-        "fbgemm": lambda: table(ids, offsets),
-        "torch": lambda: torch.nn.functional.embedding(ids, weight),
+        "tritonrec": lambda ids: ops.gather_rows(weight, ids),
+        "fbgemm": lambda ids: table(ids, offsets),
+        "torch": lambda ids: torch.nn.functional.embedding(ids, weight),
     }
-    with torch.no_grad():
-        for name, call in calls.items():
-            got = call()
-            assert torch.equal(got, weight[ids]), name
-            poison(got)
-        return by_turns(calls, rounds)
+    return of_ids(calls, weight, lambda ids: weight[ids], same, rounds)
 
 
 def pooled(rounds: int) -> dict[str, float]:
     """Sums of bags of eight rows, of which the table is read once and no row is written."""
-    weight, ids = torch.randn(TABLE, DIM), zipf(LOOKUPS, TABLE)
+    weight = torch.randn(TABLE, DIM)
     table, offsets = fbgemm_table("SUM", weight), torch.arange(0, LOOKUPS + 1, BAG)
     bags = torch.arange(LOOKUPS) // BAG
     calls: Calls = {
-        "tritonrec": lambda: ops.segment_sum(weight, bags, LOOKUPS // BAG, source=ids),
-        "fbgemm": lambda: table(ids, offsets),
-        "torch": lambda: torch.nn.functional.embedding_bag(ids, weight, offsets[:-1], mode="sum"),
+        "tritonrec": lambda ids: ops.segment_sum(weight, bags, LOOKUPS // BAG, source=ids),
+        "fbgemm": lambda ids: table(ids, offsets),
+        "torch": lambda ids: torch.nn.functional.embedding_bag(ids, weight, offsets[:-1], mode="sum"),
     }
-    exact = weight.double()[ids].view(-1, BAG, DIM).sum(1).float()
-    with torch.no_grad():
-        for name, call in calls.items():
-            got = call()
-            torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-5, msg=name)
-            poison(got)
-        return by_turns(calls, rounds)
+    return of_ids(
+        calls, weight, lambda ids: weight.double()[ids].view(-1, BAG, DIM).sum(1).float(), close, rounds
+    )
 
 
 class FusedUpdate:
@@ -270,21 +348,43 @@ class FusedUpdate:
         ops.sparse_rowwise_adagrad(self.weight, self.state, distinct, sums, RATE, EPS)
 
 
+class ExactUpdate:
+    """The same update in float64, turn by turn."""
+
+    def __init__(self, weight: torch.Tensor, ids: torch.Tensor):
+        self.ids, self.weight, self.state = ids, weight.double(), torch.zeros(len(weight), 1).double()
+        self.number = -1
+
+    def after(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
+        """The weights after the update of a turn, which is made once."""
+        if number > self.number:
+            sums = torch.zeros_like(self.weight).index_add_(0, self.ids, gradient.double())
+            self.state += sums.square().mean(1, keepdim=True)
+            self.weight -= RATE * sums / (self.state.sqrt() + EPS)
+            self.number = number
+        return self.weight
+
+
 def updates(rounds: int) -> dict[str, float]:
     weight, ids = torch.randn(TABLE, DIM), zipf(LOOKUPS, TABLE)
-    sides = {name: FusedUpdate(name, weight, ids) for name in ("tritonrec", "fbgemm", "tritonrec, exact")}
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    names = list(sides)
-    for number in range(rounds + 1):
-        gradient = torch.randn(LOOKUPS, DIM, generator=torch.Generator().manual_seed(number)) * 0.1
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            output = sides[name].forward()
-            began = time.thread_time()
-            sides[name].update(output, gradient)
-            seconds[name].append(time.thread_time() - began)
-        for name, side in sides.items():
-            torch.testing.assert_close(side.weight, sides["tritonrec"].weight, rtol=1e-3, atol=1e-4, msg=name)
-    return {name: 1e3 * statistics.median(each[1:]) for name, each in seconds.items()}
+    names = "tritonrec", "fbgemm", "tritonrec, exact"
+    exact = ExactUpdate(weight, ids)
+
+    def rounds_of(side: FusedUpdate) -> Rounds:
+        def given(number: int) -> Given:
+            gradient = torch.randn(LOOKUPS, DIM, generator=torch.Generator().manual_seed(number)) * 0.1
+
+            def check(_output, _forward, gradient):
+                meant = exact.after(number, gradient)
+                torch.testing.assert_close(side.weight.double(), meant, rtol=1e-3, atol=1e-4)
+
+            return Given(side.update, (side.forward(), gradient), check, writes=(0,))
+
+        return given
+
+    contenders = {name: rounds_of(FusedUpdate(name, weight, ids)) for name in names}
+    gradient_bytes = 4 * LOOKUPS * DIM
+    return medians(contenders, rounds, gradient_bytes + 2 * rows_moved(weight, ids))
 
 
 def version(package: str) -> str:

@@ -1,4 +1,8 @@
-"""Promise: a benchmark refuses a function that remembers, leaves out, or is faster than memory."""
+"""Promise: a benchmark refuses a function that remembers, leaves out, or is faster than memory.
+
+The same cheats are given to all three ways of timing: fresh values for each round, a few variants in turn,
+and contenders by turns.
+"""
 
 import importlib.util
 import sys
@@ -26,9 +30,9 @@ class Rounds:
 
     def pedantic(self, target, setup, teardown, rounds):
         for _ in range(rounds):
-            args, options = setup()
-            target(*args, **options)
-            teardown(*args, **options)
+            setup()
+            target()
+            teardown()
             self.rounds += 1
 
 
@@ -40,17 +44,57 @@ def check(got, values):
     assert torch.equal(got, values * 2), "not twice the values"
 
 
-def measure(call, seconds=1.0, least_bytes=BYTES):
+def by_fresh_values(call, seconds=1.0, least_bytes=BYTES):
     rounds = Rounds(seconds)
     honest.honest(rounds, call, VALUES, fresh=honest.scaled, check=check, least_bytes=least_bytes)
     return rounds
 
 
-def test_an_honest_function_is_timed_in_several_rounds():
+def variants(call):
+    """Each knows its own answer, made beforehand."""
+    found = []
+    for number in range(3):
+        (values,) = honest.scaled(number, VALUES)
+
+        def known(got, *_values, exact=values * 2):
+            assert torch.equal(got, exact), "not twice the values"
+
+        found.append(honest.Given(call, (values,), known))
+    return found
+
+
+def by_variants(call, seconds=1.0, least_bytes=BYTES):
+    rounds = Rounds(seconds)
+    honest.time_rounds(rounds, honest.in_turn(variants(call)), least_bytes)
+    return rounds
+
+
+def by_contenders(call, seconds=1.0, least_bytes=BYTES):
+    """The call as one of two contenders; `seconds` is what the stopwatch says of every call."""
+
+    def stopwatch(run):
+        run()
+        return seconds
+
+    def rounds_of(call):
+        return lambda number: honest.Given(call, honest.scaled(number, VALUES), check)
+
+    contenders = {call.__name__: rounds_of(call), "peer": rounds_of(doubled)}
+    times = honest.by_turns(contenders, 12, least_bytes, stopwatch)
+    return SimpleNamespace(rounds=len(times["peer"]))
+
+
+WAYS = [by_fresh_values, by_variants, by_contenders]
+pytestmark = pytest.mark.parametrize("measure", WAYS, ids=lambda way: way.__name__)
+
+
+def test_an_honest_function_is_timed_in_several_rounds(measure):
     assert measure(doubled).rounds >= honest.LEAST_ROUNDS
 
 
-def remembers_its_result(results=[]):  # noqa: B006 (it remembers)
+def remembers_its_result():
+    results = []
+
     def call(values):
         results.append(values * 2)
         return results[0]
@@ -58,38 +102,75 @@ def remembers_its_result(results=[]):  # noqa: B006 (it remembers)
     return call
 
 
-def goes_by_the_size(known={}):  # noqa: B006 (it remembers)
+def goes_by_the_size():
+    known = {}
+
     def call(values):
         return known.setdefault(len(values), values * 2).clone()
 
     return call
 
 
-def leaves_the_end_unwritten(values, out=torch.empty(len(VALUES))):  # noqa: B008 (memory is used again)
-    torch.mul(values[:-1], 2, out=out[:-1])
-    if values[1] == VALUES[1]:  # the first round
-        out[-1] = values[-1] * 2
-    return out
+def leaves_the_end_unwritten():
+    out, calls = torch.empty(len(VALUES)), []
 
-
-def works_once(calls=[]):  # noqa: B006 (it counts)
     def call(values):
+        torch.mul(values[:-1], 2, out=out[:-1])
+        if not calls:
+            out[-1] = values[-1] * 2
         calls.append(1)
-        return values * 2 if len(calls) < 3 else torch.empty_like(values)
+        return out
 
     return call
 
 
-@pytest.mark.parametrize(
-    "cheat", [remembers_its_result(), goes_by_the_size(), leaves_the_end_unwritten, works_once()]
-)
-def test_what_is_right_only_at_first_is_refused(cheat):
-    check(cheat(honest.scaled(0, VALUES)[0]), *honest.scaled(0, VALUES))  # as a check before the timing
-    with pytest.raises(honest.CheatError, match=r"wrong in round \d: not twice the values"):
-        measure(cheat)
+def leaves_what_never_changes_unwritten():
+    """The first of the values is 0 in every round: poison alone tells that nobody wrote it again."""
+    out, calls = torch.empty(len(VALUES)), []
+
+    def call(values):
+        torch.mul(values[1:], 2, out=out[1:])
+        if not calls:
+            out[0] = 0
+        calls.append(1)
+        return out
+
+    return call
 
 
-def test_a_function_that_changes_its_input_is_refused():
+def works_three_times():
+    calls = []
+
+    def call(values):
+        calls.append(1)
+        return values * 2 if len(calls) < 4 else torch.zeros_like(values)
+
+    return call
+
+
+def right_for_the_first_values_only():
+    def call(values):
+        return values * 2 if torch.equal(values, VALUES) else torch.zeros_like(values)
+
+    return call
+
+
+CHEATS = [
+    remembers_its_result, goes_by_the_size, leaves_the_end_unwritten,
+    leaves_what_never_changes_unwritten, works_three_times,
+    right_for_the_first_values_only,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cheat", CHEATS, ids=lambda cheat: cheat.__name__)
+def test_what_is_right_only_at_first_is_refused(measure, cheat):
+    first = honest.scaled(0, VALUES)
+    check(cheat()(*first), *first)  # what a check before the timing sees
+    with pytest.raises(honest.CheatError, match=r"wrong in round \d+: not twice the values"):
+        measure(cheat())
+
+
+def test_a_function_that_changes_its_input_is_refused(measure):
     with pytest.raises(honest.CheatError, match="in_place changed its argument 0"):
 
         def in_place(values):
@@ -98,22 +179,7 @@ def test_a_function_that_changes_its_input_is_refused():
         measure(in_place)
 
 
-def test_a_time_that_the_memory_does_not_allow_is_refused():
+def test_a_time_that_the_memory_does_not_allow_is_refused(measure):
     with pytest.raises(honest.CheatError, match=r"doubled took 0\.00 us for 40,000 bytes, which need"):
         measure(doubled, seconds=1e-9)
     measure(doubled, seconds=2 * honest.copy_seconds(BYTES) + 1e-3)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8, torch.bool])
-def test_poison_is_none_of_the_values(dtype):
-    values = torch.ones(3, 2, dtype=dtype)
-    honest.poison({"a": [values[:1]], "b": (values[1:],)})
-    assert not bool((values == torch.ones_like(values)).any())
-
-
-def test_fresh_keys_are_other_keys_of_the_same_work():
-    keys = torch.tensor([5, -1, 5, 2**63 - 1, -(2**63)])
-    rounds = [honest.flipped(number, keys)[0] for number in range(20)]
-    assert len({tuple(each.tolist()) for each in rounds}) == 20
-    for each in rounds:
-        assert torch.equal(each[:, None] == each, keys[:, None] == keys)

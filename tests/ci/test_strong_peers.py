@@ -48,7 +48,7 @@ def test_a_map_answers_as_the_key_index_does(peers, tmp_path):
     map_ = peers.CppMap("ankerl", tmp_path, [tmp_path])
     keys = np.array([7, -3, 7, 2**63 - 1, -(2**63), -3, 7])
     full, rows = map_.filled(keys)
-    assert rows.tolist() == [0, 1, 0, 2, 3, 1, 0] == map_.inserted(keys).tolist()
+    assert rows.tolist() == [0, 1, 0, 2, 3, 1, 0]
     assert map_.find(full, np.array([-3, 5, 2**63 - 1])).tolist() == [1, -1, 2]
     distinct, inverse, counts = map_.unique(keys)
     assert distinct.tolist() == [7, -3, 2**63 - 1, -(2**63)] and counts.tolist() == [3, 2, 1, 1]
