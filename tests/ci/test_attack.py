@@ -15,7 +15,7 @@ ATTACK = Path(__file__).resolve().parent.parent.parent / "ci" / "attack"
 def attack():
     """ci/attack/ops.py, imported for these tests only: other modules have its names too."""
     sys.path.insert(0, str(ATTACK))
-    names = ["arguments", "doors", "guarded", "hostile", "ops"]
+    names = ["arguments", "doors", "draws", "guarded", "hostile", "ops"]
     before = {name: sys.modules.pop(name, None) for name in names}
     try:
         import ops

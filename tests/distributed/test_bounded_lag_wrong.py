@@ -3,24 +3,29 @@
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 from thread_ranks import ThreadRanks
 
-from tritonrec.distributed.bounded_lag import BoundedLagAllToAll, meeting
+from tritonrec.distributed import RankDiedError
+from tritonrec.distributed.bounded_lag import BoundedLagAllToAll, meeting, numba_puts
 from tritonrec.distributed.bounded_lag.by_messages import MessageTransport
 from tritonrec.distributed.bounded_lag.messages import (
     EAGER,
     HEADER,
     LAST_TAG,
+    NO_MESSAGE,
     SIZES,
     UNKNOWN,
+    Deadline,
     Header,
     Layout,
     Tags,
     buffer_size,
 )
+from tritonrec.distributed.bounded_lag.one_sided import OneSided
 from tritonrec.distributed.bounded_lag.transport import TRANSPORTS
 
 WORLD = 3
@@ -347,3 +352,29 @@ def test_a_send_buffer_is_not_overwritten_before_it_was_sent_and_nothing_piles_u
         assert all(len(slot.sending) <= 2 for slot in exchange._transport._slots)
     exchange.drain()
     assert all(each.waited for each in group.sends) and len(group.sends) == 21
+
+
+class Waits(OneSided):
+    """Rank 0 of three, which waits once: rank 1 has put its rows, and rank 2 has ended before."""
+
+    def __init__(self):
+        self.rank, self.world_size, self._others, self._slots, self.waits = 0, 3, [1, 2], 2, 0
+
+    def _await(self, slot, target, seconds):
+        self.waits += 1
+        assert self.waits == 1
+        return numba_puts.OVER
+
+    def _has_ended(self, peer):
+        return peer == 2
+
+    def started(self, number, in_flight):
+        return [1, 1, 0]
+
+    def _number(self, slot, peer):
+        return 0 if peer == 1 else NO_MESSAGE
+
+
+def test_a_rank_that_has_ended_is_named_though_another_has_put_its_rows():
+    with pytest.raises(RankDiedError, match="^rank 2 is gone in exchange 0"):
+        Waits()._wait(SimpleNamespace(number=0), Deadline(timedelta(seconds=60)))
