@@ -1,9 +1,11 @@
 """Promise: ranks that disagree about an exchange get an error on all ranks; nothing wrong is returned."""
 
+import sys
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
-from types import SimpleNamespace
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from tritonrec.distributed.bounded_lag.messages import (
     Tags,
     buffer_size,
 )
+from tritonrec.distributed.bounded_lag.mpi import number_of_rank
 from tritonrec.distributed.bounded_lag.one_sided import OneSided
 from tritonrec.distributed.bounded_lag.transport import TRANSPORTS
 
@@ -147,6 +150,16 @@ def test_mpi_needs_ranks_of_mpiexec():
     for error in ranks.outcomes(run):
         assert isinstance(error, ValueError)
         assert str(error) == 'transport="mpi" needs mpi4py, and ranks that mpiexec has started'
+
+
+def test_one_process_that_mpiexec_started_is_no_rank(monkeypatch):
+    world, module = SimpleNamespace(size=1, rank=0), ModuleType("mpi4py")
+    module.__spec__, module.MPI = ModuleSpec("mpi4py", None), SimpleNamespace(COMM_WORLD=world)
+    monkeypatch.setitem(sys.modules, "mpi4py", module)
+    with pytest.raises(ValueError, match="and ranks that mpiexec has started"):
+        number_of_rank()
+    world.size, world.rank = 3, 2
+    assert number_of_rank() == 2
 
 
 def test_a_rank_that_skips_an_exchange_is_refused_on_every_rank(transport):
@@ -376,5 +389,5 @@ class Waits(OneSided):
 
 
 def test_a_rank_that_has_ended_is_named_though_another_has_put_its_rows():
-    with pytest.raises(RankDiedError, match="^rank 2 is gone in exchange 0"):
+    with pytest.raises(RankDiedError, match=r"^rank 2 is gone in exchange 0"):
         Waits()._wait(SimpleNamespace(number=0), Deadline(timedelta(seconds=60)))

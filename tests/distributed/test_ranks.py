@@ -13,7 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tritonrec.distributed import Communicator, Communicators, RankDiedError, RankPool, from_environment, launch
+from tritonrec.distributed import (
+    Communicator,
+    Communicators,
+    RankDiedError,
+    RankPool,
+    from_environment,
+    launch,
+)
 from tritonrec.ops import ExactSumError
 
 pytestmark = pytest.mark.multi_rank

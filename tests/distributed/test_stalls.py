@@ -205,7 +205,7 @@ def test_an_error_that_no_other_rank_caused_is_raised_as_it_is(store):
     def fails():
         raise RuntimeError("Split sizes doesn't match total dim 0 size")
 
-    with pytest.raises(RuntimeError, match="^Split sizes") as caught:
+    with pytest.raises(RuntimeError, match=r"^Split sizes") as caught:
         Communicator(None, "routing", watch, [0])._collective(fails)
     assert caught.type is RuntimeError
     watch.close()

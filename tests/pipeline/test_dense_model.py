@@ -108,7 +108,7 @@ def test_any_optimizer_has_the_same_bits_in_every_mode(mode, consistency, optimi
 
 
 def test_its_tensors_have_those_of_the_average():
-    (model, tables, _), options = of = made("momentum", average=True)
+    _, options = of = made("momentum", average=True)
     with trainer(of) as training:
         list(training.run(batches(3)))
         tensors = training.dense.tensors()
