@@ -1,8 +1,9 @@
-"""Philox4x32-10 in Python integers, and what is drawn from it, one element at a time."""
+"""Philox4x32-10 in integers, and what is drawn from it."""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +17,11 @@ RANDOM_INDICES = 1 << 28
 DROPOUT = 2 << 28
 
 
-def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Salmon et al. 2011, section 5.3 ("Philox-4x32"), 10 rounds: four words of a counter and a key."""
+def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[int, int]) -> tuple[Any, Any, Any, Any]:
+    """Salmon et al. 2011, section 5.3 ("Philox-4x32"), 10 rounds: four words of a counter and a key.
+
+    Words of the counter are integers, or arrays of uint64, for all of their elements.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
