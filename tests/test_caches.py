@@ -121,6 +121,11 @@ def test_a_folder_of_somebody_else_is_not_taken(tmp_path, monkeypatch):
     assert not list((tmp_path / f"kernels-{os.geteuid()}").iterdir())
 
 
+def test_a_folder_that_is_there_and_takes_no_files_cannot_be_written(tmp_path):
+    assert caches._writable(tmp_path) and not list(tmp_path.iterdir())
+    assert not caches._writable(Path("/proc"))  # by root neither
+
+
 @pytest.fixture
 def unprepared(monkeypatch):
     for function in (caches.prepare_triton, caches._instead):

@@ -9,10 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from draws import chosen
 
 from tritonrec import ops
+from tritonrec.kernels import launch
 
 Arguments = dict[str, Any]
+EXTREMES = np.array([0, 1, -1, -(2**63), 2**63 - 1])
 
 
 class Draw:
@@ -22,16 +25,15 @@ class Draw:
         self.rng = rng
 
     def size(self, most: int = 9) -> int:
-        return int(self.rng.choice([0, 1, 2, 3, int(self.rng.integers(0, most + 1))]))
+        return chosen(self.rng, (0, 1, 2, 3, int(self.rng.integers(0, most + 1))))
 
     def maybe(self, value: Any) -> Any:
         return value if self.rng.random() < 0.5 else None
 
     def keys(self, count: int, distinct: bool = False) -> torch.Tensor:
-        extremes = np.array([0, 1, -1, -(2**63), 2**63 - 1])
         wide = self.rng.integers(-(2**63), 2**63 - 1, count + 8)
         narrow = self.rng.integers(-9, 9, count + 8)
-        pool = self.rng.permutation(np.concatenate([extremes, wide, narrow]))
+        pool = self.rng.permutation(np.concatenate([EXTREMES, wide, narrow]))
         if distinct:
             pool = self.rng.permutation(np.unique(pool))
         return torch.from_numpy(pool[:count].copy())
@@ -42,7 +44,9 @@ class Draw:
         return torch.from_numpy(self.rng.integers(0, max(limit, 1), count))
 
     def floats(self, *shape: int) -> torch.Tensor:
-        return torch.from_numpy(self.rng.standard_normal(shape).astype(np.float32))
+        values = np.empty(shape, np.float32)
+        values.reshape(-1)[:] = self.rng.standard_normal(values.size)
+        return torch.from_numpy(values)
 
     def whole(self, *shape: int) -> torch.Tensor:
         bits = int(self.rng.integers(0, 62))
@@ -88,8 +92,8 @@ def hash_table(d: Draw) -> Arguments:
     slots = 8 << int(d.rng.integers(0, 4))
     slot_keys, slot_rows = torch.zeros(slots, dtype=torch.int64), torch.full((slots,), -1, dtype=torch.int32)
     present = d.keys(int(d.rng.integers(0, slots // 2)), distinct=True)
-    ops.hash_insert(slot_keys, slot_rows, present, 0)
-    ops.hash_erase(slot_keys, slot_rows, present[::3].clone())
+    launch.hash_insert(slot_keys, slot_rows, present, 0)
+    launch.hash_erase(slot_keys, slot_rows, present[::3].clone())
     count = d.size(20)
     asked = torch.cat([present, d.keys(count)]).unique()
     asked = asked[torch.from_numpy(d.rng.permutation(len(asked)))][:count]
@@ -197,7 +201,7 @@ def updated(d: Draw, row_wise: bool = False) -> Arguments:
     return {
         "weight": d.floats(places, width), "state": d.floats(places, narrow).abs(),
         "momentum_buffer": d.floats(places, width), "last_update": d.floats(places, 1),
-        "factors": d.floats(step + d.size(5)), "weight_decay": float(d.rng.choice([0.0, 0.1])),
+        "factors": d.floats(step + d.size(5)), "weight_decay": chosen(d.rng, (0.0, 0.1)),
         "exp_avg": d.floats(places, width), "exp_avg_sq": d.floats(places, narrow).abs(),
         "indices": d.rows(count, places, distinct=True), "grad": d.floats(count, width),
         "lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "step": step,

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from draws import bounds_of, chosen, chosen_by
 
 INTEGERS = [0, 1, -1, 2, 7, 8, 2**15, 2**31 - 1, 2**31, -(2**31) - 1, 2**32, 2**62, 2**63 - 1, -(2**63)]
 FLOATS = [0.0, -0.0, 1.0, -1.0, float("nan"), float("inf"), -float("inf"), 3e38, -3e38, 1e-45, 0.5, 2.0**26]
@@ -33,17 +34,17 @@ class Hostile:
 def spoil(arguments: dict[str, Any], rng: np.random.Generator) -> Hostile:
     """None to three changes of arguments."""
     spoiled = Hostile(dict(arguments))
-    for _ in range(int(rng.choice([0, 1, 1, 1, 2, 3]))):
+    for _ in range(chosen(rng, (0, 1, 1, 1, 2, 3))):
         given = spoiled.arguments
-        name = str(rng.choice([name for name in given if name != "impl"]))
+        name = chosen(rng, [name for name in given if name != "impl"])
         value = given[name]
         if isinstance(value, torch.Tensor):
-            change = str(rng.choice(list(TENSORS), p=_likely))
+            change = chosen_by(rng, WAYS, LIKELY)
             if change == "memory":
                 _share(spoiled, name, rng)
                 continue
             if change == "kind":
-                spoiled.replaced[name] = change = str(rng.choice(NO_MEMORY))
+                spoiled.replaced[name] = change = chosen(rng, NO_MEMORY)
             else:
                 given[name] = TENSORS[change](value, rng)
         else:
@@ -55,7 +56,7 @@ def spoil(arguments: dict[str, Any], rng: np.random.Generator) -> Hostile:
 def _share(spoiled: Hostile, name: str, rng: np.random.Generator) -> None:
     tensors = [n for n, v in spoiled.arguments.items() if isinstance(v, torch.Tensor) and n != name]
     if tensors and not spoiled.together:
-        spoiled.together = [name, str(rng.choice(tensors))]
+        spoiled.together = [name, chosen(rng, tensors)]
         spoiled.changes.append(f"{name}: memory of {spoiled.together[1]}")
 
 
@@ -89,7 +90,7 @@ def _number(value: Any, rng: np.random.Generator) -> Any:
         changed[int(rng.integers(0, len(changed)))] = INTEGERS[int(rng.integers(0, len(INTEGERS)))]
         return changed
     if isinstance(value, str):
-        return str(rng.choice(["window", "batch", "", "x", "other"]))
+        return chosen(rng, ["window", "batch", "", "x", "other"])
     return value
 
 
@@ -148,7 +149,7 @@ def _values(tensor: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
         return tensor
     info = None if tensor.is_floating_point() else torch.iinfo(tensor.dtype)
     flat = tensor.view(-1)
-    for _ in range(int(rng.choice([1, 1, 2, len(flat)]))):
+    for _ in range(chosen(rng, (1, 1, 2, len(flat)))):
         value = pool[int(rng.integers(0, len(pool)))]
         if rng.random() < 0.3 and info:
             value = int(rng.integers(-3, 40))
@@ -166,11 +167,11 @@ def _long(tensor: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
     """Many equal elements in the memory of one."""
     if tensor.dim() == 0 or tensor.shape[0] == 0:
         return tensor
-    return tensor[:1].expand(int(rng.choice([64, 1000, 5000])), *tensor.shape[1:])
+    return tensor[:1].expand(chosen(rng, (64, 1000, 5000)), *tensor.shape[1:])
 
 
 TENSORS = {
     "shape": _shape, "dtype": _dtype, "strides": _strides, "values": _values, "order": _reorder,
     "long": _long, "memory": None, "kind": None,
 }  # fmt: skip
-_likely = [0.17, 0.08, 0.2, 0.25, 0.07, 0.03, 0.12, 0.08]
+WAYS, LIKELY = list(TENSORS), bounds_of([0.17, 0.08, 0.2, 0.25, 0.07, 0.03, 0.12, 0.08])

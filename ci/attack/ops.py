@@ -35,6 +35,7 @@ import numpy as np
 import torch
 from arguments import Draw
 from doors import DISTINCT, DRAWN, ROUNDED, Call, calls
+from draws import bounds_of, chosen_by
 from guarded import Arena
 from hostile import Hostile, replace, spoil
 
@@ -44,6 +45,7 @@ from tritonrec.ops import ExactSumError, HSTUMask
 
 MEMORY = 2 << 30
 """Bytes that a worker may take beyond those it begins with; a larger allocation is an error, and cheap."""
+IMPLS = bounds_of([0.6, 0.3, 0.1])
 TURN = 1000
 """Calls of an op between two writes of the record."""
 # names in errors that are no names of a schema
@@ -60,7 +62,7 @@ def hostile_call(call: Call, seed: int, index: int) -> tuple[Hostile, np.random.
     drawn = DRAWN[call.op](Draw(rng))
     arguments = {name: drawn[name] for name in call.names if name != "impl"}
     if "impl" in call.names:
-        arguments["impl"] = str(rng.choice(["cpu", "auto", "reference"], p=[0.6, 0.3, 0.1]))
+        arguments["impl"] = chosen_by(rng, ("cpu", "auto", "reference"), IMPLS)
     return spoil(arguments, rng), rng
 
 

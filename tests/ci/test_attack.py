@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +16,7 @@ ATTACK = Path(__file__).resolve().parent.parent.parent / "ci" / "attack"
 def attack():
     """ci/attack/ops.py, imported for these tests only: other modules have its names too."""
     sys.path.insert(0, str(ATTACK))
-    names = ["arguments", "doors", "guarded", "hostile", "ops"]
+    names = ["arguments", "doors", "draws", "guarded", "hostile", "ops"]
     before = {name: sys.modules.pop(name, None) for name in names}
     try:
         import ops
@@ -87,6 +88,18 @@ def test_a_call_is_a_function_of_seed_op_and_number(attack):
     call = attack.calls()["registered.segment_sum_into"]
     one, same, other = (attack.hostile_call(call, *place)[0] for place in ((7, 5), (7, 5), (7, 6)))
     assert repr(one) == repr(same) != repr(other)
+
+
+def test_choices_draw_what_those_of_numpy_draw(attack):
+    """So a number is that of the same call as in the days of ``rng.choice``."""
+    import draws
+
+    words, likely = ["shape", "dtype", "strides", "values"], [0.17, 0.08, 0.5, 0.25]
+    bounds = draws.bounds_of(likely)
+    one, other = (np.random.default_rng(3) for _ in range(2))
+    for _ in range(300):
+        assert draws.chosen(one, words) == other.choice(words)
+        assert draws.chosen_by(one, words, bounds) == other.choice(words, p=likely)
 
 
 def test_a_call_that_ends_its_process_is_reported_and_the_rest_goes_on(attack, monkeypatch, tmp_path):

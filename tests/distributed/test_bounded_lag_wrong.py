@@ -1,26 +1,34 @@
 """Promise: ranks that disagree about an exchange get an error on all ranks; nothing wrong is returned."""
 
+import sys
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from thread_ranks import ThreadRanks
 
-from tritonrec.distributed.bounded_lag import BoundedLagAllToAll, meeting
+from tritonrec.distributed import RankDiedError
+from tritonrec.distributed.bounded_lag import BoundedLagAllToAll, meeting, numba_puts
 from tritonrec.distributed.bounded_lag.by_messages import MessageTransport
 from tritonrec.distributed.bounded_lag.messages import (
     EAGER,
     HEADER,
     LAST_TAG,
+    NO_MESSAGE,
     SIZES,
     UNKNOWN,
+    Deadline,
     Header,
     Layout,
     Tags,
     buffer_size,
 )
+from tritonrec.distributed.bounded_lag.mpi import number_of_rank
+from tritonrec.distributed.bounded_lag.one_sided import OneSided
 from tritonrec.distributed.bounded_lag.transport import TRANSPORTS
 from tritonrec.distributed.watch import RankDiedError
 
@@ -143,6 +151,16 @@ def test_mpi_needs_ranks_of_mpiexec():
     for error in ranks.outcomes(run):
         assert isinstance(error, ValueError)
         assert str(error) == 'transport="mpi" needs mpi4py, and ranks that mpiexec has started'
+
+
+def test_one_process_that_mpiexec_started_is_no_rank(monkeypatch):
+    world, module = SimpleNamespace(size=1, rank=0), ModuleType("mpi4py")
+    module.__spec__, module.MPI = ModuleSpec("mpi4py", None), SimpleNamespace(COMM_WORLD=world)
+    monkeypatch.setitem(sys.modules, "mpi4py", module)
+    with pytest.raises(ValueError, match="and ranks that mpiexec has started"):
+        number_of_rank()
+    world.size, world.rank = 3, 2
+    assert number_of_rank() == 2
 
 
 def test_a_rank_that_skips_an_exchange_is_refused_on_every_rank(transport):
@@ -382,3 +400,29 @@ def test_a_rank_whose_messages_are_refused_at_once_is_named_then_and_ever_after(
     if allowed:
         with pytest.raises(RankDiedError, match=f"^an earlier exchange failed: {wrong}"):
             exchange.start(torch.ones(2), [1, 1], [1, 1])
+
+
+class Waits(OneSided):
+    """Rank 0 of three, which waits once: rank 1 has put its rows, and rank 2 has ended before."""
+
+    def __init__(self):
+        self.rank, self.world_size, self._others, self._slots, self.waits = 0, 3, [1, 2], 2, 0
+
+    def _await(self, slot, target, seconds):
+        self.waits += 1
+        assert self.waits == 1
+        return numba_puts.OVER
+
+    def _has_ended(self, peer):
+        return peer == 2
+
+    def started(self, number, in_flight):
+        return [1, 1, 0]
+
+    def _number(self, slot, peer):
+        return 0 if peer == 1 else NO_MESSAGE
+
+
+def test_a_rank_that_has_ended_is_named_though_another_has_put_its_rows():
+    with pytest.raises(RankDiedError, match=r"^rank 2 is gone in exchange 0"):
+        Waits()._wait(SimpleNamespace(number=0), Deadline(timedelta(seconds=60)))

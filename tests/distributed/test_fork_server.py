@@ -1,5 +1,6 @@
 """Promise: forked ranks are as separate as spawned ones, and follow the environment of their launcher."""
 
+import multiprocessing
 import os
 import random
 import signal
@@ -7,12 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from tritonrec.distributed import RankDiedError, RankPool
+from tritonrec.distributed import RankDiedError, RankPool, fork_server
 
 pytestmark = [
     pytest.mark.multi_rank,
@@ -89,3 +91,16 @@ def test_functions_of_a_script_run_and_nothing_is_printed_beside(tmp_path):
         [sys.executable, script], capture_output=True, text=True, timeout=120, env=environment
     )
     assert (done.stdout, done.stderr, done.returncode) == ("[40, 41]\n", "", 0)
+
+
+def test_where_nothing_can_be_forked_a_process_is_spawned(monkeypatch):
+    context = mock.MagicMock()
+    monkeypatch.setattr(fork_server, "fork_server", lambda: None)
+    monkeypatch.setattr(fork_server.multiprocessing, "get_context", lambda kind: kind == "spawn" and context)
+    here, there = multiprocessing.Pipe()
+    process = fork_server.start_process("rank 3", print, (there,), 7)
+    assert process is context.Process.return_value
+    process.start.assert_called_once_with()
+    assert context.Process.call_args.kwargs["name"] == "rank 3" and context.Process.call_args.kwargs["daemon"]
+    assert there.closed  # after the start: it has to be sent
+    here.close()

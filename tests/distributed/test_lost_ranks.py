@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import threading
 from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
+import torch.distributed as dist
 from losing import STEPS, Case, Outcome, Ranks, undisturbed
 from speeds import slow_except
 
 from tritonrec.checkpoint import steps
-from tritonrec.distributed import run_elastic
+from tritonrec.distributed import elastic, run_elastic
 from tritonrec.pipeline.peer_copies import _newest_whole, _packed, _unpacked
 
 pytestmark = pytest.mark.multi_rank
@@ -165,3 +168,30 @@ def test_columns_of_any_dtype_and_stride_are_packed_and_unpacked(rows):
     assert packed.shape == (rows, 8 + 8 + 1 + 28 + 1)
     for name, values in _unpacked(packed, columns).items():
         assert torch.equal(values, columns[name]) and values.dtype == columns[name].dtype
+
+
+@pytest.mark.parametrize(("error", "gone"), [(ConnectionRefusedError, True), (TimeoutError, False)])
+def test_a_machine_that_does_not_answer_is_not_a_process_that_has_ended(monkeypatch, error, gone):
+    def connect(address, timeout):
+        raise error
+
+    monkeypatch.setattr(elastic.socket, "create_connection", connect)
+    assert elastic.Member(0, "localhost", 1).is_gone() is gone
+
+
+def test_the_rank_that_decides_stays_until_the_others_have_read(monkeypatch):
+    monkeypatch.setattr(elastic.Member, "is_gone", lambda self: False)
+    members = [elastic.Member(number, "localhost", 1) for number in range(2)]
+    ranks = elastic._Ranks.__new__(elastic._Ranks)
+    ranks.store, ranks.members, ranks.own = dist.HashStore(), members, members[0]
+    ranks.generation, ranks.patience = 4, 5.0
+    ranks.store.set("joined 1", "3")
+    decided = []
+    thread = threading.Thread(target=lambda: decided.append(ranks._decide()))
+    thread.start()
+    assert json.loads(ranks.store.get("decision for 1")) == [5, [0, 1]]
+    thread.join(0.2)
+    assert thread.is_alive()  # the store is this process
+    ranks.store.delete_key("decision for 1")
+    thread.join(5)
+    assert decided == [(5, [0, 1])]

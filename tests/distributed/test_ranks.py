@@ -13,7 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tritonrec.distributed import Communicator, Communicators, RankDiedError, RankPool, from_environment
+from tritonrec.distributed import (
+    Communicator,
+    Communicators,
+    RankDiedError,
+    RankPool,
+    from_environment,
+    launch,
+)
 from tritonrec.ops import ExactSumError
 
 pytestmark = pytest.mark.multi_rank
@@ -257,6 +264,15 @@ def test_torchrun_starts_ranks(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("sum 3") == 2
+
+
+def test_ranks_of_one_machine_compute_on_one_thread_each(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    with launch.one_thread_each():
+        assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == "1"
+        assert os.environ["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
+    assert os.environ["OMP_NUM_THREADS"] == "7" and "MKL_NUM_THREADS" not in os.environ
 
 
 def test_exact_sum_error_is_public():

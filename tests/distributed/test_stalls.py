@@ -13,7 +13,8 @@ import pytest
 import torch.distributed as dist
 from stalling import work
 
-from tritonrec.distributed import RankDiedError, RankPool, Watch
+from tritonrec.distributed import Communicator, RankDiedError, RankPool, Watch
+from tritonrec.distributed.groups import _watch_from_environment
 from tritonrec.distributed.watch import Report, read_reports
 
 pytestmark = pytest.mark.multi_rank
@@ -211,6 +212,44 @@ def test_failures_that_follow_from_another_come_after_it(store):
         watch._report()
     error = first.explain("routing", 1, [0, 1, 2], 0.1, RuntimeError("Connection closed by peer"))
     assert "every rank still reports" in str(error)
+
+
+def test_an_error_that_no_other_rank_caused_is_raised_as_it_is(store):
+    (watch,) = watches(store, 1)
+
+    def fails():
+        raise RuntimeError("Split sizes doesn't match total dim 0 size")
+
+    with pytest.raises(RuntimeError, match=r"^Split sizes") as caught:
+        Communicator(None, "routing", watch, [0])._collective(fails)
+    assert caught.type is RuntimeError
+    watch.close()
+
+
+class Control:
+    """Rank 0 of two, the other one of which has this text."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self, other):
+        self.other, self.own = other, None
+
+    def all_gather_texts(self, text):
+        self.own = text
+        return [text, self.other]
+
+
+def test_ranks_are_watched_where_all_of_them_reach_the_store_of_torchrun(monkeypatch):
+    server = dist.TCPStore("localhost", 0, None, True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+    control = Control("0123")
+    watch = _watch_from_environment(control, timedelta(seconds=1))
+    assert watch is not None and len(control.own) == 16
+    watch.close()
+    assert _watch_from_environment(Control(""), timedelta(seconds=1)) is None
+    monkeypatch.delenv("MASTER_PORT")
+    assert _watch_from_environment(control, timedelta(seconds=1)) is None and control.own == ""
 
 
 def test_a_store_that_does_not_answer_names_rank_0(monkeypatch):

@@ -5,7 +5,9 @@ import threading
 import pytest
 import torch
 
+from tritonrec.embedding import cached_storage
 from tritonrec.embedding.cached_storage import CachedStorage
+from tritonrec.embedding.row_column import RowColumn
 from tritonrec.embedding.row_storage import RowStorage
 
 
@@ -40,3 +42,16 @@ def test_a_row_that_leaves_the_cache_meanwhile_is_read_whole(storage, monkeypatc
     assert storage.gather(handles(0, 1, 2))[:, 0].tolist() == [0, 1, 2]
     lookup.join()
     assert storage.gather(handles(*range(6)))[:, 0].tolist() == [*range(6)]
+
+
+def test_every_column_is_in_the_memory_of_the_device(monkeypatch):
+    devices, home = [], RowStorage(2, 2, 8)
+
+    class Column(RowColumn):
+        def __init__(self, *arguments, device=None, **rest):
+            devices.append(device)
+            super().__init__(*arguments, device=device, **rest)
+
+    monkeypatch.setattr(cached_storage, "RowColumn", Column)
+    CachedStorage(home, 2)
+    assert devices == [home.device] * 5 and home.device is not None

@@ -18,6 +18,7 @@ from hypothesis.stateful import (
 )
 
 from tritonrec.embedding import index_pool, key_index
+from tritonrec.embedding.device_index import DeviceIndex
 from tritonrec.embedding.key_index import KeyIndex
 from tritonrec.kernels import murmur
 from tritonrec.kernels.hash_table import reference
@@ -49,6 +50,11 @@ def small_steps(monkeypatch):
     """A call works for its own keys, so that a handful of keys sees many states; colliding keys collide."""
     monkeypatch.setattr(key_index, "MIN_KEYS_PER_CALL", 1)
     monkeypatch.setattr(murmur, "SECRET", 0)
+
+
+def test_no_slot_of_a_new_index_has_a_tombstone():
+    """A search ends at a slot that was never taken, and goes on behind one whose key was erased."""
+    assert (DeviceIndex(16, torch.device("cpu"))._rows == reference.EMPTY).all()
 
 
 def filled(size, slots=1024, seed=3):

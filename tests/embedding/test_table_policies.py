@@ -25,6 +25,7 @@ from speeds import slow_except
 from tritonrec import ops
 from tritonrec.embedding import DynamicTable, Eviction, KeyLayout, Placement, PrecisionTiers, TablePolicy
 from tritonrec.embedding import table as table_module
+from tritonrec.embedding.evictor import Evictor
 from tritonrec.embedding.lookup import Lookup
 
 DIM, WIDTH, SEED = 3, 5, 7
@@ -393,6 +394,16 @@ POLICIES = [
 QUICK = [
     ("lru", 3, 3, "tiers"), ("lfu", 1, 1, "none"), ("ttl", 2, 1000, "tiers"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("policy", "scores"), {"lfu": [2, 1], "lru": [7, 9]}.items())
+def test_a_score_is_the_number_of_steps_or_the_last_one(policy, scores):
+    evictor = Evictor(Eviction(policy, capacity=5), KeyLayout(("item",)))
+    evictor.values.grow(2)
+    evictor.add(tensor([0, 1]), tensor([31, 32]))
+    for handle, step in ((0, 3), (1, 9), (0, 7)):
+        evictor.record(tensor([handle]), step)
+    assert evictor.values.rows[:2].tolist() == scores
 
 
 @pytest.mark.parametrize(("eviction", "admission", "window", "tiers"), slow_except(QUICK, POLICIES))

@@ -20,6 +20,7 @@ from tritonrec.kernels.norm_mul_dropout.register import (
     NORM_MUL_DROPOUT_BACKWARD_EXACT,
     NORM_MUL_DROPOUT_BACKWARD_INTO,
 )
+from tritonrec.kernels.row_terms import add_rows
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
@@ -267,3 +268,14 @@ def test_kernels_add_the_gradients_of_parameters_that_are_held_once_and_float32(
         assert targets_of(None, weight, bias) is None
         assert targets_of(accumulator, weight, weight) is None
         assert targets_of(accumulator, weight, torch.nn.Parameter(torch.ones(2))) is None
+
+
+def test_terms_of_a_parameter_are_added_in_a_graph_as_they_are_outside():
+    def added(sums, values):
+        add_rows(sums, values, 36, "weight", "reference")
+        return sums + 0
+
+    values, sums = torch.randn(4, 3, 2), torch.zeros(3, 2, dtype=torch.int64)
+    expected = added(sums.clone(), values)
+    assert torch.equal(torch.compile(added, backend="eager", fullgraph=True)(sums, values), expected)
+    assert expected.any()

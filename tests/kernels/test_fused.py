@@ -34,6 +34,8 @@ def numbers():
     c[:1000] = -(a * b)[:1000]
     ties = [(1 + 2**-12, 1 + 2**-12, 0.0), (1 + 2**-12, 1 - 2**-12, 2.0**-60), (1.0, 2.0**-24, 1.0)]
     ties += [(1.0, 2.0**-24, 1 + 2**-23), (-1.0, 2.0**-25, 1.0), (2.0**-24, 1 + 2**-23, 1.0), (0.0, 3.0, 0.0)]
+    # 1 + 2**-24, and a little: the float64 next to it is odd, and behind the sum
+    ties += [(24929.0, 673 * 2.0**-24, 0.75 * 2.0**-52), (-24929.0, 673 * 2.0**-24, -0.75 * 2.0**-52)]
     more = np.array(ties, np.float32).T
     return [np.concatenate([each, own]) for each, own in zip((a, b, c), more, strict=True)]
 

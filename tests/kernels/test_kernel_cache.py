@@ -278,3 +278,15 @@ def test_nobody_waits_for_ever(tmp_path, monkeypatch):
     monkeypatch.setattr(kernel_cache.KernelCache, "_begin_turn", after_another)
     assert kernel(7) == 21
     assert turns[0].is_locked and Path(turns[0].lock_file).exists() and list(tmp_path.rglob("*.nbc"))
+
+
+def test_a_processor_has_the_targets_whose_features_it_has():
+    def targets(name, *features):
+        return kernel_cache.targets_of(("x86_64-linux", name, ",".join(features)))
+
+    avx2, avx512 = ([f"+{each}" for each in found] for found in (kernel_cache.AVX2, kernel_cache.AVX512))
+    assert targets("znver4", *avx2, *avx512) == ["x86-64-v4", "x86-64-v3"]
+    assert targets("znver4", *avx2, *avx512, "+sha") == ["x86-64-v4", "x86-64-v3"]
+    assert targets("haswell", *avx2, *(each.replace("+", "-") for each in avx512)) == ["x86-64-v3"]
+    assert targets("core2", *avx2[1:]) == []
+    assert targets("x86-64-v3") == ["x86-64-v3"]

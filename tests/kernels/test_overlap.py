@@ -238,6 +238,12 @@ def test_parts_of_one_storage_that_are_apart_pass():
     refused(buffer[3], buffer.t()[5])
 
 
+def test_matrices_with_rows_of_other_lengths_are_searched():
+    """Rows of 6 and of 20 floats, the first of which lie beside each other."""
+    buffer = torch.zeros(48)
+    refused(buffer.as_strided((8, 2), (6, 1)), buffer.as_strided((3, 2), (20, 1), 2))
+
+
 def test_one_byte_is_enough():
     buffer = torch.zeros(64, dtype=torch.uint8)
     check_no_overlap({"one": buffer[:32].view(torch.float32)}, {"other": buffer[32:]})

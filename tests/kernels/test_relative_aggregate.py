@@ -276,6 +276,7 @@ def test_every_element_is_written_and_nothing_else(impl, name):
     [
         ({"seq_offsets": torch.tensor([1, 3, 5])}, r"seq_offsets\[0\] must be 0"),
         ({"seq_offsets": torch.tensor([0, 3, 4])}, "end at the 5 tokens"),
+        ({"max_seq_len": -1}, "max_seq_len must"),
         ({"max_seq_len": 2}, "sequence 0 has 3 tokens, more than max_seq_len=2"),
         ({"v": torch.ones(5, 3, 2)}, r"v \(5, 3, 2\), table \(2, 4\)"),
         ({"table": torch.ones(2, 0)}, r"R >= 1, got v \(5, 2, 3\), table \(2, 0\)"),

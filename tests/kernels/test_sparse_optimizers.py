@@ -290,6 +290,7 @@ def test_an_index_outside_is_an_error_before_anything_changes(impl, optimizer, i
         (lambda w, i, g: sparse_adam(w, w[:, :1], w, i, g, 0.1), r"exp_avg must be \(4, 3\)"),
         (lambda w, i, g: sparse_adam(w, w, w, i, g, 0.1, step=0), "step counts from 1"),
         (lambda w, i, g: sparse_adam(w, w, w, i, g, 0.1, beta1=1.0), "betas"),
+        (lambda w, i, g: sparse_adam(w, w, w, i, g, 0.1, beta2=1.0), "betas must lie in .* and 1.0"),
         (lambda w, i, g: ops.sparse_momentum_sgd(w, w[:3], i, g, 0.1), r"momentum_buffer must be \(4, 3\)"),
         (lambda w, i, g: ops.sparse_momentum_sgd(w, w, i, g, 0.1, 1.5), r"momentum must lie .* got 1\.5"),
         (lambda w, i, g: ops.sparse_adagrad(w, w[:, :1], i, g, 0.1), r"state must be \(4, 3\)"),

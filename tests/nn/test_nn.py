@@ -188,6 +188,14 @@ def test_sums_of_some_parameters_are_taken_and_positions_have_their_names(bits):
         accumulator.name_at(taken.numel(), some)
 
 
+def test_no_gradient_stays_on_a_parameter_that_was_frozen():
+    layer = torch.nn.Linear(3, 2)
+    layer.bias.grad = torch.ones(2)
+    layer.bias.requires_grad_(False)
+    assert GradientAccumulator(layer, None).take_flat().numel() == 6
+    assert layer.bias.grad is None
+
+
 def test_a_step_beside_an_accumulator_is_an_ordinary_one():
     model, batch = make_model(), make_batch()
     accumulator = GradientAccumulator(model)

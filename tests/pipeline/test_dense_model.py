@@ -107,6 +107,16 @@ def test_any_optimizer_has_the_same_bits_in_every_mode(mode, consistency, optimi
     assert not same(trained(made(optimizer, average=True), mode, consistency), expected)
 
 
+def test_its_tensors_have_those_of_the_average():
+    _, options = of = made("momentum", average=True)
+    with trainer(of) as training:
+        list(training.run(batches(3)))
+        tensors = training.dense.tensors()
+        for name, parameter in options["average"].module.named_parameters():
+            assert torch.equal(tensors[f"average/{name}"], parameter), name
+            assert not torch.equal(tensors[name], parameter), name
+
+
 def test_it_is_the_update_of_torch():
     of, plain = made("adamw in groups, fused", "steps", average=True), Ranker()
     expected = grouped(plain.parameters(), fused=True)

@@ -87,6 +87,14 @@ def test_parameters_in_new_memory_are_found_again(steps):
     assert len(steps) == 24
 
 
+def test_a_plan_is_made_once_for_an_update(steps, monkeypatch):
+    plans, plan = [], next_item_step.plan
+    monkeypatch.setattr(next_item_step, "plan", lambda *arguments: plans.append(1) or plan(*arguments))
+    with trainer(parts(), "sequential") as training:
+        losses_of(training)
+    assert len(steps) == 12 and len(plans) == 4
+
+
 def test_bfloat16_calls_the_modules(steps):
     with trainer(parts(), "sequential", precision="bf16") as training:
         losses_of(training)

@@ -1,6 +1,7 @@
 """Promise: the position of a loader is in the checkpoint; any loader with a state has one."""
 
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -131,4 +132,7 @@ def test_each_rank_gets_its_own_position():
         set_position(Communicators.local(), OfRank(0), saved[0])
     loader = OfRank(0)
     set_position(Communicators.local(), loader, equal[0])
+    assert loader.value == 7
+    every_rank = SimpleNamespace(rank=2, world_size=3)
+    set_position(every_rank, loader := OfRank(0), equal[0])
     assert loader.value == 7

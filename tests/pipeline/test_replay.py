@@ -74,6 +74,7 @@ def test_every_share_is_that_of_the_work(world_size, share):
     due = 4 * 2 * world_size * share
     assert abs(sum(replay.counts["replayed_micro_batches"] for _, replay, _ in runs) - due) < 1
     assert (runs[0][1].counts["replay_bytes"] > 0) == (world_size == 2 and due >= 1)
+    assert (runs[0][1].counts["states_compared"] > 0) == (world_size == 2 and due >= 1)
 
 
 OPTIONS = {

@@ -225,6 +225,7 @@ class Halves(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(6))
         self.layers = torch.nn.ModuleList([torch.nn.Linear(6, 6), torch.nn.Linear(6, 1)])
         self.fails = False
 
@@ -232,7 +233,7 @@ class Halves(torch.nn.Module):
         if self.fails:
             raise ArithmeticError("no second layer")
         first, second = self.layers
-        per_token = second(torch.tanh(first(rows["item"]))).squeeze(1)
+        per_token = second(torch.tanh(first(self.scale * rows["item"]))).squeeze(1)
         return torch.stack([per_token[i :: batch.num_samples].sum() for i in range(batch.num_samples)])
 
 
@@ -250,7 +251,9 @@ def given_back(communicators):
         model(loader.batch(2), rows, 0).sum().backward()
         gradients = [each.grad.full_tensor() for each in model.parameters()]
         optimizer.zero_grad()
-        model(loader.batch(2), rows, 0)  # which leaves the root's parameters whole
+        model(loader.batch(2), rows, 0)
+        whole = [name for name, each in model.named_parameters() if not isinstance(each, DTensor)]
+        assert whole == ["scale"]  # FSDP2 leaves those of the root alone as they are
         assert trainer.step(loader.batch(2)).step == 2
         model.fails = True
         with pytest.raises(StageFailedError, match="no second layer"):

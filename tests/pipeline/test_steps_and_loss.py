@@ -20,7 +20,9 @@ from trainer_parts import (
 )
 
 from tritonrec import ops
-from tritonrec.pipeline import DenseModel
+from tritonrec.harness.verify.thread_ranks import run_ranks
+from tritonrec.pipeline import DenseModel, Trainer, WindowConfig
+from tritonrec.trace import Recorder, read
 
 
 @pytest.mark.smoke
@@ -144,3 +146,18 @@ def test_every_rank_has_the_mean_loss_of_all_ranks_also_where_one_has_no_samples
     near = pool.run(losses_here, world, mode, micro_batches, "window", model)
     assert all([loss for loss, _ in each] == pytest.approx(expected, rel=1e-4) for each in near)
     assert len({tuple(loss for loss, _ in each) for each in near}) == 1
+
+
+def test_slices_of_exchanges_have_the_bytes_that_left_the_rank(tmp_path):
+    made = parts(), parts()  # by one thread, since torch has one seed
+
+    def rank(communicators):
+        recorder, config = Recorder(communicators.rank, 2), WindowConfig(micro_batches=3, seed=4)
+        with Trainer(*made[communicators.rank], communicators, "nestpipe", config, recorder) as training:
+            list(training.run(batches(3, 7, communicators.rank, 2)))
+        recorder.save(file := tmp_path / str(communicators.rank))
+        return [span for span in read(file).spans if "bytes" in span.args], training.counts.row_bytes
+
+    for spans, total in run_ranks(2, rank):
+        assert {span.name for span in spans} == {"exchange", "gradient_exchange"}
+        assert sum(span.args["bytes"] for span in spans) == total > 0

@@ -65,9 +65,7 @@ class Announcement:
     def _say(self) -> None:
         with self._lock:
             self._left = 0.0
-        print(
-            "tritonrec: compiling kernels, on the first run only, up to a minute", file=sys.stderr, flush=True
-        )
+        print("tritonrec: compiling kernels, on the first run only, up to a minute", file=sys.stderr)
 
 
 announcement = Announcement()

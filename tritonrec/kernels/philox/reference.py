@@ -1,8 +1,9 @@
-"""Philox4x32-10 in Python integers, and what is drawn from it, one element at a time."""
+"""Philox4x32-10 in integers, and what is drawn from it."""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +17,11 @@ RANDOM_INDICES = 1 << 28
 DROPOUT = 2 << 28
 
 
-def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Salmon et al. 2011, section 5.3 ("Philox-4x32"), 10 rounds: four words of a counter and a key."""
+def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[int, int]) -> tuple[Any, Any, Any, Any]:
+    """Salmon et al. 2011, section 5.3 ("Philox-4x32"), 10 rounds: four words of a counter and a key.
+
+    Words of the counter are integers, or arrays of uint64, for all of their elements.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -58,13 +62,12 @@ _derived = lru_cache(maxsize=1024)(_derive)  # the micro-batches of a window der
 
 def initial_rows(seed: int, table: int, keys: torch.Tensor, dim: int, scale: float) -> torch.Tensor:
     """See `tritonrec.kernels.philox.initial_rows`."""
-    rows = torch.empty(keys.numel(), dim, dtype=torch.float32)
-    for i, row_key in enumerate(keys.tolist()):
-        for column in range(dim):
-            words = philox4x32((*halves(row_key), INITIAL_ROWS | column // 4, table), halves(seed))
-            unit = np.float32((words[column % 4] >> 8) - 2**23) * np.float32(2.0**-23)
-            rows[i, column] = float(unit * np.float32(scale))
-    return rows.to(keys.device)
+    low, high = halves(keys.cpu().numpy().astype(np.uint64)[:, None])
+    blocks = INITIAL_ROWS | np.arange(-(-dim // 4), dtype=np.uint64)
+    words = np.stack(philox4x32((low, high, blocks, table), halves(seed)), axis=-1)
+    units = ((words >> 8).astype(np.float32) - np.float32(2**23)) * np.float32(2.0**-23)
+    rows = units.reshape(len(keys), 4 * len(blocks))[:, :dim] * np.float32(scale)
+    return torch.from_numpy(rows).to(keys.device)
 
 
 def random_indices(
@@ -78,9 +81,9 @@ def random_indices(
 ) -> torch.Tensor:
     """See `tritonrec.kernels.philox.random_indices`."""
     key = halves(derive_seed(seed, stream, step))
-    indices = torch.empty(sample_ids.numel(), count, dtype=torch.int64)
-    for i, (sample, position) in enumerate(zip(sample_ids.tolist(), positions.tolist(), strict=True)):
-        for j in range(count):
+    indices = np.empty((sample_ids.numel(), count), np.int64)
+    for row, sample, position in zip(indices, sample_ids.tolist(), positions.tolist(), strict=True):
+        for j in range(0, count, 4):
             words = philox4x32((*halves(sample), RANDOM_INDICES | j // 4, position & MASK), key)
-            indices[i, j] = (words[j % 4] * upper) >> 32
-    return indices.to(sample_ids.device)
+            row[j : j + 4] = [(word * upper) >> 32 for word in words][: count - j]
+    return torch.from_numpy(indices).to(sample_ids.device)
