@@ -185,7 +185,7 @@ def swizzled(row, column, pitch):
 
 
 def cut(x):
-    """A float32 as the TF32 that a matrix instruction reads: 10 binary digits behind the point, others cut."""
+    """A float32 as a matrix instruction reads it: 10 binary digits behind the point, the others cut off."""
     digits, exponent = np.frexp(x.numpy().astype(np.float64))
     return torch.from_numpy(np.ldexp(np.trunc(np.ldexp(digits, 11)), exponent - 11))
 

@@ -143,7 +143,8 @@ def multiply_group(warp, site, lanes, io, how, out):
                 # a register has 4 bytes of a row, four lanes have 16
                 byte = k * size
                 lane = (row & 7) * 4 + ((byte & 15) >> 2)
-                at = io + layout.IO_DATA + stride * lane + 20 + 4 * ((row >> 3) + 2 * (byte >> 4)) + (byte & 3)
+                register = (row >> 3) + 2 * (byte >> 4)
+                at = io + layout.IO_DATA + stride * lane + 20 + 4 * register + (byte & 3)
                 a[row, k] = tf32(load4(at)) if kind == TF32 else widened(load2(at), kind)
             else:
                 at = place_in_shared(of_a, first + row, k, turn_a, size)
