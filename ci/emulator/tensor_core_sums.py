@@ -1,4 +1,4 @@
-"""Errors of split float32 products under models of a tensor core's sum: ``python ci/emulator/tensor_core_sums.py``.
+"""Errors of split float32 products under models of a tensor core: ``python ci/emulator/tensor_core_sums.py``.
 
 How hardware adds inside of a matrix instruction is not documented. In the models the products and the
 accumulator of an instruction are added exactly, or are aligned on the largest, cut behind 24 bits and 0, 1
