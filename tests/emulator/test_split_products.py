@@ -38,6 +38,7 @@ def assert_at_most_twice(got, plain, exact, where, rounding=0.0):
     assert error <= allowed, f"{where}: error {error:.3g}, allowed {allowed:.3g}, plain {before:.3g}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", DATA)
 @pytest.mark.parametrize("terms", TERMS)
 def test_rows_and_input_gradients(terms, data):
@@ -53,6 +54,7 @@ def test_rows_and_input_gradients(terms, data):
     assert torch.equal(row, y[37:38])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", ["asymmetric", "positive", "cancelling"])
 @pytest.mark.parametrize("tokens", [1, 2, 40, 130])
 def test_weight_gradients_of_samples(tokens, data):
