@@ -3,6 +3,7 @@
     python ci/compile/compile_matrix.py --check     against ci/baselines/compile.json
     python ci/compile/compile_matrix.py --update    writes the baseline and the table in docs/platforms.md
     python ci/compile/compile_matrix.py --check --only silu --targets sm_90
+    python ci/compile/compile_matrix.py --update --kernels linear.     rows of these kernels alone
 
 A row is one launch (see launches.py) for one target: registers of a thread, bytes of its stack, to which
 registers are spilled (scratch on AMD), shared memory of a block, matrix instructions and atomics in the
@@ -138,11 +139,16 @@ def work(job: tuple[str, str, int]) -> tuple[str, str, Row]:
         return target, key, {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:300]}"}
 
 
-def compile_all(targets: list[str], only: str, jobs: int) -> Report:
-    """All rows: {kernel: {target: row}}, with the versions that made them."""
+def compile_all(targets: list[str], only: str, jobs: int, begin: str = "") -> Report:
+    """All rows: {kernel: {target: row}}, with the versions that made them; of kernels that begin so."""
     import launches
 
-    rows = [(target, only, i) for target in targets for i in range(len(launches_of(target, only)))]
+    rows = [
+        (target, only, i)
+        for target in targets
+        for i, (key, _) in enumerate(launches_of(target, only))
+        if key.startswith(begin)
+    ]
     kernels: dict[str, dict[str, Row]] = {}
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
         for target, key, row in pool.imap_unordered(work, rows, chunksize=1):
@@ -268,6 +274,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="compare with the baseline")
     parser.add_argument("--update", action="store_true", help="write the baseline and the table")
     parser.add_argument("--only", default="", help="cases whose label contains this")
+    parser.add_argument("--kernels", default="", help="kernels whose name begins so; not with --check")
     parser.add_argument("--targets", default=",".join(TARGETS), help="separated by commas")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--baseline", type=Path, default=BASELINE)
@@ -278,7 +285,9 @@ def main() -> int:
         parser.error(f"--targets takes some of {', '.join(TARGETS)}, got {', '.join(sorted(unknown))}")
     if arguments.update and (arguments.only or len(targets) < len(TARGETS)):
         parser.error("--update compiles everything: leave out --only and --targets")
-    now = compile_all(targets, arguments.only, arguments.jobs)
+    if arguments.check and arguments.kernels:
+        parser.error("--check compares all kernels of a case: leave out --kernels")
+    now = compile_all(targets, arguments.only, arguments.jobs, arguments.kernels)
     wrong = faults(now)
     if arguments.json:
         arguments.json.write_text(dump(now))
@@ -292,6 +301,12 @@ def main() -> int:
             before["kernels"] = {k: v for k, v in before["kernels"].items() if k in now["kernels"]}
         wrong += regressions(before, now, targets, arguments.only)
     if arguments.update:
+        if arguments.kernels:
+            before = json.loads(arguments.baseline.read_text())
+            if before["provenance"]["triton"] != now["provenance"]["triton"]:
+                parser.error("another Triton than the baseline's: leave out --kernels")
+            kept = {k: rows for k, rows in before["kernels"].items() if not k.startswith(arguments.kernels)}
+            now["kernels"] = dict(sorted((kept | now["kernels"]).items()))
         arguments.baseline.write_text(dump(now))
         DOCS.write_text(put_between(DOCS.read_text(), "compile matrix", table(now)))
     count = sum(len(rows) for rows in now["kernels"].values())

@@ -30,7 +30,6 @@ from tritonrec.distributed.bounded_lag.messages import (
 from tritonrec.distributed.bounded_lag.mpi import number_of_rank
 from tritonrec.distributed.bounded_lag.one_sided import OneSided
 from tritonrec.distributed.bounded_lag.transport import TRANSPORTS
-from tritonrec.distributed.watch import RankDiedError
 
 WORLD = 3
 PATIENCE = timedelta(seconds=5)

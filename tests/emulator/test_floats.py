@@ -282,3 +282,18 @@ def test_half_precision_arithmetic(half):
         pairs = [o.view(np.int32) for o in operands[:count]]
         got = evaluate(f"{name}.{half}x2 {{d}}, {names};", ["b32"] * count, "b32", pairs).view(np.int16)
         assert_equal(torch.from_numpy(got.copy()).view(dtype).float().numpy(), want)
+
+
+def test_rounding_to_tf32():
+    """10 binary digits behind the point, halves away from zero, by their definition."""
+    drawn = numbers("f32", 11)
+    halves = np.ldexp(np.arange(1025, 2049, 2, dtype=np.float32) / 1024, 1)
+    x = np.concatenate([drawn, halves + np.float32(2**-10), -halves - np.float32(2**-10)]).astype(np.float32)
+    got = evaluate("cvt.rna.tf32.f32 {d}, {0};", ["f32"], "f32", [x]).view(np.float32)
+    wide = x.astype(np.float64)
+    finite = np.isfinite(wide)
+    exponent = np.maximum(np.frexp(np.where(finite, wide, 1))[1], -125)  # a subnormal has the least exponent
+    scaled = np.ldexp(np.where(finite, wide, 0), 11 - exponent)
+    expected = np.ldexp(np.sign(scaled) * np.floor(np.abs(scaled) + 0.5), exponent - 11)
+    expected = np.where(finite, np.copysign(expected, wide), wide)
+    assert_equal(got, expected.astype(np.float32))

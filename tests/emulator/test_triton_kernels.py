@@ -88,13 +88,16 @@ def test_reductions_and_scans(warps):
 
 
 @triton.jit
-def product_kernel(a_ptr, b_ptr, c_ptr, inner, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+def product_kernel(
+    a_ptr, b_ptr, c_ptr, inner, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    PRECISION: tl.constexpr = "ieee",
+):  # fmt: skip
     row, column, term = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
     total = tl.zeros((M, N), tl.float32)
     for start in range(0, inner, K):
         a = tl.load(a_ptr + row[:, None] * inner + start + term[None, :])
         b = tl.load(b_ptr + (start + term)[:, None] * N + column[None, :])
-        total = tl.dot(a, b, total, input_precision="ieee")
+        total = tl.dot(a, b, total, input_precision=PRECISION)
     tl.store(c_ptr + row[:, None] * N + column[None, :], total)
 
 
@@ -111,6 +114,17 @@ def test_products_of_matrices(dtype, sizes, stages):
     product_kernel[(1,)](a, b, c, 4 * k, M=m, N=n, K=k, num_stages=stages)
     exact = a.double() @ b.double()
     assert (c - exact).abs().max() <= 1e-6 * (a.double().abs() @ b.double().abs()).max()
+
+
+@pytest.mark.parametrize("sizes", [(64, 32, 32), (128, 64, 64), (32, 32, 32)])
+@pytest.mark.parametrize(("precision", "error"), [("tf32", 2.0**-10), ("tf32x3", 2.0**-21)])
+def test_products_of_tf32(precision, error, sizes):
+    m, n, k = sizes
+    a, b, c = torch.randn(m, 4 * k), torch.randn(4 * k, n), torch.full((m, n), float("nan"))
+    product_kernel[(1,)](a, b, c, 4 * k, M=m, N=n, K=k, PRECISION=precision)
+    exact, size = a.double() @ b.double(), a.double().abs() @ b.double().abs()
+    worst = ((c - exact).abs() / size).max()
+    assert error / 100 < worst <= error
 
 
 @triton.jit

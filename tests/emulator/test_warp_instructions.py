@@ -184,6 +184,94 @@ def swizzled(row, column, pitch):
     return at ^ ((at >> 7 & {128: 7, 64: 3, 32: 1}[pitch]) << 4)
 
 
+def cut(x):
+    """A float32 as a matrix instruction reads it: 10 binary digits behind the point, the others cut off."""
+    digits, exponent = np.frexp(x.numpy().astype(np.float64))
+    return torch.from_numpy(np.ldexp(np.trunc(np.ldexp(digits, 11)), exponent - 11))
+
+
+def test_mma_of_tf32_is_a_product_of_matrices_whose_lowest_bits_are_ignored():
+    """Fragments as in the PTX ISA, "Matrix fragments for mma.m16n8k8", .tf32."""
+    generator = torch.Generator().manual_seed(5)
+    a, b = torch.randn(16, 8, generator=generator), torch.randn(8, 8, generator=generator)
+    c = torch.randn(16, 8, generator=generator)
+    fragments = torch.zeros(32, 10)
+    for lane in range(32):
+        group, quad = lane // 4, lane % 4
+        for i in range(4):
+            fragments[lane, i] = a[group + 8 * (i % 2), quad + 4 * (i // 2)]
+            fragments[lane, 6 + i] = c[group + 8 * (i // 2), 2 * quad + i % 2]
+        for i in range(2):
+            fragments[lane, 4 + i] = b[quad + 4 * i, group]
+    out = torch.zeros(32, 4)
+    body = (
+        thread_address("%rd0", 40)
+        + "".join(f"\tld.global.b32 %r{60 + i}, [%rd200+{4 * i}];\n" for i in range(10))
+        + "\tmma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%r80, %r81, %r82, %r83}, "
+        "{%r60, %r61, %r62, %r63}, {%r64, %r65}, {%r66, %r67, %r68, %r69};\n"
+        + thread_address("%rd1", 16)
+        + "\tst.global.v4.b32 [%rd200], {%r80, %r81, %r82, %r83};\n"
+    )
+    run(body, [fragments, out])
+    expected = (c.double() + cut(a) @ cut(b)).float()
+    for lane in range(32):
+        for i in range(4):
+            want = expected[lane // 4 + 8 * (i // 2), 2 * (lane % 4) + i % 2]
+            assert abs(out[lane, i] - want) <= 1.2e-7 * abs(want) + 1e-12
+
+
+@pytest.mark.parametrize("in_registers", [False, True])
+@pytest.mark.parametrize("pitch", [128, 64, 32])
+def test_wgmma_of_tf32_multiplies_matrices(pitch, in_registers):
+    """D (64, 8) += A (64, 8) B (8, 8) with k running fastest; A in shared memory or in registers."""
+    generator = torch.Generator().manual_seed(7)
+    a, b = (torch.randn(rows, 8, generator=generator) for rows in (64, 8))
+    d = torch.randn(128, 4, generator=generator)
+    start_b = 64 * pitch
+    words = torch.zeros((start_b + 1024) // 4 // 128 * 128 + 128)
+    for matrix, start in ((a, 0), (b, start_b)):
+        for row in range(matrix.shape[0]):
+            for k in range(8):  # a word is two elements of 2 bytes of the other test's tile
+                words[(start + swizzled(row, 2 * k, pitch)) // 4] = matrix[row, k]
+    fragments = torch.zeros(128, 4)
+    for thread in range(128):
+        for i in range(4):
+            row = 16 * (thread // 32) + thread % 32 // 4 + 8 * (i % 2)
+            fragments[thread, i] = a[row, thread % 4 + 4 * (i // 2)]
+    mode = {128: 1, 64: 2, 32: 3}[pitch]
+    a_descriptor, b_descriptor = (start >> 4 | (8 * pitch >> 4) << 32 | mode << 62 for start in (0, start_b))
+    out = torch.zeros(128, 4)
+    fill = "".join(
+        f"\tld.global.b32 %r10, [%rd200+{512 * i}];\n\tst.shared.b32 [%r14+{512 * i}], %r10;\n"
+        for i in range(len(words) // 128)
+    )
+    body = (
+        thread_address("%rd0", 4)
+        + "\tshl.b32 %r14, %r250, 2;\n"
+        + fill
+        + "\tbar.sync 0;\n"
+        + thread_address("%rd1", 16)
+        + "\tld.global.v4.b32 {%r80, %r81, %r82, %r83}, [%rd200];\n"
+        + thread_address("%rd2", 16)
+        + "\tld.global.v4.b32 {%r60, %r61, %r62, %r63}, [%rd200];\n"
+        + f"\tmov.b64 %rd60, {a_descriptor};\n\tmov.b64 %rd61, {b_descriptor};\n"
+        + "\tsetp.ne.b32 %p1, 1, 0;\n\twgmma.fence.sync.aligned;\n"
+        + "\twgmma.mma_async.sync.aligned.m64n8k8.f32.tf32.tf32 {%r80,%r81,%r82,%r83}, "
+        + ("{%r60,%r61,%r62,%r63}" if in_registers else "%rd60")
+        + ", %rd61, %p1, 1, 1;\n"
+        + "\twgmma.commit_group.sync.aligned;\n\twgmma.wait_group.sync.aligned 0;\n"
+        + thread_address("%rd3", 16)
+        + "\tst.global.v4.b32 [%rd200], {%r80, %r81, %r82, %r83};\n"
+    )
+    run(body, [words, d, fragments, out], threads=128, shared=4 * len(words))
+    product = cut(a) @ cut(b).T
+    for thread in range(128):
+        for i in range(4):
+            row = 16 * (thread // 32) + thread % 32 // 4 + 8 * (i // 2)
+            want = product[row, 2 * (thread % 4) + i % 2] + d[thread, i].double()
+            assert abs(out[thread, i] - want) <= 1.2e-7 * abs(want) + 1e-12
+
+
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize(("kind", "dtype"), HALVES)
 @pytest.mark.parametrize("pitch", [128, 64, 32])

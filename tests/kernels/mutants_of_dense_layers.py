@@ -102,7 +102,7 @@ MUTANTS = {
         "last_element_dropped": [("mask=place < length)", "mask=place < length - 1)")],
     },
     "linear.triton_linear": {
-        "dropped_tile": [("range(tl.full((), 0, tl.int64), inner, BLOCK)", "range(BLOCK, inner, BLOCK)")],
+        "dropped_tile": [("range(tl.full((), 0, tl.int64), inner, TERMS)", "range(TERMS, inner, TERMS)")],
         "lost_sample": [("range(begin, tl.minimum(", "range(begin + 1, tl.minimum(")],
         "tokens_of_the_next_sample": [("(token < stop)", "(token <= stop)")],
         "no_bias": [("if bias_ptr is not None:", "if False:")],

@@ -11,7 +11,8 @@ from .ptx import BITS, Statement, group
 from .runtime.atomics import KINDS, OPERATIONS
 from .runtime.atomics import code as atomic_code
 from .runtime.collectives import REDUCTIONS, SHUFFLES, VOTES
-from .runtime.tensor_cores import KINDS as HALVES
+from .runtime.tensor_cores import KINDS as FACTORS
+from .runtime.tensor_cores import TERMS
 
 _ADDRESS = re.compile(r"^\[\s*([%$\w.]+)\s*(?:\+\s*(-?\d+))?\s*\]$")
 
@@ -208,25 +209,29 @@ def _store_matrix(s: Statement) -> Call:
 
 def _multiply(s: Statement) -> Call:
     kinds = s.parts[6:]
-    if s.parts[3] != "m16n8k16" or len(kinds) != 4 or kinds[1] not in HALVES or kinds[3] != "f32":
+    if len(kinds) != 4 or kinds[1] not in FACTORS or kinds[1] != kinds[2] or kinds[3] != "f32":
+        raise unknown(s)
+    if s.parts[3] != f"m16n8{TERMS[kinds[1]]}":
         raise unknown(s)
     d, a, b, c = (group(operand) for operand in s.operands)
     inputs = [(x, 32) for x in (*a, *b, *c)]
-    return Call("multiply", s, HALVES.index(kinds[1]), inputs, [(x, 32) for x in d], together=True)
+    return Call("multiply", s, FACTORS.index(kinds[1]), inputs, [(x, 32) for x in d], together=True)
 
 
 def _multiply_group(s: Statement) -> Call | None:
     if s.parts[1] != "mma_async":
         # a product is taken where it is issued, so there is nothing to wait for
         return None
-    columns = int(re.search(r"n(\d+)k16", s.parts[4])[1]) if "k16" in s.parts[4] else 0  # type: ignore[index]
-    if not columns or s.parts[5] != "f32" or s.parts[6] not in HALVES:
+    shape = re.fullmatch(r"m64n(\d+)(k\d+)", s.parts[4])
+    if shape is None or s.parts[5] != "f32" or shape[2] != TERMS.get(s.parts[6]) or s.parts[6] != s.parts[7]:
         raise unknown(s)
+    columns = int(shape[1])
     d, a, b, keep = s.operands[:4]
     in_registers = a.startswith("{")
     signs, turns = s.operands[4:6], [int(x, 0) for x in s.operands[6:]]
-    turn_a, turn_b = (0, turns[0]) if in_registers else turns
-    how = columns | HALVES.index(s.parts[6]) << 12 | int(in_registers) << 14 | turn_a << 15 | turn_b << 16
+    # TF32 has no operands for it
+    turn_a, turn_b = (0, 0) if not turns else (0, turns[0]) if in_registers else turns
+    how = columns | FACTORS.index(s.parts[6]) << 12 | int(in_registers) << 14 | turn_a << 15 | turn_b << 16
     how |= int(int(signs[0], 0) < 0) << 17 | int(int(signs[1], 0) < 0) << 18
     inputs = [(keep, 32), ("0" if in_registers else a, 64), (b, 64)]
     inputs += [(x, 32) for x in (group(a) if in_registers else ["0"] * 4)]

@@ -11,6 +11,9 @@ def convert(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
     to, source = parts[-2], parts[-1]
     modes, x = parts[1:-2], s.operands
     flush = "ftz" in modes
+    if (to, source, modes) == ("tf32", "f32", ["rna"]):
+        lane.put(x[0], rounded_to_tf32(lane, lane.get(x[1], 32)), 32)
+        return
     if set(modes) & {"sat", "relu", "rz", "rm", "rp", "rna"}:
         raise UnsupportedError(f"the emulator does not know the instruction {s.text!r}")
     if to in ("bf16x2", "f16x2"):
@@ -60,6 +63,14 @@ def widened(lane: Lane, half: str, kind: str) -> str:
         return lane.emit(f"fpext half {lane.emit(f'bitcast i16 {half} to half')} to float")
     wide = lane.emit(f"shl i32 {lane.emit(f'zext i16 {half} to i32')}, 16")
     return lane.emit(f"bitcast i32 {wide} to float")
+
+
+def rounded_to_tf32(lane: Lane, value: str) -> str:
+    """float32 bits to those of a TF32: 10 binary digits behind the point, halves away from zero."""
+    raised = lane.emit(f"and i32 {lane.emit(f'add i32 {value}, 4096')}, -8192")
+    magnitude = lane.emit(f"and i32 {value}, 2147483647")
+    nan = lane.emit(f"icmp ugt i32 {magnitude}, 2139095040")
+    return lane.emit(f"select i1 {nan}, i32 2147475456, i32 {raised}")
 
 
 def rounded_to_half(lane: Lane, value: str, kind: str) -> str:

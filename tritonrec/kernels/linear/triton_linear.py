@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -31,6 +32,7 @@ from tritonrec.kernels.linear.reference import no_sum
 from tritonrec.kernels.padding import report
 from tritonrec.kernels.races import declared
 
+NEVER: tl.constexpr = tl.constexpr(2**31 - 1)  # behind every sample
 MOST_PROGRAMS = 65535  # a launch may have no more along an axis
 STAGES = 1  # of weight gradients: a sample is a few blocks long, and a pipeline's buffers spill registers
 TOKENS_OF_SHARE = 512  # of a weight gradient, whose sums are worth an atomic addition
@@ -39,13 +41,20 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @triton.jit
-def multiply_add(a, b, total, INTERPRETED: tl.constexpr):
+def multiply_add(a, b, total, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
     """``total + a @ b`` with float32 accumulator whose bits do not depend on the place in the tile.
 
-    The interpreter's `tl.dot` is the host's BLAS, in which they do (and it takes bfloat16 for integers).
+    PRECISION of float32: ``"ieee"``, a multiply-add for each term, or ``"bf16x6"``. Then a number is the sum
+    of three bfloat16, which have its 24 bits; of their nine products the six largest are added in tensor
+    cores, small ones first, and `total` outside of them. The others are below 2**-26 of the product.
+
+    The interpreter's `tl.dot` is the host's BLAS, in which bits depend on the place (and it takes bfloat16
+    for integers).
     """
     if INTERPRETED:
         return total + tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], axis=1)
+    elif a.dtype == tl.float32:
+        return tl.dot(a, b, total, input_precision=PRECISION)
     else:
         return tl.dot(a, b, total, input_precision="ieee")
 
@@ -53,7 +62,7 @@ def multiply_add(a, b, total, INTERPRETED: tl.constexpr):
 @triton.jit
 def rows_times_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, x_row, x_column, weight_row, weight_column, tokens, inner, columns,
-    BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """out (L, O) = x (L, I) @ weight (I, O) + bias (O,)."""
     lane = tl.arange(0, BLOCK).to(tl.int64)
@@ -64,8 +73,8 @@ def rows_times_kernel(
     for tile in range(first, (tokens - 1) // BLOCK + 1, tl.num_programs(0)):
         row = tile * BLOCK + lane
         total = tl.zeros((BLOCK, BLOCK), tl.float32)
-        for start in range(tl.full((), 0, tl.int64), inner, BLOCK):
-            term = start + lane
+        for start in range(tl.full((), 0, tl.int64), inner, TERMS):
+            term = start + tl.arange(0, TERMS)
             # 0 is the identity of the sum, so terms behind the end add nothing
             x = tl.load(
                 x_ptr + row[:, None] * x_row + term[None, :] * x_column,
@@ -77,7 +86,7 @@ def rows_times_kernel(
                 mask=(term < inner)[:, None] & (column < columns)[None, :],
                 other=0.0,
             )
-            total = multiply_add(x, weight, total, INTERPRETED)
+            total = multiply_add(x, weight, total, PRECISION, INTERPRETED)
         if bias_ptr is not None:
             # last, where the CPU begins with it: the bits of the two differ anyway, by the order of the sums
             total += tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
@@ -142,7 +151,8 @@ def add_weight_gradients_kernel(
     accumulator_ptr, bias_ptr, dy_ptr, x_ptr, means_ptr, rstds_ptr, norm_weight_ptr, norm_bias_ptr,
     offsets_ptr, bad_ptr, value_ptr, accumulator_row, accumulator_column, dy_row, dy_column, x_row, x_column,
     samples, tokens, samples_of_share, tokens_of_share, outputs, inputs, scale, limit,
-    BLOCK: tl.constexpr, SHARED: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr, SHARED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """accumulator (O, I) += sum over samples of round(dy^T x * scale), bias (O,) += of round(dy * scale).
 
@@ -172,7 +182,7 @@ def add_weight_gradients_kernel(
         total = tl.zeros((BLOCK, BLOCK), tl.int64)
     else:
         total = tl.load(to, mask=inside, other=0)
-    bad = tl.full((BLOCK, BLOCK), NONE, tl.int64)
+    failed_at = tl.full((BLOCK, BLOCK), NEVER, tl.int32)  # a sample of the share: half of a place's registers
     culprit = tl.zeros((BLOCK, BLOCK), tl.float32)
     # an int64 start, since sample * outputs * inputs may pass 2**31
     begin = share * samples_of_share
@@ -180,8 +190,8 @@ def add_weight_gradients_kernel(
         start = tl.load(offsets_ptr + sample).to(tl.int64)
         stop = tl.load(offsets_ptr + sample + 1).to(tl.int64)
         product = tl.zeros((BLOCK, BLOCK), tl.float32)
-        for block in range(start, stop, BLOCK):
-            token = block + lane
+        for block in range(start, stop, TERMS):
+            token = block + tl.arange(0, TERMS)
             dy = tl.load(
                 dy_ptr + token[None, :] * dy_row + row[:, None] * dy_column,
                 mask=(token < stop)[None, :] & (row < outputs)[:, None],
@@ -201,16 +211,17 @@ def add_weight_gradients_kernel(
                 x = (x.to(tl.float32) - mean) * rstd * norm_weight + norm_bias
                 # rounded to the product's dtype, as the norm's output is between the single ops
                 x = tl.where((token < stop)[:, None], x, 0.0).to(dy.dtype)
-            product = multiply_add(dy, x, product, INTERPRETED)
+            product = multiply_add(dy, x, product, PRECISION, INTERPRETED)
         term, fits = round_to_fixed_point(product, scale, limit)
         after = total + term
         # a wrapped sum has the sign that neither of its operands has
         fits = fits & (((total ^ after) & (term ^ after)) >= 0)
         # only an element's first failure counts: after a wrap its sum means nothing
-        failed = inside & (fits == 0) & (bad == NONE)
-        bad = tl.where(failed, sample * outputs * inputs + place, bad)
+        failed = inside & (fits == 0) & (failed_at == NEVER)
+        failed_at = tl.where(failed, (sample - begin).to(tl.int32), failed_at)
         culprit = tl.where(failed, product, culprit)
         total = after
+    bad = tl.where(failed_at == NEVER, NONE, (begin + failed_at.to(tl.int64)) * outputs * inputs + place)
     if SHARED:
         behind = tl.cast(samples, tl.int64) * outputs * inputs + tl.cast(tokens, tl.int64) * outputs
         none = tl.full((BLOCK, BLOCK), NONE, tl.int64)
@@ -233,14 +244,28 @@ def add_weight_gradients_kernel(
     tl.store(value_ptr + program, value)
 
 
-def configuration(x: torch.Tensor) -> dict[str, int]:
-    """BLOCK, edge of every tile and terms of a partial sum, and warps: by dtype, never by tokens.
+def configuration(x: torch.Tensor) -> dict[str, Any]:
+    """BLOCK, edge of a tile, TERMS of a partial sum, PRECISION and warps: by dtype and GPU, never by tokens.
 
-    Hopper and later have matrix instructions for tiles of 64 rows, which bfloat16 can use.
+    Hopper and later have matrix instructions for tiles of 64 rows, which bfloat16 can use. Float32 has tensor
+    cores where they take bfloat16; the larger the tile, the fewer times a number is split.
     """
     if x.dtype == torch.bfloat16 and dispatch.capability(x) >= (9, 0):
-        return {"BLOCK": 64, "num_warps": 8}
-    return {"BLOCK": 32, "num_warps": 4}
+        return {"BLOCK": 64, "TERMS": 64, "PRECISION": "ieee", "num_warps": 8}
+    if x.dtype == torch.float32 and dispatch.capability(x) >= (8, 0):
+        # what the compilers find registers for
+        warps, stages = {8: (4, 3), 9: (4, 2)}.get(dispatch.capability(x)[0], (8, 3))
+        return {"BLOCK": 64, "TERMS": 32, "PRECISION": "bf16x6", "num_warps": warps, "num_stages": stages}
+    return {"BLOCK": 32, "TERMS": 32, "PRECISION": "ieee", "num_warps": 4}
+
+
+def configuration_of_weights(x: torch.Tensor) -> dict[str, Any]:
+    """The same for weight gradients. Six products leave registers for int64 sums on Hopper and later only."""
+    if x.dtype != torch.float32:
+        return configuration(x)
+    if dispatch.capability(x) >= (9, 0):
+        return {"BLOCK": 64, "TERMS": 32, "PRECISION": "bf16x6", "num_warps": 8}
+    return {"BLOCK": 32, "TERMS": 32, "PRECISION": "ieee", "num_warps": 4}
 
 
 def linear(
@@ -279,7 +304,7 @@ def linear_weight_grad(
     outputs, inputs = accumulator.shape
     if outputs == 0 or x.shape[0] == 0 or (inputs == 0 and bias_accumulator is None):
         return
-    config = configuration(dy)
+    config = configuration_of_weights(dy)
     columns = triton.cdiv(inputs, config["BLOCK"]) + (bias_accumulator is not None)
     samples, tiles = len(seq_offsets) - 1, triton.cdiv(outputs, config["BLOCK"])
     shares = _shares(tiles * columns, samples, x)

@@ -38,7 +38,7 @@ from tritonrec.kernels.triton_float import exp
 def forward_kernel(
     x_ptr, norm_weight_ptr, norm_bias_ptr, means_ptr, rstds_ptr, weight_ptr, bias_ptr, y_ptr, z_ptr,
     x_row, x_column, weight_row, weight_column, tokens, inner, columns,
-    BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """y, z or both (one that is None is not written): z = norm(x) @ weight + bias, y = silu(z)."""
     lane = tl.arange(0, BLOCK).to(tl.int64)
@@ -51,8 +51,8 @@ def forward_kernel(
         mean = tl.load(means_ptr + row, mask=row < tokens, other=0.0)[:, None]
         rstd = tl.load(rstds_ptr + row, mask=row < tokens, other=0.0)[:, None]
         total = tl.zeros((BLOCK, BLOCK), tl.float32)
-        for start in range(tl.full((), 0, tl.int64), inner, BLOCK):
-            term = start + lane
+        for start in range(tl.full((), 0, tl.int64), inner, TERMS):
+            term = start + tl.arange(0, TERMS)
             exists = (row < tokens)[:, None] & (term < inner)[None, :]
             x = tl.load(x_ptr + row[:, None] * x_row + term[None, :] * x_column, mask=exists, other=0.0)
             scale = tl.load(norm_weight_ptr + term, mask=term < inner, other=0.0).to(tl.float32)[None, :]
@@ -65,7 +65,7 @@ def forward_kernel(
                 other=0.0,
             )
             # rounded to the product's dtype, as the norm's output is between the single ops
-            total = multiply_add(normed.to(weight.dtype), weight, total, INTERPRETED)
+            total = multiply_add(normed.to(weight.dtype), weight, total, PRECISION, INTERPRETED)
         if bias_ptr is not None:
             total += tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
         to = row[:, None] * columns + column[None, :]
