@@ -58,6 +58,8 @@ def exchange(
         embeddings.extend(
             rows.new_empty(table.num_rows, dim, dtype=DTYPES[precision]) for rows, table, dim in sizes
         )
+    if context.groups.rows_with[micro_batch] != micro_batch:
+        return
     for number, (table, dim) in enumerate(zip(routes.tables, dims, strict=True)):
         sent, slots = owned.tables[number].sent, embeddings[number][table.slots(micro_batch)]
         if communication.world_size == 1 and slots.is_cpu and precision == "float32":
@@ -159,6 +161,8 @@ def gradient_exchange(
     counts: LookupCounts,
 ) -> None:
     """Send gradient rows to their owners and add them up there."""
+    if context.groups.gradients_with[micro_batch] != micro_batch:
+        return
     for number, sums in enumerate(gradients):
         sent, received = routes.tables[number].gradients, owned.tables[number].gradients
         if communication.world_size == 1:
