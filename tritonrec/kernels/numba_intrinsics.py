@@ -35,6 +35,16 @@ def prefetch(typingctx, array, index):
 
 
 @intrinsic
+def bits_of(typingctx, value):
+    """The bits of a float64 as int64."""
+
+    def codegen(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], ir.IntType(64))
+
+    return types.int64(types.float64), codegen
+
+
+@intrinsic
 def copy(typingctx, out, to, values, first, count):
     """``out[to : to + count] = values[first : first + count]``, as one memcpy; the two must not overlap."""
 

@@ -9,7 +9,15 @@ import numpy as np
 import torch
 
 from tritonrec.kernels.fixed_point.errors import ExactSumError, report_sum, sum_error
-from tritonrec.kernels.fixed_point.numba_fixed_point import add_rounded, add_terms
+from tritonrec.kernels.fixed_point.numba_fixed_point import (
+    CALM,
+    NEAR,
+    add_near,
+    add_rounded,
+    add_terms,
+    is_calm,
+    is_near,
+)
 from tritonrec.kernels.numba_intrinsics import prefetch
 from tritonrec.kernels.padding import first_valid, report
 from tritonrec.kernels.row_layout import contiguous_rows, flat, flat_rows
@@ -143,10 +151,19 @@ def add_batch(out, out_stride, values, value_stride, segments, source, dim, scal
 @njit(cache=True, nogil=True)
 def add_all(out, values, value_stride, count, dim, scale, limit):
     """`add_batch` into one segment."""
-    for i in range(count):
-        column = add_rounded(out, np.uintp(0), values, np.uintp(i) * value_stride, dim, scale, limit)
-        if column >= 0:
-            return np.int64(i) * np.int64(dim) + column
+    zero, near = np.uintp(0), limit * NEAR
+    for start in range(0, count, CALM):
+        stop = min(start + CALM, count)
+        calm = is_calm(out, zero, dim)
+        for i in range(start, stop):
+            first = np.uintp(i) * value_stride
+            calm = calm and is_near(values, first, dim, near)
+            if calm:
+                add_near(out, zero, values, first, dim, limit)
+                continue
+            column = add_rounded(out, zero, values, first, dim, scale, limit)
+            if column >= 0:
+                return np.int64(i) * np.int64(dim) + column
     return np.int64(-1)
 
 
