@@ -45,6 +45,18 @@ def bits_of(typingctx, value):
 
 
 @intrinsic
+def has_wide_registers(typingctx):
+    """Whether code is compiled for 32 vector registers of 64 bytes; a constant, so no branch is left."""
+
+    def codegen(context, builder, signature, arguments):
+        from .kernel_cache import targets_of
+
+        return ir.IntType(1)("x86-64-v4" in targets_of(context.codegen().magic_tuple()))
+
+    return types.boolean(), codegen
+
+
+@intrinsic
 def copy(typingctx, out, to, values, first, count):
     """``out[to : to + count] = values[first : first + count]``, as one memcpy; the two must not overlap."""
 
