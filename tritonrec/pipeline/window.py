@@ -64,8 +64,10 @@ class LookupCounts:
 
     def add(self, other: LookupCounts) -> None:
         """Add another's counts to these."""
+        own = vars(self)
         for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
+            if isinstance(value, torch.Tensor) or value:
+                own[name] = own[name] + value
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from ...nn import RMSNorm
 from ...nn.modules import GatedNorm
 from ...pipeline import PeerCopies, Program, Schedule, Task, Window
 from ...pipeline.dist_plan import RowDist
+from ...pipeline.exchange_groups import each_alone
 from ...pipeline.places import (
     Buffer,
     CommunicationGroup,
@@ -391,6 +392,9 @@ def rows_in_reverse(program: Program) -> None:
 
 
 def gradients_leave_at_first_use(program: Program) -> None:
+    alone = each_alone(program.config.window_micro_batches)
+    program.context = replace(program.context, groups=alone)
+
     def first_is_last(context: Context, routes: Read[Routes]) -> Routes:
         tables = []
         for table in routes.tables:

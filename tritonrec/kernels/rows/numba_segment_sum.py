@@ -12,13 +12,14 @@ from tritonrec.kernels.fixed_point.errors import ExactSumError, report_sum, sum_
 from tritonrec.kernels.fixed_point.numba_fixed_point import (
     CALM,
     NEAR,
+    ROUNDER,
     add_near,
     add_rounded,
     add_terms,
     is_calm,
     is_near,
 )
-from tritonrec.kernels.numba_intrinsics import prefetch
+from tritonrec.kernels.numba_intrinsics import bits_of, prefetch
 from tritonrec.kernels.padding import first_valid, report
 from tritonrec.kernels.row_layout import contiguous_rows, flat, flat_rows
 from tritonrec.kernels.rows.reference import into_zeros
@@ -32,6 +33,8 @@ from ..caches import njit
 AHEAD = 16
 NO_ROWS = np.empty(0, np.int64)
 """For `source`: row i is added for occurrence i."""
+MOST_FACTOR = np.float32(128.0)
+"""Of products whose values are looked at once for many factors."""
 
 
 def segment_sum_into(
@@ -208,18 +211,35 @@ def add_products_window(out, out_stride, values, value_stride, factors, segments
 def add_products_batch(out, out_stride, values, value_stride, factors, segments, dim, count, scale, limit):
     """Position (occurrence * dim + column) of the first product that cannot be added, or -1."""
     row = np.empty(dim, np.float32)
+    rounder = np.float64(limit) * ROUNDER
+    zero = bits_of(rounder)
     i = np.uintp(0)
     for t in range(np.uintp(segments.shape[0]) // count):
         first = t * value_stride
+        # of a value and a factor within these bounds the product is, so none is looked at
+        near = is_near(values, first, dim, limit * NEAR / MOST_FACTOR)
         for _ in range(count):
             if i + np.uintp(AHEAD) < np.uintp(segments.shape[0]):
                 ahead = np.uintp(segments[i + np.uintp(AHEAD)]) * out_stride
                 for d in range(np.uintp(0), dim, np.uintp(8)):
                     prefetch(out, ahead + d)
             factor = factors[i]
+            to = np.uintp(segments[i]) * out_stride
+            if near and abs(factor) <= MOST_FACTOR:
+                wrapped = np.int64(0)
+                for d in range(dim):
+                    term = bits_of(np.float64(factor * values[first + d]) + rounder) - zero
+                    before = out[to + d]
+                    after = before + term
+                    out[to + d] = after
+                    wrapped |= (before ^ after) & (term ^ after)
+                if wrapped >= 0:
+                    i += np.uintp(1)
+                    continue
+                for d in range(dim):
+                    out[to + d] -= bits_of(np.float64(factor * values[first + d]) + rounder) - zero
             for d in range(dim):
                 row[d] = factor * values[first + d]
-            to = np.uintp(segments[i]) * out_stride
             column = add_rounded(out, to, row, np.uintp(0), dim, scale, limit)
             if column >= 0:
                 return np.int64(i) * np.int64(dim) + column

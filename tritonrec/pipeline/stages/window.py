@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ... import ops
-from ...data import Batch
+from ...data import Batch, JaggedBatch
 from ...kernels import launch
 from ..places import (
     Buffer,
@@ -140,6 +140,8 @@ def _only_feature(
     if [len(group.features) for group in context.tables.groups] != [1]:
         return None
     indexed = ops.IndexedRows(embeddings[0], inverses[0])
+    if type(part) is JaggedBatch and not context.tables.pools(context.tables.groups[0]):
+        return indexed  # without making its lookups again
     (rows,) = context.tables.by_feature([indexed], part.lookups(), indexed=True).values()
     return rows if rows is indexed else None
 
