@@ -128,9 +128,7 @@ class Batch(Movable):
             weights = None if old.weights is None else old.weights[rows]
             offsets = old.offsets[start : stop + 1] - first
             features = KeyedJaggedTensor(old.keys, old.values[rows], offsets, weights)
-            parts.append(
-                replace(whole, sample_ids=whole.sample_ids[of_samples], features=features, **chosen)
-            )
+            parts.append(replace(whole, sample_ids=whole.sample_ids[of_samples], features=features, **chosen))
             start, first = stop, last
         return parts
 

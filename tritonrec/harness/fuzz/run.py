@@ -42,8 +42,8 @@ MOST_ROUNDS = 1_000_000
 SWITCH_SECONDS = 2e-4
 COVERED = (
     "mode", "consistency", "world_size", "replicas", "micro_batches", "optimizer", "storage", "restart",
-    "model", "precision", "exchange_precision", "exchange_sums", "exchanges", "dedup", "accumulate", "first_use",
-    "skip_fetch", "clustering", "depth", "dynamic", "streamed", "balance", "merge", "replay",
+    "model", "precision", "exchange_precision", "exchange_sums", "dedup", "accumulate", "first_use",
+    "exchanges", "skip_fetch", "clustering", "depth", "dynamic", "streamed", "balance", "merge", "replay",
 )  # fmt: skip
 """Settings whose values are counted."""
 
