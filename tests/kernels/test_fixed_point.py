@@ -142,7 +142,7 @@ def test_sums_of_rows_around_the_size_that_a_sum_rounds(bits, rows):
     size = 2.0 ** (51 - bits)
     values = torch.randn(rows, 19, generator=random) * size * 2.0**-9
     for at in (0, rows - 1):
-        edge = torch.tensor([size, 0.5 * size]).repeat(10)[:19]
+        edge = torch.full((19,), size)
         values[at] = torch.nextafter(edge, torch.tensor([0.0, 1e30]).repeat(10)[:19]) * (-1) ** at
     values[rows // 2, :5] = torch.tensor([0.5, 1.5, -0.5, -2.5, 0.75]) * 2.0**-bits
     expected = torch.zeros(1, 19, dtype=torch.int64)
@@ -154,7 +154,7 @@ def test_sums_of_rows_around_the_size_that_a_sum_rounds(bits, rows):
     assert torch.equal(segment_sum(values, one, 1, "batch", bits, "gradient", None, None), expected)
 
 
-@pytest.mark.parametrize("total", [2**63 - 1, 2**61, -(2**61), -(2**63)])
+@pytest.mark.parametrize("total", [2**63 - 1, 2**63 - 2**36, 2**61, -(2**61), 2**36 - 1 - 2**63, -(2**63)])
 def test_a_total_without_room_is_an_error_and_one_with_room_is_not(total):
     values = torch.tensor([[1.0], [-1.0], [1.0]]) * (1 if total > 0 else -1)
     sums = torch.tensor([total])
