@@ -49,9 +49,8 @@ def has_wide_registers(typingctx):
     """Whether code is compiled for 32 vector registers of 64 bytes; a constant, so no branch is left."""
 
     def codegen(context, builder, signature, arguments):
-        from .kernel_cache import targets_of
-
-        return ir.IntType(1)("x86-64-v4" in targets_of(context.codegen().magic_tuple()))
+        _triple, name, features = context.codegen().magic_tuple()
+        return ir.IntType(1)(name == "x86-64-v4" or "+avx512f" in features.split(","))
 
     return types.boolean(), codegen
 
