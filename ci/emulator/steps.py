@@ -84,7 +84,9 @@ def measure(
     placed: dict[str, Any] = {}
     if storage != "host":
         placed = {"placement": replace(job.placement, storage=storage, device="cuda", cache_rows=300)}
-    config = WindowConfig(MICRO_BATCHES, first_use=True, skip_fetch=skip_fetch, exchange_sums=sums)
+    config = WindowConfig(
+        MICRO_BATCHES, first_use=True, skip_fetch=skip_fetch, exchange_sums=sums, exchanges="each"
+    )
     quiet = Emulation("sm_90", races=False, uninitialised=False)
     sent = dict.fromkeys(STAGES, 0)
     with emulated(quiet), pretended() as gpu:

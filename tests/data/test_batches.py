@@ -30,6 +30,20 @@ def test_selected_samples_keep_everything(make, samples, salt, data):
 
 
 @kinds
+@pytest.mark.parametrize("cut", [[[0, 1, 2, 3]], [[0], [1, 2], [3]], [[3, 0], [], [2], [1]], [[], [2]]])
+def test_parts_are_what_is_selected(make, cut):
+    batch = make([(2, 1), (0, 3), (1, 0), (3, 2)])
+    cut = [tensor(each) for each in cut]
+    parts, selected = batch.parts(cut), [batch.select(each) for each in cut]
+    assert [type(part) for part in parts] == [type(one) for one in selected]
+    for part, one in zip(parts, selected, strict=True):
+        part.validate()
+        ours, theirs = tensors(part), tensors(one)
+        for name in ours.keys() | theirs.keys():
+            assert torch.equal(ours[name], theirs[name]) and ours[name].dtype == theirs[name].dtype, name
+
+
+@kinds
 @settings(deadline=None, max_examples=40)
 @given(parts=st.lists(SAMPLES, min_size=1, max_size=4))
 def test_joined_batches_keep_every_sample_in_order(make, parts):

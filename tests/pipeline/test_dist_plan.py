@@ -12,6 +12,7 @@ from tritonrec.pipeline.dist_plan import (
     plan_lookups_of_one_rank,
     plan_output_dist,
 )
+from tritonrec.pipeline.exchange_groups import joined_groups
 
 KEYS = st.sampled_from([-(2**63), -5, -1, 0, 1, 2, 3, 4, 5, 6, 7, 2**31, 2**63 - 1])
 
@@ -20,8 +21,8 @@ def micro_batches(parts):
     return [torch.tensor(part, dtype=torch.int64) for part in parts]
 
 
-def plan_input_dist(keys, world, dedup, first_use, padded=False) -> InputDist:
-    lookups = plan_lookups(keys, lambda k: k, world, dedup, first_use, padded)
+def plan_input_dist(keys, world, dedup, first_use, padded=False, groups=None) -> InputDist:
+    lookups = plan_lookups(keys, lambda k: k, world, dedup, first_use, padded, groups)
     return lookups.input_dist(lookups.sizes.tolist())
 
 
@@ -47,12 +48,21 @@ def exchange(asked: list[InputDist]):
     ),
     st.sampled_from([(False, False), (True, False), (True, True)]),
     st.booleans(),
+    st.sampled_from([None, (False, False), (False, True), (True, False), (True, True)]),
 )
-def test_rows_come_before_use_and_gradients_reach_their_owners_complete(ranks, how, padded):
+def test_rows_come_before_use_and_gradients_reach_their_owners_complete(ranks, how, padded, joined):
     dedup, first_use = how
     world, count = len(ranks), len(ranks[0])
     keys = [micro_batches(parts) for parts in ranks]
-    asked = [plan_input_dist(parts, world, dedup, first_use, padded) for parts in keys]
+    groups = None if joined is None else joined_groups(count, *joined)
+    asked = [plan_input_dist(parts, world, dedup, first_use, padded, groups) for parts in keys]
+    if groups is not None:
+        alone = [plan_input_dist(parts, world, dedup, first_use, padded) for parts in keys]
+        for one, other in zip(asked, alone, strict=True):  # the order of rows in a table is that of its keys
+            assert torch.equal(one.keys, other.keys)
+            for i in range(count):
+                assert groups.rows_with[i] == i or not sum(one.splits[i])
+                assert groups.gradients_with[i] == i or not sum(one.gradients.splits[i])
     owned = list(exchange(asked))
     plans = []
     for owner, (received, last_use, receive, back) in enumerate(owned):

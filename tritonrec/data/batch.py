@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
+from itertools import accumulate
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -107,6 +108,29 @@ class Batch(Movable):
                 rows[keys] = part - start if start else part
             chosen[name] = _take(getattr(self, name), rows[keys])
         return replace(self, sample_ids=self.sample_ids.index_select(0, indices), features=new, **chosen)
+
+    def parts(self, cut: Sequence[Tensor]) -> list[Self]:
+        """`select` of each of `cut`, which name different samples; of one key they share one copy."""
+        plain = all(
+            len(keys) <= 1 and not isinstance(getattr(self, name), KeyedJaggedTensor)
+            for name, (keys, _dtype, _dim) in self._columns()
+        )
+        if len(cut) == 1 or len(self.features.keys) > 1 or not plain:
+            return [self.select(samples) for samples in cut]
+        whole, parts, start, first = self.select(torch.cat(list(cut))), list[Self](), 0, 0
+        old, ends = whole.features, list(accumulate(samples.numel() for samples in cut))
+        for stop, last in zip(ends, old.offsets[ends].tolist(), strict=True):
+            rows, of_samples = slice(first, last), slice(start, stop)
+            chosen: dict[str, Any] = {}
+            for name, (keys, _dtype, _dim) in self._columns():
+                value = getattr(whole, name)
+                chosen[name] = None if value is None else value[rows if keys else of_samples]
+            weights = None if old.weights is None else old.weights[rows]
+            offsets = old.offsets[start : stop + 1] - first
+            features = KeyedJaggedTensor(old.keys, old.values[rows], offsets, weights)
+            parts.append(replace(whole, sample_ids=whole.sample_ids[of_samples], features=features, **chosen))
+            start, first = stop, last
+        return parts
 
     @classmethod
     def concat(cls, batches: Sequence[Self]) -> Self:

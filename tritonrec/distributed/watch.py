@@ -100,6 +100,21 @@ def read_reports(store: dist.Store, ranks: Sequence[int]) -> dict[int, Report]:
     return found
 
 
+class _Doing:
+    """A class and no generator, which takes longer to enter: every task of a step does."""
+
+    __slots__ = ("_before", "_stage", "_watch")
+
+    def __init__(self, watch: Watch, stage: object) -> None:
+        self._watch, self._stage = watch, stage
+
+    def __enter__(self) -> None:
+        self._before = self._watch._begin(self._stage)
+
+    def __exit__(self, *error: object) -> None:
+        self._watch._end(self._stage, self._before)
+
+
 class Watch:
     """Writes this rank's heartbeats, and explains failures of its collectives by those of the others.
 
@@ -134,20 +149,23 @@ class Watch:
             self._report()
             threading.Thread(target=self._report_periodically, name="watch", daemon=True).start()
 
-    @contextmanager
-    def doing(self, stage: object) -> Iterator[None]:
+    def doing(self, stage: object) -> _Doing:
         """Report that this thread is in `stage` inside the block; messages show ``str(stage)``."""
+        return _Doing(self, stage)
+
+    def _begin(self, stage: object) -> tuple[object, float] | None:
+        """This thread is in `stage`; what it was in before."""
         thread = threading.get_ident()
         before = self._doing.get(thread)
         self._doing[thread] = stage, time.monotonic()
-        try:
-            yield
-        finally:
-            self._last = stage
-            if before is None:
-                del self._doing[thread]
-            else:
-                self._doing[thread] = before
+        return before
+
+    def _end(self, stage: object, before: tuple[object, float] | None) -> None:
+        thread, self._last = threading.get_ident(), stage
+        if before is None:
+            del self._doing[thread]
+        else:
+            self._doing[thread] = before
 
     def begin_task(self) -> None:
         """Begin the next task, without the failure of the last one."""

@@ -35,6 +35,27 @@ def prefetch(typingctx, array, index):
 
 
 @intrinsic
+def bits_of(typingctx, value):
+    """The bits of a float64 as int64."""
+
+    def codegen(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], ir.IntType(64))
+
+    return types.int64(types.float64), codegen
+
+
+@intrinsic
+def has_wide_registers(typingctx):
+    """Whether code is compiled for 32 vector registers of 64 bytes; a constant, so no branch is left."""
+
+    def codegen(context, builder, signature, arguments):
+        _triple, name, features = context.codegen().magic_tuple()
+        return ir.IntType(1)(name == "x86-64-v4" or "+avx512f" in features.split(","))
+
+    return types.boolean(), codegen
+
+
+@intrinsic
 def copy(typingctx, out, to, values, first, count):
     """``out[to : to + count] = values[first : first + count]``, as one memcpy; the two must not overlap."""
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import ops
-from ..kernels import launch
 from ..kernels.dispatch import implementation
 from ..kernels.gradients import Accumulator, Targets, sum_terms, targets_of
 from ..kernels.hstu_layer import cpu_hstu_layer
@@ -102,12 +101,12 @@ class Plan:
             return None
         if rows_at.shape != (tokens * (2 + count),) or not rows_at.is_contiguous():
             return None
-        rows = launch.gather_rows(matrix, rows_at[: 2 * tokens])
+        rows = torch.index_select(matrix, 0, rows_at[: 2 * tokens])  # which looks at the numbers
         placed = place_rows(
             rows, self.positions, self.factor, batch.offsets, batch.sample_ids,
             times if config.relative_bias else None,
         )  # fmt: skip
-        if placed is None or len(placed.x) != tokens or batch.labels.shape != (tokens,):
+        if placed is None or placed.x.shape[0] != tokens or batch.labels.shape != (tokens,):
             return None
         valid = (negatives != batch.labels[:, None]).contiguous()
         at = cpu_hstu_layer.Place(
@@ -136,7 +135,7 @@ class Step:
         offsets: torch.Tensor,
     ):
         self._plan, self._placed, self._layers, self._losses = plan, placed, layers, losses
-        self._item, self._rows, self._offsets, self._tokens = item, rows, offsets, len(placed.x)
+        self._item, self._rows, self._offsets, self._tokens = item, rows, offsets, placed.x.shape[0]
 
     def train(self) -> tuple[torch.Tensor, RowGradients]:
         """Losses (B,), and the gradient of their sum by the rows.

@@ -14,6 +14,9 @@ and the payload grows with M (NestPipe, Fig. 9); with it, the payload is that of
     gradients sent, first_use   -          b c        a d      4 rows
     rows received, one rank     a b c d    -          -        4 rows, which leave no rank
     gradients sent, one rank    -          -          a b c d
+
+Rows may also come with those of an earlier micro-batch and gradients leave with those of a later one
+(`exchange_groups`), in the order in which each would have gone alone.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import torch
 
 from ..embedding.selection import distinct, valid
 from ..kernels import launch
+from .exchange_groups import ExchangeGroups
 from .streams import to_device
 
 MAX_FIRST_USE = 256
@@ -104,7 +108,7 @@ class Lookups:
         inverse: as there. keys, last_use: as there, with padding behind them.
         gradient_rows: stored rows by last use and then by owner, padding behind them; None: in their order.
         sizes: (1 or 2, M, W) int64, rows that owner r sends with micro-batch i; gradients sent likewise,
-            where a row's last use may be another than its first.
+            where they may leave with another micro-batch than their rows come with.
     """
 
     inverse: list[torch.Tensor]
@@ -133,6 +137,7 @@ def plan_lookups(
     dedup: bool,
     first_use: bool,
     padded: bool = False,
+    groups: ExchangeGroups | None = None,
 ) -> Lookups:
     """Plan the lookups of a window.
 
@@ -142,6 +147,7 @@ def plan_lookups(
         dedup: look a key up once that a micro-batch repeats.
         first_use: look a key up once that the window repeats, when it is used first.
         padded: the host waits for no number of keys.
+        groups: of micro-batches that share an exchange; None: none do.
     """
     lengths, count = [len(part) for part in keys], len(keys)
     occurrences = torch.cat(keys)
@@ -167,10 +173,17 @@ def plan_lookups(
     else:
         rows, inverse, first = occurrences, torch.arange(len(occurrences), device=device), using
         here = valid(len(rows), None, device)
-    groups = count * world_size  # and a last one of padding
+    if not first_use:
+        last = first
+    if groups is not None:
+        first, last = (
+            to_device(torch.tensor(with_, dtype=torch.int64), device)[each]
+            for with_, each in ((groups.rows_with, first), (groups.gradients_with, last))
+        )
+    bins = count * world_size  # and a last one of padding
     owner = launch.owner_of(ids_of(rows), world_size)
-    group = torch.where(here, first * world_size + owner, groups)
-    source, sizes = launch.counting_sort(group, groups + 1)  # stored row -> which of `rows`
+    group = torch.where(here, first * world_size + owner, bins)
+    source, sizes = launch.counting_sort(group, bins + 1)  # stored row -> which of `rows`
     sizes = sizes[:-1].view(count, world_size)
     number = torch.arange(len(source), device=device)
     inverse = torch.empty_like(source).index_copy_(0, source, number)[inverse]
@@ -179,14 +192,16 @@ def plan_lookups(
     place = number + torch.cat([shift.flatten(), shift.new_zeros(1)])[group[source]]
     by_owner = torch.empty_like(rows).index_copy_(0, place, rows[source])
     split = list(inverse.split(lengths))
-    if not first_use:
+    if not first_use and groups is None:
         return Lookups(split, by_owner, None, None, sizes.unsqueeze(0))
-    last = last[source]
-    last_use = torch.empty_like(last).index_copy_(0, place, last).to(torch.uint8)
-    leaving = torch.where(here[source], last * world_size + owner[source], groups)
-    gradient_rows, gradient_sizes = launch.counting_sort(leaving, groups + 1)
+    last, last_use = last[source], None
+    if first_use:
+        last_use = torch.empty_like(last).index_copy_(0, place, last).to(torch.uint8)
+    leaving = torch.where(here[source], last * world_size + owner[source], bins)
+    gradient_rows, gradient_sizes = launch.counting_sort(leaving, bins + 1)
     both = torch.stack([sizes, gradient_sizes[:-1].view(count, world_size)])
-    return Lookups(split, by_owner, last_use, gradient_rows, both)
+    in_order = not first_use and groups is not None and groups.same
+    return Lookups(split, by_owner, last_use, None if in_order else gradient_rows, both)
 
 
 def plan_lookups_of_one_rank(keys: list[torch.Tensor]) -> Lookups:

@@ -25,6 +25,7 @@ from ..embedding.table import DynamicTable
 from ..kernels.deferred import Deferred
 from .dense import DenseModel
 from .dist_plan import InputDist, RowDist, Splits
+from .exchange_groups import ExchangeGroups
 from .flight import Flight
 from .reduce_scatter import ReplicaReduction
 from .stage import filled_places, place
@@ -45,6 +46,7 @@ class Context:
         replicated: gradients are added up over replicas of the tables in every update.
         replica: which of them this rank is.
         rank: of this process among all. stop: set where it was asked to stop.
+        groups: of micro-batches that share an exchange.
     """
 
     config: WindowConfig
@@ -55,6 +57,7 @@ class Context:
     replica: int
     rank: int
     stop: threading.Event
+    groups: ExchangeGroups
 
 
 # Per run.

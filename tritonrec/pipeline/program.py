@@ -16,6 +16,7 @@ from ..embedding import HashTableCollection
 from ..kernels.dispatch import usable_device
 from . import places as at
 from .dense import DenseModel
+from .exchange_groups import ExchangeGroups, each_alone, joined_groups
 from .flight import Flight
 from .headers import Header, exchange
 from .places import Context, WindowPlaces
@@ -61,6 +62,7 @@ class Program:
         self.context = Context(
             config, device, tables, self.sums, schedule.replicated,
             communicators.replica.rank, communicators.rank, communicators.stop,
+            self._exchange_groups(),
         )  # fmt: skip
         self.run_places: Mapping[Any, Any] = {
             at.Tables: [group.table for group in tables.groups],
@@ -79,6 +81,12 @@ class Program:
             self.actions[stage.name] = self.bind(stage.function, stage.name, stage.touches)
         assert write_back.function is not None
         self._write_back = self.bind(write_back.function, "write_back")
+
+    def _exchange_groups(self) -> ExchangeGroups:
+        config, count = self.config, self.config.window_micro_batches
+        if config.exchanges == "each" or self.communicators.communication.world_size == 1:
+            return each_alone(count)
+        return joined_groups(count, self.schedule.overlaps_window, ordered=not self.sums.exact)
 
     def bind(
         self, function: Callable[..., Any], stage: str, granted: tuple[Access, ...] | None = None
@@ -175,7 +183,8 @@ class Program:
         Raises `RanksDisagreeError` where another rank goes on, which gets it in its `route`. Collective.
         """
         groups, each = self.communicators, self.context
-        sizes = len(self.tables.groups) * (1 + self.config.first_use) * self.config.window_micro_batches
+        kinds = 2 if self.config.first_use or each.groups.joined else 1
+        sizes = len(self.tables.groups) * kinds * self.config.window_micro_batches
         nothing = torch.zeros(groups.shards, sizes, dtype=torch.int64)
         header = Header(each.rank, step, each.stop.is_set(), ended=batches)
         exchange(groups.routing, groups.replica_routing, nothing, header)

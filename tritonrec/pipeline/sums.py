@@ -74,9 +74,15 @@ class Sums:
         add_products(out, values, factors, rows, config.consistency, config.fraction_bits, name, first)
 
     def add_gradients(self, found: RowGradients, out: torch.Tensor, name: str) -> None:
-        """Add the gradients of a micro-batch's rows, occurrence by occurrence in their order."""
-        count = len(found.values)
-        self.add(found.values, found.rows[:count], out, name)
+        """Add the gradients of a micro-batch's rows, occurrence by occurrence in their order.
+
+        The numbers of rows are those of the window's plan, and are not looked at again.
+        """
+        from ..kernels.rows.numba_segment_sum import segment_sum_into
+
+        count, config = found.values.shape[0], self.config
+        own = config.consistency, config.fraction_bits, name, None, None
+        segment_sum_into(out, found.values, found.rows[:count], out.shape[0], *own)
         self.add_products(found.hidden, found.slopes, found.rows[count:], out, name, count)
 
     def send_to_owners(

@@ -10,7 +10,7 @@ from typing import Any
 from ...embedding import OptimizerName, Placement, Storage, TablePolicy
 from ...nn import HSTUConfig
 from ...pipeline import Consistency, LossScaling, Mode, Precision, WindowConfig
-from ...pipeline.window import Dedup, ExchangeSums
+from ...pipeline.window import Dedup, Exchanges, ExchangeSums
 from ...settings import MOST
 from ..cli.words import eviction, precision_tiers
 from ..job import Job, LrSchedule, ModelName, Wrapping
@@ -99,6 +99,7 @@ class Configuration:
     exchange_precision: Precision = "float32"
     replay: float = 0.0
     exchange_sums: ExchangeSums = "auto"
+    exchanges: Exchanges = "joined"
 
     @classmethod
     def from_json(cls, text: str) -> Configuration:
@@ -193,7 +194,7 @@ class Configuration:
 _OF_JOB = [each.name for each in fields(Job) if each.name in {one.name for one in fields(Configuration)}]
 _OF_WINDOW = (
     "accumulate", "dedup", "first_use", "taper", "skip_fetch", "depth", "max_grad_norm", "max_grad_value",
-    "skip_nonfinite", "precision", "exchange_precision", "exchange_sums",
+    "skip_nonfinite", "precision", "exchange_precision", "exchange_sums", "exchanges",
 )  # fmt: skip
 
 

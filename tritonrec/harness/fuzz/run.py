@@ -43,7 +43,7 @@ SWITCH_SECONDS = 2e-4
 COVERED = (
     "mode", "consistency", "world_size", "replicas", "micro_batches", "optimizer", "storage", "restart",
     "model", "precision", "exchange_precision", "exchange_sums", "dedup", "accumulate", "first_use",
-    "skip_fetch", "clustering", "depth", "dynamic", "streamed", "balance", "merge", "replay",
+    "exchanges", "skip_fetch", "clustering", "depth", "dynamic", "streamed", "balance", "merge", "replay",
 )  # fmt: skip
 """Settings whose values are counted."""
 

@@ -39,7 +39,8 @@ class Setting:
         """How it cuts its batches; a ValueError of the configuration becomes a `LabError` naming the row."""
         chosen = {name: value for name, value in self.switches.items() if name != REPLICAS}
         try:
-            window = WindowConfig(**{"micro_batches": self.micro_batches, "seed": seed, **chosen})
+            own = {"micro_batches": self.micro_batches, "seed": seed, "exchanges": "each"}  # as simulated
+            window = WindowConfig(**{**own, **chosen})
         except ValueError as error:
             raise LabError(f"{self}: {error}") from error
         if window.average_every and self.replicas == 1:

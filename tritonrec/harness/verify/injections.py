@@ -22,6 +22,7 @@ from ...nn import RMSNorm
 from ...nn.modules import GatedNorm
 from ...pipeline import PeerCopies, Program, Schedule, Task, Window
 from ...pipeline.dist_plan import RowDist
+from ...pipeline.exchange_groups import each_alone
 from ...pipeline.places import (
     Buffer,
     CommunicationGroup,
@@ -89,6 +90,12 @@ def wrong_rows(program: Program) -> None:
     program.replace("copy_kept_rows", copy_kept_rows)
 
 
+def _single_exchanges(program: Program) -> None:
+    """For faults of one micro-batch's exchange: none shares one."""
+    alone = each_alone(program.config.window_micro_batches)
+    program.context = replace(program.context, groups=alone)
+
+
 def _scaled(program: Program, micro_batch_of: int, factor: int) -> None:
     """Multiply the gradients of the first table that are sent with a micro-batch."""
 
@@ -96,6 +103,7 @@ def _scaled(program: Program, micro_batch_of: int, factor: int) -> None:
         if micro_batch == micro_batch_of:
             gradients[0][routes.tables[0].gradients.rows[micro_batch]] *= factor
 
+    _single_exchanges(program)
     program.before("gradient_exchange", scale)
 
 
@@ -130,6 +138,7 @@ def update_inside_window(program: Program) -> None:
             _update(context, routes, owned, row_gradient[0], buffer, window.update + 1)
             row_gradient[0].zero_()
 
+    _single_exchanges(program)
     program.after("gradient_exchange", too_early)
 
 
@@ -391,13 +400,15 @@ def rows_in_reverse(program: Program) -> None:
 
 
 def gradients_leave_at_first_use(program: Program) -> None:
+    _single_exchanges(program)
+
     def first_is_last(context: Context, routes: Read[Routes]) -> Routes:
         tables = []
         for table in routes.tables:
             slots = [table.slots(i) for i in range(context.config.window_micro_batches)]
             rows = [torch.arange(each.start, each.stop) for each in slots]
             tables.append(replace(table, gradients=RowDist(rows, table.splits)))
-        received = [replace(each, last_use=None) for each in routes.received]
+        received = [replace(each, last_use=None, gradient_splits=each.splits) for each in routes.received]
         return replace(routes, tables=tables, received=received)
 
     program.after("route", first_is_last)

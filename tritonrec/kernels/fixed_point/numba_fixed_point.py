@@ -1,7 +1,10 @@
-"""Rounding to fixed point on the CPU, in one pass.
+"""Rounding to fixed point on the CPU.
 
 `x * 2**bits` is exact in float64 (24 significant bits, exponents far from the ends), so `rint`, which rounds
-half to even, is the only rounding and compiles to one vector instruction.
+half to even, is the only rounding. But its result has to become an integer, and before AVX-512 no x86 has a
+vector instruction for that. Values below ``2**(51 - bits)`` are rounded by a sum instead: the last place of
+float64 numbers from ``2**(52 - bits)`` on is ``2**-bits``, so ``x + 1.5 * 2**(52 - bits)`` is rounded there,
+half to even, and its bits less those of the constant are the integer.
 """
 
 import numpy as np
@@ -10,6 +13,15 @@ import torch
 from tritonrec.kernels.fixed_point.errors import report_value
 
 from ..caches import njit
+from ..numba_intrinsics import bits_of
+
+NEAR = np.float32(2.0**-11)
+"""Times the limit ``2**(62 - bits)`` of terms: below it a sum rounds them."""
+ROUNDER = 1.5 * 2.0**-10
+"""Times the limit: what is added to them."""
+CALM = 1024
+"""Terms below NEAR, 2**51 each, whose sum moves a total by no more than 2**61."""
+ROOM = np.int64(2**61)
 
 
 def to_fixed_point(
@@ -38,6 +50,13 @@ def from_fixed_point(sums: torch.Tensor, divisor: float, fraction_bits: int) -> 
 @njit(cache=True, nogil=True)
 def _round(values, scale, limit, terms):
     """Position of the first value that is not below `limit` in magnitude, or -1."""
+    count = np.uintp(values.shape[0])
+    if is_near(values, np.uintp(0), count, limit * NEAR):
+        rounder = np.float64(limit) * ROUNDER
+        zero = bits_of(rounder)
+        for i in range(count):
+            terms[i] = bits_of(np.float64(values[i]) + rounder) - zero
+        return -1
     outside = 0
     for i in range(values.shape[0]):
         outside += not (abs(values[i]) < limit)
@@ -57,12 +76,60 @@ def _scale(sums, unit, divisor, values):
 
 
 @njit(cache=True, nogil=True)
+def is_near(values, first, count, near):
+    """Whether ``values[first : first + count]`` are below `near` in magnitude."""
+    outside = 0
+    for d in range(count):
+        outside += not (abs(values[first + d]) < near)
+    return outside == 0
+
+
+@njit(cache=True, nogil=True)
+def is_calm(total, start, count):
+    """Whether ``total[start : start + count]`` stay in int64 whatever `CALM` terms are added to each."""
+    outside = 0
+    for d in range(count):
+        outside += not (-ROOM < total[start + d] < ROOM)
+    return outside == 0
+
+
+@njit(cache=True, nogil=True)
+def add_near(total, start, values, first, count, limit):
+    """`add_rounded` of values below ``limit * NEAR``, to totals that stay in int64."""
+    rounder = np.float64(limit) * ROUNDER
+    zero = bits_of(rounder)
+    for d in range(count):
+        total[start + d] += bits_of(np.float64(values[first + d]) + rounder) - zero
+
+
+@njit(cache=True, nogil=True)
 def add_rounded(total, start, values, first, count, scale, limit):
     """Round ``values[first : first + count]`` to fixed point, add it to ``total[start : start + count]``.
 
     `total` (int64) and `values` (float32) are flat, positions and `count` are uintp. Returns -1, or the place
     in the row of the first value that cannot be added; `total` then keeps what it held before the call.
     """
+    if not is_near(values, first, count, limit * NEAR):
+        return _add_far(total, start, values, first, count, scale, limit)
+    rounder = np.float64(limit) * ROUNDER
+    zero = bits_of(rounder)
+    wrapped = np.int64(0)
+    for d in range(count):
+        term = bits_of(np.float64(values[first + d]) + rounder) - zero
+        before = total[start + d]
+        after = before + term
+        total[start + d] = after
+        wrapped |= (before ^ after) & (term ^ after)
+    if wrapped < 0:
+        for d in range(count):
+            total[start + d] -= bits_of(np.float64(values[first + d]) + rounder) - zero
+        return _add_far(total, start, values, first, count, scale, limit)
+    return np.int64(-1)
+
+
+@njit(cache=True, nogil=True)
+def _add_far(total, start, values, first, count, scale, limit):
+    """`add_rounded` of any values, one by one."""
     outside = 0
     for d in range(count):
         outside += not (abs(values[first + d]) < limit)

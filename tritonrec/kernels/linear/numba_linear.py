@@ -5,7 +5,14 @@ import numpy as np
 import torch
 
 from tritonrec.kernels.deferred import refuse
-from tritonrec.kernels.fixed_point.numba_fixed_point import add_rounded
+from tritonrec.kernels.fixed_point.numba_fixed_point import (
+    CALM,
+    NEAR,
+    add_near,
+    add_rounded,
+    is_calm,
+    is_near,
+)
 from tritonrec.kernels.linear.reference import no_sum
 from tritonrec.kernels.numba_matmul import add_products
 from tritonrec.kernels.row_layout import contiguous_rows, flat, flat_rows
@@ -21,6 +28,8 @@ SUMS = U(2**15)
 """Elements of an int64 accumulator that stay in the second-level cache while all samples add to them."""
 NO_BIAS = np.empty(0, np.float32)
 PAD = U(16)
+FEW = 3
+"""From so many samples on it pays to look at an accumulator before its sums."""
 
 
 @njit(cache=True, nogil=True)
@@ -96,6 +105,9 @@ def add_weight_gradients(
     block = max(U(4), SUMS // max(inner, U(1)) // U(4) * U(4))
     while start < stop:
         last = min(start + block, stop)
+        calm = FEW <= samples <= CALM
+        for r in range(start, last):
+            calm = calm and is_calm(accumulator, r * accumulator_stride, inner)
         s = 0
         while s < samples:
             first = U(offsets[s])
@@ -109,7 +121,11 @@ def add_weight_gradients(
                     tile, U(0), inner, dy, first * dy_stride + o, U(1), dy_stride, x, first * x_stride,
                     x_stride, rows, terms, inner,
                 )  # fmt: skip
+                calm = calm and is_near(tile, U(0), rows * inner, limit * NEAR)
                 for r in range(rows):
+                    if calm:
+                        add_near(accumulator, (o + r) * accumulator_stride, tile, r * inner, inner, limit)
+                        continue
                     column = add_rounded(
                         accumulator, (o + r) * accumulator_stride, tile, r * inner, inner, scale, limit
                     )

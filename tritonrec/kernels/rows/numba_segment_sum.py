@@ -9,8 +9,17 @@ import numpy as np
 import torch
 
 from tritonrec.kernels.fixed_point.errors import ExactSumError, report_sum, sum_error
-from tritonrec.kernels.fixed_point.numba_fixed_point import add_rounded, add_terms
-from tritonrec.kernels.numba_intrinsics import prefetch
+from tritonrec.kernels.fixed_point.numba_fixed_point import (
+    CALM,
+    NEAR,
+    ROUNDER,
+    add_near,
+    add_rounded,
+    add_terms,
+    is_calm,
+    is_near,
+)
+from tritonrec.kernels.numba_intrinsics import bits_of, prefetch
 from tritonrec.kernels.padding import first_valid, report
 from tritonrec.kernels.row_layout import contiguous_rows, flat, flat_rows
 from tritonrec.kernels.rows.reference import into_zeros
@@ -24,6 +33,8 @@ from ..caches import njit
 AHEAD = 16
 NO_ROWS = np.empty(0, np.int64)
 """For `source`: row i is added for occurrence i."""
+MOST_FACTOR = np.float32(128.0)
+"""Of products whose values are looked at once for many factors."""
 
 
 def segment_sum_into(
@@ -143,10 +154,19 @@ def add_batch(out, out_stride, values, value_stride, segments, source, dim, scal
 @njit(cache=True, nogil=True)
 def add_all(out, values, value_stride, count, dim, scale, limit):
     """`add_batch` into one segment."""
-    for i in range(count):
-        column = add_rounded(out, np.uintp(0), values, np.uintp(i) * value_stride, dim, scale, limit)
-        if column >= 0:
-            return np.int64(i) * np.int64(dim) + column
+    zero, near = np.uintp(0), limit * NEAR
+    for start in range(0, count, CALM):
+        stop = min(start + CALM, count)
+        calm = is_calm(out, zero, dim)
+        for i in range(start, stop):
+            first = np.uintp(i) * value_stride
+            calm = calm and is_near(values, first, dim, near)
+            if calm:
+                add_near(out, zero, values, first, dim, limit)
+                continue
+            column = add_rounded(out, zero, values, first, dim, scale, limit)
+            if column >= 0:
+                return np.int64(i) * np.int64(dim) + column
     return np.int64(-1)
 
 
@@ -191,18 +211,35 @@ def add_products_window(out, out_stride, values, value_stride, factors, segments
 def add_products_batch(out, out_stride, values, value_stride, factors, segments, dim, count, scale, limit):
     """Position (occurrence * dim + column) of the first product that cannot be added, or -1."""
     row = np.empty(dim, np.float32)
+    rounder = np.float64(limit) * ROUNDER
+    zero = bits_of(rounder)
     i = np.uintp(0)
     for t in range(np.uintp(segments.shape[0]) // count):
         first = t * value_stride
+        # of a value and a factor within these bounds the product is, so none is looked at
+        near = is_near(values, first, dim, limit * NEAR / MOST_FACTOR)
         for _ in range(count):
             if i + np.uintp(AHEAD) < np.uintp(segments.shape[0]):
                 ahead = np.uintp(segments[i + np.uintp(AHEAD)]) * out_stride
                 for d in range(np.uintp(0), dim, np.uintp(8)):
                     prefetch(out, ahead + d)
             factor = factors[i]
+            to = np.uintp(segments[i]) * out_stride
+            if near and abs(factor) <= MOST_FACTOR:
+                wrapped = np.int64(0)
+                for d in range(dim):
+                    term = bits_of(np.float64(factor * values[first + d]) + rounder) - zero
+                    before = out[to + d]
+                    after = before + term
+                    out[to + d] = after
+                    wrapped |= (before ^ after) & (term ^ after)
+                if wrapped >= 0:
+                    i += np.uintp(1)
+                    continue
+                for d in range(dim):
+                    out[to + d] -= bits_of(np.float64(factor * values[first + d]) + rounder) - zero
             for d in range(dim):
                 row[d] = factor * values[first + d]
-            to = np.uintp(segments[i]) * out_stride
             column = add_rounded(out, to, row, np.uintp(0), dim, scale, limit)
             if column >= 0:
                 return np.int64(i) * np.int64(dim) + column

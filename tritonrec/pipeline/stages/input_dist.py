@@ -46,11 +46,13 @@ def route(
     # On one rank nothing travels. Float32 sums have an order: that of the micro-batches' sums.
     alone = world == 1 and not context.replicated and (context.sums.exact or len(samples) == 1)
     at_once = alone and config.dedup == "both" and not config.first_use and not any(padded)
+    joined = context.groups if context.groups.joined else None
     for group, pads, keys in zip(groups, padded, by_table, strict=True):
         if at_once:
             plans.append(plan_lookups_of_one_rank(list(keys)))
         else:
-            plans.append(plan_lookups(list(keys), group.layout.ids, world, dedup, config.first_use, pads))
+            ids = group.layout.ids
+            plans.append(plan_lookups(list(keys), ids, world, dedup, config.first_use, pads, joined))
         counts.occurrences += sum(map(len, keys))
     sizes = to_host(torch.stack([plan.sizes for plan in plans]))  # (tables, 1 or 2, M, W)
     tables = [plan.input_dist(each) for plan, each in zip(plans, sizes.tolist(), strict=True)]

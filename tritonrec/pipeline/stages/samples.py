@@ -19,7 +19,7 @@ def prefetch(context: Context, window: Window) -> Samples:
         if context.device.type != "cpu":  # keys are made there, and their values are not looked at
             context.tables.validate(batch.lookups())
         cut = split(batch, config.micro_batches, config.clustering, config.taper)
-        parts += [batch.select(samples) for samples in cut]
+        parts += batch.parts(cut)
     missing = config.window_micro_batches - len(parts)  # a run's last window
     nothing = window.batches[-1].select(torch.arange(0))
     parts += [nothing] * missing
@@ -29,4 +29,6 @@ def prefetch(context: Context, window: Window) -> Samples:
 @stage(lane="h2d", after=(Edge("prefetch"),))
 def h2d(context: Context, samples: Read[Samples]) -> DeviceSamples:
     """Move the micro-batches to the device."""
+    if context.device.type == "cpu":
+        return DeviceSamples(list(samples))
     return DeviceSamples([part.to(context.device, non_blocking=True) for part in samples])

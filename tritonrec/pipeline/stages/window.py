@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ... import ops
-from ...data import Batch
+from ...data import Batch, JaggedBatch
 from ...kernels import launch
 from ..places import (
     Buffer,
@@ -58,6 +58,8 @@ def exchange(
         embeddings.extend(
             rows.new_empty(table.num_rows, dim, dtype=DTYPES[precision]) for rows, table, dim in sizes
         )
+    if context.groups.rows_with[micro_batch] != micro_batch:
+        return
     for number, (table, dim) in enumerate(zip(routes.tables, dims, strict=True)):
         sent, slots = owned.tables[number].sent, embeddings[number][table.slots(micro_batch)]
         if communication.world_size == 1 and slots.is_cpu and precision == "float32":
@@ -138,6 +140,8 @@ def _only_feature(
     if [len(group.features) for group in context.tables.groups] != [1]:
         return None
     indexed = ops.IndexedRows(embeddings[0], inverses[0])
+    if type(part) is JaggedBatch and not context.tables.pools(context.tables.groups[0]):
+        return indexed  # without making its lookups again
     (rows,) = context.tables.by_feature([indexed], part.lookups(), indexed=True).values()
     return rows if rows is indexed else None
 
@@ -159,6 +163,8 @@ def gradient_exchange(
     counts: LookupCounts,
 ) -> None:
     """Send gradient rows to their owners and add them up there."""
+    if context.groups.gradients_with[micro_batch] != micro_batch:
+        return
     for number, sums in enumerate(gradients):
         sent, received = routes.tables[number].gradients, owned.tables[number].gradients
         if communication.world_size == 1:

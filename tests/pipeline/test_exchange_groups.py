@@ -1,0 +1,109 @@
+"""Promise: micro-batches share exchanges, nothing is late for it, and no bit or byte changes."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+import trainer_parts as parts
+from speeds import slow_except
+
+from tritonrec.harness.verify.thread_ranks import run_ranks
+from tritonrec.pipeline import WindowConfig
+from tritonrec.pipeline.exchange_groups import each_alone, joined_groups
+
+M, STEPS = 5, 3
+
+
+def test_the_drawing_of_the_docstring():
+    groups = joined_groups(8, overlap=True, ordered=False)
+    assert groups.rows_with == (0, 1, 2, 2, 4, 4, 4, 4)
+    assert groups.gradients_with == (3, 3, 3, 3, 5, 5, 6, 7)
+    assert groups.joined and not groups.same
+
+
+def test_without_overlap_rows_come_first_and_gradients_leave_last():
+    groups = joined_groups(4, overlap=False, ordered=False)
+    assert groups.rows_with == (0, 0, 0, 0) and groups.gradients_with == (3, 3, 3, 3) and groups.same
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_sums_with_an_order_leave_one_by_one(overlap):
+    groups = joined_groups(6, overlap, ordered=True)
+    assert groups.gradients_with == tuple(range(6)) and groups.rows_with[-1] < 5
+
+
+@pytest.mark.parametrize("count", range(1, 20))
+@pytest.mark.parametrize("overlap", [False, True])
+def test_rows_are_early_and_gradients_late_in_groups_of_neighbours(count, overlap):
+    groups = joined_groups(count, overlap, ordered=False)
+    for i in range(count):
+        rows, gradients = groups.rows_with[i], groups.gradients_with[i]
+        assert rows <= i <= gradients
+        assert groups.rows_with[rows] == rows and groups.gradients_with[gradients] == gradients
+    assert list(groups.rows_with) == sorted(groups.rows_with)
+    assert list(groups.gradients_with) == sorted(groups.gradients_with)
+    assert each_alone(count).joined is False and groups.joined is (count > 3 or (count > 1 and not overlap))
+
+
+@pytest.mark.parametrize("count", [2, 4, 8, 16, 32])
+@pytest.mark.parametrize("rows", [0.1, 0.3, 0.5])
+def test_rows_that_can_be_hidden_are_not_late(count, rows):
+    """One second of computation and `rows` of exchange: the last micro-batch ends as if none was joined."""
+
+    def end(groups):
+        sent, arrived, computed = 0.0, {}, 0.0
+        for first in sorted(set(groups.rows_with)):
+            sent += groups.rows_with.count(first) * rows / count
+            arrived[first] = sent
+        for i in range(count):
+            computed = max(computed, arrived[groups.rows_with[i]]) + 1 / count
+        return computed
+
+    assert end(joined_groups(count, True, False)) == pytest.approx(end(each_alone(count)))
+
+
+def trained(mode, consistency="batch", **window):
+    """State, exchanged parts and counts of each of two ranks."""
+    made = [parts.parts() for _ in range(2)]
+
+    def rank(communicators):
+        own, over, sent = made[communicators.rank], communicators.communication, []
+        exchange = over.exchange
+
+        def noted(values, send, receive, out=None):
+            sent.append(sum(send))
+            return exchange(values, send, receive, out)
+
+        over.exchange = noted
+        with parts.trainer(own, mode, consistency, communicators, micro_batches=M, **window) as trainer:
+            list(trainer.run(parts.batches(STEPS, 13, communicators.rank, 2)))
+            return parts.state(own), len(sent), trainer.counts
+
+    return run_ranks(2, rank)
+
+
+CASES = list(product(("sequential", "dbp", "fwp", "nestpipe"), ("batch", "window"), (False, True)))
+FEW = [("sequential", "batch", False), ("nestpipe", "batch", False), ("nestpipe", "window", True)]
+
+
+@pytest.mark.parametrize(("mode", "consistency", "first_use"), slow_except(FEW, CASES))
+def test_joined_exchanges_have_the_bits_and_bytes_of_single_ones(mode, consistency, first_use):
+    each, joined = (
+        trained(mode, consistency, first_use=first_use, exchanges=exchanges)
+        for exchanges in ("each", "joined")
+    )
+    for (state, messages, counts), (other, fewer, same) in zip(each, joined, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(state, other, strict=True))
+        assert replace(counts, row_bytes=0) == replace(same, row_bytes=0)
+        assert consistency == "batch" or counts == same  # a packed row's bytes follow from its value
+        overlaps = mode in ("fwp", "nestpipe")
+        rows = 4 if overlaps else 1
+        gradients = M if consistency == "window" else rows * 2  # packed sums and their lengths
+        assert messages == STEPS * M * (2 if consistency == "window" else 3)
+        assert fewer == STEPS * (rows + gradients)
+
+
+def test_other_words_are_refused():
+    with pytest.raises(ValueError, match="exchanges must be joined or each, got 'one'"):
+        WindowConfig(exchanges="one")
