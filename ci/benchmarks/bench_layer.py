@@ -144,7 +144,10 @@ def measure(config: HSTUConfig, rounds: int) -> list[tuple[str, float, float, li
     least_bytes = moved(x, x, *reference.parameters(), times=2)  # x and dy in, dx out, each parameter twice
     for bits in (None, ops.FRACTION_BITS):
         single = variants[0][2]
-        wants = [[each.clone() for each in step(reference, x, tokens, single, bits)] for x in inputs]
+        wants = []
+        for x in inputs:
+            reference.zero_grad(set_to_none=True)
+            wants.append([each.clone() for each in step(reference, x, tokens, single, bits)])
 
         def same(name: str, want: list[torch.Tensor]) -> Check:
             def check(got: list[torch.Tensor], _x: torch.Tensor) -> None:
@@ -158,8 +161,15 @@ def measure(config: HSTUConfig, rounds: int) -> list[tuple[str, float, float, li
             def timed(x, layer=layer, call=call, bits=bits):
                 return step(layer, x, tokens, call, bits)
 
+            def prepare(x, layer=layer):
+                layer.zero_grad(set_to_none=True)  # float32 gradients add to those of the step before
+                return (x,)
+
             rounds_of[name] = in_turn(
-                [Given(timed, (x,), same(name, want)) for x, want in zip(inputs, wants, strict=True)]
+                [
+                    Given(timed, (x,), same(name, want), prepare=prepare)
+                    for x, want in zip(inputs, wants, strict=True)
+                ]
             )
         seconds = by_turns(rounds_of, rounds, least_bytes, clocked(time.process_time), until=math.inf)
         single_times = seconds["single ops"]
