@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Rounding to fixed point on the CPU.
 
 `x * 2**bits` is exact in float64 (24 significant bits, exponents far from the ends), so `rint`, which rounds

@@ -38,8 +38,8 @@ def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[int, int]) -> tupl
     return c0, c1, c2, c3
 
 
-def halves(number: int) -> tuple[int, int]:
-    """Low and high 32 bits of a 64-bit integer in two's complement."""
+def halves(number: Any) -> tuple[Any, Any]:
+    """Low and high 32 bits of a 64-bit integer in two's complement, or of each element of an array of uint64."""
     return number & MASK, (number >> 32) & MASK
 
 
