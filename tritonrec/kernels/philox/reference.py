@@ -39,7 +39,7 @@ def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[int, int]) -> tupl
 
 
 def halves(number: Any) -> tuple[Any, Any]:
-    """Low and high 32 bits of a 64-bit integer in two's complement, or of each element of an array of uint64."""
+    """Low and high 32 bits of a 64-bit integer in two's complement, or of each uint64 of an array."""
     return number & MASK, (number >> 32) & MASK
 
 
