@@ -220,6 +220,38 @@ def test_mma_of_tf32_is_a_product_of_matrices_whose_lowest_bits_are_ignored():
             assert abs(out[lane, i] - want) <= 1.2e-7 * abs(want) + 1e-12
 
 
+def multiplied_by_a_warp_group(words, d, pitch, start_b, instruction, keep=True, fragments=None):
+    """D (128, 4) of the threads after a wgmma `instruction`; `words` fill shared memory with its matrices.
+
+    The instruction has descriptors in %rd60 and %rd61, `fragments` (128, 4) in %r60 to %r63 and D in %r80 to
+    %r83, to which it adds where %p1, here `keep`, says so.
+    """
+    mode = {128: 1, 64: 2, 32: 3}[pitch]
+    a_descriptor, b_descriptor = (start >> 4 | (8 * pitch >> 4) << 32 | mode << 62 for start in (0, start_b))
+    out = torch.zeros(128, 4)
+    fragments = torch.zeros(128, 4) if fragments is None else fragments
+    body = (
+        thread_address("%rd0", 4)
+        + "\tshl.b32 %r14, %r250, 2;\n"
+        + "".join(
+            f"\tld.global.b32 %r10, [%rd200+{512 * i}];\n\tst.shared.b32 [%r14+{512 * i}], %r10;\n"
+            for i in range(len(words) // 128)
+        )
+        + "\tbar.sync 0;\n"
+        + thread_address("%rd1", 16)
+        + "\tld.global.v4.b32 {%r80, %r81, %r82, %r83}, [%rd200];\n"
+        + thread_address("%rd2", 16)
+        + "\tld.global.v4.b32 {%r60, %r61, %r62, %r63}, [%rd200];\n"
+        + f"\tmov.b64 %rd60, {a_descriptor};\n\tmov.b64 %rd61, {b_descriptor};\n"
+        + f"\tsetp.ne.b32 %p1, {int(keep)}, 0;\n\twgmma.fence.sync.aligned;\n\t{instruction}\n"
+        + "\twgmma.commit_group.sync.aligned;\n\twgmma.wait_group.sync.aligned 0;\n"
+        + thread_address("%rd3", 16)
+        + "\tst.global.v4.b32 [%rd200], {%r80, %r81, %r82, %r83};\n"
+    )
+    run(body, [words, d, fragments, out], threads=128, shared=4 * len(words))
+    return out
+
+
 @pytest.mark.parametrize("in_registers", [False, True])
 @pytest.mark.parametrize("pitch", [128, 64, 32])
 def test_wgmma_of_tf32_multiplies_matrices(pitch, in_registers):
@@ -238,32 +270,12 @@ def test_wgmma_of_tf32_multiplies_matrices(pitch, in_registers):
         for i in range(4):
             row = 16 * (thread // 32) + thread % 32 // 4 + 8 * (i % 2)
             fragments[thread, i] = a[row, thread % 4 + 4 * (i // 2)]
-    mode = {128: 1, 64: 2, 32: 3}[pitch]
-    a_descriptor, b_descriptor = (start >> 4 | (8 * pitch >> 4) << 32 | mode << 62 for start in (0, start_b))
-    out = torch.zeros(128, 4)
-    fill = "".join(
-        f"\tld.global.b32 %r10, [%rd200+{512 * i}];\n\tst.shared.b32 [%r14+{512 * i}], %r10;\n"
-        for i in range(len(words) // 128)
-    )
-    body = (
-        thread_address("%rd0", 4)
-        + "\tshl.b32 %r14, %r250, 2;\n"
-        + fill
-        + "\tbar.sync 0;\n"
-        + thread_address("%rd1", 16)
-        + "\tld.global.v4.b32 {%r80, %r81, %r82, %r83}, [%rd200];\n"
-        + thread_address("%rd2", 16)
-        + "\tld.global.v4.b32 {%r60, %r61, %r62, %r63}, [%rd200];\n"
-        + f"\tmov.b64 %rd60, {a_descriptor};\n\tmov.b64 %rd61, {b_descriptor};\n"
-        + "\tsetp.ne.b32 %p1, 1, 0;\n\twgmma.fence.sync.aligned;\n"
-        + "\twgmma.mma_async.sync.aligned.m64n8k8.f32.tf32.tf32 {%r80,%r81,%r82,%r83}, "
+    instruction = (
+        "wgmma.mma_async.sync.aligned.m64n8k8.f32.tf32.tf32 {%r80,%r81,%r82,%r83}, "
         + ("{%r60,%r61,%r62,%r63}" if in_registers else "%rd60")
-        + ", %rd61, %p1, 1, 1;\n"
-        + "\twgmma.commit_group.sync.aligned;\n\twgmma.wait_group.sync.aligned 0;\n"
-        + thread_address("%rd3", 16)
-        + "\tst.global.v4.b32 [%rd200], {%r80, %r81, %r82, %r83};\n"
+        + ", %rd61, %p1, 1, 1;"
     )
-    run(body, [words, d, fragments, out], threads=128, shared=4 * len(words))
+    out = multiplied_by_a_warp_group(words, d, pitch, start_b, instruction, fragments=fragments)
     product = cut(a) @ cut(b).T
     for thread in range(128):
         for i in range(4):
@@ -287,30 +299,12 @@ def test_wgmma_multiplies_matrices_in_swizzled_shared_memory(pitch, kind, dtype,
         for row in range(matrix.shape[0]):
             for k in range(16):
                 memory[(start + swizzled(row, k, pitch)) // 2] = matrix[row, k]
-    mode = {128: 1, 64: 2, 32: 3}[pitch]
-    a_descriptor, b_descriptor = (start >> 4 | (8 * pitch >> 4) << 32 | mode << 62 for start in (0, start_b))
     words = torch.cat([memory.view(torch.int32), torch.zeros(-(size // 4) % 128, dtype=torch.int32)])
-    out = torch.zeros(128, 4)
-    fill = "".join(
-        f"\tld.global.b32 %r10, [%rd200+{512 * i}];\n\tst.shared.b32 [%r14+{512 * i}], %r10;\n"
-        for i in range(len(words) // 128)
+    instruction = (
+        f"wgmma.mma_async.sync.aligned.m64n8k16.f32.{kind}.{kind} {{%r80,%r81,%r82,%r83}}, "
+        "%rd60, %rd61, %p1, 1, 1, 0, 0;"
     )
-    body = (
-        thread_address("%rd0", 4)
-        + "\tshl.b32 %r14, %r250, 2;\n"
-        + fill
-        + "\tbar.sync 0;\n"
-        + thread_address("%rd1", 16)
-        + "\tld.global.v4.b32 {%r80, %r81, %r82, %r83}, [%rd200];\n"
-        + f"\tmov.b64 %rd60, {a_descriptor};\n\tmov.b64 %rd61, {b_descriptor};\n"
-        + f"\tsetp.ne.b32 %p1, {int(keep)}, 0;\n\twgmma.fence.sync.aligned;\n"
-        + f"\twgmma.mma_async.sync.aligned.m64n8k16.f32.{kind}.{kind} {{%r80,%r81,%r82,%r83}}, "
-        "%rd60, %rd61, %p1, 1, 1, 0, 0;\n"
-        + "\twgmma.commit_group.sync.aligned;\n\twgmma.wait_group.sync.aligned 0;\n"
-        + thread_address("%rd2", 16)
-        + "\tst.global.v4.b32 [%rd200], {%r80, %r81, %r82, %r83};\n"
-    )
-    run(body, [words, d, out], threads=128, shared=4 * len(words))
+    out = multiplied_by_a_warp_group(words, d, pitch, start_b, instruction, keep)
     product = a.double() @ b.double().T
     for thread in range(128):
         for i in range(4):
