@@ -15,7 +15,8 @@ set -euo pipefail
 folder=${1:?where do checkpoints and events go? sbatch docs/examples/slurm.sh FOLDER [OPTIONS]}
 shift
 export RANKS_PER_NODE=${RANKS_PER_NODE:-2}
-MASTER_HOST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST") # `head` would end scontrol, and the job with it
+MASTER_HOST=${HOSTS[0]}
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) # jobs that share a machine
 export MASTER_HOST MASTER_PORT
 

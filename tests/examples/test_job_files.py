@@ -30,7 +30,7 @@ def stand_ins(tmp_path):
         for name, text in {
             "torchrun": torchrun,
             "srun": SRUN,
-            "scontrol": "#!/bin/bash\necho localhost\necho elsewhere\n",
+            "scontrol": "#!/bin/bash\necho localhost\nsleep 0.3\necho elsewhere\n",
         }.items():
             program = tmp_path / name
             program.write_text(text)
