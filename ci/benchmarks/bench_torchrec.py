@@ -257,14 +257,19 @@ def compare(runs: dict[str, Run], baseline: str) -> dict[str, float]:
     return worst
 
 
-def bench(args: argparse.Namespace, ranks: int, console: Console) -> list[dict]:
-    """Rounds of every system on `ranks` ranks; prints and returns rows."""
+def job_of(args: argparse.Namespace) -> tuple[Job, int]:
+    """What `model_options` describe, and one more than the largest id."""
     sizes = HSTUConfig(
         dim=args.dim, layers=args.layers, heads=2, qk_dim=args.dim // 2, v_dim=args.dim // 2, max_seq_len=50,
         dropout=0.0,
     )  # fmt: skip
     job = Job(args.data, "hstu", args.batch_size, 50, args.negatives, sizes=sizes, lr=args.lr, slots=1 << 16)
-    items = 1 + int(max(job.loader().catalogue))
+    return job, 1 + int(max(job.loader().catalogue))
+
+
+def bench(args: argparse.Namespace, ranks: int, console: Console) -> list[dict]:
+    """Rounds of every system on `ranks` ranks; prints and returns rows."""
+    job, items = job_of(args)
     compared = systems(args.micro_batches, parse_switches(args.switch))
     baseline, times, losses = compared[0].name, {s.name: [] for s in compared}, {}
     with pool_of(ranks, args.rate) as pool:
@@ -315,11 +320,9 @@ def bench(args: argparse.Namespace, ranks: int, console: Console) -> list[dict]:
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def model_options(parser: argparse.ArgumentParser) -> None:
+    """The options that `job_of` and `systems` read, and how long all train."""
     parser.add_argument("--data", default="zipf:users=8000,items=40000,median_length=40,seed=1")
-    parser.add_argument("--ranks", default="4,2", help="world sizes between commas")
-    parser.add_argument("--rate", type=float, default=200.0, help="Mbit/s of each link; 0: no limit, no root")
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument(
         "--switch",
@@ -335,15 +338,26 @@ def main() -> None:
     parser.add_argument("--negatives", type=int, default=4)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+
+
+def find_torchrec() -> None:
+    """Let this process and its ranks import TorchRec."""
     if not (TORCHREC / "torchrec").is_dir():
         raise SystemExit(f"no TorchRec under {TORCHREC}: run bash ci/benchmarks/torchrec.sh first")
-    if args.steps < WARMUP + 2:
-        raise SystemExit(f"--steps must be at least {WARMUP + 2}, got {args.steps}")
-    # The ranks find TorchRec there too.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(TORCHREC), os.environ.get("PYTHONPATH"))))
     sys.path.insert(0, str(TORCHREC))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    model_options(parser)
+    parser.add_argument("--ranks", default="4,2", help="world sizes between commas")
+    parser.add_argument("--rate", type=float, default=200.0, help="Mbit/s of each link; 0: no limit, no root")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.steps < WARMUP + 2:
+        raise SystemExit(f"--steps must be at least {WARMUP + 2}, got {args.steps}")
+    find_torchrec()
     console, rows = Console(), []
     try:
         for ranks in map(int, args.ranks.split(",")):

@@ -32,10 +32,11 @@ from typing import Any
 
 import torch
 from bench_dynamic_table import give_back, resident
-from strong_peers import Skipped, fbgemm_table, processor
+from strong_peers import Skipped, fbgemm_table
 
 from tritonrec.distributed import Communicators
 from tritonrec.embedding.table import DynamicTable
+from tritonrec.harness.environment import processor
 from tritonrec.harness.job import Job
 from tritonrec.host_memory import keep_freed_memory
 from tritonrec.nn import HSTUConfig

@@ -77,3 +77,19 @@ def test_the_benchmark_from_end_to_end(bench, tmp_path):
         system.name for system in bench.systems(4, {"first_use": True})
     ]
     assert all(len(row["losses"]) == 6 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.multi_rank
+def test_the_memory_of_every_system_is_measured(bench, tmp_path):
+    if not (bench.TORCHREC / "torchrec").is_dir():
+        pytest.skip("not installed: bash ci/benchmarks/torchrec.sh puts TorchRec under out/torchrec")
+    script, file = ROOT / "ci" / "benchmarks" / "memory_beside_torchrec.py", tmp_path / "a.json"
+    command = "--ranks 2 --rounds 1 --steps 3 --batch-size 16 --dim 8 --data zipf:users=60,items=80,seed=3"
+    done = subprocess.run(
+        [sys.executable, str(script), *command.split(), "--json", str(file)],
+        capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows) == len(bench.systems(4, {})) and all(row["MB"][0] > 0 for row in rows)

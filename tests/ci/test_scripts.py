@@ -1,0 +1,47 @@
+"""Promise: what a script of ci/ imports from a script beside it is there. Few of them run in the tests."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+CI = Path(__file__).resolve().parents[2] / "ci"
+SCRIPTS = sorted(CI.rglob("*.py"))
+
+
+def names_of(tree: ast.Module) -> set[str]:
+    """What the module's top level defines or imports, also under a condition."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found.update((each.asname or each.name).split(".")[0] for each in node.names)
+    return found
+
+
+def missing(script: Path) -> list[str]:
+    """Names that the script takes from its neighbours and that these do not have."""
+    return [
+        f"{node.module}.{each.name}"
+        for node in ast.walk(ast.parse(script.read_text()))
+        if isinstance(node, ast.ImportFrom) and not node.level and node.module
+        for beside in [script.parent / f"{node.module}.py"]
+        if beside.is_file()
+        for each in node.names
+        if each.name not in names_of(ast.parse(beside.read_text()))
+    ]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(CI)))
+def test_what_a_script_imports_from_its_neighbours_is_there(script):
+    assert not missing(script)
+
+
+def test_a_name_that_is_not_there_is_found(tmp_path):
+    (tmp_path / "beside.py").write_text("def one():\n    pass\n")
+    script = tmp_path / "script.py"
+    script.write_text("import torch\nfrom beside import one, two\nfrom torch import nothing\n")
+    assert missing(script) == ["beside.two"]
