@@ -75,7 +75,7 @@ def main() -> None:
     rows = measure(options)
     if options.json:
         chosen = {key: value for key, value in vars(options).items() if key != "json"}
-        save_json(options.json, {"environment": environment_of_times(), "options": chosen, "rows": rows})
+        save_json({"environment": environment_of_times(), "options": chosen, "rows": rows}, options.json)
 
 
 if __name__ == "__main__":

@@ -162,6 +162,46 @@ def test_files_of_other_sources_are_not_read_and_are_removed(tmp_path, monkeypat
     assert [path.name for path in tmp_path.iterdir()] == ["kernels.b.c.nbc"]
 
 
+LOADED = """
+import sys
+import numpy as np
+from tritonrec.kernels.caches import njit
+
+@njit(cache=True)
+def kernel(count):
+    found = np.zeros(count, np.int64)
+    found[1:] = 3
+    return found
+
+@njit(cache=True)
+def caller(count):
+    return kernel(count).sum()
+"""
+
+
+@pytest.mark.slow
+def test_a_kernel_on_disk_is_read_without_the_registries_of_a_compilation(tmp_path):
+    """numba's own `load_overload` fills them, in a quarter of a second of each process."""
+    (tmp_path / "kernel_of.py").write_text(LOADED)
+
+    def run(code):
+        done = subprocess.run(
+            [sys.executable, "-B", "-c", f"from kernel_of import *; {code}"],
+            capture_output=True, text=True, timeout=120,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+                 "NUMBA_CACHE_DIR": str(tmp_path / "cache")},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    compiles = "'numba.np.arraymath' in sys.modules"
+    assert run(f"print(kernel(4).sum(), {compiles})") == ["9", "True"]
+    assert run(f"print(kernel(4).sum(), {compiles})") == ["9", "False"]
+    # a kernel that calls one from disk is compiled afterwards
+    assert run(f"kernel(4); print({compiles}, caller(5), {compiles})") == ["False", "12", "True"]
+    assert run("print(caller(5), sum(caller.stats.cache_hits.values()))") == ["12", "1"]
+
+
 CHANGED = """
 from tritonrec.kernels.caches import njit
 from constant_of import HELD

@@ -29,6 +29,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 from numba.core.caching import FunctionCache, NullCache
 from numba.core.compiler import CompileResult
+from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 
 from .compilation import announced
@@ -71,6 +72,12 @@ class KernelCache(FunctionCache):
         self._cache_file: Any = _Files(Path(self._cache_path), self._impl.filename_base, function)
         self._ahead = AheadCache(function)
         self._turns: list[FileLock] = []
+
+    def load_overload(self, sig: object, target_context: Any) -> CompileResult | None:
+        """The kernel where its file is there or comes; None where this process has to compile it."""
+        ready_to_run(target_context)
+        with self._guard_against_spurious_io_errors():
+            return self._load_overload(sig, target_context)
 
     def _load_overload(self, sig: object, target_context: Any) -> CompileResult | None:
         found = super()._load_overload(sig, target_context)
@@ -130,7 +137,7 @@ class AheadCache(NullCache):
         """The kernel of the best target whose code this processor runs, or None."""
         if not AHEAD.is_dir():
             return None
-        target_context.refresh()
+        ready_to_run(target_context)
         sig, processor, code = self._key(sig, target_context.codegen())
         for target in targets_of(processor):
             data = self._files.load((sig, (processor[0], target, ""), code))
@@ -145,6 +152,16 @@ class AheadCache(NullCache):
         # The annotation is for `inspect_types`, is large, and holds paths of the machine that compiled.
         data = (library, *others, "", reload, environments)
         _Files(folder, self._base, self._py_func).save(key, data)
+
+
+def ready_to_run(target_context: Any) -> None:
+    """Prepare numba for compiled code, without what a compilation needs.
+
+    numba refreshes the whole context before it loads a kernel: some 50 modules and 250 registries of types
+    and functions, a quarter of a second of every process. Only a compilation reads them, and it refreshes
+    the context itself.
+    """
+    rtsys.initialize(target_context)  # what allocates the arrays of kernels
 
 
 def targets_of(processor: tuple[str, str, str]) -> list[str]:
