@@ -133,7 +133,8 @@ class WindowConfig:
             needs, 4 to 5 a value; the host of an accelerator waits to learn how many. ``"whole"``: in 8 bytes
             a value, and no host waits. ``"auto"``: whole on an accelerator, else packed. No bit changes.
         exchanges: of ranks. ``"joined"``: micro-batches share exchanges where that costs no overlap
-            (`exchange_groups`). ``"each"``: each has its own, as in NestPipe. No bit or byte changes.
+            (`exchange_groups`); those that share both ways get a row once. ``"each"``: each has its own, as in
+            NestPipe. No bit changes.
         fraction_bits: of gradient sums in fixed point.
         seed: of dropout.
     """
