@@ -1,5 +1,6 @@
 """Promise: micro-batches share exchanges, nothing is late for it, no bit changes, and no more rows travel."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -64,11 +65,12 @@ def test_rows_that_can_be_hidden_are_not_late(count, rows):
     assert end(joined_groups(count, True, False)) == pytest.approx(end(each_alone(count)))
 
 
-def trained(mode, consistency="batch", **window):
+def trained(mode, consistency="batch", one_machine=False, **window):
     """State, exchanged parts and counts of each of two ranks."""
     made = [parts.parts() for _ in range(2)]
 
     def rank(communicators):
+        communicators = replace(communicators, one_machine=one_machine)
         own, over, sent = made[communicators.rank], communicators.communication, []
         exchange = over.exchange
 
@@ -110,6 +112,24 @@ def test_joined_exchanges_have_the_bits_of_single_ones_and_no_more_rows(mode, co
         assert fewer == STEPS * (rows + gradients)
 
 
+@pytest.mark.parametrize("consistency", ["batch", "window"])
+def test_ranks_of_one_machine_exchange_a_windows_rows_once(consistency):
+    alone, *runs = (
+        trained("nestpipe", consistency, **how)
+        for how in (
+            {"exchanges": "each", "one_machine": True},
+            {"exchanges": "once"}, {"one_machine": True},
+            {"exchanges": "joined", "one_machine": True}, {},
+        )
+    )  # fmt: skip
+    gradients = (M, M, M, M) if consistency == "window" else (2, 2, 2 * 4, 2 * 4)
+    for ranks, rows, sums in zip(runs, (1, 1, 4, 4), gradients, strict=True):
+        for (state, _, whole), (other, messages, counts) in zip(alone, ranks, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(state, other, strict=True))
+            assert messages == STEPS * (rows + sums)
+            assert (counts.rows < whole.rows) is (sums == 2)
+
+
 def test_other_words_are_refused():
-    with pytest.raises(ValueError, match="exchanges must be joined or each, got 'one'"):
+    with pytest.raises(ValueError, match="exchanges must be auto, once, joined or each, got 'one'"):
         WindowConfig(exchanges="one")

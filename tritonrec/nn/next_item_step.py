@@ -32,7 +32,7 @@ from .modules import LayerNorm, PositionalEmbedding, TokenDropout
 
 
 class RowGradients(NamedTuple):
-    """The gradients of a micro-batch's rows, occurrence by occurrence. The next micro-batch may overwrite them.
+    """The gradients of a micro-batch's rows, occurrence by occurrence; the next one may overwrite them.
 
     Args:
         rows: (L + L + L*K,) int64, of ids, labels and negatives.
@@ -117,32 +117,32 @@ class Plan:
         if not _is_list(rows_at, (tokens * (2 + count),)):
             return None
         timed = times if config.relative_bias else None
-        shapes: list[tuple[torch.Tensor | None, tuple[int, ...]]] = [
-            (batch.offsets, (len(batch.sample_ids) + 1,)), (batch.sample_ids, (len(batch.sample_ids),)),
-            (batch.labels, (tokens,)), (negatives, (tokens, count)), (timed, (tokens,)),
-        ]  # fmt: skip
-        if not tokens or not all(each is None or _is_list(each, shape) for each, shape in shapes):
+        offsets, ids, labels = batch.offsets, batch.sample_ids, batch.labels
+        samples = ids.numel()
+        if not (
+            tokens and _is_list(offsets, (samples + 1,)) and _is_list(ids, (samples,))
+            and _is_list(labels, (tokens,)) and _is_list(negatives, (tokens, count))
+            and (timed is None or _is_list(timed, (tokens,)))
+        ):  # fmt: skip
             return None
         if self._parts is not None and self._is_small(tokens):
-            room = self._room_for(Sizes(tokens, len(batch.sample_ids), tokens * count))
-            lists = batch.offsets, batch.sample_ids, timed, batch.labels, negatives
-            return SharedStep(room, item) if room.begin(*lists, matrix, rows_at, seed) else None
+            room = self._room_for(Sizes(tokens, samples, tokens * count))
+            fits = room.begin(offsets, ids, timed, labels, negatives, matrix, rows_at, seed)
+            return SharedStep(room, item) if fits else None
         rows = torch.index_select(matrix, 0, rows_at[: 2 * tokens])  # which looks at the numbers
-        placed = place_rows(
-            rows, self.positions, self.factor, batch.offsets, batch.sample_ids, timed
-        )  # fmt: skip
+        placed = place_rows(rows, self.positions, self.factor, offsets, ids, timed)
         if placed is None or placed.x.shape[0] != tokens:
             return None
-        valid = (negatives != batch.labels[:, None]).contiguous()
+        valid = (negatives != labels[:, None]).contiguous()
         at = cpu_hstu_layer.Place(
-            batch.offsets, placed.sample_ids, placed.positions, timed, None, placed.query_timestamps
+            offsets, placed.sample_ids, placed.positions, timed, None, placed.query_timestamps
         )
         layers = [
             cpu_hstu_layer.Bound(layer.prepared, at, tokens, ops.derive_seed(seed, number, 0))
             for number, layer in enumerate(self.layers)
         ]
-        losses = cpu_normed_losses.Bound(*self.norm, self.model.norm.eps, valid, batch.offsets, self.scale)
-        return Step(self, placed, layers, losses, item, rows, batch.offsets)
+        losses = cpu_normed_losses.Bound(*self.norm, self.model.norm.eps, valid, offsets, self.scale)
+        return Step(self, placed, layers, losses, item, rows, offsets)
 
     def _is_small(self, tokens: int) -> bool:
         return all(cpu_hstu_layer.is_small(layer.prepared.shape, tokens) for layer in self.layers)
@@ -150,7 +150,7 @@ class Plan:
     def _room_for(self, sizes: Sizes) -> Room:
         room, parts = self._room, self._parts
         assert parts is not None
-        if room is None or any(own < needed for own, needed in zip(room.sizes, sizes, strict=True)):
+        if room is None or not room.holds(sizes):
             before = sizes if room is None else room.sizes
             most = (max(own, int(SPARE * needed)) for own, needed in zip(before, sizes, strict=True))
             room = self._room = Room(parts, Sizes(*most))
@@ -190,13 +190,14 @@ class Step:
 
         Those of the parameters go to the accumulator, or are added to their ``.grad``.
         """
-        losses, kept, ends = self._forward()
-        gradients, found = self._backward(torch.ones_like(losses), kept, ends)
-        pairs = zip(self._plan.parameters, found, strict=True)
-        left = [(own, each) for own, each in pairs if each is not None and own.requires_grad]
-        if left:
-            torch.autograd.backward([own for own, _ in left], [each for _, each in left])
-        return losses, gradients
+        with torch.no_grad(), self._plan.accumulator.active():
+            losses, kept, ends = self._forward()
+            gradients, found = self._backward(torch.ones_like(losses), kept, ends)
+            pairs = zip(self._plan.parameters, found, strict=True)
+            left = [(own, each) for own, each in pairs if each is not None and own.requires_grad]
+            if left:
+                torch.autograd.backward([own for own, _ in left], [each for _, each in left])
+            return losses, gradients
 
     def _forward(self) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]], list[torch.Tensor]]:
         x, kept = self._placed.x, []
@@ -256,9 +257,7 @@ class Step:
 
 
 def _is_list(tensor: torch.Tensor, shape: tuple[int, ...]) -> bool:
-    return (
-        tensor.shape == shape and tensor.dtype == torch.int64 and tensor.is_contiguous() and tensor.is_cpu
-    )
+    return tensor.shape == shape and tensor.dtype == torch.int64 and tensor.is_contiguous() and tensor.is_cpu
 
 
 def plan(model: torch.nn.Module, accumulator: Accumulator) -> Plan | None:

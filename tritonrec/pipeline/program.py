@@ -23,7 +23,7 @@ from .headers import Header, exchange
 from .places import Context, WindowPlaces
 from .replicas import validate_replicable
 from .schedule import Schedule, Task
-from .stage import Access, Parameter, signature_of
+from .stage import Access, signature_of
 from .stages import write_back
 from .sums import Sums
 from .window import LookupCounts, Window, WindowConfig
@@ -32,9 +32,7 @@ Action = Callable[[WindowPlaces, int | None], None]
 """What the executor calls for a task: the places of its window, and its micro-batch."""
 
 
-def _found(
-    kind: Any, batch: int, optional: bool, places: WindowPlaces, micro_batch: int | None
-) -> Any:
+def _found(kind: Any, batch: int, optional: bool, places: WindowPlaces, micro_batch: int | None) -> Any:
     return places.find(kind, batch, optional)
 
 
@@ -69,7 +67,7 @@ class Program:
         self.context = Context(
             config, device, tables, self.sums, schedule.replicated,
             communicators.replica.rank, communicators.rank, communicators.stop,
-            self._exchange_groups(),
+            self._exchange_groups(device),
         )  # fmt: skip
         self.run_places: Mapping[Any, Any] = {
             at.Tables: [group.table for group in tables.groups],
@@ -89,14 +87,18 @@ class Program:
         assert write_back.function is not None
         self._write_back = self.bind(write_back.function, "write_back")
 
-    def _exchange_groups(self) -> ExchangeGroups:
-        config, count = self.config, self.config.window_micro_batches
-        if config.exchanges == "each" or self.communicators.communication.world_size == 1:
+    def _exchange_groups(self, device: torch.device) -> ExchangeGroups:
+        chosen, count = self.config.exchanges, self.config.window_micro_batches
+        if chosen == "each" or self.communicators.communication.world_size == 1:
             return each_alone(count)
-        return joined_groups(count, self.schedule.overlaps_window, ordered=not self.sums.exact)
+        # beside a message of processes on one machine their processors compute nothing: they copy it
+        copied = device.type == "cpu" and self.communicators.one_machine
+        once = chosen == "once" or (chosen == "auto" and copied)
+        overlap = self.schedule.overlaps_window and not once
+        return joined_groups(count, overlap, ordered=not self.sums.exact)
 
     def done_by(self, task: Task) -> Task:
-        """The task that does the work of this one: that of the micro-batch with which it shares an exchange."""
+        """The task that does the work of this one: another micro-batch's, where they share an exchange."""
         if task.stage == "exchange":
             return task._replace(micro_batch=self.context.groups.rows_with[task.micro_batch or 0])
         if task.stage == "gradient_exchange":

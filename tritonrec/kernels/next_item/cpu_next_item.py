@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from tritonrec.kernels.fixed_point.errors import report_sum
+from tritonrec.kernels.deferred import refuse
+from tritonrec.kernels.fixed_point.errors import report_sum, sum_error
 from tritonrec.kernels.gradients import Targets
 from tritonrec.kernels.hstu_layer.cpu_hstu_layer import ALIGNED, Layer, report_sums
 from tritonrec.kernels.normed_losses.cpu_normed_losses import report_terms
@@ -82,7 +83,9 @@ class Room:
         self._hidden, self._slopes = _new((room, dim)), _new((sizes.pairs,))
         self._terms = [_new((room, dim)) for _ in range(2)]  # of the norm's weight and bias
         self._dhidden, self._statistics = _new((room, dim)), _new((2, room))
-        self._ones = torch.ones(sizes.samples, dtype=torch.float32, device="cpu")  # the gradients of the losses
+        self._ones = torch.ones(
+            sizes.samples, dtype=torch.float32, device="cpu"
+        )  # the gradients of the losses
         self._tokens = self._table_of_tokens()
         self._layers = self._table_of_layers()
         self._losses = self._table_of_losses()
@@ -90,7 +93,7 @@ class Room:
         self._first_dx, self._first_drows = self._dx[0].numpy().reshape(-1), self._drows.numpy().reshape(-1)
         self._positions = self._places[1].numpy()
         self._sums_of_positions = parts.sums_of_positions.sums[0].numpy().reshape(-1)
-        self._limits = [_limits(each) for each in parts.sums_of_layers]
+        self._limits = [_limits(each.fraction_bits) for each in parts.sums_of_layers]
         self._bad = np.full((numba_hstu_layer.SUMS, 3), -1, np.int64), np.zeros(10, np.float32)
         self._seed: int | None = None
         self._now = Sizes(0, 0, 0)
@@ -121,7 +124,7 @@ class Room:
         return tables
 
     def _table_of_losses(self) -> np.ndarray:
-        at, parts, sizes = self._of_losses, self._parts, self.sizes
+        at, parts = self._of_losses, self._parts
         table = np.zeros(at.SIZE, np.int64)
         table[at.DIM] = self._dim
         table[[at.HIDDEN, at.VALID, at.DHIDDEN]] = _addresses(self._hidden, self._valid, self._dhidden)
@@ -131,6 +134,11 @@ class Room:
         table[[at.DX, at.DWEIGHT, at.DBIAS]] = _addresses(self._dx[-1], *self._terms)
         table[[at.SUM_WEIGHT, at.SUM_BIAS]] = _addresses(*parts.sums_of_norm.sums)
         return table
+
+    def holds(self, sizes: Sizes) -> bool:
+        """Whether a micro-batch fits."""
+        own = self.sizes
+        return own.tokens >= sizes.tokens and own.samples >= sizes.samples and own.pairs >= sizes.pairs
 
     def begin(
         self,
@@ -154,13 +162,13 @@ class Room:
         They stay until the end of `train`.
         """
         tokens, count = negatives.shape
-        self._now = now = Sizes(tokens, len(sample_ids), tokens * count)
+        self._now = now = Sizes(tokens, sample_ids.shape[0], tokens * count)
         offsets, times = seq_offsets.data_ptr(), 0 if timestamps is None else timestamps.data_ptr()
-        values, first = matrix.data_ptr(), rows.data_ptr()
+        values, height, first = matrix.data_ptr(), matrix.shape[0], rows.data_ptr()
         at, table = self._of_tokens, self._tokens
         table[at.SAMPLES : at.DIM] = now.samples, tokens
         table[at.OFFSETS : at.ROWS] = (
-            offsets, sample_ids.data_ptr(), times, values, len(matrix), first, labels.data_ptr(),
+            offsets, sample_ids.data_ptr(), times, values, height, first, labels.data_ptr(),
             negatives.data_ptr(), count,
         )  # fmt: skip
         if not at.begin(table, np.float32(self._parts.factor)):
@@ -180,7 +188,7 @@ class Room:
         losses, table = self._of_losses, self._losses
         table[losses.TOKENS], table[losses.COUNT] = tokens, count
         table[losses.SAMPLES : losses.HIDDEN] = now.samples, offsets
-        table[losses.MATRIX : losses.SLOPES] = values, len(matrix), first + 16 * tokens
+        table[losses.MATRIX : losses.SLOPES] = values, height, first + 16 * tokens
         return True
 
     def train(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -205,7 +213,7 @@ class Room:
             table[of_losses.LOSSES], table[of_losses.DITEMS] = self._ones.data_ptr(), dlabels
             of_losses.backward(table, scale, 0, samples)
             targets = self._parts.sums_of_norm
-            found = of_losses.add_terms(table, *_limits(targets))
+            found = of_losses.add_terms(table, *_limits(targets.fraction_bits))
             if found != (-1, -1):
                 report_terms(found, [each[:tokens] for each in self._terms], targets)
         for number in reversed(range(len(numbers))):
@@ -229,16 +237,54 @@ class Room:
         at = self._of_rows
         bad = at.add_batch(
             self._sums_of_positions, dim, self._first_dx, dim, self._positions[:tokens], at.NO_ROWS, dim,
-            *_limits(targets),
+            *_limits(targets.fraction_bits),
         )  # fmt: skip
         if bad >= 0:
             name, places = f"gradient of {targets.names[0]}", self._places[1, :tokens]
             report_sum(bad + 1, None, name, self._dx[0, :tokens], places, targets.fraction_bits)
 
 
-def _limits(targets: Targets) -> tuple[float, np.float32]:
+def add_row_gradients(
+    out: torch.Tensor,
+    rows: torch.Tensor,
+    values: torch.Tensor,
+    hidden: torch.Tensor,
+    slopes: torch.Tensor,
+    fraction_bits: int,
+    name: str,
+) -> None:
+    """Add the gradients of a micro-batch's rows to exact sums, occurrence by occurrence in their order.
+
+    Args:
+        out: (R, D) int64. rows: (L + L + L*K,) int64, which are taken to be right.
+        values: (L + L, D), of tokens and labels. hidden: (L, D), slopes: (L * K,): a negative's is its slope
+            times its token's hidden state. All are contiguous.
+
+    Raises `ExactSumError`, which calls the gradients `name`.
+    """
+    from tritonrec.kernels.next_item import numba_next_item as at
+
+    (count, dim), tokens, pairs = values.shape, hidden.shape[0], slopes.shape[0]
+    if not count or not dim:
+        return
+    table = np.array(
+        [
+            out.data_ptr(), out.shape[0], dim, rows.data_ptr(), values.data_ptr(), count, hidden.data_ptr(),
+            tokens, slopes.data_ptr(), pairs,
+        ],
+        np.int64,
+    )  # fmt: skip
+    bad = at.add_row_gradients(table, *_limits(fraction_bits))
+    if bad >= 0:
+        row, column = divmod(bad, dim)
+        at_token = (row - count) * tokens // max(pairs, 1)
+        value = values[row, column] if row < count else slopes[row - count] * hidden[at_token, column]
+        refuse(sum_error(name, (row, column), value.item(), int(rows[row]), fraction_bits))
+
+
+def _limits(fraction_bits: int) -> tuple[float, np.float32]:
     """What a value is multiplied by, and what it has to stay below."""
-    return 2.0**targets.fraction_bits, np.float32(2.0 ** (62 - targets.fraction_bits))
+    return 2.0**fraction_bits, np.float32(2.0 ** (62 - fraction_bits))
 
 
 def _new(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
