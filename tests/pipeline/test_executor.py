@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tritonrec.pipeline import NESTPIPE, SCHEDULES, Edge, Executor, ScheduleError, StageFailedError, Task
 from tritonrec.pipeline.exchange_groups import joined_groups
+from tritonrec.pipeline.schedule import with_replicas
 
 pytestmark = pytest.mark.smoke
 
@@ -63,7 +64,7 @@ def test_every_task_runs_once_and_after_all_it_waits_for(mode, micro_batches, ba
 @settings(max_examples=15, deadline=None)
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.booleans(), st.integers(0, 2**32))
 def test_a_task_that_another_one_does_is_left_out_and_awaited_by_it(mode, micro_batches, overlap, seed):
-    schedule = SCHEDULES[mode]
+    schedule = with_replicas(SCHEDULES[mode])  # whose reductions follow a micro-batch's gradients
     groups = joined_groups(micro_batches, overlap and schedule.overlaps_window, ordered=False)
     shared = {"exchange": groups.rows_with, "gradient_exchange": groups.gradients_with}
     finished: list[Task] = []
