@@ -12,6 +12,7 @@ import argparse
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -63,16 +64,17 @@ class Measured:
 
     def __init__(self, pool: RankPool, job: Job, ranks: int, steps: int):
         self.pool, self.job, self.ranks, self.steps = pool, job, ranks, steps
-        self.whole, self.loss, self.rows = self._run(WindowConfig(1, seed=job.seed), 1)
+        self.whole, self.loss, self.rows = self._run(1, 1, {})
 
     def __call__(self, count: int, replicas: int = 1, **switches):
         """Counts of all ranks together, sum of the losses, and one copy of all rows by id."""
-        found = self._run(WindowConfig(count, seed=self.job.seed, **switches), replicas)
+        found = self._run(count, replicas, switches)
         if not switches.get("average_every"):
             assert found[1] == self.loss and torch.equal(found[2], self.rows), (count, replicas, switches)
         return found
 
-    def _run(self, config: WindowConfig, replicas: int):
+    def _run(self, count: int, replicas: int, switches: dict[str, Any]):
+        config = WindowConfig(count, seed=self.job.seed, exchanges="each", **switches)
         parts = self.pool.run(train_rank, self.ranks, self.job, config, self.steps, replicas=replicas)
         counts = sum((Counter(each) for each, _, _ in parts), Counter())
         ids = torch.cat([ids for _, _, (ids, _) in parts[::replicas]])

@@ -284,6 +284,38 @@ def test_rows_that_do_not_fit_are_left_to_the_modules(rows):
     assert plan.step(batch, rows(shuffled(whole)), SEED) is None
 
 
+@pytest.mark.parametrize("at", [0, 2 * 17 - 1])
+@pytest.mark.parametrize("number", [-1, 17 * 4 + 1])
+def test_numbers_of_rows_outside_of_the_matrix_are_left_to_the_modules(at, number):
+    model, (batch, rows) = make_model(), make_batch()
+    with torch.no_grad():
+        plan = next_item_step.plan(model, GradientAccumulator(model))
+    item = shuffled(rows)
+    item.rows[at] = number
+    assert len(item.values) == 17 * 4 + 1 and plan.step(batch, item, SEED) is None
+
+
+@pytest.mark.parametrize("name", ["labels", "negatives", "offsets", "sample_ids", "timestamps"])
+@pytest.mark.parametrize("change", [torch.Tensor.int, lambda each: each.repeat_interleave(2, -1)[..., ::2]])
+def test_lists_of_other_kinds_are_left_to_the_modules(name, change):
+    model, (batch, rows) = make_model(relative_bias=True), make_batch()
+    with torch.no_grad():
+        plan = next_item_step.plan(model, GradientAccumulator(model))
+    assert plan.step(batch, shuffled(rows), SEED) is not None
+    assert plan.step(replace(batch, **{name: change(getattr(batch, name))}), shuffled(rows), SEED) is None
+
+
+def test_small_micro_batches_share_memory_and_larger_ones_get_more():
+    model = make_model()
+    with torch.no_grad(), (accumulator := GradientAccumulator(model)).active():
+        plan, seen = next_item_step.plan(model, accumulator), []
+        for lengths in ([3, 2], [1], [9] * 5, [4, 4]):
+            batch, rows = make_batch(lengths)
+            _, found = plan.step(batch, shuffled(rows), SEED).train()
+            seen.append((found.values.data_ptr(), found.hidden.data_ptr(), found.slopes.data_ptr()))
+    assert seen[0] == seen[1] != seen[2] == seen[3]
+
+
 @pytest.mark.parametrize("bad", ["label", "negative", "full"])
 def test_a_row_without_an_exact_sum_is_named_by_its_occurrence(bad):
     """As if the gradients of all occurrences were added one after the other."""

@@ -1,4 +1,4 @@
-"""Promise: micro-batches share exchanges, nothing is late for it, and no bit or byte changes."""
+"""Promise: micro-batches share exchanges, nothing is late for it, no bit changes, and no more rows travel."""
 
 from dataclasses import replace
 from itertools import product
@@ -19,18 +19,20 @@ def test_the_drawing_of_the_docstring():
     groups = joined_groups(8, overlap=True, ordered=False)
     assert groups.rows_with == (0, 1, 2, 2, 4, 4, 4, 4)
     assert groups.gradients_with == (3, 3, 3, 3, 5, 5, 6, 7)
-    assert groups.joined and not groups.same
+    assert groups.joined and not groups.same and groups.sharing == [1, 1, 2, 2, 1, 1]
 
 
 def test_without_overlap_rows_come_first_and_gradients_leave_last():
     groups = joined_groups(4, overlap=False, ordered=False)
     assert groups.rows_with == (0, 0, 0, 0) and groups.gradients_with == (3, 3, 3, 3) and groups.same
+    assert groups.sharing == [4] and each_alone(3).sharing == [1, 1, 1]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_sums_with_an_order_leave_one_by_one(overlap):
     groups = joined_groups(6, overlap, ordered=True)
     assert groups.gradients_with == tuple(range(6)) and groups.rows_with[-1] < 5
+    assert groups.sharing == [1] * 6
 
 
 @pytest.mark.parametrize("count", range(1, 20))
@@ -63,11 +65,12 @@ def test_rows_that_can_be_hidden_are_not_late(count, rows):
     assert end(joined_groups(count, True, False)) == pytest.approx(end(each_alone(count)))
 
 
-def trained(mode, consistency="batch", **window):
+def trained(mode, consistency="batch", one_machine=False, **window):
     """State, exchanged parts and counts of each of two ranks."""
     made = [parts.parts() for _ in range(2)]
 
     def rank(communicators):
+        communicators = replace(communicators, one_machine=one_machine)
         own, over, sent = made[communicators.rank], communicators.communication, []
         exchange = over.exchange
 
@@ -88,22 +91,45 @@ FEW = [("sequential", "batch", False), ("nestpipe", "batch", False), ("nestpipe"
 
 
 @pytest.mark.parametrize(("mode", "consistency", "first_use"), slow_except(FEW, CASES))
-def test_joined_exchanges_have_the_bits_and_bytes_of_single_ones(mode, consistency, first_use):
+def test_joined_exchanges_have_the_bits_of_single_ones_and_no_more_rows(mode, consistency, first_use):
     each, joined = (
         trained(mode, consistency, first_use=first_use, exchanges=exchanges)
         for exchanges in ("each", "joined")
     )
     for (state, messages, counts), (other, fewer, same) in zip(each, joined, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(state, other, strict=True))
-        assert replace(counts, row_bytes=0) == replace(same, row_bytes=0)
-        assert consistency == "batch" or counts == same  # a packed row's bytes follow from its value
         overlaps = mode in ("fwp", "nestpipe")
+        if consistency == "batch" and not (overlaps or first_use):  # all share both exchanges
+            for name in ("exchanged", "received", "rows", "key_bytes", "row_bytes", "embedding_bytes"):
+                assert getattr(same, name) < getattr(counts, name)
+                setattr(same, name, getattr(counts, name))
+        if consistency == "batch":
+            same.row_bytes = counts.row_bytes  # a packed row's bytes follow from its value
+        assert counts == same
         rows = 4 if overlaps else 1
         gradients = M if consistency == "window" else rows * 2  # packed sums and their lengths
         assert messages == STEPS * M * (2 if consistency == "window" else 3)
         assert fewer == STEPS * (rows + gradients)
 
 
+@pytest.mark.parametrize("consistency", ["batch", "window"])
+def test_ranks_of_one_machine_exchange_a_windows_rows_once(consistency):
+    alone, *runs = (
+        trained("nestpipe", consistency, **how)
+        for how in (
+            {"exchanges": "each", "one_machine": True},
+            {"exchanges": "once"}, {"one_machine": True},
+            {"exchanges": "joined", "one_machine": True}, {},
+        )
+    )  # fmt: skip
+    gradients = (M, M, M, M) if consistency == "window" else (2, 2, 2 * 4, 2 * 4)
+    for ranks, rows, sums in zip(runs, (1, 1, 4, 4), gradients, strict=True):
+        for (state, _, whole), (other, messages, counts) in zip(alone, ranks, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(state, other, strict=True))
+            assert messages == STEPS * (rows + sums)
+            assert (counts.rows < whole.rows) is (sums == 2)
+
+
 def test_other_words_are_refused():
-    with pytest.raises(ValueError, match="exchanges must be joined or each, got 'one'"):
+    with pytest.raises(ValueError, match="exchanges must be auto, once, joined or each, got 'one'"):
         WindowConfig(exchanges="one")

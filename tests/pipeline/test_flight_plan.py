@@ -20,13 +20,14 @@ def parts():
 @pytest.fixture
 def steps(monkeypatch):
     """Micro-batches that were computed by a plan."""
-    seen, train = [], next_item_step.Step.train
+    seen = []
+    for kind in (next_item_step.Step, next_item_step.SharedStep):
 
-    def counted(self):
-        seen.append(self)
-        return train(self)
+        def counted(self, train=kind.train):
+            seen.append(self)
+            return train(self)
 
-    monkeypatch.setattr(next_item_step.Step, "train", counted)
+        monkeypatch.setattr(kind, "train", counted)
     return seen
 
 

@@ -113,7 +113,7 @@ def replica_bytes(communicators, window, steps):
 
 @pytest.mark.parametrize("consistency", slow_except(["batch"], ["batch", "window"]))
 def test_with_first_use_replicas_reduce_a_row_as_soon_as_it_has_seen_its_last_micro_batch(pool, consistency):
-    plain = WindowConfig(2, seed=4, consistency=consistency)
+    plain = WindowConfig(2, seed=4, consistency=consistency, exchanges="joined")
     for world, replicas in ((2, 2), (4, 2)):
         late = pool.run(replica_bytes, world, plain, 4, replicas=replicas)
         early = pool.run(replica_bytes, world, replace(plain, first_use=True), 4, replicas=replicas)

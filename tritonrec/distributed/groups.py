@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .agreement import check_ranks_agree
 from .communicator import SAVE_TIMEOUT, TIMEOUT, Communicator
+from .machine import is_one, machine
 from .watch import Watch
 
 CONNECT_TIMEOUT = timedelta(seconds=10)
@@ -51,6 +52,7 @@ class Communicators:
         stop: set on a rank that has to stop after its step; ranks may see it at different steps, see
             `Trainer.stopping`.
         watch: reports this rank's stage, so that others can name it if it stalls.
+        one_machine: all ranks are known to be processes of one.
     """
 
     routing: Communicator
@@ -64,6 +66,7 @@ class Communicators:
     control: Communicator
     stop: threading.Event = field(default_factory=threading.Event)
     watch: Watch = field(default_factory=lambda: Watch(None, 0, 1, TIMEOUT))
+    one_machine: bool = False
 
     @property
     def rank(self) -> int:
@@ -151,6 +154,7 @@ class Communicators:
             )
         here, all_ranks = dist.get_rank(), sorted(mesh.flatten().tolist())
         found: dict[str, Any] = {}
+        together = True
 
         def groups(parts: torch.Tensor, *names: str, monitored: bool = False) -> None:
             """For each name a communicator over this rank's row of `parts`."""
@@ -170,6 +174,7 @@ class Communicators:
                 control, {"replicas": mesh.shape[1], "ranks": mesh.tolist(), "backend": backend}
             )
             watch = control.watch = watch or _watch_from_environment(control, timeout)
+            together = is_one(control.all_gather_texts(machine()))
         groups(mesh.t(), "routing", "retrieval", "communication")
         groups(mesh.t(), "checkpoint", monitored=True)
         groups(mesh, "replica_routing", "replica")
@@ -178,7 +183,9 @@ class Communicators:
             found.update({"shard_control": found["control"]} if found else {})
         else:
             groups(mesh.t(), "shard_control")
-        return cls(**found, watch=watch or Watch(None, 0, 1, timeout)) if found else None
+        if not found:
+            return None
+        return cls(**found, watch=watch or Watch(None, 0, 1, timeout), one_machine=together)
 
 
 def _watch_from_environment(control: Communicator, timeout: timedelta) -> Watch | None:

@@ -3,7 +3,8 @@
 A micro-batch of a few hundred tokens pays for each module, op and node of autograd's graph more than for its
 loops. Here kernels follow each other without them, with the same bits. `plan` says whether a model fits,
 once for many micro-batches, and `Plan.step` whether a batch does; what does not fit takes the modules one by
-one, with their errors.
+one, with their errors. Where one thread computes and sums are exact, micro-batches share their memory, too
+(`kernels.next_item`).
 
 Dimensions: L tokens, B samples, K negatives, d model dimension.
 """
@@ -18,6 +19,7 @@ from .. import ops
 from ..kernels.dispatch import implementation
 from ..kernels.gradients import Accumulator, Targets, sum_terms, targets_of
 from ..kernels.hstu_layer import cpu_hstu_layer
+from ..kernels.next_item.cpu_next_item import SPARE, Parts, Room, Sizes
 from ..kernels.normed_losses import cpu_normed_losses
 from ..kernels.op import annotation
 from ..kernels.row_terms import RowTerms
@@ -30,7 +32,7 @@ from .modules import LayerNorm, PositionalEmbedding, TokenDropout
 
 
 class RowGradients(NamedTuple):
-    """The gradients of a micro-batch's rows, occurrence by occurrence.
+    """The gradients of a micro-batch's rows, occurrence by occurrence; the next one may overwrite them.
 
     Args:
         rows: (L + L + L*K,) int64, of ids, labels and negatives.
@@ -70,6 +72,19 @@ class Plan:
         parts = _parts(model)
         self._own, self._hooks = list(map(vars, parts)), hooks_of(parts)
         self._counts = list(map(len, self._hooks))
+        self._parts = self._exact_parts()
+        self._room: Room | None = None
+
+    def _exact_parts(self) -> Parts | None:
+        """What micro-batches that share memory need; None where a gradient is not summed exactly."""
+        positions, norm = self.position_targets, self.norm_targets
+        targets = [layer.targets for layer in self.layers if layer.targets is not None]
+        if positions is None or norm is None or len(targets) < len(self.layers):
+            return None
+        return Parts(
+            [layer.prepared for layer in self.layers], targets, self.positions, positions, self.norm, norm,
+            self.model.norm.eps, self.model.config.relative_bias, self.factor, self.scale,
+        )  # fmt: skip
 
     def stands(self) -> bool:
         """Whether this holds still: no part has other hooks or another `forward`, no parameter other memory.
@@ -83,7 +98,7 @@ class Plan:
             and [each.data_ptr() for each in self.parameters] == self._addresses
         )
 
-    def step(self, batch: Any, item: ops.IndexedRows, seed: int) -> Step | None:
+    def step(self, batch: Any, item: ops.IndexedRows, seed: int) -> Step | SharedStep | None:
         """The micro-batch's call, or None where the modules have to be called one by one.
 
         Args:
@@ -99,26 +114,59 @@ class Plan:
         tokens, count = negatives.shape
         if matrix.dtype != torch.float32 or not matrix.is_cpu or not matrix.is_contiguous():
             return None
-        if rows_at.shape != (tokens * (2 + count),) or not rows_at.is_contiguous():
+        if not _is_list(rows_at, (tokens * (2 + count),)):
             return None
+        timed = times if config.relative_bias else None
+        offsets, ids, labels = batch.offsets, batch.sample_ids, batch.labels
+        samples = ids.numel()
+        if not (
+            tokens and _is_list(offsets, (samples + 1,)) and _is_list(ids, (samples,))
+            and _is_list(labels, (tokens,)) and _is_list(negatives, (tokens, count))
+            and (timed is None or _is_list(timed, (tokens,)))
+        ):  # fmt: skip
+            return None
+        if self._parts is not None and self._is_small(tokens):
+            room = self._room_for(Sizes(tokens, samples, tokens * count))
+            fits = room.begin(offsets, ids, timed, labels, negatives, matrix, rows_at, seed)
+            return SharedStep(room, item) if fits else None
         rows = torch.index_select(matrix, 0, rows_at[: 2 * tokens])  # which looks at the numbers
-        placed = place_rows(
-            rows, self.positions, self.factor, batch.offsets, batch.sample_ids,
-            times if config.relative_bias else None,
-        )  # fmt: skip
-        if placed is None or placed.x.shape[0] != tokens or batch.labels.shape != (tokens,):
+        placed = place_rows(rows, self.positions, self.factor, offsets, ids, timed)
+        if placed is None or placed.x.shape[0] != tokens:
             return None
-        valid = (negatives != batch.labels[:, None]).contiguous()
+        valid = (negatives != labels[:, None]).contiguous()
         at = cpu_hstu_layer.Place(
-            batch.offsets, placed.sample_ids, placed.positions, times if config.relative_bias else None, None,
-            placed.query_timestamps,
-        )  # fmt: skip
+            offsets, placed.sample_ids, placed.positions, timed, None, placed.query_timestamps
+        )
         layers = [
             cpu_hstu_layer.Bound(layer.prepared, at, tokens, ops.derive_seed(seed, number, 0))
             for number, layer in enumerate(self.layers)
         ]
-        losses = cpu_normed_losses.Bound(*self.norm, self.model.norm.eps, valid, batch.offsets, self.scale)
-        return Step(self, placed, layers, losses, item, rows, batch.offsets)
+        losses = cpu_normed_losses.Bound(*self.norm, self.model.norm.eps, valid, offsets, self.scale)
+        return Step(self, placed, layers, losses, item, rows, offsets)
+
+    def _is_small(self, tokens: int) -> bool:
+        return all(cpu_hstu_layer.is_small(layer.prepared.shape, tokens) for layer in self.layers)
+
+    def _room_for(self, sizes: Sizes) -> Room:
+        room, parts = self._room, self._parts
+        assert parts is not None
+        if room is None or not room.holds(sizes):
+            before = sizes if room is None else room.sizes
+            most = (max(own, int(SPARE * needed)) for own, needed in zip(before, sizes, strict=True))
+            room = self._room = Room(parts, Sizes(*most))
+        return room
+
+
+class SharedStep:
+    """The call of one micro-batch in memory that it shares with others."""
+
+    def __init__(self, room: Room, item: ops.IndexedRows):
+        self._room, self._item = room, item
+
+    def train(self) -> tuple[torch.Tensor, RowGradients]:
+        """As `Step.train`."""
+        losses, *found = self._room.train()
+        return losses, RowGradients(self._item.rows, *found)
 
 
 class Step:
@@ -142,13 +190,14 @@ class Step:
 
         Those of the parameters go to the accumulator, or are added to their ``.grad``.
         """
-        losses, kept, ends = self._forward()
-        gradients, found = self._backward(torch.ones_like(losses), kept, ends)
-        pairs = zip(self._plan.parameters, found, strict=True)
-        left = [(own, each) for own, each in pairs if each is not None and own.requires_grad]
-        if left:
-            torch.autograd.backward([own for own, _ in left], [each for _, each in left])
-        return losses, gradients
+        with torch.no_grad(), self._plan.accumulator.active():
+            losses, kept, ends = self._forward()
+            gradients, found = self._backward(torch.ones_like(losses), kept, ends)
+            pairs = zip(self._plan.parameters, found, strict=True)
+            left = [(own, each) for own, each in pairs if each is not None and own.requires_grad]
+            if left:
+                torch.autograd.backward([own for own, _ in left], [each for _, each in left])
+            return losses, gradients
 
     def _forward(self) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]], list[torch.Tensor]]:
         x, kept = self._placed.x, []
@@ -205,6 +254,10 @@ class Step:
             return [None, None]
         pairs = zip(plan.norm, terms, strict=True)
         return [sum_terms(plan.accumulator, own, RowTerms(values)) for own, values in pairs]
+
+
+def _is_list(tensor: torch.Tensor, shape: tuple[int, ...]) -> bool:
+    return tensor.shape == shape and tensor.dtype == torch.int64 and tensor.is_contiguous() and tensor.is_cpu
 
 
 def plan(model: torch.nn.Module, accumulator: Accumulator) -> Plan | None:

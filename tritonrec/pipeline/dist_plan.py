@@ -16,13 +16,15 @@ and the payload grows with M (NestPipe, Fig. 9); with it, the payload is that of
     gradients sent, one rank    -          -          a b c d
 
 Rows may also come with those of an earlier micro-batch and gradients leave with those of a later one
-(`exchange_groups`), in the order in which each would have gone alone.
+(`exchange_groups`), in the order in which each would have gone alone. Of micro-batches that share both, a row
+comes once; an owner then meets its keys in the same order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -144,7 +146,7 @@ def plan_lookups(
     Args:
         keys: [i] (n,) int64, the occurrences of micro-batch i.
         ids_of: keys -> the ids that decide who owns them.
-        dedup: look a key up once that a micro-batch repeats.
+        dedup: look a key up once that a micro-batch repeats, or micro-batches that share their exchanges.
         first_use: look a key up once that the window repeats, when it is used first.
         padded: the host waits for no number of keys.
         groups: of micro-batches that share an exchange; None: none do.
@@ -162,14 +164,18 @@ def plan_lookups(
             for how in ("amin", "amax")
         )
     elif dedup:
-        parts, start = [distinct(part, padded) for part in keys], 0
+        runs = [1] * count if groups is None else groups.sharing
+        together = [sum(lengths[end - run : end]) for run, end in zip(runs, accumulate(runs), strict=True)]
+        parts, start = [distinct(part, padded) for part in occurrences.split(together)], 0
         inverses = []
         for part in parts:
             inverses.append(part.inverse + start)
             start += len(part.keys)
         rows, inverse = torch.cat([part.keys for part in parts]), torch.cat(inverses)
         here = torch.cat([valid(len(part.keys), part.count, device) for part in parts])
-        first = using if padded else repeated([len(part.keys) for part in parts], device)
+        first = repeated([len(part.keys) for part in parts], device)
+        if len(runs) < count:  # of a run, its first micro-batch
+            first = to_device(torch.tensor([0, *accumulate(runs[:-1])], dtype=torch.int64), device)[first]
     else:
         rows, inverse, first = occurrences, torch.arange(len(occurrences), device=device), using
         here = valid(len(rows), None, device)

@@ -14,13 +14,20 @@ computation and E of rows in a window, the group has come at 2**(k+1) E / N, and
 or later: nothing waits longer than for single micro-batches where E is at most C / 2, which rows and
 gradients together must keep to be hidden at all. The exposed ends stay one micro-batch long.
 
-Where nothing overlaps, all rows come before the first micro-batch, and gradients leave after the last.
+Where nothing overlaps, all rows come before the first micro-batch, and gradients leave after the last. That
+is so, too, of processes on the CPU of one machine: no link carries a message while they compute, but the same
+processors copy it, and a row once for each group that has it.
+
+Micro-batches that share both exchanges share their rows, too: one comes once for all of them, and its
+gradients are added up before they leave. In the drawing above these are 2 with 3, and 4 with 5. Sums with an
+order leave with their own micro-batches, so there no two share both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,12 @@ class ExchangeGroups:
     def joined(self) -> bool:
         """Whether any two micro-batches share an exchange."""
         return any(each != i for both in (self.rows_with, self.gradients_with) for i, each in enumerate(both))
+
+    @property
+    def sharing(self) -> list[int]:
+        """How many micro-batches share both exchanges with each other, one run after the other."""
+        both = list(zip(self.rows_with, self.gradients_with, strict=True))
+        return [len(list(run)) for _, run in groupby(both)]
 
     @property
     def same(self) -> bool:

@@ -69,6 +69,8 @@ class Executor:
         shared: lanes that one thread runs, named after the last of them; any other lane has its own. A task
             waits for tasks that are submitted before it alone, so a thread that takes the tasks of its lanes
             as they are submitted never waits for itself.
+        done_by: ``done_by(task)`` is the task of the same batch and stage that does its work too, as a rule
+            itself. Others are left out, and who waits for one waits for that task.
 
     Contexts are whatever the stages share about one batch. `submit` blocks while
     ``schedule.batches_in_flight`` batches are unfinished.
@@ -90,6 +92,7 @@ class Executor:
         lane: Callable[[], AbstractContextManager[None]] = nullcontext,
         in_turn: bool = False,
         shared: Collection[str] = (),
+        done_by: Callable[[Task], Task] = lambda task: task,
     ):
         if micro_batches < 1:
             raise ValueError(f"a window needs at least one micro-batch, got {micro_batches}")
@@ -97,6 +100,7 @@ class Executor:
             check(schedule, micro_batches)
         self.schedule, self.micro_batches = schedule, micro_batches
         self._actions, self._span, self._delay, self._within = actions, span, delay, lane
+        self._done_by = done_by
         self._streams = streams or HostStreams()
         self._events: dict[Task, Any] = {}  # of work that may be under way on a device
         self._reach = max((edge.batch for stage in schedule.stages for edge in stage.after), default=0)
@@ -134,7 +138,8 @@ class Executor:
             if not self._awaited:
                 self._streams.begin()
             self._awaited.add(batch)
-            tasks = list(self.schedule.tasks(batch, self.micro_batches))
+            every = self.schedule.tasks(batch, self.micro_batches)
+            tasks = [task for task in every if self._done_by(task) == task]
             self._left[batch] = len(tasks)
             self._unfinished.update(tasks)
             self._submitted = batch
@@ -305,7 +310,7 @@ class Executor:
             if isinstance(work, Call):
                 return work
             task, context = work
-            waits_for = list(self.schedule.waits_for(task, self.micro_batches))
+            waits_for = {self._done_by(each) for each in self.schedule.waits_for(task, self.micro_batches)}
             missing = self._awaited_by[thread] = self._unfinished.intersection(waits_for)
             wake.wait_for(lambda: self._stopped() or (not missing and self._has_turn(task)))
             lane = self._lane_of[task.stage]

@@ -165,7 +165,7 @@ class Flight:
         Returns the losses (B,) and the gradients of the rows, or None where the batch needs the modules.
         """
         assert self._plan is not None
-        with self._model_call(0), torch.no_grad(), self.accumulator.active():
+        with self._model_call(0):
             step = self._plan.step(batch, item, seed)
             return None if step is None else step.train()
 

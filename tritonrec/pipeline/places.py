@@ -326,7 +326,8 @@ class WindowPlaces:
 
     def counts(self, stage: str, micro_batch: int | None = None) -> LookupCounts:
         """The counts of one task: each has its own, so that no two lanes write the same."""
-        return self._counts.setdefault((stage, micro_batch), LookupCounts())
+        found = self._counts.get((stage, micro_batch))
+        return self._counts.setdefault((stage, micro_batch), LookupCounts()) if found is None else found
 
     def total_counts(self) -> LookupCounts:
         """The counts of all tasks, as numbers; the tasks have ended. Waits for a device, once."""

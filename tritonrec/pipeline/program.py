@@ -7,6 +7,7 @@ the program is made; a task then only looks its arguments up.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,14 +22,18 @@ from .flight import Flight
 from .headers import Header, exchange
 from .places import Context, WindowPlaces
 from .replicas import validate_replicable
-from .schedule import Schedule
-from .stage import Access, Parameter, signature_of
+from .schedule import Schedule, Task
+from .stage import Access, signature_of
 from .stages import write_back
 from .sums import Sums
 from .window import LookupCounts, Window, WindowConfig
 
 Action = Callable[[WindowPlaces, int | None], None]
 """What the executor calls for a task: the places of its window, and its micro-batch."""
+
+
+def _found(kind: Any, batch: int, optional: bool, places: WindowPlaces, micro_batch: int | None) -> Any:
+    return places.find(kind, batch, optional)
 
 
 class Program:
@@ -62,7 +67,7 @@ class Program:
         self.context = Context(
             config, device, tables, self.sums, schedule.replicated,
             communicators.replica.rank, communicators.rank, communicators.stop,
-            self._exchange_groups(),
+            self._exchange_groups(device),
         )  # fmt: skip
         self.run_places: Mapping[Any, Any] = {
             at.Tables: [group.table for group in tables.groups],
@@ -82,11 +87,23 @@ class Program:
         assert write_back.function is not None
         self._write_back = self.bind(write_back.function, "write_back")
 
-    def _exchange_groups(self) -> ExchangeGroups:
-        config, count = self.config, self.config.window_micro_batches
-        if config.exchanges == "each" or self.communicators.communication.world_size == 1:
+    def _exchange_groups(self, device: torch.device) -> ExchangeGroups:
+        chosen, count = self.config.exchanges, self.config.window_micro_batches
+        if chosen == "each" or self.communicators.communication.world_size == 1:
             return each_alone(count)
-        return joined_groups(count, self.schedule.overlaps_window, ordered=not self.sums.exact)
+        # beside a message of processes on one machine their processors compute nothing: they copy it
+        copied = device.type == "cpu" and self.communicators.one_machine
+        once = chosen == "once" or (chosen == "auto" and copied)
+        overlap = self.schedule.overlaps_window and not once
+        return joined_groups(count, overlap, ordered=not self.sums.exact)
+
+    def done_by(self, task: Task) -> Task:
+        """The task that does the work of this one: another micro-batch's, where they share an exchange."""
+        if task.stage == "exchange":
+            return task._replace(micro_batch=self.context.groups.rows_with[task.micro_batch or 0])
+        if task.stage == "gradient_exchange":
+            return task._replace(micro_batch=self.context.groups.gradients_with[task.micro_batch or 0])
+        return task
 
     def bind(
         self, function: Callable[..., Any], stage: str, granted: tuple[Access, ...] | None = None
@@ -99,30 +116,33 @@ class Program:
         Raises TypeError where the function takes something that is no place and nothing a stage may have.
         """
         signature = signature_of(function)
-        of_task: dict[Any, Callable[[WindowPlaces, int | None], Any]] = {
+        fixed: dict[str, Any] = {}  # by name, what every task is passed
+        of_window: list[tuple[str, Any]] = []
+        of_task: dict[str, Callable[[WindowPlaces, int | None], Any]] = {}
+        plain: dict[Any, Callable[[WindowPlaces, int | None], Any]] = {
             Context: lambda places, micro_batch: self.context,
             Window: lambda places, micro_batch: places.window,
             LookupCounts: lambda places, micro_batch: places.counts(stage, micro_batch),
         }
-
-        def source(each: Parameter) -> Callable[[WindowPlaces, int | None], Any]:
+        for each in signature.parameters:
             access = each.access
             if access is None:
                 if each.name == "micro_batch":
-                    return lambda places, micro_batch: micro_batch
-                if each.kind not in of_task:
+                    of_task[each.name] = lambda places, micro_batch: micro_batch
+                elif each.kind in plain:
+                    of_task[each.name] = plain[each.kind]
+                else:
                     raise TypeError(f"{stage}: no stage is passed {each.name} of type {each.kind}")
-                return of_task[each.kind]
-            if granted is not None and access not in granted:
+            elif granted is not None and access not in granted:
                 if not each.optional:
                     raise TypeError(f"{stage} needs {access}, which {self.schedule.name} does not grant it")
-                return lambda places, micro_batch: None
-            if each.kind in self.run_places:
-                value = self.run_places[each.kind]
-                return lambda places, micro_batch: value
-            return lambda places, micro_batch: places.find(each.kind, access.batch, each.optional)
-
-        sources = [(each.name, source(each)) for each in signature.parameters]
+                fixed[each.name] = None
+            elif each.kind in self.run_places:
+                fixed[each.name] = self.run_places[each.kind]
+            elif access.batch or each.optional:
+                of_task[each.name] = partial(_found, each.kind, access.batch, each.optional)
+            else:
+                of_window.append((each.name, each.kind))
         written = []
         for each in signature.returns:
             allowed = granted is None or each.access in granted
@@ -134,7 +154,10 @@ class Program:
 
         def action(places: WindowPlaces, micro_batch: int | None = None) -> None:
             with places.errors.active():
-                result = function(**{name: value(places, micro_batch) for name, value in sources})
+                given = {name: places[kind] for name, kind in of_window}
+                for name, value in of_task.items():
+                    given[name] = value(places, micro_batch)
+                result = function(**fixed, **given)
             if not written:
                 return
             for (kind, allowed), value in zip(

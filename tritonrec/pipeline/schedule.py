@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
+from typing import NamedTuple
 
 from . import stages
 from .stage import Access, Edge, Stage, Which
@@ -20,8 +22,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """A stage of one batch, and of one micro-batch where the stage runs once per micro-batch."""
 
     stage: str
@@ -83,8 +84,12 @@ class Schedule:
         """Whether several batches may be in flight: stages of the next run beside those of this one."""
         return self.batches_in_flight > 1
 
+    @cached_property
+    def _by_name(self) -> dict[str, Stage]:
+        return {stage.name: stage for stage in self.stages}
+
     def __getitem__(self, name: str) -> Stage:
-        return next(stage for stage in self.stages if stage.name == name)
+        return self._by_name[name]
 
     def tasks(self, batch: int, micro_batches: int) -> Iterator[Task]:
         """Tasks of one batch in the order in which they are given to their lanes."""

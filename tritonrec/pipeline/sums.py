@@ -18,6 +18,7 @@ from ..distributed import Communicator
 from ..kernels import launch
 from ..kernels.deferred import NONE, first_bad
 from ..kernels.dispatch import on_host
+from ..kernels.next_item.cpu_next_item import add_row_gradients
 from ..kernels.padding import report
 from ..nn.next_item_step import RowGradients
 from .reduce_scatter import ReduceScatter
@@ -60,30 +61,22 @@ class Sums:
         config = self.config
         launch.segment_sum_into(out, values, rows, len(out), config.consistency, config.fraction_bits, name)
 
-    def add_products(
-        self, values: torch.Tensor, factors: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, name: str,
-        first: int = 0,
-    ) -> None:  # fmt: skip
-        """out[rows[k]] += factors[k] * values[k // G] for G n products, of values (n, dim), on the CPU.
-
-        `first` is the number that an error gives the first product.
-        """
-        from ..kernels.rows.numba_segment_sum import add_products
-
-        config = self.config
-        add_products(out, values, factors, rows, config.consistency, config.fraction_bits, name, first)
-
     def add_gradients(self, found: RowGradients, out: torch.Tensor, name: str) -> None:
         """Add the gradients of a micro-batch's rows, occurrence by occurrence in their order.
 
         The numbers of rows are those of the window's plan, and are not looked at again.
         """
-        from ..kernels.rows.numba_segment_sum import segment_sum_into
+        config = self.config
+        if self.exact:
+            add_row_gradients(out, *found, config.fraction_bits, name)
+            return
+        from ..kernels.rows.numba_segment_sum import add_products, segment_sum_into
 
-        count, config = found.values.shape[0], self.config
-        own = config.consistency, config.fraction_bits, name, None, None
-        segment_sum_into(out, found.values, found.rows[:count], out.shape[0], *own)
-        self.add_products(found.hidden, found.slopes, found.rows[count:], out, name, count)
+        count = found.values.shape[0]
+        own, products = found.rows[:count], found.rows[count:]
+        options = config.consistency, config.fraction_bits, name
+        segment_sum_into(out, found.values, own, out.shape[0], *options, None, None)
+        add_products(out, found.hidden, found.slopes, products, *options, count)
 
     def send_to_owners(
         self,
@@ -114,7 +107,8 @@ class Sums:
             return
         own, others, send = _apart(rows, input_splits, over.rank)
         to_own, to_others, receive = _apart(targets, output_splits, over.rank)
-        self.add(launch.gather_rows(values, own), to_own, out, name)
+        options = "batch", self.config.fraction_bits, name, None, own
+        launch.segment_sum_into(out, values, to_own, len(out), *options)
         dim = values.shape[1]
         widths, packed = launch.pack_rows(values, others)
         their_widths = counted_all_to_all(sent, over, widths, send, receive)

@@ -22,7 +22,7 @@ from .precision import DTYPES, LossScaling, Precision
 Consistency = Literal["window", "batch"]
 Dedup = Literal["none", "exchange", "lookup", "both"]
 ExchangeSums = Literal["auto", "packed", "whole"]
-Exchanges = Literal["joined", "each"]
+Exchanges = Literal["auto", "once", "joined", "each"]
 
 
 class Model(Protocol):
@@ -132,8 +132,11 @@ class WindowConfig:
         exchange_sums: how gradient sums in fixed point are sent. ``"packed"``: each row in the bytes it
             needs, 4 to 5 a value; the host of an accelerator waits to learn how many. ``"whole"``: in 8 bytes
             a value, and no host waits. ``"auto"``: whole on an accelerator, else packed. No bit changes.
-        exchanges: of ranks. ``"joined"``: micro-batches share exchanges where that costs no overlap
-            (`exchange_groups`). ``"each"``: each has its own, as in NestPipe. No bit or byte changes.
+        exchanges: of ranks. ``"once"``: rows come in one exchange before the first micro-batch, gradients
+            leave in one after the last. ``"joined"``: micro-batches share exchanges where that costs no
+            overlap (`exchange_groups`). ``"each"``: each has its own, as in NestPipe. ``"auto"``: once where
+            ranks are processes on the CPU of one machine, whose processors copy the messages; else joined.
+            Micro-batches that share both ways get a row once. No bit changes.
         fraction_bits: of gradient sums in fixed point.
         seed: of dropout.
     """
@@ -159,7 +162,7 @@ class WindowConfig:
     loss_scaling: LossScaling = field(default_factory=LossScaling)
     exchange_precision: Precision = setting("float32", "Of the rows that owners send; tables stay float32.")
     exchange_sums: ExchangeSums = setting("auto", "Exact sums: packed, or 8 bytes a value and no wait.")
-    exchanges: Exchanges = setting("joined", "Micro-batches share exchanges, or have one each.")
+    exchanges: Exchanges = setting("auto", "Exchanges of a window: once, shared by micro-batches, or each.")
     fraction_bits: int = ops.FRACTION_BITS
     seed: int = seed_setting()
 
@@ -174,8 +177,8 @@ class WindowConfig:
             raise ValueError(f"dedup must be none, exchange, lookup or both, got {self.dedup!r}")
         if self.exchange_sums not in ("auto", "packed", "whole"):
             raise ValueError(f"exchange_sums must be auto, packed or whole, got {self.exchange_sums!r}")
-        if self.exchanges not in ("joined", "each"):
-            raise ValueError(f"exchanges must be joined or each, got {self.exchanges!r}")
+        if self.exchanges not in ("auto", "once", "joined", "each"):
+            raise ValueError(f"exchanges must be auto, once, joined or each, got {self.exchanges!r}")
         if self.skip_fetch and self.depth == 1:
             raise ValueError("skip_fetch keeps rows for the next batch, which depth 1 does not read ahead")
         if self.depth < 0:

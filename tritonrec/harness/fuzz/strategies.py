@@ -121,5 +121,5 @@ def configurations(draw: st.DrawFn, mode: Mode | None = None) -> Configuration:
         exchange_precision=draw(_seldom(_words("exchange_precision", Precision), "float32")),
         replay=draw(_seldom(st.sampled_from((0.1, 0.5, 1.0)), 0.0, 6)),
         exchange_sums=draw(_seldom(_words("exchange_sums", ExchangeSums), "auto")),
-        exchanges=draw(_seldom(st.just("each"), "joined")),
+        exchanges=draw(_seldom(st.sampled_from(("each", "once")), "joined")),
     )

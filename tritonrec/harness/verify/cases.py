@@ -101,9 +101,9 @@ class Case:
 
     def window(self, seed: int) -> WindowConfig:
         """How it cuts its batches."""
-        return WindowConfig(
-            self.micro_batches, self.consistency, self.clustering, seed=seed, **self._variant.window
-        )
+        # as on several machines, where micro-batches share exchanges in every way
+        window = {"exchanges": "joined", **self._variant.window}
+        return WindowConfig(self.micro_batches, self.consistency, self.clustering, seed=seed, **window)
 
     def reference(self, job: Job) -> Reference:
         """The run it is compared with."""

@@ -20,6 +20,7 @@ from ...distributed import Communicator
 from ...distributed.bounded_lag import BoundedLagAllToAll, Exchange
 from ...nn import RMSNorm
 from ...nn.modules import GatedNorm
+from ...nn.next_item_step import RowGradients
 from ...pipeline import PeerCopies, Program, Schedule, Task, Window
 from ...pipeline.dist_plan import RowDist
 from ...pipeline.exchange_groups import each_alone
@@ -149,12 +150,12 @@ def float_sums(program: Program) -> None:
         else:
             out += ops.to_fixed_point(ops.segment_sum(values, rows, len(out), consistency="window"))
 
-    def add_products(values: torch.Tensor, factors: torch.Tensor, rows: torch.Tensor, *rest: Any) -> None:
-        products = factors.view(len(values), -1, 1) * values.unsqueeze(1)
-        add_rows(products.flatten(0, 1), rows, *rest[:2])
+    def add_gradients(found: RowGradients, out: torch.Tensor, name: str) -> None:
+        products = found.slopes.view(len(found.hidden), -1, 1) * found.hidden.unsqueeze(1)
+        add_rows(torch.cat([found.values, products.flatten(0, 1)]), found.rows, out, name)
 
     program.sums.add = add_rows  # type: ignore[method-assign]
-    program.sums.add_products = add_products  # type: ignore[method-assign, assignment]
+    program.sums.add_gradients = add_gradients  # type: ignore[method-assign]
 
 
 def sums_of_four_bytes(program: Program) -> None:

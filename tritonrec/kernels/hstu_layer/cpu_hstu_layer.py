@@ -217,29 +217,35 @@ class Bound:
         bad, values = np.full((at.SUMS, 3), -1, np.int64), np.zeros(at.SUMS, np.float32)
         scale, limit = 2.0**bits, np.float32(2.0 ** (62 - bits))
         if at.backward_exact(table, self._layer.numbers, scale, limit, bad, values):
-            self._report(bad, values, targets)
+            report_sums(self._layer, bad, values, targets)
         return dx
-
-    def _report(self, bad: Any, values: Any, targets: Targets) -> None:
-        """Refuse the values that sums could not take, in the order of the ops."""
-        into = iter(targets.names)
-        names = ["" if each is None else next(into) for each in self._layer.parameters]
-        order = [6, 7, 4, 5, 8, 9, 0, 1, 2, 3]
-        for at, (first, row, column), value in zip(order, bad.tolist(), values.tolist(), strict=True):
-            if first < 0:
-                continue
-            if at in (2, 6):
-                refuse(no_sum((first, row, column, value), targets.fraction_bits, names[at]))
-            else:
-                name = f"gradient of {names[at]}"
-                refuse(sum_error(name, (first, row), value, 0, targets.fraction_bits))
 
     def _over_samples(self, run: Callable[[int, int], None], weight: float) -> None:
         over_ranges(run, self._samples, weight * _cost(self._layer.shape, self._tokens))
 
     def is_small(self) -> bool:
         """Whether one thread does it all."""
-        return torch.get_num_threads() == 1 or 2.5 * _cost(self._layer.shape, self._tokens) < 20_000_000
+        return is_small(self._layer.shape, self._tokens)
+
+
+def is_small(shape: Shape, tokens: int) -> bool:
+    """Whether one thread does all of a layer's backward."""
+    return torch.get_num_threads() == 1 or 2.5 * _cost(shape, tokens) < 20_000_000
+
+
+def report_sums(layer: Layer, bad: Any, values: Any, targets: Targets) -> None:
+    """Refuse the values that sums could not take, in the order of the ops."""
+    into = iter(targets.names)
+    names = ["" if each is None else next(into) for each in layer.parameters]
+    order = [6, 7, 4, 5, 8, 9, 0, 1, 2, 3]
+    for at, (first, row, column), value in zip(order, bad.tolist(), values.tolist(), strict=True):
+        if first < 0:
+            continue
+        if at in (2, 6):
+            refuse(no_sum((first, row, column, value), targets.fraction_bits, names[at]))
+        else:
+            name = f"gradient of {names[at]}"
+            refuse(sum_error(name, (first, row), value, 0, targets.fraction_bits))
 
 
 def _cost(shape: Shape, tokens: int) -> float:

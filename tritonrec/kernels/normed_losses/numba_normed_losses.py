@@ -14,8 +14,8 @@ F32 = np.float32
 I = np.int64
 U = np.uintp
 # The table: what `numba_by_sample` has in it, and then these.
-TOKENS, DIM, SAMPLES, OFFSETS = softmax.TOKENS, softmax.DIM, softmax.SAMPLES, softmax.OFFSETS
-HIDDEN, VALID, LOSSES, DHIDDEN = softmax.HIDDEN, softmax.VALID, softmax.LOSSES, softmax.DHIDDEN
+TOKENS, DIM, COUNT, SAMPLES, OFFSETS = range(softmax.OFFSETS + 1)
+HIDDEN, ITEMS, VALID, LOSSES, DHIDDEN, DITEMS = range(softmax.HIDDEN, softmax.MATRIX)
 MATRIX, ROWS, SLOPES = softmax.MATRIX, softmax.ROWS, softmax.SLOPES
 SIZE = softmax.SIZE + 10
 X, WEIGHT, BIAS, MEANS, RSTDS, DX, DWEIGHT, DBIAS, SUM_WEIGHT, SUM_BIAS = range(softmax.SIZE, SIZE)

@@ -37,7 +37,7 @@ def place_rows(
 
     None for arguments of other kinds, and for offsets that cut [0, L) into no sequences or too long ones.
     """
-    from tritonrec.kernels.token_rows.numba_token_rows import place
+    from tritonrec.kernels.token_rows import numba_token_rows as at
 
     samples = sample_ids.numel()
     if seq_offsets.shape != (samples + 1,) or rows.dim() != 2 or weight.shape[1:] != rows.shape[1:]:
@@ -55,15 +55,13 @@ def place_rows(
         return None
     places = seq_offsets.new_empty(2 if timestamps is None else 3, tokens)
     x = rows.new_empty(tokens, dim)
-    table = np.array(
-        [
-            samples, tokens, dim, len(weight), seq_offsets.data_ptr(), sample_ids.data_ptr(),
-            0 if timestamps is None else timestamps.data_ptr(), rows.data_ptr(), weight.data_ptr(),
-            places.data_ptr(), x.data_ptr(),
-        ],
-        np.int64,
+    table = np.zeros(at.SIZE, np.int64)
+    table[: at.OFFSETS] = samples, tokens, dim, len(weight), tokens
+    table[at.OFFSETS : at.MATRIX] = (
+        seq_offsets.data_ptr(), sample_ids.data_ptr(), 0 if timestamps is None else timestamps.data_ptr()
     )  # fmt: skip
-    if not place(table, np.float32(factor)):
+    table[at.ROWS : at.VALID] = rows.data_ptr(), weight.data_ptr(), places.data_ptr(), x.data_ptr()
+    if not at.place(table, np.float32(factor)):
         return None
     owners, positions, *asked = places.unbind()
     return TokenRows(owners, positions, asked[0] if asked else None, x)
