@@ -12,7 +12,7 @@ import torch
 from thread_ranks import ThreadRanks
 
 from tritonrec.distributed import RankDiedError
-from tritonrec.distributed.bounded_lag import BoundedLagAllToAll, meeting, numba_puts
+from tritonrec.distributed.bounded_lag import BoundedLagAllToAll, meeting, numba_puts, window
 from tritonrec.distributed.bounded_lag.by_messages import MessageTransport
 from tritonrec.distributed.bounded_lag.messages import (
     EAGER,
@@ -425,3 +425,19 @@ class Waits(OneSided):
 def test_a_rank_that_has_ended_is_named_though_another_has_put_its_rows():
     with pytest.raises(RankDiedError, match=r"^rank 2 is gone in exchange 0"):
         Waits()._wait(SimpleNamespace(number=0), Deadline(timedelta(seconds=60)))
+
+
+def test_a_rank_that_has_begun_the_exchange_and_put_nothing_yet_is_waited_for(monkeypatch):
+    outcomes = iter([numba_puts.OVER, numba_puts.ALL_HERE])
+    monkeypatch.setattr(Waits, "_await", lambda *_: next(outcomes))
+    monkeypatch.setattr(Waits, "_has_ended", lambda *_: False)
+    monkeypatch.setattr(Waits, "started", lambda *_: [1, 1, 1])
+    Waits()._wait(SimpleNamespace(number=0), Deadline(timedelta(seconds=60)))
+    assert next(outcomes, None) is None
+
+
+def test_no_slot_of_a_new_window_has_a_message():
+    layout = window.Layout(world_size=9, slots=2, room=64)
+    made = window.Window.make(layout)
+    heads = [layout.head(slot, rank) for slot in range(2) for rank in range(9)]
+    assert [int(made.control.words(head, 1)[0]) for head in heads] == [NO_MESSAGE] * 18

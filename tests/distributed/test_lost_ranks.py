@@ -195,3 +195,9 @@ def test_the_rank_that_decides_stays_until_the_others_have_read(monkeypatch):
     ranks.store.delete_key("decision for 1")
     thread.join(5)
     assert decided == [(5, [0, 1])]
+
+
+def test_an_error_of_a_call_with_a_time_limit_is_the_callers():
+    with pytest.raises(KeyError, match="7"):
+        elastic._within(30.0, lambda member: {}[member], 7)
+    assert elastic._within(30.0, lambda member: member + 1, 7) == 8

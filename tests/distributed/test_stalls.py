@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from stalling import work
 
-from tritonrec.distributed import Communicator, RankDiedError, RankPool, Watch
+from tritonrec.distributed import Communicator, Communicators, RankDiedError, RankPool, Watch
 from tritonrec.distributed.groups import _watch_from_environment
 from tritonrec.distributed.watch import Report, read_reports
 
@@ -237,6 +237,12 @@ class Control:
     def all_gather_texts(self, text):
         self.own = text
         return [text, self.other]
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [([1, 1], 1), ([1, 1], 2), ([2, 1], 1), ([2, 1], 2)])
+def test_ranks_of_groups_ascend(ranks, replicas):
+    with pytest.raises(ValueError, match="ranks must ascend along 'shard' and along 'replicate'"):
+        Communicators.over(ranks, replicas=replicas)
 
 
 def test_ranks_are_watched_where_all_of_them_reach_the_store_of_torchrun(monkeypatch):

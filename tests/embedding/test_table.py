@@ -111,6 +111,15 @@ def test_the_next_chunk_is_allocated_ahead(policy):
     assert store.memory()["fp32_values"] == 3 * 4 * 5 * 4
 
 
+def test_memory_for_rows_is_reserved_before_they_come():
+    store = table()
+    store._rows.grow(21)
+    before = store.memory()["fp32_values"]
+    assert before >= 21 * 5 * 4
+    store.lookup(torch.arange(17), 0)
+    assert store.memory()["fp32_values"] == before
+
+
 def test_another_table_name_gives_other_initial_values():
     keys = torch.arange(4)
     a, b = (table(layout=KeyLayout((name,))) for name in ("item", "user"))

@@ -10,7 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tritonrec import ops
-from tritonrec.kernels import launch
+from tritonrec.kernels import dispatch, launch
 from tritonrec.kernels.op import OPS, Op
 
 
@@ -281,3 +281,10 @@ def test_a_check_gets_the_arguments_that_it_names_and_the_rest():
     )(torch.ones(2), 5, torch.ones(4), 7, 0.5, impl="reference")  # fmt: skip
     del OPS["probe_of_checks"]
     assert seen == [(7, 5), (5, 7, (0.5,)), (4, 3)]
+
+
+def test_a_cpu_has_no_compute_capability(monkeypatch):
+    monkeypatch.setattr(dispatch, "emulated", None)
+    assert dispatch.capability(torch.zeros(1)) == (0, 0)
+    monkeypatch.setattr(dispatch, "emulated", (9, 0))
+    assert dispatch.capability(torch.zeros(1)) == (9, 0)

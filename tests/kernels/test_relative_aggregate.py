@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from speeds import slow_on_triton
 
+from tritonrec.kernels.head_layout import flat_heads
 from tritonrec.kernels.relative_aggregate import relative_aggregate
 from tritonrec.kernels.relative_aggregate.register import RELATIVE_AGGREGATE_BACKWARD
 
@@ -348,3 +349,16 @@ def test_a_batch_is_its_halves_end_to_end(sequences, heads, dim, buckets, by_tim
         assert torch.equal(parts[0], torch.cat(parts[1:])), what
         limit = 1e-5 * (1 + value.abs().amax()) if value.numel() else 0
         torch.testing.assert_close(parts[0].double(), value, rtol=0, atol=float(limit))
+
+
+@pytest.mark.parametrize("cut", [None, "heads", "tokens", "dim"])
+def test_a_flat_view_reaches_every_element_and_no_further(cut):
+    whole = torch.randn(4, 3, 6)
+    some = {None: whole, "heads": whole[:, 1:], "tokens": whole[::2], "dim": whole[..., :4]}[cut]
+    flat, token_stride, head_stride = flat_heads(some)
+    tokens, heads, dim = some.shape
+    for token in range(tokens):
+        for head in range(heads):
+            start = int(token_stride) * token + int(head_stride) * head
+            assert flat[start : start + dim].tolist() == some[token, head].tolist()
+    assert start + dim == len(flat)
