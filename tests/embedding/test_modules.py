@@ -1,6 +1,7 @@
 """Promise: hash embeddings are those of torch over any ids: results, training, rows on first use."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tritonrec.embedding import (
     Placement,
     RowOptimizer,
     TablePolicy,
+    modules,
 )
 from tritonrec.embedding.in_flight import as_lane
 
@@ -364,3 +366,20 @@ def test_a_module_of_one_table_puts_it_where_it_is_told(kind):
     placement = Placement("cached", cache_rows=8)
     (group,) = kind(4, placement=placement).tables.groups
     assert group.table.placement == placement and group.table.padded
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_keys_leave_a_device_from_which_ranks_cannot_exchange_them(supported, monkeypatch):
+    routed = []
+
+    def plan(keys, layouts, over):
+        routed.extend(keys)
+        raise KeyboardInterrupt
+
+    module = HashEmbedding(5)
+    monkeypatch.setattr(modules, "plan_routes", plan)
+    monkeypatch.setattr(type(module.communicator), "supports", lambda self, device: supported)
+    key = SimpleNamespace(device="there", cpu=lambda: "on the host")
+    with pytest.raises(KeyboardInterrupt):
+        module._rows([key])
+    assert routed == [key if supported else "on the host"]
