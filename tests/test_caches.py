@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from numba.core.caching import NullCache
 
 import tritonrec
 from tritonrec.data import movielens
@@ -203,3 +204,12 @@ def test_a_long_compilation_is_said_though_short_ones_came_before(capsys):
     said._timer.join(30.0)
     said.end()
     assert "compiling kernels" in capsys.readouterr().err
+
+
+def abs_of(number):
+    return abs(number)
+
+
+def test_a_kernel_without_a_cache_is_kept_nowhere():
+    assert isinstance(caches.njit()(lambda number: number)._cache, NullCache)
+    assert not isinstance(caches.njit(cache=True)(abs_of)._cache, NullCache)

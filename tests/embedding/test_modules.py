@@ -383,3 +383,18 @@ def test_keys_leave_a_device_from_which_ranks_cannot_exchange_them(supported, mo
     with pytest.raises(KeyboardInterrupt):
         module._rows([key])
     assert routed == [key if supported else "on the host"]
+
+
+def test_features_of_torchrec_are_taken_as_they_are():
+    class Features:
+        """What `from_torchrec` asks of TorchRec's ``KeyedJaggedTensor``."""
+
+        variable_stride_per_key = staticmethod(lambda: False)
+        keys = staticmethod(lambda: ["item"])
+        values = staticmethod(lambda: torch.tensor([3, 4, 3]))
+        offsets = staticmethod(lambda: torch.tensor([0, 1, 3]))
+        weights_or_none = staticmethod(lambda: None)
+
+    module = HashEmbeddingCollection([FeatureConfig("item", dim=2, pooling="sum")], seed=1)
+    ours = KeyedJaggedTensor(("item",), torch.tensor([3, 4, 3]), torch.tensor([0, 1, 3]))
+    assert torch.equal(module(Features())["item"], module(ours)["item"])

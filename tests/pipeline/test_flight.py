@@ -311,3 +311,10 @@ def test_frozen_parameters_stay_and_those_beside_them_are_trained(mode, consiste
         for (name, parameter), was in zip(model.named_parameters(), before, strict=True)
     }
     assert moved == {"mix.weight": False, "mix.bias": True, "norm.weight": True, "norm.bias": True}
+
+
+def test_dense_sums_are_exact_where_batches_are_whole():
+    """With consistency "window" any model trains, with float32 gradients of its own."""
+    for consistency, bits in (("batch", 36), ("window", None)):
+        with trainer(parts(), "sequential", consistency) as one:
+            assert one._pending.flight._bits == bits

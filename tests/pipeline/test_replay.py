@@ -70,6 +70,7 @@ def test_no_bit_of_training_changes(world_size, mode, consistency):
         assert parts.same(state, other)
         assert all(torch.equal(a.losses, b.losses) for a, b in zip(losses, others, strict=True))
         assert replay.counts["replayed_rows"] and replay.counts["rows_checked"]
+        assert replay.counts["check_microseconds"] > 0
     assert sum(replay.counts["replayed_micro_batches"] for _, replay, _ in checked) > 3
 
 
