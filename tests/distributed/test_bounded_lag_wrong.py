@@ -1,5 +1,6 @@
 """Promise: ranks that disagree about an exchange get an error on all ranks; nothing wrong is returned."""
 
+import subprocess
 import sys
 import threading
 from dataclasses import dataclass
@@ -441,3 +442,20 @@ def test_no_slot_of_a_new_window_has_a_message():
     made = window.Window.make(layout)
     heads = [layout.head(slot, rank) for slot in range(2) for rank in range(9)]
     assert [int(made.control.words(head, 1)[0]) for head in heads] == [NO_MESSAGE] * 18
+
+
+def test_settings_that_have_arrived_are_awaited_no_more(transport):
+    def start(exchange, rank, number):
+        exchange.start(torch.ones(3), [1] * 3, [1] * 3)
+
+    before = len(meeting._unawaited)
+    assert errors_of(start, transport=transport) == ["None"] * 3
+    assert len(meeting._unawaited) == before
+
+
+def test_a_process_is_seen_to_end():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    seen = window.Process(child.pid)
+    assert not seen.has_ended
+    child.communicate(b"\n")
+    assert seen.has_ended

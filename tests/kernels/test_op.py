@@ -1,6 +1,7 @@
 """The record of an op: what torch sees of a call, what is written, and which arguments are refused."""
 
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tritonrec import ops
 from tritonrec.kernels import dispatch, launch
-from tritonrec.kernels.op import OPS, Op
+from tritonrec.kernels.op import OPS, Op, annotated_launches, annotation
 from tritonrec.kernels.races import declared
 
 
@@ -314,3 +315,11 @@ def test_a_race_is_declared_of_an_argument_that_the_kernel_has():
     assert declared(races=("out_ptr",))(kernel).declared == {"out_ptr": (True, False)}
     with pytest.raises(ValueError, match=r"no arguments named \['in_ptr'\]: the kernel has out_ptr, count"):
         declared(races=("out_ptr",), varies=("in_ptr",))(kernel)
+
+
+def test_launches_are_named_for_a_profiler_on_request():
+    for wanted in (False, True):
+        named = annotated_launches() if wanted else nullcontext()
+        with named, torch.profiler.profile() as profile, annotation("some_launch"):
+            torch.zeros(3).add(1)
+        assert ("tritonrec::some_launch" in {each.key for each in profile.key_averages()}) == wanted

@@ -351,10 +351,16 @@ def test_a_batch_is_its_halves_end_to_end(sequences, heads, dim, buckets, by_tim
         torch.testing.assert_close(parts[0].double(), value, rtol=0, atol=float(limit))
 
 
-@pytest.mark.parametrize("cut", [None, "heads", "tokens", "dim"])
+@pytest.mark.parametrize("cut", [None, "heads", "tokens", "dim", "every other"])
 def test_a_flat_view_reaches_every_element_and_no_further(cut):
     whole = torch.randn(4, 3, 6)
-    some = {None: whole, "heads": whole[:, 1:], "tokens": whole[::2], "dim": whole[..., :4]}[cut]
+    parts = {
+        "heads": whole[:, 1:],
+        "tokens": whole[::2],
+        "dim": whole[..., :4],
+        "every other": whole[..., ::2],
+    }
+    some = parts.get(cut, whole)
     flat, token_stride, head_stride = flat_heads(some)
     tokens, heads, dim = some.shape
     for token in range(tokens):
