@@ -276,3 +276,15 @@ def test_a_store_that_does_not_answer_names_rank_0(monkeypatch):
         "rank 0 has not reached collective 7 of group routing within 0.4 s: it was last seen in compute(5)"
         in str(error)
     )
+
+
+def test_behind_a_stage_inside_another_the_outer_one_is_reported(store):
+    watch = Watch(store, 0, 1, timedelta(seconds=9))
+    with watch.doing("outer"):
+        with watch.doing("inner"):
+            pass
+        watch._report_now()
+        assert read_reports(store, [0])[0].place == "in outer"
+    watch._report_now()
+    assert read_reports(store, [0])[0].place == "after outer"
+    watch.close()

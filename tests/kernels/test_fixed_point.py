@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tritonrec.kernels.deferred import NONE
 from tritonrec.kernels.fixed_point import ExactSumError, from_fixed_point, to_fixed_point
-from tritonrec.kernels.fixed_point.errors import late_error, sum_error
+from tritonrec.kernels.fixed_point.errors import late_error, report_exact_gradients, sum_error
 from tritonrec.kernels.rows.numba_segment_sum import add_products, add_rows, segment_sum
 
 GPU = torch.cuda.is_available()
@@ -195,3 +196,9 @@ def test_an_error_says_whether_a_value_or_its_sum_is_too_large():
     ):
         assert re.search(words, str(sum_error("x", (0, 1), value, 3, 36))), value
     assert late_error("x", 3, 36)(6).index == (1, 2)
+
+
+def test_a_term_of_an_exact_gradient_is_named_by_its_place():
+    bad = torch.tensor([NONE, 7, 9])
+    with pytest.raises(ExactSumError, match=r"^gradient of bias\[0, 1\]"):
+        report_exact_gradients(bad, ["weight", "bias"], (2, 3), 36)

@@ -340,3 +340,9 @@ def test_columns_of_one_matrix_are_told_apart_without_a_search(monkeypatch):
     matrix = torch.zeros(9, 8)
     monkeypatch.setattr(np, "shares_memory", None)
     check_no_overlap({"left": matrix[:, :5]}, {"right": matrix[:, 5:]})
+
+
+def test_a_tensor_without_memory_hides_no_overlap():
+    there, here = torch.zeros(3, device="meta"), torch.zeros(3)
+    with pytest.raises(ValueError, match="out is written to and shares memory with x"):
+        check_no_overlap({"nowhere": there, "out": here}, {"none": None, "x": here[1:]})

@@ -368,3 +368,10 @@ def test_a_flat_view_reaches_every_element_and_no_further(cut):
             start = int(token_stride) * token + int(head_stride) * head
             assert flat[start : start + dim].tolist() == some[token, head].tolist()
     assert start + dim == len(flat)
+
+
+def test_more_buckets_than_an_index_reaches_are_refused():
+    v, table = torch.empty(0, 1, 2, device="meta"), torch.empty(1, 2**27 + 1, device="meta")
+    offsets = torch.zeros(2, dtype=torch.int64, device="meta")
+    with pytest.raises(ValueError, match=r"at most 2\*\*27 buckets a head, got 134217729"):
+        relative_aggregate(v, table, offsets, 3)
