@@ -23,6 +23,7 @@ from trainer_parts import (
 from tritonrec.data import Lookup
 from tritonrec.embedding.in_flight import as_lane
 from tritonrec.pipeline.flight import Flight
+from tritonrec.pipeline.peer_copies import PeerCopies
 
 STEPS_1_TO_3 = r"refused while steps 1 to 3 are in flight.*list\(trainer\.run"
 
@@ -330,3 +331,46 @@ def test_a_lane_may_do_what_is_refused_to_others():
             refuse(flight, module)
         with as_lane():
             refuse(flight, module)
+
+
+def test_a_run_that_has_ended_has_no_batches_to_agree_about():
+    with trainer(parts(), "nestpipe", "batch") as one:
+        assert len(list(one.run(batches(3)))) == 3
+        assert one._pending.batches == 0
+
+
+class Counted:
+    """A loader whose position is a number."""
+
+    def __init__(self, done):
+        self.done = done
+
+    def state_dict(self):
+        return {"done": self.done}
+
+    def load_state_dict(self, state):
+        self.done = state["done"]
+
+
+def test_a_copy_in_memory_brings_back_the_state_of_its_step_and_the_loader():
+    made, copies = parts(), PeerCopies()
+    with trainer(made, "dbp", "batch") as one:
+        list(one.run(batches(2)))
+        copies.keep(one, {"note": "two"}, Counted(2))
+        expected = copy.deepcopy(state(made))
+        list(one.run(batches(4)[2:]))
+    other, loader, accepted = parts(), Counted(0), []
+    with trainer(other, "dbp", "batch") as two:
+        assert copies.restore(two, accept=accepted.append, loader=loader) == 2
+    assert same(state(other), expected) and loader.done == 2 and accepted == [{"note": "two"}]
+
+
+def test_of_a_checkpoint_and_a_copy_of_one_step_the_checkpoint_is_taken(tmp_path):
+    made, copies, accepted = parts(), PeerCopies(), []
+    with trainer(made, "dbp", "batch") as one:
+        list(one.run(batches(2)))
+        copies.keep(one, {"from": "memory"})
+        one.save(tmp_path, {"from": "disk"})
+    with trainer(parts(), "dbp", "batch") as two:
+        assert copies.restore(two, tmp_path, accepted.append) == 2
+    assert accepted == [{"from": "disk"}]
