@@ -24,6 +24,7 @@ from tritonrec.data import Lookup
 from tritonrec.embedding.in_flight import as_lane
 from tritonrec.pipeline.flight import Flight
 from tritonrec.pipeline.peer_copies import PeerCopies
+from tritonrec.pipeline.pending import PendingWindows
 
 STEPS_1_TO_3 = r"refused while steps 1 to 3 are in flight.*list\(trainer\.run"
 
@@ -374,3 +375,8 @@ def test_of_a_checkpoint_and_a_copy_of_one_step_the_checkpoint_is_taken(tmp_path
     with trainer(parts(), "dbp", "batch") as two:
         assert copies.restore(two, tmp_path, accepted.append) == 2
     assert accepted == [{"from": "disk"}]
+
+
+def test_steps_under_way_are_described_by_the_first_and_the_last():
+    for steps, words in (([3], "step 3 is"), ([3, 4], "steps 3 to 4 are"), ([3, 4, 5], "steps 3 to 5 are")):
+        assert PendingWindows._described(SimpleNamespace(steps=lambda steps=steps: steps)) == words
