@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,7 +14,17 @@ from hostile import Hostile
 from tritonrec.ops import ExactSumError, HSTUMask
 
 # names in errors that are no names of a schema
-ALSO = ["beta", "momentum", "dropout", "temperature", "gradient of", "step counts", "next_row", "a sequence"]
+ALSO = [
+    "beta",
+    "betas",
+    "momentum",
+    "dropout",
+    "temperature",
+    "gradient of",
+    "step counts",
+    "next_row",
+    "a sequence",
+]
 ALSO += [field.name for field in fields(HSTUMask)]
 
 Outcome = tuple[str, str]  # "accepted", "refused", "unnamed", "spoiled", "difference", and the reason
@@ -23,12 +34,18 @@ def judge_refusal(call: Call, error: Exception, given: dict[str, Any]) -> Outcom
     """A refusal names an argument; Python's own TypeError for what is no number at all passes."""
     message = str(error)
     text = f"{type(error).__name__}: {message}"
-    named = any(name in message for name in [*given, *ALSO]) or call.op in message
+    named = _names(tuple(given)).search(message) is not None or call.op in message
     named |= isinstance(error, ExactSumError)  # by the name it was given
     plain = isinstance(error, TypeError) or out_of_memory(error)
     # torch's dispatcher refuses None for a tensor, and a copy of a negated view that is written to
     plain |= call.name.startswith("registered.") and bool(re.search("Expected Tensor|cloned_mutable", text))
     return ("refused" if named or plain else "unnamed"), text.splitlines()[0]
+
+
+@lru_cache
+def _names(arguments: tuple[str, ...]) -> re.Pattern[str]:
+    """One of these arguments, as a word of its own: `p` is none in ``tuple``."""
+    return re.compile("|".join(rf"(?<!\w){re.escape(name)}(?!\w)" for name in [*arguments, *ALSO]))
 
 
 def out_of_memory(error: Exception) -> bool:

@@ -78,10 +78,13 @@ def test_outcomes_are_told_apart(attack):
     def silent(**given):
         raise ValueError("no")
 
+    def nearly(**given):
+        raise IndexError("overrows of the destinations")
+
     assert outcomes(attack, scatter_rows) == {"accepted", "refused"}
     assert "difference" in outcomes(attack, wrong)
     assert "spoiled" in outcomes(attack, stray)
-    assert outcomes(attack, silent) == {"unnamed"}
+    assert outcomes(attack, silent) == outcomes(attack, nearly) == {"unnamed"}
 
 
 def test_a_call_is_a_function_of_seed_op_and_number(attack):
