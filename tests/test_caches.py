@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from numba.core.caching import NullCache
 
 import tritonrec
 from tritonrec.data import movielens
@@ -188,3 +189,27 @@ def test_the_line_about_compilation_comes_once(capsys):
     assert said._timer is None
     said.end()
     assert capsys.readouterr().err.count("compiling kernels") == 1
+
+
+def test_a_long_compilation_is_said_though_short_ones_came_before(capsys):
+    said = compilation.Announcement()
+    said._left = 60.0
+    for _ in range(2):
+        said.begin()
+        timer = said._timer
+        said.end()
+        assert timer.finished.is_set()  # it was cancelled
+    said._left = 0.01
+    said.begin()
+    said._timer.join(30.0)
+    said.end()
+    assert "compiling kernels" in capsys.readouterr().err
+
+
+def abs_of(number):
+    return abs(number)
+
+
+def test_a_kernel_without_a_cache_is_kept_nowhere():
+    assert isinstance(caches.njit()(lambda number: number)._cache, NullCache)
+    assert not isinstance(caches.njit(cache=True)(abs_of)._cache, NullCache)

@@ -44,9 +44,7 @@ class Draw:
         return torch.from_numpy(self.rng.integers(0, max(limit, 1), count))
 
     def floats(self, *shape: int) -> torch.Tensor:
-        values = np.empty(shape, np.float32)
-        values.reshape(-1)[:] = self.rng.standard_normal(values.size)
-        return torch.from_numpy(values)
+        return torch.from_numpy(self.rng.standard_normal(shape).astype(np.float32))
 
     def whole(self, *shape: int) -> torch.Tensor:
         bits = int(self.rng.integers(0, 62))

@@ -14,20 +14,19 @@ is one that another run could have saved.
 
     python ci/attack/corruptions.py [--count 2000] [--seed 0] [--only NUMBER] [--json FILE]
 
-A case is a function of seed and number; `--json` gets one line for each. After a defect the exit status is 1.
+A case is a function of seed and number. With ``--json`` counts are added to those of the file, which may be
+that of `files.py`, and the numbers go on where it ends. After a defect the exit status is 1.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import shutil
 import sys
 import tempfile
 import threading
 import traceback
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -245,27 +244,19 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="this case alone")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="counts, to which this run adds")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
         work(case_runner.range_of(args.work), args.seed)
         return 0
-    numbers = range(args.count) if args.only is None else range(args.only, args.only + 1)
-    ends: Counter[str] = Counter()
-    defects = 0
-    lines = []
-    for case in case_runner.attack([__file__, "--seed", str(args.seed)], numbers):
-        lines.append(json.dumps(case))
-        ends.update(f"{end.partition(':')[0]}" for end in case["ends"].values())
-        defects += case["defect"]
-        if case["defect"] or args.only is not None:
-            print(json.dumps(case, indent=2))
-    if args.json:
-        args.json.write_text("\n".join(lines) + "\n")
+    counts = case_runner.Counts(args.json if args.only is None else None, args.seed)
+    first = counts.done("checkpoint") if args.only is None else args.only
+    numbers = range(first, first + args.count if args.only is None else first + 1)
+    defects, ends = counts.add("checkpoint", [__file__], numbers, show=args.only is not None)
     loads = ", ".join(f"{count:,} {end}" for end, count in ends.most_common())
-    print(f"{len(lines):,} damaged directories, seed {args.seed}; loads: {loads}; {defects} defects")
-    return 1 if defects or len(lines) != len(numbers) else 0
+    print(f"{len(numbers):,} damaged directories, seed {counts.seed}; loads: {loads}; {defects} defects")
+    return 1 if defects else 0
 
 
 if __name__ == "__main__":

@@ -27,9 +27,7 @@ import random
 import shutil
 import sys
 import tempfile
-import time
 import traceback
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,8 +38,6 @@ from damage import BYTES, exchange_files, files_of, places_of, strange_values
 from formats import FORMATS, Format
 
 from tritonrec.checkpoint.manifest import add_checksum
-from tritonrec.files import save_json
-from tritonrec.harness.environment import environment
 from tritonrec.serving.exporter import MANIFEST
 
 WORDS = [
@@ -197,31 +193,14 @@ def main() -> int:
     if args.work:
         work(FORMATS[names[0]], case_runner.range_of(args.work), args.seed)
         return 0
-    document: dict[str, Any] = {"seed": args.seed, "formats": {}}
-    if args.json and args.json.exists():
-        document = json.loads(args.json.read_text())
+    counts = case_runner.Counts(args.json if args.only is None else None, args.seed)
     defects = 0
     for name in names:
-        before = document["formats"].get(name, {"cases": 0, "ends": {}, "defects": 0, "seconds": 0.0})
-        first = before["cases"] if args.only is None else args.only
+        first = counts.done(name) if args.only is None else args.only
         numbers = range(first, first + args.count if args.only is None else first + 1)
-        ends, began = Counter(before["ends"]), time.monotonic()
-        for case in case_runner.attack(
-            [__file__, "--format", name, "--seed", str(document["seed"])], numbers
-        ):
-            end = case.get("end") or case["ends"]["crash"]
-            ends[end.partition(":")[0]] += 1
-            if case["defect"] or args.only is not None:
-                print(json.dumps(case), flush=True)
-            defects += case["defect"]
-            before["defects"] += case["defect"]
-        document["formats"][name] = {
-            "cases": numbers.stop, "ends": dict(ends), "defects": before["defects"],
-            "seconds": round(before["seconds"] + time.monotonic() - began, 1),
-        }  # fmt: skip
+        found, ends = counts.add(name, [__file__, "--format", name], numbers, show=args.only is not None)
+        defects += found
         print(f"{name}: {len(numbers):,} damaged, {dict(ends)}", flush=True)
-        if args.json and args.only is None:
-            save_json({**document, "environment": environment()}, args.json)
     return 1 if defects else 0
 
 

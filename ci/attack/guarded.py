@@ -42,8 +42,11 @@ class Arena:
         for tensor, size in zip(tensors, spans, strict=True):
             at, count = start // tensor.element_size(), size // tensor.element_size()
             room = self._room(tensor.dtype)
-            room[at : at + count].copy_(tensor.as_strided((count,), (1,)))
             placed.append(room.as_strided(tensor.shape, tensor.stride(), at))
+            if tensor.is_contiguous():
+                placed[-1].copy_(tensor)
+            else:  # with what is in its gaps
+                room[at : at + count].copy_(tensor.as_strided((count,), (1,)))
         self.before = self.memory[self.begin : ROOM]
         return placed
 
@@ -70,7 +73,7 @@ class Arena:
 
 def span(tensor: torch.Tensor) -> int:
     """Bytes from the first element to the last."""
-    if tensor.numel() == 0:
-        return 0
+    if tensor.is_contiguous():
+        return tensor.nbytes
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (1 + reach) * tensor.element_size()

@@ -3,8 +3,8 @@
     python ci/attack/ops.py --calls 10000 --seed 7 [--op NAME]
     python ci/attack/ops.py --calls 100000 --record ci/baselines/attack.json --minutes 60
 
-Each op, at each of its doors (the function of `tritonrec.ops`, and the op of ``torch.ops``), has a
-process of its own. With ``--record`` all ops take turns in one, `TURN` calls each, from where the file ends.
+Each op has a process of its own, where its doors (the function of `tritonrec.ops`, the op of ``torch.ops``)
+get the same calls. With ``--record`` all ops take turns in one, `TURN` calls each, from where the file ends.
 An accepted call is compared with ``impl="reference"`` on the same arguments. A call is a function of seed, op
 and index, so ``--op NAME --seed 7 --index I`` repeats one and describes it. The exit status is 1 after a
 crash, a hang, bytes that changed outside of what an op writes to, a difference, or a refusal that names no
@@ -16,9 +16,10 @@ from __future__ import annotations
 import argparse
 import collections
 import faulthandler
+import gc
+import itertools
 import json
 import mmap
-import re
 import resource
 import subprocess
 import sys
@@ -27,34 +28,28 @@ import time
 import traceback
 import warnings
 import zlib
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from arguments import Draw
-from doors import DISTINCT, DRAWN, ROUNDED, Call, calls
+from doors import DRAWN, Call, calls
 from draws import bounds_of, chosen_by
 from guarded import Arena
 from hostile import Hostile, replace, spoil
+from verdicts import Outcome, comparable, compare, flat, judge_refusal, out_of_memory
 
 from tritonrec.files import save_json
 from tritonrec.harness.environment import environment
-from tritonrec.ops import ExactSumError, HSTUMask
 
 MEMORY = 2 << 30
 """Bytes that a worker may take beyond those it begins with; a larger allocation is an error, and cheap."""
 IMPLS = bounds_of([0.6, 0.3, 0.1])
-TURN = 1000
+TURN = 2500
 """Calls of an op between two writes of the record."""
-# names in errors that are no names of a schema
-ALSO = ["beta", "momentum", "dropout", "temperature", "gradient of", "step counts", "next_row", "a sequence"]
-ALSO += [field.name for field in fields(HSTUMask)]
 PATIENCE = 300.0  # seconds without a call that returns
 MOST_CRASHES = 5  # of an op, until it is left
-
-Outcome = tuple[str, str]  # "accepted", "refused", "unnamed", "spoiled", "difference", and the reason
 
 
 def hostile_call(call: Call, seed: int, index: int) -> tuple[Hostile, np.random.Generator]:
@@ -66,9 +61,28 @@ def hostile_call(call: Call, seed: int, index: int) -> tuple[Hostile, np.random.
     return spoil(arguments, rng), rng
 
 
-def attack(call: Call, seed: int, index: int, arenas: list[Arena]) -> Outcome:
-    hostile, _ = hostile_call(call, seed, index)
-    given, used = dict(hostile.arguments), []
+class Draws:
+    """The hostile calls of an op, drawn once for all of its doors."""
+
+    def __init__(self, seed: int):
+        self.seed, self.op, self.drawn = seed, "", dict[int, Hostile]()
+
+    def of(self, call: Call, index: int) -> Hostile:
+        if call.op != self.op:
+            self.op, self.drawn = call.op, {}
+        if index not in self.drawn:
+            self.drawn[index], _ = hostile_call(call, self.seed, index)
+        return self.drawn[index]
+
+    def forget(self, index: int) -> None:
+        """Draw this call again for the next door: this one gets tensors of it that are no copies."""
+        del self.drawn[index]
+
+
+def attack(call: Call, index: int, arenas: list[Arena], draws: Draws) -> Outcome:
+    hostile = draws.of(call, index)
+    given = {name: [*v] if isinstance(v, list) else v for name, v in hostile.arguments.items()}
+    used = []
     function = call.doors[index % len(call.doors)]
     tensors = [name for name, value in given.items() if isinstance(value, torch.Tensor)]
     groups = [hostile.together] * bool(hostile.together) + [[n] for n in tensors if n not in hostile.together]
@@ -80,10 +94,18 @@ def attack(call: Call, seed: int, index: int, arenas: list[Arena]) -> Outcome:
             (arena, [tensor for name, tensor in zip(names, placed, strict=True) if name in call.written])
         )
         given.update(zip(names, placed, strict=True))
+    unplaced = [name for name in tensors if given[name] is hostile.arguments[name]]
+    if unplaced:
+        draws.forget(index)
     for name, kind in hostile.replaced.items():
         if isinstance(given[name], torch.Tensor):
             given[name] = replace(given[name], kind)
-    copies = {n: v.detach().clone() if isinstance(v, torch.Tensor) else v for n, v in given.items()}
+    # of the other tensors the memory shows that they stay as they are
+    changing = {*call.written, *hostile.together, *unplaced}
+    copies = {
+        n: v.detach().clone() if n in changing and isinstance(v, torch.Tensor) else v
+        for n, v in given.items()
+    }
     try:
         result = function(**given)
         error = None
@@ -108,85 +130,14 @@ def attack(call: Call, seed: int, index: int, arenas: list[Arena]) -> Outcome:
     return compare(call, results, references)
 
 
-def judge_refusal(call: Call, error: Exception, given: dict[str, Any]) -> Outcome:
-    """A refusal names an argument; Python's own TypeError for what is no number at all passes."""
-    text = f"{type(error).__name__}: {error}"
-    named = any(name in str(error) for name in [*given, *ALSO]) or call.op in str(error)
-    named |= isinstance(error, ExactSumError)  # by the name it was given
-    plain = isinstance(error, TypeError) or out_of_memory(error)
-    # torch's dispatcher refuses None for a tensor, and a copy of a negated view that is written to
-    plain |= call.name.startswith("registered.") and bool(re.search("Expected Tensor|cloned_mutable", text))
-    return ("refused" if named or plain else "unnamed"), text.splitlines()[0]
-
-
-def out_of_memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError) or bool(re.search("(not enough|allocate) memory", str(error)))
-
-
-def comparable(call: Call, hostile: Hostile, given: dict[str, Any]) -> bool:
-    """Whether the results are specified: lists without repeats, and for rounded ones, small numbers."""
-    if set(hostile.replaced.values()) & {"meta", "requires_grad", "negated"}:
-        return False
-    for name in DISTINCT.get(call.op, ()):
-        if len(given[name].unique()) < len(given[name]):
-            return False
-    if call.op.startswith("norm_") and _rows_without_variance(given["x"]):
-        return False
-    if call.op in ROUNDED:
-        floats = [v for v in given.values() if isinstance(v, torch.Tensor) and v.is_floating_point()]
-        if any(v.numel() and not v.abs().max() < 100 for v in floats):
-            return False
-        if call.op == "softmax_attention_backward" and not (given["total"] > 1e-3).all():
-            return False  # a sum of exponentials, of which one is 1
-        numbers = {n: v for n, v in given.items() if type(v) is float or (type(v) is int and abs(v) > 2**63)}
-        return all(abs(v) < 100 and (name != "eps" or v > 1e-9) for name, v in numbers.items())
-    return True
-
-
-def _rows_without_variance(x: torch.Tensor) -> bool:
-    """Whether a row is nearly constant: its norm multiplies the rounding of its mean by 1 / sqrt(eps)."""
-    if x.dim() != 2 or x.numel() == 0 or x.shape[1] == 1:
-        return False
-    x = x.double()
-    return bool((x.std(1, correction=0) < 1e-3 * x.abs().amax(1)).any())
-
-
-def flat(result: Any) -> list[Any]:
-    if isinstance(result, tuple | list):
-        return [one for part in result for one in flat(part)]
-    return [] if result is None else [result]
-
-
-def compare(call: Call, results: list[Any], references: list[Any]) -> Outcome:
-    for place, (got, expected) in enumerate(zip(results, references, strict=True)):
-        if not isinstance(got, torch.Tensor):
-            if got != expected:
-                return "difference", f"result {place}: {got} for {expected}"
-            continue
-        if got.shape != expected.shape or got.dtype != expected.dtype:
-            shapes = f"{got.shape} {got.dtype} for {expected.shape} {expected.dtype}"
-            return "difference", f"result {place}: {shapes}"
-        got, expected = got.detach(), expected.detach()
-        if call.op in ROUNDED and got.is_floating_point():
-            scale = float(expected.nan_to_num(0.0).abs().max()) if expected.numel() else 1.0
-            near = torch.isclose(got, expected, rtol=1e-3, atol=1e-4 * max(scale, 1.0), equal_nan=True)
-        elif call.op in ROUNDED:
-            near = (got - expected).abs() < 2**26
-        else:
-            near = (got == expected) | ((got != got) & (expected != expected))
-        if not near.all():
-            at = near.logical_not().nonzero()[0].tolist()
-            return "difference", f"result {place}{at}: {got[tuple(at)]} for {expected[tuple(at)]}"
-    return "accepted", ""
-
-
 def work(names: list[str], seed: int, begin: int, first: int, stop: int, progress: Path) -> None:
     """The calls [first, stop) of each op, [begin, stop) of the first one; the running one in `progress`."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable()
     warnings.filterwarnings("ignore", category=RuntimeWarning)  # of references: an overflow is an infinity
     torch.set_num_threads(1)
-    arenas, every = [Arena() for _ in range(24)], calls()
+    arenas, every, draws = [Arena() for _ in range(24)], calls(), Draws(seed)
+    gc.freeze()  # what was imported stays
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
     with progress.open("r+b") as file, mmap.mmap(file.fileno(), 16) as place:
@@ -195,7 +146,7 @@ def work(names: list[str], seed: int, begin: int, first: int, stop: int, progres
             seen: dict[str, list[Any]] = {}
             for index in range(first if number else begin, stop):
                 place[:16] = number.to_bytes(8, "little") + index.to_bytes(8, "little")
-                kind, reason = attack(every[name], seed, index, arenas)
+                kind, reason = attack(every[name], index, arenas, draws)
                 counts[kind] += 1
                 if kind not in ("accepted", "refused"):
                     seen.setdefault(f"{kind}: {reason[:60]}", [index, reason])
@@ -264,7 +215,7 @@ def describe(call: Call, seed: int, index: int) -> None:
             value = f"{tuple(value.shape)} {value.dtype} strides {value.stride()} {some}"
         print(f"  {name}: {value}")
     try:
-        print(attack(call, seed, index, [Arena() for _ in range(24)]))
+        print(attack(call, index, [Arena() for _ in range(24)], Draws(seed)))
     except Exception:
         traceback.print_exc()
 
@@ -337,6 +288,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     every = calls()
     names = [n for n in every if not given.op or any(n == op or n.endswith("." + op) for op in given.op)]
+    names.sort(key=lambda name: [*DRAWN].index(every[name].op))  # doors of an op share its draws
     if given.index is not None:
         for name in names:
             describe(every[name], given.seed, given.index)
@@ -347,7 +299,8 @@ def main(argv: list[str] | None = None) -> int:
     failed = False
     print(f"{'op':44} {'accepted':>9} {'refused':>9}")
     with tempfile.TemporaryDirectory() as folder:
-        for group in [names] if given.together else [[name] for name in names]:
+        by_op = [[*doors] for _, doors in itertools.groupby(names, lambda name: every[name].op)]
+        for group in [names] if given.together else by_op:
             for report in supervise(group, given.seed, given.calls, Path(folder) / "progress"):
                 print(f"{report['op']:44} {report['accepted']:>9} {report['refused']:>9}", flush=True)
                 for index, reason in [*report["crashes"], *report["seen"]]:

@@ -16,7 +16,7 @@ ATTACK = Path(__file__).resolve().parent.parent.parent / "ci" / "attack"
 def attack():
     """ci/attack/ops.py, imported for these tests only: other modules have its names too."""
     sys.path.insert(0, str(ATTACK))
-    names = ["arguments", "doors", "draws", "guarded", "hostile", "ops"]
+    names = ["arguments", "doors", "draws", "guarded", "hostile", "ops", "verdicts"]
     before = {name: sys.modules.pop(name, None) for name in names}
     try:
         import ops
@@ -58,8 +58,8 @@ vector.as_strided((1,), (1,), vector.storage_offset() + 3).fill_(7.0)
 def outcomes(attack, function):
     """What the attack says of 40 calls of a `scatter_rows` that is another function."""
     call = dataclasses.replace(attack.calls()["scatter_rows"], doors=[function])
-    arenas = [attack.Arena() for _ in range(9)]
-    return {attack.attack(call, 3, index, arenas)[0] for index in range(40)}
+    arenas, draws = [attack.Arena() for _ in range(9)], attack.Draws(3)
+    return {attack.attack(call, index, arenas, draws)[0] for index in range(40)}
 
 
 def test_outcomes_are_told_apart(attack):
@@ -78,16 +78,51 @@ def test_outcomes_are_told_apart(attack):
     def silent(**given):
         raise ValueError("no")
 
+    def nearly(**given):
+        raise IndexError("overrows of the destinations")
+
     assert outcomes(attack, scatter_rows) == {"accepted", "refused"}
     assert "difference" in outcomes(attack, wrong)
     assert "spoiled" in outcomes(attack, stray)
-    assert outcomes(attack, silent) == {"unnamed"}
+    assert outcomes(attack, silent) == outcomes(attack, nearly) == {"unnamed"}
 
 
 def test_a_call_is_a_function_of_seed_op_and_number(attack):
     call = attack.calls()["registered.segment_sum_into"]
     one, same, other = (attack.hostile_call(call, *place)[0] for place in ((7, 5), (7, 5), (7, 6)))
     assert repr(one) == repr(same) != repr(other)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_doors_of_an_op_get_the_same_calls_though_the_first_one_writes_to_everything(
+    attack, fits, monkeypatch
+):
+    monkeypatch.setattr(attack.Arena, "place", attack.Arena.place if fits else lambda *_: None)
+    arenas, draws, seen = [attack.Arena() for _ in range(9)], attack.Draws(3), []
+
+    def spoiler(**given):
+        for value in given.values():
+            if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+                value.detach().fill_(1)
+            if isinstance(value, list):
+                value.clear()
+        raise ValueError("no")
+
+    def observer(**given):
+        seen.append(repr({n: v.tolist() if isinstance(v, torch.Tensor) else v for n, v in given.items()}))
+        raise ValueError("no")
+
+    found = attack.calls()
+    for call in (found["gather_rows"], found["registered.norm_mul_dropout_backward_exact"]):
+        for door in (spoiler, observer):
+            for index in range(20):
+                attack.attack(dataclasses.replace(call, doors=[door]), index, arenas, draws)
+        shared, seen[:] = [*seen], []
+        for index in range(20):
+            call = dataclasses.replace(call, doors=[observer])
+            attack.attack(call, index, arenas, attack.Draws(3))
+        assert shared == seen and len(set(seen)) > 10
+        seen.clear()
 
 
 def test_choices_draw_what_those_of_numpy_draw(attack):

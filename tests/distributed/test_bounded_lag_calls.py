@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import (
 
 from tritonrec.distributed import RankDiedError
 from tritonrec.distributed.bounded_lag import BoundedLagGroup, BoundedLagOptions
+from tritonrec.distributed.bounded_lag.calls import describe_call
 
 WORLD = 3
 
@@ -147,3 +148,9 @@ def test_waiting_takes_the_callers_timeout():
     finally:
         ranks.groups = []
     assert any(outcome is None for outcome in (outcomes[0], outcomes[2])), outcomes
+
+
+def test_a_call_of_many_tensors_shows_eight_of_them():
+    some = [torch.zeros(2, dtype=torch.int32) for _ in range(8)]
+    assert describe_call("all_gather", some).count("2 int32") == 8
+    assert describe_call("all_gather", [*some, some[:2]]).endswith("and 2 further tensors of 16 bytes")

@@ -1,5 +1,6 @@
 """Promise: ranks that disagree about an exchange get an error on all ranks; nothing wrong is returned."""
 
+import subprocess
 import sys
 import threading
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 from thread_ranks import ThreadRanks
 
 from tritonrec.distributed import RankDiedError
-from tritonrec.distributed.bounded_lag import BoundedLagAllToAll, meeting, numba_puts
+from tritonrec.distributed.bounded_lag import BoundedLagAllToAll, meeting, numba_puts, window
 from tritonrec.distributed.bounded_lag.by_messages import MessageTransport
 from tritonrec.distributed.bounded_lag.messages import (
     EAGER,
@@ -425,3 +426,36 @@ class Waits(OneSided):
 def test_a_rank_that_has_ended_is_named_though_another_has_put_its_rows():
     with pytest.raises(RankDiedError, match=r"^rank 2 is gone in exchange 0"):
         Waits()._wait(SimpleNamespace(number=0), Deadline(timedelta(seconds=60)))
+
+
+def test_a_rank_that_has_begun_the_exchange_and_put_nothing_yet_is_waited_for(monkeypatch):
+    outcomes = iter([numba_puts.OVER, numba_puts.ALL_HERE])
+    monkeypatch.setattr(Waits, "_await", lambda *_: next(outcomes))
+    monkeypatch.setattr(Waits, "_has_ended", lambda *_: False)
+    monkeypatch.setattr(Waits, "started", lambda *_: [1, 1, 1])
+    Waits()._wait(SimpleNamespace(number=0), Deadline(timedelta(seconds=60)))
+    assert next(outcomes, None) is None
+
+
+def test_no_slot_of_a_new_window_has_a_message():
+    layout = window.Layout(world_size=9, slots=2, room=64)
+    made = window.Window.make(layout)
+    heads = [layout.head(slot, rank) for slot in range(2) for rank in range(9)]
+    assert [int(made.control.words(head, 1)[0]) for head in heads] == [NO_MESSAGE] * 18
+
+
+def test_settings_that_have_arrived_are_awaited_no_more(transport):
+    def start(exchange, rank, number):
+        exchange.start(torch.ones(3), [1] * 3, [1] * 3)
+
+    before = len(meeting._unawaited)
+    assert errors_of(start, transport=transport) == ["None"] * 3
+    assert len(meeting._unawaited) == before
+
+
+def test_a_process_is_seen_to_end():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    seen = window.Process(child.pid)
+    assert not seen.has_ended
+    child.communicate(b"\n")
+    assert seen.has_ended

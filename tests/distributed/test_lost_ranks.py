@@ -7,6 +7,7 @@ import os
 import threading
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -195,3 +196,17 @@ def test_the_rank_that_decides_stays_until_the_others_have_read(monkeypatch):
     ranks.store.delete_key("decision for 1")
     thread.join(5)
     assert decided == [(5, [0, 1])]
+
+
+def test_an_error_of_a_call_with_a_time_limit_is_the_callers():
+    with pytest.raises(KeyError, match="7"):
+        elastic._within(30.0, lambda member: {}[member], 7)
+    assert elastic._within(30.0, lambda member: member + 1, 7) == 8
+
+
+def test_the_first_rank_that_is_left_says_who_goes_on():
+    members = [SimpleNamespace(number=number) for number in (0, 2, 5)]
+    ranks = SimpleNamespace(members=members, own=members[1], min_ranks=1, _agree=lambda: (4, [2, 5]))
+    with pytest.warns(RuntimeWarning, match="lost rank 0: None\nranks 2, 5 go on"):
+        elastic._Ranks.meet(ranks, RuntimeError("x"))
+    assert (ranks.generation, ranks.members) == (4, members[1:])

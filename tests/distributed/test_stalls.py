@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from stalling import work
 
-from tritonrec.distributed import Communicator, RankDiedError, RankPool, Watch
+from tritonrec.distributed import Communicator, Communicators, RankDiedError, RankPool, Watch
 from tritonrec.distributed.groups import _watch_from_environment
 from tritonrec.distributed.watch import Report, read_reports
 
@@ -239,6 +239,12 @@ class Control:
         return [text, self.other]
 
 
+@pytest.mark.parametrize(("ranks", "replicas"), [([1, 1], 1), ([1, 1], 2), ([2, 1], 1), ([2, 1], 2)])
+def test_ranks_of_groups_ascend(ranks, replicas):
+    with pytest.raises(ValueError, match="ranks must ascend along 'shard' and along 'replicate'"):
+        Communicators.over(ranks, replicas=replicas)
+
+
 def test_ranks_are_watched_where_all_of_them_reach_the_store_of_torchrun(monkeypatch):
     server = dist.TCPStore("localhost", 0, None, True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
@@ -270,3 +276,15 @@ def test_a_store_that_does_not_answer_names_rank_0(monkeypatch):
         "rank 0 has not reached collective 7 of group routing within 0.4 s: it was last seen in compute(5)"
         in str(error)
     )
+
+
+def test_behind_a_stage_inside_another_the_outer_one_is_reported(store):
+    watch = Watch(store, 0, 1, timedelta(seconds=9))
+    with watch.doing("outer"):
+        with watch.doing("inner"):
+            pass
+        watch._report_now()
+        assert read_reports(store, [0])[0].place == "in outer"
+    watch._report_now()
+    assert read_reports(store, [0])[0].place == "after outer"
+    watch.close()

@@ -282,3 +282,9 @@ def test_the_documentations_scaled_feature_is_as_pasted():
     exec(block, names)
     rates = {group.layout.names: group.optimizer.lr(50) for group in names["tables"].groups}
     assert rates == {("item",): pytest.approx(5e-4), ("user",): pytest.approx(5e-5)}
+
+
+def test_a_row_may_have_a_single_value():
+    assert FeatureConfig("item", dim=1).dim == 1
+    with pytest.raises(ValueError, match="dim must be at least 1, got 0"):
+        FeatureConfig("item", dim=0)

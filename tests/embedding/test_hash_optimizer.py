@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tritonrec import HashEmbedding, HashEmbeddingCollection, HashOptimizer
-from tritonrec.embedding import FeatureConfig, HashTableCollection, RowOptimizer, StepDecay
+from tritonrec.distributed import Communicators
+from tritonrec.embedding import FeatureConfig, HashTableCollection, RowOptimizer, StepDecay, hash_optimizer
 
 IDS = torch.tensor([4, -9, 4, 2**63 - 1])
 
@@ -288,3 +289,9 @@ def test_time_of_policies_goes_on():
     again, _ = made()
     again.load_state_dict(model.state_dict())
     assert again[0].lookups == model[0].lookups == 1
+
+
+def test_a_sum_of_squares_ends_at_two_to_the_fiftieth():
+    over = Communicators.local().control
+    for value, expected in ((2.0**25, torch.inf), (2.0**25 - 2, (2.0**25 - 2) ** 2)):
+        assert float(hash_optimizer._sum_of_squares([torch.tensor([[value]])], over)) == expected

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tritonrec.embedding import index_pool, key_index
+from tritonrec.embedding import device_pool, index_pool, key_index
 from tritonrec.embedding.device_index import DeviceIndex
 from tritonrec.embedding.key_index import KeyIndex
 from tritonrec.kernels import murmur
@@ -333,3 +333,14 @@ def test_wrong_arguments_are_refused():
         KeyIndex(12)
     with pytest.raises(ValueError, match=r"keys must be \(K,\) int64"):
         KeyIndex().find(torch.zeros(3))
+
+
+def test_keys_beyond_the_most_rows_of_a_device_are_refused_before_any_is_taken(monkeypatch):
+    monkeypatch.setattr(device_pool, "MAX_ROWS", 10)
+    index = DeviceIndex(8, torch.device("cpu"))
+    index.find_or_insert(torch.arange(8))
+    with pytest.raises(MemoryError, match="at most 10 rows on one rank; it has 8, and up to 3 are new"):
+        index.find_or_insert(torch.arange(8, 11))
+    assert len(index) == 8 and index.find(torch.arange(8, 11)).tolist() == [-1] * 3
+    index.find_or_insert(torch.arange(8, 10))
+    assert len(index) == 10

@@ -1,6 +1,7 @@
 """Promise: hash embeddings are those of torch over any ids: results, training, rows on first use."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tritonrec.embedding import (
     Placement,
     RowOptimizer,
     TablePolicy,
+    modules,
 )
 from tritonrec.embedding.in_flight import as_lane
 
@@ -364,3 +366,35 @@ def test_a_module_of_one_table_puts_it_where_it_is_told(kind):
     placement = Placement("cached", cache_rows=8)
     (group,) = kind(4, placement=placement).tables.groups
     assert group.table.placement == placement and group.table.padded
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_keys_leave_a_device_from_which_ranks_cannot_exchange_them(supported, monkeypatch):
+    routed = []
+
+    def plan(keys, layouts, over):
+        routed.extend(keys)
+        raise KeyboardInterrupt
+
+    module = HashEmbedding(5)
+    monkeypatch.setattr(modules, "plan_routes", plan)
+    monkeypatch.setattr(type(module.communicator), "supports", lambda self, device: supported)
+    key = SimpleNamespace(device="there", cpu=lambda: "on the host")
+    with pytest.raises(KeyboardInterrupt):
+        module._rows([key])
+    assert routed == [key if supported else "on the host"]
+
+
+def test_features_of_torchrec_are_taken_as_they_are():
+    class Features:
+        """What `from_torchrec` asks of TorchRec's ``KeyedJaggedTensor``."""
+
+        variable_stride_per_key = staticmethod(lambda: False)
+        keys = staticmethod(lambda: ["item"])
+        values = staticmethod(lambda: torch.tensor([3, 4, 3]))
+        offsets = staticmethod(lambda: torch.tensor([0, 1, 3]))
+        weights_or_none = staticmethod(lambda: None)
+
+    module = HashEmbeddingCollection([FeatureConfig("item", dim=2, pooling="sum")], seed=1)
+    ours = KeyedJaggedTensor(("item",), torch.tensor([3, 4, 3]), torch.tensor([0, 1, 3]))
+    assert torch.equal(module(Features())["item"], module(ours)["item"])

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tritonrec import ops
-from tritonrec.embedding import DynamicTable, Eviction, KeyLayout, PrecisionTiers, TablePolicy
+from tritonrec.embedding import DynamicTable, Eviction, KeyLayout, PrecisionTiers, TablePolicy, row_checksums
+from tritonrec.kernels.deferred import first_bad
 
 pytestmark = pytest.mark.smoke
 
@@ -109,6 +110,15 @@ def test_the_next_chunk_is_allocated_ahead(policy):
     assert store.memory()["fp32_values"] == 2 * 4 * 5 * 4
     store.lookup(torch.arange(5), 1)
     assert store.memory()["fp32_values"] == 3 * 4 * 5 * 4
+
+
+def test_memory_for_rows_is_reserved_before_they_come():
+    store = table()
+    store._rows.grow(21)
+    before = store.memory()["fp32_values"]
+    assert before >= 21 * 5 * 4
+    store.lookup(torch.arange(17), 0)
+    assert store.memory()["fp32_values"] == before
 
 
 def test_another_table_name_gives_other_initial_values():
@@ -322,3 +332,18 @@ def test_slots_must_be_a_power_of_two(slots):
 def test_settings_out_of_range_are_refused(make):
     with pytest.raises(ValueError):
         make()
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_a_row_of_any_handle_that_has_changed_is_found(here, monkeypatch):
+    monkeypatch.setattr(row_checksums, "on_host", lambda tensor: here)
+    sums, handles, rows = row_checksums.RowChecksums(torch.device("cpu")), torch.arange(4), torch.randn(4, 3)
+    sums.write(handles, rows, 4)
+    none = torch.empty(0, dtype=torch.int64)
+    for changed in range(4):
+        now = rows.clone()
+        now[changed, 2] += 1
+        for skipped, there in ((none, True), (torch.tensor([changed, -1]), False)):
+            found = sums.first_changed(handles, now, skipped)
+            found = (found if here else int(first_bad(found))) - 1
+            assert found == (changed if there else -1), (changed, skipped)

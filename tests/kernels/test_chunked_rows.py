@@ -276,3 +276,12 @@ def test_a_table_of_addresses_keeps_its_chunks_and_nothing_keeps_the_table():
 def test_bad_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call(Rows((5, 3, 4), 20, "cpu").places)
+
+
+def test_a_table_of_addresses_keeps_its_chunks_which_are_contiguous():
+    chunks = [torch.zeros(4, 2), torch.ones(3)]
+    table = addresses(chunks, torch.device("cpu"))
+    assert table.tolist() == [each.data_ptr() for each in chunks]
+    assert all(one is two for one, two in zip(address_table.chunks_behind(table), chunks, strict=True))
+    with pytest.raises(ValueError, match=r"chunk 1 of shape \(4,\) has strides \(2,\)"):
+        addresses([torch.zeros(4), torch.zeros(8)[::2]], torch.device("cpu"))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tritonrec import ops
-from tritonrec.kernels.deferred import Deferred
+from tritonrec.kernels.deferred import NONE, Deferred
 from tritonrec.kernels.fixed_point.errors import late_error
 
 
@@ -77,3 +77,36 @@ def test_an_error_that_is_dropped_is_told_once():
 def test_an_error_whose_value_is_gone_has_its_place():
     error = late_error("weight", 3, 36)(1 + 2 * 3 + 1)
     assert error.index == (2, 1) and error.value is None and "weight[2, 1]" in str(error)
+
+
+def test_errors_that_are_dropped_are_told_of_once_and_others_are_kept():
+    errors = Deferred(drops=True)
+    fine, bad = torch.full((3,), NONE), torch.tensor([NONE, 4, NONE])
+    errors.add(fine, ArithmeticError)
+    assert not errors.dropped(torch.device("cpu"))
+    errors.add(bad, ArithmeticError)
+    errors.add(bad, KeyError)
+    assert errors.dropped(torch.device("cpu")) and not errors.dropped(torch.device("cpu"))
+    with pytest.raises(KeyError):
+        errors.check()
+    errors.refuse(ArithmeticError())
+    errors.add(fine, ArithmeticError)
+    assert errors.dropped(torch.device("cpu")) and not errors.dropped(torch.device("cpu"))
+
+
+def test_errors_are_put_off_again_by_what_the_positions_are_now():
+    made, positions = Deferred(), torch.full((3,), NONE)
+    made.add(positions, KeyError)
+    positions[1] = 7
+    again = Deferred()
+    with again.active():
+        made.repeat()
+    positions.fill_(NONE)
+    made.check()
+    with pytest.raises(KeyError, match="8"):
+        again.check()
+
+
+def test_arguments_are_checked_where_errors_are_put_off_too():
+    with Deferred().active(), pytest.raises(ValueError, match=r"source must be \(R, D\)"):
+        ops.gather_rows(torch.zeros(3), torch.arange(2))

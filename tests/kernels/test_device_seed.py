@@ -11,6 +11,7 @@ from tritonrec.kernels.norm_mul_dropout.register import (
     NORM_MUL_DROPOUT_BACKWARD_INTO,
 )
 from tritonrec.kernels.philox import DeviceSeeds, derive_seed
+from tritonrec.kernels.philox.device_seed import in_kernel
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -83,3 +84,7 @@ def test_a_recording_that_draws_nothing_writes_nothing():
     seeds = DeviceSeeds(torch.device("cpu"), 3)
     seeds.write(5)
     assert not seeds.values.any()
+
+
+def test_a_kernel_without_dropout_takes_no_seed():
+    assert in_kernel(5, 0.0) == (0, None) and in_kernel(5, 0.4) == (5, None)

@@ -1,5 +1,6 @@
 """One rounding to a multiple of 2**-fraction_bits, half to even, the same in every bit, or an error."""
 
+import re
 from fractions import Fraction
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tritonrec.kernels.deferred import NONE
 from tritonrec.kernels.fixed_point import ExactSumError, from_fixed_point, to_fixed_point
+from tritonrec.kernels.fixed_point.errors import late_error, report_exact_gradients, sum_error
 from tritonrec.kernels.rows.numba_segment_sum import add_products, add_rows, segment_sum
 
 GPU = torch.cuda.is_available()
@@ -184,3 +187,18 @@ def test_products_are_rounded_once_whatever_their_size(factor):
     with pytest.raises(ExactSumError):
         add_products(out, values.abs(), factors.abs(), rows, "batch", 36, "gradient")
     assert bool((out == 2**63 - 1).all())
+
+
+def test_an_error_says_whether_a_value_or_its_sum_is_too_large():
+    for value, words in (
+        (2.0**26 - 8, "added to segment 3, column 1, leaves"),
+        (2.0**26, r"reaches 2\*\*26"),
+    ):
+        assert re.search(words, str(sum_error("x", (0, 1), value, 3, 36))), value
+    assert late_error("x", 3, 36)(6).index == (1, 2)
+
+
+def test_a_term_of_an_exact_gradient_is_named_by_its_place():
+    bad = torch.tensor([NONE, 7, 9])
+    with pytest.raises(ExactSumError, match=r"^gradient of bias\[0, 1\]"):
+        report_exact_gradients(bad, ["weight", "bias"], (2, 3), 36)

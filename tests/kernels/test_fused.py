@@ -36,6 +36,10 @@ def numbers():
     ties += [(1.0, 2.0**-24, 1 + 2**-23), (-1.0, 2.0**-25, 1.0), (2.0**-24, 1 + 2**-23, 1.0), (0.0, 3.0, 0.0)]
     # 1 + 2**-24, and a little: the float64 next to it is odd, and behind the sum
     ties += [(24929.0, 673 * 2.0**-24, 0.75 * 2.0**-52), (-24929.0, 673 * 2.0**-24, -0.75 * 2.0**-52)]
+    # and so little that the float64 is the tie itself, which is even
+    ties += [
+        (sign * 24929.0, 673 * 2.0**-24, little) for sign in (1, -1) for little in (2.0**-60, -(2.0**-60))
+    ]
     more = np.array(ties, np.float32).T
     return [np.concatenate([each, own]) for each, own in zip((a, b, c), more, strict=True)]
 

@@ -68,6 +68,10 @@ WILD = {
         torch.ones(4, 3), torch.ones(4, 3), None, torch.ones(3), torch.ones(3), 0.0, 1, None, None,
         torch.ones(1), torch.ones(1), "auto",
     ),
+    "norm_mul_dropout_backward of a gradient of other rows": lambda door: door.norm_mul_dropout_backward(
+        torch.ones(3, 3), torch.ones(4, 3), None, torch.ones(3), torch.ones(3), 0.0, 1, None, None,
+        torch.ones(4), torch.ones(4), "auto",
+    ),
     "relative_aggregate_backward": lambda door: door.relative_aggregate_backward(
         TOKENS, TOKENS, torch.ones(2, 5), whole(0, 10**8), 10**8, None, "auto"
     ),

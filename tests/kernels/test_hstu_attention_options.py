@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from speeds import slow_except, slow_on_triton
 
 from tritonrec.kernels.hstu_attention import HSTUBias, HSTUMask, checks, hstu_attention, reference
-from tritonrec.kernels.hstu_attention.call import Call
+from tritonrec.kernels.hstu_attention.call import Call, describe
+from tritonrec.kernels.hstu_attention.checks import check_counts
 from tritonrec.kernels.hstu_attention.register import HSTU_ATTENTION, HSTU_ATTENTION_BACKWARD
 from tritonrec.kernels.hstu_attention.triton_bias import log2_of_difference
 from tritonrec.kernels.numba_sequences import log2_of_difference as log2_on_cpu
@@ -275,3 +276,27 @@ def test_what_does_not_fit_is_refused(change, message):
     hstu_attention(**grouped(**fits))
     with pytest.raises(ValueError, match=message):
         hstu_attention(**grouped(**{**fits, **change}))
+
+
+@pytest.mark.parametrize(("entries", "index"), [(None, (0, 0)), (5, (0, -1)), (9, (4, 1))])
+def test_the_diagonal_is_the_first_weight_of_one_side_and_the_middle_one_of_two(entries, index):
+    weights = None if entries is None else torch.zeros(entries)
+    call = Call(torch.tensor([0, 5]), 5, 0.5, 3, pos_weights=weights)
+    assert call.position_index == index and call.deterministic
+
+
+@pytest.mark.parametrize(("counts", "fit"), [([0, 3], True), ([1, 4], False), ([-1, 3], False)])
+def test_counts_on_a_device_are_checked_there(counts, fit, monkeypatch):
+    class There(torch.Tensor):
+        device = torch.device("cuda")
+
+    seen = []
+    monkeypatch.setattr(torch, "_assert_async", lambda fits, message: seen.append((bool(fits), message)))
+    check_counts("num_targets", torch.tensor(counts).as_subclass(There), torch.tensor([2, 3]))
+    assert seen == [(fit, "num_targets must lie between 0 and what a sequence has left")]
+
+
+@pytest.mark.parametrize("length", [2.5, "9"])
+def test_a_scaling_length_that_is_no_whole_number_is_refused(length):
+    with pytest.raises(TypeError, match="scaling_seqlen must be a whole number"):
+        describe(torch.tensor([0, 5]), 5, alpha=0.5, scaling_seqlen=length)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numba
 import pytest
@@ -330,3 +331,25 @@ def test_a_processor_has_the_targets_whose_features_it_has():
     assert targets("haswell", *avx2, *(each.replace("+", "-") for each in avx512)) == ["x86-64-v3"]
     assert targets("core2", *avx2[1:]) == []
     assert targets("x86-64-v3") == ["x86-64-v3"]
+
+
+def test_an_array_of_another_module_counts_by_its_file(digest_with):
+    kernel = "from . import module\n\ndef kernel(number):\n    return number + module.TABLE[0]\n"
+    one, other = (
+        digest_with(kernel=kernel, module=f"import numpy as np\n\nTABLE = np.array([{n}])\n") for n in (1, 2)
+    )
+    assert one != other
+
+
+def test_a_turn_ends_where_its_file_is_gone(tmp_path):
+    def kernel(number):
+        return number
+
+    kept = kernel_cache.KernelCache(kernel)
+    kept._cache_file = SimpleNamespace(path=lambda key: tmp_path / "kernel.nbc")
+    assert kept._begin_turn("some key")
+    (tmp_path / "kernel.lock").unlink()
+    kept.end_turns()
+    assert kept._begin_turn("some key") and (tmp_path / "kernel.lock").exists()
+    kept.end_turns()
+    assert not (tmp_path / "kernel.lock").exists()

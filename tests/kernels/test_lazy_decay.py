@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tritonrec.kernels.sparse_optimizers import sparse_lazy_decay
+from tritonrec.kernels.sparse_optimizers.register import MOST_UPDATES
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
@@ -98,3 +99,8 @@ def test_registration():
     table = torch.rand(6, 5)
     arguments = table[:, :4], torch.zeros(6, 1), torch.tensor([1, 4]), factors(3), 3, None, "cpu"
     torch.library.opcheck(torch.ops.tritonrec.sparse_lazy_decay.default, arguments)
+
+
+def test_updates_are_counted_as_far_as_a_float32_counts():
+    last = torch.tensor(float(MOST_UPDATES))
+    assert last - 1 + 1 == last and last - 1 != last and last + 1 == last

@@ -387,6 +387,10 @@ def zeros(*shape, dtype=torch.float32):
         (lambda: weight_grad(accumulator=zeros(2, 3)), "accumulator must be 2-D torch.int64"),
         (lambda: weight_grad(accumulator=zeros(3, 2, dtype=torch.int64)), r"accumulator must be \(out, in\)"),
         (lambda: weight_grad(accumulator=zeros(3, 2, dtype=torch.int64).t()), "contiguous rows"),
+        (
+            lambda: weight_grad(bias_accumulator=zeros(3, dtype=torch.int64)),
+            r"bias_accumulator must be .*\(2,\)",
+        ),
         (lambda: weight_grad(dy=zeros(3, 2)), r"dy \(3, 2\), x \(4, 3\)"),
         (lambda: weight_grad(x=zeros(4, 3).double()), "x must be 2-D torch.float32"),
         (lambda: weight_grad(seq_offsets=torch.tensor([0, 3])), "seq_offsets must end at the 4 tokens"),

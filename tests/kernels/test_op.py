@@ -1,6 +1,8 @@
 """The record of an op: what torch sees of a call, what is written, and which arguments are refused."""
 
 import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tritonrec import ops
-from tritonrec.kernels import launch
-from tritonrec.kernels.op import OPS, Op
+from tritonrec.kernels import dispatch, launch
+from tritonrec.kernels.op import OPS, Op, annotated_launches, annotation
+from tritonrec.kernels.races import declared
 
 
 def some(*shape):
@@ -281,3 +284,42 @@ def test_a_check_gets_the_arguments_that_it_names_and_the_rest():
     )(torch.ones(2), 5, torch.ones(4), 7, 0.5, impl="reference")  # fmt: skip
     del OPS["probe_of_checks"]
     assert seen == [(7, 5), (5, 7, (0.5,)), (4, 3)]
+
+
+def test_a_cpu_has_no_compute_capability(monkeypatch):
+    monkeypatch.setattr(dispatch, "emulated", None)
+    assert dispatch.capability(torch.zeros(1)) == (0, 0)
+    monkeypatch.setattr(dispatch, "emulated", (9, 0))
+    assert dispatch.capability(torch.zeros(1)) == (9, 0)
+
+
+def test_the_kernels_of_a_cpu_take_its_tensors_alone():
+    with pytest.raises(ValueError, match="impl='cpu' needs a CPU tensor, got one on meta"):
+        dispatch.implementation("cpu", torch.zeros(1, device="meta"))
+
+
+def test_the_number_of_a_device_is_one_that_the_machine_has(monkeypatch):
+    for name, value in (
+        ("is_available", True), ("current_accelerator", torch.device("cuda")),
+        ("device_count", 2), ("current_device_index", 1),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.accelerator, name, lambda value=value: value)
+    assert dispatch.usable_device("cuda") == dispatch.usable_device("cuda:1") == torch.device("cuda:1")
+    assert dispatch.usable_device("cuda:0") == torch.device("cuda:0")
+    with pytest.raises(ValueError, match="device 'cuda:2' is not usable: this machine has 2 of them"):
+        dispatch.usable_device("cuda:2")
+
+
+def test_a_race_is_declared_of_an_argument_that_the_kernel_has():
+    kernel = SimpleNamespace(arg_names=["out_ptr", "count"])
+    assert declared(races=("out_ptr",))(kernel).declared == {"out_ptr": (True, False)}
+    with pytest.raises(ValueError, match=r"no arguments named \['in_ptr'\]: the kernel has out_ptr, count"):
+        declared(races=("out_ptr",), varies=("in_ptr",))(kernel)
+
+
+def test_launches_are_named_for_a_profiler_on_request():
+    for wanted in (False, True):
+        named = annotated_launches() if wanted else nullcontext()
+        with named, torch.profiler.profile() as profile, annotation("some_launch"):
+            torch.zeros(3).add(1)
+        assert ("tritonrec::some_launch" in {each.key for each in profile.key_averages()}) == wanted

@@ -334,3 +334,15 @@ def test_a_view_is_refused_where_sets_of_its_elements_say_so(first, second):
     if len(strides) == 2 and strides[1][0] <= (strides[0][1] - 1) * strides[0][0]:
         return  # rows that lie in each other's gaps: no layout of an argument that is written
     agree(bool(set(own) & set(addresses(*second))), {"one": one}, {"other": other})
+
+
+def test_columns_of_one_matrix_are_told_apart_without_a_search(monkeypatch):
+    matrix = torch.zeros(9, 8)
+    monkeypatch.setattr(np, "shares_memory", None)
+    check_no_overlap({"left": matrix[:, :5]}, {"right": matrix[:, 5:]})
+
+
+def test_a_tensor_without_memory_hides_no_overlap():
+    there, here = torch.zeros(3, device="meta"), torch.zeros(3)
+    with pytest.raises(ValueError, match="out is written to and shares memory with x"):
+        check_no_overlap({"nowhere": there, "out": here}, {"none": None, "x": here[1:]})

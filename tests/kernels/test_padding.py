@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from poison import poisoned_memory
 
 from tritonrec import ops
+from tritonrec.kernels.padding import report
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
@@ -423,3 +424,16 @@ def test_registration():
         (library.sparse_sgd, (torch.zeros(5, 2), keys, values, 0.1, 0.0, 0.0, 0.0, 0.0, 1, count, "cpu")),
     ):
         torch.library.opcheck(op.default, arguments)
+
+
+def test_a_status_keeps_the_first_code():
+    status = torch.tensor(0)
+    for code in (0, 5, 7):
+        report(torch.tensor(code), status, KeyError)
+        assert int(status) == min(code, 5)
+    status = torch.tensor(0)
+    for code in (0, 5, 7):
+        report(code, status, KeyError)
+        assert int(status) == min(code, 5)
+    with pytest.raises(KeyError, match="5"):
+        report(torch.tensor(5), None, KeyError)

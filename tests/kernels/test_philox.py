@@ -178,3 +178,11 @@ def test_compiles_without_a_graph_break():
     compiled = torch.compile(draw, fullgraph=True, backend="aot_eager")
     for got, expected in zip(compiled(KEYS), draw(KEYS), strict=True):
         assert torch.equal(got, expected)
+
+
+def test_seed_stream_and_step_come_in_this_order():
+    keys, places = torch.arange(3), torch.arange(3)
+    expected = reference.random_indices(5, 2, 9, keys, places, 4, 1000)
+    assert torch.equal(random_indices(5, 2, 9, keys, places, 4, 1000), expected)
+    for other in ((2, 5, 9), (5, 9, 2), (9, 2, 5)):
+        assert not torch.equal(random_indices(*other, keys, places, 4, 1000), expected)

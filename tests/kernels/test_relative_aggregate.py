@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from speeds import slow_on_triton
 
+from tritonrec.kernels.head_layout import flat_heads
 from tritonrec.kernels.relative_aggregate import relative_aggregate
 from tritonrec.kernels.relative_aggregate.register import RELATIVE_AGGREGATE_BACKWARD
 
@@ -348,3 +349,29 @@ def test_a_batch_is_its_halves_end_to_end(sequences, heads, dim, buckets, by_tim
         assert torch.equal(parts[0], torch.cat(parts[1:])), what
         limit = 1e-5 * (1 + value.abs().amax()) if value.numel() else 0
         torch.testing.assert_close(parts[0].double(), value, rtol=0, atol=float(limit))
+
+
+@pytest.mark.parametrize("cut", [None, "heads", "tokens", "dim", "every other"])
+def test_a_flat_view_reaches_every_element_and_no_further(cut):
+    whole = torch.randn(4, 3, 6)
+    parts = {
+        "heads": whole[:, 1:],
+        "tokens": whole[::2],
+        "dim": whole[..., :4],
+        "every other": whole[..., ::2],
+    }
+    some = parts.get(cut, whole)
+    flat, token_stride, head_stride = flat_heads(some)
+    tokens, heads, dim = some.shape
+    for token in range(tokens):
+        for head in range(heads):
+            start = int(token_stride) * token + int(head_stride) * head
+            assert flat[start : start + dim].tolist() == some[token, head].tolist()
+    assert start + dim == len(flat)
+
+
+def test_more_buckets_than_an_index_reaches_are_refused():
+    v, table = torch.empty(0, 1, 2, device="meta"), torch.empty(1, 2**27 + 1, device="meta")
+    offsets = torch.zeros(2, dtype=torch.int64, device="meta")
+    with pytest.raises(ValueError, match=r"at most 2\*\*27 buckets a head, got 134217729"):
+        relative_aggregate(v, table, offsets, 3)

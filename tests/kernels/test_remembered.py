@@ -105,3 +105,23 @@ def test_attention_has_the_same_bits(impl):
     with active():
         shared = run()
     assert all(map(torch.equal, plain, shared))
+
+
+def test_sequences_as_long_as_the_longest_fit():
+    offsets = torch.tensor([0, 3, 3, 5])
+    check_lengths(offsets, 3)
+    with pytest.raises(ValueError, match="sequence 0 has 3 tokens, more than max_seq_len=2"):
+        check_lengths(offsets, 2)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "fit"), [([0, 3, 5], True), ([1, 3, 5], False), ([0, 3, 4], False), ([0, 6, 5], False)]
+)
+def test_offsets_on_a_device_are_checked_there(offsets, fit, monkeypatch):
+    class There(torch.Tensor):
+        device = torch.device("cuda")
+
+    seen = []
+    monkeypatch.setattr(torch, "_assert_async", lambda fits, message: seen.append((bool(fits), message)))
+    check_offsets("seq_offsets", torch.tensor(offsets).as_subclass(There), 5)
+    assert seen == [(fit, "seq_offsets does not cut [0, 5) into sequences")]

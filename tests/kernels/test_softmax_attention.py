@@ -337,3 +337,10 @@ def test_a_batch_is_its_halves_end_to_end(lengths, heads, dim, p, causal, seed, 
     for what, *parts, value in zip(RESULTS, whole, left, right, exact, strict=True):
         assert torch.equal(parts[0], torch.cat(parts[1:])), what
         torch.testing.assert_close(parts[0].double(), value, rtol=1e-4, atol=1e-4)
+
+
+def test_a_query_without_dimensions_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"q must be \(M, H, D\)"):
+        softmax_attention(
+            torch.tensor(1.0), torch.zeros(1, 1, 1), torch.zeros(1, 1, 1), torch.tensor([0, 1]), 1
+        )

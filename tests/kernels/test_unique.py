@@ -138,3 +138,13 @@ def test_compiles_without_a_graph_break():
 
 def test_registration():
     torch.library.opcheck(torch.ops.tritonrec.unique.default, (case("skewed"), None, "cpu"))
+
+
+@pytest.mark.parametrize("size", [2**31, 2**31 - 1])
+def test_more_keys_than_positions_have_numbers_for_are_refused(size):
+    keys = torch.empty(size, dtype=torch.int64, device="meta")
+    if size < 2**31:
+        assert unique(keys, padded=True)[1].shape == (size,)
+    else:
+        with pytest.raises(ValueError, match=r"unique takes fewer than 2\*\*31 keys, got 2147483648"):
+            unique(keys, padded=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tritonrec import ops
-from tritonrec.kernels import launch
+from tritonrec.kernels import dispatch, launch
 from tritonrec.kernels.op import Op
 from tritonrec.nn import RECOMPUTED, GradientAccumulator, HSTUConfig
 from tritonrec.nn.hstu import HSTULayer
@@ -142,3 +142,12 @@ def test_inside_a_compiled_function_it_is_refused():
 
     with pytest.raises(Exception, match="use_impl"):
         compiled(torch.ones(3))
+
+
+def test_a_thread_that_computed_eagerly_is_as_before():
+    before = dispatch._of_thread.eager
+    with dispatch.computes_eagerly():
+        with dispatch.computes_eagerly(False):
+            assert not dispatch._of_thread.eager
+        assert dispatch._of_thread.eager
+    assert dispatch._of_thread.eager == before

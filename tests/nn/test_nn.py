@@ -155,6 +155,11 @@ def test_autograd_agrees_with_finite_differences():
     assert abs(difference - slope) < 0.01 * abs(slope) + 0.1, (difference, slope)
 
 
+def test_sums_are_on_the_device_of_the_parameters():
+    accumulator = GradientAccumulator(torch.nn.Linear(3, 2, device="meta"))
+    assert {each.device.type for each in accumulator.sums.values()} == {"meta"}
+
+
 def test_sums_start_from_zero_and_nothing_hangs_on_the_parameters():
     model, batch = make_model(), make_batch()
     accumulator = GradientAccumulator(model)

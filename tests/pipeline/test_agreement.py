@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import takewhile
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -293,3 +294,14 @@ def single_steps(communicators):
 
 def test_a_single_step_is_no_run_that_ends(pool):
     assert pool.run(single_steps, 2) == [True, True]
+
+
+def test_settings_are_compared_in_words_that_no_process_changes(monkeypatch):
+    found = []
+    monkeypatch.setattr(agreement, "check_ranks_agree", lambda group, settings: found.append(settings))
+    model, tables, optimizer = JOB.build("adam")
+    with Trainer(model, tables, optimizer, Communicators.local(), "nestpipe") as trainer:
+        two, device = SimpleNamespace(world_size=2, control=None), torch.device("cpu")
+        rest = "nestpipe", trainer.config, trainer._schedule, device, "auto"
+        agreement.validate_same_training(two, tables, trainer.dense, *rest)
+    assert found[0]["schedule"].startswith("nestpipe ")

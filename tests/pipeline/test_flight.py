@@ -2,6 +2,7 @@
 
 import copy
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,10 @@ from trainer_parts import (
 )
 
 from tritonrec.data import Lookup
+from tritonrec.embedding.in_flight import as_lane
+from tritonrec.pipeline.flight import Flight
+from tritonrec.pipeline.peer_copies import PeerCopies
+from tritonrec.pipeline.pending import PendingWindows
 
 STEPS_1_TO_3 = r"refused while steps 1 to 3 are in flight.*list\(trainer\.run"
 
@@ -311,3 +316,67 @@ def test_frozen_parameters_stay_and_those_beside_them_are_trained(mode, consiste
         for (name, parameter), was in zip(model.named_parameters(), before, strict=True)
     }
     assert moved == {"mix.weight": False, "mix.bias": True, "norm.weight": True, "norm.bias": True}
+
+
+def test_dense_sums_are_exact_where_batches_are_whole():
+    """With consistency "window" any model trains, with float32 gradients of its own."""
+    for consistency, bits in (("batch", 36), ("window", None)):
+        with trainer(parts(), "sequential", consistency) as one:
+            assert one._pending.flight._bits == bits
+
+
+def test_a_lane_may_do_what_is_refused_to_others():
+    flight, module = SimpleNamespace(_steps=lambda: "step 3"), torch.nn.Linear(1, 1)
+    for refuse in (Flight._refuse_state_dict, Flight._refuse_loading):
+        with pytest.raises(RuntimeError, match="of Linear"):
+            refuse(flight, module)
+        with as_lane():
+            refuse(flight, module)
+
+
+def test_a_run_that_has_ended_has_no_batches_to_agree_about():
+    with trainer(parts(), "nestpipe", "batch") as one:
+        assert len(list(one.run(batches(3)))) == 3
+        assert one._pending.batches == 0
+
+
+class Counted:
+    """A loader whose position is a number."""
+
+    def __init__(self, done):
+        self.done = done
+
+    def state_dict(self):
+        return {"done": self.done}
+
+    def load_state_dict(self, state):
+        self.done = state["done"]
+
+
+def test_a_copy_in_memory_brings_back_the_state_of_its_step_and_the_loader():
+    made, copies = parts(), PeerCopies()
+    with trainer(made, "dbp", "batch") as one:
+        list(one.run(batches(2)))
+        copies.keep(one, {"note": "two"}, Counted(2))
+        expected = copy.deepcopy(state(made))
+        list(one.run(batches(4)[2:]))
+    other, loader, accepted = parts(), Counted(0), []
+    with trainer(other, "dbp", "batch") as two:
+        assert copies.restore(two, accept=accepted.append, loader=loader) == 2
+    assert same(state(other), expected) and loader.done == 2 and accepted == [{"note": "two"}]
+
+
+def test_of_a_checkpoint_and_a_copy_of_one_step_the_checkpoint_is_taken(tmp_path):
+    made, copies, accepted = parts(), PeerCopies(), []
+    with trainer(made, "dbp", "batch") as one:
+        list(one.run(batches(2)))
+        copies.keep(one, {"from": "memory"})
+        one.save(tmp_path, {"from": "disk"})
+    with trainer(parts(), "dbp", "batch") as two:
+        assert copies.restore(two, tmp_path, accepted.append) == 2
+    assert accepted == [{"from": "disk"}]
+
+
+def test_steps_under_way_are_described_by_the_first_and_the_last():
+    for steps, words in (([3], "step 3 is"), ([3, 4], "steps 3 to 4 are"), ([3, 4, 5], "steps 3 to 5 are")):
+        assert PendingWindows._described(SimpleNamespace(steps=lambda steps=steps: steps)) == words

@@ -17,7 +17,7 @@ from tritonrec.embedding import Placement
 from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import STAGED, LossScaling, Trainer, WindowConfig
-from tritonrec.pipeline.precision import LossScaler, rounded_rows
+from tritonrec.pipeline.precision import LossScaler, rounded_rows, unscaled
 
 SIZES = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9, dropout=0.2)
 JOB = Job(
@@ -314,3 +314,8 @@ def test_a_result_names_its_values():
     assert plain.values() == {"loss": plain.loss, "lr": 0.05}
     both = replace(plain, learning_rates=(0.1, 0.2))
     assert both.values() == {"loss": plain.loss, "lr/0": 0.1, "lr/1": 0.2}
+
+
+def test_gradients_of_a_scaled_loss_are_divided_by_its_scale():
+    assert torch.equal(unscaled(torch.tensor([8.0, -4.0]), 3), torch.tensor([1.0, -0.5]))
+    assert torch.equal(unscaled(torch.tensor([8.0]), 0), torch.tensor([8.0]))

@@ -1,7 +1,9 @@
 """Promise: replay changes no bit of training, and finds a bit that flips and the rank where it did."""
 
 import re
+from collections import Counter
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +19,11 @@ from tritonrec.harness.verify.thread_ranks import run_ranks
 from tritonrec.pipeline import Replay, StageFailedError, Window
 from tritonrec.pipeline.places import Buffer, Context, Gradients, Losses, Routes
 from tritonrec.pipeline.replay import Plan
+from tritonrec.pipeline.replay import replay as replaying
 from tritonrec.pipeline.replay.messages import pack, rebuilt, tensors_of, unpack
+from tritonrec.pipeline.replay.work import RowUpdate
 from tritonrec.pipeline.stage import Read, Update
+from tritonrec.pipeline.stages.update import sparse_update
 
 BIT = 1 << 12
 MODES = ("sequential", "dbp", "fwp", "nestpipe")
@@ -65,6 +70,7 @@ def test_no_bit_of_training_changes(world_size, mode, consistency):
         assert parts.same(state, other)
         assert all(torch.equal(a.losses, b.losses) for a, b in zip(losses, others, strict=True))
         assert replay.counts["replayed_rows"] and replay.counts["rows_checked"]
+        assert replay.counts["check_microseconds"] > 0
     assert sum(replay.counts["replayed_micro_batches"] for _, replay, _ in checked) > 3
 
 
@@ -434,3 +440,25 @@ def test_messages_are_left_alone_afterwards():
             return [getattr(communicators, name).ledger for name in ("communication", "routing", "reduce")]
 
     assert run_ranks(2, rank) == [[None] * 3] * 2
+
+
+@pytest.mark.parametrize("count", range(7))
+def test_of_every_nth_row_those_below_the_count_are_counted(count):
+    handles, rows = torch.arange(6), torch.randn(6, 2)
+    table = SimpleNamespace(handles=handles, count=torch.tensor(count), low_precision=None)
+    routes, stage = SimpleNamespace(row_normalizer=3, loss_normalizer=2), sparse_update
+    for every in (1, 2, 3):
+        for first in range(every):
+            owned, some = SimpleNamespace(tables=[table]), [rows]
+            update = RowUpdate(stage, first, every, routes, owned, some, some, None, some)
+            assert int(update.done().inputs[-1]) == len(range(first, count, every))
+
+
+def test_its_own_time_is_counted_in_microseconds(monkeypatch):
+    times = iter([10**9, 10**9 + 5_000_999, 0, 2000])
+    monkeypatch.setattr(replaying.time, "thread_time_ns", lambda: next(times))
+    counts = Counter()
+    for _ in range(2):
+        with replaying._Timed(counts):
+            pass
+    assert counts == {"replay_microseconds": 5002}

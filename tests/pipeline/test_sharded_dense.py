@@ -2,6 +2,7 @@
 
 import copy
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tritonrec.distributed import Communicators
 from tritonrec.harness.job import Job, dense_optimizer
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import StageFailedError, Trainer, WindowConfig
+from tritonrec.pipeline.sharded import Cut, Shards
 
 pytestmark = pytest.mark.multi_rank
 
@@ -321,3 +323,15 @@ def test_what_is_refused(pool):
         "reference": "mode 'reference' takes a model that is not sharded",
     }.items():
         assert re.search(words, said[name]), (name, said[name])
+
+
+def test_a_position_has_the_name_of_its_parameter_and_its_place_in_the_whole():
+    tensors = {"a": torch.zeros(2, 3), "b": torch.zeros(4, 2), "c": torch.zeros(1)}
+    parameters = {name: SimpleNamespace(to_local=lambda each=each: each) for name, each in tensors.items()}
+    cuts = {"a": Cut(0, (0, 2, 4)), "b": Cut(1, (0, 2, 3)), "c": Cut(0, (0, 1, 2))}
+    shards = SimpleNamespace(_trained=[*tensors], parameters=parameters, _cuts=cuts, rank=1)
+    found = [Shards.name_at(shards, position) for position in (0, 5, 6, 13, 14)]
+    places = ["a: gradient at (2, 0)", "a: gradient at (3, 2)", "b: gradient at (0, 2)"]
+    assert found == [*places, "b: gradient at (3, 3)", "c: gradient at (1,)"]
+    with pytest.raises(IndexError, match="a position 2 values behind the end of the last parameter"):
+        Shards.name_at(shards, 17)

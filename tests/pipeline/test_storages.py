@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from tritonrec.embedding import (
     TablePolicy,
 )
 from tritonrec.harness.verify.thread_ranks import run_ranks
-from tritonrec.pipeline import DenseModel
+from tritonrec.pipeline import DenseModel, LookupCounts
+from tritonrec.pipeline.places import ReceivedKeys
+from tritonrec.pipeline.stages import input_dist, retrieval
 
 POLICIES = {
     "none": TablePolicy(),
@@ -138,3 +141,29 @@ def test_a_state_moves_from_place_to_place_in_the_middle_of_a_run():
         dense = copy.deepcopy(DenseModel(made[0], made[2]).state_dict())
         state, done = made[1].state(), done + count
     assert same(got, expected)
+
+
+def replicas_of(count):
+    """The routing of `count` replicas that have received the same."""
+    return SimpleNamespace(world_size=count, all_gather=lambda values: [values] * count)
+
+
+def test_replicas_share_distinct_keys_with_their_last_use_and_count_the_bytes():
+    keys, last = torch.tensor([5, 3, 5, 5]), torch.tensor([1, 4, 7, 2], dtype=torch.uint8)
+    for padded, expected, use in ((False, [5, 3], [7, 4]), (True, [5, 3, 5, 5], [1, 4, 7, 2])):
+        counts = LookupCounts()
+        received = ReceivedKeys([], [], keys, last, [], [])
+        shared = input_dist._share_with_replicas(received, replicas_of(3), counts, padded)
+        assert [each.tolist() for each in shared.replica_keys] == [expected] * 3
+        assert [each.tolist() for each in shared.replica_last_use] == [use] * 3
+        assert counts.key_bytes == 2 * (8 + 1) * len(expected)
+
+
+def test_keys_go_to_the_host_for_tables_that_are_there(monkeypatch):
+    monkeypatch.setattr(retrieval, "to_host", lambda tensor: ("on the host", tensor))
+    received = ReceivedKeys([], [], 1, 2, [3, 4], [5])
+    assert retrieval._moved(received, torch.device("cuda")) is received
+    moved = retrieval._moved(received, torch.device("cpu"))
+    found = moved.keys, moved.last_use, *moved.replica_keys, *moved.replica_last_use
+    assert found == tuple(("on the host", each) for each in (1, 2, 3, 4, 5))
+    assert retrieval._moved(ReceivedKeys([], [], 1, None, [], []), torch.device("cpu")).last_use is None

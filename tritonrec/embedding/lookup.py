@@ -30,10 +30,10 @@ class Counters:
     16 bits; a new row moves at its first update. cached: rows looked up that were in a device's cache.
     """
 
-    found: int = 0
-    inserted: int = 0
-    rejected: int = 0
-    evicted: int = 0
-    promoted: int = 0
-    demoted: int = 0
-    cached: int = 0
+    found: int
+    inserted: int
+    rejected: int
+    evicted: int
+    promoted: int
+    demoted: int
+    cached: int

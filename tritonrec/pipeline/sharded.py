@@ -222,7 +222,7 @@ class Shards:
                 index[cut.dim] += cut.bounds[self.rank]
                 return f"{name}: gradient at {tuple(index)}"
             position -= shape.numel()
-        raise IndexError(f"position {position} is behind the last parameter")
+        raise IndexError(f"a position {position} values behind the end of the last parameter")
 
     @staticmethod
     def whole(state: Any) -> Any:

@@ -21,18 +21,18 @@ def _check(q, k, v, seq_offsets, key_offsets, max_seq_len, bias, p, sample_ids) 
     check_max_seq_len(max_seq_len)
     check_offsets_shape("seq_offsets", seq_offsets)
     sequences = seq_offsets.shape[0] - 1
-    if key_offsets is not None:
-        check_offsets_shape("key_offsets", key_offsets)
-        if key_offsets.shape[0] != sequences + 1:
-            raise ValueError(f"key_offsets must be ({sequences + 1},), got {tuple(key_offsets.shape)}")
-    elif q.shape[0] != k.shape[0]:
-        raise ValueError(f"q has {len(q)} rows and k {len(k)}: give key_offsets")
     three = q.dim() == k.dim() == v.dim() == 3
     if not three or k.shape[1:] != q.shape[1:] or v.shape[:2] != k.shape[:2]:
         raise ValueError(
             f"q must be (M, H, D), k (L, H, D) and v (L, H, E), got q {tuple(q.shape)}, k {tuple(k.shape)}, "
             f"v {tuple(v.shape)}"
         )
+    if key_offsets is not None:
+        check_offsets_shape("key_offsets", key_offsets)
+        if key_offsets.shape[0] != sequences + 1:
+            raise ValueError(f"key_offsets must be ({sequences + 1},), got {tuple(key_offsets.shape)}")
+    elif q.shape[0] != k.shape[0]:
+        raise ValueError(f"q has {len(q)} rows and k {len(k)}: give key_offsets")
     if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float32, *LOW):
         raise ValueError(
             f"q, k and v must share float32, bfloat16 or float16, got {q.dtype}, {k.dtype}, {v.dtype}"
