@@ -245,7 +245,10 @@ def table(report: Report) -> str:
     for name, by_target in by_kernel.items():
         cells = []
         for target in TARGETS:
-            good = [row for row in by_target.get(target, []) if "error" not in row]
+            if target not in by_target:
+                cells.append("not launched")
+                continue
+            good = [row for row in by_target[target] if "error" not in row]
             if not good:
                 cells.append("does not compile")
                 continue

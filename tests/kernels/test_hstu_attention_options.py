@@ -221,27 +221,29 @@ class Recorder:
         return lambda *arguments, **options: None
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_the_host_never_waits_for_the_device(monkeypatch, deterministic):
+@pytest.mark.parametrize("backward", ["two kernels", "one pass", "atomics"])
+def test_the_host_never_waits_for_the_device(monkeypatch, backward):
     """On meta tensors, which have no values, reading one raises."""
     from tritonrec.kernels.hstu_attention import triton_attention, triton_tiles
 
     kernels = ["forward_kernel", "rows_kernel", "columns_kernel", "positions_kernel", "times_kernel"]
     recorder = Recorder()
-    for name in (*kernels, "parts_kernel"):
+    for name in (*kernels, "parts_kernel", "sequences_kernel"):
         monkeypatch.setattr(triton_attention, name, recorder)
     monkeypatch.setattr(triton_tiles, "order_kernel", recorder)
+    monkeypatch.setattr(triton_attention, "may_take_one_pass", lambda *given: backward == "one pass")
+    monkeypatch.setattr(triton_attention, "RESIDENT", {4: 1e-9, 8: 1e-9})  # any batch fills such a device
     tensors, call = make(*CASES["delta_of_everything"])
     do, q, k, v = (tensor.to("meta") for tensor in tensors)
     call = Call(*(value.to("meta") if isinstance(value, torch.Tensor) else value for value in call))
-    call = call._replace(deterministic=deterministic)
+    call = call._replace(deterministic=backward != "atomics")
     with pytest.raises(RuntimeError):
         call.seq_offsets[0].item()
     checks.check(q, k, v, *call)
     HSTU_ATTENTION.launch(q, k, v, *call, impl="triton")
     HSTU_ATTENTION_BACKWARD.launch(do, q, k, v, *call, impl="triton")
     # a list of tiles before each kernel, and the sum of parts
-    assert recorder.launches == 2 * (5 if deterministic else 4) + 1
+    assert recorder.launches == 2 * (5 if backward == "two kernels" else 4) + 1
 
 
 @pytest.mark.parametrize(

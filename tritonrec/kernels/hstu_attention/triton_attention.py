@@ -20,7 +20,7 @@ from tritonrec.kernels import dispatch
 from tritonrec.kernels.flat_tuples import taking_tuples
 from tritonrec.kernels.head_layout import contiguous_heads
 from tritonrec.kernels.hstu_attention.call import Call, is_zero
-from tritonrec.kernels.hstu_attention.triton_backward import columns_kernel, rows_kernel
+from tritonrec.kernels.hstu_attention.triton_backward import columns_kernel, rows_kernel, sequences_kernel
 from tritonrec.kernels.hstu_attention.triton_bias import Bias
 from tritonrec.kernels.hstu_attention.triton_forward import forward_kernel
 from tritonrec.kernels.hstu_attention.triton_mask import Rules
@@ -29,6 +29,8 @@ from tritonrec.kernels.hstu_attention.triton_tiles import Layout, tiles_of
 from tritonrec.kernels.linear.triton_linear import INTERPRETED
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+RESIDENT = {4: 4, 8: 1}
+"""Warps of a program of `sequences_kernel`: programs of a multiprocessor at a time, at most, by registers."""
 
 
 def configuration(
@@ -83,6 +85,39 @@ def check(q: torch.Tensor, v: torch.Tensor) -> None:
             f"hstu_attention in Triton takes heads of up to 256 features, got {q.shape[2]} and {v.shape[2]}: "
             "take more heads, or impl='reference'"
         )
+
+
+def may_take_one_pass(q: torch.Tensor, config: dict[str, int]) -> bool:
+    """Whether `sequences_kernel` gives dQ its bits of two kernels, and spills no more than they do.
+
+    Float32 products of NVIDIA GPUs add their terms one by one, whatever the blocks, so a batch may decide
+    between the two. With heads of more than 64 features it spills 300 bytes a thread and more.
+    """
+    narrow = max(config["BLOCK_QK"], config["BLOCK_V"]) <= 64
+    return q.dtype == torch.float32 and dispatch.capability(q) >= (8, 0) and narrow
+
+
+def one_pass_configuration(config: dict[str, int]) -> dict[str, int]:
+    """That of `sequences_kernel`, which spills with 64 features in four warps."""
+    return config | {"num_warps": 8 if max(config["BLOCK_QK"], config["BLOCK_V"]) == 64 else 4}
+
+
+def fills_the_device(call: Call, tokens: int, heads: int, own: int, at_once: int) -> bool:
+    """Whether one pass ends before `rows_kernel` and `columns_kernel` would, by the count of block pairs.
+
+    A pair costs at most 0.8 of what it costs them. But a program walks all n (n + 1) / 2 pairs of its
+    sequence, while theirs walk up to n each and fill the device evenly. `at_once` programs run at a time: in
+    rounds they take at most the longest walk each, as others end at most a mean share and one longest walk.
+    """
+    blocks = triton.cdiv(call.max_seq_len, own)
+    if blocks <= 1:
+        return True  # their programs are as few
+    programs, longest = call.num_sequences * heads, blocks * (blocks + 1) / 2
+    # lengths are on the device: pairs are fewest where all sequences are as long as the mean
+    mean = tokens / call.num_sequences / own
+    share = programs * mean * (mean + 1) / 2 / at_once
+    in_rounds = 0.8 * longest * triton.cdiv(programs, at_once)
+    return share >= min(in_rounds, 4 * longest)  # 0.8 * (share + longest) <= share from 4 * longest on
 
 
 class Description:
@@ -150,17 +185,22 @@ def backward(do, q, k, v, call, dq, dk, dv, dpos, dts) -> None:
     heads, dims, described = q.shape[1], (q.shape[2], v.shape[2], q.dtype), Description(call, len(q))
     inputs = {"do": do, "q": q, "k": k, "v": v}
     config = configuration(*dims, True, dispatch.capability(q))
-    if call.deterministic:
-        tiles = tiles_of(call, len(q), config["BLOCK_M"], by_query=True)
-        launch(rows_kernel, {**inputs, "dq": dq}, described, tiles, heads, config)
-    # Atomics add in float32 for any dtype, and dq is rounded once at the end.
-    # Without atomics the kernel follows no pointer to dq.
-    summed = dq if call.deterministic else torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    one_pass = one_pass_configuration(config)
+    at_once = RESIDENT[one_pass["num_warps"]] * dispatch.multiprocessors(q)
     tiles = tiles_of(call, len(k), config["BLOCK_M"], by_query=False)
-    tensors = {**inputs, "dk": dk, "dv": dv, "dq": summed}
-    launch(columns_kernel, tensors, described, tiles, heads, config, ATOMIC=not call.deterministic)
+    tensors = {**inputs, "dk": dk, "dv": dv, "dq": dq}
     if not call.deterministic:
-        dq.copy_(summed)
+        # atomics add in float32 for any dtype, and dq is rounded once at the end
+        tensors["dq"] = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        launch(columns_kernel, tensors, described, tiles, heads, config, ATOMIC=True)
+        dq.copy_(tensors["dq"])
+    elif may_take_one_pass(q, config) and fills_the_device(call, len(k), heads, config["BLOCK_M"], at_once):
+        launch(sequences_kernel, tensors, described, tiles, heads, one_pass)
+    else:
+        by_query = tiles_of(call, len(q), config["BLOCK_M"], by_query=True)
+        launch(rows_kernel, {**inputs, "dq": dq}, described, by_query, heads, config)
+        # this kernel follows no pointer to dq
+        launch(columns_kernel, tensors, described, tiles, heads, config, ATOMIC=False)
     if call.pos_weights is not None:
         # 1: this kernel holds no entries of a table beside the diagonals that it owns
         config = table_configuration(*dims, 1)
