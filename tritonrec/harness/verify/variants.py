@@ -274,6 +274,14 @@ VARIANTS: dict[str, Variant] = {
         window={"precision": "fp16", "loss_scaling": MOVING},
         shows=("skipped",),
     ),
+    "exchanges-once": Variant(
+        "a window's rows come in one exchange, its gradients leave in one",
+        window={"exchanges": "once"},
+        shows=("exchanged",),
+    ),
+    "exchanges-each": Variant(
+        "each micro-batch has exchanges of its own", window={"exchanges": "each"}, shows=("exchanged",)
+    ),
     "exchange-bf16": Variant(
         "rows are exchanged in bfloat16", window={"exchange_precision": "bf16"}, shows=("exchanged",)
     ),
