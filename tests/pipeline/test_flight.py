@@ -380,3 +380,12 @@ def test_of_a_checkpoint_and_a_copy_of_one_step_the_checkpoint_is_taken(tmp_path
 def test_steps_under_way_are_described_by_the_first_and_the_last():
     for steps, words in (([3], "step 3 is"), ([3, 4], "steps 3 to 4 are"), ([3, 4, 5], "steps 3 to 5 are")):
         assert PendingWindows._described(SimpleNamespace(steps=lambda steps=steps: steps)) == words
+
+
+def test_parameters_are_checked_in_flight_unless_lanes_put_them_in_and_out():
+    checked = []
+    for shards in (None, object()):
+        dense = SimpleNamespace(shards=shards, validate=lambda shards=shards: checked.append(shards))
+        rest = {"check_modes": lambda: None, "_requires_grad": list, "_trained": []}
+        Flight.check_caller(SimpleNamespace(under_way=True, dense=dense, **rest))
+    assert checked == [None]

@@ -167,9 +167,12 @@ def test_slices_of_exchanges_have_the_bytes_that_left_the_rank(tmp_path):
 
 def test_a_rank_that_has_ended_beside_one_that_goes_on_is_named_with_its_batches():
     rows = [Header(0, 5, False, loss_terms=1), Header(1, 5, False, ended=3, loss_terms=1)]
+    ahead = torch.tensor([list(rows[0]), [1, 6, *rows[0][2:]]])
     same = torch.tensor([list(rows[0]), list(rows[0]._replace(rank=1))])
     headers._validate_same_step(same)
     with pytest.raises(
         RanksDisagreeError, match="rank 1 ended after 3 batches and rank 0 goes on with step 5"
     ):
         headers._validate_same_step(torch.tensor([list(each) for each in rows]))
+    with pytest.raises(RanksDisagreeError, match="rank 1 is at step 6 and rank 0 at step 5"):
+        headers._validate_same_step(ahead)
