@@ -37,6 +37,7 @@ def surroundings(_):
 def test_ranks_have_the_surroundings_of_their_launcher_at_the_start_of_the_pool(monkeypatch, tmp_path):
     with RankPool((1,)) as pool:
         ((first, variable, *_),) = pool.run(surroundings, 1)
+    assert all(each.closed for each in (*pool._connections, *pool._lifelines))
     assert variable is None
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path / "modules")

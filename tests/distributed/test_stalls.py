@@ -288,3 +288,10 @@ def test_behind_a_stage_inside_another_the_outer_one_is_reported(store):
     watch._report_now()
     assert read_reports(store, [0])[0].place == "after outer"
     watch.close()
+
+
+def test_reports_end_with_the_store(store):
+    watch = Watch(store, 0, 1, timedelta(seconds=9))
+    with watch._close_if_store_is_gone():
+        raise RuntimeError("the store has ended")
+    assert watch._closed.is_set()

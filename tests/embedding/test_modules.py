@@ -398,3 +398,7 @@ def test_features_of_torchrec_are_taken_as_they_are():
     module = HashEmbeddingCollection([FeatureConfig("item", dim=2, pooling="sum")], seed=1)
     ours = KeyedJaggedTensor(("item",), torch.tensor([3, 4, 3]), torch.tensor([0, 1, 3]))
     assert torch.equal(module(Features())["item"], module(ours)["item"])
+
+
+def test_a_module_shows_its_consistency():
+    assert "consistency='batch'" in repr(HashEmbedding(5))

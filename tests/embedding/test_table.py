@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tritonrec import ops
 from tritonrec.embedding import DynamicTable, Eviction, KeyLayout, PrecisionTiers, TablePolicy, row_checksums
+from tritonrec.embedding.precision import AccessCounter
 from tritonrec.kernels.deferred import first_bad
 
 pytestmark = pytest.mark.smoke
@@ -347,3 +348,11 @@ def test_a_row_of_any_handle_that_has_changed_is_found(here, monkeypatch):
             found = sums.first_changed(handles, now, skipped)
             found = (found if here else int(first_bad(found))) - 1
             assert found == (changed if there else -1), (changed, skipped)
+
+
+def test_only_rows_that_were_used_count_as_used():
+    counter = AccessCounter(PrecisionTiers(2, 1))
+    counter.values.grow(4)
+    assert set(counter.used().tolist()) == {-1}
+    counter.record(torch.tensor([3]), 0)
+    assert sorted(counter.used().tolist())[-2:] == [-1, 3]

@@ -105,8 +105,3 @@ def test_errors_are_put_off_again_by_what_the_positions_are_now():
     made.check()
     with pytest.raises(KeyError, match="8"):
         again.check()
-
-
-def test_arguments_are_checked_where_errors_are_put_off_too():
-    with Deferred().active(), pytest.raises(ValueError, match=r"source must be \(R, D\)"):
-        ops.gather_rows(torch.zeros(3), torch.arange(2))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import triton
-from attention_cases import CASES, RESULTS, TRITON, doubled, judge, make, on, run
+from attention_cases import CASES, GPU, RESULTS, TRITON, doubled, judge, make, on, run
 from speeds import slow_except
 
 from tritonrec.kernels import dispatch
@@ -17,6 +17,8 @@ from tritonrec.kernels.hstu_attention.triton_attention import (
 
 pytestmark = [*TRITON.marks]
 AT_ONCE = 264  # programs
+# blocks of 64 take the interpreter long
+LARGE = [] if GPU or dispatch.emulated else [pytest.mark.slow]
 
 # beside those of `attention_cases`: one block and more of 64 or 32 keys, and queries for blocks of them
 LONG = {
@@ -88,7 +90,7 @@ def test_one_pass_is_as_exact(passes, name):
     judge(tensors, call, passes(True, tensors, call), run("reference", tensors, call), exact)
 
 
-@pytest.mark.parametrize("name", ["blocks_of_queries"])
+@pytest.mark.parametrize("name", [pytest.param("blocks_of_queries", marks=LARGE)])
 def test_a_sequence_keeps_its_bits_in_one_pass(passes, name):
     """Alone, with room in `max_seq_len` and behind an odd number of tokens, it has those of its batch."""
     lengths, targets, contexts, _, queries, *_ = LONG[name]
@@ -111,8 +113,9 @@ def test_a_sequence_keeps_its_bits_in_one_pass(passes, name):
         assert dk[:3].eq(0).all() and dv[:3].eq(0).all()
 
 
-def test_one_pass_writes_every_element_and_nothing_else(passes):
-    tensors, call = narrow("blocks_of_queries")
+@pytest.mark.parametrize("name", [pytest.param("blocks_of_queries", marks=LARGE)])
+def test_one_pass_writes_every_element_and_nothing_else(passes, name):
+    tensors, call = narrow(name)
     meant = passes(True, tensors, call)[1:4]
     do, q, k, v = (on("triton", tensor) for tensor in tensors)
     call = Call(*(on("triton", value) for value in call))

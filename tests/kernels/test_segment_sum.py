@@ -483,3 +483,12 @@ def test_parts_whose_sum_leaves_int64_are_an_error(impl):
     with pytest.raises(ExactSumError) as raised:
         segment_sum(on(impl, values), segments, 1, consistency="batch", impl=impl)
     assert raised.value.index in ([(0, 1), (128, 1), (256, 1)] if impl == "triton" else [(140, 1)])
+
+
+def test_a_status_takes_the_error_of_a_sum_without_an_out():
+    values, segments = torch.tensor([[1.0, torch.nan]]), torch.zeros(1, dtype=torch.int64)
+    status = torch.tensor(0)
+    segment_sum(values, segments, 1, consistency="batch", status=status)
+    assert int(status) == 2
+    with pytest.raises(ExactSumError):
+        segment_sum(values, segments, 1, consistency="batch")

@@ -401,3 +401,10 @@ def test_a_second_derivative_is_refused():
     out = layer(x, tokens, SEED)
     with pytest.raises(RuntimeError, match="norm_linear_silu_backward_into writes to dy and has no derivati"):
         torch.autograd.grad(out.sum(), x, create_graph=True)
+
+
+def test_what_is_recomputed_has_no_room_in_what_is_kept():
+    sizes = {"dim": 5, "heads": 2, "qk_dim": 3, "v_dim": 4, "max_seq_len": 9}
+    rest = {"eps": 1e-6, "gate_eps": 1e-6, "dropout": 0.0}
+    widths = [whole.Shape(**sizes, **rest, keep_normed=keep).kept_widths for keep in (False, True)]
+    assert widths == [(28, 28, 8, 8, 1, 1, 1, 1), (28, 28, 8, 8, 1, 1, 1, 1, 5)]

@@ -155,6 +155,12 @@ def test_autograd_agrees_with_finite_differences():
     assert abs(difference - slope) < 0.01 * abs(slope) + 0.1, (difference, slope)
 
 
+def test_arguments_are_checked_where_gradients_are_summed_too():
+    refused = pytest.raises(ValueError, match=r"source must be \(R, D\), got shape \(3,\)")
+    with GradientAccumulator(torch.nn.Linear(2, 2)).active(), refused:
+        ops.gather_rows(torch.zeros(3), torch.arange(2))
+
+
 def test_sums_are_on_the_device_of_the_parameters():
     accumulator = GradientAccumulator(torch.nn.Linear(3, 2, device="meta"))
     assert {each.device.type for each in accumulator.sums.values()} == {"meta"}

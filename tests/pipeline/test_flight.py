@@ -22,6 +22,7 @@ from trainer_parts import (
 
 from tritonrec.data import Lookup
 from tritonrec.embedding.in_flight import as_lane
+from tritonrec.pipeline import DenseModel
 from tritonrec.pipeline.flight import Flight
 from tritonrec.pipeline.peer_copies import PeerCopies
 from tritonrec.pipeline.pending import PendingWindows
@@ -380,3 +381,21 @@ def test_of_a_checkpoint_and_a_copy_of_one_step_the_checkpoint_is_taken(tmp_path
 def test_steps_under_way_are_described_by_the_first_and_the_last():
     for steps, words in (([3], "step 3 is"), ([3, 4], "steps 3 to 4 are"), ([3, 4, 5], "steps 3 to 5 are")):
         assert PendingWindows._described(SimpleNamespace(steps=lambda steps=steps: steps)) == words
+
+
+def test_parameters_are_checked_in_flight_unless_lanes_put_them_in_and_out():
+    checked = []
+    for shards in (None, object()):
+        dense = SimpleNamespace(shards=shards, validate=lambda shards=shards: checked.append(shards))
+        rest = {"check_modes": lambda: None, "_requires_grad": list, "_trained": []}
+        Flight.check_caller(SimpleNamespace(under_way=True, dense=dense, **rest))
+    assert checked == [None]
+
+
+def test_a_state_of_fewer_optimizers_is_refused_by_their_number():
+    model, _tables, optimizer = parts()
+    dense = DenseModel(model, optimizer)
+    for part, count in (("optimizers", 1), ("schedulers", 0)):
+        given = {**dense.state_dict(), part: [{}] * 3}
+        with pytest.raises(ValueError, match=f"expected the states of {count} {part}, got 3"):
+            dense.load_state_dict(given)

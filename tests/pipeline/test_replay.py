@@ -462,3 +462,11 @@ def test_its_own_time_is_counted_in_microseconds(monkeypatch):
         with replaying._Timed(counts):
             pass
     assert counts == {"replay_microseconds": 5002}
+
+
+def test_the_time_of_its_checks_is_counted_in_microseconds(monkeypatch):
+    times, counts = iter([10**9, 10**9 + 7_000_900]), Counter()
+    monkeypatch.setattr(replaying.time, "thread_time_ns", lambda: next(times))
+    tables = SimpleNamespace(tables=[], groups=[])
+    Replay._read(SimpleNamespace(counts=counts), tables, [], None, SimpleNamespace(tables=tables))
+    assert counts == {"check_microseconds": 7000}

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from tritonrec.pipeline import (
     with_replicas,
 )
 from tritonrec.pipeline.reduce_scatter import ReduceScatter, plan_replica_reductions
+from tritonrec.pipeline.replicas import ReplicaAverage
 
 SIZES = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9, dropout=0.2)
 JOB = Job(
@@ -323,3 +325,11 @@ def test_replicas_of_tables_that_are_elsewhere_have_the_same_bits(pool, storage)
     got, got_dense = tables(4, replace(JOB, placement=Placement(storage, cache_rows=3)), replicas=2)
     assert got.keys() == expected.keys() and all(torch.equal(got[key], expected[key]) for key in got)
     assert all(torch.equal(got_dense[name], dense[name]) for name in dense)
+
+
+def test_nothing_is_sent_where_no_row_was_used_and_nothing_averaged_under_way():
+    communicators = Communicators.local()
+    average = ReplicaAverage(JOB.build("adam")[1], communicators.replica)
+    assert average.average() == 0
+    with pytest.raises(RuntimeError, match="2 windows are under way: take their results first"):
+        Trainer.sync(SimpleNamespace(_average=average, _pending=[0, 1]))

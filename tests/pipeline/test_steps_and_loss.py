@@ -20,8 +20,10 @@ from trainer_parts import (
 )
 
 from tritonrec import ops
+from tritonrec.distributed import RanksDisagreeError
 from tritonrec.harness.verify.thread_ranks import run_ranks
-from tritonrec.pipeline import DenseModel, Trainer, WindowConfig
+from tritonrec.pipeline import DenseModel, Trainer, WindowConfig, headers
+from tritonrec.pipeline.headers import Header
 from tritonrec.trace import Recorder, read
 
 
@@ -161,3 +163,16 @@ def test_slices_of_exchanges_have_the_bytes_that_left_the_rank(tmp_path):
     for spans, total in run_ranks(2, rank):
         assert {span.name for span in spans} == {"exchange", "gradient_exchange"}
         assert sum(span.args["bytes"] for span in spans) == total > 0
+
+
+def test_a_rank_that_has_ended_beside_one_that_goes_on_is_named_with_its_batches():
+    rows = [Header(0, 5, False, loss_terms=1), Header(1, 5, False, ended=3, loss_terms=1)]
+    ahead = torch.tensor([list(rows[0]), [1, 6, *rows[0][2:]]])
+    same = torch.tensor([list(rows[0]), list(rows[0]._replace(rank=1))])
+    headers._validate_same_step(same)
+    with pytest.raises(
+        RanksDisagreeError, match="rank 1 ended after 3 batches and rank 0 goes on with step 5"
+    ):
+        headers._validate_same_step(torch.tensor([list(each) for each in rows]))
+    with pytest.raises(RanksDisagreeError, match="rank 1 is at step 6 and rank 0 at step 5"):
+        headers._validate_same_step(ahead)
