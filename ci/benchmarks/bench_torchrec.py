@@ -327,7 +327,7 @@ def model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--switch",
         nargs="*",
-        default=["first_use", "skip_fetch", "taper=0.5"],
+        default=["first_use", "skip_fetch", "taper=0.5", "exchanges=auto"],
         help="of our micro-batched rows",
     )
     parser.add_argument("--optimizer", choices=("sgd", "rowwise_adagrad"), default="sgd")
