@@ -156,7 +156,7 @@ def test_one_pass_is_for_products_that_add_in_order(monkeypatch, dtype, found, d
         (110, 256, 256, 4, 64, True),
         (66, 128, 128, 4, 32, True),
         (300, 256, 1024, 4, 64, False),  # one sequence may be as long as all others of its processor
-        (3000, 256, 1024, 4, 64, True),
+        (4000, 256, 1024, 4, 64, True),
     ],
 )
 def test_one_pass_is_taken_where_it_ends_earlier(sequences, mean, longest, heads, own, expected):
@@ -183,7 +183,7 @@ def test_it_never_ends_later_by_the_count_of_pairs():
         # two kernels in perfect balance, but no shorter than their longest programs
         two = sum(n * (n + 1) / 2 for n in blocks) / at_once
         assert one <= max(two, max(blocks)) + 1e-9, lengths
-    assert taken > 100
+    assert taken > 50
 
 
 def makespan(works, at_once):

@@ -148,6 +148,6 @@ def capability(tensor: torch.Tensor) -> tuple[int, int]:
 
 def multiprocessors(tensor: torch.Tensor) -> int:
     """Of the tensor's NVIDIA GPU, or of an A100 or H100 that is emulated."""
-    if tensor.is_cuda:
+    if emulated is None and tensor.is_cuda:
         return torch.cuda.get_device_properties(tensor.device).multi_processor_count
     return 108 if capability(tensor) == (8, 0) else 132

@@ -135,6 +135,8 @@ def block_of_columns(
             # behind their own block they see no key
             last = (start >= first) & (start < first + BLOCK_M) & (row >= contexts)
             dq *= tl.where(last, of_row, 1.0)[:, None]
+            # the store may have another layout: no thread may load an element that is new already
+            tl.debug_barrier()
             store_rows(dq, dq_ptr, dq_strides, origin, head, row, length, dim_qk, BLOCK_QK, hidden)
     store_rows(dk * (alpha * scale), dk_ptr, dk_strides, begin, head, column, length, dim_qk, BLOCK_QK)
     store_rows(dv * scale, dv_ptr, dv_strides, begin, head, column, length, dim_v, BLOCK_V)
