@@ -284,10 +284,14 @@ def add_weight_gradients_kernel(
                 failed = inside & (fits == 0)
                 # only the first failure counts: after a wrap a sum means nothing
                 if (worst == NONE) & any_of(failed):
-                    bad = tl.where(failed, sample * outputs * inputs + place, NONE)
-                    worst = tl.min(tl.min(bad, axis=1), axis=0)
-                    # positions differ, so the sum has one culprit
-                    value = tl.sum(tl.sum(tl.where(bad == worst, product, 0.0), axis=1), axis=0)
+                    # places of the tile, whose order is that of the weight, need half of its registers
+                    local = tl.arange(0, BLOCK)
+                    at = tl.where(failed, local[:, None] * BLOCK + local[None, :], BLOCK * BLOCK)
+                    first = tl.min(tl.min(at, axis=1), axis=0)
+                    value = tl.sum(tl.sum(tl.where(at == first, product, 0.0), axis=1), axis=0)
+                    row_of = tl.program_id(0).to(tl.int64) * BLOCK + first // BLOCK
+                    column_of = tl.program_id(1).to(tl.int64) * BLOCK + first % BLOCK
+                    worst = (sample * outputs + row_of) * inputs + column_of
             else:
                 most = tl.maximum(most, magnitude(product))
                 total = add_near(total, product, limit)

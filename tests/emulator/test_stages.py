@@ -1,0 +1,138 @@
+"""Promise: with ``impl="triton"`` every op of every stage runs on a Triton kernel, and no kernel of the CPU.
+
+`test_plugin.py` runs this file with ``--emulate``.
+"""
+
+import contextlib
+import functools
+import importlib
+import pkgutil
+import sys
+import threading
+from collections import defaultdict
+from dataclasses import replace
+from itertools import product
+from unittest import mock
+
+import pytest
+import torch
+from numba.core.dispatcher import Dispatcher
+from speeds import slow_except
+
+import tritonrec.kernels
+from tritonrec.harness.cli.verify import SMALL
+from tritonrec.harness.devices import Target
+from tritonrec.harness.verify.cases import STORAGES, Case
+from tritonrec.harness.verify.run_case import prepared
+from tritonrec.harness.verify.thread_ranks import run_ranks
+from tritonrec.kernels import dispatch
+from tritonrec.kernels.fixed_point import numba_fixed_point
+from tritonrec.kernels.op import Op
+from tritonrec.pipeline import PIPELINED, StageFailedError
+from tritonrec.pipeline.executor import Executor
+
+pytestmark = pytest.mark.skipif(dispatch.emulated is None, reason="needs pytest --emulate")
+JOB = replace(SMALL, target=Target("triton"))
+STEPS = 3
+EVERY = [*product(PIPELINED, (1, 2), STORAGES)]
+QUICK = [("nestpipe", 1, "cached"), ("dbp", 1, "host"), ("fwp", 2, "device")]
+ALWAYS = {"route", "exchange", "compute", "gradient_exchange", "dense_reduce", "sparse_update"}
+"""Stages that run kernels, wherever the tables are; others do for tables on the device, or two buffers."""
+
+
+class Fallback(AssertionError):
+    """An op of a stage is not on Triton."""
+
+
+@contextlib.contextmanager
+def watched():
+    """Stage -> ops that ran in it; `Fallback` for another implementation than Triton's in any stage."""
+    for module in pkgutil.walk_packages(tritonrec.kernels.__path__, "tritonrec.kernels."):
+        importlib.import_module(module.name)  # or it would be imported while it is not looked at
+    of_thread, ran = threading.local(), defaultdict(set)
+    act, choose = Executor._act, Op._implementation
+
+    def acting(self, task, context):
+        of_thread.stage = task.stage
+        try:
+            act(self, task, context)
+        finally:
+            of_thread.stage = None
+
+    def chosen(self, which):
+        if stage := getattr(of_thread, "stage", None):
+            ran[stage].add(self.name)
+            if which != "triton":
+                raise Fallback(f"stage {stage}: {self.name} runs on {which}")
+        return choose(self, which)
+
+    def on_the_cpu(kernel):
+        @functools.wraps(kernel.py_func)
+        def call(*args):
+            if stage := getattr(of_thread, "stage", None):
+                raise Fallback(f"stage {stage}: {kernel.py_func.__name__} is a kernel of the CPU")
+            return kernel(*args)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Executor, "_act", acting))
+        stack.enter_context(mock.patch.object(Op, "_implementation", chosen))
+        for name, module in [*sys.modules.items()]:
+            if name.startswith("tritonrec.") and not name.startswith("tritonrec.harness.emulator"):
+                kernels = {key: each for key, each in vars(module).items() if isinstance(each, Dispatcher)}
+                changed = {key: on_the_cpu(each) for key, each in kernels.items()}
+                if changed:
+                    stack.enter_context(mock.patch.multiple(module, **changed))
+        yield ran
+
+
+def train(mode, ranks, storage):
+    case = Case(mode, "batch", ranks, 4, True, "adam", STEPS, storage=storage)
+
+    def run(communicators):
+        with prepared(communicators, JOB, case) as (trainer, loader):
+            for result in trainer.run(loader.batch(step) for step in range(STEPS)):
+                assert result.losses.isfinite().all()
+
+    run_ranks(run, ranks)
+
+
+@pytest.mark.parametrize(("mode", "ranks", "storage"), slow_except(QUICK, EVERY))
+def test_every_op_of_every_stage_is_a_triton_kernel(mode, ranks, storage):
+    with watched() as ran:
+        train(mode, ranks, storage)
+    expected = {*ALWAYS, *({"retrieve", "write_back"} if storage != "host" else ())}
+    expected |= {"copy_kept_rows"} if mode != "fwp" else set()
+    assert expected <= {stage for stage, names in ran.items() if names}, dict(ran)
+
+
+@pytest.mark.parametrize(
+    ("op", "stage"),
+    [("gather_rows", "exchange"), ("unique_padded", "route"), ("sparse_adam", "sparse_update")],
+)
+def test_a_fallback_is_noticed(op, stage, monkeypatch):
+    run = Op._run
+
+    def fallen(self, arguments, impl):
+        return run(self, arguments, "cpu" if self.name == op else impl)
+
+    monkeypatch.setattr(Op, "_run", fallen)
+    with watched(), pytest.raises(StageFailedError, match=rf"Fallback: stage {stage}: {op} runs on cpu"):
+        train("nestpipe", 1, "host")
+
+
+def test_a_kernel_of_the_cpu_is_noticed(monkeypatch):
+    """Called past the ops, as the CPU's fused layers are."""
+    run = Op._run
+
+    def beside(self, arguments, impl):
+        numba_fixed_point.to_fixed_point(torch.ones(2), 36, "beside")
+        return run(self, arguments, impl)
+
+    monkeypatch.setattr(Op, "_run", beside)
+    with (
+        watched(),
+        pytest.raises(StageFailedError, match=r"Fallback: stage \w+: _round is a kernel of the CPU"),
+    ):
+        train("nestpipe", 1, "host")
