@@ -4,10 +4,6 @@
 """
 
 import contextlib
-import functools
-import importlib
-import pkgutil
-import sys
 import threading
 from collections import defaultdict
 from dataclasses import replace
@@ -19,7 +15,6 @@ import torch
 from numba.core.dispatcher import Dispatcher
 from speeds import slow_except
 
-import tritonrec.kernels
 from tritonrec.harness.cli.verify import SMALL
 from tritonrec.harness.devices import Target
 from tritonrec.harness.verify.cases import STORAGES, Case
@@ -36,6 +31,9 @@ JOB = replace(SMALL, target=Target("triton"))
 STEPS = 3
 EVERY = [*product(PIPELINED, (1, 2), STORAGES)]
 QUICK = [("nestpipe", 1, "cached"), ("dbp", 1, "host"), ("fwp", 2, "device")]
+OURS = "tritonrec.kernels", "tritonrec.data", "tritonrec.embedding", "tritonrec.pipeline", "tritonrec.nn"
+ON_THE_HOST = {"prefetch"}
+"""It clusters samples, on the CPU wherever the step computes."""
 ALWAYS = {"route", "exchange", "compute", "gradient_exchange", "dense_reduce", "sparse_update"}
 """Stages that run kernels, wherever the tables are; others do for tables on the device, or two buffers."""
 
@@ -47,8 +45,6 @@ class Fallback(AssertionError):
 @contextlib.contextmanager
 def watched():
     """Stage -> ops that ran in it; `Fallback` for another implementation than Triton's in any stage."""
-    for module in pkgutil.walk_packages(tritonrec.kernels.__path__, "tritonrec.kernels."):
-        importlib.import_module(module.name)  # or it would be imported while it is not looked at
     of_thread, ran = threading.local(), defaultdict(set)
     act, choose = Executor._act, Op._implementation
 
@@ -66,24 +62,17 @@ def watched():
                 raise Fallback(f"stage {stage}: {self.name} runs on {which}")
         return choose(self, which)
 
-    def on_the_cpu(kernel):
-        @functools.wraps(kernel.py_func)
-        def call(*args):
-            if stage := getattr(of_thread, "stage", None):
-                raise Fallback(f"stage {stage}: {kernel.py_func.__name__} is a kernel of the CPU")
-            return kernel(*args)
+    def call(kernel, *args, **kwargs):
+        name, stage = kernel.py_func.__module__, getattr(of_thread, "stage", None)
+        if stage not in {None, *ON_THE_HOST} and name.startswith(OURS):
+            raise Fallback(f"stage {stage}: {kernel.py_func.__name__} is a kernel of the CPU")
+        return super(Dispatcher, kernel).__call__(*args, **kwargs)
 
-        return call
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(Executor, "_act", acting))
-        stack.enter_context(mock.patch.object(Op, "_implementation", chosen))
-        for name, module in [*sys.modules.items()]:
-            if name.startswith("tritonrec.") and not name.startswith("tritonrec.harness.emulator"):
-                kernels = {key: each for key, each in vars(module).items() if isinstance(each, Dispatcher)}
-                changed = {key: on_the_cpu(each) for key, each in kernels.items()}
-                if changed:
-                    stack.enter_context(mock.patch.multiple(module, **changed))
+    with (
+        mock.patch.object(Executor, "_act", acting),
+        mock.patch.object(Op, "_implementation", chosen),
+        mock.patch.object(Dispatcher, "__call__", call),
+    ):
         yield ran
 
 
@@ -95,7 +84,7 @@ def train(mode, ranks, storage):
             for result in trainer.run(loader.batch(step) for step in range(STEPS)):
                 assert result.losses.isfinite().all()
 
-    run_ranks(run, ranks)
+    run_ranks(ranks, run)
 
 
 @pytest.mark.parametrize(("mode", "ranks", "storage"), slow_except(QUICK, EVERY))

@@ -258,11 +258,10 @@ def add_weight_gradients_kernel(
     total = tl.zeros((BLOCK, BLOCK), tl.int64)
     worst = tl.full((), NONE, tl.int64)
     value = tl.full((), 0.0, tl.float32)
-    checked = tl.full((), 0, tl.int32)
-    again = tl.full((), 1, tl.int32)
+    checked = tl.full((), 0, tl.int32)  # 2: done
     # a second time, with checks, where something passes the bound of sums without; one loop for both, since a
     # product's code is long and its registers many
-    while again != 0:
+    while checked < 2:
         if SHARED:
             total = tl.zeros((BLOCK, BLOCK), tl.int64)
         else:
@@ -275,7 +274,7 @@ def add_weight_gradients_kernel(
                 offsets_ptr, dy_row, dy_column, x_row, x_column, outputs, inputs, BLOCK, TERMS, PRECISION,
                 INTERPRETED,
             )  # fmt: skip
-            if checked != 0:
+            if checked == 1:
                 term, fits = round_to_fixed_point(product, scale, limit)
                 after = total + term
                 # a wrapped sum has the sign that neither of its operands has
@@ -295,10 +294,9 @@ def add_weight_gradients_kernel(
             else:
                 most = tl.maximum(most, magnitude(product))
                 total = add_near(total, product, limit)
-        again = tl.where((checked == 0) & any_of(loud | (most >= magnitude(near))), 1, 0)
-        checked += 1
-    if checked == 1:
-        total = without_zeros(total, tl.maximum(end - begin, 0), limit)
+        if checked == 0:
+            total = without_zeros(total, tl.maximum(end - begin, 0), limit)
+        checked = tl.where((checked == 0) & any_of(loud | (most >= magnitude(near))), 1, 2)
     if SHARED:
         behind = tl.cast(samples, tl.int64) * outputs * inputs + tl.cast(tokens, tl.int64) * outputs
         wraps = add_atomically(to, total, behind + begin * outputs * inputs + place, inside)
