@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
@@ -17,7 +18,9 @@ from tritonrec.distributed import RankPool
 from tritonrec.harness import devices
 from tritonrec.harness.cli import verify
 from tritonrec.harness.devices import Target, take_own_gpu, validate_device
+from tritonrec.harness.job import Job
 from tritonrec.harness.verify.cases import small_table
+from tritonrec.harness.verify.variants import CPU_BITS
 from tritonrec.kernels import dispatch
 from tritonrec.pipeline import PIPELINED
 
@@ -38,13 +41,15 @@ def run(*arguments):
 def test_verify_proves_every_mode_on_emulated_kernels(tmp_path):
     file = tmp_path / "report.json"
     code, text = run("verify", "--impl", "triton", "--json", file)
-    assert code == 0 and "20 of 20 cases identical" in text and "impl triton, emulated sm_90" in text, text
+    assert code == 0 and "38 of 38 cases identical" in text and "impl triton, emulated sm_90" in text, text
     report = json.loads(file.read_text())
     assert report["environment"]["emulated"] == "sm_90"
     assert report["environment"]["job"]["target"] == {"impl": "triton", "device": "cpu"}
-    assert {(case["mode"], case["world_size"], case["storage"]) for case in report["cases"]} == set(
-        product(PIPELINED, (1, 2), ("host", "device", "cached"))
-    )
+    rows = [*product(PIPELINED, (1, 2), (4,), ("host", "device", "cached"))]
+    for variant in ("", CPU_BITS):
+        cases = [case for case in report["cases"] if case["variant"] == variant]
+        what = "mode", "world_size", "micro_batches", "storage"
+        assert [tuple(case[name] for name in what) for case in cases] == rows
     assert all(case["identical"] and case["bytes_compared"] for case in report["cases"])
 
 
@@ -118,10 +123,14 @@ def test_the_cpus_kernels_get_the_whole_table(monkeypatch):
 
 def test_the_small_table_has_every_optimizer_with_and_without_clustering():
     cases = small_table(PIPELINED, [1, 2], [4])
-    assert len(cases) == 20 and len({case.optimizer for case in cases}) == 3
-    assert {(case.mode, case.world_size, case.storage) for case in cases} == set(
-        product(PIPELINED, (1, 2), ("host", "device", "cached"))
-    )
+    assert len(cases) == 38 and len({case.optimizer for case in cases}) == 3
+    for variant in ("", CPU_BITS):
+        chosen = [case for case in cases if case.variant == variant]
+        assert [(c.mode, c.world_size, c.micro_batches, c.storage) for c in chosen] == [
+            *product(PIPELINED, (1, 2), (4,), ("host", "device", "cached"))
+        ]
+        references = {c.reference(replace(Job(), target=Target("triton"))).job.target.impl for c in chosen}
+        assert references == {"cpu" if variant else "triton"}
     assert {case.clustering for case in cases} == {False, True}
     assert {case.storage for case in cases if case.variant == "policies"} == {"device", "cached"}
 

@@ -5,6 +5,7 @@
 from functools import lru_cache
 
 import attention_cases
+import test_bounds_of_sums
 import test_exact_gradients
 import test_linear
 import test_norm_mul_dropout
@@ -50,6 +51,8 @@ LINEAR = [
     lambda: test_linear.test_programs_that_share_samples_add_up(IMPL, "single_tokens", True, None),
     lambda: test_exact_gradients.test_a_linear_layer_adds_the_gradient_of_its_bias(IMPL, (70, 33, 34)),
     lambda: test_exact_gradients.test_no_sum_wraps(IMPL, 1),
+    *each(test_bounds_of_sums.test_gradients_of_a_linear_layer, 1),
+    lambda: test_bounds_of_sums.test_the_bound_of_a_linear_layer_falls_with_its_samples(),
 ]
 NORM = [
     lambda: test_norm_mul_dropout.test_error_is_that_of_plain_float32(IMPL, "odd_dim", True, True),
@@ -58,6 +61,10 @@ NORM = [
         IMPL, (21, 4), True, 0.4
     ),
     lambda: test_exact_gradients.test_no_sum_wraps(IMPL, -1),
+    *each(test_bounds_of_sums.test_gradients_of_a_norm, 9),
+    *each(
+        test_bounds_of_sums.test_gradients_beyond_the_bound_are_those_of_the_terms, (False, 0.0), (True, 0.4)
+    ),
 ]
 SOFTMAX = [
     *each(test_sampled_softmax.test_error_is_that_of_plain_float32, "odd_dim"),
@@ -103,14 +110,19 @@ MUTANTS = {
     },
     "linear.triton_linear": {
         "dropped_tile": [("range(tl.full((), 0, tl.int64), inner, TERMS)", "range(TERMS, inner, TERMS)")],
-        "lost_sample": [("range(begin, tl.minimum(", "range(begin + 1, tl.minimum(")],
+        "lost_sample": [("for sample in range(begin, end)", "for sample in range(begin + 1, end)")],
         "tokens_of_the_next_sample": [("(token < stop)", "(token <= stop)")],
         "no_bias": [("if bias_ptr is not None:", "if False:")],
         "wraps_around": [("fits = fits & (((total ^ after) & (term ^ after)) >= 0)", "fits = fits")],
         "carry_of_the_bias_lost": [("axis=1) + (low >> 32)", "axis=1)")],
         "block_of_the_bias_wraps": [("(high >= -(2**31)) & (high < 2**31) & ", "")],
         "every_share_has_all_samples": [SMALL_SHARES, ("begin = share * samples_of_share", "begin = share * 0"), ("begin + samples_of_share, samples", "samples, samples")],
-        "sums_of_other_shares_lost": [SMALL_SHARES, ("wraps = add_atomically(to, total, none, behind", "tl.store(to, total, mask=inside)\n        wraps = add_atomically(to, total * 0, none, behind")],
+        "sums_of_other_shares_lost": [SMALL_SHARES, ("wraps = add_atomically(to, total, behind", "tl.store(to, total, mask=inside)\n        wraps = add_atomically(to, total * 0, behind")],
+        "sums_before_are_not_looked_at": [("any_of(loud | (most >= magnitude(near)))", "any_of(most >= magnitude(near))")],
+        "products_are_not_looked_at": [("any_of(loud | (most >= magnitude(near)))", "any_of(loud)")],
+        "tokens_are_not_looked_at": [("any_of(most >= magnitude(near)) | any_of(is_far(before))", "any_of(is_far(before))")],
+        "sums_of_the_bias_are_not_looked_at": [("any_of(most >= magnitude(near)) | any_of(is_far(before))", "any_of(most >= magnitude(near))")],
+        "bound_of_one_sample": [("near(bits, max(shared))", "near(bits, 1)")],
         "bias_by_every_column": [("tl.where(last, tl.minimum(first_token + tokens_of_share, tokens), first_token)", "tl.minimum(first_token + tokens_of_share, tokens)")],
     },
     "norm_mul_dropout.triton_norm": {
@@ -120,7 +132,11 @@ MUTANTS = {
         "kept_without_factor": [(">= threshold, factor, 0.0)", ">= threshold, 1.0, 0.0)")],
         "mean_of_slopes_lost": [("(slope - level)", "slope")],
         "variance_of_padding": [("centred = tl.where(inside, x - mean, 0.0)", "centred = x - mean")],
-        "last_row_of_a_program_alone": [("after = total + term", "after = term")],
+        "last_row_of_a_program_alone": [("bias_sum = add_near(bias_sum, g, limit)", "bias_sum = add_near(bias_sum * 0, g, limit)")],
+        "last_checked_row_of_a_program_alone": [("after = total + term", "after = term")],
+        "terms_of_the_weight_are_not_looked_at": [("tl.maximum(magnitude(g * normed), magnitude(g))", "magnitude(g)")],
+        "terms_of_the_bias_are_not_looked_at": [("tl.maximum(magnitude(g * normed), magnitude(g))", "magnitude(g * normed)")],
+        "checked_without_the_gate": [("g = g * u.to(tl.float32)", "g = g")],
     },
     "sampled_softmax.triton_softmax": {
         "label_twice": [("total = tl.full((), 1.0, tl.float32)", "total = tl.full((), 2.0, tl.float32)")],

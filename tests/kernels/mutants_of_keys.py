@@ -5,6 +5,7 @@ A mutant is one edit, (old text, new text). Edits stay inside the buffers, so th
 
 # ruff: noqa: E501 (an edit stands on the lines it has in the kernel)
 
+import test_bounds_of_sums
 import test_bucketize
 import test_exact_gradients
 import test_fixed_point
@@ -109,6 +110,16 @@ SEGMENT_SUM = [
         for consistency in ("window", "batch")
         for name in ("odd_dim", "block_plus_one")
     ),
+    *(
+        lambda add=add, name=name, rows=rows: test_bounds_of_sums.test_terms(IMPL, add, name, rows)
+        for add, name, rows in (
+            (test_bounds_of_sums.by_key, "a bit more", 128),
+            (test_bounds_of_sums.by_key, "a bit less", 128),
+            (test_bounds_of_sums.by_rows, "at the end", 1),
+            (test_bounds_of_sums.by_rows, "up to the end", 3),
+        )
+    ),
+    *each(test_bounds_of_sums.test_values_are_rounded_on_both_sides_of_the_bound, 2),
     lambda: test_segment_sum.test_accumulates_into_a_view_and_nothing_else(IMPL, "batch"),
     lambda: test_segment_sum.test_a_sum_that_leaves_int64_is_an_error(IMPL, torch.float32, 1),
     lambda: test_segment_sum.test_a_value_without_a_fixed_point_number_is_an_error(IMPL, float("nan")),
@@ -168,6 +179,9 @@ FIXED_POINT = [
         IMPL, (21, 4), True, 0.4
     ),
     lambda: test_exact_gradients.test_no_sum_wraps(IMPL, -1),
+    *each(test_bounds_of_sums.test_gradients_of_a_norm, 1),
+    *each(test_bounds_of_sums.test_gradients_of_a_linear_layer, 1),
+    lambda: test_bounds_of_sums.test_the_bound_is_the_largest_power_of_two_that_is_safe(36),
 ]
 PACKED = [
     *each(test_packed_rows.test_a_width_is_the_smallest_that_holds_a_row, 65),
@@ -175,6 +189,12 @@ PACKED = [
     lambda: test_packed_rows.test_equals_the_reference(IMPL, 33, 130),
     lambda: test_packed_rows.test_views_of_wider_buffers_and_nothing_else(IMPL),
     *each(test_packed_rows.test_a_sum_that_leaves_int64_is_an_error, 1),
+    *(
+        lambda name=name, rows=rows: test_bounds_of_sums.test_terms(
+            IMPL, test_bounds_of_sums.by_packed_rows, name, rows
+        )
+        for name, rows in (("a bit more", 128), ("a bit less", 128), ("at the end", 1), ("up to the end", 3))
+    ),
 ]
 CHECKS = {
     "hash_table.triton_hash_table": HASH,
@@ -183,6 +203,7 @@ CHECKS = {
     "intersect.triton_intersect": INTERSECT,
     "bucketize.triton_bucketize": BUCKETIZE,
     "rows.triton_segment_sum": SEGMENT_SUM,
+    "rows.triton_walks": SEGMENT_SUM,
     "packed_rows.triton_packed_rows": PACKED,
     "rows.triton_rows": ROWS,
     "sparse_optimizers.triton_sparse_optimizers": SPARSE,
@@ -275,25 +296,35 @@ MUTANTS = {
     },
     "rows.triton_segment_sum": {
         "dropped_tile": [("triton.cdiv(dim, block))", "max(1, dim // block))")],
-        "dropped_occurrence": [("for i in range(begin, end):", "for i in range(begin + 1, end):")],
         "unstable_order": [
             (
                 "keys, order = torch.sort(segments, stable=True)",
                 "keys, order = torch.sort(segments.flip(0), stable=True); order = len(segments) - 1 - order",
             )
         ],
-        "starts_from_zero": [("total = tl.load(to, mask=owned, other=0)", "total = tl.load(to, mask=owned, other=0) * 0")],
-        "wraps_around": [("fits = fits & (((total ^ after) & (term ^ after)) >= 0)", "fits = fits")],
-        "forgives_what_does_not_fit": [("tl.where(fits, NONE,", "tl.where(fits | True, NONE,")],
+        "starts_from_zero": [("return tl.load(out_ptr, mask=owned, other=0), owned", "return tl.load(out_ptr, mask=owned, other=0) * 0, owned")],
+        "checked_from_zero": [("total, owned = sum_before(to, mine, column, dim)", "total = total * 0")],
+        "sums_before_are_not_looked_at": [("any_of(far | loud)", "any_of(loud)")],
+        "terms_are_not_looked_at": [("any_of(far | loud)", "any_of(far)")],
         "padding_added": [("if count is not None:", "if False:")],
         "first_rows_twice": [SMALL_PARTS, ("tl.maximum(row, start + PART)", "row")],
         "parts_overlap": [SMALL_PARTS, ("tl.where(beyond, row, start) + PART)", "tl.where(beyond, row, start) + 2 * PART)")],
-        "atomics_lost": [SMALL_PARTS, ("wraps = add_atomically(to, total, none, occurrence * dim + column, inside)", "wraps = none")],
+        "atomics_lost": [SMALL_PARTS, ("add_atomically(out_ptr, total, occurrence * dim + column, inside)", "worst")],
         "parts_lost": [SMALL_PARTS, NO_ATOMICS, ("torch.cat([bad, *add_parts(out, parts, grouped)])", "bad")],
         "last_part_lost": [SMALL_PARTS, ("triton.cdiv(rows, PART) if", "rows // PART if")],
         "sums_of_the_segment_before": [SMALL_PARTS, NO_ATOMICS, ("(start + scale - 1) // scale", "start // scale")],
         "sums_of_the_next_segment": [SMALL_PARTS, NO_ATOMICS, ("(stop + scale - 1) // scale", "stop // scale + 1")],
         "every_sum_begins_a_segment": [SMALL_PARTS, NO_ATOMICS, ("beyond | (start == row)", "beyond | (start <= row)")],
+    },
+    "rows.triton_walks": {
+        "dropped_occurrence": [("for i in range(begin, end):", "for i in range(begin + 1, end):")],
+        "wraps_around": [("fits = fits & (((total ^ after) & (term ^ after)) >= 0)", "fits = fits")],
+        "forgives_what_does_not_fit": [("tl.where(fits, NONE,", "tl.where(fits | True, NONE,")],
+        "a_bit_more_of_terms": [("CALM_BITS = tl.constexpr(55)", "CALM_BITS = tl.constexpr(56)")],
+        "a_bit_more_of_values": [("magnitude(near)", "magnitude(2.0 * near)")],
+        "the_last_row_is_looked_at": [("tl.maximum(most, magnitude(value))", "magnitude(value)"), ("most |= bits_of_size(value)", "most = bits_of_size(value)")],
+        "sign_in_the_size": [("terms ^ (terms >> 63)", "terms")],
+        "negative_terms_are_not_looked_at": [("terms ^ (terms >> 63)", "tl.maximum(terms, 0)")],
     },
     "packed_rows.triton_packed_rows": {
         "no_room_for_the_sign": [("(8 * plane - 1)", "(8 * plane)")],
@@ -313,8 +344,11 @@ MUTANTS = {
         "float_for_an_integer": [("floats.to(tl.int64), (bits", "bits, (bits")],
         "dropped_tile": [("triton.cdiv(dim, block))", "max(1, dim // block))")],
         "dropped_occurrence": [("for i in range(begin, end):", "for i in range(begin + 1, end):")],
-        "starts_from_zero": [("total = tl.load(to, mask=owned, other=0)", "total = tl.load(to, mask=owned, other=0) * 0")],
-        "wraps_around": [("tl.where(fits, NONE,", "tl.where(fits | True, NONE,")],
+        "checked_from_zero": [("total, owned = sum_before(to, mine, column, dim)", "total = total * 0")],
+        "sums_before_are_not_looked_at": [("any_of(far | ", "any_of(")],
+        "a_bit_more_of_floats": [("(127 + 55) << 23", "(127 + 56) << 23")],
+        "eight_bytes_are_calm": [("tl.where(planes == 8, CALM_SIZE, ", "tl.where(planes == 9, CALM_SIZE, ")],
+        "the_last_row_is_looked_at": [("tl.maximum(most, size)", "size")],
     },
     "rows.triton_rows": {
         "one_column_too_many": [("(columns < dim)", "(columns <= dim)")],
@@ -365,6 +399,11 @@ MUTANTS = {
         "last_bad_one": [("tl.min(tl.where(fits, NONE, position), axis=0)", "tl.max(tl.where(fits, 0, position), axis=0) + tl.min(tl.where(fits, NONE, 0), axis=0)")],
         "divided_in_float32": [("sums.to(tl.float64) * unit / divisor", "(sums.to(tl.float64) * unit).to(tl.float32) / divisor")],
         "sums_of_other_programs_lost": [('before = tl.atomic_add(to, term, mask=mask, sem="relaxed")', "before = tl.load(to, mask=mask, other=0) * 0\n    tl.store(to, term, mask=mask)")],
+        "room_for_any_sum": [("(sums ^ (sums << 1)) < 0", "sums != sums")],
+        "a_bit_less_room": [("(sums ^ (sums << 1)) < 0", "(sums < -(2**62)) | (sums > 2**63 - 2)")],
+        "infinity_is_small": [("& 0x7FFFFFFF", "& 0x7F7FFFFF")],
+        "negative_values_are_small": [(" & 0x7FFFFFFF", "")],
+        "a_bit_more_of_values": [("NEAR_BITS = 51", "NEAR_BITS = 52")],
         "atomic_sum_wraps": [("wraps = mask & (((before ^ after) & (term ^ after)) < 0)", "wraps = mask & (before < before)")],
     },
 }  # fmt: skip

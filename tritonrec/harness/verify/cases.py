@@ -12,7 +12,7 @@ from typing import Any
 from ...embedding import OptimizerName, Placement, Storage
 from ...pipeline import PIPELINED, Consistency, Mode, WindowConfig
 from ..job import Job
-from .variants import LOST_RANK, OWN_LOOP, RESTART, STREAM, VARIANTS, Variant
+from .variants import CPU_BITS, LOST_RANK, OWN_LOOP, RESTART, STREAM, VARIANTS, Variant
 
 WORLD_SIZES = (1, 2, 4)
 MICRO_BATCHES = (1, 2, 3, 4, 8)
@@ -21,9 +21,8 @@ OPTIMIZERS: tuple[OptimizerName, ...] = ("sgd", "rowwise_adagrad", "adam")
 HOSTILE = "zipf:users=35,items=300,extreme_ids=1,seed=11"
 """A log that a tame one does not replace: both ends of int64 and negative ids, and a last batch of three
 samples, so that ranks and micro-batches stay empty."""
-ALONE = (RESTART, LOST_RANK)
-"""Variants that say nothing of ``"window"`` consistency, since they change the world size, and have cases of
-their own."""
+ALONE = (RESTART, LOST_RANK, CPU_BITS)
+"""Variants with cases of their own: two change the world size, one is for other kernels than the CPU's."""
 VARIANT_STEPS = 6
 """Fewer would show nothing: rows have to come, go unused, be evicted and return."""
 CONSISTENCIES: tuple[Consistency, ...] = ("window", "batch")
@@ -197,15 +196,18 @@ def small_table(
     steps: int | None = None,
 ) -> list[Case]:
     """Cases for an implementation on which a step takes long: modes x world sizes x micro-batches x storages
-    at ``"batch"``, with the other factors dealt round robin; and all policies where tables are on the device.
+    at ``"batch"``, with the other factors dealt round robin. Each twice: the job, whose reference runs on the
+    same implementation, and `CPU_BITS`, whose reference runs on the CPU's kernels. And all policies where
+    tables are on the device.
     """
     modes, world_sizes, micro_batches = tuple(modes), tuple(world_sizes), tuple(micro_batches)
-    every = product(modes, world_sizes, micro_batches, STORAGES)
+    every = [*product(modes, world_sizes, micro_batches, STORAGES)]
     cases = [
         Case(
             mode, "batch", ranks, count, index % 2 == 1, OPTIMIZERS[-1 - index % 4 % 3], steps or 4,
-            storage=storage,
+            storage=storage, variant=variant,
         )
+        for variant in ("", CPU_BITS)
         for index, (mode, ranks, count, storage) in enumerate(every)
     ]  # fmt: skip
     sizes = max(world_sizes), max(micro_batches)

@@ -14,9 +14,11 @@ from ...embedding import Eviction, PrecisionTiers, TablePolicy
 from ...nn import RECOMPUTED, HSTUConfig
 from ...pipeline import PIPELINED, TWO_BUFFERS, LossScaling, Mode
 from ...slipstream import SlipstreamConfig
+from ..devices import Target
 from ..job import Job
 from .own_code import ConvertedJob
 from .published import PublishedJob
+from .shared_bits import FoldedJob
 from .weighted import WeightedJob
 
 RESTART = "restart"
@@ -27,6 +29,8 @@ OWN_LOOP = "hash-embedding"
 """The variant without a trainer, and so without a mode."""
 
 
+CPU_BITS = "cpu-bits"
+"""The variant whose reference runs on the CPU's kernels, whatever the case runs on."""
 STREAM = "stream"
 """The variant whose batches are streamed from shards, and whose position is in the checkpoint."""
 
@@ -380,5 +384,11 @@ VARIANTS: dict[str, Variant] = {
         "eviction, admission and precision tiers across a restart",
         {**SMALL, "policy": POLICIES},
         shows=("rejected",),
+    ),
+    CPU_BITS: Variant(
+        "a model without sums of floats of its own, compared with the CPU's kernels",
+        reference={"target": Target("cpu")},
+        kind=FoldedJob,
+        shows=("inserted", "exchanged"),
     ),
 }

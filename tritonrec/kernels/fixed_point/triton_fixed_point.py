@@ -17,6 +17,8 @@ from tritonrec.kernels.fixed_point.errors import report_value
 
 BLOCK, NUM_WARPS = 1024, 4
 NONE = tl.constexpr(deferred.NONE)  # the identity of a minimum
+NEAR_BITS = 51
+"""Terms of at most so many bits are rounded by one sum."""
 
 
 @triton.jit
@@ -32,14 +34,60 @@ def round_to_fixed_point(values, scale, limit):
     return ((scaled + magic) - magic).to(tl.int64), fits
 
 
+def near(fraction_bits: int, count: int) -> float:
+    """A power of two: sums of `count` smaller values are 2**62 at most, and `add_near` rounds each."""
+    return 2.0 ** (min(NEAR_BITS, 62 - (count - 1).bit_length()) - fraction_bits)
+
+
 @triton.jit
-def add_atomically(to, term, bad, position, mask):
-    """bad, after int64 terms were added at the pointers `to`."""
+def rounder_of(limit):
+    """1.5 * 2**52 units, among which float64 are a unit apart: what is added to it is rounded to one."""
+    return tl.cast(limit, tl.float64) * 0.00146484375  # 1.5 * 2**-10
+
+
+@triton.jit
+def add_near(sums, values, limit):
+    """int64 sums of values below `near`, each by the bits of a rounded number; `without_zeros` ends them."""
+    rounded = values.to(tl.float32).to(tl.float64) + rounder_of(limit)
+    return sums + rounded.to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def without_zeros(sums, count, limit):
+    """The fixed-point sums of `count` times `add_near`, each of which has brought the bits of 0 along."""
+    return sums - count * rounder_of(limit).to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def magnitude(values):
+    """int32 that order as |values| of float32 or less do; infinity and NaN are above all numbers."""
+    return tl.cast(values, tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def is_far(sums):
+    """Whether int64 sums are outside [-2**62, 2**62)."""
+    return (sums ^ (sums << 1)) < 0
+
+
+@triton.jit
+def any_of(flags):
+    """Whether one of a block's flags is true, as a number."""
+    return tl.max(flags.to(tl.int32)) != 0
+
+
+@triton.jit
+def add_atomically(to, term, position, mask):
+    """The least position where int64 terms, added at the pointers `to`, leave int64, or NONE; as a number."""
     # relaxed: only later kernels read the sums
     before = tl.atomic_add(to, term, mask=mask, sem="relaxed")
     after = before + term
     wraps = mask & (((before ^ after) & (term ^ after)) < 0)
-    return tl.minimum(bad, tl.where(wraps, position, NONE))
+    worst = tl.full((), NONE, tl.int64)
+    # none does, as a rule, and then no position is compared
+    if any_of(wraps):
+        worst = tl.min(tl.where(wraps, position, NONE))
+    return worst
 
 
 @triton.jit

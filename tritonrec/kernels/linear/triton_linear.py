@@ -27,7 +27,17 @@ import triton.language as tl
 
 from tritonrec.kernels import dispatch
 from tritonrec.kernels.fixed_point.errors import ExactSumError
-from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, add_atomically, round_to_fixed_point
+from tritonrec.kernels.fixed_point.triton_fixed_point import (
+    NONE,
+    add_atomically,
+    add_near,
+    any_of,
+    is_far,
+    magnitude,
+    near,
+    round_to_fixed_point,
+    without_zeros,
+)
 from tritonrec.kernels.linear.reference import no_sum
 from tritonrec.kernels.padding import report
 from tritonrec.kernels.races import declared
@@ -98,8 +108,20 @@ def rows_times_kernel(
 
 
 @triton.jit
+def load_gradients(first, end, row, outputs, dy_ptr, dy_row, dy_column, BLOCK: tl.constexpr):
+    """(tokens, dy): BLOCK tokens from `first` on and their gradients (row, token), 0 from `end` on."""
+    token = first + tl.arange(0, BLOCK)
+    dy = tl.load(
+        dy_ptr + token[None, :] * dy_row + row[:, None] * dy_column,
+        mask=(token < end)[None, :] & (row < outputs)[:, None],
+        other=0.0,
+    )
+    return token, dy
+
+
+@triton.jit
 def add_bias_gradient(
-    bias_ptr, dy_ptr, dy_row, dy_column, row, outputs, begin, end, scale, limit,
+    bias_ptr, dy_ptr, dy_row, dy_column, row, outputs, begin, end, scale, limit, near,
     BLOCK: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """bias[row] += sum over tokens [begin, end) of round(dy * scale), in int64.
@@ -110,38 +132,78 @@ def add_bias_gradient(
     # without tokens the sums are neither read nor written, since other programs own them
     owned = (row < outputs) & (row * 0 + begin < end)
     if SHARED:
-        total = tl.zeros((BLOCK,), tl.int64)
+        before = tl.zeros((BLOCK,), tl.int64)
     else:
-        total = tl.load(bias_ptr + row, mask=owned, other=0)
-    bad = tl.full((BLOCK,), NONE, tl.int64)
+        before = tl.load(bias_ptr + row, mask=owned, other=0)
+    sums = tl.zeros((BLOCK, BLOCK), tl.int64)
+    most = tl.zeros((BLOCK, BLOCK), tl.int32)
     for first in range(begin, end, BLOCK):
-        token = first + tl.arange(0, BLOCK)
-        dy = tl.load(
-            dy_ptr + token[None, :] * dy_row + row[:, None] * dy_column,
-            mask=(token < end)[None, :] & (row < outputs)[:, None],
-            other=0.0,
-        )
-        term, fits = round_to_fixed_point(dy, scale, limit)
-        place = token[None, :] * outputs + row[:, None]
-        bad = tl.minimum(bad, tl.min(tl.where(fits, NONE, place), axis=1))
-        # halves of 32 bits, whose sums do not wrap
-        low = tl.sum(term & 0xFFFFFFFF, axis=1)
-        high = tl.sum(term >> 32, axis=1) + (low >> 32)
-        together = (high << 32) + (low & 0xFFFFFFFF)
-        after = total + together
-        fits = (high >= -(2**31)) & (high < 2**31) & (((total ^ after) & (together ^ after)) >= 0)
-        bad = tl.minimum(bad, tl.where(fits, NONE, first * outputs + row))
-        total = after
+        _, dy = load_gradients(first, end, row, outputs, dy_ptr, dy_row, dy_column, BLOCK)
+        most = tl.maximum(most, magnitude(dy))
+        sums = add_near(sums, dy, limit)
+    blocks = (tl.maximum(end - begin, 0) + (BLOCK - 1)) // BLOCK
+    total = before + without_zeros(tl.sum(sums, axis=1), blocks * BLOCK, limit)
+    worst = tl.full((), NONE, tl.int64)
+    if any_of(most >= magnitude(near)) | any_of(is_far(before)):
+        total = before
+        bad = tl.full((BLOCK,), NONE, tl.int64)
+        for first in range(begin, end, BLOCK):
+            token, dy = load_gradients(first, end, row, outputs, dy_ptr, dy_row, dy_column, BLOCK)
+            term, fits = round_to_fixed_point(dy, scale, limit)
+            place = token[None, :] * outputs + row[:, None]
+            bad = tl.minimum(bad, tl.min(tl.where(fits, NONE, place), axis=1))
+            # halves of 32 bits, whose sums do not wrap
+            low = tl.sum(term & 0xFFFFFFFF, axis=1)
+            high = tl.sum(term >> 32, axis=1) + (low >> 32)
+            together = (high << 32) + (low & 0xFFFFFFFF)
+            after = total + together
+            fits = (high >= -(2**31)) & (high < 2**31) & (((total ^ after) & (together ^ after)) >= 0)
+            bad = tl.minimum(bad, tl.where(fits, NONE, first * outputs + row))
+            total = after
+        worst = tl.min(bad, axis=0)
     if SHARED:
-        none = tl.full((BLOCK,), NONE, tl.int64)
-        wraps = add_atomically(bias_ptr + row, total, none, begin * outputs + row, owned)
-        # numbers, since atomics have a layout of their own, to which `bad` would be converted in the loop
-        return tl.minimum(tl.min(bad, axis=0), tl.min(wraps, axis=0))
+        wraps = add_atomically(bias_ptr + row, total, begin * outputs + row, owned)
+        return tl.minimum(worst, wraps)
     else:
         # several threads may load one element where rows are few: none may load it changed
         tl.debug_barrier()
         tl.store(bias_ptr + row, total, mask=owned)
-        return tl.min(bad, axis=0)
+        return worst
+
+
+@triton.jit
+def multiply_sample(
+    sample, row, column, dy_ptr, x_ptr, means_ptr, rstds_ptr, norm_weight_ptr, norm_bias_ptr, offsets_ptr,
+    dy_row, dy_column, x_row, x_column, outputs, inputs,
+    BLOCK: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """dy^T x of a sample's tokens, in float32."""
+    start = tl.load(offsets_ptr + sample).to(tl.int64)
+    stop = tl.load(offsets_ptr + sample + 1).to(tl.int64)
+    product = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for block in range(start, stop, TERMS):
+        token = block + tl.arange(0, TERMS)
+        dy = tl.load(
+            dy_ptr + token[None, :] * dy_row + row[:, None] * dy_column,
+            mask=(token < stop)[None, :] & (row < outputs)[:, None],
+            other=0.0,
+        )
+        x = tl.load(
+            x_ptr + token[:, None] * x_row + column[None, :] * x_column,
+            mask=(token < stop)[:, None] & (column < inputs)[None, :],
+            other=0.0,
+        )
+        if means_ptr is not None:
+            mean = tl.load(means_ptr + token, mask=token < stop, other=0.0)[:, None]
+            rstd = tl.load(rstds_ptr + token, mask=token < stop, other=0.0)[:, None]
+            # loaded again for each block, which costs less than to keep them in registers
+            norm_weight = tl.load(norm_weight_ptr + column, mask=column < inputs, other=0.0)[None, :]
+            norm_bias = tl.load(norm_bias_ptr + column, mask=column < inputs, other=0.0)[None, :]
+            x = (x.to(tl.float32) - mean) * rstd * norm_weight + norm_bias
+            # rounded to the product's dtype, as the norm's output is between the single ops
+            x = tl.where((token < stop)[:, None], x, 0.0).to(dy.dtype)
+        product = multiply_add(dy, x, product, PRECISION, INTERPRETED)
+    return product
 
 
 # which program sees a sum leave int64 depends on who comes first; without such a sum nothing varies
@@ -151,7 +213,7 @@ def add_weight_gradients_kernel(
     accumulator_ptr, bias_ptr, dy_ptr, x_ptr, means_ptr, rstds_ptr, norm_weight_ptr, norm_bias_ptr,
     offsets_ptr, bad_ptr, value_ptr, accumulator_row, accumulator_column, dy_row, dy_column, x_row, x_column,
     samples, tokens, samples_of_share, tokens_of_share, outputs, inputs, scale, limit,
-    BLOCK: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr, SHARED: tl.constexpr,
+    near, BLOCK: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr, SHARED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """accumulator (O, I) += sum over samples of round(dy^T x * scale), bias (O,) += of round(dy * scale).
@@ -170,7 +232,19 @@ def add_weight_gradients_kernel(
         first_token = share * tokens_of_share
         end = tl.where(last, tl.minimum(first_token + tokens_of_share, tokens), first_token)
         bad_token = add_bias_gradient(
-            bias_ptr, dy_ptr, dy_row, dy_column, row, outputs, first_token, end, scale, limit, BLOCK, SHARED
+            bias_ptr,
+            dy_ptr,
+            dy_row,
+            dy_column,
+            row,
+            outputs,
+            first_token,
+            end,
+            scale,
+            limit,
+            near,
+            BLOCK,
+            SHARED,
         )
         bad_token = tl.where(
             bad_token == NONE, NONE, tl.cast(samples, tl.int64) * outputs * inputs + bad_token
@@ -178,66 +252,61 @@ def add_weight_gradients_kernel(
     inside = (row < outputs)[:, None] & (column < inputs)[None, :]
     place = row[:, None] * inputs + column[None, :]
     to = accumulator_ptr + row[:, None] * accumulator_row + column[None, :] * accumulator_column
-    if SHARED:
-        total = tl.zeros((BLOCK, BLOCK), tl.int64)
-    else:
-        total = tl.load(to, mask=inside, other=0)
-    failed_at = tl.full((BLOCK, BLOCK), NEVER, tl.int32)  # a sample of the share: half of a place's registers
-    culprit = tl.zeros((BLOCK, BLOCK), tl.float32)
     # an int64 start, since sample * outputs * inputs may pass 2**31
     begin = share * samples_of_share
-    for sample in range(begin, tl.minimum(begin + samples_of_share, samples)):
-        start = tl.load(offsets_ptr + sample).to(tl.int64)
-        stop = tl.load(offsets_ptr + sample + 1).to(tl.int64)
-        product = tl.zeros((BLOCK, BLOCK), tl.float32)
-        for block in range(start, stop, TERMS):
-            token = block + tl.arange(0, TERMS)
-            dy = tl.load(
-                dy_ptr + token[None, :] * dy_row + row[:, None] * dy_column,
-                mask=(token < stop)[None, :] & (row < outputs)[:, None],
-                other=0.0,
-            )
-            x = tl.load(
-                x_ptr + token[:, None] * x_row + column[None, :] * x_column,
-                mask=(token < stop)[:, None] & (column < inputs)[None, :],
-                other=0.0,
-            )
-            if means_ptr is not None:
-                mean = tl.load(means_ptr + token, mask=token < stop, other=0.0)[:, None]
-                rstd = tl.load(rstds_ptr + token, mask=token < stop, other=0.0)[:, None]
-                # loaded again for each block, which costs less than to keep them in registers
-                norm_weight = tl.load(norm_weight_ptr + column, mask=column < inputs, other=0.0)[None, :]
-                norm_bias = tl.load(norm_bias_ptr + column, mask=column < inputs, other=0.0)[None, :]
-                x = (x.to(tl.float32) - mean) * rstd * norm_weight + norm_bias
-                # rounded to the product's dtype, as the norm's output is between the single ops
-                x = tl.where((token < stop)[:, None], x, 0.0).to(dy.dtype)
-            product = multiply_add(dy, x, product, PRECISION, INTERPRETED)
-        term, fits = round_to_fixed_point(product, scale, limit)
-        after = total + term
-        # a wrapped sum has the sign that neither of its operands has
-        fits = fits & (((total ^ after) & (term ^ after)) >= 0)
-        # only an element's first failure counts: after a wrap its sum means nothing
-        failed = inside & (fits == 0) & (failed_at == NEVER)
-        failed_at = tl.where(failed, (sample - begin).to(tl.int32), failed_at)
-        culprit = tl.where(failed, product, culprit)
-        total = after
-    bad = tl.where(failed_at == NEVER, NONE, (begin + failed_at.to(tl.int64)) * outputs * inputs + place)
+    end = tl.minimum(begin + samples_of_share, samples)
+    total = tl.zeros((BLOCK, BLOCK), tl.int64)
+    worst = tl.full((), NONE, tl.int64)
+    value = tl.full((), 0.0, tl.float32)
+    checked = tl.full((), 0, tl.int32)  # 2: done
+    # a second time, with checks, where something passes the bound of sums without; one loop for both, since a
+    # product's code is long and its registers many
+    while checked < 2:
+        if SHARED:
+            total = tl.zeros((BLOCK, BLOCK), tl.int64)
+        else:
+            total = tl.load(to, mask=inside, other=0)
+        loud = is_far(total)
+        most = tl.zeros((BLOCK, BLOCK), tl.int32)
+        for sample in range(begin, end):
+            product = multiply_sample(
+                sample, row, column, dy_ptr, x_ptr, means_ptr, rstds_ptr, norm_weight_ptr, norm_bias_ptr,
+                offsets_ptr, dy_row, dy_column, x_row, x_column, outputs, inputs, BLOCK, TERMS, PRECISION,
+                INTERPRETED,
+            )  # fmt: skip
+            if checked == 1:
+                term, fits = round_to_fixed_point(product, scale, limit)
+                after = total + term
+                # a wrapped sum has the sign that neither of its operands has
+                fits = fits & (((total ^ after) & (term ^ after)) >= 0)
+                total = after
+                failed = inside & (fits == 0)
+                # only the first failure counts: after a wrap a sum means nothing
+                if (worst == NONE) & any_of(failed):
+                    # places of the tile, whose order is that of the weight, need half of its registers
+                    local = tl.arange(0, BLOCK)
+                    at = tl.where(failed, local[:, None] * BLOCK + local[None, :], BLOCK * BLOCK)
+                    first = tl.min(tl.min(at, axis=1), axis=0)
+                    value = tl.sum(tl.sum(tl.where(at == first, product, 0.0), axis=1), axis=0)
+                    row_of = tl.program_id(0).to(tl.int64) * BLOCK + first // BLOCK
+                    column_of = tl.program_id(1).to(tl.int64) * BLOCK + first % BLOCK
+                    worst = (sample * outputs + row_of) * inputs + column_of
+            else:
+                most = tl.maximum(most, magnitude(product))
+                total = add_near(total, product, limit)
+        if checked == 0:
+            total = without_zeros(total, tl.maximum(end - begin, 0), limit)
+        checked = tl.where((checked == 0) & any_of(loud | (most >= magnitude(near))), 1, 2)
     if SHARED:
         behind = tl.cast(samples, tl.int64) * outputs * inputs + tl.cast(tokens, tl.int64) * outputs
-        none = tl.full((BLOCK, BLOCK), NONE, tl.int64)
-        wraps = add_atomically(to, total, none, behind + begin * outputs * inputs + place, inside)
-        wrapped = tl.min(tl.min(wraps, axis=1), axis=0)
+        wraps = add_atomically(to, total, behind + begin * outputs * inputs + place, inside)
+        worst = tl.minimum(worst, wraps)
     else:
         # loaded in one layout and stored in another: no thread may store before the others have loaded
         tl.debug_barrier()
         tl.store(to, total, mask=inside)
-    worst = tl.min(tl.min(bad, axis=1), axis=0)
-    if SHARED:
-        worst = tl.minimum(worst, wrapped)
     if bias_ptr is not None:
         worst = tl.minimum(worst, bad_token)
-    # positions differ, so the sum has one culprit; without a failure all culprits are 0
-    value = tl.sum(tl.sum(tl.where(bad == worst, culprit, 0.0), axis=1), axis=0)
     program = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2)
     program += share
     tl.store(bad_ptr + program, worst)
@@ -308,13 +377,13 @@ def linear_weight_grad(
     columns = triton.cdiv(inputs, config["BLOCK"]) + (bias_accumulator is not None)
     samples, tiles = len(seq_offsets) - 1, triton.cdiv(outputs, config["BLOCK"])
     shares = _shares(tiles * columns, samples, x)
-    programs = tiles, columns, shares
+    programs, shared = (tiles, columns, shares), (triton.cdiv(samples, shares), triton.cdiv(len(x), shares))
     bad = torch.empty(programs, dtype=torch.int64, device=accumulator.device)
     values = torch.empty(programs, dtype=torch.float32, device=accumulator.device)
     add_weight_gradients_kernel[programs](
         accumulator, bias_accumulator, dy, x, *norm, seq_offsets.contiguous(), bad, values,
-        *accumulator.stride(), *dy.stride(), *x.stride(), samples, len(x), triton.cdiv(samples, shares),
-        triton.cdiv(len(x), shares), outputs, inputs, 2.0**bits, 2.0 ** (62 - bits), **config,
+        *accumulator.stride(), *dy.stride(), *x.stride(), samples, len(x), *shared, outputs,
+        inputs, 2.0**bits, 2.0 ** (62 - bits), near(bits, max(shared)), **config,
         num_stages=STAGES, SHARED=shares > 1, INTERPRETED=INTERPRETED, enable_fp_fusion=False,
     )  # fmt: skip
 

@@ -18,7 +18,16 @@ import triton.language as tl
 
 from tritonrec.kernels import dispatch
 from tritonrec.kernels.fixed_point.errors import report_exact_gradients
-from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, add_atomically, round_to_fixed_point
+from tritonrec.kernels.fixed_point.triton_fixed_point import (
+    NONE,
+    add_atomically,
+    add_near,
+    any_of,
+    magnitude,
+    near,
+    round_to_fixed_point,
+    without_zeros,
+)
 from tritonrec.kernels.norm_mul_dropout.reference import by_terms
 from tritonrec.kernels.philox import DROPOUT, Seed, in_kernel
 from tritonrec.kernels.philox.triton_philox import high_word, low_word, philox4x32
@@ -96,6 +105,21 @@ def add_term(total, bad, values, position, scale, limit):
     return after, tl.minimum(bad, tl.where(fits, NONE, position))
 
 
+@triton.jit
+def load_gradient(
+    row, column, inside, dy_ptr, x_ptr, samples_ptr, positions_ptr, means_ptr, rstds_ptr, dy_row, dy_column,
+    x_row, x_column, seed, tag, threshold, factor, DROPS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """(g, normed, rstd) of a row: the gradient behind the gate, and the row without weight and bias."""
+    g = tl.load(dy_ptr + row * dy_row + column * dy_column, mask=inside, other=0.0).to(tl.float32)
+    if DROPS:
+        sample, position = tl.load(samples_ptr + row), tl.load(positions_ptr + row)
+        g = g * draw_kept(seed, tag, sample, position, threshold, factor, BLOCK_D)
+    x = tl.load(x_ptr + row * x_row + column * x_column, mask=inside, other=0.0).to(tl.float32)
+    rstd = tl.load(rstds_ptr + row)
+    return g, tl.where(inside, (x - tl.load(means_ptr + row)) * rstd, 0.0), rstd
+
+
 # which program sees a sum leave int64 depends on who comes first; without such a sum nothing varies
 @declared(varies=("bad_ptr",))
 @jit_for_any_alignment
@@ -103,7 +127,7 @@ def backward_kernel(
     dy_ptr, x_ptr, u_ptr, weight_ptr, bias_ptr, samples_ptr, positions_ptr, means_ptr, rstds_ptr,
     dx_ptr, du_ptr, dweight_ptr, dbias_ptr, bad_ptr, dy_row, dy_column, x_row, x_column, u_row, u_column,
     du_row, du_column, seed, seed_ptr, tag, threshold, factor, rows, dim, scale, limit,
-    GATED: tl.constexpr, DROPS: tl.constexpr, BLOCK_D: tl.constexpr,
+    near, GATED: tl.constexpr, DROPS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """dx, du, and per row the terms of dweight and dbias; `slope` is the gradient of the normed row.
 
@@ -119,25 +143,22 @@ def backward_kernel(
     count = tl.full((), 0.0, tl.float32) + dim
     weight_sum = tl.zeros((BLOCK_D,), tl.int64)
     bias_sum = tl.zeros((BLOCK_D,), tl.int64)
-    bad = tl.full((BLOCK_D,), NONE, tl.int64)
-    behind = tl.cast(rows, tl.int64) * dim  # positions of the bias are behind those of the weight
+    most = tl.zeros((BLOCK_D,), tl.int32)
     for row in range(start, rows, tl.num_programs(0)):
         to = row * dim + column
-        g = tl.load(dy_ptr + row * dy_row + column * dy_column, mask=inside, other=0.0).to(tl.float32)
-        if DROPS:
-            sample, position = tl.load(samples_ptr + row), tl.load(positions_ptr + row)
-            g = g * draw_kept(seed, tag, sample, position, threshold, factor, BLOCK_D)
-        x = tl.load(x_ptr + row * x_row + column * x_column, mask=inside, other=0.0).to(tl.float32)
-        rstd = tl.load(rstds_ptr + row)
-        normed = tl.where(inside, (x - tl.load(means_ptr + row)) * rstd, 0.0)
+        g, normed, rstd = load_gradient(
+            row, column, inside, dy_ptr, x_ptr, samples_ptr, positions_ptr, means_ptr, rstds_ptr, dy_row,
+            dy_column, x_row, x_column, seed, tag, threshold, factor, DROPS, BLOCK_D,
+        )  # fmt: skip
         if GATED:
             du = g * (normed * weight + bias)
             to_du = du_ptr + row * du_row + column * du_column
             tl.store(to_du, du.to(du_ptr.dtype.element_ty), mask=inside)
             g = g * tl.load(u_ptr + row * u_row + column * u_column, mask=inside, other=0.0).to(tl.float32)
         if bad_ptr is not None:
-            weight_sum, bad = add_term(weight_sum, bad, g * normed, to, scale, limit)
-            bias_sum, bad = add_term(bias_sum, bad, g, behind + to, scale, limit)
+            most = tl.maximum(most, tl.maximum(magnitude(g * normed), magnitude(g)))
+            weight_sum = add_near(weight_sum, g * normed, limit)
+            bias_sum = add_near(bias_sum, g, limit)
         else:
             # terms, not sums: a float sum over a program's rows would depend on the grid
             tl.store(dbias_ptr + to, g, mask=inside)
@@ -149,10 +170,32 @@ def backward_kernel(
         dx = rstd * ((slope - level) - normed * along)
         tl.store(dx_ptr + to, dx.to(dx_ptr.dtype.element_ty), mask=inside)
     if bad_ptr is not None:
+        worst = tl.full((), NONE, tl.int64)
+        added = (rows - 1 - start) // tl.num_programs(0) + 1
+        weight_sum = without_zeros(weight_sum, added, limit)
+        bias_sum = without_zeros(bias_sum, added, limit)
+        behind = tl.cast(rows, tl.int64) * dim  # positions of the bias are behind those of the weight
+        if any_of(most >= magnitude(near)):
+            # beyond the bound of sums without checks: once more, with them
+            weight_sum = tl.zeros((BLOCK_D,), tl.int64)
+            bias_sum = tl.zeros((BLOCK_D,), tl.int64)
+            bad = tl.full((BLOCK_D,), NONE, tl.int64)
+            for row in range(start, rows, tl.num_programs(0)):
+                to = row * dim + column
+                g, normed, rstd = load_gradient(
+                    row, column, inside, dy_ptr, x_ptr, samples_ptr, positions_ptr, means_ptr, rstds_ptr,
+                    dy_row, dy_column, x_row, x_column, seed, tag, threshold, factor, DROPS, BLOCK_D,
+                )  # fmt: skip
+                if GATED:
+                    u = tl.load(u_ptr + row * u_row + column * u_column, mask=inside, other=0.0)
+                    g = g * u.to(tl.float32)
+                weight_sum, bad = add_term(weight_sum, bad, g * normed, to, scale, limit)
+                bias_sum, bad = add_term(bias_sum, bad, g, behind + to, scale, limit)
+            worst = tl.min(bad, axis=0)
         # a sum that leaves int64 here is named by the first row: any program may be the one to see it
-        bad = add_atomically(dweight_ptr + column, weight_sum, bad, column, inside)
-        bad = add_atomically(dbias_ptr + column, bias_sum, bad, behind + column, inside)
-        tl.store(bad_ptr + start, tl.min(bad, axis=0))
+        worst = tl.minimum(worst, add_atomically(dweight_ptr + column, weight_sum, column, inside))
+        worst = tl.minimum(worst, add_atomically(dbias_ptr + column, bias_sum, behind + column, inside))
+        tl.store(bad_ptr + start, worst)
 
 
 def _constants(x: torch.Tensor, u: torch.Tensor | None, p: float) -> dict[str, int | bool]:
@@ -255,11 +298,13 @@ def _differentiate(
     """Fill dx, du and the terms, or add the terms to dweight and dbias where there is `bad`."""
     rows, dim = x.shape
     gate, of_gate = x if u is None else u, x if du is None else du
-    backward_kernel[(min(rows, MOST_PROGRAMS) if bad is None else len(bad),)](
+    programs = min(rows, MOST_PROGRAMS) if bad is None else len(bad)
+    rows_of_program = triton.cdiv(rows, programs)
+    backward_kernel[(programs,)](
         dy, x, gate, weight.contiguous(), bias.contiguous(), *_draws(x, sample_ids, positions),
         means.contiguous(), rstds.contiguous(), dx, of_gate, dweight, dbias, bad,
         *dy.stride(), *x.stride(), *gate.stride(), *of_gate.stride(),
         *in_kernel(seed, p), DROPOUT, int(p * 2**32), 1 / (1 - p), rows, dim,
-        2.0**fraction_bits,
-        2.0 ** (62 - fraction_bits), **_constants(x, u, p),
+        2.0**fraction_bits, 2.0 ** (62 - fraction_bits), near(fraction_bits, rows_of_program),
+        **_constants(x, u, p),
     )  # fmt: skip

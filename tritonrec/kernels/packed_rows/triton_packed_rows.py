@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonrec.kernels.fixed_point.triton_fixed_point import NONE
+from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, any_of, is_far
 from tritonrec.kernels.packed_rows.reference import report_packed_sum
 from tritonrec.kernels.races import declared
 from tritonrec.kernels.row_layout import contiguous_rows
@@ -22,13 +22,15 @@ from tritonrec.kernels.rows.triton_segment_sum import (
     parts_of,
     piece_of,
     put_sum,
-    sum_after,
     sum_before,
 )
+from tritonrec.kernels.rows.triton_walks import sum_after
 
 BLOCK_ROWS, BLOCK_DIM, NUM_WARPS = 4, 128, 8
 # Four planes, and the byte's top bit as the mark of a float.
 FLOAT = tl.constexpr(0x84)
+# Terms of 7 bytes, or floats below 2**55, whose bits these are: 128 move a sum by no more than 2**62.
+CALM_PLANES, CALM_SIZE = tl.constexpr(7), tl.constexpr((127 + 55) << 23)
 
 
 @triton.jit
@@ -104,6 +106,32 @@ def _pack_kernel(
         place += dim
 
 
+@triton.jit
+def _load_row(i, widths_ptr, places_ptr, packed_ptr, order_ptr, column, inside, dim, MOST: tl.constexpr):
+    """(terms, row, planes, sizes) of sorted row i; of more than MOST planes the terms are void.
+
+    A size is that of a float, in the order of `magnitude`, and 0 of other terms.
+    """
+    row = tl.load(order_ptr + i)
+    one = tl.load(widths_ptr + row).to(tl.int32)
+    width = tl.where(inside, one, 0)
+    planes = width & 0x7F
+    place = packed_ptr + tl.load(places_ptr + row) + column
+    bits = tl.full(column.shape, 0, tl.int64)
+    for plane in tl.static_range(MOST):
+        byte = tl.load(place, mask=planes > plane, other=0)
+        # int8 extends its sign, which the mask takes off
+        bits |= (byte.to(tl.int64) & 0xFF) << (8 * plane)
+        place += dim
+    # shifted up and down again, the sign of the last plane fills the bytes that were not sent
+    # a row of zeros has no planes: the maximum keeps its shift below 64
+    unused = (64 - 8 * tl.maximum(planes, 1)).to(tl.int64)
+    float_bits = tl.where(width < 0, bits, 0).to(tl.int32)
+    floats = float_bits.to(tl.float32, bitcast=True)
+    term = tl.where(width < 0, floats.to(tl.int64), (bits << unused) >> unused)
+    return term, row, one & 0x7F, float_bits & 0x7FFFFFFF
+
+
 # which program sees a sum leave int64 depends on who comes first; without such a sum nothing varies
 @declared(varies=("bad_ptr",))
 @triton.jit
@@ -128,7 +156,6 @@ def _add_kernel(
     """out[segment] += the unpacked rows of pieces, as `segment_sum_kernel`; the first position that wraps."""
     column = tl.program_id(1).to(tl.int64) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
     inside = column < dim
-    bad = tl.full((BLOCK_DIM,), NONE, tl.int64)
     worst = tl.full((), NONE, tl.int64)
     first = tl.program_id(0).to(tl.int64)  # an int64 bound makes the loop's variable int64
     for piece in range(first, tl.cast(num_parts, tl.int64) + num_segments, tl.num_programs(0)):
@@ -140,29 +167,30 @@ def _add_kernel(
         if ATOMIC:
             mine = mine & whole
         total, owned = sum_before(to, mine, column, dim)
+        far = is_far(total)
+        most = tl.zeros((BLOCK_DIM,), tl.int32)
+        widest = tl.full((), 0, tl.int32)
         for i in range(begin, end):
-            row = tl.load(order_ptr + i)
-            width = tl.where(inside, tl.load(widths_ptr + row).to(tl.int64), 0)
-            planes = width & 0x7F
-            place = packed_ptr + tl.load(places_ptr + row) + column
-            bits = tl.full((BLOCK_DIM,), 0, tl.int64)
-            for plane in tl.static_range(8):
-                byte = tl.load(place, mask=planes > plane, other=0)
-                # int8 extends its sign, which the mask takes off
-                bits |= (byte.to(tl.int64) & 0xFF) << (8 * plane)
-                place += dim
-            # shifted up and down again, the sign of the last plane fills the bytes that were not sent
-            # a row of zeros has no planes: the maximum keeps its shift below 64
-            unused = 64 - 8 * tl.maximum(planes, 1)
-            floats = tl.where(width < 0, bits, 0).to(tl.int32).to(tl.float32, bitcast=True)
-            term = tl.where(width < 0, floats.to(tl.int64), (bits << unused) >> unused)
-            # True in the shape of the block: an int64 term always fits
-            total, bad = sum_after(total, term, inside | True, bad, row * dim + column)
+            term, row, planes, size = _load_row(
+                i, widths_ptr, places_ptr, packed_ptr, order_ptr, column, inside, dim, CALM_PLANES
+            )
+            most = tl.maximum(most, size)
+            widest = tl.maximum(widest, planes)
+            total += term
+        if any_of(far | (most >= CALM_SIZE)) | (widest > CALM_PLANES):
+            total, owned = sum_before(to, mine, column, dim)
+            bad = tl.full((BLOCK_DIM,), NONE, tl.int64)
+            for i in range(begin, end):
+                term, row, planes, size = _load_row(
+                    i, widths_ptr, places_ptr, packed_ptr, order_ptr, column, inside, dim, 8
+                )
+                # True in the shape of the block: an int64 term always fits
+                total, bad = sum_after(total, term, inside | True, bad, row * dim + column)
+            worst = tl.minimum(worst, tl.min(bad, axis=0))
         worst = put_sum(
             to, parts_ptr, order_ptr, total, owned, piece, num_parts, begin, end, whole, column, dim, worst,
             ATOMIC,
         )  # fmt: skip
-    worst = tl.minimum(worst, tl.min(bad, axis=0))
     tl.store(bad_ptr + first * tl.num_programs(1) + tl.program_id(1), worst)
 
 

@@ -29,11 +29,12 @@ import triton.language as tl
 
 from tritonrec.kernels import dispatch
 from tritonrec.kernels.fixed_point.errors import late_error, report_sum
-from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, add_atomically, round_to_fixed_point
+from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, add_atomically, any_of, is_far, near
 from tritonrec.kernels.padding import padding, report
 from tritonrec.kernels.races import declared
 from tritonrec.kernels.row_layout import contiguous_rows
 from tritonrec.kernels.rows.reference import into_zeros
+from tritonrec.kernels.rows.triton_walks import add_rows, add_rows_checked, load_row
 from tritonrec.kernels.triton_padding import num_valid
 
 MOST_PROGRAMS = 65535
@@ -93,16 +94,6 @@ def sum_before(out_ptr, mine, column, dim):
 
 
 @triton.jit
-def sum_after(total, term, fits, bad, position):
-    """(total + term, bad), with the positions of terms that do not fit and of sums that leave int64."""
-    after = total + term
-    # a wrapped sum has the sign that neither of its operands has
-    fits = fits & (((total ^ after) & (term ^ after)) >= 0)
-    # added all the same: the first bad position is what counts, and the caller discards the sum
-    return after, tl.minimum(bad, tl.where(fits, NONE, position))
-
-
-@triton.jit
 def put_sum(
     out_ptr, parts_ptr, order_ptr, total, owned, piece, num_parts, begin, end, whole, column, dim, worst,
     ATOMIC: tl.constexpr,
@@ -118,9 +109,7 @@ def put_sum(
                 occurrence = begin
             else:
                 occurrence = tl.load(order_ptr + begin)
-            none = tl.full(column.shape, NONE, tl.int64)
-            wraps = add_atomically(out_ptr, total, none, occurrence * dim + column, inside)
-            worst = tl.minimum(worst, tl.min(wraps, axis=0))
+            worst = tl.minimum(worst, add_atomically(out_ptr, total, occurrence * dim + column, inside))
     if parts_ptr is not None:
         tl.store(parts_ptr + piece * dim + column, total, mask=inside & (column * 0 + piece < num_parts))
     return worst
@@ -150,6 +139,7 @@ def segment_sum_kernel(
     dim,
     unit,
     limit,
+    near,
     GROUP: tl.constexpr,
     ADD: tl.constexpr,
     ATOMIC: tl.constexpr,
@@ -167,8 +157,6 @@ def segment_sum_kernel(
     """
     column = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = column < dim
-    bad = tl.full((BLOCK_D,), NONE, tl.int64)
-    # a number, since atomics have a layout of their own, to which `bad` would be converted for each row
     worst = tl.full((), NONE, tl.int64)
     first = tl.program_id(0).to(tl.int64)  # an int64 bound makes the loop's variable int64
     for piece in range(first, tl.cast(num_parts, tl.int64) + num_others, tl.num_programs(0)):
@@ -195,36 +183,32 @@ def segment_sum_kernel(
         if ATOMIC:
             mine = mine & whole
         total, owned = sum_before(to, mine, column, dim)
-        for i in range(begin, end):
-            if order_ptr is None:
-                occurrence = i * scale
-            else:
-                occurrence = tl.load(order_ptr + i * scale)
-            if source_ptr is not None:
-                row = tl.load(source_ptr + occurrence)
-            else:
-                row = i if UPPER else occurrence
+        if ADD == "floats":
             # the sort is stable, so rows come in order of occurrence and the left fold is the CPU's
-            if factors_ptr is None:
-                value = tl.load(values_ptr + row * value_stride + column, mask=inside, other=0)
-            else:
-                value = tl.load(values_ptr + row // GROUP * value_stride + column, mask=inside, other=0.0)
-                value = tl.load(factors_ptr + row) * value
-            if ADD == "floats":
+            for i in range(begin, end):
+                value, _occurrence = load_row(
+                    i, values_ptr, source_ptr, factors_ptr, order_ptr, value_stride, scale, column, inside,
+                    GROUP, UPPER,
+                )  # fmt: skip
                 total += value.to(tl.float32)
-            else:
-                term = value
-                # True in the shape of the block: an int64 term always fits
-                fits = inside | True
-                if ADD == "rounded":
-                    term, fits = round_to_fixed_point(value, unit, limit)
-                total, bad = sum_after(total, term, fits, bad, occurrence * dim + column)
+        else:
+            far = is_far(total)
+            total, loud = add_rows(
+                total, begin, end, values_ptr, source_ptr, factors_ptr, order_ptr, value_stride, scale,
+                column, inside, limit, near, ADD, GROUP, UPPER,
+            )  # fmt: skip
+            if any_of(far | loud):
+                total, owned = sum_before(to, mine, column, dim)
+                total, bad = add_rows_checked(
+                    total, begin, end, values_ptr, source_ptr, factors_ptr, order_ptr, value_stride, scale,
+                    column, inside, unit, limit, dim, ADD, GROUP, UPPER,
+                )  # fmt: skip
+                worst = tl.minimum(worst, bad)
         worst = put_sum(
             to, parts_ptr, order_ptr, total, owned, piece, num_parts, begin, end, whole, column, dim, worst,
             ATOMIC,
         )  # fmt: skip
     if ADD != "floats":
-        worst = tl.minimum(worst, tl.min(bad, axis=0))
         tl.store(bad_ptr + first * tl.num_programs(1) + tl.program_id(1), worst)
 
 
@@ -273,7 +257,7 @@ def _add(out, values, source, factors, segments, consistency, fraction_bits, cou
         add = "floats"
     else:
         add = "terms" if values.dtype == torch.int64 else "rounded"
-    fixed_point = 2.0**fraction_bits, 2.0 ** (62 - fraction_bits)
+    fixed_point = 2.0**fraction_bits, 2.0 ** (62 - fraction_bits), near(fraction_bits, PART)
     grouped, keys = None, segments
     if num_segments > 1:
         if count is not None:
@@ -311,7 +295,7 @@ def add_parts(out: torch.Tensor, parts: torch.Tensor, grouped: Grouped | None) -
         values, scale = sums, scale * PART
         num_parts = parts_of(len(values))
         sums = new_parts(out, num_parts)
-        options = num_parts, grouped, len(values), None, scale, "terms", (1.0, 1.0)
+        options = num_parts, grouped, len(values), None, scale, "terms", (1.0, 1.0, 1.0)
         found.append(_launch(out, sums, values, None, None, *options))
     return found
 
