@@ -16,7 +16,7 @@ from tritonrec.distributed import Communicators
 from tritonrec.embedding import Placement
 from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
-from tritonrec.pipeline import STAGED, LossScaling, Trainer, WindowConfig
+from tritonrec.pipeline import STAGED, DenseModel, LossScaling, Trainer, WindowConfig
 from tritonrec.pipeline.precision import LossScaler, rounded_rows, unscaled
 
 SIZES = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9, dropout=0.2)
@@ -319,3 +319,10 @@ def test_a_result_names_its_values():
 def test_gradients_of_a_scaled_loss_are_divided_by_its_scale():
     assert torch.equal(unscaled(torch.tensor([8.0, -4.0]), 3), torch.tensor([1.0, -0.5]))
     assert torch.equal(unscaled(torch.tensor([8.0]), 0), torch.tensor([8.0]))
+
+
+def test_the_state_of_a_dense_model_has_the_scale_of_its_losses():
+    dense, other = (DenseModel(*parts()[::2], scaler=LossScaler(LossScaling(2.0**5))) for _ in range(2))
+    dense.scaler.scale, dense.scaler.growth_tracker = 2.0**9, 2
+    other.load_state_dict(dense.state_dict())
+    assert (other.scaler.scale, other.scaler.growth_tracker) == (2.0**9, 2)
