@@ -36,7 +36,7 @@ ON_THE_HOST = {"prefetch"}
 """It clusters samples, on the CPU wherever the step computes."""
 OF_HOST_TABLES = {"retrieve", "write_back"}
 """With tables in host memory they are the host's, on a GPU too: its index of keys and its rows."""
-CHECKS = {"first_outside"}
+CHECKS = {"first_outside", "add_bits"}
 """Looks at row numbers in host memory before any op; a GPU asserts them itself."""
 ALWAYS = {"route", "exchange", "compute", "gradient_exchange", "dense_reduce", "sparse_update"}
 """Stages that run kernels, wherever the tables are; others do for tables on the device, or two buffers."""
