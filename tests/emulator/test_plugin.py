@@ -12,9 +12,9 @@ from tritonrec.harness.cli import app
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-EMULATED = "test_training.py", "test_graphs.py", "test_threads.py", "test_hot_keys.py", "test_stages.py"
+EMULATED = "test_training.py", "test_graphs.py", "test_threads.py", "test_hot_keys.py"
 SPLIT = "test_split_products.py"
-KERNELS = [str(HERE / name) for name in ("test_triton_kernels.py", SPLIT, *EMULATED[2:4])]
+KERNELS = [str(HERE / name) for name in ("test_triton_kernels.py", SPLIT, *EMULATED[2:])]
 QUICK = [
     *(str(HERE / name) for name in (*EMULATED, SPLIT)),
     str(ROOT / "tests/kernels/test_hash_table_used.py::test_kernels_read_as_many_bytes_of_any_table"),
