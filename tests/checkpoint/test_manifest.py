@@ -166,6 +166,11 @@ def layer(body: dict, number: int = -1) -> dict:
     return body["tables"]["t"]["layers"][number]
 
 
+def without_rows(layer: dict) -> dict:
+    nothing = {"rows": 0, "erased": 0, "file": None, "bytes": 0, "sha256": None}
+    return layer | {"parts": [part | nothing for part in layer["parts"]]}
+
+
 def at(place: str, **changes: object) -> Callable[[dict], None]:
     """A change of some keys in a place of the manifest."""
 
@@ -215,6 +220,7 @@ CHANGES: dict[str, tuple[Callable[[dict], object], str]] = {
     "dtype_module": (at("columns", rows=["nn", [3]]), "must have a dtype of torch, got 'nn'"),
     "shape": (at("columns", rows=["float32", [3.0]]), "shape of at most"),
     "shape_negative": (at("columns", rows=["float32", [-3]]), "shape of at most"),
+    "shape_large": (at("columns", rows=["float32", [2**62]]), "shape of at most"),
     "shape_huge": (at("columns", rows=["float32", [2**61] * 9]), "rows of"),
     "reserved": (at("columns", erased=["int64", []]), "a reserved name"),
     "another_width": (at("columns", rows=["float32", [4]]), "the manifest says"),
@@ -223,6 +229,11 @@ CHANGES: dict[str, tuple[Callable[[dict], object], str]] = {
     "base_gone": (lambda body: body["tables"]["t"]["layers"].pop(0), "keys are erased, and nothing is below"),
     "layers_swapped": (lambda body: body["tables"]["t"]["layers"].reverse(), "nothing is below"),
     "layer_twice": (lambda body: body["tables"]["t"]["layers"].insert(0, layer(body, 0)), "must ascend"),
+    "layer_step_text": (at("base", step="20"), "a layer of table 't' is of step '20'"),
+    "another_history": (
+        lambda body: body["tables"].update(u=body["tables"]["t"] | {"layers": [without_rows(layer(body))]}),
+        r"table 'u' has layers of steps and world sizes \[\(40, 2\)\], others \[\(20, 2\), \(40, 2\)\]",
+    ),
     "layer_step": (at("base", step=19), "names file"),
     "layer_world_size": (at("base", world_size=3), "rank 0 of 3 does not own it"),
     "parts_none": (at("layer", parts=None), "parts must be a list"),

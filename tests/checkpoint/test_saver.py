@@ -10,7 +10,7 @@ import pytest
 import torch
 from simulated import ascending, load_on, on_ranks, part_of, random_table, same, whole
 
-from tritonrec.checkpoint import CheckpointError, Saver, load, single_rank, steps
+from tritonrec.checkpoint import CheckpointError, Saver, load, save, saver, single_rank, steps
 
 pytestmark = pytest.mark.smoke
 
@@ -176,3 +176,15 @@ def test_the_wrong_kind_is_refused(tmp_path):
         saver.save(1, {}, {}, {})
         with pytest.raises(ValueError, match="the next checkpoint is incremental and takes the erased keys"):
             saver.save(2, {}, {}, {})
+
+
+def test_a_checkpoint_in_the_place_of_the_one_saved_last_is_no_base(tmp_path):
+    saved = save(tmp_path, 4, {"w": torch.zeros(2)}, {}, {})
+    assert saver._disk_error(saved) is None
+    shutil.rmtree(tmp_path)
+    save(tmp_path, 4, {"w": torch.ones(2)}, {}, {})
+    assert saver._disk_error(saved) == f"{saved.path} is another checkpoint than the one saved last"
+
+
+def test_a_folder_that_is_not_there_has_no_steps(tmp_path):
+    assert steps(tmp_path / "none") == []

@@ -347,6 +347,7 @@ def test_every_slot_and_size_has_a_tag_of_its_own():
     assert all(len(each) == len(buffers) for each in found)
     used = set.union({tags.settings}, *found)
     assert len(used) == 1 + 6 * len(buffers) and min(used) == 100 and max(used) <= 100 + 3 * 2 * SIZES
+    assert tags.first(0, 1) == 101 and tags.rest(2, 1 << SIZES - 1) == 100 + 3 * 2 * SIZES
 
 
 @pytest.mark.parametrize(("values", "messages"), [(EAGER // 4 - 1, 1), (EAGER // 4, 1), (EAGER // 4 + 1, 2)])

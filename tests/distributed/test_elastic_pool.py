@@ -1,15 +1,17 @@
 """Promise: processes of an elastic pool end alone; the results are those of the ranks that are left."""
 
+import multiprocessing
 import os
 import signal
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tritonrec.distributed import ElasticPool, RankDiedError
+from tritonrec.distributed import ElasticPool, RankDiedError, elastic
 from tritonrec.distributed.elastic_pool import _goes_on
 
 pytestmark = pytest.mark.multi_rank
@@ -102,3 +104,36 @@ def test_all_ranks_are_asked_to_stop(tmp_path):
 )
 def test_the_newest_groups_are_waited_for(sizes, waiting, goes_on):
     assert _goes_on(sizes, waiting) is goes_on
+
+
+def test_ranks_that_replicas_do_not_divide_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr(elastic, "join_environment", lambda timeout: pytest.fail("joined"))
+    with pytest.raises(ValueError, match="2 replicas do not divide 3 ranks"):
+        elastic._Ranks(timedelta(seconds=5), 2, 1)
+
+
+def meeting(numbers, min_ranks=1):
+    """Ranks 0 and 1, of which those of `numbers` have joined."""
+    ranks = object.__new__(elastic._Ranks)
+    ranks.members, ranks.min_ranks = [SimpleNamespace(number=number) for number in (0, 1)], min_ranks
+    ranks._agree = lambda: (3, numbers)
+    return ranks
+
+
+def test_where_all_ranks_are_alive_the_error_is_raised():
+    error = KeyError("mine")
+    with pytest.raises(KeyError) as caught:
+        meeting([0, 1]).meet(error)
+    assert caught.value is error
+
+
+def test_fewer_ranks_than_are_needed_do_not_go_on():
+    with pytest.raises(RankDiedError, match="rank 1 cannot go on, since 2 are needed: lost rank 0"):
+        meeting([1], min_ranks=2).meet(KeyError("mine"))
+
+
+def test_a_rank_that_has_said_nothing_did_not_join():
+    here, _there = multiprocessing.Pipe()
+    silent = SimpleNamespace(poll=here.poll, recv=lambda: pytest.fail("waited"))
+    assert ElasticPool(2)._receive(silent, 0) == ("error", ("did not join the others", ""))

@@ -277,3 +277,25 @@ def test_ranks_of_one_machine_compute_on_one_thread_each(monkeypatch):
 
 def test_exact_sum_error_is_public():
     assert issubclass(ExactSumError, ArithmeticError)
+
+
+def test_a_process_that_ends_within_two_seconds_is_not_killed():
+    process = types.SimpleNamespace(alive=True, killed=False)
+
+    def join(timeout=None):
+        process.alive = process.alive and (timeout is None or timeout < 1)
+
+    def kill():
+        process.killed = True
+
+    process.join, process.kill, process.is_alive = join, kill, lambda: process.alive
+    launch.join_or_kill([process])
+    assert not process.killed and not process.alive
+
+
+def test_a_restart_ends_the_processes_before_it():
+    with RankPool([1]) as pool:
+        before = [*pool.processes]
+        pool.restart()
+        assert not any(process.is_alive() for process in before)
+        assert all(process.is_alive() for process in pool.processes)

@@ -8,6 +8,7 @@ from naive_table import Ranks
 
 from tritonrec import ops
 from tritonrec.embedding import DynamicTable, Eviction, FeatureConfig, HashTableCollection, TablePolicy
+from tritonrec.embedding.candidates import Candidates
 
 WINDOW = 10
 POLICY = TablePolicy(Eviction("lru", capacity=50), admission=3, admission_window=WINDOW)
@@ -191,3 +192,23 @@ def test_a_state_of_other_tables_is_refused_with_all_that_differs():
         "column 'keys' of table 'c' is torch.int64 () in the state, not there here",
         "column 'rows' of table 'c' is torch.float32 (9,) in the state, not there here",
     ]
+
+
+@pytest.mark.parametrize("device", [None, torch.device("cpu")])
+def test_a_candidate_is_forgotten_after_the_window_and_not_at_its_end(device):
+    candidates = Candidates(3, WINDOW, 8, device)
+    candidates.count(torch.tensor([5]), WINDOW)
+    candidates.count(torch.tensor([7]), WINDOW - 1)
+    candidates.forget(2 * WINDOW)
+    assert len(candidates) == 1
+    candidates.forget(3 * WINDOW)
+    assert len(candidates) == 0
+
+
+def test_rows_found_new_and_refused_are_counted():
+    table = make()
+    for step in range(5):
+        table.lookup(torch.tensor([1, 2]), step)
+    table.lookup(torch.tensor([1, 3]), 5)
+    counted = table.counters
+    assert (counted.found, counted.inserted, counted.rejected) == (5, 2, 5)

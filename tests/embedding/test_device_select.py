@@ -1,5 +1,7 @@
 """Promise: what a device's table chooses without a wait is what the host's table chooses."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,9 +9,9 @@ from hypothesis import strategies as st
 from naive_table import Ranks
 
 from tritonrec.embedding import KeyLayout
-from tritonrec.embedding.device_numbers import DeviceNumbers
+from tritonrec.embedding.device_numbers import Arriving, DeviceNumbers
 from tritonrec.embedding.device_pool import DevicePool
-from tritonrec.embedding.device_select import in_order_of_keys, smallest_slots
+from tritonrec.embedding.device_select import _end_of_share, in_order_of_keys, smallest_slots
 from tritonrec.embedding.index_pool import MAX_ROWS, IndexPool
 
 FIRST, LAST = -(2**63), 2**63 - 1
@@ -125,3 +127,36 @@ def test_a_number_that_is_reset_counts_from_zero():
     numbers.reset(1)
     numbers.add(torch.tensor([1, 1]), (1, 1))
     assert numbers.exact() == [4, 1] and numbers.bound(1) == 1
+
+
+def test_a_choice_is_made_on_the_device_of_its_scores():
+    """Whatever the default device is."""
+    word, keys = torch.tensor([1, 2, 3]), torch.tensor([20, 30, 10])
+    edges = torch.tensor([0]), torch.tensor([3])
+    with torch.device("meta"):
+        end = _end_of_share(word, keys, *edges, [2], lambda counts: counts)
+    assert end.tolist() == [2]
+
+
+def test_a_copy_that_has_not_arrived_is_waited_for():
+    copy, calls = Arriving(torch.tensor([4])), []
+    for there in (False, True):
+        copy._event = SimpleNamespace(query=lambda there=there: there, synchronize=lambda: calls.append(1))
+        assert copy.take() == [4] and calls == [1]
+
+
+def test_a_pool_is_filled_to_its_last_number():
+    pool = DevicePool(torch.device("cpu"))
+    pool.numbers.add(torch.tensor([MAX_ROWS, 2]), (MAX_ROWS, 2))  # numbers so far, free ones
+    assert pool.end_after(2) == MAX_ROWS
+    with pytest.raises(MemoryError, match=f"it has {MAX_ROWS - 2}, and up to 3 are new"):
+        pool.end_after(3)
+
+
+@pytest.mark.parametrize(("first", "second"), [(6, 1), (256 + 6, 256 + 1)], ids=["low", "ninth_bit"])
+def test_over_ranks_the_score_comes_before_the_key(first, second):
+    """Rank 0 has the smaller keys and the larger scores, in the second group."""
+    slots = [(first, packed(1, 10), 1, True), (second, packed(1, 20), 1, True)]
+    ranks = Ranks(2)
+    assert chosen_of(ranks, slots, [0, 1], [0, 1, 0]) == [slots[1][:2]]
+    ranks.close()

@@ -4,6 +4,7 @@ import copy
 import io
 import math
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from tritonrec import HashEmbedding, HashEmbeddingCollection, HashOptimizer
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import FeatureConfig, HashTableCollection, RowOptimizer, StepDecay, hash_optimizer
+from tritonrec.embedding.row_gradients import RowGradients
 
 IDS = torch.tensor([4, -9, 4, 2**63 - 1])
 
@@ -295,3 +297,19 @@ def test_a_sum_of_squares_ends_at_two_to_the_fiftieth():
     over = Communicators.local().control
     for value, expected in ((2.0**25, torch.inf), (2.0**25 - 2, (2.0**25 - 2) ** 2)):
         assert float(hash_optimizer._sum_of_squares([torch.tensor([[value]])], over)) == expected
+
+
+def test_the_squares_of_small_gradients_count():
+    over = Communicators.local().control
+    for exponent in (-30, -20, -10, 0):
+        assert float(hash_optimizer._sum_of_squares([torch.tensor([[2.0**exponent]])], over)) == 4.0**exponent
+
+
+def test_a_gradient_that_was_not_finite_is_remembered_whatever_comes_after():
+    for flags in ((True, False), (False, True), (True, True), (False, False)):
+        gradients = object.__new__(RowGradients)
+        gradients.group = SimpleNamespace(table=SimpleNamespace(device="cpu"))
+        gradients.clear()
+        for flag in flags:
+            gradients.add(torch.tensor([1]), torch.zeros(1, 2, dtype=torch.int64), torch.tensor(flag))
+        assert bool(gradients._bad) == any(flags)

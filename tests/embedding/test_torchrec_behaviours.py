@@ -194,3 +194,7 @@ def test_tables_that_no_collection_takes_are_named():
         EmbeddingCollection([EmbeddingConfig(10, 3, "t", data_type=DataType.FP16)])
     with pytest.raises(ValueError, match=r"different dimensions, \{'t1': 3, 't2': 4\}"):
         EmbeddingCollection([EmbeddingConfig(1, 3, "t1"), EmbeddingConfig(1, 4, "t2")]).embedding_dim()
+
+
+def test_one_table_has_a_dimension():
+    assert EmbeddingCollection([EmbeddingConfig(10, 5, "t1", ["f1"])]).embedding_dim() == 5

@@ -8,7 +8,11 @@ from hypothesis import strategies as st
 from speeds import slow_on_triton
 
 from tritonrec.kernels.norm_mul_dropout import norm_mul_dropout
-from tritonrec.kernels.norm_mul_dropout.register import NORM_MUL_DROPOUT, NORM_MUL_DROPOUT_BACKWARD
+from tritonrec.kernels.norm_mul_dropout.register import (
+    NORM_MUL_DROPOUT,
+    NORM_MUL_DROPOUT_BACKWARD,
+    _check_sums,
+)
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
@@ -381,3 +385,9 @@ def test_means_and_deviations_have_one_order_of_sums(impl, dim):
         sums.append(torch.stack([means, rstds]))
     for other in sums[1:]:
         assert torch.equal(other, sums[0])
+
+
+def test_sums_have_the_names_of_weight_and_bias():
+    sums = torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="names must be those of weight and bias"):
+        _check_sums(sums, sums, torch.zeros(2, 4), 20, ("weight",))

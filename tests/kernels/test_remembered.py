@@ -125,3 +125,8 @@ def test_offsets_on_a_device_are_checked_there(offsets, fit, monkeypatch):
     monkeypatch.setattr(torch, "_assert_async", lambda fits, message: seen.append((bool(fits), message)))
     check_offsets("seq_offsets", torch.tensor(offsets).as_subclass(There), 5)
     assert seen == [(fit, "seq_offsets does not cut [0, 5) into sequences")]
+
+
+def test_the_first_sequence_that_is_too_long_is_named():
+    with pytest.raises(ValueError, match="sequence 1 has 5 tokens, more than max_seq_len=4"):
+        check_lengths(torch.tensor([0, 4, 9, 15]), 4)

@@ -15,6 +15,7 @@ from tritonrec.kernels.accumulator import GradientAccumulator
 from tritonrec.kernels.fixed_point import ExactSumError
 from tritonrec.kernels.rows import gather_rows
 from tritonrec.kernels.sampled_softmax import sampled_softmax
+from tritonrec.kernels.sampled_softmax.register import _check_backward
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
@@ -383,3 +384,8 @@ def test_bits_do_not_depend_on_where_tensors_begin(impl, dim):
         arguments = [shifted[i] if i in moved else tensor for i, tensor in enumerate(tensors)]
         for got, one in zip(computed(*arguments), expected, strict=True):
             assert torch.equal(got, one), moved
+
+
+def test_a_gradient_of_other_losses_is_refused():
+    with pytest.raises(ValueError, match="dloss"):
+        _check_backward(torch.zeros(3), torch.zeros(2, 4))

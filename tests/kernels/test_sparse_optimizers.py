@@ -332,3 +332,13 @@ def test_registration(optimizer):
     numbers = 0.1, 1e-8, 0.9, 0.999, 0.1, 3, None, "cpu"
     op = getattr(torch.ops.tritonrec, f"sparse_{optimizer}").default
     torch.library.opcheck(op, (tables[0], *states, torch.tensor([1, 4]), torch.randn(2, 4), *numbers))
+
+
+def test_without_a_step_the_first_one_is_taken():
+    draw, states = torch.Generator().manual_seed(4), []
+    weight, grad = torch.randn(3, 2, generator=draw), torch.randn(2, 2, generator=draw)
+    for options in ({}, {"step": 1}, {"step": 2}):
+        state = [weight.clone(), torch.zeros(3, 2), torch.zeros(3, 2)]
+        sparse_adam(*state, torch.tensor([0, 2]), grad, 0.1, **options)
+        states.append(state[0])
+    assert torch.equal(states[0], states[1]) and not torch.equal(states[0], states[2])

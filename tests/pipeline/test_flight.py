@@ -23,9 +23,11 @@ from trainer_parts import (
 from tritonrec.data import Lookup
 from tritonrec.embedding.in_flight import as_lane
 from tritonrec.pipeline import DenseModel
-from tritonrec.pipeline.flight import Flight
+from tritonrec.pipeline.dense_checks import PROBE_ELEMENTS, _capped
+from tritonrec.pipeline.flight import Flight, on_the_callers_thread
 from tritonrec.pipeline.peer_copies import PeerCopies
 from tritonrec.pipeline.pending import PendingWindows
+from tritonrec.pipeline.places import Buffer, KeptRows, OwnedRows, WindowPlaces
 
 STEPS_1_TO_3 = r"refused while steps 1 to 3 are in flight.*list\(trainer\.run"
 
@@ -399,3 +401,23 @@ def test_a_state_of_fewer_optimizers_is_refused_by_their_number():
         given = {**dense.state_dict(), part: [{}] * 3}
         with pytest.raises(ValueError, match=f"expected the states of {count} {part}, got 3"):
             dense.load_state_dict(given)
+
+
+def test_on_the_callers_thread_tensors_are_made_in_the_hosts_memory():
+    with torch.device("meta"), on_the_callers_thread("cpu"):
+        assert torch.zeros(1).device.type == "cpu"
+    with on_the_callers_thread("cpu"):
+        assert torch.zeros(1).device.type == "cpu"
+
+
+def test_a_window_that_is_over_keeps_what_the_next_one_reads():
+    places = object.__new__(WindowPlaces)
+    places.previous, places._values = object(), {Buffer: 1, OwnedRows: 2, KeptRows: 3}
+    places.retire()
+    assert places.previous is None and places._values == {Buffer: 1, OwnedRows: 2}
+
+
+def test_a_long_parameter_is_probed_with_fewer_rows():
+    assert _capped(torch.Size([3, 5])) == (3, 5)
+    assert _capped(torch.Size([2 * PROBE_ELEMENTS, 2])) == (PROBE_ELEMENTS // 2, 2)
+    assert _capped(torch.Size([3, 2 * PROBE_ELEMENTS])) == (1, 2 * PROBE_ELEMENTS)

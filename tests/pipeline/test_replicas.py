@@ -31,6 +31,7 @@ from tritonrec.pipeline import (
 )
 from tritonrec.pipeline.reduce_scatter import ReduceScatter, plan_replica_reductions
 from tritonrec.pipeline.replicas import ReplicaAverage
+from tritonrec.trace import Recorder
 
 SIZES = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9, dropout=0.2)
 JOB = Job(
@@ -333,3 +334,25 @@ def test_nothing_is_sent_where_no_row_was_used_and_nothing_averaged_under_way():
     assert average.average() == 0
     with pytest.raises(RuntimeError, match="2 windows are under way: take their results first"):
         Trainer.sync(SimpleNamespace(_average=average, _pending=[0, 1]))
+
+
+def test_rows_that_were_averaged_are_not_averaged_again():
+    communicators, tables = Communicators.local(), JOB.build("adam")[1]
+    average, keys = ReplicaAverage(tables, communicators.replica), torch.tensor([1, 2])
+    tables.groups[0].table.lookup(keys, 0)
+    average._used[0] = keys
+    average.average()
+    assert not any(map(len, average._used))
+
+
+def test_bytes_of_averaged_rows_are_counted():
+    trainer = SimpleNamespace(
+        _average=SimpleNamespace(average=lambda: 48),
+        _pending=[],
+        _finished=3,
+        recorder=Recorder(0, 1),
+        impl="auto",
+        counts=LookupCounts(row_bytes=2),
+    )
+    Trainer.sync(trainer)
+    assert trainer.counts.row_bytes == 50
