@@ -14,6 +14,7 @@ from tritonrec.trace import Recorder, Span, read
 from tritonrec.trace.analysis import (
     MICRO_BATCH_RULES,
     check_edges,
+    check_trace,
     difference,
     intersection,
     length,
@@ -175,6 +176,30 @@ def test_a_lost_micro_batch_is_found():
     ]
 
 
+def test_a_task_that_does_the_work_of_others_is_what_their_successors_wait_for():
+    nestpipe, doers = SCHEDULES["nestpipe"], {"exchange": (0, 1, 1), "gradient_exchange": (1, 1, 2)}
+    spans = [s for s in perfect(nestpipe, micro_batches=3)
+             if s.name not in doers or doers[s.name][s.micro_batch] == s.micro_batch]  # fmt: skip
+    assert check_edges(spans, nestpipe.edges(), 3, doers).honoured
+    assert len(check_edges(spans, nestpipe.edges(), 3).violations) == 10, "two tasks of five batches are lost"
+    lost = [s for s in spans if (s.name, s.batch, s.micro_batch) != ("exchange", 2, 1)]
+    assert len(check_edges(lost, nestpipe.edges(), 3, doers).violations) == 2, "of micro-batches 1 and 2"
+    (exchange,) = (s for s in spans if (s.name, s.batch, s.micro_batch) == ("exchange", 2, 1))
+    late = [replace(s, end_ns=s.end_ns + 10**6) if s is exchange else s for s in spans]
+    waiting = {v.successor.micro_batch for v in check_edges(late, nestpipe.edges(), 3, doers).violations
+               if v.successor.name == "compute"}  # fmt: skip
+    assert waiting == {1, 2}
+
+
+def test_where_the_first_micro_batch_does_all_the_work_none_has_a_previous_one():
+    dbp, once = SCHEDULES["dbp"], {"exchange": (0, 0, 0), "gradient_exchange": (2, 2, 2)}
+    spans = [s for s in perfect(dbp, micro_batches=3)
+             if s.name not in once or once[s.name][s.micro_batch] == s.micro_batch]  # fmt: skip
+    assert check_edges(spans, dbp.edges(), 3, once).honoured
+    never = check_edges(spans, dbp.edges(), 3, {**once, "exchange": (0, 0, 2)}).never_exercised
+    assert [edge[3] for edge in never] == ["previous"]
+
+
 def test_a_repeated_stage_must_end_before_its_successor():
     spans = made(
         ("communication", "exchange", 0, 10, 0, 0),
@@ -219,5 +244,5 @@ def test_edges_survive_the_file(tmp_path):
     for s in perfect(nestpipe):
         recorder.add(s.lane, s.name, s.start_ns, s.end_ns, batch=s.batch, micro_batch=s.micro_batch)
     trace = read(recorder.save(tmp_path / "t"))
-    report = check_edges(trace.spans, trace.metadata["edges"], trace.metadata["micro_batches"])
+    report = check_trace(trace)
     assert report.honoured and set(report.instances) == set(nestpipe.edges())

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ..files import save_json
 from ..trace import LANES, Trace, read
-from ..trace.analysis import EdgeReport, RankSummary, check_edges, summarise
+from ..trace.analysis import EdgeReport, RankSummary, check_trace, summarise
 
 SHOWN_VIOLATIONS = 10
 
@@ -37,9 +37,7 @@ def trace_report(
     console = console or Console()
     try:
         trace = read(path)
-        report = check_edges(
-            trace.spans, trace.metadata.get("edges", []), trace.metadata.get("micro_batches")
-        )
+        report = check_trace(trace)
     except (OSError, ValueError) as error:
         console.print(f"[red]cannot read the trace:[/red] {error}", soft_wrap=True)
         return 2

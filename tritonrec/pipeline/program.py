@@ -97,13 +97,16 @@ class Program:
         overlap = self.schedule.overlaps_window and not once
         return joined_groups(count, overlap, ordered=not self.sums.exact)
 
+    @property
+    def doers(self) -> dict[str, tuple[int, ...]]:
+        """Of stages in which micro-batches share a task: [i] the micro-batch whose task does i's work."""
+        groups = self.context.groups
+        return {"exchange": groups.rows_with, "gradient_exchange": groups.gradients_with}
+
     def done_by(self, task: Task) -> Task:
         """The task that does the work of this one: another micro-batch's, where they share an exchange."""
-        if task.stage == "exchange":
-            return task._replace(micro_batch=self.context.groups.rows_with[task.micro_batch or 0])
-        if task.stage == "gradient_exchange":
-            return task._replace(micro_batch=self.context.groups.gradients_with[task.micro_batch or 0])
-        return task
+        doers = self.doers.get(task.stage)
+        return task if doers is None else task._replace(micro_batch=doers[task.micro_batch or 0])
 
     def bind(
         self, function: Callable[..., Any], stage: str, granted: tuple[Access, ...] | None = None

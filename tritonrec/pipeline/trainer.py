@@ -157,6 +157,7 @@ class Trainer:
         self._program = Program(
             self._schedule, tables, self.dense, communicators, self.config, self._pending.flight, self._device
         )
+        self.recorder.metadata["done_by"] = {stage: list(each) for stage, each in self._program.doers.items()}
         if self.config.average_every:
             self._average = ReplicaAverage(tables, communicators.replica)
         if self._schedule.concurrent:

@@ -16,14 +16,14 @@ The exposed ratio, exposed over physical, is what NestPipe's frozen window bound
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
 from .events import LANES
-from .reader import Span
+from .reader import Span, Trace
 
 LOOKUP_LANES = ("prefetch", "h2d", "routing", "retrieval")
 COMMUNICATION_LANES = ("communication", "replica", "reduce")
@@ -245,8 +245,19 @@ class EdgeReport:
         return bool(self.instances) and not self.violations and not self.never_exercised
 
 
+def check_trace(trace: Trace) -> EdgeReport:
+    """`check_edges` of a trace that a trainer recorded, which has the schedule's edges in its metadata."""
+    about = trace.metadata
+    return check_edges(
+        trace.spans, about.get("edges", []), about.get("micro_batches"), about.get("done_by", {})
+    )
+
+
 def check_edges(
-    spans: Sequence[Span], edges: Iterable[Sequence[Any]], micro_batches: int | None = None
+    spans: Sequence[Span],
+    edges: Iterable[Sequence[Any]],
+    micro_batches: int | None = None,
+    done_by: Mapping[str, Sequence[int]] | None = None,
 ) -> EdgeReport:
     """Check that every dependency of a schedule was honoured: predecessors end before successors start.
 
@@ -267,6 +278,7 @@ def check_edges(
         spans: the slices of one or more ranks.
         edges: the dependencies, as tuples or as the lists that JSON makes of them.
         micro_batches: N; by default one more than the largest index recorded on the rank.
+        done_by: of stages in which micro-batches share a task: [i] the micro-batch whose task does i's work.
 
     Raises:
         ValueError: an unknown rule, or an edge back in time.
@@ -278,15 +290,21 @@ def check_edges(
         own = [span for span in spans if span.rank == rank]
         seen = max((span.micro_batch for span in own if span.micro_batch is not None), default=-1) + 1
         counts.append(micro_batches or seen)
-        _check_rank(own, counts[-1], instances, violations)
+        _check_rank(own, counts[-1], instances, violations, done_by or {})
     never = [edge for edge, number in instances.items() if not number]
-    if counts and max(counts) <= 1:  # with one micro-batch, none has a previous one
-        never = [edge for edge in never if edge[3] != "previous"]
+    # the first micro-batch has no previous one, so neither has a stage in which it does the work of all
+    alone = bool(counts) and max(counts) <= 1
+    first = {stage for stage, doers in (done_by or {}).items() if set(doers) == {0}}
+    never = [edge for edge in never if edge[3] != "previous" or not (alone or edge[1] in first)]
     return EdgeReport(instances, violations, never)
 
 
 def _check_rank(
-    spans: list[Span], micro_batches: int, instances: dict[Edge, int], violations: list[Violation]
+    spans: list[Span],
+    micro_batches: int,
+    instances: dict[Edge, int],
+    violations: list[Violation],
+    done_by: Mapping[str, Sequence[int]],
 ) -> None:
     first_batch = min(span.batch for span in spans)
     recorded: dict[tuple[str, int, int | None], list[Span]] = {}
@@ -301,7 +319,10 @@ def _check_rank(
             if batch < first_batch:
                 continue
             for micro_batch in _awaited(rule, successor.micro_batch, micro_batches):
-                predecessors = recorded.get((from_stage, batch, micro_batch), [])
+                doer = micro_batch
+                if micro_batch is not None and from_stage in done_by:
+                    doer = done_by[from_stage][micro_batch]
+                predecessors = recorded.get((from_stage, batch, doer), [])
                 if not predecessors:
                     violations.append(Violation(edge, successor, micro_batch, None))
                     continue

@@ -69,8 +69,9 @@ class Recorder:
         world_size: number of ranks of the run.
         metadata: JSON values stored in the file, for its analysis: ``mode``, ``consistency``,
             ``micro_batches``, and ``edges``, the schedule's dependencies as ``(from_stage, to_stage,
-            batch_offset, micro_batch_rule)`` (see `tritonrec.trace.analysis.check_edges`). ``rank`` and
-            ``world_size`` are added. The attribute may be changed until `save`.
+            batch_offset, micro_batch_rule)``, and ``done_by``, the micro-batches that share tasks (see
+            `tritonrec.trace.analysis.check_edges`). ``rank`` and ``world_size`` are added. The attribute may
+            be changed until `save`.
     """
 
     def __init__(self, rank: int, world_size: int, metadata: Mapping[str, Any] | None = None) -> None:

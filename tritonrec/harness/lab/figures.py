@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from statistics import mean, median
 
 from ...trace import read
-from ...trace.analysis import check_edges, summarise
+from ...trace.analysis import check_trace, summarise
 from ...trace.reader import Span
 from .network import LabError
 from .run import LabRun
@@ -75,8 +75,8 @@ def figures(run: LabRun) -> Figures:
     Raises `LabError` if a dependency of the schedule was not honoured.
     """
     trace = read(run.trace)
-    if edges := trace.metadata["edges"]:
-        report = check_edges(trace.spans, edges, trace.metadata["micro_batches"])
+    if trace.metadata["edges"]:
+        report = check_trace(trace)
         if not report.honoured:
             unseen = f"edges never exercised: {report.never_exercised}; run more steps"
             raise LabError(f"{run.setting}: {report.violations[0] if report.violations else unseen}")

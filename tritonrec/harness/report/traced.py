@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...trace import read
-from ...trace.analysis import check_edges, summarise
+from ...trace.analysis import check_trace, summarise
 from .section import Picture, Section, Table
 
 
@@ -17,7 +17,7 @@ def traces(files: Sequence[Path], source: str) -> Section:
         try:
             trace = read(file)
             about = trace.metadata
-            edges = check_edges(trace.spans, about.get("edges", []), about.get("micro_batches"))
+            edges = check_trace(trace)
             ours = summarise(trace.spans)[0]
         except ValueError as error:
             raise ValueError(f"{file} is no trace of a run: {error}") from error

@@ -12,7 +12,7 @@ from ...distributed import TIMEOUT, Communicators
 from ...files import ScratchFolder
 from ...pipeline import STAGED
 from ...trace import Recorder, save_joined
-from ...trace.analysis import check_edges, summarise
+from ...trace.analysis import check_trace, summarise
 from ...trace.reader import read
 from ...trace.timeline import draw
 from ..devices import kernels_of, rank_pool
@@ -55,7 +55,7 @@ def record_traces(job: Job, directory: str, console: Console | None = None) -> b
             path = save_joined([f"{part}.{rank}" for rank in range(WORLD_SIZE)], target / f"{mode}.pftrace")
             trace = read(path)
             draw(trace, target / f"{mode}.png")
-            report = check_edges(trace.spans, trace.metadata["edges"], MICRO_BATCHES)
+            report = check_trace(trace)
             sound &= report.honoured
             summary = summarise(trace.spans)[0]
             table.add_row(
