@@ -57,18 +57,9 @@ def add_rows(
         most = tl.zeros(column.shape, tl.int64)
     for i in range(begin, end):
         value, _occurrence = load_row(
-            i,
-            values_ptr,
-            source_ptr,
-            factors_ptr,
-            order_ptr,
-            value_stride,
-            scale,
-            column,
-            inside,
-            GROUP,
+            i, values_ptr, source_ptr, factors_ptr, order_ptr, value_stride, scale, column, inside, GROUP,
             UPPER,
-        )
+        )  # fmt: skip
         if ADD == "rounded":
             most = tl.maximum(most, magnitude(value))
             total = add_near(total, value, limit)
@@ -98,18 +89,9 @@ def add_rows_checked(
     bad = tl.full(column.shape, NONE, tl.int64)
     for i in range(begin, end):
         value, occurrence = load_row(
-            i,
-            values_ptr,
-            source_ptr,
-            factors_ptr,
-            order_ptr,
-            value_stride,
-            scale,
-            column,
-            inside,
-            GROUP,
+            i, values_ptr, source_ptr, factors_ptr, order_ptr, value_stride, scale, column, inside, GROUP,
             UPPER,
-        )
+        )  # fmt: skip
         term = value
         # True in the shape of the block: an int64 term always fits
         fits = inside | True
