@@ -4,22 +4,40 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 _KEPT = 1 << 30
-_MOST_FOR_MMAP = 32 << 20  # glibc refuses a larger one
+_LARGE = 32 << 20
+_kept = False
 
 
 def keep_freed_memory() -> None:
     """Let glibc keep up to 1 GiB of freed memory at the end of each heap; nothing happens elsewhere.
 
     By default glibc returns the end of a heap to the kernel once it is larger than twice the largest freed
-    block. The buffers of a training step are then unmapped and zeroed again by page faults in every step:
-    up to a tenth of a small step's time, depending on the order in which blocks are freed. For processes
-    that belong to tritonrec: its commands and the ranks of a `RankPool`.
+    block, and every freed block of more than 32 MiB. The buffers of a training step are then unmapped and
+    zeroed again by page faults in every step: up to a quarter of its time. So all blocks come from heaps
+    here. For processes that belong to tritonrec: its commands and the ranks of a `RankPool`.
     """
-    if sys.platform == "linux":
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-        if mallopt is not None:
-            mallopt(_M_MMAP_THRESHOLD, _MOST_FOR_MMAP)
-            mallopt(_M_TRIM_THRESHOLD, _KEPT)
+    global _kept
+    mallopt = _of_glibc("mallopt")
+    if mallopt is not None:
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT)
+        _kept = True
+
+
+def return_freed_memory(size: int) -> None:
+    """Give freed memory back after all, once a block of `size` bytes is freed that no step allocates again.
+
+    Small blocks are left, and so are processes that have not called `keep_freed_memory`.
+    """
+    if _kept and size >= _LARGE:
+        trim = _of_glibc("malloc_trim")
+        assert trim is not None
+        trim(0)
+
+
+def _of_glibc(name: str) -> Callable[..., int] | None:
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None

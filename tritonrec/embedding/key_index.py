@@ -22,6 +22,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from ..host_memory import return_freed_memory
 from ..kernels import murmur
 from ..kernels.hash_table import numba_hash_table as kernels
 from .index_pool import MAX_ROWS, IndexPool
@@ -88,7 +89,7 @@ class KeyIndex:
     @property
     def nbytes(self) -> int:
         """Bytes of all structures, the old and the next one included."""
-        return sum(12 * one.slots for one in (self._now, self._old, self._next) if one is not None)
+        return sum(one.nbytes for one in (self._now, self._old, self._next) if one is not None)
 
     @property
     def free_nbytes(self) -> int:
@@ -211,7 +212,8 @@ class KeyIndex:
         if self._old is not None and keys > 0:
             self._old.move(SLOTS_MOVED_PER_KEY * keys, self._now)
             if self._old.done == self._old.slots:
-                self._old = None
+                size, self._old = self._old.nbytes, None
+                return_freed_memory(size)
 
 
 class _Structure:
@@ -223,6 +225,7 @@ class _Structure:
         # finds, and numpy's huge pages cost more at the first touch than they save here.
         self.keys = torch.empty(slots, dtype=torch.int64).numpy().view(np.uint64)
         self.rows = torch.empty(slots, dtype=torch.int32).numpy()
+        self.nbytes = self.keys.nbytes + self.rows.nbytes
 
     def clear(self, slots: int) -> int:
         """Clear the next `slots` slots, or those left; returns their number."""
