@@ -23,6 +23,10 @@ ROUNDER = 1.5 * 2.0**-10
 CALM = 1024
 """Terms below NEAR, 2**51 each, whose sum moves a total by no more than 2**61."""
 ROOM = np.int64(2**61)
+HALF = np.int64(2**62)
+"""A total between -HALF and HALF stays positive with HALF added; any other one may have left int64."""
+FRACTION = np.int64(52)
+"""Bits of a float64's fraction."""
 
 
 def to_fixed_point(
@@ -79,10 +83,10 @@ def _scale(sums, unit, divisor, values):
 @njit(cache=True, nogil=True)
 def is_near(values, first, count, near):
     """Whether ``values[first : first + count]`` are below `near` in magnitude."""
-    outside = 0
+    inside = True
     for d in range(count):
-        outside += not (abs(values[first + d]) < near)
-    return outside == 0
+        inside = inside & (abs(values[first + d]) < near)
+    return inside
 
 
 @njit(cache=True, nogil=True)
@@ -95,12 +99,57 @@ def is_calm(total, start, count):
 
 
 @njit(cache=True, nogil=True)
+def are_rounded(differences):
+    """Whether sums with the constant are its neighbours: their bits differ from its in the fraction alone.
+
+    `differences` are those bits, of all sums together. A value that is not a number differs in more, too.
+    """
+    return (differences >> FRACTION) == 0
+
+
+@njit(cache=True, nogil=True)
 def add_near(total, start, values, first, count, limit):
-    """`add_rounded` of values below ``limit * NEAR``, to totals that stay in int64."""
+    """`add_rounded` to totals that stay in int64.
+
+    Returns whether the values are below ``limit * NEAR`` in magnitude; otherwise nothing has changed.
+    """
     rounder = np.float64(limit) * ROUNDER
     zero = bits_of(rounder)
+    differences = np.int64(0)
     for d in range(count):
-        total[start + d] += bits_of(np.float64(values[first + d]) + rounder) - zero
+        bits = bits_of(np.float64(values[first + d]) + rounder)
+        differences |= bits ^ zero
+        total[start + d] += bits - zero
+    if are_rounded(differences):
+        return True
+    for d in range(count):
+        total[start + d] -= bits_of(np.float64(values[first + d]) + rounder) - zero
+    return False
+
+
+@njit(cache=True, nogil=True)
+def add_near_rows(total, start, values, first, stride, count, limit):
+    """`add_near` of four rows, `stride` apart, to one: a total is read and written once for all."""
+    rounder = np.float64(limit) * ROUNDER
+    zero = bits_of(rounder)
+    second, third, fourth = first + stride, first + np.uintp(2) * stride, first + np.uintp(3) * stride
+    differences = np.int64(0)
+    for d in range(count):
+        bits = bits_of(np.float64(values[first + d]) + rounder)
+        others = bits_of(np.float64(values[second + d]) + rounder)
+        more = bits_of(np.float64(values[third + d]) + rounder)
+        last = bits_of(np.float64(values[fourth + d]) + rounder)
+        differences |= (bits ^ zero) | (others ^ zero) | (more ^ zero) | (last ^ zero)
+        total[start + d] += (bits + others) + (more + last) - np.int64(4) * zero
+    if are_rounded(differences):
+        return True
+    for d in range(count):
+        bits = bits_of(np.float64(values[first + d]) + rounder)
+        others = bits_of(np.float64(values[second + d]) + rounder)
+        more = bits_of(np.float64(values[third + d]) + rounder)
+        last = bits_of(np.float64(values[fourth + d]) + rounder)
+        total[start + d] -= (bits + others) + (more + last) - np.int64(4) * zero
+    return False
 
 
 @njit(cache=True, nogil=True)
@@ -110,22 +159,20 @@ def add_rounded(total, start, values, first, count, scale, limit):
     `total` (int64) and `values` (float32) are flat, positions and `count` are uintp. Returns -1, or the place
     in the row of the first value that cannot be added; `total` then keeps what it held before the call.
     """
-    if not is_near(values, first, count, limit * NEAR):
-        return _add_far(total, start, values, first, count, scale, limit)
     rounder = np.float64(limit) * ROUNDER
     zero = bits_of(rounder)
-    wrapped = np.int64(0)
+    differences, moved = np.int64(0), np.int64(0)
     for d in range(count):
-        term = bits_of(np.float64(values[first + d]) + rounder) - zero
-        before = total[start + d]
-        after = before + term
+        bits = bits_of(np.float64(values[first + d]) + rounder)
+        differences |= bits ^ zero
+        after = total[start + d] + (bits - zero)
         total[start + d] = after
-        wrapped |= (before ^ after) & (term ^ after)
-    if wrapped < 0:
-        for d in range(count):
-            total[start + d] -= bits_of(np.float64(values[first + d]) + rounder) - zero
-        return _add_far(total, start, values, first, count, scale, limit)
-    return np.int64(-1)
+        moved |= after + HALF
+    if are_rounded(differences) and moved >= 0:
+        return np.int64(-1)
+    for d in range(count):
+        total[start + d] -= bits_of(np.float64(values[first + d]) + rounder) - zero
+    return _add_far(total, start, values, first, count, scale, limit)
 
 
 @njit(cache=True, nogil=True)

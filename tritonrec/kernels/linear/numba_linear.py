@@ -7,11 +7,9 @@ import torch
 from tritonrec.kernels.deferred import refuse
 from tritonrec.kernels.fixed_point.numba_fixed_point import (
     CALM,
-    NEAR,
     add_near,
     add_rounded,
     is_calm,
-    is_near,
 )
 from tritonrec.kernels.linear.reference import no_sum
 from tritonrec.kernels.numba_matmul import add_products
@@ -121,14 +119,12 @@ def add_weight_gradients(
                     tile, U(0), inner, dy, first * dy_stride + o, U(1), dy_stride, x, first * x_stride,
                     x_stride, rows, terms, inner,
                 )  # fmt: skip
-                calm = calm and is_near(tile, U(0), rows * inner, limit * NEAR)
                 for r in range(rows):
+                    to = (o + r) * accumulator_stride
+                    calm = calm and add_near(accumulator, to, tile, r * inner, inner, limit)
                     if calm:
-                        add_near(accumulator, (o + r) * accumulator_stride, tile, r * inner, inner, limit)
                         continue
-                    column = add_rounded(
-                        accumulator, (o + r) * accumulator_stride, tile, r * inner, inner, scale, limit
-                    )
+                    column = add_rounded(accumulator, to, tile, r * inner, inner, scale, limit)
                     if column >= 0:
                         first_bad = (np.int64(s - 1), np.int64(o + r), column, tile[r * inner + U(column)])
                         samples = s - 1  # what fails in this sample further down comes after

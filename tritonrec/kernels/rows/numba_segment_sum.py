@@ -11,9 +11,11 @@ import torch
 from tritonrec.kernels.fixed_point.errors import ExactSumError, report_sum, sum_error
 from tritonrec.kernels.fixed_point.numba_fixed_point import (
     CALM,
+    HALF,
     NEAR,
     ROUNDER,
     add_near,
+    add_near_rows,
     add_rounded,
     add_terms,
     is_calm,
@@ -154,19 +156,23 @@ def add_batch(out, out_stride, values, value_stride, segments, source, dim, scal
 @njit(cache=True, nogil=True)
 def add_all(out, values, value_stride, count, dim, scale, limit):
     """`add_batch` into one segment."""
-    zero, near = np.uintp(0), limit * NEAR
+    zero = np.uintp(0)
     for start in range(0, count, CALM):
         stop = min(start + CALM, count)
-        calm = is_calm(out, zero, dim)
-        for i in range(start, stop):
+        calm, i = is_calm(out, zero, dim), start
+        while i < stop:
             first = np.uintp(i) * value_stride
-            calm = calm and is_near(values, first, dim, near)
-            if calm:
-                add_near(out, zero, values, first, dim, limit)
+            if calm and i + 4 <= stop:
+                calm = add_near_rows(out, zero, values, first, value_stride, dim, limit)
+                if calm:
+                    i += 4
                 continue
-            column = add_rounded(out, zero, values, first, dim, scale, limit)
-            if column >= 0:
-                return np.int64(i) * np.int64(dim) + column
+            calm = calm and add_near(out, zero, values, first, dim, limit)
+            if not calm:
+                column = add_rounded(out, zero, values, first, dim, scale, limit)
+                if column >= 0:
+                    return np.int64(i) * np.int64(dim) + column
+            i += 1
     return np.int64(-1)
 
 
@@ -226,14 +232,12 @@ def add_products_batch(out, out_stride, values, value_stride, factors, segments,
             factor = factors[i]
             to = np.uintp(segments[i]) * out_stride
             if near and abs(factor) <= MOST_FACTOR:
-                wrapped = np.int64(0)
+                moved = np.int64(0)
                 for d in range(dim):
-                    term = bits_of(np.float64(factor * values[first + d]) + rounder) - zero
-                    before = out[to + d]
-                    after = before + term
+                    after = out[to + d] + (bits_of(np.float64(factor * values[first + d]) + rounder) - zero)
                     out[to + d] = after
-                    wrapped |= (before ^ after) & (term ^ after)
-                if wrapped >= 0:
+                    moved |= after + HALF
+                if moved >= 0:
                     i += np.uintp(1)
                     continue
                 for d in range(dim):
