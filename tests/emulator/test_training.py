@@ -4,8 +4,14 @@ The model is of torch's own ops: integers, exact sums and row updates run on our
 CPU shares. Dense kernels have an order of summation of their own, and are compared among Triton runs only.
 """
 
+import threading
+from collections import defaultdict
+from contextlib import contextmanager
+from pathlib import Path
+
 import pytest
 import torch
+from speeds import slow_except
 
 from tritonrec import ops
 from tritonrec.data import NextItemLoader, load
@@ -18,11 +24,14 @@ from tritonrec.embedding import (
     WarmupLinear,
 )
 from tritonrec.harness.emulator.driver import current
-from tritonrec.harness.job import dense_optimizer
+from tritonrec.harness.job import Job, dense_optimizer
 from tritonrec.harness.verify.run_case import compare_run
 from tritonrec.harness.verify.state import Comparison, dense_state, loss_state, table_state
+from tritonrec.harness.verify.thread_ranks import run_ranks
 from tritonrec.kernels import dispatch
-from tritonrec.pipeline import StageFailedError, Trainer, WindowConfig
+from tritonrec.kernels.op import Op
+from tritonrec.nn import HSTUConfig
+from tritonrec.pipeline import PIPELINED, StageFailedError, Trainer, WindowConfig
 
 pytestmark = pytest.mark.skipif(dispatch.emulated is None, reason="needs pytest --emulate")
 BATCHES = [NextItemLoader(load("zipf:users=60,items=80,seed=1"), 7, 9, 1, 3).batch(step) for step in range(4)]
@@ -100,6 +109,61 @@ def test_the_nested_pipeline_on_emulated_kernels_ends_at_the_cpus_bits(optimizer
     update = f"sparse_optimizers.{'rowwise' if 'rowwise' in optimizer else 'elementwise'}_kernel"
     assert {*IN_A_STEP, update, *(ON_DEVICE if storage != "host" else ())} <= launched, launched
     assert ops.implementation("auto", torch.ones(1)) == "cpu"
+
+
+HOST = {"hash_find", "hash_insert", "hash_move"}  # keys of tables in host memory
+CHECKS = {"first_outside", "add_bits"}  # of arguments and parameters in host memory, where these are
+
+
+@contextmanager
+def recorded(monkeypatch):
+    """Ops by implementation, and functions of the CPU's kernels, of all threads that begin inside."""
+    chosen, called, implementation_of = defaultdict(set), set(), Op._implementation
+
+    def implementation(op, name):
+        chosen[name].add(op.name)
+        return implementation_of(op, name)
+
+    def profile(frame, event, _argument):
+        place = Path(frame.f_code.co_filename)
+        if event == "call" and place.name.startswith(("numba_", "cpu_")) and "kernels" in place.parts:
+            called.add(frame.f_code.co_name)
+
+    monkeypatch.setattr(Op, "_implementation", implementation)
+    threading.setprofile(profile)
+    try:
+        yield chosen, called
+    finally:
+        threading.setprofile(None)
+
+
+def hstu_job(storage, world_size):
+    """A model whose dense layers are kernels, too."""
+    sizes = HSTUConfig(dim=16, layers=1, heads=1, qk_dim=16, v_dim=16, max_seq_len=9, dropout=0.2)
+    log, placement = "zipf:users=60,items=80,seed=1", Placement(storage, "cpu", 400)
+    return Job(log, "hstu", 7 * world_size, 9, 3, sizes=sizes, placement=placement)
+
+
+@pytest.mark.parametrize("world_size", slow_except([1], [1, 2]))
+@pytest.mark.parametrize("storage", ["host", "device", "cached"])
+@pytest.mark.parametrize("mode", slow_except(["nestpipe"], PIPELINED))
+def test_no_stage_falls_back_to_the_cpu(monkeypatch, mode, storage, world_size):
+    job = hstu_job(storage, world_size)
+    loaders = [job.loader(rank, world_size) for rank in range(world_size)]
+    batches = [[loader.batch(step) for step in range(3)] for loader in loaders]
+
+    def train(ranks):
+        with Trainer(*job.build("adam"), ranks, mode, WindowConfig(4, seed=4), impl="triton") as running:
+            return [result.loss for result in running.run(batches[ranks.rank])]
+
+    with recorded(monkeypatch) as (chosen, called):
+        losses = run_ranks(world_size, train)
+    assert all(len(each) == 3 for each in losses)
+    assert {name: ops for name, ops in chosen.items() if name != "triton"} == {}
+    assert {"linear", "linear_weight_grad", "segment_sum_into", "sparse_adam"} <= chosen["triton"]
+    assert storage == "host" or "hash_insert" in chosen["triton"]
+    assert mode == "fwp" or chosen["triton"] & {"intersect", "intersect_padded"}
+    assert called - {"<module>"} <= CHECKS | (HOST if storage == "host" else set())
 
 
 class Unbounded(Scores):
