@@ -9,6 +9,8 @@ import pytest
 import torch
 from ptx_kit import evaluate
 
+from tritonrec.harness.emulator import UnsupportedError
+
 pytestmark = pytest.mark.slow  # compiles the emulator's runtime
 
 COUNT = 256
@@ -209,8 +211,10 @@ def test_conversions_to_half_precision_round_to_nearest_even(half):
     )
     assert_equal(high, as_float[0])
     assert_equal(low, as_float[1])
-    wide = evaluate(f"cvt.f32.{half} {{d}}, {{0}};", [half], "f32", [halves[0].view(torch.int16).numpy()])
-    assert_equal(wide, as_float[0])
+    words = halves[0].view(torch.int16).numpy()
+    assert_equal(evaluate(f"cvt.f32.{half} {{d}}, {{0}};", [half], "f32", [words]), as_float[0])
+    wide = evaluate(f"cvt.f64.{half} {{d}}, {{0}};", [half], "f64", [words])
+    assert_equal(wide, as_float[0].astype(np.float64))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -218,6 +222,13 @@ def test_float64_and_float32():
     x, y = numbers("f32"), numbers("f64")
     assert_equal(evaluate("cvt.f64.f32 {d}, {0};", ["f32"], "f64", [x]), x.astype(np.float64))
     assert_equal(evaluate("cvt.rn.f32.f64 {d}, {0};", ["f64"], "f32", [y]), y.astype(np.float32))
+
+
+@pytest.mark.parametrize(("to", "source"), [("bf16", "f64"), ("f16", "f64"), ("f16", "s32"), ("u32", "f16")])
+def test_a_conversion_that_is_not_known_is_refused(to, source):
+    values = numbers("f64").view(np.int64 if source == "f64" else np.int32 if source == "s32" else np.int16)
+    with pytest.raises(UnsupportedError, match=rf"cvt\.rn\.{to}\.{source}"):
+        evaluate(f"cvt.rn.{to}.{source} {{d}}, {{0}};", [source], to, [values])
 
 
 FUNCTIONS = {

@@ -51,10 +51,12 @@ LINEAR = [
     lambda: test_linear.test_programs_that_share_samples_add_up(IMPL, "single_tokens", True, None),
     lambda: test_exact_gradients.test_a_linear_layer_adds_the_gradient_of_its_bias(IMPL, (70, 33, 34)),
     lambda: test_exact_gradients.test_no_sum_wraps(IMPL, 1),
-    *each(test_bounds_of_sums.test_gradients_of_a_linear_layer, 1),
+    *each(test_bounds_of_sums.test_gradients_of_a_linear_layer, 1, 33),
+    lambda: test_bounds_of_sums.test_the_bias_of_a_linear_layer_alone(IMPL, 1),
     lambda: test_bounds_of_sums.test_the_bound_of_a_linear_layer_falls_with_its_samples(),
 ]
 NORM = [
+    lambda: test_bounds_of_sums.test_gradients_of_a_norm_with_large_terms_of_the_bias_alone(IMPL, 1),
     lambda: test_norm_mul_dropout.test_error_is_that_of_plain_float32(IMPL, "odd_dim", True, True),
     lambda: test_norm_mul_dropout.test_the_mask_depends_on_seed_sample_and_position_alone(IMPL),
     lambda: test_exact_gradients.test_the_norm_adds_the_terms_of_its_weight_and_bias(

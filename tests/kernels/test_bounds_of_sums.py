@@ -52,6 +52,9 @@ TERMS = {  # the sum before, and the terms
     "the least that is not checked": (-(2**62), constant(-(2**55))),
     "a bit more": (2**62 - 1, constant(2**56 - 1)),
     "a bit less": (-(2**62), constant(-(2**56))),
+    "a bit more in 24 bits": (2**62 - 1, constant(2**55 + 2**32)),
+    "a bit less in 24 bits": (-(2**62), constant(-(2**55) - 2**32)),
+    "too much before the last": (2**62 - 1, lambda rows: [2**62] * (rows - 1) + [1]),
     "one term more than fits": (2**62, constant(2**55)),
     "one term less than fits": (-(2**62), constant(-(2**55) - 1)),
     "at the end": (MOST, constant(1)),
@@ -223,10 +226,24 @@ def test_gradients_of_a_norm(impl, rows):
         assert [each.tolist() for each in sums] == [[expected] * 2] * 2, (start, term)
 
 
-def gradients_of_a_linear_layer(impl, start, term, samples, bias=True):
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_gradients_of_a_norm_with_large_terms_of_the_bias_alone(impl, rows):
+    for term in (2**51 + 2**28, -(2**52), 2**58):
+        dy, x = torch.full((rows, 2), term * 2.0**-BITS), torch.full((rows, 2), 2.0**-20)
+        ones, means, rstds = torch.ones(2), torch.zeros(rows), torch.ones(rows)
+        sums = [on(impl, torch.zeros(2, dtype=torch.int64)) for _ in range(2)]
+        given = [on(impl, dy), on(impl, x), None, on(impl, ones), on(impl, ones), 0.0, 0, None, None]
+        given += [on(impl, means), on(impl, rstds), BITS, ["scale", "shift"]]
+        NORM_MUL_DROPOUT_BACKWARD_EXACT.launch(*sums, None, *given, impl=impl)
+        assert [each.tolist() for each in sums] == [[rows * term // 2**20] * 2, [rows * term] * 2]
+
+
+def gradients_of_a_linear_layer(impl, start, term, samples, bias=True, weight_start=None):
     """Sums of weight and bias of samples of one token each, or the name and index of an error."""
     dy, x = torch.full((samples, 3), term * 2.0**-BITS), torch.ones(samples, 2)
-    weight, sums = on(impl, torch.full((3, 2), start)), on(impl, torch.full((3,), start))
+    weight = on(impl, torch.full((3, 2), start if weight_start is None else weight_start))
+    sums = on(impl, torch.full((3,), start))
     options = {"bias_accumulator": sums, "bias_name": "bias"} if bias else {}
     try:
         linear_weight_grad(
@@ -267,6 +284,17 @@ def test_gradients_of_a_linear_layer(impl, samples):
         total, first = added(start, term, samples)
         expected = (WEIGHT, (first, 0, 0)) if total is None else ([total], [total])
         assert gradients_of_a_linear_layer(impl, start, term, samples) == expected, (start, term)
+
+
+@pytest.mark.parametrize("samples", [1, 33])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_bias_of_a_linear_layer_alone(impl, samples):
+    """Small terms, and sums before that are far from 0 of the bias alone."""
+    for start, term in [(MOST, 1), (LEAST, -1), (MOST - samples, 1), (2**62, 2**50), (MOST, -1)]:
+        total, first = added(start, term, samples)
+        expected = ("gradient of bias", (first, 0)) if total is None else ([samples * term], [total])
+        found = gradients_of_a_linear_layer(impl, start, term, samples, weight_start=0)
+        assert found == expected, (start, term)
 
 
 def bound(bits, count):

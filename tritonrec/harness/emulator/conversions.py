@@ -21,8 +21,9 @@ def convert(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
         wide = [lane.emit(f"zext i16 {half} to i32") for half in (high, low)]
         shifted = lane.emit(f"shl i32 {wide[0]}, 16")
         lane.put(x[0], lane.emit(f"or i32 {shifted}, {wide[1]}"), 32)
-    elif source in ("bf16", "f16") and to == "f32":
-        lane.put_float(x[0], widened(lane, lane.get(x[1], 16), source), "f32")
+    elif source in ("bf16", "f16") and to in FLOATS:
+        value = widened(lane, lane.get(x[1], 16), source)
+        lane.put_float(x[0], value if to == "f32" else lane.emit(f"fpext float {value} to double"), to)
     elif to in ("bf16", "f16") and source == "f32":
         lane.put(x[0], rounded_to_half(lane, lane.get(x[1], 32), to), 16)
     elif to in FLOATS and source in FLOATS:
@@ -34,11 +35,11 @@ def convert(lane: Lane, s: Statement, parts: list[str], kind: str) -> None:
         elif to != source:
             value = lane.emit(f"{'fpext' if to == 'f64' else 'fptrunc'} {FLOATS[source][0]} {value} to {f}")
         lane.put_float(x[0], value, to, flush)
-    elif to in FLOATS:
+    elif to in FLOATS and source in BITS and source[0] in "us":
         bits, code = BITS[source], "sitofp" if source[0] == "s" else "uitofp"
         value = lane.emit(f"{code} i{bits} {lane.get(x[1], bits)} to {FLOATS[to][0]}")
         lane.put_float(x[0], value, to)
-    elif source in FLOATS:
+    elif source in FLOATS and to in BITS and to[0] in "us":
         value, f = lane.float(x[1], source, flush), FLOATS[source][0]
         whole = next(m for m in modes if m in ROUNDING)
         value = lane.emit(f"call {f} @llvm.{ROUNDING[whole]}.{source}({f} {value})")
