@@ -343,3 +343,11 @@ def test_a_file_as_long_as_its_entry_says_is_not_read_beyond_its_header(tmp_path
     os.truncate(path, 1 << 40)
     resealed(tmp_path, 7, lambda body: body["dense"].update(bytes=1 << 40))
     refused(tmp_path, str(path), "its header is that of", f"and it has {1 << 40}")
+
+
+def test_a_part_may_erase_more_keys_than_its_header_has_bytes(tmp_path):
+    base = save_on(1, tmp_path, 20, {"t": random_table(31, 2000)})[0]
+    none = random_table(31, 0)
+    gone = random_table(31, 2000)["keys"]
+    save_on(1, tmp_path, 40, {"t": none}, base=base, erased={"t": gone})
+    assert len(whole(load_on(1, tmp_path), "t")["keys"]) == 0

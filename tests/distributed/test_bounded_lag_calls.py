@@ -153,5 +153,6 @@ def test_waiting_takes_the_callers_timeout():
 def test_a_call_of_many_tensors_shows_eight_of_them():
     some = [torch.zeros(2, dtype=torch.int32) for _ in range(8)]
     assert describe_call("all_gather", some).count("2 int32") == 8
+    assert describe_call("all_gather", [*some, some[0]]).count("2 int32") == 8
     assert describe_call("all_gather", [*some, some[0]]).endswith("and 1 further tensors of 8 bytes")
     assert describe_call("all_gather", [*some, some[:2]]).endswith("and 2 further tensors of 16 bytes")

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tritonrec.distributed import ElasticPool, RankDiedError, elastic
+from tritonrec.distributed import ElasticPool, RankDiedError, elastic, elastic_pool
 from tritonrec.distributed.elastic_pool import _goes_on
 
 pytestmark = pytest.mark.multi_rank
@@ -137,3 +138,23 @@ def test_a_rank_that_has_said_nothing_did_not_join():
     here, _there = multiprocessing.Pipe()
     silent = SimpleNamespace(poll=here.poll, recv=lambda: pytest.fail("waited"))
     assert ElasticPool(2)._receive(silent, 0) == ("error", ("did not join the others", ""))
+
+
+def test_connections_to_ranks_that_are_given_up_are_closed(monkeypatch):
+    monkeypatch.setattr(elastic_pool, "_goes_on", lambda sizes, ranks: False)
+    here, there = multiprocessing.Pipe()
+    with pytest.raises(RankDiedError):
+        ElasticPool.__new__(ElasticPool)._collect({here: 0})
+    assert here.closed
+    there.close()
+
+
+def test_a_member_that_listens_is_not_gone():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        member = elastic.Member(0, *server.getsockname())
+        assert not member.is_gone()
+    assert member.is_gone()
+
+
+def test_the_own_address_is_that_of_the_network_of_the_peer():
+    assert elastic._own_address("127.0.0.1", 9) == "127.0.0.1"

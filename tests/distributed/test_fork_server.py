@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,3 +120,36 @@ def test_the_number_of_a_process_is_received_once():
     assert process.pid == 41 and process.pid == 41 and process.exitcode is None
     process.join(9)
     assert process.exitcode == 3 and process.pid == 41
+
+
+def test_the_server_ends_with_its_parent_from_the_start(monkeypatch):
+    class Asked(Exception):
+        pass
+
+    def asked(parent):
+        raise Asked(parent)
+
+    monkeypatch.setattr(fork_server, "signal", mock.MagicMock())
+    monkeypatch.setattr(fork_server, "end_with_parent", asked)
+    with pytest.raises(Asked, match=r"^41$"):
+        fork_server._serve(41, None, [])
+
+
+def open_files(process):
+    """Pipes and sockets."""
+    found = set()
+    for each in os.listdir(f"/proc/{process}/fd"):
+        with suppress(FileNotFoundError):  # the one by which the folder was read
+            found.add(os.readlink(f"/proc/{process}/fd/{each}"))
+    return {each for each in found if each.startswith(("pipe:", "socket:"))}
+
+
+def of_rank_and_server(_):
+    return open_files("self"), open_files(os.getppid())
+
+
+def test_a_rank_has_no_open_file_of_its_server():
+    with RankPool((2,)) as pool:
+        inherited = open_files("self")
+        for own, of_server in pool.run(of_rank_and_server, 2):
+            assert of_server - inherited and not own & of_server - inherited

@@ -252,6 +252,8 @@ def test_ranks_are_watched_where_all_of_them_reach_the_store_of_torchrun(monkeyp
     control = Control("0123")
     watch = _watch_from_environment(control, timedelta(seconds=1))
     assert watch is not None and len(control.own) == 16
+    watch.store.set("place", "here")
+    assert server.get(f"{control.own}/place") == b"here"
     watch.close()
     assert _watch_from_environment(Control(""), timedelta(seconds=1)) is None
     monkeypatch.delenv("MASTER_PORT")

@@ -1,14 +1,19 @@
 """Promise: whoever reads cached rows while a lookup moves them gets their values."""
 
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
-from tritonrec.embedding import cached_storage
-from tritonrec.embedding.cached_storage import CachedStorage
-from tritonrec.embedding.row_column import RowColumn
-from tritonrec.embedding.row_storage import RowStorage
+sys.path[:0] = [str(Path(__file__).parents[2] / "ci" / "emulator")]
+from pretended import GPU, pretended, without_kernels  # noqa: E402
+
+from tritonrec.embedding import cached_storage  # noqa: E402
+from tritonrec.embedding.cached_storage import CachedStorage  # noqa: E402
+from tritonrec.embedding.row_column import RowColumn  # noqa: E402
+from tritonrec.embedding.row_storage import RowStorage  # noqa: E402
 
 
 def handles(*numbers):
@@ -55,3 +60,29 @@ def test_every_column_is_in_the_memory_of_the_device(monkeypatch):
     monkeypatch.setattr(cached_storage, "RowColumn", Column)
     CachedStorage(home, 2)
     assert devices == [home.device] * 5 and home.device is not None
+
+
+def test_every_number_is_in_the_memory_of_the_device():
+    with pretended() as gpu, without_kernels(gpu):
+        made = CachedStorage(RowStorage(2, 2, 8, GPU), 2)
+        numbers = [each.device for each in vars(made).values() if isinstance(each, torch.Tensor)]
+    assert numbers == [GPU] * 3
+
+
+def test_a_lookup_that_brings_no_row_leaves_the_cache_as_it_was():
+    found = CachedStorage(RowStorage(2, 2, 8), 4)
+    every = handles(*range(6))
+    found.add(every, 6)
+    found.update(every, every[:, None].expand(6, 2).float().contiguous())
+    found.prefetch(handles(0))
+    found.prefetch(handles(0))
+    found.prefetch(handles(1))  # behind 0
+    assert found._handles[handles(0, 1, 2, 3)].tolist() == [1, 2, 0, 0] and int(found._hand) == 2
+
+
+def test_without_tiers_no_row_is_marked_for_16_bits():
+    found = CachedStorage(RowStorage(2, 2, 8), 2)
+    found.add(handles(0, 1), 2)
+    found._low[handles(0, 1)] = True
+    found.update(handles(0, 1), torch.ones(2, 2), torch.tensor([True, True]))
+    assert found.moved == (0, 0)

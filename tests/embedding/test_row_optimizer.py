@@ -128,6 +128,12 @@ def counted(weight, state, gradient, step, lr):
     return weight - lr / step * gradient, state + 1
 
 
+def of_numbers(weight, state, gradient, step, lr):
+    assert all(bool(each.isfinite().all()) for each in (weight, state, gradient))
+    return weight, state
+
+
+SEES_NUMBERS = RowOptimizer.custom(of_numbers, lambda dim: dim, name="sees numbers")
 CUSTOM = RowOptimizer.custom(adagrad, lambda dim: dim, name="mine", lr=0.1)
 
 
@@ -148,6 +154,7 @@ def test_a_rule_of_ones_own_leaves_what_lies_behind_the_count(count):
     grad[count:], indices[count:] = torch.nan, 2**62
     CUSTOM.update(rows, indices, grad, 1, torch.tensor(count))
     assert same_bits(rows, expected)
+    SEES_NUMBERS.update(rows, indices, grad, 1, torch.tensor(count))
 
 
 def test_a_rule_of_ones_own_sees_update_rate_and_lazy_decay():

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tritonrec import ops
 from tritonrec.embedding import DynamicTable, Eviction, KeyLayout, PrecisionTiers, TablePolicy, row_checksums
 from tritonrec.embedding.precision import AccessCounter
+from tritonrec.embedding.row_column import RowColumn
 from tritonrec.kernels.deferred import first_bad
 
 pytestmark = pytest.mark.smoke
@@ -356,3 +357,15 @@ def test_only_rows_that_were_used_count_as_used():
     assert set(counter.used().tolist()) == {-1}
     counter.record(torch.tensor([3]), 0)
     assert sorted(counter.used().tolist())[-2:] == [-1, 3]
+
+
+def test_a_step_of_32_bits_is_refused_with_admission():
+    found = DynamicTable(2, policy=TablePolicy(admission=2))
+    found.lookup(torch.tensor([1]), 2**31 - 1)
+    for step in 2**31, -1:
+        with pytest.raises(ValueError, match=rf"step must be in \[0, 2\*\*31\) with admission, got {step}"):
+            found.lookup(torch.tensor([1]), step)
+
+
+def test_a_column_begins_with_the_value_of_no_row_alone():
+    assert RowColumn(torch.int32).nbytes == 4

@@ -22,8 +22,9 @@ from trainer_parts import (
 
 from tritonrec.data import Lookup
 from tritonrec.embedding.in_flight import as_lane
+from tritonrec.nn.context import takes_indexed_rows
 from tritonrec.pipeline import DenseModel
-from tritonrec.pipeline.dense_checks import PROBE_ELEMENTS, _capped
+from tritonrec.pipeline.dense_checks import PROBE_ELEMENTS, _capped, validate_invariant
 from tritonrec.pipeline.flight import Flight, on_the_callers_thread
 from tritonrec.pipeline.peer_copies import PeerCopies
 from tritonrec.pipeline.pending import PendingWindows
@@ -421,3 +422,26 @@ def test_a_long_parameter_is_probed_with_fewer_rows():
     assert _capped(torch.Size([3, 5])) == (3, 5)
     assert _capped(torch.Size([2 * PROBE_ELEMENTS, 2])) == (PROBE_ELEMENTS // 2, 2)
     assert _capped(torch.Size([3, 2 * PROBE_ELEMENTS])) == (1, 2 * PROBE_ELEMENTS)
+
+
+def test_a_copy_of_the_state_before_the_first_step_is_a_state():
+    made, copies, accepted = parts(), PeerCopies(), []
+    with trainer(made, "dbp", "batch") as one:
+        copies.keep(one, {"note": "none"})
+    with trainer(parts(), "dbp", "batch") as two:
+        assert copies.restore(two, accept=accepted.append) == 0
+    assert accepted == [{"note": "none"}]
+
+
+@pytest.mark.parametrize("graphs", [None, object()])
+@pytest.mark.parametrize("compiles", [False, True])
+def test_rows_that_are_not_gathered_are_for_the_model_s_own_call(graphs, compiles):
+    class Reads(torch.nn.Module):
+        forward = takes_indexed_rows(lambda self, batch, rows, seed: None)
+
+    flight = SimpleNamespace(_graphs=graphs, _compilation=SimpleNamespace(compiles=compiles), model=Reads())
+    assert Flight.reads_indexed_rows.fget(flight) == (graphs is None and not compiles)
+
+
+def test_an_optimizer_of_parameters_without_memory_is_not_probed():
+    validate_invariant(torch.optim.SGD([torch.nn.Parameter(torch.empty(3, device="meta"))], lr=0.1))

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from tritonrec.data import NextItemLoader, load
+from tritonrec.distributed import Communicators
+from tritonrec.embedding import FeatureConfig, HashTableCollection, RowOptimizer
 from tritonrec.nn import HSTU, Dropout, GradientAccumulator, HSTUConfig, MultiheadAttention
-from tritonrec.pipeline import MicroBatchGraphs, WindowConfig
+from tritonrec.pipeline import MicroBatchGraphs, Trainer, WindowConfig
 from tritonrec.pipeline import graphs as graphs_module
 from tritonrec.pipeline.graphs import CudaRecorder, share_of
 from tritonrec.pipeline.model_call import CallerSettings, train_micro_batch
@@ -200,3 +202,11 @@ def test_cuda_compiles_on_another_stream_before_it_records(monkeypatch):
     recorder.replay()
     before = ["beside waits for current", "on beside", "work", "current waits for beside"]
     assert log == [*before, "record, thread_local", "work", "replay"]
+
+
+def test_a_trainer_refuses_graphs_that_its_device_cannot_record():
+    net = model()
+    tables = HashTableCollection([FeatureConfig("item", DIM)], RowOptimizer("adam"), seed=2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="records on CUDA, and the trainer works on cpu"):
+        Trainer(net, tables, optimizer, Communicators.local(), "nestpipe", graphs=MicroBatchGraphs(2, 9))
