@@ -222,6 +222,7 @@ CHANGES: dict[str, tuple[Callable[[dict], object], str]] = {
     "shape_negative": (at("columns", rows=["float32", [-3]]), "shape of at most"),
     "shape_large": (at("columns", rows=["float32", [2**62]]), "shape of at most"),
     "shape_huge": (at("columns", rows=["float32", [2**61] * 9]), "rows of"),
+    "shape_none": (at("columns", rows=["float32", [0]]), "the manifest says"),
     "reserved": (at("columns", erased=["int64", []]), "a reserved name"),
     "another_width": (at("columns", rows=["float32", [4]]), "the manifest says"),
     "no_layers": (at("table", layers=[]), "must have a list of layers"),

@@ -158,3 +158,18 @@ def test_a_member_that_listens_is_not_gone():
 
 def test_the_own_address_is_that_of_the_network_of_the_peer():
     assert elastic._own_address("127.0.0.1", 9) == "127.0.0.1"
+
+
+def test_one_rank_goes_on_unless_more_are_needed(monkeypatch):
+    class Asked(Exception):
+        pass
+
+    def ranks(timeout, replicas, min_ranks):
+        raise Asked(replicas, min_ranks)
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(elastic, "_Ranks", ranks)
+    with pytest.raises(Asked) as asked:
+        elastic.run_elastic(lambda communicators: None)
+    pool = ElasticPool(2)
+    assert asked.value.args == (pool.replicas, pool.min_ranks) == (1, 1)

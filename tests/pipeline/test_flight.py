@@ -445,3 +445,38 @@ def test_rows_that_are_not_gathered_are_for_the_model_s_own_call(graphs, compile
 
 def test_an_optimizer_of_parameters_without_memory_is_not_probed():
     validate_invariant(torch.optim.SGD([torch.nn.Parameter(torch.empty(3, device="meta"))], lr=0.1))
+
+
+@pytest.mark.parametrize(("values", "changes"), [(32_768, 1), (32_769, 2)])
+def test_parameters_that_torch_cuts_between_threads_are_probed_with_another_number(
+    values, changes, monkeypatch
+):
+    counts = []
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    validate_invariant(torch.optim.SGD([torch.nn.Parameter(torch.zeros(values))], lr=0.1))
+    assert len(counts) == changes and counts[-1] == torch.get_num_threads()
+
+
+@pytest.mark.parametrize("mode", ["reference", "sequential"])
+def test_after_an_error_of_a_step_nothing_is_under_way(mode):
+    made = parts()
+    made[0].forward = lambda batch, rows, seed: 1 / 0
+    with trainer(made, mode, "batch") as one:
+        with pytest.raises((ZeroDivisionError, RuntimeError), match="division by zero"):
+            next(one.run(batches(1)))
+        assert not one._pending.steps() and not one._pending.flight.under_way
+
+
+def test_every_use_of_the_dense_state_asks_whether_something_is_under_way():
+    model, _tables, optimizer = parts()
+    dense, asked = DenseModel(model, optimizer), []
+
+    def check(action):
+        asked.append(action)
+        raise RuntimeError
+
+    dense.in_flight.append(SimpleNamespace(check=check))
+    for call in dense.tensors, dense.state_dict, lambda: dense.load_state_dict({}):
+        with pytest.raises(RuntimeError):
+            call()
+    assert asked == ["reading the state", "state_dict", "load_state_dict"]

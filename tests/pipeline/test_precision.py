@@ -280,6 +280,10 @@ def test_what_is_no_power_of_two_is_refused(options):
         LossScaling(**options)
 
 
+def test_a_scale_may_begin_at_one():
+    assert LossScaling(init_scale=1.0).init_scale == 1.0
+
+
 @pytest.mark.parametrize("precision", slow_except(["bf16"], ["float32", "bf16"]))
 def test_a_trainer_evaluates_as_it_trains(precision):
     made = JOB.build("adam")
