@@ -235,6 +235,7 @@ CHANGES: dict[str, tuple[Callable[[dict], object], str]] = {
         lambda body: body["tables"].update(u=body["tables"]["t"] | {"layers": [without_rows(layer(body))]}),
         r"table 'u' has layers of steps and world sizes \[\(40, 2\)\], others \[\(20, 2\), \(40, 2\)\]",
     ),
+    "layer_short": (lambda body: layer(body).pop("world_size"), "must have step, world_size, parts"),
     "layer_step": (at("base", step=19), "names file"),
     "layer_world_size": (at("base", world_size=3), "rank 0 of 3 does not own it"),
     "parts_none": (at("layer", parts=None), "parts must be a list"),

@@ -30,6 +30,7 @@ from tritonrec.distributed.bounded_lag.messages import (
 )
 from tritonrec.distributed.bounded_lag.mpi import number_of_rank
 from tritonrec.distributed.bounded_lag.one_sided import OneSided
+from tritonrec.distributed.bounded_lag.shared import SharedMemory
 from tritonrec.distributed.bounded_lag.transport import TRANSPORTS
 from tritonrec.kernels import numba_atomics
 
@@ -479,3 +480,12 @@ def raises(error):
         raise error
 
     return call
+
+
+@pytest.mark.parametrize(("died", "state"), [(True, window.DIED), (False, window.DISAGREED)])
+def test_a_report_says_whether_a_rank_died(died, state):
+    other = window.Window.make(window.Layout(2, 2, 64))
+    told = SimpleNamespace(_told=lambda problem, died: problem.encode(), _others=[1], _windows={1: other})
+    SharedMemory.report(told, 0, "gone", died)
+    words = [int(other.control.words(at, 1)[0]) for at in (window.FAILED_STATE, window.FAILED_LENGTH)]
+    assert words == [state, 4]

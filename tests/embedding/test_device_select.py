@@ -204,3 +204,11 @@ def test_an_erasure_raises_no_bound_but_that_of_erased_slots(monkeypatch):
     monkeypatch.setattr(index._numbers, "add", lambda change, rise: rises.append(rise))
     index.erase(keys)
     assert rises == [(0, 0, 0, 3)]
+
+
+def test_a_copy_on_its_way_goes_to_page_locked_memory():
+    with pretended() as gpu:
+        values = torch.tensor([4, 5], device=GPU)
+        with gpu.stage("copy"):
+            copy = Arriving(values)
+        assert not [stage for stage, _ in gpu.waits if stage == "copy"] and copy.take() == [4, 5]

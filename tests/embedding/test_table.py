@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tritonrec import ops
-from tritonrec.embedding import DynamicTable, Eviction, KeyLayout, PrecisionTiers, TablePolicy, row_checksums
+from tritonrec.embedding import (
+    DynamicTable,
+    Eviction,
+    KeyLayout,
+    Placement,
+    PrecisionTiers,
+    TablePolicy,
+    row_checksums,
+)
 from tritonrec.embedding.precision import AccessCounter
 from tritonrec.embedding.row_column import RowColumn
 from tritonrec.kernels.deferred import first_bad
@@ -369,3 +377,19 @@ def test_a_step_of_32_bits_is_refused_with_admission():
 
 def test_a_column_begins_with_the_value_of_no_row_alone():
     assert RowColumn(torch.int32).nbytes == 4
+
+
+def test_rows_that_are_not_recent_any_more_are_among_the_changes():
+    found = DynamicTable(2, policy=TablePolicy(Eviction("lru", capacity=9)))
+    found.track_changes()
+    for step, key in enumerate((1, 2)):
+        found.lookup(torch.tensor([key]), step)
+        rows = found.take_changes()[0]["rows"]
+    assert rows["keys"].tolist() == [1, 2] and rows["recent"].tolist() == [False, True]
+
+
+def test_a_lookup_brings_rows_to_the_cache():
+    found = DynamicTable(2, placement=Placement("cached", cache_rows=4))
+    for _ in range(2):
+        found.lookup(torch.tensor([1, 2, 3]), 0)
+    assert found.counters.cached == 3

@@ -480,3 +480,12 @@ def test_every_use_of_the_dense_state_asks_whether_something_is_under_way():
         with pytest.raises(RuntimeError):
             call()
     assert asked == ["reading the state", "state_dict", "load_state_dict"]
+
+
+def test_what_stays_in_a_buffer_is_written_once_the_pipeline_is_empty(monkeypatch):
+    finished = []
+    with trainer(parts(), "nestpipe", "batch") as one:
+        finish = one.program.finish
+        one.program.finish = lambda places: finished.append(places.window.number) or finish(places)
+        list(one.run(batches(4)))
+    assert finished == [3]

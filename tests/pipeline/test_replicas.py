@@ -356,3 +356,20 @@ def test_bytes_of_averaged_rows_are_counted():
     )
     Trainer.sync(trainer)
     assert trainer.counts.row_bytes == 50
+
+
+def test_an_average_counts_the_bytes_of_its_rows():
+    rows = torch.ones(2, 3)
+    table = SimpleNamespace(
+        find=lambda keys: keys, gather=lambda handles, keys: rows, load=lambda *given: None
+    )
+    alone = SimpleNamespace(
+        world_size=1,
+        all_gather=lambda keys: [keys],
+        all_reduce=lambda rows, name: rows,
+        all_reduce_bytes=lambda rows: rows.nbytes,
+    )
+    group = SimpleNamespace(table=table)
+    used = [torch.tensor([4, 5]), torch.empty(0, dtype=torch.int64)]
+    average = SimpleNamespace(tables=SimpleNamespace(groups=[group, group]), communicator=alone, _used=used)
+    assert ReplicaAverage.average(average) == rows.nbytes
