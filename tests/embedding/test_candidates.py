@@ -220,7 +220,9 @@ def test_a_key_that_is_a_candidate_again_is_not_among_the_erased_ones():
     for each in key, other:
         found.count(each, 0)
     found.track_changes()
-    found.erase(torch.tensor([5, 6]))
+    found.erase(other)
+    found.erase(key)
     found.count(key, 1)
     changed, erased = found.take_changes()
     assert changed["keys"].tolist() == [5] and erased.tolist() == [6]
+    assert found._index.find(key).tolist() == [0]
