@@ -173,3 +173,28 @@ def test_one_rank_goes_on_unless_more_are_needed(monkeypatch):
         elastic.run_elastic(lambda communicators: None)
     pool = ElasticPool(2)
     assert asked.value.args == (pool.replicas, pool.min_ranks) == (1, 1)
+
+
+def test_a_rank_that_does_not_answer_is_waited_for_twice_as_long_as_a_collective(monkeypatch):
+    waited = []
+    monkeypatch.setattr(elastic, "_within", lambda seconds, call, member: waited.append(seconds) or (4, [1]))
+    monkeypatch.setattr(elastic.Member, "is_gone", lambda member: False)
+    ranks = elastic._Ranks.__new__(elastic._Ranks)
+    ranks.members, ranks.patience = [elastic.Member(number, "here", 1) for number in range(2)], 7.0
+    ranks.own = ranks.members[1]
+    assert ranks._agree() == (4, [1]) and waited == [elastic.READ_TIMEOUT, 14.0]
+
+
+@pytest.mark.parametrize(("left", "replicas"), [(4, 2), (3, 3), (5, 1)])
+def test_replicas_are_the_most_that_divide_the_ranks_that_are_left(monkeypatch, left, replicas):
+    watch = SimpleNamespace(fail=lambda error: None, close=lambda: None)
+    monkeypatch.setattr(elastic.dist, "PrefixStore", lambda name, store: store)
+    monkeypatch.setattr(elastic.dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(elastic, "Watch", lambda *given: watch)
+    monkeypatch.setattr(elastic.Communicators, "over", lambda *given: given)
+    ranks = elastic._Ranks.__new__(elastic._Ranks)
+    ranks.members = [elastic.Member(number, "here", 1) for number in range(left)]
+    ranks.own, ranks.generation, ranks.replicas, ranks.timeout = ranks.members[1], 0, 3, None
+    ranks._connect_to_first = lambda: "store"
+    with ranks.groups() as (numbers, _, found, *_):
+        assert (list(numbers), found) == (list(range(left)), replicas)

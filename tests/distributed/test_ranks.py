@@ -356,3 +356,12 @@ def test_the_kernel_ends_a_process_with_its_parent():
 @pytest.mark.parametrize(("code", "how"), [(0, "exit code 0"), (3, "exit code 3"), (-9, "SIGKILL")])
 def test_how_a_process_has_ended_is_said_by_its_code_or_signal(code, how):
     assert launch.how_it_ended(types.SimpleNamespace(join=lambda timeout: None, exitcode=code)) == how
+
+
+def test_every_rank_is_told_of_its_own_task():
+    pool, pipes = RankPool.__new__(RankPool), [Pipe() for _ in range(2)]
+    pool._lifelines, pool._tasks = [here for here, _ in pipes], [7, 9]
+    pool.request_stop()
+    assert [there.recv_bytes() for _, there in pipes] == [b"7", b"9"]
+    for each in (end for pipe in pipes for end in pipe):
+        each.close()

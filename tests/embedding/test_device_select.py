@@ -206,9 +206,17 @@ def test_an_erasure_raises_no_bound_but_that_of_erased_slots(monkeypatch):
     assert rises == [(0, 0, 0, 3)]
 
 
-def test_a_copy_on_its_way_goes_to_page_locked_memory():
+def test_a_copy_on_its_way_goes_to_page_locked_memory(monkeypatch):
+    pinned, empty = [], torch.empty
+
+    def made(*shape, pin_memory=False, **rest):
+        pinned.append(pin_memory)
+        return empty(*shape, **rest)
+
     with pretended() as gpu:
         values = torch.tensor([4, 5], device=GPU)
-        with gpu.stage("copy"):
+        with gpu.stage("copy"), monkeypatch.context() as noting:
+            noting.setattr(torch, "empty", made)
             copy = Arriving(values)
         assert not [stage for stage, _ in gpu.waits if stage == "copy"] and copy.take() == [4, 5]
+    assert pinned == [True]

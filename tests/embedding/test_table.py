@@ -393,3 +393,12 @@ def test_a_lookup_brings_rows_to_the_cache():
     for _ in range(2):
         found.lookup(torch.tensor([1, 2, 3]), 0)
     assert found.counters.cached == 3
+
+
+@pytest.mark.parametrize("first", range(4))
+def test_a_row_is_evicted_its_time_after_any_first_step(first):
+    found = DynamicTable(2, policy=TablePolicy(Eviction("ttl", ttl=2)))
+    found.lookup(torch.tensor([7]), first)
+    for step, rows in ((first + 1, 1), (first + 2, 1), (first + 3, 0)):
+        found.lookup(torch.tensor([], dtype=torch.int64), step)
+        assert len(found.state()["rows"]["keys"]) == rows, step
