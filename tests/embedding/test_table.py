@@ -396,9 +396,13 @@ def test_a_lookup_brings_rows_to_the_cache():
 
 
 @pytest.mark.parametrize("first", range(4))
-def test_a_row_is_evicted_its_time_after_any_first_step(first):
-    found = DynamicTable(2, policy=TablePolicy(Eviction("ttl", ttl=2)))
+def test_rows_that_are_loaded_make_no_other_row_younger(first):
+    found, none = (
+        DynamicTable(2, policy=TablePolicy(Eviction("ttl", ttl=2))),
+        torch.tensor([], dtype=torch.int64),
+    )
     found.lookup(torch.tensor([7]), first)
-    for step, rows in ((first + 1, 1), (first + 2, 1), (first + 3, 0)):
+    found.load(torch.tensor([8]), torch.zeros(1, 2))
+    for step, keys in ((first + 2, [7, 8]), (first + 3, [8])):
         found.lookup(torch.tensor([], dtype=torch.int64), step)
-        assert len(found.state()["rows"]["keys"]) == rows, step
+        assert found.export()[0].tolist() == keys, step
