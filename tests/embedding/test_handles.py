@@ -180,3 +180,11 @@ def test_an_insert_that_finds_no_memory_changes_nothing(monkeypatch, storage):
     assert all(map(torch.equal, before, store.export())) and len(store) == 2
     store.load(torch.arange(50), rows(50, 0))
     assert torch.equal(store.export()[1], rows(50, 0))
+
+
+def test_memory_of_rows_that_change_tiers_is_reserved_whole():
+    storage = TieredStorage(2, 2, 8)
+    storage.grow(100)
+    reserved = storage._locations.nbytes
+    storage.add(torch.arange(100), 100)
+    assert storage._locations.nbytes == reserved >= 4 * 100

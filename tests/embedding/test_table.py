@@ -397,10 +397,7 @@ def test_a_lookup_brings_rows_to_the_cache():
 
 @pytest.mark.parametrize("first", range(4))
 def test_rows_that_are_loaded_make_no_other_row_younger(first):
-    found, none = (
-        DynamicTable(2, policy=TablePolicy(Eviction("ttl", ttl=2))),
-        torch.tensor([], dtype=torch.int64),
-    )
+    found = DynamicTable(2, policy=TablePolicy(Eviction("ttl", ttl=2)))
     found.lookup(torch.tensor([7]), first)
     found.load(torch.tensor([8]), torch.zeros(1, 2))
     for step, keys in ((first + 2, [7, 8]), (first + 3, [8])):

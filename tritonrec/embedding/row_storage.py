@@ -176,6 +176,7 @@ class TieredStorage(RowStorage):
     def grow(self, end: int) -> None:
         with self._lock:
             self._full.reserve(end)
+            self._locations.grow(end)
 
     def add(self, handles: torch.Tensor, end: int) -> None:
         with self._lock:
