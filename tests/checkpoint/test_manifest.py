@@ -353,3 +353,8 @@ def test_a_part_may_erase_more_keys_than_its_header_has_bytes(tmp_path):
     gone = random_table(31, 2000)["keys"]
     save_on(1, tmp_path, 40, {"t": none}, base=base, erased={"t": gone})
     assert len(whole(load_on(1, tmp_path), "t")["keys"]) == 0
+
+
+def test_the_checksum_of_a_manifest_does_not_depend_on_the_order_of_its_entries():
+    first, second = ({"a": {"x": 1, "y": 2}, "b": 3}, {"b": 3, "a": {"y": 2, "x": 1}})
+    assert add_checksum(first)["manifest_sha256"] == add_checksum(second)["manifest_sha256"]
