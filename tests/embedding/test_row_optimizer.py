@@ -234,3 +234,14 @@ def test_lazy_decay_and_precision_tiers_exclude_each_other():
     feature = FeatureConfig("a", 4, policy=TablePolicy(precision=PrecisionTiers(2, 4)))
     with pytest.raises(ValueError, match="table 'a' has lazy weight decay and precision tiers"):
         HashTableCollection([feature], lazy)
+
+
+def test_a_rule_of_ones_own_updates_rows_whatever_the_default_device_is():
+    rows, grad, indices = random(6, 10).abs(), random(3, 5, seed=1), torch.tensor([5, 0, 2])
+    expected = rows.clone()
+    CUSTOM.update(expected, indices, grad, 2)
+    with torch.device("meta"):
+        RowOptimizer.custom(adagrad, lambda dim: dim, name="probed anew", lr=0.1).update(
+            rows, indices, grad, 2
+        )
+    assert same_bits(rows, expected)
