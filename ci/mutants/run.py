@@ -195,12 +195,15 @@ def line_of(mutant: Mutant, status: str, by: str, tests: int, cpu: float) -> dic
 
 def judge_warm(
     copy: Path, left: list[Mutant], tests: CoverageMap, every: bool, end: float, put: Callable[[dict], None]
-) -> None:
-    """Judge mutants of functions in a forked `WarmSession`, until the time `end`; the others are left."""
+) -> bool:
+    """Judge mutants of functions in a forked `WarmSession`, until the time `end`; the others are left.
+
+    Returns whether the session ended by itself: where tests were run to warm it up, it may have groups of
+    gloo's, which abort a process when a fork of it closes their connections.
+    """
     child = os.fork()
     if child:
-        os.waitpid(child, 0)
-        return
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) >= 0
     try:
         by_name = {mutant.name: mutant for mutant in left}
         sys.path[0] = os.environ["PYTHONPATH"] = str(copy)
@@ -316,7 +319,11 @@ def main() -> None:
             for mutant in left:
                 put(cold.judge(mutant, args.tests, PATIENCE / 4))
             return report(list(_last(args.out).values()), equivalent)
-        judge_warm(copy, left, tests, args.again, end, put)
+        waiting = left
+        while waiting and not judge_warm(copy, waiting, tests, args.again, end, put):
+            judged = _last(args.out, before)
+            done = [n for n, mutant in enumerate(waiting) if mutant.name in judged]
+            waiting = waiting[done[-1] + 1 :] if done else []
         judged = _last(args.out, before)
         for mutant in left:
             if time.monotonic() > end:

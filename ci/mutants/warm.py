@@ -12,6 +12,7 @@ import gc
 import os
 import resource
 import signal
+import tempfile
 import time
 import traceback
 from collections import Counter
@@ -169,8 +170,7 @@ class WarmSession:
             with open(os.devnull, "r+b") as nothing:
                 for stream in (0, 1, 2):
                     os.dup2(nothing.fileno(), stream)
-            items[0].config._tmp_path_factory._basetemp = self.scratch / f"tmp{os.getpid()}"
-            items[0].config._tmp_path_factory._basetemp.mkdir()
+            items[0].config._tmp_path_factory._basetemp = Path(tempfile.mkdtemp(dir=self.scratch))
             try:
                 install()
             except AtImport:

@@ -179,8 +179,9 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.warns(RuntimeWarning, match=rf"{tmp_path}: its file system has no locks"):
+    with pytest.warns(RuntimeWarning, match=rf"{tmp_path}: its file system has no locks") as warned:
         saver = Saver(tmp_path)
+    assert [Path(each.filename).name for each in warned] == ["lock.py"]
     with saver:
         saver.save(1, {}, {}, {})
     assert load(tmp_path).step == 1

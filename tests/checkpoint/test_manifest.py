@@ -222,6 +222,7 @@ CHANGES: dict[str, tuple[Callable[[dict], object], str]] = {
     "shape_negative": (at("columns", rows=["float32", [-3]]), "shape of at most"),
     "shape_large": (at("columns", rows=["float32", [2**62]]), "shape of at most"),
     "shape_huge": (at("columns", rows=["float32", [2**61] * 9]), "rows of"),
+    "shape_none": (at("columns", rows=["float32", [0]]), "the manifest says"),
     "reserved": (at("columns", erased=["int64", []]), "a reserved name"),
     "another_width": (at("columns", rows=["float32", [4]]), "the manifest says"),
     "no_layers": (at("table", layers=[]), "must have a list of layers"),
@@ -234,6 +235,7 @@ CHANGES: dict[str, tuple[Callable[[dict], object], str]] = {
         lambda body: body["tables"].update(u=body["tables"]["t"] | {"layers": [without_rows(layer(body))]}),
         r"table 'u' has layers of steps and world sizes \[\(40, 2\)\], others \[\(20, 2\), \(40, 2\)\]",
     ),
+    "layer_short": (lambda body: layer(body).pop("world_size"), "must have step, world_size, parts"),
     "layer_step": (at("base", step=19), "names file"),
     "layer_world_size": (at("base", world_size=3), "rank 0 of 3 does not own it"),
     "parts_none": (at("layer", parts=None), "parts must be a list"),
@@ -343,3 +345,16 @@ def test_a_file_as_long_as_its_entry_says_is_not_read_beyond_its_header(tmp_path
     os.truncate(path, 1 << 40)
     resealed(tmp_path, 7, lambda body: body["dense"].update(bytes=1 << 40))
     refused(tmp_path, str(path), "its header is that of", f"and it has {1 << 40}")
+
+
+def test_a_part_may_erase_more_keys_than_its_header_has_bytes(tmp_path):
+    base = save_on(1, tmp_path, 20, {"t": random_table(31, 2000)})[0]
+    none = random_table(31, 0)
+    gone = random_table(31, 2000)["keys"]
+    save_on(1, tmp_path, 40, {"t": none}, base=base, erased={"t": gone})
+    assert len(whole(load_on(1, tmp_path), "t")["keys"]) == 0
+
+
+def test_the_checksum_of_a_manifest_does_not_depend_on_the_order_of_its_entries():
+    first, second = ({"a": {"x": 1, "y": 2}, "b": 3}, {"b": 3, "a": {"y": 2, "x": 1}})
+    assert add_checksum(first)["manifest_sha256"] == add_checksum(second)["manifest_sha256"]

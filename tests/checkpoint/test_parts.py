@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from simulated import EXTREMES, save_on
+from simulated import EXTREMES, random_table, save_on
 
 from tritonrec.checkpoint import CheckpointError, CheckpointStream, slice_of
 
@@ -61,3 +61,11 @@ def test_an_altered_file_is_named(tmp_path):
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=f"{path.name} was altered"):
         read(tmp_path)
+
+
+def test_a_stream_gives_dense_tensors_and_a_small_table_at_once(tmp_path):
+    weight = torch.arange(4.0)
+    save_on(2, tmp_path, 1, {"t": random_table(5, 300)}, dense={"w": weight})
+    stream = CheckpointStream(tmp_path)
+    assert stream.dense().keys() == {"w"} and torch.equal(stream.dense()["w"], weight)
+    assert stream.slices_of("t") == 1 and len(list(stream.rows("t"))) == 1

@@ -3,7 +3,9 @@
 import ast
 import importlib.util
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "ci" / "mutants"))
 
+import run  # noqa: E402
 from chosen import chosen_files  # noqa: E402 (its folder is no package)
 from edits import is_one, mutants_of  # noqa: E402
 from run import EQUIVALENT, CoverageMap, report  # noqa: E402
@@ -265,3 +268,11 @@ def test_a_warm_session_tells_killed_survived_hung_and_what_an_import_shows(tmp_
         "no program": ["at import", "", 2], "hang": ["timeout", "", 2], "loop": ["timeout", "", 2],
         "none": ["no test", "", 0],
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_session_that_a_signal_ends_is_told_from_one_that_ends_by_itself(tmp_path, monkeypatch, ends):
+    monkeypatch.setattr(
+        run, "run_warm", lambda *given: None if ends else os.kill(os.getpid(), signal.SIGKILL)
+    )
+    assert run.judge_warm(tmp_path / "copy", [], CoverageMap(), False, 0.0, print) == ends

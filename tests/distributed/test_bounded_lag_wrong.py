@@ -30,7 +30,9 @@ from tritonrec.distributed.bounded_lag.messages import (
 )
 from tritonrec.distributed.bounded_lag.mpi import number_of_rank
 from tritonrec.distributed.bounded_lag.one_sided import OneSided
+from tritonrec.distributed.bounded_lag.shared import SharedMemory
 from tritonrec.distributed.bounded_lag.transport import TRANSPORTS
+from tritonrec.kernels import numba_atomics
 
 WORLD = 3
 PATIENCE = timedelta(seconds=5)
@@ -460,3 +462,30 @@ def test_a_process_is_seen_to_end():
     assert not seen.has_ended
     child.communicate(b"\n")
     assert seen.has_ended
+
+
+def test_a_host_that_cannot_share_memory_has_nothing_in_common_with_another(monkeypatch):
+    assert window.host_words() == window.host_words() != (0, 0)
+    with monkeypatch.context() as without:
+        without.setattr(numba_atomics, "FUTEX", 0)
+        assert window.host_words() == (0, 0)
+    for missing in (AttributeError, OSError):
+        with monkeypatch.context() as without:
+            without.setattr(window.os, "pidfd_open", raises(missing))
+            assert window.host_words() == (0, 0)
+
+
+def raises(error):
+    def call(*args):
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize(("died", "state"), [(True, window.DIED), (False, window.DISAGREED)])
+def test_a_report_says_whether_a_rank_died(died, state):
+    other = window.Window.make(window.Layout(2, 2, 64))
+    told = SimpleNamespace(_told=lambda problem, died: problem.encode(), _others=[1], _windows={1: other})
+    SharedMemory.report(told, 0, "gone", died)
+    words = [int(other.control.words(at, 1)[0]) for at in (window.FAILED_STATE, window.FAILED_LENGTH)]
+    assert words == [state, 4]

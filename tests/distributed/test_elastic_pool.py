@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tritonrec.distributed import ElasticPool, RankDiedError, elastic
+from tritonrec.distributed import ElasticPool, RankDiedError, elastic, elastic_pool
 from tritonrec.distributed.elastic_pool import _goes_on
 
 pytestmark = pytest.mark.multi_rank
@@ -137,3 +138,63 @@ def test_a_rank_that_has_said_nothing_did_not_join():
     here, _there = multiprocessing.Pipe()
     silent = SimpleNamespace(poll=here.poll, recv=lambda: pytest.fail("waited"))
     assert ElasticPool(2)._receive(silent, 0) == ("error", ("did not join the others", ""))
+
+
+def test_connections_to_ranks_that_are_given_up_are_closed(monkeypatch):
+    monkeypatch.setattr(elastic_pool, "_goes_on", lambda sizes, ranks: False)
+    here, there = multiprocessing.Pipe()
+    with pytest.raises(RankDiedError):
+        ElasticPool.__new__(ElasticPool)._collect({here: 0})
+    assert here.closed
+    there.close()
+
+
+def test_a_member_that_listens_is_not_gone():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        member = elastic.Member(0, *server.getsockname())
+        assert not member.is_gone()
+    assert member.is_gone()
+
+
+def test_the_own_address_is_that_of_the_network_of_the_peer():
+    assert elastic._own_address("127.0.0.1", 9) == "127.0.0.1"
+
+
+def test_one_rank_goes_on_unless_more_are_needed(monkeypatch):
+    class Asked(Exception):
+        pass
+
+    def ranks(timeout, replicas, min_ranks):
+        raise Asked(replicas, min_ranks)
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(elastic, "_Ranks", ranks)
+    with pytest.raises(Asked) as asked:
+        elastic.run_elastic(lambda communicators: None)
+    pool = ElasticPool(2)
+    assert asked.value.args == (pool.replicas, pool.min_ranks) == (1, 1)
+
+
+def test_a_rank_that_does_not_answer_is_waited_for_twice_as_long_as_a_collective(monkeypatch):
+    waited = []
+    monkeypatch.setattr(elastic, "_within", lambda seconds, call, member: waited.append(seconds) or (4, [1]))
+    monkeypatch.setattr(elastic.Member, "is_gone", lambda member: False)
+    ranks = elastic._Ranks.__new__(elastic._Ranks)
+    ranks.members, ranks.patience = [elastic.Member(number, "here", 1) for number in range(2)], 7.0
+    ranks.own = ranks.members[1]
+    assert ranks._agree() == (4, [1]) and waited == [elastic.READ_TIMEOUT, 14.0]
+
+
+@pytest.mark.parametrize(("left", "replicas"), [(4, 2), (3, 3), (5, 1)])
+def test_replicas_are_the_most_that_divide_the_ranks_that_are_left(monkeypatch, left, replicas):
+    watch = SimpleNamespace(fail=lambda error: None, close=lambda: None)
+    monkeypatch.setattr(elastic.dist, "PrefixStore", lambda name, store: store)
+    monkeypatch.setattr(elastic.dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(elastic, "Watch", lambda *given: watch)
+    monkeypatch.setattr(elastic.Communicators, "over", lambda *given: given)
+    ranks = elastic._Ranks.__new__(elastic._Ranks)
+    ranks.members = [elastic.Member(number, "here", 1) for number in range(left)]
+    ranks.own, ranks.generation, ranks.replicas, ranks.timeout = ranks.members[1], 0, 3, None
+    ranks._connect_to_first = lambda: "store"
+    with ranks.groups() as (numbers, _, found, *_):
+        assert (list(numbers), found) == (list(range(left)), replicas)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +35,19 @@ def surroundings(_):
     )  # fmt: skip
 
 
+def open_files(process):
+    """Pipes and sockets, but for those of input and output."""
+    found = set()
+    for each in set(os.listdir(f"/proc/{process}/fd")) - {"0", "1", "2"}:
+        with suppress(FileNotFoundError):  # the one by which the folder was read
+            found.add(os.readlink(f"/proc/{process}/fd/{each}"))
+    return {each for each in found if each.startswith(("pipe:", "socket:"))}
+
+
+def of_rank_and_server(_):
+    return open_files("self"), open_files(os.getppid())
+
+
 def test_ranks_have_the_surroundings_of_their_launcher_at_the_start_of_the_pool(monkeypatch, tmp_path):
     with RankPool((1,)) as pool:
         ((first, variable, *_),) = pool.run(surroundings, 1)
@@ -43,6 +57,9 @@ def test_ranks_have_the_surroundings_of_their_launcher_at_the_start_of_the_pool(
     monkeypatch.syspath_prepend(tmp_path / "modules")
     with RankPool((2,)) as pool:
         (parent, _, folder, path, numbers, action), other = pool.run(surroundings, 2)
+        inherited = open_files("self")
+        for own, of_server in pool.run(of_rank_and_server, 2):
+            assert of_server - inherited and not own & of_server - inherited
     assert parent == other[0] == first  # imported once
     assert parent != os.getpid()
     assert (folder, path) == (str(tmp_path), str(tmp_path / "modules"))
@@ -119,3 +136,16 @@ def test_the_number_of_a_process_is_received_once():
     assert process.pid == 41 and process.pid == 41 and process.exitcode is None
     process.join(9)
     assert process.exitcode == 3 and process.pid == 41
+
+
+def test_the_server_ends_with_its_parent_from_the_start(monkeypatch):
+    class Asked(Exception):
+        pass
+
+    def asked(parent):
+        raise Asked(parent)
+
+    monkeypatch.setattr(fork_server, "signal", mock.MagicMock())
+    monkeypatch.setattr(fork_server, "end_with_parent", asked)
+    with pytest.raises(Asked, match=r"^41$"):
+        fork_server._serve(41, None, [])

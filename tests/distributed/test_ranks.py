@@ -1,12 +1,16 @@
 """Promise: exchanges deliver what was sent, exact sums refuse to wrap, a lost rank is named in time."""
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
+from contextlib import nullcontext
 from datetime import timedelta
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -21,6 +25,7 @@ from tritonrec.distributed import (
     from_environment,
     launch,
 )
+from tritonrec.distributed.signals import end_with_parent
 from tritonrec.ops import ExactSumError
 
 pytestmark = pytest.mark.multi_rank
@@ -299,3 +304,64 @@ def test_a_restart_ends_the_processes_before_it():
         pool.restart()
         assert not any(process.is_alive() for process in before)
         assert all(process.is_alive() for process in pool.processes)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_groups_of_an_environment_are_destroyed_at_the_end(monkeypatch, fails):
+    log = []
+    watch = types.SimpleNamespace(fail=log.append, close=lambda: log.append("closed"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(launch, "join_environment", lambda timeout: log.append("joined"))
+    monkeypatch.setattr(Communicators, "over", lambda *given: types.SimpleNamespace(watch=watch))
+    monkeypatch.setattr(launch.dist, "destroy_process_group", lambda: log.append("destroyed"))
+    error = KeyError("of the work")
+    with pytest.raises(KeyError) if fails else nullcontext(), from_environment():
+        if fails:
+            raise error
+    assert log == ["joined", *[error] * fails, "closed", "destroyed"]
+
+
+@pytest.mark.parametrize("phase", [launch.READING, launch.WORKING])
+def test_work_may_take_longer_than_the_start(phase):
+    """An answer comes when the time of the start is long over."""
+    pool, (here, there), (ended, alive) = RankPool.__new__(RankPool), Pipe(), Pipe()
+    process = types.SimpleNamespace(sentinel=ended, is_alive=lambda: True)
+    pool._connections, pool.processes, pool._store = [here], [process], None
+    pool.start_timeout = pool.timeout = timedelta(seconds=1)
+    answer = threading.Timer(0.1, there.send, [("ok", 7)])
+    answer.start()
+    if phase == launch.WORKING:
+        assert pool._collect(range(1), phase, time.monotonic() - 100) == [7]
+    else:
+        with pytest.raises(
+            RankDiedError, match=r"rank 0 did not answer within 100.\d s: it was reading its task"
+        ):
+            pool._collect(range(1), phase, time.monotonic() - 100)
+    answer.join()
+    for each in (here, there, ended, alive):
+        each.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a signal of Linux")
+def test_the_kernel_ends_a_process_with_its_parent():
+    libc, found = ctypes.CDLL(None), ctypes.c_int()
+    try:
+        end_with_parent(os.getppid())
+        libc.prctl(2, ctypes.byref(found))  # PR_GET_PDEATHSIG
+    finally:
+        libc.prctl(1, 0)
+    assert found.value == signal.SIGKILL
+
+
+@pytest.mark.parametrize(("code", "how"), [(0, "exit code 0"), (3, "exit code 3"), (-9, "SIGKILL")])
+def test_how_a_process_has_ended_is_said_by_its_code_or_signal(code, how):
+    assert launch.how_it_ended(types.SimpleNamespace(join=lambda timeout: None, exitcode=code)) == how
+
+
+def test_every_rank_is_told_of_its_own_task():
+    pool, pipes = RankPool.__new__(RankPool), [Pipe() for _ in range(2)]
+    pool._lifelines, pool._tasks = [here for here, _ in pipes], [7, 9]
+    pool.request_stop()
+    assert [there.recv_bytes() for _, there in pipes] == [b"7", b"9"]
+    for each in (end for pipe in pipes for end in pipe):
+        each.close()

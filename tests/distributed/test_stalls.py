@@ -249,9 +249,13 @@ def test_ranks_are_watched_where_all_of_them_reach_the_store_of_torchrun(monkeyp
     server = dist.TCPStore("localhost", 0, None, True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", str(server.port))
-    control = Control("0123")
+    control, store, made = Control("0123"), dist.TCPStore, []
+    monkeypatch.setattr(dist, "TCPStore", lambda *given, **rest: made.append(given) or store(*given, **rest))
     watch = _watch_from_environment(control, timedelta(seconds=1))
     assert watch is not None and len(control.own) == 16
+    assert [is_server for _, _, _, is_server, _ in made] == [False]
+    watch.store.set("place", "here")
+    assert server.get(f"{control.own}/place") == b"here"
     watch.close()
     assert _watch_from_environment(Control(""), timedelta(seconds=1)) is None
     monkeypatch.delenv("MASTER_PORT")

@@ -1,14 +1,19 @@
 """Promise: whoever reads cached rows while a lookup moves them gets their values."""
 
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
-from tritonrec.embedding import cached_storage
-from tritonrec.embedding.cached_storage import CachedStorage
-from tritonrec.embedding.row_column import RowColumn
-from tritonrec.embedding.row_storage import RowStorage
+sys.path[:0] = [str(Path(__file__).parents[2] / "ci" / "emulator")]
+from pretended import GPU, pretended, without_kernels  # noqa: E402
+
+from tritonrec.embedding import cached_storage  # noqa: E402
+from tritonrec.embedding.cached_storage import CachedStorage  # noqa: E402
+from tritonrec.embedding.row_column import RowColumn  # noqa: E402
+from tritonrec.embedding.row_storage import RowStorage, TieredStorage  # noqa: E402
 
 
 def handles(*numbers):
@@ -55,3 +60,46 @@ def test_every_column_is_in_the_memory_of_the_device(monkeypatch):
     monkeypatch.setattr(cached_storage, "RowColumn", Column)
     CachedStorage(home, 2)
     assert devices == [home.device] * 5 and home.device is not None
+
+
+def test_every_number_is_in_the_memory_of_the_device():
+    with pretended() as gpu, without_kernels(gpu):
+        made = CachedStorage(RowStorage(2, 2, 8, GPU), 2)
+        numbers = [each.device for each in vars(made).values() if isinstance(each, torch.Tensor)]
+    assert numbers == [GPU] * 3
+
+
+def test_a_lookup_that_brings_no_row_leaves_the_cache_as_it_was():
+    found = CachedStorage(RowStorage(2, 2, 8), 4)
+    every = handles(*range(6))
+    found.add(every, 6)
+    found.update(every, every[:, None].expand(6, 2).float().contiguous())
+    for number in (0, 0, None, None, 1):  # at last 0 may leave, and its place is behind those that are free
+        found.prefetch(handles() if number is None else handles(number))
+    assert found._handles[handles(0, 1, 2, 3)].tolist() == [1, 2, 0, 0]
+
+
+def test_without_tiers_no_row_is_marked_for_16_bits():
+    found = CachedStorage(RowStorage(2, 2, 8), 2)
+    found.add(handles(0, 1), 2)
+    found.update(handles(0, 1), torch.ones(2, 2), torch.tensor([True, True]))
+    assert found.moved == (0, 0)
+
+
+def test_a_row_that_is_released_is_free_in_host_memory_too():
+    home = TieredStorage(2, 2, 8)
+    found = CachedStorage(home, 2)
+    for _ in range(9):
+        found.add(handles(0, 1), 2)
+        found.release(handles(0, 1))
+    assert home._pools[0].end == 2
+
+
+def test_a_row_that_neither_this_lookup_nor_the_last_one_used_may_leave():
+    found = CachedStorage(RowStorage(2, 2, 8), 2)
+    every = handles(*range(3))
+    found.add(every, 3)
+    found.update(every, every[:, None].expand(3, 2).float().contiguous())
+    for number in range(3):
+        found.prefetch(handles(number))
+    assert found._handles[handles(0, 1)].tolist() == [3, 2]

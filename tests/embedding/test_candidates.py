@@ -212,3 +212,17 @@ def test_rows_found_new_and_refused_are_counted():
     table.lookup(torch.tensor([1, 3]), 5)
     counted = table.counters
     assert (counted.found, counted.inserted, counted.rejected) == (5, 2, 5)
+
+
+def test_a_key_that_is_a_candidate_again_is_not_among_the_erased_ones():
+    found = Candidates(3, 100, 8)
+    key, other = torch.tensor([5]), torch.tensor([6])
+    for each in key, other:
+        found.count(each, 0)
+    found.track_changes()
+    found.erase(other)
+    found.erase(key)
+    found.count(key, 1)
+    changed, erased = found.take_changes()
+    assert changed["keys"].tolist() == [5] and erased.tolist() == [6]
+    assert found._index.find(key).tolist() == [0]

@@ -1,5 +1,7 @@
 """Promise: what a device's table chooses without a wait is what the host's table chooses."""
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,11 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_table import Ranks
 
-from tritonrec.embedding import KeyLayout
-from tritonrec.embedding.device_numbers import Arriving, DeviceNumbers
-from tritonrec.embedding.device_pool import DevicePool
-from tritonrec.embedding.device_select import _end_of_share, in_order_of_keys, smallest_slots
-from tritonrec.embedding.index_pool import MAX_ROWS, IndexPool
+sys.path[:0] = [str(Path(__file__).parents[2] / "ci" / "emulator")]
+from pretended import GPU, pretended  # noqa: E402
+
+from tritonrec.embedding import KeyLayout  # noqa: E402
+from tritonrec.embedding.device_index import DeviceIndex  # noqa: E402
+from tritonrec.embedding.device_numbers import Arriving, DeviceNumbers  # noqa: E402
+from tritonrec.embedding.device_pool import DevicePool  # noqa: E402
+from tritonrec.embedding.device_select import _end_of_share, in_order_of_keys, smallest_slots  # noqa: E402
+from tritonrec.embedding.index_pool import MAX_ROWS, IndexPool  # noqa: E402
+from tritonrec.pipeline.places import Common  # noqa: E402
 
 FIRST, LAST = -(2**63), 2**63 - 1
 ALONE, MERGED = KeyLayout(), KeyLayout(("action", "item", "user"))
@@ -160,3 +167,56 @@ def test_over_ranks_the_score_comes_before_the_key(first, second):
     ranks = Ranks(2)
     assert chosen_of(ranks, slots, [0, 1], [0, 1, 0]) == [slots[1][:2]]
     ranks.close()
+
+
+def test_a_bound_on_a_device_rises_until_a_copy_arrives():
+    """A copy takes until the end of its stage."""
+    with pretended() as gpu:
+        with gpu.stage("first"):
+            numbers = DeviceNumbers(2, GPU)
+            numbers.add(torch.tensor([1, 2], device=GPU), (3, 4))
+            assert [numbers.bound(0), numbers.bound(1)] == [3, 4]
+            numbers.add(torch.tensor([1, 0], device=GPU), (2, 1))
+            assert [numbers.bound(0), numbers.bound(1)] == [5, 5]
+        with gpu.stage("second"):
+            numbers.add(torch.tensor([0, 1], device=GPU), (7, 1))
+        with gpu.stage("third"):
+            assert [numbers.bound(0), numbers.bound(1)] == [2, 3]
+
+
+def test_numbers_that_are_freed_again_and_again_take_no_more_memory():
+    pool = IndexPool()
+    for _ in range(9):
+        pool.release(pool.allocate(4))
+    assert len(pool._free) == 4
+
+
+def test_rows_that_two_windows_share_are_cut_at_their_number():
+    before, now = torch.tensor([5, 2, -1]), torch.tensor([0, 3, -1])
+    found = Common(before, now, torch.tensor(2)).trimmed()
+    assert (found.before.tolist(), found.now.tolist(), found.count) == ([5, 2], [0, 3], None)
+
+
+def test_an_erasure_raises_no_bound_but_that_of_erased_slots(monkeypatch):
+    index, rises = DeviceIndex(16, torch.device("cpu")), []
+    keys = torch.arange(3)
+    index.find_or_insert(keys)
+    monkeypatch.setattr(index._numbers, "add", lambda change, rise: rises.append(rise))
+    index.erase(keys)
+    assert rises == [(0, 0, 0, 3)]
+
+
+def test_a_copy_on_its_way_goes_to_page_locked_memory(monkeypatch):
+    pinned, empty = [], torch.empty
+
+    def made(*shape, pin_memory=False, **rest):
+        pinned.append(pin_memory)
+        return empty(*shape, **rest)
+
+    with pretended() as gpu:
+        values = torch.tensor([4, 5], device=GPU)
+        with gpu.stage("copy"), monkeypatch.context() as noting:
+            noting.setattr(torch, "empty", made)
+            copy = Arriving(values)
+        assert not [stage for stage, _ in gpu.waits if stage == "copy"] and copy.take() == [4, 5]
+    assert pinned == [True]

@@ -180,3 +180,21 @@ def test_an_insert_that_finds_no_memory_changes_nothing(monkeypatch, storage):
     assert all(map(torch.equal, before, store.export())) and len(store) == 2
     store.load(torch.arange(50), rows(50, 0))
     assert torch.equal(store.export()[1], rows(50, 0))
+
+
+def test_memory_of_rows_that_change_tiers_is_reserved_whole():
+    storage = TieredStorage(2, 2, 8)
+    storage.grow(100)
+    reserved = storage._locations.nbytes
+    storage.add(torch.arange(100), 100)
+    assert storage._locations.nbytes == reserved >= 4 * 100
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_rows_are_in_the_memory_of_their_table_whatever_the_default_device_is(storage):
+    numbers, values = torch.arange(20), torch.randn(20, 2)
+    with torch.device("meta"):
+        made = STORAGES[storage](2, 2, 8)
+        made.add(numbers, 20)
+        made.update(numbers, values)
+    assert torch.equal(made.gather(numbers), values)

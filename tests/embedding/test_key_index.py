@@ -344,3 +344,16 @@ def test_keys_beyond_the_most_rows_of_a_device_are_refused_before_any_is_taken(m
     assert len(index) == 8 and index.find(torch.arange(8, 11)).tolist() == [-1] * 3
     index.find_or_insert(torch.arange(8, 10))
     assert len(index) == 10
+
+
+def test_a_large_call_finishes_a_growth_and_the_next_one():
+    index, keys = KeyIndex(64), torch.arange(12_000)
+    first = 0
+    while index._idle():
+        index.find_or_insert(keys[first : first + 1])
+        first += 1
+    handles, inserted = index.find_or_insert(keys[first:])
+    assert bool(inserted.all()) and len(index) == len(keys)
+    assert torch.equal(index.find(keys).sort().values, keys) and torch.equal(
+        index.find(keys[first:]), handles
+    )

@@ -128,6 +128,12 @@ def counted(weight, state, gradient, step, lr):
     return weight - lr / step * gradient, state + 1
 
 
+def of_numbers(weight, state, gradient, step, lr):
+    assert all(bool(each.isfinite().all()) for each in (weight, state, gradient))
+    return weight, state
+
+
+SEES_NUMBERS = RowOptimizer.custom(of_numbers, lambda dim: dim, name="sees numbers")
 CUSTOM = RowOptimizer.custom(adagrad, lambda dim: dim, name="mine", lr=0.1)
 
 
@@ -148,6 +154,7 @@ def test_a_rule_of_ones_own_leaves_what_lies_behind_the_count(count):
     grad[count:], indices[count:] = torch.nan, 2**62
     CUSTOM.update(rows, indices, grad, 1, torch.tensor(count))
     assert same_bits(rows, expected)
+    SEES_NUMBERS.update(rows, indices, grad, 1, torch.tensor(count))
 
 
 def test_a_rule_of_ones_own_sees_update_rate_and_lazy_decay():
@@ -227,3 +234,14 @@ def test_lazy_decay_and_precision_tiers_exclude_each_other():
     feature = FeatureConfig("a", 4, policy=TablePolicy(precision=PrecisionTiers(2, 4)))
     with pytest.raises(ValueError, match="table 'a' has lazy weight decay and precision tiers"):
         HashTableCollection([feature], lazy)
+
+
+def test_a_rule_of_ones_own_updates_rows_whatever_the_default_device_is():
+    rows, grad, indices = random(6, 10).abs(), random(3, 5, seed=1), torch.tensor([5, 0, 2])
+    expected = rows.clone()
+    CUSTOM.update(expected, indices, grad, 2)
+    with torch.device("meta"):
+        RowOptimizer.custom(adagrad, lambda dim: dim, name="probed anew", lr=0.1).update(
+            rows, indices, grad, 2
+        )
+    assert same_bits(rows, expected)

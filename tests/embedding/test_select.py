@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from naive_table import Ranks
 
 from tritonrec.embedding.select import select_smallest
+from tritonrec.embedding.selection import valid
 
 INT64 = st.one_of(
     st.integers(-(2**63), 2**63 - 1),
@@ -74,3 +75,11 @@ def test_every_rank_sums_equally_often_also_without_candidates():
     items = [(1, 5, number) for number in range(10)]
     assert chosen_of(ranks, items, [2] * 10, [4, 3]) == items[:3]
     ranks.close()
+
+
+@pytest.mark.parametrize("count", [None, torch.tensor(2)])
+def test_which_are_valid_is_known_on_the_device_of_the_keys(count):
+    """Whatever the default device is."""
+    with torch.device("meta"):
+        found = valid(3, count, torch.device("cpu"))
+    assert found.tolist() == [True, True, count is None]

@@ -7,8 +7,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tritonrec import ops
-from tritonrec.embedding import DynamicTable, Eviction, KeyLayout, PrecisionTiers, TablePolicy, row_checksums
+from tritonrec.embedding import (
+    DynamicTable,
+    Eviction,
+    KeyLayout,
+    Placement,
+    PrecisionTiers,
+    TablePolicy,
+    row_checksums,
+)
 from tritonrec.embedding.precision import AccessCounter
+from tritonrec.embedding.row_column import RowColumn
 from tritonrec.kernels.deferred import first_bad
 
 pytestmark = pytest.mark.smoke
@@ -356,3 +365,41 @@ def test_only_rows_that_were_used_count_as_used():
     assert set(counter.used().tolist()) == {-1}
     counter.record(torch.tensor([3]), 0)
     assert sorted(counter.used().tolist())[-2:] == [-1, 3]
+
+
+def test_a_step_of_32_bits_is_refused_with_admission():
+    found = DynamicTable(2, policy=TablePolicy(admission=2))
+    found.lookup(torch.tensor([1]), 2**31 - 1)
+    for step in 2**31, -1:
+        with pytest.raises(ValueError, match=rf"step must be in \[0, 2\*\*31\) with admission, got {step}"):
+            found.lookup(torch.tensor([1]), step)
+
+
+def test_a_column_begins_with_the_value_of_no_row_alone():
+    assert RowColumn(torch.int32).nbytes == 4
+
+
+def test_rows_that_are_not_recent_any_more_are_among_the_changes():
+    found = DynamicTable(2, policy=TablePolicy(Eviction("lru", capacity=9)))
+    found.track_changes()
+    for step, key in enumerate((1, 2)):
+        found.lookup(torch.tensor([key]), step)
+        rows = found.take_changes()[0]["rows"]
+    assert rows["keys"].tolist() == [1, 2] and rows["recent"].tolist() == [False, True]
+
+
+def test_a_lookup_brings_rows_to_the_cache():
+    found = DynamicTable(2, placement=Placement("cached", cache_rows=4))
+    for _ in range(2):
+        found.lookup(torch.tensor([1, 2, 3]), 0)
+    assert found.counters.cached == 3
+
+
+@pytest.mark.parametrize("first", range(4))
+def test_rows_that_are_loaded_make_no_other_row_younger(first):
+    found = DynamicTable(2, policy=TablePolicy(Eviction("ttl", ttl=2)))
+    found.lookup(torch.tensor([7]), first)
+    found.load(torch.tensor([8]), torch.zeros(1, 2))
+    for step, keys in ((first + 2, [7, 8]), (first + 3, [8])):
+        found.lookup(torch.tensor([], dtype=torch.int64), step)
+        assert found.export()[0].tolist() == keys, step

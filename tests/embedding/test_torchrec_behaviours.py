@@ -112,6 +112,8 @@ def test_rows_begin_as_init_fn_fills_them():
     assert torch.equal(found["f1"][0], weights["t1"][1][0])
     with pytest.raises(ValueError, match="table 't': init_fn needs num_embeddings"):
         EmbeddingCollection([EmbeddingConfig(0, 3, "t", init_fn=NORMAL)])
+    with pytest.raises(ValueError, match="feature 't': dim must be at least 1, got 0"):
+        EmbeddingCollection([EmbeddingConfig(10, name="t")])
 
 
 def test_the_device_is_that_of_the_arguments():

@@ -377,3 +377,22 @@ def test_a_function_in_a_function_is_refused():
 
     with pytest.raises(TupleError, match="a function inside of another one"):
         flattened(inner, (("sizes", ("0", "1")),))
+
+
+@triton.jit
+def returns_early(span, FLAG: tl.constexpr):
+    if FLAG:
+        return
+    tl.device_assert(span.start >= 0)
+
+
+@triton.jit
+def becomes_a_number(span):
+    span, stop = ends(span)
+    return stop
+
+
+def test_a_function_may_return_nothing_and_gives_the_name_of_a_tuple_to_nothing_else():
+    assert flattened(returns_early, (("span", Span._fields),))[1] is None
+    with pytest.raises(TupleError, match="a tuple is read by field, handed on, assigned or returned"):
+        flattened(becomes_a_number, (("span", Span._fields),))

@@ -1,12 +1,15 @@
 """Promise: a schedule that could compute something else than its stages one after another is refused."""
 
 from dataclasses import replace
+from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 
 from tritonrec.pipeline import DBP, FWP, NESTPIPE, SCHEDULES, Edge, ScheduleError, check
 
 pytestmark = pytest.mark.smoke
+check_module = import_module("tritonrec.pipeline.check")
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 8])
@@ -112,3 +115,18 @@ def test_dbp_finishes_a_micro_batch_before_the_next():
     assert order.index("gradient_exchange(0, 0)") < order.index("exchange(0, 1)")
     order = [str(task) for task in NESTPIPE.tasks(0, 2)]
     assert order.index("exchange(0, 1)") < order.index("compute(0, 0)")
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_micro_batches_are_alike_unless_rows_move_with_each(moves, monkeypatch):
+    """So a window of many takes no longer to check than one of a few."""
+    counts = []
+    for name in ("_well_formed", "_no_race", "_launches_in_turn", "_same_values"):
+        monkeypatch.setattr(check_module, name, lambda schedule, *given: counts.extend(given[:1]))
+    monkeypatch.setattr(check_module, "_most_batches", lambda schedule: 4)
+    stages = [
+        SimpleNamespace(moves=True, per_micro_batch=False),
+        SimpleNamespace(moves=moves, per_micro_batch=True),
+    ]
+    check_module.check(SimpleNamespace(stages=stages), 1000)
+    assert set(counts) == {1000 if moves else check_module.MICRO_BATCHES}

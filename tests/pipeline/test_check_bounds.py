@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from tritonrec.pipeline import FWP, NESTPIPE, SCHEDULES, Edge, Schedule, ScheduleError, check, keep_rows
+from tritonrec.pipeline import FWP, NESTPIPE, SCHEDULES, Edge, Schedule, ScheduleError, Task, check, keep_rows
 from tritonrec.pipeline.check import (
     _accesses,
     _after_batch,
@@ -14,7 +14,9 @@ from tritonrec.pipeline.check import (
     _most_batches,
     _no_race,
     _reaches_the_tables,
+    _run_task,
     _same_values,
+    _state,
 )
 from tritonrec.pipeline.schedule import with_norm, with_replicas
 from tritonrec.pipeline.stage import Access, Stage
@@ -178,3 +180,21 @@ def test_the_states_that_are_followed_stand_for_every_use_of_a_row(schedule):
                 _reaches_the_tables(schedule, used_by[: last + 1], values[1])
 
     assert bool(refused(_same_values, schedule, 2)) == bool(refused(every_use, 6)) == (schedule in BROKEN)
+
+
+def test_what_reads_a_place_leaves_its_value():
+    values = {("log", 0): "written"}
+    assert _run_task(remembers(1, 1), Task("read", 1), (True, True), values, 1, False) == ("written",)
+    assert values == {("log", 0): "written"}
+
+
+def test_places_that_no_later_batch_reads_are_no_part_of_a_state():
+    schedule, uses = remembers(2, 2), (True, True, True)
+    nothing = _state(schedule, uses, {}, {})
+    assert _state(schedule, uses, {("log", 0): "a"}, {}) == nothing
+    assert _state(schedule, uses, {("log", 1): "a"}, {}) != nothing
+
+
+def test_a_row_that_no_batch_has_used_is_in_a_state_of_its_own():
+    states = [_state(NESTPIPE, (*uses, *[False] * 4)[:5], {}, {}) for uses in ((), (True,) * 4, (True,) * 5)]
+    assert len(set(states)) == 3

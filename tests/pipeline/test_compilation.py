@@ -1,5 +1,6 @@
 """Promise: a compiled model trains with the bits of the model itself, or is refused with what differs."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
@@ -14,7 +15,10 @@ from tritonrec import nn, ops
 from tritonrec.kernels import compilation
 from tritonrec.kernels.dispatch import computes_eagerly, is_compiling
 from tritonrec.pipeline import StageFailedError
+from tritonrec.pipeline import compiled as compiled_module
+from tritonrec.pipeline import flight as flight_module
 from tritonrec.pipeline.compiled import Compilation
+from tritonrec.pipeline.flight import Flight
 
 
 class Plain(Ranker):
@@ -197,3 +201,62 @@ def test_checkpointed_parts_add_their_gradients_once(how, consistency):
     want, _ = trained(parts(Deep), plain, consistency, batches(3))
     got, _ = trained(parts(Checkpointed), "nestpipe", consistency, batches(3))
     assert same(got, want)
+
+
+def test_a_module_that_torch_compiles_is_known_by_its_name_or_its_call():
+    plain, wrapping, in_place = (torch.nn.Linear(2, 2) for _ in range(3))
+    wrapping._orig_mod = torch.nn.Linear(2, 2)
+    in_place._compiled_call_impl = print
+    for module in plain, wrapping, in_place:
+        parent = torch.nn.Sequential(torch.nn.ReLU(), module)
+        assert Compilation(parent, None).compiles == (module is not plain)
+
+
+def test_steps_are_told_where_a_size_is_new_or_torch_has_compiled(monkeypatch):
+    told, compared, count = [], [], [0]
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model[0]._compiled_call_impl = print
+    calls = Compilation(model, bits=3)
+    monkeypatch.setattr(compiled_module, "note_compilation", lambda: told.append(1))
+    monkeypatch.setattr(compiled_module, "_COMPILATIONS", SimpleNamespace(count=lambda: count[0]))
+    monkeypatch.setattr(calls, "_compare", lambda *given: compared.append(given))
+
+    def call(samples, compiles=False):
+        batch = SimpleNamespace(num_samples=samples, num_tokens=7 * samples)
+        with calls.call(batch, "rows", 5, "settings"):
+            count[0] += compiles
+        return len(told), batch
+
+    first, batch = call(3)
+    assert first == 1 and compared == [(batch, "rows", 5, "settings")]
+    assert [call(3)[0], call(3, True)[0], call(0, True)[0], call(0)[0]] == [1, 2, 2, 2]
+    assert len(compared) == 2
+
+
+def test_a_compilation_of_any_thread_is_counted():
+    from torch._dynamo.callback import callback_handler
+
+    counted = compiled_module._Compilations()
+    before = counted.count()
+    callbacks = callback_handler.start_callbacks, callback_handler.end_callbacks
+    try:
+        assert all(each.count(counted._add) == 1 for each in callbacks)
+        counted._add(None)
+        assert counted.count() == before + 1
+        assert all(each.count(counted._add) == 1 for each in callbacks)
+    finally:
+        for each in callbacks:
+            each.remove(counted._add)
+
+
+def test_a_call_is_compared_with_its_own_arguments(monkeypatch):
+    given, flight = (
+        [],
+        SimpleNamespace(_graphs=None, model="model", _model_call=lambda exponent: nullcontext()),
+    )
+    flight.accumulator = SimpleNamespace(active=nullcontext)
+    flight._compilation = SimpleNamespace(call=lambda *each: given.append(each) or nullcontext())
+    monkeypatch.setattr(flight_module, "train_micro_batch", lambda *each: each)
+    arguments = "batch", "rows", 7, "settings"
+    assert Flight.train_micro_batch(flight, *arguments, 0) == ("model", *arguments, 0)
+    assert given == [arguments]

@@ -148,6 +148,7 @@ def test_one_rank_gets_its_rows_before_the_first_micro_batch_and_sends_gradients
     assert [each.tolist() for each in sent.rows] == [everything, *nothing]
     assert [each.tolist() for each in gradients.rows] == [*nothing, everything]
     values = torch.randn(len(distinct), 3)
+    assert torch.equal(sent.of(values, 0), values[rows])
     for number in range(len(parts)):
         of = values if number == len(parts) - 1 else values[:0]
         assert torch.equal(one.gradients.of(values, number), of)

@@ -108,15 +108,16 @@ def test_a_lane_is_woken_when_it_can_go_on_and_for_nothing_else(monkeypatch):
         assert slept[f"lane {lane}"] <= 3 * batches + 1  # however many micro-batches end meanwhile
 
 
-def test_lanes_that_share_a_thread_take_their_tasks_as_submitted():
+@pytest.mark.parametrize("shared, thread", [(SHARED, "compute"), (("prefetch",), "prefetch")])
+def test_lanes_that_share_a_thread_take_their_tasks_as_submitted(shared, thread):
     ran = []
-    run(NESTPIPE, 3, 4, lambda task: ran.append((threading.current_thread().name, task)), shared=SHARED)
+    run(NESTPIPE, 3, 4, lambda task: ran.append((threading.current_thread().name, task)), shared=shared)
     of_lane = {stage.name: stage.lane for stage in NESTPIPE.stages}
     submitted = [task for batch in range(4) for task in NESTPIPE.tasks(batch, 3)]
-    together = [task for task in submitted if of_lane[task.stage] in SHARED]
-    assert [task for name, task in ran if name == "lane compute"] == together
+    together = [task for task in submitted if of_lane[task.stage] in shared]
+    assert [task for name, task in ran if name == f"lane {thread}"] == together
     assert {name for name, _ in ran} == {
-        f"lane {lane}" for lane in of_lane.values() if lane not in SHARED or lane == "compute"
+        f"lane {lane}" for lane in of_lane.values() if lane not in shared or lane == thread
     }
 
 
@@ -222,3 +223,64 @@ def test_an_unsound_schedule_does_not_start():
 def test_a_window_without_micro_batches_is_refused():
     with pytest.raises(ValueError, match="at least one micro-batch"):
         Executor(NESTPIPE, {}, 0, idle_span)
+
+
+class Noting:
+    """Streams whose event is the name of the work, but in one lane, where work has ended."""
+
+    def __init__(self, ended):
+        self.ended, self.after, self.finished = ended, {}, []
+        self.running = {}
+
+    def begin(self):
+        pass
+
+    def run(self, lane, after, work):
+        work()
+        task = self.running[threading.current_thread()]
+        self.after[task] = set(after)
+        return None if lane == self.ended else task
+
+    def finish(self, event):
+        self.finished.append(event)
+
+
+@pytest.mark.parametrize("mode", sorted(SCHEDULES))
+def test_work_waits_for_the_events_of_every_edge_that_may_be_under_way(mode):
+    """Also of batches whose results have been taken, and for no event of what has ended."""
+    schedule, streams = SCHEDULES[mode], Noting("retrieval")
+    lanes = {stage.name: stage.lane for stage in schedule.stages}
+
+    def noted(name):
+        return lambda batch, i: streams.running.update({threading.current_thread(): Task(name, batch, i)})
+
+    actions = {stage.name: noted(stage.name) for stage in schedule.stages}
+    with Executor(schedule, actions, 2, idle_span, streams=streams) as executor:
+        for batch in range(4):
+            executor.submit(batch, batch)
+            executor.wait(batch)
+    every = [task for batch in range(4) for task in schedule.tasks(batch, 2)]
+    for task in every:
+        others = {each for each in schedule.waits_for(task, 2) if each.batch >= 0}
+        expected = {each for each in others if lanes[each.stage] not in ("retrieval", lanes[task.stage])}
+        assert streams.after[task] == expected, task
+    assert sorted(streams.finished, key=str) == sorted(
+        (task for task in every if lanes[task.stage] != "retrieval"), key=str
+    )
+
+
+def test_a_call_behind_a_stage_that_fails_raises_its_error():
+    begun, failing = threading.Event(), threading.Event()
+
+    def act(context, micro_batch):
+        begun.set()
+        failing.wait(10)
+        raise ValueError("no route")
+
+    with Executor(NESTPIPE, {stage.name: act for stage in NESTPIPE.stages}, 1, idle_span) as executor:
+        executor.submit(0, 0)
+        assert begun.wait(10)
+        call = executor.call("prefetch", lambda: None)
+        failing.set()
+        with pytest.raises(StageFailedError, match="no route"):
+            executor.result(call)

@@ -22,8 +22,9 @@ from trainer_parts import (
 
 from tritonrec.data import Lookup
 from tritonrec.embedding.in_flight import as_lane
+from tritonrec.nn.context import takes_indexed_rows
 from tritonrec.pipeline import DenseModel
-from tritonrec.pipeline.dense_checks import PROBE_ELEMENTS, _capped
+from tritonrec.pipeline.dense_checks import PROBE_ELEMENTS, _capped, validate_invariant
 from tritonrec.pipeline.flight import Flight, on_the_callers_thread
 from tritonrec.pipeline.peer_copies import PeerCopies
 from tritonrec.pipeline.pending import PendingWindows
@@ -421,3 +422,70 @@ def test_a_long_parameter_is_probed_with_fewer_rows():
     assert _capped(torch.Size([3, 5])) == (3, 5)
     assert _capped(torch.Size([2 * PROBE_ELEMENTS, 2])) == (PROBE_ELEMENTS // 2, 2)
     assert _capped(torch.Size([3, 2 * PROBE_ELEMENTS])) == (1, 2 * PROBE_ELEMENTS)
+
+
+def test_a_copy_of_the_state_before_the_first_step_is_a_state():
+    made, copies, accepted = parts(), PeerCopies(), []
+    with trainer(made, "dbp", "batch") as one:
+        copies.keep(one, {"note": "none"})
+    with trainer(parts(), "dbp", "batch") as two:
+        assert copies.restore(two, accept=accepted.append) == 0
+    assert accepted == [{"note": "none"}]
+
+
+@pytest.mark.parametrize("graphs", [None, object()])
+@pytest.mark.parametrize("compiles", [False, True])
+def test_rows_that_are_not_gathered_are_for_the_model_s_own_call(graphs, compiles):
+    class Reads(torch.nn.Module):
+        forward = takes_indexed_rows(lambda self, batch, rows, seed: None)
+
+    flight = SimpleNamespace(_graphs=graphs, _compilation=SimpleNamespace(compiles=compiles), model=Reads())
+    assert Flight.reads_indexed_rows.fget(flight) == (graphs is None and not compiles)
+
+
+def test_an_optimizer_of_parameters_without_memory_is_not_probed():
+    validate_invariant(torch.optim.SGD([torch.nn.Parameter(torch.empty(3, device="meta"))], lr=0.1))
+
+
+@pytest.mark.parametrize(("values", "changes"), [(32_768, 1), (32_769, 2)])
+def test_parameters_that_torch_cuts_between_threads_are_probed_with_another_number(
+    values, changes, monkeypatch
+):
+    counts = []
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    validate_invariant(torch.optim.SGD([torch.nn.Parameter(torch.zeros(values))], lr=0.1))
+    assert len(counts) == changes and counts[-1] == torch.get_num_threads()
+
+
+@pytest.mark.parametrize("mode", ["reference", "sequential"])
+def test_after_an_error_of_a_step_nothing_is_under_way(mode):
+    made = parts()
+    made[0].forward = lambda batch, rows, seed: 1 / 0
+    with trainer(made, mode, "batch") as one:
+        with pytest.raises((ZeroDivisionError, RuntimeError), match="division by zero"):
+            next(one.run(batches(1)))
+        assert not one._pending.steps() and not one._pending.flight.under_way
+
+
+def test_every_use_of_the_dense_state_asks_whether_something_is_under_way():
+    model, _tables, optimizer = parts()
+    dense, asked = DenseModel(model, optimizer), []
+
+    def check(action):
+        asked.append(action)
+        raise RuntimeError
+
+    dense.in_flight.append(SimpleNamespace(check=check))
+    for call in dense.tensors, dense.state_dict, lambda: dense.load_state_dict({}):
+        with pytest.raises(RuntimeError):
+            call()
+    assert asked == ["reading the state", "state_dict", "load_state_dict"]
+
+
+def test_what_stays_in_a_buffer_is_written_once_the_pipeline_is_empty(monkeypatch):
+    finished = []
+    with trainer(parts(), "nestpipe", "batch") as one:
+        finish = one.program.finish
+        one.program.finish = lambda places: finished.append(places.window.number) or finish(places)
+        list(one.run(batches(4)))
+    assert finished == [3]

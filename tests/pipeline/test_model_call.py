@@ -22,6 +22,7 @@ from trainer_parts import (
 from tritonrec import nn, verify
 from tritonrec.embedding import FeatureConfig
 from tritonrec.harness.verify.user_model import first_not_invariant
+from tritonrec.pipeline.model_call import CallerSettings
 
 FEATURES = [FeatureConfig("item", DIM)]
 REFERENCE = {"batch": "reference", "window": "sequential"}
@@ -226,3 +227,11 @@ def test_a_model_without_dense_parameters_is_saved_and_restored(tmp_path):
     assert same(
         trained(again, "dbp", "batch", batches(3)[2:])[0], trained(made, "fwp", "batch", batches(3)[2:])[0]
     )
+
+
+def test_the_caller_s_default_device_is_the_model_s():
+    cpu = torch.device("cpu")
+    assert CallerSettings.of_this_thread(cpu) == CallerSettings() and CallerSettings().plain
+    with torch.device("meta"):
+        settings = CallerSettings.of_this_thread(cpu)
+    assert settings == CallerSettings(device=torch.device("meta")) and not settings.plain

@@ -1,7 +1,7 @@
 """Promise: in 16 bits, too, every mode ends at the bits of its reference, and the loss scale changes none."""
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 from random import Random
 
@@ -18,6 +18,7 @@ from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import STAGED, DenseModel, LossScaling, Trainer, WindowConfig
 from tritonrec.pipeline.precision import LossScaler, rounded_rows, unscaled
+from tritonrec.settings import KEY
 
 SIZES = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9, dropout=0.2)
 JOB = Job(
@@ -278,6 +279,12 @@ def test_what_is_no_precision_is_refused(options, said):
 def test_what_is_no_power_of_two_is_refused(options):
     with pytest.raises(ValueError, match=rf"{next(iter(options))} must be a power of two from"):
         LossScaling(**options)
+
+
+def test_a_scale_may_begin_at_one():
+    assert LossScaling(init_scale=1.0).init_scale == 1.0
+    (field,) = (each for each in fields(LossScaling) if each.name == "init_scale")
+    assert field.metadata[KEY].least == 1  # of the command line
 
 
 @pytest.mark.parametrize("precision", slow_except(["bf16"], ["float32", "bf16"]))

@@ -109,6 +109,7 @@ def test_a_model_that_draws_random_numbers_draws_them_again():
     with parts.trainer(made, "sequential") as trainer, Replay(1.0) as replay:
         replay.attach(trainer)
         list(trainer.run(parts.batches(2)))
+    assert replay.counts["replayed_micro_batches"] and not replay.counts["replay_bytes"]
 
 
 def test_buffers_of_the_model_are_those_of_its_own_calls():

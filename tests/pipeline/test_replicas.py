@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tritonrec.distributed import Communicators, RankPool
 from tritonrec.embedding import Eviction, Placement, TablePolicy
 from tritonrec.harness.job import Job
+from tritonrec.harness.verify.thread_ranks import run_ranks
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import (
     NESTPIPE,
@@ -29,8 +30,10 @@ from tritonrec.pipeline import (
     schedule_of,
     with_replicas,
 )
+from tritonrec.pipeline.places import Routes
 from tritonrec.pipeline.reduce_scatter import ReduceScatter, plan_replica_reductions
 from tritonrec.pipeline.replicas import ReplicaAverage
+from tritonrec.pipeline.stage import Read
 from tritonrec.trace import Recorder
 
 SIZES = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9, dropout=0.2)
@@ -356,3 +359,39 @@ def test_bytes_of_averaged_rows_are_counted():
     )
     Trainer.sync(trainer)
     assert trainer.counts.row_bytes == 50
+
+
+def test_an_average_counts_the_bytes_of_its_rows():
+    rows = torch.ones(2, 3)
+    table = SimpleNamespace(
+        find=lambda keys: keys, gather=lambda handles, keys: rows, load=lambda *given: None
+    )
+    alone = SimpleNamespace(
+        world_size=1,
+        all_gather=lambda keys: [keys],
+        all_reduce=lambda rows, name: rows,
+        all_reduce_bytes=lambda rows: rows.nbytes,
+    )
+    group = SimpleNamespace(table=table)
+    used = [torch.tensor([4, 5]), torch.empty(0, dtype=torch.int64)]
+    average = SimpleNamespace(tables=SimpleNamespace(groups=[group, group]), communicator=alone, _used=used)
+    assert ReplicaAverage.average(average) == rows.nbytes
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_gradients_of_rows_are_divided_by_the_terms_of_those_who_add_them_up(every):
+    config = WindowConfig(2, seed=4, average_every=every)
+    made = [JOB.build("adam") for _ in range(2)]  # by one thread, since torch has one seed
+    seen = [[], []]
+
+    def of_rank(communicators):
+        def note(routes: Read[Routes]) -> None:
+            seen[communicators.rank].append((routes.loss_normalizer, routes.row_normalizer))
+
+        with Trainer(*made[communicators.rank], communicators, "nestpipe", config) as training:
+            training.program.after("route", note)
+            list(training.run([JOB.loader(communicators.rank, 2).batch(0)]))
+
+    run_ranks(2, of_rank, replicas=2)
+    ((terms, own),), ((same, other),) = seen
+    assert terms == same and (own + other, min(own, other) > 0) == (terms if every else 2 * terms, True)

@@ -335,3 +335,48 @@ def test_a_position_has_the_name_of_its_parameter_and_its_place_in_the_whole():
     assert found == [*places, "b: gradient at (3, 3)", "c: gradient at (1,)"]
     with pytest.raises(IndexError, match="a position 2 values behind the end of the last parameter"):
         Shards.name_at(shards, 17)
+
+
+def test_a_parameter_of_two_modules_is_moved_once():
+    parameter, moved = torch.nn.Parameter(torch.arange(4.0)), SimpleNamespace(_buffers={})
+    memory = parameter.data
+    for _ in range(2):
+        Shards._move_one(moved, parameter)
+        assert parameter.tolist() == [0, 1, 2, 3] and not memory.untyped_storage().size()
+
+
+class Root:
+    """Of FSDP2, which notes the settings that it gets."""
+
+    def __init__(self):
+        self.settings = []
+
+    def __getattr__(self, name):
+        if not name.startswith("set_"):
+            raise AttributeError(name)
+        return lambda value, **rest: self.settings.append((name.removeprefix("set_"), value, *rest.items()))
+
+    def register_forward_pre_hook(self, hook):
+        return SimpleNamespace(remove=lambda: self.settings.append("hook removed"))
+
+
+def test_in_flight_a_model_is_gathered_by_the_trainer_alone_and_afterwards_by_fsdp2():
+    root, log, model = Root(), [], torch.nn.Linear(2, 2)
+    shards = SimpleNamespace(
+        _roots=[root], _model=model, _called=set(), _buffers={}, parameters=dict(model.named_parameters()),
+        gather=lambda: log.append("gather"), scatter=lambda: log.append("scatter"), _note_call=print,
+    )  # fmt: skip
+    Shards.begin(shards)
+    assert root.settings == [
+        ("requires_gradient_sync", False),
+        ("reshard_after_forward", False),
+        ("reshard_after_backward", False),
+    ]  # fmt: skip
+    assert shards._trained == ["weight", "bias"] and log == ["gather"]
+    root.settings.clear()
+    Shards.end(shards)
+    assert root.settings == [
+        "hook removed", ("requires_gradient_sync", True), ("reshard_after_backward", True),
+        ("reshard_after_forward", True), ("reshard_after_forward", False, ("recurse", False)),
+    ]  # fmt: skip
+    assert log == ["gather", "scatter"]

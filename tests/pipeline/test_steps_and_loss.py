@@ -20,7 +20,7 @@ from trainer_parts import (
 )
 
 from tritonrec import ops
-from tritonrec.distributed import RanksDisagreeError
+from tritonrec.distributed import Communicator, RanksDisagreeError
 from tritonrec.harness.verify.thread_ranks import run_ranks
 from tritonrec.pipeline import DenseModel, Trainer, WindowConfig, headers
 from tritonrec.pipeline.headers import Header
@@ -176,3 +176,9 @@ def test_a_rank_that_has_ended_beside_one_that_goes_on_is_named_with_its_batches
         headers._validate_same_step(torch.tensor([list(each) for each in rows]))
     with pytest.raises(RanksDisagreeError, match="rank 1 is at step 6 and rank 0 at step 5"):
         headers._validate_same_step(ahead)
+
+
+def test_terms_of_the_loss_are_added_up_over_the_ranks():
+    mine = Header(0, 5, False, loss_terms=7)
+    counts, found = headers.exchange(Communicator(), Communicator(), torch.tensor([[3, 4]]), mine)
+    assert counts.tolist() == [[3, 4]] and found == headers.Headers(False, 7, 7)

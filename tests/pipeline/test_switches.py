@@ -1,7 +1,9 @@
 """Promise: first use, taper and skipped fetches save bytes and reads, and change no bit."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,6 +35,9 @@ from tritonrec.pipeline import (
     keep_rows,
     with_replicas,
 )
+from tritonrec.pipeline.places import Buffer, KeptRows
+from tritonrec.pipeline.program import Program
+from tritonrec.pipeline.stages.update import update_rows
 
 CONFIG = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9, dropout=0.2)
 POLICY = TablePolicy(Eviction("lru", capacity=40, every=2), admission=2, precision=PrecisionTiers(3, every=3))
@@ -237,3 +242,32 @@ def test_a_failed_window_leaves_no_gradient_behind():
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)  # what a window that failed half way has left
     assert same(trained((model, parts()[1], dense)), trained(parts()))
+
+
+def test_rows_of_keys_that_are_not_admitted_stay_as_they_began():
+    rows, handles = torch.zeros(3, 2), torch.tensor([0, -1, 1])
+    group = SimpleNamespace(table=SimpleNamespace(admits_all=False), optimizer=RowOptimizer("sgd", lr=1.0))
+    owned = SimpleNamespace(keys=handles, handles=handles, count=None, low_precision=None)
+    context = SimpleNamespace(device=rows.device, tables=SimpleNamespace(groups=[group]))
+    update_rows(context, 1, SimpleNamespace(tables=[owned]), [torch.ones(3, 2)], [rows])
+    assert rows.tolist() == [[-1.0, -1.0], [0.0, 0.0], [-1.0, -1.0]]
+
+
+class Noted(dict):
+    """Places by kind."""
+
+    errors = SimpleNamespace(active=nullcontext)
+
+
+def test_a_stage_may_return_one_place_or_several():
+    def one() -> Buffer:
+        return ["rows"]
+
+    def two() -> tuple[Buffer, KeptRows]:
+        return ["rows"], ["kept"]
+
+    program = SimpleNamespace(run_places={}, context=None, schedule=SimpleNamespace(name="mine"))
+    for function, expected in ((one, {Buffer: ["rows"]}), (two, {Buffer: ["rows"], KeptRows: ["kept"]})):
+        places = Noted()
+        Program.bind(program, function, "retrieve")(places)
+        assert places == expected

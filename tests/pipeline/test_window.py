@@ -221,3 +221,9 @@ def test_a_model_loaded_after_its_optimizer_was_made_is_trained_from_what_was_lo
     expected, parameters = trained(load_first=True)
     got, same_parameters = trained(load_first=False)
     assert same(got, expected) and same(same_parameters, parameters)
+
+
+def test_a_window_with_first_use_has_as_many_micro_batches_as_a_byte_has_numbers():
+    assert WindowConfig(256, first_use=True).window_micro_batches == 256
+    with pytest.raises(ValueError, match="first_use takes at most 256 micro-batches in a window, got 257"):
+        WindowConfig(257, first_use=True)

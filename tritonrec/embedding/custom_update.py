@@ -92,7 +92,7 @@ def check_independent(update: CustomUpdate, dim: int, device: torch.device) -> N
     num_rows = max(2, min(PROBED_ROWS, PROBED_VALUES // max(dim, 1)))
 
     def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float32)
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
 
     # of all magnitudes, since a small change would be lost in a large weight
     weight = (draw(num_rows, dim) * 10.0 ** draw(num_rows, 1).mul(2).clamp(-5, 2)).to(device)

@@ -56,7 +56,6 @@ class RowMetadata:
     def add(self, handles: torch.Tensor, keys: torch.Tensor, end: int) -> None:
         """Add new rows (K,); all handles are below `end`, and -1 is left out."""
         self.changes.grow(end)
-        self.changes.mark(handles)
         for policy in self.policies:
             policy.values.grow(end)
             policy.add(handles, keys)

@@ -24,7 +24,7 @@ def addresses(chunks: list[torch.Tensor], device: torch.device) -> torch.Tensor:
             raise ValueError(f"chunk {number} of shape {tuple(chunk.shape)} has strides {chunk.stride()}")
         if chunk.device != device and (device.type == "cpu" or not chunk.is_pinned()):
             raise ValueError(f"chunk {number} on {chunk.device} has no address for kernels on {device}")
-    pointers = torch.tensor([chunk.data_ptr() for chunk in chunks], dtype=torch.int64)
+    pointers = torch.tensor([chunk.data_ptr() for chunk in chunks], dtype=torch.int64, device="cpu")
     table = pointers if device.type == "cpu" else pointers.pin_memory().to(device, non_blocking=True)
     _behind[id(table)] = list(chunks)
     weakref.finalize(table, _behind.pop, id(table)).atexit = False

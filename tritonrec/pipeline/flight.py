@@ -62,7 +62,7 @@ class Flight:
         self._modules: list[tuple[str, torch.nn.Module]] = []
         self._modes: list[bool] = []
         self._trained: list[bool] = []
-        self._caller = 0
+        self._caller: int  # the thread of the trainer's caller
         self.reader = 0  # the thread that reads the caller's batches
         self.under_way = False
         self._compilation = Compilation(dense.model, bits)

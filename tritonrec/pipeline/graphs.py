@@ -177,7 +177,7 @@ class _Graph:
         self._rows = rows.new_zeros(self._tokens * (2 + self._negatives), rows.shape[1])
         self._dlosses = rows.new_zeros(self._samples)
         self._pad_offsets(zeros(1))
-        self._errors = Deferred()
+        self._errors: Deferred
         self._dropped = _shares(model)
         self._seeds = DeviceSeeds(device, MOST_SEEDS)
 

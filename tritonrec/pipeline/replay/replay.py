@@ -95,7 +95,8 @@ class Replay:
         self.share = share
         self.plan: Plan | None = None
         self.counts: Counter[str] = Counter()
-        self._rank = self._world = 0
+        self._rank: int
+        self._world: int
         self._ledgers: list[Communicator] = []
         self._begun: MicroBatch | None = None
         self._work: dict[int, Work] = {}  # by micro-batch

@@ -1,0 +1,212 @@
+"""Promise: a micro-batch that is padded, and computed from fixed tensors, has the bits of the model's call.
+
+Without an accelerator, work is repeated here by calling it again; `tests/emulator/test_graphs.py` records it.
+"""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tritonrec.data import NextItemLoader, load
+from tritonrec.distributed import Communicators
+from tritonrec.embedding import FeatureConfig, HashTableCollection, RowOptimizer
+from tritonrec.nn import HSTU, Dropout, GradientAccumulator, HSTUConfig, MultiheadAttention
+from tritonrec.pipeline import MicroBatchGraphs, Trainer, WindowConfig
+from tritonrec.pipeline import graphs as graphs_module
+from tritonrec.pipeline.graphs import CudaRecorder, share_of
+from tritonrec.pipeline.model_call import CallerSettings, train_micro_batch
+
+SIZES = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9, dropout=0.0)
+LOG, DIM = load("zipf:users=60,items=80,seed=1"), 6
+MICRO_BATCHES = {"one": [2], "some": [0, 4, 5], "all": list(range(7)), "none": []}
+
+
+class Repeating:
+    """Calls the work again, into the tensors of its first call."""
+
+    def record(self, work):
+        self.work, self.results = work, work()
+        return self.results
+
+    def replay(self):
+        for target, again in zip(self.results, self.work(), strict=True):
+            target.detach().copy_(again.detach())
+
+
+class Seeds:
+    """Numbers, as the CPU's kernels take them: what was written last."""
+
+    def __init__(self, device, most):
+        self.seed = 0
+
+    def root(self):
+        return self.seed
+
+    def write(self, seed):
+        self.seed = seed
+
+
+@pytest.fixture(autouse=True)
+def numbers(monkeypatch):
+    monkeypatch.setattr(graphs_module, "DeviceSeeds", Seeds)
+
+
+def model():
+    torch.manual_seed(3)
+    return HSTU(SIZES)
+
+
+def batch(samples, negatives=2):
+    return NextItemLoader(LOG, 7, 9, negatives, 3).batch(0).select(torch.tensor(samples, dtype=torch.int64))
+
+
+def rows_of(part, dim=DIM):
+    generator = torch.Generator().manual_seed(part.num_tokens)
+    return torch.randn(
+        part.num_tokens * (2 + part.negatives.shape[1]), dim, generator=generator
+    ).requires_grad_()
+
+
+def graphs(samples=8, tokens=70):
+    return MicroBatchGraphs(samples, tokens, Repeating)
+
+
+def called(net, parts, made=None):
+    """Losses and gradients of rows of each part, and the sums of the model's gradients."""
+    accumulator, found = GradientAccumulator(net), []
+    for part in parts:
+        rows, given = rows_of(part), (7, CallerSettings())
+        if made is None:
+            with accumulator.active():
+                losses = train_micro_batch(net, part, {"item": rows}, *given)
+        else:
+            losses = made.train(net, accumulator, part, {"item": rows}, *given)
+        found += [losses.detach(), rows.grad if len(rows) else rows.detach()]
+    return [*found, *accumulator.take().values()]
+
+
+def test_every_size_has_the_bits_of_the_model_s_call():
+    net, made = model(), graphs()
+    parts = [batch(samples) for samples in MICRO_BATCHES.values()]
+    assert all(map(torch.equal, called(net, parts), called(net, parts, made)))
+    assert (made.recorded, made.replayed) == (1, 3)
+
+
+def test_a_graph_that_is_full_has_no_padding_and_the_same_bits():
+    part, net = batch(MICRO_BATCHES["all"]), model()
+    assert all(map(torch.equal, called(net, [part]), called(net, [part], graphs(7, part.num_tokens))))
+
+
+def test_another_accumulator_or_number_of_negatives_is_recorded_anew():
+    net, made = model(), graphs()
+    for negatives, recorded in ((2, 1), (2, 2), (3, 3)):
+        parts = [batch([2], negatives), batch([0, 4], negatives)]
+        assert all(map(torch.equal, called(net, parts), called(net, parts, made)))
+        assert made.recorded == recorded
+    accumulator = GradientAccumulator(net)
+    for negatives, recorded in ((2, 4), (3, 5), (3, 5)):
+        part = batch([2], negatives)
+        made.train(net, accumulator, part, {"item": rows_of(part)}, 7, CallerSettings())
+        assert made.recorded == recorded
+    net.extra = Dropout(0.1)
+    made.train(net, accumulator, part, {"item": rows_of(part)}, 7, CallerSettings())
+    assert made.recorded == 6
+
+
+def with_module(module):
+    net = model()
+    net.extra = module
+    return net
+
+
+REFUSED = {
+    "dropout": (lambda: with_module(torch.nn.Dropout(0.1)), {}, "extra is a Dropout, whose draws a graph"),
+    "slopes": (lambda: with_module(torch.nn.RReLU()), {}, "extra is a RReLU, whose draws"),
+    "recurrent": (lambda: with_module(torch.nn.GRU(2, 2, 2, dropout=0.1)), {}, "extra is a GRU, whose"),
+    "attention": (lambda: with_module(MultiheadAttention(4, 2, dropout=0.1)), {}, "extra is a Multihead"),
+    "window": (model, {"consistency": "window"}, "consistency 'batch'"),
+    "precision": (model, {"precision": "bf16"}, "precision 'float32', got 'batch' and 'bf16'"),
+    "another": (lambda: torch.nn.Linear(2, 2), {}, "next-item model, got Linear"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_recorded_is_refused_with_its_reason(case):
+    make, changes, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        graphs().validate(make(), WindowConfig(**changes), torch.device("cpu"))
+
+
+def test_what_drops_nothing_or_by_the_seed_is_recorded():
+    for module in (torch.nn.Dropout(0.1).eval(), torch.nn.Dropout(0.0), torch.nn.ReLU(), Dropout(0.1)):
+        graphs().validate(with_module(module), WindowConfig(), torch.device("cpu"))
+    named = torch.nn.Module()
+    named.dropout = torch.nn.Identity()  # a module of that name is no share
+    assert share_of(named) == 0.0 and share_of(torch.nn.Dropout(0.25)) == 0.25
+
+
+def test_hooks_devices_sizes_and_autocast_are_refused():
+    hooked = model()
+    hooked.norm.register_forward_hook(lambda *given: None)
+    with pytest.raises(ValueError, match="norm has hooks"):
+        graphs().validate(hooked, WindowConfig(), torch.device("cpu"))
+    with pytest.raises(ValueError, match="records on CUDA, and the trainer works on cpu"):
+        MicroBatchGraphs(2, 9).validate(model(), WindowConfig(), torch.device("cpu"))
+    part = batch([0, 1, 2])
+    for sizes in ((2, 70), (3, part.num_tokens - 1)):
+        with pytest.raises(
+            ValueError, match=rf"it has {sizes[0]} samples and {sizes[1]} tokens, and a .* has 3 and"
+        ):
+            called(model(), [part], graphs(*sizes))
+    for sizes in ((0, 9), (9, 0)):
+        with pytest.raises(ValueError, match=f"at least 1, got {sizes[0]} and {sizes[1]}"):
+            MicroBatchGraphs(*sizes)
+    net = model()
+    settings = CallerSettings((("cpu", torch.bfloat16),))
+    with pytest.raises(ValueError, match=r"read under torch\.autocast"):
+        graphs().train(net, GradientAccumulator(net), part, {"item": rows_of(part)}, 7, settings)
+
+
+def test_cuda_compiles_on_another_stream_before_it_records(monkeypatch):
+    """Calls of `torch.cuda` in their order, with stand-ins."""
+    log = []
+
+    class Stream:
+        def __init__(self, name="beside"):
+            self.name = name
+
+        def wait_stream(self, other):
+            log.append(f"{self.name} waits for {other.name}")
+
+    def graph(recorded, capture_error_mode):
+        log.append(f"record, {capture_error_mode}")
+        return nullcontext()
+
+    def stream(used):
+        log.append(f"on {used.name}")
+        return nullcontext()
+
+    stands_in = {
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: log.append("replay")),
+        "Stream": Stream,
+        "current_stream": lambda: Stream("current"),
+        "stream": stream,
+        "graph": graph,
+    }
+    for name, each in stands_in.items():
+        monkeypatch.setattr(torch.cuda, name, each)
+    recorder = CudaRecorder()
+    assert recorder.record(lambda: log.append("work") or len(log)) == 6
+    recorder.replay()
+    before = ["beside waits for current", "on beside", "work", "current waits for beside"]
+    assert log == [*before, "record, thread_local", "work", "replay"]
+
+
+def test_a_trainer_refuses_graphs_that_its_device_cannot_record():
+    net = model()
+    tables = HashTableCollection([FeatureConfig("item", DIM)], RowOptimizer("adam"), seed=2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="records on CUDA, and the trainer works on cpu"):
+        Trainer(net, tables, optimizer, Communicators.local(), "nestpipe", graphs=MicroBatchGraphs(2, 9))
