@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from typing import Any
 
 import pytest
@@ -36,7 +37,11 @@ MESHES = (1, 2, 3, 4, (2, 2), (4, 2), (4, 4))
 
 @pytest.fixture(scope="session")
 def pool():
-    """A `RankPool` of four ranks, which is restarted after a rank has failed."""
+    """A `RankPool` of four ranks, which is restarted after a rank has failed.
+
+    On Linux, where even stopped ranks end with this process, they are stopped between calls: a thread of each
+    of their groups, dozens, wakes up a hundred times a second.
+    """
     from tritonrec.distributed import RankDiedError, RankPool
 
     class SharedPool(RankPool):
@@ -45,12 +50,24 @@ def pool():
         def run(self, *args: Any, **options: Any) -> list[Any]:
             if self.failed:
                 self.restart()
+            self.send_to_ranks(signal.SIGCONT)
             try:
-                return super().run(*args, **options)
+                results = super().run(*args, **options)
             except RankDiedError:
                 self.failed = True
                 self.close()
                 raise
+            self.send_to_ranks(signal.SIGSTOP)
+            return results
+
+        def send_to_ranks(self, number: int) -> None:
+            for process in self.processes if sys.platform == "linux" else ():
+                if process.is_alive() and process.pid is not None:
+                    os.kill(process.pid, number)
+
+        def close(self) -> None:
+            self.send_to_ranks(signal.SIGCONT)
+            super().close()
 
         def restart(self) -> None:
             super().restart()
