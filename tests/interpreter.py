@@ -17,8 +17,8 @@ from triton.runtime import interpreter
 
 NAMES = {
     interpreter: ("_LangPatchScope", "_patch_lang", "_get_np_dtype"),
-    core: ("block_type", "constexpr", "tensor", "tuple", "_unwrap_shape"),
-    TritonSemantic: ("binary_op_sanitize_overflow_impl",),
+    core: ("block_type", "constexpr", "tensor", "tuple", "_unwrap_if_constexpr"),
+    TritonSemantic: ("binary_op_sanitize_overflow_impl", "broadcast_impl_value"),
 }
 
 
@@ -28,6 +28,7 @@ def quicken():
         replace_language_once_a_launch()
         remember_dtypes()
         remember_shapes()
+        leave_plain_values_as_they_are()
         leave_out_checks_that_nobody_reads()
 
 
@@ -65,11 +66,14 @@ def remember_dtypes():
 
 
 def remember_shapes():
-    """Of blocks, checked once; and the lengths of tensors as constants. Nothing changes either."""
-    make_block, blocks, lengths = core.block_type.__init__, {}, {}
+    """Of blocks, checked once; and the lengths of tensors as constants. Nothing changes either of them."""
+    make_block, broadcast, blocks, lengths = (
+        core.block_type.__init__, TritonSemantic.broadcast_impl_value, {}, {}
+    )  # fmt: skip
 
     def block(self, element_ty, shape):
-        key = builtins.tuple(core._unwrap_shape(shape))
+        values = shape.values if isinstance(shape, core.tuple) else shape
+        key = builtins.tuple([each.value if isinstance(each, core.constexpr) else each for each in values])
         if key not in blocks:
             make_block(self, element_ty, shape)
             blocks[key] = self.shape, self.numel, str(self.shape)
@@ -85,8 +89,25 @@ def remember_shapes():
             lengths[key] = core.constexpr(math.prod(key)), constants
         self.numel, self.shape = lengths[key]
 
+    def broadcast_others(self, lhs, rhs):
+        left, right = lhs.type, rhs.type
+        if left.is_block() and right.is_block() and left.shape is right.shape:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
     core.block_type.__init__ = block
     core.tensor.__init__ = tensor
+    TritonSemantic.broadcast_impl_value = broadcast_others
+
+
+def leave_plain_values_as_they_are():
+    unwrap = core._unwrap_if_constexpr
+    plain = {int, float, bool, str, type(None), core.tensor, core.dtype, core.block_type, core.pointer_type}
+
+    def unwrapped(value):
+        return value if type(value) in plain else unwrap(value)
+
+    core._unwrap_if_constexpr = unwrapped
 
 
 def leave_out_checks_that_nobody_reads():
