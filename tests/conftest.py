@@ -77,6 +77,24 @@ def pool():
         yield pool
 
 
+KEPT = "PYTEST_", "TRITON_CACHE_DIR"
+"""How variables begin that pytest sets, or the library once for a process."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def same_environment():
+    """A file leaves no variable behind; the process that forks ranks would be started again for it."""
+    before = dict(os.environ)
+    yield
+    for name in {*before, *os.environ}:
+        if name.startswith(KEPT) or os.environ.get(name) == before.get(name):
+            continue
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+
+
 @pytest.fixture
 def two_threads():
     """torch cuts long work between two threads."""
