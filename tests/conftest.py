@@ -1,5 +1,6 @@
 """Without a GPU, real or emulated, Triton kernels are interpreted; one pool of ranks serves all tests."""
 
+import gc
 import os
 import signal
 import sys
@@ -21,6 +22,16 @@ for name, handler in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.
 
 settings.register_profile("tests", deadline=None)  # a busy machine fails no test
 settings.load_profile("tests")
+
+
+def pytest_collection():
+    """Modules and tests stay to the end: garbage is not looked for among them."""
+    gc.disable()
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
