@@ -34,6 +34,10 @@ def pytest_collection_finish():
     gc.enable()
 
 
+def pytest_unconfigure():
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter():
     """Of Triton, where kernels are interpreted."""
