@@ -1,6 +1,6 @@
 # make verify   install into .venv, fetch MovieLens-100K, prove every mode bit for bit, leave traces
 # make smoke    a few hundred tests in a minute: every op, the schedule check, each mode against its reference
-# make test     the test suite, about five minutes on two cores: of slow tests their quick counterparts
+# make test     the test suite, about seven minutes on two cores: of slow tests their quick counterparts
 # make test-all    every test: all mutants and injected faults, compilations, kernels on emulated GPUs
 # make emulate  Triton kernels on emulated sm_80 and sm_90: their tests in three schedules, and training steps
 # make lint     ruff, mypy, and the workflows against GitHub's schema

@@ -1,7 +1,9 @@
 """Without a GPU, real or emulated, Triton kernels are interpreted; one pool of ranks serves all tests."""
 
+import gc
 import os
 import signal
+import sys
 from typing import Any
 
 import pytest
@@ -22,6 +24,20 @@ settings.register_profile("tests", deadline=None)  # a busy machine fails no tes
 settings.load_profile("tests")
 
 
+def pytest_collection():
+    """Modules and tests stay to the end: garbage is not looked for among them."""
+    gc.disable()
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter():
     """Of Triton, where kernels are interpreted."""
@@ -36,7 +52,11 @@ MESHES = (1, 2, 3, 4, (2, 2), (4, 2), (4, 4))
 
 @pytest.fixture(scope="session")
 def pool():
-    """A `RankPool` of four ranks, which is restarted after a rank has failed."""
+    """A `RankPool` of four ranks, which is restarted after a rank has failed.
+
+    On Linux, where even stopped ranks end with this process, they are stopped between calls: a thread of each
+    of their groups, dozens, wakes up a hundred times a second.
+    """
     from tritonrec.distributed import RankDiedError, RankPool
 
     class SharedPool(RankPool):
@@ -45,12 +65,24 @@ def pool():
         def run(self, *args: Any, **options: Any) -> list[Any]:
             if self.failed:
                 self.restart()
+            self.send_to_ranks(signal.SIGCONT)
             try:
-                return super().run(*args, **options)
+                results = super().run(*args, **options)
             except RankDiedError:
                 self.failed = True
                 self.close()
                 raise
+            self.send_to_ranks(signal.SIGSTOP)
+            return results
+
+        def send_to_ranks(self, number: int) -> None:
+            for process in self.processes if sys.platform == "linux" else ():
+                if process.is_alive() and process.pid is not None:
+                    os.kill(process.pid, number)
+
+        def close(self) -> None:
+            self.send_to_ranks(signal.SIGCONT)
+            super().close()
 
         def restart(self) -> None:
             super().restart()
@@ -58,6 +90,24 @@ def pool():
 
     with SharedPool(MESHES) as pool:
         yield pool
+
+
+KEPT = "PYTEST_", "TRITON_CACHE_DIR"
+"""How variables begin that pytest sets, or the library once for a process."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def same_environment():
+    """A file leaves no variable behind; the process that forks ranks would be started again for it."""
+    before = dict(os.environ)
+    yield
+    for name in {*before, *os.environ}:
+        if name.startswith(KEPT) or os.environ.get(name) == before.get(name):
+            continue
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
 
 
 @pytest.fixture

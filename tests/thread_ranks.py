@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import traceback
 from datetime import timedelta
 from time import perf_counter_ns
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -31,9 +33,14 @@ class ThreadRanks:
 
     def outcomes(self, function, *args) -> list:
         """The same, with errors in the places of results."""
-        self.groups = self.groups or self._in_threads(_connect(self.world_size))
+        if not self.groups:
+            with mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME=os.environ.get("GLOO_SOCKET_IFNAME", "lo")):
+                self.groups = self._in_threads(_connect(self.world_size))
         outcomes = self._in_threads(lambda rank: function(self.groups[rank], *args))
-        if any(isinstance(outcome, BaseException) for outcome in outcomes):
+        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        for error in errors:
+            _forget_variables(error)
+        if errors:
             self.groups = []
         return outcomes
 
@@ -59,9 +66,15 @@ class ThreadRanks:
         return outcomes
 
 
+def _forget_variables(error: BaseException | None) -> None:
+    """Of the functions that raised: they hold groups, and a thread of each wakes up 100 times a second."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
 def _connect(world_size: int):
     store = dist.HashStore()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return lambda rank: dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=20))
 
 

@@ -16,6 +16,7 @@ import torch
 from tritonrec.checkpoint import writer
 from tritonrec.distributed import Communicators, run_elastic
 from tritonrec.distributed.fork_server import start_process
+from tritonrec.distributed.launch import one_thread_each
 from tritonrec.harness.job import Job
 from tritonrec.harness.train.gather import state_digest
 from tritonrec.nn import HSTUConfig
@@ -166,7 +167,8 @@ class Ranks:
         self.connections, self.processes = [], []
         for rank in range(case.world_size):
             here, there = multiprocessing.Pipe()
-            self.processes.append(start_process(f"rank {rank}", rank_main, (there,), case, rank, port))
+            with one_thread_each():  # as a pool's, so that the process that forks them is the same
+                self.processes.append(start_process(f"rank {rank}", rank_main, (there,), case, rank, port))
             self.connections.append(here)
 
     def outcomes(self, seconds: float = 120.0) -> list[Outcome | str | None]:

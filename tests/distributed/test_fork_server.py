@@ -55,6 +55,7 @@ def test_ranks_have_the_surroundings_of_their_launcher_at_the_start_of_the_pool(
     assert variable is None
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path / "modules")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/any")  # as torch does when it compiles something
     with RankPool((2,)) as pool:
         (parent, _, folder, path, numbers, action), other = pool.run(surroundings, 2)
         inherited = open_files("self")
@@ -66,6 +67,7 @@ def test_ranks_have_the_surroundings_of_their_launcher_at_the_start_of_the_pool(
     assert numbers[0] != other[4][0] and numbers[1] != other[4][1]
     assert action == signal.SIG_DFL
     # Libraries read variables when they are imported, so a change takes another server.
+    monkeypatch.setattr(fork_server, "_server", fork_server._server)  # the tests behind this one use it
     monkeypatch.setenv("A_VARIABLE", "set")
     with RankPool((1,)) as pool:
         ((parent, variable, *_),) = pool.run(surroundings, 1)

@@ -134,7 +134,7 @@ def test_dropout_draws_from_the_seed_of_each_micro_batch(kind):
     sizes = {**vars(SIZES), "layers": 2, "dropout": 0.4, "input_dropout": 0.3}
     config = FuXiConfig(**{k: v for k, v in sizes.items() if k in FuXiConfig.__dataclass_fields__})
     net = KINDS[kind](config if kind == "fuxi" else HSTUConfig(**sizes)).to("cuda")
-    made, _ = graphs()
+    made, _ = graphs(4, 30)
     parts = [batch(MICRO_BATCHES["some"])] * len(SEEDS)
     expected, sums = called(net, parts, plain(net), SEEDS)
     found, got = called(net, parts, replayed(net, made), SEEDS)
@@ -281,7 +281,7 @@ def trained(gpu, made, **changes):
 
 @pytest.mark.parametrize("dropout", slow_except([0.3], [0.0, 0.3]))
 def test_a_trainer_replays_its_micro_batches_and_ends_at_the_same_bits(gpu, dropout):
-    made, recorders = graphs()
+    made, recorders = graphs(5, 40)
     (losses, state), (others, same_state) = (trained(gpu, each, dropout=dropout) for each in (None, made))
     assert losses == others and all(map(torch.equal, state, same_state))
     assert made.replayed == 6 and made.recorded == len(recorders) == 2  # a run and a step

@@ -269,11 +269,13 @@ def train_until_stopped(communicators, mode, when, window):
 
 @pytest.mark.parametrize("mode", ["sequential", *PIPELINED])
 def test_ranks_that_are_asked_to_stop_do_so_after_the_same_step(pool, mode):
-    first, *others = pool.run(train_until_stopped, 2, mode, 5, WindowConfig(2))
-    assert others == [first]
-    assert first == [*range(len(first))] and 5 < len(first) < 20
-    everyone = pool.run(train_until_stopped, 4, mode, 5, WindowConfig(2), replicas=2)
-    assert everyone == [first] * 4
+    for world_size, replicas in ((2, 1), (4, 2)):
+        first, *others = pool.run(
+            train_until_stopped, world_size, mode, 5, WindowConfig(2), replicas=replicas
+        )
+        assert others == [first] * (world_size - 1)
+        # Which step it is may depend on how far the batches are read ahead.
+        assert first == [*range(len(first))] and 5 < len(first) < 20
 
 
 def test_the_reference_stops_too():

@@ -163,8 +163,11 @@ def fork_server() -> ForkServer | None:
 
 
 def _environment() -> dict[str, str]:
-    """The environment without pytest's variables, which name the test that runs."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    """The environment without pytest's variables, which name the test that runs, and without a folder that
+    torch notes there when it first compiles something.
+    """
+    passing = "PYTEST_", "TORCHINDUCTOR_CACHE_DIR"
+    return {name: value for name, value in os.environ.items() if not name.startswith(passing)}
 
 
 def _packages() -> list[str]:
