@@ -68,6 +68,10 @@ class Communicators:
     watch: Watch = field(default_factory=lambda: Watch(None, 0, 1, TIMEOUT))
     one_machine: bool = False
 
+    def copies_messages(self, device: torch.device) -> bool:
+        """Whether messages of tensors on `device` are copies, made by the processors that compute."""
+        return device.type == "cpu" and self.one_machine
+
     @property
     def rank(self) -> int:
         """Among all ranks; decides which samples this rank trains on."""

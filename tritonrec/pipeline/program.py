@@ -63,11 +63,11 @@ class Program:
         self.schedule, self.communicators, self.config = schedule, communicators, config
         self.model, self.tables, self.dense = dense.model, tables, dense
         device = usable_device(device)
-        self.sums = Sums(config, device)
+        self.sums = Sums(config, device, communicators.copies_messages(device))
         self.context = Context(
             config, device, tables, self.sums, schedule.replicated,
             communicators.replica.rank, communicators.rank, communicators.stop,
-            self._exchange_groups(device),
+            self._exchange_groups(),
         )  # fmt: skip
         self.run_places: Mapping[Any, Any] = {
             at.Tables: [group.table for group in tables.groups],
@@ -87,13 +87,12 @@ class Program:
         assert write_back.function is not None
         self._write_back = self.bind(write_back.function, "write_back")
 
-    def _exchange_groups(self, device: torch.device) -> ExchangeGroups:
+    def _exchange_groups(self) -> ExchangeGroups:
         chosen, count = self.config.exchanges, self.config.window_micro_batches
         if chosen == "each" or self.communicators.communication.world_size == 1:
             return each_alone(count)
-        # beside a message of processes on one machine their processors compute nothing: they copy it
-        copied = device.type == "cpu" and self.communicators.one_machine
-        once = chosen == "once" or (chosen == "auto" and copied)
+        # beside a message that processors copy they compute nothing
+        once = chosen == "once" or (chosen == "auto" and self.sums.copied)
         overlap = self.schedule.overlaps_window and not once
         return joined_groups(count, overlap, ordered=not self.sums.exact)
 

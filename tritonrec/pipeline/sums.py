@@ -1,8 +1,9 @@
 """Sums of gradients: in fixed point, or in float32 in a fixed order; how ranks exchange them.
 
 A row of int64 sums takes twice the bytes of a float32 row, and most of these are the sign's. So fixed-point
-sums of the host are sent packed (`ops.pack_rows`): each row in as many bytes as it needs, exactly. How many
-these are only the device knows of an accelerator's sums: those are sent whole, and no host waits.
+sums of the host are sent packed over links (`ops.pack_rows`): each row in as many bytes as it needs, exactly.
+How many these are only the device knows of an accelerator's sums: those are sent whole, and no host waits. So
+are those of processes on one machine, to which a copy of more bytes costs less than packing them.
 """
 
 from __future__ import annotations
@@ -36,10 +37,12 @@ class Sums:
 
     Args:
         config: consistency and fraction bits of the run. device: of the sums.
+        copied: messages are copies by the processors that compute (`Communicators.copies_messages`).
     """
 
     config: WindowConfig
     device: torch.device
+    copied: bool = False
 
     @property
     def exact(self) -> bool:
@@ -48,8 +51,8 @@ class Sums:
     @property
     def packed(self) -> bool:
         """Whether ranks send each other sums in the bytes they need."""
-        choice = self.config.exchange_sums
-        return self.exact and (choice == "packed" or (choice == "auto" and self.device.type == "cpu"))
+        choice, over_links = self.config.exchange_sums, self.device.type == "cpu" and not self.copied
+        return self.exact and (choice == "packed" or (choice == "auto" and over_links))
 
     def zeros(self, rows: int, dim: int) -> torch.Tensor:
         """(rows, dim), of the type that sums have."""

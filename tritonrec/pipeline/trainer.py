@@ -137,7 +137,7 @@ class Trainer:
         if graphs is not None:
             graphs.validate(model, self.config, self._device)
         self._pending = PendingWindows(tables, self.dense, self.config, self._device, shared, graphs)
-        self._sums = Sums(self.config, self._device)
+        self._sums = Sums(self.config, self._device, communicators.copies_messages(self._device))
         self.recorder.metadata.update(
             mode=mode,
             consistency=self.config.consistency,

@@ -131,7 +131,8 @@ class WindowConfig:
             Tables stay float32, and gradients are exchanged as they are.
         exchange_sums: how gradient sums in fixed point are sent. ``"packed"``: each row in the bytes it
             needs, 4 to 5 a value; the host of an accelerator waits to learn how many. ``"whole"``: in 8 bytes
-            a value, and no host waits. ``"auto"``: whole on an accelerator, else packed. No bit changes.
+            a value, and no host waits. ``"auto"``: packed where ranks compute on the CPUs of several
+            machines, else whole. No bit changes.
         exchanges: of ranks. ``"once"``: rows come in one exchange before the first micro-batch, gradients
             leave in one after the last. ``"joined"``: micro-batches share exchanges where that costs no
             overlap (`exchange_groups`). ``"each"``: each has its own, as in NestPipe. ``"auto"``: once where
