@@ -239,6 +239,37 @@ def test_a_slice_that_never_closes_is_refused(tmp_path):
         read(tmp_path / "open")
 
 
+def _changed_event(proto, kind):
+    return next(p.track_event for p in proto.packet if p.track_event.type == kind)
+
+
+DAMAGES = {
+    "argument 'batch' of 'compute' has no value": (
+        TrackEvent.TYPE_SLICE_BEGIN, lambda event: event.debug_annotations[0].ClearField("int_value")
+    ),
+    "metadata 'mode' is 7 and no JSON": (
+        TrackEvent.TYPE_INSTANT,
+        lambda event: setattr(next(a for a in event.debug_annotations if a.name == "mode"), "int_value", 7),
+    ),
+    "metadata of no rank": (TrackEvent.TYPE_INSTANT, lambda event: setattr(event, "track_uuid", 999)),
+    "is of no counter": (TrackEvent.TYPE_COUNTER, lambda event: setattr(event, "track_uuid", 999)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", DAMAGES)
+def test_a_damaged_event_is_refused_by_the_file_and_what_it_lacks(tmp_path, message):
+    recorder = Recorder(0, 1, {"mode": "dbp"})
+    recorder.add("compute", "compute", 0, 5, batch=0)
+    recorder.counter("rows", 3)
+    proto = TraceProto()
+    proto.ParseFromString(recorder.save(tmp_path / "whole").read_bytes())
+    kind, damage = DAMAGES[message]
+    damage(_changed_event(proto, kind))
+    (tmp_path / "damaged").write_bytes(proto.SerializeToString())
+    with pytest.raises(ValueError, match=f"damaged: .*{message}.*not a trace recorded by tritonrec"):
+        read(tmp_path / "damaged")
+
+
 def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match=r"rank must be in \[0, 2\), got 2"):
         Recorder(2, 2)

@@ -11,6 +11,8 @@ from typing import Any
 
 from .events import LANES, OPERATORS
 
+FOREIGN = "not a trace recorded by tritonrec"
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -112,11 +114,14 @@ class _Reader:
                 elif event.type == TrackEvent.TYPE_SLICE_END:
                     self._close(event.track_uuid, at)
                 elif event.type == TrackEvent.TYPE_COUNTER:
-                    name, rank = self.counter_of[event.track_uuid], self.rank_of[event.track_uuid]
-                    self.counters.append(Sample(rank, name, at, event.double_counter_value))
+                    track = event.track_uuid
+                    if track not in self.counter_of:
+                        raise ValueError(f"a value at {at} ns is of no counter: {FOREIGN}")
+                    self.counters.append(
+                        Sample(self.rank_of[track], self.counter_of[track], at, event.double_counter_value)
+                    )
                 elif event.type == TrackEvent.TYPE_INSTANT:
-                    values = {name: json.loads(value) for name, value in _arguments(event).items()}
-                    self.metadata[self.rank_of[event.track_uuid]] = values
+                    self._keep_metadata(event)
         for track, left in self.open.items():
             if left:
                 name, at, _ = left[-1]
@@ -129,12 +134,21 @@ class _Reader:
         ranks = tuple(sorted(self.metadata))
         return Trace(self.spans, self.counters, self._common_metadata(), ranks, self.operators)
 
+    def _keep_metadata(self, event: Any) -> None:
+        if event.track_uuid not in self.rank_of:
+            raise ValueError(f"metadata of no rank: {FOREIGN}")
+        values = _arguments(event)
+        for name, value in values.items():
+            if not isinstance(value, str):
+                raise ValueError(f"metadata {name!r} is {value!r} and no JSON: {FOREIGN}")
+        self.metadata[self.rank_of[event.track_uuid]] = {name: json.loads(values[name]) for name in values}
+
     def _track(self, track: Any) -> None:
         if track.HasField("process"):
             self.rank_of[track.uuid] = track.process.pid - 1
             return
         if track.parent_uuid not in self.rank_of:
-            raise ValueError(f"track {track.name!r} belongs to no rank: not a trace recorded by tritonrec")
+            raise ValueError(f"track {track.name!r} belongs to no rank: {FOREIGN}")
         self.rank_of[track.uuid] = self.rank_of[track.parent_uuid]
         if track.HasField("counter"):
             self.counter_of[track.uuid] = track.name
@@ -149,7 +163,7 @@ class _Reader:
     def _close(self, track: int, at: int) -> None:
         thread = self.thread_of.get(track)
         if thread is None and self.lane_of.get(track) not in LANES:
-            raise ValueError("a slice lies on no lane of a rank: not a trace recorded by tritonrec")
+            raise ValueError(f"a slice lies on no lane of a rank: {FOREIGN}")
         if not self.open.get(track):
             raise ValueError(f"a slice on {thread or self.lane_of[track]} ends at {at} ns that never started")
         name, start, args = self.open[track].pop()
@@ -163,7 +177,7 @@ class _Reader:
 
     def _common_metadata(self) -> dict[str, Any]:
         if not self.metadata:
-            raise ValueError("no metadata: not a trace recorded by tritonrec")
+            raise ValueError(f"no metadata: {FOREIGN}")
         first = min(self.metadata)
         common = {name: value for name, value in self.metadata[first].items() if name != "rank"}
         for rank, values in self.metadata.items():
@@ -177,4 +191,10 @@ class _Reader:
 
 
 def _arguments(event: Any) -> dict[str, Any]:
-    return {each.name: getattr(each, each.WhichOneof("value")) for each in event.debug_annotations}
+    values = {}
+    for each in event.debug_annotations:
+        kind = each.WhichOneof("value")
+        if kind is None:
+            raise ValueError(f"argument {each.name!r} of {event.name!r} has no value: {FOREIGN}")
+        values[each.name] = getattr(each, kind)
+    return values
