@@ -42,6 +42,15 @@ def test_damaged_files_are_refused_equal_or_legible(made, tmp_path, name, count)
     assert len(ends) > 1 or name == "csv-gz"  # whose checksum leaves a few bytes of its head alone
 
 
+FOUND = [("export-parquet", 1229), ("export-parquet", 1758), ("trace", 871)]
+
+
+@pytest.mark.parametrize(("name", "number"), FOUND)
+def test_damages_that_once_ended_in_a_librarys_error(made, tmp_path, name, number):
+    case = files.run_case(FORMATS[name], number, 0, made, tmp_path)
+    assert not case["defect"] and case["end"].startswith("refused"), case
+
+
 def test_a_reader_that_skips_the_checksums_is_found(made, tmp_path, monkeypatch):
     monkeypatch.setattr(predictor, "checked_file", lambda folder, entry: folder / entry["file"])
     format = FORMATS["export-safetensors"]

@@ -179,6 +179,12 @@ def test_a_reader_goes_on_in_a_row_group_and_back(folder):
     assert reader.read(Stretch(0, 0, 1), Stretch(2, 0, 2))["x"].to_pylist() == [0, 34, 35]
 
 
+def test_a_row_group_that_ends_early_is_named(folder, monkeypatch):
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda *_, **__: iter(()))
+    with pytest.raises(ValueError, match=r"\.parquet: row group 0 cannot be read: it ends before row 5$"):
+        RowReader(ParquetRows(folder)).read(Stretch(0, 3, 5))
+
+
 def test_fewer_rows_than_readers_leave_ranks_empty(tmp_path):
     pq.write_table(table_of(range(3)), tmp_path / "a.parquet")
     ranks = [stream(tmp_path, rank, 16) for rank in range(16)]

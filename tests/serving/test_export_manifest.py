@@ -57,6 +57,7 @@ def set_to(value, *path):
         (["tables", "item", "dim"], 2.0, "dim of tables.item is '2.0'"),
         (["tables", "item", "dim"], True, "dim of tables.item is 'True'"),
         (["tables", "item", "dim"], 0, "tables.item has 9 rows of 0 columns"),
+        (["tables", "item", "dim"], 2**63, "tables.item has 9 rows of 9223372036854775808 columns"),
         (["tables", "item", "rows"], -1, "tables.item has -1 rows of 2 columns"),
         (["tables", "item", "rows"], 10, "tables.item.files have another number of rows than its 10"),
         (["tables", "item", "format"], "csv", "tables.item.format is 'csv'"),
@@ -121,4 +122,10 @@ def test_a_safetensors_shard_of_another_length_is_named(folder):
     save_file({"ids": torch.arange(4), "weights": torch.ones(3, 2)}, folder / "item.00000.parquet")
     reseal(folder, set_to("safetensors", "tables", "item", "format"))
     with pytest.raises(ValueError, match=r"item\.00000\.parquet has columns .* the manifest describes"):
+        Predictor.load(folder)
+
+
+def test_a_file_name_that_no_file_can_have_is_named(folder):
+    reseal(folder, set_to("\ud800", "tables", "item", "files", 0, "file"))
+    with pytest.raises(ValueError, match=r"the manifest names '\\ud800', which no file can be"):
         Predictor.load(folder)

@@ -205,7 +205,7 @@ class RowReader:
             try:
                 with work("decode"):
                     parts += self._read(stretch, file, number)
-            except (pa.ArrowException, OSError, StopIteration) as error:
+            except (pa.ArrowException, OSError) as error:
                 self.close()
                 raise ValueError(f"{file}: row group {number} cannot be read: {error}") from error
         return pa.Table.from_batches(parts, self.rows.schema)
@@ -220,7 +220,9 @@ class RowReader:
         if stretch.group != self._group or stretch.first < self._at:
             self._open(stretch.group, file, number)
         while self._at < stretch.last:
-            batch = self._rest if self._rest is not None else next(self._batches)
+            batch = self._rest if self._rest is not None else next(self._batches, None)
+            if batch is None:
+                raise OSError(f"it ends before row {stretch.last}")
             skipped = min(max(stretch.first - self._at, 0), len(batch))
             taken = min(stretch.last - self._at, len(batch)) - skipped
             if taken:

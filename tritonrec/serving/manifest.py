@@ -44,6 +44,8 @@ def checked_file(folder: Path, entry: Mapping[str, Any]) -> Path:
         digest = sha256_of(path)
     except OSError as error:
         raise ValueError(f"{path} cannot be read, but the manifest names it: {error.strerror}") from error
+    except UnicodeError as error:
+        raise ValueError(f"{folder}: the manifest names {entry['file']!a}, which no file can be") from error
     if digest != entry["sha256"]:
         raise ValueError(f"{path} was altered: its sha256 is {digest}, written {entry['sha256']}")
     return path
@@ -58,7 +60,7 @@ def _wrong(body: Mapping[str, Any]) -> Iterator[str]:
         yield from _other_types(place, table, _TABLE)
         if table["format"] not in SUFFIXES:
             yield f"{place}.format is {table['format']!r}"
-        if table["rows"] < 0 or table["dim"] < 1:
+        if not (0 <= table["rows"] < 2**63 and 1 <= table["dim"] < 2**31):
             yield f"{place} has {table['rows']} rows of {table['dim']} columns"
         for entry in table["files"]:
             yield from _other_types(f"{place}.files", entry, _FILE | {"rows": int})
