@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tritonrec import ops
+from tritonrec.distributed import Communicators
 from tritonrec.ops import ExactSumError
 from tritonrec.pipeline.reduce_scatter import ReduceScatter, even_reduce_scatter
 from tritonrec.pipeline.sums import Sums
@@ -191,3 +193,10 @@ def test_a_sum_that_leaves_int64_names_its_tensor(send, exchange):
         return True
 
     assert all(on_ranks(len(send), run))
+
+
+def test_messages_are_copied_between_processes_of_one_machine_that_compute_on_its_cpu():
+    apart, together = (replace(Communicators.local(), one_machine=one) for one in (False, True))
+    devices = torch.device("cpu"), torch.device("cuda")
+    assert [together.copies_messages(device) for device in devices] == [True, False]
+    assert not any(apart.copies_messages(device) for device in devices)

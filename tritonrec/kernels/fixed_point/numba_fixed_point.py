@@ -108,6 +108,15 @@ def are_rounded(differences):
 
 
 @njit(cache=True, nogil=True)
+def _take_back(total, start, values, first, count, limit):
+    """Undo an addition that turned out not to be one of rounded values: subtract the same bits."""
+    rounder = np.float64(limit) * ROUNDER
+    zero = bits_of(rounder)
+    for d in range(count):
+        total[start + d] -= bits_of(np.float64(values[first + d]) + rounder) - zero
+
+
+@njit(cache=True, nogil=True)
 def add_near(total, start, values, first, count, limit):
     """`add_rounded` to totals that stay in int64.
 
@@ -122,8 +131,7 @@ def add_near(total, start, values, first, count, limit):
         total[start + d] += bits - zero
     if are_rounded(differences):
         return True
-    for d in range(count):
-        total[start + d] -= bits_of(np.float64(values[first + d]) + rounder) - zero
+    _take_back(total, start, values, first, count, limit)
     return False
 
 
@@ -143,12 +151,8 @@ def add_near_rows(total, start, values, first, stride, count, limit):
         total[start + d] += (bits + others) + (more + last) - np.int64(4) * zero
     if are_rounded(differences):
         return True
-    for d in range(count):
-        bits = bits_of(np.float64(values[first + d]) + rounder)
-        others = bits_of(np.float64(values[second + d]) + rounder)
-        more = bits_of(np.float64(values[third + d]) + rounder)
-        last = bits_of(np.float64(values[fourth + d]) + rounder)
-        total[start + d] -= (bits + others) + (more + last) - np.int64(4) * zero
+    for row in range(np.uintp(4)):
+        _take_back(total, start, values, first + row * stride, count, limit)
     return False
 
 
@@ -170,8 +174,7 @@ def add_rounded(total, start, values, first, count, scale, limit):
         moved |= after + HALF
     if are_rounded(differences) and moved >= 0:
         return np.int64(-1)
-    for d in range(count):
-        total[start + d] -= bits_of(np.float64(values[first + d]) + rounder) - zero
+    _take_back(total, start, values, first, count, limit)
     return _add_far(total, start, values, first, count, scale, limit)
 
 
