@@ -302,3 +302,14 @@ def test_counts_on_a_device_are_checked_there(counts, fit, monkeypatch):
 def test_a_scaling_length_that_is_no_whole_number_is_refused(length):
     with pytest.raises(TypeError, match="scaling_seqlen must be a whole number"):
         describe(torch.tensor([0, 5]), 5, alpha=0.5, scaling_seqlen=length)
+
+
+@pytest.mark.parametrize("alpha", ["cpu", "nan", None, pytest.param(10**400, id="huge")])
+def test_an_alpha_that_is_no_number_is_refused(alpha):
+    with pytest.raises(TypeError, match="alpha must be a number, got"):
+        describe(torch.tensor([0, 5]), 5, alpha=alpha, scaling_seqlen=9)
+
+
+@pytest.mark.parametrize("alpha", [2, np.float32(2), torch.tensor(2)])
+def test_an_alpha_of_another_type_is_a_float_for_the_kernel(alpha):
+    assert type(describe(torch.tensor([0, 5]), 5, alpha=alpha, scaling_seqlen=9).alpha) is float

@@ -344,3 +344,11 @@ def test_a_query_without_dimensions_is_refused_by_name():
         softmax_attention(
             torch.tensor(1.0), torch.zeros(1, 1, 1), torch.zeros(1, 1, 1), torch.tensor([0, 1]), 1
         )
+
+
+@pytest.mark.parametrize("name", ["scale", "dropout"])
+@pytest.mark.parametrize("number", ["cpu", "0.5", [0.5]])
+def test_an_argument_that_is_no_number_is_refused_by_name(name, number):
+    q = torch.zeros(1, 1, 1)
+    with pytest.raises(TypeError, match=f"{name} must be a number, got"):
+        softmax_attention(q, q, q, torch.tensor([0, 1]), 1, **{name: number})

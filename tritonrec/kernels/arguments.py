@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -37,6 +39,16 @@ def check_whole(**numbers: object) -> None:
     for name, number in numbers.items():
         if number is None or isinstance(number, float | str | list):
             raise TypeError(f"{name} must be a whole number, got {number!r}")
+
+
+def as_float(name: str, number: Any) -> float:
+    """The number as a float; a text is none, though ``float`` reads some."""
+    if not isinstance(number, str | bytes):
+        try:
+            return float(number)
+        except (TypeError, ValueError, OverflowError):
+            pass
+    raise TypeError(f"{name} must be a number, got {number!r}")
 
 
 def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

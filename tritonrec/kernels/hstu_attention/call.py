@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from tritonrec.kernels.arguments import check_tensors, check_whole
+from tritonrec.kernels.arguments import as_float, check_tensors, check_whole
 from tritonrec.kernels.offsets import check_offsets_shape
 
 
@@ -131,6 +131,7 @@ def describe(
 ) -> Call:
     """The `Call` of `hstu_attention`'s arguments."""
     mask, bias = mask or HSTUMask(), bias or HSTUBias()
+    alpha = as_float("alpha", alpha)
     check_whole(
         max_seq_len=max_seq_len, scaling_seqlen=1 if scaling_seqlen is None else scaling_seqlen,
         target_group_size=mask.target_group_size, contextual_seq_len=mask.contextual_seq_len,
@@ -149,10 +150,10 @@ def describe(
         rest = rest if mask.num_targets is None else rest - mask.num_targets
         num_contexts = rest.clamp(0, mask.contextual_seq_len)
     return Call(
-        seq_offsets, max_seq_len, float(alpha), 1 if scaling_seqlen is None else scaling_seqlen, attn_scale,
+        seq_offsets, max_seq_len, alpha, 1 if scaling_seqlen is None else scaling_seqlen, attn_scale,
         mask.num_targets, mask.target_group_size, num_contexts, mask.max_attn_len, mask.min_full_attn_seq_len,
         mask.attn_prefix_len, bias.pos_weights, bias.ts_weights, bias.timestamps, bias.query_timestamps,
-        float(alpha) if bias.scaled_by_alpha else 1.0, delta_offsets, deterministic,
+        alpha if bias.scaled_by_alpha else 1.0, delta_offsets, deterministic,
     )  # fmt: skip
 
 

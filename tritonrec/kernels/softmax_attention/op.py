@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import torch
 
-from tritonrec.kernels.arguments import check_tensors
+from tritonrec.kernels.arguments import as_float, check_tensors
 from tritonrec.kernels.dispatch import Impl
 from tritonrec.kernels.softmax_attention.register import SOFTMAX_ATTENTION
 
@@ -66,7 +66,7 @@ def softmax_attention(
         check_tensors(q=q)
         scale = max(q.shape[-1], 1) ** -0.5 if q.dim() else 1.0
     out, _, _ = SOFTMAX_ATTENTION(
-        q, k, v, seq_offsets, key_offsets, max_seq_len, float(scale), causal, bias, float(dropout), seed,
-        sample_ids, impl=impl,
+        q, k, v, seq_offsets, key_offsets, max_seq_len, as_float("scale", scale), causal, bias,
+        as_float("dropout", dropout), seed, sample_ids, impl=impl,
     )  # fmt: skip
     return out
