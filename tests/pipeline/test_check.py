@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 from importlib import import_module
-from types import SimpleNamespace
 
 import pytest
 
-from tritonrec.pipeline import DBP, FWP, NESTPIPE, SCHEDULES, Edge, ScheduleError, check
+from tritonrec.pipeline import DBP, FWP, NESTPIPE, SCHEDULES, Edge, Schedule, ScheduleError, check
+from tritonrec.pipeline.stage import Stage
 
 pytestmark = pytest.mark.smoke
 check_module = import_module("tritonrec.pipeline.check")
@@ -121,12 +121,11 @@ def test_dbp_finishes_a_micro_batch_before_the_next():
 def test_micro_batches_are_alike_unless_rows_move_with_each(moves, monkeypatch):
     """So a window of many takes no longer to check than one of a few."""
     counts = []
-    for name in ("_well_formed", "_no_race", "_launches_in_turn", "_same_values"):
-        monkeypatch.setattr(check_module, name, lambda schedule, *given: counts.extend(given[:1]))
-    monkeypatch.setattr(check_module, "_most_batches", lambda schedule: 4)
-    stages = [
-        SimpleNamespace(moves=True, per_micro_batch=False),
-        SimpleNamespace(moves=moves, per_micro_batch=True),
-    ]
-    check_module.check(SimpleNamespace(stages=stages), 1000)
-    assert set(counts) == {1000 if moves else check_module.MICRO_BATCHES}
+    for name in ("_no_race", "_launches_in_turn", "_same_values"):
+        monkeypatch.setattr(check_module, name, lambda tasks, *given: counts.append(tasks.micro_batches))
+    stages = (
+        Stage("gather", "a", (), (), moves=True),
+        Stage("compute", "b", (), (), per_micro_batch=True, moves=moves),
+    )
+    check(Schedule(f"moves {moves}", stages, 1), 1000)
+    assert counts == [1000 if moves else check_module.MICRO_BATCHES] * 3

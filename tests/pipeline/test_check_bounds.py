@@ -20,6 +20,7 @@ from tritonrec.pipeline.check import (
 )
 from tritonrec.pipeline.schedule import with_norm, with_replicas
 from tritonrec.pipeline.stage import Access, Stage
+from tritonrec.pipeline.tasks import Tasks
 
 TABLES = [*SCHEDULES.values(), keep_rows(NESTPIPE), with_replicas(NESTPIPE), with_norm(FWP)]
 
@@ -110,7 +111,7 @@ def random_table(seed):
 def races(schedule, micro_batches, batches):
     """Whether two tasks race, by looking at every use of a row over so many batches."""
     tasks = [task for batch in range(batches) for task in schedule.tasks(batch, micro_batches)]
-    before = _happens_before(schedule, tasks, micro_batches)
+    before = _happens_before(Tasks(schedule, micro_batches), tasks)
     for used_by in product((False, True), repeat=batches):
         touched = []
         for task in tasks:
@@ -148,9 +149,8 @@ def test_a_race_anywhere_is_one_among_the_batches_and_micro_batches_looked_at(ta
             expected = races(schedule, micro_batches, 7)
         except ScheduleError:  # a stage waits for one behind it
             continue
-        assert refused(_no_race, schedule, min(micro_batches, 3), _most_batches(schedule)) == expected, (
-            schedule
-        )
+        few = Tasks(schedule, min(micro_batches, 3))
+        assert refused(_no_race, few, _most_batches(schedule)) == expected, schedule
         verdicts.append(expected)
     assert {True, False} == set(verdicts)  # the tables are of both kinds
 
@@ -158,8 +158,8 @@ def test_a_race_anywhere_is_one_among_the_batches_and_micro_batches_looked_at(ta
 def test_more_micro_batches_and_batches_show_no_further_race():
     for seed in range(40):
         schedule = random_table(seed)
-        few = refused(_no_race, schedule, 3, _most_batches(schedule))
-        assert refused(_no_race, schedule, 6, 9) == few, schedule
+        few = refused(_no_race, Tasks(schedule, 3), _most_batches(schedule))
+        assert refused(_no_race, Tasks(schedule, 6), 9) == few, schedule
 
 
 BROKEN = [
@@ -176,10 +176,11 @@ def test_the_states_that_are_followed_stand_for_every_use_of_a_row(schedule):
         for used_by in product((False, True), repeat=batches):
             values = {}, {}
             for last in range(batches):
-                values = _after_batch(schedule, used_by[: last + 1], *values, 2)
+                values = _after_batch(Tasks(schedule, 2), used_by[: last + 1], *values)
                 _reaches_the_tables(schedule, used_by[: last + 1], values[1])
 
-    assert bool(refused(_same_values, schedule, 2)) == bool(refused(every_use, 6)) == (schedule in BROKEN)
+    few = refused(_same_values, Tasks(schedule, 2))
+    assert bool(few) == bool(refused(every_use, 6)) == (schedule in BROKEN)
 
 
 def test_what_reads_a_place_leaves_its_value():

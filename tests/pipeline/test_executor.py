@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tritonrec.pipeline import NESTPIPE, SCHEDULES, Edge, Executor, ScheduleError, StageFailedError, Task
 from tritonrec.pipeline.exchange_groups import joined_groups
 from tritonrec.pipeline.schedule import with_replicas
+from tritonrec.pipeline.tasks import Tasks
 
 pytestmark = pytest.mark.smoke
 
@@ -62,31 +63,30 @@ def test_every_task_runs_once_and_after_all_it_waits_for(mode, micro_batches, ba
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.booleans(), st.integers(0, 2**32))
-def test_a_task_that_another_one_does_is_left_out_and_awaited_by_it(mode, micro_batches, overlap, seed):
+@given(
+    st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.booleans(), st.booleans(), st.integers(0, 2**32)
+)
+def test_a_task_that_another_one_does_is_left_out_and_awaited_by_it(
+    mode, micro_batches, overlap, in_turn, seed
+):
     schedule = with_replicas(SCHEDULES[mode])  # whose reductions follow a micro-batch's gradients
     groups = joined_groups(micro_batches, overlap and schedule.overlaps_window, ordered=False)
-    shared = {"exchange": groups.rows_with, "gradient_exchange": groups.gradients_with}
+    doers = {"exchange": groups.rows_with, "gradient_exchange": groups.gradients_with}
+    tasks = Tasks(schedule, micro_batches, doers)
     finished: list[Task] = []
     lock = threading.Lock()
-
-    def done_by(task):
-        if task.stage not in shared:
-            return task
-        return task._replace(micro_batch=shared[task.stage][task.micro_batch])
 
     def action(task):
         with lock:
             seen = set(finished)
-        needed = map(done_by, schedule.waits_for(task, micro_batches))
-        assert seen.issuperset(needed), f"{task} started before what does its work"
+        assert seen.issuperset(tasks.waits_for(task)), f"{task} started before what does its work"
         with lock:
             finished.append(task)
 
     random = Random(seed)
-    run(schedule, micro_batches, 3, action, lambda task: random.random() * 0.002, done_by=done_by)
-    every = [task for batch in range(3) for task in schedule.tasks(batch, micro_batches)]
-    assert sorted(map(str, finished)) == sorted({str(done_by(task)) for task in every})
+    delay = lambda task: random.random() * 0.002  # noqa: E731
+    run(schedule, micro_batches, 3, action, delay, doers=doers, in_turn=in_turn)
+    assert sorted(map(str, finished)) == sorted(str(task) for batch in range(3) for task in tasks.of(batch))
 
 
 def test_a_lane_is_woken_when_it_can_go_on_and_for_nothing_else(monkeypatch):

@@ -21,6 +21,7 @@ from test_replicas import JOB
 from test_switches import same, state
 
 from tritonrec.distributed import Communicators, RankPool
+from tritonrec.harness.verify.thread_ranks import run_ranks
 from tritonrec.pipeline import (
     DBP,
     FWP,
@@ -37,6 +38,7 @@ from tritonrec.pipeline import (
     with_replicas,
 )
 from tritonrec.pipeline.streams import launches_in_turn
+from tritonrec.pipeline.tasks import Tasks
 
 TABLES = {**SCHEDULES, "keep_rows": keep_rows(NESTPIPE), "replicas": with_replicas(NESTPIPE)}
 COUNT = 4
@@ -98,14 +100,14 @@ def jitter(seed):
 def test_ranks_launch_in_the_order_of_the_schedule_whatever_their_timing(mode, micro_batches, seed):
     schedule = TABLES[mode]
     here, there = (launches(schedule, micro_batches, jitter(seed + rank)) for rank in range(2))
-    assert here == there == schedule.launch_order(COUNT, micro_batches)
+    assert here == there == Tasks(schedule, micro_batches).launch_order(COUNT)
     assert ends([here, there], room=1)
 
 
 def test_batches_that_come_one_by_one_are_launched_one_by_one():
     launched = launches(NESTPIPE, 2, jitter(1), ahead=False)
     assert [task.batch for task in launched] == sorted(task.batch for task in launched)
-    assert len(launched) == len(NESTPIPE.launch_order(COUNT, 2))
+    assert len(launched) == len(Tasks(NESTPIPE, 2).launch_order(COUNT))
 
 
 @pytest.mark.parametrize("comes", [True, False])
@@ -117,7 +119,7 @@ def test_a_window_waits_for_the_next_batch_or_for_somebody_who_wants_its_results
         if comes:
             executor.submit(1, 1)
         executor.wait(0)
-        assert launched[:3] == NESTPIPE.launch_order(1 + comes, 1)[:3]
+        assert launched[:3] == Tasks(NESTPIPE, 1).launch_order(1 + comes)[:3]
 
 
 def test_a_window_goes_on_as_soon_as_the_next_batch_has_come():
@@ -127,7 +129,7 @@ def test_a_window_goes_on_as_soon_as_the_next_batch_has_come():
         end = monotonic() + 4
         while len(launched) < 3 and monotonic() < end:
             sleep(0.01)
-        assert launched[:3] == NESTPIPE.launch_order(2, 1)[:3]
+        assert launched[:3] == Tasks(NESTPIPE, 1).launch_order(2)[:3]
 
 
 def late(stage, batch):
@@ -148,13 +150,13 @@ def test_with_turns_the_same_ranks_end():
 
 
 def test_routing_is_launched_ahead_of_the_window_before():
-    order = [str(task) for task in NESTPIPE.launch_order(2, 1)]
+    order = [str(task) for task in Tasks(NESTPIPE, 1).launch_order(2)]
     assert order == [
         "route(0)", "route(1)",
         "exchange(0, 0)", "gradient_exchange(0, 0)", "dense_reduce(0)", "dense_update(0)",
         "exchange(1, 0)", "gradient_exchange(1, 0)", "dense_reduce(1)", "dense_update(1)",
     ]  # fmt: skip
-    assert [str(task) for task in FWP.launch_order(2, 1)][:2] == ["route(0)", "exchange(0, 0)"]
+    assert [str(task) for task in Tasks(FWP, 1).launch_order(2)][:2] == ["route(0)", "exchange(0, 0)"]
 
 
 @pytest.mark.parametrize("schedule", TABLES.values(), ids=TABLES)
@@ -192,10 +194,10 @@ def test_only_ranks_of_an_accelerator_take_turns():
     assert [launches_in_turn(*each) for each in places] == [False, False, False, True]
 
 
-def train(communicators, mode, in_turn, seed=0):
+def train(communicators, mode, in_turn, seed=0, **window):
     """On an accelerator made of threads, which runs everything later."""
     made, loader = JOB.build("adam"), JOB.loader(communicators.rank, communicators.world_size)
-    window = WindowConfig(3, seed=4, first_use=True)
+    window = WindowConfig(**{"micro_batches": 3, "seed": 4, "first_use": True, **window})
     with (
         mock.patch("tritonrec.pipeline.trainer.launches_in_turn", lambda device, world_size: in_turn),
         Trainer(*made, communicators, mode, window, streams=FakeAccelerator(seed)) as trainer,
@@ -219,3 +221,13 @@ def test_two_ranks_in_turn_have_the_bits_of_two_ranks_without(mode):
             pool.run(train, 2, mode, True), pool.run(train, 2, mode, False), strict=True
         ):
             assert same(in_turn, without)
+
+
+def test_replicas_whose_micro_batches_share_exchanges_end_in_turn():
+    """A reduction over replicas waits for gradients that leave with those of a later micro-batch."""
+
+    def rank(communicators, in_turn):
+        return train(communicators, "nestpipe", in_turn, micro_batches=4, exchanges="joined")
+
+    ranks = [run_ranks(4, lambda groups, turn=turn: rank(groups, turn), replicas=2) for turn in (True, False)]
+    assert all(same(*each) for each in zip(*ranks, strict=True))

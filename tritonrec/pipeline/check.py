@@ -3,12 +3,13 @@ of batches in flight and of micro-batches.
 
 The proof has two halves. First, no race: any two tasks that touch the same thing, one of them writing, must
 be ordered by edges and lanes. A schedule without races gives one result whatever the timing. Second, that
-result is the right one: the tasks are run symbolically, in the order of their lanes, once with stale reads
-and once without; every value read must agree and have been written by somebody, and the last update of a row
-must reach the tables. Besides, no task waits for one that launches its collectives later: in the one order of
-all ranks (`Schedule.launch_order`) each gets its turn. What a stage accesses is taken from the table, which
-is derived from the stages' signatures; a stage is passed nothing else (`tritonrec.pipeline.program`).
-Embedding rows differ only in which batches use them.
+result is the right one: the tasks are run symbolically, in the order of their lanes and with stale reads, and
+beside them a task for every micro-batch, one after another and without stale reads. Every value read must
+agree and have been written by somebody, and the last update of a row must reach the tables. Besides, no task
+waits for one that launches its collectives later: in the one order of all ranks (`Tasks.launch_order`) each
+gets its turn. What a stage accesses is taken from the table, which is derived from the stages' signatures; a
+stage is passed nothing else (`tritonrec.pipeline.program`). Embedding rows differ only in which batches use
+them.
 
 Why a few batches and micro-batches are enough, for any table of this vocabulary:
 
@@ -18,7 +19,8 @@ Why a few batches and micro-batches are enough, for any table of this vocabulary
   what is ordered with 3 is ordered with N. What tasks of micro-batches i and j share (``own``, ``up_to``,
   ``from``, ``all``), they share in i or j. So two tasks that race with N race with any 3 that hold both, and
   a value that nobody has written with N is missing with 3. Stages that move rows do not repeat in a window;
-  a table where they do is followed with all N.
+  a table where they do is followed with all N. So is one of whose micro-batches any share a task: these are
+  proven as they are, for their N alone.
 - *Distance of batches.* A lane runs a stage of batch u before that of u + 1. So tasks of batches t and t + d
   that are ordered are ordered for every larger d. Which rows both access goes by the use of the row in
   t - 1, t, t + d - 1 and t + d, four different batches from d = 2 on, and buffers alternate. So a race for
@@ -31,10 +33,12 @@ Why a few batches and micro-batches are enough, for any table of this vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import product
 
 from .schedule import Access, Schedule, Task
+from .tasks import Tasks
 
 MICRO_BATCHES = 3
 """Those that a proof for any number looks at."""
@@ -51,18 +55,26 @@ class ScheduleError(ValueError):
     """A schedule may compute something else than its stages one after another."""
 
 
-def check(schedule: Schedule, micro_batches: int) -> None:
+def check(schedule: Schedule, micro_batches: int, doers: Mapping[str, Sequence[int]] | None = None) -> None:
     """Raise `ScheduleError` naming the tasks and the row unless `schedule` is race-free and equivalent.
 
     It is then proven for any number of batches, for any number of them in flight, and for any number of
-    micro-batches from `micro_batches` on, if that is 3 or more. The executor calls it before its first batch.
+    micro-batches from `micro_batches` on, if that is 3 or more. With `doers`, micro-batches that share a task
+    (`Tasks`), it is proven for `micro_batches` and these. The executor calls it before its first batch.
     """
+    _check(schedule, micro_batches, tuple((stage, tuple(each)) for stage, each in (doers or {}).items()))
+
+
+@lru_cache(maxsize=1024)  # every trainer of a table asks again
+def _check(schedule: Schedule, micro_batches: int, doers: tuple[tuple[str, tuple[int, ...]], ...]) -> None:
     _well_formed(schedule)
-    if not any(stage.moves and stage.per_micro_batch for stage in schedule.stages):
-        micro_batches = min(micro_batches, MICRO_BATCHES)
-    _no_race(schedule, micro_batches, _most_batches(schedule))
-    _launches_in_turn(schedule, micro_batches)
-    _same_values(schedule, micro_batches)
+    tasks = Tasks(schedule, micro_batches, dict(doers))
+    moves = any(stage.moves and stage.per_micro_batch for stage in schedule.stages)
+    if not moves and not tasks.shared:
+        tasks = Tasks(schedule, min(micro_batches, MICRO_BATCHES))
+    _no_race(tasks, _most_batches(schedule))
+    _launches_in_turn(tasks)
+    _same_values(tasks)
 
 
 def _most_batches(schedule: Schedule) -> int:
@@ -93,43 +105,44 @@ def _well_formed(schedule: Schedule) -> None:
                 )
 
 
-def _happens_before(schedule: Schedule, tasks: list[Task], micro_batches: int) -> dict[Task, int]:
+def _happens_before(tasks: Tasks, given: list[Task]) -> dict[Task, int]:
     """For each task the bit set of the tasks that finish before it starts."""
-    number = {task: n for n, task in enumerate(tasks)}
+    name, number = tasks.schedule.name, {task: n for n, task in enumerate(given)}
     before: dict[Task, int] = {}
     lane_tail: dict[str, Task] = {}
-    for n, task in enumerate(tasks):
-        lane = schedule[task.stage].lane
-        earlier = list(schedule.waits_for(task, micro_batches))
+    for n, task in enumerate(given):
+        lane = tasks.schedule[task.stage].lane
+        earlier = [*tasks.waits_for(task)]
         if lane in lane_tail:
             earlier.append(lane_tail[lane])
         reach = 0
         for other in earlier:
             if other not in number:
-                raise ScheduleError(f"{schedule.name}: {task} waits for {other}, which never runs")
+                raise ScheduleError(f"{name}: {task} waits for {other}, which never runs")
             if number[other] >= n:
                 # Lanes run their tasks in the order given, so waiting for a later one can never end.
-                raise ScheduleError(f"{schedule.name}: {task} waits for {other}, which is queued behind it")
+                raise ScheduleError(f"{name}: {task} waits for {other}, which is queued behind it")
             reach |= before[other] | 1 << number[other]
         before[task] = reach
         lane_tail[lane] = task
     return before
 
 
-def _launches_in_turn(schedule: Schedule, micro_batches: int) -> None:
+def _launches_in_turn(tasks: Tasks) -> None:
     """Raise where a task would wait for one that launches its collectives after it.
 
     Waits lead to the same or earlier batches, and turns mix neighbouring batches alone: three are enough.
     """
+    schedule = tasks.schedule
     if schedule.ahead and schedule.batches_in_flight < 2:
         raise ScheduleError(
             f"{schedule.name}: {', '.join(schedule.ahead)} of the next batch cannot launch before a "
             f"window: with one batch in flight there is no next one"
         )
-    tasks = [task for batch in range(3) for task in schedule.tasks(batch, micro_batches)]
-    number = {task: n for n, task in enumerate(tasks)}
-    before = _happens_before(schedule, tasks, micro_batches)
-    order = schedule.launch_order(3, micro_batches)
+    given = [task for batch in range(3) for task in tasks.of(batch)]
+    number = {task: n for n, task in enumerate(given)}
+    before = _happens_before(tasks, given)
+    order = tasks.launch_order(3)
     for n, later in enumerate(order):
         for earlier in order[:n]:
             if before[earlier] >> number[later] & 1:
@@ -178,42 +191,42 @@ def _accesses(
                 yield access, location, access.stale and holds["kept"] and schedule.dual_buffer
 
 
-def _no_race(schedule: Schedule, micro_batches: int, batches: int) -> None:
+def _no_race(tasks: Tasks, batches: int) -> None:
     """Raise for the race with the fewest uses of its row, and then the earliest, among so many batches."""
-    tasks = [task for batch in range(batches) for task in schedule.tasks(batch, micro_batches)]
-    before = _happens_before(schedule, tasks, micro_batches)
+    given = [task for batch in range(batches) for task in tasks.of(batch)]
+    before = _happens_before(tasks, given)
     uses = [(False, False), (False, True), (True, False), (True, True)]
-    touched = [{use: _touched(schedule, task, use, micro_batches) for use in uses} for task in tasks]
+    touched = [{use: _touched(tasks, task, use) for use in uses} for task in given]
     everywhere = [set().union(*each.values()) for each in touched]
     found = []
-    for n, task in enumerate(tasks):
+    for n, task in enumerate(given):
         for m in range(n):
             if before[task] >> m & 1 or everywhere[n].isdisjoint(everywhere[m]):
                 continue
-            for used_by in _uses(tasks[m].batch, task.batch, batches):
-                here, there = (touched[k][_use(used_by, tasks[k].batch)] for k in (n, m))
+            for used_by in _uses(given[m].batch, task.batch, batches):
+                here, there = (touched[k][_use(used_by, given[k].batch)] for k in (n, m))
                 for location, writes in here.items():
                     if location in there and (writes or there[location]):
                         found.append((used_by, n, m, location))
     if found:
         used_by, n, m, location = min(found, key=lambda each: each[:3])
         verb, other_verb = (
-            "writes" if touched[k][_use(used_by, tasks[k].batch)][location] else "reads" for k in (n, m)
+            "writes" if touched[k][_use(used_by, given[k].batch)][location] else "reads" for k in (n, m)
         )
         raise ScheduleError(
-            f"{schedule.name}: {tasks[n]} {verb} {_name(location)} while {tasks[m]}, which {other_verb} "
-            f"it, may still run{_row(used_by)}; add an edge from {tasks[m].stage} to {tasks[n].stage}"
+            f"{tasks.schedule.name}: {given[n]} {verb} {_name(location)} while {given[m]}, which "
+            f"{other_verb} it, may still run{_row(used_by)}; add an edge from {given[m].stage} to "
+            f"{given[n].stage}"
         )
 
 
-def _touched(
-    schedule: Schedule, task: Task, use: tuple[bool, bool], micro_batches: int
-) -> dict[Hashable, bool]:
+def _touched(tasks: Tasks, task: Task, use: tuple[bool, bool]) -> dict[Hashable, bool]:
     """Locations that a task accesses, and whether it writes them; stale reads left out."""
     touched: dict[Hashable, bool] = {}
-    for access, location, stale in _accesses(schedule, task, *use, micro_batches):
-        if not stale:
-            touched[location] = touched.get(location, False) or access.mode != "read"
+    for each in tasks.does(task):
+        for access, location, stale in _accesses(tasks.schedule, each, *use, tasks.micro_batches):
+            if not stale:
+                touched[location] = touched.get(location, False) or access.mode != "read"
     return touched
 
 
@@ -230,7 +243,7 @@ def _use(used_by: tuple[bool, ...], batch: int) -> tuple[bool, bool]:
     return batch > 0 and used_by[batch - 1], used_by[batch]
 
 
-def _same_values(schedule: Schedule, micro_batches: int) -> None:
+def _same_values(tasks: Tasks) -> None:
     """Follow every use of a row, batch by batch, until each state has been seen before."""
     seen: set[Hashable] = set()
     ends: list[tuple[tuple[bool, ...], Values, Values]] = [((), {}, {})]
@@ -239,9 +252,9 @@ def _same_values(schedule: Schedule, micro_batches: int) -> None:
         for used_by, expected, got in ends:
             for now in (False, True):
                 uses = (*used_by, now)
-                values = _after_batch(schedule, uses, expected, got, micro_batches)
-                _reaches_the_tables(schedule, uses, values[1])
-                state = _state(schedule, uses, *values)
+                values = _after_batch(tasks, uses, expected, got)
+                _reaches_the_tables(tasks.schedule, uses, values[1])
+                state = _state(tasks.schedule, uses, *values)
                 if state not in seen:
                     seen.add(state)
                     further.append((uses, *values))
@@ -249,21 +262,26 @@ def _same_values(schedule: Schedule, micro_batches: int) -> None:
 
 
 def _after_batch(
-    schedule: Schedule, used_by: tuple[bool, ...], expected: Values, got: Values, micro_batches: int
+    tasks: Tasks, used_by: tuple[bool, ...], expected: Values, got: Values
 ) -> tuple[Values, Values]:
-    """The values after the last batch of `used_by`, without and with stale reads, which must not differ."""
+    """The values after the last batch of `used_by`: of every micro-batch's own tasks without stale reads, and
+    of those that run, with them. No task may read another value.
+    """
+    schedule, count, batch = tasks.schedule, tasks.micro_batches, len(used_by) - 1
     expected, got = dict(expected), dict(got)
-    for task in schedule.tasks(len(used_by) - 1, micro_batches):
-        reads = [
-            _run_task(schedule, task, used_by, values, micro_batches, stale_reads)
-            for values, stale_reads in ((expected, False), (got, True))
-        ]
-        if reads[0] != reads[1]:
-            what = "a stale row" if _STALE in reads[1] else "another value"
-            raise ScheduleError(
-                f"{schedule.name}: {task} reads {what} than stages run one after another would give it"
-                f"{_row(used_by)}"
-            )
+    right = {
+        task: _run_task(schedule, task, used_by, expected, count, stale_reads=False)
+        for task in schedule.tasks(batch, count)
+    }
+    for shared in tasks.of(batch):
+        for task in tasks.does(shared):
+            reads = _run_task(schedule, task, used_by, got, count, stale_reads=True)
+            if reads != right[task]:
+                what = "a stale row" if _STALE in reads else "another value"
+                raise ScheduleError(
+                    f"{schedule.name}: {task} reads {what} than stages run one after another would give it"
+                    f"{_row(used_by)}"
+                )
     return expected, got
 
 
@@ -278,7 +296,7 @@ def _run_task(
     """What a task reads; its results are put into `values`.
 
     Rows pass through a stage that moves them; whatever computes with them must see the right ones. The tables
-    and dense parameters have initial values, everything else must be written.
+    and dense parameters have initial values, everything else must be written. Process groups have no value.
     """
     stage = schedule[task.stage]
     reads: list[Hashable] = []
@@ -286,6 +304,8 @@ def _run_task(
     moved: Hashable = _UNFETCHED
     use = _use(used_by, task.batch)
     for access, location, stale in _accesses(schedule, task, *use, micro_batches):
+        if access.is_group:
+            continue
         moves = stage.moves and access.rows != "none"
         if access.mode != "write":
             made_here = access.per != "run" or access.place == "buffer"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 from .check import check
 from .schedule import Schedule, Task
 from .streams import HostStreams, Streams
+from .tasks import Tasks
 
 Delay = Callable[[Task], float]
 """Seconds to wait before a task starts; used to attack the schedule."""
@@ -69,8 +70,7 @@ class Executor:
         shared: lanes that one thread runs, named after the last of them; any other lane has its own. A task
             waits for tasks that are submitted before it alone, so a thread that takes the tasks of its lanes
             as they are submitted never waits for itself.
-        done_by: ``done_by(task)`` is the task of the same batch and stage that does its work too, as a rule
-            itself. Others are left out, and who waits for one waits for that task.
+        doers: micro-batches that share a task, see `Tasks`.
 
     Contexts are whatever the stages share about one batch. `submit` blocks while
     ``schedule.batches_in_flight`` batches are unfinished.
@@ -92,18 +92,14 @@ class Executor:
         lane: Callable[[], AbstractContextManager[None]] = nullcontext,
         in_turn: bool = False,
         shared: Collection[str] = (),
-        done_by: Callable[[Task], Task] = lambda task: task,
+        doers: Mapping[str, Sequence[int]] | None = None,
     ):
-        if micro_batches < 1:
-            raise ValueError(f"a window needs at least one micro-batch, got {micro_batches}")
         if checked:
-            check(schedule, micro_batches)
-        self.schedule, self.micro_batches = schedule, micro_batches
+            check(schedule, micro_batches, doers)
+        self.schedule, self._tasks = schedule, Tasks(schedule, micro_batches, doers)
         self._actions, self._span, self._delay, self._within = actions, span, delay, lane
-        self._done_by = done_by
         self._streams = streams or HostStreams()
         self._events: dict[Task, Any] = {}  # of work that may be under way on a device
-        self._reach = max((edge.batch for stage in schedule.stages for edge in stage.after), default=0)
         self._lock = threading.Lock()
         self._of_caller = threading.Condition(self._lock)
         self._lane_of = {stage.name: stage.lane for stage in schedule.stages}
@@ -138,8 +134,7 @@ class Executor:
             if not self._awaited:
                 self._streams.begin()
             self._awaited.add(batch)
-            every = self.schedule.tasks(batch, self.micro_batches)
-            tasks = [task for task in every if self._done_by(task) == task]
+            tasks = self._tasks.of(batch)
             self._left[batch] = len(tasks)
             self._unfinished.update(tasks)
             self._submitted = batch
@@ -171,7 +166,7 @@ class Executor:
             self._raise_if_stopped()
             self._awaited.discard(batch)
             # Later batches wait for events of this one and of those that the longest edge reaches back to.
-            oldest = batch + 1 - self._reach
+            oldest = batch + 1 - self.schedule.reach
             self._events = {task: event for task, event in self._events.items() if task.batch >= oldest}
 
     def call(self, lane: str, function: Callable[[], Result]) -> Call[Result]:
@@ -310,7 +305,7 @@ class Executor:
             if isinstance(work, Call):
                 return work
             task, context = work
-            waits_for = {self._done_by(each) for each in self.schedule.waits_for(task, self.micro_batches)}
+            waits_for = self._tasks.waits_for(task)
             missing = self._awaited_by[thread] = self._unfinished.intersection(waits_for)
             wake.wait_for(lambda: self._stopped() or (not missing and self._has_turn(task)))
             lane = self._lane_of[task.stage]

@@ -22,10 +22,11 @@ from .flight import Flight
 from .headers import Header, exchange
 from .places import Context, WindowPlaces
 from .replicas import validate_replicable
-from .schedule import Schedule, Task
+from .schedule import Schedule
 from .stage import Access, signature_of
 from .stages import write_back
 from .sums import Sums
+from .tasks import Tasks
 from .window import LookupCounts, Window, WindowConfig
 
 Action = Callable[[WindowPlaces, int | None], None]
@@ -80,6 +81,7 @@ class Program:
             at.ReplicaGroup: communicators.replica,
             at.ReduceGroup: communicators.reduce,
         }
+        self.tasks = Tasks(schedule, config.window_micro_batches, self.doers)
         self.actions: dict[str, Action] = {}
         for stage in schedule.stages:
             assert stage.function is not None, f"stage {stage.name} of {schedule.name} has no function"
@@ -101,11 +103,6 @@ class Program:
         """Of stages in which micro-batches share a task: [i] the micro-batch whose task does i's work."""
         groups = self.context.groups
         return {"exchange": groups.rows_with, "gradient_exchange": groups.gradients_with}
-
-    def done_by(self, task: Task) -> Task:
-        """The task that does the work of this one: another micro-batch's, where they share an exchange."""
-        doers = self.doers.get(task.stage)
-        return task if doers is None else task._replace(micro_batch=doers[task.micro_batch or 0])
 
     def bind(
         self, function: Callable[..., Any], stage: str, granted: tuple[Access, ...] | None = None

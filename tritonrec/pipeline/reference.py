@@ -152,8 +152,6 @@ def run_sequentially(
     written to them.
     """
     schedule = program.schedule
-    for task in schedule.tasks(places.window.number, program.config.window_micro_batches):
-        if program.done_by(task) != task:
-            continue
+    for task in program.tasks.of(places.window.number):
         with span(schedule[task.stage].lane, task, places):
             program.actions[task.stage](places, task.micro_batch)

@@ -106,15 +106,15 @@ class Schedule:
     def launch_turn(self, task: Task) -> tuple[int, bool]:
         """When the collectives of a task are launched, by batch: those ahead of its window, then its own.
 
-        Tasks of one turn follow each other in the order of `tasks`.
+        Tasks of one turn follow each other in the order in which lanes get them (`Tasks.of`).
         """
         is_ahead = task.stage in self.ahead
         return task.batch - is_ahead, not is_ahead
 
-    def launch_order(self, batches: int, micro_batches: int) -> list[Task]:
-        """The tasks of so many batches that launch collectives, in the one order of all ranks."""
-        tasks = [task for batch in range(batches) for task in self.tasks(batch, micro_batches)]
-        return sorted((task for task in tasks if self[task.stage].launches_collectives), key=self.launch_turn)
+    @property
+    def reach(self) -> int:
+        """How many batches the longest edge leads back."""
+        return max((edge.batch for stage in self.stages for edge in stage.after), default=0)
 
     def waits_for(self, task: Task, micro_batches: int) -> Iterator[Task]:
         """Tasks that the table orders before `task`, as far as they exist."""

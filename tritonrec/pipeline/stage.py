@@ -87,6 +87,11 @@ class Access:
     micro_batches: Literal["own", "up_to", "from", "all"] = "own"
     stale: bool = False
 
+    @property
+    def is_group(self) -> bool:
+        """Whether the place is a process group, which has an order of collectives and no value."""
+        return self.place.endswith("_group")
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -107,7 +112,7 @@ class Stage:
         Those of the retrieval group count the rows of tables, on the host. An update of dense parameters
         gathers them, where FSDP2 has sharded them.
         """
-        groups = {access.place for access in self.touches if access.place.endswith("_group")}
+        groups = {access.place for access in self.touches if access.is_group}
         gathers = any(access.place == "dense" and access.mode == "update" for access in self.touches)
         return gathers or bool(groups - {"retrieval_group"})
 

@@ -168,7 +168,7 @@ class Trainer:
                 self._schedule, self._program.actions, count, self._span, delay, checked,
                 streams, partial(lane_work, self.impl),
                 launches_in_turn(self._device, communicators.world_size),
-                one_thread, self._program.done_by,
+                one_thread, self._program.doers,
             )  # fmt: skip
         self._reader = self._batch_reader()
 
