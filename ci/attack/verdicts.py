@@ -27,6 +27,9 @@ ALSO = [
 ]
 ALSO += [field.name for field in fields(HSTUMask)]
 
+FLOATS = ["alpha", "scale", "bias_factor", "eps", "p", "dropout", "temperature"]
+"""Of rounded ops; a whole number given for one is a float, too."""
+
 Outcome = tuple[str, str]  # "accepted", "refused", "unnamed", "spoiled", "difference", and the reason
 
 
@@ -67,7 +70,11 @@ def comparable(call: Call, hostile: Hostile, given: dict[str, Any]) -> bool:
             return False
         if call.op == "softmax_attention_backward" and not (given["total"] > 1e-3).all():
             return False  # a sum of exponentials, of which one is 1
-        numbers = {n: v for n, v in given.items() if type(v) is float or (type(v) is int and abs(v) > 2**63)}
+        numbers = {
+            n: v
+            for n, v in given.items()
+            if type(v) is float or (type(v) is int and (n in FLOATS or abs(v) > 2**63))
+        }
         return all(abs(v) < 100 and (name != "eps" or v > 1e-9) for name, v in numbers.items())
     return True
 
