@@ -325,7 +325,8 @@ def extra_cases(
     every = range(1, largest + 1)
     pairs = [(largest, 1)] if size == "quick" else [*product(every, every)]
     if size != "quick":
-        cases.append(case(0, world_size=largest, restart=1, variant="fp16", clustering=False))
+        for name in ("fp16", "packed-sums"):
+            cases.append(case(0, world_size=largest, restart=1, variant=name, clustering=False))
     for index, (before, after) in enumerate(pairs):
         cases.append(case(index, world_size=before, restart=after, variant=RESTART, clustering=False))
     if largest > 1:
@@ -391,7 +392,8 @@ def replica_cases(
     """2D sparse parallelism: every grouping of the largest world size and of twice as many ranks.
 
     Each in the last mode and without any overlap; ``"quick"`` runs one grouping. Then cases with all
-    switches and policies, and one that goes on at another world size, with one copy of the tables.
+    switches and policies, one with packed sums, and one that goes on at another world size, with one copy of
+    the tables.
     """
     if largest < 2:
         return []
@@ -411,6 +413,7 @@ def replica_cases(
         cases.append(replace(both, variant="scale", replicas=2))
         if size != "quick":
             cases.append(replace(both, variant="scale", world_size=2 * largest, replicas=largest))
+            cases.append(replace(both, variant="packed-sums", replicas=2))
         cases.append(replace(both, variant=RESTART, replicas=2, restart=1))
     return cases
 
