@@ -128,7 +128,6 @@ class BoundedLagGroup(dist.ProcessGroup):
         self, store: dist.Store, rank: int, size: int, timeout: timedelta, options: BoundedLagOptions
     ):
         super().__init__(rank, size)  # type: ignore[call-arg]  # the stub lacks it
-        self.options = options
         backends: dict[str, tuple[Any, Any]] = {
             "cpu": (dist.ProcessGroup.BackendType.GLOO, dist.ProcessGroupGloo)
         }
