@@ -171,7 +171,7 @@ def test_limits_beyond_every_sequence_mean_no_limit(impl, number):
         ({"max_seq_len": 2**27 + 1}, ValueError, r"max_seq_len must be in \[0, 2\*\*27\]"),
         ({"max_seq_len": 4.0}, TypeError, "max_seq_len must be a whole number, got 4.0"),
         ({"max_attn_len": None}, TypeError, "max_attn_len must be a whole number, got None"),
-        ({"alpha": None}, TypeError, "float"),
+        ({"alpha": None}, TypeError, "alpha must be a number, got None"),
         ({"contextual_seq_len": 2, "seq_offsets": [0, 4]}, TypeError, "seq_offsets must be a torch.Tensor"),
     ],
 )

@@ -78,19 +78,19 @@ FAULTS = [
         "lost-micro-batch-gradient",
         "embedding gradients of the last micro-batch are dropped",
         _case(mode="fwp", optimizer="sgd"),
-        Injection(injections.lost_gradient),
+        Injection(injections.lost_gradient, alone=True),
     ),
     Fault(
         "gradient-added-twice",
         "embedding gradients of micro-batch 1 count twice",
         _case(mode="dbp", optimizer="rowwise_adagrad"),
-        Injection(injections.gradient_twice),
+        Injection(injections.gradient_twice, alone=True),
     ),
     Fault(
         "update-inside-window",
         "rows are updated after the first micro-batch instead of once per window",
         _case(mode="dbp", optimizer="sgd"),
-        Injection(injections.update_inside_window),
+        Injection(injections.update_inside_window, alone=True),
     ),
     Fault(
         "float-sums",
@@ -264,7 +264,7 @@ FAULTS = [
         "gradients-leave-at-first-use",
         "gradients leave with the first micro-batch that uses a row, and miss what later ones add",
         replace(_case(), variant="first-use"),
-        Injection(injections.gradients_leave_at_first_use),
+        Injection(injections.gradients_leave_at_first_use, alone=True),
     ),
     Fault(
         "last-rows-stay-in-the-buffer",
@@ -424,6 +424,6 @@ FAULTS = [
         "lost-gradient-at-window-consistency",
         "as above, where the reference is the same cut run sequentially",
         _case(mode="fwp", optimizer="sgd", consistency="window"),
-        Injection(injections.lost_gradient),
+        Injection(injections.lost_gradient, alone=True),
     ),
 ]

@@ -23,7 +23,6 @@ from ...nn.modules import GatedNorm
 from ...nn.next_item_step import RowGradients
 from ...pipeline import PeerCopies, Program, Schedule, Task, Window
 from ...pipeline.dist_plan import RowDist
-from ...pipeline.exchange_groups import each_alone
 from ...pipeline.places import (
     Buffer,
     CommunicationGroup,
@@ -53,7 +52,8 @@ class Injection:
     loader of a rank.
 
     `copies` changes the copies in a rank's memory. `export` takes the place of `tritonrec.serving.export`,
-    `exchange` that of the exchange of a served model.
+    `exchange` that of the exchange of a served model. With `alone` no two micro-batches share an exchange,
+    for faults of a single one's.
     `loop` changes an `OwnLoop`, which has none of these.
     """
 
@@ -65,6 +65,7 @@ class Injection:
     export: Callable[..., object] = export
     exchange: Callable[..., BoundedLagAllToAll] = BoundedLagAllToAll
     loop: Callable[[OwnLoop], None] | None = None
+    alone: bool = False
 
 
 def nothing() -> None:
@@ -91,12 +92,6 @@ def wrong_rows(program: Program) -> None:
     program.replace("copy_kept_rows", copy_kept_rows)
 
 
-def _single_exchanges(program: Program) -> None:
-    """For faults of one micro-batch's exchange: none shares one."""
-    alone = each_alone(program.config.window_micro_batches)
-    program.context = replace(program.context, groups=alone)
-
-
 def _scaled(program: Program, micro_batch_of: int, factor: int) -> None:
     """Multiply the gradients of the first table that are sent with a micro-batch."""
 
@@ -104,7 +99,6 @@ def _scaled(program: Program, micro_batch_of: int, factor: int) -> None:
         if micro_batch == micro_batch_of:
             gradients[0][routes.tables[0].gradients.rows[micro_batch]] *= factor
 
-    _single_exchanges(program)
     program.before("gradient_exchange", scale)
 
 
@@ -139,7 +133,6 @@ def update_inside_window(program: Program) -> None:
             _update(context, routes, owned, row_gradient[0], buffer, window.update + 1)
             row_gradient[0].zero_()
 
-    _single_exchanges(program)
     program.after("gradient_exchange", too_early)
 
 
@@ -401,8 +394,6 @@ def rows_in_reverse(program: Program) -> None:
 
 
 def gradients_leave_at_first_use(program: Program) -> None:
-    _single_exchanges(program)
-
     def first_is_last(context: Context, routes: Read[Routes]) -> Routes:
         tables = []
         for table in routes.tables:

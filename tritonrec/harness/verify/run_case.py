@@ -384,6 +384,8 @@ def prepared(
     config = case.window(job.seed)
     if case.mode == "sequential":
         config = replace(config, skip_fetch=False, depth=0)  # the reference keeps and reads ahead nothing
+    if injected.alone:
+        config = replace(config, exchanges="each")
     schedule = None
     if injected.schedule is not None:
         schedule = injected.schedule(schedule_of(case.mode, config, communicators.replicas))
