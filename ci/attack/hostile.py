@@ -16,6 +16,7 @@ DTYPES = [
     torch.float16, torch.bfloat16, torch.complex64,
 ]  # fmt: skip
 OTHERS = [None, "cpu", [1, 2], 1.5, 2**64, -(2**64), True, object()]
+MOST_VALUES = 10_000  # changed in a tensor that is long by mistake twice
 NO_MEMORY = ["meta", "sparse", "list", "none", "requires_grad", "negated"]
 
 
@@ -149,7 +150,7 @@ def _values(tensor: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
         return tensor
     info = None if tensor.is_floating_point() else torch.iinfo(tensor.dtype)
     flat = tensor.view(-1)
-    for _ in range(chosen(rng, (1, 1, 2, len(flat)))):
+    for _ in range(min(chosen(rng, (1, 1, 2, len(flat))), MOST_VALUES)):
         value = pool[int(rng.integers(0, len(pool)))]
         if rng.random() < 0.3 and info:
             value = int(rng.integers(-3, 40))

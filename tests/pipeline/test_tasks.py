@@ -62,7 +62,7 @@ def test_a_reduction_over_replicas_comes_behind_the_gradients_that_it_needs():
 
 
 @pytest.mark.parametrize("name", TABLES)
-@pytest.mark.parametrize("micro_batches", [1, 2, 4, 5, 9])
+@pytest.mark.parametrize("micro_batches", [1, 4, 9])
 def test_the_exchanges_that_micro_batches_share_are_sound(name, micro_batches):
     schedule = TABLES[name]
     for overlap, ordered in product({False, schedule.overlaps_window}, (False, True)):
