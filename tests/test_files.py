@@ -1,14 +1,16 @@
 """Promise: a file is written whole, or what was there before stays."""
 
+import gc
 import json
 import os
 import subprocess
 import sys
 import threading
+import warnings
 
 import pytest
 
-from tritonrec.files import atomic_write, save_json
+from tritonrec.files import ScratchFolder, atomic_write, save_json
 
 
 def test_a_file_is_replaced_at_the_end_and_nothing_lies_beside_it(tmp_path):
@@ -89,3 +91,24 @@ def test_what_the_output_goes_to_is_not_replaced(tmp_path):
         inode = os.fstat(out.fileno()).st_ino
         subprocess.run([sys.executable, "-c", code], stdout=out, check=True, timeout=60)
     assert target.stat().st_ino == inode and target.read_text() == "before\n"
+
+
+@pytest.mark.parametrize("cleaned", [True, False])
+def test_a_scratch_folder_that_is_dropped_leaves_no_process(cleaned, tmp_path):
+    folder = ScratchFolder(folder=tmp_path)
+    remover = folder._remover
+    (tmp_path / os.path.basename(folder.name) / "file").touch()
+    assert remover.poll() is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # of a folder that is cleaned up without its asking
+        if cleaned:
+            folder.cleanup()
+        del folder
+        gc.collect()
+    assert remover.poll() == 0 and not os.listdir(tmp_path)
+
+
+def test_a_scratch_folder_goes_with_its_process(tmp_path):
+    code = "import sys; from tritonrec.files import ScratchFolder; kept = ScratchFolder(folder=sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, tmp_path], check=True)
+    assert not os.listdir(tmp_path)

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -96,7 +97,8 @@ class ScratchFolder(tempfile.TemporaryDirectory):
     """A temporary folder that is removed with this process, also when the process is killed.
 
     A small process in its own session reads from a pipe, which closes when this process ends by any signal,
-    and then removes the folder. Use it like `tempfile.TemporaryDirectory`.
+    and then removes the folder. Use it like `tempfile.TemporaryDirectory`: one that nobody refers to is
+    cleaned up.
     """
 
     def __init__(self, prefix: str = "tritonrec-", folder: str | os.PathLike[str] | None = None):
@@ -108,11 +110,13 @@ class ScratchFolder(tempfile.TemporaryDirectory):
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        self._end_remover = weakref.finalize(self, self._remover.communicate)
+        self._end_remover.atexit = False  # it ends with this process by itself
 
     def cleanup(self) -> None:
         """Remove the folder now."""
         super().cleanup()
-        self._remover.communicate()
+        self._end_remover()
 
 
 # Ranks may still write there until they notice the end of their launcher, so removal is repeated for 10 s.
