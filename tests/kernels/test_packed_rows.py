@@ -242,6 +242,16 @@ def test_corrupt_widths_and_bytes_are_named_before_anything_is_added(impl, width
     assert not out.any()
 
 
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+def test_a_float_that_no_integer_is_ends_in_no_error_of_a_library(impl):
+    """Bytes that `pack_rows` never gives: some int64 is added."""
+    out = torch.zeros(1, 2, dtype=torch.int64)
+    floats = torch.tensor([float("nan"), 2.0**40]).view(torch.uint8).view(2, 4).t().contiguous().view(-1)
+    widths = torch.tensor([0x84], dtype=torch.uint8)
+    add_packed_rows(out, torch.tensor([0]), widths, floats, impl=impl)
+    assert out[0, 1] == 2**40
+
+
 OUT, TWO = torch.zeros(3, 4, dtype=torch.int64), torch.arange(2)
 NONE = torch.zeros(2, dtype=torch.uint8)
 

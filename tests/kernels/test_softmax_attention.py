@@ -276,6 +276,8 @@ def test_every_element_is_written_and_nothing_else(impl, name):
         ({"bias": torch.ones(2, 2, 3, 3, requires_grad=True)}, "bias gets no gradient"),
         ({"dropout": 1.0}, r"dropout must lie in \[0, 1\), got 1.0"),
         ({"dropout": 0.5}, r"sample_ids must be \(2,\) int64, got None"),
+        ({"sample_ids": torch.zeros(2)}, r"sample_ids must be \(2,\) int64, got \(2,\) torch.float32"),
+        ({"sample_ids": torch.zeros(3, dtype=torch.int64)}, r"sample_ids must be \(2,\) int64, got \(3,\)"),
     ],
 )
 @pytest.mark.parametrize("impl", IMPLS[:2])

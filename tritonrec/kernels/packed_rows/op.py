@@ -64,7 +64,8 @@ def add_packed_rows(
     Args:
         out: (S, D) int64, contiguous rows; mutated.
         segments: (K,) int64 in [0, S), in any order, repeated or not.
-        widths: (K,) uint8. packed: (B,) uint8. Both from `pack_rows`, or several of them joined.
+        widths: (K,) uint8. packed: (B,) uint8. Both from `pack_rows`, or several of them joined. A float in
+            other bytes, of 2^63 or more or NaN, is added as some int64 without an error.
         name, fraction_bits: what an error calls the rows, and their fixed point.
         impl: ``"auto"``, ``"triton"``, ``"cpu"`` or ``"reference"``.
     Returns:

@@ -90,5 +90,6 @@ def encode(integer: int, width: int) -> bytes:
 
 def decode(element: bytes, width: int) -> int:
     if width == FLOAT:
-        return int(struct.unpack("<f", element)[0])
+        number = struct.unpack("<f", element)[0]
+        return int(number) if abs(number) < 2**63 else -(2**63)  # of bytes that `encode` never gives
     return int.from_bytes(element, "little", signed=True)

@@ -47,8 +47,12 @@ def _check(q, k, v, seq_offsets, key_offsets, max_seq_len, bias, p, sample_ids) 
             raise ValueError("bias gets no gradient: detach it; ops.hstu_attention has learned biases")
     if not 0 <= p < 1:
         raise ValueError(f"dropout must lie in [0, 1), got {p}")
-    if p and (sample_ids is None or sample_ids.shape != (sequences,) or sample_ids.dtype != torch.int64):
-        got = None if sample_ids is None else (tuple(sample_ids.shape), sample_ids.dtype)
+    if sample_ids is None:
+        fits, got = not p, "None"
+    else:
+        fits = sample_ids.shape == (sequences,) and sample_ids.dtype == torch.int64
+        got = f"{tuple(sample_ids.shape)} {sample_ids.dtype}"
+    if not fits:
         raise ValueError(f"with dropout, sample_ids must be ({sequences},) int64, got {got}")
 
 
