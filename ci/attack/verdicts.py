@@ -41,7 +41,9 @@ def judge_refusal(call: Call, error: Exception, given: dict[str, Any]) -> Outcom
     named |= isinstance(error, ExactSumError)  # by the name it was given
     plain = isinstance(error, TypeError) or out_of_memory(error)
     # torch's dispatcher refuses None for a tensor, and a copy of a negated view that is written to
-    plain |= call.name.startswith("registered.") and bool(re.search("Expected Tensor|cloned_mutable", text))
+    plain |= call.name.startswith("registered.") and bool(
+        re.search("Expected Tensor|cloned_mutable|negation fallback", text)
+    )
     return ("refused" if named or plain else "unnamed"), text.splitlines()[0]
 
 
