@@ -41,6 +41,7 @@ def test_small_triton_kernels_pass_in_three_schedules(arch):
     assert "product_kernel" in done.stdout
 
 
+@pytest.mark.timeout(900)  # with cold caches it compiles sixty kernels, for minutes on a shared core
 def test_the_command_runs_a_training_step_on_emulated_kernels():
     done = run("tritonrec", "emulate", "--", "pytest", "-q", "-m", "not slow", *QUICK)
     assert done.returncode == 0, done.stdout + done.stderr
