@@ -18,6 +18,16 @@ def test_the_modes_tables_are_sound(schedule, micro_batches):
     check(schedule, micro_batches)
 
 
+def test_a_table_of_lists_is_the_same_table():
+    stages = [replace(each, after=list(each.after), touches=list(each.touches)) for each in FWP.stages]
+    lists = Schedule("fwp", stages, 1, ahead=[])
+    check(lists, 2)
+    assert lists == FWP and hash(lists) == hash(FWP)
+    unsound = replace(lists, stages=[*FWP.without_edge("write_back", Edge("sparse_update")).stages])
+    with pytest.raises(ScheduleError, match="write_back"):
+        check(unsound, 2)
+
+
 # `compute` and `dense_update` share a lane, whose order already keeps them apart.
 NEEDED = [
     (stage.name, edge)

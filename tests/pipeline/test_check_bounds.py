@@ -6,7 +6,18 @@ from random import Random
 
 import pytest
 
-from tritonrec.pipeline import FWP, NESTPIPE, SCHEDULES, Edge, Schedule, ScheduleError, Task, check, keep_rows
+from tritonrec.pipeline import (
+    FWP,
+    NESTPIPE,
+    SCHEDULES,
+    Edge,
+    Schedule,
+    ScheduleError,
+    Task,
+    Tasks,
+    check,
+    keep_rows,
+)
 from tritonrec.pipeline.check import (
     _accesses,
     _after_batch,
@@ -20,7 +31,6 @@ from tritonrec.pipeline.check import (
 )
 from tritonrec.pipeline.schedule import with_norm, with_replicas
 from tritonrec.pipeline.stage import Access, Stage
-from tritonrec.pipeline.tasks import Tasks
 
 TABLES = [*SCHEDULES.values(), keep_rows(NESTPIPE), with_replicas(NESTPIPE), with_norm(FWP)]
 

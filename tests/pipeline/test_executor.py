@@ -11,10 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tritonrec.pipeline import NESTPIPE, SCHEDULES, Edge, Executor, ScheduleError, StageFailedError, Task
+from tritonrec.pipeline import (
+    NESTPIPE,
+    SCHEDULES,
+    Edge,
+    Executor,
+    ScheduleError,
+    StageFailedError,
+    Task,
+    Tasks,
+    with_replicas,
+)
 from tritonrec.pipeline.exchange_groups import joined_groups
-from tritonrec.pipeline.schedule import with_replicas
-from tritonrec.pipeline.tasks import Tasks
 
 pytestmark = pytest.mark.smoke
 
@@ -26,12 +34,12 @@ def idle_span(lane, task, context):
 SHARED = ("copy", "communication", "compute", "reduce")
 
 
-def run(schedule, micro_batches, batches, action, delay=None, **options):
+def run(tasks, batches, action, delay=None, **options):
     actions = {
         stage.name: (lambda context, i, name=stage.name: action(Task(name, context, i)))
-        for stage in schedule.stages
+        for stage in tasks.schedule.stages
     }
-    with Executor(schedule, actions, micro_batches, idle_span, delay, **options) as executor:
+    with Executor(tasks, actions, idle_span, delay, **options) as executor:
         for batch in range(batches):
             executor.submit(batch, batch)
         for batch in range(batches):
@@ -57,7 +65,7 @@ def test_every_task_runs_once_and_after_all_it_waits_for(mode, micro_batches, ba
             finished.append(task)
 
     random = Random(seed)
-    run(schedule, micro_batches, batches, action, lambda task: random.random() * 0.002, shared=shared)
+    run(Tasks(schedule, micro_batches), batches, action, lambda task: random.random() * 0.002, shared=shared)
     expected = [task for batch in range(batches) for task in schedule.tasks(batch, micro_batches)]
     assert sorted(map(str, finished)) == sorted(map(str, expected))
 
@@ -71,8 +79,7 @@ def test_a_task_that_another_one_does_is_left_out_and_awaited_by_it(
 ):
     schedule = with_replicas(SCHEDULES[mode])  # whose reductions follow a micro-batch's gradients
     groups = joined_groups(micro_batches, overlap and schedule.overlaps_window, ordered=False)
-    doers = {"exchange": groups.rows_with, "gradient_exchange": groups.gradients_with}
-    tasks = Tasks(schedule, micro_batches, doers)
+    tasks = Tasks(schedule, micro_batches, groups.doers)
     finished: list[Task] = []
     lock = threading.Lock()
 
@@ -85,7 +92,7 @@ def test_a_task_that_another_one_does_is_left_out_and_awaited_by_it(
 
     random = Random(seed)
     delay = lambda task: random.random() * 0.002  # noqa: E731
-    run(schedule, micro_batches, 3, action, delay, doers=doers, in_turn=in_turn)
+    run(tasks, 3, action, delay, in_turn=in_turn)
     assert sorted(map(str, finished)) == sorted(str(task) for batch in range(3) for task in tasks.of(batch))
 
 
@@ -100,7 +107,7 @@ def test_a_lane_is_woken_when_it_can_go_on_and_for_nothing_else(monkeypatch):
 
     monkeypatch.setattr(threading.Condition, "wait", counted)
     batches, micro_batches = 3, 8
-    run(NESTPIPE, micro_batches, batches, lambda task: time.sleep(0.0003))
+    run(Tasks(NESTPIPE, micro_batches), batches, lambda task: time.sleep(0.0003))
     tasks = Counter(NESTPIPE[task.stage].lane for task in NESTPIPE.tasks(0, micro_batches))
     for lane, count in tasks.items():
         assert 0 < slept[f"lane {lane}"] <= 2 * batches * count + batches + 1, lane
@@ -111,7 +118,9 @@ def test_a_lane_is_woken_when_it_can_go_on_and_for_nothing_else(monkeypatch):
 @pytest.mark.parametrize("shared, thread", [(SHARED, "compute"), (("prefetch",), "prefetch")])
 def test_lanes_that_share_a_thread_take_their_tasks_as_submitted(shared, thread):
     ran = []
-    run(NESTPIPE, 3, 4, lambda task: ran.append((threading.current_thread().name, task)), shared=shared)
+    run(
+        Tasks(NESTPIPE, 3), 4, lambda task: ran.append((threading.current_thread().name, task)), shared=shared
+    )
     of_lane = {stage.name: stage.lane for stage in NESTPIPE.stages}
     submitted = [task for batch in range(4) for task in NESTPIPE.tasks(batch, 3)]
     together = [task for task in submitted if of_lane[task.stage] in shared]
@@ -133,7 +142,7 @@ def test_communication_of_the_next_micro_batch_runs_beside_computation():
             assert exchanging.wait(10)
             computed.set()
 
-    run(NESTPIPE, 2, 1, action)
+    run(Tasks(NESTPIPE, 2), 1, action)
 
 
 def test_lookup_of_the_next_batch_runs_beside_computation():
@@ -147,7 +156,7 @@ def test_lookup_of_the_next_batch_runs_beside_computation():
             assert retrieving.wait(10)
             computed.set()
 
-    run(NESTPIPE, 1, 2, action)
+    run(Tasks(NESTPIPE, 1), 2, action)
 
 
 def test_a_failing_stage_is_named_and_nothing_later_starts():
@@ -159,7 +168,7 @@ def test_a_failing_stage_is_named_and_nothing_later_starts():
             raise FloatingPointError("loss is not finite")
 
     with pytest.raises(StageFailedError, match=r"stage compute\(1, 0\) .* loss is not finite") as caught:
-        run(NESTPIPE, 2, 4, action)
+        run(Tasks(NESTPIPE, 2), 4, action)
     assert isinstance(caught.value.__cause__, FloatingPointError)
     assert Task("sparse_update", 1) not in started
 
@@ -172,13 +181,18 @@ def test_a_failure_ends_waits_at_once():
             raise ValueError("no route")
 
     with pytest.raises(StageFailedError):
-        run(NESTPIPE, 1, 1, action, delay=lambda task: 30.0 if task.stage == "prefetch" and task.batch else 0)
+        run(
+            Tasks(NESTPIPE, 1),
+            1,
+            action,
+            delay=lambda task: 30.0 if task.stage == "prefetch" and task.batch else 0,
+        )
     assert time.monotonic() - began < 10
 
 
 def test_every_task_waits_for_its_delay():
     delayed, schedule = [], SCHEDULES["nestpipe"]
-    run(schedule, 2, 2, lambda task: None, delay=lambda task: delayed.append(task) or 0.0)
+    run(Tasks(schedule, 2), 2, lambda task: None, delay=lambda task: delayed.append(task) or 0.0)
     assert set(delayed) == {task for batch in range(2) for task in schedule.tasks(batch, 2)}
 
 
@@ -191,7 +205,7 @@ def test_closing_waits_for_the_stages_that_run():
         ended.set()
 
     actions = {stage.name: act for stage in NESTPIPE.stages}
-    with Executor(NESTPIPE, actions, 1, idle_span) as executor:
+    with Executor(Tasks(NESTPIPE, 1), actions, idle_span) as executor:
         executor.submit(0, 0)
         assert begun.wait(10)
     assert ended.is_set()
@@ -201,7 +215,7 @@ def test_no_more_batches_are_in_flight_than_the_schedule_allows():
     schedule = replace(NESTPIPE, batches_in_flight=2)
     release = threading.Event()
     actions = {s.name: lambda context, i: release.wait(10) for s in schedule.stages}
-    with Executor(schedule, actions, 1, idle_span) as executor:
+    with Executor(Tasks(schedule, 1), actions, idle_span) as executor:
         executor.submit(0, None)
         executor.submit(1, None)
         blocked = threading.Thread(target=executor.submit, args=(2, None), daemon=True)
@@ -217,12 +231,12 @@ def test_no_more_batches_are_in_flight_than_the_schedule_allows():
 def test_an_unsound_schedule_does_not_start():
     unsound = NESTPIPE.without_edge("write_back", Edge("sparse_update"))
     with pytest.raises(ScheduleError):
-        Executor(unsound, {}, 1, idle_span)
+        Executor(Tasks(unsound, 1), {}, idle_span)
 
 
 def test_a_window_without_micro_batches_is_refused():
     with pytest.raises(ValueError, match="at least one micro-batch"):
-        Executor(NESTPIPE, {}, 0, idle_span)
+        Tasks(NESTPIPE, 0)
 
 
 class Noting:
@@ -255,7 +269,7 @@ def test_work_waits_for_the_events_of_every_edge_that_may_be_under_way(mode):
         return lambda batch, i: streams.running.update({threading.current_thread(): Task(name, batch, i)})
 
     actions = {stage.name: noted(stage.name) for stage in schedule.stages}
-    with Executor(schedule, actions, 2, idle_span, streams=streams) as executor:
+    with Executor(Tasks(schedule, 2), actions, idle_span, streams=streams) as executor:
         for batch in range(4):
             executor.submit(batch, batch)
             executor.wait(batch)
@@ -277,7 +291,7 @@ def test_a_call_behind_a_stage_that_fails_raises_its_error():
         failing.wait(10)
         raise ValueError("no route")
 
-    with Executor(NESTPIPE, {stage.name: act for stage in NESTPIPE.stages}, 1, idle_span) as executor:
+    with Executor(Tasks(NESTPIPE, 1), {stage.name: act for stage in NESTPIPE.stages}, idle_span) as executor:
         executor.submit(0, 0)
         assert begun.wait(10)
         call = executor.call("prefetch", lambda: None)

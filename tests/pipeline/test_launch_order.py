@@ -31,6 +31,7 @@ from tritonrec.pipeline import (
     Executor,
     ScheduleError,
     Task,
+    Tasks,
     Trainer,
     WindowConfig,
     check,
@@ -38,7 +39,6 @@ from tritonrec.pipeline import (
     with_replicas,
 )
 from tritonrec.pipeline.streams import launches_in_turn
-from tritonrec.pipeline.tasks import Tasks
 
 TABLES = {**SCHEDULES, "keep_rows": keep_rows(NESTPIPE), "replicas": with_replicas(NESTPIPE)}
 COUNT = 4
@@ -74,7 +74,7 @@ def executing(schedule, micro_batches, delay=None, in_turn=True):
         for stage in schedule.stages
     }
     span = lambda lane, task, context: nullcontext()  # noqa: E731
-    with Executor(schedule, actions, micro_batches, span, delay, in_turn=in_turn) as executor:
+    with Executor(Tasks(schedule, micro_batches), actions, span, delay, in_turn=in_turn) as executor:
         yield executor, launched
 
 

@@ -6,11 +6,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tritonrec.pipeline import DBP, NESTPIPE, SCHEDULES, Edge, Schedule, ScheduleError, Task, check, keep_rows
+from tritonrec.pipeline import (
+    DBP,
+    NESTPIPE,
+    SCHEDULES,
+    Edge,
+    Schedule,
+    ScheduleError,
+    Task,
+    Tasks,
+    check,
+    keep_rows,
+)
 from tritonrec.pipeline.exchange_groups import joined_groups
 from tritonrec.pipeline.schedule import with_norm, with_replicas
 from tritonrec.pipeline.stage import Access, Stage
-from tritonrec.pipeline.tasks import Tasks
 
 pytestmark = pytest.mark.smoke
 
@@ -23,8 +33,7 @@ TABLES = {
 
 
 def doers_of(micro_batches, overlap, ordered=False):
-    groups = joined_groups(micro_batches, overlap, ordered)
-    return {"exchange": groups.rows_with, "gradient_exchange": groups.gradients_with}
+    return joined_groups(micro_batches, overlap, ordered).doers
 
 
 @settings(max_examples=60, deadline=None)

@@ -31,6 +31,7 @@ from .schedule import (
     with_norm,
     with_replicas,
 )
+from .tasks import Tasks
 from .trainer import Trainer
 from .window import Consistency, Dedup, LookupCounts, Model, Window, WindowConfig
 
@@ -67,6 +68,7 @@ __all__ = [
     "StepResult",
     "SupportsState",
     "Task",
+    "Tasks",
     "Trainer",
     "TrainingSaver",
     "Window",

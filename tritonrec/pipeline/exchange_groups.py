@@ -48,6 +48,11 @@ class ExchangeGroups:
         return any(each != i for both in (self.rows_with, self.gradients_with) for i, each in enumerate(both))
 
     @property
+    def doers(self) -> dict[str, tuple[int, ...]]:
+        """By stage, [i] the micro-batch whose task does the work of i too (`Tasks`)."""
+        return {"exchange": self.rows_with, "gradient_exchange": self.gradients_with}
+
+    @property
     def sharing(self) -> list[int]:
         """How many micro-batches share both exchanges with each other, one run after the other."""
         both = list(zip(self.rows_with, self.gradients_with, strict=True))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from .check import check
-from .schedule import Schedule, Task
+from .schedule import Task
 from .streams import HostStreams, Streams
 from .tasks import Tasks
 
@@ -56,9 +56,9 @@ class Executor:
     """Runs the tasks of a schedule, each lane on a thread.
 
     Args:
-        schedule: the table to run. It is checked first, `ScheduleError` is raised where it could go wrong.
+        tasks: those of the table to run. `check` proves them first, and raises `ScheduleError` where it
+            cannot.
         actions: for each stage name the function to call with (batch context, micro-batch index or None).
-        micro_batches: N, the number of micro-batches in a window.
         span: ``span(lane, task, context)`` returns a context manager around a task's work (a recorder's).
         delay: seconds to sleep before each task, drawn by the caller from a seeded generator.
         streams: where the lanes' work runs; at once, on their threads, by default.
@@ -70,7 +70,6 @@ class Executor:
         shared: lanes that one thread runs, named after the last of them; any other lane has its own. A task
             waits for tasks that are submitted before it alone, so a thread that takes the tasks of its lanes
             as they are submitted never waits for itself.
-        doers: micro-batches that share a task, see `Tasks`.
 
     Contexts are whatever the stages share about one batch. `submit` blocks while
     ``schedule.batches_in_flight`` batches are unfinished.
@@ -82,9 +81,8 @@ class Executor:
 
     def __init__(
         self,
-        schedule: Schedule,
+        tasks: Tasks,
         actions: Mapping[str, Callable[[Any, int | None], None]],
-        micro_batches: int,
         span: Callable[[str, Task, Any], Any],
         delay: Delay | None = None,
         checked: bool = True,
@@ -92,17 +90,16 @@ class Executor:
         lane: Callable[[], AbstractContextManager[None]] = nullcontext,
         in_turn: bool = False,
         shared: Collection[str] = (),
-        doers: Mapping[str, Sequence[int]] | None = None,
     ):
         if checked:
-            check(schedule, micro_batches, doers)
-        self.schedule, self._tasks = schedule, Tasks(schedule, micro_batches, doers)
+            check(tasks.schedule, tasks.micro_batches, tasks.doers)
+        self.schedule, self._tasks = tasks.schedule, tasks
         self._actions, self._span, self._delay, self._within = actions, span, delay, lane
         self._streams = streams or HostStreams()
         self._events: dict[Task, Any] = {}  # of work that may be under way on a device
         self._lock = threading.Lock()
         self._of_caller = threading.Condition(self._lock)
-        self._lane_of = {stage.name: stage.lane for stage in schedule.stages}
+        self._lane_of = {stage.name: stage.lane for stage in tasks.schedule.stages}
         together = [lane for lane in self._lane_of.values() if lane in shared]
         self._thread_of = {lane: together[-1] if lane in shared else lane for lane in self._lane_of.values()}
         self._wake = {thread: threading.Condition(self._lock) for thread in self._thread_of.values()}

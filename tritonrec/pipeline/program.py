@@ -65,10 +65,10 @@ class Program:
         self.model, self.tables, self.dense = dense.model, tables, dense
         device = usable_device(device)
         self.sums = Sums(config, device, communicators.copies_messages(device))
+        groups = self._exchange_groups()
         self.context = Context(
             config, device, tables, self.sums, schedule.replicated,
-            communicators.replica.rank, communicators.rank, communicators.stop,
-            self._exchange_groups(),
+            communicators.replica.rank, communicators.rank, communicators.stop, groups,
         )  # fmt: skip
         self.run_places: Mapping[Any, Any] = {
             at.Tables: [group.table for group in tables.groups],
@@ -81,7 +81,7 @@ class Program:
             at.ReplicaGroup: communicators.replica,
             at.ReduceGroup: communicators.reduce,
         }
-        self.tasks = Tasks(schedule, config.window_micro_batches, self.doers)
+        self.tasks = Tasks(schedule, config.window_micro_batches, groups.doers)
         self.actions: dict[str, Action] = {}
         for stage in schedule.stages:
             assert stage.function is not None, f"stage {stage.name} of {schedule.name} has no function"
@@ -97,12 +97,6 @@ class Program:
         once = chosen == "once" or (chosen == "auto" and self.sums.copied)
         overlap = self.schedule.overlaps_window and not once
         return joined_groups(count, overlap, ordered=not self.sums.exact)
-
-    @property
-    def doers(self) -> dict[str, tuple[int, ...]]:
-        """Of stages in which micro-batches share a task: [i] the micro-batch whose task does i's work."""
-        groups = self.context.groups
-        return {"exchange": groups.rows_with, "gradient_exchange": groups.gradients_with}
 
     def bind(
         self, function: Callable[..., Any], stage: str, granted: tuple[Access, ...] | None = None

@@ -54,6 +54,10 @@ class Schedule:
     concurrent: bool = True
     ahead: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        for name in ("stages", "ahead"):  # lists too: a table is hashed
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
     @property
     def overlaps_window(self) -> bool:
         """Whether exchanges of a window run beside its computation."""

@@ -105,6 +105,10 @@ class Stage:
     moves: bool = False
     function: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
 
+    def __post_init__(self) -> None:
+        for name in ("after", "touches"):  # lists too: a table is hashed
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
     @property
     def launches_collectives(self) -> bool:
         """Whether it accesses a process group whose collectives run on the device.

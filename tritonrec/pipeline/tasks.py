@@ -33,8 +33,8 @@ class Tasks:
         if micro_batches < 1:
             raise ValueError(f"a window needs at least one micro-batch, got {micro_batches}")
         self.schedule, self.micro_batches = schedule, micro_batches
-        self._doers = {stage: tuple(each) for stage, each in (doers or {}).items()}
-        for stage, each in self._doers.items():
+        self.doers = {stage: tuple(each) for stage, each in (doers or {}).items()}
+        for stage, each in self.doers.items():
             own = schedule[stage].per_micro_batch and len(each) == micro_batches
             if not own or any(not 0 <= i < micro_batches or each[i] != i for i in each):
                 raise ValueError(f"{stage}: {each} are no doers of {micro_batches} micro-batches")
@@ -44,16 +44,16 @@ class Tasks:
     @property
     def shared(self) -> bool:
         """Whether any task does the work of several micro-batches."""
-        return any(doer != i for each in self._doers.values() for i, doer in enumerate(each))
+        return any(doer != i for each in self.doers.values() for i, doer in enumerate(each))
 
     def done_by(self, task: Task) -> Task:
         """The task of the same batch and stage that does the work of this one, as a rule itself."""
-        doers = self._doers.get(task.stage)
+        doers = self.doers.get(task.stage)
         return task if doers is None else task._replace(micro_batch=doers[task.micro_batch or 0])
 
     def does(self, task: Task) -> list[Task]:
         """The tasks whose work this one does, in their order; itself among them."""
-        doers = self._doers.get(task.stage)
+        doers = self.doers.get(task.stage)
         if doers is None:
             return [task]
         return [task._replace(micro_batch=i) for i, doer in enumerate(doers) if doer == task.micro_batch]

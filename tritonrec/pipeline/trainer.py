@@ -157,18 +157,18 @@ class Trainer:
         self._program = Program(
             self._schedule, tables, self.dense, communicators, self.config, self._pending.flight, self._device
         )
-        self.recorder.metadata["done_by"] = {stage: list(each) for stage, each in self._program.doers.items()}
+        tasks = self._program.tasks
+        self.recorder.metadata["done_by"] = {stage: list(each) for stage, each in tasks.doers.items()}
         if self.config.average_every:
             self._average = ReplicaAverage(tables, communicators.replica)
         if self._schedule.concurrent:
-            count, streams = self.config.window_micro_batches, streams or streams_for(self._device)
+            streams = streams or streams_for(self._device)
             one_thread = lanes_of_one_thread(streams, communicators.world_size)
             self.recorder.metadata["one_thread"] = list(one_thread)
             self._executor = Executor(
-                self._schedule, self._program.actions, count, self._span, delay, checked,
+                tasks, self._program.actions, self._span, delay, checked,
                 streams, partial(lane_work, self.impl),
-                launches_in_turn(self._device, communicators.world_size),
-                one_thread, self._program.doers,
+                launches_in_turn(self._device, communicators.world_size), one_thread,
             )  # fmt: skip
         self._reader = self._batch_reader()
 
