@@ -15,6 +15,7 @@ from .outputs import checked, require_writable
 
 MOST_MINUTES = 100_000
 MOST_SEED = 2**31 - 1
+MOST_PROCESSES = 1024
 
 
 def fuzz(
@@ -23,6 +24,9 @@ def fuzz(
     configurations: Annotated[
         int | None, typer.Option(min=1, max=MOST, help="Configurations to try at most; by default no limit.")
     ] = None,
+    processes: Annotated[
+        int, typer.Option(min=1, max=MOST_PROCESSES, help="That try configurations at the same time.")
+    ] = 1,
     configuration: Annotated[
         str, typer.Option(help="Try this configuration alone, as a failure prints it: a JSON object.")
     ] = "",
@@ -36,7 +40,7 @@ def fuzz(
 ) -> None:
     """Try random configurations against synchronous training, and print the smallest that fails.
 
-    Ranks are threads of this process. A configuration chooses mode, ranks, micro-batches, model, optimizer,
+    Ranks are threads of a process. A configuration chooses mode, ranks, micro-batches, model, optimizer,
     policies, storage, precisions, data and more. Those that a check refuses are counted by its message. Exit
     status 0 only if all others are equal to their references in every bit.
     """
@@ -56,7 +60,9 @@ def fuzz(
         report = checked(lambda: run.try_one(one, inject or None, console))
     else:
         report = checked(
-            lambda: run.search(60 * minutes, seed, configurations, database, inject or None, mode, console)
+            lambda: run.search(
+                60 * minutes, seed, configurations, database, inject or None, mode, console, processes
+            )
         )
     if json_file:
         checked(lambda: save_json(report.as_json(), json_file))
