@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,18 @@ import pyarrow.parquet as pq
 import torch
 
 from tritonrec.checkpoint import save
-from tritonrec.data import ali_ccp, criteo, csv_log, kuairand, parquet
+from tritonrec.data import (
+    ClickStream,
+    ImpressionStream,
+    ali_ccp,
+    click_columns,
+    criteo,
+    csv_log,
+    kuairand,
+    parquet,
+)
 from tritonrec.data.convert_sequences import write_sequences
+from tritonrec.data.convert_windows import write_windows
 from tritonrec.data.features import ItemGenres, UserFeatures
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.sequences import NextItemStream
@@ -107,9 +117,38 @@ def _write_sequences(folder: Path, draw: random.Random) -> None:
 
 
 def _read_sequences(folder: Path) -> list[Any]:
-    stream = NextItemStream(folder, 4, 5, 2, seed=3, readers=2)
+    return _batches(NextItemStream(folder, 4, 5, 2, seed=3, readers=2), ())
+
+
+def _write_windows(folder: Path, draw: random.Random) -> None:
+    log = _log(draw)
+    clicks = np.random.default_rng(draw.getrandbits(32)).integers(0, 2, (2, len(log)))
+    log = replace(log, feedback={"is_click": clicks[0], "long_view": clicks[1]})
+    write_windows([log], folder, 5, 2, 6, buckets=2, users=log.user_features, genres=log.genres)
+
+
+def _read_windows(folder: Path) -> list[Any]:
+    stream = ImpressionStream(folder, 4, seed=3, readers=2)
+    return _batches(stream, stream.evaluation_batches(4))
+
+
+def _write_clicks(folder: Path, draw: random.Random) -> None:
+    numbers = np.random.default_rng(draw.getrandbits(32))
+    for number, compression in enumerate(("snappy", "none")):
+        columns = {"label": numbers.integers(0, 2, 20), "price": numbers.normal(size=20)}
+        columns |= {name: numbers.integers(-(2**40), 2**40, 20) for name in ("site", "device")}
+        path = folder / f"part-{number}.parquet"
+        pq.write_table(pa.table(columns), path, row_group_size=7, compression=compression)
+
+
+def _read_clicks(folder: Path) -> list[Any]:
+    stream = ClickStream(folder, 4, seed=3, readers=2)
+    return _batches(stream, stream.evaluation_batches(4))
+
+
+def _batches(stream: Any, held_out: Iterable[Any]) -> list[Any]:
     steps = min(stream.steps_per_epoch, 50)
-    return [_content(vars(batch)) for batch in itertools.islice(stream, steps)]
+    return [_content(vars(batch)) for batch in (*itertools.islice(stream, steps), *held_out)]
 
 
 def _write_csv(folder: Path, draw: random.Random) -> None:
@@ -181,6 +220,9 @@ FORMATS = {
         Format("export-safetensors", _write_export("safetensors"), _read_export, sealed=True),
         Format("parquet-log", _write_parquet, lambda folder: [_content(parquet.read(folder))]),
         Format("sequence-shards", _write_sequences, _read_sequences),
+        Format("window-shards", _write_windows, _read_windows),
+        Format("click-shards", _write_clicks, _read_clicks),
+        Format("clicks", _write_clicks, lambda folder: [_content(click_columns.read_parquet(folder))]),
         Format("csv", _write_csv, lambda folder: [_content(csv_log.read(folder / "log.csv"))], text=True),
         Format("csv-gz", _write_packed_csv, lambda folder: [_content(csv_log.read(folder / "log.csv.gz"))]),
         Format("criteo", _write_criteo, lambda folder: [_content(criteo.read_tsv(folder))], text=True),

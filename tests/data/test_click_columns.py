@@ -133,3 +133,12 @@ def test_a_bad_line_of_ali_ccp_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="line 5: there are no common features 'u9'"):
         clicks_of(f"ali-ccp:{tmp_path}/days")
     assert {path.suffix for path in (tmp_path / "cache" / "clicks").iterdir()} == {".lock"}
+
+
+def test_a_name_of_a_column_that_is_no_text_is_refused(tmp_path):
+    folder = write(tmp_path / "days", columns())
+    file = folder / "0.parquet"
+    file.write_bytes(file.read_bytes().replace(b"price", b"\xf4rice", 1))
+    for read in (lambda: load(f"clicks:{folder}"), lambda: ClickStream(folder, 8, seed=1)):
+        with pytest.raises(ValueError, match=r"days: not a Parquet dataset: .*'utf-8' codec"):
+            read()

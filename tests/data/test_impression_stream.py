@@ -1,5 +1,6 @@
 """Promise: a stream of windows has the samples of the log read whole, at any ranks and numbers of buckets."""
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -8,6 +9,7 @@ from test_impression_loader import loader, plain, rated_log
 
 from tritonrec.data import ImpressionBatch, ImpressionStream
 from tritonrec.data.convert_windows import table_of, write_windows
+from tritonrec.data.impression_stream import ABOUT_FILE, HELD_OUT_FILE
 from tritonrec.data.parquet import parts, write_features
 from tritonrec.data.parquet import table_of as table_of_log
 from tritonrec.data.parquet_rows import ParquetRows
@@ -83,3 +85,64 @@ def test_what_has_no_windows_is_named(folder, tmp_path):
 def test_the_held_out_windows_are_no_shard(folder, tmp_path):
     out = windows(folder, tmp_path / "out")
     assert [file.rpartition("/")[2] for file in ParquetRows(out).files] == ["part-00000.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"context": ["user_id"', "cannot be read: JSONDecodeError"),
+        ("[" * 100_000, "cannot be read: RecursionError"),
+        ('{"context": ["user_id"]}', "cannot be read: KeyError: 'tasks'"),
+        ("[1]", "cannot be read: TypeError"),
+        ('{"context": ["user_id"], "tasks": "like"}', "must be lists of texts, got 'like'"),
+        ('{"context": [1], "tasks": ["like"]}', r"must be lists of texts, got \[1\]"),
+        ('{"context": ["nobody"], "tasks": ["like"]}', "no column 'context_nobody'"),
+        ('{"context": [], "tasks": []}', r"a row has \d values in 'label', expected 0"),
+    ],
+)
+def test_damaged_names_are_refused_by_their_file(folder, tmp_path, text, message):
+    out = windows(folder, tmp_path / "out")
+    (out / ABOUT_FILE).write_text(text)
+    with pytest.raises(ValueError, match=f"{out}.*{message}"):
+        next(ImpressionStream(out, 7, seed=2))
+
+
+def replaced(table, name, values):
+    return table.set_column(table.column_names.index(name), name, values)
+
+
+LISTS = pa.large_list(pa.int64())
+WRONG = {
+    "no column 'action'": lambda table: table.drop_columns(["action"]),
+    "column 'shown' must hold lists of integers.*write_windows": lambda table: replaced(
+        table, "shown", pa.array([[1.5]] * len(table))
+    ),
+    "column 'context_user_id' must hold integers": lambda table: replaced(
+        table, "context_user_id", pa.array(["me"] * len(table))
+    ),
+    "column 'context_user_id' has nulls": lambda table: replaced(
+        table, "context_user_id", pa.array([None] * len(table), pa.int64())
+    ),
+    "column 'item' has nulls": lambda table: replaced(table, "item", pa.array([[None]] * len(table), LISTS)),
+    "column 'timestamp' does not fit": lambda table: replaced(
+        table, "timestamp", pa.array([[2**63]] * len(table), pa.large_list(pa.uint64()))
+    ),
+    r"a row has 9 values in 'action', expected \d": lambda table: replaced(
+        table, "action", pa.array([[1] * 9] * len(table), LISTS)
+    ),
+    r"a row has 9 values in 'shown_timestamp', expected \d": lambda table: replaced(
+        table, "shown_timestamp", pa.array([[1] * 9] * len(table), LISTS)
+    ),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_columns_that_do_not_fit_are_named(folder, tmp_path, message):
+    out = windows(folder, tmp_path / "out")
+    for name in ("part-00000.parquet", HELD_OUT_FILE):
+        whole = (out / name).read_bytes()
+        pq.write_table(WRONG[message](pq.read_table(out / name)), out / name)
+        with pytest.raises(ValueError, match=f"{out}.*{message}"):
+            stream = ImpressionStream(out, 7, seed=2)
+            _ = next(stream), list(stream.evaluation_batches(6))
+        (out / name).write_bytes(whole)

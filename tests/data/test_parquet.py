@@ -195,6 +195,14 @@ def test_an_empty_or_broken_dataset_is_named(tmp_path):
         load(f"parquet:{tmp_path}")
 
 
+def test_a_name_of_a_column_that_is_no_text_is_refused(tmp_path):
+    write(made_log(), tmp_path / "out", rows_per_file=100)
+    path = tmp_path / "out" / "part-00001.parquet"
+    path.write_bytes(path.read_bytes().replace(b"timestamp", b"\xf4imestamp", 1))
+    with pytest.raises(ValueError, match=r"not a Parquet dataset: .*part-00001\.parquet: 'utf-8' codec"):
+        next(parts(tmp_path / "out"))
+
+
 def test_a_shard_that_is_damaged_later_is_named(tmp_path):
     write(made_log(), tmp_path / "out", rows_per_file=100)
     path = tmp_path / "out" / "part-00003.parquet"

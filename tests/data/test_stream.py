@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tritonrec.data import Stream
-from tritonrec.data.parquet_rows import ParquetRows, RowReader
+from tritonrec.data.parquet_rows import ParquetRows, RowReader, schema_of
 from tritonrec.data.slices import collected
 from tritonrec.data.stream_plan import Stretch
 
@@ -215,6 +215,15 @@ def test_bad_datasets_are_named(folder, tmp_path):
     (tmp_path / "c.parquet").write_bytes(b"PAR1 and then nothing of the kind")
     with pytest.raises(ValueError, match=r"not a Parquet dataset: .*c\.parquet"):
         ParquetRows(tmp_path)
+
+
+def test_a_name_of_a_column_that_is_no_text_is_refused(tmp_path):
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"numbers": [1]}), file)
+    file.write_bytes(file.read_bytes().replace(b"numbers", b"\xf4umbers", 1))
+    for read in (ParquetRows, lambda path: schema_of(str(path))):
+        with pytest.raises(ValueError, match=r"not a Parquet dataset: .*a\.parquet: 'utf-8' codec"):
+            read(tmp_path)
 
 
 def test_a_shard_that_is_damaged_later_is_named(tmp_path):

@@ -14,8 +14,7 @@ from rich.console import Console
 from tritonrec.harness import streams
 from tritonrec.harness.fuzz.configuration import Configuration
 from tritonrec.harness.fuzz.fuzzer import Fuzzer
-from tritonrec.harness.fuzz.report import Failure, FuzzReport, Try
-from tritonrec.harness.fuzz.rounds import Rounds
+from tritonrec.harness.fuzz.report import FuzzReport
 from tritonrec.harness.fuzz.run import search
 from tritonrec.harness.fuzz.strategies import configurations
 from tritonrec.harness.job import Job

@@ -253,6 +253,9 @@ DAMAGES = {
     ),
     "metadata of no rank": (TrackEvent.TYPE_INSTANT, lambda event: setattr(event, "track_uuid", 999)),
     "is of no counter": (TrackEvent.TYPE_COUNTER, lambda event: setattr(event, "track_uuid", 999)),
+    "slice 'compute', opened at 0 ns, is of no rank": (
+        TrackEvent.TYPE_SLICE_BEGIN, lambda event: setattr(event, "track_uuid", 999)
+    ),
 }  # fmt: skip
 
 
@@ -267,6 +270,20 @@ def test_a_damaged_event_is_refused_by_the_file_and_what_it_lacks(tmp_path, mess
     damage(_changed_event(proto, kind))
     (tmp_path / "damaged").write_bytes(proto.SerializeToString())
     with pytest.raises(ValueError, match=f"damaged: .*{message}.*not a trace recorded by tritonrec"):
+        read(tmp_path / "damaged")
+
+
+@pytest.mark.parametrize("name", ["mode", "compute", "rows", "batch"])
+def test_names_that_are_no_text_are_refused(tmp_path, name):
+    """Of metadata, of slices with their lane, of counters and of arguments."""
+    recorder = Recorder(0, 1, {"mode": "dbp"})
+    recorder.add("compute", "compute", 0, 5, batch=0)
+    recorder.counter("rows", 3)
+    whole = recorder.save(tmp_path / "whole").read_bytes()
+    word = name.encode()
+    assert word in whole
+    (tmp_path / "damaged").write_bytes(whole.replace(word, b"\xf4" + word[1:]))
+    with pytest.raises(ValueError, match=r"damaged: the name .* is no UTF-8: not a trace recorded"):
         read(tmp_path / "damaged")
 
 

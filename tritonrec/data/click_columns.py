@@ -24,6 +24,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
 from tritonrec.data.ctr import ClickLog, num_training_rows
+from tritonrec.data.parquet_rows import UNREADABLE
 
 LABEL = "label"
 Columns = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -155,9 +156,9 @@ def read_parquet(path: Path | str, columns: ClickColumns | None = None) -> Click
         raise FileNotFoundError(f"{path}: no such file or folder")
     try:
         dataset = ds.dataset(path, format="parquet")
-    except (pa.ArrowInvalid, OSError) as error:
+        columns = columns or PlainColumns.of(path, dataset.schema)
+    except UNREADABLE as error:
         raise ValueError(f"{path}: not a Parquet dataset: {error}") from error
-    columns = columns or PlainColumns.of(path, dataset.schema)
     return as_log(columns, _parts(path, dataset, columns), path)
 
 
@@ -170,7 +171,7 @@ def _parts(path: Path, dataset: ds.Dataset, columns: ClickColumns) -> Iterator[t
             if missing:
                 raise ValueError(f"{fragment.path}: no column {missing[0]!r}, found {', '.join(found)}")
             yield Part(fragment.path, "row", 0), fragment.to_table(columns=list(needed))
-    except (pa.ArrowInvalid, OSError) as error:
+    except UNREADABLE as error:
         raise ValueError(f"{path}: not a Parquet dataset: {error}") from error
 
 

@@ -15,12 +15,18 @@ from tritonrec.data.epochs import check_at_least
 from tritonrec.data.features import ItemGenres
 from tritonrec.data.impressions import ImpressionBatch
 from tritonrec.data.jagged import KeyedJaggedTensor, Lookup, token_indices
+from tritonrec.data.list_columns import check_columns, integer_column, list_column
 from tritonrec.data.stream import Stream
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from tritonrec.data.parquet_rows import ParquetRows
+
 HELD_OUT_FILE, ABOUT_FILE = "_held_out.parquet", "_windows.json"
+HISTORY, EXPOSED = ("item", "action", "timestamp"), ("shown", "shown_timestamp", "label")
+"""Columns of lists, of one length in a row; of labels one for each task."""
+HINT = "tritonrec.data.convert_windows.write_windows makes such a folder of a log"
 
 
 class ImpressionStream(Stream[ImpressionBatch]):
@@ -33,7 +39,8 @@ class ImpressionStream(Stream[ImpressionBatch]):
     Attributes:
         context, tasks: names.
 
-    Raises the errors of `Stream`, and ValueError for a folder without windows.
+    Raises the errors of `Stream`, and ValueError for a folder without windows or with other columns; while
+    reading, ValueError naming the folder and the column of lists that do not fit each other.
     """
 
     def __init__(
@@ -47,18 +54,13 @@ class ImpressionStream(Stream[ImpressionBatch]):
         buffer_rows: int = 1 << 15,
         readers: int = 64,
     ) -> None:
-        from tritonrec.data.parquet import features_beside
-        from tritonrec.data.parquet_rows import ParquetRows  # pyarrow is slow to import
+        from tritonrec.data.parquet import features_beside  # pyarrow is slow to import
 
         self.folder = Path(folder)
-        try:
-            about = json.loads((self.folder / ABOUT_FILE).read_text())
-        except OSError as error:
-            raise ValueError(f"{folder} has no windows of impressions: {error}") from error
-        self.context, self.tasks = tuple(about["context"]), tuple(about["tasks"])
+        self.context, self.tasks = _names(self.folder / ABOUT_FILE)
         self._genres = features_beside(folder)[1]
         super().__init__(
-            ParquetRows(folder), self._collate, batch_size, seed, rank, world_size, shuffle, buffer_rows,
+            self._rows(folder), self._collate, batch_size, seed, rank, world_size, shuffle, buffer_rows,
             readers,
         )  # fmt: skip
 
@@ -69,29 +71,68 @@ class ImpressionStream(Stream[ImpressionBatch]):
 
     def evaluation_batches(self, batch_size: int = 256) -> Iterator[ImpressionBatch]:
         """The held-out window of every user, at most `batch_size` at a time, as step 0."""
-        from tritonrec.data.parquet_rows import ParquetRows
-
         check_at_least("batch_size", batch_size, 1)
-        for numbers, table in ParquetRows(self.folder / HELD_OUT_FILE).batches(batch_size):
+        for numbers, table in self._rows(self.folder / HELD_OUT_FILE).batches(batch_size):
             yield self._collate(0, torch.from_numpy(numbers), table)
 
+    def _rows(self, path: str | Path) -> ParquetRows:
+        from tritonrec.data.parquet_rows import ParquetRows
+
+        rows = ParquetRows(path)
+        check_columns(rows, (*HISTORY, *EXPOSED), [f"context_{name}" for name in self.context], HINT)
+        return rows
+
+    def _lists(self, table: pa.Table, name: str, lengths: np.ndarray) -> Tensor:
+        """The values of a column, which has lists of these `lengths` (b,)."""
+        values, found = list_column(table, name)
+        if not np.array_equal(found, lengths):
+            row = int((found != lengths).nonzero()[0][0])
+            raise ValueError(f"a row has {found[row]} values in {name!r}, expected {lengths[row]}")
+        return torch.from_numpy(values)
+
     def _collate(self, step: int, sample_ids: Tensor, table: pa.Table) -> ImpressionBatch:
-        past, items = _lists(table, "item")
-        shown, exposed = _lists(table, "shown")
-        features = {"history": Lookup(items, past), "exposed": Lookup(exposed, shown)}
+        try:
+            return self._batch(step, sample_ids, table)
+        except ValueError as error:
+            raise ValueError(f"{self.folder}: {error}") from error
+
+    def _batch(self, step: int, sample_ids: Tensor, table: pa.Table) -> ImpressionBatch:
+        past, shown = list_column(table, "item")[1], list_column(table, "shown")[1]
+        items, actions, times = (self._lists(table, name, past) for name in HISTORY)
+        exposed, shown_times = (self._lists(table, name, shown) for name in EXPOSED[:-1])
+        labels = self._lists(table, EXPOSED[-1], shown * len(self.tasks))
+        features = {
+            "history": Lookup(items, torch.from_numpy(np.append(0, np.cumsum(past)))),
+            "exposed": Lookup(exposed, torch.from_numpy(np.append(0, np.cumsum(shown)))),
+        }
         for name in self.context:
-            features[name] = Lookup(torch.from_numpy(table[f"context_{name}"].to_numpy().copy()))
-        times = [_lists(table, name)[1] for name in ("timestamp", "shown_timestamp")]
+            features[name] = Lookup(torch.from_numpy(integer_column(table, f"context_{name}")))
         return ImpressionBatch(
             step=step,
             sample_ids=sample_ids,
             features=KeyedJaggedTensor.from_dict(features),
-            history_actions=_lists(table, "action")[1],
-            timestamps=torch.cat(times),
-            labels=_lists(table, "label")[1].view(-1, len(self.tasks)),
+            history_actions=actions,
+            timestamps=torch.cat([times, shown_times]),
+            labels=labels.view(-1, len(self.tasks)),
             genres=None if self._genres is None else _bags(self._genres, torch.cat([items, exposed])),
             tasks=self.tasks,
         )
+
+
+def _names(file: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of the context and of the tasks, of the file of a folder."""
+    try:
+        about = json.loads(file.read_text())
+        found = [about[name] for name in ("context", "tasks")]
+    except OSError as error:
+        raise ValueError(f"{file.parent} has no windows of impressions: {error}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+    for names in found:
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"{file}: names of context and tasks must be lists of texts, got {names!r}")
+    context, tasks = map(tuple, found)
+    return context, tasks
 
 
 def _bags(genres: ItemGenres, items: Tensor) -> KeyedJaggedTensor:
@@ -99,15 +140,3 @@ def _bags(genres: ItemGenres, items: Tensor) -> KeyedJaggedTensor:
     starts, lengths = map(torch.from_numpy, genres.of(items.numpy()))
     ids, offsets = token_indices(starts, lengths)
     return KeyedJaggedTensor(("genre",), torch.from_numpy(genres.genres)[ids], offsets)
-
-
-def _lists(table: pa.Table, name: str) -> tuple[Tensor, Tensor]:
-    """Offsets (b + 1,) and values of a column of lists, int64."""
-    import pyarrow as pa
-
-    column = table.column(name).combine_chunks()
-    column = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
-    lengths = np.asarray(column.value_lengths(), dtype=np.int64)
-    offsets = np.append(0, np.cumsum(lengths))
-    values = column.flatten().to_numpy(zero_copy_only=False).astype(np.int64)
-    return torch.from_numpy(offsets), torch.from_numpy(values)

@@ -24,6 +24,7 @@ from tritonrec.data import text_files
 from tritonrec.data.features import ItemGenres, UserFeatures, numbered
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.parquet import concat
+from tritonrec.data.parquet_rows import UNREADABLE
 
 CONTEXT = (
     "user_active_degree",
@@ -120,7 +121,7 @@ def _tables(path: Path, integers: tuple[str, ...], words: tuple[str, ...]) -> It
                     name: batch.column(name).to_numpy(zero_copy_only=False)
                     for name in options.include_columns
                 }
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise ValueError(f"{path}: {error}") from error
 
 
@@ -132,7 +133,7 @@ def _columns(path: Path) -> list[str]:
     try:
         with pc.open_csv(path, _options()) as reader:
             return reader.schema.names
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise ValueError(f"{path}: {error}") from error
 
 

@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 from tritonrec.data.features import ItemGenres, UserFeatures
 from tritonrec.data.interactions import Interactions
-from tritonrec.data.parquet_rows import filesystem_of, shards
+from tritonrec.data.parquet_rows import UNREADABLE, filesystem_of, shards
 from tritonrec.data.sequences import holds_sequences
 
 USERS_FILE, ITEMS_FILE = "_users.parquet", "_items.parquet"  # pyarrow ignores names with an underscore
@@ -67,7 +67,7 @@ def parts(path: Path | str) -> Iterator[Interactions]:
                 columns = _columns(file, found.schema_arrow, files[0], columns)
                 rows = [found.metadata.row_group(number).num_rows for number in range(found.num_row_groups)]
                 footers.append((file, [number for number, count in enumerate(rows) if count]))
-        except (pa.ArrowException, OSError) as error:
+        except UNREADABLE as error:
             raise ValueError(f"{path}: not a Parquet dataset: {file}: {error}") from error
     if not any(groups for _file, groups in footers):
         raise ValueError(f"{path}: the dataset holds no rows")
@@ -76,7 +76,7 @@ def parts(path: Path | str) -> Iterator[Interactions]:
             try:
                 with filesystem.open_input_file(file) as source:
                     table = pq.ParquetFile(source).read_row_group(number, columns=columns)
-            except (pa.ArrowException, OSError) as error:
+            except UNREADABLE as error:
                 raise ValueError(f"{file}: row group {number} cannot be read: {error}") from error
             yield _interactions({name: _values(file, name, table.column(name)) for name in columns})
 

@@ -36,6 +36,8 @@ BATCH_ROWS = 256
 """Rows that are decoded at once."""
 KEPT_CHUNKS = 100_000
 """Column chunks whose places are kept in memory, of the files used last; other footers are read again."""
+UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError)
+"""Errors of pyarrow for a file that it cannot read, or that has names in no UTF-8."""
 
 
 @dataclass
@@ -161,7 +163,7 @@ class ParquetRows:
             with self.filesystem.open_input_file(file) as source:
                 found = pq.ParquetFile(source)
                 return found.schema_arrow.remove_metadata(), found.metadata
-        except (pa.ArrowException, OSError) as error:
+        except UNREADABLE as error:
             raise ValueError(f"{self.path}: not a Parquet dataset: {file}: {error}") from error
 
     def _checked(self, schemas: list[pa.Schema], columns: Sequence[str] | None) -> pa.Schema:
@@ -205,7 +207,7 @@ class RowReader:
             try:
                 with work("decode"):
                     parts += self._read(stretch, file, number)
-            except (pa.ArrowException, OSError) as error:
+            except UNREADABLE as error:
                 self.close()
                 raise ValueError(f"{file}: row group {number} cannot be read: {error}") from error
         return pa.Table.from_batches(parts, self.rows.schema)
@@ -312,7 +314,7 @@ def schema_of(path: str) -> pa.Schema:
     try:
         with filesystem.open_input_file(file) as source:
             return pq.read_schema(source)
-    except (pa.ArrowException, OSError) as error:
+    except UNREADABLE as error:
         raise ValueError(f"{path}: not a Parquet dataset: {file}: {error}") from error
 
 

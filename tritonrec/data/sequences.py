@@ -28,6 +28,7 @@ from torch import Tensor
 from tritonrec.data.batch import JaggedBatch
 from tritonrec.data.epochs import NEGATIVES, check_at_least
 from tritonrec.data.jagged import token_indices
+from tritonrec.data.list_columns import check_columns, list_column
 from tritonrec.data.loader import EvaluationBatch
 from tritonrec.data.slices import work
 from tritonrec.data.stream import Stream
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 CATALOGUE_FILE = "_catalogue.parquet"
 COLUMNS = ("item", "timestamp")
+HINT = "python -m tritonrec.data.convert SOURCE OUT --sequences makes them of a log"
 
 
 class NextItemStream(Stream[JaggedBatch]):
@@ -78,7 +80,7 @@ class NextItemStream(Stream[JaggedBatch]):
         check_at_least("max_seq_len", max_seq_len, 1)
         check_at_least("num_negatives", num_negatives, 0)
         rows = rows if isinstance(rows, ParquetRows) else ParquetRows(rows, COLUMNS)
-        _check_lists(rows)
+        check_columns(rows, COLUMNS, (), HINT)
         super().__init__(
             rows, self._collate, batch_size, seed, rank, world_size, shuffle, buffer_rows, readers
         )
@@ -165,8 +167,8 @@ def lists_of(table: pa.Table) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     Raises ValueError for nulls, for rows whose lists differ in length, and for values beyond int64.
     """
-    items, starts, lengths = _list_of(table, "item")
-    timestamps, _, of_times = _list_of(table, "timestamp")
+    items, lengths = list_column(table, "item")
+    timestamps, of_times = list_column(table, "timestamp")
     if not np.array_equal(lengths, of_times):
         row = int((lengths != of_times).nonzero()[0][0])
         raise ValueError(
@@ -176,26 +178,9 @@ def lists_of(table: pa.Table) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (
         torch.from_numpy(items),
         torch.from_numpy(timestamps),
-        torch.from_numpy(starts),
+        torch.from_numpy(np.cumsum(lengths) - lengths),
         torch.from_numpy(lengths),
     )
-
-
-def _list_of(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Values, and start and length of each row's, from 0 on."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    column = table.column(name).combine_chunks()
-    column = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
-    if column.null_count or (values := column.flatten()).null_count:
-        raise ValueError(f"column {name!r} has nulls")
-    lengths = pc.list_value_length(column).cast(pa.int64()).to_numpy()
-    try:
-        values = values.cast(pa.int64())
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"column {name!r} does not fit: {error}") from error
-    return values.to_numpy().copy(), np.cumsum(lengths) - lengths, lengths.copy()
 
 
 def holds_sequences(schema: pa.Schema) -> bool:
@@ -214,29 +199,16 @@ def read_catalogue(rows: ParquetRows) -> tuple[Tensor, Tensor]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    from tritonrec.data.parquet_rows import UNREADABLE
+
     file = f"{rows.root}/{CATALOGUE_FILE}"
     try:
         with rows.filesystem.open_input_file(file) as source:
             table = pq.read_table(source, columns=["item", "count"])
-    except (pa.ArrowException, OSError) as error:
+    except UNREADABLE as error:
         raise ValueError(
             f"{rows.path}: no catalogue to draw negatives from: give catalogue=, or write the data with "
             f"python -m tritonrec.data.convert SOURCE OUT --sequences ({error})"
         ) from error
     columns = [table.column(name).cast(pa.int64()).to_numpy() for name in ("item", "count")]
     return torch.from_numpy(columns[0].copy()), torch.from_numpy(columns[1].copy())
-
-
-def _check_lists(rows: ParquetRows) -> None:
-    import pyarrow as pa
-
-    for name in COLUMNS:
-        if name not in rows.schema.names:
-            raise ValueError(f"{rows.path}: no column {name!r}; found {', '.join(rows.schema.names)}")
-        kind = rows.schema.field(name).type
-        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-        if not is_list or not pa.types.is_integer(kind.value_type):
-            raise ValueError(
-                f"{rows.path}: column {name!r} must hold lists of integers, a row for each sequence, got "
-                f"{kind}: python -m tritonrec.data.convert SOURCE OUT --sequences makes them of a log"
-            )

@@ -110,7 +110,7 @@ class _Reader:
             elif packet.HasField("track_event"):
                 event, at = packet.track_event, packet.timestamp
                 if event.type == TrackEvent.TYPE_SLICE_BEGIN:
-                    self.open.setdefault(event.track_uuid, []).append((event.name, at, _arguments(event)))
+                    self._open(event, at)
                 elif event.type == TrackEvent.TYPE_SLICE_END:
                     self._close(event.track_uuid, at)
                 elif event.type == TrackEvent.TYPE_COUNTER:
@@ -134,6 +134,12 @@ class _Reader:
         ranks = tuple(sorted(self.metadata))
         return Trace(self.spans, self.counters, self._common_metadata(), ranks, self.operators)
 
+    def _open(self, event: Any, at: int) -> None:
+        name, track = _text(event.name), event.track_uuid
+        if track not in self.rank_of:
+            raise ValueError(f"slice {name!r}, opened at {at} ns, is of no rank: {FOREIGN}")
+        self.open.setdefault(track, []).append((name, at, _arguments(event)))
+
     def _keep_metadata(self, event: Any) -> None:
         if event.track_uuid not in self.rank_of:
             raise ValueError(f"metadata of no rank: {FOREIGN}")
@@ -149,12 +155,12 @@ class _Reader:
             return
         if track.parent_uuid not in self.rank_of:
             raise ValueError(f"track {track.name!r} belongs to no rank: {FOREIGN}")
-        self.rank_of[track.uuid] = self.rank_of[track.parent_uuid]
+        self.rank_of[track.uuid], name = self.rank_of[track.parent_uuid], _text(track.name)
         if track.HasField("counter"):
-            self.counter_of[track.uuid] = track.name
+            self.counter_of[track.uuid] = name
         elif track.HasField("thread"):
             # A lane with overlapping slices has further rows, "communication +1" and so on.
-            name = track.name.partition(" +")[0]
+            name = name.partition(" +")[0]
             if name.endswith(OPERATORS):
                 self.thread_of[track.uuid] = name.removesuffix(OPERATORS)
             else:
@@ -190,11 +196,19 @@ class _Reader:
         return common
 
 
+def _text(value: str | bytes) -> str:
+    """A string of a message, which is bytes where they are no UTF-8."""
+    if isinstance(value, bytes):
+        raise ValueError(f"the name {value!r} is no UTF-8: {FOREIGN}")
+    return value
+
+
 def _arguments(event: Any) -> dict[str, Any]:
     values = {}
     for each in event.debug_annotations:
         kind = each.WhichOneof("value")
         if kind is None:
             raise ValueError(f"argument {each.name!r} of {event.name!r} has no value: {FOREIGN}")
-        values[each.name] = getattr(each, kind)
+        value = getattr(each, kind)
+        values[_text(each.name)] = _text(value) if isinstance(value, bytes) else value
     return values
