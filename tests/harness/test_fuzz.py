@@ -1,11 +1,14 @@
 """Promise: a search tries what it says, counts what is refused, and finds a fault that is injected."""
 
 import json
+import multiprocessing
 import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 
 import commands
+import fake_searches
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +17,7 @@ from rich.console import Console
 from tritonrec.harness import streams
 from tritonrec.harness.fuzz.configuration import Configuration
 from tritonrec.harness.fuzz.fuzzer import Fuzzer
-from tritonrec.harness.fuzz.report import FuzzReport
+from tritonrec.harness.fuzz.report import FuzzReport, Try
 from tritonrec.harness.fuzz.run import search
 from tritonrec.harness.fuzz.strategies import configurations
 from tritonrec.harness.job import Job
@@ -28,8 +31,13 @@ FAULT = "lost-micro-batch-gradient"
 
 
 @pytest.fixture
-def fuzzer():
-    with Fuzzer() as made:
+def report():
+    return FuzzReport(0)
+
+
+@pytest.fixture
+def fuzzer(report):
+    with Fuzzer(report.count) as made:
         yield made
 
 
@@ -46,37 +54,35 @@ def fuzzer():
     ],
     ids=["fwp", "nestpipe", "window", "stream", "replay", "replay of a sample", "restart"],
 )
-def test_a_configuration_is_equal_to_its_reference(fuzzer, changes):
+def test_a_configuration_is_equal_to_its_reference(fuzzer, report, changes):
     assert fuzzer.evidence(replace(SMALL, **changes)) == ""
-    assert fuzzer.report.identical == 1 and fuzzer.report.tensors > 0 and not fuzzer.report.refused
+    assert report.identical == 1 and report.tensors > 0 and not report.refused
 
 
-def test_a_fault_is_seen(fuzzer):
-    with Fuzzer(fault=FAULT) as faulty:
-        assert "expected" in faulty.evidence(SMALL) and not faulty.report.identical
-    assert fuzzer.evidence(SMALL) == ""
+def test_a_fault_is_seen(fuzzer, report):
+    with Fuzzer(report.count, FAULT) as faulty:
+        assert "expected" in faulty.evidence(SMALL) and not report.tried
+    assert fuzzer.evidence(SMALL) == "" and report.identical == 1
 
 
-def test_refused_configurations_are_counted_by_message_and_once(fuzzer):
+def test_refused_configurations_are_counted_by_message_and_once(fuzzer, report):
     for depth in (2, 2, 5):
         assert fuzzer.evidence(replace(SMALL, depth=depth)) == ""
     assert fuzzer.evidence(replace(SMALL, model="grm", lazy_weight_decay=True, tiers="1:1")) == ""
-    assert (
-        fuzzer.report.refused["mode 'fwp' has one batch in flight, not N: depth is for dbp and nestpipe"] == 2
-    )
+    assert report.refused["mode 'fwp' has one batch in flight, not N: depth is for dbp and nestpipe"] == 2
     short = replace(Configuration(world_size=2, streamed=True, dynamic=True), consistency="window")
-    assert fuzzer.evidence(short) == "" and fuzzer.report.identical == 0
-    assert fuzzer.report.refused["rank N has an epoch without tokens: use fewer ranks, or longer rows"] == 1
-    assert len(fuzzer.report.refused) == 3 and fuzzer.report.tried == 4
+    assert fuzzer.evidence(short) == "" and report.identical == 0
+    assert report.refused["rank N has an epoch without tokens: use fewer ranks, or longer rows"] == 1
+    assert len(report.refused) == 3 and report.tried == 4
 
 
-def test_an_error_is_no_refusal(fuzzer, monkeypatch):
+def test_an_error_is_no_refusal(fuzzer, report, monkeypatch):
     def broken(*args):
         raise ValueError("in the middle of training")
 
     monkeypatch.setattr("tritonrec.harness.verify.run_case.compare_run", broken)
     assert "in the middle of training" in fuzzer.evidence(SMALL)
-    assert not fuzzer.report.refused
+    assert not report.refused
 
 
 def test_every_setting_reaches_the_run():
@@ -127,10 +133,10 @@ def test_other_words_are_refused(text, message):
 @pytest.mark.slow
 def test_a_failure_is_made_small_and_tried_first_the_next_time(tmp_path, monkeypatch):
     def evidence(self, configuration):
-        self.report.identical += (
-            wrong := configuration.micro_batches > 2 and configuration.model == "grm"
-        ) == 0
-        return "wrong" if wrong else ""
+        if configuration.micro_batches > 2 and configuration.model == "grm":
+            return "wrong"
+        self.count(Try(configuration))
+        return ""
 
     monkeypatch.setattr(Fuzzer, "evidence", evidence)
     monkeypatch.setattr("tritonrec.harness.fuzz.run.MOST_FAILURES", 1)
@@ -169,6 +175,57 @@ def test_the_command_searches(tmp_path):
     assert code == 0 and "1 configurations in" in output and "1 identical" in output
 
 
+@pytest.fixture
+def processes(monkeypatch):
+    """A search in two processes that do what a function of `fake_searches` does."""
+
+    def searched(work, seconds=60, seed=0, most=None):
+        monkeypatch.setattr("tritonrec.harness.fuzz.rounds._work", work)
+        report = search(seconds, seed, most, console=Console(quiet=True), processes=2)
+        assert not multiprocessing.active_children()
+        return report
+
+    return searched
+
+
+def test_processes_share_a_search_and_no_configuration_counts_twice(processes):
+    report = processes(fake_searches.tries, seed=3, most=70)
+    assert report.tried == 70 and report.refused == {"too N": report.refused.total()}
+    assert report.tensors == 2 * report.identical and report.shown == {"evicted": report.identical}
+    assert report.covered["mode"] == {"sequential": report.identical} and report.shrinking >= 3
+
+
+def test_failures_of_processes_end_the_search(processes):
+    report = processes(fake_searches.fails)
+    assert len(report.failures) >= 3 and report.shrinking >= 12
+    assert len({each.configuration["seed"] for each in report.failures}) == len(report.failures)
+
+
+def test_a_process_that_dies_is_a_failure_of_its_configuration(processes):
+    report = processes(fake_searches.dies)
+    assert len(report.failures) >= 3
+    for each in report.failures:
+        assert each.evidence == "its process ended with exit status 3" and each.repeated == 0
+        assert Configuration.from_json(json.dumps(each.configuration)).mode == "dbp"
+    with pytest.raises(RuntimeError, match="no first configuration: its process ended with exit status 5"):
+        processes(fake_searches.dies_at_once)
+
+
+def test_a_signal_ends_a_search_in_processes(processes):
+    threading.Timer(3, signal.raise_signal, (signal.SIGTERM,)).start()
+    assert processes(fake_searches.waits, seconds=600).identical <= 2
+
+
+def test_the_command_searches_in_processes(tmp_path):
+    file = tmp_path / "report.json"
+    code, output, _ = commands.invoke(
+        "fuzz", "--processes", 2, "--configurations", 3, "--database", tmp_path / "found", "--json", file
+    )
+    assert code == 0 and "3 configurations in" in output
+    found = json.loads(file.read_text())
+    assert found["tried"] == found["identical"] + sum(found["refused"].values()) == 3
+
+
 def test_a_signal_ends_a_search_with_what_was_tried(monkeypatch, capfd):
     tried, evidence = [], Fuzzer.evidence
 
@@ -191,9 +248,9 @@ def test_refused_settings_are_one_sentence():
     assert code == 2 and "--inject takes the name of a fault" in output
 
 
-def test_the_report_says_what_was_covered(fuzzer):
+def test_the_report_says_what_was_covered(fuzzer, report):
     assert fuzzer.evidence(SMALL) == ""
-    written = fuzzer.report.as_json()
+    written = report.as_json()
     assert written["covered"]["mode"] == {"fwp": 1} and written["shown"]["inserted"] == 1
     assert json.loads(json.dumps(written)) == written
     assert FuzzReport(0).tried == 0

@@ -242,14 +242,33 @@ def test_corrupt_widths_and_bytes_are_named_before_anything_is_added(impl, width
     assert not out.any()
 
 
-@pytest.mark.parametrize("impl", ["reference", "cpu"])
-def test_a_float_that_no_integer_is_ends_in_no_error_of_a_library(impl):
-    """Bytes that `pack_rows` never gives: some int64 is added."""
-    out = torch.zeros(1, 2, dtype=torch.int64)
-    floats = torch.tensor([float("nan"), 2.0**40]).view(torch.uint8).view(2, 4).t().contiguous().view(-1)
-    widths = torch.tensor([0x84], dtype=torch.uint8)
-    add_packed_rows(out, torch.tensor([0]), widths, floats, impl=impl)
-    assert out[0, 1] == 2**40
+def packed_floats(rows):
+    """Rows of float32, as bytes that `pack_rows` gives for none that are no integers."""
+    planes = [torch.tensor(row).view(torch.uint8).view(-1, 4).t().flatten() for row in rows]
+    return torch.full((len(rows),), 0x84, dtype=torch.uint8), torch.cat(planes)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # of the interpreter
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), -float("inf"), 2.0**63, -(2.0**63) * 1.5, 3e38]
+)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_float_that_is_no_int64_is_named(impl, value):
+    """In bytes that another one has made, or a link."""
+    widths, packed = (on(impl, each) for each in packed_floats([[2.0**40, -3.0], [5.0, value], [7.0, 8.0]]))
+    out, segments = on(impl, torch.zeros(4, 2, dtype=torch.int64)), on(impl, torch.tensor([3, 1, 1]))
+    with pytest.raises(ExactSumError, match=r"^sums\[1, 1\] = \S+ (is not finite|reaches 2\*\*26)") as caught:
+        add_packed_rows(out, segments, widths, packed, name="sums", impl=impl)
+    assert caught.value.index == (1, 1) and repr(caught.value.value) == repr(torch.tensor(value).item())
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_float_that_is_just_an_int64_is_added(impl):
+    largest = float(2**63 - 2**39)
+    widths, packed = (on(impl, each) for each in packed_floats([[-(2.0**63), largest], [0.0, -0.0]]))
+    out = on(impl, torch.zeros(2, 2, dtype=torch.int64))
+    add_packed_rows(out, on(impl, torch.tensor([1, 1])), widths, packed, impl=impl)
+    assert out.tolist() == [[0, 0], [-(2**63), 2**63 - 2**39]]
 
 
 OUT, TWO = torch.zeros(3, 4, dtype=torch.int64), torch.arange(2)

@@ -32,7 +32,7 @@ class Fuzzer:
     """
 
     def __init__(self, count: Callable[[Try], None], fault: str | None = None):
-        self._count, self._fault = count, fault
+        self.count, self._fault = count, fault
         self._verifier = Verifier(Job(), ThreadPool())
         # Ranks are threads of small steps: they hand over often, and none starts threads for an operator.
         sys.setswitchinterval(SWITCH_SECONDS)
@@ -58,7 +58,7 @@ class Fuzzer:
     def evidence(self, configuration: Configuration) -> str:
         """What is wrong with a configuration; empty where it is refused or equal to its reference."""
         if refusal := _refusal_of_settings(configuration):
-            self._count(Try(configuration, _without_numbers(refusal)))
+            self.count(Try(configuration, _without_numbers(refusal)))
             return ""
         try:
             result = self._verifier.run(configuration.case, self._fault)
@@ -71,10 +71,10 @@ class Fuzzer:
             refusal = "" if result and result.first_difference else self.refusal(configuration)
             if not refusal:
                 return wrong
-            self._count(Try(configuration, _without_numbers(refusal)))
+            self.count(Try(configuration, _without_numbers(refusal)))
             return ""
         shown = tuple(name for name, count in result.counts.items() if count)
-        self._count(Try(configuration, "", result.tensors_compared, result.bytes_compared, shown))
+        self.count(Try(configuration, "", result.tensors_compared, result.bytes_compared, shown))
         return ""
 
     def failure(self, configuration: Configuration, evidence: str) -> Failure:

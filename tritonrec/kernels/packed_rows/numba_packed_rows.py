@@ -19,6 +19,8 @@ from tritonrec.kernels.rows.numba_segment_sum import AHEAD
 from ..caches import njit
 
 FLOAT = np.uint8(0x84)
+TOO_BIG, LEAST = np.uint8(0x5F), np.int32(-0x21000000)
+"""The top byte of 2.0**63, from which on no size is one of int64; and the bits of -2.0**63, which is."""
 
 
 def pack_rows(values: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,9 +151,12 @@ def add(out, out_stride, segments, widths, packed, dim):
         if planes == 0:
             continue
         join(packed, place, dim, min(planes, 4), low)
+        most = np.uint8(0)
         if width == FLOAT:
             for d in range(dim):
                 terms[d] = np.int64(floats[d])
+            for d in range(dim):
+                most = max(most, np.uint8(packed[place + np.uintp(3) * dim + d] & np.uint8(0x7F)))
         elif planes <= 4:
             for d in range(dim):
                 terms[d] = np.int64(low[d])
@@ -159,8 +164,13 @@ def add(out, out_stride, segments, widths, packed, dim):
             join(packed, place + np.uintp(4) * dim, dim, planes - 4, high)
             for d in range(dim):
                 terms[d] = (np.int64(high[d]) << 32) | np.int64(np.uint32(low[d]))
-        place += np.uintp(planes) * dim
         column = add_terms(out, np.uintp(segments[i]) * out_stride, terms, np.uintp(0), dim)
+        if most >= TOO_BIG:
+            for d in range(dim):
+                if packed[place + np.uintp(3) * dim + d] & np.uint8(0x7F) >= TOO_BIG and low[d] != LEAST:
+                    column = d if column < 0 else min(column, d)
+                    break
         if column >= 0:
             return np.int64(i) * np.int64(dim) + column
+        place += np.uintp(planes) * dim
     return np.int64(-1)

@@ -64,14 +64,14 @@ def add_packed_rows(
     Args:
         out: (S, D) int64, contiguous rows; mutated.
         segments: (K,) int64 in [0, S), in any order, repeated or not.
-        widths: (K,) uint8. packed: (B,) uint8. Both from `pack_rows`, or several of them joined. A float in
-            other bytes, of 2^63 or more or NaN, is added as some int64 without an error.
+        widths: (K,) uint8. packed: (B,) uint8. Both from `pack_rows`, or several of them joined.
         name, fraction_bits: what an error calls the rows, and their fixed point.
         impl: ``"auto"``, ``"triton"``, ``"cpu"`` or ``"reference"``.
     Returns:
         `out`.
     Raises:
-        ExactSumError: a sum leaves int64. `out` then holds a part of the sums and has to be discarded.
+        ExactSumError: a sum leaves int64, or a float among the rows is none. `out` then holds a part of the
+            sums and has to be discarded.
         IndexError: a segment outside [0, S) (on an accelerator: an asynchronous device assertion).
         ValueError: an argument of another shape, dtype or device; an invalid width; `packed` is longer or
             shorter than `widths` need; `out` shares memory with another argument. As with an IndexError,

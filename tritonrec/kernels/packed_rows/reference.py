@@ -28,14 +28,14 @@ def pack_rows(values: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, t
     )
 
 
-def unpack_rows(widths: torch.Tensor, packed: torch.Tensor, dim: int) -> torch.Tensor:
-    """(K, D) int64, as `pack_rows` found them."""
+def unpack_rows(widths: torch.Tensor, packed: torch.Tensor, dim: int) -> list[list[int | float]]:
+    """K rows of D elements, as `pack_rows` found them; a float that is no int64 stays one."""
     rows, planes, start = [], bytes(packed.tolist()), 0
     for width in widths.tolist():
         stop = start + (width & 0x7F) * dim
         rows.append([decode(planes[start + d : stop : dim], width) for d in range(dim)])
         start = stop
-    return torch.tensor(rows, dtype=torch.int64, device=packed.device).view(len(rows), dim)
+    return rows
 
 
 def add_packed_rows(
@@ -66,8 +66,8 @@ def report_packed_sum(
         row, column = divmod(code - 1, dim)
         start = int((widths[:row] & 0x7F).sum()) * dim
         size = int(widths[row] & 0x7F) * dim
-        terms = unpack_rows(widths[row : row + 1], packed[start : start + size], dim)
-        return sum_error(name, (row, column), terms[0, column].item(), int(segments[row]), fraction_bits)
+        (terms,) = unpack_rows(widths[row : row + 1], packed[start : start + size], dim)
+        return sum_error(name, (row, column), terms[column], int(segments[row]), fraction_bits)
 
     report(code, None, error, late_error(name, dim, fraction_bits))
 
@@ -88,8 +88,8 @@ def encode(integer: int, width: int) -> bytes:
     return struct.pack("<f", integer) if width == FLOAT else integer.to_bytes(width, "little", signed=True)
 
 
-def decode(element: bytes, width: int) -> int:
+def decode(element: bytes, width: int) -> int | float:
     if width == FLOAT:
         number = struct.unpack("<f", element)[0]
-        return int(number) if abs(number) < 2**63 else -(2**63)  # of bytes that `encode` never gives
+        return int(number) if -(2**63) <= number < 2**63 else number  # of bytes that `encode` never gives
     return int.from_bytes(element, "little", signed=True)

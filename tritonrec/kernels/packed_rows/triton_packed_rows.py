@@ -31,6 +31,8 @@ BLOCK_ROWS, BLOCK_DIM, NUM_WARPS = 4, 128, 8
 FLOAT = tl.constexpr(0x84)
 # Terms of 7 bytes, or floats below 2**55, whose bits these are: 128 move a sum by no more than 2**62.
 CALM_PLANES, CALM_SIZE = tl.constexpr(7), tl.constexpr((127 + 55) << 23)
+# Bits of 2**63, from which on no size is one of int64, and of -2**63, which is in int64.
+TOO_BIG, LEAST = tl.constexpr((127 + 63) << 23), tl.constexpr(-0x21000000)
 
 
 @triton.jit
@@ -108,9 +110,9 @@ def _pack_kernel(
 
 @triton.jit
 def _load_row(i, widths_ptr, places_ptr, packed_ptr, order_ptr, column, inside, dim, MOST: tl.constexpr):
-    """(terms, row, planes, sizes) of sorted row i; of more than MOST planes the terms are void.
+    """(terms, row, planes, bits) of sorted row i; of more than MOST planes the terms are void.
 
-    A size is that of a float, in the order of `magnitude`, and 0 of other terms.
+    Bits are those of floats, and 0 of other terms.
     """
     row = tl.load(order_ptr + i)
     one = tl.load(widths_ptr + row).to(tl.int32)
@@ -129,7 +131,7 @@ def _load_row(i, widths_ptr, places_ptr, packed_ptr, order_ptr, column, inside, 
     float_bits = tl.where(width < 0, bits, 0).to(tl.int32)
     floats = float_bits.to(tl.float32, bitcast=True)
     term = tl.where(width < 0, floats.to(tl.int64), (bits << unused) >> unused)
-    return term, row, one & 0x7F, float_bits & 0x7FFFFFFF
+    return term, row, one & 0x7F, float_bits
 
 
 # which program sees a sum leave int64 depends on who comes first; without such a sum nothing varies
@@ -171,21 +173,22 @@ def _add_kernel(
         most = tl.zeros((BLOCK_DIM,), tl.int32)
         widest = tl.full((), 0, tl.int32)
         for i in range(begin, end):
-            term, row, planes, size = _load_row(
+            term, row, planes, bits = _load_row(
                 i, widths_ptr, places_ptr, packed_ptr, order_ptr, column, inside, dim, CALM_PLANES
             )
-            most = tl.maximum(most, size)
+            # without the sign, the order of the bits is that of the sizes
+            most = tl.maximum(most, bits & 0x7FFFFFFF)
             widest = tl.maximum(widest, planes)
             total += term
         if any_of(far | (most >= CALM_SIZE)) | (widest > CALM_PLANES):
             total, owned = sum_before(to, mine, column, dim)
             bad = tl.full((BLOCK_DIM,), NONE, tl.int64)
             for i in range(begin, end):
-                term, row, planes, size = _load_row(
+                term, row, planes, bits = _load_row(
                     i, widths_ptr, places_ptr, packed_ptr, order_ptr, column, inside, dim, 8
                 )
-                # True in the shape of the block: an int64 term always fits
-                total, bad = sum_after(total, term, inside | True, bad, row * dim + column)
+                fits = ((bits & 0x7FFFFFFF) < TOO_BIG) | (bits == LEAST)
+                total, bad = sum_after(total, term, fits, bad, row * dim + column)
             worst = tl.minimum(worst, tl.min(bad, axis=0))
         worst = put_sum(
             to, parts_ptr, order_ptr, total, owned, piece, num_parts, begin, end, whole, column, dim, worst,

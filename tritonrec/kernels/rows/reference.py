@@ -71,28 +71,28 @@ def segment_sum_into(
     status: torch.Tensor | None = None,
 ) -> None:
     """See `tritonrec.kernels.rows.segment_sum`, with `out`."""
-    add = _add_window if consistency == "window" else add_batch
     if source is not None:
         values = gather_rows(values, source, count)
-    code = add(out, values, first_valid(segments, count), fraction_bits)
+    code, segments_of_rows = 0, first_valid(segments, count)
+    if consistency == "window":
+        for row, segment in enumerate(segments_of_rows.tolist()):
+            out[segment] = out[segment] + values[row]
+    else:
+        code = add_batch(out, values.tolist(), segments_of_rows, fraction_bits)
     report_sum(code, status, name, values, segments, fraction_bits)
 
 
 segment_sum = into_zeros(segment_sum_into)
 
 
-def _add_window(out: torch.Tensor, values: torch.Tensor, segments: torch.Tensor, fraction_bits: int) -> int:
-    for row, segment in enumerate(segments.tolist()):
-        out[segment] = out[segment] + values[row]
-    return 0
-
-
-def add_batch(out: torch.Tensor, values: torch.Tensor, segments: torch.Tensor, fraction_bits: int) -> int:
+def add_batch(
+    out: torch.Tensor, values: list[list[int | float]], segments: torch.Tensor, fraction_bits: int
+) -> int:
     """1 + row * D + column of the first value that cannot be added, or 0."""
     for row, segment in enumerate(segments.tolist()):
-        for column, value in enumerate(values[row].tolist()):
+        for column, value in enumerate(values[row]):
             term = value if isinstance(value, int) else round_to_fixed_point(value, fraction_bits)
             if term is None or not -(2**63) <= out[segment, column].item() + term < 2**63:
-                return 1 + row * values.shape[1] + column
+                return 1 + row * out.shape[1] + column
             out[segment, column] += term
     return 0
