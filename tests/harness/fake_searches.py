@@ -8,51 +8,64 @@ from tritonrec.harness.fuzz.report import Failure, Try
 from tritonrec.harness.fuzz.rounds import End
 
 
-def rounds(connection, asked, work):
+def rounds(connection, work):
     while True:
         try:
             given = connection.recv()
         except EOFError:
             return
-        connection.send(work(connection, asked, given))
+        connection.send(work(connection, given))
 
 
-def tries(connection, asked, fault):
-    """As many as the round wants: the simplest configuration, which each round has, and others of its own."""
+def tries(connection, enough, asked, fault):
+    """The simplest configuration, which each round has, and others of its own."""
 
-    def work(connection, asked, given):
-        for number in range(given.count):
+    def work(connection, given):
+        for number in range(25):
             one = Configuration(seed=given.seed * number % 1000, steps=1 + number)
             connection.send(one)
             connection.send(Try(one, "too N" if number == 1 else "", tensors=2, bytes=3, shown=("evicted",)))
         return End(shrinking=1)
 
-    rounds(connection, asked, work)
+    rounds(connection, work)
 
 
-def fails(connection, asked, fault):
-    def work(connection, asked, given):
+def fails(connection, enough, asked, fault):
+    def work(connection, given):
         return End(4, Failure({"seed": given.seed}, "step 0", "tritonrec fuzz", 3))
 
-    rounds(connection, asked, work)
+    rounds(connection, work)
 
 
-def dies(connection, asked, fault):
-    def work(connection, asked, given):
+def dies(connection, enough, asked, fault):
+    def work(connection, given):
         connection.send(Configuration(mode="dbp", seed=given.seed % 1000))
         os._exit(3)
 
-    rounds(connection, asked, work)
+    rounds(connection, work)
 
 
-def dies_at_once(connection, asked, fault):
+def dies_at_once(connection, enough, asked, fault):
     os._exit(5)
 
 
-def waits(connection, asked, fault):
+def makes_small(connection, enough, asked, fault):
+    """A failing configuration, until there are enough others."""
+
+    def work(connection, given):
+        for steps in range(1, 4):
+            connection.send(Try(Configuration(steps=steps)))
+        enough.wait(60)
+        small = {"seed": given.seed, "asked": asked.is_set()}
+        return End(9, Failure(small, "step 0", "tritonrec fuzz", 3))
+
+    rounds(connection, work)
+
+
+def waits(connection, enough, asked, fault):
     """Until it is asked to stop."""
 
-    def work(connection, asked, given):
+    def work(connection, given):
         one = Configuration(seed=given.seed % 1000)
         connection.send(one)
         connection.send(Try(one))
@@ -60,4 +73,4 @@ def waits(connection, asked, fault):
             time.sleep(0.01)
         return End()
 
-    rounds(connection, asked, work)
+    rounds(connection, work)

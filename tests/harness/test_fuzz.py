@@ -175,13 +175,41 @@ def test_the_command_searches(tmp_path):
     assert code == 0 and "1 configurations in" in output and "1 identical" in output
 
 
+def test_shrinking_goes_on_though_there_are_enough(monkeypatch):
+    def evidence(self, configuration):
+        if configuration.micro_batches > 2:
+            return "wrong"
+        self.count(Try(configuration))
+        return ""
+
+    monkeypatch.setattr(Fuzzer, "evidence", evidence)
+    monkeypatch.setattr("tritonrec.harness.fuzz.run.MOST_FAILURES", 1)
+    report = search(600, most=4, console=Console(quiet=True))
+    assert [each.configuration for each in report.failures] == [{"micro_batches": 3}] and report.shrinking
+
+
+def test_a_search_tries_as_many_as_it_is_told(monkeypatch):
+    """Though each round begins with the simplest configuration, which counts once."""
+    tried = []
+
+    def evidence(self, configuration):
+        tried.append(configuration)
+        self.count(Try(configuration))
+        return ""
+
+    monkeypatch.setattr(Fuzzer, "evidence", evidence)
+    report = search(600, most=60, console=Console(quiet=True))
+    assert report.tried == len(set(tried)) == 60 and tried.count(tried[0]) > 1
+
+
 @pytest.fixture
 def processes(monkeypatch):
     """A search in two processes that do what a function of `fake_searches` does."""
 
-    def searched(work, seconds=60, seed=0, most=None):
+    def searched(work, most=None):
         monkeypatch.setattr("tritonrec.harness.fuzz.rounds._work", work)
-        report = search(seconds, seed, most, console=Console(quiet=True), processes=2)
+        monkeypatch.setattr("tritonrec.harness.fuzz.rounds.START", "fork")  # they have no threads
+        report = search(600, 3, most, console=Console(quiet=True), processes=2)
         assert not multiprocessing.active_children()
         return report
 
@@ -189,7 +217,7 @@ def processes(monkeypatch):
 
 
 def test_processes_share_a_search_and_no_configuration_counts_twice(processes):
-    report = processes(fake_searches.tries, seed=3, most=70)
+    report = processes(fake_searches.tries, most=70)
     assert report.tried == 70 and report.refused == {"too N": report.refused.total()}
     assert report.tensors == 2 * report.identical and report.shown == {"evicted": report.identical}
     assert report.covered["mode"] == {"sequential": report.identical} and report.shrinking >= 3
@@ -199,6 +227,12 @@ def test_failures_of_processes_end_the_search(processes):
     report = processes(fake_searches.fails)
     assert len(report.failures) >= 3 and report.shrinking >= 12
     assert len({each.configuration["seed"] for each in report.failures}) == len(report.failures)
+
+
+def test_a_failing_configuration_is_made_small_though_there_are_enough_others(processes):
+    report = processes(fake_searches.makes_small, most=3)
+    assert report.identical == 3 and report.failures and report.shrinking == 9 * len(report.failures)
+    assert not any(each.configuration["asked"] for each in report.failures)
 
 
 def test_a_process_that_dies_is_a_failure_of_its_configuration(processes):
@@ -213,17 +247,15 @@ def test_a_process_that_dies_is_a_failure_of_its_configuration(processes):
 
 def test_a_signal_ends_a_search_in_processes(processes):
     threading.Timer(3, signal.raise_signal, (signal.SIGTERM,)).start()
-    assert processes(fake_searches.waits, seconds=600).identical <= 2
+    assert processes(fake_searches.waits).identical <= 2
 
 
 def test_the_command_searches_in_processes(tmp_path):
-    file = tmp_path / "report.json"
+    """As many as it needs."""
     code, output, _ = commands.invoke(
-        "fuzz", "--processes", 2, "--configurations", 3, "--database", tmp_path / "found", "--json", file
+        "fuzz", "--processes", 2, "--configurations", 1, "--minutes", 9, "--database", tmp_path / "found"
     )
-    assert code == 0 and "3 configurations in" in output
-    found = json.loads(file.read_text())
-    assert found["tried"] == found["identical"] + sum(found["refused"].values()) == 3
+    assert code == 0 and "1 configurations in" in output and "1 identical" in output
 
 
 def test_a_signal_ends_a_search_with_what_was_tried(monkeypatch, capfd):

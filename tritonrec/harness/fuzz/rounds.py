@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import hypothesis
 from hypothesis import HealthCheck, Phase, given, settings
@@ -23,15 +23,14 @@ from .fuzzer import Fuzzer
 from .report import Failure, Try
 from .strategies import configurations
 
+ROUND = 25
+"""Configurations drawn by one search of Hypothesis, which tends to stay near its last ones."""
+START = "spawn"
+"""The processes have threads, which no fork keeps."""
+
 
 class Mismatch(Exception):
     """A configuration ended in other bits than its reference, or in an error."""
-
-
-class Asked(Protocol):
-    """An event of threads, or of processes."""
-
-    def is_set(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -39,13 +38,12 @@ class Round:
     """One search of Hypothesis.
 
     Args:
-        seed, count: of the configurations that it draws. mode: of each; by default one is drawn.
+        seed: of the configurations that it draws. mode: of each; by default one is drawn.
         database: a folder of earlier failures. reuse: whether it begins with these.
         deadline: of `time.monotonic`, after which no configuration begins.
     """
 
     seed: int
-    count: int
     mode: Mode | None
     database: Path | None
     reuse: bool
@@ -54,18 +52,20 @@ class Round:
     def run(
         self,
         fuzzer: Fuzzer,
-        asked: Asked,
+        enough: Callable[[], bool],
+        asked: Callable[[], bool],
         begin: Callable[[Configuration], None] = lambda configuration: None,
     ) -> End:
-        """Try configurations until one fails, which is made small; `begin` is called before each.
+        """Try `ROUND` configurations until one fails, which is made small; `begin` is called before each.
 
-        It ends before the next configuration once `asked` is set.
+        Once there are `enough`, none begins but those that make the failing one small; once the end is
+        `asked` for, none at all.
         """
         failing: list[tuple[Configuration, str]] = []
         shrinking = 0
 
         @settings(
-            max_examples=self.count, deadline=None, suppress_health_check=list(HealthCheck), print_blob=False,
+            max_examples=ROUND, deadline=None, suppress_health_check=list(HealthCheck), print_blob=False,
             database=DirectoryBasedExampleDatabase(self.database) if self.database else None,
             phases=(*(Phase.reuse,) * self.reuse, Phase.generate, Phase.shrink), report_multiple_bugs=False,
         )  # fmt: skip
@@ -73,7 +73,7 @@ class Round:
         @given(configurations(self.mode))
         def tries(configuration: Configuration) -> None:
             nonlocal shrinking
-            if asked.is_set() or (not failing and time.monotonic() >= self.deadline):
+            if asked() or (not failing and (enough() or time.monotonic() >= self.deadline)):
                 return
             shrinking += bool(failing)
             begin(configuration)
@@ -100,34 +100,30 @@ class Rounds:
     A process that dies is a failure of the configuration that it was trying, and another takes its place.
 
     Args:
-        processes: how many. fault: see `Fuzzer`. count: called here with every try that is no failure.
+        processes: how many at most. fault: see `Fuzzer`.
+        count: called here with every try that is no failure.
     """
 
     def __init__(self, processes: int, fault: str | None, count: Callable[[Try], None]):
-        self._context = multiprocessing.get_context("spawn")
-        self._asked, self._fault, self._count = self._context.Event(), fault, count
-        self._idle = [self._worker() for _ in range(processes)]
+        self._context = multiprocessing.get_context(START)
+        self._processes, self._fault, self._count = processes, fault, count
+        self._enough, self._asked = self._context.Event(), self._context.Event()
+        self._idle: list[_Worker] = []
         self._busy: dict[Connection, _Worker] = {}
 
     @property
     def idle(self) -> int:
-        """Processes without a round."""
-        return len(self._idle)
+        """Processes without a round, some of which may not have begun."""
+        return self._processes - len(self._busy)
 
     @property
     def busy(self) -> int:
         """Processes with one."""
         return len(self._busy)
 
-    @property
-    def drawn(self) -> int:
-        """Configurations of the rounds under way, the most that there can be."""
-        return sum(max(worker.left, 0) for worker in self._busy.values())
-
     def begin(self, each: Round) -> None:
         """Give a round to an idle process."""
-        worker = self._idle.pop()
-        worker.left = each.count
+        worker = self._idle.pop() if self._idle else self._worker()
         worker.connection.send(each)
         self._busy[worker.connection] = worker
 
@@ -139,29 +135,32 @@ class Rounds:
             worker = self._busy[connection]
             try:
                 said = connection.recv()
-            except EOFError:
-                ends.append(End(0, worker.crash()))
-                self._idle.append(self._worker())
+            except (EOFError, ConnectionResetError):
                 del self._busy[connection]
+                ends.append(End(0, worker.crash()))
                 continue
             if isinstance(said, Configuration):
                 worker.trying = said
             elif isinstance(said, Try):
                 self._count(said)
-                worker.left -= 1
             else:
                 ends.append(said)
                 self._idle.append(self._busy.pop(connection))
         return ends
 
-    def ask(self) -> None:
-        """Let every round end after its configuration."""
-        self._asked.set()
+    def finish(self, at_once: bool) -> None:
+        """Let every round end after its configuration, or when its failing one is small."""
+        self._enough.set()
+        if at_once:
+            self._asked.set()
 
     def _worker(self) -> _Worker:
         here, there = self._context.Pipe()
         process = self._context.Process(
-            target=_work, args=(there, self._asked, self._fault), name="tritonrec fuzz", daemon=True
+            target=_work,
+            args=(there, self._enough, self._asked, self._fault),
+            name="tritonrec fuzz",
+            daemon=True,
         )
         process.start()
         there.close()
@@ -181,7 +180,6 @@ class _Worker:
     process: Any
     connection: Connection
     trying: Configuration | None = None
-    left: int = 0
 
     def crash(self) -> Failure:
         self.process.join()
@@ -191,10 +189,10 @@ class _Worker:
         return Failure(self.trying.as_json(), evidence, self.trying.command, 0)
 
 
-def _work(connection: Connection, asked: Asked, fault: str | None) -> None:
+def _work(connection: Connection, enough: Any, asked: Any, fault: str | None) -> None:
     """Rounds, until the search is over; whoever stops it asks for the end of a round."""
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)
     with Fuzzer(connection.send, fault) as fuzzer, suppress(EOFError, BrokenPipeError):
         while True:
-            connection.send(connection.recv().run(fuzzer, asked, connection.send))
+            connection.send(connection.recv().run(fuzzer, enough.is_set, asked.is_set, connection.send))

@@ -17,8 +17,6 @@ from .fuzzer import REPEATS, Fuzzer
 from .report import Failure, FuzzReport, Try
 from .rounds import End, Round, Rounds
 
-ROUND = 25
-"""Configurations drawn by one search of Hypothesis, which tends to stay near its last ones."""
 MOST_FAILURES = 3
 """Found and made small, until the search ends."""
 MOST_ROUNDS = 1_000_000
@@ -50,22 +48,20 @@ def search(
     asked, number = threading.Event(), 0
 
     def enough() -> bool:
-        return asked.is_set() or left() <= 0 or len(report.failures) >= MOST_FAILURES
+        tried_all = most is not None and report.tried >= most
+        return asked.is_set() or tried_all or len(report.failures) >= MOST_FAILURES
 
     def over() -> bool:
         return enough() or time.monotonic() - began >= seconds
 
-    def left(drawn: int = 0) -> int:
-        return ROUND if most is None else min(ROUND, most - report.tried - drawn)
-
-    def next_round(count: int) -> Round:
+    def next_round() -> Round:
         nonlocal number
         number += 1
         drawn = seed * MOST_ROUNDS + number - 1
-        return Round(drawn, count, mode, database, reuse=number == 1, deadline=began + seconds)
+        return Round(drawn, mode, database, reuse=number == 1, deadline=began + seconds)
 
     def count(tried: Try) -> None:
-        if most is None or report.tried < most:
+        if not enough():
             report.count(tried)
         progress.update(task, completed=report.tried, description=report.line)
 
@@ -81,14 +77,14 @@ def search(
         if processes == 1:
             fuzzer = stack.enter_context(Fuzzer(count, fault))
             while not over():
-                end(next_round(left()).run(fuzzer, asked))
+                end(next_round().run(fuzzer, enough, asked.is_set))
         else:
             rounds = stack.enter_context(Rounds(processes, fault, count))
             while not over() or rounds.busy:
                 if enough():
-                    rounds.ask()
-                while not over() and rounds.idle and left(rounds.drawn) > 0:
-                    rounds.begin(next_round(left(rounds.drawn)))
+                    rounds.finish(at_once=asked.is_set())
+                while not over() and rounds.idle and (most is None or report.tried + rounds.busy < most):
+                    rounds.begin(next_round())
                 for each in rounds.wait(WAIT_SECONDS):
                     end(each)
     report.seconds = round(time.monotonic() - began, 1)
