@@ -1,8 +1,8 @@
 """Mutants of a Python file: one small edit each, made where the syntax tree says.
 
 An edit swaps an operator, a constant, a condition or an argument, or leaves a statement out. What only speaks
-is left alone: docstrings, annotations, messages of errors, decorators; so is what Triton compiles, and of
-numba what is written in its intermediate code.
+is left alone: docstrings, annotations, messages of errors, decorators; so is what Triton compiles, unless
+only that is wanted, and of numba what is written in its intermediate code.
 """
 
 from __future__ import annotations
@@ -56,10 +56,17 @@ class Mutant:
         return source[: self.start] + self.after + source[self.end :]
 
 
-def mutants_of(root: Path, file: str) -> list[Mutant]:
-    """Every mutant of `file`, relative to `root`; a few are no program, or the same one (`is_one`)."""
+def mutants_of(root: Path, file: str, compiled: bool = False) -> list[Mutant]:
+    """Every mutant of `file`, relative to `root`; a few are no program, or the same one (`is_one`).
+
+    Those of functions that Triton compiles, where `compiled`; else those of all other code.
+    """
     source = Path(root, file).read_text()
-    edits = {(each.start, each.end, each.after): each for each in _Finder(file, source).of(ast.parse(source))}
+    tree = ast.parse(source)
+    if compiled:
+        functions = [each for each in tree.body if isinstance(each, ast.FunctionDef) and _compiled(each)]
+        tree = ast.Module([statement for each in functions for statement in each.body], [])
+    edits = {(each.start, each.end, each.after): each for each in _Finder(file, source).of(tree)}
     found, seen = [], Counter[tuple[str, str, str]]()
     for each in edits.values():
         alike = each.operator, each.lines, each.after
@@ -94,7 +101,7 @@ class _Finder:
             if isinstance(node, ast.Raise | ast.Assert | ast.Import | ast.ImportFrom | ast.JoinedStr):
                 continue
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                if any(_named(each) & COMPILED for each in node.decorator_list):
+                if _compiled(node):
                     continue
                 if isinstance(node, ast.ClassDef):
                     yield from self.of(ast.Module(node.body, []))
@@ -189,6 +196,10 @@ def _does_something(node: ast.AST) -> bool:
     if isinstance(node, ast.Assign):
         return any(isinstance(each, ast.Subscript | ast.Attribute) for each in node.targets)
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+
+
+def _compiled(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
+    return any(_named(each) & COMPILED for each in node.decorator_list)
 
 
 def _named(decorator: ast.expr) -> set[str]:

@@ -281,7 +281,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="the survivors of --out, in all their tests")
     parser.add_argument("--report", action="store_true")
     args = parser.parse_args()
-    last = _last(args.out)
+    last = last_lines(args.out)
     equivalent = json.loads(EQUIVALENT.read_text())
     if args.report:
         return report(list(last.values()), equivalent)
@@ -318,13 +318,13 @@ def main() -> None:
             cold.good |= set(args.tests)
             for mutant in left:
                 put(cold.judge(mutant, args.tests, PATIENCE / 4))
-            return report(list(_last(args.out).values()), equivalent)
+            return report(list(last_lines(args.out).values()), equivalent)
         waiting = left
         while waiting and not judge_warm(copy, waiting, tests, args.again, end, put):
-            judged = _last(args.out, before)
+            judged = last_lines(args.out, before)
             done = [n for n, mutant in enumerate(waiting) if mutant.name in judged]
             waiting = waiting[done[-1] + 1 :] if done else []
-        judged = _last(args.out, before)
+        judged = last_lines(args.out, before)
         for mutant in left:
             if time.monotonic() > end:
                 break
@@ -332,10 +332,10 @@ def main() -> None:
                 seconds = tests.of(mutant, every=args.again)
                 names = [*seconds, *RANKS * args.again]
                 put(cold.judge(mutant, names, sum(seconds.values()) + 20.0 * args.again))
-    report(list(_last(args.out).values()), equivalent)
+    report(list(last_lines(args.out).values()), equivalent)
 
 
-def _last(file: Path, start: int = 0) -> dict[str, dict]:
+def last_lines(file: Path, start: int = 0) -> dict[str, dict]:
     """The last line of each mutant, of the bytes after `start`."""
     text = file.read_bytes()[start:].decode() if file.exists() else ""
     return {line["name"]: line for line in map(json.loads, text.splitlines())}
