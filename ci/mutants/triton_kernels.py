@@ -6,8 +6,8 @@
 
 Each mutant (`edits.py`) is an edit of a function that Triton compiles, loaded in a forked process in place of
 the kernel, where the checks of its file run until the first one that fails. A check that ends in any error
-has found it, and so has the end of the process: an edit may lead outside of a buffer. First the checks run on
-each file as it is. One JSON line a mutant; the next run leaves them out. Linux only.
+has found it, and so has the end of the process: an edit may lead outside of a buffer. Checks run on
+each file as it is before. One JSON line a mutant; the next run leaves them out. Linux only.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from run import EQUIVALENT, last_lines, line_of, report
 from warm import MEMORY, wait
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_SECONDS = 240
-"""Of the processor, for all checks of a mutant."""
-PATIENCE = 3600.0
-"""Seconds of a clock; a kernel that never ends spends `MOST_SECONDS` before."""
+PLAIN_SECONDS, LONGER, MORE_SECONDS = 1800, 3, 30
+"""Of the processor, for all checks of a file as it is; a mutant has hung after so many times theirs and more."""
+PATIENCE = 7200.0
+"""Seconds of a clock; a kernel that never ends spends those of the processor before."""
 FOUND = 1
 """Exit status of a process whose check has failed."""
 
@@ -79,14 +79,14 @@ def _name(check: Callable[[], object]) -> str:
     return ".".join(name for name in check.__code__.co_names if name != "IMPL")
 
 
-def run_checks(checks: Checks, file: str, text: str, scratch: Path) -> tuple[str, str, float]:
-    """(outcome, the check that failed, CPU seconds) of a text of a file, in a forked process."""
+def run_checks(checks: Checks, file: str, text: str, scratch: Path, most: int) -> tuple[str, str, float]:
+    """(outcome, the check that failed, CPU seconds, `most` at most) of a text of a file, in a forked process."""
     note = scratch / "note"
     note.write_text("")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     child = os.fork()
     if child == 0:
-        _child(lambda folder: checks.failing(file, text, folder, note), scratch)
+        _child(lambda folder: checks.failing(file, text, folder, note), scratch, most)
     hung = wait(child, PATIENCE)
     if hung:
         os.killpg(child, signal.SIGKILL)
@@ -102,19 +102,19 @@ def run_checks(checks: Checks, file: str, text: str, scratch: Path) -> tuple[str
     return outcome, by, cpu
 
 
-def judge(checks: Checks, mutant: Mutant, scratch: Path) -> dict:
+def judge(checks: Checks, mutant: Mutant, scratch: Path, most: int) -> dict:
     """The JSON line of a mutant."""
     text = mutant.applied((ROOT / mutant.file).read_text())
-    outcome, by, cpu = run_checks(checks, mutant.file, text, scratch)
+    outcome, by, cpu = run_checks(checks, mutant.file, text, scratch, most)
     return line_of(mutant, outcome, by, len(checks.of[mutant.file]), cpu)
 
 
-def _child(failing: Callable[[Path], bool], scratch: Path) -> None:
+def _child(failing: Callable[[Path], bool], scratch: Path, most: int) -> None:
     code = 99
     try:
         os.setsid()
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-        resource.setrlimit(resource.RLIMIT_CPU, (MOST_SECONDS, MOST_SECONDS))
+        resource.setrlimit(resource.RLIMIT_CPU, (most, most))
         with open(os.devnull, "r+b") as nothing:
             for stream in (0, 1, 2):
                 os.dup2(nothing.fileno(), stream)
@@ -159,14 +159,18 @@ def main() -> None:
     print(f"{len(every)} mutants, {len(left)} to run", flush=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch, args.out.open("a") as out:
-        for file in sorted({mutant.file for mutant in left}):
-            plain, by, _ = run_checks(checks, file, (ROOT / file).read_text(), Path(scratch))
-            if plain != "survived":
-                raise SystemExit(f"{file} without a mutant: {plain}, {by}")
+        most: dict[str, int] = {}
         for mutant in left:
             if time.monotonic() > end:
                 break
-            print(json.dumps(judge(checks, mutant, Path(scratch))), file=out, flush=True)
+            if mutant.file not in most:
+                text = (ROOT / mutant.file).read_text()
+                plain, by, cpu = run_checks(checks, mutant.file, text, Path(scratch), PLAIN_SECONDS)
+                if plain != "survived":
+                    raise SystemExit(f"{mutant.file} without a mutant: {plain}, {by}")
+                most[mutant.file] = int(LONGER * cpu + MORE_SECONDS)
+            line = judge(checks, mutant, Path(scratch), most[mutant.file])
+            print(json.dumps(line), file=out, flush=True)
     report([*last_lines(args.out).values()], json.loads(EQUIVALENT.read_text()))
 
 
