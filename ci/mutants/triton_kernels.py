@@ -34,7 +34,7 @@ from warm import MEMORY, wait
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAIN_SECONDS, LONGER, MORE_SECONDS = 1800, 3, 30
-"""Of the processor, for all checks of a file as it is; a mutant has hung after so many times theirs and more."""
+"""Of the processor, for a file's checks; a mutant has hung after so many times theirs, and more."""
 PATIENCE = 7200.0
 """Seconds of a clock; a kernel that never ends spends those of the processor before."""
 FOUND = 1
@@ -80,7 +80,7 @@ def _name(check: Callable[[], object]) -> str:
 
 
 def run_checks(checks: Checks, file: str, text: str, scratch: Path, most: int) -> tuple[str, str, float]:
-    """(outcome, the check that failed, CPU seconds, `most` at most) of a text of a file, in a forked process."""
+    """(outcome, the check that failed, CPU seconds) of a text of a file, in a forked process."""
     note = scratch / "note"
     note.write_text("")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
