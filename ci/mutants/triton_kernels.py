@@ -28,6 +28,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
 from edits import Mutant, is_one, mutants_of
 from run import EQUIVALENT, last_lines, line_of, report
 from warm import MEMORY, wait
@@ -46,7 +47,7 @@ class Checks:
 
     def __init__(self) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        torch.set_num_threads(1)  # a fork would wait for OpenMP's threads, which it has none of
         sys.path[:0] = [str(ROOT / "tests" / name) for name in ("kernels", "")]
         os.chdir(ROOT)
         tests = importlib.import_module("test_mutants")
