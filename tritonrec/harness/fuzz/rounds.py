@@ -105,7 +105,7 @@ class Rounds:
     """
 
     def __init__(self, processes: int, fault: str | None, count: Callable[[Try], None]):
-        self._context = multiprocessing.get_context(START)
+        self._context: Any = multiprocessing.get_context(START)
         self._processes, self._fault, self._count = processes, fault, count
         self._enough, self._asked = self._context.Event(), self._context.Event()
         self._idle: list[_Worker] = []
