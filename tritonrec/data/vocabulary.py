@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -30,8 +30,7 @@ from tritonrec.files import atomic_write
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    Words = pa.Array | pa.ChunkedArray | Iterable[str]
-
+Words: TypeAlias = "pa.Array | pa.ChunkedArray | Iterable[str]"
 ROWS = 1 << 18
 """Words that are numbered by one call of the kernel: there must be room for as many new ones."""
 COLUMN = "word"
