@@ -330,7 +330,7 @@ def test_tables_that_begin_with_equal_rows_are_named():
 def test_tables_of_one_dimension_take_any_id_where_they_are_kept_apart():
     ids = torch.tensor([2**63 - 1, -(2**63), 0])
     features = [FeatureConfig("user", 4), FeatureConfig("item", 4)]
-    with pytest.raises(ValueError, match="does not fit into a table merged of 2.* merge=False"):
+    with pytest.raises(ValueError, match=r"does not fit into a table merged of 2.* merge=False"):
         HashEmbeddingCollection(features)({"user": ids, "item": ids})
     found = HashEmbeddingCollection(features, merge=False)({"user": ids, "item": ids})
     assert not torch.equal(found["user"], found["item"])

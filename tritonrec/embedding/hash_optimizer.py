@@ -234,8 +234,8 @@ def _warn_of_twins(model: str, found: Sequence[tuple[str, HasRows]]) -> None:
             other, _ = known.setdefault(drawn, (path, name))
             if other != path:
                 warnings.warn(
-                    f"tables {name!r} of {other} and {path} in {model} have one name, seed and size, so an id "
-                    "begins with the same row in both: give each its own name=, or seed=",
+                    f"tables {name!r} of {other} and {path} in {model} have one name, seed and size, so an "
+                    "id begins with the same row in both: give each its own name=, or seed=",
                     UserWarning,
                     stacklevel=4,
                 )
