@@ -24,8 +24,8 @@ class EarlyStopping:
     Args:
         metric: its name among those that `on_evaluation_end` gets, such as ``"NDCG@10"``.
         patience: evaluations without improvement after which training should stop, at least 1.
-        mode: ``"max"`` where more is better, ``"min"`` where less is; by default ``"min"``, as in Lightning, and
-            ``"max"`` for this library's own HR, NDCG, AUC, GAUC and accuracy.
+        mode: ``"max"`` where more is better, ``"min"`` where less is; by default ``"min"``, as in Lightning,
+            and ``"max"`` for this library's own HR, NDCG, AUC, GAUC and accuracy.
         min_delta: an improvement is larger than this.
         check_finite: also end where the metric is NaN or infinite.
         communicators: of all ranks, which go by the value of rank 0 and so stop at the same step; None for
