@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 Words: TypeAlias = "pa.Array | pa.ChunkedArray | Iterable[str]"
 ROWS = 1 << 18
 """Words that are numbered by one call of the kernel: there must be room for as many new ones."""
+PREFIX = "vocabulary/"
+"""How the names of its tensors begin in a checkpoint."""
 COLUMN = "word"
 """The column of a saved vocabulary."""
 
@@ -180,6 +182,20 @@ class Vocabulary:
         )
         return cls._of_distinct(words)
 
+    def check_extends(self, before: Vocabulary, name: str = "") -> None:
+        """Raise ValueError unless each word of `before`, vocabulary `name` of a checkpoint, has its id."""
+        own, other = self._bounds[: self._count + 1], before._bounds[: before._count + 1]
+        alike = len(own) >= len(other) and np.array_equal(own[: len(other)], other)
+        if alike and np.array_equal(self._store[: other[-1]], before._store[: other[-1]]):
+            return
+        pairs = zip(before.words, [*self.words, None], strict=False)
+        at, (was, now) = next((at, pair) for at, pair in enumerate(pairs) if pair[0] != pair[1])
+        here = f"is {now.as_py()!r}" if now is not None else "is none"
+        raise ValueError(
+            f"the vocabulary {name!r} has other ids than the checkpoint's: id {at} is {was.as_py()!r} there "
+            f"and {here} here. Read the new log with the checkpoint's (saved_vocabularies), which it extends"
+        )
+
     @classmethod
     def _of_distinct(cls, words: pa.Array | pa.ChunkedArray) -> Vocabulary:
         """Of words that have been numbered before: whatever would move a number is refused."""
@@ -225,6 +241,22 @@ class Vocabulary:
                 *map(np.int64, (self._count, self._store.ctypes.data, self._bounds.ctypes.data)),
                 *map(np.int64, (self._slots.ctypes.data, capacity)),
             )
+
+
+def tensors_of(vocabularies: Mapping[str, Vocabulary]) -> dict[str, Tensor]:
+    """The states of vocabularies, by the names that they have among the tensors of a checkpoint."""
+    states = {name: each.state_dict() for name, each in vocabularies.items()}
+    return {f"{PREFIX}{name}/{part}": each for name, state in states.items() for part, each in state.items()}
+
+
+def vocabularies_of(tensors: Mapping[str, Tensor]) -> dict[str, Vocabulary]:
+    """The vocabularies among the tensors of a checkpoint. Raises ValueError for a damaged one."""
+    states: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        if key.startswith(PREFIX):
+            name, _, part = key.removeprefix(PREFIX).rpartition("/")
+            states.setdefault(name, {})[part] = tensor
+    return {name: Vocabulary.from_state(state) for name, state in states.items()}
 
 
 def hashed_ids(words: Words, bits: int = 64) -> np.ndarray:

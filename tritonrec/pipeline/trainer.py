@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from .. import ops
-from ..data import Batch, NextItemLoader, NextItemStream
+from ..data import Batch, NextItemLoader, NextItemStream, Vocabulary
 from ..distributed import Communicators
 from ..embedding import HashTableCollection
 from ..kernels.dispatch import default_impl, usable_device
@@ -67,6 +67,11 @@ class Trainer:
         scheduler: of the optimizer's learning rates; it makes a step after each update.
         average: of the model's weights; it takes them up after each update.
         graphs: of the model's calls; None: kernels are launched one after the other.
+
+    Attributes:
+        next_step: number of steps that are done.
+        vocabularies: of the words that ids stand for, by name; set them where the log has words: they are
+            saved with the tables.
 
     Use as a context manager: leaving it finishes the batches that were read, after an error it abandons them.
 
@@ -123,6 +128,7 @@ class Trainer:
         self._executor: Executor | None = None
         self._average: ReplicaAverage | None = None
         self._communicators = communicators
+        self.vocabularies: dict[str, Vocabulary] = {}
         self._finished = 0  # the last step whose results are there
         self.next_step = 0
         self._stopping = False
@@ -319,8 +325,9 @@ class Trainer:
         """A context manager whose ``save(step)`` writes everything beside the training (`TrainingSaver`)."""
         groups, meta = self._communicators, meta or {}
         return TrainingSaver(
-            groups, directory, self.tables, self.dense, meta, full_every, loader, self.config.precision
-        )
+            groups, directory, self.tables, self.dense, meta, full_every, loader, self.config.precision,
+            lambda: self.vocabularies,
+        )  # fmt: skip
 
     def save(
         self,
@@ -331,7 +338,8 @@ class Trainer:
         """Save everything as the state after `next_step` steps, and wait until it is on the disk. Collective.
 
         That is the model with its buffers, the states of optimizer, scheduler and average, and this rank's
-        rows with their states and metadata. The directory may hold earlier checkpoints of the same training.
+        rows with their states and metadata, and `vocabularies`. The directory may hold earlier checkpoints of
+        the same training.
 
         Args:
             meta: values of the caller's that JSON keeps unchanged.
@@ -350,6 +358,9 @@ class Trainer:
     ) -> int:
         """Load what `save` wrote, at any world size; returns the number of the next step. Collective.
 
+        `vocabularies` must extend those that were saved, as a log read with `saved_vocabularies` does; those
+        that are not there are loaded.
+
         Args:
             accept: is called with the metadata that was saved, and may raise; nothing is loaded then.
             loader: gets the position that was saved with ``loader=``.
@@ -357,7 +368,9 @@ class Trainer:
         Raises RuntimeError while batches are in flight, ValueError or `CheckpointError` for a checkpoint that
         is damaged or of another model, optimizer or table.
         """
-        self.next_step = restore(self._communicators, directory, self.tables, self.dense, accept, loader)
+        self.next_step = restore(
+            self._communicators, directory, self.tables, self.dense, accept, loader, self.vocabularies
+        )
         return self.next_step
 
     def whole_tables(self) -> HashTableCollection:
