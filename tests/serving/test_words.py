@@ -82,7 +82,7 @@ def test_without_the_saved_words_the_next_day_is_refused_and_nothing_changes(sav
     with trainer() as made:
         made.vocabularies = other
         first = {name: value.clone() for name, value in made.dense.model.state_dict().items()}
-        with pytest.raises(ValueError, match=r"vocabulary 'user' has other ids .* id 0 is 'user \d+' there"):
+        with pytest.raises(ValueError, match=r"vocabulary 'item' has other ids .* id 0 is 'B\d+X' there"):
             made.load(folder / "run")
         assert made.next_step == 0 and not len(made.tables.weights()["item"][0])
         assert all(torch.equal(value, first[name]) for name, value in made.dense.model.state_dict().items())

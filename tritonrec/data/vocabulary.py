@@ -256,7 +256,7 @@ def vocabularies_of(tensors: Mapping[str, Tensor]) -> dict[str, Vocabulary]:
         if key.startswith(PREFIX):
             name, _, part = key.removeprefix(PREFIX).rpartition("/")
             states.setdefault(name, {})[part] = tensor
-    return {name: Vocabulary.from_state(state) for name, state in states.items()}
+    return {name: Vocabulary.from_state(state) for name, state in sorted(states.items())}
 
 
 def hashed_ids(words: Words, bits: int = 64) -> np.ndarray:
