@@ -166,9 +166,9 @@ def test_batches_cut_by_tokens_have_each_sample_once_and_the_position_is_exact(f
 def test_a_position_cut_by_tokens_is_one_of_a_rank(folder):
     state = DynamicStream(stream(folder, 1, 2), 30).state_dict()
     for other, message in (
-        (DynamicStream(stream(folder, 0, 2), 30), "rank 1, and this stream 0"),
-        (DynamicStream(stream(folder, 1, 4), 30), "world_size 2, and this stream 4"),
-        (DynamicStream(stream(folder, 1, 2), 31), "target_tokens 30, and this stream 31"),
+        (DynamicStream(stream(folder, 0, 2), 30), "rank 1, and this one has 0"),
+        (DynamicStream(stream(folder, 1, 4), 30), "world_size 2, and this one has 4"),
+        (DynamicStream(stream(folder, 1, 2), 31), "target_tokens 30, and this one has 31"),
     ):
         with pytest.raises(ValueError, match=message):
             other.load_state_dict(state)

@@ -16,6 +16,7 @@ import torch
 from tritonrec.data.balancing import dynamic_batches
 from tritonrec.data.batch import JaggedBatch
 from tritonrec.data.epochs import check_at_least
+from tritonrec.data.positions import check_same
 from tritonrec.data.sequences import NextItemStream
 from tritonrec.data.slices import work
 
@@ -92,11 +93,8 @@ class DynamicStream:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at a position of this rank; ValueError for one of another target, rank or stream."""
-        for name in ("target_tokens", "rank", "world_size"):
-            if state.get(name) != getattr(self, name):
-                raise ValueError(
-                    f"the position has {name} {state.get(name)}, and this stream {getattr(self, name)}"
-                )
+        own = {name: getattr(self, name) for name in ("target_tokens", "rank", "world_size")}
+        check_same(state, own, "stream")
         self.stream.load_state_dict(state["stream"])
         self._begin(int(state["step"]), int(state["stream_step"]), int(state["row"]))
 

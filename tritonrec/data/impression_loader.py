@@ -18,6 +18,7 @@ always a click, so the two are the paper's CTR and CTCVR.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +29,8 @@ from tritonrec.data.epochs import EpochLoader, check_at_least
 from tritonrec.data.impressions import ImpressionBatch
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.jagged import KeyedJaggedTensor, Lookup, token_indices
+from tritonrec.data.loader import LEAVE_ONE_OUT
+from tritonrec.data.splits import NO_PART, Part, Split
 
 CLICK_RATING, CONVERSION_RATING = 4.0, 5.0
 
@@ -45,6 +48,8 @@ class ImpressionLoader(EpochLoader[ImpressionBatch]):
         seed: int64; fixes the order of samples in every epoch.
         rank, world_size: of the shard that `batch` returns.
         balance: partition each global batch by cost (`EpochLoader`); the batch has the same samples.
+        split: the events for training, validation and test; by default each user's last `max_exposed` are for
+            test. Those of each part are cut into windows of their own.
 
     Raises ValueError for a number out of range, for a log without labels, and when no user has more than
     `max_exposed` events.
@@ -60,6 +65,7 @@ class ImpressionLoader(EpochLoader[ImpressionBatch]):
         rank: int = 0,
         world_size: int = 1,
         balance: bool | SequenceCost = False,
+        split: Split = LEAVE_ONE_OUT,
     ) -> None:
         check_at_least("max_history", max_history, 0)
         check_at_least("max_exposed", max_exposed, 1)
@@ -83,18 +89,33 @@ class ImpressionLoader(EpochLoader[ImpressionBatch]):
                 torch.from_numpy(interactions.genres.genres),
             )
 
+        self.split = split.resolved(sequences.timestamps)
+        counts = self.split.counts(sequences.offsets, sequences.timestamps, max_exposed, 0)
         self._starts = torch.from_numpy(sequences.offsets[:-1])
-        self._ends = torch.from_numpy(sequences.offsets[1:])
-        self._held_out = torch.maximum(self._ends - max_exposed, self._starts)  # the first event held out
-        windows = -(-(self._held_out - self._starts) // max_exposed)
-        self._check_windows(windows)
-        self._users = torch.repeat_interleave(torch.arange(len(windows)), windows)
-        backwards, _ = token_indices(torch.zeros_like(windows), windows)
-        self._window_ends = self._held_out[self._users] - backwards * max_exposed
-        begins = torch.maximum(self._window_ends - max_exposed, self._starts[self._users])
+        ends = self._starts + torch.from_numpy(counts[0])
+        later = ends + torch.from_numpy(counts[1])
+        self._parts = {"validation": (ends, later), "test": (later, torch.from_numpy(sequences.offsets[1:]))}
+        self._users, begins, self._window_ends = self._windows(self._starts, ends)
+        self._check_windows(torch.bincount(self._users, minlength=len(ends)))
         history = (begins - self._starts[self._users]).clamp(max=max_history)
         tokens = history + self._window_ends - begins + len(self._context)
         super().__init__(begins, tokens, batch_size, seed, rank, world_size, balance)
+
+    def _windows(self, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """User, first event and end of each window of the events [first, last) (U,), from the last one back."""
+        windows = -(-(last - first) // self.max_exposed)
+        users = torch.repeat_interleave(torch.arange(len(windows)), windows)
+        backwards, _ = token_indices(torch.zeros_like(windows), windows)
+        ends = last[users] - backwards * self.max_exposed
+        return users, torch.maximum(ends - self.max_exposed, first[users]), ends
+
+    def settings(self) -> dict[str, Any]:
+        sizes = {"max_history": self.max_history, "max_exposed": self.max_exposed}
+        return {**super().settings(), **sizes, "split": str(self.split), "tasks": list(self.tasks)}
+
+    def content(self) -> tuple[Tensor, ...]:
+        events = self._items, self._timestamps, self._labels, self._actions
+        return *super().content(), *events, *self._context.values(), *(self._genres or ())
 
     def _check_windows(self, windows: Tensor) -> None:
         """`windows` (U,) of each user."""
@@ -118,14 +139,20 @@ class ImpressionLoader(EpochLoader[ImpressionBatch]):
         """The batch of the samples at positions `samples` (b,) int64 of `sample_ids`, in that order."""
         return self._cut(step, self._users[samples], self.sample_ids[samples], self._window_ends[samples])
 
-    def evaluation_batches(self, batch_size: int = 256) -> Iterator[ImpressionBatch]:
-        """The held-out window of every user, in the order of their ids, `batch_size` at a time, as step 0.
+    def evaluation_batches(self, batch_size: int = 256, part: Part = "test") -> Iterator[ImpressionBatch]:
+        """The held-out windows of a part, by their users' ids, `batch_size` at a time, as step 0.
 
-        Histories are the training events; users without any are included.
+        Histories are the events before; users without any are included. Raises ValueError where nothing is
+        held out for the part.
         """
         check_at_least("batch_size", batch_size, 1)
-        for users in torch.arange(len(self._starts)).split(batch_size):
-            yield self._cut(0, users, self._held_out[users], self._ends[users])
+        if part not in self._parts:
+            raise ValueError(f"part must be 'test' or 'validation', got {part!r}")
+        users, begins, ends = self._windows(*self._parts[part])
+        if not len(users):
+            raise ValueError(f"no event is held out for {part}: {NO_PART}")
+        for own in torch.arange(len(users)).split(batch_size):
+            yield self._cut(0, users[own], begins[own], ends[own])
 
     def _cut(self, step: int, users: Tensor, begins: Tensor, ends: Tensor) -> ImpressionBatch:
         """Samples of `users` whose exposed events are those at ``begins[b] : ends[b]``."""

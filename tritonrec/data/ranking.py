@@ -34,6 +34,7 @@ from tritonrec.data.impression_stream import ImpressionStream
 from tritonrec.data.impressions import ImpressionBatch
 from tritonrec.data.loader import EvaluationBatch, NextItemLoader
 from tritonrec.data.sequences import NextItemStream
+from tritonrec.data.splits import Part
 
 ScoreFunction = Callable[[JaggedBatch], Tensor]
 ImpressionScoreFunction = Callable[[ImpressionBatch], Tensor]
@@ -41,17 +42,21 @@ NextItems = NextItemLoader | NextItemStream
 
 
 def evaluate(
-    score_fn: ScoreFunction, loader: NextItems, ks: Sequence[int] = (10, 50), batch_size: int = 256
+    score_fn: ScoreFunction,
+    loader: NextItems,
+    ks: Sequence[int] = (10, 50),
+    batch_size: int = 256,
+    part: Part = "test",
 ) -> dict[str, float]:
-    """``{"HR@10": ..., "NDCG@10": ..., ...}`` over all users of the loader with a held-out item.
+    """``{"HR@10": ..., "NDCG@10": ..., ...}`` over all held-out items of a part of the loader's split.
 
     `score_fn` maps histories (`EvaluationBatch.history`, B users) to scores (B, I) of the items of
     `loader.catalogue`, in its order; greater is better. The result depends on `batch_size` only if the scores
-    do. Raises ValueError for scores of another shape, for NaN, and for a k below 1.
+    do. Raises ValueError for scores of another shape, for NaN, for a k below 1, and for a part without items.
     """
     if not ks or min(ks) < 1:
         raise ValueError(f"ks must hold numbers of at least 1, got {tuple(ks)}")
-    batches = loader.evaluation_batches(batch_size)
+    batches = loader.evaluation_batches(batch_size, part)
     ranks = torch.cat([target_ranks(score_fn(batch.history), batch, loader) for batch in batches]).tolist()
     metrics = {}
     for k in ks:
@@ -153,15 +158,18 @@ def gauc(user_ids: Tensor, scores: Tensor, labels: Tensor) -> GroupAUC:
 
 
 def evaluate_impressions(
-    score_fn: ImpressionScoreFunction, loader: ImpressionLoader | ImpressionStream, batch_size: int = 256
+    score_fn: ImpressionScoreFunction,
+    loader: ImpressionLoader | ImpressionStream,
+    batch_size: int = 256,
+    part: Part = "test",
 ) -> dict[str, float]:
-    """``{"GAUC/click": ..., "AUC/click": ..., "GAUC/conversion": ..., ...}`` over the held-out impressions.
+    """``{"GAUC/click": ..., "AUC/click": ..., ...}`` over the held-out impressions of a part.
 
     `score_fn` maps a batch to scores (Le, T); greater means more likely. Raises ValueError for scores of
     another shape, and the errors of `gauc`.
     """
     users, scores, labels = [], [], []
-    for batch in loader.evaluation_batches(batch_size):
+    for batch in loader.evaluation_batches(batch_size, part):
         found = score_fn(batch)
         if found.shape != batch.labels.shape:
             raise ValueError(

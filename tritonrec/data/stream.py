@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tritonrec.data.epochs import BatchType
+from tritonrec.data.positions import check_same
 from tritonrec.data.slices import work
 from tritonrec.data.stream_plan import StreamPlan
 
@@ -145,16 +146,13 @@ class Stream(Generic[BatchType]):
 
         Raises ValueError naming what differs: another dataset, batch size, seed or order has other batches.
         """
-        for name, value in self._identity().items():
-            if state.get(name) != value:
-                raise ValueError(
-                    f"the position is one of a stream with {name} {state.get(name)}, and this one has {value}"
-                )
+        check_same(state, self._identity(), "stream")
         self.step = int(state["step"])
 
     def _identity(self) -> dict[str, Any]:
         plan = self.plan
         return {
+            "kind": type(self).__name__,
             "data": self.rows.fingerprint,
             "samples": plan.num_rows,
             "batch_size": plan.batch_size,
