@@ -303,5 +303,5 @@ def test_metrics_are_their_definitions():
     with pytest.raises(ValueError, match=r"predictions must be \(12,\), got \(12, 1\)"):
         evaluate_clicks(lambda batch: torch.zeros(batch.num_samples, 1), held)
     alone = ClickLoader(generate("avazu", SyntheticClickOptions(samples=1)), 4, 0)
-    with pytest.raises(ValueError, match="has no held-out rows"):
+    with pytest.raises(ValueError, match="no rows held out for test"):
         evaluate_clicks(lambda batch: torch.zeros(batch.num_samples), alone)

@@ -9,7 +9,7 @@ from test_impression_loader import loader, plain, rated_log
 
 from tritonrec.data import ImpressionBatch, ImpressionStream
 from tritonrec.data.convert_windows import table_of, write_windows
-from tritonrec.data.impression_stream import ABOUT_FILE, HELD_OUT_FILE
+from tritonrec.data.impression_stream import ABOUT_FILE, PART_FILES
 from tritonrec.data.parquet import parts, write_features
 from tritonrec.data.parquet import table_of as table_of_log
 from tritonrec.data.parquet_rows import ParquetRows
@@ -139,7 +139,7 @@ WRONG = {
 @pytest.mark.parametrize("message", WRONG)
 def test_columns_that_do_not_fit_are_named(folder, tmp_path, message):
     out = windows(folder, tmp_path / "out")
-    for name in ("part-00000.parquet", HELD_OUT_FILE):
+    for name in ("part-00000.parquet", PART_FILES["test"]):
         whole = (out / name).read_bytes()
         pq.write_table(WRONG[message](pq.read_table(out / name)), out / name)
         with pytest.raises(ValueError, match=f"{out}.*{message}"):

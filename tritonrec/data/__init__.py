@@ -18,6 +18,7 @@ from tritonrec.data.ranking import auc, evaluate, evaluate_impressions, gauc, po
 from tritonrec.data.sequences import NextItemStream
 from tritonrec.data.slices import work
 from tritonrec.data.sources import load, load_clicks, load_interactions
+from tritonrec.data.splits import Split
 from tritonrec.data.stream import Stream
 from tritonrec.data.vocabulary import Vocabulary, hashed_ids
 
@@ -41,6 +42,7 @@ __all__ = [
     "NextItemStream",
     "NumberedLoader",
     "SequenceCost",
+    "Split",
     "Stream",
     "Vocabulary",
     "WeightedLookup",

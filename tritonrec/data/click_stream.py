@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tritonrec.data.ctr import ClickBatch, num_training_rows
+from tritonrec.data.ctr import HELD_OUT, ClickBatch, num_training_rows
 from tritonrec.data.epochs import check_at_least
 from tritonrec.data.jagged import KeyedJaggedTensor
+from tritonrec.data.labels import check_labels
+from tritonrec.data.loader import LEAVE_ONE_OUT
+from tritonrec.data.splits import Part, Split, check_part, rows_of
 from tritonrec.data.stream import Stream
 
 if TYPE_CHECKING:
@@ -32,9 +36,11 @@ class ClickStream(Stream[ClickBatch]):
         rows: the path of a dataset, or a `ParquetRows` of the format's columns.
         batch_size, seed, rank, world_size, shuffle, buffer_rows, readers: see `Stream`.
         columns: the format, such as `tritonrec.data.criteo.CRITEO`; the plain one by default.
+        split: by default the last tenth is for test, with validation a tenth of the others before it
+            (`ClickLog.divided`).
 
-    Raises the errors of `Stream` and of the format, and while reading ValueError naming column and row of a
-    bad value.
+    Raises the errors of `Stream` and of the format, ValueError where all labels are alike, and while reading
+    ValueError naming column and row of a bad value.
     """
 
     def __init__(
@@ -48,6 +54,7 @@ class ClickStream(Stream[ClickBatch]):
         buffer_rows: int = 1 << 18,
         readers: int = 64,
         columns: ClickColumns | None = None,
+        split: Split = LEAVE_ONE_OUT,
     ) -> None:
         from tritonrec.data.click_columns import PlainColumns, names
         from tritonrec.data.parquet_rows import ParquetRows
@@ -55,33 +62,55 @@ class ClickStream(Stream[ClickBatch]):
         if not isinstance(rows, ParquetRows):
             rows = ParquetRows(rows, None if columns is None else names(columns))
         self.whole, self._columns = rows, columns or PlainColumns.of(rows.path, rows.schema)
-        self.trained = num_training_rows(self.whole.num_rows)
+        rows_in_all = self.whole.num_rows
+        self.trained, self.num_validation = rows_of(
+            split, rows_in_all, num_training_rows(rows_in_all), HELD_OUT
+        )
         super().__init__(
             self.whole.first(self.trained), self._collate, batch_size, seed, rank, world_size, shuffle,
             buffer_rows, readers,
         )  # fmt: skip
         self.features, self.num_dense = self._columns.features, len(self._columns.dense)
+        self._check_labels()
 
     @property
     def num_held_out(self) -> int:
-        """Rows that are held out for evaluation."""
-        return self.whole.num_rows - self.trained
+        """Rows for test."""
+        return self.whole.num_rows - self.trained - self.num_validation
+
+    def _identity(self) -> dict[str, Any]:
+        return {**super()._identity(), "features": list(self.features)}
 
     @property
     def click_rate(self) -> float:
         """Share of clicks among the rows that are not held out, which reads their labels."""
+        return sum(int(labels.sum()) for labels in self._labels(self.trained)) / self.trained
+
+    def _labels(self, rows_from_0: int) -> Iterator[np.ndarray]:
+        """Those of the first rows, some at a time."""
         from tritonrec.data.click_columns import LABEL, Part, labels
         from tritonrec.data.parquet_rows import ParquetRows
 
-        rows = ParquetRows(self.whole.path, [LABEL], self.whole.filesystem).first(self.trained)
-        every = rows.batches(1 << 16)
-        clicks = sum(int(labels(Part(rows.path, "row", numbers), table).sum()) for numbers, table in every)
-        return clicks / self.trained
+        rows = ParquetRows(self.whole.path, [LABEL], self.whole.filesystem).first(rows_from_0)
+        for numbers, table in rows.batches(1 << 16):
+            yield labels(Part(rows.path, "row", numbers), table)
 
-    def evaluation_batches(self, batch_size: int = 1024) -> Iterator[ClickBatch]:
-        """The held-out rows in their order, at most `batch_size` at a time, as step 0."""
+    def _check_labels(self) -> None:
+        """Read labels until there are both kinds, of a log of any use in the first rows."""
+        first: list[int] = []
+        for labels in self._labels(self.whole.num_rows):
+            if len({*first, *labels.tolist()}) > 1:
+                return
+            first = labels[:1].tolist()
+        check_labels("click", np.array(first * self.whole.num_rows))
+
+    def evaluation_batches(self, batch_size: int = 1024, part: Part = "test") -> Iterator[ClickBatch]:
+        """The rows of a part in their order, at most `batch_size` at a time, as step 0."""
         check_at_least("batch_size", batch_size, 1)
-        for numbers, table in self.whole.batches(batch_size, begin=self.trained):
+        rows, begin = self.whole, self.trained + self.num_validation
+        if check_part(part) == "validation":
+            rows, begin = rows.first(begin) if self.num_validation else rows.first(1), self.trained
+        for numbers, table in rows.batches(batch_size, begin=begin):
             yield self._collate(0, torch.from_numpy(numbers), table)
 
     def _collate(self, step: int, sample_ids: Tensor, table: pa.Table) -> ClickBatch:

@@ -15,8 +15,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tritonrec.data.loader import LEAVE_ONE_OUT
 from tritonrec.data.log_parts import log_in_parts
 from tritonrec.data.movielens import cache_directory
+from tritonrec.data.splits import Split
 from tritonrec.data.text_files import text_files
 from tritonrec.files import check_writable
 
@@ -53,12 +55,16 @@ def sequences_of(source: str, report: Callable[[int], None] = lambda rows: None)
 
 
 def windows_of(
-    source: str, max_history: int, max_exposed: int, report: Callable[[int], None] = lambda rows: None
+    source: str,
+    max_history: int,
+    max_exposed: int,
+    report: Callable[[int], None] = lambda rows: None,
+    split: Split = LEAVE_ONE_OUT,
 ) -> Path:
     """The folder with the windows of a log, for `ImpressionStream`, as `sequences_of`.
 
     Args:
-        max_history, max_exposed: as `ImpressionLoader`, whose errors are raised.
+        max_history, max_exposed, split: as `ImpressionLoader`, whose errors are raised.
     """
 
     def write(scratch: Path) -> None:
@@ -106,7 +112,7 @@ def _made(
     filesystem: pafs.FileSystem,
     files: list[str],
     write: Callable[[Path], None],
-    *settings: int,
+    *settings: int | str,
 ) -> Path:
     """The folder of the cache for these files and settings, made by `write` where it is missing."""
     from tritonrec.data.convert import new_folder
@@ -129,7 +135,7 @@ def _made(
     return folder
 
 
-def _name(filesystem: pafs.FileSystem, files: list[str], settings: tuple[int, ...]) -> str:
+def _name(filesystem: pafs.FileSystem, files: list[str], settings: tuple[int | str, ...]) -> str:
     """Of the folder: the same for the same files and settings."""
     digest = sha256(f"{settings} {filesystem.type_name}".encode())
     for about in filesystem.get_file_info(files):

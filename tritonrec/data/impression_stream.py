@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from tritonrec.data.features import ItemGenres
 from tritonrec.data.impressions import ImpressionBatch
 from tritonrec.data.jagged import KeyedJaggedTensor, Lookup, token_indices
 from tritonrec.data.list_columns import check_columns, integer_column, list_column
+from tritonrec.data.splits import Part, check_part
 from tritonrec.data.stream import Stream
 
 if TYPE_CHECKING:
@@ -23,14 +24,15 @@ if TYPE_CHECKING:
 
     from tritonrec.data.parquet_rows import ParquetRows
 
-HELD_OUT_FILE, ABOUT_FILE = "_held_out.parquet", "_windows.json"
+ABOUT_FILE = "_windows.json"
+PART_FILES: dict[Part, str] = {"test": "_held_out.parquet", "validation": "_validation.parquet"}
 HISTORY, EXPOSED = ("item", "action", "timestamp"), ("shown", "shown_timestamp", "label")
 """Columns of lists, of one length in a row; of labels one for each task."""
 HINT = "tritonrec.data.convert_windows.write_windows makes such a folder of a log"
 
 
 class ImpressionStream(Stream[ImpressionBatch]):
-    """Windows streamed from the folder of `write_windows`, and the held-out one of each user.
+    """Windows streamed from the folder of `write_windows`, and the held-out ones of each user.
 
     Args:
         folder: of `write_windows`.
@@ -69,10 +71,21 @@ class ImpressionStream(Stream[ImpressionBatch]):
         """Whether items have genres."""
         return self._genres is not None
 
-    def evaluation_batches(self, batch_size: int = 256) -> Iterator[ImpressionBatch]:
-        """The held-out window of every user, at most `batch_size` at a time, as step 0."""
+    def _identity(self) -> dict[str, Any]:
+        return {**super()._identity(), "tasks": list(self.tasks), "context": list(self.context)}
+
+    def evaluation_batches(self, batch_size: int = 256, part: Part = "test") -> Iterator[ImpressionBatch]:
+        """The held-out windows of a part, at most `batch_size` at a time, as step 0.
+
+        Raises ValueError where nothing is held out for it.
+        """
         check_at_least("batch_size", batch_size, 1)
-        for numbers, table in self._rows(self.folder / HELD_OUT_FILE).batches(batch_size):
+        file = self.folder / PART_FILES[check_part(part)]
+        if not file.exists():
+            raise ValueError(
+                f"{self.folder}: no window is held out for {part}: write the windows with a split"
+            )
+        for numbers, table in self._rows(file).batches(batch_size):
             yield self._collate(0, torch.from_numpy(numbers), table)
 
     def _rows(self, path: str | Path) -> ParquetRows:

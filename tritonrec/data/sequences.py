@@ -10,8 +10,8 @@
 
 ``python -m tritonrec.data.convert SOURCE OUT --sequences`` writes it. Other columns are ignored, and of these
 only ``item`` and ``timestamp`` are read. A user may have several rows; each is a sample. The last item of a
-row of at least two is held out for evaluation, or what another `Split` says; samples are cut as in `tritonrec.data.loader`, but a row that
-is too short for a label is a sample without tokens.
+row of at least two is held out for evaluation, or what another `Split` says; samples are cut as in
+`tritonrec.data.loader`, but a row that is too short for a label is a sample without tokens.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class NextItemStream(Stream[JaggedBatch]):
         catalogue: (I,) int64, distinct and ascending, the items that negatives are drawn from and that are
             ranked; by default ``_catalogue.parquet`` in the folder `rows`. popularity: (I,) int64, their
             occurrences.
-        split: see `NextItemLoader`. With another one than the default, and no `catalogue`, all rows are read once
-            for the items in training.
+        split: see `NextItemLoader`. With another one than the default, and no `catalogue`, all rows are read
+            once for the items in training.
 
     Raises the errors of `Stream`, and ValueError for columns that are no lists of integers and where there
     is no catalogue.
@@ -113,8 +113,8 @@ class NextItemStream(Stream[JaggedBatch]):
         except ValueError as error:
             raise ValueError(f"{self.rows.path}: {error}") from error
 
-    def _counts(self, timestamps: Tensor, lengths: Tensor) -> tuple[np.ndarray, ...]:
-        """Offsets (b + 1,) of the rows' events, and of each row (b,) the events in training and validation."""
+    def _counts(self, timestamps: Tensor, lengths: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Offsets (b + 1,) of the rows' events, and of each row (b,) those in training and validation."""
         offsets = np.append(0, np.cumsum(lengths.numpy()))
         return offsets, *self.split.counts(offsets, timestamps.numpy())
 

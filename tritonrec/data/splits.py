@@ -128,7 +128,7 @@ class Split:
             return self
         assert self.validation is not None
         rows = len(timestamps)
-        test, validation = _share(rows, self.test), _share(rows, self.validation)
+        test, validation = share_of(rows, self.test), share_of(rows, self.validation)
         if not test or rows == test + validation:
             raise ValueError(f"{self} leaves a part of the {rows} events empty: give the log more of them")
         first, second = np.partition(timestamps, (rows - test - validation, rows - test))[
@@ -154,8 +154,8 @@ class Split:
             return lengths - test - validation, validation
         if self.by == "ratio":
             assert self.validation is not None
-            validation = _share(lengths, self.validation)
-            return lengths - validation - _share(lengths, self.test), validation
+            validation = share_of(lengths, self.validation)
+            return lengths - validation - share_of(lengths, self.test), validation
         if self.shares:
             raise ValueError(f"{self} goes by all events of the log: give the times at which test begins")
         first = self.test if self.validation is None else self.validation
@@ -163,7 +163,7 @@ class Split:
         return before[0], before[1] - before[0]
 
 
-def _share(count: np.ndarray | int, share: float) -> np.ndarray:
+def share_of(count: np.ndarray | int, share: float) -> np.ndarray:
     """The whole events of a share; 0.29 of 100 are 29, though 0.29 * 100 is a little less."""
     return np.floor(np.asarray(count) * share + 1e-9).astype(np.int64)
 
@@ -178,6 +178,36 @@ def _check_sum(train: float, validation: float, test: float) -> None:
         raise ValueError(f"shares must add up to 1, got {train} + {validation} + {test}")
 
 
+def rows_of(split: Split, rows: int, trained: int, share: float) -> tuple[int, int]:
+    """Training and validation rows of a log in the order of time that has no users and no times.
+
+    Args:
+        trained: rows before those that the log itself has for test. share: of these rows, for validation.
+
+    Raises ValueError for a split by time, and where no row is left for training.
+    """
+    if split.by == "leave-one-out":
+        validated = math.ceil(trained * share) if split.has_validation else 0
+        trained -= validated
+    elif split.by == "ratio":
+        counts = split.counts(np.array([0, rows]), np.empty(0))
+        trained, validated = (int(each[0]) for each in counts)
+    else:
+        raise ValueError(
+            f"a log of clicks has no times to divide by {split}: take ratio:TRAIN,VALIDATION,TEST"
+        )
+    if trained < 1:
+        raise ValueError(f"{split} leaves none of {rows} rows for training")
+    return trained, validated
+
+
+def check_part(part: Part) -> Part:
+    """The part; ValueError for something else."""
+    if part not in get_args(Part):
+        raise ValueError(f"part must be {' or '.join(map(repr, get_args(Part)))}, got {part!r}")
+    return part
+
+
 def held_out(
     offsets: np.ndarray, trained: np.ndarray, validated: np.ndarray, part: Part
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -187,10 +217,8 @@ def held_out(
     """
     lengths = np.diff(offsets)
     first, last = trained, trained + validated
-    if part == "test":
+    if check_part(part) == "test":
         first, last = last, lengths
-    elif part != "validation":
-        raise ValueError(f"part must be 'test' or 'validation', got {part!r}")
     first = np.maximum(first, 1)
     counts = np.maximum(last - first, 0)
     users = np.repeat(np.arange(len(lengths)), counts)

@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from .. import ops
 from ..data import Batch, NextItemLoader, NextItemStream, Vocabulary
+from ..data.splits import Part
 from ..distributed import Communicators
 from ..embedding import HashTableCollection
 from ..kernels.dispatch import default_impl, usable_device
@@ -382,14 +383,15 @@ class Trainer:
         return whole_tables(self._communicators, self.tables)
 
     def evaluate(
-        self, loader: NextItemLoader | NextItemStream, ks: Sequence[int] = (10,)
+        self, loader: NextItemLoader | NextItemStream, ks: Sequence[int] = (10,), part: Part = "test"
     ) -> dict[str, float]:
-        """HR@K and NDCG@K of every user's held-out item, on every rank (`rank_held_out`). Collective.
+        """HR@K and NDCG@K of the held-out items of a part, on every rank (`rank_held_out`). Collective.
 
         The averaged model is ranked where there is one, in the precision of training. Raises RuntimeError
         while batches are in flight.
         """
-        return rank_held_out(self.dense.evaluated, self.whole_tables(), loader, ks, self.config.precision)
+        precision = self.config.precision
+        return rank_held_out(self.dense.evaluated, self.whole_tables(), loader, ks, precision, part)
 
     def close(self) -> None:
         """Stop the lanes and give the model back.

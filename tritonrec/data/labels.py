@@ -1,0 +1,28 @@
+"""Labels of tasks: made of ratings by a threshold, and checked to tell anything apart."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def rating_labels(rating: np.ndarray, threshold: float) -> np.ndarray:
+    """(N,) bool: ratings (N,) of at least `threshold`. Raises ValueError where all or none are."""
+    if np.isnan(rating).any():
+        raise ValueError(f"row {int(np.isnan(rating).argmax())} has no rating, which its label is made of")
+    labels = rating >= threshold
+    if len(labels) > 1 and labels.all() == labels.any():
+        many = "all" if labels.all() else "none"
+        raise ValueError(
+            f"{many} of {len(labels)} ratings are at least {threshold:g}, so that all labels are alike: they "
+            f"go from {rating.min():g} to {rating.max():g}; set label_threshold"
+        )
+    return labels
+
+
+def check_labels(task: str, labels: np.ndarray) -> None:
+    """Raise ValueError where all labels (n,) of a task are alike: there is nothing to learn, and no AUC."""
+    if len(labels) > 1 and (labels == labels[0]).all():
+        raise ValueError(
+            f"all {len(labels)} labels of task {task!r} are {labels[0]}: set label_threshold, or leave the "
+            "task out"
+        )
