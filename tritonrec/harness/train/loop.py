@@ -35,8 +35,8 @@ def train(
 
     Asked to stop (`Communicators.stop`), all ranks end after the same update, and save to `run.checkpoint`.
 
-    With resume ``"auto"`` a run begins where there is no checkpoint, goes on from the newest one, and where that is
-    of its last step evaluates it: a job that is started again and again has one command.
+    With resume ``"auto"`` a run begins where there is no checkpoint, goes on from the newest one, and where
+    that is of its last step evaluates it: a job that is started again and again has one command.
 
     With `run.early_stopping` they end after the evaluation that says so, also where the run was interrupted
     and went on in between: its state is in every checkpoint.
@@ -73,6 +73,9 @@ def train(
                 **run.job.recipe(model, optimizer), **vars(run.job.target),
             )
         )  # fmt: skip
+        if communicators.world_size > 1 and run.mode != "reference" and not called_again:
+            line = f"exchanges: {trainer.program.exchanges}"
+            console.print(line, highlight=False, soft_wrap=True)
         if run.replay:
             replay = stack.enter_context(Replay(run.replay))
             replay.attach(trainer)
