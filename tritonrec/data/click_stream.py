@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from tritonrec.data.click_columns import ClickColumns
+    from tritonrec.data.log_format import LogFormat
     from tritonrec.data.parquet_rows import ParquetRows
 
 
@@ -29,9 +30,9 @@ class ClickStream(Stream[ClickBatch]):
     """Training rows of a dataset, streamed, and the held-out ones behind them.
 
     Args:
-        rows: the path of a dataset, or a `ParquetRows` of the format's columns.
+        rows: the path of a dataset, a `ParquetRows` of the format's columns, or a frame.
         batch_size, seed, rank, world_size, shuffle, buffer_rows, readers: see `Stream`.
-        columns: the format, such as `tritonrec.data.criteo.CRITEO`; the plain one by default.
+        columns: the format, such as `tritonrec.data.presets.CRITEO`; the plain one by default.
 
     Raises the errors of `Stream` and of the format, and while reading ValueError naming column and row of a
     bad value.
@@ -47,14 +48,18 @@ class ClickStream(Stream[ClickBatch]):
         shuffle: bool = True,
         buffer_rows: int = 1 << 18,
         readers: int = 64,
-        columns: ClickColumns | None = None,
+        columns: ClickColumns | LogFormat | None = None,
     ) -> None:
-        from tritonrec.data.click_columns import PlainColumns, names
+        from tritonrec.data.click_columns import ClickColumns
         from tritonrec.data.parquet_rows import ParquetRows
 
-        if not isinstance(rows, ParquetRows):
-            rows = ParquetRows(rows, None if columns is None else names(columns))
-        self.whole, self._columns = rows, columns or PlainColumns.of(rows.path, rows.schema)
+        if isinstance(columns, ClickColumns):
+            rows = rows if isinstance(rows, ParquetRows) else ParquetRows(rows, columns.names)
+        else:
+            rows = rows if isinstance(rows, ParquetRows) else ParquetRows(rows)
+            columns = ClickColumns.of(rows.path, rows.schema, columns)
+            rows = rows.select(columns.names)
+        self.whole, self._columns = rows, columns
         self.trained = num_training_rows(self.whole.num_rows)
         super().__init__(
             self.whole.first(self.trained), self._collate, batch_size, seed, rank, world_size, shuffle,
@@ -70,12 +75,11 @@ class ClickStream(Stream[ClickBatch]):
     @property
     def click_rate(self) -> float:
         """Share of clicks among the rows that are not held out, which reads their labels."""
-        from tritonrec.data.click_columns import LABEL, Part, labels
-        from tritonrec.data.parquet_rows import ParquetRows
+        from tritonrec.data.values import Part
 
-        rows = ParquetRows(self.whole.path, [LABEL], self.whole.filesystem).first(self.trained)
+        rows, columns = self.whole.select([self._columns.label]).first(self.trained), self._columns
         every = rows.batches(1 << 16)
-        clicks = sum(int(labels(Part(rows.path, "row", numbers), table).sum()) for numbers, table in every)
+        clicks = sum(int(columns.labels(Part(rows.path, "row", at), table).sum()) for at, table in every)
         return clicks / self.trained
 
     def evaluation_batches(self, batch_size: int = 1024) -> Iterator[ClickBatch]:
@@ -85,7 +89,7 @@ class ClickStream(Stream[ClickBatch]):
             yield self._collate(0, torch.from_numpy(numbers), table)
 
     def _collate(self, step: int, sample_ids: Tensor, table: pa.Table) -> ClickBatch:
-        from tritonrec.data.click_columns import Part
+        from tritonrec.data.values import Part
 
         part = Part(self.whole.path, "row", sample_ids.numpy())
         labels, dense, ids = map(torch.from_numpy, self._columns.arrays(part, table))

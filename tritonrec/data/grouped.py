@@ -15,31 +15,37 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tritonrec.data.log_parts import log_in_parts
 from tritonrec.data.movielens import cache_directory
-from tritonrec.data.text_files import text_files
+from tritonrec.data.sources import Source, source_of
 from tritonrec.files import check_writable
 
 if TYPE_CHECKING:
     import pyarrow.fs as pafs
 
+    from tritonrec.data.event_log import EventLog
+    from tritonrec.data.log_format import LogFormat
+
 FILE_USERS, GROUP_USERS = 1 << 17, 1 << 9
 """Users of a file, and of a row group, which is what a reader of a stream reads."""
 FILE_CLICKS, GROUP_CLICKS = 1 << 20, 1 << 13
 """The same of clicks."""
+LAYOUT = 2
+"""Of the folders: a reader that understands a log otherwise writes it anew."""
 
 
-def sequences_of(source: str, report: Callable[[int], None] = lambda rows: None) -> Path:
+def sequences_of(
+    source: str, report: Callable[[int], None] = lambda rows: None, format: LogFormat | None = None
+) -> Path:
     """The folder with the sequences of a log, for `NextItemStream`; written where it is missing.
 
     Of several processes that want it one writes, and the others wait.
 
     Args:
-        source: of `log_in_parts`. report: called with numbers of interactions that were read.
+        source, format: of a log of events in files, as `tritonrec.data.load` takes them.
+        report: called with numbers of interactions that were read.
 
-    Raises the errors of `log_in_parts` and of reading the log, ValueError where it changes meanwhile, and
-    OSError naming the folder where the cache (``$TRITONREC_CACHE`` or ``~/.cache/tritonrec``) cannot be
-    written to.
+    Raises the errors of `load`, ValueError where the log changes meanwhile, and OSError naming the folder where
+    the cache (``$TRITONREC_CACHE`` or ``~/.cache/tritonrec``) cannot be written to.
     """
 
     def write(scratch: Path) -> None:
@@ -48,12 +54,16 @@ def sequences_of(source: str, report: Callable[[int], None] = lambda rows: None)
         buckets = buckets_of(log.rows())
         write_sequences(log.parts(), scratch, FILE_USERS, GROUP_USERS, report, buckets)
 
-    log = log_in_parts(source)
-    return _made("sequences", source, log.filesystem, log.files, write, FILE_USERS, GROUP_USERS)
+    log = _events(source, format)
+    return _made("sequences", source, log.filesystem, log.files, write, FILE_USERS, GROUP_USERS, log.format)
 
 
 def windows_of(
-    source: str, max_history: int, max_exposed: int, report: Callable[[int], None] = lambda rows: None
+    source: str,
+    max_history: int,
+    max_exposed: int,
+    report: Callable[[int], None] = lambda rows: None,
+    format: LogFormat | None = None,
 ) -> Path:
     """The folder with the windows of a log, for `ImpressionStream`, as `sequences_of`.
 
@@ -68,49 +78,60 @@ def windows_of(
         buckets = buckets_of(log.rows())
         write_windows(log.parts(), scratch, *sizes, report, buckets, *log.features())
 
-    log, sizes = log_in_parts(source), (max_history, max_exposed, GROUP_USERS)
-    return _made("windows", source, log.filesystem, log.files, write, *sizes)
+    log, sizes = _events(source, format), (max_history, max_exposed, GROUP_USERS)
+    return _made("windows", source, log.filesystem, log.files, write, *sizes, log.format)
 
 
-def clicks_of(source: str, report: Callable[[int], None] = lambda rows: None) -> Path:
-    """The folder with clicks in a text format as Parquet, for `ClickStream`, as `sequences_of`.
+def clicks_of(
+    source: str, report: Callable[[int], None] = lambda rows: None, format: LogFormat | None = None
+) -> Path:
+    """The folder with clicks as Parquet in plain columns, for `ClickStream`, as `sequences_of`.
 
     Args:
-        source: ``criteo-tsv:PATH``, in Criteo's columns, or ``ali-ccp:PATH``, in plain ones.
-
-    Raises the errors of `tritonrec.data.criteo.tsv_parts` and of `tritonrec.data.ali_ccp`.
+        source, format: of a log of clicks in files.
     """
-    kind, _, path = source.partition(":")
+    from tritonrec.data import ali_ccp
+    from tritonrec.data.convert_clicks import write_clicks
+
+    found = _in_files(source, format)
+    if found.word == "ali-ccp":
+        place, parts = ali_ccp.place(found.where), lambda: ali_ccp.parts(found.where)
+    else:
+        log = found.clicks()
+        assert log.place is not None
+        place, parts = log.place, log.tables
 
     def write(scratch: Path) -> None:
-        from tritonrec.data import ali_ccp, criteo
-        from tritonrec.data.convert_clicks import write_clicks
+        write_clicks(parts(), scratch, FILE_CLICKS, GROUP_CLICKS, report)
 
-        parts = criteo.tsv_parts(path) if kind == "criteo-tsv" else ali_ccp.parts(path)
-        write_clicks(parts, scratch, FILE_CLICKS, GROUP_CLICKS, report)
+    return _made(
+        "clicks", source, place.filesystem, place.files, write, FILE_CLICKS, GROUP_CLICKS, found.format
+    )
 
-    if kind == "criteo-tsv":
-        filesystem, files = text_files(path)
-    else:
-        from pyarrow.fs import LocalFileSystem
 
-        from tritonrec.data import ali_ccp
+def _events(source: str, format: LogFormat | None) -> EventLog:
+    return _in_files(source, format).events()
 
-        filesystem, files = LocalFileSystem(), list(map(str, ali_ccp.files(path)))
-    return _made("clicks", source, filesystem, files, write, FILE_CLICKS, GROUP_CLICKS)
+
+def _in_files(source: str, format: LogFormat | None) -> Source:
+    found = source_of(source, format)
+    if found is None:
+        raise ValueError(f"{source} is not in files: load it whole")
+    return found
 
 
 def _made(
     kind: str,
     source: str,
-    filesystem: pafs.FileSystem,
+    filesystem: pafs.FileSystem | None,
     files: list[str],
     write: Callable[[Path], None],
-    *settings: int,
+    *settings: int | LogFormat,
 ) -> Path:
     """The folder of the cache for these files and settings, made by `write` where it is missing."""
     from tritonrec.data.convert import new_folder
 
+    assert filesystem is not None
     name = _name(filesystem, files, settings)
     folder = cache_directory() / kind / name
     if folder.is_dir():
@@ -129,9 +150,9 @@ def _made(
     return folder
 
 
-def _name(filesystem: pafs.FileSystem, files: list[str], settings: tuple[int, ...]) -> str:
+def _name(filesystem: pafs.FileSystem, files: list[str], settings: tuple[object, ...]) -> str:
     """Of the folder: the same for the same files and settings."""
-    digest = sha256(f"{settings} {filesystem.type_name}".encode())
+    digest = sha256(f"{LAYOUT} {settings} {filesystem.type_name}".encode())
     for about in filesystem.get_file_info(files):
         where = Path(about.path).resolve() if filesystem.type_name == "local" else about.path
         digest.update(f"\n{where} {about.size} {about.mtime_ns}".encode())
