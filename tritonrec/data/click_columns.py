@@ -147,7 +147,7 @@ class ClickColumns:
         return np.log1p(np.maximum(found, 0)).astype(np.float32)
 
     def _ids(self, part: Part, name: str, column: pa.ChunkedArray) -> np.ndarray:
-        if self.format.hexadecimal:
+        if name in self.format.hexadecimal:
             return _hexadecimal(part, name, plain(column))
         if self.format.ids == "integers" and name not in self.words:
             return integers(part, name, column, self.format.whole_floats)

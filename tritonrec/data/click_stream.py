@@ -51,11 +51,14 @@ class ClickStream(Stream[ClickBatch]):
         columns: ClickColumns | LogFormat | None = None,
     ) -> None:
         from tritonrec.data.click_columns import ClickColumns
-        from tritonrec.data.parquet_rows import ParquetRows
+        from tritonrec.data.parquet_rows import ParquetRows, schema_of
 
         if isinstance(columns, ClickColumns):
             rows = rows if isinstance(rows, ParquetRows) else ParquetRows(rows, columns.names)
         else:
+            if columns is not None and columns.is_clicks and isinstance(rows, (str, Path)):
+                file, schema = schema_of(str(rows))
+                rows = ParquetRows(rows, ClickColumns.of(file, schema, columns).names)
             rows = rows if isinstance(rows, ParquetRows) else ParquetRows(rows)
             columns = ClickColumns.of(rows.path, rows.schema, columns)
             rows = rows.select(columns.names)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -56,7 +57,7 @@ def write(
         raise ValueError(f"partition_by must be 'date' or None, got {partition_by!r}")
     if len(log) == 0:
         raise ValueError("the log holds no interactions")
-    table = parquet.table_of(log)
+    table = parquet.table_of(replace(log, time_unit=time_unit or log.time_unit))
     with new_folder(out) as scratch:
         for folder, rows in _partitions(log, partition_by, time_unit):
             (scratch / folder).mkdir(exist_ok=True)

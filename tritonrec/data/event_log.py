@@ -8,9 +8,9 @@ one is.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,18 +29,14 @@ from tritonrec.data.values import Part, is_list
 if TYPE_CHECKING:
     import pyarrow.fs as pafs
 
+    from tritonrec.data.vocabulary import Vocabulary
+
 Features = tuple[UserFeatures | None, ItemGenres | None]
 ROW_BYTES = 16
 """Of a short line; a fifth of it where the file is compressed."""
 MOST_RATING = 1e5
 FEW, MOST_STEP = 10, 10
 """So many rows with times from 0 to this alone have no times: they look like ratings."""
-
-
-class Encoder(Protocol):
-    """A vocabulary: the number of each word, new ones for new words where it may grow."""
-
-    def encode(self, words: pa.Array, extend: bool = ...) -> np.ndarray: ...
 
 
 class EventLog:
@@ -61,7 +57,7 @@ class EventLog:
         format: LogFormat = LogFormat(),  # noqa: B008
         kind: str = "",
         preset: Preset | None = None,
-        words: dict[str, Encoder] | None = None,
+        words: dict[str, Vocabulary] | None = None,
     ) -> None:
         self.format, self.preset, self._kind = format, preset, kind
         self.place: Place | None = None
@@ -73,7 +69,7 @@ class EventLog:
         else:
             self._frame = Frame(source)
             self.name = self._frame.path
-        self.words: dict[str, Encoder] = {} if words is None else words
+        self.words: dict[str, Vocabulary] = {} if words is None else words
 
     @property
     def filesystem(self) -> pafs.FileSystem | None:
@@ -186,9 +182,10 @@ class EventLog:
                 part, columns["timestamp"], get["timestamp"], format.time_unit, format.time_format
             )
             time, fraction = found.whole, found.fraction
-            seen.dated |= found.is_dated
-            if not found.is_dated and isinstance(kind := _unit_of(table, columns["timestamp"]), str):
-                seen.dated, self._unit = True, kind
+            if found.is_dated:
+                seen.has_unit, self._unit = True, self._unit or "s"
+            elif not self._unit and (unit := _unit_of(table, columns["timestamp"])) is not None:
+                seen.has_unit, self._unit = True, unit
         else:
             time = np.arange(seen.rows, seen.rows + len(user))
         if "fraction" in columns:
@@ -232,8 +229,8 @@ class EventLog:
             )
         if "timestamp" not in columns:
             return "step"
-        if self._unit or seen.dated:
-            return self._unit or "s"
+        if self._unit or seen.has_unit:
+            return self._unit
         if seen.rows >= FEW and 0 <= seen.low <= seen.high <= MOST_STEP:
             raise ValueError(
                 f"{self.name}: column {columns['timestamp']!r} has times from {seen.low} to {seen.high} only, "
@@ -254,7 +251,7 @@ class _Seen:
     low: int = 0
     high: int = 0
     rating: float = 0.0
-    dated: bool = field(default=False)
+    has_unit: bool = False
 
     def add(self, time: np.ndarray, rating: np.ndarray | None) -> None:
         """Take a part into account."""

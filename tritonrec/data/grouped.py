@@ -24,17 +24,23 @@ if TYPE_CHECKING:
 
     from tritonrec.data.event_log import EventLog
     from tritonrec.data.log_format import LogFormat
+    from tritonrec.data.vocabulary import Vocabulary
 
 FILE_USERS, GROUP_USERS = 1 << 17, 1 << 9
 """Users of a file, and of a row group, which is what a reader of a stream reads."""
 FILE_CLICKS, GROUP_CLICKS = 1 << 20, 1 << 13
 """The same of clicks."""
+WORDS_FILE = "_{}_words.parquet"
+"""The vocabulary of a column beside the shards."""
 LAYOUT = 2
 """Of the folders: a reader that understands a log otherwise writes it anew."""
 
 
 def sequences_of(
-    source: str, report: Callable[[int], None] = lambda rows: None, format: LogFormat | None = None
+    source: str,
+    report: Callable[[int], None] = lambda rows: None,
+    format: LogFormat | None = None,
+    words: dict[str, Vocabulary] | None = None,
 ) -> Path:
     """The folder with the sequences of a log, for `NextItemStream`; written where it is missing.
 
@@ -43,19 +49,20 @@ def sequences_of(
     Args:
         source, format: of a log of events in files, as `tritonrec.data.load` takes them.
         report: called with numbers of interactions that were read.
+        words: for ``ids="words"`` the vocabularies of ``"user"`` and ``"item"``, which get the log's new words;
+            those of the log are beside its shards too (`words_of`).
 
-    Raises the errors of `load`, ValueError where the log changes meanwhile, and OSError naming the folder where
-    the cache (``$TRITONREC_CACHE`` or ``~/.cache/tritonrec``) cannot be written to.
+    Raises the errors of `load`, ValueError where the log changes meanwhile, and OSError naming the folder
+    where the cache (``$TRITONREC_CACHE`` or ``~/.cache/tritonrec``) cannot be written to.
     """
 
-    def write(scratch: Path) -> None:
+    def write(log: EventLog, scratch: Path) -> None:
         from tritonrec.data.convert_sequences import buckets_of, write_sequences
 
         buckets = buckets_of(log.rows())
         write_sequences(log.parts(), scratch, FILE_USERS, GROUP_USERS, report, buckets)
 
-    log = _events(source, format)
-    return _made("sequences", source, log.filesystem, log.files, write, FILE_USERS, GROUP_USERS, log.format)
+    return _events_made("sequences", source, format, words, write, FILE_USERS, GROUP_USERS)
 
 
 def windows_of(
@@ -64,22 +71,63 @@ def windows_of(
     max_exposed: int,
     report: Callable[[int], None] = lambda rows: None,
     format: LogFormat | None = None,
+    words: dict[str, Vocabulary] | None = None,
 ) -> Path:
     """The folder with the windows of a log, for `ImpressionStream`, as `sequences_of`.
 
     Args:
         max_history, max_exposed: as `ImpressionLoader`, whose errors are raised.
     """
+    sizes = (max_history, max_exposed, GROUP_USERS)
 
-    def write(scratch: Path) -> None:
+    def write(log: EventLog, scratch: Path) -> None:
         from tritonrec.data.convert_sequences import buckets_of
         from tritonrec.data.convert_windows import write_windows
 
         buckets = buckets_of(log.rows())
         write_windows(log.parts(), scratch, *sizes, report, buckets, *log.features())
 
-    log, sizes = _events(source, format), (max_history, max_exposed, GROUP_USERS)
-    return _made("windows", source, log.filesystem, log.files, write, *sizes, log.format)
+    return _events_made("windows", source, format, words, write, *sizes)
+
+
+def words_of(folder: Path) -> dict[str, Vocabulary]:
+    """The vocabularies of a folder of `sequences_of` or `windows_of` by column; empty where ids are numbers."""
+    from tritonrec.data.vocabulary import Vocabulary
+
+    files = {role: folder / WORDS_FILE.format(role) for role in ("user", "item")}
+    return {role: Vocabulary.load(file) for role, file in files.items() if file.exists()}
+
+
+def _events_made(
+    kind: str,
+    source: str,
+    format: LogFormat | None,
+    words: dict[str, Vocabulary] | None,
+    write: Callable[[EventLog, Path], None],
+    *settings: int,
+) -> Path:
+    """The folder of a log of events; `words` get those of the log."""
+    known = {} if words is None else words
+    before = [(role, _digest(known[role])) for role in sorted(known)]
+    log = _in_files(source, format).events(known)
+
+    def write_all(scratch: Path) -> None:
+        write(log, scratch)
+        for role, vocabulary in log.words.items():
+            vocabulary.save(scratch / WORDS_FILE.format(role))
+
+    assert log.filesystem is not None
+    folder = _made(kind, source, log.filesystem, log.files, write_all, *settings, log.format, before)
+    for role, vocabulary in words_of(folder).items():
+        known.setdefault(role, vocabulary).load_state_dict(vocabulary.state_dict())
+    return folder
+
+
+def _digest(vocabulary: Vocabulary) -> str:
+    digest = sha256()
+    for tensor in vocabulary.state_dict().values():
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def clicks_of(
@@ -109,10 +157,6 @@ def clicks_of(
     )
 
 
-def _events(source: str, format: LogFormat | None) -> EventLog:
-    return _in_files(source, format).events()
-
-
 def _in_files(source: str, format: LogFormat | None) -> Source:
     found = source_of(source, format)
     if found is None:
@@ -123,15 +167,14 @@ def _in_files(source: str, format: LogFormat | None) -> Source:
 def _made(
     kind: str,
     source: str,
-    filesystem: pafs.FileSystem | None,
+    filesystem: pafs.FileSystem,
     files: list[str],
     write: Callable[[Path], None],
-    *settings: int | LogFormat,
+    *settings: object,
 ) -> Path:
     """The folder of the cache for these files and settings, made by `write` where it is missing."""
     from tritonrec.data.convert import new_folder
 
-    assert filesystem is not None
     name = _name(filesystem, files, settings)
     folder = cache_directory() / kind / name
     if folder.is_dir():

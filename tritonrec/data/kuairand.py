@@ -57,7 +57,7 @@ def _table(
     place: Place, path: str, id: str, words: tuple[str, ...]
 ) -> tuple[np.ndarray, dict[str, pa.Array]]:
     """The ids, which differ, and those of the columns of words that the file has."""
-    file = CsvFile(place.filesystem, path, LogFormat(user=id, item=id, header="yes"))
+    file = CsvFile(place.filesystem, path, LogFormat(header="yes"))
     columns = [named(file.names, id, path), *(name for name in words if name in file.names)]
     parts = list(file.tables(columns))
     ids = [integers(part, columns[0], table.column(columns[0])) for part, table in parts]

@@ -50,7 +50,7 @@ class LogFormat:
         ids: ``integers``; ``words`` are numbered in a `Vocabulary`; ``hashed`` words are 64-bit hashes.
         whole_floats: take ids that are floating numbers without a fraction.
         dense, categories: columns of clicks; with categories a log is one of clicks.
-        hexadecimal: categories are words of up to eight hexadecimal digits, or missing, and become numbers.
+        hexadecimal: categories that are words of up to eight hexadecimal digits, or missing; they are numbers.
         log_counts: a dense x becomes log(1 + max(x, 0)), a missing one 0.
         shown: a column of ITEM-LABEL words between spaces, each an event with the task ``click``.
         columns: names of all columns in their order, where text has no header.
@@ -83,7 +83,7 @@ class LogFormat:
     whole_floats: bool = False
     dense: tuple[str, ...] = ()
     categories: tuple[str, ...] = ()
-    hexadecimal: bool = False
+    hexadecimal: tuple[str, ...] = ()
     log_counts: bool = False
     shown: str = ""
     columns: tuple[str, ...] = setting((), "Names of all columns, where text has no header.")

@@ -93,9 +93,9 @@ def table_of(log: Interactions, has_fraction: bool | None = None) -> pa.Table:
     table = pa.table(
         {name: column.astype(bool) if name in log.feedback else column for name, column in columns.items()}
     )
-    about = {TIME_UNIT: log.time_unit} if log.time_unit else None
     place = table.schema.get_field_index("timestamp")
-    return table.cast(table.schema.set(place, table.schema.field(place).with_metadata(about)))
+    field = table.schema.field(place).with_metadata({TIME_UNIT: log.time_unit})
+    return table.cast(table.schema.set(place, field))
 
 
 def write_features(log: Interactions, folder: Path) -> None:

@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from tritonrec.data.places import below_folder, files_at
 from tritonrec.data.slices import work
 from tritonrec.data.stream_plan import Stretch
-from tritonrec.data.tables import Frame, common_schema, is_frame
+from tritonrec.data.tables import Frame, ParquetFile, common_schema, is_frame
 from tritonrec.data.text_tables import UNREADABLE
 from tritonrec.data.values import is_integer, is_list, plain
 from tritonrec.files import ScratchFolder
@@ -310,12 +310,8 @@ class _CountedFile:
         return self._file.closed
 
 
-def schema_of(path: str) -> pa.Schema:
-    """The schema of a dataset's first file; raises the errors of `ParquetRows`."""
+def schema_of(path: str) -> tuple[str, pa.Schema]:
+    """A dataset's first file and its schema; raises the errors of `ParquetRows`."""
     place = files_at(path, "Parquet file")
-    file = place.files[0]
-    try:
-        with place.filesystem.open_input_file(file) as source:
-            return pq.read_schema(source)
-    except UNREADABLE as error:
-        raise ValueError(f"{path}: not a Parquet dataset: {file}: {error}") from error
+    file = ParquetFile(place.filesystem, place.files[0])
+    return file.path, file.schema

@@ -75,6 +75,9 @@ def files_at(path: str, kind: str = "file", filesystem: Any = None, patterns: Se
         files = next(filter(None, ([file for file in files if _is(file, each)] for each in patterns)), [])
         if not files:
             raise FileNotFoundError(f"{path}: the folder holds no {' or '.join(patterns)}")
+        folders = sorted({file.rpartition("/")[0] for file in files})
+        if len(folders) > 1:
+            raise ValueError(f"{path}: several folders have such files: name one of {', '.join(folders)}")
     if not files:
         raise ValueError(f"{path}: the dataset holds no {kind}")
     return Place(path, fs, base, sorted(files, key=natural_order), not wild)

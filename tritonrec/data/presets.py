@@ -53,8 +53,9 @@ _KUAIREC = LogFormat(
 CRITEO_COUNTS = tuple(f"I{number}" for number in range(1, 14))
 CRITEO_CATEGORIES = tuple(f"C{number}" for number in range(1, 27))
 CRITEO = LogFormat(
-    label=("label",), dense=CRITEO_COUNTS, categories=CRITEO_CATEGORIES, hexadecimal=True, log_counts=True
-)
+    label=("label",), dense=CRITEO_COUNTS, categories=CRITEO_CATEGORIES, hexadecimal=CRITEO_CATEGORIES,
+    log_counts=True,
+)  # fmt: skip
 AVAZU_CATEGORIES = _columns(
     "C1 banner_pos site_id site_domain site_category app_id app_domain app_category device_id device_ip "
     "device_model device_type device_conn_type C14 C15 C16 C17 C18 C19 C20 C21"
@@ -222,11 +223,11 @@ PRESETS: dict[str, Preset] = {
             CRITEO, columns=("label", *CRITEO_COUNTS, *CRITEO_CATEGORIES), header="no", delimiter="tab"
         ),
     ),
-    "criteo-parquet": Preset("Criteo's columns as Parquet", ("*.parquet", "*"), CRITEO, "parquet"),
+    "criteo-parquet": Preset("Criteo's columns as Parquet", (), CRITEO, "parquet"),
     "avazu-csv": Preset(
         "Avazu (Kaggle)",
         ("train.csv", "train", "*.csv"),
-        LogFormat(label=("click",), categories=AVAZU_CATEGORIES, hexadecimal=True, delimiter="comma"),
+        LogFormat(label=("click",), categories=AVAZU_CATEGORIES, hexadecimal=AVAZU_CATEGORIES[2:12], delimiter="comma"),
     ),
 }  # fmt: skip
 """By the word of a source. Ali-CCP, two kinds of files that belong together, is `tritonrec.data.ali_ccp`."""

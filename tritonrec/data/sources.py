@@ -73,7 +73,7 @@ def source_of(source: Any, format: LogFormat | None = None) -> Source | None:
         return Source(source, given, is_clicks=given.is_clicks)
     text = str(source)
     word, colon, path = text.partition(":")
-    if word in MADE and not (colon and not path):
+    if word in MADE and bool(colon) == bool(path) and not (word == "ml-100k" and path):
         if given.changes():
             raise ValueError(f"{text} has a format of its own: leave out {', '.join(given.changes())}")
         return None
@@ -92,16 +92,17 @@ def source_of(source: Any, format: LogFormat | None = None) -> Source | None:
         return Source(path, own, word, is_clicks=own.is_clicks, word=word)
     if _is_path(text):
         return Source(text, own, is_clicks=own.is_clicks)
+    words = ", ".join(f"{word}:PATH" for word in (*KINDS, "ali-ccp", *PRESETS))
     raise ValueError(
-        f"unknown data {text!r}: expected a path, 'ml-100k', 'zipf[:name=value,...]', 'criteo[:name=value,...]', "
-        f"'avazu[:name=value,...]', or one of {', '.join(KINDS)}, ali-ccp, {', '.join(PRESETS)} with ':PATH'"
+        f"unknown data {text!r}: expected a path, 'ml-100k', 'zipf[:name=value,...]', "
+        f"'criteo[:name=value,...]', 'avazu[:name=value,...]', {words}"
     )
 
 
 def _is_path(text: str) -> bool:
     from tritonrec.data.tables import kind_of
 
-    return "/" in text or kind_of(text) is not None or Path(text).exists()
+    return bool(text) and ("/" in text or kind_of(text) is not None or Path(text).exists())
 
 
 def load(
@@ -144,10 +145,6 @@ def load(
 def _made(spec: str) -> Interactions | ClickLog:
     word, _, detail = spec.partition(":")
     if word == "ml-100k":
-        if detail:
-            raise ValueError(
-                f"unknown data {spec!r}: ml-100k takes no path; for a copy of yours say movielens-100k:PATH"
-            )
         return movielens.load()
     if word == "zipf":
         return zipf.generate(zipf.ZipfOptions.parse(detail))

@@ -47,7 +47,7 @@ class Part:
             value = values[row].as_py()
         except ValueError:  # nanoseconds, which Python's datetime lacks
             value = values[row]
-        shown = "an empty field" if value is None else repr(value)
+        shown = "an empty field" if value is None or value == "" else repr(value)
         raise ValueError(f"{self.path}, {self.unit} {self.number(row)}: column {column} has {shown}, "
                          f"expected {expected}")  # fmt: skip
 
@@ -147,14 +147,14 @@ def integers(part: Part, name: str, values: Column, whole_floats: bool = False) 
     if pa.types.is_string(kind):
         return _of_text(part, name, values)
     if pa.types.is_floating(kind):
-        if not whole_floats:
-            hint = "an integer: cast the column, or take whole numbers with whole_floats"
-            part.fail_type(name, kind, hint) if not values.null_count else None
         found = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
-        wrong = ~(np.abs(found) < MOST_WHOLE) | (np.floor(found) != found)
-        if wrong.any() or not whole_floats:
-            wrong = wrong if wrong.any() else np.ones(len(found), bool)
+        wrong = ~(np.abs(found) < MOST_WHOLE) | (np.floor(found) != found)  # a missing value is NaN
+        if wrong.any():
             part.fail(name, values, wrong, "an integer of less than 2**53")
+        if not whole_floats:
+            part.fail_type(
+                name, kind, "integers: cast the column, or take whole numbers by whole_floats=true"
+            )
         return found.astype(np.int64)
     if not (pa.types.is_integer(kind) or pa.types.is_decimal(kind)):
         part.fail_type(name, kind, "integers" + (", or text of integers" if not is_list(kind) else ""))
@@ -361,6 +361,7 @@ def _decimals_or_iso(part: Part, name: str, values: pa.Array, unit: str) -> Time
             np.where(whole, np.array(exact, np.int64), made.whole), fraction if fraction.any() else None
         )
     # Arrow takes text with a zone for one type and text without for another, and some rows may have none.
+    values = pc.replace_substring_regex(values, " ?(UTC|GMT)$", "Z")
     zoned = pc.fill_null(pc.match_substring_regex(values, _ISO_ZONE), False)
     date_only = pc.less_equal(pc.utf8_length(values), 10)
     zoned = pc.and_(zoned, pc.invert(pc.fill_null(date_only, False)))
@@ -455,9 +456,7 @@ def check_calendar(source: Any, low: int, high: int, unit: str) -> None:
     other = found_unit(low, high)
     early = other not in ("", unit) and seconds[1] < 631_152_000
     if early or not -2_208_988_800 <= seconds[0] <= seconds[1] < 4_102_444_800:
-        hint = (
-            f", and in {other} {day_range(low, high, other)}: time_unit={other}"
-            if other
-            else ": name time_unit"
-        )
+        hint = ": name time_unit"
+        if other:
+            hint = f", and in {other} {day_range(low, high, other)}: name time_unit={other}"
         raise ValueError(f"{source}: times in {unit} are {day_range(low, high, unit)}{hint}")
