@@ -11,8 +11,8 @@ from speeds import slow_except
 from test_criteo import as_table, fields
 
 from tritonrec.data import ClickBatch, ClickLoader, ClickStream, evaluate_clicks, load
-from tritonrec.data.criteo import CRITEO
 from tritonrec.data.parquet_rows import ParquetRows
+from tritonrec.data.presets import CRITEO
 
 ROWS = 43
 

@@ -200,16 +200,19 @@ def test_other_columns_are_refused(tmp_path, columns, message):
     "columns, message",
     [
         (dict(item=[[1, 2], [3]]), "a row has 2 values in 'item' and 3 in 'timestamp'"),
-        (dict(item=[[1, 2, None], [3]]), "column 'item' has nulls"),
-        (dict(item=[[1, 2, 3], None]), "column 'item' has nulls"),
-        (dict(item=pa.array([[1, 2, 2**63], [4]], pa.list_(pa.uint64()))), "column 'item' does not fit"),
+        (dict(item=[[1, 2, None], [3]]), "column item has an empty field, expected an int64"),
+        (dict(item=[[1, 2, 3], None]), "column item has an empty field, expected a list"),
+        (
+            dict(item=pa.array([[1, 2, 2**63], [4]], pa.list_(pa.uint64()))),
+            "column item has 9223372036854775808",
+        ),
     ],
 )
 def test_bad_rows_are_refused_when_they_are_read(tmp_path, columns, message):
     made = stream(written(tmp_path, **columns), readers=1)
-    with pytest.raises(ValueError, match=f"{tmp_path}.*: {message}"):
+    with pytest.raises(ValueError, match=f"{tmp_path}.*, row [01]: {message}"):
         next(made)
-    with pytest.raises(ValueError, match=f"{tmp_path}.*: {message}"):
+    with pytest.raises(ValueError, match=f"{tmp_path}.*, row [01]: {message}"):
         made.tokens_of(made.rows_of(0)[1])
 
 

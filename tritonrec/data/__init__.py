@@ -13,6 +13,7 @@ from tritonrec.data.impressions import ImpressionBatch
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.jagged import KeyedJaggedTensor, Lookup, WeightedLookup
 from tritonrec.data.loader import EvaluationBatch, NextItemLoader
+from tritonrec.data.log_format import LogFormat
 from tritonrec.data.numbered import NumberedLoader
 from tritonrec.data.ranking import auc, evaluate, evaluate_impressions, gauc, popularity_scores
 from tritonrec.data.sequences import NextItemStream
@@ -37,6 +38,7 @@ __all__ = [
     "Interactions",
     "JaggedBatch",
     "KeyedJaggedTensor",
+    "LogFormat",
     "Lookup",
     "NextItemLoader",
     "NextItemStream",

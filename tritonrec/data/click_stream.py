@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from tritonrec.data.click_columns import ClickColumns
+    from tritonrec.data.log_format import LogFormat
     from tritonrec.data.parquet_rows import ParquetRows
 
 
@@ -33,9 +34,9 @@ class ClickStream(Stream[ClickBatch]):
     """Training rows of a dataset, streamed, and the held-out ones behind them.
 
     Args:
-        rows: the path of a dataset, or a `ParquetRows` of the format's columns.
+        rows: the path of a dataset, a `ParquetRows` of the format's columns, or a frame.
         batch_size, seed, rank, world_size, shuffle, buffer_rows, readers: see `Stream`.
-        columns: the format, such as `tritonrec.data.criteo.CRITEO`; the plain one by default.
+        columns: the format, such as `tritonrec.data.presets.CRITEO`; the plain one by default.
         split: by default the last tenth is for test, with validation a tenth of the others before it
             (`ClickLog.divided`).
 
@@ -53,19 +54,24 @@ class ClickStream(Stream[ClickBatch]):
         shuffle: bool = True,
         buffer_rows: int = 1 << 18,
         readers: int = 64,
-        columns: ClickColumns | None = None,
+        columns: ClickColumns | LogFormat | None = None,
         split: Split = LEAVE_ONE_OUT,
     ) -> None:
-        from tritonrec.data.click_columns import PlainColumns, names
-        from tritonrec.data.parquet_rows import ParquetRows
+        from tritonrec.data.click_columns import ClickColumns
+        from tritonrec.data.parquet_rows import ParquetRows, schema_of
 
-        if not isinstance(rows, ParquetRows):
-            rows = ParquetRows(rows, None if columns is None else names(columns))
-        self.whole, self._columns = rows, columns or PlainColumns.of(rows.path, rows.schema)
-        rows_in_all = self.whole.num_rows
-        self.trained, self.num_validation = rows_of(
-            split, rows_in_all, num_training_rows(rows_in_all), HELD_OUT
-        )
+        if isinstance(columns, ClickColumns):
+            rows = rows if isinstance(rows, ParquetRows) else ParquetRows(rows, columns.names)
+        else:
+            if columns is not None and columns.is_clicks and isinstance(rows, (str, Path)):
+                file, schema = schema_of(str(rows))
+                rows = ParquetRows(rows, ClickColumns.of(file, schema, columns).names)
+            rows = rows if isinstance(rows, ParquetRows) else ParquetRows(rows)
+            columns = ClickColumns.of(rows.path, rows.schema, columns)
+            rows = rows.select(columns.names)
+        self.whole, self._columns = rows, columns
+        count = rows.num_rows
+        self.trained, self.num_validation = rows_of(split, count, num_training_rows(count), HELD_OUT)
         super().__init__(
             self.whole.first(self.trained), self._collate, batch_size, seed, rank, world_size, shuffle,
             buffer_rows, readers,
@@ -86,14 +92,13 @@ class ClickStream(Stream[ClickBatch]):
         """Share of clicks among the rows that are not held out, which reads their labels."""
         return sum(int(labels.sum()) for labels in self._labels(self.trained)) / self.trained
 
-    def _labels(self, rows_from_0: int) -> Iterator[np.ndarray]:
+    def _labels(self, count: int) -> Iterator[np.ndarray]:
         """Those of the first rows, some at a time."""
-        from tritonrec.data.click_columns import LABEL, Part, labels
-        from tritonrec.data.parquet_rows import ParquetRows
+        from tritonrec.data.values import Part
 
-        rows = ParquetRows(self.whole.path, [LABEL], self.whole.filesystem).first(rows_from_0)
+        rows, columns = self.whole.select([self._columns.label]).first(count), self._columns
         for numbers, table in rows.batches(1 << 16):
-            yield labels(Part(rows.path, "row", numbers), table)
+            yield columns.labels(Part(rows.path, "row", numbers), table)
 
     def _check_labels(self) -> None:
         """Read labels until there are both kinds, of a log of any use in the first rows."""
@@ -114,7 +119,7 @@ class ClickStream(Stream[ClickBatch]):
             yield self._collate(0, torch.from_numpy(numbers), table)
 
     def _collate(self, step: int, sample_ids: Tensor, table: pa.Table) -> ClickBatch:
-        from tritonrec.data.click_columns import Part
+        from tritonrec.data.values import Part
 
         part = Part(self.whole.path, "row", sample_ids.numpy())
         labels, dense, ids = map(torch.from_numpy, self._columns.arrays(part, table))

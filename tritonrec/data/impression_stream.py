@@ -15,7 +15,6 @@ from tritonrec.data.epochs import check_at_least
 from tritonrec.data.features import ItemGenres
 from tritonrec.data.impressions import ImpressionBatch
 from tritonrec.data.jagged import KeyedJaggedTensor, Lookup, token_indices
-from tritonrec.data.list_columns import check_columns, integer_column, list_column
 from tritonrec.data.splits import Part, check_part
 from tritonrec.data.stream import Stream
 
@@ -57,10 +56,11 @@ class ImpressionStream(Stream[ImpressionBatch]):
         readers: int = 64,
     ) -> None:
         from tritonrec.data.parquet import features_beside  # pyarrow is slow to import
+        from tritonrec.data.places import files_at
 
         self.folder = Path(folder)
         self.context, self.tasks = _names(self.folder / ABOUT_FILE)
-        self._genres = features_beside(folder)[1]
+        self._genres = features_beside(files_at(str(folder)))[1]
         super().__init__(
             self._rows(folder), self._collate, batch_size, seed, rank, world_size, shuffle, buffer_rows,
             readers,
@@ -92,34 +92,36 @@ class ImpressionStream(Stream[ImpressionBatch]):
         from tritonrec.data.parquet_rows import ParquetRows
 
         rows = ParquetRows(path)
-        check_columns(rows, (*HISTORY, *EXPOSED), [f"context_{name}" for name in self.context], HINT)
+        rows.check((*HISTORY, *EXPOSED), [f"context_{name}" for name in self.context], HINT)
         return rows
 
-    def _lists(self, table: pa.Table, name: str, lengths: np.ndarray) -> Tensor:
-        """The values of a column, which has lists of these `lengths` (b,)."""
-        values, found = list_column(table, name)
-        if not np.array_equal(found, lengths):
-            row = int((found != lengths).nonzero()[0][0])
-            raise ValueError(f"a row has {found[row]} values in {name!r}, expected {lengths[row]}")
-        return torch.from_numpy(values)
-
     def _collate(self, step: int, sample_ids: Tensor, table: pa.Table) -> ImpressionBatch:
-        try:
-            return self._batch(step, sample_ids, table)
-        except ValueError as error:
-            raise ValueError(f"{self.folder}: {error}") from error
+        from tritonrec.data.values import Part, integers, lists
 
-    def _batch(self, step: int, sample_ids: Tensor, table: pa.Table) -> ImpressionBatch:
-        past, shown = list_column(table, "item")[1], list_column(table, "shown")[1]
-        items, actions, times = (self._lists(table, name, past) for name in HISTORY)
-        exposed, shown_times = (self._lists(table, name, shown) for name in EXPOSED[:-1])
-        labels = self._lists(table, EXPOSED[-1], shown * len(self.tasks))
+        part = Part(self.folder, "row", sample_ids.numpy())
+        past, shown = (lists(part, name, table.column(name))[1] for name in ("item", "shown"))
+
+        def values(name: str, lengths: np.ndarray) -> Tensor:
+            """The values of a column, which has lists of these `lengths` (b,)."""
+            own, found = lists(part, name, table.column(name))
+            if not np.array_equal(found, lengths):
+                row = int((found != lengths).nonzero()[0][0])
+                raise ValueError(
+                    f"{self.folder}, row {part.number(row)}: a row has {found[row]} values in {name!r}, expected "
+                    f"{lengths[row]}"
+                )
+            return torch.from_numpy(own)
+
+        items, actions, times = (values(name, past) for name in HISTORY)
+        exposed, shown_times = (values(name, shown) for name in EXPOSED[:-1])
+        labels = values(EXPOSED[-1], shown * len(self.tasks))
         features = {
             "history": Lookup(items, torch.from_numpy(np.append(0, np.cumsum(past)))),
             "exposed": Lookup(exposed, torch.from_numpy(np.append(0, np.cumsum(shown)))),
         }
         for name in self.context:
-            features[name] = Lookup(torch.from_numpy(integer_column(table, f"context_{name}")))
+            column = f"context_{name}"
+            features[name] = Lookup(torch.from_numpy(integers(part, column, table.column(column)).copy()))
         return ImpressionBatch(
             step=step,
             sample_ids=sample_ids,

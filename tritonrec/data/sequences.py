@@ -28,7 +28,6 @@ from torch import Tensor
 from tritonrec.data.batch import JaggedBatch
 from tritonrec.data.epochs import NEGATIVES, check_at_least
 from tritonrec.data.jagged import token_indices
-from tritonrec.data.list_columns import check_columns, list_column
 from tritonrec.data.loader import LEAVE_ONE_OUT, EvaluationBatch
 from tritonrec.data.positions import digest_of
 from tritonrec.data.slices import work
@@ -50,7 +49,8 @@ class NextItemStream(Stream[JaggedBatch]):
     """Next-item training, and evaluation of held-out items, from Parquet rows of sequences.
 
     Args:
-        rows: the path of a dataset with list columns ``item`` and ``timestamp``, or a `ParquetRows` of these.
+        rows: the path of a dataset with list columns ``item`` and ``timestamp``, or a `ParquetRows` of these, or
+            a frame with them.
         batch_size, seed, rank, world_size, shuffle, buffer_rows, readers: see `Stream`.
         max_seq_len: largest number of tokens of a sample.
         num_negatives: K, sampled uniformly from the catalogue for each token; one may equal the label.
@@ -85,7 +85,7 @@ class NextItemStream(Stream[JaggedBatch]):
         check_at_least("max_seq_len", max_seq_len, 1)
         check_at_least("num_negatives", num_negatives, 0)
         rows = rows if isinstance(rows, ParquetRows) else ParquetRows(rows, COLUMNS)
-        check_columns(rows, COLUMNS, (), HINT)
+        rows.check(COLUMNS, (), HINT)
         super().__init__(
             rows, self._collate, batch_size, seed, rank, world_size, shuffle, buffer_rows, readers
         )
@@ -106,12 +106,11 @@ class NextItemStream(Stream[JaggedBatch]):
         """(b,) int64: tokens of each row's sample."""
         return self._tokens(*self._lists(table))[1].numpy()
 
-    def _lists(self, table: pa.Table) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Those of `lists_of`, whose errors name the dataset."""
-        try:
-            return lists_of(table)
-        except ValueError as error:
-            raise ValueError(f"{self.rows.path}: {error}") from error
+    def _lists(
+        self, table: pa.Table, numbers: np.ndarray | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Those of `lists_of`, whose errors name the dataset and the row, where its number is known."""
+        return lists_of(table, self.rows.path, numbers)
 
     def _counts(self, timestamps: Tensor, lengths: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Offsets (b + 1,) of the rows' events, and of each row (b,) those in training and validation."""
@@ -148,7 +147,7 @@ class NextItemStream(Stream[JaggedBatch]):
         }
 
     def _collate(self, step: int, sample_ids: Tensor, table: pa.Table) -> JaggedBatch:
-        items, timestamps, starts, lengths = self._lists(table)
+        items, timestamps, starts, lengths = self._lists(table, sample_ids.numpy())
         trained, kept = self._tokens(items, timestamps, starts, lengths)
         tokens, offsets = token_indices(starts + trained - 1 - kept, kept)
         ids = items[tokens]
@@ -175,7 +174,7 @@ class NextItemStream(Stream[JaggedBatch]):
         check_at_least("batch_size", batch_size, 1)
         found = 0
         for numbers, table in self.rows.batches(batch_size):
-            items, timestamps, starts, lengths = self._lists(table)
+            items, timestamps, starts, lengths = self._lists(table, numbers)
             rows, places = held_out(*self._counts(timestamps, lengths), part)
             found += len(rows)
             for first in range(0, len(rows), batch_size):
@@ -206,18 +205,26 @@ class NextItemStream(Stream[JaggedBatch]):
         return torch.where(self.catalogue[places] == items, places, -1)
 
 
-def lists_of(table: pa.Table) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def lists_of(
+    table: pa.Table, path: str = "the table", numbers: np.ndarray | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Items (L,) and timestamps (L,), and the start and length (b,) of each row's; all int64.
+
+    Args:
+        path, numbers: of the rows (b,), for errors.
 
     Raises ValueError for nulls, for rows whose lists differ in length, and for values beyond int64.
     """
-    items, lengths = list_column(table, "item")
-    timestamps, of_times = list_column(table, "timestamp")
+    from tritonrec.data.values import Part, lists
+
+    part = Part(path, "row", 0 if numbers is None else numbers)
+    items, lengths = lists(part, "item", table.column("item"))
+    timestamps, of_times = lists(part, "timestamp", table.column("timestamp"))
     if not np.array_equal(lengths, of_times):
         row = int((lengths != of_times).nonzero()[0][0])
         raise ValueError(
-            f"a row has {lengths[row]} values in 'item' and {of_times[row]} in 'timestamp': its lists must "
-            "be of one length"
+            f"{path}, row {part.number(row)}: a row has {lengths[row]} values in 'item' and {of_times[row]} in "
+            "'timestamp': its lists must be of one length"
         )
     return (
         torch.from_numpy(items),
@@ -229,10 +236,9 @@ def lists_of(table: pa.Table) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def holds_sequences(schema: pa.Schema) -> bool:
     """Whether a dataset of this schema has rows of sequences, rather than of events."""
-    import pyarrow as pa
+    from tritonrec.data.values import is_list, plain_type
 
-    kind = schema.field("item").type if "item" in schema.names else None
-    return kind is not None and (pa.types.is_list(kind) or pa.types.is_large_list(kind))
+    return "item" in schema.names and is_list(plain_type(schema.field("item").type))
 
 
 def read_catalogue(rows: ParquetRows) -> tuple[Tensor, Tensor]:
@@ -240,10 +246,10 @@ def read_catalogue(rows: ParquetRows) -> tuple[Tensor, Tensor]:
 
     Raises ValueError where the file is missing or has other columns.
     """
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from tritonrec.data.parquet_rows import UNREADABLE
+    from tritonrec.data.text_tables import UNREADABLE
+    from tritonrec.data.values import Part, integers
 
     file = f"{rows.root}/{CATALOGUE_FILE}"
     try:
@@ -254,5 +260,5 @@ def read_catalogue(rows: ParquetRows) -> tuple[Tensor, Tensor]:
             f"{rows.path}: no catalogue to draw negatives from: give catalogue=, or write the data with "
             f"python -m tritonrec.data.convert SOURCE OUT --sequences ({error})"
         ) from error
-    columns = [table.column(name).cast(pa.int64()).to_numpy() for name in ("item", "count")]
+    columns = [integers(Part(file, "row", 0), name, table.column(name)) for name in ("item", "count")]
     return torch.from_numpy(columns[0].copy()), torch.from_numpy(columns[1].copy())

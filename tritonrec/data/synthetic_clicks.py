@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tritonrec.data.criteo import CATEGORIES
+from tritonrec.data.presets import CRITEO_CATEGORIES as CATEGORIES
 from tritonrec.data.ctr import ClickLog, num_training_rows
 
 MIN_TABLE_ROWS = 64

@@ -26,6 +26,8 @@ from ..data import (
     load_clicks,
     load_interactions,
 )  # fmt: skip
+from ..data.log_format import LogFormat, described
+from ..data.sources import source_of
 from ..embedding import (
     FeatureConfig,
     HashTableCollection,
@@ -48,9 +50,10 @@ Wrapping = Literal["", "fully_shard", "checkpoint"]
 LrSchedule = Literal["constant", "linear", "cosine", "step"]
 ModelName = Literal["hstu", "fuxi", "grm", "dlrm"]
 DATA_HELP = (
-    "ml-100k, csv:PATH (columns user, item, timestamp[, rating]), parquet:PATH, kuairand:PATH, zipf or "
-    "zipf:users=N,items=N; for dlrm also clicks:PATH, criteo-tsv:PATH, criteo-parquet:PATH, ali-ccp:PATH, "
-    "criteo or criteo:samples=N, and avazu."
+    "ml-100k, zipf, zipf:users=N,items=N, a path, csv:PATH, json:PATH, parquet:PATH, or a published log as "
+    "movielens-1m:PATH (docs/data.md); settings of its format behind a ?, as PATH?user=uid&time_unit=ms. For "
+    "dlrm also clicks:PATH, criteo-tsv:PATH, criteo-parquet:PATH, avazu-csv:PATH, ali-ccp:PATH, criteo or "
+    "criteo:samples=N, and avazu."
 )
 Epochs = NextItemLoader | NextItemStream | ImpressionLoader | ImpressionStream | ClickLoader | ClickStream
 Streamed = NextItemStream | ImpressionStream | ClickStream
@@ -87,6 +90,7 @@ class Job:
         fused: the dense optimizer is a fused one.
         placement: of the tables; their device is the target's.
         target: what it computes on, in `verify` and `train`; inside of `devices.kernels_of`.
+        format: of a log in files; settings behind the path in `data` win.
     """
 
     data: str = setting("ml-100k", DATA_HELP)
@@ -128,19 +132,28 @@ class Job:
     fused: bool = True
     placement: Placement = field(default_factory=Placement)
     target: Target = field(default_factory=Target)
+    format: LogFormat = field(default_factory=LogFormat)
+
+    @property
+    def source(self) -> str:
+        """The data with their format."""
+        return described(self.data, self.format)
 
     @property
     def has_labels(self) -> bool:
         """Whether the log tells what was liked, as GRM and DLRM need it."""
         if self.data.startswith((*CLICKS, SHARDS)):
             return True
-        log = _interactions(self.data)
+        found = source_of(self.source)
+        if found is not None and found.is_clicks:
+            return True
+        log = _interactions(self.source)
         return log.rating is not None or bool(log.feedback)
 
     @property
     def is_streamed(self) -> bool:
         """Whether the data are shards of sequences."""
-        return sequences(self.data) is not None
+        return sequences(self.source) is not None
 
     def loader(self, rank: int = 0, world_size: int = 1) -> Loader:
         """Batches of one rank."""
@@ -165,8 +178,8 @@ class Job:
                 )
             return stream
         if self.model == "dlrm":
-            return ClickLoader(_clicks(self.data), self.batch_size, *shard)
-        log = _interactions(self.data)
+            return ClickLoader(_clicks(self.source), self.batch_size, *shard)
+        log = _interactions(self.source)
         if self.model == "grm":
             return ImpressionLoader(log, self.batch_size, self.max_seq_len, self.max_exposed, *shard)
         return NextItemLoader(log, self.batch_size, self.max_seq_len, self.num_negatives, *shard)
@@ -175,15 +188,15 @@ class Job:
         """The stream of the data; None for data that is read whole."""
         shard = (self.seed, rank, world_size)
         if self.model in ("hstu", "fuxi"):
-            rows = (grouped if self.stream else sequences)(self.data)
+            rows = (grouped if self.stream else sequences)(self.source)
             sizes = (self.batch_size, self.max_seq_len, self.num_negatives)
             return None if rows is None else NextItemStream(rows, *sizes, *shard)
         if not (self.stream or self.data.startswith(SHARDS)):
             return None
         if self.model == "dlrm":
-            found = clicks(self.data)
+            found = clicks(self.source)
             return None if found is None else ClickStream(found[0], self.batch_size, *shard, columns=found[1])
-        folder = windows(self.data, self.max_seq_len, self.max_exposed)
+        folder = windows(self.source, self.max_seq_len, self.max_exposed)
         return None if folder is None else ImpressionStream(folder, self.batch_size, *shard)
 
     def build(
@@ -284,12 +297,13 @@ class Job:
         return kind(self.lr, self.lr_warmup, self.lr_steps)
 
     def on(self, data: str) -> Job:
-        """The same job on another log; itself for an empty name."""
-        return replace(self, data=data) if data else self
+        """The same job on another log, in its own format; itself for an empty name."""
+        return replace(self, data=data, format=LogFormat()) if data else self
 
     def as_json(self) -> dict[str, Any]:
         """The settings as JSON holds them, with lists for tuples."""
         settings = json.loads(json.dumps(asdict(self)))
+        settings["format"] = {name: settings["format"][name] for name in self.format.changes()}
         settings["policy"]["heat"] = settings["policy"].pop("precision")  # its name in every checkpoint
         return settings
 
@@ -322,8 +336,8 @@ def dense_optimizer(
     return kinds[name](parameters, eps=eps, **options)
 
 
-CLICKS = ("criteo", "avazu", "clicks", "ali-ccp")
-"""How the words for logs of clicks begin."""
+CLICKS = ("criteo", "avazu")
+"""How the words for clicks that are drawn begin."""
 
 
 _GENERATOR = Lock()

@@ -12,18 +12,16 @@ import numpy as np
 from rich.console import Console
 
 from ..data import load_clicks, load_interactions
-from ..data.log_parts import TEXT_LOGS
 from ..data.sequences import COLUMNS, holds_sequences
+from ..data.sources import Source, source_of
 from ..files import ScratchFolder
 from .progress import CommandProgress
 
 if TYPE_CHECKING:
     from ..data.click_columns import ClickColumns
+    from ..data.log_format import LogFormat
     from ..data.parquet_rows import ParquetRows
 
-TEXT_CLICKS = ("criteo-tsv", "ali-ccp")
-CLICKS = ("criteo-parquet", "clicks", *TEXT_CLICKS)
-"""Words of logs of clicks in files."""
 SHARDS = "shards:"
 """``shards:SOURCE``: the log SOURCE as small shards in a folder of this process, and streamed; for verify."""
 
@@ -36,13 +34,18 @@ def sequences(spec: str) -> ParquetRows | None:
 @lru_cache(maxsize=4)
 def _sequences(spec: str) -> tuple[ParquetRows | None, ScratchFolder | None]:
     """The rows, and the folder of this process that holds them, which lives as long."""
-    from ..data.parquet_rows import ParquetRows, schema_of
+    from ..data.parquet_rows import ParquetRows
+    from ..data.tables import ParquetFile
 
     if spec.startswith(SHARDS):
         folder = _shards(spec.removeprefix(SHARDS))
         return ParquetRows(folder.name, COLUMNS), folder
-    path = _parquet(spec)
-    return ParquetRows(path, COLUMNS) if path and holds_sequences(schema_of(path)) else None, None
+    if (found := _source(spec)) is None or found.is_clicks:
+        return None, None
+    (file, *_others) = found.events().opened
+    if not (isinstance(file, ParquetFile) and holds_sequences(file.schema)):
+        return None, None
+    return ParquetRows(found.where, COLUMNS), None
 
 
 def grouped(spec: str) -> ParquetRows | None:
@@ -52,7 +55,8 @@ def grouped(spec: str) -> ParquetRows | None:
     """
     if (rows := sequences(spec)) is not None:
         return rows
-    return _grouped(spec) if _source(spec) else None
+    found = _source(spec)
+    return _grouped(spec) if found is not None and not found.is_clicks else None
 
 
 def windows(spec: str, max_history: int, max_exposed: int) -> Path | None:
@@ -68,9 +72,9 @@ def _windows(spec: str, max_history: int, max_exposed: int) -> tuple[Path | None
     if spec.startswith(SHARDS):
         folder = _window_shards(spec.removeprefix(SHARDS), max_history, max_exposed)
         return Path(folder.name), folder
-    if (source := _source(spec)) is None or sequences(spec) is not None:
+    if (source := _source(spec)) is None or source.is_clicks or sequences(spec) is not None:
         return None, None
-    return _told(spec, lambda report: windows_of(source, max_history, max_exposed, report)), None
+    return _told(spec, lambda report: windows_of(spec, max_history, max_exposed, report)), None
 
 
 @lru_cache(maxsize=4)
@@ -78,9 +82,7 @@ def _grouped(spec: str) -> ParquetRows:
     from ..data.grouped import sequences_of
     from ..data.parquet_rows import ParquetRows
 
-    source = _source(spec)
-    assert source
-    return ParquetRows(_told(spec, lambda report: sequences_of(source, report)), COLUMNS)
+    return ParquetRows(_told(spec, lambda report: sequences_of(spec, report)), COLUMNS)
 
 
 def _told(spec: str, make: Callable[[Callable[[int], None]], Path], done: str = "grouped by user") -> Path:
@@ -116,44 +118,43 @@ def clicks(spec: str) -> tuple[ParquetRows, ClickColumns] | None:
 @lru_cache(maxsize=4)
 def _clicks(spec: str) -> tuple[tuple[ParquetRows, ClickColumns] | None, ScratchFolder | None]:
     """The rows and their format, and the folder of this process that holds them, which lives as long."""
-    from ..data.click_columns import PlainColumns, names
-    from ..data.criteo import CRITEO
+    from ..data.click_columns import ClickColumns
     from ..data.grouped import clicks_of
     from ..data.parquet_rows import ParquetRows
+    from ..data.presets import CRITEO
 
-    kind, _, path = spec.partition(":")
-    folder = None
     if spec.startswith(SHARDS):
         folder = _click_shards(spec.removeprefix(SHARDS))
-        kind, path = "criteo-parquet", folder.name
-    if not path or kind not in CLICKS:
+        return _columns(ParquetRows(folder.name), CRITEO), folder
+    if (found := _source(spec)) is None or not found.is_clicks:
         return None, None
-    if kind in TEXT_CLICKS:
-        path = str(_told(spec, lambda report: clicks_of(spec, report), "written as Parquet"))
-    if kind.startswith("criteo"):
-        return (ParquetRows(path, names(CRITEO)), CRITEO), folder
-    rows = ParquetRows(path)
-    return (rows, PlainColumns.of(path, rows.schema)), None
+    if found.is_parquet:
+        return _columns(ParquetRows(found.where), found.format), None
+    rows = ParquetRows(_told(spec, lambda report: clicks_of(spec, report), "written as Parquet"))
+    dense = [name for name in rows.schema.names if str(rows.schema.field(name).type) == "float"]
+    label, *names = rows.schema.names
+    features = tuple(name for name in names if name not in dense)
+    return (rows, ClickColumns(label, tuple(dense), features)), None
 
 
-def _parquet(spec: str) -> str | None:
-    """The path of ``parquet:PATH``."""
-    kind, _, path = spec.partition(":")
-    return path if kind == "parquet" and path else None
+def _columns(rows: ParquetRows, format: LogFormat) -> tuple[ParquetRows, ClickColumns]:
+    """The rows of the columns of a format."""
+    from ..data.click_columns import ClickColumns
+
+    columns = ClickColumns.of(rows.path, rows.schema, format)
+    return rows.select(columns.names), columns
 
 
-def _source(spec: str) -> str | None:
-    """The log of events that `spec` names, for `tritonrec.data.grouped`; None for other data."""
-    kind, _, path = spec.partition(":")
-    return _parquet(spec) or (spec if kind in TEXT_LOGS and path else None)
+@lru_cache(maxsize=16)
+def _source(spec: str) -> Source | None:
+    """The log in files that `spec` names; None for other data."""
+    return None if spec.startswith(SHARDS) else source_of(spec)
 
 
 def _rows(spec: str) -> int | None:
     """Of a log in Parquet; None for text, whose rows nobody has counted."""
-    from ..data.parquet_rows import ParquetRows
-
-    path = _parquet(spec)
-    return ParquetRows(path, ()).num_rows if path else None
+    found = _source(spec)
+    return found.events().rows() if found and not found.is_clicks and found.is_parquet else None
 
 
 def _shards(spec: str) -> ScratchFolder:
@@ -179,12 +180,12 @@ def _click_shards(spec: str) -> ScratchFolder:
     import pyarrow
     import pyarrow.parquet
 
-    from ..data.criteo import CATEGORIES, COUNTS
+    from ..data.presets import CRITEO_CATEGORIES, CRITEO_COUNTS
 
     folder, log = ScratchFolder(), load_clicks(spec)
     columns = {"label": log.labels}
-    columns |= dict(zip(COUNTS, np.expm1(log.dense).T, strict=True))
-    columns |= dict(zip(CATEGORIES, log.categories.T, strict=True))
+    columns |= dict(zip(CRITEO_COUNTS, np.expm1(log.dense).T, strict=True))
+    columns |= dict(zip(CRITEO_CATEGORIES, log.categories.T, strict=True))
     path = Path(folder.name, "part-00000.parquet")
     pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=7)
     return folder
