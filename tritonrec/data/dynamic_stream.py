@@ -98,6 +98,10 @@ class DynamicStream:
         self.stream.load_state_dict(state["stream"])
         self._begin(int(state["step"]), int(state["stream_step"]), int(state["row"]))
 
+    def begin_at(self, step: int) -> None:
+        """Read from the first row on, and count batches from `step` on: for a run that goes on with another log."""
+        self._begin(step, 0, 0)
+
     def _begin(self, step: int, stream_step: int, row: int) -> None:
         self.step = step
         self._waiting: list[tuple[int, int, np.ndarray, pa.Table]] = []  # step, first row left, ids, rows

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.console import Console
 
-from ..data import load_clicks, load_interactions
+from ..data import Split, Vocabulary, load_clicks, load_interactions
 from ..data.sequences import COLUMNS, holds_sequences
 from ..data.sources import Source, source_of
 from ..files import ScratchFolder
+from ..pipeline import saved_vocabularies
 from .progress import CommandProgress
 
 if TYPE_CHECKING:
@@ -48,41 +49,54 @@ def _sequences(spec: str) -> tuple[ParquetRows | None, ScratchFolder | None]:
     return ParquetRows(found.where, COLUMNS), None
 
 
-def grouped(spec: str) -> ParquetRows | None:
+def grouped(spec: str, words: str = "") -> ParquetRows | None:
     """The rows of a dataset of sequences, or those of a log of events in files; None for any other data.
 
     A log is grouped by user when it is first read (`tritonrec.data.grouped`), which standard error tells.
+    It extends the vocabularies of the checkpoint in the directory `words`.
     """
     if (rows := sequences(spec)) is not None:
         return rows
     found = _source(spec)
-    return _grouped(spec) if found is not None and not found.is_clicks else None
+    return _grouped(spec, words) if found is not None and not found.is_clicks else None
 
 
-def windows(spec: str, max_history: int, max_exposed: int) -> Path | None:
-    """The folder with the windows of a log of events in files; None for any other data."""
-    return _windows(spec, max_history, max_exposed)[0]
+def windows(spec: str, max_history: int, max_exposed: int, split: Split, words: str = "") -> Path | None:
+    """The folder with the windows of a log of events in files; None for any other data.
+
+    words: see `grouped`.
+    """
+    return _windows(spec, max_history, max_exposed, split, words)[0]
+
+
+def known_words(words: str) -> dict[str, Vocabulary]:
+    """The vocabularies of the checkpoint in the directory `words`, none for an empty name."""
+    return saved_vocabularies(words) if words else {}
 
 
 @lru_cache(maxsize=4)
-def _windows(spec: str, max_history: int, max_exposed: int) -> tuple[Path | None, ScratchFolder | None]:
+def _windows(
+    spec: str, max_history: int, max_exposed: int, split: Split, words: str
+) -> tuple[Path | None, ScratchFolder | None]:
     """The folder, and itself where it is one of this process, which lives as long."""
     from ..data.grouped import windows_of
 
     if spec.startswith(SHARDS):
-        folder = _window_shards(spec.removeprefix(SHARDS), max_history, max_exposed)
+        folder = _window_shards(spec.removeprefix(SHARDS), max_history, max_exposed, split)
         return Path(folder.name), folder
     if (source := _source(spec)) is None or source.is_clicks or sequences(spec) is not None:
         return None, None
-    return _told(spec, lambda report: windows_of(spec, max_history, max_exposed, report)), None
+    known, sizes = known_words(words), (max_history, max_exposed)
+    return _told(spec, lambda report: windows_of(spec, *sizes, report, words=known, split=split)), None
 
 
 @lru_cache(maxsize=4)
-def _grouped(spec: str) -> ParquetRows:
+def _grouped(spec: str, words: str) -> ParquetRows:
     from ..data.grouped import sequences_of
     from ..data.parquet_rows import ParquetRows
 
-    return ParquetRows(_told(spec, lambda report: sequences_of(spec, report)), COLUMNS)
+    known = known_words(words)
+    return ParquetRows(_told(spec, lambda report: sequences_of(spec, report, words=known)), COLUMNS)
 
 
 def _told(spec: str, make: Callable[[Callable[[int], None]], Path], done: str = "grouped by user") -> Path:
@@ -165,13 +179,13 @@ def _shards(spec: str) -> ScratchFolder:
     return folder
 
 
-def _window_shards(spec: str, max_history: int, max_exposed: int) -> ScratchFolder:
+def _window_shards(spec: str, max_history: int, max_exposed: int, split: Split) -> ScratchFolder:
     from ..data.convert_windows import write_windows
 
     folder, log = ScratchFolder(), load_interactions(spec)
     write_windows(
         [log], Path(folder.name), max_history, max_exposed, rows_per_group=5, users=log.user_features,
-        genres=log.genres,
+        genres=log.genres, split=split,
     )  # fmt: skip
     return folder
 
