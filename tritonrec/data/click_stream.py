@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,11 +65,11 @@ class ClickStream(Stream[ClickBatch]):
             rows = rows.select(columns.names)
         self.whole, self._columns = rows, columns
         self.trained = num_training_rows(self.whole.num_rows)
+        self.features, self.num_dense = self._columns.features, len(self._columns.dense)
         super().__init__(
             self.whole.first(self.trained), self._collate, batch_size, seed, rank, world_size, shuffle,
             buffer_rows, readers,
         )  # fmt: skip
-        self.features, self.num_dense = self._columns.features, len(self._columns.dense)
 
     @property
     def num_held_out(self) -> int:
@@ -89,12 +90,15 @@ class ClickStream(Stream[ClickBatch]):
         """The held-out rows in their order, at most `batch_size` at a time, as step 0."""
         check_at_least("batch_size", batch_size, 1)
         for numbers, table in self.whole.batches(batch_size, begin=self.trained):
-            yield self._collate(0, torch.from_numpy(numbers), table)
+            yield self._collate(0, torch.from_numpy(numbers), self.prepared(numbers, table))
 
-    def _collate(self, step: int, sample_ids: Tensor, table: pa.Table) -> ClickBatch:
+    def prepared(self, numbers: np.ndarray, table: pa.Table) -> tuple[np.ndarray, ...]:
+        """Labels (n,), dense features (n, F) and ids (n, C) of rows; raises ValueError naming a bad value."""
         from tritonrec.data.values import Part
 
-        part = Part(self.whole.path, "row", sample_ids.numpy())
-        labels, dense, ids = map(torch.from_numpy, self._columns.arrays(part, table))
+        return self._columns.arrays(Part(self.whole.path, "row", numbers), table)
+
+    def _collate(self, step: int, sample_ids: Tensor, rows: tuple[np.ndarray, ...]) -> ClickBatch:
+        labels, dense, ids = map(torch.from_numpy, rows)
         features = KeyedJaggedTensor.from_matrix(self.features, ids)
         return ClickBatch(step, sample_ids, features, dense, labels)
