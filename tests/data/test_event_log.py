@@ -265,7 +265,7 @@ def test_a_question_mark_in_a_path_is_a_path(tmp_path):
     assert with_query("csv:https://here/x.csv?token=1")[1] == LogFormat()
     with pytest.raises(ValueError, match="no setting 'usr' of a format; known are user, item"):
         load("csv:x.csv?usr=a")
-    with pytest.raises(ValueError, match="time_unit takes one of s, ms, us, ns, step, got 'h'"):
+    with pytest.raises(ValueError, match="time_unit takes one of auto, s, ms, us, ns, step, got 'h'"):
         load("csv:x.csv?time_unit=h")
     with pytest.raises(ValueError, match="has a format of its own: leave out user"):
         load("ml-100k", LogFormat(user="a"))

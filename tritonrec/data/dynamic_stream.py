@@ -19,6 +19,7 @@ from tritonrec.data.epochs import check_at_least
 from tritonrec.data.positions import check_same
 from tritonrec.data.sequences import NextItemStream
 from tritonrec.data.slices import work
+from tritonrec.data.stream import cut, joined
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -59,16 +60,13 @@ class DynamicStream:
             step, first, numbers, table = self._waiting[0]
             taken = min(count, len(numbers) - first)
             ids.append(numbers[first : first + taken])
-            tables.append(table.slice(first, taken))
+            tables.append(cut(table, first, first + taken))
             self._waiting[0] = step, first + taken, numbers, table
             if first + taken == len(numbers):
                 self._waiting.pop(0)
             count -= taken
-        import pyarrow as pa
-
         with work("collate"):
-            rows = pa.concat_tables(tables).combine_chunks()
-            batch = self.stream.collate(self.step, torch.from_numpy(np.concatenate(ids)), rows)
+            batch = self.stream.collate(self.step, torch.from_numpy(np.concatenate(ids)), joined(tables))
         self.step += 1
         return batch
 

@@ -35,8 +35,8 @@ Features = tuple[UserFeatures | None, ItemGenres | None]
 ROW_BYTES = 16
 """Of a short line; a fifth of it where the file is compressed."""
 MOST_RATING = 1e5
-FEW, MOST_STEP = 10, 10
-"""So many rows with times from 0 to this alone have no times: they look like ratings."""
+FEW, MOST_RATED = 10, 10
+"""So many rows with times from 1 to this alone have no times: they look like ratings."""
 
 
 class EventLog:
@@ -130,7 +130,7 @@ class EventLog:
         end ValueError for a log without rows, and for values that contradict what they were taken for.
         """
         seen = _Seen()
-        self._unit: str = self.format.time_unit
+        self._unit: str = self.format.unit
         roles = [self._columns(file) for file in self.opened]
         for file, columns in zip(self.opened, roles, strict=True):
             if set(columns) != set(roles[0]):
@@ -179,7 +179,7 @@ class EventLog:
         fraction = None
         if "timestamp" in columns:
             found = values.times(
-                part, columns["timestamp"], get["timestamp"], format.time_unit, format.time_format
+                part, columns["timestamp"], get["timestamp"], format.unit, format.time_format
             )
             time, fraction = found.whole, found.fraction
             if found.is_dated:
@@ -231,7 +231,7 @@ class EventLog:
             return "step"
         if self._unit or seen.has_unit:
             return self._unit
-        if seen.rows >= FEW and 0 <= seen.low <= seen.high <= MOST_STEP:
+        if seen.rows >= FEW and 1 <= seen.low <= seen.high <= MOST_RATED:
             raise ValueError(
                 f"{self.name}: column {columns['timestamp']!r} has times from {seen.low} to {seen.high} only, "
                 "which look like ratings: name the columns that are meant (timestamp=), or time_unit=step where "

@@ -21,7 +21,7 @@ from tritonrec.settings import setting
 
 Ids = Literal["integers", "words", "hashed"]
 Header = Literal["auto", "yes", "no"]
-TimeUnit = Literal["", "s", "ms", "us", "ns", "step"]
+TimeUnit = Literal["auto", "s", "ms", "us", "ns", "step"]
 SAFE = ":/ "
 """Characters that stand as they are in the settings of a source."""
 NONE = "none"
@@ -71,8 +71,7 @@ class LogFormat:
     timestamp: str = setting(
         "", "Column of times; none: rows are in the order of time.", option="time_column"
     )
-    time_unit: TimeUnit = setting(
-        "", "Unit of times: s, ms, us, ns; step: they only order. Found by default."
+    time_unit: TimeUnit = setting("auto", "Unit of times: s, ms, us, ns; step: they only order. Found by default."
     )
     time_format: str = setting("", "Format of times that are text, as %d.%m.%Y; ISO by default.")
     order: str = ""
@@ -125,6 +124,11 @@ class LogFormat:
     def is_clicks(self) -> bool:
         """Whether the log is one of clicks, a `ClickLog`."""
         return bool(self.categories)
+
+    @property
+    def unit(self) -> str:
+        """The unit of times; empty where it is to be found."""
+        return "" if self.time_unit == "auto" else self.time_unit
 
     @property
     def delimiter_text(self) -> str:
@@ -204,7 +208,7 @@ def _value(name: str, quoted: str) -> Any:
         return word
     if choices := [each for each in get_args(kind) if isinstance(each, str)]:
         if word not in choices:
-            raise ValueError(f"{name} takes one of {', '.join(filter(None, choices))}, got {word!r}")
+            raise ValueError(f"{name} takes one of {', '.join(choices)}, got {word!r}")
         return word
     if kind == tuple[str, ...]:
         return tuple(unquote(part).strip() for part in quoted.split(",")) if word else ()

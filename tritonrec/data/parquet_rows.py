@@ -34,7 +34,7 @@ FOOTER_THREADS = 16
 BUFFER_BYTES = 1 << 16
 """Of each column of a row group that is being read."""
 BATCH_ROWS = 256
-"""Rows that are decoded at once."""
+"""Rows that are decoded at once by default."""
 KEPT_CHUNKS = 100_000
 """Column chunks whose places are kept in memory, of the files used last; other footers are read again."""
 FRAME_ROWS = 1 << 13
@@ -159,7 +159,7 @@ class ParquetRows:
         """The rows from `begin` on in their order, at most `rows` at a time and never of two row groups:
         numbers, table.
         """
-        reader = RowReader(self)
+        reader = RowReader(self, at_once=rows)
         for whole in self.stretches(range(len(self.group_rows))):
             for first in range(max(begin - int(self.first_rows[whole.group]), 0), whole.last, rows):
                 part = Stretch(whole.group, first, min(first + rows, whole.last))
@@ -206,10 +206,13 @@ class RowReader:
 
     Args:
         counts: of what is read, which readers may share.
+        at_once: rows that are decoded at once, and wait until they are read.
     """
 
-    def __init__(self, rows: ParquetRows, counts: ReadCounts | None = None) -> None:
-        self.rows, self.counts = rows, counts or ReadCounts()
+    def __init__(
+        self, rows: ParquetRows, counts: ReadCounts | None = None, at_once: int = BATCH_ROWS
+    ) -> None:
+        self.rows, self.counts, self._at_once = rows, counts or ReadCounts(), at_once
         self._group, self._at = -1, 0
         self._source: _CountedFile | None = None
         self._batches: Iterator[pa.RecordBatch] = iter(())
@@ -276,7 +279,7 @@ class RowReader:
             raise OSError(f"it has {about.num_rows} rows, and had {self.rows.file_rows[group]} before")
         self.counts.rows += about.num_rows
         self._batches = found.iter_batches(
-            BATCH_ROWS, row_groups=[number], columns=self.rows.columns, use_threads=False
+            self._at_once, row_groups=[number], columns=self.rows.columns, use_threads=False
         )
         self._group, self._at = group, 0
 
