@@ -97,7 +97,7 @@ class DynamicStream:
         self._begin(int(state["step"]), int(state["stream_step"]), int(state["row"]))
 
     def begin_at(self, step: int) -> None:
-        """Read from the first row on, and count batches from `step` on: for a run that goes on with another log."""
+        """Read from the first row on, with batches numbered from `step` on: another log of a run."""
         self._begin(step, 0, 0)
 
     def _begin(self, step: int, stream_step: int, row: int) -> None:

@@ -172,7 +172,8 @@ def train(
             with communicators.watch.doing(f"test({step})"):
                 evaluated, rows = trainer.dense.evaluated, trainer.whole_tables()
                 metrics = evaluate_model(evaluated, rows, held_out, run.window.precision, "test")
-            reports.on_evaluation_end(step, None, metrics, False, "test")
+            known_already = not reports.steps_run and stopping is not None and stopping.step == step
+            reports.on_evaluation_end(step, None, metrics, known_already, "test")
     if run.trace:
         save_trace(communicators, recorder, run.trace)
     summary = {
