@@ -16,7 +16,7 @@ from tritonrec.data.convert_windows import write_windows
 
 def rated(low: float, high: float, step: float = 1.0) -> Interactions:
     rng = np.random.default_rng(6)
-    return replace(LOG, rating=rng.choice(np.arange(low, high + step, step), len(LOG)))
+    return replace(LOG, rating=rng.choice(np.arange(low, high + step, step, dtype=np.float64), len(LOG)))
 
 
 SCALES = {
