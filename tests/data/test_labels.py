@@ -8,10 +8,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from test_splits import LOG, plain_clicks
 
-from tritonrec.data import ClickLoader, ClickStream, ImpressionLoader, Interactions, clicks_from_ratings
+from tritonrec.data import (
+    ClickLoader,
+    ClickStream,
+    ImpressionLoader,
+    Interactions,
+    clicks_from_ratings,
+    hashed_ids,
+)
 from tritonrec.data.convert_windows import write_windows
+from tritonrec.data.log_format import LogFormat
 
 
 def rated(low: float, high: float, step: float = 1.0) -> Interactions:
@@ -86,6 +95,16 @@ def test_clicks_that_are_all_alike_are_refused_whole_and_streamed(label, tmp_pat
             continue
         with pytest.raises(ValueError, match=message):
             ClickStream(folder, 8, seed=0)
+
+
+def test_a_stream_of_clicks_numbers_no_words(tmp_path):
+    table = pa.table({"label": [0, 1, 0], "item": ["a", "b", "a"]})
+    pq.write_table(table, tmp_path / "day.parquet")
+    with pytest.raises(ValueError, match=r"read it whole .* or take ids='hashed'"):
+        ClickStream(tmp_path, 2, seed=0, columns=LogFormat(ids="words"))
+    hashed = ClickStream(tmp_path, 2, seed=0, columns=LogFormat(ids="hashed"))
+    found = torch.cat([hashed.batch(step).features["item"].ids for step in range(hashed.steps_per_epoch)])
+    assert set(found.tolist()) <= set(hashed_ids(["a", "b"]).tolist())
 
 
 def test_a_missing_rating_is_named():

@@ -15,6 +15,8 @@ from tritonrec.data import (
     NextItemLoader,
     NextItemStream,
     Split,
+    auc,
+    click_predictions,
     clicks_from_ratings,
     evaluate,
     evaluate_clicks,
@@ -217,6 +219,17 @@ def test_clicks_of_ratings_are_divided_by_user_or_time(rule):
         if not held:
             with pytest.raises(ValueError, match=f"no rows held out for {part}"):
                 evaluate_clicks(lambda batch: batch.dense[:, 0], loader, part)
+
+
+def test_predictions_of_a_part_are_there_with_their_rows_and_labels():
+    log = plain_clicks().divided(Split.leave_one_out(True))
+    loader = ClickLoader(log, 16, 0)
+    found = click_predictions(lambda batch: batch.dense[:, 0], loader, "validation")
+    assert found.sample_ids.tolist() == list(range(82, 92))
+    assert found.labels.tolist() == log.labels[82:92].tolist()
+    assert found.probabilities.tolist() == log.dense[82:92, 0].tolist()
+    metrics = evaluate_clicks(lambda batch: batch.dense[:, 0], loader, "validation")
+    assert metrics["AUC"] == auc(found.probabilities, found.labels)
 
 
 def plain_clicks(rows: int = 103) -> ClickLog:

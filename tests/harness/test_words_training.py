@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from tritonrec.distributed import Communicators
 from tritonrec.harness.job import Job
@@ -87,6 +88,14 @@ def test_clicks_of_rated_words_train_and_keep_their_words(days, tmp_path):
     summary = train(Communicators.local(), run, quiet=True)
     assert summary["metrics"]["AUC"] > 0
     assert len(saved_vocabularies(tmp_path / "run")["item"]) == 40
+    export(tmp_path / "run", tmp_path / "out", run.job.build("adam")[0])
+    predictor = Predictor.load(tmp_path / "out")
+    words = {"item": ["B003X", "B001X"], "user": ["U4", "U5"]}
+    ids = {name: torch.from_numpy(predictor.vocabularies[name].encode(each)) for name, each in words.items()}
+    dense = torch.zeros(2, 2)
+    assert torch.equal(predictor.predict(dense, words), predictor.predict(dense, ids))
+    with pytest.raises(ValueError, match="'no such' in row 1"):
+        predictor.predict(dense, {**words, "user": ["U4", "no such"]})
 
 
 def test_a_log_that_has_changed_is_not_gone_on_with(days, tmp_path):

@@ -4,7 +4,15 @@ from tritonrec.data.balancing import SequenceCost, token_spread
 from tritonrec.data.batch import Batch, JaggedBatch, per_sample, per_token
 from tritonrec.data.click_stream import ClickStream
 from tritonrec.data.clustering import payload_inflation, split, tapered
-from tritonrec.data.ctr import ClickBatch, ClickLoader, ClickLog, clicks_from_ratings, evaluate_clicks
+from tritonrec.data.ctr import (
+    ClickBatch,
+    ClickLoader,
+    ClickLog,
+    ClickPredictions,
+    click_predictions,
+    clicks_from_ratings,
+    evaluate_clicks,
+)
 from tritonrec.data.dynamic_loader import DynamicBatchLoader
 from tritonrec.data.dynamic_stream import DynamicStream
 from tritonrec.data.impression_loader import ImpressionLoader
@@ -28,6 +36,7 @@ __all__ = [
     "ClickBatch",
     "ClickLoader",
     "ClickLog",
+    "ClickPredictions",
     "ClickStream",
     "DynamicBatchLoader",
     "DynamicStream",
@@ -49,6 +58,7 @@ __all__ = [
     "Vocabulary",
     "WeightedLookup",
     "auc",
+    "click_predictions",
     "clicks_from_ratings",
     "evaluate",
     "evaluate_clicks",

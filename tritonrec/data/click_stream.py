@@ -69,6 +69,11 @@ class ClickStream(Stream[ClickBatch]):
             rows = rows if isinstance(rows, ParquetRows) else ParquetRows(rows)
             columns = ClickColumns.of(rows.path, rows.schema, columns)
             rows = rows.select(columns.names)
+        if columns.format.ids == "words":
+            raise ValueError(
+                f"{rows.path}: a stream reads its rows in an order of its own, and words are numbered in "
+                "that of the log: read it whole (load, ClickLoader), or take ids='hashed'"
+            )
         self.whole, self._columns = rows, columns
         count = rows.num_rows
         self.trained, self.num_validation = rows_of(split, count, num_training_rows(count), HELD_OUT)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -291,6 +291,31 @@ class HoldsClicksOut(Protocol):
     def evaluation_batches(self, batch_size: int = ..., part: Part = ...) -> Iterator[ClickBatch]: ...
 
 
+class ClickPredictions(NamedTuple):
+    """Rows of a part in their order: ids (n,) int64, probabilities (n,) float64, labels (n,) int64."""
+
+    sample_ids: Tensor
+    probabilities: Tensor
+    labels: Tensor
+
+
+def click_predictions(
+    predict: Callable[[ClickBatch], Tensor], loader: HoldsClicksOut, part: Part = "test"
+) -> ClickPredictions:
+    """What `predict` says of the held-out rows of a part; see `evaluate_clicks`, whose errors are raised."""
+    if not (loader.num_held_out if check_part(part) == "test" else loader.num_validation):
+        raise ValueError(f"the log has no rows held out for {part}: {NO_PART}")
+    ids, scores, labels = [], [], []
+    for batch in loader.evaluation_batches(part=part):
+        found = predict(batch).detach().cpu()
+        if found.shape != batch.labels.shape:
+            raise ValueError(f"predictions must be {tuple(batch.labels.shape)}, got {tuple(found.shape)}")
+        ids.append(batch.sample_ids)
+        scores.append(found.double())
+        labels.append(batch.labels)
+    return ClickPredictions(torch.cat(ids), torch.cat(scores), torch.cat(labels))
+
+
 def evaluate_clicks(
     predict: Callable[[ClickBatch], Tensor], loader: HoldsClicksOut, part: Part = "test"
 ) -> dict[str, float]:
@@ -300,16 +325,7 @@ def evaluate_clicks(
     mean cross entropy in nats, with probabilities clamped to [1e-7, 1 - 1e-7]. AUC is NaN where all labels of
     the part are alike. Raises ValueError where nothing is held out, and for predictions of another shape.
     """
-    if not (loader.num_held_out if check_part(part) == "test" else loader.num_validation):
-        raise ValueError(f"the log has no rows held out for {part}: {NO_PART}")
-    scores, labels = [], []
-    for batch in loader.evaluation_batches(part=part):
-        found = predict(batch).detach().cpu()
-        if found.shape != batch.labels.shape:
-            raise ValueError(f"predictions must be {tuple(batch.labels.shape)}, got {tuple(found.shape)}")
-        scores.append(found.double())
-        labels.append(batch.labels)
-    p, y = torch.cat(scores), torch.cat(labels)
+    _, p, y = click_predictions(predict, loader, part)
     sure = p.clamp(1e-7, 1 - 1e-7)
     entropies = -torch.where(y == 1, sure.log(), (1 - sure).log())
     return {

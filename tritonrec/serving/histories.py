@@ -40,7 +40,7 @@ def ids_of(value: Any, what: str, vocabulary: Vocabulary | None) -> Ids:
     found = _jagged(value, what)
     if found is None:
         parts = [value] if _is_one(value) else list(value)
-        arrays = [_array(part, what, vocabulary) for part in parts]
+        arrays = [array_of(part, what, vocabulary) for part in parts]
         lengths = torch.tensor([len(ids) for ids, _ in arrays], dtype=torch.int64)
         none = torch.empty(0, dtype=torch.int64)
         flat = torch.cat([none, *(each for each, _ in arrays)])
@@ -83,7 +83,7 @@ def told(value: Any) -> str:
     return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def _array(value: Any, what: str, vocabulary: Vocabulary | None) -> tuple[Tensor, bool]:
+def array_of(value: Any, what: str, vocabulary: Vocabulary | None) -> tuple[Tensor, bool]:
     """One user's ids (L,), and whether they were words."""
     if isinstance(value, Tensor):
         _check_int64(f"ids of the {what}", value)
@@ -96,7 +96,8 @@ def _array(value: Any, what: str, vocabulary: Vocabulary | None) -> tuple[Tensor
     if array.dtype.kind not in "UTO":
         raise ValueError(f"ids of the {what} must be int64 or words, got {array.dtype} {array.shape}")
     if vocabulary is None:
-        raise ValueError(f"the {what} has words, and the export has no vocabulary of 'item': give int64 ids")
+        name = what if what not in ("history", "exclude") else "'item'"
+        raise ValueError(f"the {what} has words, and the export has no vocabulary of {name}: give int64 ids")
     return torch.from_numpy(vocabulary.encode(list(value))), True
 
 

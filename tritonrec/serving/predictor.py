@@ -20,7 +20,7 @@ from ..data.jagged import check_offsets, check_tensor
 from ..data.vocabulary import Vocabulary
 from ..embedding.features import pool
 from ..nn import sigmoid
-from .histories import Ids, ids_of, times_of, told
+from .histories import Ids, array_of, ids_of, times_of, told
 from .manifest import checked_file, read_manifest
 from .programs import CLICK, IMPRESSION, NEXT_ITEM, load_compiled, load_program
 from .retrieval import leave_out, top_k
@@ -212,8 +212,8 @@ class Predictor:
         """Probabilities (B,) of a click, or (Le, T) of each task for the exposed items of a `GRM`.
 
         Args:
-            batch: a `ClickBatch`, or dense features (B, F) float32 with `features`: ids (B,) int64 by name.
-                An `ImpressionBatch` for a `GRM`; its labels are not read.
+            batch: a `ClickBatch`, or dense features (B, F) float32 with `features`: ids (B,) int64 by name,
+                or words. An `ImpressionBatch` for a `GRM`; its labels are not read.
 
         Raises ValueError for a missing feature, another number of ids than samples, and a sample of more
         tokens than the model takes.
@@ -231,12 +231,15 @@ class Predictor:
         for name in names:
             if name not in features:
                 raise ValueError(f"ids of feature {name!r} are missing, there are {sorted(features)}")
-            if getattr(features[name], "shape", None) != dense.shape[:1]:
+            ids = features[name]
+            if not isinstance(ids, Tensor):
+                ids = array_of(ids, f"feature {name!r}", self.vocabularies.get(name))[0]
+            if getattr(ids, "shape", None) != dense.shape[:1]:
                 raise ValueError(
                     f"ids of feature {name!r} must be ({len(dense)},) like the dense features, got "
-                    f"{told(features[name])}"
+                    f"{told(ids)}"
                 )
-            rows.append(self.rows(name, features[name]))
+            rows.append(self.rows(name, ids))
         with torch.no_grad():
             return sigmoid(self.program(dense, torch.stack(rows, 1))).squeeze(1)
 
