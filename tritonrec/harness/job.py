@@ -139,8 +139,8 @@ class Job:
     fused: bool = True
     split: str = setting(
         "leave-one-out",
-        "Parts of the log: leave-one-out, leave-one-out:validation, ratio:0.8,0.1,0.1 (training, validation, "
-        "test), time:TEST or time:VALIDATION,TEST (timestamps).",
+        "Parts of the log: leave-one-out, maybe with :validation behind it; ratio:0.8,0.1,0.1 of training, "
+        "validation and test; time:TEST or time:VALIDATION,TEST, timestamps.",
     )
     words: str = ""
     placement: Placement = field(default_factory=Placement)
