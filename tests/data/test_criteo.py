@@ -20,7 +20,6 @@ from tritonrec.data.synthetic_clicks import (
     table_rows,
 )
 
-
 COLUMNS = ("label", *CRITEO_COUNTS, *CRITEO_CATEGORIES)
 
 

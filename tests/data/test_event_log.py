@@ -1,5 +1,6 @@
 """A log written by anyone is read as its format says, or refused with file, line and column; nothing is guessed."""
 
+# ruff: noqa: E501 - a case is a line
 from __future__ import annotations
 
 import csv

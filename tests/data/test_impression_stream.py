@@ -10,8 +10,8 @@ from test_impression_loader import loader, plain, rated_log
 from tritonrec.data import ImpressionBatch, ImpressionStream
 from tritonrec.data.convert_windows import table_of, write_windows
 from tritonrec.data.impression_stream import ABOUT_FILE, HELD_OUT_FILE
-from tritonrec.data.parquet import write_features
 from tritonrec.data.parquet import table_of as table_of_log
+from tritonrec.data.parquet import write_features
 from tritonrec.data.parquet_rows import ParquetRows
 from tritonrec.data.sources import source_of
 

@@ -126,9 +126,8 @@ def load(
     Args:
         source: one of these; a path may be a file, a folder, a glob or a URL.
         format: how the log is written (`LogFormat`); settings behind ``?`` win over it, both over a preset's.
-        words: for ``ids="words"`` a `Vocabulary` for ``"user"`` and for ``"item"`` (clicks: for each category),
-            extended
-            by new words; one that is missing is added.
+        words: for ``ids="words"`` a `Vocabulary` for ``"user"`` and for ``"item"`` (clicks: for each
+            category), extended by new words; one that is missing is added.
 
     Raises ValueError for any other source, and the errors of `EventLog` and `Clicks`.
     """

@@ -70,7 +70,7 @@ class TextFile:
         self.filesystem, self.path, self.format = filesystem, path, format
 
     def blocks(self, size: int, quote: bytes = b"") -> Iterator[Block]:
-        """The lines in blocks of about `size` bytes; fields in quotes are not cut where they may have lines."""
+        """The lines in blocks of about `size` bytes; fields of several lines are not cut."""
         rest, line = [], 1
         utf8 = self.format.encoding.lower().replace("_", "-") in ("utf-8", "utf8")
         try:
@@ -265,13 +265,11 @@ def _check_lines(block: Block, rows: int) -> None:
         lines = sum(bool(text.strip(b"\r")) for text in block.data.split(b"\n"))
     if lines == rows:
         return
-    quote, number = block.quote, block.line
-    for number, text in enumerate(block.data.split(b"\n"), block.line):
-        if quote and text.count(quote) % 2:
-            break
+    odd = (bool(block.quote) and text.count(block.quote) % 2 for text in block.data.split(b"\n"))
+    number = block.line + next((at for at, is_odd in enumerate(odd) if is_odd), 0)
     raise ValueError(
-        f"{block.path}, line {number}: a field in quotes goes on in the next line: quote=none where quotes are "
-        "plain characters, multiline=true where fields may have several lines"
+        f"{block.path}, line {number}: a field in quotes goes on in the next line: quote=none where "
+        "quotes are plain characters, multiline=true where fields may have several lines"
     )
 
 
@@ -320,7 +318,7 @@ class JsonFile(TextFile):
             yield block.part(), self._slow(block, columns) if table is None else table
 
     def _arrow(self, block: Block, parse: pjson.ParseOptions, columns: Sequence[str]) -> pa.Table | None:
-        """The block by Arrow; None where fields have other types than in the first line, or lines are none."""
+        """The block by Arrow; None where types are not those of the first line, or lines are none."""
         read = pjson.ReadOptions(use_threads=False, block_size=len(block.data) + 1)
         try:
             table = pjson.read_json(pa.py_buffer(block.data), read, parse)
@@ -349,7 +347,8 @@ class JsonFile(TextFile):
             return load(text.strip())
         except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
             raise ValueError(
-                f"{self.path}, line {line}: no JSON object: {error}; expected one a line, got {text[:SHOWN]!r}"
+                f"{self.path}, line {line}: no JSON object: {error}; expected one a line, "
+                f"got {text[:SHOWN]!r}"
             ) from error
 
 
