@@ -11,9 +11,10 @@ import csv
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import pyarrow as pa
 import pyarrow.csv as pcsv
@@ -25,6 +26,7 @@ from tritonrec.data.values import Part
 if TYPE_CHECKING:
     import pyarrow.fs as pafs
 
+Item = TypeVar("Item")
 BLOCK_BYTES = 1 << 20
 """Of text that are parsed at once."""
 SEPARATOR = "\x1f"
@@ -43,6 +45,11 @@ class Block:
     line: int
     data: bytes
     quote: bytes = b""
+
+    @cached_property
+    def ends(self) -> int:
+        """Ends of lines."""
+        return self.data.count(b"\n")
 
     def line_of(self, row: int) -> int:
         """The line at which a row begins; blank lines are no rows."""
@@ -91,8 +98,9 @@ class TextFile:
                             continue
                     else:
                         rest = [data[end:]]
-                    yield Block(self.path, line, whole if utf8 else self._as_utf8(whole, line), quote)
-                    line += whole.count(b"\n")
+                    block = Block(self.path, line, whole if utf8 else self._as_utf8(whole, line), quote)
+                    line += block.ends
+                    yield block
                 if last := b"".join(rest):
                     yield Block(self.path, line, last if utf8 else self._as_utf8(last, line), quote)
         except UNREADABLE as error:
@@ -126,6 +134,16 @@ def _even(data: bytes, quote: bytes) -> tuple[bytes, bytes]:
     while end and data.count(quote, 0, end) % 2:
         end = data.rfind(b"\n", 0, end - 1) + 1
     return data[:end], data[end:]
+
+
+def ahead(every: Iterator[Item]) -> Iterator[Item]:
+    """The same, the next one made on another thread meanwhile."""
+    end = object()
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(next, every, end)
+        while (found := coming.result()) is not end:
+            coming = pool.submit(next, every, end)
+            yield found  # type: ignore[misc]
 
 
 class CsvFile(TextFile):
@@ -178,7 +196,13 @@ class CsvFile(TextFile):
         return []
 
     def tables(self, columns: Sequence[str]) -> Iterator[tuple[Part, pa.Table]]:
-        """The columns as text, with nulls for missing fields; raises ValueError naming the line."""
+        """The columns as text, with nulls for missing fields; raises ValueError naming the line.
+
+        The next block is read and parsed on another thread.
+        """
+        return ahead(self._tables(columns))
+
+    def _tables(self, columns: Sequence[str]) -> Iterator[tuple[Part, pa.Table]]:
         names, has_header, delimiter, quote = self.layout
         missing = ["", *self.format.missing]
         convert = pcsv.ConvertOptions(
@@ -257,11 +281,8 @@ def _one_character(block: Block, delimiter: str) -> bytes:
 
 def _check_lines(block: Block, rows: int) -> None:
     """Raise ValueError where a quoted field has several lines: most often a quote without its partner."""
-    blank = block.data.count(b"\n\n") + block.data.count(b"\n\r\n")
-    lines = block.data.count(b"\n") + (not block.data.endswith(b"\n"))
-    if lines == rows:
-        return
-    if blank or block.data[:1] in (b"\n", b"\r"):
+    lines = block.ends + (not block.data.endswith(b"\n"))
+    if lines != rows:
         lines = sum(bool(text.strip(b"\r")) for text in block.data.split(b"\n"))
     if lines == rows:
         return
