@@ -76,6 +76,10 @@ class ClickColumns:
         own, found = {} if words is None else words, [name for name in schema.names if not is_metadata(name)]
         label = named(found, format.label[0], str(path)) if format.label else "label"
         if format.is_clicks:
+            if len(format.label) != 1:
+                raise ValueError(
+                    f"a log of clicks has one label, and {len(format.label)} are named: name it (label=)"
+                )
             dense, features = ([named(found, name, str(path)) for name in each]
                                for each in (format.dense, format.categories))  # fmt: skip
             return cls(label, tuple(dense), tuple(features), format, own)
@@ -236,13 +240,17 @@ class Clicks:
 
     def columns(self) -> ClickColumns:
         """The columns; the errors of `ClickColumns.of`, and ValueError for shards that do not agree."""
-        schema = pa.schema([(name, pa.string()) for name in self.opened[0].names])
         if all(hasattr(file, "schema") for file in self.opened):
             schemas: list[pa.Schema] = [file.schema for file in self.opened]  # type: ignore[attr-defined]
-            schema = common_schema([file.path for file in self.opened], schemas)
-        elif not self.format.is_clicks:
+            names = (*self.format.label, *self.format.dense, *self.format.categories)
+            own = [named(schemas[0].names, name, self.opened[0].path) for name in names]
+            wanted = own if self.format.is_clicks else None
+            schema = common_schema([file.path for file in self.opened], schemas, wanted)
+        elif self.format.is_clicks:
+            schema = pa.schema([(name, pa.string()) for name in self.opened[0].names])
+        else:
             raise ValueError(
-                f"{self.name}: text has no types: name the columns (label=, dense=, categories=)"
+                f"{self.name}: text has no types: name the columns of clicks (label=, dense=, categories=)"
             )
         return ClickColumns.of(self.name, schema, self.format, self._words)
 

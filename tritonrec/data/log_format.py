@@ -114,10 +114,6 @@ class LogFormat:
             raise ValueError(f"quote must be one character or none, got {self.quote!r}")
         if not self.delimiter_text and self.delimiter:
             raise ValueError(f"delimiter must be a text, got {self.delimiter!r}")
-        if self.categories and len(self.label) != 1:
-            raise ValueError(
-                f"a log of clicks has one label, and {len(self.label)} are named: name it (label=)"
-            )
         try:
             "".encode(self.encoding)
         except LookupError as error:
@@ -265,7 +261,7 @@ def find_columns(names: list[str], format: LogFormat, source: str) -> dict[str, 
 def is_header(names: list[str], format: LogFormat) -> bool:
     """Whether fields of a first line are the names of a log's columns."""
     if format.is_clicks:
-        return _plain(format.label[0]) in map(_plain, names)
+        return _plain((format.label or format.categories)[0]) in map(_plain, names)
     wanted = [format.user, format.shown or format.item]
     known = [KNOWN["user"], KNOWN["item"]]
     folded = [_plain(name) for name in names]

@@ -229,7 +229,7 @@ PRESETS: dict[str, Preset] = {
         "Avazu (Kaggle)",
         ("train.csv", "train", "*.csv"),
         LogFormat(
-            label=("click",), categories=AVAZU_CATEGORIES, hexadecimal=AVAZU_CATEGORIES[2:12],
+            label=("click",), categories=AVAZU_CATEGORIES, hexadecimal=AVAZU_CATEGORIES[2:11],
             delimiter="comma",
         ),
     ),
