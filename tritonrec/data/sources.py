@@ -71,15 +71,13 @@ def source_of(source: Any, format: LogFormat | None = None) -> Source | None:
     given = format or LogFormat()
     if not isinstance(source, (str, Path)):
         return Source(source, given, is_clicks=given.is_clicks)
-    text = str(source)
+    text, queried = with_query(str(source))
+    own = queried.over(given) if queried.changes() else given
     word, colon, path = text.partition(":")
     if word in MADE and bool(colon) == bool(path) and not (word == "ml-100k" and path):
-        if given.changes():
-            raise ValueError(f"{text} has a format of its own: leave out {', '.join(given.changes())}")
+        if own.changes():
+            raise ValueError(f"{text} has a format of its own: leave out {', '.join(own.changes())}")
         return None
-    text, queried = with_query(text)
-    own = queried.over(given) if queried.changes() else given
-    word, _colon, path = text.partition(":")
     if word in PRESETS and path:
         preset = PRESETS[word]
         own = own.over(preset.format)
