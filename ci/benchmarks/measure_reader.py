@@ -1,11 +1,13 @@
-"""Rows per second of logs, whole and streamed, beside pyarrow, pandas and Polars on the same files in one run.
+"""Rows per second of logs, whole and streamed, beside pyarrow, pandas and Polars on the same files in one
+run.
 
     python ci/benchmarks/measure_reader.py --rows 1000000
 
-Each peer makes the same arrays, which are compared first. Rates are of the fastest of some interleaved runs; the
-processor's time counts, as readers use several threads.
+Each peer makes the same arrays, which are compared first. Rates are of the fastest of some interleaved runs;
+the processor's time counts, as readers use several threads.
 """
 
+# ruff: noqa: E501 - the peers' calls
 from __future__ import annotations
 
 import argparse
@@ -72,7 +74,9 @@ def clicks(folder: Path, rows: int) -> None:
     folder.mkdir()
     table = pa.table(made)
     for number in range(4):
-        pq.write_table(table.slice(number * rows // 4, rows // 4), folder / f"{number}.parquet", row_group_size=8192)
+        pq.write_table(
+            table.slice(number * rows // 4, rows // 4), folder / f"{number}.parquet", row_group_size=8192
+        )
 
 
 def report(title: str, uses: dict[str, Callable[[], int]], rounds: int = 3) -> None:
@@ -113,7 +117,9 @@ def main() -> None:
         if "items" in args.only or not args.only:
             users = rows // 50
             log = Interactions(
-                random.integers(0, users, rows), random.integers(0, 50_000, rows), random.integers(10**9, 2 * 10**9, rows)
+                random.integers(0, users, rows),
+                random.integers(0, 50_000, rows),
+                random.integers(10**9, 2 * 10**9, rows),
             )
             (folder / "items").mkdir()
             write_sequences([log], folder / "items", 1 << 17, 512)
@@ -155,7 +161,9 @@ def main() -> None:
             text = folder / "day"
             count = rows // 4
             words = np.char.mod("%08x", random.integers(0, 2**32, 9973))
-            made = {"label": random.integers(0, 2, count)} | {n: random.integers(0, 99, count) for n in CRITEO_COUNTS}
+            made = {"label": random.integers(0, 2, count)} | {
+                n: random.integers(0, 99, count) for n in CRITEO_COUNTS
+            }
             made |= {name: words[random.integers(0, 9973, count)] for name in CRITEO_CATEGORIES}
             options = pcsv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
             pcsv.write_csv(pa.table(made), text, options)
@@ -164,7 +172,9 @@ def main() -> None:
             report("criteo-tsv, whole", {
                 "load": lambda: len(load(f"criteo-tsv:{text}")),
                 "pandas": lambda: len(pandas.read_csv(text, sep="\t", names=COLUMNS)),
-                "polars": lambda: len(polars.read_csv(text, separator="\t", has_header=False, new_columns=COLUMNS)),
+                "polars": lambda: len(
+                    polars.read_csv(text, separator="\t", has_header=False, new_columns=COLUMNS)
+                ),
                 "pyarrow": lambda: len(pcsv.read_csv(text, read, parse, pcsv.ConvertOptions(column_types=types))),
             })  # fmt: skip
 

@@ -314,7 +314,7 @@ def test_days_that_cannot_be_are_refused_naming_the_unit(tmp_path):
     assert load(f"parquet:{tmp_path}/out").time_unit == "ms"
     for unit, times in (("s", [1649408076860]), ("", [2**40]), ("ms", [881250949]), ("step", [1, 2])):
         ids = np.ones(len(times), np.int64)
-        with pytest.raises(ValueError, match="time_unit|name it"):
+        with pytest.raises(ValueError, match=r"time_unit|name it"):
             write(
                 Interactions(ids, ids, np.array(times), time_unit=unit), tmp_path / "no", partition_by="date"
             )

@@ -89,7 +89,7 @@ def _tables(path: Path | str, pattern: str, columns: Sequence[str]) -> Iterator[
 
 
 def _ids(part: Part, table: pa.Table, base: np.ndarray) -> np.ndarray:
-    """The id of each field (n, 23): `base`, with those of the features that are in `FIELDS` in their places."""
+    """The id of each field (n, 23): `base`, with those of the features in their places."""
     lists = pc.split_pattern(pc.fill_null(table.column("features").combine_chunks(), ""), "\x01")
     rows, words = pc.list_parent_indices(lists).to_numpy(), pc.list_flatten(lists)
     there = pc.not_equal(words, "")

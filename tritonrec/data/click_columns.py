@@ -76,6 +76,10 @@ class ClickColumns:
         own, found = {} if words is None else words, [name for name in schema.names if not is_metadata(name)]
         label = named(found, format.label[0], str(path)) if format.label else "label"
         if format.is_clicks:
+            if len(format.label) != 1:
+                raise ValueError(
+                    f"a log of clicks has one label, and {len(format.label)} are named: name it (label=)"
+                )
             dense, features = ([named(found, name, str(path)) for name in each]
                                for each in (format.dense, format.categories))  # fmt: skip
             return cls(label, tuple(dense), tuple(features), format, own)
@@ -90,9 +94,9 @@ class ClickColumns:
                 features.append(name)
             else:
                 raise ValueError(
-                    f"{path}: column {name!r} is of type {kind}, expected integers for a category or floating "
-                    "numbers for a dense feature; name the columns that are meant (label=, dense=, categories=), "
-                    "and for words say ids=words or ids=hashed"
+                    f"{path}: column {name!r} is of type {kind}, expected integers for a category or "
+                    "floating numbers for a dense feature; name the columns that are meant (label=, dense=, "
+                    "categories=), and for words say ids=words or ids=hashed"
                 )
         if label not in found or not features:
             raise ValueError(
@@ -186,7 +190,7 @@ def _hexadecimal(part: Part, name: str, values: pa.Array) -> np.ndarray:
         return np.empty(0, np.int64)
     if not _IS_DIGIT[np.frombuffer(data, np.uint8, 8 * len(filled), start)].all():
         _fail_digits(part, name, values)
-    # Eight digits are the bytes of one word: each byte becomes its value, then pairs, fours and all are joined.
+    # Eight digits are the bytes of one word: bytes become values, then pairs, fours and all are joined.
     word = np.frombuffer(data, "<u8", len(filled), start)
     number = (word & 0x0F0F0F0F0F0F0F0F) + (word >> 6 & 0x0101010101010101) * 9
     for bits, mask in ((4, 0x00FF00FF00FF00FF), (8, 0x0000FFFF0000FFFF), (16, 0x00000000FFFFFFFF)):
@@ -235,28 +239,34 @@ class Clicks:
             self.name = self.opened[0].path
 
     def columns(self) -> ClickColumns:
-        """The columns; raises the errors of `ClickColumns.of`, and ValueError for shards that do not agree."""
-        schema = pa.schema([(name, pa.string()) for name in self.opened[0].names])
+        """The columns; the errors of `ClickColumns.of`, and ValueError for shards that do not agree."""
         if all(hasattr(file, "schema") for file in self.opened):
             schemas: list[pa.Schema] = [file.schema for file in self.opened]  # type: ignore[attr-defined]
-            schema = common_schema([file.path for file in self.opened], schemas)
-        elif not self.format.is_clicks:
+            names = (*self.format.label, *self.format.dense, *self.format.categories)
+            own = [named(schemas[0].names, name, self.opened[0].path) for name in names]
+            wanted = own if self.format.is_clicks else None
+            schema = common_schema([file.path for file in self.opened], schemas, wanted)
+        elif self.format.is_clicks:
+            schema = pa.schema([(name, pa.string()) for name in self.opened[0].names])
+        else:
             raise ValueError(
-                f"{self.name}: text has no types: name the columns (label=, dense=, categories=)"
+                f"{self.name}: text has no types: name the columns of clicks (label=, dense=, categories=)"
             )
         return ClickColumns.of(self.name, schema, self.format, self._words)
 
     def parts(self, columns: ClickColumns) -> Iterator[tuple[Part, pa.Table]]:
         """The rows in parts, in order; raises ValueError for a file without a column."""
         for file in self.opened:
-            yield from file.tables([named(file.names, name, file.path) for name in columns.names])
+            found = [named(file.names, name, file.path) for name in columns.names]
+            for part, table in file.tables(found):
+                yield part, table.rename_columns(columns.names)
 
     def tables(self) -> Iterator[pa.Table]:
         """The rows in plain columns of one type each, as `ClickStream` takes them."""
         columns = self.columns()
         for part, table in self.parts(columns):
-            made: dict[str, Any] = {columns.label: columns.labels(part, table).astype(np.int8)}
             labels, dense, ids = columns.arrays(part, table)
+            made: dict[str, Any] = {columns.label: labels.astype(np.int8)}
             for at, name in enumerate(columns.dense):
                 made[name] = dense[:, at]
             for at, name in enumerate(columns.features):

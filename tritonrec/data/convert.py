@@ -43,8 +43,8 @@ def write(
     """Write `log` into the folder `out`, in the layout of `tritonrec.data.parquet`.
 
     Args:
-        partition_by: ``"date"`` for a folder a day (UTC), which takes the unit of the timestamps: `time_unit`, by
-            default the log's, or seconds.
+        partition_by: ``"date"`` for a folder a day (UTC), which takes the unit of the timestamps:
+            `time_unit`, by default the log's, or seconds.
         rows_per_file, rows_per_group: largest number of rows of a file, and of a row group, which is a shard.
         report: called after each file with its number of rows.
 

@@ -1,8 +1,8 @@
 """Logs of events, whole and in parts: one reader for files of every kind and for frames in memory.
 
 Columns are found by `LogFormat`; in Parquet and JSON each column of booleans is feedback where no label is
-named. What was inferred is checked over the whole log at its end: so a log in parts is refused where the whole
-one is.
+named. What was inferred is checked over the whole log at its end: so a log in parts is refused where the
+whole one is.
 """
 
 from __future__ import annotations
@@ -224,8 +224,8 @@ class EventLog:
         format = self.format
         if "rating" in columns and not format.rating and not format.columns and seen.rating > MOST_RATING:
             raise ValueError(
-                f"{self.name}: column {columns['rating']!r} has values up to {seen.rating:.10g}, which look like "
-                f"no ratings: name the columns that are meant (rating={columns['rating']} for this one)"
+                f"{self.name}: column {columns['rating']!r} has values up to {seen.rating:.10g}, which look "
+                f"like no ratings: name the columns that are meant (rating={columns['rating']} for this one)"
             )
         if "timestamp" not in columns:
             return "step"
@@ -233,9 +233,9 @@ class EventLog:
             return self._unit
         if seen.rows >= FEW and 1 <= seen.low <= seen.high <= MOST_RATED:
             raise ValueError(
-                f"{self.name}: column {columns['timestamp']!r} has times from {seen.low} to {seen.high} only, "
-                "which look like ratings: name the columns that are meant (timestamp=), or time_unit=step where "
-                "they only order the events"
+                f"{self.name}: column {columns['timestamp']!r} has times from {seen.low} to {seen.high} "
+                "only, which look like ratings: name the columns that are meant (timestamp=), or "
+                "time_unit=step where they only order the events"
             )
         return values.checked_unit(f"{self.name}: column {columns['timestamp']!r}", seen.low, seen.high)
 
@@ -294,7 +294,8 @@ def _each_shown(part: Part, table: pa.Table, name: str) -> tuple[Part, pa.Table,
     rows, words = pc.list_parent_indices(lists).to_numpy(), pc.list_flatten(lists)
     there = pc.not_equal(words, "").to_numpy(zero_copy_only=False)
     rows, words = rows[there], words.filter(pa.array(there))
-    part = Part(part.path, part.unit, lambda row, own=part.number: own(int(rows[row])))
+    number = part.number
+    part = Part(part.path, part.unit, lambda row: number(int(rows[row])))
     found = pc.extract_regex(words, r"^(?P<item>.+)-(?P<label>[01])$")
     if found.null_count:
         part.fail(name, words, found.is_null().to_numpy(zero_copy_only=False), "words ITEM-0 or ITEM-1")

@@ -51,8 +51,8 @@ def sequences_of(
     Args:
         source, format: of a log of events in files, as `tritonrec.data.load` takes them.
         report: called with numbers of interactions that were read.
-        words: for ``ids="words"`` the vocabularies of ``"user"`` and ``"item"``, which get the log's new words;
-            those of the log are beside its shards too (`words_of`).
+        words: for ``ids="words"`` the vocabularies of ``"user"`` and ``"item"``, which get the log's new
+            words; those of the log are beside its shards too (`words_of`).
 
     Raises the errors of `load`, ValueError where the log changes meanwhile, and OSError naming the folder
     where the cache (``$TRITONREC_CACHE`` or ``~/.cache/tritonrec``) cannot be written to.
@@ -95,7 +95,7 @@ def windows_of(
 
 
 def words_of(folder: Path) -> dict[str, Vocabulary]:
-    """The vocabularies of a folder of `sequences_of` or `windows_of` by column; empty where ids are numbers."""
+    """The vocabularies of a folder of `sequences_of` or `windows_of` by column, if there are any."""
     from tritonrec.data.vocabulary import Vocabulary
 
     files = {role: folder / WORDS_FILE.format(role) for role in ("user", "item")}

@@ -107,8 +107,8 @@ class ImpressionStream(Stream[ImpressionBatch]):
             if not np.array_equal(found, lengths):
                 row = int((found != lengths).nonzero()[0][0])
                 raise ValueError(
-                    f"{self.folder}, row {part.number(row)}: a row has {found[row]} values in {name!r}, expected "
-                    f"{lengths[row]}"
+                    f"{self.folder}, row {part.number(row)}: a row has {found[row]} values in {name!r}, "
+                    f"expected {lengths[row]}"
                 )
             return torch.from_numpy(own)
 

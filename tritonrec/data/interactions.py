@@ -45,7 +45,8 @@ class Interactions:
 
     `rating`, where there is one, is (N,) float64, and `feedback` tells for any number of tasks (``is_click``,
     ``long_view``) whether the user did it, as 0 or 1; next-item training takes every row whatever they say.
-    `fraction` orders rows of one timestamp: what was cut off the timestamps, in [0, 1). `time_unit` is that of
+    `fraction` orders rows of one timestamp: what was cut off the timestamps, in [0, 1). `time_unit` is that
+    of
     the timestamps: s, ms, us, ns, ``"step"`` where they only order the events, empty where nobody has said.
     `words` has the vocabulary of users and of items whose ids were words.
     Raises ValueError when a column has another shape or dtype, or feedback another value.

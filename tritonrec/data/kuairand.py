@@ -1,8 +1,8 @@
 """KuaiRand: videos watched in the Kuaishou app, with feedback (Gao et al., CIKM 2022).
 
-The log is the preset ``kuairand`` (`tritonrec.data.presets`); here are the features beside it, of the published
-CSV files as they are (Pure, 1K and 27K have the same columns). ``user_features_*.csv`` gives contextual
-features and ``video_features_basic_*.csv`` the tags of videos as genres; both may be missing.
+The log is the preset ``kuairand`` (`tritonrec.data.presets`); here are the features beside it, of the
+published CSV files as they are (Pure, 1K and 27K have the same columns). ``user_features_*.csv`` gives
+contextual features and ``video_features_basic_*.csv`` the tags of videos as genres; both may be missing.
 """
 
 from __future__ import annotations

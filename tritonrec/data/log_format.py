@@ -39,10 +39,11 @@ class LogFormat:
     (``user_id:token``); of ``long_view|is_like`` the first one that all files have is taken.
 
     Args:
-        user, item, timestamp, rating: columns. ``"none"`` for a log without timestamps, whose order of rows is
-            the order of time, and to leave out ratings.
-        time_unit: of times that are numbers, and that dates are converted to: s, ms, us, ns, or ``"step"`` where
-            times only order the events. Found by default, in which all times are from 1990 (s: 1970) to 2100.
+        user, item, timestamp, rating: columns. ``"none"`` for a log without timestamps, whose order of rows
+            is the order of time, and to leave out ratings.
+        time_unit: of times that are numbers, and that dates are converted to: s, ms, us, ns, or ``"step"``
+            where times only order the events. Found by default, in which all times are from 1990 (s: 1970) to
+            2100.
         time_format: of times that are text, as ``%d.%m.%Y %H:%M``; numbers and ISO by default.
         order: a column of integers from 0 on that orders the events of one time.
         label: columns of labels, a task each; of clicks one. By default the columns of booleans.
@@ -50,7 +51,8 @@ class LogFormat:
         ids: ``integers``; ``words`` are numbered in a `Vocabulary`; ``hashed`` words are 64-bit hashes.
         whole_floats: take ids that are floating numbers without a fraction.
         dense, categories: columns of clicks; with categories a log is one of clicks.
-        hexadecimal: categories that are words of up to eight hexadecimal digits, or missing; they are numbers.
+        hexadecimal: categories that are words of up to eight hexadecimal digits, or missing; they are
+            numbers.
         log_counts: a dense x becomes log(1 + max(x, 0)), a missing one 0.
         shown: a column of ITEM-LABEL words between spaces, each an event with the task ``click``.
         columns: names of all columns in their order, where text has no header.
@@ -71,7 +73,8 @@ class LogFormat:
     timestamp: str = setting(
         "", "Column of times; none: rows are in the order of time.", option="time_column"
     )
-    time_unit: TimeUnit = setting("auto", "Unit of times: s, ms, us, ns; step: they only order. Found by default."
+    time_unit: TimeUnit = setting(
+        "auto", "Unit of times: s, ms, us, ns; step: they only order. Found by default."
     )
     time_format: str = setting("", "Format of times that are text, as %d.%m.%Y; ISO by default.")
     order: str = ""
@@ -111,10 +114,6 @@ class LogFormat:
             raise ValueError(f"quote must be one character or none, got {self.quote!r}")
         if not self.delimiter_text and self.delimiter:
             raise ValueError(f"delimiter must be a text, got {self.delimiter!r}")
-        if self.categories and len(self.label) != 1:
-            raise ValueError(
-                f"a log of clicks has one label, and {len(self.label)} are named: name it (label=)"
-            )
         try:
             "".encode(self.encoding)
         except LookupError as error:
@@ -147,10 +146,9 @@ class LogFormat:
 
     def query(self) -> str:
         """The changed settings as they stand in a source: ``user=uid&time_unit=ms``."""
-        return "&".join(
-            f"{name}={','.join(quote(word, safe=SAFE) for word in (value if isinstance(value, tuple) else [str(value)]))}"
-            for name, value in self.changes().items()
-        )
+        every = self.changes().items()
+        words = {name: value if isinstance(value, tuple) else [str(value)] for name, value in every}
+        return "&".join(f"{name}={','.join(quote(w, safe=SAFE) for w in own)}" for name, own in words.items())
 
     @classmethod
     def parse(cls, query: str) -> LogFormat:
@@ -263,7 +261,7 @@ def find_columns(names: list[str], format: LogFormat, source: str) -> dict[str, 
 def is_header(names: list[str], format: LogFormat) -> bool:
     """Whether fields of a first line are the names of a log's columns."""
     if format.is_clicks:
-        return _plain(format.label[0]) in map(_plain, names)
+        return _plain((format.label or format.categories)[0]) in map(_plain, names)
     wanted = [format.user, format.shown or format.item]
     known = [KNOWN["user"], KNOWN["item"]]
     folded = [_plain(name) for name in names]

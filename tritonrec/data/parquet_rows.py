@@ -1,7 +1,7 @@
 """Parquet shards as one sequence of rows: which row group has which rows, and reading of any stretch of them.
 
-A dataset is a file, a folder of files at any depth, or a glob (`tritonrec.data.places`). Files are taken in the
-natural order of their paths and row groups in their order; a row's number is its place in this order. Any
+A dataset is a file, a folder of files at any depth, or a glob (`tritonrec.data.places`). Files are taken in
+the natural order of their paths and row groups in their order; a row's number is its place in this order. Any
 compression of Parquet will do.
 
 Opening a dataset reads the footers of its files. `RowReader` reads pages as it decodes them, so its memory is

@@ -2,7 +2,8 @@
 
 A path is the file itself, or a folder with it. A setting behind the path wins over the preset's::
 
-    movielens-1m:~/ml-1m            lastfm-1k:~/lastfm/userid-timestamp-artid-artname-traid-traname.tsv?item=track
+    movielens-1m:~/ml-1m
+    lastfm-1k:~/lastfm/userid-timestamp-artid-artname-traid-traname.tsv?item=track
 """
 
 from __future__ import annotations
@@ -160,8 +161,8 @@ PRESETS: dict[str, Preset] = {
         "Yoochoose (RecSys 2015), purchases",
         ("yoochoose-buys.dat",),
         LogFormat(
-            columns=_columns("session timestamp item price quantity"), header="no", user="session", item="item",
-            timestamp="timestamp", time_unit="ms", delimiter="comma",
+            columns=_columns("session timestamp item price quantity"), header="no", user="session",
+            item="item", timestamp="timestamp", time_unit="ms", delimiter="comma",
         ),
     ),
     "diginetica": Preset(
@@ -172,7 +173,7 @@ PRESETS: dict[str, Preset] = {
             delimiter="semicolon",
         ),
     ),
-    "kuairec": Preset("KuaiRec, the big matrix; the rating is the watch ratio", ("big_matrix.csv",), _KUAIREC),
+    "kuairec": Preset("KuaiRec, the big matrix; watch ratios as ratings", ("big_matrix.csv",), _KUAIREC),
     "kuairec-small": Preset("KuaiRec, the small matrix", ("small_matrix.csv",), _KUAIREC),
     "kuairand": Preset(
         "KuaiRand (Pure, 1K, 27K), standard exposure, with features of users and tags of videos",
@@ -227,7 +228,10 @@ PRESETS: dict[str, Preset] = {
     "avazu-csv": Preset(
         "Avazu (Kaggle)",
         ("train.csv", "train", "*.csv"),
-        LogFormat(label=("click",), categories=AVAZU_CATEGORIES, hexadecimal=AVAZU_CATEGORIES[2:12], delimiter="comma"),
+        LogFormat(
+            label=("click",), categories=AVAZU_CATEGORIES, hexadecimal=AVAZU_CATEGORIES[2:11],
+            delimiter="comma",
+        ),
     ),
 }  # fmt: skip
 """By the word of a source. Ali-CCP, two kinds of files that belong together, is `tritonrec.data.ali_ccp`."""

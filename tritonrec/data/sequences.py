@@ -49,8 +49,8 @@ class NextItemStream(Stream[JaggedBatch]):
     """Next-item training, and evaluation of held-out items, from Parquet rows of sequences.
 
     Args:
-        rows: the path of a dataset with list columns ``item`` and ``timestamp``, or a `ParquetRows` of these, or
-            a frame with them.
+        rows: the path of a dataset with list columns ``item`` and ``timestamp``, or a `ParquetRows` of these,
+            or a frame with them.
         batch_size, seed, rank, world_size, shuffle, buffer_rows, readers: see `Stream`.
         max_seq_len: largest number of tokens of a sample.
         num_negatives: K, sampled uniformly from the catalogue for each token; one may equal the label.
@@ -223,8 +223,8 @@ def lists_of(
     if not np.array_equal(lengths, of_times):
         row = int((lengths != of_times).nonzero()[0][0])
         raise ValueError(
-            f"{path}, row {part.number(row)}: a row has {lengths[row]} values in 'item' and {of_times[row]} in "
-            "'timestamp': its lists must be of one length"
+            f"{path}, row {part.number(row)}: a row has {lengths[row]} values in 'item' and {of_times[row]} "
+            "in 'timestamp': its lists must be of one length"
         )
     return (
         torch.from_numpy(items),

@@ -71,15 +71,13 @@ def source_of(source: Any, format: LogFormat | None = None) -> Source | None:
     given = format or LogFormat()
     if not isinstance(source, (str, Path)):
         return Source(source, given, is_clicks=given.is_clicks)
-    text = str(source)
+    text, queried = with_query(str(source))
+    own = queried.over(given) if queried.changes() else given
     word, colon, path = text.partition(":")
     if word in MADE and bool(colon) == bool(path) and not (word == "ml-100k" and path):
-        if given.changes():
-            raise ValueError(f"{text} has a format of its own: leave out {', '.join(given.changes())}")
+        if own.changes():
+            raise ValueError(f"{text} has a format of its own: leave out {', '.join(own.changes())}")
         return None
-    text, queried = with_query(text)
-    own = queried.over(given) if queried.changes() else given
-    word, _colon, path = text.partition(":")
     if word in PRESETS and path:
         preset = PRESETS[word]
         own = own.over(preset.format)
@@ -126,9 +124,8 @@ def load(
     Args:
         source: one of these; a path may be a file, a folder, a glob or a URL.
         format: how the log is written (`LogFormat`); settings behind ``?`` win over it, both over a preset's.
-        words: for ``ids="words"`` a `Vocabulary` for ``"user"`` and for ``"item"`` (clicks: for each category),
-            extended
-            by new words; one that is missing is added.
+        words: for ``ids="words"`` a `Vocabulary` for ``"user"`` and for ``"item"`` (clicks: for each
+            category), extended by new words; one that is missing is added.
 
     Raises ValueError for any other source, and the errors of `EventLog` and `Clicks`.
     """

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 Rows: TypeAlias = "pa.Table | tuple[np.ndarray, ...]"
 Collate = Callable[[int, Tensor, Any], BatchType]
-"""Makes a batch from its step, sample ids (b,) int64 and their rows, a table unless `prepared` says otherwise;
-b may be 0."""
+"""Makes a batch from its step, sample ids (b,) int64 and their rows, a table unless `prepared` says
+otherwise; b may be 0."""
 MOST_AT_ONCE = 4096
 """Rows of a block that are decoded at once, at most."""
 
@@ -197,7 +197,7 @@ class _Blocks:
         from tritonrec.data.parquet_rows import RowReader
 
         self._stream, self._number = stream, reader
-        at_once = min(stream.plan.block_rows, MOST_AT_ONCE)
+        at_once = min(2 * stream.plan.block_rows, MOST_AT_ONCE)
         self._reader: RowReader = RowReader(stream.rows, stream.counts, at_once)
         self._known: tuple[int, int, int] | None = None  # epoch, first, last
         self._numbers = np.empty(0, dtype=np.int64)

@@ -11,9 +11,10 @@ import csv
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import pyarrow as pa
 import pyarrow.csv as pcsv
@@ -25,6 +26,7 @@ from tritonrec.data.values import Part
 if TYPE_CHECKING:
     import pyarrow.fs as pafs
 
+Item = TypeVar("Item")
 BLOCK_BYTES = 1 << 20
 """Of text that are parsed at once."""
 SEPARATOR = "\x1f"
@@ -43,6 +45,11 @@ class Block:
     line: int
     data: bytes
     quote: bytes = b""
+
+    @cached_property
+    def ends(self) -> int:
+        """Ends of lines."""
+        return self.data.count(b"\n")
 
     def line_of(self, row: int) -> int:
         """The line at which a row begins; blank lines are no rows."""
@@ -70,7 +77,7 @@ class TextFile:
         self.filesystem, self.path, self.format = filesystem, path, format
 
     def blocks(self, size: int, quote: bytes = b"") -> Iterator[Block]:
-        """The lines in blocks of about `size` bytes; fields in quotes are not cut where they may have lines."""
+        """The lines in blocks of about `size` bytes; fields of several lines are not cut."""
         rest, line = [], 1
         utf8 = self.format.encoding.lower().replace("_", "-") in ("utf-8", "utf8")
         try:
@@ -91,8 +98,9 @@ class TextFile:
                             continue
                     else:
                         rest = [data[end:]]
-                    yield Block(self.path, line, whole if utf8 else self._as_utf8(whole, line), quote)
-                    line += whole.count(b"\n")
+                    block = Block(self.path, line, whole if utf8 else self._as_utf8(whole, line), quote)
+                    line += block.ends
+                    yield block
                 if last := b"".join(rest):
                     yield Block(self.path, line, last if utf8 else self._as_utf8(last, line), quote)
         except UNREADABLE as error:
@@ -126,6 +134,16 @@ def _even(data: bytes, quote: bytes) -> tuple[bytes, bytes]:
     while end and data.count(quote, 0, end) % 2:
         end = data.rfind(b"\n", 0, end - 1) + 1
     return data[:end], data[end:]
+
+
+def ahead(every: Iterator[Item]) -> Iterator[Item]:
+    """The same, the next one made on another thread meanwhile."""
+    end = object()
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(next, every, end)
+        while (found := coming.result()) is not end:
+            coming = pool.submit(next, every, end)
+            yield found  # type: ignore[misc]
 
 
 class CsvFile(TextFile):
@@ -178,7 +196,13 @@ class CsvFile(TextFile):
         return []
 
     def tables(self, columns: Sequence[str]) -> Iterator[tuple[Part, pa.Table]]:
-        """The columns as text, with nulls for missing fields; raises ValueError naming the line."""
+        """The columns as text, with nulls for missing fields; raises ValueError naming the line.
+
+        The next block is read and parsed on another thread.
+        """
+        return ahead(self._tables(columns))
+
+    def _tables(self, columns: Sequence[str]) -> Iterator[tuple[Part, pa.Table]]:
         names, has_header, delimiter, quote = self.layout
         missing = ["", *self.format.missing]
         convert = pcsv.ConvertOptions(
@@ -257,21 +281,16 @@ def _one_character(block: Block, delimiter: str) -> bytes:
 
 def _check_lines(block: Block, rows: int) -> None:
     """Raise ValueError where a quoted field has several lines: most often a quote without its partner."""
-    blank = block.data.count(b"\n\n") + block.data.count(b"\n\r\n")
-    lines = block.data.count(b"\n") + (not block.data.endswith(b"\n"))
-    if lines == rows:
-        return
-    if blank or block.data[:1] in (b"\n", b"\r"):
+    lines = block.ends + (not block.data.endswith(b"\n"))
+    if lines != rows:
         lines = sum(bool(text.strip(b"\r")) for text in block.data.split(b"\n"))
     if lines == rows:
         return
-    quote, number = block.quote, block.line
-    for number, text in enumerate(block.data.split(b"\n"), block.line):
-        if quote and text.count(quote) % 2:
-            break
+    odd = (bool(block.quote) and text.count(block.quote) % 2 for text in block.data.split(b"\n"))
+    number = block.line + next((at for at, is_odd in enumerate(odd) if is_odd), 0)
     raise ValueError(
-        f"{block.path}, line {number}: a field in quotes goes on in the next line: quote=none where quotes are "
-        "plain characters, multiline=true where fields may have several lines"
+        f"{block.path}, line {number}: a field in quotes goes on in the next line: quote=none where "
+        "quotes are plain characters, multiline=true where fields may have several lines"
     )
 
 
@@ -320,7 +339,7 @@ class JsonFile(TextFile):
             yield block.part(), self._slow(block, columns) if table is None else table
 
     def _arrow(self, block: Block, parse: pjson.ParseOptions, columns: Sequence[str]) -> pa.Table | None:
-        """The block by Arrow; None where fields have other types than in the first line, or lines are none."""
+        """The block by Arrow; None where types are not those of the first line, or lines are none."""
         read = pjson.ReadOptions(use_threads=False, block_size=len(block.data) + 1)
         try:
             table = pjson.read_json(pa.py_buffer(block.data), read, parse)
@@ -349,7 +368,8 @@ class JsonFile(TextFile):
             return load(text.strip())
         except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
             raise ValueError(
-                f"{self.path}, line {line}: no JSON object: {error}; expected one a line, got {text[:SHOWN]!r}"
+                f"{self.path}, line {line}: no JSON object: {error}; expected one a line, "
+                f"got {text[:SHOWN]!r}"
             ) from error
 
 

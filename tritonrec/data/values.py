@@ -174,7 +174,12 @@ def _of_text(part: Part, name: str, values: pa.Array) -> np.ndarray:
     # "007", "+7", "0x7" and "7 " are other words than "7": an integer is what is written as it is.
     try:
         found = values.cast(pa.int64())
-        same = pc.fill_null(pc.equal(found.cast(pa.string()), values), False)
+        same = found.is_valid()
+        for zero, width in (("0", 1), ("-0", 0)):  # what else the cast takes begins with these
+            begins = pc.starts_with(values, zero)
+            if pc.any(begins, min_count=0).as_py():
+                short = pc.less_equal(pc.utf8_length(values), width)
+                same = pc.and_(same, pc.fill_null(pc.or_(pc.invert(begins), short), False))
     except pa.ArrowInvalid:
         stripped = pc.utf8_trim_whitespace(values)
         if not values.equals(stripped):
