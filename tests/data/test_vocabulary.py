@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -120,6 +123,13 @@ def test_only_ids_of_words_are_decoded() -> None:
     with pytest.raises(ValueError, match="integers of one dimension"):
         made.decode([0.5])
     assert made.decode([]).to_pylist() == [] == Vocabulary().words.to_pylist()
+
+
+def test_a_copy_grows_by_itself() -> None:
+    made = Vocabulary(["a", "b"])
+    for twin in (copy.copy(made), copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        twin.encode(["zz"], extend=True)
+        assert made.encode(["zz"], unknown=-1).tolist() == [-1] and len(twin) == len(made) + 1
 
 
 def test_a_file_and_a_state_keep_it(tmp_path) -> None:

@@ -17,6 +17,7 @@ is no way back from an id to its word, and two words may share one.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -66,6 +67,9 @@ class Vocabulary:
         return isinstance(other, Vocabulary) and self.words.equals(other.words)
 
     __hash__ = None  # type: ignore[assignment]  # it grows
+
+    def __copy__(self) -> Vocabulary:
+        return copy.deepcopy(self)  # two that grow in the same arrays would number each other's words
 
     def __repr__(self) -> str:
         return f"Vocabulary of {len(self):,} words"
