@@ -121,6 +121,25 @@ def test_retrieval_finds_what_the_evaluation_finds(saved, k):
     assert in_words == [words["item"].decode(row).to_pylist() for row in found]
 
 
+def test_a_log_with_repeats_is_compared_without_leaving_out(tmp_path):
+    rng = np.random.default_rng(5)
+    events = np.arange(400, dtype=np.int64)
+    repeats = Interactions(rng.integers(0, 40, 400), rng.integers(0, 12, 400), events)
+    with trainer() as made:
+        loader = NextItemLoader(repeats, 8, 6, 3, seed=0)
+        train(made, loader, 8)
+        made.save(tmp_path / "run")
+        export(tmp_path / "run", tmp_path / "out", made.dense.model)
+        metrics = made.evaluate(loader, ks=(3,), exclude_seen=False)
+        assert metrics != made.evaluate(loader, ks=(3,))
+    predictor = Predictor.load(tmp_path / "out")
+    assert torch.equal(predictor.item_ids, loader.catalogue)
+    (batch,) = loader.evaluation_batches()
+    found, _ = predictor.retrieve(batch.history, 3, exclude=None)
+    hits = (found == loader.catalogue[batch.targets][:, None]).any(1)
+    assert int(hits.sum()) / len(hits) == metrics["HR@3"]
+
+
 def test_a_vocabulary_that_was_changed_is_refused(saved, tmp_path):
     folder, words, *_ = saved
     manifest = json.loads((folder / "out" / MANIFEST).read_text())

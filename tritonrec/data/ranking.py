@@ -47,17 +47,23 @@ def evaluate(
     ks: Sequence[int] = (10, 50),
     batch_size: int = 256,
     part: Part = "test",
+    exclude_seen: bool = True,
 ) -> dict[str, float]:
     """``{"HR@10": ..., "NDCG@10": ..., ...}`` over all held-out items of a part of the loader's split.
 
     `score_fn` maps histories (`EvaluationBatch.history`, B users) to scores (B, I) of the items of
     `loader.catalogue`, in its order; greater is better. The result depends on `batch_size` only if the scores
-    do. Raises ValueError for scores of another shape, for NaN, for a k below 1, and for a part without items.
+    do. With `exclude_seen` the items before the held-out one do not compete with it; without it all items do,
+    for logs in which users come back to what they know.
+
+    Raises ValueError for scores of another shape, for NaN, for a k below 1, and for a part without items.
     """
     if not ks or min(ks) < 1:
         raise ValueError(f"ks must hold numbers of at least 1, got {tuple(ks)}")
     batches = loader.evaluation_batches(batch_size, part)
-    ranks = torch.cat([target_ranks(score_fn(batch.history), batch, loader) for batch in batches]).tolist()
+    ranks = torch.cat(
+        [target_ranks(score_fn(batch.history), batch, loader, exclude_seen) for batch in batches]
+    ).tolist()
     metrics = {}
     for k in ks:
         hits = [rank for rank in ranks if rank < k]
@@ -66,7 +72,9 @@ def evaluate(
     return metrics
 
 
-def target_ranks(scores: Tensor, batch: EvaluationBatch, loader: NextItems) -> Tensor:
+def target_ranks(
+    scores: Tensor, batch: EvaluationBatch, loader: NextItems, exclude_seen: bool = True
+) -> Tensor:
     """(B,) int64 on the CPU: the number of items ranked above each user's held-out item.
 
     2**63 - 1, above any k, where the item is not in the catalogue.
@@ -84,7 +92,8 @@ def target_ranks(scores: Tensor, batch: EvaluationBatch, loader: NextItems) -> T
             f"for item {int(loader.catalogue[item])} is NaN"
         )
     competes = torch.ones(users, items, dtype=torch.bool)
-    competes[batch.seen_users, batch.seen_items] = False
+    if exclude_seen:
+        competes[batch.seen_users, batch.seen_items] = False
     target = batch.targets.clamp(min=0)[:, None]
     target_score = scores.gather(1, target)
     first = torch.arange(items)[None, :] < target

@@ -21,6 +21,7 @@ def rank_held_out(
     ks: Sequence[int] = (10,),
     precision: Precision = "float32",
     part: Part = "test",
+    exclude_seen: bool = True,
 ) -> dict[str, float]:
     """``{"HR@10": ..., "NDCG@10": ...}`` of a full ranking of the held-out items of a part (`data.evaluate`).
 
@@ -33,7 +34,13 @@ def rank_held_out(
     training = model.training
     model.eval()
     try:
-        return evaluate(next_item_scores(model, tables, loader.catalogue, precision), loader, ks, part=part)
+        return evaluate(
+            next_item_scores(model, tables, loader.catalogue, precision),
+            loader,
+            ks,
+            part=part,
+            exclude_seen=exclude_seen,
+        )
     finally:
         model.train(training)
 

@@ -384,15 +384,20 @@ class Trainer:
         return whole_tables(self._communicators, self.tables)
 
     def evaluate(
-        self, loader: NextItemLoader | NextItemStream, ks: Sequence[int] = (10,), part: Part = "test"
+        self,
+        loader: NextItemLoader | NextItemStream,
+        ks: Sequence[int] = (10,),
+        part: Part = "test",
+        exclude_seen: bool = True,
     ) -> dict[str, float]:
-        """HR@K and NDCG@K of the held-out items of a part, on every rank (`rank_held_out`). Collective.
+        """HR@K and NDCG@K of the held-out items of a part, on every rank (`data.evaluate`). Collective.
 
         The averaged model is ranked where there is one, in the precision of training. Raises RuntimeError
         while batches are in flight.
         """
         precision = self.config.precision
-        return rank_held_out(self.dense.evaluated, self.whole_tables(), loader, ks, precision, part)
+        tables = self.whole_tables()
+        return rank_held_out(self.dense.evaluated, tables, loader, ks, precision, part, exclude_seen)
 
     def close(self) -> None:
         """Stop the lanes and give the model back.

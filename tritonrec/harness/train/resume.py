@@ -84,6 +84,7 @@ def resume(
             raise ValueError(
                 f"the checkpoint in {run.checkpoint} was made with other settings: {'; '.join(different)}; "
                 "use the same, or another directory"
+                f"{', or --new-data for another log' if names & {'data', 'format'} else ''}"
             )
         if log is not None and whole is not None and not run.new_data:
             whole.load_state_dict(log)
