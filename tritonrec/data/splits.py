@@ -157,7 +157,9 @@ class Split:
             validation = share_of(lengths, self.validation)
             return lengths - validation - share_of(lengths, self.test), validation
         if self.shares:
-            raise ValueError(f"{self} goes by all events of the log: give the times at which test begins")
+            raise ValueError(
+                f"{self} goes by all events of the log, which a stream does not have: give times"
+            )
         first = self.test if self.validation is None else self.validation
         before = [_counts(timestamps < time, offsets) for time in (first, self.test)]
         return before[0], before[1] - before[0]
