@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tritonrec.data import ClickBatch, KeyedJaggedTensor, Lookup, WeightedLookup
 from tritonrec.data.jagged import token_indices
+from tritonrec.embedding import FeatureConfig, HashEmbeddingCollection
 
 IDS = st.integers(INT64_MIN, INT64_MAX) | st.sampled_from([INT64_MIN, -1, 0, INT64_MAX])
 BAGS = st.lists(IDS, max_size=3)
@@ -239,6 +240,16 @@ def test_each_features_bags_and_weights_fit_its_ids_whatever_the_total():
                 "b": WeightedLookup(two, offsets[1], weights[1]),
             }
         )
+
+
+def test_offsets_that_give_keys_different_samples_are_refused_wherever_they_are_read():
+    wrong = KeyedJaggedTensor(("user", "city"), tensor([1, 2, 3]), tensor([0, 1, 2, 3]))
+    for read in (wrong.to_dict, wrong.validate, lambda: wrong.num_samples, lambda: wrong["user"]):
+        with pytest.raises(ValueError, match=r"must have F \* B \+ 1 entries for the F = 2 keys"):
+            read()
+    tables = HashEmbeddingCollection([FeatureConfig("user", 2), FeatureConfig("city", 2)])
+    with pytest.raises(ValueError, match="F = 2 keys"):
+        tables(wrong)
 
 
 def test_a_matrix_has_a_column_for_each_key():

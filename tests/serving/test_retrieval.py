@@ -2,6 +2,8 @@
 
 from itertools import pairwise
 
+import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given
@@ -119,6 +121,8 @@ WEIGHTED = WeightedLookup(HISTORY.ids, HISTORY.offsets, torch.ones(6))
         ({"item": (HISTORY.ids, HISTORY.offsets.int())}, r"offsets of the history must be \(n,\) int64"),
         ([0.5, 1.5], "must be int64 or words, got float64"),
         (["a", "b"], "the history has words, and the export has no vocabulary of 'item'"),
+        (HISTORY.ids.view(2, 3).numpy(), r"must be int64 or words, got int64 \(2, 3\)"),
+        ([2**63], r"must be int64 or words, got uint64 \(1,\)"),
         ("a", "is one word, 'a': give a list of words"),
     ],
 )
@@ -185,6 +189,20 @@ def test_what_a_user_has_seen_is_left_out(block, monkeypatch):
             kept = [at for at, item in enumerate(every[0][user].tolist()) if item not in own][:k]
             assert torch.equal(ids[user], every[0][user][kept])
             assert torch.equal(scores[user], every[1][user][kept])
+
+
+def test_times_come_in_the_form_of_the_histories():
+    timed = make({"kind": "next_item", "max_seq_len": 3, "timestamps": True})
+    timed.program = lambda rows, offsets, times: rows[offsets[1:] - 1] * times[offsets[1:] - 1][:, None]
+    want = timed.encode(HISTORY)
+    histories = [part.tolist() for part in HISTORY.ids.tensor_split(HISTORY.offsets[1:-1])]
+    times = [part.tolist() for part in HISTORY.timestamps.tensor_split(HISTORY.offsets[1:-1])]
+    for form in (times, [np.array(each) for each in times], [torch.tensor(each) for each in times]):
+        assert torch.equal(timed.encode(histories, form), want)
+    assert torch.equal(timed.encode(histories, HISTORY.timestamps), want)
+    assert torch.equal(timed.encode(pa.array(histories), HISTORY.timestamps), want)
+    with pytest.raises(ValueError, match="timestamps must be integers, got float64"):
+        timed.encode(histories[0], [0.5, 1.5])
 
 
 def test_too_few_items_left_are_an_error_and_so_is_another_number_of_users():

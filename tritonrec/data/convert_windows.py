@@ -34,7 +34,7 @@ from tritonrec.data.impression_loader import ImpressionLoader
 from tritonrec.data.impression_stream import ABOUT_FILE, PART_FILES
 from tritonrec.data.impressions import ImpressionBatch
 from tritonrec.data.interactions import Interactions
-from tritonrec.data.labels import check_labels
+from tritonrec.data.labels import check_counts
 from tritonrec.data.loader import LEAVE_ONE_OUT
 from tritonrec.data.parquet import write_features
 from tritonrec.data.splits import Part, Split
@@ -85,7 +85,8 @@ def write_windows(
     Raises the errors of `ImpressionLoader`.
     """
     held_out: dict[Part, pq.ParquetWriter] = {}
-    written, about, kinds = 0, {}, np.zeros((2, 0), dtype=bool)
+    written, about = 0, {}
+    events, positive = 0, np.zeros(1, dtype=np.int64)
     with Buckets(out, buckets) as scratch:
         for rows in joined(log):
             scratch.add(rows)
@@ -97,9 +98,7 @@ def write_windows(
             own = replace(own, user_features=users)
             cut = _Cut(own, 1, max_history, max_exposed, seed=0, split=split)
             labels = cut.labels()
-            kinds = np.stack([labels.max(0), 1 - labels.min(0)]).astype(bool) | (
-                kinds if kinds.size else False
-            )
+            events, positive = events + len(labels), positive + labels.sum(0)
             about = {"context": list(cut.context), "tasks": list(cut.tasks)}
             chunks = torch.arange(cut.num_samples).split(CHUNK) if cut.num_samples else ()
             tables = (table_of(cut.make_batch(0, samples)) for samples in chunks)
@@ -111,9 +110,8 @@ def write_windows(
                 held_out[part].write_table(table, row_group_size=rows_per_group)
     for writer in held_out.values():
         writer.close()
-    for task, both in zip(about.get("tasks", ()), kinds.T, strict=True):
-        if not both.all():
-            check_labels(task, np.array([int(both[0])] * 2))
+    for task, count in zip(about.get("tasks", ()), positive, strict=bool(about)):
+        check_counts(task, events, int(count))
     if not written:
         raise ValueError(
             f"none of the users has more than max_exposed = {max_exposed} events, and that many are held out "

@@ -200,8 +200,14 @@ class KeyedJaggedTensor(Movable):
 
     @property
     def num_samples(self) -> int:
-        """B."""
-        return (self.offsets.numel() - 1) // len(self.keys)
+        """B. Raises ValueError for a number of offsets that gives the keys different ones."""
+        samples, rest = divmod(self.offsets.numel() - 1, len(self.keys))
+        if rest:
+            raise ValueError(
+                f"offsets must have F * B + 1 entries for the F = {len(self.keys)} keys {self.keys} and B "
+                f"samples, got {self.offsets.numel()}"
+            )
+        return samples
 
     @property
     def lengths(self) -> Tensor:

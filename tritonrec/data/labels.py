@@ -21,8 +21,13 @@ def rating_labels(rating: np.ndarray, threshold: float) -> np.ndarray:
 
 def check_labels(task: str, labels: np.ndarray) -> None:
     """Raise ValueError where all labels (n,) of a task are alike: there is nothing to learn, and no AUC."""
-    if len(labels) > 1 and (labels == labels[0]).all():
+    check_counts(task, len(labels), int(labels.sum()))
+
+
+def check_counts(task: str, rows: int, positive: int) -> None:
+    """As `check_labels`, of so many rows with so many labels that are 1."""
+    if rows > 1 and positive in (0, rows):
         raise ValueError(
-            f"all {len(labels)} labels of task {task!r} are {labels[0]}: set label_threshold, or leave the "
+            f"all {rows} labels of task {task!r} are {int(positive > 0)}: set label_threshold, or leave the "
             "task out"
         )

@@ -37,6 +37,7 @@ def ids_of(value: Any, what: str, vocabulary: Vocabulary | None) -> Ids:
 
     Raises ValueError for another dtype or shape, offsets that do not fit, and unknown words.
     """
+    value = value.to_pylist() if hasattr(value, "to_pylist") else value  # Arrow's arrays
     found = _jagged(value, what)
     if found is None:
         parts = [value] if _is_one(value) else list(value)
@@ -91,9 +92,11 @@ def array_of(value: Any, what: str, vocabulary: Vocabulary | None) -> tuple[Tens
     if isinstance(value, str):
         raise ValueError(f"the {what} is one word, {value!r}: give a list of words")
     array = np.asarray(value)
-    if array.dtype.kind in "iu" or not array.size:
-        return torch.from_numpy(array.astype(np.int64).reshape(-1)), False
-    if array.dtype.kind not in "UTO":
+    if array.size == 0:
+        return torch.empty(0, dtype=torch.int64), False
+    if array.dtype.kind in "iu" and array.ndim == 1 and array.max() < 2**63:
+        return torch.from_numpy(array.astype(np.int64)), False
+    if array.dtype.kind not in "UTO" or array.ndim != 1:
         raise ValueError(f"ids of the {what} must be int64 or words, got {array.dtype} {array.shape}")
     if vocabulary is None:
         name = what if what not in ("history", "exclude") else "'item'"
@@ -109,9 +112,11 @@ def times_of(value: Any, history: Any, ids: Tensor, needed: bool) -> Tensor:
             raise ValueError("this model goes by times: give timestamps (L,) int64")
         return torch.zeros_like(ids)
     if not isinstance(value, Tensor):
-        nested = bool(value) and not isinstance(value[0], (int, np.integer))
-        flat = list(chain.from_iterable(value)) if nested else list(value)
-        value = torch.tensor([int(each) for each in flat], dtype=torch.int64)
+        nested = len(value) > 0 and not isinstance(value[0], (int, float, np.number))
+        flat = np.asarray(list(chain.from_iterable(value)) if nested else list(value))
+        if flat.size and (flat.dtype.kind not in "iu" or flat.ndim != 1):
+            raise ValueError(f"timestamps must be integers, got {flat.dtype} {flat.shape}")
+        value = torch.from_numpy(flat.astype(np.int64))
     if value.shape != ids.shape or value.dtype != torch.int64:
         raise ValueError(f"timestamps must be {tuple(ids.shape)} int64, got {told(value)}")
     return value
