@@ -108,6 +108,7 @@ def cases(folders):
                 "seed": clicks(seed=2),
                 "data": clicks(fewer),
                 "kind": next_item(),
+                "rows": clicks(rows=(3, 92)),
             },
         ),
         "dynamic": (
@@ -185,6 +186,10 @@ def test_a_message_names_every_difference_and_both_values():
     state = next_item().state_dict()
     with pytest.raises(ValueError, match="with batch_size 8, seed 1, and this one has 9, 5: use the same"):
         next_item(batch_size=9, seed=5).load_state_dict(state)
+    with pytest.raises(
+        ValueError, match="with split leave-one-out, and this one has leave-one-out:validation: use"
+    ):
+        next_item(split=WITH_VALIDATION).load_state_dict(state)
 
 
 def test_an_earlier_version_saved_less():

@@ -162,10 +162,11 @@ class ClickLoader(EpochLoader[ClickBatch]):
         super().__init__(sample_ids, torch.ones_like(sample_ids), batch_size, seed, rank, world_size, balance)
 
     def settings(self) -> dict[str, Any]:
-        return {**super().settings(), "features": list(self.features)}
+        rows = [int(self.sample_ids[0]), int(self.sample_ids[-1]) + 1]
+        return {**super().settings(), "features": list(self.features), "rows": rows}
 
     def content(self) -> tuple[Tensor, ...]:
-        return *super().content(), self._dense, self._categories, self._labels
+        return self._dense, self._categories, self._labels
 
     @property
     def num_dense(self) -> int:

@@ -127,7 +127,7 @@ class ImpressionLoader(EpochLoader[ImpressionBatch]):
 
     def content(self) -> tuple[Tensor, ...]:
         events = self._items, self._timestamps, self._labels, self._actions
-        return *super().content(), *events, *self._context.values(), *(self._genres or ())
+        return self._starts, *events, *self._context.values(), *(self._genres or ())
 
     def _check_windows(self, windows: Tensor) -> None:
         """`windows` (U,) of each user."""

@@ -114,7 +114,7 @@ class NextItemLoader(EpochLoader[JaggedBatch]):
         return {**super().settings(), **sizes, "split": str(self.split)}
 
     def content(self) -> tuple[Tensor, ...]:
-        return *super().content(), self._items, self._timestamps
+        return self._user_ids, torch.from_numpy(self._offsets), self._items, self._timestamps
 
     def make_batch(self, step: int, samples: Tensor) -> JaggedBatch:
         """The batch of the samples at positions `samples` (b,) int64 of `sample_ids`, in that order."""
