@@ -68,7 +68,7 @@ def warm_up(
         report(f"{models[0]} with policies of tables")
         _train(models[0], optimizers[0], target, POLICY)
         report("words as ids")
-        hashed_ids(Vocabulary(map(str, range(200))).words)  # so many that it grows
+        _number_words()
     finally:
         compiling.remove(compiled)
     return Warmed(count, time.perf_counter() - began)
@@ -83,3 +83,7 @@ def _train(model: ModelName, rule: OptimizerName, target: Target, policy: TableP
     with tempfile.TemporaryDirectory() as folder:
         run = Run(job, "nestpipe", clip, rule, steps=3, checkpoint=Path(folder))
         loop.train(Communicators.local(), run, quiet=True)
+
+
+def _number_words() -> None:
+    hashed_ids(Vocabulary(map(str, range(200))).words)  # so many that it grows
