@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from dataclasses import replace
+from datetime import timedelta
 from functools import cache
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from speeds import slow_except
 
 from tritonrec.checkpoint import steps
 from tritonrec.distributed import elastic, run_elastic
+from tritonrec.distributed.limits import within
 from tritonrec.pipeline.peer_copies import _newest_whole, _packed, _unpacked
 
 pytestmark = pytest.mark.multi_rank
@@ -198,10 +200,12 @@ def test_the_rank_that_decides_stays_until_the_others_have_read(monkeypatch):
     assert decided == [(5, [0, 1])]
 
 
-def test_an_error_of_a_call_with_a_time_limit_is_the_callers():
+def test_a_call_with_a_limit_returns_raises_or_is_given_up():
     with pytest.raises(KeyError, match="7"):
-        elastic._within(30.0, lambda member: {}[member], 7)
-    assert elastic._within(30.0, lambda member: member + 1, 7) == 8
+        within(30.0, lambda: {}[7])
+    assert within(30.0, lambda: 8) == 8
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s"):
+        within(timedelta(seconds=0.05), threading.Event().wait)
 
 
 def test_the_first_rank_that_is_left_says_who_goes_on():

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -220,8 +221,10 @@ def test_ranks_that_torchrun_never_started_are_reported_within_the_timeout(monke
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "0")
-    message = r"rank 0: not all of the 2 ranks joined within 1 s"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    message = rf"rank 0: not all of the 2 ranks joined at 127.0.0.1:{port} within 1 s"
     with pytest.raises(RankDiedError, match=message), from_environment(timedelta(seconds=1)):
         pass
 
@@ -311,6 +314,7 @@ def test_the_groups_of_an_environment_are_destroyed_at_the_end(monkeypatch, fail
     log = []
     watch = types.SimpleNamespace(fail=log.append, close=lambda: log.append("closed"))
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(launch, "join_environment", lambda timeout: log.append("joined"))
     monkeypatch.setattr(Communicators, "over", lambda *given: types.SimpleNamespace(watch=watch))
     monkeypatch.setattr(launch.dist, "destroy_process_group", lambda: log.append("destroyed"))

@@ -15,15 +15,20 @@ from datetime import timedelta
 from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from .communicator import TIMEOUT
+from .environment import check_address, is_loopback, rank_here, settle
 from .fork_server import ForkedProcess, start_process
 from .groups import Communicators
+from .limits import LATE, within
 from .rank_process import RENDEZVOUS, WORKING, RankTask, serve, start_store
+from .stores import serve_store, token
 from .watch import RankDiedError, Report, read_reports
+
+Result = TypeVar("Result")
 
 GRACE = 3.0
 """Seconds to wait for the other ranks' errors after one has failed."""
@@ -37,15 +42,16 @@ READING = "reading its task"
 
 @contextmanager
 def from_environment(timeout: timedelta = TIMEOUT, replicas: int = 1, backend: str = "gloo"):
-    """Yield this process's `Communicators` by torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...).
+    """Yield this process's `Communicators` by the variables of torchrun, SLURM or MPI (`environment`).
 
     `replicas` ranks own the same shard of the tables; they divide the world size. `backend` as in
     `Communicators.over`.
 
     Without these variables, or with one rank, the communicators are local. The process groups are destroyed
-    at the end, also after an error. Raises `RankDiedError` where not all ranks join within the timeout.
+    at the end, also after an error. Raises `RankDiedError` where not all ranks join within the timeout,
+    ValueError for variables that do not fit together, an unknown machine, or a port that is in use.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = rank_here().world_size
     if world_size % replicas:
         raise ValueError(f"{replicas} replicas do not divide {world_size} ranks")
     if world_size == 1:
@@ -53,7 +59,9 @@ def from_environment(timeout: timedelta = TIMEOUT, replicas: int = 1, backend: s
         return
     join_environment(timeout)
     try:
-        communicators = Communicators.over(range(world_size), timeout, replicas, backend)
+        communicators = made_within(
+            timeout, lambda: Communicators.over(range(world_size), timeout, replicas, backend)
+        )
         assert communicators is not None
         try:
             yield communicators
@@ -67,17 +75,50 @@ def from_environment(timeout: timedelta = TIMEOUT, replicas: int = 1, backend: s
 
 
 def join_environment(timeout: timedelta) -> None:
-    """Create the default process group of torchrun's variables.
+    """Create the default process group of the ranks of this process's variables.
 
-    Raises `RankDiedError` where not all ranks join within the timeout.
+    Where MASTER_ADDR is this machine's loopback interface, nothing listens on another one.
+
+    Raises `RankDiedError` where not all ranks join within the timeout, and ValueError as `from_environment`.
     """
+    here = settle()
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    check_address(address, timeout)
+    if is_loopback(address) and (name := _loopback()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+    def join() -> None:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            dist.init_process_group("gloo", timeout=timeout)
+            return
+        if here.rank == 0:
+            store = serve_store(address, port, timeout)
+        else:
+            store = dist.TCPStore(address, port, None, False, timeout, wait_for_workers=False)
+        dist.init_process_group(
+            "gloo", store=store, rank=here.rank, world_size=here.world_size, timeout=timeout
+        )
+
     try:
-        dist.init_process_group("gloo", timeout=timeout)
-    except dist.DistError as error:
-        rank, world_size = os.environ.get("RANK", "?"), os.environ.get("WORLD_SIZE", "?")
+        within(timeout + timedelta(seconds=LATE), join)
+    except (dist.DistError, TimeoutError) as error:
+        started = {"SLURM": " (a script of sbatch starts its ranks with srun)"}.get(here.launcher, "")
         raise RankDiedError(
-            f"rank {rank}: not all of the {world_size} ranks joined within {timeout.total_seconds():g} s; "
-            f"look for a rank that has printed nothing: {error}"
+            f"rank {here.rank}: not all of the {here.world_size} ranks joined at {address}:{port} within "
+            f"{timeout.total_seconds():g} s; look for a rank that has printed nothing{started}: {error}"
+        ) from error
+
+
+def made_within(timeout: timedelta, make: Callable[[], Result]) -> Result:
+    """``make()``, which makes groups; `RankDiedError` where the store or a rank gives no answer meanwhile."""
+    try:
+        return within(timeout + timedelta(seconds=LATE), make)
+    except RankDiedError:
+        raise
+    except (dist.DistError, TimeoutError) as error:
+        raise RankDiedError(
+            f"not all ranks made their groups within {timeout.total_seconds():g} s; look for one that stands "
+            f"still, rank 0 first, which may serve the others' store: {error}"
         ) from error
 
 
@@ -128,8 +169,9 @@ class RankPool:
 
     def _start(self) -> None:
         ranks = self.meshes[-1][0]
-        self._store = start_store() if ranks > 1 else None
-        port = self._store.port if self._store is not None else 0
+        served = start_store() if ranks > 1 else None
+        port, secret = 0 if served is None else served.port, token()
+        self._store = None if served is None else dist.PrefixStore(secret, served)
         self._connections: list[Connection] = []
         self._lifelines: list[Connection] = []
         self.processes: list[ForkedProcess | BaseProcess] = []
@@ -139,8 +181,9 @@ class RankPool:
                 here, there = multiprocessing.Pipe()
                 lifeline, own = multiprocessing.Pipe(duplex=False)
                 task = RankTask(
-                    rank, self.meshes, self.timeout, self.start_timeout, self._enter, port, self._backend
-                )
+                    rank, self.meshes, self.timeout, self.start_timeout, self._enter, port, self._backend,
+                    secret,
+                )  # fmt: skip
                 self.processes.append(start_process(f"rank {rank}", serve, (there, lifeline), task))
                 self._connections.append(here)
                 self._lifelines.append(own)
@@ -302,7 +345,7 @@ def join_or_kill(processes: Sequence[ForkedProcess | BaseProcess]) -> None:
         process.join(timeout=max(0.0, deadline - time.monotonic()))
         if process.is_alive():
             process.kill()
-            process.join()
+            process.join(GRACE)  # a server that was stopped reports no end
 
 
 def by_text(errors: dict[int, str]) -> list[str]:
