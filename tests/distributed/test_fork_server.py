@@ -159,9 +159,7 @@ def test_a_server_that_is_stopped_is_no_endless_wait(monkeypatch):
     try:
         os.kill(server.process.pid, signal.SIGSTOP)
         process = server.start("a rank", print, [])
-        with pytest.raises(
-            RuntimeError, match=r"which forks the ranks of this one, has done nothing for 0\.2 s"
-        ):
+        with pytest.raises(RuntimeError, match=r"forks the ranks of this one, has done nothing for 0\.2 s"):
             _ = process.pid
         with pytest.raises(RuntimeError, match="was it stopped"):
             server.start("a rank", print, [], bytes(1 << 23))

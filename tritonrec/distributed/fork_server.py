@@ -154,8 +154,8 @@ class ForkedProcess:
 
 def _silent(pid: int | None) -> str:
     return (
-        f"process {pid}, which forks the ranks of this one, has done nothing for {ANSWER_SECONDS:g} s: was it "
-        "stopped?"
+        f"process {pid}, which forks the ranks of this one, has done nothing for {ANSWER_SECONDS:g} s: was "
+        "it stopped?"
     )
 
 

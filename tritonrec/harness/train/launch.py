@@ -27,7 +27,8 @@ class Launch:
     """Where a training runs.
 
     Args:
-        world_size: ranks to start; under torchrun, srun or mpirun their own count. replicas, timeout: of `Communicators`.
+        world_size: ranks to start; under torchrun, srun or mpirun their own count.
+        replicas, timeout: of `Communicators`.
     """
 
     world_size: int
