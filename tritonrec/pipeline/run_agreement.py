@@ -1,0 +1,234 @@
+"""What ranks that train together compare when a run begins, after what their trainers compared once.
+
+Between runs the model, its optimizer and its buffers are the caller's, on each rank by itself. So the header
+that every window exchanges anyway carries digests of them, and of the samples: nobody waits for more. Where two
+ranks' digests differ, all ranks exchange words, and say which rank has what::
+
+    settings   in every window          what holds on the caller's thread: autocast, the default device
+    state      in a run's first window  thread counts and flags of torch, modes of modules, learning rates;
+                                        sums of the bits of parameters, buffers and optimizer states
+    samples    in every window          of all ids; in a run's first window also the smallest hashes of ids
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from ..distributed import Communicators, RanksDisagreeError
+from ..distributed.agreement import differences
+from ..embedding.in_flight import as_lane
+from ..kernels.checksums import checksum, sums_of_bits
+from .dense import DenseModel
+from .dense_checks import is_sharded
+from .model_call import CallerSettings
+
+LOWEST = 8
+"""Hashes of samples in a header: all of a small window; of larger ones enough to see a part that is shared."""
+
+ALWAYS, SELDOM = 8, 64
+"""Runs of a single step of which each compares optimizer states too, and later one in so many."""
+
+SHOWN = 3
+"""Largest number of samples in an error."""
+
+_moving: WeakKeyDictionary[torch.nn.Module, set[str]] = WeakKeyDictionary()
+"""By model the buffers that its forward changes: each rank's follow its own samples, as running means do."""
+
+
+@dataclass(frozen=True)
+class Words:
+    """A rank's digests in the header of a window; 0: nothing to compare.
+
+    Args:
+        lowest: `LOWEST` hashes of the window's samples, ascending, then zeros.
+    """
+
+    settings: int = 0
+    state: int = 0
+    samples: int = 0
+    lowest: tuple[int, ...] = (0,) * LOWEST
+
+    @property
+    def row(self) -> list[int]:
+        return [self.settings, self.state, self.samples, *self.lowest]
+
+    @classmethod
+    def of_row(cls, row: Sequence[int]) -> Words:
+        """The words of a `row`."""
+        return cls(row[0], row[1], row[2], tuple(row[3:]))
+
+
+WIDTH = len(Words().row)
+"""Numbers of a rank's words."""
+
+
+def may_differ(rows: Sequence[Sequence[int]]) -> bool:
+    """Whether any two ranks' words (`Words.row`) differ where they have to agree, or share samples."""
+    found = [Words.of_row(row) for row in rows]
+    for of_ranks in ([each.settings for each in found], [each.state for each in found]):
+        if len({*of_ranks} - {0}) > 1:
+            return True
+    samples = [each.samples for each in found if each.samples]
+    lowest = [value for each in found for value in each.lowest if value]
+    return len({*samples}) < len(samples) or len({*lowest}) < len(lowest)
+
+
+@dataclass
+class RunAgreement:
+    """Makes this rank's words, and explains how ranks differ.
+
+    Args:
+        communicators: the exchange of words runs on its routing groups, in the stage that saw the difference.
+        dense: model, optimizers. describe: all that must agree, in words (`agreement.settings_of`).
+    """
+
+    communicators: Communicators
+    dense: DenseModel
+    describe: Callable[[], dict[str, object]]
+    _begun: int = 0  # runs of a single step
+    _here: dict[str, object] = field(default_factory=dict)  # of the caller's thread, when the run began
+    _versions: dict[str, int] = field(default_factory=dict)  # of the buffers, when the run began
+
+    def begin(self, single: bool) -> int:
+        """The digest of this rank's state, as a run begins: of one step if `single`. On the caller's thread."""
+        self._versions = _versions(self.dense.model)
+        self._here = thread_settings()
+        self._begun = self._begun + 1 if single else 0
+        thorough = self._begun <= ALWAYS or self._begun % SELDOM == 0
+        modules = [(each.training, type(each).__qualname__) for each in self.dense.model.modules()]
+        trained = [each.requires_grad for each in self.dense.parameters.values()]
+        numbers = [
+            [str(value) for name, value in group.items() if name != "params"]
+            for optimizer in self.dense.optimizers
+            for group in optimizer.param_groups
+        ]
+        with as_lane(), torch.no_grad():
+            sums = self._sums(thorough)
+        return _digest(repr((self._here, modules, trained, numbers, sums)))
+
+    def _sums(self, thorough: bool) -> list[int]:
+        """Of the bits of parameters and buffers, and of optimizer states if `thorough`."""
+        tensors = dict(self.dense.tensors()) if thorough else dict(self.dense.parameters)
+        tensors |= {f"buffer {name}": each for name, each in compared_buffers(self.dense.model).items()}
+        plain = [each.detach() for each in tensors.values() if not is_sharded(each)]
+        words = [each for each in plain if each.element_size() == 4 and each.is_contiguous()]
+        others = [each for each in plain if each.element_size() != 4 or not each.is_contiguous()]
+        if thorough:  # a sum alone does not see two values that change places
+            flat = [each.view(-1) for each in words]
+            words += [part for each in flat for part in (each[: len(each) // 2], each[: len(each) // 3])]
+        on_host = [each for each in words if each.is_cpu]
+        on_device = [each for each in words if not each.is_cpu]
+        parts = [sums_of_bits(each).cpu() for each in (on_host, on_device) if each]
+        return [*torch.cat(parts).tolist(), *map(int, map(checksum, others))] if parts else []
+
+    def end(self) -> None:
+        """The run is done: buffers that it changed are left out from here on."""
+        if self._versions:
+            now = _versions(self.dense.model)
+            moved = {name for name, version in now.items() if version != self._versions.get(name)}
+            if moved:
+                _moving.setdefault(self.dense.model, set()).update(moved)
+            self._versions = {}
+
+    def settle(self, words: Words, settings: CallerSettings, step: int, sample_ids: torch.Tensor) -> None:
+        """Raise `RanksDisagreeError` on every rank where ranks differ. Collective over all ranks."""
+        own: dict[str, Any] = {"rank": self.communicators.rank, "here": {}, "samples": None}
+        own["thread"] = {"autocast": str(settings.autocast), "default device": str(settings.device)}
+        if words.state:
+            found = {**self.describe(), **self._here}
+            own["here"] = {name: str(value) for name, value in found.items()}
+        if words.samples:
+            own["samples"] = sample_ids.tolist()
+        texts = self.communicators.routing.all_gather_texts(json.dumps(own))
+        parts = self.communicators.replica_routing.all_gather_texts(json.dumps(texts))
+        every = {each["rank"]: each for part in parts for each in map(json.loads, json.loads(part))}
+        ranks = dict(sorted(every.items()))
+        begun = {rank: _without_moving(each["here"], ranks) for rank, each in ranks.items() if each["here"]}
+        found = differences({rank: each["thread"] for rank, each in ranks.items()}) + differences(begun)
+        if found:
+            raise RanksDisagreeError(f"step {step}: {'; '.join(found)}: give every rank the same")
+        _check_samples({rank: each["samples"] for rank, each in ranks.items() if each["samples"]}, step)
+
+
+def compared_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that ranks compare: all but those that a forward has changed."""
+    moving = _moving.get(model, set())
+    return {name: each for name, each in model.named_buffers() if name not in moving}
+
+
+def thread_settings() -> dict[str, object]:
+    """What torch's results may depend on, of this thread and process, by name."""
+    return {
+        "torch.get_num_threads()": torch.get_num_threads(),
+        "torch.get_default_dtype()": torch.get_default_dtype(),
+        "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
+        "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
+        "torch.backends.mkldnn.enabled": torch.backends.mkldnn.enabled,
+        "torch.backends.cudnn.deterministic": torch.backends.cudnn.deterministic,
+        "torch.backends.cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
+    }
+
+
+def words_of(settings: CallerSettings, state: int, batches: Sequence[Any]) -> Words:
+    """The words of a window of these batches; `state` as of `RunAgreement.begin`, 0 in a later window."""
+    hashes = _hashes([batch.sample_ids for batch in batches])
+    lowest = [0] * LOWEST
+    if state and len(hashes):
+        smallest = np.unique(hashes)[:LOWEST].tolist()
+        lowest[: len(smallest)] = smallest
+    samples = int(hashes.sum(dtype=np.int64)) | 1 if len(hashes) else 0
+    return Words(_digest(repr(settings)), state, samples, tuple(lowest))
+
+
+def _hashes(ids: Sequence[torch.Tensor]) -> np.ndarray:
+    """Of ids (n,) int64: int64 hashes, none of which is 0 (the finalizer of splitmix64)."""
+    values = np.concatenate([each.cpu().numpy() for each in ids]).view(np.uint64)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((values ^ (values >> np.uint64(31))) | np.uint64(1)).view(np.int64)
+
+
+def _digest(text: str) -> int:
+    """63 bits of a text, never 0."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1 | 1
+
+
+def _versions(model: torch.nn.Module) -> dict[str, int]:
+    return {name: each._version for name, each in model.named_buffers()}
+
+
+def _without_moving(here: Mapping[str, str], ranks: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
+    """Without buffers that another rank leaves out, since its forward has changed them."""
+    known = [each["here"] for each in ranks.values() if each["here"]]
+    return {
+        name: value
+        for name, value in here.items()
+        if not name.startswith("buffer ") or all(name in each for each in known)
+    }
+
+
+def _check_samples(samples: Mapping[int, Sequence[int]], step: int) -> None:
+    """Raise `RanksDisagreeError` naming two ranks that train the same samples."""
+    owner: dict[int, int] = {}
+    shared: dict[tuple[int, int], list[int]] = {}
+    for rank, ids in samples.items():
+        for each in dict.fromkeys(ids):
+            if owner.setdefault(each, rank) != rank:
+                shared.setdefault((owner[each], rank), []).append(each)
+    if not shared:
+        return
+    (first, second), ids = next(iter(shared.items()))
+    more = f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else ""
+    raise RanksDisagreeError(
+        f"step {step}: ranks {first} and {second} both train sample {', '.join(map(str, ids[:SHOWN]))}{more} "
+        f"(of {len(samples[first])} and {len(samples[second])}): give each rank its part of a batch (rank= and "
+        "world_size= of a loader), and each sample of a step an id of its own"
+    )
