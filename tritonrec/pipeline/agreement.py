@@ -50,8 +50,8 @@ def validate_same_training(
 ) -> None:
     """Raise `RanksDisagreeError` on every rank where model, tables, optimizers or settings differ.
 
-    Collective; nothing is done for one rank. What changes no bit may differ, as a table's slots. Processors of
-    another kind are an error with consistency ``"batch"``, and a warning without it.
+    Collective; nothing is done for one rank. What changes no bit may differ, as a table's slots. Processors
+    of another kind are an error with consistency ``"batch"``, and a warning without it.
     """
     if communicators.world_size == 1:
         return
@@ -71,7 +71,7 @@ def validate_same_training(
 
 
 def processor() -> dict[str, object]:
-    """What chooses the instructions of libraries, and so the last bits of exp, log and products of matrices."""
+    """What chooses libraries' instructions, and so the last bits of exp and of products of matrices."""
     given = {name: os.environ.get(name) for name in CHOICES}
     return {
         "torch.backends.cpu.get_cpu_capability()": torch.backends.cpu.get_cpu_capability(),

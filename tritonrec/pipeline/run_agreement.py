@@ -1,8 +1,8 @@
 """What ranks that train together compare when a run begins, after what their trainers compared once.
 
 Between runs the model, its optimizer and its buffers are the caller's, on each rank by itself. So the header
-that every window exchanges anyway carries digests of them, and of the samples: nobody waits for more. Where two
-ranks' digests differ, all ranks exchange words, and say which rank has what::
+that every window exchanges anyway carries digests of them, and of the samples: no rank waits for more. Where
+two ranks' digests differ, all ranks exchange words, and say which rank has what::
 
     settings   in every window          what holds on the caller's thread: autocast, the default device
     state      in a run's first window  thread counts and flags of torch, modes of modules, learning rates;
@@ -31,7 +31,7 @@ from .dense_checks import is_sharded
 from .model_call import CallerSettings
 
 LOWEST = 8
-"""Hashes of samples in a header: all of a small window; of larger ones enough to see a part that is shared."""
+"""Hashes of samples in a header: all of a small window, of a larger one enough to see a shared part."""
 
 ALWAYS, SELDOM = 8, 64
 """Runs of a single step of which each compares optimizer states too, and later one in so many."""
@@ -98,7 +98,7 @@ class RunAgreement:
     _versions: dict[str, int] = field(default_factory=dict)  # of the buffers, when the run began
 
     def begin(self, single: bool) -> int:
-        """The digest of this rank's state, as a run begins: of one step if `single`. On the caller's thread."""
+        """The digest of this rank's state as a run begins, of one step if `single`.."""
         self._versions = _versions(self.dense.model)
         self._here = thread_settings()
         self._begun = self._begun + 1 if single else 0
@@ -143,8 +143,8 @@ class RunAgreement:
         own: dict[str, Any] = {"rank": self.communicators.rank, "here": {}, "samples": None}
         own["thread"] = {"autocast": str(settings.autocast), "default device": str(settings.device)}
         if words.state:
-            found = {**self.describe(), **self._here}
-            own["here"] = {name: str(value) for name, value in found.items()}
+            here = {**self.describe(), **self._here}
+            own["here"] = {name: str(value) for name, value in here.items()}
         if words.samples:
             own["samples"] = sample_ids.tolist()
         texts = self.communicators.routing.all_gather_texts(json.dumps(own))
@@ -229,6 +229,6 @@ def _check_samples(samples: Mapping[int, Sequence[int]], step: int) -> None:
     more = f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else ""
     raise RanksDisagreeError(
         f"step {step}: ranks {first} and {second} both train sample {', '.join(map(str, ids[:SHOWN]))}{more} "
-        f"(of {len(samples[first])} and {len(samples[second])}): give each rank its part of a batch (rank= and "
-        "world_size= of a loader), and each sample of a step an id of its own"
+        f"(of {len(samples[first])} and {len(samples[second])}): give each rank its part of a batch (rank= "
+        "and world_size= of a loader), and each sample of a step an id of its own"
     )

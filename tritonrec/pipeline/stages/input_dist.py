@@ -65,8 +65,8 @@ def route(
     if agreed_by is None or words is None:
         answers, agreed = exchange(routing, replica_routing, counted, header)
     else:
-        ids = torch.cat([batch.sample_ids for batch in window.batches])
-        settle = partial(agreed_by.settle, words, window.settings, window.step, ids)
+        trained = torch.cat([batch.sample_ids for batch in window.batches])
+        settle = partial(agreed_by.settle, words, window.settings, window.step, trained)
         answers, agreed = exchange(routing, replica_routing, counted, header, words, settle)
     received_sizes = answers.view(world, *sizes.shape[:3]).permute(1, 2, 3, 0).tolist()
     received = []
