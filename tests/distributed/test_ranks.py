@@ -369,3 +369,14 @@ def test_every_rank_is_told_of_its_own_task():
     assert [there.recv_bytes() for _, there in pipes] == [b"7", b"9"]
     for each in (end for pipe in pipes for end in pipe):
         each.close()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 7])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_value_of_a_sum_is_that_of_all_ranks_together(world_size, sign):
+    group = Communicator()
+    group.world_size = world_size
+    most = (2**63 - 1) // world_size
+    group._check_overflow(torch.tensor([5, sign * most]), "a")
+    with pytest.raises(ExactSumError, match=r"a\[1\]"):
+        group._check_overflow(torch.tensor([5, sign * (most + 1)]), "a")

@@ -457,14 +457,15 @@ def test_parameters_that_torch_cuts_between_threads_are_probed_with_another_numb
     assert len(counts) == changes and counts[-1] == torch.get_num_threads()
 
 
-@pytest.mark.parametrize("mode", ["reference", "sequential"])
+@pytest.mark.parametrize("mode", ["reference", "sequential", "dbp", "nestpipe"])
 def test_after_an_error_of_a_step_nothing_is_under_way(mode):
     made = parts()
     made[0].forward = lambda batch, rows, seed: 1 / 0
     with trainer(made, mode, "batch") as one:
         with pytest.raises((ZeroDivisionError, RuntimeError), match="division by zero"):
-            next(one.run(batches(1)))
-        assert not one._pending.steps() and not one._pending.flight.under_way
+            next(one.run(batches(4)))
+        assert one.in_flight() == [] and not one._pending.flight.under_way
+        made[0].state_dict(), made[1].export(), made[2].state_dict()  # theirs again, before the trainer ends
 
 
 def test_every_use_of_the_dense_state_asks_whether_something_is_under_way():
