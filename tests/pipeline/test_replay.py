@@ -485,7 +485,7 @@ def test_a_message_between_replicas_that_changes_on_its_way_is_named():
 
         def flipped(values, send, receive, out=None):
             received = exchange(values, send, receive, out)
-            header = values.shape[1] == 2 * (len(width) + WIDTH)
+            header = values.shape[1:] == (2 * (len(width) + WIDTH),)
             if header and communicators.rank == 0 and received[1, -1] == 0:  # not of a run's first window
                 received[1, -1] = BIT
             return received
