@@ -23,9 +23,9 @@ from tritonrec.pipeline.replay import Plan
 from tritonrec.pipeline.replay import replay as replaying
 from tritonrec.pipeline.replay.messages import pack, rebuilt, tensors_of, unpack
 from tritonrec.pipeline.replay.work import RowUpdate
-from tritonrec.pipeline.run_agreement import WIDTH
 from tritonrec.pipeline.stage import Read, Update
 from tritonrec.pipeline.stages.update import sparse_update
+from tritonrec.pipeline.words import WIDTH
 
 BIT = 1 << 12
 MODES = ("sequential", "dbp", "fwp", "nestpipe")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..distributed import Communicator, RanksDisagreeError
-from .run_agreement import WIDTH, Words, may_differ
+from .words import WIDTH, Words, may_differ
 
 NO_WORDS = Words()
 GOES_ON = -1

@@ -16,8 +16,9 @@ from .graphs import MicroBatchGraphs
 from .model_call import CallerSettings, check_gradients_are_on
 from .places import WindowPlaces
 from .reading import BatchReader
-from .run_agreement import RunAgreement, words_of
+from .run_agreement import RunAgreement
 from .window import Window, WindowConfig
+from .words import words_of
 
 
 class PendingWindows:

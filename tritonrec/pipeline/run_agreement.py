@@ -12,14 +12,12 @@ two ranks' digests differ, all ranks exchange words, and say which rank has what
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 
 from ..distributed import Communicators, RanksDisagreeError
@@ -29,56 +27,23 @@ from ..kernels.checksums import checksum, sums_of_bits
 from .dense import DenseModel
 from .dense_checks import is_sharded
 from .model_call import CallerSettings
-
-LOWEST = 8
-"""Hashes of samples in a header: all of a small window, of a larger one enough to see a shared part."""
+from .words import Words, digest
 
 ALWAYS, SELDOM = 8, 64
 """Runs of a single step of which each compares optimizer states too, and later one in so many."""
+
+OF_TORCH = {
+    "torch.get_num_threads()": torch.get_num_threads,
+    "torch.get_default_dtype()": torch.get_default_dtype,
+    "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled,
+    "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision,
+}
 
 SHOWN = 3
 """Largest number of samples in an error."""
 
 _moving: WeakKeyDictionary[torch.nn.Module, set[str]] = WeakKeyDictionary()
 """By model the buffers that its forward changes: each rank's follow its own samples, as running means do."""
-
-
-@dataclass(frozen=True)
-class Words:
-    """A rank's digests in the header of a window; 0: nothing to compare.
-
-    Args:
-        lowest: `LOWEST` hashes of the window's samples, ascending, then zeros.
-    """
-
-    settings: int = 0
-    state: int = 0
-    samples: int = 0
-    lowest: tuple[int, ...] = (0,) * LOWEST
-
-    @property
-    def row(self) -> list[int]:
-        return [self.settings, self.state, self.samples, *self.lowest]
-
-    @classmethod
-    def of_row(cls, row: Sequence[int]) -> Words:
-        """The words of a `row`."""
-        return cls(row[0], row[1], row[2], tuple(row[3:]))
-
-
-WIDTH = len(Words().row)
-"""Numbers of a rank's words."""
-
-
-def may_differ(rows: Sequence[Sequence[int]]) -> bool:
-    """Whether any two ranks' words (`Words.row`) differ where they have to agree, or share samples."""
-    found = [Words.of_row(row) for row in rows]
-    for of_ranks in ([each.settings for each in found], [each.state for each in found]):
-        if len({*of_ranks} - {0}) > 1:
-            return True
-    samples = [each.samples for each in found if each.samples]
-    lowest = [value for each in found for value in each.lowest if value]
-    return len({*samples}) < len(samples) or len({*lowest}) < len(lowest)
 
 
 @dataclass
@@ -112,7 +77,7 @@ class RunAgreement:
         ]
         with as_lane(), torch.no_grad():
             sums = self._sums(thorough)
-        return _digest(repr((self._here, modules, trained, numbers, sums)))
+        return digest(repr((self._here, modules, trained, numbers, sums)))
 
     def _sums(self, thorough: bool) -> list[int]:
         """Of the bits of parameters and buffers, and of optimizer states if `thorough`."""
@@ -166,39 +131,11 @@ def compared_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def thread_settings() -> dict[str, object]:
     """What torch's results may depend on, of this thread and process, by name."""
-    return {
-        "torch.get_num_threads()": torch.get_num_threads(),
-        "torch.get_default_dtype()": torch.get_default_dtype(),
-        "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
-        "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
-        "torch.backends.mkldnn.enabled": torch.backends.mkldnn.enabled,
-        "torch.backends.cudnn.deterministic": torch.backends.cudnn.deterministic,
-        "torch.backends.cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
-    }
-
-
-def words_of(settings: CallerSettings, state: int, batches: Sequence[Any]) -> Words:
-    """The words of a window of these batches; `state` as of `RunAgreement.begin`, 0 in a later window."""
-    hashes = _hashes([batch.sample_ids for batch in batches])
-    lowest = [0] * LOWEST
-    if state and len(hashes):
-        smallest = np.unique(hashes)[:LOWEST].tolist()
-        lowest[: len(smallest)] = smallest
-    samples = int(hashes.sum(dtype=np.int64)) | 1 if len(hashes) else 0
-    return Words(_digest(repr(settings)), state, samples, tuple(lowest))
-
-
-def _hashes(ids: Sequence[torch.Tensor]) -> np.ndarray:
-    """Of ids (n,) int64: int64 hashes, none of which is 0 (the finalizer of splitmix64)."""
-    values = np.concatenate([each.cpu().numpy() for each in ids]).view(np.uint64)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return ((values ^ (values >> np.uint64(31))) | np.uint64(1)).view(np.int64)
-
-
-def _digest(text: str) -> int:
-    """63 bits of a text, never 0."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1 | 1
+    found: dict[str, object] = {name: read() for name, read in OF_TORCH.items()}
+    found["torch.backends.mkldnn.enabled"] = torch.backends.mkldnn.enabled
+    found["torch.backends.cudnn.deterministic"] = torch.backends.cudnn.deterministic
+    found["torch.backends.cudnn.allow_tf32"] = torch.backends.cudnn.allow_tf32
+    return found
 
 
 def _versions(model: torch.nn.Module) -> dict[str, int]:

@@ -18,7 +18,7 @@ from ..settings import MOST, seed_setting, setting
 from .dist_plan import MAX_FIRST_USE
 from .model_call import CallerSettings
 from .precision import DTYPES, LossScaling, Precision
-from .run_agreement import Words
+from .words import Words
 
 Consistency = Literal["window", "batch"]
 Dedup = Literal["none", "exchange", "lookup", "both"]
