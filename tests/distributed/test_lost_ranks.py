@@ -116,11 +116,24 @@ def test_with_two_neighbours_lost_there_is_no_copy_of_a_shard_and_the_checkpoint
     check(Case(4, lost, copy_every=2, save_every=3, directory=str(tmp_path)), [(4, 0), (2, 3)])
 
 
+STOPPED = {
+    "in a step": Case(3, {1: "stops compute 5"}, copy_every=2, timeout=5),
+    "the one whose store the others use": Case(3, {0: "stops compute 5"}, copy_every=2, timeout=5),
+    "in a save": Case(3, {0: "stops save 4"}, save_every=4, copy_every=2, timeout=5),
+    "in a copy": Case(3, {0: "stops keep 6"}, copy_every=2, timeout=5),
+}
+
+
 @pytest.mark.slow
-def test_a_rank_that_stands_still_is_left_behind():
-    case = Case(3, {1: "stops compute 5"}, copy_every=2, timeout=5)
+@pytest.mark.parametrize("name", STOPPED)
+def test_a_rank_that_stands_still_is_left_behind(name, tmp_path):
+    case = replace(STOPPED[name], directory=str(tmp_path))
+    (victim,) = case.victims
     with Ranks(case) as ranks:
-        first, last = ranks.connections[0].recv(), ranks.connections[2].recv()
+        left = [each for rank, each in enumerate(ranks.connections) if rank != victim]
+        assert all(each.poll(90) for each in left)
+        first, last = (each.recv() for each in left)
+        assert isinstance(first, Outcome), first
         assert first.calls == last.calls == [(3, 0), (2, 4)]
         assert first.digest == last.digest == expected(case.job).digest
 

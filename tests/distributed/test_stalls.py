@@ -131,6 +131,11 @@ def stopped(monkeypatch):
     store = dist.TCPStore("127.0.0.1", here.recv(), None, False, wait_for_workers=False)
     yield store, lambda: os.kill(process.pid, signal.SIGSTOP)
     process.kill()
+    for (
+        each
+    ) in threading.enumerate():  # one that a store answers while the interpreter ends would end it badly
+        if each.name in ("limited call", "watch"):
+            each.join(10)
 
 
 @pytest.mark.parametrize("when", ["before it came", "after it came", "while others are missing"])
