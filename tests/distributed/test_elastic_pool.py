@@ -13,8 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tritonrec.distributed import ElasticPool, RankDiedError, elastic, elastic_pool
+from tritonrec.distributed import ElasticPool, RankDiedError, RankPool, elastic, elastic_pool
 from tritonrec.distributed.elastic_pool import _goes_on
+from tritonrec.distributed.launch import made_within
+from tritonrec.distributed.stores import serve_store
 
 pytestmark = pytest.mark.multi_rank
 
@@ -205,6 +207,33 @@ def test_a_rank_that_is_stopped_while_it_is_joined_does_not_decide(monkeypatch, 
     assert ranks._agree() == (4, [1])
 
 
+def test_a_stranger_at_a_rank_s_store_leaves_nobody_behind():
+    served = serve_store("127.0.0.1")
+    member = elastic.Member(1, "127.0.0.1", served.port, "secret")
+    own = dist.PrefixStore("secret", served)
+    ranks = elastic._Ranks.__new__(elastic._Ranks)
+    ranks.own, ranks.patience = elastic.Member(3, "127.0.0.1", 1), 5.0
+    stranger = dist.TCPStore("127.0.0.1", served.port, None, False, wait_for_workers=False)
+    stranger.set("left 3", "")
+    ranks._raise_if_left_by(member)
+    own.set("left 3", "")
+    with pytest.raises(elastic.LeftBehindError):
+        ranks._raise_if_left_by(member)
+
+
+def served_to_ranks(communicators):
+    """Of this rank: the token of the launcher's store, as far as the names of its keys show it."""
+    return type(communicators.watch.store).__name__, communicators.watch.store.check(["report of rank 0"])
+
+
+def test_reports_of_a_pool_have_names_that_strangers_do_not_know():
+    with RankPool((2,)) as pool:
+        assert pool.run(served_to_ranks, 2) == [("PrefixStore", True)] * 2
+        port = pool._store.underlying_store.port
+        stranger = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+        assert not stranger.check(["report of rank 0"])
+
+
 def test_a_rank_that_is_stopped_before_it_reads_the_decision_is_waited_for_a_while(monkeypatch):
     monkeypatch.setattr(elastic.Member, "is_gone", lambda member: False)
     ranks = elastic._Ranks.__new__(elastic._Ranks)
@@ -213,6 +242,24 @@ def test_a_rank_that_is_stopped_before_it_reads_the_decision_is_waited_for_a_whi
     ranks.store.set("joined 1", "7")
     # above the numbers of all that join: another part of the ranks may have met more often
     assert ranks._decide() == (8, [0, 1])
+
+
+@pytest.mark.parametrize(
+    "kind", [TimeoutError("no answer"), RuntimeError("[gloo] Timed out waiting"), dist.DistError("x")]
+)
+def test_groups_that_are_not_made_in_time_are_the_loss_of_a_rank(kind):
+    def fails():
+        raise kind
+
+    with pytest.raises(RankDiedError, match="not all ranks made their groups within 5 s"):
+        made_within(timedelta(seconds=5), fails)
+    with pytest.raises(RuntimeError, match=r"^out of memory$") as caught:
+        made_within(timedelta(seconds=5), lambda: _raise(RuntimeError("out of memory")))
+    assert type(caught.value) is RuntimeError
+
+
+def _raise(error):
+    raise error
 
 
 @pytest.mark.parametrize(("left", "replicas"), [(4, 2), (3, 3), (5, 1)])

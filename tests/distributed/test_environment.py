@@ -11,10 +11,12 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from typer.testing import CliRunner
 
-from tritonrec.distributed import from_environment, run_elastic
+from tritonrec.distributed import from_environment, launch, run_elastic
 from tritonrec.distributed.environment import LAUNCHERS, check_address, first_machine, rank_here, settle
 from tritonrec.distributed.stores import serve_store
+from tritonrec.harness.cli import app
 
 pytestmark = pytest.mark.multi_rank
 
@@ -183,3 +185,35 @@ def test_a_store_of_local_ranks_listens_on_the_loopback_interface_only():
         client = dist.TCPStore("127.0.0.1", store.port, None, False, wait_for_workers=False)
         client.set("a", "b")
         assert store.get("a") == b"b"
+
+
+@pytest.mark.parametrize(("address", "name"), [("127.0.0.1", "lo"), ("localhost", "lo"), ("192.0.2.1", None)])
+def test_groups_of_local_ranks_are_on_the_loopback_interface(alone, address, name):
+    joined = []
+    given = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": address,
+        "MASTER_PORT": "1",
+        "GLOO_SOCKET_IFNAME": "",
+    }
+    for variable, value in given.items():
+        alone.setenv(variable, value)
+    alone.delenv("GLOO_SOCKET_IFNAME")
+    alone.setattr(launch, "serve_store", lambda *given: given)
+    alone.setattr(launch, "_loopback", lambda: "lo")
+    alone.setattr(
+        launch.dist, "init_process_group",
+        lambda *given, **rest: joined.append((rest["store"][0], os.environ.get("GLOO_SOCKET_IFNAME"))),
+    )  # fmt: skip
+    launch.join_environment(timedelta(seconds=5))
+    assert joined == [(address, name)]
+
+
+@pytest.mark.parametrize("given", [{"WORLD_SIZE": "x", "RANK": "0"}, {"WORLD_SIZE": "3"}, {"PMIX_RANK": "1"}])
+def test_the_command_says_what_is_wrong_with_the_variables(alone, given):
+    for name, value in given.items():
+        alone.setenv(name, value)
+    result = CliRunner().invoke(app, ["train", "--data", "zipf:users=20,items=30", "--steps", "1"])
+    words = " ".join(result.output.split())
+    assert result.exit_code == 2 and next(iter(given)) in words and "Traceback" not in words

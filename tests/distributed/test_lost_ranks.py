@@ -119,7 +119,7 @@ def test_with_two_neighbours_lost_there_is_no_copy_of_a_shard_and_the_checkpoint
 STOPPED = {
     "in a step": Case(3, {1: "stops compute 5"}, copy_every=2, timeout=5),
     "the one whose store the others use": Case(3, {0: "stops compute 5"}, copy_every=2, timeout=5),
-    "in a save": Case(3, {0: "stops save 4"}, save_every=4, copy_every=2, timeout=5),
+    "in a save": Case(3, {1: "stops save 4"}, save_every=4, copy_every=2, timeout=5),
     "in a copy": Case(3, {0: "stops keep 6"}, copy_every=2, timeout=5),
 }
 
@@ -136,6 +136,17 @@ def test_a_rank_that_stands_still_is_left_behind(name, tmp_path):
         assert isinstance(first, Outcome), first
         assert first.calls == last.calls == [(3, 0), (2, 4)]
         assert first.digest == last.digest == expected(case.job).digest
+
+
+@pytest.mark.slow
+def test_rank_0_that_stands_still_in_a_save_is_named_and_keeps_its_folder(tmp_path):
+    """It may go on and write, so the others cannot save there before it ends."""
+    case = Case(3, {0: "stops save 4"}, save_every=4, copy_every=2, timeout=5, directory=str(tmp_path))
+    with Ranks(case) as ranks:
+        left = ranks.connections[1:]
+        assert all(each.poll(90) for each in left)
+        for each in left:
+            assert f"is in use: process {ranks.processes[0].pid} on " in each.recv()
 
 
 @pytest.mark.slow

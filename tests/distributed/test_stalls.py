@@ -179,6 +179,30 @@ def test_a_watch_is_made_though_the_store_is_silent(stopped):
     Watch(store, 1, 2, timedelta(seconds=0.3)).close()
 
 
+class SlowOnce:
+    """A store that answers the first question about reports after everybody has given up."""
+
+    def __init__(self, store):
+        self.store, self.slow = store, True
+
+    def check(self, keys):
+        if keys[0].startswith("report") and self.slow:
+            self.slow = False
+            time.sleep(0.5)
+            self.store.set("a 1 1", "here")
+        return self.store.check(keys)
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+
+def test_a_store_that_does_not_answer_in_time_says_nothing_of_ranks(store, monkeypatch):
+    monkeypatch.setattr("tritonrec.distributed.watch.READ_TIMEOUT", 0.3)
+    watch = Watch(SlowOnce(store), 0, 2, timedelta(seconds=0.2))
+    watch.monitored_barrier("a", [0, 1], timedelta(seconds=20))
+    watch.close()
+
+
 def test_a_failure_of_another_task_ends_no_task(store):
     here, there = watches(store, 2)
     there.fail(OSError("full"))

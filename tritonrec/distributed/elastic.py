@@ -123,17 +123,22 @@ class _Ranks:
         if world_size % replicas:
             raise ValueError(f"{replicas} replicas do not divide {world_size} ranks")
         join_environment(timeout)
+        self.store: dist.Store | None
+        self.members = made_within(timeout, self._tell)
+        self.own = self.members[dist.get_rank()]
+
+    def _tell(self) -> list[Member]:
+        """Serve a store, and tell the others where; all ranks with theirs. Collective."""
         everyone = Communicator(dist.group.WORLD)
         address = _own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         found = everyone.all_gather_texts(address)
         outside = [each for each in found if not ipaddress.ip_address(each).is_loopback]
         if outside and address not in outside:  # the name of this machine is its loopback interface here
             address = _own_address(outside[0], 1)
-        served, secret = serve_store(address, timeout=timeout), token()
-        self.store: dist.Store | None = dist.PrefixStore(secret, served)
+        served, secret = serve_store(address, timeout=self.timeout), token()
+        self.store = dist.PrefixStore(secret, served)
         texts = everyone.all_gather_texts(json.dumps((everyone.rank, address, served.port, secret)))
-        self.members = [Member(*json.loads(text)) for text in texts]
-        self.own = self.members[everyone.rank]
+        return [Member(*json.loads(text)) for text in texts]
 
     def close(self) -> None:
         """End the store, by which the others see that this rank has left."""
@@ -216,8 +221,12 @@ class _Ranks:
         return self._decide()
 
     def _raise_if_left_by(self, member: Member) -> None:
-        with suppress(RuntimeError):
+        try:
             self._raise_if_left(member.connect())
+        except LeftBehindError:
+            raise
+        except (RuntimeError, TimeoutError):
+            pass  # its process ends, or stands still
 
     def _raise_if_left(self, store: dist.Store) -> None:
         if store.check([f"left {self.own.number}"]):

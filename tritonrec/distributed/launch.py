@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from .communicator import TIMEOUT
+from .communicator import PEER_FAILURE, TIMEOUT
 from .environment import check_address, is_loopback, rank_here, settle
 from .fork_server import ForkedProcess, start_process
 from .groups import Communicators
@@ -113,9 +113,10 @@ def made_within(timeout: timedelta, make: Callable[[], Result]) -> Result:
     """``make()``, which makes groups; `RankDiedError` where the store or a rank gives no answer meanwhile."""
     try:
         return within(timeout + timedelta(seconds=LATE), make)
-    except RankDiedError:
-        raise
-    except (dist.DistError, TimeoutError) as error:
+    except (RuntimeError, TimeoutError) as error:
+        of_peer = isinstance(error, (dist.DistError, TimeoutError)) or PEER_FAILURE.search(str(error))
+        if isinstance(error, RankDiedError) or not of_peer:
+            raise
         raise RankDiedError(
             f"not all ranks made their groups within {timeout.total_seconds():g} s; look for one that stands "
             f"still, rank 0 first, which may serve the others' store: {error}"

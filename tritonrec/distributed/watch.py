@@ -227,8 +227,6 @@ class Watch:
             if time.monotonic() - last_read > self.interval:
                 reports = self._read(missing)
                 now = last_read = time.monotonic()  # reading takes time too, which is no silence of a rank
-                if self._silent_store:
-                    continue  # `absent` gives it the time that a rank has
                 failed = self._failed(reports)
                 if failed:
                     raise RankDiedError(failed)
@@ -239,7 +237,8 @@ class Watch:
                     if seen.get(peer, (0, 0.0))[0] != report.number:
                         seen[peer] = report.number, now
                 remaining = {peer: self.timeout - (now - seen.get(peer, (0, began))[1]) for peer in missing}
-                silent = [peer for peer in missing if remaining[peer] <= 0]
+                # a store that does not answer says nothing of ranks; `absent` gives it a rank's time
+                silent = [peer for peer in missing if remaining[peer] <= 0 and not self._silent_store]
                 if silent or now - began > timeout.total_seconds():
                     raise RankDiedError(
                         self._describe_missing(silent or missing, silent, reports, now - began, group, number)
