@@ -198,9 +198,10 @@ class SlowOnce:
 
 def test_a_store_that_does_not_answer_in_time_says_nothing_of_ranks(store, monkeypatch):
     monkeypatch.setattr("tritonrec.distributed.watch.READ_TIMEOUT", 0.3)
+    other = Watch(store, 1, 2, timedelta(seconds=0.2))
     watch = Watch(SlowOnce(store), 0, 2, timedelta(seconds=0.2))
     watch.monitored_barrier("a", [0, 1], timedelta(seconds=20))
-    watch.close()
+    watch.close(), other.close()
 
 
 def test_a_failure_of_another_task_ends_no_task(store):
