@@ -443,9 +443,8 @@ def other_processor(communicators, consistency):
 
 @pytest.mark.parametrize("moved", [False, True])
 def test_a_swap_of_two_values_and_a_bit_change_the_state(moved):
-    model, _, optimizer = JOB.build("adam")
-    dense = DenseModel(model, optimizer)
-    found = RunAgreement(Communicators.local(), dense, dict)
+    model, tables, optimizer = JOB.build("adam")
+    found = RunAgreement(Communicators.local(), tables, DenseModel(model, optimizer), dict)
     before = found.begin(single=False)
     assert found.begin(single=False) == before and before > 0
     weight = model.layers[0].output.weight.data

@@ -22,6 +22,7 @@ import torch
 
 from ..distributed import Communicators, RanksDisagreeError
 from ..distributed.agreement import differences
+from ..embedding import HashTableCollection
 from ..embedding.in_flight import as_lane
 from ..kernels.checksums import checksum, sums_of_bits
 from .dense import DenseModel
@@ -52,10 +53,11 @@ class RunAgreement:
 
     Args:
         communicators: the exchange of words runs on its routing groups, in the stage that saw the difference.
-        dense: model, optimizers. describe: all that must agree, in words (`agreement.settings_of`).
+        tables: their seed, which may change while they are empty. dense: model, optimizers. describe: all that must agree, in words (`agreement.settings_of`).
     """
 
     communicators: Communicators
+    tables: HashTableCollection
     dense: DenseModel
     describe: Callable[[], dict[str, object]]
     _begun: int = 0  # runs of a single step
@@ -63,7 +65,7 @@ class RunAgreement:
     _versions: dict[str, int] = field(default_factory=dict)  # of the buffers, when the run began
 
     def begin(self, single: bool) -> int:
-        """The digest of this rank's state as a run begins, of one step if `single`.."""
+        """The digest of this rank's state as a run begins, of one step if `single`."""
         self._versions = _versions(self.dense.model)
         self._here = thread_settings()
         self._begun = self._begun + 1 if single else 0
@@ -75,9 +77,10 @@ class RunAgreement:
             for optimizer in self.dense.optimizers
             for group in optimizer.param_groups
         ]
+        epochs = [each.last_epoch for each in self.dense.schedulers]
         with as_lane(), torch.no_grad():
             sums = self._sums(thorough)
-        return digest(repr((self._here, modules, trained, numbers, sums)))
+        return digest(repr((self._here, modules, trained, numbers, epochs, self.tables.seed, sums)))
 
     def _sums(self, thorough: bool) -> list[int]:
         """Of the bits of parameters and buffers, and of optimizer states if `thorough`."""

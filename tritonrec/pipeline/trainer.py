@@ -157,7 +157,9 @@ class Trainer:
         )  # fmt: skip
         if communicators.world_size > 1:
             given = tables, self.dense, mode, self.config, self._schedule, self._device, self.impl
-            self._pending.agreement = RunAgreement(communicators, self.dense, partial(settings_of, *given))
+            self._pending.agreement = RunAgreement(
+                communicators, tables, self.dense, partial(settings_of, *given)
+            )
         self._program = Program(
             self._schedule, tables, self.dense, communicators, self.config, self._pending.flight,
             self._device, self._pending.agreement,
