@@ -16,6 +16,7 @@ import torch.distributed as dist
 from tritonrec.distributed import ElasticPool, RankDiedError, RankPool, elastic, elastic_pool
 from tritonrec.distributed.elastic_pool import _goes_on
 from tritonrec.distributed.launch import made_within
+from tritonrec.distributed.limits import within
 from tritonrec.distributed.stores import serve_store
 
 pytestmark = pytest.mark.multi_rank
@@ -205,6 +206,14 @@ def test_a_rank_that_is_stopped_while_it_is_joined_does_not_decide(monkeypatch, 
     monkeypatch.setattr(ranks, "_raise_if_left_by", lambda member: None)
     ranks._decide = lambda: (4, [1])
     assert ranks._agree() == (4, [1])
+
+
+def test_ranks_that_have_ended_are_not_waited_for(monkeypatch):
+    monkeypatch.setattr(elastic.Member, "is_gone", lambda member: member.number == 2)
+    ranks = elastic._Ranks.__new__(elastic._Ranks)
+    ranks.store, ranks.members = dist.HashStore(), [elastic.Member(each, "here", 1) for each in (0, 2)]
+    ranks.own, ranks.generation, ranks.patience = ranks.members[0], 4, 3600.0
+    assert within(60, ranks._decide) == (5, [0])
 
 
 def test_a_stranger_at_a_rank_s_store_leaves_nobody_behind():

@@ -179,15 +179,22 @@ def listening(port):
 @pytest.mark.skipif(not os.path.exists("/proc/net/tcp"), reason="the kernel's table of connections")
 def test_a_store_of_local_ranks_listens_on_the_loopback_interface_only():
     port = free_port()
-    for store in (serve_store("localhost"), serve_store("127.0.0.1", port)):
+    for store in (serve_store("127.0.0.1"), serve_store("127.0.0.1", port)):
         found = listening(store.port)
         assert found and found <= {"0100007F", "00000000000000000000000001000000"}
         client = dist.TCPStore("127.0.0.1", store.port, None, False, wait_for_workers=False)
         client.set("a", "b")
         assert store.get("a") == b"b"
+    store = serve_store(None)
+    assert not listening(store.port) & {"0100007F"}
+    dist.TCPStore("127.0.0.1", store.port, None, False, wait_for_workers=False).set("a", "b")
+    assert store.get("a") == b"b"
 
 
-@pytest.mark.parametrize(("address", "name"), [("127.0.0.1", "lo"), ("localhost", "lo"), ("192.0.2.1", None)])
+@pytest.mark.parametrize(
+    ("address", "name"),
+    [("127.0.0.1", "lo"), ("localhost", "lo"), ("192.0.2.1", None), (socket.gethostname(), None)],
+)
 def test_groups_of_local_ranks_are_on_the_loopback_interface(alone, address, name):
     joined = []
     given = {
@@ -207,7 +214,7 @@ def test_groups_of_local_ranks_are_on_the_loopback_interface(alone, address, nam
         lambda *given, **rest: joined.append((rest["store"][0], os.environ.get("GLOO_SOCKET_IFNAME"))),
     )  # fmt: skip
     launch.join_environment(timedelta(seconds=5))
-    assert joined == [(address, name)]
+    assert joined == [(LOCAL.get(address), "lo" if address in LOCAL else None)]  # None: all interfaces
 
 
 @pytest.mark.parametrize("given", [{"WORLD_SIZE": "x", "RANK": "0"}, {"WORLD_SIZE": "3"}, {"PMIX_RANK": "1"}])

@@ -134,12 +134,11 @@ def check_address(address: str, timeout: timedelta) -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether a name or an address is this machine's loopback interface."""
+    """Whether an address is the loopback interface's everywhere; a machine's name may be so there alone."""
     try:
-        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
-    except OSError:
+        return address == "localhost" or ipaddress.ip_address(address).is_loopback
+    except ValueError:
         return False
-    return all(ipaddress.ip_address(each[4][0]).is_loopback for each in found)
 
 
 def _number(given: Mapping[str, str], name: str, least: int = 0, most: int | None = None) -> int:

@@ -25,7 +25,7 @@ from .fork_server import ForkedProcess, start_process
 from .groups import Communicators
 from .limits import LATE, within
 from .rank_process import RENDEZVOUS, WORKING, RankTask, serve, start_store
-from .stores import serve_store, token
+from .stores import LOOPBACK, serve_store, token
 from .watch import RankDiedError, Report, read_reports
 
 Result = TypeVar("Result")
@@ -84,7 +84,8 @@ def join_environment(timeout: timedelta) -> None:
     here = settle()
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     check_address(address, timeout)
-    if is_loopback(address) and (name := _loopback()):
+    local = is_loopback(address)
+    if local and (name := _loopback()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
     def join() -> None:
@@ -92,7 +93,8 @@ def join_environment(timeout: timedelta) -> None:
             dist.init_process_group("gloo", timeout=timeout)
             return
         if here.rank == 0:
-            store = serve_store(address, port, timeout)
+            at = (LOOPBACK if address == "localhost" else address) if local else None
+            store = serve_store(at, port, timeout, address)
         else:
             store = dist.TCPStore(address, port, None, False, timeout, wait_for_workers=False)
         dist.init_process_group(

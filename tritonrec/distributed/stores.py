@@ -7,7 +7,6 @@ has joined, who is left behind, whose failure ends a task) has names that begin 
 
 from __future__ import annotations
 
-import errno
 import secrets
 import socket
 from datetime import timedelta
@@ -17,27 +16,27 @@ import torch.distributed as dist
 LOOPBACK = "127.0.0.1"
 
 
-def serve_store(address: str, port: int = 0, timeout: timedelta | None = None) -> dist.TCPStore:
-    """A store at an address of this machine, at a free port by default; `timeout` is of its calls.
+def serve_store(
+    address: str | None, port: int = 0, timeout: timedelta | None = None, named: str = ""
+) -> dist.TCPStore:
+    """A store at an address of this machine, None: at all of them; at a free port by default.
 
-    Where the address belongs to a gateway before this machine, it listens on all interfaces.
+    `timeout` is of its calls, `named` what the address is called in an error.
 
     Raises ValueError for a port that is in use, or may not be used.
     """
-    family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    both = address is None and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in (address or "") else socket.AF_INET
     try:
-        listener = socket.create_server((where[0], port), family=family)
+        listener = socket.create_server((address or "", port), family=family, dualstack_ipv6=both)
     except OSError as error:
-        if error.errno == errno.EADDRNOTAVAIL:
-            listener = socket.create_server(("", port))
-        else:
-            raise ValueError(
-                f"port {port} of {address} is in use or may not be used ({error.strerror}): give MASTER_PORT "
-                "another one, the same for all ranks, or end the process that listens there"
-            ) from error
+        raise ValueError(
+            f"port {port} of {named or address} is in use or may not be used ({error.strerror}): give "
+            "MASTER_PORT another one, the same for all ranks, or end the process that listens there"
+        ) from error
     port = listener.getsockname()[1]
     store = dist.TCPStore(
-        str(where[0]), port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
+        address or LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
     if timeout is not None:
         store.set_timeout(timeout)

@@ -53,7 +53,8 @@ class RunAgreement:
 
     Args:
         communicators: the exchange of words runs on its routing groups, in the stage that saw the difference.
-        tables: their seed, which may change while they are empty. dense: model, optimizers. describe: all that must agree, in words (`agreement.settings_of`).
+        tables: their seed, which may change while they are empty. dense: model and optimizers.
+        describe: all that must agree, in words (`agreement.settings_of`).
     """
 
     communicators: Communicators
