@@ -191,11 +191,12 @@ def test_a_store_of_local_ranks_listens_on_the_loopback_interface_only():
     assert store.get("a") == b"b"
 
 
-@pytest.mark.parametrize(
-    ("address", "name"),
-    [("127.0.0.1", "lo"), ("localhost", "lo"), ("192.0.2.1", None), (socket.gethostname(), None)],
-)
-def test_groups_of_local_ranks_are_on_the_loopback_interface(alone, address, name):
+LOCAL = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "127.0.0.5": "127.0.0.5", "::1": "::1"}
+"""Addresses of local ranks, and where their store listens."""
+
+
+@pytest.mark.parametrize("address", [*LOCAL, "192.0.2.1", socket.gethostname()])
+def test_groups_of_local_ranks_are_on_the_loopback_interface(alone, address):
     joined = []
     given = {
         "RANK": "0",
