@@ -251,6 +251,7 @@ def test_a_rank_that_is_stopped_before_it_reads_the_decision_is_waited_for_a_whi
     ranks.store.set("joined 1", "7")
     # above the numbers of all that join: another part of the ranks may have met more often
     assert ranks._decide() == (8, [0, 1])
+    assert not ranks.store.check(["joined 1"])  # a later meeting would take it for alive
 
 
 @pytest.mark.parametrize(
