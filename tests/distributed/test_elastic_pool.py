@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tritonrec.distributed import ElasticPool, RankDiedError, RankPool, elastic, elastic_pool
 from tritonrec.distributed.elastic_pool import _goes_on
-from tritonrec.distributed.launch import made_within
+from tritonrec.distributed.join import made_within
 from tritonrec.distributed.limits import within
 from tritonrec.distributed.stores import serve_store
 

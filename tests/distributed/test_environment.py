@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from tritonrec.distributed import from_environment, launch, run_elastic
+from tritonrec.distributed import from_environment, join, run_elastic
 from tritonrec.distributed.environment import LAUNCHERS, check_address, first_machine, rank_here, settle
 from tritonrec.distributed.stores import serve_store
 from tritonrec.harness.cli import app
@@ -208,13 +208,13 @@ def test_groups_of_local_ranks_are_on_the_loopback_interface(alone, address):
     for variable, value in given.items():
         alone.setenv(variable, value)
     alone.delenv("GLOO_SOCKET_IFNAME")
-    alone.setattr(launch, "serve_store", lambda *given: given)
-    alone.setattr(launch, "_loopback", lambda: "lo")
+    alone.setattr(join, "serve_store", lambda *given: given)
+    alone.setattr(join, "loopback_interface", lambda: "lo")
     alone.setattr(
-        launch.dist, "init_process_group",
+        join.dist, "init_process_group",
         lambda *given, **rest: joined.append((rest["store"][0], os.environ.get("GLOO_SOCKET_IFNAME"))),
     )  # fmt: skip
-    launch.join_environment(timedelta(seconds=5))
+    join.join_environment(timedelta(seconds=5))
     assert joined == [(LOCAL.get(address), "lo" if address in LOCAL else None)]  # None: all interfaces
 
 

@@ -24,6 +24,7 @@ from tritonrec.distributed import (
     RankDiedError,
     RankPool,
     from_environment,
+    join,
     launch,
 )
 from tritonrec.distributed.signals import end_with_parent
@@ -315,9 +316,9 @@ def test_the_groups_of_an_environment_are_destroyed_at_the_end(monkeypatch, fail
     watch = types.SimpleNamespace(fail=log.append, close=lambda: log.append("closed"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(launch, "join_environment", lambda timeout: log.append("joined"))
+    monkeypatch.setattr(join, "join_environment", lambda timeout: log.append("joined"))
     monkeypatch.setattr(Communicators, "over", lambda *given: types.SimpleNamespace(watch=watch))
-    monkeypatch.setattr(launch.dist, "destroy_process_group", lambda: log.append("destroyed"))
+    monkeypatch.setattr(join.dist, "destroy_process_group", lambda: log.append("destroyed"))
     error = KeyError("of the work")
     with pytest.raises(KeyError) if fails else nullcontext(), from_environment():
         if fails:

@@ -20,7 +20,7 @@ from tritonrec.distributed import Communicator, Communicators, RankDiedError, Ra
 from tritonrec.distributed.fork_server import start_process
 from tritonrec.distributed.groups import _watch_from_environment
 from tritonrec.distributed.rank_process import start_store
-from tritonrec.distributed.watch import Report, read_reports
+from tritonrec.distributed.reports import Report, read_reports
 
 pytestmark = pytest.mark.multi_rank
 TIMEOUT = 3.0
@@ -161,6 +161,13 @@ def test_a_save_names_the_rank_whose_process_serves_the_store_where_it_is_stoppe
     error = watch.explain("reduce", 1, [0, 1], 0.6, RuntimeError("Timed out"))
     assert str(error).startswith("rank 0 has not reached collective 1 of group reduce within ")
     assert time.monotonic() - began < BOUND
+    watch.close()
+
+
+def test_the_rank_that_serves_the_store_names_those_that_it_has_never_seen(store):
+    watch = Watch(store, 0, 2, timedelta(seconds=0.2))
+    error = watch.explain("routing", 1, [0, 1], 0.2, RuntimeError("Timed out"))
+    assert str(error).startswith("rank 1 has not reached") and "never seen" in str(error)
     watch.close()
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from .communicator import TIMEOUT, Communicator
 from .environment import rank_here
 from .groups import Communicators
-from .launch import from_environment, join_environment, made_within
+from .join import from_environment, join_environment, made_within
 from .limits import LATE, READ_TIMEOUT, within
 from .stores import serve_store, token
 from .watch import RankDiedError, Watch, of_another_rank

@@ -46,3 +46,9 @@ def serve_store(
 def token() -> str:
     """A secret, for the names of keys."""
     return secrets.token_hex(16)
+
+
+def loopback_interface() -> str:
+    """The name of the loopback interface, empty where it is unknown."""
+    names = {name for _, name in socket.if_nameindex()}
+    return next((name for name in ("lo", "lo0") if name in names), "")

@@ -12,19 +12,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
 from .limits import READ_TIMEOUT, within
+from .reports import MAX_SHOWN, Report, key_of, read_reports
 
 REPORT_INTERVAL = 1.0
 """Seconds between a rank's reports; with timeouts below 8 s an eighth of them."""
 
-MAX_SHOWN = 3
-"""Largest number of stages or ranks in a message."""
+LONGEST_PAUSE = 0.05
+"""Seconds between two looks for the ranks that are missing."""
 
 
 class RankDiedError(RuntimeError):
@@ -51,52 +50,6 @@ def of_another_rank(error: BaseException) -> RankDiedError | None:
     while cause is not None and not isinstance(cause, RankDiedError):
         cause = cause.__cause__
     return cause
-
-
-@dataclass(frozen=True)
-class Report:
-    """The last heartbeat of a rank.
-
-    Args:
-        number: of the report. time: in seconds since 1970, by the rank's clock.
-        doing: stages of its threads, the oldest first. last: the last finished stage.
-        calls: collectives begun, by group. task: tasks begun.
-        failure: of this task, empty if there is none. lost: whether another rank caused the failure.
-    """
-
-    number: int = 0
-    time: float = 0.0
-    doing: tuple[str, ...] = ()
-    last: str = ""
-    calls: tuple[tuple[str, int], ...] = ()
-    task: int = 0
-    failure: str = ""
-    lost: bool = False
-
-    @property
-    def place(self) -> str:
-        """The rank's stages, in words."""
-        if self.doing:
-            return "in " + ", ".join(self.doing[:MAX_SHOWN])
-        return f"after {self.last}" if self.last else "before its first stage"
-
-    @property
-    def age(self) -> str:
-        """Time since the report, in words; between machines as exact as their clocks."""
-        return f"{max(0.0, time.time() - self.time):.1f} s ago"
-
-
-def read_reports(store: dist.Store, ranks: Sequence[int]) -> dict[int, Report]:
-    """The last report of each rank that has one."""
-    found = {}
-    for rank in ranks:
-        key = _key(rank)
-        if store.check([key]):
-            values: dict[str, Any] = json.loads(store.get(key))
-            values["doing"] = tuple(values["doing"])
-            values["calls"] = tuple(map(tuple, values["calls"]))
-            found[rank] = Report(**values)
-    return found
 
 
 class _Doing:
@@ -215,7 +168,8 @@ class Watch:
         key = f"{group} {number}"
         missing = [peer for peer in peers if peer != self.rank]
         within(self.timeout, lambda: store.set(f"{key} {self.rank}", "here"))
-        began = last_read = time.monotonic()
+        began, pause = time.monotonic(), 0.005
+        last_read = began
         seen: dict[int, tuple[int, float]] = {}  # number of the last report, and the time it was first read
 
         def absent() -> list[int]:
@@ -243,7 +197,8 @@ class Watch:
                     raise RankDiedError(
                         self._describe_missing(silent or missing, silent, reports, now - began, group, number)
                     )
-            time.sleep(0.005)
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
         if number > 1:  # all ranks have left the barrier before
             within(self.timeout, lambda: store.delete_key(f"{group} {number - 1} {self.rank}"))
 
@@ -279,7 +234,7 @@ class Watch:
             for rank in others
             if rank not in after or rank not in before or after[rank].number == before[rank].number
         ]
-        if not after:
+        if not after and self.rank != self._server:
             self._lost = self._describe_server(waited, group, number)
             return RankDiedError(self._lost)
         behind = [
@@ -393,8 +348,4 @@ class Watch:
                 self._failure,
                 self._peer_failed,
             )
-            self.store.set(_key(self.rank), json.dumps(vars(report)))
-
-
-def _key(rank: int) -> str:
-    return f"report of rank {rank}"
+            self.store.set(key_of(self.rank), json.dumps(vars(report)))
