@@ -225,3 +225,11 @@ def test_the_command_says_what_is_wrong_with_the_variables(alone, given):
     result = CliRunner().invoke(app, ["train", "--data", "zipf:users=20,items=30", "--steps", "1"])
     words = " ".join(result.output.split())
     assert result.exit_code == 2 and next(iter(given)) in words and "Traceback" not in words
+
+
+def test_a_process_that_has_joined_is_told_so(alone):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", **MASTER}.items():
+        alone.setenv(name, value)
+    alone.setattr(join.dist, "is_initialized", lambda: True)
+    with pytest.raises(ValueError, match="has joined a default process group already"):
+        join.join_environment(timedelta(seconds=5))

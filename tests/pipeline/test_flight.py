@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +24,7 @@ from trainer_parts import (
 from tritonrec.data import Lookup
 from tritonrec.embedding.in_flight import as_lane
 from tritonrec.nn.context import takes_indexed_rows
-from tritonrec.pipeline import DenseModel
+from tritonrec.pipeline import DenseModel, peer_copies
 from tritonrec.pipeline.dense_checks import PROBE_ELEMENTS, _capped, validate_invariant
 from tritonrec.pipeline.flight import Flight, on_the_callers_thread
 from tritonrec.pipeline.peer_copies import PeerCopies
@@ -379,6 +380,33 @@ def test_of_a_checkpoint_and_a_copy_of_one_step_the_checkpoint_is_taken(tmp_path
     with trainer(parts(), "dbp", "batch") as two:
         assert copies.restore(two, tmp_path, accepted.append) == 2
     assert accepted == [{"from": "disk"}]
+
+
+def test_a_copy_that_another_rank_lacks_is_forgotten(monkeypatch):
+    """It would take the place of the one that all ranks have, and be that of steps that are trained again."""
+    made, copies = parts(), PeerCopies()
+    with trainer(made, "dbp", "batch") as one:
+        for first in (0, 2):
+            list(one.run(batches(first + 2)[first:]))
+            copies.keep(one)
+    assert [each.step for each in copies._copies] == [2, 4]
+    with trainer(parts(), "dbp", "batch") as two:
+        control = two.communicators.control
+        other = json.dumps({"saved": -1, "shard": 0, "copies": [(2, 1, [0])]})
+        monkeypatch.setattr(control, "all_gather_texts", lambda text: [text, other], raising=False)
+        monkeypatch.setattr(peer_copies, "_redistribute", lambda groups, own, shards, empty: own[0])
+        assert copies.restore(two) == 2
+    assert [each.step for each in copies._copies] == [2, 2]
+
+
+def test_a_restored_state_is_kept_for_the_next_loss():
+    made, copies = parts(), PeerCopies()
+    with trainer(made, "dbp", "batch") as one:
+        list(one.run(batches(2)))
+        copies.keep(one, {"note": "two"})
+    with trainer(parts(), "dbp", "batch") as two:
+        copies.restore(two)
+    assert [(each.step, each.meta) for each in copies._copies] == [(2, {"note": "two"})] * 2
 
 
 def test_steps_under_way_are_described_by_the_first_and_the_last():

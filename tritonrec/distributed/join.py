@@ -61,6 +61,11 @@ def join_environment(timeout: timedelta) -> None:
 
     Raises `RankDiedError` where not all ranks join within the timeout, and ValueError as `from_environment`.
     """
+    if dist.is_initialized():
+        raise ValueError(
+            "this process has joined a default process group already: make the ranks' groups over it with "
+            "Communicators.over(range(dist.get_world_size()))"
+        )
     here = settle()
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     check_address(address, timeout)

@@ -12,7 +12,7 @@ import torch
 
 from .model_call import CallerSettings
 
-LOWEST = 8
+LOWEST = 32
 """Hashes of samples in a header: all of a small window, of a larger one enough to see a shared part."""
 
 
