@@ -103,3 +103,15 @@ def test_a_row_that_neither_this_lookup_nor_the_last_one_used_may_leave():
     for number in range(3):
         found.prefetch(handles(number))
     assert found._handles[handles(0, 1)].tolist() == [3, 2]
+
+
+def test_a_row_that_the_last_lookup_left_in_host_memory_stays_there_while_it_is_updated(storage):
+    storage.prefetch(handles(0))  # whose place is kept in the next lookup, and free in the one after it
+    storage.prefetch(handles(2, 3))
+    assert (storage._place(handles(2, 3)) >= 0).tolist() == [True, False]
+    storage.prefetch(handles(3))  # the update of the lookup before may be writing it now
+    assert storage._place(handles(3)).tolist() == [-1]
+    storage.prefetch(handles())
+    storage.prefetch(handles(3))
+    assert storage._place(handles(3)).tolist() != [-1]
+    assert storage.gather(handles(*range(6)))[:, 0].tolist() == [*range(6)]
