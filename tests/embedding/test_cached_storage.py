@@ -124,11 +124,12 @@ def test_a_row_that_is_released_is_free_in_host_memory_too():
     assert home._pools[0].end == 2
 
 
-def test_a_row_that_neither_this_lookup_nor_the_last_one_used_may_leave():
+@pytest.mark.parametrize(("lookups", "left"), [((0, 1, 2), [3, 2]), ((0, 1, 0, 2), [1, 3])])
+def test_a_row_that_neither_this_lookup_nor_the_last_one_used_may_leave(lookups, left):
     found = CachedStorage(RowStorage(2, 2, 8), 2)
     every = handles(*range(3))
     found.add(every, 3)
     found.update(every, every[:, None].expand(3, 2).float().contiguous())
-    for number in range(3):
+    for number in lookups:  # the hand is at row 0 then
         found.prefetch(handles(number))
-    assert found._handles[handles(0, 1)].tolist() == [3, 2]
+    assert found._handles[handles(0, 1)].tolist() == left
