@@ -268,7 +268,7 @@ FAULTS = [
         "gradients-leave-at-first-use",
         "gradients leave with the first micro-batch that uses a row, and miss what later ones add",
         replace(_case(), variant="first-use"),
-        Injection(injections.gradients_leave_at_first_use, alone=True),
+        Injection(injections.gradients_leave_at_first_use, delay=injections.slow("compute"), alone=True),
     ),
     Fault(
         "last-rows-stay-in-the-buffer",
@@ -317,7 +317,9 @@ FAULTS = [
         "replica-reduction-after-the-first-use",
         "gradients are added up over the replicas before the last micro-batch that uses their rows",
         replace(_case(), variant="scale", replicas=2),
-        Injection(injections.replica_reduction_after_the_first_use),
+        Injection(
+            injections.replica_reduction_after_the_first_use, delay=injections.slow("gradient_exchange")
+        ),
     ),
     Fault(
         "replica-reduction-before-the-gradients",
