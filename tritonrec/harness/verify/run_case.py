@@ -66,10 +66,17 @@ class RankReport:
 
 
 def record_reference(reference: Reference, steps: int, directory: str) -> None:
-    """Run `ReferenceTrainer` and store its state after every step; the file is replaced whole."""
-    job = reference.job
-    with kernels_of(job.target):
-        states = _reference_states(reference, steps)
+    """Run `ReferenceTrainer` and store its state after every step; the file is replaced whole.
+
+    It runs on one thread, as ranks do.
+    """
+    job, threads = reference.job, torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with kernels_of(job.target):
+            states = _reference_states(reference, steps)
+    finally:
+        torch.set_num_threads(threads)
     with atomic_write(Path(directory, reference.file_name)) as part:
         save_file(states, part)
 
