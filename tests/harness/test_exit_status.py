@@ -72,7 +72,10 @@ def test_traces_are_sound_if_those_of_all_modes_are(monkeypatch, job, tmp_path, 
     pool = SimpleNamespace(run=lambda *_: None)
     monkeypatch.setattr(f"{module}.rank_pool", lambda *_: nullcontext(pool))
     monkeypatch.setattr(f"{module}.save_joined", lambda parts, path: path)
-    monkeypatch.setattr(f"{module}.read", lambda path: SimpleNamespace(mode=path.stem, spans=[]))
+    monkeypatch.setattr(
+        f"{module}.read",
+        lambda path: SimpleNamespace(mode=path.stem, spans=[], metadata={"exchanges": "each"}),
+    )
     monkeypatch.setattr(f"{module}.draw", lambda *_: None)
     monkeypatch.setattr(f"{module}.check_trace", lambda trace: SimpleNamespace(honoured=trace.mode != broken))
     figures = SimpleNamespace(step_ns=1, exposed_ratio=None, hidden_lookup_ratio=None)
