@@ -219,6 +219,12 @@ def test_a_case_that_compares_less_has_failed(recorded, job, tmp_path, monkeypat
     assert missing in str(raised.value)
 
 
+@pytest.mark.parametrize("variant", ["export", "bounded-lag"])
+def test_exports_and_served_predictions_are_compared(recorded, job, tmp_path, variant):
+    report = run(recorded, job, replace(PLAIN, variant=variant), tmp_path)
+    assert report.first_difference is None and report.tensors_compared > 0
+
+
 def one_row_more(tables):
     tables.groups[0].table.lookup(torch.tensor([12345]), 0)
 
