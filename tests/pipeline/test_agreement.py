@@ -18,7 +18,9 @@ from tritonrec.embedding import Eviction, HashTableCollection, RowOptimizer, Tab
 from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import PIPELINED, DenseModel, StageFailedError, Trainer, WindowConfig, agreement
+from tritonrec.pipeline.model_call import CallerSettings
 from tritonrec.pipeline.run_agreement import RunAgreement
+from tritonrec.pipeline.words import LOWEST, Words, may_differ, words_of
 
 pytestmark = pytest.mark.multi_rank
 
@@ -379,6 +381,34 @@ def test_samples_that_two_ranks_share_are_named(pool, kind, step):
             and "give each rank its part" in message
         )
         assert "rank= and world_size=" in message
+
+
+def some(*ids):
+    return SimpleNamespace(sample_ids=torch.tensor(ids, dtype=torch.int64))
+
+
+def differ(*ranks):
+    return may_differ([each.row for each in ranks])
+
+
+def test_words_of_samples_tell_those_that_are_shared():
+    plain, other = CallerSettings(), CallerSettings((("cpu", torch.bfloat16),))
+    first = words_of(plain, 7, [some(1, 2), some(-5)])
+    assert first == words_of(plain, 7, [some(-5, 1), some(2)]) and differ(first, first)
+    assert differ(first, words_of(plain, 7, [some(9, 2, 4)]))  # a part, in a run's first window
+    assert not differ(first, words_of(plain, 7, [some(9, 3, 4)]))
+    assert differ(first, words_of(plain, 8, [some(9, 3, 4)]))  # another state
+    assert differ(first, words_of(other, 7, [some(9, 3, 4)]))
+    assert not differ(first, words_of(plain, 0, [some(9, 3, 4)]))  # elsewhere no run begins
+    later = words_of(plain, 0, [some(1, 2, 3)])
+    assert not differ(later, words_of(plain, 0, [some(3, 4, 5)]))  # as the end of an epoch may be filled up
+    assert differ(later, words_of(plain, 0, [some(3, 2, 1)]))
+    empty = words_of(plain, 7, [some()])
+    assert empty.samples == 0 and not differ(empty, empty, first)  # ranks without samples
+    assert not differ(Words(), Words(), first)
+    many = words_of(plain, 7, [some(*range(1000))])
+    assert len(many.lowest) == LOWEST and all(many.lowest)
+    assert differ(many, words_of(plain, 7, [some(*range(500))]))
 
 
 class Running(torch.nn.Module):
