@@ -154,6 +154,8 @@ class CsvFile(TextFile):
         """Names, whether the first line has them, delimiter and quote; raises ValueError showing the line."""
         format = self.format
         line, text = self.first_line()
+        if "\r" in text:
+            raise ValueError(f"{self.path}, line {line}: lines end with \\r alone: end them with \\n")
         delimiter = format.delimiter_text or max(",\t;", key=text.count)
         if not format.delimiter and not text.count(delimiter):
             raise ValueError(

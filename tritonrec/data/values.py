@@ -66,7 +66,7 @@ def plain(values: Column) -> pa.Array:
         values = values.storage
     kind = values.type
     if pa.types.is_dictionary(kind):
-        return plain(values.dictionary_decode())
+        return plain(values.dictionary).take(values.indices)
     if pa.types.is_run_end_encoded(kind):
         return plain(pc.run_end_decode(values))
     if is_list(kind):
@@ -104,7 +104,7 @@ def common_type(kinds: Sequence[pa.DataType]) -> pa.DataType | None:
         return pa.string()
     if all(map(pa.types.is_floating, kinds)):
         return pa.float64()
-    if all(pa.types.is_timestamp(kind) or pa.types.is_date(kind) for kind in kinds):
+    if all(map(is_date, kinds)):
         return pa.timestamp("us")
     others = [kind for kind in kinds if not pa.types.is_null(kind)]  # a shard whose values are all missing
     return common_type(others) if len(others) < len(kinds) else None
@@ -126,6 +126,11 @@ def _large_list(values: pa.Array, inner: pa.DataType) -> pa.Array:
     offsets = pa.array(np.append(0, np.cumsum(lengths)), pa.int64())
     mask = values.is_null() if values.null_count else None
     return pa.LargeListArray.from_arrays(offsets, plain(pc.list_flatten(values)).cast(inner), mask=mask)
+
+
+def is_date(kind: pa.DataType) -> bool:
+    """Whether a plain type holds dates."""
+    return pa.types.is_date(kind) or pa.types.is_timestamp(kind)
 
 
 def is_integer(kind: pa.DataType) -> bool:
@@ -263,7 +268,7 @@ def flags(part: Part, name: str, values: Column, threshold: float | None = None)
 
 
 def lists(part: Part, name: str, values: Column) -> tuple[np.ndarray, np.ndarray]:
-    """A column of lists of integers: all values, and the length of each row's list; int64.
+    """A column of lists of integers, or of dates in seconds: all values, and each list's length; int64.
 
     Raises ValueError naming the row of a null.
     """
@@ -277,7 +282,9 @@ def lists(part: Part, name: str, values: Column) -> tuple[np.ndarray, np.ndarray
     def row_of(value: int) -> int:
         return part.number(int(np.searchsorted(np.cumsum(lengths), value, side="right")))
 
-    return integers(Part(part.path, part.unit, row_of), name, values.flatten()).copy(), lengths.copy()
+    own, inner = Part(part.path, part.unit, row_of), values.flatten()
+    found = times(own, name, inner).whole if is_date(inner.type) else integers(own, name, inner)
+    return found.copy(), lengths.copy()
 
 
 @dataclass(frozen=True)
@@ -303,7 +310,7 @@ def times(part: Part, name: str, values: Column, unit: str = "", format: str = "
     kind = values.type
     if pa.types.is_string(kind):
         return _times_of_text(part, name, pc.utf8_trim_whitespace(values), unit, format)
-    if pa.types.is_date(kind) or pa.types.is_timestamp(kind):
+    if is_date(kind):
         if values.null_count:
             part.fail(name, values, values.is_null().to_numpy(zero_copy_only=False), "a time")
         if pa.types.is_date32(kind):
