@@ -16,10 +16,12 @@ import pyarrow as pa
 import pyarrow.ipc as ipc
 import pyarrow.parquet as pq
 
+from tritonrec.data.arrow_types import common_type
+from tritonrec.data.json_tables import JsonFile
 from tritonrec.data.log_format import LogFormat
 from tritonrec.data.places import PACKED, Place
-from tritonrec.data.text_tables import UNREADABLE, CsvFile, JsonFile
-from tritonrec.data.values import Part, common_type
+from tritonrec.data.text_tables import UNREADABLE, CsvFile
+from tritonrec.data.values import Part
 
 if TYPE_CHECKING:
     import pyarrow.fs as pafs
