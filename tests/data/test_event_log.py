@@ -86,6 +86,9 @@ GOOD = {
     ),
     "no_times": ("user,item,rating\n5,2,1\n4,3,2\n", LogFormat(timestamp="none"), [[5, 4], [2, 3], [0, 1], [1, 2]]),
     "no_ratings": ("user,item,time,rating\n5,2,1,x\n", LogFormat(rating="none"), [[5], [2], [1]]),
+    "exponents": (
+        "user_id:token\titem_id:token\ttimestamp:float\n1\t2\t8.81250949e8\n", None, [[1], [2], [881250949]],
+    ),
     "iso": (
         "user,item,time\n1,2,2014-04-07T10:51:09Z\n1,3,2014-04-07 12:51:09+02:00\n1,4,2014-04-07\n"
         "1,5,2014-04-07 10:51:09 UTC\n", None,

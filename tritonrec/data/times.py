@@ -18,7 +18,7 @@ from tritonrec.data.arrow_types import Column, is_date, is_integer, is_list, pla
 from tritonrec.data.values import Part, integers
 
 UNITS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
-_DECIMAL = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
+_DECIMAL = r"^-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 _ISO_ZONE = r"(Z|[+-][0-9]{2}:?[0-9]{2})$"
 
 
@@ -97,16 +97,16 @@ def _decimals_or_iso(part: Part, name: str, values: pa.Array, unit: str) -> Time
         if not pc.all(number).as_py():
             part.fail(name, values, ~number.to_numpy(zero_copy_only=False), "a number, as in other rows")
         whole = digits.to_numpy(zero_copy_only=False)
-        exact = [int(word) if own else 0 for word, own in zip(values.to_pylist(), whole, strict=True)]
-        beyond = np.array([not -(2**63) <= each < 2**63 for each in exact])
-        if beyond.any():
-            part.fail(name, values, beyond, "an int64")
-        made = _rounded_down(part, name, values, np.array([float(word) for word in values.to_pylist()]))
-        assert made.fraction is not None
-        fraction = np.where(whole, 0.0, made.fraction)
-        return Times(
-            np.where(whole, np.array(exact, np.int64), made.whole), fraction if fraction.any() else None
-        )
+        try:  # by float64 alone integers from 2**53 on would be others
+            exact = pc.if_else(digits, values, "0").cast(pa.int64()).to_numpy()
+        except pa.ArrowInvalid:
+            beyond = [own and not -(2**63) <= int(word) < 2**63
+                      for own, word in zip(whole, values.to_pylist(), strict=True)]  # fmt: skip
+            part.fail(name, values, np.array(beyond), "an int64")
+        made = _rounded_down(part, name, values, values.cast(pa.float64()).to_numpy())
+        cut = np.zeros(len(whole)) if made.fraction is None else made.fraction
+        fraction = np.where(whole, 0.0, cut)
+        return Times(np.where(whole, exact, made.whole), fraction if fraction.any() else None)
     # Arrow takes text with a zone for one type and text without for another, and some rows may have none.
     values = pc.replace_substring_regex(values, " ?(UTC|GMT)$", "Z")
     zoned = pc.fill_null(pc.match_substring_regex(values, _ISO_ZONE), False)
