@@ -202,6 +202,7 @@ BAD = {
         r"times from 1600000000 to 1600000000000 are of no one unit: .*52671.*time_unit=",
     ),
     "other_line_ends": ("user,item,time\r1,2,3\r", None, r"line 1: lines end with \\r alone"),
+    "numbers_and_dates": ("user,item,time\n1,2,1396867869\n1,3,2014-04-07\n", None, r"column '?time'? has"),
     "before": ("user,item,time\n1,2,-5\n", None, r"times from -5 to -5 are of no one unit: as seconds .*1969-12-31"),
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ whole one is.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -182,6 +182,7 @@ class EventLog:
         if "timestamp" in columns:
             found = times(part, columns["timestamp"], get["timestamp"], format.unit, format.time_format)
             time, fraction = found.whole, found.fraction
+            seen.kinds.add(found.is_dated)
             if found.is_dated:
                 seen.has_unit, self._unit = True, self._unit or "s"
             elif not self._unit and (unit := _unit_of(table, columns["timestamp"])) is not None:
@@ -229,6 +230,10 @@ class EventLog:
             )
         if "timestamp" not in columns:
             return "step"
+        if len(seen.kinds) > 1:
+            raise ValueError(
+                f"{self.name}: column {columns['timestamp']!r} has dates and numbers: write it alike"
+            )
         if self._unit or seen.has_unit:
             return self._unit
         if seen.rows >= FEW and 1 <= seen.low <= seen.high <= MOST_RATED:
@@ -252,6 +257,7 @@ class _Seen:
     high: int = 0
     rating: float = 0.0
     has_unit: bool = False
+    kinds: set[bool] = field(default_factory=set)  # of times: whether they are dates by themselves
 
     def add(self, time: np.ndarray, rating: np.ndarray | None) -> None:
         """Take a part into account."""
