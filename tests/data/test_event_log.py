@@ -86,6 +86,9 @@ GOOD = {
     ),
     "no_times": ("user,item,rating\n5,2,1\n4,3,2\n", LogFormat(timestamp="none"), [[5, 4], [2, 3], [0, 1], [1, 2]]),
     "no_ratings": ("user,item,time,rating\n5,2,1,x\n", LogFormat(rating="none"), [[5], [2], [1]]),
+    "exponents": (
+        "user_id:token\titem_id:token\ttimestamp:float\n1\t2\t8.81250949e8\n", None, [[1], [2], [881250949]],
+    ),
     "iso": (
         "user,item,time\n1,2,2014-04-07T10:51:09Z\n1,3,2014-04-07 12:51:09+02:00\n1,4,2014-04-07\n"
         "1,5,2014-04-07 10:51:09 UTC\n", None,
@@ -198,6 +201,8 @@ BAD = {
         "user,item,time\n1,2,1600000000\n1,3,1600000000000\n", None,
         r"times from 1600000000 to 1600000000000 are of no one unit: .*52671.*time_unit=",
     ),
+    "other_line_ends": ("user,item,time\r1,2,3\r", None, r"line 1: lines end with \\r alone"),
+    "numbers_and_dates": ("user,item,time\n1,2,1396867869\n1,3,2014-04-07\n", None, r"column '?time'? has"),
     "before": ("user,item,time\n1,2,-5\n", None, r"times from -5 to -5 are of no one unit: as seconds .*1969-12-31"),
 }  # fmt: skip
 
@@ -230,6 +235,7 @@ def test_blocks_of_a_few_bytes_are_the_whole_file(tmp_path, case, monkeypatch):
         (dict(columns=("a", "a")), "different names"),
         (dict(quote="''"), "one character"),
         (dict(encoding="morse"), "unknown encoding 'morse'"),
+        (dict(encoding="utf-16"), "lines of utf-16 do not end with one byte"),
         (dict(time_format="%Y", time_unit="step"), "time_unit='step'"),
     ],
 )
@@ -283,6 +289,8 @@ def test_files_are_in_the_order_of_their_numbers_and_brackets_are_letters(tmp_pa
         (tmp_path / f"day_{day}.csv").write_text(f"user,item,time\n1,{day},{day}\n")
     assert load(f"csv:{tmp_path}", STEP).item.tolist() == [0, 1, 2, 10, 23]
     assert load(f"{tmp_path}/day_[12]*.csv", STEP).item.tolist() == [1, 2, 10, 23]
+    (tmp_path / "day_3.csv").write_text("")  # a shard without rows
+    assert load(f"csv:{tmp_path}", STEP).item.tolist() == [0, 1, 2, 10, 23]
     odd = tmp_path / "a[1].tsv"
     odd.write_text("user\titem\ttime\n1\t2\t3\n")
     assert load(odd).item.tolist() == load(f"csv:{odd}").item.tolist() == [2]
@@ -387,7 +395,8 @@ def test_frames_are_sources():
     frame = pandas.DataFrame(arrays() | {"other": ["a", "b", "c"]})
     filtered = pandas.concat([frame, frame]).iloc[:3][lambda each: each.user > 0]  # has an index of its own
     for source in (arrays(), {name: np.array(own) for name, own in arrays().items()}, frame, filtered,
-                   polars.DataFrame(arrays()), pa.table(arrays()).to_batches()[0]):  # fmt: skip
+                   polars.DataFrame(arrays()), polars.DataFrame(arrays(user=["1", "2", "1"])).cast(
+                       {"user": polars.Categorical}), pa.table(arrays()).to_batches()[0]):  # fmt: skip
         assert columns(load(source)) == expected
     with pytest.raises(ValueError, match="the table: no column that is the user; found item"):
         load(polars.DataFrame({"item": [1]}))

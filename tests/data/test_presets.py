@@ -2,6 +2,7 @@
 
 # ruff: noqa: E501 - published lines are long
 import gzip
+from pathlib import Path
 
 import pytest
 
@@ -154,7 +155,10 @@ def test_published_clicks(tmp_path, monkeypatch):
     assert log.categories[0, [0, 2, 19]].tolist() == [1005, 0x1FBE01FE, -1]
 
 
-def test_every_preset_has_its_test():
+def test_every_preset_has_its_test_and_its_row_on_the_page():
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    for word, preset in PRESETS.items():
+        assert f"| `{word}:` | {preset.about} |" in page
     assert set(PRESETS) == {*LOGS, "criteo-tsv", "criteo-parquet", "avazu-csv"}
 
 

@@ -244,3 +244,24 @@ def test_a_stream_goes_on_where_few_rows_have_tokens(tmp_path, place):
         cut = DynamicStream(stream(folder, batch_size=2), 1)
         cut.load_state_dict(position)
         assert torch.equal(next(cut).sample_ids, batches[step].sample_ids)
+
+
+@pytest.mark.parametrize("kind", ["fixed", "view", "large_view", "text", "dictionary", "dates"])
+def test_all_spellings_of_a_list_are_one(kind):
+    rows = [[1, 2, 3], [2, 3, 4]]
+    kinds = {
+        "fixed": pa.list_(pa.int16(), 3),
+        "view": pa.list_view(pa.int64()),
+        "large_view": pa.large_list_view(pa.uint64()),
+    }
+    items = pa.array(rows, kinds.get(kind, pa.list_(pa.int64())))
+    if kind in ("text", "dictionary"):
+        flat = items.flatten().cast(pa.string()) if kind == "text" else items.flatten().dictionary_encode()
+        items = pa.ListArray.from_arrays(pa.array([0, 3, 6], pa.int32()), flat)
+    times = pa.array(rows, pa.list_(pa.timestamp("s") if kind == "dates" else pa.int32()))
+    made = NextItemStream(
+        pa.table({"item": items, "timestamp": times}), 2, 5, 0, 0, catalogue=torch.arange(9), shuffle=False
+    )
+    batch = next(made)
+    assert batch.features.values.tolist() == [1, 2] and batch.labels.tolist() == [2, 3]
+    assert batch.timestamps.tolist() == [1, 2]

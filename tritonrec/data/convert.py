@@ -25,7 +25,7 @@ from tritonrec.data.epochs import check_at_least
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.log_format import LogFormat, described
 from tritonrec.data.sources import load_interactions, source_of
-from tritonrec.data.values import check_calendar
+from tritonrec.data.times import check_calendar
 from tritonrec.files import ScratchFolder
 
 TIME_UNITS = ("s", "ms", "us", "ns")

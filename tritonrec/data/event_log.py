@@ -8,7 +8,7 @@ whole one is.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tritonrec.data import values
+from tritonrec.data.arrow_types import is_list, plain
 from tritonrec.data.features import ItemGenres, UserFeatures
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.log_format import LogFormat, find_columns, named
@@ -24,7 +25,8 @@ from tritonrec.data.parquet import FRACTION, TIME_UNIT, concat
 from tritonrec.data.places import PACKED, Place, files_at
 from tritonrec.data.presets import Preset
 from tritonrec.data.tables import File, Frame, ParquetFile, open_files
-from tritonrec.data.values import Part, is_list
+from tritonrec.data.times import checked_unit, times
+from tritonrec.data.values import Part
 
 if TYPE_CHECKING:
     import pyarrow.fs as pafs
@@ -178,10 +180,9 @@ class EventLog:
         user, item = (self._ids(part, role, columns[role], get[role]) for role in ("user", "item"))
         fraction = None
         if "timestamp" in columns:
-            found = values.times(
-                part, columns["timestamp"], get["timestamp"], format.unit, format.time_format
-            )
+            found = times(part, columns["timestamp"], get["timestamp"], format.unit, format.time_format)
             time, fraction = found.whole, found.fraction
+            seen.kinds.add(found.is_dated)
             if found.is_dated:
                 seen.has_unit, self._unit = True, self._unit or "s"
             elif not self._unit and (unit := _unit_of(table, columns["timestamp"])) is not None:
@@ -229,6 +230,10 @@ class EventLog:
             )
         if "timestamp" not in columns:
             return "step"
+        if len(seen.kinds) > 1:
+            raise ValueError(
+                f"{self.name}: column {columns['timestamp']!r} has dates and numbers: write it alike"
+            )
         if self._unit or seen.has_unit:
             return self._unit
         if seen.rows >= FEW and 1 <= seen.low <= seen.high <= MOST_RATED:
@@ -237,7 +242,7 @@ class EventLog:
                 "only, which look like ratings: name the columns that are meant (timestamp=), or "
                 "time_unit=step where they only order the events"
             )
-        return values.checked_unit(f"{self.name}: column {columns['timestamp']!r}", seen.low, seen.high)
+        return checked_unit(f"{self.name}: column {columns['timestamp']!r}", seen.low, seen.high)
 
 
 _NEEDED = ("user", "item", "timestamp")
@@ -252,6 +257,7 @@ class _Seen:
     high: int = 0
     rating: float = 0.0
     has_unit: bool = False
+    kinds: set[bool] = field(default_factory=set)  # of times: whether they are dates by themselves
 
     def add(self, time: np.ndarray, rating: np.ndarray | None) -> None:
         """Take a part into account."""
@@ -275,7 +281,7 @@ def _without_missing(
     """The rows that have a value in each of some columns."""
     there = np.ones(len(table), bool)
     for name in names:
-        column = values.plain(table.column(name))
+        column = plain(table.column(name))
         missing = pc.is_null(column, nan_is_null=True)
         if pa.types.is_string(column.type):
             empty = pc.is_in(pc.utf8_trim_whitespace(column), pa.array(["", *format.missing]))
@@ -289,7 +295,7 @@ def _without_missing(
 
 def _each_shown(part: Part, table: pa.Table, name: str) -> tuple[Part, pa.Table, np.ndarray]:
     """A row for each ITEM-LABEL word of a column, the item in its place, and the labels."""
-    column = pc.fill_null(values.plain(table.column(name)), "")
+    column = pc.fill_null(plain(table.column(name)), "")
     lists = pc.utf8_split_whitespace(pc.utf8_trim_whitespace(column))
     rows, words = pc.list_parent_indices(lists).to_numpy(), pc.list_flatten(lists)
     there = pc.not_equal(words, "").to_numpy(zero_copy_only=False)

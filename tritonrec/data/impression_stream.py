@@ -96,7 +96,8 @@ class ImpressionStream(Stream[ImpressionBatch]):
         return rows
 
     def _collate(self, step: int, sample_ids: Tensor, table: pa.Table) -> ImpressionBatch:
-        from tritonrec.data.values import Part, integers, lists
+        from tritonrec.data.times import lists
+        from tritonrec.data.values import Part, integers
 
         part = Part(self.folder, "row", sample_ids.numpy())
         past, shown = (lists(part, name, table.column(name))[1] for name in ("item", "shown"))

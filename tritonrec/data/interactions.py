@@ -97,6 +97,7 @@ class Interactions:
     def sequences(self) -> Sequences:
         """Per-user sequences, ordered by (timestamp, fraction, row of the log)."""
         order = self.in_time(self.user)
-        user_ids, starts = np.unique(self.user[order], return_index=True)
+        users = self.user[order]
+        starts = np.append(True, users[1:] != users[:-1]).nonzero()[0][: len(users)]
         offsets = np.append(starts, len(order)).astype(np.int64)
-        return Sequences(user_ids, offsets, self.item[order], self.timestamp[order], order)
+        return Sequences(users[starts], offsets, self.item[order], self.timestamp[order], order)

@@ -115,9 +115,11 @@ class LogFormat:
         if not self.delimiter_text and self.delimiter:
             raise ValueError(f"delimiter must be a text, got {self.delimiter!r}")
         try:
-            "".encode(self.encoding)
+            has_lines = "\n".encode(self.encoding) == b"\n"
         except LookupError as error:
             raise ValueError(f"unknown encoding {self.encoding!r}") from error
+        if not has_lines:
+            raise ValueError(f"lines of {self.encoding} do not end with one byte: write the text as UTF-8")
 
     @property
     def is_clicks(self) -> bool:

@@ -26,7 +26,8 @@ from tritonrec.data.features import ItemGenres, UserFeatures
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.places import Place
 from tritonrec.data.tables import is_metadata
-from tritonrec.data.values import Part, integers, lists
+from tritonrec.data.times import lists
+from tritonrec.data.values import Part, integers
 
 USERS_FILE, ITEMS_FILE = "_users.parquet", "_items.parquet"  # pyarrow ignores names with an underscore
 

@@ -22,12 +22,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tritonrec.data.arrow_types import is_date, is_integer, is_list, plain
 from tritonrec.data.places import below_folder, files_at
 from tritonrec.data.slices import work
 from tritonrec.data.stream_plan import Stretch
 from tritonrec.data.tables import Frame, ParquetFile, common_schema, is_frame
 from tritonrec.data.text_tables import UNREADABLE
-from tritonrec.data.values import is_integer, is_list, plain
 from tritonrec.files import ScratchFolder
 
 FOOTER_THREADS = 16
@@ -111,7 +111,9 @@ class ParquetRows:
                 raise ValueError(f"{self.path}: no column {name!r}; found {', '.join(self.schema.names)}")
             kind = self.schema.field(name).type
             found = kind.value_type if is_list(kind) else kind
-            if is_list(kind) != (name in lists) or not (is_integer(found) or pa.types.is_string(found)):
+            if is_list(kind) != (name in lists) or not (
+                is_integer(found) or pa.types.is_string(found) or (is_date(found) and name in lists)
+            ):
                 expected = "lists of integers, a row for each sequence" if name in lists else "integers"
                 raise ValueError(f"{self.path}: column {name!r} must hold {expected}, got {kind}: {hint}")
 

@@ -215,7 +215,8 @@ def lists_of(
 
     Raises ValueError for nulls, for rows whose lists differ in length, and for values beyond int64.
     """
-    from tritonrec.data.values import Part, lists
+    from tritonrec.data.times import lists
+    from tritonrec.data.values import Part
 
     part = Part(path, "row", 0 if numbers is None else numbers)
     items, lengths = lists(part, "item", table.column("item"))
@@ -236,7 +237,7 @@ def lists_of(
 
 def holds_sequences(schema: pa.Schema) -> bool:
     """Whether a dataset of this schema has rows of sequences, rather than of events."""
-    from tritonrec.data.values import is_list, plain_type
+    from tritonrec.data.arrow_types import is_list, plain_type
 
     return "item" in schema.names and is_list(plain_type(schema.field("item").type))
 

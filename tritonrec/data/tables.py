@@ -16,10 +16,12 @@ import pyarrow as pa
 import pyarrow.ipc as ipc
 import pyarrow.parquet as pq
 
+from tritonrec.data.arrow_types import common_type
+from tritonrec.data.json_tables import JsonFile
 from tritonrec.data.log_format import LogFormat
 from tritonrec.data.places import PACKED, Place
-from tritonrec.data.text_tables import UNREADABLE, CsvFile, JsonFile
-from tritonrec.data.values import Part, common_type
+from tritonrec.data.text_tables import UNREADABLE, CsvFile
+from tritonrec.data.values import Part
 
 if TYPE_CHECKING:
     import pyarrow.fs as pafs
@@ -65,12 +67,16 @@ def is_metadata(name: str) -> bool:
 def open_files(place: Place, kind: str, format: LogFormat) -> list[File]:
     """The files of a place; of a kind of `KINDS`, or by the ends of their names.
 
-    Without a kind files of other names are left out, where some have known ones.
+    Without a kind files of other names are left out, where some have known ones; so are empty files of text.
     """
     kinds = [kind or kind_of(file) for file in place.files]
     known = [(file, each) for file, each in zip(place.files, kinds, strict=True) if each]
+    chosen = known or [(file, "csv") for file in place.files]
+    if len(chosen) > 1:  # writers leave empty shards of text
+        sizes = {about.path: about.size for about in place.filesystem.get_file_info(place.files)}
+        chosen = [(f, each) for f, each in chosen if sizes[f] != 0 or each not in ("csv", "json")] or chosen
     opened: list[File] = []
-    for file, each in known or [(file, "csv") for file in place.files]:
+    for file, each in chosen:
         if each in ("csv", "json"):
             opened.append((CsvFile if each == "csv" else JsonFile)(place.filesystem, file, format))
         else:
