@@ -64,7 +64,7 @@ TINY = {
     "simulate": "",
 }
 """What is added to a command of the pages to run it in seconds; others take minutes, root or a GPU."""
-LONG = {"--config", "--resume", "--slipstream", "--workers", "--measured"}
+LONG = {"--user-column", "--config", "--resume", "--slipstream", "--workers", "--measured"}
 """Options of commands that take files of earlier ones, or minutes."""
 FILES = ("lab.json", "nestpipe.pftrace", "run.toml", "clicks.csv", "checkpoints")
 """That commands of the pages read."""

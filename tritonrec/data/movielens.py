@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tritonrec.data import csv_log
 from tritonrec.data.features import ItemGenres, UserFeatures, numbered
 from tritonrec.data.interactions import Interactions
+from tritonrec.data.log_format import LogFormat
 from tritonrec.files import ScratchFolder
 
 PACKAGE = "recbole==1.2.1"
@@ -50,8 +50,11 @@ def load() -> Interactions:
     alphabetical order). Genres: the words of a film's class, numbered in the same way.
     """
     path = fetch()
+    from tritonrec.data.event_log import EventLog  # pyarrow takes half a second to import
+
+    log = EventLog(str(path), LogFormat(time_unit="s"), "csv").read()
     features = _users(path.with_name("ml-100k.user"))
-    return replace(csv_log.read(path), user_features=features, genres=_genres(path.with_name("ml-100k.item")))
+    return replace(log, user_features=features, genres=_genres(path.with_name("ml-100k.item")))
 
 
 def fetch() -> Path:

@@ -15,7 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from .. import ops
-from ..data import Batch, NextItemLoader, NextItemStream
+from ..data import Batch, NextItemLoader, NextItemStream, Vocabulary
+from ..data.splits import Part
 from ..distributed import Communicators
 from ..embedding import HashTableCollection
 from ..kernels.dispatch import default_impl, usable_device
@@ -68,6 +69,11 @@ class Trainer:
         scheduler: of the optimizer's learning rates; it makes a step after each update.
         average: of the model's weights; it takes them up after each update.
         graphs: of the model's calls; None: kernels are launched one after the other.
+
+    Attributes:
+        next_step: number of steps that are done.
+        vocabularies: of the words that ids stand for, by name; set them where the log has words: they are
+            saved with the tables.
 
     Use as a context manager: leaving it finishes the batches that were read, after an error it abandons them.
 
@@ -124,6 +130,7 @@ class Trainer:
         self._executor: Executor | None = None
         self._average: ReplicaAverage | None = None
         self._communicators = communicators
+        self.vocabularies: dict[str, Vocabulary] = {}
         self._finished = 0  # the last step whose results are there
         self.next_step = 0
         self._stopping = False
@@ -331,8 +338,9 @@ class Trainer:
         """A context manager whose ``save(step)`` writes everything beside the training (`TrainingSaver`)."""
         groups, meta = self._communicators, meta or {}
         return TrainingSaver(
-            groups, directory, self.tables, self.dense, meta, full_every, loader, self.config.precision
-        )
+            groups, directory, self.tables, self.dense, meta, full_every, loader, self.config.precision,
+            lambda: self.vocabularies,
+        )  # fmt: skip
 
     def save(
         self,
@@ -343,7 +351,8 @@ class Trainer:
         """Save everything as the state after `next_step` steps, and wait until it is on the disk. Collective.
 
         That is the model with its buffers, the states of optimizer, scheduler and average, and this rank's
-        rows with their states and metadata. The directory may hold earlier checkpoints of the same training.
+        rows with their states and metadata, and `vocabularies`. The directory may hold earlier checkpoints of
+        the same training.
 
         Args:
             meta: values of the caller's that JSON keeps unchanged.
@@ -362,6 +371,9 @@ class Trainer:
     ) -> int:
         """Load what `save` wrote, at any world size; returns the number of the next step. Collective.
 
+        `vocabularies` must extend those that were saved, as a log read with `saved_vocabularies` does; those
+        that are not there are loaded.
+
         Args:
             accept: is called with the metadata that was saved, and may raise; nothing is loaded then.
             loader: gets the position that was saved with ``loader=``.
@@ -369,7 +381,9 @@ class Trainer:
         Raises RuntimeError while batches are in flight, ValueError or `CheckpointError` for a checkpoint that
         is damaged or of another model, optimizer or table.
         """
-        self.next_step = restore(self._communicators, directory, self.tables, self.dense, accept, loader)
+        self.next_step = restore(
+            self._communicators, directory, self.tables, self.dense, accept, loader, self.vocabularies
+        )
         return self.next_step
 
     def whole_tables(self) -> HashTableCollection:
@@ -381,14 +395,20 @@ class Trainer:
         return whole_tables(self._communicators, self.tables)
 
     def evaluate(
-        self, loader: NextItemLoader | NextItemStream, ks: Sequence[int] = (10,)
+        self,
+        loader: NextItemLoader | NextItemStream,
+        ks: Sequence[int] = (10,),
+        part: Part = "test",
+        exclude_seen: bool = True,
     ) -> dict[str, float]:
-        """HR@K and NDCG@K of every user's held-out item, on every rank (`rank_held_out`). Collective.
+        """HR@K and NDCG@K of the held-out items of a part, on every rank (`data.evaluate`). Collective.
 
         The averaged model is ranked where there is one, in the precision of training. Raises RuntimeError
         while batches are in flight.
         """
-        return rank_held_out(self.dense.evaluated, self.whole_tables(), loader, ks, self.config.precision)
+        precision = self.config.precision
+        tables = self.whole_tables()
+        return rank_held_out(self.dense.evaluated, tables, loader, ks, precision, part, exclude_seen)
 
     def close(self) -> None:
         """Stop the lanes and give the model back.

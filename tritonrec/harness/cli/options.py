@@ -29,6 +29,7 @@ from .words import PARSERS
 
 PANELS = {
     "Job": "Data and training",
+    "LogFormat": "Format of the log",
     "Target": "Data and training",
     "HSTUConfig": "Sizes of the model",
     "WindowConfig": "Windows and exchanges",

@@ -23,7 +23,8 @@ from ..slipstream.run import SlipstreamRun
 from ..train.config import tables_of, to_toml
 from ..train.launch import Launch
 from ..train.reports import log_files
-from ..train.run import Run
+from ..train.resume import with_saved_words
+from ..train.run import Run, with_validation
 from .job import ready
 from .options import MOST_RANKS, PANELS, TimeoutOption, with_options
 from .outputs import checked, require_writable
@@ -128,6 +129,8 @@ def train(
         raise typer.BadParameter(f"options of {SLIPSTREAM.partition(',')[0]} go with --slipstream")
     if run.early_stopping and not run.evaluate_every:
         raise typer.BadParameter("--early-stopping goes with --evaluate-every")
+    if run.new_data and not run.resume:
+        raise typer.BadParameter("--new-data goes with --resume")
     if run.replay and slipstream:
         raise typer.BadParameter("--replay does not go with --slipstream")
     here = checked(rank_here)
@@ -142,7 +145,7 @@ def train(
             checked(lambda log=log: require_no_log(log))
     if slipstream:  # it judges the inputs of a log that is in memory
         run = replace(run, job=replace(run.job, stream=False))
-    run = checked(lambda: ready(run))
+    run = checked(lambda: ready(with_saved_words(with_validation(run))))
     run = replace(run, steps=run.steps or 20 * run.job.loader().steps_per_epoch)
     if print_config:
         print(to_toml(tables_of(run)), end="")
