@@ -26,10 +26,10 @@ kind, log, warm, allowed, how = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.a
 torch.set_num_threads(1)
 convert_sequences.BUCKET_ROWS, convert_sequences.DEALT_ROWS = 150_000, 50_000
 text_tables.BLOCK_BYTES, grouped.GROUP_CLICKS = 1 << 16, 1 << 11
-log_of = lambda path: f"csv:{path}?columns=user,item,timestamp,rating&time_unit=step" if kind == "csv" else
-f"{kind}:{path}" make = lambda path: {"csv": sequences_of, "criteo-tsv": clicks_of}[kind](log_of(path)) if how
-== "whole":
-    make = lambda path: load(log_of(path))
+columns = "?columns=user,item,timestamp,rating&time_unit=step" if kind == "csv" else ""
+make = lambda path: {"csv": sequences_of, "criteo-tsv": clicks_of}[kind](f"{kind}:{path}{columns}")
+if how == "whole":
+    make = lambda path: load(f"{kind}:{path}{columns}")
 make(warm)
 """
 AFTER = """\
