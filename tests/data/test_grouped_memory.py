@@ -43,7 +43,7 @@ def logs(tmp_path_factory):
         columns = {
             "user": random.integers(0, rows // 40, rows),
             "item": random.integers(0, 5000, rows),
-            "timestamp": random.integers(0, 2**40, rows),
+            "timestamp": random.integers(10**9, 2 * 10**9, rows),
             "rating": random.integers(1, 6, rows).astype(np.float64),
         }
         table = pa.table(columns)

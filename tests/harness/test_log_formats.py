@@ -71,3 +71,24 @@ def test_the_command_takes_options_and_a_config_file(log, tmp_path):
     assert code != 0 and "columns by their names (user=, item=, timestamp=)" in " ".join(output.split())
     code, output, _error = invoke("train", "--data", "zipf", "--user-column", "who", "--print-config")
     assert code != 0 and "has a format of its own" in " ".join(output.split())
+
+
+def test_a_log_without_a_header_is_described_by_options(tmp_path):
+    rows = [f"{n % 7}::{n % 5 + 1}::{n * 3 % 11}::{n % 2}::0{n % 9 + 1}.05.2024" for n in range(60)]
+    (tmp_path / "log.dat").write_text("\n".join(rows) + "\n")
+    words = ["--columns", "user,stars,item,like,day", "--delimiter", "::", "--time-column", "day"]
+    words += ["--time-format", "%d.%m.%Y", "--rating-column", "stars", "--label-columns", "like"]
+    more = ["--model", "grm", "--max-exposed", "2", "--steps", "1", "--print-config"]
+    code, output, _error = invoke("train", "--data", f"csv:{tmp_path}/log.dat", *more, *words)
+    assert code == 0 and 'label = ["like"]' in output and 'delimiter = "::"' in output
+    for option, value, message in (
+        ("--columns", "user,item", "5 columns, but 2 are named"),
+        ("--delimiter", "tab", "1 columns, but 5 are named"),
+        ("--time-format", "%Y", "expected a time of the format %Y"),
+        ("--rating-column", "who", "no column 'who'"),
+        ("--label-columns", "stars", "expected 0 or 1"),
+    ):
+        code, output, _error = invoke(
+            "train", "--data", f"csv:{tmp_path}/log.dat", *more, *words, option, value
+        )
+        assert code == 2 and message in output

@@ -25,6 +25,11 @@ FREE = {
     ("train", "--drop"),
     ("train", "--resume"),
 }  # tested below, and in test_cli
+FREE |= {  # tested in test_log_formats
+    ("train", f"--{name}")
+    for name in ("user-column", "item-column", "time-column", "time-format", "rating-column", "label-columns",
+                 "columns", "delimiter")
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

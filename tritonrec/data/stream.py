@@ -47,8 +47,8 @@ class Stream(Generic[BatchType]):
         seed: int64; fixes the order of samples in every epoch.
         rank, world_size: of the part that `batch` returns.
         shuffle, buffer_rows, readers: see `StreamPlan`. A rank's memory is ``buffer_rows / world_size``
-            rows, once more where blocks have up to 4,096 rows, and for each of its ``readers / world_size``
-            readers a page of each column (1 MiB, unless the writer has chosen another size).
+            rows, as many again that are decoded (a reader at most 4,096), and for each of its ``readers /
+            world_size`` readers a page of each column (1 MiB, unless the writer has chosen another size).
 
     Attributes:
         step: of the next batch. counts: bytes and rows that this rank has read.
@@ -197,7 +197,7 @@ class _Blocks:
         from tritonrec.data.parquet_rows import RowReader
 
         self._stream, self._number = stream, reader
-        at_once = min(2 * stream.plan.block_rows, MOST_AT_ONCE)
+        at_once = min(stream.plan.block_rows, MOST_AT_ONCE)
         self._reader: RowReader = RowReader(stream.rows, stream.counts, at_once)
         self._known: tuple[int, int, int] | None = None  # epoch, first, last
         self._numbers = np.empty(0, dtype=np.int64)
