@@ -6,7 +6,7 @@ history and Le exposed tokens, T tasks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -72,15 +72,27 @@ class Predictor:
         self.step: int = manifest["step"]
 
     @classmethod
-    def load(cls, path: Path | str, *, compiled: bool = False, unknown: UnknownIds = "initial") -> Predictor:
+    def load(
+        cls,
+        path: Path | str,
+        *,
+        compiled: bool = False,
+        unknown: UnknownIds = "initial",
+        namespaces: Collection[str] = (),
+    ) -> Predictor:
         """Load a folder of `export`; every file is compared with its checksum.
 
-        Args:
-            compiled: run the dense part that AOTInductor compiled. unknown: what ids without a row read as:
-                their ``"initial"`` values, as in training, or ``"zeros"``.
+        No code of the folder runs, unless `compiled`: the program is checked first (`vetted`).
 
-        Raises ValueError for a folder that is no export, a file that is missing or altered, and `compiled`
-        where nothing was compiled.
+        Args:
+            compiled: run the dense part that AOTInductor compiled, which is machine code: for a folder whose
+                author you trust.
+            unknown: what ids without a row read as: their ``"initial"`` values, as in training, or
+                ``"zeros"``.
+            namespaces: of ``torch.ops``, operators of other libraries that the program may call.
+
+        Raises ValueError for a folder that is no export, a file that is missing or altered, a program that
+        could run code, and `compiled` where nothing was compiled.
         """
         if unknown not in ("initial", "zeros"):
             raise ValueError(f"unknown must be 'initial' or 'zeros', got {unknown!r}")
@@ -93,7 +105,7 @@ class Predictor:
         if compiled:
             program = load_compiled(checked_file(folder, dense["compiled"]))
         elif dense:
-            program = load_program(checked_file(folder, dense["program"]))
+            program = load_program(checked_file(folder, dense["program"]), namespaces)
         return cls(manifest, tables, program)
 
     def rows(self, feature: str, ids: Tensor, offsets: Tensor | None = None) -> Tensor:
