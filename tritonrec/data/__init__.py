@@ -19,6 +19,7 @@ from tritonrec.data.sequences import NextItemStream
 from tritonrec.data.slices import work
 from tritonrec.data.sources import load, load_clicks, load_interactions
 from tritonrec.data.stream import Stream
+from tritonrec.data.vocabulary import Vocabulary, hashed_ids
 
 __all__ = [
     "Batch",
@@ -41,6 +42,7 @@ __all__ = [
     "NumberedLoader",
     "SequenceCost",
     "Stream",
+    "Vocabulary",
     "WeightedLookup",
     "auc",
     "clicks_from_ratings",
@@ -48,6 +50,7 @@ __all__ = [
     "evaluate_clicks",
     "evaluate_impressions",
     "gauc",
+    "hashed_ids",
     "load",
     "load_clicks",
     "load_interactions",

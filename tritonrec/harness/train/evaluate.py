@@ -28,8 +28,6 @@ KS = (10, 50)
 COUNTED_STEPS = 256
 """Batches whose impressions are in memory at once for the baseline."""
 
-LESS_IS_BETTER = ("BCE",)
-
 Metrics = dict[str, float]
 
 

@@ -20,7 +20,7 @@ from ...pipeline import Replay, Trainer
 from ...trace import NullRecorder, Recorder
 from ..devices import kernels_of
 from .elastic import Memory, lacks_evaluation
-from .evaluate import LESS_IS_BETTER, baseline, evaluate_model, metric_names
+from .evaluate import baseline, evaluate_model, metric_names
 from .gather import save_trace, state_digest, table_totals, totals
 from .reports import Reports, log_files
 from .resume import EARLY_STOPPING, metadata, resume
@@ -198,8 +198,9 @@ def _early_stopping(run: Run, communicators: Communicators, known: list[str]) ->
         raise ValueError("early stopping goes by evaluations between: set evaluate_every")
     if rule.metric not in known:
         raise ValueError(unknown_metric(rule.metric, known))
-    mode = rule.mode or ("min" if rule.metric in LESS_IS_BETTER else "max")
-    return EarlyStopping(rule.metric, rule.patience, mode, communicators=communicators)
+    return EarlyStopping(
+        rule.metric, rule.patience, rule.mode, check_finite=False, communicators=communicators
+    )
 
 
 def _outcome(stopping: EarlyStopping, before_the_end: bool) -> dict[str, Any]:

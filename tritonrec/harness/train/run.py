@@ -22,7 +22,7 @@ class StoppingRule:
     mode: Direction | None = None
 
     def __post_init__(self) -> None:
-        EarlyStopping(self.metric, self.patience, self.mode or "max")
+        EarlyStopping(self.metric, self.patience, self.mode)
 
 
 @dataclass(frozen=True)
