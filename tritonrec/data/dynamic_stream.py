@@ -97,8 +97,9 @@ class DynamicStream:
                 raise ValueError(
                     f"the position has {name} {state.get(name)}, and this stream {getattr(self, name)}"
                 )
+        step, stream_step, row = (int(state[name]) for name in ("step", "stream_step", "row"))
         self.stream.load_state_dict(state["stream"])
-        self._begin(int(state["step"]), int(state["stream_step"]), int(state["row"]))
+        self._begin(step, stream_step, row)
 
     def _begin(self, step: int, stream_step: int, row: int) -> None:
         self.step = step

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from .. import checkpoint
 from ..checkpoint import flatten, unflatten
 from ..distributed import Communicators, check_ranks_agree
 from ..embedding import HashTableCollection
 from .dense import DenseModel
-from .position import LOADER, SupportsState, positions, set_position
-from .precision import Precision
+from .position import LOADER, SupportsState, position_of, positions
+from .recipe import RECIPE, keep_rates, recipe_of, require_same
+from .window import WindowConfig
 
 DENSE = "dense"
 """The key of the dense model's numbers and texts among a checkpoint's metadata."""
@@ -31,7 +35,7 @@ class TrainingSaver:
     Args:
         directory: visible to all ranks. tables, dense: what is saved.
         meta: values of the caller's that JSON keeps unchanged, saved with every checkpoint.
-        loader: its position is saved too. precision: of the model's arithmetic.
+        loader: its position is saved too. config: of the training.
     """
 
     def __init__(
@@ -43,12 +47,12 @@ class TrainingSaver:
         meta: Mapping[str, Any],
         full_every: int = 1,
         loader: SupportsState | None = None,
-        precision: Precision = "float32",
+        config: WindowConfig | None = None,
     ):
-        for key in (DENSE, LOADER, EMBEDDING, PRECISION):
+        for key in (DENSE, LOADER, EMBEDDING, PRECISION, RECIPE):
             if key in meta:
                 raise ValueError(f"metadata of a checkpoint has the key {key!r}, which the trainer uses")
-        self._communicators, self._loader, self._precision = communicators, loader, precision
+        self._communicators, self._loader, self._config = communicators, loader, config or WindowConfig()
         self.tables, self.dense, self.meta = tables, dense, meta
         self._incremental = full_every > 1
         self._saver: checkpoint.Saver | None = None
@@ -78,7 +82,8 @@ class TrainingSaver:
         plain, shared = flatten(state, DENSE)
         full = self._saver.next_is_full()
         dense = {name.removeprefix(f"{DENSE}/"): tensor.clone() for name, tensor in shared.items()}
-        own = {DENSE: plain, EMBEDDING: self.tables.describe(), PRECISION: self._precision}
+        own = {DENSE: plain, EMBEDDING: self.tables.describe(), PRECISION: self._config.precision}
+        own[RECIPE] = recipe_of(self.tables, self.dense, self._config)
         values = {**self.meta, **(meta or {}), **at, **own}
         if full:
             if self._incremental:
@@ -106,29 +111,96 @@ def restore(
     directory: str | Path,
     tables: HashTableCollection,
     dense: DenseModel,
+    config: WindowConfig,
     accept: Callable[[dict[str, Any]], None] = lambda meta: None,
     loader: SupportsState | None = None,
+    changed: Collection[str] = (),
 ) -> int:
     """Load this rank's part of the newest checkpoint; returns its step. Collective.
 
-    `loader` goes on where the one of the training that saved was.
+    Everything is checked on every rank before anything is changed on one, see `whole_or_nothing`.
 
-    `accept` gets the metadata of the training that saved, and raises where this one differs; nothing is
-    loaded then. Raises ValueError for a checkpoint of something else, of another model, optimizer or table.
+    `accept` gets the metadata of the training that saved, and raises where this one differs. Raises
+    ValueError for a checkpoint of something else, of another model, optimizer or table, or of other settings
+    (`require_same`).
     """
-    loaded = checkpoint.load(directory, rank=communicators.shard, world_size=communicators.shards)
-    meta = dict(loaded.meta)
-    plain, at = meta.pop(DENSE, None), meta.pop(LOADER, None)
-    for key in (EMBEDDING, PRECISION):
-        meta.pop(key, None)
-    accept(meta)
-    if plain is None:
-        raise ValueError(f"the checkpoint in {directory} was not saved by a Trainer of this version")
-    if loader is not None:
-        set_position(communicators, loader, at)
-    dense.load_state_dict(
-        unflatten(plain, {f"{DENSE}/{name}": tensor for name, tensor in loaded.dense.items()})
-    )
-    tables.load_state(loaded.tables)
-    check_ranks_agree(communicators.control, {"step of the checkpoint": loaded.step})
+    load: Callable[[], None]
+    with whole_or_nothing(communicators) as checked:
+        loaded = checkpoint.load(directory, rank=communicators.shard, world_size=communicators.shards)
+        checked["step"] = loaded.step
+        meta = dict(loaded.meta)
+        plain, at, recipe = (meta.pop(key, None) for key in (DENSE, LOADER, RECIPE))
+        for key in (EMBEDDING, PRECISION):
+            meta.pop(key, None)
+        accept(meta)
+        if plain is None:
+            raise ValueError(f"the checkpoint in {directory} was not saved by a Trainer of this version")
+        require_same(recipe, recipe_of(tables, dense, config), changed, f"the checkpoint in {directory}")
+        state = unflatten(plain, {f"{DENSE}/{name}": tensor for name, tensor in loaded.dense.items()})
+        load = prepare(communicators, tables, dense, state, loaded.tables, loader, at, changed)
+    load()
     return loaded.step
+
+
+def prepare(
+    communicators: Communicators,
+    tables: HashTableCollection,
+    dense: DenseModel,
+    state: Mapping[str, Any],
+    rows: Mapping[str, Mapping[str, Tensor]],
+    loader: SupportsState | None,
+    at: list[str] | None,
+    changed: Collection[str] = (),
+) -> Callable[[], None]:
+    """Check the parts of a state, and change nothing; the function returned loads them.
+
+    Args:
+        state: of `dense`. rows: `HashTableCollection.state`. at: what `positions` gave for the loader.
+    """
+    rates = keep_rates(dense) if "lr" in changed else None
+    dense.check_state(state)
+    load_rows = tables.prepare_state(rows)
+    position = None if loader is None else position_of(communicators, at)
+
+    def load() -> None:
+        if loader is not None:  # it checks the rest by itself, so it comes first
+            before = loader.state_dict()
+            try:
+                loader.load_state_dict(position)  # type: ignore[arg-type]
+            except BaseException:
+                loader.load_state_dict(before)
+                raise
+        try:
+            dense.load_state_dict(state)
+        except BaseException:
+            if loader is not None:
+                loader.load_state_dict(before)
+            raise
+        if rates is not None:
+            rates()
+        tables.clear()
+        load_rows()
+
+    return load
+
+
+@contextmanager
+def whole_or_nothing(communicators: Communicators) -> Iterator[dict[str, int]]:
+    """Checks of one rank, after which all ranks go on, or all raise. Collective.
+
+    Yields a mapping for the ``"step"`` that this rank would load, which must be that of all.
+    """
+    checked: dict[str, int] = {}
+    failure: Exception | None = None
+    try:
+        yield checked
+    except Exception as error:
+        failure = error
+    mine = "" if failure is None else f"{failure}"
+    said = communicators.control.all_gather_texts(mine)
+    if failure is not None:
+        raise failure
+    for rank, words in enumerate(said):
+        if words:
+            raise ValueError(f"nothing is loaded, because rank {rank} cannot: {words}")
+    check_ranks_agree(communicators.control, {"step of the checkpoint": checked["step"]})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -319,7 +319,7 @@ class Trainer:
         """A context manager whose ``save(step)`` writes everything beside the training (`TrainingSaver`)."""
         groups, meta = self._communicators, meta or {}
         return TrainingSaver(
-            groups, directory, self.tables, self.dense, meta, full_every, loader, self.config.precision
+            groups, directory, self.tables, self.dense, meta, full_every, loader, self.config
         )
 
     def save(
@@ -347,17 +347,26 @@ class Trainer:
         directory: str | Path,
         accept: Callable[[dict[str, Any]], None] = lambda meta: None,
         loader: SupportsState | None = None,
+        changed: Collection[str] = (),
     ) -> int:
         """Load what `save` wrote, at any world size; returns the number of the next step. Collective.
+
+        All ranks check everything before one changes anything: after an error model, optimizer, tables and
+        loader are as they were. Rows that the tables had before are gone after a load.
 
         Args:
             accept: is called with the metadata that was saved, and may raise; nothing is loaded then.
             loader: gets the position that was saved with ``loader=``.
+            changed: settings that may differ from those of the training that saved (`recipe.SETTINGS`):
+                ``"seed"``, ``"lr"``, ``"rule"``, ``"policy"``, ``"dropout_seed"``, ``"consistency"``, ...
+                This trainer's values hold from here on.
 
         Raises RuntimeError while batches are in flight, ValueError or `CheckpointError` for a checkpoint that
-        is damaged or of another model, optimizer or table.
+        is damaged, of another model, optimizer or table, or of other settings that are not `changed`.
         """
-        self.next_step = restore(self._communicators, directory, self.tables, self.dense, accept, loader)
+        self.next_step = restore(
+            self._communicators, directory, self.tables, self.dense, self.config, accept, loader, changed
+        )
         return self.next_step
 
     def whole_tables(self) -> HashTableCollection:
