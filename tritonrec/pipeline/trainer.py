@@ -367,6 +367,7 @@ class Trainer:
         self.next_step = restore(
             self._communicators, directory, self.tables, self.dense, self.config, accept, loader, changed
         )
+        self._pending.loaded()
         return self.next_step
 
     def whole_tables(self) -> HashTableCollection:
