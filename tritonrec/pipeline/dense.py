@@ -279,6 +279,17 @@ class DenseModel:
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
 
+    def check_idle(self, action: str) -> None:
+        """Raise RuntimeError while windows are in flight."""
+        self._check(action)
+
+    def load_parameters(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Give parameters and buffers, and the average of them, other values by name."""
+        self._check("load_parameters")
+        for module in (self.model, *([self.average.module] if self.average is not None else [])):
+            own = dict(module.state_dict()) if self.shards is None else self.shards.whole(module.state_dict())
+            self._load_module(module, {**own, **values})
+
     def _load_module(self, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
         if self.shards is not None:
             held = module.state_dict()

@@ -18,6 +18,7 @@ from .. import ops
 from ..data import Batch, NextItemLoader, NextItemStream
 from ..distributed import Communicators
 from ..embedding import HashTableCollection
+from ..embedding.warm_start import Choice, WarmStart
 from ..kernels.dispatch import default_impl, usable_device
 from ..trace import NullRecorder, SupportsRecording
 from .agreement import validate_same_training
@@ -42,6 +43,7 @@ from .saver import TrainingSaver, restore
 from .schedule import Schedule, Task
 from .streams import Streams, lanes_of_one_thread, launches_in_turn, streams_for
 from .sums import Sums
+from .warm_start import warm_start
 from .window import LookupCounts, Window, WindowConfig
 
 
@@ -369,6 +371,37 @@ class Trainer:
         )
         self._pending.loaded()
         return self.next_step
+
+    def warm_start(
+        self,
+        source: str | Path | Mapping[str, Any],
+        *,
+        tables: Collection[str] | None = None,
+        features: Collection[str] | None = None,
+        dense: Collection[str] | None = None,
+        rename: Mapping[str, str] | None = None,
+        step: int | None = None,
+    ) -> WarmStart:
+        """Begin with weights of another training; returns the report of what was taken. Collective.
+
+        Everything else keeps its values: rows of ids that are not there, parameters of other names or shapes,
+        and the states of all optimizers. Without `tables`, `features` and `dense` all is taken that has the
+        same name and size here; what is named has to be there.
+
+        Args:
+            source: a directory of checkpoints (`step`: of which), or a module's ``state_dict``, such as one
+                that TorchRec saved (`tables_of`).
+            tables: names here; ``()`` for none. features: their tables.
+            dense: names of parameters and buffers here, or of modules, or patterns (``"layers.*.norm.*"``);
+                ``()`` for none.
+            rename: by name there, the name here, of tables and parameters; one that ends with a dot renames
+                all that begin with it, as ``{"encoder.": "body.encoder."}``.
+
+        Raises RuntimeError while batches are in flight, ValueError or `CheckpointError` where something named
+        is not there or has another size; nothing is loaded then.
+        """
+        choice = Choice(tables, features, dense, rename or {})
+        return warm_start(self._communicators, self.tables, self.dense, source, choice, step)
 
     def whole_tables(self) -> HashTableCollection:
         """Every rank's weights in tables of one process, for an evaluation. Collective.

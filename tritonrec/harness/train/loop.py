@@ -81,6 +81,8 @@ def train(
         start, state = 0, None
         if run.resume or memory:
             start, state = resume(trainer, run, position, memory.copies if memory else None)
+        if run.warm_start and not start:
+            console.print(str(trainer.warm_start(run.warm_start)), highlight=False, markup=False)
         if stopping and state:
             stopping.load_state_dict(state)
         if start >= run.steps and not called_again:

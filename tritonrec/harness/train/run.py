@@ -34,6 +34,7 @@ class Run:
         steps: train up to this step, counted from the run's beginning.
         checkpoint: directory to save to. save_every: steps between saves; the last step is saved always.
         full_every: every n-th save is whole, those between hold the changes.
+        warm_start: directory of another training's checkpoint, whose weights are taken where a run begins.
         resume: go on from the checkpoint there. evaluate_every: steps between evaluations; 0: at the end.
         early_stopping: end where the evaluations between no longer improve.
         trace: write a Perfetto trace of all ranks to this file.
@@ -54,6 +55,9 @@ class Run:
     checkpoint: Path | None = setting(None, "Directory to save to.")
     save_every: int = setting(0, "Steps between saves; 0: at the end only.", 0, MOST)
     full_every: int = setting(1, "Whole checkpoints among the saves; the others hold changes.", 1, MOST)
+    warm_start: Path | None = setting(
+        None, "Begin with the tables and parameters of a checkpoint that fit; go on from none."
+    )
     resume: bool = setting(False, "Go on from the newest checkpoint.")
     evaluate_every: int = setting(0, "Steps between evaluations; 0: at the end only.", 0, MOST)
     early_stopping: StoppingRule | None = setting(
