@@ -24,6 +24,7 @@ from tritonrec.data.epochs import check_at_least
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.sources import load_interactions
 from tritonrec.files import ScratchFolder
+from tritonrec.places import local_path
 
 TimeUnit = Literal["s", "ms", "us", "ns"]
 
@@ -72,7 +73,7 @@ def new_folder(out: Path | str) -> Iterator[Path]:
 
     Raises FileExistsError where `out` is a file or a folder that is not empty.
     """
-    out = Path(out)
+    out = local_path(out, "the folder of converted files")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} exists and is not an empty folder: choose another one, or remove it")
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -26,6 +26,7 @@ from rich.table import Table
 
 from ..distributed.signals import end_with_parent
 from ..files import ScratchFolder, atomic_write, check_writable
+from ..places import read_document
 
 BENCHMARKS = "ci/benchmarks"
 LEAST_BAND = 1.25
@@ -159,7 +160,7 @@ def summary(runs: list[Rows], made: dict[str, Any]) -> dict[str, Any]:
 
 def load(path: Path) -> dict[str, Any]:
     """A baseline; ValueError if it is none."""
-    report = json.loads(path.read_text())
+    report = json.loads(read_document(path, "baseline"))
     if "rows" not in report:
         raise ValueError(f"{path} is no baseline: write one with tritonrec bench --repeat 3 --json {path}")
     return report

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .. import checkpoint
 from ..checkpoint import CheckpointStream
+from ..places import read_document
 from .train.config import CONFIG
 from .verify.state import bits_of, ulps_between
 
@@ -250,7 +251,7 @@ def _flat(tables: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 def _log(path: Path) -> dict[int, dict[str, Any]]:
     """By step the values of a JSON-lines log, those that are measured left out."""
     found: dict[int, dict[str, Any]] = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(read_document(path, "log").decode().splitlines(), 1):
         try:
             entry = json.loads(line)
             values = found.setdefault(int(entry.pop("step")), {})

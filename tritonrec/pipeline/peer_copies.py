@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from ..distributed import Communicator, Communicators
 from ..embedding.state_check import check_state
 from ..kernels import launch
 from ..kernels.checksums import as_bytes
+from ..places import Place
 from .position import SupportsState, positions
 from .recipe import Recipe, recipe_of, require_same
 from .saver import DENSE, prepare, whole_or_nothing
@@ -81,7 +81,7 @@ class PeerCopies:
     def restore(
         self,
         trainer: Trainer,
-        directory: str | Path | None = None,
+        directory: str | Place | None = None,
         accept: Callable[[dict[str, Any]], None] = lambda meta: None,
         loader: SupportsState | None = None,
         changed: Collection[str] = (),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +12,7 @@ from .. import checkpoint
 from ..checkpoint import flatten, unflatten
 from ..distributed import Communicators, check_ranks_agree
 from ..embedding import HashTableCollection
+from ..places import Place
 from .dense import DenseModel
 from .position import LOADER, SupportsState, position_of, positions
 from .recipe import RECIPE, keep_rates, recipe_of, require_same
@@ -41,7 +41,7 @@ class TrainingSaver:
     def __init__(
         self,
         communicators: Communicators,
-        directory: str | Path,
+        directory: str | Place,
         tables: HashTableCollection,
         dense: DenseModel,
         meta: Mapping[str, Any],
@@ -108,7 +108,7 @@ class TrainingSaver:
 
 def restore(
     communicators: Communicators,
-    directory: str | Path,
+    directory: str | Place,
     tables: HashTableCollection,
     dense: DenseModel,
     config: WindowConfig,

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from ..distributed import Communicators
 from ..embedding import HashTableCollection
 from ..embedding.warm_start import Choice, WarmStart
 from ..kernels.dispatch import default_impl, usable_device
+from ..places import Place
 from ..trace import NullRecorder, SupportsRecording
 from .agreement import validate_same_training
 from .dense import DenseModel
@@ -313,7 +313,7 @@ class Trainer:
 
     def saver(
         self,
-        directory: str | Path,
+        directory: str | Place,
         meta: Mapping[str, Any] | None = None,
         full_every: int = 1,
         loader: SupportsState | None = None,
@@ -326,7 +326,7 @@ class Trainer:
 
     def save(
         self,
-        directory: str | Path,
+        directory: str | Place,
         meta: Mapping[str, Any] | None = None,
         loader: SupportsState | None = None,
     ) -> None:
@@ -346,7 +346,7 @@ class Trainer:
 
     def load(
         self,
-        directory: str | Path,
+        directory: str | Place,
         accept: Callable[[dict[str, Any]], None] = lambda meta: None,
         loader: SupportsState | None = None,
         changed: Collection[str] = (),
@@ -374,7 +374,7 @@ class Trainer:
 
     def warm_start(
         self,
-        source: str | Path | Mapping[str, Any],
+        source: str | Place | Mapping[str, Any],
         *,
         tables: Collection[str] | None = None,
         features: Collection[str] | None = None,

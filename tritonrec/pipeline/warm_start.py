@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from ..distributed import Communicators
 from ..embedding import HashTableCollection
 from ..embedding.warm_start import Choice, WarmStart, choose_dense, choose_tables, tables_of
 from ..kernels import launch
+from ..places import Place
 from .dense import DenseModel
 from .saver import DENSE, EMBEDDING, whole_or_nothing
 
@@ -22,7 +22,7 @@ def warm_start(
     communicators: Communicators,
     tables: HashTableCollection,
     dense: DenseModel,
-    source: str | Path | Mapping[str, Any],
+    source: str | Place | Mapping[str, Any],
     choice: Choice,
     step: int | None = None,
 ) -> WarmStart:
@@ -60,7 +60,7 @@ def _unused_renames(choice: Choice, report: WarmStart) -> list[str]:
 
 
 def _of_checkpoint(
-    communicators: Communicators, directory: str | Path, step: int | None
+    communicators: Communicators, directory: str | Place, step: int | None
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Tables, of the rows that this rank owns, and parameters and buffers of a trainer's checkpoint."""
     loaded = checkpoint.load(directory, step, rank=communicators.shard, world_size=communicators.shards)

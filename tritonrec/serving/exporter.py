@@ -9,7 +9,8 @@
       dense.pt2                     `torch.export`
       dense.compiled.pt2            AOTInductor, where it was wanted
 
-The folder is written under another name and renamed at its end, so that it is complete or absent. Rows are
+The folder is written under another name and renamed at its end, so that it is complete or absent; at a URL
+the manifest is written last. Rows are
 ordered by hash slice and id, whatever saved the checkpoint: equal states give equal tables, byte for byte.
 """
 
@@ -21,7 +22,9 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,7 @@ from ..checkpoint import CheckpointStream, unflatten
 from ..checkpoint.files import flush, sha256_of
 from ..checkpoint.manifest import add_checksum
 from ..kernels.autocast import DTYPES, Precision
+from ..places import Place, RemotePath, place_of
 from ..version import __version__
 from .manifest import FORMAT, MANIFEST, VERSION
 from .programs import SCORER, Arguments, Scorer, check_compiler, compile_program, save_program, scorer_of
@@ -43,8 +47,8 @@ SHARD_BYTES = 64 << 20
 
 
 def export(
-    checkpoint: Path | str,
-    out: Path | str,
+    checkpoint: Place | str,
+    out: Place | str,
     model: torch.nn.Module | None = None,
     *,
     scorer: torch.nn.Module | None = None,
@@ -80,8 +84,10 @@ def export(
         TypeError: a model that is not ours, without a scorer.
         CheckpointError: as `checkpoint.load`.
     """
-    checkpoint, out = Path(checkpoint), Path(out)
-    if os.path.lexists(out):
+    out = place_of(out)
+    if isinstance(out, RemotePath):
+        out.require_writable()
+    if (out / MANIFEST).is_file() if isinstance(out, RemotePath) else os.path.lexists(out):
         raise ValueError(f"{out} exists: export to a new folder")
     if format not in SUFFIXES:
         raise ValueError(f"format must be {' or '.join(SUFFIXES)}, got {format!r}")
@@ -104,10 +110,7 @@ def export(
     if model is not None:
         dense = _scorer(stream, model, scorer, examples, described)
         dense = replace(dense, precision=precision or stream.meta.get("dense_precision", "float32"))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.name[:50]}-{secrets.token_hex(8)}.part")
-    partial.mkdir()
-    try:
+    with _published(out) as partial:
         tables = {
             name: {
                 **table,
@@ -127,13 +130,29 @@ def export(
         manifest = partial / MANIFEST
         manifest.write_text(json.dumps(body, indent=1) + "\n")
         flush(manifest)
+    return body
+
+
+@contextmanager
+def _published(out: Place) -> Iterator[Path]:
+    """Yield a folder to write to, which is at `out` in the end: renamed, or uploaded, the manifest last."""
+    if isinstance(out, RemotePath):
+        with tempfile.TemporaryDirectory(prefix="tritonrec-") as name:
+            yield Path(name)
+            for file in sorted(os.listdir(name), key=lambda each: (each == MANIFEST, each)):
+                (out / file).upload(Path(name, file))
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f".{out.name[:50]}-{secrets.token_hex(8)}.part")
+    partial.mkdir()
+    try:
+        yield partial
         flush(partial)
         partial.rename(out)
         flush(out.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return body
 
 
 def _labels(names: Mapping[str, Any]) -> Iterator[str]:

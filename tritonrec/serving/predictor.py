@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -19,6 +18,7 @@ from ..data.impressions import ImpressionBatch
 from ..data.jagged import KeyedJaggedTensor, WeightedLookup, check_offsets
 from ..embedding.features import pool
 from ..nn import sigmoid
+from ..places import Place, place_of
 from .manifest import checked_file, read_manifest
 from .programs import CLICK, IMPRESSION, NEXT_ITEM, load_compiled, load_program
 from .retrieval import top_k
@@ -74,7 +74,7 @@ class Predictor:
     @classmethod
     def load(
         cls,
-        path: Path | str,
+        path: Place | str,
         *,
         compiled: bool = False,
         unknown: UnknownIds = "initial",
@@ -96,16 +96,18 @@ class Predictor:
         """
         if unknown not in ("initial", "zeros"):
             raise ValueError(f"unknown must be 'initial' or 'zeros', got {unknown!r}")
-        folder = Path(path)
+        folder = place_of(path)
         manifest = read_manifest(folder)
         tables = {name: _load_table(folder, table, unknown) for name, table in manifest["tables"].items()}
         dense, program = manifest["dense"], None
         if compiled and not (dense or {}).get("compiled"):
             raise ValueError(f"{folder} has no compiled program: export with compiled=True (--compiled)")
         if compiled:
-            program = load_compiled(checked_file(folder, dense["compiled"]))
+            with checked_file(folder, dense["compiled"]) as file:
+                program = load_compiled(file)
         elif dense:
-            program = load_program(checked_file(folder, dense["program"]), namespaces)
+            with checked_file(folder, dense["program"]) as file:
+                program = load_program(file, namespaces)
         return cls(manifest, tables, program)
 
     def rows(self, feature: str, ids: Tensor, offsets: Tensor | None = None) -> Tensor:
@@ -265,13 +267,13 @@ def _history(history: Any) -> tuple[Tensor, Tensor]:
 
 
 def load_tables(
-    path: Path | str, features: Sequence[str], unknown: UnknownIds = "initial"
+    path: Place | str, features: Sequence[str], unknown: UnknownIds = "initial"
 ) -> tuple[dict[str, int], dict[str, ExportedTable]]:
     """The number of rows of every feature's table in a folder of `export`, and the tables of `features`.
 
     Raises ValueError as `Predictor.load`, and for a feature that is not there.
     """
-    folder = Path(path)
+    folder = place_of(path)
     manifest = read_manifest(folder)
     names = {feature: described["table"] for feature, described in manifest["features"].items()}
     missing = [feature for feature in features if feature not in names]
@@ -285,13 +287,14 @@ def load_tables(
     return rows, {feature: tables[names[feature]] for feature in features}
 
 
-def _load_table(folder: Path, table: Mapping[str, Any], unknown: UnknownIds) -> ExportedTable:
+def _load_table(folder: Place, table: Mapping[str, Any], unknown: UnknownIds) -> ExportedTable:
     ids = torch.empty(table["rows"], dtype=torch.int64)
     weights = torch.empty(table["rows"], table["dim"], dtype=torch.float32)
     at = 0
     for entry in table["files"]:
-        file, rows = checked_file(folder, entry), entry["rows"]
-        columns = read_shard(file, table["format"])
+        rows = entry["rows"]
+        with checked_file(folder, entry) as file:
+            columns = read_shard(file, table["format"])
         expected = {"ids": ((rows,), ids.dtype), "weights": ((rows, table["dim"]), weights.dtype)}
         found = {name: (tuple(each.shape), each.dtype) for name, each in columns.items()}
         if not expected.items() <= found.items():
@@ -300,6 +303,8 @@ def _load_table(folder: Path, table: Mapping[str, Any], unknown: UnknownIds) -> 
         ids[here], weights[here] = columns["ids"], columns["weights"]
         at += rows
     ids, order = ids.sort()
+    if bool((repeated := ids[1:] == ids[:-1]).any()):
+        raise ValueError(f"{folder}: id {int(ids[1:][repeated][0])} is in the files of one table twice")
     return ExportedTable(
         ids, ops.gather_rows(weights, order), table["seed"], table["table_id"], table["scale"], unknown
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...pipeline import NESTPIPE, Mode, Program, WindowConfig, WindowPlaces, base_schedule
 from ...pipeline.places import Samples
+from ...places import read_document
 from .network import LabError
 
 LOOKUP_SHARES = {"prefetch": 1 / 6, "h2d": 1 / 6, "route": 1 / 6, "retrieve": 1 / 2}
@@ -123,7 +124,7 @@ class Planned:
 def read_plan(path: Path) -> Planned:
     """Raises LabError naming the file and what it lacks."""
     try:
-        best = json.loads(path.read_text())["plans"][0]
+        best = json.loads(read_document(path, "plan"))["plans"][0]
         switches = {"taper": best["taper"], "depth": best["depth"] or 0, REPLICAS: best["replicas"]}
         switches |= {"clustering": best["clustered"], "first_use": best["first_use"]}
         switches |= {"skip_fetch": best["skip_fetch"]}
