@@ -1,4 +1,4 @@
-"""Promise: a path that a user names may be a URL: what is written there is read again, and no folder ``s3:`` is made."""
+"""Promise: a path may be a URL: what is written there is read again, and no folder ``s3:`` is made."""
 
 import json
 import os
@@ -14,8 +14,8 @@ import torch
 from tritonrec import checkpoint
 from tritonrec.checkpoint import CheckpointError, CheckpointStream, Saver
 from tritonrec.files import atomic_write, check_writable, save_json
+from tritonrec.files.places import GrowingText, RemotePath, local_path, place_of, read_document
 from tritonrec.loggers import CSVLogger, JSONLinesLogger
-from tritonrec.places import GrowingText, RemotePath, local_path, place_of, read_document
 from tritonrec.serving import Predictor, export
 from tritonrec.trace import Recorder, read, save_joined
 
@@ -181,7 +181,7 @@ def test_traces_documents_and_logs(url):
 
 def test_a_log_is_uploaded_now_and_then(monkeypatch):
     at = [100.0]
-    monkeypatch.setattr("tritonrec.places.time.monotonic", lambda: at[0])
+    monkeypatch.setattr("tritonrec.files.places.time.monotonic", lambda: at[0])
     place = place_of("memory://logs/grows.txt")
     log = GrowingText(place, "a\n")
     for moment, text, there in ((110, "b\n", "a\n"), (131, "c\n", "a\nb\nc\n"), (140, "d\n", "a\nb\nc\n")):
@@ -214,7 +214,7 @@ def test_a_store_without_locks_is_warned_of(recwarn):
     ],
 )
 def test_which_paths_are_urls(given, want, monkeypatch):
-    monkeypatch.setattr("tritonrec.places._filesystem_of", lambda url: (None, url))
+    monkeypatch.setattr("tritonrec.files.places._filesystem_of", lambda url: (None, url))
     assert str(place_of(given)) == str(Path(want) if "://" not in want else want)
     assert isinstance(place_of(given), RemotePath) == ("://" in want)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from .files import atomic_write
-from .places import Place, RemotePath, kind_of, place_of
+from .files.places import Place, RemotePath, kind_of, place_of
 
 __all__ = ["CSVLogger", "JSONLinesLogger", "Logger", "TensorBoardLogger"]
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..places import Place, RemotePath, kind_of, place_of
+from ..files.places import Place, RemotePath, kind_of, place_of
 
 NUM_KEPT = 2
 """Checkpoints that a save leaves in a directory."""

@@ -10,7 +10,7 @@ import warnings
 from contextlib import suppress
 from typing import IO
 
-from ..places import Place, RemotePath, place_of
+from ..files.places import Place, RemotePath, place_of
 from .files import CheckpointError
 
 NAME = ".lock"
@@ -90,7 +90,7 @@ class WriterLock:
             f"{self.path.parent}: its file system has no locks ({reason}), so nothing keeps a second run "
             "from saving there",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
 
     def _in_place(self, file: IO[str]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from ..places import Place
+from ..files.places import Place
 from . import slices
 from .files import CheckpointError, describe, folder_of, manifest_of, size_of
 

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from ..places import Place
+from ..files.places import Place
 from .files import NUM_KEPT, PARTIAL, CheckpointError, flush, manifest_of, names_in, steps
 from .manifest import CONTENT, files_of, read_manifest
 

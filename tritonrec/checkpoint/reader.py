@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load as parse
 from torch import Tensor
 
+from ..files.places import Place, place_of
 from ..kernels import launch
 from ..kernels.arguments import check_rank
-from ..places import Place, place_of
 from . import slices
 from .files import CheckpointError, describe, manifest_of, size_of, steps
 from .manifest import ERASED, MAX_HEADER_BYTES, read_manifest

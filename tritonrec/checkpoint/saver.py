@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..files.places import Place, place_of
 from ..kernels.arguments import check_rank
-from ..places import Place, place_of
 from .agreement import Agreement, Gather, single_rank
 from .files import CheckpointError
 from .lock import WriterLock

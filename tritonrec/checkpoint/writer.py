@@ -16,9 +16,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..files.places import Place, place_of
 from ..kernels import launch
 from ..kernels.arguments import check_rank
-from ..places import Place, place_of
 from . import files, slices
 from .agreement import Agreement, Gather, single_rank
 from .files import CheckpointError, folder_of, manifest_of

@@ -24,7 +24,7 @@ from tritonrec.data.epochs import check_at_least
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.sources import load_interactions
 from tritonrec.files import ScratchFolder
-from tritonrec.places import local_path
+from tritonrec.files.places import local_path
 
 TimeUnit = Literal["s", "ms", "us", "ns"]
 

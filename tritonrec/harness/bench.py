@@ -26,7 +26,7 @@ from rich.table import Table
 
 from ..distributed.signals import end_with_parent
 from ..files import ScratchFolder, atomic_write, check_writable
-from ..places import read_document
+from ..files.places import read_document
 
 BENCHMARKS = "ci/benchmarks"
 LEAST_BAND = 1.25

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import checkpoint
 from ..checkpoint import CheckpointStream
-from ..places import read_document
+from ..files.places import read_document
 from .train.config import CONFIG
 from .verify.state import bits_of, ulps_between
 

@@ -15,9 +15,9 @@ from .. import checkpoint
 from ..checkpoint import flatten, unflatten
 from ..distributed import Communicator, Communicators
 from ..embedding.state_check import check_state
+from ..files.places import Place
 from ..kernels import launch
 from ..kernels.checksums import as_bytes
-from ..places import Place
 from .position import SupportsState, positions
 from .recipe import Recipe, recipe_of, require_same
 from .saver import DENSE, prepare, whole_or_nothing

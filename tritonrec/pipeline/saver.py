@@ -12,7 +12,7 @@ from .. import checkpoint
 from ..checkpoint import flatten, unflatten
 from ..distributed import Communicators, check_ranks_agree
 from ..embedding import HashTableCollection
-from ..places import Place
+from ..files.places import Place
 from .dense import DenseModel
 from .position import LOADER, SupportsState, position_of, positions
 from .recipe import RECIPE, keep_rates, recipe_of, require_same

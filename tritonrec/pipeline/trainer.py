@@ -18,8 +18,8 @@ from ..data import Batch, NextItemLoader, NextItemStream
 from ..distributed import Communicators
 from ..embedding import HashTableCollection
 from ..embedding.warm_start import Choice, WarmStart
+from ..files.places import Place
 from ..kernels.dispatch import default_impl, usable_device
-from ..places import Place
 from ..trace import NullRecorder, SupportsRecording
 from .agreement import validate_same_training
 from .dense import DenseModel

@@ -12,8 +12,8 @@ from ..checkpoint import unflatten
 from ..distributed import Communicators
 from ..embedding import HashTableCollection
 from ..embedding.warm_start import Choice, WarmStart, choose_dense, choose_tables, tables_of
+from ..files.places import Place
 from ..kernels import launch
-from ..places import Place
 from .dense import DenseModel
 from .saver import DENSE, EMBEDDING, whole_or_nothing
 

@@ -35,8 +35,8 @@ from torch import Tensor
 from ..checkpoint import CheckpointStream, unflatten
 from ..checkpoint.files import flush, sha256_of
 from ..checkpoint.manifest import add_checksum
+from ..files.places import Place, RemotePath, place_of
 from ..kernels.autocast import DTYPES, Precision
-from ..places import Place, RemotePath, place_of
 from ..version import __version__
 from .manifest import FORMAT, MANIFEST, VERSION
 from .programs import SCORER, Arguments, Scorer, check_compiler, compile_program, save_program, scorer_of

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -14,7 +13,7 @@ from typing import Any
 
 from ..checkpoint.files import sha256_of, size_of
 from ..checkpoint.manifest import add_checksum
-from ..places import Place, RemotePath, read_document
+from ..files.places import Place, RemotePath, read_document
 from .programs import CLICK, IMPRESSION, NEXT_ITEM, SCORER
 from .shards import SUFFIXES
 
@@ -31,7 +30,6 @@ _FACTS: dict[str, dict[str, type]] = {
     SCORER: {},
 }
 """What a predictor reads of the dense part, by its kind."""
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 _POOLINGS = ("none", "sum", "mean")
 
 
@@ -71,14 +69,14 @@ def _check_file(folder: Place, path: Place, local: Path, entry: Mapping[str, Any
     try:
         if isinstance(path, Path) and path.resolve().parent != Path(str(folder)).resolve():
             raise ValueError(f"{path} is a link to {path.resolve()}, out of the folder: copy the file there")
-        size = size_of(path)
-        if size != entry.get("bytes", size):
-            raise ValueError(f"{path} was altered: it has {size} bytes, written {entry['bytes']}")
+        size_of(path)  # of a regular file, whose read ends
         if isinstance(path, RemotePath):
             path.download(local)
         digest = sha256_of(local)
     except OSError as error:
         raise ValueError(f"{path} cannot be read, but the manifest names it: {error.strerror}") from error
+    except UnicodeError as error:
+        raise ValueError(f"{folder}: the manifest names {entry['file']!a}, which no file can be") from error
     if digest != entry["sha256"]:
         raise ValueError(f"{path} was altered: its sha256 is {digest}, written {entry['sha256']}")
 
@@ -99,16 +97,16 @@ def _wrong(body: Mapping[str, Any]) -> Iterator[str]:
     dense = body.get("dense", 0)
     if dense is not None:
         yield from _other_types("dense", dense, {"kind": str, "program": dict})
+        for name in ("program", "compiled"):
+            if name in dense:
+                yield from _wrong_file(f"dense.{name}", dense[name])
+                entries.append(dense[name])
         if dense["kind"] not in _FACTS:
             yield f"dense.kind is {dense['kind']!r}"
         yield from _other_types("dense", dense, _FACTS[dense["kind"]])
         for name in ("features", "context", "tasks"):
             if not all(isinstance(each, str) for each in dense.get(name, ())):
                 yield f"dense.{name} has other values than names"
-        for name in ("program", "compiled"):
-            if name in dense:
-                yield from _wrong_file(f"dense.{name}", dense[name])
-                entries.append(dense[name])
     named = Counter(entry["file"] for entry in entries)
     for file, times in named.most_common(1):
         if times > 1:
@@ -126,7 +124,7 @@ def _wrong_table(place: str, table: Any) -> Iterator[str]:
     if not math.isfinite(table["scale"]):
         yield f"{place}.scale is {table['scale']}"
     for entry in table["files"]:
-        yield from _wrong_file(f"{place}.files", entry)
+        yield from _wrong_file(place, entry, f"{place}.files")
         yield from _other_types(f"{place}.files", entry, {"rows": int})
         if entry["rows"] < 0:
             yield f"{place}.files has {entry['rows']} rows in {entry['file']}"
@@ -134,12 +132,13 @@ def _wrong_table(place: str, table: Any) -> Iterator[str]:
         yield f"{place}.files have another number of rows than its {table['rows']}"
 
 
-def _wrong_file(place: str, entry: Any) -> Iterator[str]:
-    yield from _other_types(place, entry, _FILE)
+def _wrong_file(place: str, entry: Any, values: str = "") -> Iterator[str]:
+    yield from _other_types(values or place, entry, _FILE)
     if "bytes" in entry and (type(entry["bytes"]) is not int or entry["bytes"] < 0):
         yield f"bytes of {place} is {str(entry['bytes'])[:40]!r}"
-    if not _NAME.fullmatch(entry["file"]):
-        yield f"{place} names {entry['file'][:80]!a}, which is not in the folder"
+    file = entry["file"]
+    if Path(file).name != file or file in ("", ".", "..") or "\0" in file:
+        yield f"{place} names {file[:80]!r}, which is not in the folder"
 
 
 def _other_types(place: str, values: Any, types: Mapping[str, type]) -> Iterator[str]:

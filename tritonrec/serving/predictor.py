@@ -17,8 +17,8 @@ from .. import ops
 from ..data.impressions import ImpressionBatch
 from ..data.jagged import KeyedJaggedTensor, WeightedLookup, check_offsets
 from ..embedding.features import pool
+from ..files.places import Place, place_of
 from ..nn import sigmoid
-from ..places import Place, place_of
 from .manifest import checked_file, read_manifest
 from .programs import CLICK, IMPRESSION, NEXT_ITEM, load_compiled, load_program
 from .retrieval import top_k

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..places import local_path
+from ..files.places import local_path
 from .events import LANES
 from .reader import Span, Trace
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..places import RemotePath, read_document
+from ..files.places import RemotePath, read_document
 from .events import LANES, OPERATORS
 
 FOREIGN = "not a trace recorded by tritonrec"

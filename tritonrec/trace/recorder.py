@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from ..files import atomic_write
-from ..places import Place, place_of
+from ..files.places import Place, place_of
 from .events import LANES, CounterEvent, OperatorEvent, SpanEvent
 
 _KNOWN_LANES = frozenset(LANES)

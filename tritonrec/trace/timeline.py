@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from ..files import atomic_write
-from ..places import Place, place_of
+from ..files.places import Place, place_of
 from .analysis import COMMUNICATION_LANES, exposed, intersection, summarise
 from .events import LANES
 from .reader import Span, Trace

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from ...files import check_writable
-from ...places import Place, RemotePath, local_path, place_of
+from ...files.places import Place, RemotePath, local_path, place_of
 
 
 def checked(function):

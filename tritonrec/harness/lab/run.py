@@ -11,8 +11,8 @@ import torch
 
 from ...distributed import Communicators, RankPool
 from ...embedding import OptimizerName
+from ...files.places import place_of
 from ...pipeline import Trainer
-from ...places import place_of
 from ...trace import Recorder, save_joined
 from ..job import Job
 from .network import LabError

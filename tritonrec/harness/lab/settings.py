@@ -9,9 +9,9 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from ...files.places import read_document
 from ...pipeline import NESTPIPE, Mode, Program, WindowConfig, WindowPlaces, base_schedule
 from ...pipeline.places import Samples
-from ...places import read_document
 from .network import LabError
 
 LOOKUP_SHARES = {"prefetch": 1 / 6, "h2d": 1 / 6, "route": 1 / 6, "retrieve": 1 / 2}

@@ -17,8 +17,8 @@ from rich.console import Console
 
 from ...distributed import Communicators, RankPool
 from ...embedding import OptimizerName
+from ...files.places import local_path
 from ...pipeline import Mode, Trainer, WindowConfig
-from ...places import local_path
 from ...settings import MOST, setting
 from ...trace import NullRecorder, Recorder, SupportsRecording
 from ..job import Job

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from tritonrec.files.places import read_document
 from tritonrec.pipeline.schedule import NESTPIPE
-from tritonrec.places import read_document
 from tritonrec.trace import Trace, read
 
 from .stage_costs import PER_MICRO_BATCH, STAGES, Link, Measured, StageCosts

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...files import atomic_write
-from ...places import Place, place_of
+from ...files.places import Place, place_of
 from .curves import OURS_2D, SWEEP_WORKERS, Point
 from .paper import CELLS, ROWS, WINDOW, WORKERS
 

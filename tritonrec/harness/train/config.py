@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from ... import checkpoint
 from ...checkpoint.files import manifest_of
 from ...checkpoint.manifest import read_manifest
-from ...places import place_of, read_document
+from ...files.places import place_of, read_document
 from ...settings import KEY, Setting
 
 CONFIG = "config"

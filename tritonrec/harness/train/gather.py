@@ -10,8 +10,8 @@ import torch
 
 from ...distributed import Communicator, Communicators
 from ...embedding import HashTableCollection
+from ...files.places import place_of
 from ...pipeline import whole_rows
-from ...places import place_of
 from ...trace import save_joined
 
 

@@ -10,9 +10,9 @@ from rich.progress import TextColumn, TimeRemainingColumn
 
 from ...callbacks import Throughput
 from ...data import DynamicStream, Stream
+from ...files.places import Place, place_of
 from ...loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger
 from ...pipeline import StepResult
-from ...places import Place, place_of
 from ..job import Loader
 from ..progress import LINE_SECONDS, CommandProgress, Pace
 from .evaluate import Metrics

@@ -9,8 +9,8 @@ from rich.table import Table
 
 from ...distributed import TIMEOUT, Communicators
 from ...files import ScratchFolder
+from ...files.places import local_path
 from ...pipeline import STAGED
-from ...places import local_path
 from ...trace import Recorder, save_joined
 from ...trace.analysis import check_trace, summarise
 from ...trace.reader import read
