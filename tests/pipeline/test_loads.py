@@ -3,13 +3,17 @@
 import copy
 import json
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from trainer_parts import DIM, Ranker, batches, parts, trainer
 
 from tritonrec import EmbeddingBagCollection, EmbeddingBagConfig, HashEmbeddingCollection, HashOptimizer
 from tritonrec.callbacks import EarlyStopping
+from tritonrec.checkpoint.manifest import add_checksum
 from tritonrec.data import NumberedLoader
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import (
@@ -240,7 +244,7 @@ def test_what_is_refused_has_changed_nothing(make):
     good.pop("module", None)
     other = make(1)
     before, refused, taken = other.state(), 0, 0
-    for name, state in damaged(good):
+    for name, state in islice(damaged(good), 0, None, 5 if make is Dense else 1):
         try:
             other.load(state)
         except Exception:
@@ -473,8 +477,6 @@ def test_peer_copies_of_another_training_change_nothing():
 def test_a_checkpoint_of_a_version_without_settings_is_loaded(saved, tmp_path):
     import shutil
 
-    from tritonrec.checkpoint.manifest import add_checksum
-
     shutil.copytree(saved, tmp_path / "old")
     (path,) = (tmp_path / "old").glob("step-*.json")
     body = json.loads(path.read_text())
@@ -507,3 +509,46 @@ def test_strict_false_loads_what_is_there():
         assert torch.equal(exported[name][1][:, :2], want_rows[:, :2])
     assert torch.equal(exported["c"][1], own + 1) and len(exported["c"][0]) == 1
     assert more.tables.seed == 1 and more.lookups == saved.lookups
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.sampled_from(["", "item", "x"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["dict", "tensor", "tuple", "float", "item"]), inner, max_size=2)
+    ),
+    max_leaves=6,
+)
+
+
+@given(st.data())
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_metadata_of_any_content_is_taken_or_refused_and_then_nothing_changes(saved, data):
+    (path,) = saved.glob("step-*.json")
+    original = path.read_text()
+    body = json.loads(original)
+    del body["manifest_sha256"]
+    place = data.draw(st.sampled_from([*places(body["meta"])]))
+    inner = body["meta"]
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = data.draw(JSON)
+    with trainer(made_of(), mode="sequential") as training:
+        loader = NumberedLoader(batches(9))
+        before = everything(training, loader)
+        try:
+            path.write_text(json.dumps(add_checksum(body)))
+            training.load(saved, loader=loader)
+        except (ValueError, KeyError, TypeError) as error:
+            assert isinstance(error, ValueError) or "loader" in place, error
+            assert equal(everything(training, loader), before)
+        try:
+            training.warm_start(saved)
+        except ValueError:
+            pass
+        finally:
+            path.write_text(original)

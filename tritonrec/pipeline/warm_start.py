@@ -9,8 +9,10 @@ import torch
 
 from .. import checkpoint
 from ..checkpoint import unflatten
+from ..checkpoint.writer import columns_of
 from ..distributed import Communicators
 from ..embedding import HashTableCollection
+from ..embedding.description import check_description
 from ..embedding.warm_start import Choice, WarmStart, choose_dense, choose_tables, tables_of
 from ..files.places import Place
 from ..kernels import launch
@@ -67,9 +69,13 @@ def _of_checkpoint(
     plain, described = loaded.meta.get(DENSE), loaded.meta.get(EMBEDDING)
     if plain is None or described is None:
         raise ValueError(f"the checkpoint in {directory} was not saved by a Trainer of this version")
+    check_description(described, columns_of(loaded.tables))
     tables = {}
     for name, table in described["tables"].items():
         columns = loaded.tables[name]
         tables[name] = columns["keys"], columns["rows"][:, : table["dim"]].contiguous()
     state = unflatten(plain, {f"{DENSE}/{name}": values for name, values in loaded.dense.items()})
-    return tables, dict(state["model"])
+    found = state.get("model") if isinstance(state, dict) else None
+    if not isinstance(found, dict) or not all(isinstance(each, torch.Tensor) for each in found.values()):
+        raise ValueError(f"the checkpoint in {directory} has no model")
+    return tables, found

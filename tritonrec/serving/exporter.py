@@ -35,6 +35,7 @@ from torch import Tensor
 from ..checkpoint import CheckpointStream, unflatten
 from ..checkpoint.files import flush, sha256_of
 from ..checkpoint.manifest import add_checksum
+from ..embedding.description import check_description
 from ..files.places import Place, RemotePath, place_of
 from ..kernels.autocast import DTYPES, Precision
 from ..version import __version__
@@ -106,10 +107,14 @@ def export(
             f"{checkpoint} does not say which columns of its tables are weights: it was not saved by a "
             "Trainer of this version"
         )
+    check_description(described, stream.columns)
     dense = None
     if model is not None:
         dense = _scorer(stream, model, scorer, examples, described)
-        dense = replace(dense, precision=precision or stream.meta.get("dense_precision", "float32"))
+        trained = stream.meta.get("dense_precision", "float32")
+        if trained not in DTYPES:
+            raise ValueError(f"{checkpoint} was trained in the precision {str(trained)[:40]!r}")
+        dense = replace(dense, precision=precision or trained)
     with _published(out) as partial:
         tables = {
             name: {
@@ -229,20 +234,32 @@ def load_weights(stream: CheckpointStream, model: torch.nn.Module) -> None:
         raise ValueError(f"the checkpoint of step {stream.step} has no dense model of a Trainer")
     state = unflatten(plain, {f"dense/{name}": tensor for name, tensor in stream.dense().items()})
     prefix = "module."
-    values = state["model"]
-    if "average" in state:
+    part = "average" if isinstance(state, dict) and "average" in state else "model"
+    values = state.get(part) if isinstance(state, dict) else None
+    if not isinstance(values, dict):
+        raise ValueError(f"the checkpoint of step {stream.step} has no {part}, but {type(values).__name__}")
+    if part == "average":
         values = {
-            name.removeprefix(prefix): value
-            for name, value in state["average"].items()
-            if name.startswith(prefix)
+            name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)
         }
-    try:
-        model.load_state_dict(values)
-    except RuntimeError as error:
-        lines = " ".join(line.strip() for line in str(error).splitlines()[1:])
+    own = model.state_dict()
+    different = [
+        f"{name} is {_kind(values.get(name))} there, {_kind(own.get(name))} here"
+        for name in {**own, **values}
+        if _kind(values.get(name)) != _kind(own.get(name))
+    ]
+    if different:
         raise ValueError(
-            f"the checkpoint's model is another one than {type(model).__name__}: {lines}"
-        ) from None
+            f"the checkpoint's model is another one than {type(model).__name__}: {'; '.join(different)}"
+        )
+    model.load_state_dict(values)
+
+
+def _kind(value: Any) -> str:
+    """The shape of a tensor, in words."""
+    if value is None:
+        return "not"
+    return f"{tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _scorer(
