@@ -2,6 +2,7 @@
 
 import copy
 import json
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 
@@ -537,18 +538,18 @@ def test_metadata_of_any_content_is_taken_or_refused_and_then_nothing_changes(sa
     for key in place[:-1]:
         inner = inner[key]
     inner[place[-1]] = data.draw(JSON)
-    with trainer(made_of(), mode="sequential") as training:
-        loader = NumberedLoader(batches(9))
-        before = everything(training, loader)
-        try:
-            path.write_text(json.dumps(add_checksum(body)))
-            training.load(saved, loader=loader)
-        except (ValueError, KeyError, TypeError) as error:
-            assert isinstance(error, ValueError) or "loader" in place, error
-            assert equal(everything(training, loader), before)
-        try:
-            training.warm_start(saved)
-        except ValueError:
-            pass
-        finally:
-            path.write_text(original)
+    path.write_text(json.dumps(add_checksum(body)))
+    try:
+        with trainer(made_of(), mode="sequential") as training:
+            loader = NumberedLoader(batches(9))
+            before = everything(training, loader)
+            try:
+                training.load(saved, loader=loader)
+            except (ValueError, RuntimeError, KeyError, TypeError) as error:
+                # a loader of a user's own may raise what it likes
+                assert isinstance(error, (ValueError, RuntimeError)) or "loader" in place, error
+                assert equal(everything(training, loader), before)
+            with suppress(ValueError, RuntimeError):
+                training.warm_start(saved)
+    finally:
+        path.write_text(original)
