@@ -2,8 +2,7 @@
 
 The log and two files about users and films are part of the recbole 1.2.1 wheel. They are extracted from the
 wheel once, without an installation, checked by their checksums, and cached in ``$TRITONREC_CACHE`` or
-``~/.cache/tritonrec``; afterwards no network is needed. ``python -m tritonrec.data.movielens`` does this
-ahead of time.
+``~/.cache/tritonrec``; afterwards no network is needed. ``tritonrec fetch`` does this ahead of time.
 """
 
 from __future__ import annotations
@@ -156,12 +155,3 @@ def _member(wheel: Path, member: str) -> bytes:
             return archive.read(member)
     except (KeyError, zipfile.BadZipFile) as error:
         raise RuntimeError(f"{wheel.name} does not hold {member}: {error}") from error
-
-
-def main() -> None:
-    """Fetch the files; print the path of the log and the number of its rows."""
-    print(f"{fetch()}: {len(load()):,} interactions")
-
-
-if __name__ == "__main__":
-    main()

@@ -179,7 +179,7 @@ class _Files:
         self._folder, self._base, self._function = folder, base, function
 
     def load(self, key: object) -> Any:
-        """What was saved under `key`; None where nothing was, and for a file that is damaged, or another's."""
+        """What was saved under `key`; None where nothing was, for a damaged file, and for another user's."""
         path = self.path(key)
         try:
             if not _is_own(path.stat()):

@@ -161,6 +161,7 @@ class Trainer:
         )
         tasks = self._program.tasks
         self.recorder.metadata["done_by"] = {stage: list(each) for stage, each in tasks.doers.items()}
+        self.recorder.metadata["exchanges"] = self._program.exchanges
         if self.config.average_every:
             self._average = ReplicaAverage(tables, communicators.replica)
         if self._schedule.concurrent:

@@ -62,7 +62,13 @@ def _check_elastic(run: Run, slipstream: bool, world_size: int) -> None:
             )
 
 
-@with_options(without=("device",), config="run")
+FIRST = (
+    "data", "model", "steps", "batch_size", "lr", "mode", "world_size", "checkpoint", "resume", "config",
+)  # fmt: skip
+"""Options that most runs need."""
+
+
+@with_options(without=("device",), config="run", first=FIRST)
 def train(
     run: Run = RUN,
     world_size: Annotated[
@@ -71,13 +77,24 @@ def train(
     replicas: Annotated[
         int,
         typer.Option(
-            min=1, max=MOST_RANKS, help="Copies of the tables; they divide the ranks (2D sparse parallelism)."
+            min=1,
+            max=MOST_RANKS,
+            help="Copies of the tables; they divide the ranks (2D sparse parallelism).",
+            rich_help_panel=PANELS["WindowConfig"],
         ),
     ] = 1,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the summary to this file.")] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", help="Write the summary to this file.", rich_help_panel=PANELS["Run"]),
+    ] = None,
     timeout: TimeoutOption = 60,
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print the settings as a config file, and end.")
+        bool,
+        typer.Option(
+            "--print-config",
+            help="Print the settings as a config file, and end.",
+            rich_help_panel=PANELS["Run"],
+        ),
     ] = False,
     slipstream: Annotated[
         bool,

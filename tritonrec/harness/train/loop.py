@@ -25,7 +25,7 @@ from .gather import save_trace, state_digest, table_totals, totals
 from .reports import Reports, log_files
 from .resume import EARLY_STOPPING, metadata, resume
 from .run import Run, settings_of
-from .summary import going_on_line, stopped_early_line, stopped_line, summary_table, tables_line
+from .summary import ended_line, going_on_line, stopped_early_line, stopped_line, summary_table, tables_line
 
 
 def train(
@@ -34,6 +34,9 @@ def train(
     """Train on this rank. Rank 0 prints, evaluates and saves; every rank returns the same summary.
 
     Asked to stop (`Communicators.stop`), all ranks end after the same update, and save to `run.checkpoint`.
+
+    With resume ``"auto"`` a run begins where there is no checkpoint, goes on from the newest one, and where
+    that is of its last step evaluates it: a job that is started again and again has one command.
 
     With `run.early_stopping` they end after the evaluation that says so, also where the run was interrupted
     and went on in between: its state is in every checkpoint.
@@ -70,6 +73,9 @@ def train(
                 **run.job.recipe(model, optimizer), **vars(run.job.target),
             )
         )  # fmt: skip
+        if communicators.world_size > 1 and run.mode != "reference" and not called_again:
+            line = f"exchanges: {trainer.program.exchanges}"
+            console.print(line, highlight=False, soft_wrap=True)
         if run.replay:
             replay = stack.enter_context(Replay(run.replay))
             replay.attach(trainer)
@@ -79,13 +85,16 @@ def train(
                 trainer.saver(run.checkpoint, metadata(run), run.full_every, position)
             )
         start, state = 0, None
-        if run.resume or memory:
+        if memory or _goes_on(run, communicators):
             start, state = resume(trainer, run, position, memory.copies if memory else None)
         if run.warm_start and not start:
             console.print(str(trainer.warm_start(run.warm_start)), highlight=False, markup=False)
         if stopping and state:
             stopping.load_state_dict(state)
-        if start >= run.steps and not called_again:
+        has_ended = run.resume == "auto" and start == run.steps
+        if has_ended:
+            console.print(ended_line(run), highlight=False, soft_wrap=True)
+        elif start >= run.steps and not called_again:
             raise ValueError(
                 f"the checkpoint is at step {start}; ask for more steps than that, not {run.steps}"
             )
@@ -103,7 +112,7 @@ def train(
                 evaluated, rows = trainer.dense.evaluated, trainer.whole_tables()
                 metrics = evaluate_model(evaluated, rows, held_out, run.window.precision)
             judged = stopping is not None and stopping.step == step  # a run that had ended, which is resumed
-            logged = judged or (called_again and step == start <= known)
+            logged = judged or has_ended or (called_again and step == start <= known)
             reports.on_evaluation_end(step, loss if reports.steps_run else None, metrics, logged)
             if stopping and step % run.evaluate_every == 0 and not judged:
                 stopping.on_evaluation_end(step, metrics)
@@ -119,7 +128,7 @@ def train(
                 saver.save(step, state_of_stopping())
                 saved = step
 
-        if (memory and lacks_evaluation(run, start, known)) or (
+        if (has_ended or (memory and lacks_evaluation(run, start, known))) or (
             stopping and start and (stopping.should_stop or _was_not_evaluated(stopping, run, start))
         ):
             evaluate()
@@ -177,11 +186,21 @@ def _check_outputs(run: Run) -> None:
         raise ValueError(
             f"{run.checkpoint} holds checkpoints of another run: resume it, or choose another place"
         )
-    if run.elastic and run.resume and not saved:
+    if run.resume and not run.checkpoint:
+        raise ValueError("resuming needs the directory of a checkpoint")
+    if run.elastic and run.resume is True and not saved:
         raise ValueError(f"{run.checkpoint} holds no checkpoint to resume")
     if not run.resume:
         for log in log_files(run):
             require_no_log(log)
+
+
+def _goes_on(run: Run, communicators: Communicators) -> bool:
+    """Whether a checkpoint is loaded; rank 0 looks for those of an ``"auto"`` run. Collective."""
+    if run.resume != "auto":
+        return bool(run.resume)
+    found = str(checkpoint.steps(run.checkpoint) or "") if run.checkpoint else ""
+    return bool(communicators.control.all_gather_texts(found)[0])
 
 
 def _stretches(start: int, steps: int, *intervals: int) -> Iterator[tuple[int, int]]:

@@ -66,10 +66,9 @@ def resume(
 
     if copies is not None:
         step = copies.restore(trainer, run.checkpoint, accept, loader)
-    elif run.checkpoint:
-        step = trainer.load(run.checkpoint, accept, loader)
     else:
-        raise ValueError("resuming needs the directory of a checkpoint")
+        assert run.checkpoint is not None
+        step = trainer.load(run.checkpoint, accept, loader)
     if step % run.window.accumulate:
         raise ValueError(
             f"the checkpoint is at step {step}, inside an update of {run.window.accumulate} batches"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ...callbacks import Direction, EarlyStopping
 from ...embedding import OptimizerName
 from ...pipeline import Mode, Replay, WindowConfig
 from ...settings import MOST, setting
 from ..job import Job
+
+Resume = bool | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class Run:
         checkpoint: directory to save to. save_every: steps between saves; the last step is saved always.
         full_every: every n-th save is whole, those between hold the changes.
         warm_start: directory of another training's checkpoint, whose weights are taken where a run begins.
-        resume: go on from the checkpoint there. evaluate_every: steps between evaluations; 0: at the end.
+        resume: go on from the newest checkpoint there; ``"auto"``: begin where there is none, and where the
+            run has ended evaluate what it left. evaluate_every: steps between evaluations; 0: at the end.
         early_stopping: end where the evaluations between no longer improve.
         trace: write a Perfetto trace of all ranks to this file.
         replay: share of the work that other ranks compute again, to find bits that flip (`Replay`); 0: none.
@@ -58,7 +61,9 @@ class Run:
     warm_start: Path | None = setting(
         None, "Begin with the tables and parameters of a checkpoint that fit; go on from none."
     )
-    resume: bool = setting(False, "Go on from the newest checkpoint.")
+    resume: Resume = setting(
+        False, "Go on from the newest checkpoint; =auto: or begin without one, and end where all is done."
+    )
     evaluate_every: int = setting(0, "Steps between evaluations; 0: at the end only.", 0, MOST)
     early_stopping: StoppingRule | None = setting(
         None,

@@ -73,6 +73,11 @@ def going_on_line(ranks: int, step: int) -> str:
     return f"going on with {ranks} rank{'s'[: ranks > 1]} after step {step}"
 
 
+def ended_line(run: Run) -> str:
+    """Of a run that is started again after its last step."""
+    return f"the run in {run.checkpoint} has ended at step {run.steps}: nothing is left but its evaluation"
+
+
 def stopped_line(run: Run, step: int) -> str:
     """Step and checkpoint of a run that was stopped."""
     at = f"stopped at step {step} of {run.steps}"
