@@ -45,7 +45,7 @@ def s3():
     server.stop()
 
 
-@pytest.fixture(params=["memory", "s3"])
+@pytest.fixture(params=["memory", pytest.param("s3", marks=pytest.mark.slow)])
 def url(request, monkeypatch, tmp_path):
     """The URL of an empty folder; no test may write into the folder it is run in."""
     monkeypatch.chdir(tmp_path)

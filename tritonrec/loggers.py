@@ -8,7 +8,6 @@ import math
 import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import IO, Any, Protocol
 
 from .files import atomic_write
@@ -107,6 +106,8 @@ class JSONLinesLogger:
         if str(path) == "-":
             return
         target = place_of(path)
+        if isinstance(target, RemotePath):
+            target.require_writable()
         target.parent.mkdir(parents=True, exist_ok=True)
         if purge_step is None:
             require_no_log(target)
@@ -165,8 +166,10 @@ def require_no_log(path: str | os.PathLike[str] | RemotePath) -> None:
 
 
 def require_text(path: Place) -> None:
-    """Raise ValueError for a folder, a pipe or a device, which can be no table."""
-    if isinstance(path, Path) and path.exists() and not path.is_file():
+    """Raise ValueError for a folder, a pipe or a device, which are no table, and a URL to read only."""
+    if isinstance(path, RemotePath):
+        path.require_writable()
+    elif path.exists() and not path.is_file():
         raise ValueError(f"{path} is {kind_of(path.stat().st_mode)}, and a log is a regular file")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -48,5 +47,5 @@ def prune(directory: Place, kept: int | None = NUM_KEPT) -> None:
             stale = CONTENT.fullmatch(file) and file not in named and not unreadable
             if stale or file.startswith(f"{name}/{PARTIAL}"):
                 (directory / file).unlink()
-        if isinstance(folder, Path) and not os.listdir(folder):
+        if not names_in(folder):
             folder.rmdir()

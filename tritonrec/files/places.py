@@ -16,7 +16,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -40,11 +40,24 @@ class RemotePath:
         url: as given, with two slashes.
     """
 
-    def __init__(self, url: str, filesystem: Any = None, place: str | None = None):
-        self.url = url.rstrip("/")
-        if filesystem is None or place is None:
+    def __init__(self, url: str, parent: tuple[Any, str] | None = None):
+        self.url, self._opened = url.rstrip("/"), parent
+
+    @property
+    def _fs(self) -> Any:
+        return self._filesystem[0]
+
+    @property
+    def _place(self) -> str:
+        return self._filesystem[1]
+
+    @property
+    def _filesystem(self) -> tuple[Any, str]:
+        """The file system and the path there; opened when it is first used."""
+        if self._opened is None:
             filesystem, place = _filesystem_of(self.url)
-        self._fs, self._place = filesystem, place.rstrip("/")
+            self._opened = filesystem, place.rstrip("/")
+        return self._opened
 
     def __str__(self) -> str:
         return self.url
@@ -62,7 +75,8 @@ class RemotePath:
         return self.url < other.url
 
     def __truediv__(self, name: str) -> RemotePath:
-        return RemotePath(f"{self.url}/{name}", self._fs, f"{self._place}/{name}")
+        opened = self._opened and (self._fs, f"{self._place}/{name}")
+        return RemotePath(f"{self.url}/{name}", opened)
 
     def __getstate__(self) -> str:
         return self.url
@@ -88,7 +102,8 @@ class RemotePath:
     @property
     def parent(self) -> RemotePath:
         """The folder."""
-        return RemotePath(self.url.rpartition("/")[0], self._fs, self._place.rpartition("/")[0])
+        opened = self._opened and (self._fs, self._place.rpartition("/")[0])
+        return RemotePath(self.url.rpartition("/")[0], opened)
 
     def absolute(self) -> RemotePath:
         """Itself."""
@@ -191,6 +206,11 @@ class RemotePath:
                 if not missing_ok:
                     raise
 
+    def rmdir(self) -> None:
+        """Remove the mark that a store may keep of a folder without objects."""
+        with self._errors(), suppress(FileNotFoundError):
+            self._fs.rmdir(self._place)
+
     def _info(self) -> dict[str, Any] | None:
         with self._errors():
             self._fs.invalidate_cache()
@@ -202,6 +222,7 @@ class RemotePath:
     @contextmanager
     def _errors(self) -> Iterator[None]:
         """Errors of a store's own types as OSError naming the URL."""
+        _ = self._filesystem  # whose errors are about the URL itself
         try:
             yield
         except FileNotFoundError as error:
@@ -244,7 +265,7 @@ class GrowingText(io.StringIO):
 def place_of(path: str | os.PathLike[str] | RemotePath) -> Place:
     """Where a path is: local (also ``file://``), or at a URL.
 
-    Raises ValueError for an unknown protocol, or one whose package is not installed.
+    Nothing is opened: the first use raises ValueError for an unknown protocol, or a missing package.
     """
     if isinstance(path, RemotePath):
         return path

@@ -26,7 +26,7 @@ _FEATURE = {"table": str, "pooling": str}
 _FACTS: dict[str, dict[str, type]] = {
     NEXT_ITEM: {"max_seq_len": int, "timestamps": bool},
     CLICK: {"features": list, "dense": int},
-    IMPRESSION: {"context": list, "tasks": list, "genres": int, "max_seq_len": int},
+    IMPRESSION: {"context": list, "tasks": list, "genres": bool, "max_seq_len": int},
     SCORER: {},
 }
 """What a predictor reads of the dense part, by its kind."""
