@@ -5,7 +5,13 @@ import torch
 from test_loads import equal, everything
 from trainer_parts import DIM, Ranker, batches, optimizer_of, trainer
 
-from tritonrec import EmbeddingBagCollection, EmbeddingBagConfig, HashEmbedding
+from tritonrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    HashEmbedding,
+)
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import (
     FeatureConfig,
@@ -218,3 +224,16 @@ def test_the_average_begins_with_the_same_values(saved):
     with Trainer(model, tables, optimizer, Communicators.local(), "sequential", average=average) as training:
         training.warm_start(folder)
     assert torch.equal(average.module.mix.weight, values["mix.weight"])
+
+
+def test_weights_without_ids_are_refused_with_the_way_to_load_them():
+    """They have the names of ours, and would be left out in silence with strict=False."""
+    ec = EmbeddingCollection([EmbeddingConfig(0, 4, "item", ["item"])], seed=3)
+    before = ec.state_dict()
+    state = {"embeddings.item.weight": torch.ones(5, 4)}
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match="load_table_weights"):
+            ec.load_state_dict(state, strict=strict)
+        assert equal(dict(ec.state_dict()), dict(before))
+    load_table_weights(ec, state)
+    assert torch.equal(ec.embeddings.tables.weights()["item"][1], torch.ones(5, 4))

@@ -52,6 +52,17 @@ def load_module_state(
     names |= {("", name): f"{prefix}{name}" for name in ("seed", "lookups")}
     given = {place: state_dict.pop(name) for place, name in names.items() if name in state_dict}
     missing_keys += [name for place, name in names.items() if place not in given]
+    without_ids = [
+        names[(table, "rows")]
+        for table in module.tables.table_names
+        if (table, "rows") in given and (table, "keys") not in given
+    ]
+    if without_ids:
+        error_msgs.append(
+            f"{', '.join(without_ids)} has no ids beside it, as in TorchRec: "
+            "tritonrec.embedding.load_table_weights(module, state) takes row i for id i"
+        )
+        return
     others = any(name.startswith(prefix) for name in state_dict)  # which torch reports
     if (others or len(given) < len(names)) and _caller_is_strict():
         return

@@ -24,6 +24,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.export.pt2_archive import constants
 
 NAMESPACES = ("aten", "prims", "tritonrec")
 """Of ``torch.ops``: what a program may call."""
@@ -61,16 +62,20 @@ LONGEST_EXPRESSION, DEEPEST_EXPRESSION, LARGEST_POWER = 4096, 40, 16
 
 _WORD = re.compile(r"[A-Za-z0-9_.+:-]*")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_MEMBER = re.compile(
-    r"models/model\.json|data/(weights/(model_weights_config\.json|weight_\d+)|constants/("
-    r"model_constants_config\.json|tensor_\d+)|sample_inputs/model\.pt)|archive_format|archive_version|"
-    r"byteorder|\.data/(version|serialization_id)"
-)
-MODEL, SAMPLES = "models/model.json", "data/sample_inputs/model.pt"
+MODEL = constants.MODELS_FILENAME_FORMAT.format("model")
+SAMPLES = constants.SAMPLE_INPUTS_FILENAME_FORMAT.format("model")
 CONFIGS = {
-    "data/weights/model_weights_config.json": "weight_",
-    "data/constants/model_constants_config.json": "tensor_",
+    constants.WEIGHTS_CONFIG_FILENAME_FORMAT.format("model"): constants.WEIGHT_FILENAME_PREFIX,
+    constants.CONSTANTS_CONFIG_FILENAME_FORMAT.format("model"): constants.TENSOR_CONSTANT_FILENAME_PREFIX,
 }
+"""By document of tensors how the names of their members begin, behind the folder of the document."""
+_TENSORS = [rf"{re.escape(name.rpartition('/')[0])}/{prefix}\d+" for name, prefix in CONFIGS.items()]
+_MEMBER = re.compile(
+    "|".join(
+        [*map(re.escape, (MODEL, SAMPLES, *CONFIGS, "archive_format", "archive_version", "byteorder")),
+         r"\.data/(version|serialization_id)", *_TENSORS]
+    )
+)  # fmt: skip
 
 
 class RefusedProgramError(ValueError):
