@@ -195,6 +195,24 @@ def in_name_of_an_input(content, marker):
     return changed(content, MODEL, change)
 
 
+def in_constant_input(content, marker):
+    def change(document):
+        document["graph_module"]["graph"]["inputs"][0] = {
+            "as_string": f"' or open({str(marker)!r}, 'w') or '"
+        }
+
+    return changed(content, MODEL, change)
+
+
+def in_constant_of_the_signature(content, marker):
+    def change(document):
+        value = {"as_string": f"' or open({str(marker)!r}, 'w') or '"}
+        specs = document["graph_module"]["signature"]["input_specs"]
+        specs.append({"constant_input": {"name": "x", "value": value}})
+
+    return changed(content, MODEL, change)
+
+
 def in_structure(content, marker):
     context = json.dumps({"default_factory_module": "antigravity", "default_factory_name": "x"})
     spec = [1, {"type": "collections.defaultdict", "context": context, "children_spec": []}]
@@ -250,7 +268,8 @@ def huge_empty_tensor(content, marker):
 ATTACKS = (
     in_samples, in_torch_samples, in_weights, in_legacy_weights, in_data_pkl, in_opaque_constant,
     in_legacy_archive, in_expression, in_guard, in_guard_message, in_operator, in_library, in_file_operator,
-    in_name_of_an_argument, in_name_of_an_input, in_structure, in_custom_object, unknown_member, outside_path,
+    in_name_of_an_argument, in_name_of_an_input, in_constant_input, in_constant_of_the_signature,
+    in_structure, in_custom_object, unknown_member, outside_path,
     link, twice, compressed, huge_empty_tensor,
 )  # fmt: skip
 

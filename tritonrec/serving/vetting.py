@@ -188,30 +188,34 @@ def _check_payload(where: str, prefix: str, config: Any, members: dict[str, byte
         _checked(meta, "", set())
 
 
-def _checked(value: Any, key: str, namespaces: set[str]) -> Any:
-    """`value` without metadata of nodes; RefusedProgramError for a text that torch would run."""
+def _checked(value: Any, key: str, namespaces: set[str], in_call: bool = False) -> Any:
+    """`value` without metadata of nodes; RefusedProgramError for a text that torch would run.
+
+    Args:
+        in_call: of the arguments of an operator, whose texts torch takes as they are; a text that is an input
+            of the program becomes part of a condition in Python.
+    """
     if isinstance(value, list):
-        return [_checked(each, key, namespaces) for each in value]
+        return [_checked(each, key, namespaces, in_call) for each in value]
     if isinstance(value, str):
-        return _text(value, key, namespaces)
+        return value if in_call and key in ("as_string", "as_strings") else _text(value, key, namespaces)
     if not isinstance(value, dict):
         return value
     if value.get("as_custom_obj") or value.get("custom_obj") or value.get("custom_obj_values"):
         raise RefusedProgramError(f"{MODEL} has an object of another library, which a pickle would hold")
-    found = {}
+    found, is_call = {}, "target" in value and "inputs" in value
     for name, each in value.items():
         if not _WORD.fullmatch(name):
             raise RefusedProgramError(f"{MODEL} has the name {name[:80]!r}")
         if name == "metadata":  # where in the source a node was made: for nobody here
             each = {}
-        at = "operator" if name == "target" and "inputs" in value else name
-        found[name] = _checked(each, at, namespaces)
+        at = "operator" if name == "target" and is_call else name
+        inside = (in_call or (is_call and name == "inputs")) and name != "as_graph"
+        found[name] = _checked(each, at, namespaces, inside)
     return found
 
 
 def _text(text: str, key: str, namespaces: set[str]) -> str:
-    if key in ("as_string", "as_strings"):  # arguments, of which torch takes the repr
-        return text
     if key in ("operator", "as_operator"):
         check_operator(text, namespaces)
     elif key == "expr_str":
