@@ -186,6 +186,8 @@ def _check_outputs(run: Run) -> None:
         raise ValueError(
             f"{run.checkpoint} holds checkpoints of another run: resume it, or choose another place"
         )
+    if run.warm_start and not checkpoint.steps(run.warm_start):
+        raise ValueError(f"{run.warm_start} holds no checkpoint to begin with")
     if run.resume and not run.checkpoint:
         raise ValueError("resuming needs the directory of a checkpoint")
     if run.elastic and run.resume is True and not saved:

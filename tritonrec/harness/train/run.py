@@ -58,9 +58,7 @@ class Run:
     checkpoint: Path | None = setting(None, "Directory to save to.")
     save_every: int = setting(0, "Steps between saves; 0: at the end only.", 0, MOST)
     full_every: int = setting(1, "Whole checkpoints among the saves; the others hold changes.", 1, MOST)
-    warm_start: Path | None = setting(
-        None, "Begin with the tables and parameters of a checkpoint that fit; go on from none."
-    )
+    warm_start: str = setting("", "Begin with the tables and parameters that fit of this checkpoint.")
     resume: Resume = setting(
         False, "Go on from the newest checkpoint; =auto: or begin without one, and end where all is done."
     )
