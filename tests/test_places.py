@@ -317,3 +317,22 @@ def test_special_files_are_one_error_and_no_hang(kind, tmp_path):
 
 def test_memory_is_of_this_process():
     assert isinstance(place_of("memory://a")._fs, type(fsspec.filesystem("memory")))
+
+
+def test_documents_that_are_nested_too_deeply_are_one_error(tmp_path):
+    from tritonrec.harness.bench import load as load_baseline
+    from tritonrec.harness.simulator.cost_files import load_json
+    from tritonrec.harness.train.config import read_config
+    from tritonrec.harness.train.run import Run
+
+    path = tmp_path / "deep"
+    for read_it, text in (
+        (load_json, "[" * 100_000),
+        (load_baseline, "[" * 100_000),
+        (lambda file: read_config(file, Run), "a = " + "[" * 100_000),
+        (lambda file: Predictor.load(file.parent), "[" * 100_000),
+    ):
+        path.write_text(text)
+        (tmp_path / "manifest.json").write_text(text)
+        with pytest.raises(ValueError):
+            read_it(path)

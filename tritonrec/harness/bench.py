@@ -175,7 +175,7 @@ def load(path: Path, timer: str | None = None) -> dict[str, Any]:
     content = read_document(path, "baseline")
     try:
         report = json.loads(content)
-    except ValueError:  # no UTF-8, or no JSON
+    except (ValueError, RecursionError):  # no UTF-8, or no JSON
         report = None
     if not isinstance(report, dict) or "rows" not in report:
         raise ValueError(f"{path} is no baseline: write one with tritonrec bench --repeat 3 --json {path}")

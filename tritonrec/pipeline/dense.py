@@ -256,8 +256,10 @@ class DenseModel:
         before = copy.deepcopy(self.state_dict())
         try:
             self._load(state)
-        except BaseException:
+        except BaseException as error:
             self._load(before)
+            if isinstance(error, (KeyError, TypeError, AttributeError, IndexError)):
+                raise ValueError(f"an optimizer or a scheduler cannot load the state: {error!r}") from error
             raise
 
     def _load(self, state: Mapping[str, Any]) -> None:

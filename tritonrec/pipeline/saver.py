@@ -124,7 +124,6 @@ def restore(
     ValueError for a checkpoint of something else, of another model, optimizer or table, or of other settings
     (`require_same`).
     """
-    load: Callable[[], None]
     with whole_or_nothing(communicators) as checked:
         loaded = checkpoint.load(directory, rank=communicators.shard, world_size=communicators.shards)
         checked["step"] = loaded.step
@@ -137,6 +136,9 @@ def restore(
             raise ValueError(f"the checkpoint in {directory} was not saved by a Trainer of this version")
         require_same(recipe, recipe_of(tables, dense, config), changed, f"the checkpoint in {directory}")
         state = unflatten(plain, {f"{DENSE}/{name}": tensor for name, tensor in loaded.dense.items()})
+    load: Callable[[], None]
+    with whole_or_nothing(communicators) as checked:  # of its own: sharded parameters are gathered in it
+        checked["step"] = loaded.step
         load = prepare(communicators, tables, dense, state, loaded.tables, loader, at, changed)
     load()
     return loaded.step

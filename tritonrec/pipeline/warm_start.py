@@ -42,6 +42,8 @@ def warm_start(
             return launch.owner_of(ids, communicators.shards) == communicators.shard
 
         load = choose_tables(tables, there, values, choice, report, owns)
+        checked["step"] = -1 if step is None else step
+    with whole_or_nothing(communicators) as checked:  # of its own: sharded parameters are gathered in it
         own = dense.state_dict()["model"]
         taken = choose_dense(own, values, choice, report)
         if choice.rename and (unknown := _unused_renames(choice, report)):

@@ -139,7 +139,7 @@ def load_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """A JSON object from a file; ValueError where the file holds something else."""
     try:
         document = json.loads(read_document(path, "file of costs"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(document, dict):
         raise ValueError(f"{path} holds a {type(document).__name__}, not an object")

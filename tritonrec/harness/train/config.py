@@ -120,7 +120,7 @@ def read_config(path: Path, plan: Plan) -> Plan:
         return from_tables(plan, tomllib.loads(text), manifest)
     try:
         tables = tomllib.loads(read_document(place, "config file").decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is no TOML file: {error}") from error
     return from_tables(plan, tables, path)
 
