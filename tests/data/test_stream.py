@@ -132,6 +132,18 @@ def test_a_rank_reads_its_share_of_the_bytes(tmp_path):
     assert 0.9 * sizes < whole <= sizes
 
 
+def test_a_stream_counts_what_it_reads_itself(folder):
+    made = stream(folder, 0, 2)
+    next(made)
+    read = vars(made.counts).copy()
+    assert read["bytes"] > 0
+    other = made.of_rank(1, 2)
+    assert not any(vars(other.counts).values())
+    next(other)
+    made.global_batch(0)
+    assert vars(made.counts) == read and vars(other.counts)["bytes"] > 0
+
+
 def test_only_the_columns_that_are_named_are_read(folder):
     rows = ParquetRows(folder, ["x"])
     made = Stream(rows, lambda step, of, table: table.column_names, 32, 7)

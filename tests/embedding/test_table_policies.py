@@ -402,7 +402,7 @@ def test_a_score_is_the_number_of_steps_or_the_last_one(policy, scores):
     evictor.values.grow(2)
     evictor.add(tensor([0, 1]), tensor([31, 32]))
     for handle, step in ((0, 3), (1, 9), (0, 7)):
-        evictor.record(tensor([handle]), step)
+        evictor.record(tensor([31 + handle]), tensor([handle]), step)
     assert evictor.values.rows[:2].tolist() == scores
 
 

@@ -8,7 +8,7 @@ from ....pipeline import Program
 from .bug import bug, case
 
 
-@bug("pytorch/FBGEMM#4006", case())
+@bug("pytorch/FBGEMM#4006", case(), says="is not finite and has no exact sum")
 def new_rows_are_not_initialised(program: Program) -> None:
     """A new row holds whatever lay in its memory, here not a number."""
     for group in program.tables.groups:
