@@ -278,7 +278,7 @@ def test_an_optimizer_that_fails_in_the_middle_leaves_the_model_as_it_was():
     saved.step({name: torch.ones_like(p) for name, p in saved.parameters.items()})
     dense = DenseModel(other := Ranker(), Broken(other.parameters()))
     before = copy.deepcopy(dense.state_dict())
-    with pytest.raises(ValueError, match="cannot load the state: KeyError.*mine"):
+    with pytest.raises(ValueError, match=r"cannot load the state: KeyError.*mine"):
         dense.load_state_dict(saved.state_dict())
     assert equal(dense.state_dict(), before)
 
