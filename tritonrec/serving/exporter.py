@@ -243,10 +243,14 @@ def load_weights(stream: CheckpointStream, model: torch.nn.Module) -> None:
             name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)
         }
     own = model.state_dict()
-    different = [
-        f"{name} is {_kind(values.get(name))} there, {_kind(own.get(name))} here"
-        for name in {**own, **values}
-        if _kind(values.get(name)) != _kind(own.get(name))
+    missing = [name for name in own if name not in values]
+    unexpected = [name for name in values if name not in own]
+    different = [f"Missing key(s) {', '.join(missing)}"] if missing else []
+    different += [f"Unexpected key(s) {', '.join(unexpected)}"] if unexpected else []
+    different += [
+        f"{name} is {_kind(values[name])} there, {_kind(own[name])} here"
+        for name in own.keys() & values.keys()
+        if _kind(values[name]) != _kind(own[name])
     ]
     if different:
         raise ValueError(
@@ -257,8 +261,6 @@ def load_weights(stream: CheckpointStream, model: torch.nn.Module) -> None:
 
 def _kind(value: Any) -> str:
     """The shape of a tensor, in words."""
-    if value is None:
-        return "not"
     return f"{tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
