@@ -206,3 +206,14 @@ def test_a_manifest_of_any_content_is_read_or_refused(folder, data):
         pass
     finally:
         path.write_text(original)
+
+
+def test_more_rows_than_there_is_memory_for_are_one_error(folder):
+    def many(body):
+        table = body["tables"]["item"]
+        table["rows"] += 2**50
+        table["files"][0]["rows"] += 2**50
+
+    reseal(folder, many)
+    with pytest.raises(ValueError, match="take more memory than there is"):
+        Predictor.load(folder)

@@ -134,12 +134,12 @@ def restore(
         accept(meta)
         if plain is None:
             raise ValueError(f"the checkpoint in {directory} was not saved by a Trainer of this version")
-        require_same(recipe, recipe_of(tables, dense, config), changed, f"the checkpoint in {directory}")
         state = unflatten(plain, {f"{DENSE}/{name}": tensor for name, tensor in loaded.dense.items()})
     load: Callable[[], None]
     with whole_or_nothing(communicators) as checked:  # of its own: sharded parameters are gathered in it
         checked["step"] = loaded.step
         load = prepare(communicators, tables, dense, state, loaded.tables, loader, at, changed)
+        require_same(recipe, recipe_of(tables, dense, config), changed, f"the checkpoint in {directory}")
     load()
     return loaded.step
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.files import sha256_of, size_of
 from ..checkpoint.manifest import add_checksum
-from ..files.places import Place, RemotePath, read_document
+from ..files.places import Place, read_document
 from .programs import CLICK, IMPRESSION, NEXT_ITEM, SCORER
 from .shards import SUFFIXES
 
@@ -52,31 +53,41 @@ def read_manifest(folder: Place) -> dict[str, Any]:
 
 
 @contextmanager
-def checked_file(folder: Place, entry: Mapping[str, Any]) -> Iterator[Path]:
-    """A local path of a file of the manifest, if its checksum fits; one at a URL is copied."""
+def local_copy(folder: Place, entry: Mapping[str, Any]) -> Iterator[Path]:
+    """A local folder with a file of the manifest: `folder` itself, or for a URL a copy, which is removed."""
+    if isinstance(folder, Path):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="tritonrec-") as name:
+        source, copied = folder / entry["file"], Path(name, entry["file"])
+        try:
+            source.download(copied)
+        except OSError as error:
+            raise ValueError(
+                f"{source} cannot be read, but the manifest names it: {error.strerror}"
+            ) from error
+        _check_digest(source, sha256_of(copied), entry)
+        yield Path(name)
+
+
+def checked_file(folder: Path, entry: Mapping[str, Any]) -> Path:
+    """The path of a file of the manifest, if its checksum fits."""
     path = folder / entry["file"]
-    with ExitStack() as stack:
-        local = path if isinstance(path, Path) else Path(_scratch(stack), path.name)
-        _check_file(folder, path, local, entry)
-        yield local
-
-
-def _scratch(stack: ExitStack) -> str:
-    return stack.enter_context(tempfile.TemporaryDirectory(prefix="tritonrec-"))
-
-
-def _check_file(folder: Place, path: Place, local: Path, entry: Mapping[str, Any]) -> None:
     try:
-        if isinstance(path, Path) and path.resolve().parent != Path(str(folder)).resolve():
-            raise ValueError(f"{path} is a link to {path.resolve()}, out of the folder: copy the file there")
+        real = os.path.realpath(path)
+        if os.path.dirname(real) != os.path.realpath(folder):
+            raise ValueError(f"{path} is a link to {real}, out of the folder: copy the file there")
         size_of(path)  # of a regular file, whose read ends
-        if isinstance(path, RemotePath):
-            path.download(local)
-        digest = sha256_of(local)
+        digest = sha256_of(path)
     except OSError as error:
         raise ValueError(f"{path} cannot be read, but the manifest names it: {error.strerror}") from error
     except UnicodeError as error:
         raise ValueError(f"{folder}: the manifest names {entry['file']!a}, which no file can be") from error
+    _check_digest(path, digest, entry)
+    return path
+
+
+def _check_digest(path: Place, digest: str, entry: Mapping[str, Any]) -> None:
     if digest != entry["sha256"]:
         raise ValueError(f"{path} was altered: its sha256 is {digest}, written {entry['sha256']}")
 

@@ -19,7 +19,7 @@ from ..data.jagged import KeyedJaggedTensor, WeightedLookup, check_offsets
 from ..embedding.features import pool
 from ..files.places import Place, place_of
 from ..nn import sigmoid
-from .manifest import checked_file, read_manifest
+from .manifest import checked_file, local_copy, read_manifest
 from .programs import CLICK, IMPRESSION, NEXT_ITEM, load_compiled, load_program
 from .retrieval import top_k
 from .shards import read_shard
@@ -103,11 +103,11 @@ class Predictor:
         if compiled and not (dense or {}).get("compiled"):
             raise ValueError(f"{folder} has no compiled program: export with compiled=True (--compiled)")
         if compiled:
-            with checked_file(folder, dense["compiled"]) as file:
-                program = load_compiled(file)
+            with local_copy(folder, dense["compiled"]) as here:
+                program = load_compiled(checked_file(here, dense["compiled"]))
         elif dense:
-            with checked_file(folder, dense["program"]) as file:
-                program = load_program(file, namespaces)
+            with local_copy(folder, dense["program"]) as here:
+                program = load_program(checked_file(here, dense["program"]), namespaces)
         return cls(manifest, tables, program)
 
     def rows(self, feature: str, ids: Tensor, offsets: Tensor | None = None) -> Tensor:
@@ -288,12 +288,18 @@ def load_tables(
 
 
 def _load_table(folder: Place, table: Mapping[str, Any], unknown: UnknownIds) -> ExportedTable:
-    ids = torch.empty(table["rows"], dtype=torch.int64)
-    weights = torch.empty(table["rows"], table["dim"], dtype=torch.float32)
+    try:
+        ids = torch.empty(table["rows"], dtype=torch.int64)
+        weights = torch.empty(table["rows"], table["dim"], dtype=torch.float32)
+    except (RuntimeError, MemoryError) as error:
+        raise ValueError(
+            f"{folder}: {table['rows']} rows of {table['dim']} columns take more memory than there is"
+        ) from error
     at = 0
     for entry in table["files"]:
         rows = entry["rows"]
-        with checked_file(folder, entry) as file:
+        with local_copy(folder, entry) as local:
+            file = checked_file(local, entry)
             columns = read_shard(file, table["format"])
         expected = {"ids": ((rows,), ids.dtype), "weights": ((rows, table["dim"]), weights.dtype)}
         found = {name: (tuple(each.shape), each.dtype) for name, each in columns.items()}
