@@ -343,7 +343,7 @@ REFUSED = {
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
     made, loader = made_of(), NumberedLoader(batches(9))
-    with trainer(made) as training:
+    with trainer(made, "sequential") as training:  # kernels are imported on one thread
         list(training.run(next(loader) for _ in range(3)))
         training.save(folder, loader=loader)
     return folder
