@@ -45,7 +45,7 @@ def made_of(model=Ranker, names=("item",), rule="adam", seed=2, policy=None, dim
 def saved(tmp_path_factory):
     """A folder, the rows and the parameters of a training of table "item"."""
     folder, made = tmp_path_factory.mktemp("saved"), made_of()
-    with trainer(made) as training:
+    with trainer(made, "sequential") as training:
         list(training.run(batches(3)))
         training.save(folder)
     return folder, made[1].weights()["item"], {k: v.clone() for k, v in made[0].state_dict().items()}
