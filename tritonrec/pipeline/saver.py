@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -198,11 +199,11 @@ def whole_or_nothing(communicators: Communicators) -> Iterator[dict[str, int]]:
         yield checked
     except Exception as error:
         failure = error
-    mine = "" if failure is None else f"{failure}"
+    mine = json.dumps({"failed": None if failure is None else str(failure)})
     said = communicators.control.all_gather_texts(mine)
     if failure is not None:
         raise failure
-    for rank, words in enumerate(said):
-        if words:
+    for rank, text in enumerate(said):
+        if words := json.loads(text).get("failed"):
             raise ValueError(f"nothing is loaded, because rank {rank} cannot: {words}")
     check_ranks_agree(communicators.control, {"step of the checkpoint": checked["step"]})
