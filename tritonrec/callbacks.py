@@ -98,8 +98,8 @@ class EarlyStopping:
                 f"early stopping was by {state['metric']} ({state['mode']}) before, and is by {self.metric} "
                 f"({self.mode}) now: use the same metric, or train without early stopping first"
             )
-        self.best, self.best_step = state["best"], state["best_step"]
-        self.step, self.waited = state["step"], state["waited"]
+        found = [state[name] for name in ("best", "best_step", "step", "waited")]
+        self.best, self.best_step, self.step, self.waited = found
         self.finite = state.get("finite", True)  # an earlier version did not stop for it
 
     def _is_better(self, value: float) -> bool:

@@ -8,10 +8,10 @@ import math
 import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import IO, Any, Protocol
 
 from .files import atomic_write
+from .files.places import Place, RemotePath, kind_of, place_of
 
 __all__ = ["CSVLogger", "JSONLinesLogger", "Logger", "TensorBoardLogger"]
 
@@ -32,15 +32,16 @@ class CSVLogger:
     Each row is written at once. A name that is new rewrites the file with one more column.
 
     Args:
-        path: of the file. Its folder is made.
+        path: of the file, whose folder is made; or a URL, where the file is written anew every half minute.
         purge_step: go on with the file, without what was logged at this step or later; None: a new file.
 
     Raises FileExistsError for a file that is there where `purge_step` is None, ValueError for one that is no
     such table.
     """
 
-    def __init__(self, path: str | os.PathLike[str], purge_step: int | None = None):
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike[str] | RemotePath, purge_step: int | None = None):
+        self.path = place_of(path)
+        require_text(self.path)
         self._names = ["step"]
         if purge_step is None:
             require_no_log(self.path)
@@ -96,15 +97,17 @@ class JSONLinesLogger:
     Numbers that JSON lacks (NaN, infinity) become null.
 
     Args:
-        path: of the file, whose folder is made; ``"-"`` is standard output.
+        path: as of `CSVLogger`; ``"-"`` is standard output.
         purge_step: as of `CSVLogger`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], purge_step: int | None = None):
+    def __init__(self, path: str | os.PathLike[str] | RemotePath, purge_step: int | None = None):
         self._file: IO[str] = sys.stdout
         if str(path) == "-":
             return
-        target = Path(path)
+        target = place_of(path)
+        if isinstance(target, RemotePath):
+            target.require_writable()
         target.parent.mkdir(parents=True, exist_ok=True)
         if purge_step is None:
             require_no_log(target)
@@ -142,7 +145,7 @@ class TensorBoardLogger:
                 "TensorBoardLogger needs the package tensorboard: pip install tensorboard, or "
                 "pip install 'tritonrec[logging]'"
             ) from error
-        self._writer: Any = SummaryWriter(str(folder), purge_step=purge_step)
+        self._writer: Any = SummaryWriter(str(place_of(folder)), purge_step=purge_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """As of `Logger`."""
@@ -154,12 +157,20 @@ class TensorBoardLogger:
         self._writer.close()
 
 
-def require_no_log(path: str | os.PathLike[str]) -> None:
+def require_no_log(path: str | os.PathLike[str] | RemotePath) -> None:
     """Raise FileExistsError for a file that is there; a pipe or a device is nobody's log."""
-    if os.path.isfile(path):
+    if place_of(path).is_file():
         raise FileExistsError(
             f"{path} is there already: go on with the run that wrote it, or choose another place"
         )
+
+
+def require_text(path: Place) -> None:
+    """Raise ValueError for a folder, a pipe or a device, which are no table, and a URL to read only."""
+    if isinstance(path, RemotePath):
+        path.require_writable()
+    elif path.exists() and not path.is_file():
+        raise ValueError(f"{path} is {kind_of(path.stat().st_mode)}, and a log is a regular file")
 
 
 def _step_of(line: str) -> float:

@@ -208,7 +208,7 @@ def test_a_run_goes_on_from_its_state_bit_for_bit(order, fresh):
 
 def test_a_state_of_another_rule_is_refused():
     state = made("adam")[1].state_dict()
-    with pytest.raises(ValueError, match=r"'0.embedding': 6.*'0.embedding': 1"):
+    with pytest.raises(ValueError, match="updated by the rule 'adam', and here by 'rowwise_adagrad'"):
         made("rowwise_adagrad")[1].load_state_dict(state)
 
 

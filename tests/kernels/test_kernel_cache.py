@@ -353,3 +353,23 @@ def test_a_turn_ends_where_its_file_is_gone(tmp_path):
     assert kept._begin_turn("some key") and (tmp_path / "kernel.lock").exists()
     kept.end_turns()
     assert not (tmp_path / "kernel.lock").exists()
+
+
+def test_a_file_that_others_may_write_is_no_kernel(tmp_path, monkeypatch):
+    """It is unpickled and executed."""
+    files = _Files(tmp_path, "kernel", files_of)
+    files.save("key", [1])
+    path = files.path("key")
+    assert files.load("key") == [1]
+    path.chmod(0o666)
+    assert files.load("key") is None
+    path.chmod(0o644)
+    assert files.load("key") == [1]
+    real = os.stat_result(path.stat())
+    foreign = os.stat_result((*real[:4], 12345, *real[5:]))
+    monkeypatch.setattr("pathlib.Path.stat", lambda self, **_: foreign if self == path else os.stat(self))
+    assert files.load("key") is None
+    monkeypatch.undo()
+    path.unlink()
+    os.mkfifo(path)
+    assert files.load("key") is None

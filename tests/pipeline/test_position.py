@@ -12,7 +12,7 @@ from trainer_parts import batches, parts, same, state, trained, trainer
 from tritonrec.data import NumberedLoader
 from tritonrec.distributed import Communicators
 from tritonrec.harness.verify.thread_ranks import run_ranks
-from tritonrec.pipeline.position import positions, set_position
+from tritonrec.pipeline.position import position_of, positions
 
 
 def made_batches(count):
@@ -122,17 +122,17 @@ def test_each_rank_gets_its_own_position():
     def rank(communicators):
         saved = positions(communicators, OfRank(communicators.rank * 10), 0)
         loader = OfRank(-1)
-        set_position(communicators, loader, saved)
+        loader.load_state_dict(position_of(communicators, saved))
         equal = positions(communicators, OfRank(7), 0)
         return saved, loader.value, equal
 
     saved, values, equal = zip(*run_ranks(3, rank), strict=True)
     assert values == (0, 10, 20) and len(saved[0]) == 3 and len(equal[0]) == 1
     with pytest.raises(ValueError, match="each of 3 ranks saved a position of its own, and here are 1"):
-        set_position(Communicators.local(), OfRank(0), saved[0])
+        position_of(Communicators.local(), saved[0])
     loader = OfRank(0)
-    set_position(Communicators.local(), loader, equal[0])
+    loader.load_state_dict(position_of(Communicators.local(), equal[0]))
     assert loader.value == 7
     every_rank = SimpleNamespace(rank=2, world_size=3)
-    set_position(every_rank, loader := OfRank(0), equal[0])
+    (loader := OfRank(0)).load_state_dict(position_of(every_rank, equal[0]))
     assert loader.value == 7

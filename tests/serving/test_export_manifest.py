@@ -7,6 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tritonrec import checkpoint
@@ -128,4 +130,90 @@ def test_a_safetensors_shard_of_another_length_is_named(folder):
 def test_a_file_name_that_no_file_can_have_is_named(folder):
     reseal(folder, set_to("\ud800", "tables", "item", "files", 0, "file"))
     with pytest.raises(ValueError, match=r"the manifest names '\\ud800', which no file can be"):
+        Predictor.load(folder)
+
+
+def test_a_file_named_twice_gives_no_id_twice(folder):
+    def twice(body):
+        table = body["tables"]["item"]
+        table["files"].append(table["files"][0])
+        table["rows"] += table["files"][0]["rows"]
+
+    reseal(folder, twice)
+    with pytest.raises(ValueError, match=r"it names 'item\.00000\.parquet' 2 times"):
+        Predictor.load(folder)
+    (folder / "copy.parquet").write_bytes((folder / "item.00000.parquet").read_bytes())
+    reseal(folder, set_to("copy.parquet", "tables", "item", "files", 2, "file"))
+    with pytest.raises(ValueError, match="is in the files of one table twice"):
+        Predictor.load(folder)
+
+
+def test_a_link_out_of_the_folder_is_refused(folder):
+    shard = folder / "item.00000.parquet"
+    shard.rename(folder.parent / "elsewhere")
+    shard.symlink_to(folder.parent / "elsewhere")
+    with pytest.raises(ValueError, match=r"item\.00000\.parquet is a link to .*elsewhere, out of the folder"):
+        Predictor.load(folder)
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["", "item", "none", "../x", "manifest.json", "parquet", "\0", "\ud800", "click"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["file", "sha256", "rows", "tables", "item", "table"]), inner, max_size=3
+        )
+    ),
+    max_leaves=6,
+)
+
+
+def places(value, path=()):
+    yield path
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in parts:
+        yield from places(each, (*path, key))
+
+
+@given(st.data())
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_manifest_of_any_content_is_read_or_refused(folder, data):
+    path = folder / "manifest.json"
+    original = path.read_text()
+    body = json.loads(original)
+    del body["manifest_sha256"]
+    body["dense"] = {
+        "kind": "click",
+        "features": ["item"],
+        "dense": 2,
+        "program": {"file": "x", "sha256": "y"},
+    }
+    if data.draw(st.booleans()):
+        body["dense"] = None
+    place = data.draw(st.sampled_from([*places(body)]))
+    value = data.draw(JSON)
+    body = value if not place else body
+    if place:
+        set_to(value, *place)(body)
+    try:
+        path.write_text(json.dumps(add_checksum(body) if isinstance(body, dict) else body))
+        Predictor.load(folder)
+    except ValueError:
+        pass
+    finally:
+        path.write_text(original)
+
+
+def test_more_rows_than_there_is_memory_for_are_one_error(folder):
+    def many(body):
+        table = body["tables"]["item"]
+        table["rows"] += 2**50
+        table["files"][0]["rows"] += 2**50
+
+    reseal(folder, many)
+    with pytest.raises(ValueError, match="take more memory than there is"):
         Predictor.load(folder)

@@ -7,7 +7,12 @@ import hashlib
 import os
 import re
 import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from ..files.places import Place, RemotePath, kind_of, place_of
 
 NUM_KEPT = 2
 """Checkpoints that a save leaves in a directory."""
@@ -25,17 +30,21 @@ def folder_of(step: int) -> str:
     return f"step-{step:012d}"
 
 
-def manifest_of(directory: Path, step: int) -> Path:
+def manifest_of(directory: Place, step: int) -> Place:
     return directory / f"{folder_of(step)}.json"
 
 
-def steps(directory: Path | str) -> list[int]:
+def steps(directory: Place | str) -> list[int]:
     """Steps that have a manifest in `directory`, ascending; none if there is no such directory."""
-    directory = Path(directory)
-    if not directory.is_dir():
+    place = place_of(directory)
+    if not place.is_dir():
         return []
-    matches = (_MANIFEST.fullmatch(name) for name in os.listdir(directory))
+    matches = (_MANIFEST.fullmatch(name) for name in names_in(place))
     return sorted(int(match[1]) for match in matches if match)
+
+
+def names_in(directory: Place) -> list[str]:
+    return directory.names() if isinstance(directory, RemotePath) else os.listdir(directory)
 
 
 def describe(error: BaseException) -> str:
@@ -43,23 +52,40 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def size_of(path: Path) -> int:
+def size_of(path: Place) -> int:
     """Bytes of the regular file at `path`; OSError for anything else, whose read could block."""
+    if isinstance(path, RemotePath):
+        return path.size()
     status = os.stat(path)
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
+        raise OSError(errno.EINVAL, f"not a regular file, but {kind_of(status.st_mode)}", str(path))
     return status.st_size
 
 
-def publish(partial: Path, path: Path) -> None:
+@contextmanager
+def partial_of(directory: Place, name: str) -> Iterator[Path]:
+    """Yield where a file is written before `publish`: beside its place, or here for one at a URL."""
+    if isinstance(directory, RemotePath):
+        with tempfile.TemporaryDirectory(prefix="tritonrec-") as folder:
+            yield Path(folder, f"{PARTIAL}{name}")
+    else:
+        yield directory / f"{PARTIAL}{name}"
+
+
+def publish(partial: Path, path: Place) -> None:
     """Flush `partial` to the disk and rename it to `path`; flush the directory for the name itself."""
+    if isinstance(path, RemotePath):
+        path.upload(partial)
+        return
     flush(partial)
     os.replace(partial, path)
 
 
-def flush(path: Path) -> None:
+def flush(path: Place) -> None:
+    if isinstance(path, RemotePath):
+        return  # a store keeps what was uploaded
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -8,9 +8,9 @@ import os
 import socket
 import warnings
 from contextlib import suppress
-from pathlib import Path
 from typing import IO
 
+from ..files.places import Place, RemotePath, place_of
 from .files import CheckpointError
 
 NAME = ".lock"
@@ -25,8 +25,8 @@ class WriterLock:
     reused. `release` removes the file.
     """
 
-    def __init__(self, directory: Path | str):
-        self.path = Path(directory) / NAME
+    def __init__(self, directory: Place | str):
+        self.path = place_of(directory) / NAME
         self._file: IO[str] | None = None
 
     def acquire(self) -> None:
@@ -35,6 +35,10 @@ class WriterLock:
         Raises CheckpointError naming the process that holds the lock, and OSError where no file can be
         created. Warns on a file system without locks.
         """
+        if isinstance(self.path, RemotePath):
+            self.path.require_writable()
+            self._warn("a store at a URL")
+            return
         if self._file is not None and self._in_place(self._file):
             return
         self.release()
@@ -79,16 +83,19 @@ class WriterLock:
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise
-            warnings.warn(
-                f"{self.path.parent}: its file system has no locks ({error}), so nothing keeps a second run "
-                "from saving there",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            self._warn(str(error))
+
+    def _warn(self, reason: str) -> None:
+        warnings.warn(
+            f"{self.path.parent}: its file system has no locks ({reason}), so nothing keeps a second run "
+            "from saving there",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
     def _in_place(self, file: IO[str]) -> bool:
         """Whether the open file is still the one at the path."""
         try:
-            return os.path.samestat(os.fstat(file.fileno()), os.stat(self.path))
+            return os.path.samestat(os.fstat(file.fileno()), os.stat(str(self.path)))
         except (FileNotFoundError, NotADirectoryError):
             return False

@@ -8,11 +8,11 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from math import prod
-from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
 
+from ..files.places import Place
 from . import slices
 from .files import CheckpointError, describe, folder_of, manifest_of, size_of
 
@@ -48,7 +48,7 @@ def add_checksum(body: Mapping[str, Any]) -> dict[str, Any]:
     return {**body, "manifest_sha256": _sha256_of(body)}
 
 
-def read_manifest(path: Path, advice: str = "") -> dict[str, Any]:
+def read_manifest(path: Place, advice: str = "") -> dict[str, Any]:
     """Read the manifest at `path`, and check its checksum, step, and entries of tables and files.
 
     Raises CheckpointError, which names `path` and ends with `advice`.
@@ -110,7 +110,7 @@ def files_of(body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield from (part for part in layer["parts"] if part["file"])
 
 
-def first_missing(directory: Path, body: Mapping[str, Any]) -> str | None:
+def first_missing(directory: Place, body: Mapping[str, Any]) -> str | None:
     """An error about the first file of a manifest that is missing or has another length, or None."""
     for entry in files_of(body):
         path = directory / entry["file"]

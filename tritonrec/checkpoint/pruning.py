@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
-from .files import NUM_KEPT, PARTIAL, CheckpointError, flush, manifest_of, steps
+from ..files.places import Place
+from .files import NUM_KEPT, PARTIAL, CheckpointError, flush, manifest_of, names_in, steps
 from .manifest import CONTENT, files_of, read_manifest
 
 _FOLDER = re.compile(r"step-\d{12}")
 
 
-def prune(directory: Path, kept: int | None = NUM_KEPT) -> None:
+def prune(directory: Place, kept: int | None = NUM_KEPT) -> None:
     """Remove all but the last `kept` checkpoints (None: keep all), and files that these do not name.
 
     A manifest that cannot be read may be of a newer tritonrec: then only partial files are removed. Links are
@@ -33,19 +33,19 @@ def prune(directory: Path, kept: int | None = NUM_KEPT) -> None:
         except CheckpointError:
             unreadable = True
     needed = {file.partition("/")[0] for file in named}
-    for name in os.listdir(directory):
+    for name in names_in(directory):
         folder = directory / name
         if name.startswith(PARTIAL):
             folder.unlink()
         if not _FOLDER.fullmatch(name):
             continue
-        if folder.is_symlink():
+        if isinstance(folder, Path) and folder.is_symlink():
             if name not in needed and not unreadable:
                 folder.unlink()
             continue
-        for file in (f"{name}/{child}" for child in os.listdir(folder)):
+        for file in (f"{name}/{child}" for child in names_in(folder)):
             stale = CONTENT.fullmatch(file) and file not in named and not unreadable
             if stale or file.startswith(f"{name}/{PARTIAL}"):
                 (directory / file).unlink()
-        if not os.listdir(folder):
+        if not names_in(folder):
             folder.rmdir()

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import torch
 from safetensors.torch import load as parse
 from torch import Tensor
 
+from ..files.places import Place, place_of
 from ..kernels import launch
 from ..kernels.arguments import check_rank
 from . import slices
@@ -49,7 +49,7 @@ class Checkpoint:
 
 
 def load(
-    directory: Path | str,
+    directory: Place | str,
     step: int | None = None,
     *,
     rank: int = 0,
@@ -74,7 +74,7 @@ def load(
             message names all differences.
     """
     check_rank(rank, world_size)
-    directory = Path(directory)
+    directory = place_of(directory)
     step, path, body, advice = _opened(directory, step)
     if like is not None:
         saved = {name: table["columns"] for name, table in body["tables"].items()}
@@ -119,8 +119,8 @@ class CheckpointStream:
     Raises CheckpointError as `load`.
     """
 
-    def __init__(self, directory: Path | str, step: int | None = None):
-        self._directory = Path(directory)
+    def __init__(self, directory: Place | str, step: int | None = None):
+        self._directory = place_of(directory)
         self.step, _, self._body, self._advice = _opened(self._directory, step)
         self.meta: dict[str, Any] = self._body["meta"]
         self.world_size: int = self._body["world_size"]
@@ -162,7 +162,7 @@ class CheckpointStream:
         return _Reader(self._directory, rank, world_size, self._advice)
 
 
-def _opened(directory: Path, step: int | None) -> tuple[int, Path, dict[str, Any], str]:
+def _opened(directory: Place, step: int | None) -> tuple[int, Place, dict[str, Any], str]:
     """A step, or the newest, with its manifest's path and content, and advice for errors."""
     available = steps(directory)
     if step is None and not available:
@@ -208,7 +208,7 @@ def _header_error(file: IO[bytes], size: int, part: Mapping[str, Any]) -> str | 
 
 
 class _Reader:
-    def __init__(self, directory: Path, rank: int, world_size: int, advice: str):
+    def __init__(self, directory: Place, rank: int, world_size: int, advice: str):
         self.directory, self.rank, self.world_size, self.advice = directory, rank, world_size, advice
         self.owned = slices.range_of(rank, world_size)
         self.files: list[str] = []

@@ -7,12 +7,12 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from torch import Tensor
 
+from ..files.places import Place, place_of
 from ..kernels.arguments import check_rank
 from .agreement import Agreement, Gather, single_rank
 from .files import CheckpointError
@@ -51,7 +51,7 @@ class Saver:
 
     def __init__(
         self,
-        directory: Path | str,
+        directory: Place | str,
         *,
         rank: int = 0,
         world_size: int = 1,
@@ -62,7 +62,7 @@ class Saver:
         if full_every < 1:
             raise ValueError(f"full_every must be at least 1, got {full_every}")
         check_rank(rank, world_size)
-        self.directory = Path(directory).absolute()  # a thread writes later, wherever the program is then
+        self.directory = place_of(directory).absolute()  # a thread writes later, wherever the program is then
         self.rank, self.world_size, self.gather = rank, world_size, gather
         self.full_every, self.context = full_every, context
         self.blocked = self.waited = self.seconds = 0.0

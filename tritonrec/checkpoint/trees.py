@@ -55,8 +55,15 @@ def _flat(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Plain:
 
 def unflatten(plain: Plain, tensors: Mapping[str, torch.Tensor]) -> Any:
     """The tree that `flatten` took apart. Raises ValueError for anything that it did not make."""
+    try:
+        return _tree(plain, tensors)
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"it is no state that was taken apart for a checkpoint: {error}") from None
+
+
+def _tree(plain: Plain, tensors: Mapping[str, torch.Tensor]) -> Any:
     if isinstance(plain, list):
-        return [unflatten(each, tensors) for each in plain]
+        return [_tree(each, tensors) for each in plain]
     if not isinstance(plain, dict):
         return plain
     if len(plain) != 1:
@@ -69,8 +76,8 @@ def unflatten(plain: Plain, tensors: Mapping[str, torch.Tensor]) -> Any:
     if kind == "float":
         return float(value)
     if kind == "tuple":
-        return tuple(unflatten(each, tensors) for each in value)
+        return tuple(_tree(each, tensors) for each in value)
     if kind in ("dict", "counter"):
-        pairs = {unflatten(key, tensors): unflatten(each, tensors) for key, each in value}
+        pairs = {_tree(key, tensors): _tree(each, tensors) for key, each in value}
         return Counter(pairs) if kind == "counter" else pairs
     raise ValueError(f"unknown kind of value {kind!r}")

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..files.places import Place, place_of
 from ..kernels import launch
 from ..kernels.arguments import check_rank
 from . import files, slices
@@ -47,13 +47,13 @@ class Saved:
     """
 
     step: int
-    path: Path
+    path: Place
     sha256: str
     bytes: int
 
 
 def save(
-    directory: Path | str,
+    directory: Place | str,
     step: int,
     dense: Mapping[str, Tensor],
     tables: Tables,
@@ -88,17 +88,16 @@ def save(
             Earlier checkpoints are unchanged, as after a ValueError.
     """
     check_rank(rank, world_size)
-    if lock is not None:
-        return _save(Path(directory), step, dense, tables, meta, rank, world_size, gather, base, erased, lock)
-    lock = WriterLock(directory)
+    place, own = place_of(directory), lock or WriterLock(directory)
     try:
-        return _save(Path(directory), step, dense, tables, meta, rank, world_size, gather, base, erased, lock)
+        return _save(place, step, dense, tables, meta, rank, world_size, gather, base, erased, own)
     finally:
-        lock.release()
+        if lock is None:
+            own.release()
 
 
 def _save(
-    directory: Path,
+    directory: Place,
     step: int,
     dense: Mapping[str, Tensor],
     tables: Tables,
@@ -243,7 +242,7 @@ def _check_meta(meta: Mapping[str, Any]) -> None:
 
 
 def _prepare(
-    directory: Path, step: int, columns: dict[str, dict[str, Any]], base: Saved | None
+    directory: Place, step: int, columns: dict[str, dict[str, Any]], base: Saved | None
 ) -> dict[str, Any]:
     """Check step and base, and remove leftovers; returns the layers of the base by table."""
     if not 0 <= step < 10**12:
@@ -278,7 +277,7 @@ def _prepare(
 
 
 def _write_table(
-    directory: Path,
+    directory: Place,
     step: int,
     name: str,
     table: Mapping[str, Tensor],
@@ -328,22 +327,22 @@ def _ordered(keys: Tensor, what: str, rank: int, world_size: int) -> tuple[Tenso
 
 
 def _write(
-    directory: Path, label: str, tensors: dict[str, Tensor], header: dict[str, Any], rank: int
+    directory: Place, label: str, tensors: dict[str, Tensor], header: dict[str, Any], rank: int
 ) -> dict[str, Any]:
     """Write a file whose name contains a part of its checksum; returns its entry in the manifest."""
     folder, _, name = label.partition("/")
-    partial = directory / folder / f"{files.PARTIAL}{name}.rank{rank}.safetensors"
-    partial.touch()
-    mode = stat.S_IMODE(partial.stat().st_mode)
-    try:
-        save_file(tensors, partial, {"part": json.dumps(header)})
-    except SafetensorError as error:
-        raise CheckpointError(f"{partial}: {error}") from error
-    partial.chmod(mode)  # safetensors leaves the file to its owner alone, whatever the umask
-    digest = files.sha256_of(partial)
-    file = f"{label}.{digest[:16]}.safetensors"
-    size = partial.stat().st_size
-    files.publish(partial, directory / file)
+    with files.partial_of(directory / folder, f"{name}.rank{rank}.safetensors") as partial:
+        partial.touch()
+        mode = stat.S_IMODE(partial.stat().st_mode)
+        try:
+            save_file(tensors, partial, {"part": json.dumps(header)})
+        except SafetensorError as error:
+            raise CheckpointError(f"{partial}: {error}") from error
+        partial.chmod(mode)  # safetensors leaves the file to its owner alone, whatever the umask
+        digest = files.sha256_of(partial)
+        file = f"{label}.{digest[:16]}.safetensors"
+        size = partial.stat().st_size
+        files.publish(partial, directory / file)
     return {"file": file, "bytes": size, "sha256": digest}
 
 
@@ -355,13 +354,14 @@ def _layer(step: int, world_size: int, name: str, written: list[dict[str, Any]])
     return {"step": step, "world_size": world_size, "parts": parts}
 
 
-def _publish_manifest(directory: Path, step: int, body: Mapping[str, Any]) -> str:
-    partial = directory / f"{files.PARTIAL}{folder_of(step)}.json"
+def _publish_manifest(directory: Place, step: int, body: Mapping[str, Any]) -> str:
+    path = manifest_of(directory, step)
     sealed = add_checksum(body)
     text = json.dumps(sealed, indent=1) + "\n"
     if len(text) > MAX_MANIFEST_BYTES:
-        raise CheckpointError(f"{partial} would have {len(text)} bytes, more than {MAX_MANIFEST_BYTES}")
-    partial.write_text(text)
-    files.publish(partial, manifest_of(directory, step))
+        raise CheckpointError(f"{path} would have {len(text)} bytes, more than {MAX_MANIFEST_BYTES}")
+    with files.partial_of(directory, path.name) as partial:
+        partial.write_text(text)
+        files.publish(partial, path)
     files.flush(directory)
     return sealed["manifest_sha256"]

@@ -27,6 +27,7 @@ from tritonrec.data.log_format import LogFormat, described
 from tritonrec.data.sources import load_interactions, source_of
 from tritonrec.data.times import check_calendar
 from tritonrec.files import ScratchFolder
+from tritonrec.files.places import local_path
 
 TIME_UNITS = ("s", "ms", "us", "ns")
 
@@ -76,7 +77,7 @@ def new_folder(out: Path | str) -> Iterator[Path]:
 
     Raises FileExistsError where `out` is a file or a folder that is not empty.
     """
-    out = Path(out)
+    out = local_path(out, "the folder of converted files")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} exists and is not an empty folder: choose another one, or remove it")
     out.parent.mkdir(parents=True, exist_ok=True)

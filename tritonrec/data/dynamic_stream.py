@@ -93,8 +93,9 @@ class DynamicStream:
         """Go on at a position of this rank; ValueError for one of another target, rank or stream."""
         own = {name: getattr(self, name) for name in ("target_tokens", "rank", "world_size")}
         check_same(state, own, "stream")
+        step, stream_step, row = (int(state[name]) for name in ("step", "stream_step", "row"))
         self.stream.load_state_dict(state["stream"])
-        self._begin(int(state["step"]), int(state["stream_step"]), int(state["row"]))
+        self._begin(step, stream_step, row)
 
     def begin_at(self, step: int) -> None:
         """Read from the first row on, with batches numbered from `step` on: another log of a run."""

@@ -71,15 +71,28 @@ class NumberedLoader(Generic[AnyBatch]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at a position.
 
-        Raises ValueError naming what differs from the loader that was saved, where it tells.
+        Raises ValueError for one of a loader of another kind, and naming what differs from the loader that
+        was saved, where it tells; nothing is changed then.
         """
         check_same(state.get("settings", {}), self._settings())
-        self.step, self._epoch, self._place = state["step"], state["epoch"], state["batches"]
-        self._batches = None
-        if "loader" in state:
+        place = tuple(int(state[name]) for name in ("step", "epoch", "batches"))
+        if ("loader" in state) != self._has_state():
+            kinds = "with", "without"
+            there, here = kinds if "loader" in state else kinds[::-1]
+            raise ValueError(f"the position is one of a loader {there} a state, and this one is {here}")
+        before = self.step, self._epoch, self._place
+        self.step, self._epoch, self._place = place
+        batches = None
+        try:
+            if "loader" in state:
+                self._set_epoch()
+                self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+                batches = iter(self.loader)
+        except BaseException:
+            self.step, self._epoch, self._place = before
             self._set_epoch()
-            self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
-            self._batches = iter(self.loader)
+            raise
+        self._batches = batches
 
     def _begin(self) -> Iterator[AnyBatch]:
         self._set_epoch()

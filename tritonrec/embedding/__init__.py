@@ -21,6 +21,7 @@ from .torchrec import (
     PoolingType,
 )
 from .torchrec_fused import FusedEmbeddingBagCollection, FusedEmbeddingCollection
+from .warm_start import WarmStart, load_table_weights
 
 __all__ = [
     "Constant",
@@ -53,6 +54,8 @@ __all__ = [
     "Storage",
     "TableGroup",
     "TablePolicy",
+    "WarmStart",
     "WarmupCosine",
     "WarmupLinear",
+    "load_table_weights",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -313,11 +313,18 @@ class HashTableCollection:
     def load_state(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Load a `state` of all tables, or the part of it whose keys this rank owns.
 
-        Raises ValueError naming every table and column that differs from these tables, or a key given twice.
+        Raises ValueError naming every table and column that differs from these tables, a key given twice, or
+        one that does not fit; nothing is loaded then.
         """
+        self.prepare_state(state)()
+
+    def prepare_state(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> Callable[[], None]:
+        """Check a `state` as `load_state` does, and change nothing; the function returned loads it."""
         parts = [group.table.empty_state() for group in self.groups]
         check_state(state, self._by_table(parts))
+        prepared: list[tuple[DynamicTable, dict[str, dict[str, torch.Tensor]]]] = []
         for group, own in zip(self.groups, parts, strict=True):
+            group.table.in_flight.check("load_state")
             columns: dict[str, dict[str, torch.Tensor]] = {}
             for part, empty in own.items():
                 members = []
@@ -325,7 +332,13 @@ class HashTableCollection:
                     saved = dict(state[_part_name(name, part)])
                     members.append({**saved, "keys": group.layout.pack(member, saved["keys"], name)})
                 columns[part] = {name: torch.cat([saved[name] for saved in members]) for name in empty}
-            group.table.load_state(columns)
+            prepared.append((group.table, columns))
+
+        def load() -> None:
+            for table, columns in prepared:
+                table.load_state(columns)
+
+        return load
 
     def track_changes(self) -> None:
         """Log changes from now on, for `take_changes`."""
@@ -388,6 +401,15 @@ class HashTableCollection:
         group, member = self._group(table)
         keys = group.layout.pack(member, ids.to(group.table.device), table)
         return group.table.gather(group.table.find(keys), keys)
+
+    def policy_of(self, table: str) -> TablePolicy:
+        """Of a logical table."""
+        return next(each.policy for each in self.features.values() if (each.table or each.name) == table)
+
+    def check_ids(self, table: str, ids: torch.Tensor) -> None:
+        """Raise ValueError naming the first of `ids` (n,) that does not fit into a logical table."""
+        group, _ = self._group(table)
+        group.layout.validate(ids, table)
 
     def clear(self) -> None:
         """Erase all rows, and forget the keys that wait for admission."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -141,31 +141,48 @@ class HashOptimizer(torch.optim.Optimizer):
 
         Of this rank's rows; the weights are in the modules' ``state_dict``.
         """
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+        groups = [
+            {"rule": each.group.optimizer.name} | {k: v for k, v in group.items() if k != "params"}
+            for each, group in zip(self.gradients, self.param_groups, strict=True)
+        ]
         return {"state": self._tables(), "param_groups": groups, "updates": self.updates}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict`, or the part of it whose ids this rank owns; before or after the modules'.
 
-        An id without a row gets its initial weights, a row without a state a state of zeros.
+        An id without a row gets its initial weights, a row without a state a state of zeros. Tables may be
+        merged otherwise than they were.
 
-        Raises ValueError where the tables or the widths of their states differ.
+        Raises ValueError naming what differs: a table, the width of its state, its rule, or rates of tables
+        that are merged here. Nothing is loaded then.
         """
-        saved, here = state_dict["state"], self._tables(empty=True)
-        shapes = [{name: each["state"].shape[1] for name, each in state.items()} for state in (saved, here)]
-        if shapes[0] != shapes[1]:
-            raise ValueError(
-                f"the state has tables of these widths: {shapes[0]}, and the model: {shapes[1]}; was it "
-                "saved with another optimizer or dimension?"
-            )
-        for path, owner in self._owners:
-            for name in owner.tables.table_names:
-                each = saved[_join(path, name)]
-                owner.load_optimizer_state(name, each["keys"], each["state"])
-        for group, old in zip(self.param_groups, state_dict["param_groups"], strict=True):
+        try:
+            saved, updates = dict(state_dict["state"]), state_dict["updates"]
+            settings = {table: group for group in state_dict["param_groups"] for table in group["tables"]}
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"it is no state of a HashOptimizer: {error!r} is not there") from None
+        if type(updates) is not int or updates < 0:
+            raise ValueError(f"the number of updates must be a whole number from 0, got {updates!r}")
+        groups = [
+            _group_of(group, settings, each)
+            for group, each in zip(self.param_groups, self.gradients, strict=True)
+        ]
+        for name, own in self._tables(empty=True).items():
+            _check_table(name, saved.pop(name, None), own["state"].shape[1])
+        if saved:
+            raise ValueError(f"the state has tables {', '.join(saved)}, which the model does not have")
+        loads = [
+            owner.prepare_optimizer_state(name, each["keys"], each["state"])
+            for path, owner in self._owners
+            for name in owner.tables.table_names
+            for each in [state_dict["state"][_join(path, name)]]
+        ]
+        for load in loads:
+            load()
+        for group, old in zip(self.param_groups, groups, strict=True):
             group.update(old)
-        self.updates = state_dict["updates"]
+        self.updates = updates
 
     def _tables(self, empty: bool = False) -> dict[str, dict[str, torch.Tensor]]:
         tables = {}
@@ -188,8 +205,52 @@ class HasRows(Protocol):
     def optimizer_state(self, table: str, empty: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids (n,) of this rank and their optimizer state (n, width)."""
 
-    def load_optimizer_state(self, table: str, ids: torch.Tensor, state: torch.Tensor) -> None:
-        """The state of all rows of a table."""
+    def prepare_optimizer_state(
+        self, table: str, ids: torch.Tensor, state: torch.Tensor
+    ) -> Callable[[], None]:
+        """Check the state of all rows of a table; the function returned loads it."""
+
+
+def _group_of(
+    group: Mapping[str, Any], saved: Mapping[str, Mapping[str, Any]], own: RowGradients
+) -> dict[str, Any]:
+    """The saved settings of a group, whose tables may have been in others; ValueError where these differ."""
+    found: dict[str, Any] = {}
+    for table in group["tables"]:
+        if table not in saved:
+            raise ValueError(f"the state has no table {table!r}, but {', '.join(saved)}")
+        each = {name: value for name, value in saved[table].items() if name not in ("tables", "params")}
+        rule = each.pop("rule", own.group.optimizer.name)
+        if rule != own.group.optimizer.name:
+            raise ValueError(
+                f"table {table!r} was updated by the rule {rule!r}, and here by {own.group.optimizer.name!r}"
+            )
+        if not isinstance(each.get("lr"), (int, float, torch.Tensor)):
+            raise ValueError(f"the learning rate of table {table!r} is {each.get('lr')!r}")
+        if found and each != found:
+            raise ValueError(
+                f"tables {', '.join(group['tables'])} are merged here, and were updated at {found} and "
+                f"{each}: keep them apart (merge=False), or load a state of equal rates"
+            )
+        found = each
+    return found
+
+
+def _check_table(name: str, saved: Any, width: int) -> None:
+    """Raise ValueError unless it is ids (n,) and states (n, width)."""
+    if saved is None:
+        raise ValueError(f"the state has no table {name!r}")
+    try:
+        keys, state = saved["keys"], saved["state"]
+        found = (keys.dtype, keys.dim(), state.dtype, tuple(state.shape))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"the state of table {name!r} has no keys and state: {error}") from None
+    if found != (torch.int64, 1, torch.float32, (len(keys), width)):
+        raise ValueError(
+            f"table {name!r} takes keys (n,) int64 and a state (n, {width}) float32, got {tuple(keys.shape)} "
+            f"{keys.dtype} and {tuple(state.shape)} {state.dtype}; was it saved with another optimizer or "
+            "dimension?"
+        )
 
 
 def _join(path: str, name: str) -> str:

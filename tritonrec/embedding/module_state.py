@@ -7,9 +7,13 @@ those of its metadata (`DynamicTable.state`); keys that wait for admission are i
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+
+from .state_check import check_distinct
 
 
 def save_module_state(module: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
@@ -35,43 +39,116 @@ def load_module_state(
 ) -> None:
     """Replace the rows by those of the state that this rank owns; a hook of ``load_state_dict``.
 
-    A row that exists keeps its optimizer state; that of new rows is zero.
+    A row that exists keeps its optimizer state; that of new rows is zero. With ``strict=False`` the tables
+    that the state has are loaded: one without a column of a policy begins there as one of new rows, and a
+    table that the state does not have stays as it is. Otherwise, and after an error, nothing is.
     """
-    tables = module.tables
-    expected = tables.empty_state()
+    expected = module.tables.empty_state()
     names = {
         (table, column): f"{prefix}{table}.{'weight' if column == 'rows' else column}"
         for table, columns in expected.items()
         for column in columns
     }
-    missing = [
-        name for name in (*names.values(), f"{prefix}seed", f"{prefix}lookups") if name not in state_dict
+    names |= {("", name): f"{prefix}{name}" for name in ("seed", "lookups")}
+    given = {place: state_dict.pop(name) for place, name in names.items() if name in state_dict}
+    missing_keys += [name for place, name in names.items() if place not in given]
+    without_ids = [
+        names[(table, "rows")]
+        for table in module.tables.table_names
+        if (table, "rows") in given and (table, "keys") not in given
     ]
-    missing_keys += missing
-    if missing:
-        for name in names.values():
-            state_dict.pop(name, None)
-        for name in ("seed", "lookups"):
-            state_dict.pop(f"{prefix}{name}", None)
+    if without_ids:
+        error_msgs.append(
+            f"{', '.join(without_ids)} has no ids beside it, as in TorchRec: "
+            "tritonrec.embedding.load_table_weights(module, state) takes row i for id i"
+        )
         return
-    found: dict[str, dict[str, torch.Tensor]] = {table: {} for table in expected}
-    for (table, column), name in names.items():
-        found[table][column] = state_dict.pop(name)
-    seed, lookups = (int(state_dict.pop(f"{prefix}{name}")) for name in ("seed", "lookups"))
-    for table, columns in found.items():
-        here = module.owns(columns["keys"].cpu())
-        found[table] = {column: values.cpu()[here] for column, values in columns.items()}
-    for table in tables.table_names:
-        columns, dim = found[table], tables.dim_of(table)
-        weights = columns["rows"]
-        if weights.dim() != 2 or weights.shape[1] != dim or weights.dtype != torch.float32:
-            error_msgs.append(
-                f"{prefix}{table}.weight has shape {tuple(weights.shape)} {weights.dtype}, the table has "
-                f"rows of {dim} float32 weights"
-            )
-            return
-        columns["rows"] = torch.cat([weights, tables.current_rows(table, columns["keys"])[:, dim:]], 1)
-    tables.clear()
-    tables.set_seed(seed)
-    tables.load_state(found)
-    module.lookups = lookups
+    others = any(name.startswith(prefix) for name in state_dict)  # which torch reports
+    if (others or len(given) < len(names)) and _caller_is_strict():
+        return
+    try:
+        load = _prepared(module, given, expected)
+    except (ValueError, TypeError, RuntimeError, IndexError) as error:
+        error_msgs.append(f"{prefix}{error}")
+        return
+    load()
+
+
+def _caller_is_strict() -> bool:
+    """The argument `strict` of the ``load_state_dict`` that runs: torch gives True to every hook."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is torch.nn.Module.load_state_dict.__code__:
+            return bool(frame.f_locals["strict"])
+    return True
+
+
+Given = Mapping[tuple[str, str], torch.Tensor]
+
+
+def _prepared(module: Any, given: Given, expected: Mapping[str, Mapping[str, Any]]) -> Callable[[], None]:
+    """Check what is `given` by table and column, and change nothing; the function returned loads it."""
+    tables = module.tables
+    seed, lookups = (
+        int(given[("", name)]) if ("", name) in given else own
+        for name, own in (("seed", tables.seed), ("lookups", module.lookups))
+    )
+    there = {table for table in tables.table_names if {(table, "keys"), (table, "rows")} <= given.keys()}
+    kept = {} if there == {*tables.table_names} else tables.state()
+    state: dict[str, dict[str, torch.Tensor]] = {}
+    without_policies: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for part, columns in expected.items():
+        table = part if part in tables.table_names else part.rpartition(".")[0]
+        own = {column: given[(part, column)] for column in columns if (part, column) in given}
+        if table not in there:
+            state[part] = kept[part]
+            continue
+        state[part] = dict(columns)
+        if own:
+            _check_columns(part, own)
+            here = module.owns(own["keys"].cpu())
+            own = {column: values.cpu()[here] for column, values in own.items()}
+        if part == table:
+            own["rows"] = _with_optimizer_state(tables, table, own["keys"], own["rows"])
+        if own.keys() == columns.keys():
+            state[part] = own
+        elif part == table:
+            check_distinct(own["keys"], f"the state of table {table!r}")
+            without_policies[table] = own["keys"], own["rows"]
+    load_state = tables.prepare_state(state)
+
+    def load() -> None:
+        tables.clear()
+        tables.set_seed(seed)
+        load_state()
+        for table, (ids, rows) in without_policies.items():
+            tables.load(table, ids, rows)
+        module.lookups = lookups
+
+    return load
+
+
+def _check_columns(part: str, columns: Mapping[str, Any]) -> None:
+    """Raise ValueError unless they are tensors of as many rows as keys."""
+    keys = columns.get("keys")
+    if not isinstance(keys, torch.Tensor) or keys.dim() != 1 or keys.dtype != torch.int64:
+        raise ValueError(f"{part}.keys must be (n,) int64, got {_told(keys)}")
+    for column, values in columns.items():
+        if not isinstance(values, torch.Tensor) or values.dim() < 1 or len(values) != len(keys):
+            raise ValueError(f"{part}.{column} must have {len(keys)} rows as its keys, got {_told(values)}")
+
+
+def _with_optimizer_state(tables: Any, table: str, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    dim = tables.dim_of(table)
+    if weights.dim() != 2 or weights.shape[1] != dim or weights.dtype != torch.float32:
+        raise ValueError(
+            f"{table}.weight has shape {_told(weights)}, the table has rows of {dim} float32 weights"
+        )
+    return torch.cat([weights, tables.current_rows(table, ids)[:, dim:].cpu()], 1)
+
+
+def _told(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"

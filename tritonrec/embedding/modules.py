@@ -9,7 +9,7 @@ shard them. With a process group every rank owns the ids that hash to it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -26,6 +26,7 @@ from .module_state import load_module_state, save_module_state
 from .row_exchange import Route, plan_routes
 from .row_gradients import RowGradients
 from .row_optimizer import RowOptimizer
+from .state_check import check_distinct
 from .tracing import UNSCRIPTABLE, leaf_call
 
 Consistency = Literal["batch", "window"]
@@ -243,16 +244,29 @@ class HashEmbeddingCollection(torch.nn.Module):
         ids, rows = self.tables.export()[table]
         return ids, rows[:, dim:].contiguous()
 
-    def load_optimizer_state(self, table: str, ids: torch.Tensor, state: torch.Tensor) -> None:
-        """The optimizer state (n, width) of all rows of a table: that of `ids` (n,) and zeros elsewhere."""
+    def prepare_optimizer_state(
+        self, table: str, ids: torch.Tensor, state: torch.Tensor
+    ) -> Callable[[], None]:
+        """Check the optimizer state (n, width) of `ids` (n,); the function returned loads it.
+
+        It is the state of all rows of a table: other rows get zeros. Raises ValueError for an id that is
+        given twice or does not fit.
+        """
         dim = self.tables.dim_of(table)
-        here = self.owns(ids)
-        own_ids, rows = self.tables.export()[table]
-        rows[:, dim:] = 0.0
-        self.tables.load(table, own_ids, rows)
-        loaded = self.tables.current_rows(table, ids[here])
-        loaded[:, dim:] = state[here].to(loaded.device)
-        self.tables.load(table, ids[here], loaded)
+        here = self.owns(ids.cpu())
+        ids, state = ids.cpu()[here], state.cpu()[here]
+        check_distinct(ids, f"the optimizer's state of table {table!r}")
+        self.tables.check_ids(table, ids)
+
+        def load() -> None:
+            own_ids, rows = self.tables.export()[table]
+            rows[:, dim:] = 0.0
+            self.tables.load(table, own_ids, rows)
+            loaded = self.tables.current_rows(table, ids)
+            loaded[:, dim:] = state.to(loaded.device)
+            self.tables.load(table, ids, loaded)
+
+        return load
 
     def __prepare_scriptable__(self) -> None:
         raise TypeError(UNSCRIPTABLE)

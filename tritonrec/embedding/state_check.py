@@ -12,10 +12,10 @@ from .. import ops
 def check_state(
     given: Mapping[str, Mapping[str, torch.Tensor]], expected: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> None:
-    """Raise ValueError naming every table, column, dtype and width that differs, or a key given twice."""
+    """Raise ValueError naming every table, column, dtype and size that differs, or a key given twice."""
     there, here = (
         {
-            (table, column): f"{values.dtype} {tuple(values.shape[1:])}"
+            (table, column): f"{values.dtype} {('n', *values.shape[1:]) if values.dim() else ()}"
             for table, columns in state.items()
             for column, values in columns.items()
         }
@@ -33,6 +33,9 @@ def check_state(
             "policy, optimizer or dimension?"
         )
     for table, columns in given.items():
+        lengths = {column: len(values) for column, values in columns.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"the columns of table {table!r} have different numbers of rows: {lengths}")
         check_distinct(columns["keys"], f"the state of table {table!r}")
 
 

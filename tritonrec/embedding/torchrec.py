@@ -187,6 +187,15 @@ class _Collection(torch.nn.Module):
         """The `HashOptimizer` of ``fused`` rows."""
         return self.embeddings.fused_optimizer
 
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As of a module, but after an error no row has changed."""
+        others = [name for name in state_dict if not name.startswith("embeddings.")]
+        if strict and others:
+            raise RuntimeError(f"Unexpected key(s) in state_dict: {', '.join(others)}; nothing was loaded")
+        return super().load_state_dict(state_dict, strict, assign)
+
     def embedding_names_by_table(self) -> list[list[str]]:
         """Names of each table's results: features, or ``"feature@table"``."""
         return self._names_by_table

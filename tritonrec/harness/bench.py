@@ -28,6 +28,7 @@ from rich.table import Table
 
 from ..distributed.signals import end_with_parent
 from ..files import ScratchFolder, atomic_write, check_writable
+from ..files.places import read_document
 
 BENCHMARKS = "ci/benchmarks"
 LEAST_BAND = 1.25
@@ -171,9 +172,10 @@ def summary(runs: list[Rows], made: dict[str, Any]) -> dict[str, Any]:
 
 def load(path: Path, timer: str | None = None) -> dict[str, Any]:
     """A baseline; ValueError if it is none, or was timed by another clock than `timer`."""
+    content = read_document(path, "baseline")
     try:
-        report = json.loads(path.read_text())
-    except ValueError:  # no UTF-8, or no JSON
+        report = json.loads(content)
+    except (ValueError, RecursionError):  # no UTF-8, or no JSON
         report = None
     if not isinstance(report, dict) or "rows" not in report:
         raise ValueError(f"{path} is no baseline: write one with tritonrec bench --repeat 3 --json {path}")

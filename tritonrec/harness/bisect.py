@@ -10,7 +10,6 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from .. import checkpoint
 from ..checkpoint import CheckpointStream
+from ..files.places import Place, place_of, read_document
 from .train.config import CONFIG
 from .verify.state import bits_of, ulps_between
 
@@ -72,12 +72,13 @@ class Bisection:
         return {**vars(self), "parts": [vars(part) for part in self.parts]}
 
 
-def bisect(left: Path, right: Path) -> Bisection:
+def bisect(a: Place | str, b: Place | str) -> Bisection:
     """Compare two runs at the steps that both have, up to the first at which a bit differs.
 
     Raises ValueError where one is a log and the other is not, or there is no common step; CheckpointError for
     a damaged checkpoint; OSError for a file that cannot be read.
     """
+    left, right = place_of(a), place_of(b)
     if left.is_dir() != right.is_dir():
         raise ValueError(f"{left} and {right} must both be directories of checkpoints, or both logs")
     result = Bisection()
@@ -108,7 +109,7 @@ def _listed(steps: list[int]) -> str:
     return f"steps {', '.join(map(str, steps[-5:]))}" if steps else "none"
 
 
-def _checkpoints(left: Path, right: Path, step: int) -> list[Part]:
+def _checkpoints(left: Place, right: Place, step: int) -> list[Part]:
     """What differs in two checkpoints of a step."""
     both = CheckpointStream(left, step), CheckpointStream(right, step)
     found = list(_tensors(*(stream.dense() for stream in both)))
@@ -228,7 +229,7 @@ def _named_values(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[Par
     return found
 
 
-def _settings(left: Path, right: Path) -> dict[str, tuple[Any, Any]]:
+def _settings(left: Place, right: Place) -> dict[str, tuple[Any, Any]]:
     """Settings of `tritonrec train`, and world sizes, in which the runs' newest checkpoints differ."""
     both = []
     for path in (left, right):
@@ -247,10 +248,10 @@ def _flat(tables: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     return flat
 
 
-def _log(path: Path) -> dict[int, dict[str, Any]]:
+def _log(path: Place) -> dict[int, dict[str, Any]]:
     """By step the values of a JSON-lines log, those that are measured left out."""
     found: dict[int, dict[str, Any]] = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(read_document(path, "log").decode().splitlines(), 1):
         try:
             entry = json.loads(line)
             values = found.setdefault(int(entry.pop("step")), {})

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -178,9 +179,12 @@ class _Files:
         self._folder, self._base, self._function = folder, base, function
 
     def load(self, key: object) -> Any:
-        """What was saved under `key`; None where nothing was, and for a file that is damaged."""
+        """What was saved under `key`; None where nothing was, for a damaged file, and for another user's."""
+        path = self.path(key)
         try:
-            content = self.path(key).read_bytes()
+            if not _is_own(path.stat()):
+                return None
+            content = path.read_bytes()
         except OSError:
             return None
         size = hashlib.sha256().digest_size
@@ -221,6 +225,12 @@ class _Files:
     def path(self, key: object) -> Path:
         named = hashlib.sha256(repr(key).encode()).hexdigest()
         return self._folder / f"{self._base}.{self._sources[:DIGITS]}.{named[:DIGITS]}.nbc"
+
+
+def _is_own(found: os.stat_result) -> bool:
+    """Whether a file is this user's, root's, or of whoever installed this package: its kernel is executed."""
+    owners = {0, Path(__file__).stat().st_uid, os.geteuid() if hasattr(os, "geteuid") else 0}
+    return stat.S_ISREG(found.st_mode) and found.st_uid in owners and not found.st_mode & stat.S_IWOTH
 
 
 @cache

@@ -28,9 +28,9 @@ from .dense_checks import (
     validate_average,
     validate_optimizers,
     validate_schedulers,
-    validate_shapes,
     validate_sharded,
 )
+from .dense_state import validate_kept, validate_state
 from .precision import LossScaler
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class DenseModel:
 
     Attributes:
         parameters: by name, those that the optimizers hold.
+        settings: of each optimizer's groups, as they were here.
         shards: of the sharded parameters; None: none is.
         in_flight: the guards of the optimizers, each one for all trainers that have its optimizer.
         rates: for each update in flight, oldest first, the learning rates of the optimizers' groups.
@@ -79,6 +80,7 @@ class DenseModel:
         self.optimizers, self.schedulers = listed(optimizer), listed(scheduler)
         reshard(model)
         self.parameters = validate_optimizers(model, self.optimizers)
+        self.settings = [[dict(group, params=()) for group in each.param_groups] for each in self.optimizers]
         validate_schedulers(self.schedulers, self.optimizers)
         validate_average(average, model)
         self.shards: Shards | None = None
@@ -236,26 +238,31 @@ class DenseModel:
             parts["scaler"] = self.scaler.state_dict()
         return parts if self.shards is None else self.shards.whole(parts)
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError for a state that `load_state_dict` does not take; nothing is changed."""
+        self._check("load_state_dict")
+        own = self.state_dict()
+        validate_state(state, own)
+        for optimizer, packed in zip(self.optimizers, state["optimizers"], strict=True):
+            validate_kept(packed["state"], self.parameters, optimizer.state)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` gave, the settings of the optimizer's groups among it.
 
-        Raises ValueError for other parts, parameters or shapes; nothing is loaded then.
+        Raises ValueError for other parts, parameters, shapes or another optimizer; nothing is loaded then,
+        nor after an error of an optimizer's or a scheduler's own.
         """
-        self._check("load_state_dict")
-        own = self.state_dict()
-        if state.keys() != own.keys():
-            raise ValueError(f"expected the states of {', '.join(own)}, got those of {', '.join(state)}")
-        for part in ("optimizers", "schedulers"):
-            if len(state[part]) != len(own[part]):
-                raise ValueError(f"expected the states of {len(own[part])} {part}, got {len(state[part])}")
-        validate_shapes(state["model"], own["model"])
-        for optimizer, packed, expected in zip(
-            self.optimizers, state["optimizers"], own["optimizers"], strict=True
-        ):
-            groups, known = ([g["params"] for g in each["param_groups"]] for each in (packed, expected))
-            if groups != known:
-                raise ValueError(f"expected an optimizer with the groups {known}, got {groups}")
-            self._check_kept(optimizer, packed["state"])
+        self.check_state(state)
+        before = copy.deepcopy(self.state_dict())
+        try:
+            self._load(state)
+        except BaseException as error:
+            self._load(before)
+            if isinstance(error, (KeyError, TypeError, AttributeError, IndexError)):
+                raise ValueError(f"an optimizer or a scheduler cannot load the state: {error!r}") from error
+            raise
+
+    def _load(self, state: Mapping[str, Any]) -> None:
         for optimizer, packed in zip(self.optimizers, state["optimizers"], strict=True):
             number = {name: index for index, name in enumerate(self._names_in_order(optimizer))}
             # a copy: torch's would share the tensors
@@ -274,6 +281,17 @@ class DenseModel:
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
 
+    def check_idle(self, action: str) -> None:
+        """Raise RuntimeError while windows are in flight."""
+        self._check(action)
+
+    def load_parameters(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Give parameters and buffers, and the average of them, other values by name."""
+        self._check("load_parameters")
+        for module in (self.model, *([self.average.module] if self.average is not None else [])):
+            own = dict(module.state_dict()) if self.shards is None else self.shards.whole(module.state_dict())
+            self._load_module(module, {**own, **values})
+
     def _load_module(self, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
         if self.shards is not None:
             held = module.state_dict()
@@ -287,16 +305,6 @@ class DenseModel:
     def _state_of(self, parameter: Parameter) -> Mapping[str, Any]:
         """What its optimizer keeps for a parameter."""
         return next((each.state[parameter] for each in self.optimizers if parameter in each.state), {})
-
-    def _check_kept(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Raise ValueError where the optimizer, once in use, keeps other values for a parameter."""
-        for name, parameter in self.parameters.items():
-            own = optimizer.state.get(parameter)
-            if own and name in state and own.keys() != state[name].keys():
-                raise ValueError(
-                    f"{name}: the optimizer keeps {', '.join(own)}, the state has {', '.join(state[name])}; "
-                    "was it saved with another optimizer?"
-                )
 
     def _names_in_order(self, optimizer: Optimizer) -> list[str]:
         """The parameters' names in the order of the optimizer's groups."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +14,13 @@ import torch
 from .. import checkpoint
 from ..checkpoint import flatten, unflatten
 from ..distributed import Communicator, Communicators
+from ..embedding.state_check import check_state
+from ..files.places import Place
 from ..kernels import launch
 from ..kernels.checksums import as_bytes
-from .position import SupportsState, positions, set_position
-from .saver import DENSE
+from .position import SupportsState, positions
+from .recipe import Recipe, recipe_of, require_same
+from .saver import DENSE, prepare, whole_or_nothing
 from .trainer import Trainer
 
 Columns = dict[str, torch.Tensor]
@@ -35,6 +37,7 @@ class _Copy:
     dense: tuple[Any, Columns]
     position: list[str] | None
     meta: dict[str, Any]
+    recipe: Recipe
 
 
 class PeerCopies:
@@ -71,21 +74,24 @@ class PeerCopies:
         if groups.replicas == 1 and groups.shards > 1:
             parts[(groups.shard - 1) % groups.shards] = _pass_on(groups.shard_control, parts[groups.shard])
         dense = plain, {name: tensor.clone() for name, tensor in tensors.items()}
-        self._copies.append(_Copy(step, groups.shards, parts, dense, position, dict(meta or {})))
+        self._copies.append(
+            _Copy(step, groups.shards, parts, dense, position, dict(meta or {}), _recipe(trainer))
+        )
 
     def restore(
         self,
         trainer: Trainer,
-        directory: str | Path | None = None,
+        directory: str | Place | None = None,
         accept: Callable[[dict[str, Any]], None] = lambda meta: None,
         loader: SupportsState | None = None,
+        changed: Collection[str] = (),
     ) -> int:
         """Go on from the newest state, of the copies or in `directory`; returns its step. Collective.
 
         The tables have no rows yet. Without any state nothing is loaded, and the step is that of the trainer.
 
         Args:
-            directory: of checkpoints, which may be empty. accept, loader: see `Trainer.load`.
+            directory: of checkpoints, which may be empty. accept, loader, changed: see `Trainer.load`.
         """
         groups = trainer.communicators
         newest = max(checkpoint.steps(directory), default=-1) if directory is not None else -1
@@ -96,20 +102,31 @@ class PeerCopies:
         # Some ranks may have newer ones, which would take the place of those that all have.
         self._copies = deque((each for each in self._copies if each.step <= max(step, saved)), maxlen=2)
         if directory is not None and saved >= max(step, 0):
-            return trainer.load(directory, accept, loader)
+            return trainer.load(directory, accept, loader, changed)
         if step < 0:
             return trainer.next_step
         copy = next(each for each in self._copies if (each.step, each.shards) == (step, shards))
-        accept(dict(copy.meta))
-        if loader is not None:
-            set_position(groups, loader, copy.position)
-        trainer.dense.load_state_dict(unflatten(*copy.dense))
         parts = [copy.parts[shard] for shard, rank in holders.items() if rank == groups.rank]
-        shard_of = [rank["shard"] for rank in ranks]
-        trainer.tables.load_state(_redistribute(groups, parts, shard_of, trainer.tables.empty_state()))
+        empty = trainer.tables.empty_state()
+        with whole_or_nothing(groups) as checked:
+            checked["step"] = step
+            accept(dict(copy.meta))
+            require_same(copy.recipe, _recipe(trainer), changed, "the copies")
+            for part in parts:
+                check_state(part, empty)
+        rows = _redistribute(groups, parts, [rank["shard"] for rank in ranks], empty)
+        with whole_or_nothing(groups) as checked:
+            checked["step"] = step
+            state = unflatten(*copy.dense)
+            load = prepare(groups, trainer.tables, trainer.dense, state, rows, loader, copy.position, changed)
+        load()
         trainer.next_step = step
         self.keep(trainer, copy.meta, loader)  # for the next loss: shards were on lost ranks too
         return step
+
+
+def _recipe(trainer: Trainer) -> Recipe:
+    return recipe_of(trainer.tables, trainer.dense, trainer.config)
 
 
 def _summary(copy: _Copy) -> tuple[int, int, list[int]]:

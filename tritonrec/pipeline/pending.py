@@ -113,6 +113,10 @@ class PendingWindows:
         self.batches += len(window.batches)
         return places
 
+    def loaded(self) -> None:
+        """A state was loaded: steps may begin at any."""
+        self._read = -1
+
     def end(self) -> None:
         """The oldest window is done."""
         places = self._windows.popleft()

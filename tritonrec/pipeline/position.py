@@ -42,19 +42,26 @@ def positions(communicators: Communicators, loader: SupportsState, step: int) ->
     return every[:1] if len(set(every)) == 1 else every
 
 
-def set_position(communicators: Communicators, loader: SupportsState, saved: list[str] | None) -> None:
-    """Give the loader this rank's state.
+def position_of(communicators: Communicators, saved: Any) -> dict[str, Any]:
+    """The state of this rank's loader.
 
-    Raises ValueError where none was saved, or one of each of another number of ranks.
+    Raises ValueError where none was saved, one of each of another number of ranks, or something else.
     """
     if saved is None:
         raise ValueError("the checkpoint has no position of a loader: it was saved without loader=")
-    if len(saved) not in (1, communicators.world_size):
+    if not isinstance(saved, list) or len(saved) not in (1, communicators.world_size):
+        count = len(saved) if isinstance(saved, list) else 0
         raise ValueError(
-            f"each of {len(saved)} ranks saved a position of its own, and here are "
+            f"each of {count} ranks saved a position of its own, and here are "
             f"{communicators.world_size}: go on with as many ranks, or use a loader whose position holds for "
             "any, such as tritonrec.data.Stream"
         )
-    found = json.loads(saved[communicators.rank if len(saved) > 1 else 0])
-    raw = base64.b64decode(found["tensors"])
-    loader.load_state_dict(unflatten(found["state"], load(raw) if raw else {}))
+    try:
+        found = json.loads(saved[communicators.rank if len(saved) > 1 else 0])
+        raw = base64.b64decode(found["tensors"], validate=True)
+        state = unflatten(found["state"], load(raw) if raw else {})
+    except Exception as error:  # safetensors raises many types
+        raise ValueError(f"the position of the loader cannot be read: {error!r}") from error
+    if not isinstance(state, dict):
+        raise ValueError(f"the position of the loader is no mapping, but {type(state).__name__}")
+    return state

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+
+from torch import Tensor
 
 from .. import checkpoint
 from ..checkpoint import CheckpointStream, flatten, unflatten
@@ -12,9 +15,11 @@ from ..data import Vocabulary
 from ..data.vocabulary import tensors_of, vocabularies_of
 from ..distributed import Communicators, check_ranks_agree
 from ..embedding import HashTableCollection
+from ..files.places import Place
 from .dense import DenseModel
-from .position import LOADER, SupportsState, positions, set_position
-from .precision import Precision
+from .position import LOADER, SupportsState, position_of, positions
+from .recipe import RECIPE, keep_rates, recipe_of, require_same
+from .window import WindowConfig
 
 DENSE = "dense"
 """The key of the dense model's numbers and texts among a checkpoint's metadata."""
@@ -33,26 +38,26 @@ class TrainingSaver:
     Args:
         directory: visible to all ranks. tables, dense: what is saved.
         meta: values of the caller's that JSON keeps unchanged, saved with every checkpoint.
-        loader: its position is saved too. precision: of the model's arithmetic.
+        loader: its position is saved too. config: of the training.
         vocabularies: gives those of the tables' ids at a save.
     """
 
     def __init__(
         self,
         communicators: Communicators,
-        directory: str | Path,
+        directory: str | Place,
         tables: HashTableCollection,
         dense: DenseModel,
         meta: Mapping[str, Any],
         full_every: int = 1,
         loader: SupportsState | None = None,
-        precision: Precision = "float32",
+        config: WindowConfig | None = None,
         vocabularies: Callable[[], Mapping[str, Vocabulary]] = dict,
     ):
-        for key in (DENSE, LOADER, EMBEDDING, PRECISION):
+        for key in (DENSE, LOADER, EMBEDDING, PRECISION, RECIPE):
             if key in meta:
                 raise ValueError(f"metadata of a checkpoint has the key {key!r}, which the trainer uses")
-        self._communicators, self._loader, self._precision = communicators, loader, precision
+        self._communicators, self._loader, self._config = communicators, loader, config or WindowConfig()
         self.tables, self.dense, self.meta = tables, dense, meta
         self._vocabularies = vocabularies
         self._incremental = full_every > 1
@@ -84,7 +89,8 @@ class TrainingSaver:
         full = self._saver.next_is_full()
         dense = {name.removeprefix(f"{DENSE}/"): tensor.clone() for name, tensor in shared.items()}
         dense |= tensors_of(self._vocabularies())
-        own = {DENSE: plain, EMBEDDING: self.tables.describe(), PRECISION: self._precision}
+        own = {DENSE: plain, EMBEDDING: self.tables.describe(), PRECISION: self._config.precision}
+        own[RECIPE] = recipe_of(self.tables, self.dense, self._config)
         values = {**self.meta, **(meta or {}), **at, **own}
         if full:
             if self._incremental:
@@ -109,46 +115,50 @@ class TrainingSaver:
 
 def restore(
     communicators: Communicators,
-    directory: str | Path,
+    directory: str | Place,
     tables: HashTableCollection,
     dense: DenseModel,
+    config: WindowConfig,
     accept: Callable[[dict[str, Any]], None] = lambda meta: None,
     loader: SupportsState | None = None,
+    changed: Collection[str] = (),
     vocabularies: dict[str, Vocabulary] | None = None,
 ) -> int:
     """Load this rank's part of the newest checkpoint; returns its step. Collective.
 
-    `loader` goes on where the one of the training that saved was. `vocabularies` must extend those that were
-    saved, and get those that are missing.
+    Everything is checked on every rank before anything is changed on one, see `whole_or_nothing`.
+    `vocabularies` must extend those that were saved, and get those that are missing.
 
-    `accept` gets the metadata of the training that saved, and raises where this one differs; nothing is
-    loaded then. Raises ValueError for a checkpoint of something else, of another model, optimizer or table.
+    `accept` gets the metadata of the training that saved, and raises where this one differs. Raises
+    ValueError for a checkpoint of something else, of another model, optimizer or table, or of other settings
+    (`require_same`).
     """
-    loaded = checkpoint.load(directory, rank=communicators.shard, world_size=communicators.shards)
-    meta = dict(loaded.meta)
-    plain, at = meta.pop(DENSE, None), meta.pop(LOADER, None)
-    for key in (EMBEDDING, PRECISION):
-        meta.pop(key, None)
-    accept(meta)
-    if plain is None:
-        raise ValueError(f"the checkpoint in {directory} was not saved by a Trainer of this version")
-    saved = vocabularies_of(loaded.dense)
-    for name, before in saved.items():
-        if vocabularies and name in vocabularies:
-            vocabularies[name].check_extends(before, name)
-    if loader is not None:
-        set_position(communicators, loader, at)
-    dense.load_state_dict(
-        unflatten(plain, {f"{DENSE}/{name}": tensor for name, tensor in loaded.dense.items()})
-    )
-    tables.load_state(loaded.tables)
+    with whole_or_nothing(communicators) as checked:
+        loaded = checkpoint.load(directory, rank=communicators.shard, world_size=communicators.shards)
+        checked["step"] = loaded.step
+        meta = dict(loaded.meta)
+        plain, at, recipe = (meta.pop(key, None) for key in (DENSE, LOADER, RECIPE))
+        for key in (EMBEDDING, PRECISION):
+            meta.pop(key, None)
+        accept(meta)
+        if plain is None:
+            raise ValueError(f"the checkpoint in {directory} was not saved by a Trainer of this version")
+        state = unflatten(plain, {f"{DENSE}/{name}": tensor for name, tensor in loaded.dense.items()})
+        saved = vocabularies_of(loaded.dense)
+        for name in saved.keys() & (vocabularies or {}).keys():
+            vocabularies[name].check_extends(saved[name], name)  # type: ignore[index]
+    load: Callable[[], None]
+    with whole_or_nothing(communicators) as checked:  # of its own: sharded parameters are gathered in it
+        checked["step"] = loaded.step
+        load = prepare(communicators, tables, dense, state, loaded.tables, loader, at, changed)
+        require_same(recipe, recipe_of(tables, dense, config), changed, f"the checkpoint in {directory}")
+    load()
     if vocabularies is not None:
         vocabularies |= {name: each for name, each in saved.items() if name not in vocabularies}
-    check_ranks_agree(communicators.control, {"step of the checkpoint": loaded.step})
     return loaded.step
 
 
-def saved_vocabularies(directory: str | Path, step: int | None = None) -> dict[str, Vocabulary]:
+def saved_vocabularies(directory: str | Place, step: int | None = None) -> dict[str, Vocabulary]:
     """The vocabularies in a checkpoint of a `Trainer`, by name, to read the next log with; {} without any.
 
     Args:
@@ -157,3 +167,67 @@ def saved_vocabularies(directory: str | Path, step: int | None = None) -> dict[s
     Raises `CheckpointError` where there is no checkpoint, or a damaged one.
     """
     return vocabularies_of(CheckpointStream(directory, step).dense())
+
+
+def prepare(
+    communicators: Communicators,
+    tables: HashTableCollection,
+    dense: DenseModel,
+    state: Mapping[str, Any],
+    rows: Mapping[str, Mapping[str, Tensor]],
+    loader: SupportsState | None,
+    at: list[str] | None,
+    changed: Collection[str] = (),
+) -> Callable[[], None]:
+    """Check the parts of a state, and change nothing; the function returned loads them.
+
+    Args:
+        state: of `dense`. rows: `HashTableCollection.state`. at: what `positions` gave for the loader.
+    """
+    rates = keep_rates(dense) if "lr" in changed else None
+    dense.check_state(state)
+    load_rows = tables.prepare_state(rows)
+    position = None if loader is None else position_of(communicators, at)
+
+    def load() -> None:
+        if loader is not None:  # it checks the rest by itself, so it comes first
+            before = loader.state_dict()
+            try:
+                loader.load_state_dict(position)  # type: ignore[arg-type]
+            except BaseException:
+                loader.load_state_dict(before)
+                raise
+        try:
+            dense.load_state_dict(state)
+        except BaseException:
+            if loader is not None:
+                loader.load_state_dict(before)
+            raise
+        if rates is not None:
+            rates()
+        tables.clear()
+        load_rows()
+
+    return load
+
+
+@contextmanager
+def whole_or_nothing(communicators: Communicators) -> Iterator[dict[str, int]]:
+    """Checks of one rank, after which all ranks go on, or all raise. Collective.
+
+    Yields a mapping for the ``"step"`` that this rank would load, which must be that of all.
+    """
+    checked: dict[str, int] = {}
+    failure: Exception | None = None
+    try:
+        yield checked
+    except Exception as error:
+        failure = error
+    mine = json.dumps({"failed": None if failure is None else str(failure)})
+    said = communicators.control.all_gather_texts(mine)
+    if failure is not None:
+        raise failure
+    for rank, text in enumerate(said):
+        if words := json.loads(text).get("failed"):
+            raise ValueError(f"nothing is loaded, because rank {rank} cannot: {words}")
+    check_ranks_agree(communicators.control, {"step of the checkpoint": checked["step"]})

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,8 @@ from ..data import Batch, NextItemLoader, NextItemStream, Vocabulary
 from ..data.splits import Part
 from ..distributed import Communicators
 from ..embedding import HashTableCollection
+from ..embedding.warm_start import Choice, WarmStart
+from ..files.places import Place
 from ..kernels.dispatch import default_impl, usable_device
 from ..trace import NullRecorder, SupportsRecording
 from .agreement import settings_of, validate_same_training
@@ -44,6 +45,7 @@ from .saver import TrainingSaver, restore
 from .schedule import Schedule, Task
 from .streams import Streams, lanes_of_one_thread, launches_in_turn, streams_for
 from .sums import Sums
+from .warm_start import warm_start
 from .window import LookupCounts, Window, WindowConfig
 
 
@@ -330,7 +332,7 @@ class Trainer:
 
     def saver(
         self,
-        directory: str | Path,
+        directory: str | Place,
         meta: Mapping[str, Any] | None = None,
         full_every: int = 1,
         loader: SupportsState | None = None,
@@ -338,13 +340,13 @@ class Trainer:
         """A context manager whose ``save(step)`` writes everything beside the training (`TrainingSaver`)."""
         groups, meta = self._communicators, meta or {}
         return TrainingSaver(
-            groups, directory, self.tables, self.dense, meta, full_every, loader, self.config.precision,
+            groups, directory, self.tables, self.dense, meta, full_every, loader, self.config,
             lambda: self.vocabularies,
         )  # fmt: skip
 
     def save(
         self,
-        directory: str | Path,
+        directory: str | Place,
         meta: Mapping[str, Any] | None = None,
         loader: SupportsState | None = None,
     ) -> None:
@@ -365,26 +367,65 @@ class Trainer:
 
     def load(
         self,
-        directory: str | Path,
+        directory: str | Place,
         accept: Callable[[dict[str, Any]], None] = lambda meta: None,
         loader: SupportsState | None = None,
+        changed: Collection[str] = (),
     ) -> int:
         """Load what `save` wrote, at any world size; returns the number of the next step. Collective.
 
-        `vocabularies` must extend those that were saved, as a log read with `saved_vocabularies` does; those
-        that are not there are loaded.
+        All ranks check everything before one changes anything: after an error model, optimizer, tables and
+        loader are as they were. Rows that the tables had before are gone after a load. `vocabularies` must
+        extend those that were saved, as a log read with `saved_vocabularies` does; those that are not there
+        are loaded.
 
         Args:
             accept: is called with the metadata that was saved, and may raise; nothing is loaded then.
             loader: gets the position that was saved with ``loader=``.
+            changed: settings that may differ from those of the training that saved (`recipe.SETTINGS`):
+                ``"seed"``, ``"lr"``, ``"rule"``, ``"policy"``, ``"dropout_seed"``, ``"consistency"``, ...
+                This trainer's values hold from here on.
 
         Raises RuntimeError while batches are in flight, ValueError or `CheckpointError` for a checkpoint that
-        is damaged or of another model, optimizer or table.
+        is damaged, of another model, optimizer or table, or of other settings that are not `changed`.
         """
         self.next_step = restore(
-            self._communicators, directory, self.tables, self.dense, accept, loader, self.vocabularies
-        )
+            self._communicators, directory, self.tables, self.dense, self.config, accept, loader, changed,
+            self.vocabularies,
+        )  # fmt: skip
+        self._pending.loaded()
         return self.next_step
+
+    def warm_start(
+        self,
+        source: str | Place | Mapping[str, Any],
+        *,
+        tables: Collection[str] | None = None,
+        features: Collection[str] | None = None,
+        dense: Collection[str] | None = None,
+        rename: Mapping[str, str] | None = None,
+        step: int | None = None,
+    ) -> WarmStart:
+        """Begin with weights of another training; returns the report of what was taken. Collective.
+
+        Everything else keeps its values: rows of ids that are not there, parameters of other names or shapes,
+        and the states of all optimizers. Without `tables`, `features` and `dense` all is taken that has the
+        same name and size here; what is named has to be there.
+
+        Args:
+            source: a directory of checkpoints (`step`: of which), or a module's ``state_dict``, such as one
+                that TorchRec saved (`tables_of`).
+            tables: names here; ``()`` for none. features: their tables.
+            dense: names of parameters and buffers here, or of modules, or patterns (``"layers.*.norm.*"``);
+                ``()`` for none.
+            rename: by name there, the name here, of tables and parameters; one that ends with a dot renames
+                all that begin with it, as ``{"encoder.": "body.encoder."}``.
+
+        Raises RuntimeError while batches are in flight, ValueError or `CheckpointError` where something named
+        is not there or has another size; nothing is loaded then.
+        """
+        choice = Choice(tables, features, dense, rename or {})
+        return warm_start(self._communicators, self.tables, self.dense, source, choice, step)
 
     def whole_tables(self) -> HashTableCollection:
         """Every rank's weights in tables of one process, for an evaluation. Collective.

@@ -10,7 +10,8 @@
       dense.compiled.pt2            AOTInductor, where it was wanted
       words-item.parquet            where the log had words: row i is the word of item i
 
-The folder is written under another name and renamed at its end, so that it is complete or absent. Rows are
+The folder is written under another name and renamed at its end, so that it is complete or absent; at a URL
+the manifest is written last. Rows are
 ordered by hash slice and id, whatever saved the checkpoint: equal states give equal tables, byte for byte.
 """
 
@@ -22,7 +23,9 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,8 @@ from ..checkpoint import CheckpointStream, unflatten
 from ..checkpoint.files import flush, sha256_of
 from ..checkpoint.manifest import add_checksum
 from ..data.vocabulary import vocabularies_of
+from ..embedding.description import check_description
+from ..files.places import Place, RemotePath, place_of
 from ..kernels.autocast import DTYPES, Precision
 from ..version import __version__
 from .manifest import FORMAT, MANIFEST, VERSION
@@ -45,8 +50,8 @@ SHARD_BYTES = 64 << 20
 
 
 def export(
-    checkpoint: Path | str,
-    out: Path | str,
+    checkpoint: Place | str,
+    out: Place | str,
     model: torch.nn.Module | None = None,
     *,
     scorer: torch.nn.Module | None = None,
@@ -82,8 +87,10 @@ def export(
         TypeError: a model that is not ours, without a scorer.
         CheckpointError: as `checkpoint.load`.
     """
-    checkpoint, out = Path(checkpoint), Path(out)
-    if os.path.lexists(out):
+    out = place_of(out)
+    if isinstance(out, RemotePath):
+        out.require_writable()
+    if (out / MANIFEST).is_file() if isinstance(out, RemotePath) else os.path.lexists(out):
         raise ValueError(f"{out} exists: export to a new folder")
     if format not in SUFFIXES:
         raise ValueError(f"format must be {' or '.join(SUFFIXES)}, got {format!r}")
@@ -102,14 +109,15 @@ def export(
             f"{checkpoint} does not say which columns of its tables are weights: it was not saved by a "
             "Trainer of this version"
         )
+    check_description(described, stream.columns)
     dense = None
     if model is not None:
         dense = _scorer(stream, model, scorer, examples, described)
-        dense = replace(dense, precision=precision or stream.meta.get("dense_precision", "float32"))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.name[:50]}-{secrets.token_hex(8)}.part")
-    partial.mkdir()
-    try:
+        trained = stream.meta.get("dense_precision", "float32")
+        if trained not in DTYPES:
+            raise ValueError(f"{checkpoint} was trained in the precision {str(trained)[:40]!r}")
+        dense = replace(dense, precision=precision or trained)
+    with _published(out) as partial:
         tables = {
             name: {
                 **table,
@@ -130,13 +138,29 @@ def export(
         manifest = partial / MANIFEST
         manifest.write_text(json.dumps(body, indent=1) + "\n")
         flush(manifest)
+    return body
+
+
+@contextmanager
+def _published(out: Place) -> Iterator[Path]:
+    """Yield a folder to write to, which is at `out` in the end: renamed, or uploaded, the manifest last."""
+    if isinstance(out, RemotePath):
+        with tempfile.TemporaryDirectory(prefix="tritonrec-") as name:
+            yield Path(name)
+            for file in sorted(os.listdir(name), key=lambda each: (each == MANIFEST, each)):
+                (out / file).upload(Path(name, file))
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f".{out.name[:50]}-{secrets.token_hex(8)}.part")
+    partial.mkdir()
+    try:
+        yield partial
         flush(partial)
         partial.rename(out)
         flush(out.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return body
 
 
 def _export_vocabularies(stream: CheckpointStream, folder: Path) -> dict[str, Any]:
@@ -224,20 +248,34 @@ def load_weights(stream: CheckpointStream, model: torch.nn.Module) -> None:
         raise ValueError(f"the checkpoint of step {stream.step} has no dense model of a Trainer")
     state = unflatten(plain, {f"dense/{name}": tensor for name, tensor in stream.dense().items()})
     prefix = "module."
-    values = state["model"]
-    if "average" in state:
+    part = "average" if isinstance(state, dict) and "average" in state else "model"
+    values = state.get(part) if isinstance(state, dict) else None
+    if not isinstance(values, dict):
+        raise ValueError(f"the checkpoint of step {stream.step} has no {part}, but {type(values).__name__}")
+    if part == "average":
         values = {
-            name.removeprefix(prefix): value
-            for name, value in state["average"].items()
-            if name.startswith(prefix)
+            name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)
         }
-    try:
-        model.load_state_dict(values)
-    except RuntimeError as error:
-        lines = " ".join(line.strip() for line in str(error).splitlines()[1:])
+    own = model.state_dict()
+    missing = [name for name in own if name not in values]
+    unexpected = [name for name in values if name not in own]
+    different = [f"Missing key(s) {', '.join(missing)}"] if missing else []
+    different += [f"Unexpected key(s) {', '.join(unexpected)}"] if unexpected else []
+    different += [
+        f"{name} is {_kind(values[name])} there, {_kind(own[name])} here"
+        for name in own.keys() & values.keys()
+        if _kind(values[name]) != _kind(own[name])
+    ]
+    if different:
         raise ValueError(
-            f"the checkpoint's model is another one than {type(model).__name__}: {lines}"
-        ) from None
+            f"the checkpoint's model is another one than {type(model).__name__}: {'; '.join(different)}"
+        )
+    model.load_state_dict(values)
+
+
+def _kind(value: Any) -> str:
+    """The shape of a tensor, in words."""
+    return f"{tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _scorer(

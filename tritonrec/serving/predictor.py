@@ -6,9 +6,8 @@ history and Le exposed tokens, T tasks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -19,9 +18,10 @@ from ..data.impressions import ImpressionBatch
 from ..data.jagged import check_offsets, check_tensor
 from ..data.vocabulary import Vocabulary
 from ..embedding.features import pool
+from ..files.places import Place, place_of
 from ..nn import sigmoid
 from .histories import Ids, array_of, ids_of, times_of, told
-from .manifest import checked_file, read_manifest
+from .manifest import checked_file, local_copy, read_manifest
 from .programs import CLICK, IMPRESSION, NEXT_ITEM, load_compiled, load_program
 from .retrieval import leave_out, top_k
 from .shards import read_shard
@@ -82,28 +82,42 @@ class Predictor:
         self.step: int = manifest["step"]
 
     @classmethod
-    def load(cls, path: Path | str, *, compiled: bool = False, unknown: UnknownIds = "initial") -> Predictor:
+    def load(
+        cls,
+        path: Place | str,
+        *,
+        compiled: bool = False,
+        unknown: UnknownIds = "initial",
+        namespaces: Collection[str] = (),
+    ) -> Predictor:
         """Load a folder of `export`; every file is compared with its checksum.
 
-        Args:
-            compiled: run the dense part that AOTInductor compiled. unknown: what ids without a row read as:
-                their ``"initial"`` values, as in training, or ``"zeros"``.
+        No code of the folder runs, unless `compiled`: the program is checked first (`vetted`).
 
-        Raises ValueError for a folder that is no export, a file that is missing or altered, and `compiled`
-        where nothing was compiled.
+        Args:
+            compiled: run the dense part that AOTInductor compiled, which is machine code: for a folder whose
+                author you trust.
+            unknown: what ids without a row read as: their ``"initial"`` values, as in training, or
+                ``"zeros"``.
+            namespaces: of ``torch.ops``, operators of other libraries that the program may call.
+
+        Raises ValueError for a folder that is no export, a file that is missing or altered, a program that
+        could run code, and `compiled` where nothing was compiled.
         """
         if unknown not in ("initial", "zeros"):
             raise ValueError(f"unknown must be 'initial' or 'zeros', got {unknown!r}")
-        folder = Path(path)
+        folder = place_of(path)
         manifest = read_manifest(folder)
         tables = {name: _load_table(folder, table, unknown) for name, table in manifest["tables"].items()}
         dense, program = manifest["dense"], None
         if compiled and not (dense or {}).get("compiled"):
             raise ValueError(f"{folder} has no compiled program: export with compiled=True (--compiled)")
         if compiled:
-            program = load_compiled(checked_file(folder, dense["compiled"]))
+            with local_copy(folder, dense["compiled"]) as here:
+                program = load_compiled(checked_file(here, dense["compiled"]))
         elif dense:
-            program = load_program(checked_file(folder, dense["program"]))
+            with local_copy(folder, dense["program"]) as here:
+                program = load_program(checked_file(here, dense["program"]), namespaces)
         entries = manifest.get("vocabularies", {})
         words = {name: _load_vocabulary(folder, name, entry) for name, entry in entries.items()}
         return cls(manifest, tables, program, words)
@@ -280,13 +294,13 @@ class Predictor:
 
 
 def load_tables(
-    path: Path | str, features: Sequence[str], unknown: UnknownIds = "initial"
+    path: Place | str, features: Sequence[str], unknown: UnknownIds = "initial"
 ) -> tuple[dict[str, int], dict[str, ExportedTable]]:
     """The number of rows of every feature's table in a folder of `export`, and the tables of `features`.
 
     Raises ValueError as `Predictor.load`, and for a feature that is not there.
     """
-    folder = Path(path)
+    folder = place_of(path)
     manifest = read_manifest(folder)
     names = {feature: described["table"] for feature, described in manifest["features"].items()}
     missing = [feature for feature in features if feature not in names]
@@ -300,8 +314,9 @@ def load_tables(
     return rows, {feature: tables[names[feature]] for feature in features}
 
 
-def _load_vocabulary(folder: Path, name: str, entry: Mapping[str, Any]) -> Vocabulary:
-    vocabulary = Vocabulary.load(file := checked_file(folder, entry))
+def _load_vocabulary(folder: Place, name: str, entry: Mapping[str, Any]) -> Vocabulary:
+    with local_copy(folder, entry) as here:
+        vocabulary = Vocabulary.load(file := checked_file(here, entry))
     if len(vocabulary) != entry["words"]:
         raise ValueError(
             f"{file} has {len(vocabulary)} words of {name!r}, the manifest says {entry['words']}"
@@ -309,13 +324,20 @@ def _load_vocabulary(folder: Path, name: str, entry: Mapping[str, Any]) -> Vocab
     return vocabulary
 
 
-def _load_table(folder: Path, table: Mapping[str, Any], unknown: UnknownIds) -> ExportedTable:
-    ids = torch.empty(table["rows"], dtype=torch.int64)
-    weights = torch.empty(table["rows"], table["dim"], dtype=torch.float32)
+def _load_table(folder: Place, table: Mapping[str, Any], unknown: UnknownIds) -> ExportedTable:
+    try:
+        ids = torch.empty(table["rows"], dtype=torch.int64)
+        weights = torch.empty(table["rows"], table["dim"], dtype=torch.float32)
+    except (RuntimeError, MemoryError) as error:
+        raise ValueError(
+            f"{folder}: {table['rows']} rows of {table['dim']} columns take more memory than there is"
+        ) from error
     at = 0
     for entry in table["files"]:
-        file, rows = checked_file(folder, entry), entry["rows"]
-        columns = read_shard(file, table["format"])
+        rows = entry["rows"]
+        with local_copy(folder, entry) as local:
+            file = checked_file(local, entry)
+            columns = read_shard(file, table["format"])
         expected = {"ids": ((rows,), ids.dtype), "weights": ((rows, table["dim"]), weights.dtype)}
         found = {name: (tuple(each.shape), each.dtype) for name, each in columns.items()}
         if not expected.items() <= found.items():
@@ -324,6 +346,8 @@ def _load_table(folder: Path, table: Mapping[str, Any], unknown: UnknownIds) -> 
         ids[here], weights[here] = columns["ids"], columns["weights"]
         at += rows
     ids, order = ids.sort()
+    if bool((repeated := ids[1:] == ids[:-1]).any()):
+        raise ValueError(f"{folder}: id {int(ids[1:][repeated][0])} is in the files of one table twice")
     return ExportedTable(
         ids, ops.gather_rows(weights, order), table["seed"], table["table_id"], table["scale"], unknown
     )

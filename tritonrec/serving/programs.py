@@ -10,10 +10,11 @@ and Le exposed tokens, T tasks.
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -27,6 +28,7 @@ from torch import Tensor
 from .. import ops
 from ..kernels.autocast import Precision, autocast, widen
 from ..nn import DLRM, GRM, NextItemModel, PaddedNextItem
+from .vetting import RefusedProgramError, vetted
 
 Arguments = tuple[Tensor, ...]
 Program = Callable[..., Any]
@@ -237,7 +239,9 @@ def save_program(scorer: Scorer, path: Path) -> torch.export.ExportedProgram:
                 scorer.program(), scorer.examples[0], dynamic_shapes=(tuple(shapes),)
             )
             torch.export.save(program, path)
-            loaded = load_program(path)
+            called = _namespaces(program)
+            path.write_bytes(vetted(path.read_bytes(), called, drop_samples=True))
+            loaded = load_program(path, called)
     except (torch._dynamo.exc.UserError, RuntimeError) as error:
         raise ValueError(
             f"torch.export cannot trace {type(scorer.module).__name__}: {_told(error)}; TransformerEncoder "
@@ -280,14 +284,29 @@ def check_compiler() -> None:
         )
 
 
-def load_program(path: Path) -> Program:
-    """The program of `save_program`."""
-    with _quiet():
-        return torch.export.load(path).module()
+def _namespaces(program: torch.export.ExportedProgram) -> set[str]:
+    """Of the operators that a program calls: those of this process, which its own code has registered."""
+    targets = [node.target for node in program.graph.nodes]
+    return {each.namespace for each in targets if isinstance(each, torch._ops.OpOverload)}
+
+
+def load_program(path: Path, namespaces: Collection[str] = ()) -> Program:
+    """The program of `save_program`, read as data (`vetted`).
+
+    Raises ValueError naming the file, where it could run code or is no such program.
+    """
+    try:
+        content = vetted(path.read_bytes(), namespaces)
+        with _quiet():
+            return torch.export.load(io.BytesIO(content)).module()
+    except RefusedProgramError as error:
+        raise RefusedProgramError(f"{path} is refused: {error}") from None
+    except Exception as error:  # torch raises many types for a graph that no export makes
+        raise ValueError(f"{path} is no program of torch.export: {_told(error)}") from error
 
 
 def load_compiled(path: Path) -> Program:
-    """The program of `compile_program`."""
+    """The program of `compile_program`: machine code, which runs."""
     with _quiet():
         return torch._inductor.aoti_load_package(str(path))
 

@@ -11,13 +11,14 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ..files.places import local_path
 from .events import LANES
 from .reader import Span, Trace
 
 
 def export(trace: Trace, folder: str | os.PathLike[str]) -> list[Path]:
     """Write ``rank_R.json`` for every rank of `trace` into `folder`; returns the paths in order of rank."""
-    target = Path(folder)
+    target = local_path(folder, "a folder for PyTorch's profiler")
     target.mkdir(parents=True, exist_ok=True)
     base = min((span.start_ns for span in trace.spans), default=0)
     paths = []

@@ -6,9 +6,9 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from ..files.places import RemotePath, read_document
 from .events import LANES, OPERATORS
 
 FOREIGN = "not a trace recorded by tritonrec"
@@ -67,7 +67,7 @@ class Trace:
     operators: list[Operator] = field(default_factory=list)
 
 
-def read(path: str | os.PathLike[str]) -> Trace:
+def read(path: str | os.PathLike[str] | RemotePath) -> Trace:
     """Read a trace written by `Recorder.save` or `save_joined`.
 
     Raises:
@@ -80,7 +80,7 @@ def read(path: str | os.PathLike[str]) -> Trace:
 
     packets = TraceProto()
     try:
-        packets.ParseFromString(Path(path).read_bytes())
+        packets.ParseFromString(read_document(path, "trace"))
     except DecodeError as error:
         raise ValueError(f"{path} is not a Perfetto trace, or was cut short") from error
     try:

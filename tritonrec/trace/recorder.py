@@ -11,12 +11,12 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 from time import perf_counter_ns
 from types import TracebackType
 from typing import Any, Protocol
 
 from ..files import atomic_write
+from ..files.places import Place, place_of
 from .events import LANES, CounterEvent, OperatorEvent, SpanEvent
 
 _KNOWN_LANES = frozenset(LANES)
@@ -133,11 +133,11 @@ class Recorder:
             raise ValueError(f"operator {name!r} ends at {end_ns}, before its start at {start_ns}")
         self._operators.append((thread, name, start_ns, end_ns))
 
-    def save(self, path: str | os.PathLike[str]) -> Path:
+    def save(self, path: str | os.PathLike[str]) -> Place:
         """Write everything recorded as one Perfetto trace, atomically; open it at https://ui.perfetto.dev."""
         from .writer import serialise
 
-        target = Path(path)
+        target = place_of(path)
         # Copies, because lanes that still run may append to the lists.
         events = list(self._spans), list(self._counters), list(self._operators)
         with atomic_write(target) as part, part.open("wb") as file:
@@ -175,16 +175,16 @@ class _NullSpan:
         return None
 
 
-def save_joined(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Path:
+def save_joined(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Place:
     """Join the files of several ranks into one.
 
     A trace is a repeated field of packets, and protobuf messages merge by concatenation. Ids of tracks, flows
     and sequences contain the rank, so they are unique. `out` is written atomically.
     """
-    target = Path(out)
+    target = place_of(out)
     with atomic_write(target) as part, part.open("wb") as joined:
         for path in paths:
-            with Path(path).open("rb") as one:
+            with place_of(path).open("rb") as one:
                 shutil.copyfileobj(one, joined)
     return target
 

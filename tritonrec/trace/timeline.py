@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 from ..files import atomic_write
+from ..files.places import Place, place_of
 from .analysis import COMMUNICATION_LANES, exposed, intersection, summarise
 from .events import LANES
 from .reader import Span, Trace
@@ -46,7 +46,7 @@ _INCHES_PER_LANE, _WIDTH = 0.3, 13.0
 _CHARACTER, _THIN = 0.075, 0.06  # inches: width of a character, and of slices without an edge
 
 
-def draw(trace: Trace, path: str | os.PathLike[str], first: int | None = None, steps: int = 3) -> Path:
+def draw(trace: Trace, path: str | os.PathLike[str], first: int | None = None, steps: int = 3) -> Place:
     """Draw `steps` consecutive steps of a trace as a PNG.
 
     The chart runs from the end of the computation before batch `first` to the end of the last batch's
@@ -92,7 +92,7 @@ def draw(trace: Trace, path: str | os.PathLike[str], first: int | None = None, s
         panels[-1, 0].set_xlabel("milliseconds; dotted: the end of a batch's computation")
         figure.suptitle(_title(trace, batches), fontsize=11, x=0.01, ha="left")
         _legend(figure, {s.name for s in trace.spans})
-        target = Path(path)
+        target = place_of(path)
         with atomic_write(target) as part:
             figure.savefig(part, dpi=110, format="png")
     finally:

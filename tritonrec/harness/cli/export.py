@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from ...checkpoint import CheckpointStream
+from ...files.places import place_of
 from ...serving import export as export_to
 from ...settings import MOST
 from ..job import Job
@@ -68,8 +69,9 @@ def export(
     files = sum(len(table["files"]) for table in tables)
     parts = "" if manifest["dense"] is None else f"; dense model: {manifest['dense']['kind']}"
     console = Console()
+    place = place_of(out)
     console.print(
-        f"exported step {manifest['step']} to {out}: {len(tables)} table{'s'[: len(tables) > 1]} with "
+        f"exported step {manifest['step']} to {place}: {len(tables)} table{'s'[: len(tables) > 1]} with "
         f"{rows:,} rows in {files} file{'s'[: files > 1]}{parts}",
         markup=False,
         highlight=False,

@@ -60,7 +60,6 @@ CONFIG_PARAMETER = inspect.Parameter(
     annotation=Annotated[
         Path | None,
         typer.Option(
-            exists=True,
             help="TOML file, or directory of a checkpoint, with the settings; options win over it.",
         ),
     ],

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import typer
 from rich.console import Console
 
 from ...files import check_writable
+from ...files.places import Place, RemotePath, local_path, place_of
 
 
 def checked(function):
@@ -38,13 +39,16 @@ def _say(message: str) -> None:
 
 
 def require_writable(
-    files: Mapping[str, Path | None] | None = None, folders: Mapping[str, Path | None] | None = None
+    files: Mapping[str, Path | None] | None = None,
+    folders: Mapping[str, Path | None] | None = None,
+    at_urls: Collection[str] = (),
 ) -> None:
     """Exit with one line and status 2 where an output could not be written at the end, by option.
 
-    Outputs that are one file are refused too. Called before any work is done; leaves nothing behind.
+    Outputs that are one file are refused too, and folders at a URL, but for the options `at_urls`. Called
+    before any work is done; leaves nothing behind.
     """
-    seen: dict[Path, str] = {}
+    seen: dict[Place, str] = {}
     for option, path, folder in (
         *((option, path, False) for option, path in (files or {}).items()),
         *((option, path, True) for option, path in (folders or {}).items()),
@@ -54,11 +58,14 @@ def require_writable(
 
         def check(option: str = option, path: Path = path, folder: bool = folder) -> None:
             try:
+                if folder and option not in at_urls:
+                    local_path(path, f"the folder of {option}")
                 check_writable(path, folder)
             except OSError as error:
                 raise ValueError(f"{option}: {error.strerror}") from error
-            other = seen.setdefault(path.resolve(), option)
-            if other != option and (not path.exists() or path.is_file()):
+            place = place_of(path)
+            other = seen.setdefault(place.resolve(), option)
+            if other != option and (isinstance(place, RemotePath) or not place.exists() or place.is_file()):
                 raise ValueError(f"{other} and {option} are both {path}: give each a place of its own")
 
         checked(check)

@@ -119,6 +119,7 @@ def train(
     require_writable(
         {"--json": json_file, "--json-lines": to_file, "--trace": run.trace, "--png": png},
         {"--checkpoint": run.checkpoint, "--log-dir": run.log_dir},
+        at_urls=("--checkpoint", "--log-dir"),
     )
     if not run.checkpoint and (run.save_every or run.full_every > 1):
         raise typer.BadParameter("--save-every and --full-every go with --checkpoint")

@@ -11,6 +11,7 @@ import torch
 
 from ...distributed import Communicators, RankPool
 from ...embedding import OptimizerName
+from ...files.places import place_of
 from ...pipeline import Trainer
 from ...trace import Recorder, save_joined
 from ..job import Job
@@ -88,7 +89,7 @@ def run_once(
     parts = [f"{path}.{rank}" for rank in range(ranks)]
     save_joined(parts, path)
     for part in parts:
-        Path(part).unlink()
+        place_of(part).unlink()
     losses = {}
     for step in range(steps):
         ids, values = (np.concatenate([home.losses[step][which] for home in homes]) for which in (0, 1))

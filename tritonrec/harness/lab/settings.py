@@ -9,6 +9,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from ...files.places import read_document
 from ...pipeline import NESTPIPE, Mode, Program, WindowConfig, WindowPlaces, base_schedule
 from ...pipeline.places import Samples
 from .network import LabError
@@ -123,7 +124,7 @@ class Planned:
 def read_plan(path: Path) -> Planned:
     """Raises LabError naming the file and what it lacks."""
     try:
-        best = json.loads(path.read_text())["plans"][0]
+        best = json.loads(read_document(path, "plan"))["plans"][0]
         switches = {"taper": best["taper"], "depth": best["depth"] or 0, REPLICAS: best["replicas"]}
         switches |= {"clustering": best["clustered"], "first_use": best["first_use"]}
         switches |= {"skip_fetch": best["skip_fetch"]}

@@ -18,6 +18,7 @@ from rich.console import Console
 from ...distributed import Communicators, RankPool
 from ...distributed.environment import rank_here
 from ...embedding import OptimizerName
+from ...files.places import local_path
 from ...pipeline import Mode, Trainer, WindowConfig
 from ...settings import MOST, setting
 from ...trace import NullRecorder, Recorder, SupportsRecording
@@ -78,7 +79,7 @@ def profile(plan: Profile, out: str, world_size: int, console: Console, timeout:
         raise ValueError(
             f"a profile needs 3 steps at least, two to measure and one to fill, got {plan.steps}"
         )
-    folder = Path(out)
+    folder = local_path(out, "the folder of a profile")
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--out {folder} is a file: give a folder")
     folder.mkdir(parents=True, exist_ok=True)

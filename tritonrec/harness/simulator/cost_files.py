@@ -6,12 +6,12 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 import numpy as np
 
+from tritonrec.files.places import read_document
 from tritonrec.pipeline.schedule import NESTPIPE
 from tritonrec.trace import Trace, read
 
@@ -138,8 +138,8 @@ def from_trace(path: str | os.PathLike[str], link: Link | None = None) -> StageC
 def load_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """A JSON object from a file; ValueError where the file holds something else."""
     try:
-        document = json.loads(Path(path).read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        document = json.loads(read_document(path, "file of costs"))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(document, dict):
         raise ValueError(f"{path} holds a {type(document).__name__}, not an object")

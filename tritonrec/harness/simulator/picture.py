@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from ...files import atomic_write
+from ...files.places import Place, place_of
 from .curves import OURS_2D, SWEEP_WORKERS, Point
 from .paper import CELLS, ROWS, WINDOW, WORKERS
 
@@ -24,7 +24,7 @@ COLOURS = {
 SWEEP_COLOURS = {"plain": "#777777", "clustered": "#0072b2", "first use": "#d55e00"}
 
 
-def draw(points: Sequence[Point], sweep: Sequence[Point], path: str | os.PathLike[str], about: str) -> Path:
+def draw(points: Sequence[Point], sweep: Sequence[Point], path: str | os.PathLike[str], about: str) -> Place:
     """Throughput over cluster size beside communication over micro-batch size, the paper's figures as dots.
 
     Args:
@@ -37,7 +37,7 @@ def draw(points: Sequence[Point], sweep: Sequence[Point], path: str | os.PathLik
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    target = Path(path)
+    target = place_of(path)
     figure, (left, right) = pyplot.subplots(
         1, 2, figsize=(13, 5.6), width_ratios=[1.5, 1], layout="constrained"
     )

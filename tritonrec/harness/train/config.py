@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from ... import checkpoint
 from ...checkpoint.files import manifest_of
 from ...checkpoint.manifest import read_manifest
+from ...files.places import place_of, read_document
 from ...settings import KEY, Setting
 
 CONFIG = "config"
@@ -107,18 +108,19 @@ def read_config(path: Path, plan: Plan) -> Plan:
 
     Raises ValueError naming file and key for an unknown key, a value of another type or out of range.
     """
-    if path.is_dir():
-        found = checkpoint.steps(path)
+    place = place_of(path)
+    if place.is_dir():
+        found = checkpoint.steps(place)
         if not found:
             raise ValueError(f"{path} holds no checkpoint, and no config file either")
-        manifest = manifest_of(path, found[-1])
+        manifest = manifest_of(place, found[-1])
         text = read_manifest(manifest)["meta"].get(CONFIG)
         if text is None:
             raise ValueError(f"{manifest} has no settings of tritonrec train: an earlier version saved it")
         return from_tables(plan, tomllib.loads(text), manifest)
     try:
-        tables = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        tables = tomllib.loads(read_document(place, "config file").decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is no TOML file: {error}") from error
     return from_tables(plan, tables, path)
 

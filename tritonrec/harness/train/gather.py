@@ -10,6 +10,7 @@ import torch
 
 from ...distributed import Communicator, Communicators
 from ...embedding import HashTableCollection
+from ...files.places import place_of
 from ...pipeline import whole_rows
 from ...trace import save_joined
 
@@ -42,7 +43,7 @@ def save_trace(communicators: Communicators, recorder, path: str | Path) -> None
     if communicators.rank == 0:
         save_joined(parts, path)
         for part in parts:
-            Path(part).unlink()
+            place_of(part).unlink()
 
 
 def state_digest(

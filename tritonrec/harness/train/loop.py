@@ -103,6 +103,8 @@ def train(
         if memory or _goes_on(run, communicators):
             copies = memory.copies if memory else None
             start, state = resume(trainer, run, position, copies, None if called_again else whole)
+        if run.warm_start and not start:
+            console.print(str(trainer.warm_start(run.warm_start)), highlight=False, markup=False)
         if stopping and state:
             stopping.load_state_dict(state)
         has_ended = run.resume == "auto" and start == run.steps
@@ -208,6 +210,8 @@ def _check_outputs(run: Run) -> None:
         raise ValueError(
             f"{run.checkpoint} holds checkpoints of another run: resume it, or choose another place"
         )
+    if run.warm_start and not checkpoint.steps(run.warm_start):
+        raise ValueError(f"{run.warm_start} holds no checkpoint to begin with")
     if run.resume and not run.checkpoint:
         raise ValueError("resuming needs the directory of a checkpoint")
     if run.elastic and run.resume is True and not saved:

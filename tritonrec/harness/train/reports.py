@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
@@ -12,6 +11,7 @@ from rich.progress import TextColumn, TimeRemainingColumn
 from ...callbacks import Throughput
 from ...data import DynamicStream, Stream
 from ...data.splits import Part
+from ...files.places import Place, place_of
 from ...loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger
 from ...pipeline import StepResult
 from ..job import Loader
@@ -121,16 +121,16 @@ def loggers_of(run: Run, start: int) -> list[Logger]:
     if run.json_lines:
         loggers.append(JSONLinesLogger(run.json_lines, purge_step))
     if run.log_dir:
-        loggers.append(CSVLogger(Path(run.log_dir) / METRICS_FILE, purge_step))
+        loggers.append(CSVLogger(place_of(run.log_dir) / METRICS_FILE, purge_step))
         if find_spec("tensorboard"):
             loggers.append(TensorBoardLogger(run.log_dir, purge_step))
     return loggers
 
 
-def log_files(run: Run) -> list[Path]:
+def log_files(run: Run) -> list[Place]:
     """The files of `loggers_of` that a run begins, or goes on with."""
-    tables = [Path(run.log_dir) / METRICS_FILE] if run.log_dir else []
-    return [*tables, *([Path(run.json_lines)] if run.json_lines and str(run.json_lines) != "-" else [])]
+    tables = [place_of(run.log_dir) / METRICS_FILE] if run.log_dir else []
+    return [*tables, *([place_of(run.json_lines)] if run.json_lines and str(run.json_lines) != "-" else [])]
 
 
 def progress_bar(console: Console, line_seconds: float = LINE_SECONDS) -> CommandProgress:

@@ -92,7 +92,7 @@ def resume(
     if copies is not None:
         step = copies.restore(trainer, run.checkpoint, accept, position)
     else:
-        assert run.checkpoint
+        assert run.checkpoint is not None
         step = trainer.load(run.checkpoint, accept, position)
     if run.new_data and isinstance(loader, DynamicStream):
         loader.begin_at(step)

@@ -7,6 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from ...callbacks import EarlyStopping
+from ...files.places import place_of
 from .run import Run
 
 SHOWN = {
@@ -80,7 +81,8 @@ def going_on_line(ranks: int, step: int) -> str:
 
 def ended_line(run: Run) -> str:
     """Of a run that is started again after its last step."""
-    return f"the run in {run.checkpoint} has ended at step {run.steps}: nothing is left but its evaluation"
+    place = place_of(run.checkpoint or "")
+    return f"the run in {place} has ended at step {run.steps}: nothing is left but its evaluation"
 
 
 def stopped_line(run: Run, step: int) -> str:
@@ -90,4 +92,4 @@ def stopped_line(run: Run, step: int) -> str:
         return f"{at}; nothing was saved, which takes --checkpoint DIRECTORY"
     if not step:
         return f"{at}; there was nothing to save"
-    return f"{at}; saved to {run.checkpoint}; go on with --resume"
+    return f"{at}; saved to {place_of(run.checkpoint)}; go on with --resume"

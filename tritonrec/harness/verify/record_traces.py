@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from ...distributed import TIMEOUT, Communicators
 from ...files import ScratchFolder
+from ...files.places import local_path
 from ...pipeline import STAGED
 from ...trace import Recorder, save_joined
 from ...trace.analysis import check_trace, summarise
@@ -37,7 +37,7 @@ def record_traces(job: Job, directory: str, console: Console | None = None) -> b
     """Write MODE.pftrace and MODE.png for each mode into `directory`; False if a dependency was violated."""
     console = console or Console()
     job = replace(job, batch_size=128, num_negatives=32)
-    target = Path(directory)
+    target = local_path(directory, "a folder of traces")
     target.mkdir(parents=True, exist_ok=True)
     table = Table(
         title=f"Traces in {directory}: {WORLD_SIZE} ranks, {MICRO_BATCHES} micro-batches",

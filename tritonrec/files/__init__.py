@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from .places import RemotePath, place_of, staged
+
 
 def natural_order(path: str | os.PathLike[str]) -> tuple[Any, ...]:
     """The key that sorts paths with their numbers as numbers: ``day_2`` before ``day_10``."""
@@ -27,16 +29,20 @@ def natural_order(path: str | os.PathLike[str]) -> tuple[Any, ...]:
 
 
 @contextmanager
-def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_write(path: str | os.PathLike[str] | RemotePath) -> Iterator[Path]:
     """Yield a temporary path in the folder of `path`, which is renamed to `path` at the end.
 
     The folder is created if needed. After an error the old file is unchanged; of several writers the last one
     wins. Links still lead to their target, permissions stay, and other hard links keep the old content. A
     path that is not a regular file, such as a pipe, and the file of this process's output (``/dev/stdout >
-    file``) are written directly. Nothing is flushed to the disk: safe against the end of the process, not of
-    the power.
+    file``) are written directly; a file at a URL is uploaded at the end. Nothing is flushed to the disk: safe
+    against the end of the process, not of the power.
     """
-    target = Path(path)
+    target = place_of(path)
+    if isinstance(target, RemotePath):
+        with staged(target, target.name) as local:
+            yield local
+        return
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.exists() and (not target.is_file() or _is_output(target)):
         yield target
@@ -63,7 +69,7 @@ def _is_output(path: Path) -> bool:
     return False
 
 
-def save_json(document: Any, path: str | os.PathLike[str]) -> None:
+def save_json(document: Any, path: str | os.PathLike[str] | RemotePath) -> None:
     """Write `document` as indented JSON, atomically."""
     text = json.dumps(document, indent=2) + "\n"
     with atomic_write(path) as part:
@@ -75,7 +81,10 @@ def check_writable(path: str | os.PathLike[str], folder: bool = False) -> None:
 
     Creates and changes nothing.
     """
-    target = Path(path)
+    target = place_of(path)
+    if isinstance(target, RemotePath):
+        target.require_writable()
+        return
     try:
         target.lstat()
     except FileNotFoundError:

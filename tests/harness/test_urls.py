@@ -1,0 +1,70 @@
+"""Promise: commands take URLs for checkpoints, exports, logs, traces and config, or refuse them by name."""
+
+import json
+import os
+
+import pytest
+from commands import invoke
+
+from tritonrec import checkpoint
+from tritonrec.files.places import place_of, read_document
+from tritonrec.serving import Predictor
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*its file system has no locks.*:RuntimeWarning")
+SIZES = ("--dim", 8, "--heads", 1, "--layers", 1, "--batch-size", 16, "--max-seq-len", 8)
+
+
+@pytest.fixture(autouse=True)
+def nothing_here(tmp_path, monkeypatch):
+    """No command makes a folder ``memory:``."""
+    monkeypatch.chdir(tmp_path)
+    yield
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_run_whose_files_are_all_at_urls():
+    here = "memory://commands"
+    outputs = ("--json", f"{here}/summary.json", "--json-lines", f"{here}/log.jsonl")
+    run = ("train", *SIZES, "--checkpoint", f"{here}/run")
+    code, output, _ = invoke(*run, "--steps", 2, *outputs, "--trace", f"{here}/run.pftrace")
+    assert code == 0, output
+    assert json.loads(read_document(f"{here}/summary.json"))["step"] == 2
+    assert len((place_of(here) / "log.jsonl").read_text().splitlines()) >= 2
+    code, output, _ = invoke(*run, "--steps", 3, "--resume", "--json-lines", f"{here}/log.jsonl")
+    assert code == 0, output
+    assert checkpoint.steps(f"{here}/run") == [2, 3]
+    config = ("train", "--config", f"{here}/run", "--steps", 1, "--checkpoint", f"{here}/warm")
+    code, output, _ = invoke(*config, "--warm-start", f"{here}/run", "--json-lines", f"{here}/other.jsonl")
+    assert code == 0 and "table item: " in output and "dense: " in output, output
+    code, output, _ = invoke("export", "--tables-only")  # of nowhere
+    assert code == 2 and "nowhere holds no checkpoint" in output
+
+
+def test_tables_at_a_url_are_exported_there():
+    here = "memory://exported"
+    assert invoke("train", *SIZES, "--steps", 1, "--checkpoint", f"{here}/run")[0] == 0
+    from typer.testing import CliRunner
+
+    from tritonrec.harness.cli import app
+
+    result = CliRunner().invoke(app, ["export", f"{here}/run", f"{here}/out", "--tables-only"])
+    assert result.exit_code == 0 and "memory://exported/out" in result.output.replace("\n", "")
+    assert len(Predictor.load(f"{here}/out").tables["item"].ids) > 10
+    result = CliRunner().invoke(app, ["bisect", f"{here}/run", f"{here}/run"])
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("profile", "--out", "s3://b/p"), "s3://b/p: the folder of --out cannot be at a URL"),
+        (("verify", "--trace", "s3://b/p"), "s3://b/p: the folder of --trace cannot be at a URL"),
+        (("train", "--checkpoint", "nosuch://b/p"), "nothing is written at nosuch://"),
+        (("train", "--json", "http://127.0.0.1:9/x"), "nothing is written at http://"),
+        (("train", "--config", "nosuch://b/p"), "nosuch://b/p cannot be opened"),
+        (("train", "--config", "missing.toml"), "missing.toml"),
+    ],
+)
+def test_what_cannot_be_there_is_refused_by_name(words, message):
+    code, output, _ = invoke(*words)
+    assert code == 2 and message in output, output

@@ -1,0 +1,555 @@
+"""Promise: a load that is refused has changed nothing: no tensor, no number, no position, on no rank."""
+
+import copy
+import json
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from trainer_parts import DIM, Ranker, batches, parts, trainer
+
+from tritonrec import EmbeddingBagCollection, EmbeddingBagConfig, HashEmbeddingCollection, HashOptimizer
+from tritonrec.callbacks import EarlyStopping
+from tritonrec.checkpoint.manifest import add_checksum
+from tritonrec.data import NumberedLoader
+from tritonrec.distributed import Communicators
+from tritonrec.embedding import (
+    Eviction,
+    FeatureConfig,
+    HashTableCollection,
+    PrecisionTiers,
+    RowOptimizer,
+    TablePolicy,
+)
+from tritonrec.harness.verify.thread_ranks import run_ranks
+from tritonrec.pipeline import DenseModel, PeerCopies, Trainer, WindowConfig
+from tritonrec.pipeline.precision import LossScaler, LossScaling
+
+KEPT = TablePolicy(eviction=Eviction("lru", 50, every=2), admission=2, precision=PrecisionTiers(1, 4))
+
+
+def equal(a, b):
+    """In every bit, and of the same types."""
+    if isinstance(a, torch.Tensor):
+        same = isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape
+        return same and torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return type(a) is type(b) and a == b
+
+
+def places(value, path=()):
+    """Paths of all values in a state."""
+    if path:
+        yield path
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in parts:
+        yield from places(each, (*path, key))
+
+
+def _length(value):
+    return len(value) if isinstance(value, torch.Tensor) and value.dim() else 0
+
+
+def gone(value):
+    return None
+
+
+def other_type(value):
+    return "x"
+
+
+def a_number(value):
+    return -7
+
+
+def nothing(value):
+    return {} if isinstance(value, dict) else []
+
+
+def shorter(value):
+    return value[:-1] if _length(value) else value
+
+
+def other_dtype(value):
+    return value.to(torch.float64) if isinstance(value, torch.Tensor) else value
+
+
+def wider(value):
+    return value.unsqueeze(-1).expand(*value.shape, 3) if isinstance(value, torch.Tensor) else value
+
+
+def repeated(value):
+    return value[[0, *range(len(value) - 1)]] if _length(value) else value
+
+
+DAMAGES = gone, other_type, a_number, nothing, shorter, other_dtype, wider, repeated
+
+
+def damaged(state):
+    """Name and state, one value of which was lost, changed, or added."""
+    for path in places(state):
+        for damage in (None, *DAMAGES):
+            other = copy.deepcopy(state)
+            inner = other
+            for key in path[:-1]:
+                inner = inner[key]
+            if damage is not None:
+                inner[path[-1]] = damage(inner[path[-1]])
+            elif isinstance(inner, dict):
+                del inner[path[-1]]
+            yield f"{damage and damage.__name__} {'/'.join(map(str, path))}", other
+    yield "one more", {**state, "unknown": torch.ones(2)}
+
+
+class Dense:
+    """Model, optimizer, scheduler, average and scaler."""
+
+    def __init__(self, seed):
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1 + seed)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        average = torch.optim.swa_utils.AveragedModel(model)
+        self.dense = DenseModel(model, optimizer, scheduler, average, LossScaler(LossScaling()))
+        for _ in range(seed):
+            self.dense.step({name: torch.randn_like(p) for name, p in self.dense.parameters.items()})
+
+    def load(self, state):
+        self.dense.load_state_dict(state)
+
+    def state(self):
+        return copy.deepcopy(self.dense.state_dict())
+
+
+class Fields:
+    """An object with a state of plain values."""
+
+    def __init__(self, made):
+        self.made = made
+
+    def load(self, state):
+        self.made.load_state_dict(state)
+
+    def state(self):
+        return copy.deepcopy(self.made.state_dict())
+
+
+def stopping(seed):
+    made = EarlyStopping("loss", mode="min")
+    for step in range(seed):
+        made.on_evaluation_end(step, {"loss": 1.0 / (step + 1)})
+    return Fields(made)
+
+
+def numbered(seed):
+    made = NumberedLoader(batches(4))
+    for _ in range(seed):
+        next(made)
+    return Fields(made)
+
+
+def scaler(seed):
+    made = LossScaler(LossScaling())
+    for step in range(seed):
+        made.update(step % 2 == 0)
+    return Fields(made)
+
+
+FEATURES = [
+    FeatureConfig("a", 2, policy=KEPT), FeatureConfig("b", 2, policy=KEPT), FeatureConfig("c", 3),
+]  # fmt: skip
+IDS = {"a": torch.arange(9), "b": torch.arange(3, 12), "c": torch.tensor([-(2**60), 5, 7])}
+
+
+class Tables:
+    def __init__(self, seed):
+        self.tables = HashTableCollection(FEATURES, RowOptimizer("adagrad"), seed=seed)
+        for step in range(3 + seed):
+            for group, keys in zip(self.tables.groups, self._keys(seed), strict=True):
+                group.table.lookup(keys, step)
+
+    def _keys(self, seed):
+        from tritonrec.data import Lookup
+
+        keys = self.tables.keys({name: Lookup(ids + 1) for name, ids in IDS.items()})
+        return [each[seed:].unique() for each in keys]
+
+    def load(self, state):
+        self.tables.load_state(state)
+
+    def state(self):
+        return self.tables.state()
+
+
+class Embeddings(Tables):
+    """Tables as a module."""
+
+    def __init__(self, seed):
+        self.module = HashEmbeddingCollection(FEATURES, RowOptimizer("adagrad"), seed=seed)
+        self.tables = self.module.tables
+        for _ in range(3 + seed):
+            self.module({name: ids[seed:] for name, ids in IDS.items()})
+
+    def load(self, state):
+        self.module.load_state_dict(state)
+
+    def state(self):
+        return dict(self.module.state_dict()) | {"module": [self.tables.seed, self.module.lookups]}
+
+
+class Rows(Embeddings):
+    """The optimizer of these."""
+
+    def __init__(self, seed):
+        super().__init__(seed)
+        self.optimizer = HashOptimizer(self.module)
+        for _ in range(seed):
+            self.optimizer.zero_grad()
+            sum(each.square().sum() for each in self.module(IDS).values()).backward()
+            self.optimizer.step()
+        self.optimizer.param_groups[0]["lr"] = 0.1 * seed
+
+    def load(self, state):
+        self.optimizer.load_state_dict(state)
+
+    def state(self):
+        return self.optimizer.state_dict()
+
+
+class Bags(Embeddings):
+    """TorchRec's interface."""
+
+    def __init__(self, seed):
+        configs = [EmbeddingBagConfig(0, 2, "a", ["a"]), EmbeddingBagConfig(0, 3, "c", ["c"])]
+        self.module = EmbeddingBagCollection(configs, seed=seed)
+        self.tables = self.module.embeddings.tables
+        self.module.embeddings({n: (IDS[n][seed:], torch.tensor([0, len(IDS[n]) - seed])) for n in "ac"})
+
+    def state(self):
+        return dict(self.module.state_dict()) | {"module": [self.tables.seed]}
+
+
+LOADS = Dense, Tables, Embeddings, Rows, Bags, stopping, numbered, scaler
+
+
+@pytest.mark.parametrize("make", LOADS, ids=lambda make: make.__name__)
+def test_what_is_refused_has_changed_nothing(make):
+    good = make(2).state()
+    good.pop("module", None)
+    other = make(1)
+    before, refused, taken = other.state(), 0, 0
+    for name, state in islice(damaged(good), 0, None, 5 if make is Dense else 1):
+        try:
+            other.load(state)
+        except Exception:
+            refused += 1
+            assert equal(other.state(), before), name
+        else:
+            taken += 1
+            other = make(1)
+    assert refused > taken or make in (stopping, numbered, scaler, Dense), (refused, taken)
+    other.load(good)
+    assert not equal(other.state(), before)
+    loaded = other.state()
+    loaded.pop("module", None)
+    if make is not Tables:  # whose load adds to the rows that are there
+        assert equal(loaded, good)
+
+
+class Broken(torch.optim.Adam):
+    """An optimizer whose load fails after a change, as any of a user's own may."""
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        if len(state["state"]) > 1:
+            raise KeyError("mine")
+
+
+def test_an_optimizer_that_fails_in_the_middle_leaves_the_model_as_it_was():
+    model = Ranker()
+    saved = DenseModel(model, torch.optim.Adam(model.parameters()))
+    saved.step({name: torch.ones_like(p) for name, p in saved.parameters.items()})
+    dense = DenseModel(other := Ranker(), Broken(other.parameters()))
+    before = copy.deepcopy(dense.state_dict())
+    with pytest.raises(ValueError, match=r"cannot load the state: KeyError.*mine"):
+        dense.load_state_dict(saved.state_dict())
+    assert equal(dense.state_dict(), before)
+
+
+def everything(training, loader=None):
+    dense = training.dense.state_dict()
+    position = None if loader is None else loader.state_dict()
+    return copy.deepcopy([dense, training.tables.state(), training.next_step, position, training.tables.seed])
+
+
+class Wide(Ranker):
+    def __init__(self):
+        super().__init__()
+        self.more = torch.nn.Linear(DIM, 1)
+
+
+def made_of(**options):
+    """Model, tables, optimizer with another seed, scale or feature."""
+    seed, features = options.pop("seed", 2), options.pop("features", ["item"])
+    model, _, optimizer = parts(**options)
+    rule = RowOptimizer(options.get("optimizer", "adam"), lr=options.get("lr", 0.05))
+    rule = options.get("rule") or rule
+    policy = options.get("policy") or TablePolicy()
+    tables = HashTableCollection(
+        [FeatureConfig(name, DIM, policy=policy) for name in features], rule, seed=seed
+    )
+    return model, tables, optimizer
+
+
+class Position:
+    """A loader of another kind than the one that was saved."""
+
+    def __init__(self, fails):
+        self.at, self.fails = 5, fails
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state.get("at", 0)
+        if self.fails and "at" not in state:
+            raise KeyError("at")
+
+
+REFUSED = {
+    "another table": (dict(features=["item", "shop"]), {}, "table 'shop' is not there|'shop'"),
+    "another policy": (dict(policy=KEPT), {}, "policy"),
+    "another optimizer": (dict(optimizer="sgd"), {}, "rule of table item|optimizer"),
+    "another dense rate": (dict(lr=0.01), {}, r"lr of table item is 0\.05 in .* and 0\.01 here"),
+    "another seed": (dict(seed=3), {}, r"seed of table item is 2 .* and 3 here.*changed=\{\"seed\"\}"),
+    "another rule": (dict(rule=RowOptimizer("adam", lr=0.05, beta2=0.9)), {}, "rule of table item"),
+    "another model": (dict(model=Wide), {}, "more.weight is missing"),
+    "another consistency": ({}, dict(consistency="window"), "consistency is batch .* and window here"),
+    "accumulation": ({}, dict(accumulate=2), "accumulate is 1 .* and 2 here"),
+    "clipping": ({}, dict(max_grad_norm=1.0), "clipping of max_grad_norm is 0.0 .* and 1.0 here"),
+    "precision": ({}, dict(precision="bf16"), "precision of model is float32 .* and bf16 here"),
+    "a loader that fails": ({}, {"loader": True}, "at"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    made, loader = made_of(), NumberedLoader(batches(9))
+    with trainer(made, "sequential") as training:  # kernels are imported on one thread
+        list(training.run(next(loader) for _ in range(3)))
+        training.save(folder, loader=loader)
+    return folder
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_trainer_that_refuses_a_checkpoint_is_as_it_was(saved, name):
+    options, window, message = REFUSED[name]
+    window = dict(window)
+    loader = Position(True) if window.pop("loader", False) else NumberedLoader(batches(9))
+    with trainer(made_of(**options), **window) as training:
+        count = 2 * window.get("accumulate", 1)
+        if not isinstance(loader, Position) and "features" not in options:
+            list(training.run(next(loader) for _ in range(count)))
+        before = everything(training, loader)
+        with pytest.raises((ValueError, KeyError), match=message):
+            training.load(saved, loader=loader)
+        assert equal(everything(training, loader), before)
+
+
+def test_a_position_that_cannot_be_read_changes_nothing(saved, tmp_path):
+    made, loader = made_of(), NumberedLoader(batches(9))
+    with trainer(made) as training:
+        training.save(tmp_path)  # without a position
+        list(training.run(next(loader) for _ in range(1)))
+        before = everything(training, loader)
+        with pytest.raises(ValueError, match="no position of a loader"):
+            training.load(tmp_path, loader=loader)
+        assert equal(everything(training, loader), before)
+
+
+@pytest.mark.parametrize(
+    ("changed", "options", "window"),
+    [
+        ({"seed"}, dict(seed=3), {}),
+        ({"lr"}, dict(lr=0.01), {}),
+        ({"rule"}, dict(rule=RowOptimizer("adam", lr=0.05, beta2=0.9)), {}),
+        ({"consistency"}, {}, dict(consistency="window")),
+        ({"clipping"}, {}, dict(max_grad_norm=1.0)),
+    ],
+)
+def test_a_setting_that_is_given_as_changed_holds_from_the_load_on(saved, changed, options, window):
+    with trainer(made_of(**options), **window) as training:
+        assert training.load(saved, changed=changed) == 3
+        if "lr" in changed:
+            assert training.dense.optimizers[0].param_groups[0]["lr"] == 0.01
+            assert training.tables.groups[0].optimizer.lr == 0.01
+        assert training.tables.seed == options.get("seed", 2)
+        list(training.run(batches(5)[3:]))
+
+
+def test_the_dropout_seed_is_compared(saved):
+    made = made_of()
+    config = WindowConfig(micro_batches=3, seed=5)
+    with Trainer(*made, Communicators.local(), "nestpipe", config) as training:
+        with pytest.raises(ValueError, match=r"dropout_seed is 4 in .* and 5 here"):
+            training.load(saved)
+        assert training.load(saved, changed={"dropout_seed"}) == 3
+        with pytest.raises(ValueError, match="changed= has 'sed', and takes seed, scale"):
+            training.load(saved, changed={"sed"})
+
+
+def test_rates_that_follow_a_scheduler_are_not_changed(saved, tmp_path):
+    def training_of(lr):
+        model, tables, optimizer = made_of(lr=lr)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return Trainer(
+            model, tables, optimizer, Communicators.local(), "sequential", WindowConfig(), scheduler=schedule
+        )
+
+    with training_of(0.05) as training:
+        list(training.run(batches(2)))
+        training.save(tmp_path)
+    with training_of(0.05) as training:  # the rate after two steps is no other setting
+        assert training.load(tmp_path) == 2
+    with training_of(0.01) as training:
+        with pytest.raises(ValueError, match=r"lr of optimizer 0, group 0 is 0\.05 in .* and 0\.01 here"):
+            training.load(tmp_path)
+        with pytest.raises(ValueError, match="the learning rates follow a scheduler"):
+            training.load(tmp_path, changed={"lr"})
+
+
+def test_a_load_into_a_used_trainer_gives_the_bits_of_a_fresh_one(saved):
+    def ended(first):
+        made = made_of()
+        with trainer(made) as training:
+            list(training.run(batches(6)[:first]))
+            training.load(saved)
+            list(training.run(batches(9)[3:]))
+            return everything(training)[:2]
+
+    assert equal(ended(0), ended(6))  # which has rows of steps 3 to 5
+
+
+def test_no_rank_loads_where_one_cannot(tmp_path):
+    def rank(communicators):
+        made = made_of()
+        with trainer(made, communicators=communicators, mode="sequential") as training:
+            list(training.run(batches(3, rank=communicators.rank, world_size=2)))
+            training.save(tmp_path)
+            before = everything(training)
+            list(training.run(batches(5, rank=communicators.rank, world_size=2)[3:]))
+            after = everything(training)
+            communicators.control.all_gather_texts("saved")
+            if communicators.rank == 1:  # its part of the table
+                (file,) = tmp_path.glob("step-*/item.8000-ffff.*")
+                content = file.read_bytes()
+                file.write_bytes(content[:-1] + b"x")
+            communicators.control.all_gather_texts("damaged")
+            with pytest.raises((ValueError, RuntimeError)) as error:
+                training.load(tmp_path)
+            return equal(everything(training), after) and not equal(before, after), str(error.value)
+
+    (same, message), (also, own) = run_ranks(2, rank)
+    assert same and also
+    assert "nothing is loaded, because rank 1 cannot" in message and "was altered" in own
+
+
+def test_peer_copies_of_another_training_change_nothing():
+    copies = PeerCopies()
+    with trainer(made_of(), mode="sequential") as training:
+        list(training.run(batches(3)))
+        copies.keep(training)
+    for options in (dict(seed=3), dict(model=Wide), dict(features=["item", "shop"]), dict(policy=KEPT)):
+        with trainer(made_of(**options), mode="sequential") as training:
+            before = everything(training)
+            with pytest.raises(ValueError):
+                copies.restore(training)
+            assert equal(everything(training), before)
+
+
+def test_a_checkpoint_of_a_version_without_settings_is_loaded(saved, tmp_path):
+    import shutil
+
+    shutil.copytree(saved, tmp_path / "old")
+    (path,) = (tmp_path / "old").glob("step-*.json")
+    body = json.loads(path.read_text())
+    del body["manifest_sha256"], body["meta"]["recipe"]
+    path.write_text(json.dumps(add_checksum(body)))
+    with trainer(made_of(seed=3)) as training:
+        assert training.load(tmp_path / "old") == 3
+
+
+def test_strict_false_loads_what_is_there():
+    """As in torch: tables and columns that the state has, and names of the others."""
+    features = [replace(each, policy=TablePolicy()) for each in FEATURES]
+    saved = HashEmbeddingCollection(features[:2], RowOptimizer("adagrad"), seed=1)
+    saved({name: IDS[name] for name in "ab"})
+    state = saved.state_dict()
+    more = HashEmbeddingCollection([features[0], FEATURES[1], features[2]], RowOptimizer("adagrad"), seed=7)
+    more.eval()
+    own = more.tables.initial_rows("c", torch.tensor([5]))
+    more.tables.load("c", torch.tensor([5]), own + 1)
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\).*c\.keys"):
+        more.load_state_dict(state)
+    assert not len(more.tables.export()["a"][0]) and more.tables.seed == 7
+    found = more.load_state_dict({**state, "x.y": torch.ones(1)}, strict=False)
+    assert {"c.keys", "c.weight", "b.score", "b.candidates.keys"} <= {*found.missing_keys}
+    assert found.unexpected_keys == ["x.y"]
+    exported = more.tables.export()
+    for name in "ab":
+        want_ids, want_rows = saved.tables.export()[name]
+        assert torch.equal(exported[name][0], want_ids)
+        assert torch.equal(exported[name][1][:, :2], want_rows[:, :2])
+    assert torch.equal(exported["c"][1], own + 1) and len(exported["c"][0]) == 1
+    assert more.tables.seed == 1 and more.lookups == saved.lookups
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.sampled_from(["", "item", "x"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["dict", "tensor", "tuple", "float", "item"]), inner, max_size=2)
+    ),
+    max_leaves=6,
+)
+
+
+@given(st.data())
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_metadata_of_any_content_is_taken_or_refused_and_then_nothing_changes(saved, data):
+    (path,) = saved.glob("step-*.json")
+    original = path.read_text()
+    body = json.loads(original)
+    del body["manifest_sha256"]
+    place = data.draw(st.sampled_from([*places(body["meta"])]))
+    inner = body["meta"]
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = data.draw(JSON)
+    path.write_text(json.dumps(add_checksum(body)))
+    try:
+        with trainer(made_of(), mode="sequential") as training:
+            loader = NumberedLoader(batches(9))
+            before = everything(training, loader)
+            try:
+                training.load(saved, loader=loader)
+            except (ValueError, RuntimeError, KeyError, TypeError) as error:
+                # a loader of a user's own may raise what it likes
+                assert isinstance(error, (ValueError, RuntimeError)) or "loader" in place, error
+                assert equal(everything(training, loader), before)
+            with suppress(ValueError, RuntimeError):
+                training.warm_start(saved)
+    finally:
+        path.write_text(original)

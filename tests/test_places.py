@@ -1,0 +1,338 @@
+"""Promise: a path may be a URL: what is written there is read again, and no folder ``s3:`` is made."""
+
+import json
+import os
+import socket
+import threading
+import warnings
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+
+from tritonrec import checkpoint
+from tritonrec.checkpoint import CheckpointError, CheckpointStream, Saver
+from tritonrec.files import atomic_write, check_writable, save_json
+from tritonrec.files.places import GrowingText, RemotePath, local_path, place_of, read_document
+from tritonrec.loggers import CSVLogger, JSONLinesLogger
+from tritonrec.serving import Predictor, export
+from tritonrec.trace import Recorder, read, save_joined
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*its file system has no locks.*:RuntimeWarning")
+
+
+@pytest.fixture(scope="module")
+def s3():
+    """The URL of a bucket of a local S3 server."""
+    pytest.importorskip("flask", reason="needs the test extra: moto[server]")
+    server_of = pytest.importorskip("moto.server", reason="needs the test extra: moto[server]")
+    boto3 = pytest.importorskip("boto3", reason="needs the test extra: moto[server]")
+    server = server_of.ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    _, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "AWS_ACCESS_KEY_ID": "a",
+            "AWS_SECRET_ACCESS_KEY": "b",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }.items():
+            patch.setenv(name, value)
+        boto3.client("s3").create_bucket(Bucket="bucket")
+        yield "s3://bucket"
+    server.stop()
+
+
+@pytest.fixture(params=["memory", pytest.param("s3", marks=pytest.mark.slow)])
+def url(request, monkeypatch, tmp_path):
+    """The URL of an empty folder; no test may write into the folder it is run in."""
+    monkeypatch.chdir(tmp_path)
+    root = request.getfixturevalue("s3") if request.param == "s3" else "memory://runs"
+    yield f"{root}/{request.node.name.replace('[', '-').strip(']')}"
+    assert os.listdir(tmp_path) == []
+
+
+def table(count, seed):
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        "keys": torch.randint(-(2**63), 2**63 - 1, (count,), generator=draw),
+        "rows": torch.randn(count, 3, generator=draw),
+    }
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def by_key(columns):
+    order = columns["keys"].argsort()
+    return {name: values[order] for name, values in columns.items()}
+
+
+def test_checkpoints_at_a_url_are_saved_changed_pruned_and_loaded(url):
+    rows, dense = table(40, 1), {"w": torch.randn(3, 2)}
+    with Saver(url, full_every=3) as saver:
+        for step in range(1, 5):
+            if saver.next_is_full():
+                saver.save(step, dense, {"item": rows}, {"at": step})
+            else:
+                none = torch.empty(0, dtype=torch.int64)
+                saver.save(step, dense, {"item": table(2, step)}, {"at": step}, erased={"item": none})
+            saver.wait()
+    assert checkpoint.steps(url) == [3, 4]
+    loaded = checkpoint.load(url)
+    assert loaded.step == 4 and loaded.meta == {"at": 4} and same(loaded.dense, dense)
+    assert same(loaded.tables["item"], by_key(rows))
+    old = by_key({name: torch.cat([rows[name], *(table(2, s)[name] for s in (2, 3))]) for name in rows})
+    assert same(checkpoint.load(url, 3).tables["item"], old)
+    stream = torch.cat([each["keys"] for each in CheckpointStream(url).rows("item", 4)])
+    assert torch.equal(stream.sort().values, rows["keys"].sort().values)
+    shards = [checkpoint.load(url, rank=rank, world_size=2).tables["item"] for rank in range(2)]
+    assert sum(len(each["keys"]) for each in shards) == 40
+    names = place_of(url).names()
+    assert {name for name in names if name.startswith("step-")} >= {"step-000000000004.json"}
+    assert not [name for name in names if name.startswith(".partial")]
+
+
+def test_a_save_that_ends_before_its_manifest_is_no_checkpoint(url, monkeypatch):
+    checkpoint.save(url, 1, {}, {"item": table(5, 1)}, {})
+    upload = RemotePath.upload
+
+    def broken(self, local):
+        if self.name.endswith(".json"):
+            raise OSError(5, "the connection is gone", str(self))
+        upload(self, local)
+
+    monkeypatch.setattr(RemotePath, "upload", broken)
+    with pytest.raises(CheckpointError, match="the connection is gone"):
+        checkpoint.save(url, 2, {}, {"item": table(5, 2)}, {})
+    monkeypatch.undo()
+    assert checkpoint.steps(url) == [1]
+    assert same(checkpoint.load(url).tables["item"], by_key(table(5, 1)))
+
+
+def test_a_damaged_object_is_named_by_its_url(url):
+    checkpoint.save(url, 1, {}, {"item": table(5, 1)}, {})
+    (name,) = [each for each in (place_of(url) / "step-000000000001").names() if each.startswith("item")]
+    part = place_of(url) / "step-000000000001" / name
+    content = part.read_bytes()
+    part.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=f"{url}/step-000000000001/item.*was altered"):
+        checkpoint.load(url)
+    part.unlink()
+    with pytest.raises(CheckpointError, match="is missing, but the manifest names it"):
+        checkpoint.load(url)
+
+
+def test_nothing_there_is_no_checkpoint(url):
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        checkpoint.load(url)
+
+
+def test_an_export_at_a_url_is_loaded_again(url):
+    described = {
+        "tables": {"item": {"dim": 2, "seed": 1, "table_id": 0, "scale": 0.5}},
+        "features": {"item": {"table": "item", "pooling": "none"}},
+    }
+    rows = table(9, 3)
+    checkpoint.save(f"{url}/saved", 1, {}, {"item": rows}, {"embedding": described})
+    export(f"{url}/saved", f"{url}/out", shard_rows=5)
+    predictor = Predictor.load(f"{url}/out")
+    assert torch.equal(predictor.tables["item"].ids, rows["keys"].sort().values)
+    assert torch.equal(predictor.tables["item"].weights, by_key(rows)["rows"][:, :2])
+    with pytest.raises(ValueError, match="exists: export to a new folder"):
+        export(f"{url}/saved", f"{url}/out")
+    file = place_of(url) / "out" / "item.00000.parquet"
+    file.write_bytes(file.read_bytes()[:-3])
+    with pytest.raises(ValueError, match=r"item\.00000\.parquet was altered"):
+        Predictor.load(f"{url}/out")
+
+
+def test_traces_documents_and_logs(url):
+    recorder = Recorder(0, 1)
+    with recorder.span("compute", "compute", batch=0):
+        pass
+    recorder.save(f"{url}/part.pftrace")
+    save_joined([f"{url}/part.pftrace"], f"{url}/all.pftrace")
+    assert [span.name for span in read(f"{url}/all.pftrace").spans] == ["compute"]
+    save_json({"a": 1}, f"{url}/report.json")
+    assert json.loads(read_document(f"{url}/report.json")) == {"a": 1}
+    with pytest.raises(KeyError), atomic_write(f"{url}/report.json") as part:
+        part.write_text("{")
+        raise KeyError
+    assert json.loads(read_document(f"{url}/report.json")) == {"a": 1}
+    check_writable(f"{url}/x")
+    for kind, name in ((CSVLogger, "log.csv"), (JSONLinesLogger, "log.jsonl")):
+        log = kind(f"{url}/{name}")
+        log.log(1, {"loss": 2.0})
+        log.log(2, {"loss": 1.0, "more": 3.0})
+        log.close()
+        with pytest.raises(FileExistsError):
+            kind(f"{url}/{name}")
+        log = kind(f"{url}/{name}", purge_step=2)
+        log.log(2, {"loss": 0.5})
+        log.close()
+    assert (place_of(url) / "log.csv").read_text() == "step,loss,more\n1,2.0,\n2,0.5,\n"
+    lines = (place_of(url) / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["loss"] for line in lines] == [2.0, 0.5]
+
+
+def test_a_log_is_uploaded_now_and_then(monkeypatch):
+    at = [100.0]
+    monkeypatch.setattr("tritonrec.files.places.time.monotonic", lambda: at[0])
+    place = place_of("memory://logs/grows.txt")
+    log = GrowingText(place, "a\n")
+    for moment, text, there in ((110, "b\n", "a\n"), (131, "c\n", "a\nb\nc\n"), (140, "d\n", "a\nb\nc\n")):
+        at[0] = moment
+        print(text, end="", file=log, flush=True)
+        assert place.read_text() == there
+    log.close()
+    assert place.read_text() == "a\nb\nc\nd\n"
+
+
+def test_a_store_without_locks_is_warned_of(recwarn):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        checkpoint.save("memory://locks", 1, {}, {}, {})
+    assert "nothing keeps a second run from saving there" in str(caught[0].message)
+
+
+@pytest.mark.parametrize(
+    ("given", "want"),
+    [
+        ("s3://bucket/a", "s3://bucket/a"),
+        (Path("s3://bucket/a"), "s3://bucket/a"),  # in which pathlib leaves one slash
+        ("S3:/bucket/a/", "s3://bucket/a"),
+        (Path("memory://x") / "y", "memory://x/y"),
+        ("file:///tmp/x", "/tmp/x"),
+        (Path("file:///tmp/x"), "/tmp/x"),
+        ("a:b", "a:b"),
+        ("./s3:x", "./s3:x"),
+        ("C:/x", "C:/x"),
+    ],
+)
+def test_which_paths_are_urls(given, want, monkeypatch):
+    monkeypatch.setattr("tritonrec.files.places._filesystem_of", lambda url: (None, url))
+    assert str(place_of(given)) == str(Path(want) if "://" not in want else want)
+    assert isinstance(place_of(given), RemotePath) == ("://" in want)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda url, tmp: checkpoint.save(url, 1, {}, {}, {}),
+        lambda url, tmp: Saver(url),
+        lambda url, tmp: CSVLogger(url),
+        lambda url, tmp: JSONLinesLogger(url),
+        lambda url, tmp: save_json({}, url),
+        lambda url, tmp: Recorder(0, 1).save(url),
+        lambda url, tmp: check_writable(url, folder=True),
+    ],
+)
+@pytest.mark.parametrize("url", ["nosuch://a/b", "http://127.0.0.1:9/x", Path("nosuch://a/b")])
+def test_what_cannot_be_written_to_is_refused_by_name(write, url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ValueError, CheckpointError), match=r"nosuch://a/b|http://127\.0\.0\.1:9/x"):
+        write(url, tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_is_local_only_says_so():
+    with pytest.raises(ValueError, match="s3://a/b: the folder of a profile cannot be at a URL"):
+        local_path(Path("s3://a/b"), "the folder of a profile")
+
+
+def in_time(function, seconds=20):
+    """The error of a call that may not hang."""
+    found = []
+
+    def call():
+        try:
+            function()
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), "it hangs"
+    return found[0] if found else None
+
+
+def special(kind, path):
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "socket":
+        server = socket.socket(socket.AF_UNIX)
+        server.bind(str(path))
+        server.close()
+    else:
+        path.symlink_to("/dev/zero")
+    return path
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "socket", "device"])
+def test_special_files_are_one_error_and_no_hang(kind, tmp_path):
+    from tritonrec.harness.bench import load as load_baseline
+    from tritonrec.harness.bisect import _log
+    from tritonrec.harness.simulator.cost_files import load_json
+    from tritonrec.harness.train.config import read_config
+    from tritonrec.harness.train.run import Run
+
+    os.chdir(tmp_path)  # a socket's name is short
+    path = special(kind, Path("x"))
+    words = {"pipe": "pipe", "folder": "folder|Is a directory", "socket": "socket", "device": "device"}[kind]
+    reads = [read, load_baseline, _log, load_json, read_document]
+    if kind != "folder":
+        reads += [lambda path: read_config(path, Run), CSVLogger, lambda path: CSVLogger(path, 3)]
+    for call in reads:
+        error = in_time(lambda call=call: call(path))
+        assert isinstance(error, (ValueError, OSError)) and str(path) in str(error), call
+        assert any(word in str(error) for word in words.split("|")), (call, error)
+    path.rmdir() if kind == "folder" else path.unlink()
+    # as manifest and as part of a checkpoint and of an export
+    described = {"tables": {"item": {"dim": 2, "seed": 1, "table_id": 0, "scale": 0.5}}, "features": {}}
+    for name in ("manifest", "part"):
+        checkpoint.save(f"{name}/saved", 1, {}, {"item": table(4, 1)}, {"embedding": described})
+        export(f"{name}/saved", f"{name}/out")
+        pattern = "step-*.json" if name == "manifest" else "step-*/item*"
+        (saved,) = Path(name, "saved").glob(pattern)
+        (exported,) = Path(name, "out").glob("manifest.json" if name == "manifest" else "item*")
+        for file, load in (
+            (saved, lambda: checkpoint.load(f"{name}/saved")),  # noqa: B023
+            (exported, lambda: Predictor.load(f"{name}/out")),  # noqa: B023
+        ):
+            folder, last = os.path.split(file)
+            file.unlink()
+            os.chdir(folder)
+            special(kind, Path(last)) if len(last) < 90 or kind != "socket" else os.mkfifo(last)
+            os.chdir(tmp_path)
+            error = in_time(load)
+            assert isinstance(error, (ValueError, CheckpointError)) and last in str(error), error
+
+
+def test_memory_is_of_this_process():
+    assert isinstance(place_of("memory://a")._fs, type(fsspec.filesystem("memory")))
+
+
+def test_documents_that_are_nested_too_deeply_are_one_error(tmp_path):
+    from tritonrec.harness.bench import load as load_baseline
+    from tritonrec.harness.simulator.cost_files import load_json
+    from tritonrec.harness.train.config import read_config
+    from tritonrec.harness.train.run import Run
+
+    path = tmp_path / "deep"
+    for read_it, text in (
+        (load_json, "[" * 100_000),
+        (load_baseline, "[" * 100_000),
+        (lambda file: read_config(file, Run), "a = " + "[" * 100_000),
+        (lambda file: Predictor.load(file.parent), "[" * 100_000),
+    ):
+        path.write_text(text)
+        (tmp_path / "manifest.json").write_text(text)
+        with pytest.raises(ValueError):
+            read_it(path)

@@ -1,0 +1,342 @@
+"""The one door of every path that a user names: a local `Path`, or a `RemotePath` at a URL.
+
+``s3://``, ``gs://`` and ``hdfs://`` are pyarrow's own, any other protocol is fsspec's (``az://``,
+``memory://``), as where logs are read. A URL never becomes a local folder: what cannot be at one is refused
+by `local_path`. Objects appear whole when they are closed, so what consists of several (a checkpoint, an
+export) is complete when its manifest is there, which is written last.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}(.*)", re.DOTALL)
+"""Also with one slash, which is what `pathlib` leaves of two."""
+
+WRITABLE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "memory"}
+"""Protocols of stores whose objects appear whole."""
+
+UPLOAD_SECONDS = 30.0
+"""Between two uploads of a log that grows at a URL."""
+
+LARGEST_DOCUMENT = 1 << 30
+"""Bytes of a document that is read at once."""
+
+
+class RemotePath:
+    """A place at a URL, with the part of `pathlib.Path` that is used here. OSError where a store fails.
+
+    Attributes:
+        url: as given, with two slashes.
+    """
+
+    def __init__(self, url: str, parent: tuple[Any, str] | None = None):
+        self.url, self._opened = url.rstrip("/"), parent
+
+    @property
+    def _fs(self) -> Any:
+        return self._filesystem[0]
+
+    @property
+    def _place(self) -> str:
+        return self._filesystem[1]
+
+    @property
+    def _filesystem(self) -> tuple[Any, str]:
+        """The file system and the path there; opened when it is first used."""
+        if self._opened is None:
+            filesystem, place = _filesystem_of(self.url)
+            self._opened = filesystem, place.rstrip("/")
+        return self._opened
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __repr__(self) -> str:
+        return f"RemotePath({self.url!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RemotePath) and other.url == self.url
+
+    def __hash__(self) -> int:
+        return hash(self.url)
+
+    def __lt__(self, other: RemotePath) -> bool:
+        return self.url < other.url
+
+    def __truediv__(self, name: str) -> RemotePath:
+        opened = self._opened and (self._fs, f"{self._place}/{name}")
+        return RemotePath(f"{self.url}/{name}", opened)
+
+    def __getstate__(self) -> str:
+        return self.url
+
+    def __setstate__(self, url: str) -> None:
+        self.__init__(url)  # type: ignore[misc]
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self.url.rpartition("/")[2]
+
+    @property
+    def stem(self) -> str:
+        """`name` without its suffix."""
+        return Path(self.name).stem
+
+    @property
+    def suffix(self) -> str:
+        """Of `name`, as ``".csv"``."""
+        return Path(self.name).suffix
+
+    @property
+    def parent(self) -> RemotePath:
+        """The folder."""
+        opened = self._opened and (self._fs, self._place.rpartition("/")[0])
+        return RemotePath(self.url.rpartition("/")[0], opened)
+
+    def absolute(self) -> RemotePath:
+        """Itself."""
+        return self
+
+    resolve = absolute
+
+    def require_writable(self) -> None:
+        """Raise ValueError for a protocol whose files could be seen half written."""
+        protocol = self.url.partition(":")[0]
+        if protocol not in WRITABLE:
+            raise ValueError(
+                f"{self.url}: nothing is written at {protocol}://, whose files do not appear whole; "
+                f"{', '.join(sorted(WRITABLE))} and local folders are written to"
+            )
+
+    def exists(self) -> bool:
+        """Whether an object or a folder with objects is there."""
+        return self._info() is not None
+
+    def is_file(self) -> bool:
+        """Whether an object is there."""
+        found = self._info()
+        return found is not None and found["type"] == "file"
+
+    def is_dir(self) -> bool:
+        """Whether a folder with objects is there."""
+        found = self._info()
+        return found is not None and found["type"] == "directory"
+
+    def size(self) -> int:
+        """Bytes of the object; FileNotFoundError where there is none."""
+        found = self._info()
+        if found is None or found["type"] != "file":
+            raise FileNotFoundError(2, os.strerror(2), self.url)
+        return int(found["size"])
+
+    def names(self) -> list[str]:
+        """Names in the folder, ascending; none where nothing is there."""
+        with self._errors():
+            self._fs.invalidate_cache()
+            try:
+                found = self._fs.ls(self._place, detail=False)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+            names = {each.rstrip("/").rpartition("/")[2] for each in found if each.rstrip("/") != self._place}
+        return sorted(names - {""})
+
+    def read_bytes(self) -> bytes:
+        """The object."""
+        with self._errors():
+            return bytes(self._fs.cat_file(self._place))
+
+    def read_text(self) -> str:
+        """The object, UTF-8."""
+        return self.read_bytes().decode()
+
+    def write_bytes(self, content: bytes) -> None:
+        """Write the object at once."""
+        self.require_writable()
+        with self._errors(), self._fs.open(self._place, "wb") as file:
+            file.write(content)
+
+    def write_text(self, text: str) -> None:
+        """Write the object at once, UTF-8."""
+        self.write_bytes(text.encode())
+
+    def upload(self, local: Path) -> None:
+        """Write the object from a local file."""
+        self.require_writable()
+        with self._errors(), local.open("rb") as file, self._fs.open(self._place, "wb") as target:
+            shutil.copyfileobj(file, target, 1 << 22)
+
+    def download(self, local: Path) -> None:
+        """Write a local file from the object."""
+        with self._errors(), self._fs.open(self._place, "rb") as source, local.open("wb") as file:
+            shutil.copyfileobj(source, file, 1 << 22)
+
+    def open(self, mode: str = "r", newline: str | None = None) -> IO[Any]:
+        """To read (``"r"``, ``"rb"``), or to write a log (``"a"``, ``"w"``): `GrowingText`."""
+        if mode == "rb":
+            with self._errors():
+                return self._fs.open(self._place, "rb")
+        if mode == "r":
+            return io.TextIOWrapper(io.BytesIO(self.read_bytes()), encoding="utf-8", newline=newline)
+        if mode not in ("a", "w"):
+            raise ValueError(f"{self.url} is opened with r, rb, a or w, not {mode}")
+        return GrowingText(self, self.read_text() if mode == "a" and self.is_file() else "")
+
+    def mkdir(self, parents: bool = True, exist_ok: bool = True) -> None:
+        """Nothing: folders come with their objects."""
+        self.require_writable()
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        """Remove the object."""
+        with self._errors():
+            try:
+                self._fs.rm_file(self._place)
+            except FileNotFoundError:
+                if not missing_ok:
+                    raise
+
+    def rmdir(self) -> None:
+        """Remove the mark that a store may keep of a folder without objects."""
+        with self._errors(), suppress(FileNotFoundError):
+            self._fs.rmdir(self._place)
+
+    def _info(self) -> dict[str, Any] | None:
+        with self._errors():
+            self._fs.invalidate_cache()
+            try:
+                return dict(self._fs.info(self._place))
+            except FileNotFoundError:
+                return None
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Errors of a store's own types as OSError naming the URL."""
+        _ = self._filesystem  # whose errors are about the URL itself
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise FileNotFoundError(2, os.strerror(2), self.url) from error
+        except OSError as error:
+            raise type(error)(error.errno or 5, str(error), self.url) from error
+        except Exception as error:
+            raise OSError(5, f"{type(error).__name__}: {error}", self.url) from error
+
+
+Place = Path | RemotePath
+
+
+class GrowingText(io.StringIO):
+    """The text of a log at a URL. Objects cannot grow: it is written anew now and then, and when closed."""
+
+    def __init__(self, place: RemotePath, text: str):
+        place.require_writable()
+        super().__init__(text, newline="")
+        self.seek(0, io.SEEK_END)
+        self._target, self._uploaded = place, time.monotonic()
+        place.write_text(text)
+
+    def flush(self) -> None:
+        """Upload, if the last upload is longer ago than `UPLOAD_SECONDS`."""
+        if time.monotonic() - self._uploaded >= UPLOAD_SECONDS:
+            self._upload()
+
+    def close(self) -> None:
+        """Upload."""
+        if not self.closed:
+            self._upload()
+        super().close()
+
+    def _upload(self) -> None:
+        self._target.write_text(self.getvalue())
+        self._uploaded = time.monotonic()
+
+
+def place_of(path: str | os.PathLike[str] | RemotePath) -> Place:
+    """Where a path is: local (also ``file://``), or at a URL.
+
+    Nothing is opened: the first use raises ValueError for an unknown protocol, or a missing package.
+    """
+    if isinstance(path, RemotePath):
+        return path
+    found = _URL.match(os.fspath(path))
+    if found is None:
+        return Path(path)
+    protocol, rest = found[1].lower(), found[2]
+    if protocol in ("file", "local"):
+        return Path(f"/{rest.lstrip('/')}")
+    return RemotePath(f"{protocol}://{rest.lstrip('/') if protocol != 'memory' else rest}")
+
+
+def local_path(path: str | os.PathLike[str], what: str) -> Path:
+    """A local path; ValueError naming a URL, at which `what` cannot be."""
+    found = place_of(path)
+    if isinstance(found, RemotePath):
+        raise ValueError(f"{found}: {what} cannot be at a URL: give a local path, and copy it")
+    return found
+
+
+def read_document(path: str | os.PathLike[str] | RemotePath, what: str = "file") -> bytes:
+    """The content of a file that is read at once.
+
+    Raises FileNotFoundError, and ValueError naming a pipe, a device, a folder or a file that is too long,
+    which could block or fill the memory.
+    """
+    place = place_of(path)
+    if isinstance(place, RemotePath):
+        size = place.size()
+    else:
+        status = place.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{place} is {kind_of(status.st_mode)}, and a {what} is a regular file")
+        size = status.st_size
+    if size > LARGEST_DOCUMENT:
+        raise ValueError(f"{place} has {size} bytes, and a {what} has at most {LARGEST_DOCUMENT}")
+    return place.read_bytes()
+
+
+def kind_of(mode: int) -> str:
+    """What a file of a mode (`os.stat_result.st_mode`) is, in words."""
+    kinds = {
+        stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+    }  # fmt: skip
+    return kinds.get(stat.S_IFMT(mode), "no regular file")
+
+
+@contextmanager
+def staged(target: RemotePath, name: str) -> Iterator[Path]:
+    """Yield a local path; the file that is written there is uploaded to `target` at the end."""
+    target.require_writable()
+    with tempfile.TemporaryDirectory(prefix="tritonrec-") as folder:
+        local = Path(folder, name)
+        yield local
+        target.upload(local)
+
+
+def _filesystem_of(url: str) -> tuple[Any, str]:
+    """A file system of fsspec's interface, and the path there."""
+    try:
+        from fsspec.implementations.arrow import ArrowFSWrapper
+        from pyarrow import ArrowInvalid, ArrowNotImplementedError
+        from pyarrow.fs import FileSystem
+
+        try:
+            filesystem, place = FileSystem.from_uri(url)
+            return ArrowFSWrapper(filesystem), place
+        except (ArrowInvalid, ArrowNotImplementedError):
+            import fsspec
+
+            return fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError, OSError) as error:
+        raise ValueError(f"{url} cannot be opened: {error}") from error

@@ -1,0 +1,152 @@
+"""What bits depend on beside the data: saved with a checkpoint, and compared when a training loads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from ..embedding import HashTableCollection, RowOptimizer
+from ..embedding.learning_rate import PROBED, rate_at
+from .dense import DenseModel
+from .window import WindowConfig
+
+RECIPE = "recipe"
+"""The key of `recipe_of` among a checkpoint's metadata."""
+
+Recipe = dict[str, dict[str, Any]]
+"""By name of a setting, as `Trainer.load` has it in ``changed=``, its values by place."""
+
+SETTINGS = {
+    "seed": "of the tables' initial values",
+    "scale": "of the tables' initial values",
+    "rule": "of the rows' and the parameters' optimizers, without their rates",
+    "lr": "learning rates",
+    "policy": "of the tables",
+    "scheduler": "of the parameters' rates",
+    "dropout_seed": "of the dropout",
+    "consistency": "of sums",
+    "accumulate": "batches of an update",
+    "clipping": "of gradients",
+    "precision": "of the model's arithmetic and of exchanged rows",
+}
+_OF_SPEED = {"params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable"}
+
+
+def recipe_of(tables: HashTableCollection, dense: DenseModel, config: WindowConfig) -> Recipe:
+    """As JSON keeps it."""
+    found: Recipe = {name: {} for name in SETTINGS}
+    for group in tables.groups:
+        for name in group.layout.names:
+            place = f"table {name}"
+            found["seed"][place] = group.table.seed
+            found["scale"][place] = group.table.scale
+            found["policy"][place] = _plain(tables.policy_of(name))
+            found["rule"][place] = _rule(group.optimizer)
+            found["lr"][place] = _rate(group.optimizer)
+    for number, (optimizer, groups) in enumerate(zip(dense.optimizers, dense.settings, strict=True)):
+        found["rule"][f"optimizer {number}"] = type(optimizer).__name__
+        for at, values in enumerate(groups):
+            place = f"optimizer {number}, group {at}"
+            found["rule"][place] = {
+                name: _plain(value) for name, value in values.items() if name not in _OF_SPEED
+            }
+            found["lr"][place] = _plain(values.get("initial_lr", values.get("lr")))
+    for number, scheduler in enumerate(dense.schedulers):
+        found["scheduler"][f"scheduler {number}"] = type(scheduler).__name__
+    found["dropout_seed"][""] = config.seed
+    found["consistency"][""] = config.consistency
+    if config.consistency == "batch":
+        found["consistency"]["fraction_bits"] = config.fraction_bits
+    found["consistency"]["average_every"] = config.average_every
+    found["accumulate"][""] = config.accumulate
+    for name in ("max_grad_norm", "max_grad_value", "skip_nonfinite"):
+        found["clipping"][name] = str(getattr(config, name))
+    found["precision"] = {"model": config.precision, "exchange": config.exchange_precision}
+    if config.precision == "fp16":
+        found["precision"]["loss_scaling"] = asdict(config.loss_scaling)
+    return found
+
+
+def require_same(
+    saved: Any, here: Recipe, changed: Collection[str] = (), where: str = "the checkpoint"
+) -> None:
+    """Raise ValueError naming each setting that differs, with both values and what lets it differ.
+
+    Args:
+        saved: None for a checkpoint of a version that saved none: then nothing is compared.
+        changed: names of settings that may differ.
+    """
+    unknown = [name for name in changed if name not in SETTINGS]
+    if unknown:
+        raise ValueError(f"changed= has {unknown[0]!r}, and takes {', '.join(SETTINGS)}")
+    if saved is None:
+        return
+    different: list[str] = []
+    names: list[str] = []
+    for name in SETTINGS:
+        there = saved.get(name, {}) if isinstance(saved, Mapping) else {}
+        for place, value in here[name].items():
+            if name in changed or not isinstance(there, Mapping) or place not in there:
+                continue  # a table or a group that is there or here alone is found by its columns
+            if there[place] != value:
+                what = " of ".join(part for part in (name, place) if part)
+                different.append(f"{what} is {_short(there[place])} in {where} and {_short(value)} here")
+                names.append(name)
+    if different:
+        given = "{" + ", ".join(f'"{name}"' for name in sorted({*names, *changed})) + "}"
+        raise ValueError(
+            f"{'; '.join(different)}: give this training the same, or go on with other values by "
+            f"changed={given}, which changes what it computes from here on"
+        )
+
+
+def keep_rates(dense: DenseModel) -> Callable[[], None]:
+    """The function returned gives the parameters' groups the rates that they have now.
+
+    Raises ValueError where a scheduler sets them, whose state would contradict.
+    """
+    if dense.schedulers:
+        raise ValueError(
+            "the learning rates follow a scheduler, whose state the checkpoint has: load without "
+            'changed={"lr"}, or without a scheduler'
+        )
+    groups = [group for optimizer in dense.optimizers for group in optimizer.param_groups]
+    rates = [group["lr"] for group in groups if "lr" in group]
+    rates = [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
+
+    def give_back() -> None:
+        own = [group for optimizer in dense.optimizers for group in optimizer.param_groups if "lr" in group]
+        for group, rate in zip(own, rates, strict=True):
+            group["lr"] = rate
+
+    return give_back
+
+
+def _rule(rule: RowOptimizer) -> dict[str, Any]:
+    return {name: _plain(value) for name, value in vars(rule).items() if name not in ("lr", "custom_update")}
+
+
+def _rate(rule: RowOptimizer) -> Any:
+    """A number, or those of a schedule at some updates."""
+    return rule.lr if isinstance(rule.lr, float) else [rate_at(rule.lr, update) for update in PROBED]
+
+
+def _plain(value: Any) -> Any:
+    """As JSON gives it back."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if value == value and abs(value) != float("inf") else repr(value)
+    if isinstance(value, (tuple, list)):
+        return [_plain(each) for each in value]
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return _plain(value.item())
+    return repr(value) if "object at 0x" not in repr(value) else type(value).__name__
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 200 else f"{text[:197]}..."
