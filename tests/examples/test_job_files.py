@@ -118,7 +118,9 @@ def test_the_image_installs_the_wheel_that_has_compiled_kernels():
     build, run = (EXAMPLES / "Dockerfile").read_text().split("\nFROM ")[1:]
     assert "make wheel" in build and "COPY --from=build /tritonrec/dist " in run
     assert "make wheel" not in run and "COPY . ." not in run
-    assert re.search(r"^wheel:.*\n(.*\n)*?\t.*ci/wheel.sh dist out/kernels", (ROOT / "Makefile").read_text(), re.M)
+    assert re.search(
+        r"^wheel:.*\n(.*\n)*?\t.*ci/wheel.sh dist out/kernels", (ROOT / "Makefile").read_text(), re.M
+    )
     assert (ROOT / "constraints.txt").is_file()
 
 
