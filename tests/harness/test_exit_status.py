@@ -17,6 +17,7 @@ from tritonrec.harness.verify.diagnosis import _Change, _reason
 from tritonrec.harness.verify.record_traces import MODES, record_traces
 from tritonrec.harness.verify.report import CaseResult, Report
 from tritonrec.harness.verify.state import Difference
+from tritonrec.harness.verify.thread_ranks import run_ranks
 from tritonrec.harness.verify.user_model import ModelReport
 from tritonrec.nn import Linear
 
@@ -125,3 +126,46 @@ def test_only_a_small_change_is_laid_to_rounding(size, last_bits):
     reason = _reason(_Change("layer", Linear(2, 2), "", size), "float32")
     assert reason.startswith("last bits only") is last_bits
     assert reason.startswith("it depends on the values of other samples") is not last_bits
+
+
+@pytest.mark.parametrize("fails", ["reference", "sequential", "dbp"])
+def test_an_error_of_a_run_is_the_cases(monkeypatch, fails):
+    """The reference's own ends all; of a case, that case alone."""
+    consistency = "window" if fails == "sequential" else "batch"
+    runs = user_model._Runs(lambda: None, [None], [], consistency, "adam", 0.1, 0, "float32")
+
+    def states(self, mode, world_size, count):
+        if mode == fails and count == 2:
+            raise RuntimeError("it failed")
+        return [[{}]] * world_size
+
+    def compared(self, case, expected):
+        if case.mode == fails and case.micro_batches == 2:
+            raise RuntimeError("it failed")
+
+    monkeypatch.setattr(user_model._Runs, "_states", states)
+    monkeypatch.setattr(user_model._Runs, "_compare", compared)
+    if fails == "reference":
+        monkeypatch.setattr(user_model._Runs, "_states", lambda *_: _raise())
+    found = {
+        (case.mode, case.micro_batches): wrong for case, wrong in runs.cases(("dbp", "fwp"), (1,), (1, 2))
+    }
+    assert {mode for (mode, count), wrong in found.items() if wrong == "it failed"} == {fails}
+    assert sum(wrong is not None for wrong in found.values()) == 1
+    assert len(found) == {"reference": 1, "sequential": 3, "dbp": 4}[fails]
+
+
+def _raise():
+    raise RuntimeError("it failed")
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_the_error_of_one_rank_is_that_of_all(number):
+    def fails(ranks):
+        if ranks.rank == number:
+            raise KeyError("it failed")
+        return ranks.rank
+
+    with pytest.raises(KeyError, match="it failed"):
+        run_ranks(3, fails)
+    assert run_ranks(3, lambda ranks: ranks.rank) == [0, 1, 2]

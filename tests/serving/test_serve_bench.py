@@ -248,3 +248,8 @@ def test_mpiexec_beside_the_interpreter_comes_before_one_on_the_path(monkeypatch
     assert mpi.mpiexec() == str(tmp_path / "own" / "mpiexec")
     (tmp_path / "own" / "mpiexec").unlink()
     assert mpi.mpiexec() == str(tmp_path / "path" / "mpiexec")
+
+
+def test_a_collective_takes_as_long_as_its_slowest_rank():
+    found = [{4: {"gloo": [1.0, 3.0], "bls": [2.0, 1.5]}, 8: {"gloo": [5.0, 4.0]}}, {4: {"gloo": [6.0, 2.0]}}]
+    assert bench._slowest(found) == {4: {"gloo": [3.0, 6.0]}, 8: {}}
