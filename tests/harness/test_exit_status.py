@@ -13,7 +13,7 @@ from tritonrec.harness.cli import app
 from tritonrec.harness.fuzz.report import Failure, FuzzReport
 from tritonrec.harness.verify import user_model
 from tritonrec.harness.verify.cases import Case
-from tritonrec.harness.verify.diagnosis import _Change, _reason
+from tritonrec.harness.verify.diagnosis import Diagnosis, _Change, _reason
 from tritonrec.harness.verify.record_traces import MODES, record_traces
 from tritonrec.harness.verify.report import CaseResult, Report
 from tritonrec.harness.verify.state import Difference
@@ -169,3 +169,24 @@ def test_the_error_of_one_rank_is_that_of_all(number):
     with pytest.raises(KeyError, match="it failed"):
         run_ranks(3, fails)
     assert run_ranks(3, lambda ranks: ranks.rank) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("consistency", "wrong", "first", "second", "module"),
+    [
+        ("batch", OTHER, None, "mix", "mix"),  # the first batch does not show it
+        ("batch", OTHER, "norm", "mix", "norm"),
+        ("batch", None, None, "mix", None),  # nothing differs, so no later batch is looked at
+        ("batch", None, "norm", "mix", "norm"),
+        ("window", OTHER, "drop", None, "drop"),
+        ("window", None, "drop", None, None),  # a draw in the order of micro-batches is the same in all modes
+    ],
+)
+def test_who_is_to_blame(monkeypatch, consistency, wrong, first, second, module):
+    batches = [SimpleNamespace(step=step, validate=lambda: None) for step in (0, 1)]
+    blamed = {0: Diagnosis(module=first, reason="r"), 1: Diagnosis(module=second, reason="r")}
+    monkeypatch.setattr(user_model, "diagnose", lambda model, batch, *_: blamed[batch.step])
+    monkeypatch.setattr(user_model._Runs, "cases", lambda *_: [(CASE, wrong)])
+    report = user_model.verify(lambda: None, batches, [], consistency=consistency)
+    assert report.not_invariant == module
+    assert report.passed is (wrong is None and module is None)

@@ -255,6 +255,27 @@ def test_what_a_rank_found_before_another_was_lost_counts(recorded, job, monkeyp
         lost.run_losing(*arguments, lost.Memory(comparisons=[Comparison(TABLES, 0, 1)]))
 
 
+class MadeError(Exception):
+    """A trainer was made, and its arguments are known."""
+
+
+def test_random_delays_differ_by_rank_and_reach_the_trainer(job, monkeypatch):
+    def made(*arguments, **_):
+        raise MadeError(arguments)
+
+    monkeypatch.setattr(run_case, "Trainer", made)
+    task = SimpleNamespace(stage="compute", micro_batch=0)
+    seen = {}
+    for seed in (None, 3):
+        case = replace(PLAIN, delay_seed=seed)
+        with pytest.raises(MadeError) as raised, run_case.prepared(Communicators.local(), job, case):
+            pass
+        seen[seed] = raised.value.args[0][7]
+    assert seen[None] is None
+    waits = [run_case._delays(case, rank)(task) for rank in (0, 0, 1)]
+    assert seen[3](task) == waits[0] == waits[1] != waits[2] and 0 < max(waits) <= case.max_delay
+
+
 # --- a fault
 
 

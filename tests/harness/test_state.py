@@ -228,7 +228,8 @@ def test_exports_scores_and_predictions_are_judged():
 
     right = ids, weights, torch.ones(2, 3), torch.ones(2)
     assert judged(*right) is None
-    surplus = torch.cat([ids, torch.tensor([2**63 - 1])]), torch.cat([weights, weights[:1]])
+    more = torch.tensor([12345])  # with the row that it would begin with
+    surplus = torch.cat([ids, more]), torch.cat([weights, table.initial_rows("item", more)[:, :2]])
     for place, tensor in (
         ((surplus[0], surplus[1]), "table item, exported"),
         ((ids[1:], weights[1:]), "table item, exported"),
