@@ -1,6 +1,8 @@
 """Promise: what verify says of a case, a fault and a report follows from all that its ranks found."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from io import StringIO
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 from rich.console import Console
 
 from tritonrec.distributed import Communicators, RankDiedError
-from tritonrec.harness.verify import lost, run_case
+from tritonrec.harness.verify import contract, lost, run_case
 from tritonrec.harness.verify.cases import Case
 from tritonrec.harness.verify.contract import Verifier
 from tritonrec.harness.verify.corpus import SELECTIONS
@@ -358,6 +360,24 @@ def test_a_smaller_case_has_to_fail_too():
         smallest = verifier.shrink(failed).case
     assert (smallest.world_size, smallest.micro_batches, smallest.optimizer) == (2, 2, "sgd")
     assert smallest.steps == 2
+
+
+def test_the_simplest_case_that_failed_is_made_smaller(monkeypatch, job):
+    large, small = (replace(WINDOW, world_size=size) for size in (2, 1))
+    died = replace(small, steps=1)
+    ends = {large: CaseResult(large, False, at(1)), small: CaseResult(small, False, at(2)),
+            died: CaseResult(died, False, error="rank 0 died")}  # fmt: skip
+    shrunk = []
+    monkeypatch.setattr(contract, "rank_pool", lambda *_: nullcontext(Pool()))
+    monkeypatch.setattr(Verifier, "run", lambda self, case, fault=None: ends[case])
+    monkeypatch.setattr(Verifier, "shrink", lambda self, failed: shrunk.append(failed) or failed)
+    console = Console(file=StringIO(), width=100)
+    report = contract.verify_contract(job, [large, died, small], console=console)
+    assert shrunk == [ends[small]] and report.smallest is shrunk[0] and not report.passed
+    assert "Smallest case that fails" in console.file.getvalue()
+    ends[large] = CaseResult(large, True)
+    report = contract.verify_contract(job, [large], console=console)
+    assert report.passed and report.smallest is None and len(shrunk) == 1
 
 
 # --- a report

@@ -295,3 +295,16 @@ def test_costs_are_of_the_steps_behind_the_warm_up():
     costs = stage_costs(spans)
     assert costs["compute"] == StageCost("compute", 1.0, 20e-9, None)
     assert costs["exchange"] == StageCost("communication", 1.0, 20e-9, 20)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "said"),
+    [
+        (["identical", "identical"], ["identical in every bit in all modes"]),
+        (["identical", "within 1e-06"], ["identical of sequential: a", "within 1e-06 of sequential: b"]),
+        (["within 1e-06", "within 1e-06"], ["within 1e-06 of sequential: a, b"]),
+    ],
+)
+def test_losses_are_called_identical_only_if_all_are(outcomes, said):
+    rows = [SimpleNamespace(losses=losses, setting=name) for losses, name in zip(outcomes, "ab", strict=True)]
+    assert report.losses(SimpleNamespace(rows=[SimpleNamespace(losses="identical"), *rows])) == said
