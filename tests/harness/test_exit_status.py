@@ -165,7 +165,8 @@ def test_the_error_of_one_rank_is_that_of_all(number):
     def fails(ranks):
         if ranks.rank == number:
             raise KeyError("it failed")
-        return ranks.control.all_reduce(torch.ones(1, dtype=torch.int64), "ones")  # ends with it
+        if ranks.rank == 0:  # it waits for the others, and is ended
+            ranks.control.all_reduce(torch.ones(1, dtype=torch.int64), "ones")
 
     with pytest.raises(KeyError, match="it failed"):
         run_ranks(3, fails)
@@ -187,7 +188,7 @@ def test_who_is_to_blame(monkeypatch, consistency, wrong, first, second, module)
     batches = [SimpleNamespace(step=step, validate=lambda: None) for step in (0, 1)]
     blamed = {0: Diagnosis(module=first, reason="r"), 1: Diagnosis(module=second, reason="r")}
     monkeypatch.setattr(user_model, "diagnose", lambda model, batch, *_: blamed[batch.step])
-    monkeypatch.setattr(user_model._Runs, "cases", lambda *_: [(CASE, wrong)])
+    monkeypatch.setattr(user_model._Runs, "cases", lambda *_: [(CASE, None), (CASE, wrong)])
     report = user_model.verify(lambda: None, batches, [], consistency=consistency)
     assert report.not_invariant == module
     assert report.passed is (wrong is None and module is None)
