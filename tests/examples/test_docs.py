@@ -1,8 +1,8 @@
 """Promise: every block of README.md and docs runs as pasted: Python a page at a time from top to bottom,
 commands as far as their arguments, and those of `TINY` on small data; what cannot run here is in `NOT_RUN`.
 
-A page's blocks share their names, as a reader's session does, and have nothing else. A plain block right behind
-a Python block is what that prints.
+A page's blocks share their names, as a reader's session does, and have nothing else. A plain block right
+behind a Python block is what that prints.
 """
 
 import csv

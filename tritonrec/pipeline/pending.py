@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -15,7 +16,9 @@ from .graphs import MicroBatchGraphs
 from .model_call import CallerSettings, check_gradients_are_on
 from .places import WindowPlaces
 from .reading import BatchReader
+from .run_agreement import RunAgreement
 from .window import Window, WindowConfig
+from .words import words_of
 
 
 class PendingWindows:
@@ -43,6 +46,8 @@ class PendingWindows:
         self.abandoned: list[WindowPlaces] = []  # a device may still work on what they hold
         self.batches = 0  # begun in this run
         self._config, self._device = config, device
+        self.agreement: RunAgreement | None = None  # of several ranks
+        self.single = False  # a run of one step is under way
         self._windows: deque[WindowPlaces] = deque()
         self._number = 0
         self._read = -1  # the last update whose batches were read
@@ -91,8 +96,17 @@ class PendingWindows:
 
     def begin(self, window: Window) -> WindowPlaces:
         """The window is in flight."""
-        places = WindowPlaces(window, self.newest, self._config.skips)
+        begins = not self.flight.under_way
         self.flight.begin()
+        if self.agreement is not None:
+            try:
+                state = self.agreement.begin(self.single) if begins else 0
+                window = replace(window, words=words_of(window.settings, state, window.batches))
+            except BaseException:
+                if begins:
+                    self._end_flight()
+                raise
+        places = WindowPlaces(window, self.newest, self._config.skips)
         self._windows.append(places)
         self._read = window.update
         self._number += 1
@@ -104,12 +118,17 @@ class PendingWindows:
         places = self._windows.popleft()
         self.flight.updated(places.window.update)
         if not self._windows:
-            self.flight.end()
+            self._end_flight()
+
+    def _end_flight(self) -> None:
+        self.flight.end()
+        if self.agreement is not None:
+            self.agreement.end()
 
     def abandon(self) -> None:
         """None of them will be done."""
         self._windows.clear()
-        self.flight.end()
+        self._end_flight()
 
     def abandon_under_way(self) -> None:
         """`abandon`, where a device may still work for them."""

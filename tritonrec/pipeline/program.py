@@ -22,6 +22,7 @@ from .flight import Flight
 from .headers import Header, exchange
 from .places import Context, WindowPlaces
 from .replicas import validate_replicable
+from .run_agreement import RunAgreement
 from .schedule import Schedule
 from .stage import Access, signature_of
 from .stages import write_back
@@ -47,7 +48,7 @@ class Program:
         communicators: one for each lane that communicates.
         config: see `WindowConfig`.
         flight: guards model, tables and optimizer while the stages run.
-        device: where samples and buffers go.
+        device: where samples and buffers go. agreement: of several ranks, about their runs.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Program:
         config: WindowConfig,
         flight: Flight,
         device: str | torch.device = "cpu",
+        agreement: RunAgreement | None = None,
     ):
         validate_replicable(communicators, config)
         self.schedule, self.communicators, self.config = schedule, communicators, config
@@ -70,7 +72,7 @@ class Program:
         """How many exchanges a window has, and why, in words."""
         self.context = Context(
             config, device, tables, self.sums, schedule.replicated,
-            communicators.replica.rank, communicators.rank, communicators.stop, groups,
+            communicators.replica.rank, communicators.rank, communicators.stop, groups, agreement,
         )  # fmt: skip
         self.run_places: Mapping[Any, Any] = {
             at.Tables: [group.table for group in tables.groups],

@@ -20,7 +20,7 @@ from ..distributed import Communicators
 from ..embedding import HashTableCollection
 from ..kernels.dispatch import default_impl, usable_device
 from ..trace import NullRecorder, SupportsRecording
-from .agreement import validate_same_training
+from .agreement import settings_of, validate_same_training
 from .dense import DenseModel
 from .dense_checks import validate_invariant
 from .evaluation import rank_held_out
@@ -38,6 +38,7 @@ from .reading import BatchReader
 from .reference import ReferenceTrainer, run_sequentially
 from .replicas import ReplicaAverage
 from .results import StepResult, results_of
+from .run_agreement import RunAgreement
 from .saver import TrainingSaver, restore
 from .schedule import Schedule, Task
 from .streams import Streams, lanes_of_one_thread, launches_in_turn, streams_for
@@ -154,9 +155,15 @@ class Trainer:
             communicators, tables, self.dense, mode, self.config, self._schedule, self._device,
             self.impl,
         )  # fmt: skip
+        if communicators.world_size > 1:
+            given = tables, self.dense, mode, self.config, self._schedule, self._device, self.impl
+            self._pending.agreement = RunAgreement(
+                communicators, tables, self.dense, partial(settings_of, *given)
+            )
         self._program = Program(
-            self._schedule, tables, self.dense, communicators, self.config, self._pending.flight, self._device
-        )
+            self._schedule, tables, self.dense, communicators, self.config, self._pending.flight,
+            self._device, self._pending.agreement,
+        )  # fmt: skip
         tasks = self._program.tasks
         self.recorder.metadata["done_by"] = {stage: list(each) for stage, each in tasks.doers.items()}
         self.recorder.metadata["exchanges"] = self._program.exchanges
@@ -203,9 +210,13 @@ class Trainer:
         if not 1 <= len(batches) <= self.config.accumulate:
             raise ValueError(f"one update takes 1 to {self.config.accumulate} batches, got {len(batches)}")
         source, before = iter(batches), self._pending.batches
-        results = [self.progress(source)]
-        while self._pending or self._results:
-            results.append(self.progress(source))
+        self._pending.single = True
+        try:
+            results = [self.progress(source)]
+            while self._pending or self._results:
+                results.append(self.progress(source))
+        finally:
+            self._pending.single = False
         self._pending.batches = before  # a single step is no run, whose end the ranks would have to agree on
         return results[-1]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from dataclasses import replace
 from datetime import timedelta
@@ -13,6 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from ...distributed.environment import rank_here
 from ...files import save_json
 from ...loggers import require_no_log
 from ...pipeline import WindowConfig
@@ -130,11 +130,13 @@ def train(
         raise typer.BadParameter("--early-stopping goes with --evaluate-every")
     if run.replay and slipstream:
         raise typer.BadParameter("--replay does not go with --slipstream")
-    _check_elastic(run, slipstream, int(os.environ.get("WORLD_SIZE", world_size)))
+    here = checked(rank_here)
+    ranks_of_all = here.world_size if here.world_size > 1 else world_size
+    _check_elastic(run, slipstream, ranks_of_all)
     if png and not slipstream:
         raise typer.BadParameter("--png goes with --slipstream")
-    if world_size % replicas and "WORLD_SIZE" not in os.environ:
-        raise typer.BadParameter(f"{replicas} replicas do not divide {world_size} ranks")
+    if ranks_of_all % replicas:
+        raise typer.BadParameter(f"{replicas} replicas do not divide {ranks_of_all} ranks")
     if not run.resume:
         for log in log_files(run):
             checked(lambda log=log: require_no_log(log))
