@@ -450,7 +450,7 @@ def test_only_rows_that_were_loaded_without_a_timestamp_get_one_and_only_once():
     evictor = Evictor(Eviction("lru", capacity=5), KeyLayout(("item",)))
     evictor.values.grow(2)
     evictor.add(torch.tensor([0, 1]), torch.tensor([5, 7]))
-    evictor.record(torch.tensor([1]), 3)
+    evictor.record(torch.tensor([7]), torch.tensor([1]), 3)
     assert evictor.stamp(Rows(), 8).tolist() == []  # nothing was loaded
     evictor.expect_missing_timestamps()
     assert evictor.stamp(Rows(), 8).tolist() == [0, -1]
