@@ -222,9 +222,14 @@ def test_a_case_that_compares_less_has_failed(recorded, job, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("variant", ["export", "bounded-lag"])
-def test_exports_and_served_predictions_are_compared(recorded, job, tmp_path, variant):
+def test_exports_and_served_predictions_are_compared(recorded, job, tmp_path, monkeypatch, variant):
+    lengths, compare = [], Comparison.compare_predictions
+    monkeypatch.setattr(
+        Comparison, "compare_predictions", lambda *of: lengths.append(len(of[-1])) or compare(*of)
+    )
     report = run(recorded, job, replace(PLAIN, variant=variant), tmp_path)
     assert report.first_difference is None and report.tensors_compared > 0
+    assert report.counts["served"] == sum(lengths) and bool(lengths) is (variant == "bounded-lag")
 
 
 def one_row_more(tables):
