@@ -109,6 +109,31 @@ def test_different_clocks_are_not_compared(tmp_path, baseline):
 
     with pytest.raises(ValueError, match="baseline holds wall seconds, this run cpu: add --timer wall"):
         bench.bench(compare=baseline, timer="cpu", run=never)
+    of_cpu = tmp_path / "cpu.json"
+    run(tmp_path, report(), json_file=of_cpu, timer="cpu")
+    with pytest.raises(ValueError, match="baseline holds cpu seconds, this run wall: add --timer cpu"):
+        bench.bench(compare=of_cpu, run=never)
+
+
+def test_the_band_is_at_least_what_the_quartiles_leave_open():
+    def runs(*ratios, spread):
+        return [{"x": {"ratio": ratio, "spread": spread}} for ratio in ratios]
+
+    for ratios, spread, band in (((2.0, 2.1), 0.1, 1.25), ((2.0,), 0.9, 1.9), ((2.0, 3.0), 0.2, 1.5)):
+        row = bench.summary(runs(*ratios, spread=spread), {})["rows"]["x"]
+        assert row["band"] == pytest.approx(band)
+    assert bench.summary(runs(5.0, 1.0, 2.0, spread=0), {})["rows"]["x"]["ratio"] == 2.0
+
+
+def test_suites_that_fail_have_no_ratios_though_they_leave_a_report(monkeypatch):
+    def run(command, **_):
+        file = next(word.partition("=")[2] for word in command if word.startswith("--benchmark-json="))
+        Path(file).write_text("{}")
+        return SimpleNamespace(returncode=1, stdout="", stderr="")
+
+    monkeypatch.setattr(bench.subprocess, "run", run)
+    with pytest.raises(RuntimeError, match="suites failed"):
+        bench.run_suites(ROOT, "murmur")
 
 
 def test_what_the_suites_need_is_looked_for_before_they_run(monkeypatch):

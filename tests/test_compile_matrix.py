@@ -168,6 +168,25 @@ def test_its_exit_status(baseline, monkeypatch, capsys, check, change, status):
     assert f"{status} at fault" in capsys.readouterr().out
 
 
+def test_tf32_is_at_fault_with_and_without_matrix_instructions(baseline):
+    with_products = next(key for key, rows in baseline["kernels"].items() if rows["sm_90"]["matrix"])
+    for key in ("silu.forward_kernel", with_products):
+        assert compile_matrix.faults(changed(baseline, key, tf32=True)) == [f"{key} for sm_90: uses TF32"]
+
+
+@pytest.mark.parametrize("target", compile_matrix.TARGETS)
+def test_a_block_has_the_shared_memory_of_its_target(baseline, target):
+    limit = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}[target]
+    now = copy.deepcopy(baseline)
+    row = now["kernels"]["silu.forward_kernel"][target]
+    row["shared"] = limit
+    assert compile_matrix.faults(now) == []
+    row["shared"] += 1
+    assert compile_matrix.faults(now) == [
+        f"silu.forward_kernel for {target}: {limit + 1} bytes of shared memory, a block may have {limit}"
+    ]
+
+
 NEW_KERNEL = """
 import sys
 sys.path[:0] = ["ci/compile"]

@@ -87,6 +87,30 @@ def test_outcomes_are_told_apart(attack):
     assert outcomes(attack, silent) == outcomes(attack, nearly) == {"unnamed"}
 
 
+@pytest.mark.parametrize(
+    ("op", "got", "expected", "kind"),
+    [
+        ("gather_rows", torch.ones(3), torch.ones(3), "accepted"),
+        ("gather_rows", torch.ones(3), torch.ones(3).double(), "difference"),
+        ("gather_rows", torch.ones(3), torch.ones(3, 1), "difference"),
+        ("gather_rows", torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan]), "accepted"),
+        ("gather_rows", torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0]), "difference"),
+        ("gather_rows", torch.tensor([1.0 + 2.0**-20]), torch.ones(1), "difference"),
+        ("silu", torch.tensor([1.0 + 2.0**-20]), torch.ones(1), "accepted"),
+        ("silu", torch.tensor([1.1]), torch.ones(1), "difference"),
+        ("silu", torch.tensor([0.5, 3e5]), torch.tensor([0.5, 2e5]), "difference"),
+        ("gather_rows", 3, 3, "accepted"),
+        ("gather_rows", 3, 4, "difference"),
+    ],
+)
+def test_results_are_compared_in_shape_dtype_and_value(attack, op, got, expected, kind):
+    import verdicts
+
+    assert ("silu" in verdicts.ROUNDED, "gather_rows" in verdicts.ROUNDED) == (True, False)
+    call = dataclasses.replace(attack.calls()["gather_rows"], op=op)
+    assert verdicts.compare(call, [got], [expected])[0] == kind
+
+
 def test_a_call_is_a_function_of_seed_op_and_number(attack):
     call = attack.calls()["registered.segment_sum_into"]
     one, same, other = (attack.hostile_call(call, *place)[0] for place in ((7, 5), (7, 5), (7, 6)))

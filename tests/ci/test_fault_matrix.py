@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -70,6 +71,19 @@ def test_a_damaged_checkpoint_and_an_error_that_comes_late_are_problems(monkeypa
     monkeypatch.setattr(RankPool, "close", lambda pool: None)
     damaged, late = run(KILLED).problems
     assert damaged.startswith("checkpoint 2 does not load") and late == "it took 6.0 s"
+
+
+def test_processes_and_memory_that_are_left_are_problems(monkeypatch):
+    def answer(pool, function, world_size, cell, folder):
+        Path(folder, "moment").write_text(str(time.time()))
+        raise RankDiedError("rank 1 died (SIGKILL): it was last seen in compute(5, 0)")
+
+    monkeypatch.setattr(RankPool, "run", answer)
+    processes = [SimpleNamespace(pid=1)]  # which is alive
+    monkeypatch.setattr(RankPool, "_start", lambda pool: vars(pool).update(processes=processes))
+    monkeypatch.setattr(RankPool, "close", lambda pool: None)
+    monkeypatch.setattr(fault_matrix, "shared_memory", lambda pids: [f"torch_{pids[0]}"])
+    assert run(KILLED).problems == ("processes are left: [1]", "shared memory is left: ['torch_1']")
 
 
 @pytest.mark.parametrize(("misses", "runs", "problems"), [(0, 1, ()), (2, 3, ()), (5, 3, (NEVER,))])

@@ -115,6 +115,23 @@ def test_a_report_counts_equivalent_mutants_apart_and_names_the_survivors(capsys
     assert "killed or hung, of those not equivalent: 50.0%" in said and "'equivalent': 1" in said
 
 
+@pytest.mark.parametrize(
+    ("end", "hung", "outcome"),
+    [(0, False, "survived"), (1, False, "killed"), (0, True, "timeout"), (-signal.SIGKILL, False, "timeout"),
+     (-signal.SIGXCPU, False, "timeout"), (-signal.SIGSEGV, False, "killed")],
+)  # fmt: skip
+def test_how_the_tests_of_a_mutant_end(tmp_path, monkeypatch, end, hung, outcome):
+    def child(*_):
+        if end < 0:
+            signal.signal(-end, signal.SIG_DFL) if -end != signal.SIGKILL else None
+            os.kill(os.getpid(), -end)
+        os._exit(end)
+
+    monkeypatch.setattr(run, "_child", child)
+    monkeypatch.setattr(run, "wait", lambda *_: hung)
+    assert run.run_tests(tmp_path / "copy", [], 1.0)[0] == outcome
+
+
 def test_every_equivalent_mutant_has_a_reason_and_a_file():
     for name, reason in json.loads(EQUIVALENT.read_text()).items():
         assert Path(ROOT, name.partition(":")[0]).is_file() and reason.endswith(".")

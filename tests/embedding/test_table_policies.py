@@ -440,6 +440,25 @@ def test_any_table_of_rows_takes_the_place_of_the_one_in_host_memory(monkeypatch
     test_policies_equal_the_naive_table(eviction, 2, 3, tiers)
 
 
+def test_only_rows_that_were_loaded_without_a_timestamp_get_one_and_only_once():
+    class Rows:
+        padded = False
+
+        def items(self):
+            return torch.tensor([5, 7]), torch.tensor([0, 1])
+
+    evictor = Evictor(Eviction("lru", capacity=5), KeyLayout(("item",)))
+    evictor.values.grow(2)
+    evictor.add(torch.tensor([0, 1]), torch.tensor([5, 7]))
+    evictor.record(torch.tensor([7]), torch.tensor([1]), 3)
+    assert evictor.stamp(Rows(), 8).tolist() == []  # nothing was loaded
+    evictor.expect_missing_timestamps()
+    assert evictor.stamp(Rows(), 8).tolist() == [0, -1]
+    assert evictor.values.rows[:2].tolist() == [8, 3]
+    evictor.add(torch.tensor([1]), torch.tensor([7]))  # a new row, which no step has used
+    assert evictor.stamp(Rows(), 9).tolist() == []
+
+
 @pytest.mark.parametrize("in_buffers", [0, 1, 3])
 def test_the_forecast_of_demotions_counts_rows_that_may_be_widened_before(in_buffers):
     """Handles 2, 4 and 5 are cold after a halving; 4 is stored in 16 bits, which an update may change."""

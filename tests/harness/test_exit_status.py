@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -13,10 +14,11 @@ from tritonrec.harness.cli import app
 from tritonrec.harness.fuzz.report import Failure, FuzzReport
 from tritonrec.harness.verify import user_model
 from tritonrec.harness.verify.cases import Case
-from tritonrec.harness.verify.diagnosis import _Change, _reason
+from tritonrec.harness.verify.diagnosis import Diagnosis, _Change, _reason
 from tritonrec.harness.verify.record_traces import MODES, record_traces
 from tritonrec.harness.verify.report import CaseResult, Report
 from tritonrec.harness.verify.state import Difference
+from tritonrec.harness.verify.thread_ranks import run_ranks
 from tritonrec.harness.verify.user_model import ModelReport
 from tritonrec.nn import Linear
 
@@ -125,3 +127,68 @@ def test_only_a_small_change_is_laid_to_rounding(size, last_bits):
     reason = _reason(_Change("layer", Linear(2, 2), "", size), "float32")
     assert reason.startswith("last bits only") is last_bits
     assert reason.startswith("it depends on the values of other samples") is not last_bits
+
+
+@pytest.mark.parametrize("fails", ["reference", "sequential", "dbp"])
+def test_an_error_of_a_run_is_the_cases(monkeypatch, fails):
+    """The reference's own ends all; of a case, that case alone."""
+    consistency = "window" if fails == "sequential" else "batch"
+    runs = user_model._Runs(lambda: None, [None], [], consistency, "adam", 0.1, 0, "float32")
+
+    def states(self, mode, world_size, count):
+        if mode == fails and count == 2:
+            raise RuntimeError("it failed")
+        return [[{}]] * world_size
+
+    def compared(self, case, expected):
+        if case.mode == fails and case.micro_batches == 2:
+            raise RuntimeError("it failed")
+
+    monkeypatch.setattr(user_model._Runs, "_states", states)
+    monkeypatch.setattr(user_model._Runs, "_compare", compared)
+    if fails == "reference":
+        monkeypatch.setattr(user_model._Runs, "_states", lambda *_: _raise())
+    found = {
+        (case.mode, case.micro_batches): wrong for case, wrong in runs.cases(("dbp", "fwp"), (1,), (1, 2))
+    }
+    assert {mode for (mode, count), wrong in found.items() if wrong == "it failed"} == {fails}
+    assert sum(wrong is not None for wrong in found.values()) == 1
+    assert len(found) == {"reference": 1, "sequential": 3, "dbp": 4}[fails]
+
+
+def _raise():
+    raise RuntimeError("it failed")
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_the_error_of_one_rank_is_that_of_all(number):
+    def fails(ranks):
+        if ranks.rank == number:
+            raise KeyError("it failed")
+        if ranks.rank == 0:  # it waits for the others, and is ended
+            ranks.control.all_reduce(torch.ones(1, dtype=torch.int64), "ones")
+
+    with pytest.raises(KeyError, match="it failed"):
+        run_ranks(3, fails)
+    assert run_ranks(3, lambda ranks: ranks.rank) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("consistency", "wrong", "first", "second", "module"),
+    [
+        ("batch", OTHER, None, "mix", "mix"),  # the first batch does not show it
+        ("batch", OTHER, "norm", "mix", "norm"),
+        ("batch", None, None, "mix", None),  # nothing differs, so no later batch is looked at
+        ("batch", None, "norm", "mix", "norm"),
+        ("window", OTHER, "drop", None, "drop"),
+        ("window", None, "drop", None, None),  # a draw in the order of micro-batches is the same in all modes
+    ],
+)
+def test_who_is_to_blame(monkeypatch, consistency, wrong, first, second, module):
+    batches = [SimpleNamespace(step=step, validate=lambda: None) for step in (0, 1)]
+    blamed = {0: Diagnosis(module=first, reason="r"), 1: Diagnosis(module=second, reason="r")}
+    monkeypatch.setattr(user_model, "diagnose", lambda model, batch, *_: blamed[batch.step])
+    monkeypatch.setattr(user_model._Runs, "cases", lambda *_: [(CASE, None), (CASE, wrong)])
+    report = user_model.verify(lambda: None, batches, [], consistency=consistency)
+    assert report.not_invariant == module
+    assert report.passed is (wrong is None and module is None)

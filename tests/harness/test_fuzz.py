@@ -18,7 +18,7 @@ from tritonrec.distributed import RanksDisagreeError
 from tritonrec.harness import streams
 from tritonrec.harness.fuzz.configuration import Configuration
 from tritonrec.harness.fuzz.fuzzer import Fuzzer
-from tritonrec.harness.fuzz.report import FuzzReport, Try
+from tritonrec.harness.fuzz.report import Failure, FuzzReport, Try
 from tritonrec.harness.fuzz.run import search
 from tritonrec.harness.fuzz.strategies import configurations
 from tritonrec.harness.job import Job
@@ -109,6 +109,12 @@ def test_repeats_are_counted_as_they_end(fuzzer, monkeypatch):
     ends = iter(["differs", "", "differs"])
     monkeypatch.setattr(fuzzer, "evidence", lambda configuration: next(ends))
     assert fuzzer.failure(SMALL, "differs").repeated == 2
+
+
+def test_a_failure_counts_once(report):
+    one, other = (Failure({"mode": mode}, "differs", "fuzz", 3) for mode in ("dbp", "fwp"))
+    assert report.add_failure(one) and not report.add_failure(replace(one, repeated=1))
+    assert report.add_failure(other) and report.failures == [one, other] and report.tried == 2
 
 
 def test_a_reference_that_fails_is_evidence(fuzzer, report, monkeypatch):

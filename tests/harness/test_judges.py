@@ -1,6 +1,8 @@
 """Promise: what verify says of a case, a fault and a report follows from all that its ranks found."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from io import StringIO
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 from rich.console import Console
 
 from tritonrec.distributed import Communicators, RankDiedError
-from tritonrec.harness.verify import lost, run_case
+from tritonrec.harness.verify import contract, lost, run_case
 from tritonrec.harness.verify.cases import Case
 from tritonrec.harness.verify.contract import Verifier
 from tritonrec.harness.verify.corpus import SELECTIONS
@@ -220,9 +222,14 @@ def test_a_case_that_compares_less_has_failed(recorded, job, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("variant", ["export", "bounded-lag"])
-def test_exports_and_served_predictions_are_compared(recorded, job, tmp_path, variant):
+def test_exports_and_served_predictions_are_compared(recorded, job, tmp_path, monkeypatch, variant):
+    lengths, compare = [], Comparison.compare_predictions
+    monkeypatch.setattr(
+        Comparison, "compare_predictions", lambda *of: lengths.append(len(of[-1])) or compare(*of)
+    )
     report = run(recorded, job, replace(PLAIN, variant=variant), tmp_path)
     assert report.first_difference is None and report.tensors_compared > 0
+    assert report.counts["served"] == sum(lengths) and bool(lengths) is (variant == "bounded-lag")
 
 
 def one_row_more(tables):
@@ -253,6 +260,27 @@ def test_what_a_rank_found_before_another_was_lost_counts(recorded, job, monkeyp
     monkeypatch.setattr(lost, "compare_run", lambda *_: 0)
     with pytest.raises(RuntimeError, match="never compared"):
         lost.run_losing(*arguments, lost.Memory(comparisons=[Comparison(TABLES, 0, 1)]))
+
+
+class MadeError(Exception):
+    """A trainer was made, and its arguments are known."""
+
+
+def test_random_delays_differ_by_rank_and_reach_the_trainer(job, monkeypatch):
+    def made(*arguments, **_):
+        raise MadeError(arguments)
+
+    monkeypatch.setattr(run_case, "Trainer", made)
+    task = SimpleNamespace(stage="compute", micro_batch=0)
+    seen = {}
+    for seed in (None, 3):
+        case = replace(PLAIN, delay_seed=seed)
+        with pytest.raises(MadeError) as raised, run_case.prepared(Communicators.local(), job, case):
+            pass
+        seen[seed] = raised.value.args[0][7]
+    assert seen[None] is None
+    waits = [run_case._delays(case, rank)(task) for rank in (0, 0, 1)]
+    assert seen[3](task) == waits[0] == waits[1] != waits[2] and 0 < max(waits) <= case.max_delay
 
 
 # --- a fault
@@ -317,9 +345,11 @@ def test_every_fault_that_ends_in_an_error_says_so():
     says = {fault.name for fault in SELECTIONS[True, True] if fault.says}
     assert says == {
         "bit-of-a-row-at-rest", "bit-of-a-message", "bit-of-a-gradient", "no-keys-crash",
-        "new-rows-are-not-initialised",
+        "new-rows-are-not-initialised", "shard-read-by-two-ranks", "window-read-by-two-ranks",
+        "dense-sums-over-the-wrong-group", "one-parameter-not-exchanged", "ranks-begin-with-other-parameters",
+        "a-copy-updated-by-another-rule",
     }  # fmt: skip
-    assert all(len(fault.says) > 20 for fault in SELECTIONS[True, True] if fault.says)
+    assert all(len(fault.says) > 12 for fault in SELECTIONS[True, True] if fault.says)
 
 
 # --- a smaller case
@@ -337,6 +367,24 @@ def test_a_smaller_case_has_to_fail_too():
         smallest = verifier.shrink(failed).case
     assert (smallest.world_size, smallest.micro_batches, smallest.optimizer) == (2, 2, "sgd")
     assert smallest.steps == 2
+
+
+def test_the_simplest_case_that_failed_is_made_smaller(monkeypatch, job):
+    large, small = (replace(WINDOW, world_size=size) for size in (2, 1))
+    died = replace(small, steps=1)
+    ends = {large: CaseResult(large, False, at(1)), small: CaseResult(small, False, at(2)),
+            died: CaseResult(died, False, error="rank 0 died")}  # fmt: skip
+    shrunk = []
+    monkeypatch.setattr(contract, "rank_pool", lambda *_: nullcontext(Pool()))
+    monkeypatch.setattr(Verifier, "run", lambda self, case, fault=None: ends[case])
+    monkeypatch.setattr(Verifier, "shrink", lambda self, failed: shrunk.append(failed) or failed)
+    console = Console(file=StringIO(), width=100)
+    report = contract.verify_contract(job, [large, died, small], console=console)
+    assert shrunk == [ends[small]] and report.smallest is shrunk[0] and not report.passed
+    assert "Smallest case that fails" in console.file.getvalue()
+    ends[large] = CaseResult(large, True)
+    report = contract.verify_contract(job, [large], console=console)
+    assert report.passed and report.smallest is None and len(shrunk) == 1
 
 
 # --- a report

@@ -13,7 +13,7 @@ from rich.console import Console
 from tritonrec.files import save_json
 from tritonrec.harness.lab import figures as lab_figures
 from tritonrec.harness.lab import report
-from tritonrec.harness.lab.figures import WARMUP, Figures, medians, stage_costs
+from tritonrec.harness.lab.figures import WARMUP, Figures, StageCost, medians, stage_costs
 from tritonrec.harness.lab.network import LabError
 from tritonrec.harness.lab.rounds import LabConfig, Measurement, Result, measure, rows
 from tritonrec.harness.lab.run import TOLERANCE, LabRun, compare_losses, run_once
@@ -21,7 +21,7 @@ from tritonrec.harness.lab.settings import (
     BASELINE,
     Setting,
 )
-from tritonrec.trace import read
+from tritonrec.trace import Span, read
 
 # Losses first.
 
@@ -282,3 +282,29 @@ def test_ratios_are_of_runs_of_one_round(plan):
     found = rows(plan, rounds)
     assert found[0].ratios == [1.0, 1.0, 1.0] and found[1].ratios == [2.0, 3.0, 9.0]
     assert found[1].figures.step == 3.0 and (found[1].tasks, found[1].overruns) == (15, 6)
+
+
+def test_costs_are_of_the_steps_behind_the_warm_up():
+    """Two batches of 100 ns warm up, two of 10 and 30 ns follow, on two ranks; one stage sends."""
+    spans = [
+        Span(rank, lane, name, 0, length, batch, None, {"bytes": length} if name == "exchange" else {})
+        for rank in (0, 1)
+        for batch, length in enumerate((100, 100, 10, 30))
+        for lane, name in (("compute", "compute"), ("communication", "exchange"))
+    ]
+    costs = stage_costs(spans)
+    assert costs["compute"] == StageCost("compute", 1.0, 20e-9, None)
+    assert costs["exchange"] == StageCost("communication", 1.0, 20e-9, 20)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "said"),
+    [
+        (["identical", "identical"], ["identical in every bit in all modes"]),
+        (["identical", "within 1e-06"], ["identical of sequential: a", "within 1e-06 of sequential: b"]),
+        (["within 1e-06", "within 1e-06"], ["within 1e-06 of sequential: a, b"]),
+    ],
+)
+def test_losses_are_called_identical_only_if_all_are(outcomes, said):
+    rows = [SimpleNamespace(losses=losses, setting=name) for losses, name in zip(outcomes, "ab", strict=True)]
+    assert report.losses(SimpleNamespace(rows=[SimpleNamespace(losses="identical"), *rows])) == said

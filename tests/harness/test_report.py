@@ -227,5 +227,8 @@ def test_a_step_is_flagged_and_drawn():
     assert row == ("unique / pandas", "0000000", "slower", "1.90", "1.60", "A CPU, 2 cores, cpu clock")
     assert not found.passed and found.tables[0].bad == {0} and found.pictures[0].svg.count("<circle") == 1
     Page(html.page("x", [found]))
+    for made in ({"machine": "another CPU"}, {"cores": 64}, {"timer": "wall"}):  # no step is across them
+        moved = [{**run, "provenance": {**run["provenance"], **made}} for run in runs[3:]]
+        assert sections.over_commits([*runs[:3], *moved], "x").passed
     up = [{**run, "ratios": {"unique / pandas": 1 / run["ratios"]["unique / pandas"]}} for run in runs]
     assert sections.over_commits(up, "x").passed

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -279,3 +280,17 @@ def test_plan_wants_one_source():
 
 def test_divisors():
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
+
+
+def test_a_measured_run_is_told_from_an_unseen_one_and_its_error_has_the_model_s_sign(monkeypatch):
+    module = "tritonrec.harness.simulator.measured"
+    trace = SimpleNamespace(metadata={"mode": "dbp", "micro_batches": 2})
+    monkeypatch.setattr(f"{module}.from_trace", lambda path: path)
+    monkeypatch.setattr(f"{module}.read", lambda path: trace)
+    monkeypatch.setattr(f"{module}._observed", lambda _: (2.0, 0.5))
+    steps = iter([2.0, 3.0, 1.5])
+    monkeypatch.setattr(
+        f"{module}.predict_costs", lambda costs, plan: SimpleNamespace(step=next(steps), exposed=0.1)
+    )
+    rows = replay_traces(["a", "b", "c"])
+    assert [(row.fitted, row.error) for row in rows] == [(True, 0.0), (False, 0.5), (False, -0.25)]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tritonrec.embedding import FeatureConfig, HashTableCollection
+from tritonrec.embedding import FeatureConfig, HashTableCollection, RowOptimizer
 from tritonrec.harness.verify.state import (
     Comparison,
     Difference,
@@ -218,8 +218,10 @@ def test_exports_scores_and_predictions_are_judged():
     ids, weights = state["table/item/ids"], state["table/item/rows"][:, :2]
     names = ["export of item", "scores", "predictions, served with k = 3"]
 
+    plain = HashTableCollection([FeatureConfig("item", 2)], RowOptimizer("sgd", 0.1), seed=1)
+
     def judged(ids, weights, scores, predictions):
-        compared = comparison(table)
+        compared = comparison(plain)  # rows of weights alone, as an export's
         compared.compare_weights(4, state, "item", ids, weights)
         compared.compare_scores(4, torch.ones(2, 3), scores)
         compared.compare_predictions(4, 3, torch.ones(2), predictions)
@@ -228,7 +230,8 @@ def test_exports_scores_and_predictions_are_judged():
 
     right = ids, weights, torch.ones(2, 3), torch.ones(2)
     assert judged(*right) is None
-    surplus = torch.cat([ids, torch.tensor([2**63 - 1])]), torch.cat([weights, weights[:1]])
+    more = torch.tensor([12345])  # with the row that it would begin with
+    surplus = torch.cat([ids, more]), torch.cat([weights, table.initial_rows("item", more)[:, :2]])
     for place, tensor in (
         ((surplus[0], surplus[1]), "table item, exported"),
         ((ids[1:], weights[1:]), "table item, exported"),

@@ -7,6 +7,7 @@ from speeds import slow_except
 from tritonrec import nn, verify
 from tritonrec.data import NextItemLoader, load
 from tritonrec.embedding import FeatureConfig
+from tritonrec.harness.verify.diagnosis import diagnose
 from tritonrec.harness.verify.user_model import first_not_invariant
 
 DIM = 6
@@ -100,3 +101,16 @@ def test_bad_batches_are_refused(batches):
         verify(Sound, [], FEATURES)
     with pytest.raises(ValueError, match=r"batches\[0\].step must be 0, got 1"):
         verify(Sound, batches[1:], FEATURES)
+
+
+class FailsAlone(Sound):
+    def forward(self, batch, rows, seed):
+        if batch.num_samples == 1:
+            raise ValueError("one sample has no neighbour")
+        return super().forward(batch, rows, seed)
+
+
+def test_a_model_that_needs_neighbours_is_named(batches):
+    found = diagnose(FailsAlone(), batches[0], FEATURES)
+    assert found.module == "FailsAlone" and found.error is None
+    assert "it fails for one sample alone" in found.reason and "has no neighbour" in found.reason

@@ -2,6 +2,7 @@
 
 import json
 from io import StringIO
+from types import SimpleNamespace
 from unittest.mock import ANY
 
 import numpy as np
@@ -248,3 +249,24 @@ def test_mpiexec_beside_the_interpreter_comes_before_one_on_the_path(monkeypatch
     assert mpi.mpiexec() == str(tmp_path / "own" / "mpiexec")
     (tmp_path / "own" / "mpiexec").unlink()
     assert mpi.mpiexec() == str(tmp_path / "path" / "mpiexec")
+
+
+def test_a_collective_takes_as_long_as_its_slowest_rank():
+    found = [{4: {"gloo": [1.0, 3.0], "bls": [2.0, 1.5]}, 8: {"gloo": [5.0, 4.0]}}, {4: {"gloo": [6.0, 2.0]}}]
+    assert bench._slowest(found) == {4: {"gloo": [3.0, 6.0]}, 8: {}}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_predictions_of_every_rank_and_setting_are_those_of_the_first_one(rank):
+    given = [{"digest": each, "seconds": 1.0, "response": 1.0, "largest_lag": 0} for each in ("a", "b")]
+    plan, digests = bench.ServeConfig(world_size=2, steps=2), {}
+
+    def measure(ranks):
+        pool = SimpleNamespace(run=lambda *_: ranks)
+        bench._measure(plan, pool, bench.Series("delays", "bls", 1), 0, digests, Served(4, 2, ""))
+
+    measure(given)
+    measure(given)
+    other = [{**each, "digest": "c"} if place == rank else each for place, each in enumerate(given)]
+    with pytest.raises(RuntimeError, match="predictions are not those of the other settings"):
+        measure(other)

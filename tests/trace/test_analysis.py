@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonrec.pipeline.schedule import SCHEDULES, Which
-from tritonrec.trace import Recorder, Span, read
+from tritonrec.trace import Recorder, Span, Trace, read
 from tritonrec.trace.analysis import (
     MICRO_BATCH_RULES,
     check_edges,
@@ -246,3 +246,43 @@ def test_edges_survive_the_file(tmp_path):
     trace = read(recorder.save(tmp_path / "t"))
     report = check_trace(trace)
     assert report.honoured and set(report.instances) == set(nestpipe.edges())
+
+
+def test_a_trace_is_checked_with_its_own_micro_batches_and_shared_tasks():
+    spans = made(
+        ("communication", "exchange", 0, 5, 0, 0),
+        ("compute", "compute", 5, 9, 0, 0),
+        ("compute", "compute", 9, 12, 0, 1),
+        ("reduce", "dense_reduce", 12, 15, 0),
+    )
+    edges = [["exchange", "compute", 0, "same"], ["compute", "dense_reduce", 0, "all"]]
+
+    def checked(**about):
+        return check_trace(Trace(spans, [], {"edges": edges, **about}, (0,)))
+
+    assert checked(micro_batches=2, done_by={"exchange": [0, 0]}).honoured
+    (alone,) = checked(micro_batches=2).violations  # nobody says that micro-batch 0 did the work of 1
+    assert alone.edge == tuple(edges[0]) and alone.micro_batch == 1 and alone.predecessor is None
+    (lost,) = checked(micro_batches=3, done_by={"exchange": [0, 0, 0]}).violations
+    assert lost.edge == tuple(edges[1]) and lost.micro_batch == 2
+
+
+def test_a_slice_without_a_batch_is_refused(tmp_path):
+    from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace as TraceProto
+
+    recorder, packets = Recorder(0, 1, {"edges": []}), TraceProto()
+    recorder.add("compute", "compute", 1, 2, batch=0)
+    file = recorder.save(tmp_path / "t")
+    packets.ParseFromString(file.read_bytes())
+    for packet in packets.packet:
+        given = packet.track_event.debug_annotations if packet.HasField("track_event") else []
+        for place in [place for place, each in enumerate(given) if each.name == "batch"]:
+            del given[place]
+    file.write_bytes(packets.SerializeToString())
+    with pytest.raises(ValueError, match=r"slice 'compute' at .* ns has no batch"):
+        read(file)
+
+
+def test_exposed_time_is_that_of_the_measured_steps():
+    late = [*STEPS, *made(("communication", "exchange", 120, 150, 3, 0), ("reduce", "dense_reduce", 2, 4, 0))]
+    assert summarise(late)[0].exposed_ns == summarise(STEPS)[0].exposed_ns == 18

@@ -251,12 +251,14 @@ FAULTS = [
         "rank 1 also streams the rows of the first reader of rank 0",
         replace(_case(), variant=STREAM),
         Injection(loader=kept_state.shard_read_by_two_ranks),
+        says="ranks 0 and 1 both train sample",
     ),
     Fault(
         "window-read-by-two-ranks",
         "rank 1 also streams the windows of GRM that the first reader of rank 0 has",
         replace(_case(), variant="stream-grm"),
         Injection(loader=kept_state.shard_read_by_two_ranks),
+        says="ranks 0 and 1 both train sample",
     ),
     Fault(
         "position-one-batch-late",

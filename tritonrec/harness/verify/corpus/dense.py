@@ -15,7 +15,7 @@ from .bug import bug, case
 FOUR = {"world_size": 4, "replicas": 2}
 
 
-@bug("NVIDIA/Megatron-LM#844", case(mode="sequential", **FOUR))
+@bug("NVIDIA/Megatron-LM#844", case(mode="sequential", **FOUR), says="has parameter ")
 def dense_sums_over_the_wrong_group(program: Program) -> None:
     """Dense gradients are added up over the ranks of a shard instead of over all."""
     reduce, shard = program.communicators.reduce, program.communicators.shard_control
@@ -39,7 +39,7 @@ def dense_gradients_added_up_twice(program: Program) -> None:
     program.after("dense_reduce", again)
 
 
-@bug("pytorch/pytorch#128949", case(mode="fwp"))
+@bug("pytorch/pytorch#128949", case(mode="fwp"), says="has optimizer state ")
 def one_parameter_not_exchanged(program: Program) -> None:
     """A parameter that not every rank expects is updated from each rank's own gradient."""
 
@@ -63,7 +63,7 @@ def only_the_last_micro_batch_exchanged(program: Program) -> None:
     program.before("compute", forgotten)
 
 
-@bug("NVIDIA-NeMo/Automodel#3822", case(mode="dbp"))
+@bug("NVIDIA-NeMo/Automodel#3822", case(mode="dbp"), says="rank 1 has parameter ")
 def ranks_begin_with_other_parameters(program: Program) -> None:
     """Parameters that all ranks share are not broadcast after they are made."""
     if program.context.rank:
@@ -84,7 +84,7 @@ def step_counted_for_each_parameter(program: Program) -> None:
     program.dense.step = counted  # type: ignore[method-assign]
 
 
-@bug("NVIDIA/Megatron-LM#4641", case(mode="fwp"))
+@bug("NVIDIA/Megatron-LM#4641", case(mode="fwp"), says="rank 1 has parameter ")
 def a_copy_updated_by_another_rule(program: Program) -> None:
     """One rank's copy of a shared parameter belongs to an optimizer of another kind."""
     step = program.dense.step
