@@ -8,8 +8,8 @@ from speeds import slow_except
 from tritonrec import nn, verify
 from tritonrec.data import NextItemLoader, load
 from tritonrec.embedding import FeatureConfig
-from tritonrec.harness.verify.diagnosis import diagnose
 from tritonrec.harness.verify.thread_ranks import run_ranks
+from tritonrec.pipeline.diagnosis import diagnose
 
 tnn = torch.nn
 DIM, LONGEST = 6, 8

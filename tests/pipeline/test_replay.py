@@ -20,7 +20,7 @@ from tritonrec.pipeline import Replay, StageFailedError, Window
 from tritonrec.pipeline.places import Buffer, Context, Gradients, Losses, Routes
 from tritonrec.pipeline.replay import Plan
 from tritonrec.pipeline.replay import replay as replaying
-from tritonrec.pipeline.replay.messages import pack, rebuilt, tensors_of, unpack
+from tritonrec.pipeline.replay.messages import pack, rebuilt, unpack
 from tritonrec.pipeline.replay.work import RowUpdate
 from tritonrec.pipeline.stage import Read, Update
 from tritonrec.pipeline.stages.update import sparse_update
@@ -401,8 +401,8 @@ def test_a_batch_is_rebuilt_from_another_of_its_step():
     batch = NextItemLoader(load("zipf:users=60,items=80,seed=1"), 7, 9, 1, 3).batch(0)
     few, nothing = batch.select(torch.tensor([3, 1])), batch.select(torch.arange(0))
     for like in (batch, few, nothing):
-        again = rebuilt(like, iter(tensors_of(few)))
-        assert parts.same(tensors_of(again), tensors_of(few)) and again.validate().num_samples == 2
+        again = rebuilt(like, iter(few.tensors()))
+        assert parts.same(again.tensors(), few.tensors()) and again.validate().num_samples == 2
         assert parts.same(again.lookups()["item"][:1], few.lookups()["item"][:1])
 
 

@@ -8,7 +8,7 @@ or of one that depends on the timing. So whoever tries gets an error.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from weakref import WeakKeyDictionary
 
@@ -24,7 +24,9 @@ from ..nn.context import only_refuses, reads_indexed_rows
 from .compiled import Compilation
 from .dense import DenseModel
 from .graphs import MicroBatchGraphs
+from .guard import Guard
 from .model_call import CallerSettings, train_micro_batch
+from .window import Window
 
 _models: WeakKeyDictionary[torch.nn.Module, InFlight] = WeakKeyDictionary()
 
@@ -38,6 +40,7 @@ class Flight:
         shared: the caller's code runs while windows are in flight.
         steps: says which, for messages.
         graphs: run the model's calls; None: they run one kernel after the other.
+        guard: compares calls of the model.
     """
 
     def __init__(
@@ -47,9 +50,10 @@ class Flight:
         bits: int | None,
         shared: bool,
         steps: Callable[[], str],
-        graphs: MicroBatchGraphs | None = None,
+        graphs: MicroBatchGraphs | None,
+        guard: Guard,
     ):
-        self._graphs = graphs
+        self._graphs, self.guard = graphs, guard
         self.model, self.dense, self._bits, self._shared, self._steps = (
             dense.model,
             dense,
@@ -95,6 +99,7 @@ class Flight:
             self._modules = list(self.model.named_modules())
             self._modes = self._training()
             self._trained = self._requires_grad()
+            self.guard.begin()
             if self._shared:
                 self._caller = threading.get_ident()
                 for _name, module in self._modules:
@@ -126,6 +131,22 @@ class Flight:
                 return self._graphs.train(self.model, self.accumulator, batch, rows, seed, settings)
             with self._compilation.call(batch, rows, seed, settings), self.accumulator.active():
                 return train_micro_batch(self.model, batch, rows, seed, settings, scale_exponent)
+
+    @contextmanager
+    def guarded(
+        self,
+        window: Window,
+        micro_batch: int,
+        batch: Batch,
+        embeddings: Sequence[torch.Tensor],
+        inverses: Sequence[torch.Tensor],
+        seed: int,
+        scale_exponent: int,
+    ) -> Iterator[None]:
+        """`Guard.around` the training of a micro-batch."""
+        self.dense.gather()
+        with self.guard.around(window, micro_batch, batch, embeddings, inverses, seed, scale_exponent):
+            yield
 
     @contextmanager
     def _model_call(self, scale_exponent: int) -> Iterator[None]:
@@ -180,13 +201,14 @@ class Flight:
             random: of ``torch.get_rng_state()``, where the call starts from.
         """
         own, buffers = self.accumulator, [each.clone() for each in self.model.buffers()]
+        active, self.guard.active = self.guard.active, False
         self.accumulator = GradientAccumulator(self.model, self._bits)
         try:
             with self.accumulator.empty_gradients(), torch.random.fork_rng(devices=[]):
                 torch.set_rng_state(random.cpu().clone())  # a view of a message ends the process
                 yield self.accumulator
         finally:
-            self.accumulator = own
+            self.accumulator, self.guard.active = own, active
             with torch.no_grad():
                 for each, before in zip(self.model.buffers(), buffers, strict=True):
                     each.copy_(before)

@@ -12,6 +12,7 @@ from ..embedding import HashTableCollection
 from .dense import DenseModel
 from .flight import Flight
 from .graphs import MicroBatchGraphs
+from .guard import Guard
 from .model_call import CallerSettings, check_gradients_are_on
 from .places import WindowPlaces
 from .reading import BatchReader
@@ -26,7 +27,7 @@ class PendingWindows:
     Args:
         tables, dense: what is trained. config: of the run. device: where the model is.
         shared: the caller's code runs while windows are in flight.
-        graphs: of the model's calls, or None.
+        graphs: of the model's calls, or None. guard: compares these.
     """
 
     def __init__(
@@ -37,9 +38,10 @@ class PendingWindows:
         device: torch.device,
         shared: bool,
         graphs: MicroBatchGraphs | None,
+        guard: Guard,
     ):
         bits = config.fraction_bits if config.consistency == "batch" else None
-        self.flight = Flight(tables, dense, bits, shared, self._described, graphs)
+        self.flight = Flight(tables, dense, bits, shared, self._described, graphs, guard)
         self.abandoned: list[WindowPlaces] = []  # a device may still work on what they hold
         self.batches = 0  # begun in this run
         self._config, self._device = config, device

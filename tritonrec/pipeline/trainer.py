@@ -28,6 +28,7 @@ from .executor import Delay, Executor, StageFailedError
 from .flight import lane_work, on_the_callers_thread, validate_model_place, validate_places
 from .gather import whole_tables
 from .graphs import MicroBatchGraphs
+from .guard import Guard, NotBatchInvariantError
 from .modes import MODES, Mode, schedule_of, validate_reference, validate_schedule
 from .pending import PendingWindows
 from .places import DenseMeans, DeviceSamples, GradientNorm, Losses, OwnedRows, Routes, WindowPlaces
@@ -67,6 +68,8 @@ class Trainer:
         scheduler: of the optimizer's learning rates; it makes a step after each update.
         average: of the model's weights; it takes them up after each update.
         graphs: of the model's calls; None: kernels are launched one after the other.
+        trust_model: no call of the model is compared (`pipeline.guard`): at consistency ``"batch"`` a model
+            whose samples see each other trains too, with bits that depend on the cut. It is printed.
 
     Use as a context manager: leaving it finishes the batches that were read, after an error it abandons them.
 
@@ -96,6 +99,7 @@ class Trainer:
         scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         average: AveragedModel | None = None,
         graphs: MicroBatchGraphs | None = None,
+        trust_model: bool = False,
     ):
         if mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
@@ -136,18 +140,20 @@ class Trainer:
         shared = self._schedule is not None and self._schedule.overlaps_batches
         if graphs is not None:
             graphs.validate(model, self.config, self._device)
-        self._pending = PendingWindows(tables, self.dense, self.config, self._device, shared, graphs)
+        self.guard = guard = Guard(model, tables, self.config, trust_model)
+        self._pending = PendingWindows(tables, self.dense, self.config, self._device, shared, graphs, guard)
         self._sums = Sums(self.config, self._device, communicators.copies_messages(self._device))
         self.recorder.metadata.update(
             mode=mode,
             consistency=self.config.consistency,
             micro_batches=self.config.micro_batches,
+            trust_model=trust_model,
             edges=[] if self._schedule is None else self._schedule.edges(),
         )
         if self._schedule is None:
             validate_reference(self.config, communicators)
             self._reader = self._batch_reader()
-            self.reference = ReferenceTrainer(tables, self.dense, self.config, self.impl, self._device)
+            self.reference = ReferenceTrainer(tables, self.dense, self.config, self.impl, self._device, guard)
             return
         validate_schedule(self._schedule, self.config, communicators.replicas)
         validate_same_training(
@@ -233,8 +239,11 @@ class Trainer:
             else:
                 try:
                     self._piped(self._executor, iterator)
-                except StageFailedError:
+                except StageFailedError as error:
                     self.close()  # nothing will come of the others
+                    if isinstance(error.__cause__, NotBatchInvariantError):  # the same error in all modes
+                        self._communicators.watch.fail(error.__cause__)
+                        raise error.__cause__ from None
                     raise
         return self._results.popleft()
 
@@ -411,8 +420,10 @@ class Trainer:
                 else:
                     self._run_reference(self.reference, places)
             places.errors.check()
-        except BaseException:
+        except BaseException as error:
             self._pending.abandon()
+            if isinstance(error, NotBatchInvariantError):
+                self._communicators.watch.fail(error)  # by name for the other ranks
             raise
         self._pending.end()
         self._finish(places)

@@ -67,7 +67,7 @@ def train(
         trainer = stack.enter_context(
             Trainer(
                 model, tables, optimizer, communicators, run.mode, run.window, recorder,
-                **run.job.recipe(model, optimizer), **vars(run.job.target),
+                trust_model=run.trust_model, **run.job.recipe(model, optimizer), **vars(run.job.target),
             )
         )  # fmt: skip
         if run.replay:

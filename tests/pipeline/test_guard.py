@@ -1,0 +1,349 @@
+"""Promise: consistency "batch" refuses a model whose samples see each other, by module; no other, and no bit moves."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from speeds import slow_except
+from torch.utils.checkpoint import checkpoint
+from trainer_parts import DIM, NoParameters, Ranker, batches, parts, same, state, trainer
+
+from tritonrec import nn, ops
+from tritonrec.distributed import Communicators
+from tritonrec.pipeline import NotBatchInvariantError, StageFailedError, Trainer, WindowConfig
+
+tnn = torch.nn
+
+
+class Model(tnn.Module):
+    """A loss per sample of `body`'s vector of each sample (B, d), `x`, and of its label's mean row."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.mix = nn.Linear(DIM, DIM)
+        self.make()
+
+    def make(self):
+        pass
+
+    def body(self, batch, x):
+        return x
+
+    def loss(self, x, y):
+        return 1 - torch.tanh((x * y).sum(1))
+
+    def forward(self, batch, rows, seed):
+        rows, tokens = rows["item"], batch.num_tokens
+        owners = torch.repeat_interleave(torch.arange(batch.num_samples), batch.offsets.diff())
+        x, y = (
+            ops.segment_sum(part, owners, batch.num_samples)
+            for part in (rows[:tokens], rows[tokens : 2 * tokens])
+        )
+        with nn.padded():
+            return self.loss(self.body(batch, self.mix(x)), y)
+
+
+def model(**methods):
+    """A `Model` with other methods; `parts` makes one."""
+    return type("Own", (Model,), methods)
+
+
+def part(name, make, **methods):
+    """A `Model` with a module of this name in its body."""
+
+    def add(self):
+        torch.manual_seed(4)
+        setattr(self, name, make())
+
+    def body(self, batch, x):
+        return getattr(self, name)(x)
+
+    return model(make=add, **{"body": body, **methods})
+
+
+class Centre(tnn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+class MaxOfBatch(tnn.Module):
+    def forward(self, x):
+        return x / x.detach().abs().max()
+
+
+class BySize(tnn.Module):
+    def forward(self, x):
+        return x / len(x)
+
+
+class ByPlace(tnn.Module):
+    def forward(self, x):
+        return x * torch.arange(1, len(x) + 1)[:, None]
+
+
+class Roll(tnn.Module):
+    def forward(self, x):
+        return x + 0.5 * x.roll(1, 0)
+
+
+class Neighbours(tnn.Module):
+    """Of each sample the nearest other one."""
+
+    def forward(self, x):
+        far = torch.cdist(x.detach(), x.detach()) + 9.0 * torch.eye(len(x))
+        return x + x[far.argmin(1)]
+
+
+class Ranks(tnn.Module):
+    """The place of each sample in the order of the batch's values."""
+
+    def forward(self, x):
+        return x * (1 + x.detach().argsort(0).argsort(0).float())
+
+
+class Running(tnn.Module):
+    """Divided by a running size."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("size", torch.ones(()))
+
+    def forward(self, x):
+        self.size.lerp_(x.detach().abs().mean(), 0.1)
+        return x / 7.0
+
+
+class Counter(tnn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.calls += 1
+        return x
+
+
+class Backward(torch.autograd.Function):
+    """Its gradient is the mean over the batch, and its value is not."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dx):
+        return dx.mean(0).expand_as(dx)
+
+
+def in_batch_softmax(self, x, y):
+    return F.cross_entropy(x @ y.t(), torch.arange(len(x)), reduction="none")
+
+
+def centred_at_zero(self, x, y):
+    return 1 - torch.tanh((x * y).sum(1)) - (x * y).sum(1).mean().detach() * 0.0
+
+
+def two_towers():
+    """With in-batch negatives; torch's modules, converted."""
+
+    class Towers(Model):
+        def make(self):
+            self.user, self.item = (
+                tnn.Sequential(tnn.Linear(DIM, DIM), tnn.GELU(), tnn.Linear(DIM, DIM)) for _ in range(2)
+            )
+
+        def loss(self, x, y):
+            x, y = F.normalize(self.user(x)), F.normalize(self.item(y))
+            return in_batch_softmax(self, x * 4, y)
+
+    made = Towers()
+    assert not nn.convert(made).left
+    return made
+
+
+def edits(self, batch, x):
+    batch.timestamps.sub_(batch.timestamps.max())
+    return x * batch.timestamps.float().mean()
+
+
+def edits_through_numpy(self, batch, x):
+    batch.labels.numpy()[:] = 0
+    return x
+
+
+MIXING = {
+    "in-batch softmax": (model(loss=in_batch_softmax), "Own", "values of other samples"),
+    "mean": (part("centre", Centre), "centre", "values of other samples: a mean"),
+    "max": (part("biggest", MaxOfBatch), "biggest", "values of other samples"),
+    "size": (part("by_size", BySize), "by_size", "values of other samples"),
+    "order": (part("by_place", ByPlace), "by_place", "values of other samples"),
+    "roll": (part("roll", Roll), "roll", "values of other samples"),
+    "batch norm": (part("bn", lambda: tnn.BatchNorm1d(DIM)), "bn", "batch norm, which mixes"),
+    "batch norm without affine": (
+        part("bn", lambda: tnn.BatchNorm1d(DIM, affine=False)), "bn", "batch norm, which mixes",
+    ),
+    "batch norm without statistics": (
+        part("bn", lambda: tnn.BatchNorm1d(DIM, affine=False, track_running_stats=False)),
+        "bn", "batch norm, which mixes",
+    ),
+    "dropout": (part("drop", lambda: tnn.Dropout(0.4)), "drop", "take tritonrec.nn.Dropout"),
+    "two towers": (two_towers, "Towers", "values of other samples"),
+    "running buffer": (part("running", Running), "running", "a buffer is state"),
+    "counter": (part("counter", Counter), "counter", "a buffer is state"),
+    "edit of the batch": (model(body=edits), None, "in place"),
+    "edit of the batch through numpy": (model(body=edits_through_numpy), None, "in place"),
+    "neighbours": (part("near", Neighbours), "near", "values of other samples"),
+    "sorted": (part("ranks", Ranks), "ranks", "values of other samples"),
+    "noise of torch": (
+        model(body=lambda self, batch, x: x + torch.randn_like(x)), "Own", "torch's global generator",
+    ),
+    "noise of numpy": (
+        model(body=lambda self, batch, x: x * float(np.random.rand())), None, "numpy's global generator",
+    ),
+    "noise of Python": (
+        model(body=lambda self, batch, x: x * random.random()), None, "Python's global generator",
+    ),
+    "mean in backward": (model(body=lambda self, batch, x: Backward.apply(x)), None, "gradient of"),
+    "torch's linear": (part("plain", lambda: tnn.Linear(DIM, DIM)), "plain", "tritonrec.nn.Linear"),
+    "broadcast parameter": (
+        model(
+            make=lambda self: setattr(self, "scale", tnn.Parameter(torch.ones(DIM))),
+            body=lambda self, batch, x: x * self.scale,
+        ),
+        "Own", "nn.expand",
+    ),
+}  # fmt: skip
+FEW = ["in-batch softmax", "batch norm without affine", "dropout", "two towers", "counter"]
+
+
+@pytest.mark.parametrize(
+    "mode", slow_except(["reference", "nestpipe"], ["reference", "sequential", "dbp", "fwp", "nestpipe"])
+)
+@pytest.mark.parametrize("what", MIXING)
+def test_samples_that_see_each_other_are_refused_by_module(mode, what):
+    if mode == "nestpipe" and what not in FEW:
+        pytest.skip("the comparison is the same code in all modes")
+    build, module, reason = MIXING[what]
+    made = parts(build)
+    before = state(made)
+    with (
+        pytest.raises((ValueError, StageFailedError), match=reason) as refused,
+        trainer(made, mode) as training,
+    ):
+        list(training.run(batches(2)))
+    if module is not None:
+        assert isinstance(refused.value, NotBatchInvariantError) and refused.value.module == module
+        assert "consistency='window'" in str(refused.value)
+    if mode == "reference":  # before the first update
+        assert same(state(made)[2:], before[2:])
+
+
+class PaddedAttention(tnn.Module):
+    """Over the samples' tokens, padded to the longest of the batch and masked: bits do not show the length."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(DIM, 2, batch_first=True)
+
+    def forward(self, rows, batch, longest):
+        wide, valid = nn.pad(rows, batch.offsets, longest)
+        with nn.padded():
+            out, _ = self.attention(wide, wide, wide, key_padding_mask=~valid, need_weights=False)
+        return nn.unpad(out, batch.offsets, len(rows))
+
+
+class OfTokens(Model):
+    """A loss from `tokens` (L, d) of the samples."""
+
+    longest = 9
+
+    def tokens(self, batch, rows):
+        return rows
+
+    def forward(self, batch, rows, seed):
+        rows, count = rows["item"], batch.num_tokens
+        x = self.mix(self.tokens(batch, rows[:count]))
+        return nn.sum_by_sample(1 - torch.tanh((x * rows[count : 2 * count]).sum(1)), batch.offsets)
+
+
+def of_tokens(**methods):
+    return type("OfTokens", (OfTokens,), methods)
+
+
+def to_the_longest(self, batch, rows):
+    return self.attention(rows, batch, int(batch.offsets.diff().max()))
+
+
+def own_softmax(self, batch, x):
+    return x * torch.softmax(x.detach(), 1)
+
+
+def by_length(self, batch, x):
+    return torch.where((batch.offsets.diff() > 3)[:, None], x, 0.5 * x)
+
+
+def once(self, batch, x):
+    """A buffer with the step's number: the same in every micro-batch."""
+    self.step.fill_(batch.step)
+    return x * (1 + self.step % 2)
+
+
+def padded_drop(self, x):
+    with nn.padded():
+        return self.drop(x)
+
+
+HARMLESS = {
+    "layer norm": part("norm", lambda: nn.LayerNorm(DIM)),
+    "rms norm": part("norm", lambda: nn.RMSNorm(DIM)),
+    "softmax of a sample": model(body=own_softmax),
+    "lengths": model(body=by_length),
+    "dropout": part("drop", lambda: nn.Dropout(0.4)),
+    "torch's dropout in eval": part("drop", lambda: tnn.Dropout(0.4).eval()),
+    "torch's dropout of nothing": part("drop", lambda: tnn.Dropout(0.0)),
+    "batch norm in eval": part("bn", lambda: tnn.BatchNorm1d(DIM, affine=False).eval()),
+    "attention": of_tokens(
+        make=lambda self: setattr(self, "attention", PaddedAttention()),
+        tokens=lambda self, batch, rows: self.attention(rows, batch, self.longest),
+    ),
+    "checkpointed": part(
+        "drop", lambda: nn.Dropout(0.3),
+        body=lambda self, batch, x: checkpoint(self.padded, x, use_reentrant=False),
+        padded=padded_drop,
+    ),
+    "a frozen layer": part(
+        "frozen", lambda: nn.Linear(DIM, DIM).requires_grad_(False)
+    ),
+    "a copied edit": model(body=lambda self, batch, x: x * batch.timestamps.clone().mul_(0).add_(1)[:1]),
+    "a buffer of the step": model(
+        make=lambda self: self.register_buffer("step", torch.zeros((), dtype=torch.int64)), body=once
+    ),
+    "a forward hook": part("norm", lambda: _hooked(nn.LayerNorm(DIM))),
+    "no parameters": NoParameters,
+    "a table's model": Ranker,
+}  # fmt: skip
+
+
+def _hooked(module):
+    module.register_forward_hook(lambda module, args, output: output * 2)
+    return module
+
+
+@pytest.mark.parametrize("what", HARMLESS)
+def test_other_models_train_and_no_bit_moves(what):
+    ends = []
+    for trusted in (False, True):
+        made = parts(HARMLESS[what])
+        generators = torch.manual_seed(6), random.seed(6), np.random.seed(6)
+        config = WindowConfig(3, seed=4)
+        with Trainer(*made, Communicators.local(), "sequential", config, trust_model=trusted) as training:
+            losses = [result.losses for result in training.run(batches(3))]
+            checks = training.guard.checks
+        assert (checks > 0) != trusted and generators
+        drawn = [torch.rand(2), torch.tensor([random.random()]), torch.from_numpy(np.random.rand(2))]
+        buffers = [each.clone() for each in made[0].buffers()]
+        ends.append([*state(made), *losses, *drawn, *buffers])
+    assert same(*ends)
