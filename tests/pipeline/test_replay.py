@@ -106,7 +106,7 @@ def test_a_model_that_draws_random_numbers_draws_them_again():
     made = parts.parts()
     forward = made[0].hidden
     made[0].hidden = lambda batch, rows: forward(batch, rows) * torch.rand((), dtype=torch.float32)
-    with parts.trainer(made, "sequential") as trainer, Replay(1.0) as replay:
+    with parts.trainer(made, "sequential", trust_model=True) as trainer, Replay(1.0) as replay:
         replay.attach(trainer)
         list(trainer.run(parts.batches(2)))
     assert replay.counts["replayed_micro_batches"] and not replay.counts["replay_bytes"]
@@ -122,7 +122,7 @@ def test_buffers_of_the_model_are_those_of_its_own_calls():
         return forward(batch, rows)
 
     made[0].hidden = counted
-    with parts.trainer(made, "sequential") as trainer, Replay(1.0) as replay:
+    with parts.trainer(made, "sequential", trust_model=True) as trainer, Replay(1.0) as replay:
         replay.attach(trainer)
         list(trainer.run(parts.batches(2)))
     assert int(made[0].calls) == 6

@@ -396,7 +396,9 @@ class HashTableCollection:
                 group.table.erase(columns["keys"].to(group.table.device))
 
     def set_seed(self, seed: int) -> None:
-        """Initial values of rows to come are those of `seed`."""
+        """Initial values of rows to come are those of `seed`; RuntimeError while windows are in flight."""
+        for group in self.groups:
+            group.table.in_flight.check("set_seed")
         self.seed = seed
         for group in self.groups:
             group.table.seed = seed

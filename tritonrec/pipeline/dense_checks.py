@@ -16,6 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
 T = TypeVar("T")
+PARAMETER_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
+"""torch does not list them in public."""
 LONG = 32_768
 """Values from which on torch cuts a tensor between threads."""
 PROBE_ELEMENTS = 3 * LONG
@@ -81,6 +83,18 @@ def validate_optimizers(model: torch.nn.Module, optimizers: Sequence[Optimizer])
             "model.parameters(), after whatever replaces parameters"
         )
     return found
+
+
+def validate_hooks(model: torch.nn.Module) -> None:
+    """Raise ValueError for a hook on a parameter's gradient, where autograd does not see that."""
+    for name, parameter in model.named_parameters():
+        if any(getattr(parameter, hooks, None) for hooks in PARAMETER_HOOKS):
+            raise ValueError(
+                f"parameter {name} has a hook on its gradient, which consistency='batch' adds up without "
+                "autograd, so that it would not be called: change gradients in a hook of the optimizer "
+                "(optimizer.register_step_pre_hook), which finds them in parameter.grad, or limit them by "
+                "WindowConfig(max_grad_norm=..., max_grad_value=...)"
+            )
 
 
 def _validate_optimizer(optimizer: object) -> None:

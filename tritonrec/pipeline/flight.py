@@ -21,11 +21,13 @@ from ..embedding.in_flight import InFlight, as_lane, in_flight_message, is_lane
 from ..kernels.dispatch import computes_eagerly, is_compiling
 from ..nn import GradientAccumulator, next_item_step
 from ..nn.context import only_refuses, reads_indexed_rows
+from .caller_state import refusal, structure_of
 from .compiled import Compilation
 from .dense import DenseModel
+from .dense_checks import validate_hooks
 from .graphs import MicroBatchGraphs
 from .guard import Guard
-from .model_call import CallerSettings, train_micro_batch
+from .model_call import CallerSettings, train_micro_batch, versions
 from .window import Window
 
 _models: WeakKeyDictionary[torch.nn.Module, InFlight] = WeakKeyDictionary()
@@ -66,6 +68,9 @@ class Flight:
         self._modules: list[tuple[str, torch.nn.Module]] = []
         self._modes: list[bool] = []
         self._trained: list[bool] = []
+        self._structure: object = None  # where the caller's code runs meanwhile
+        self._buffers: list[tuple[str, torch.Tensor]] = []
+        self._written: list[int] = []  # how often each was, by the model's calls too
         self._caller: int  # the thread of the trainer's caller
         self.reader = 0  # the thread that reads the caller's batches
         self.under_way = False
@@ -87,7 +92,7 @@ class Flight:
         """Take over model, tables and optimizer, unless they are taken over already."""
         if self.under_way:
             return
-        self.dense.validate()
+        self._validate()
         with ExitStack() as inside:
             for guard in [_models.setdefault(self.model, InFlight("the model")), *self._tables]:
                 guard.begin(self._steps)
@@ -100,6 +105,8 @@ class Flight:
             self._modes = self._training()
             self._trained = self._requires_grad()
             self.guard.begin()
+            self._buffers = list(self.model.named_buffers()) if self._shared else []
+            self._written = versions(each for _, each in self._buffers)
             if self._shared:
                 self._caller = threading.get_ident()
                 for _name, module in self._modules:
@@ -109,8 +116,22 @@ class Flight:
                         module.register_load_state_dict_pre_hook(self._refuse_loading),
                     ):
                         inside.callback(handle.remove)
+                self._structure = structure_of(self.model)
             self._inside = inside.pop_all()
         self.under_way = True
+
+    def check_end(self) -> None:
+        """Raise RuntimeError where parameters or buffers were changed after their last use in a flight."""
+        if self._shared:
+            self.dense.check_unchanged(at_once=True)
+            self._check_buffers()
+
+    def _check_buffers(self) -> None:
+        for (name, _), before, now in zip(
+            self._buffers, self._written, versions(each for _, each in self._buffers), strict=True
+        ):
+            if before != now:
+                raise refusal(f"buffer {name} was changed", self._steps())
 
     def end(self) -> None:
         """Give model, tables and optimizer back as they were, but for what was trained."""
@@ -151,14 +172,17 @@ class Flight:
     @contextmanager
     def _model_call(self, scale_exponent: int) -> Iterator[None]:
         self.check_modes()
+        self._check_buffers()
         self.accumulator.scale_exponent = scale_exponent
         self.dense.gather()
         try:
             yield
         except RuntimeError:  # autograd's, say, where a parameter changed between forward and backward
             self.dense.check_unchanged(at_once=True)
+            self._check_buffers()
             raise
         self.check_modes()
+        self._written = versions(each for _, each in self._buffers)
 
     @property
     def reads_indexed_rows(self) -> bool:
@@ -242,10 +266,18 @@ class Flight:
         """Raise RuntimeError where the caller has changed which parameters are trained, or how, in flight."""
         if self.under_way:
             self.check_modes()
+            self.dense.check_settings()
+            if self._structure is not None and structure_of(self.model) != self._structure:
+                raise refusal("a module, a buffer or a hook of the model was replaced", self._steps())
             if self.dense.shards is None:  # whose parameters the lanes put in and out of the model
-                self.dense.validate()
+                self._validate()
             if self._requires_grad() != self._trained:
                 raise RuntimeError(in_flight_message("requires_grad_() of a parameter", self._steps()))
+
+    def _validate(self) -> None:
+        self.dense.validate()
+        if self._bits is not None:
+            validate_hooks(self.model)
 
     def check_modes(self) -> None:
         """Raise RuntimeError naming a module switched by train() or eval() since the flight began."""

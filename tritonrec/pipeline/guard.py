@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -23,6 +23,7 @@ from ..data import Batch
 from ..embedding import HashTableCollection
 from ..kernels import launch
 from ..kernels.compilation import is_first_rank
+from ..kernels.deferred import Deferred
 from ..kernels.philox import Seed
 from ..nn import GradientAccumulator
 from ..nn.context import hooks_of
@@ -180,8 +181,10 @@ class Guard:
             rows.append(known)
         calls = _Calls(self._model, self._tables, self._config, rows, seed, window.settings, scale_exponent)
         self.checks += 1
+        deferred = Deferred()  # which drops no error
         try:
-            self._constant |= calls.compare(together, generator)
+            with deferred.active():
+                self._constant |= calls.compare(together, generator, deferred.check)
         except ArithmeticError:  # a gradient without an exact sum, which training reports by itself
             return
         self._sizes.add(_size(batch))
@@ -240,8 +243,8 @@ class _Calls:
     settings: CallerSettings
     scale_exponent: int
 
-    def compare(self, batch: Batch, generator: torch.Generator) -> set[str]:
-        """Names of the buffers that calls write, and each the same values.
+    def compare(self, batch: Batch, generator: torch.Generator, check: Callable[[], None]) -> set[str]:
+        """Names of the buffers that calls write, and each the same values. `check` raises errors put off.
 
         Raises `NotBatchInvariantError`, ArithmeticError for a gradient without an exact sum, and what the
         model raises for the whole batch.
@@ -271,6 +274,7 @@ class _Calls:
                 self._refuse(
                     f"which raises {type(error).__name__} for some samples of a batch ({error})", batch
                 )
+            check()
             self._judge(batch, order, whole, cut)
             for name in buffers:
                 after, *others = (each[name] for each in [*whole.buffers, *cut.buffers])

@@ -9,6 +9,7 @@ import torch
 
 from ..data import Batch
 from ..embedding import HashTableCollection
+from .caller_state import Noted, first_change, globals_of_torch, refusal, row_rates
 from .dense import DenseModel
 from .flight import Flight
 from .graphs import MicroBatchGraphs
@@ -44,7 +45,9 @@ class PendingWindows:
         self.flight = Flight(tables, dense, bits, shared, self._described, graphs, guard)
         self.abandoned: list[WindowPlaces] = []  # a device may still work on what they hold
         self.batches = 0  # begun in this run
-        self._config, self._device = config, device
+        self._config, self._device, self._tables, self._shared = config, device, tables, shared
+        self._globals: Noted = {}
+        self._rates: dict[int, Noted] = {}  # by update in flight
         self._windows: deque[WindowPlaces] = deque()
         self._number = 0
         self._read = -1  # the last update whose batches were read
@@ -59,6 +62,21 @@ class PendingWindows:
     @property
     def newest(self) -> WindowPlaces | None:
         return self._windows[-1] if self._windows else None
+
+    def check_caller(self) -> None:
+        """Raise RuntimeError where the caller has changed in flight what lanes may have used, or will."""
+        self.flight.check_caller()
+        if not (self._shared and self._windows):
+            return
+        now = CallerSettings.of_this_thread(self._device, self._config.precision)
+        change = first_change(self._globals, globals_of_torch())
+        if now != self._windows[-1].window.settings:
+            change = "autocast or the default device was changed"
+        for places in self._windows if change is None else ():
+            update = places.window.update
+            change = change or first_change(self._rates[update], row_rates(self._tables, update + 1))
+        if change is not None:
+            raise refusal(change, self._described())
 
     def steps(self) -> list[int]:
         """Of the batches in flight, oldest first."""
@@ -95,6 +113,9 @@ class PendingWindows:
         """The window is in flight."""
         places = WindowPlaces(window, self.newest, self._config.skips)
         self.flight.begin()
+        if self._shared:
+            self._globals = globals_of_torch()
+            self._rates[window.update] = row_rates(self._tables, window.update + 1)
         self._windows.append(places)
         self._read = window.update
         self._number += 1
@@ -105,18 +126,31 @@ class PendingWindows:
         """The oldest window is done."""
         places = self._windows.popleft()
         self.flight.updated(places.window.update)
+        self._rates.pop(places.window.update, None)
         if not self._windows:
-            self.flight.end()
+            try:
+                self.flight.check_end()
+            finally:
+                self.flight.end()
+
+    def forget(self) -> None:
+        """Which windows were read: the state is another one."""
+        self._read = -1
 
     def abandon(self) -> None:
         """None of them will be done."""
         self._windows.clear()
+        self._rates.clear()
         self.flight.end()
 
     def abandon_under_way(self) -> None:
         """`abandon`, where a device may still work for them."""
         self.abandoned += self._windows
         self.abandon()
+
+    def described(self) -> str:
+        """Which steps are in flight, as a sentence begins: "steps 4 to 6 were"."""
+        return self._described().replace(" is", " was").replace(" are", " were")
 
     def _described(self) -> str:
         steps = self.steps()

@@ -63,8 +63,9 @@ class BatchReader:
             self._call = self._executor.call(LANE, lambda: context.run(work))
         try:
             batches = self._executor.result(self._call)
-        except Exception:
-            self._call = None
+        except BaseException:
+            if self._call.failed:  # else it is an interrupt of this thread, and the call goes on
+                self._call = None
             raise
         self._call = None
         return batches

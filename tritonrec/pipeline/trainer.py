@@ -22,7 +22,7 @@ from ..kernels.dispatch import default_impl, usable_device
 from ..trace import NullRecorder, SupportsRecording
 from .agreement import validate_same_training
 from .dense import DenseModel
-from .dense_checks import validate_invariant
+from .dense_checks import validate_hooks, validate_invariant
 from .evaluation import rank_held_out
 from .executor import Delay, Executor, StageFailedError
 from .flight import lane_work, on_the_callers_thread, validate_model_place, validate_places
@@ -116,6 +116,7 @@ class Trainer:
             self.dense.shards.validate(communicators.rank, communicators.world_size, mode)
         validate_model_place(model, device)
         if self.config.consistency == "batch":
+            validate_hooks(model)
             for each in self.dense.optimizers:
                 validate_invariant(each)
         self._device = usable_device(device)
@@ -130,6 +131,7 @@ class Trainer:
         self._finished = 0  # the last step whose results are there
         self.next_step = 0
         self._stopping = False
+        self._broken = ""  # why the state is that of no step
         self._results: deque[StepResult] = deque()  # of the batches of an update that is done
         self.counts = LookupCounts()
         self._program: Program | None = None
@@ -233,7 +235,8 @@ class Trainer:
     def progress(self, iterator: Iterator[Batch]) -> StepResult:
         """Fill the pipeline from `iterator` and finish its oldest batch; StopIteration when none is left."""
         if not self._results:
-            self._pending.flight.check_caller()
+            self._check_whole()
+            self._pending.check_caller()
             if self._executor is None:
                 self._plain(iterator)
             else:
@@ -326,6 +329,7 @@ class Trainer:
         loader: SupportsState | None = None,
     ) -> TrainingSaver:
         """A context manager whose ``save(step)`` writes everything beside the training (`TrainingSaver`)."""
+        self._check_whole()
         groups, meta = self._communicators, meta or {}
         return TrainingSaver(
             groups, directory, self.tables, self.dense, meta, full_every, loader, self.config.precision
@@ -367,6 +371,8 @@ class Trainer:
         is damaged or of another model, optimizer or table.
         """
         self.next_step = restore(self._communicators, directory, self.tables, self.dense, accept, loader)
+        self._broken = ""
+        self._pending.forget()
         return self.next_step
 
     def whole_tables(self) -> HashTableCollection:
@@ -394,7 +400,17 @@ class Trainer:
         """
         if self._executor is not None:
             self._executor.close()
+        if self._pending:
+            self._broken = f"{self._pending.described()} abandoned in flight"
         self._pending.abandon_under_way()
+
+    def _check_whole(self) -> None:
+        """Raise RuntimeError where an update may be half done."""
+        if self._broken:
+            raise RuntimeError(
+                f"{self._broken}, and model and tables may have a part of the update: load a checkpoint, or "
+                "make them anew with a new trainer"
+            )
 
     def __enter__(self) -> Trainer:
         return self
@@ -424,6 +440,8 @@ class Trainer:
             self._pending.abandon()
             if isinstance(error, NotBatchInvariantError):
                 self._communicators.watch.fail(error)  # by name for the other ranks
+            if not isinstance(error, Exception):  # it came from outside, at any point of the step
+                self._broken = f"step {window.step} was interrupted"
             raise
         self._pending.end()
         self._finish(places)
