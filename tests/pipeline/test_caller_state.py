@@ -266,7 +266,7 @@ def test_after_an_interrupt_inside_of_a_step_nothing_is_trained_or_saved(mode, t
             list(training.run(batches(2)[1:]))
         group.table.update = update
         for use in (lambda: list(training.run(batches(3)[2:])), lambda: training.save(tmp_path)):
-            with pytest.raises(RuntimeError, match="step 1 was interrupted, .* load a checkpoint"):
+            with pytest.raises(RuntimeError, match=r"step 1 was interrupted, .* load a checkpoint"):
                 use()
         assert training.load(tmp_path) == 1
         assert len(list(training.run(batches(3)[1:]))) == 2

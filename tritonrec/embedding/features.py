@@ -67,9 +67,9 @@ class FeatureConfig:
             raise ValueError("a feature needs a name")
         if self.dim < 1:
             raise ValueError(f"feature {self.name!r}: dim must be at least 1, got {self.dim}")
-        if not 0 < self.learning_rate_scale < math.inf:
+        if not 0 <= self.learning_rate_scale < math.inf:
             raise ValueError(
-                f"feature {self.name!r}: learning_rate_scale must be positive and finite, got "
+                f"feature {self.name!r}: learning_rate_scale must be finite and >= 0, got "
                 f"{self.learning_rate_scale}"
             )
         if self.pooling not in ("none", "sum", "mean"):
@@ -395,6 +395,32 @@ class HashTableCollection:
             for columns in group.table.state().values():
                 group.table.erase(columns["keys"].to(group.table.device))
 
+    def requires_grad_(self, requires_grad: bool = True, *tables: str) -> HashTableCollection:
+        """Freeze rows, or train them again: of `tables`, by default of all. On all ranks alike.
+
+        Rows of frozen tables appear and are evicted as ever, and no update changes them.
+
+        Raises ValueError for a table that is merged with one that is not named, and for lazy weight decay,
+        which would make up for the updates left out; RuntimeError while windows are in flight.
+        """
+        numbers = {self._location[self._named(table)][0] for table in tables or self.table_names}
+        for group in (self.groups[number] for number in numbers):
+            others = sorted(set(group.layout.names) - set(tables or self.table_names))
+            if others:
+                raise ValueError(
+                    f"table {', '.join(tables)} is merged with {', '.join(others)}: name these too, or keep "
+                    "the tables apart with FeatureConfig(merge=False)"
+                )
+            if group.optimizer.lazy_weight_decay:
+                raise ValueError(
+                    f"{group.layout} has lazy weight decay, which makes up for updates that a row missed: "
+                    "a frozen row would decay later; take weight_decay without lazy_weight_decay"
+                )
+            group.table.in_flight.check("requires_grad_")
+        for number in numbers:
+            self.groups[number].table.requires_grad = requires_grad
+        return self
+
     def set_seed(self, seed: int) -> None:
         """Initial values of rows to come are those of `seed`; RuntimeError while windows are in flight."""
         for group in self.groups:
@@ -405,12 +431,18 @@ class HashTableCollection:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: the arguments and `state`. Counters and logged changes start anew."""
-        return {"arguments": {**self._arguments, "seed": self.seed}, "state": self.state()}
+        frozen = [
+            name for group in self.groups if not group.table.requires_grad for name in group.layout.names
+        ]
+        arguments = {**self._arguments, "seed": self.seed}
+        return {"arguments": arguments, "state": self.state(), "frozen": frozen}
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
         arguments = dict(saved["arguments"])
         self.__init__(arguments.pop("features"), arguments.pop("optimizer"), **arguments)  # type: ignore[misc]
         self.load_state(saved["state"])
+        if saved.get("frozen"):
+            self.requires_grad_(False, *saved["frozen"])
 
     def initial_rows(self, table: str, ids: torch.Tensor) -> torch.Tensor:
         """Initial rows (n, row_width) float32 of `ids` (n,) of a logical table."""
@@ -418,10 +450,13 @@ class HashTableCollection:
         return group.table.initial_rows(group.layout.pack(member, ids, table))
 
     def _group(self, table: str) -> tuple[TableGroup, int]:
+        number, member = self._location[self._named(table)]
+        return self.groups[number], member
+
+    def _named(self, table: str) -> str:
         if table not in self._location:
             raise ValueError(f"there is no table {table!r}; the tables are {', '.join(self.table_names)}")
-        number, member = self._location[table]
-        return self.groups[number], member
+        return table
 
 
 def pool(rows: torch.Tensor | ops.IndexedRows, offsets: torch.Tensor, how: Pooling) -> torch.Tensor:

@@ -28,7 +28,6 @@ STEADY = {
     "rho",
     "dampening",
     "nesterov",
-    "maximize",
 }
 """Settings of groups that no optimizer changes itself."""
 

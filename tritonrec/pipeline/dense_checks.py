@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
+from ..embedding import RowsParameter
+
 T = TypeVar("T")
 PARAMETER_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
 """torch does not list them in public."""
@@ -66,6 +68,11 @@ def validate_optimizers(model: torch.nn.Module, optimizers: Sequence[Optimizer])
             held |= {id(parameter): (parameter, group) for parameter in group["params"]}
     found = {}
     for name, parameter in model.named_parameters():
+        if isinstance(parameter, RowsParameter):
+            raise ValueError(
+                f"the model has rows of its own ({name}), which a trainer would not update: give their "
+                "features to the trainer's HashTableCollection, and let the model read them from `rows`"
+            )
         if id(parameter) in twice:
             raise ValueError(f"parameter {name} is given to two optimizers: share the parameters out")
         if id(parameter) in held:

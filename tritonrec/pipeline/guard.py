@@ -1,4 +1,4 @@
-"""Consistency "batch" needs a model whose samples do not see each other: `Guard` compares, and refuses others.
+"""Consistency "batch" needs a model whose samples do not see each other; `Guard` refuses others.
 
 Some micro-batches are computed twice beside their training: whole, and in another order as a sample alone,
 two samples, and the rest. Losses, exact gradients of rows by key and exact dense sums must have the same
@@ -356,7 +356,8 @@ class _Calls:
     def _without_traces(self, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
         """Inside, the model is called beside its training. Yields the buffers as they are before."""
         buffers = {name: each.clone() for name, each in self.model.named_buffers()}
-        host, numpys = random.getstate(), np.random.get_state()
+        host = random.getstate()
+        numpys: Any = np.random.get_state()
         devices = [] if device.type == "cpu" else [device]
         try:
             with ExitStack() as stack:
@@ -394,8 +395,13 @@ def _generators(device: torch.device) -> dict[str, Any]:
     if device.type != "cpu":
         found[f"torch's generator of {device}"] = torch.get_device_module(device).get_rng_state(device)
     found["Python's global generator"] = random.getstate()
-    found["numpy's global generator"] = np.random.get_state()[1:3]
+    found["numpy's global generator"] = _numpys_state()
     return found
+
+
+def _numpys_state() -> Any:
+    state: Any = np.random.get_state()
+    return state[1:3]
 
 
 def _same_state(one: Any, other: Any) -> bool:

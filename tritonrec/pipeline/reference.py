@@ -131,7 +131,10 @@ class ReferenceTrainer:
                 every = torch.cat(losses).unsqueeze(1)
                 one = torch.zeros(len(every), dtype=torch.int64, device=self.device)
                 ops.segment_sum(every, one, 1, consistency="batch", fraction_bits=LOSS_BITS)
-            admitted = [mean[chosen] for mean, chosen in zip(means, rows, strict=True)]
+            trained = [group.table.requires_grad for group, *_ in shards]
+            admitted = [
+                mean[chosen] for mean, chosen, wanted in zip(means, rows, trained, strict=True) if wanted
+            ]
             norm = norm_of(squares([*admitted, dense], self.device) + dropped(self.device))
             scale, self.grad_norm = scale_of(norm, self.config), float(norm)
             means, dense = [mean * scale for mean in means], dense * scale
@@ -140,7 +143,7 @@ class ReferenceTrainer:
         for (group, _keys, found, values, _sums, _places), mean, chosen in zip(
             shards, means, rows, strict=True
         ):
-            if not skipped:
+            if not skipped and group.table.requires_grad:
                 group.optimizer.update(values, chosen, mean[chosen], update + 1)
             if found.low_precision is not None and not skipped:
                 group.table.round_low_precision(values, found.low_precision)
