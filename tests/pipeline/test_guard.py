@@ -13,7 +13,8 @@ from trainer_parts import DIM, NoParameters, Ranker, batches, parts, same, state
 
 from tritonrec import nn, ops
 from tritonrec.distributed import Communicators
-from tritonrec.pipeline import NotBatchInvariantError, StageFailedError, Trainer, WindowConfig
+from tritonrec.harness.verify.thread_ranks import run_ranks
+from tritonrec.pipeline import NotBatchInvariantError, StageFailedError, Trainer, WindowConfig, guard
 
 tnn = torch.nn
 
@@ -349,3 +350,147 @@ def test_other_models_train_and_no_bit_moves(what):
         buffers = [each.clone() for each in made[0].buffers()]
         ends.append([*state(made), *losses, *drawn, *buffers])
     assert same(*ends)
+
+
+class LateMixer(Model):
+    """Its samples see each other where there are more than eight, or once `late` is set."""
+
+    late = False
+
+    def body(self, batch, x):
+        return x - x.mean(0) if self.late or len(x) > 8 else x
+
+
+def test_a_new_size_is_compared():
+    with trainer(parts(LateMixer), "sequential", micro_batches=1) as training:
+        list(training.run(batches(2, 7)))
+        with pytest.raises(NotBatchInvariantError, match="values of other samples"):
+            list(training.run(batches(3, 9)[2:]))
+
+
+def switched(model):
+    model.eval()
+    model.late = True
+
+
+def with_a_buffer(model):
+    model.register_buffer("more", torch.zeros(1))
+    model.late = True
+
+
+def with_a_hook(model):
+    model.mix.register_forward_hook(lambda module, args, output: output - output.mean(0))
+
+
+def frozen(model):
+    model.mix.bias.requires_grad_(False)
+    model.late = True
+
+
+def with_another_module(model):
+    model.mix = tnn.Sequential(model.mix, Centre())
+
+
+@pytest.mark.parametrize("change", [switched, with_a_buffer, with_a_hook, frozen, with_another_module])
+@pytest.mark.parametrize("mode", ["reference", "nestpipe"])
+def test_a_changed_model_is_compared_again(mode, change):
+    made = parts(LateMixer)
+    with trainer(made, mode) as training:
+        list(training.run(batches(2)))
+        change(made[0])
+        with pytest.raises(NotBatchInvariantError):
+            list(training.run(batches(3)[2:]))
+
+
+def test_a_buffer_that_the_caller_moved_is_compared_again():
+    def body(self, batch, x):
+        return x - self.share * x.mean(0)
+
+    made = parts(model(make=lambda self: self.register_buffer("share", torch.zeros(())), body=body))
+    with trainer(made) as training:
+        list(training.run(batches(1)))
+        made[0].share.fill_(0.5)
+        with pytest.raises(NotBatchInvariantError, match="values of other samples"):
+            list(training.run(batches(2)[1:]))
+
+
+def test_some_micro_batches_are_drawn_and_compared(monkeypatch):
+    monkeypatch.setattr(guard, "EVERY", 3)
+    made = parts(LateMixer)
+    with trainer(made, "sequential", micro_batches=1) as training:
+        seen = []
+        for _ in training.run(batches(12, 5)):
+            seen.append(training.guard.checks)
+        made[0].late = True
+        with pytest.raises(NotBatchInvariantError, match="values of other samples"):
+            list(training.run(batches(60, 5)[12:]))
+    assert seen[0] == 1 and 2 <= seen[-1] < 12
+
+
+def test_early_windows_are_compared_too():
+    with trainer(parts(LateMixer), "sequential", micro_batches=1) as training:
+        seen = [training.guard.checks for _ in training.run(batches(10, 5))]
+    assert seen == [1] * 8 + [2] * 2
+
+
+def test_micro_batches_of_one_sample_are_compared_in_company():
+    with (
+        pytest.raises(NotBatchInvariantError),
+        trainer(parts(model(loss=in_batch_softmax)), micro_batches=7) as one,
+    ):
+        list(one.run(batches(1)))
+
+
+@pytest.mark.parametrize("mode", ["reference", "nestpipe"])
+def test_a_trusted_model_trains_and_it_is_said(mode, capsys):
+    guard._say_trusted.cache_clear()
+    with trainer(parts(model(loss=in_batch_softmax)), mode, trust_model=True) as training:
+        assert len(list(training.run(batches(2)))) == 2
+        assert training.recorder.metadata["trust_model"] is True
+    assert capsys.readouterr().err.count("trust_model") == 1
+
+
+def test_at_window_consistency_samples_may_see_each_other():
+    with trainer(parts(model(loss=in_batch_softmax)), consistency="window") as training:
+        assert len(list(training.run(batches(2)))) == 2
+
+
+def test_an_error_of_the_model_is_its_own():
+    def body(self, batch, x):
+        raise KeyError("nowhere")
+
+    with pytest.raises(KeyError, match="nowhere"), trainer(parts(model(body=body)), "reference") as training:
+        list(training.run(batches(1)))
+
+
+def test_a_gradient_without_an_exact_sum_is_no_verdict():
+    def loss(self, x, y):
+        return (x * y).sum(1) * 1e30
+
+    with pytest.raises(ArithmeticError), trainer(parts(model(loss=loss)), "reference") as training:
+        list(training.run(batches(1)))
+
+
+def test_a_compiled_model_is_compared_without_compilation():
+    made = parts(Ranker)
+    made[0].mix.compile(backend="eager")
+    with trainer(made, "sequential") as training:
+        list(training.run(batches(2)))
+        assert training.guard.checks
+
+
+def test_a_refusal_on_one_rank_names_it_on_all():
+    class OnRankOne(Model):
+        rank = 0
+
+        def body(self, batch, x):
+            return x - x.mean(0) if self.rank else x
+
+    def on_rank(communicators):
+        made = parts(OnRankOne)
+        made[0].rank = communicators.rank
+        with trainer(made, communicators=communicators, micro_batches=1) as training:
+            list(training.run(batches(2, 7, communicators.rank, 2)))
+
+    with pytest.raises(NotBatchInvariantError, match="values of other samples"):
+        run_ranks(2, on_rank)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import get_default_dtype
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -58,7 +59,7 @@ def steady(noted: Noted) -> Noted:
 def globals_of_torch() -> Noted:
     """Settings of torch that a model's result depends on, and that lanes share with the caller."""
     return {
-        "torch's default dtype": torch.get_default_dtype(),
+        "torch's default dtype": get_default_dtype(),
         "torch's float32 matmul precision": torch.get_float32_matmul_precision(),
         "torch's deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
     }

@@ -1,8 +1,8 @@
 """Consistency "batch" needs a model whose samples do not see each other; `Guard` refuses others.
 
 Some micro-batches are computed twice beside their training: whole, and in another order as a sample alone,
-two samples, and the rest. Losses, exact gradients of rows by key and exact dense sums must have the same
-bits. Nothing of it stays: gradients, buffers and generators are as before.
+two samples where there are many, and the rest. Losses, exact gradients of rows by key and exact dense sums
+must have the same bits. Nothing of it stays: gradients, buffers and generators are as before.
 """
 
 from __future__ import annotations
@@ -167,7 +167,11 @@ class Guard:
             return
         generator = torch.Generator().manual_seed(window.update)
         if together.num_samples > most:
-            chosen = torch.randperm(together.num_samples, generator=generator)[:most].sort().values
+            chosen = (
+                torch.randperm(together.num_samples, generator=generator, dtype=torch.int64)[:most]
+                .sort()
+                .values
+            )
             together = together.select(chosen)
         rows = []
         own = zip(self._tables.groups, self._tables.keys(batch.lookups()), embeddings, inverses, strict=True)
@@ -204,7 +208,9 @@ class KnownRows:
         """From keys (n,) with repeats, whose last values (n, dim) count."""
         distinct, inverse = torch.unique(keys, return_inverse=True)
         last = torch.zeros(len(distinct), dtype=torch.int64, device=keys.device)
-        last.scatter_reduce_(0, inverse, torch.arange(len(keys), device=keys.device), "amax")
+        last.scatter_reduce_(
+            0, inverse, torch.arange(len(keys), dtype=torch.int64, device=keys.device), "amax"
+        )
         return cls(distinct, values[last])
 
     def places(self, keys: torch.Tensor) -> torch.Tensor:
@@ -250,11 +256,14 @@ class _Calls:
         model raises for the whole batch.
         """
         count = batch.num_samples
-        order = torch.randperm(count, generator=generator)
-        sizes = [1, min(2, count - 1), max(count - 3, 0)]
-        parts = [part for part in order.split(sizes) if len(part)]
+        order = torch.randperm(count, generator=generator, dtype=torch.int64)
+        sizes = [1, count - 1] if count <= FEW_SAMPLES else [1, 2, count - 3]
+        parts = order.split(sizes)
         with self._without_traces(batch.sample_ids.device) as buffers:
-            before, original = _generators(batch.sample_ids.device), batch.select(torch.arange(count))
+            before, original = (
+                _generators(batch.sample_ids.device),
+                batch.select(torch.arange(count, dtype=torch.int64)),
+            )
             moves = {name: versions([each]) for name, each in self.model.named_buffers()}
             whole = self._outcome([batch])
             for name, now in _generators(batch.sample_ids.device).items():
@@ -385,8 +394,8 @@ def _say_trusted() -> None:
 
 
 def _size(batch: Batch) -> tuple[int, int]:
-    """The size class of a batch, by the powers of two of its samples and tokens."""
-    return batch.num_samples.bit_length(), getattr(batch, "num_tokens", 0).bit_length()
+    """The size class of a batch, by powers of two of its samples and powers of four of its tokens."""
+    return batch.num_samples.bit_length(), getattr(batch, "num_tokens", 0).bit_length() // 2
 
 
 def _generators(device: torch.device) -> dict[str, Any]:
