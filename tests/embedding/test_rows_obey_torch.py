@@ -247,3 +247,13 @@ def test_optimizers_of_torch_pass_the_parameter_over(options):
             each.grad = torch.ones_like(each) if each.numel() else torch.empty(0)
         optimizer.step()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+
+
+def test_tables_that_do_not_fit_are_not_averaged():
+    own, other = (HashTableCollection([FeatureConfig("a", dim)]) for dim in (3, 4))
+    with pytest.raises(ValueError, match="table 'a' has rows of 3 weights, the other 4"):
+        own.lerp_(other, 0.5)
+    with pytest.raises(ValueError, match=r"weight must lie in \[0, 1\], got 2"):
+        own.lerp_(own, 2)
+    with pytest.raises(ValueError, match="there is no table 'b'"):
+        own.lerp_(HashTableCollection([FeatureConfig("b", 3)]), 0.5)

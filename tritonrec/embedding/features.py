@@ -379,6 +379,34 @@ class HashTableCollection:
         rows[:, :dim] = weights.to(rows.device)
         self.load(table, ids, rows)
 
+    def lerp_(self, other: HashTableCollection, weight: float) -> None:
+        """Move the weights of these rows to those of the other tables, by `weight` in [0, 1] of the way.
+
+        For averages of rows: ``averaged = copy.deepcopy(tables)``, and after each step, or now and then,
+        ``averaged.lerp_(tables, 1 - decay)``. A row that is not here becomes the other's. It takes the time
+        of a copy of the tables; each rank averages its own rows.
+
+        Raises ValueError for a table that is not here or has rows of another width, RuntimeError while
+        windows are in flight.
+        """
+        if not 0 <= weight <= 1:
+            raise ValueError(f"the weight must lie in [0, 1], got {weight}")
+        weights = other.weights()
+        for table, (_ids, theirs) in weights.items():
+            if theirs.shape[1] != self.dim_of(table):
+                raise ValueError(
+                    f"table {table!r} has rows of {self.dim_of(table)} weights, the other {theirs.shape[1]}"
+                )
+        for table, (ids, theirs) in weights.items():
+            group, member = self._group(table)
+            keys = group.layout.pack(member, ids.to(group.table.device), table)
+            theirs = theirs.to(group.table.device)
+            known = (group.table.find(keys) >= 0).unsqueeze(1)
+            own = torch.lerp(
+                group.table.gather(group.table.find(keys), keys)[:, : theirs.shape[1]], theirs, weight
+            )
+            self.load_weights(table, ids, torch.where(known, own, theirs))
+
     def dim_of(self, table: str) -> int:
         """Weights of a row of a logical table."""
         return self._group(table)[0].table.dim

@@ -261,19 +261,8 @@ class HashEmbeddingCollection(torch.nn.Module):
         self.tables.load(table, ids[here], loaded)
 
     def lerp_rows_(self, other: HashEmbeddingCollection, weight: float) -> None:
-        """Move the weights of this module's rows to those of another one, by `weight` in [0, 1] of the way.
-
-        For averages: ``averaged = copy.deepcopy(trained)``, and after each step, or now and then,
-        ``averaged.lerp_rows_(trained, 1 - decay)``. A row that this module lacks becomes the other's. Its
-        time is that of a copy of the tables. Ranks average the rows that they own.
-        """
-        for table, (ids, theirs) in other.tables.weights().items():
-            group, member = self.tables._group(table)
-            keys = group.layout.pack(member, ids.to(group.table.device), table)
-            own = self.tables.current_rows(table, ids)[:, : theirs.shape[1]]
-            known = (group.table.find(keys) >= 0).unsqueeze(1)
-            moved = torch.where(known, torch.lerp(own, theirs.to(own.device), weight), theirs.to(own.device))
-            self.tables.load_weights(table, ids, moved)
+        """Average rows: `HashTableCollection.lerp_` of the tables, as of ``copy.deepcopy(trained)``."""
+        self.tables.lerp_(other.tables, weight)
 
     def _apply(self, fn: Any, recurse: bool = True) -> HashEmbeddingCollection:
         """What ``to``, ``half``, ``share_memory`` and so on call; rows stay where their `Placement` says.
