@@ -126,7 +126,7 @@ BLAMED = {
     "torch's dropout": (Dropped, "drop", "draws from torch's global generator: take tritonrec.nn.Dropout"),
     "dropout by function": (
         DroppedByFunction, "DroppedByFunction",
-        r"global generator, in the code of DroppedByFunction before it calls mix \(Linear\)",
+        r"global generator of .*, in the code of DroppedByFunction before it calls mix \(Linear\)",
     ),
     "softplus": (Curved, "curve", "last bits only: .* softplus"),
     "a bare parameter": (Scaled, "Scaled", "parameter scale gets an ordinary float32 .* nn.expand"),

@@ -276,5 +276,5 @@ def test_a_trainer_that_abandoned_windows_saves_nothing(tmp_path):
     training = trainer(parts())
     training.progress(iter(batches()))
     training.close()
-    with pytest.raises(RuntimeError, match=r"steps \d to \d were abandoned in flight"):
+    with pytest.raises(RuntimeError, match=r"was closed while steps \d to \d were in flight"):
         training.save(tmp_path)

@@ -200,13 +200,13 @@ MIXING = {
     "neighbours": (part("near", Neighbours), "near", "values of other samples"),
     "sorted": (part("ranks", Ranks), "ranks", "values of other samples"),
     "noise of torch": (
-        model(body=lambda self, batch, x: x + torch.randn_like(x)), "Own", "torch's global generator",
+        model(body=lambda self, batch, x: x + torch.randn_like(x)), "Own", r"draws from torch's global generator \(aten",
     ),
     "noise of numpy": (
-        model(body=lambda self, batch, x: x * float(np.random.rand())), None, "numpy's global generator",
+        model(body=lambda self, batch, x: x * float(np.random.rand())), "Own", "generator of torch, numpy or Python",
     ),
     "noise of Python": (
-        model(body=lambda self, batch, x: x * random.random()), None, "Python's global generator",
+        model(body=lambda self, batch, x: x * random.random()), "Own", "generator of torch, numpy or Python",
     ),
     "mean in backward": (model(body=lambda self, batch, x: Backward.apply(x)), None, "gradient of"),
     "torch's linear": (part("plain", lambda: tnn.Linear(DIM, DIM)), "plain", "tritonrec.nn.Linear"),
@@ -307,6 +307,10 @@ HARMLESS = {
     "dropout": part("drop", lambda: nn.Dropout(0.4)),
     "torch's dropout in eval": part("drop", lambda: tnn.Dropout(0.4).eval()),
     "torch's dropout of nothing": part("drop", lambda: tnn.Dropout(0.0)),
+    "attention of torch": part(
+        "heads", lambda: tnn.MultiheadAttention(DIM, 2, 0.2).requires_grad_(False).eval(),
+        body=lambda self, batch, x: F.scaled_dot_product_attention(*[x[:, None, None]] * 3)[:, 0, 0],
+    ),
     "batch norm in eval": part("bn", lambda: tnn.BatchNorm1d(DIM, affine=False).eval()),
     "attention": of_tokens(
         make=lambda self: setattr(self, "attention", PaddedAttention()),
@@ -494,3 +498,18 @@ def test_a_refusal_on_one_rank_names_it_on_all():
 
     with pytest.raises(NotBatchInvariantError, match="values of other samples"):
         run_ranks(2, on_rank)
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_source_of_batches_may_draw_meanwhile(trusted):
+    def source():
+        for batch in batches(6):
+            drawn.append(torch.rand(3).tolist())
+            yield batch
+
+    drawn, made = [], parts()
+    torch.manual_seed(3)
+    with trainer(made, trust_model=trusted) as training:
+        list(training.run(source()))
+    torch.manual_seed(3)
+    assert drawn == [torch.rand(3).tolist() for _ in range(6)]

@@ -293,7 +293,10 @@ def _reason_of_draws(change: _Change) -> str:
     advice = "take tritonrec.nn.Dropout, or draw by the seed that the model gets"
     if isinstance(change.module, torch.nn.modules.dropout._DropoutNd) and not change.code_before:
         return f"it draws from torch's global generator: {advice}"
-    return f"a dropout or another draw from torch's global generator{_place_of(change)}: {advice}"
+    return (
+        f"a dropout or another draw from a global generator of torch, numpy or Python{_place_of(change)}: "
+        f"{advice}"
+    )
 
 
 def _reason(change: _Change, last_bits: float) -> str:

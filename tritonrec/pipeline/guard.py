@@ -2,12 +2,11 @@
 
 Some micro-batches are computed twice beside their training: whole, and in another order as a sample alone,
 two samples where there are many, and the rest. Losses, exact gradients of rows by key and exact dense sums
-must have the same bits. Nothing of it stays: gradients, buffers and generators are as before.
+must have the same bits. Nothing of it stays: gradients and buffers are as before, and nothing is drawn.
 """
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,8 +14,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import ops
 from ..data import Batch
@@ -38,7 +37,7 @@ EARLY = 8, 64
 """Windows of a run in which a micro-batch is compared too: by then parameters have moved."""
 EVERY = 1000
 """In one of so many windows a micro-batch is drawn, and compared."""
-MOST_SAMPLES, FEW_SAMPLES = 512, 16
+MOST_SAMPLES, FEW_SAMPLES = 512, 8
 """That are compared at most: the first time and of a new size; of a micro-batch that was drawn."""
 NAME = "embedding gradient"
 
@@ -259,16 +258,14 @@ class _Calls:
         order = torch.randperm(count, generator=generator, dtype=torch.int64)
         sizes = [1, count - 1] if count <= FEW_SAMPLES else [1, 2, count - 3]
         parts = order.split(sizes)
-        with self._without_traces(batch.sample_ids.device) as buffers:
-            before, original = (
-                _generators(batch.sample_ids.device),
-                batch.select(torch.arange(count, dtype=torch.int64)),
-            )
+        with self._without_traces() as buffers:
+            original = batch.select(torch.arange(count, dtype=torch.int64))
             moves = {name: versions([each]) for name, each in self.model.named_buffers()}
-            whole = self._outcome([batch])
-            for name, now in _generators(batch.sample_ids.device).items():
-                if not _same_state(now, before[name]):
-                    self._refuse(f"which draws from {name}", batch)
+            try:
+                with _NoDraws():
+                    whole = self._outcome([batch])
+            except _DrawError as error:
+                self._refuse(f"which draws from torch's global generator ({error})", batch)
             edited = zip(batch.tensors(), original.tensors(), strict=True)
             if not all(torch.equal(one, other) for one, other in edited):
                 self._refuse("which changes its batch in place: give it a copy", batch)
@@ -362,21 +359,15 @@ class _Calls:
         raise NotBatchInvariantError(what, found)
 
     @contextmanager
-    def _without_traces(self, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+    def _without_traces(self) -> Iterator[dict[str, torch.Tensor]]:
         """Inside, the model is called beside its training. Yields the buffers as they are before."""
         buffers = {name: each.clone() for name, each in self.model.named_buffers()}
-        host = random.getstate()
-        numpys: Any = np.random.get_state()
-        devices = [] if device.type == "cpu" else [device]
         try:
             with ExitStack() as stack:
-                stack.enter_context(torch.random.fork_rng(devices=devices, device_type=device.type))
                 if Compilation(self.model, None).compiles:  # which has a comparison of its own
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
                 yield buffers
         finally:
-            random.setstate(host)
-            np.random.set_state(numpys)
             self._put_back(buffers)
 
     def _put_back(self, buffers: dict[str, torch.Tensor]) -> None:
@@ -398,27 +389,22 @@ def _size(batch: Batch) -> tuple[int, int]:
     return batch.num_samples.bit_length(), getattr(batch, "num_tokens", 0).bit_length() // 2
 
 
-def _generators(device: torch.device) -> dict[str, Any]:
-    """States of the generators that code may draw from without saying so."""
-    found: dict[str, Any] = {"torch's global generator": torch.get_rng_state()}
-    if device.type != "cpu":
-        found[f"torch's generator of {device}"] = torch.get_device_module(device).get_rng_state(device)
-    found["Python's global generator"] = random.getstate()
-    found["numpy's global generator"] = _numpys_state()
-    return found
+class _DrawError(Exception):
+    """The op that draws."""
 
 
-def _numpys_state() -> Any:
-    state: Any = np.random.get_state()
-    return state[1:3]
+class _NoDraws(TorchDispatchMode):
+    """On this thread no op draws from a global generator; a reader of batches may, meanwhile."""
 
-
-def _same_state(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one[0], np.ndarray):
-        return bool(np.array_equal(one[0], other[0])) and one[1:] == other[1:]
-    return bool(one == other)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            taken = func._schema.arguments
+            given = {each.name: each.default_value for each in taken if each.has_default_value()}
+            given |= dict(zip((each.name for each in taken), args, strict=False)) | (kwargs or {})
+            idle = any(given.get(name) == 0 for name in ("p", "dropout_p", "dropout", "train", "training"))
+            if not idle and given.get("generator") is None:
+                raise _DrawError(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

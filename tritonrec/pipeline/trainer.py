@@ -401,7 +401,7 @@ class Trainer:
         if self._executor is not None:
             self._executor.close()
         if self._pending:
-            self._broken = f"{self._pending.described()} abandoned in flight"
+            self._broken = f"the trainer was closed while {self._pending.described()} in flight"
         self._pending.abandon_under_way()
 
     def _check_whole(self) -> None:
