@@ -1,5 +1,7 @@
 """Promise: what a caller changes between results has the same bits in every mode, or is refused by name."""
 
+import signal
+
 import pytest
 import torch
 from speeds import slow_except
@@ -8,7 +10,8 @@ from trainer_parts import DIM, NoParameters, Ranker, batches, parts, same, state
 
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import FeatureConfig, HashTableCollection, RowOptimizer
-from tritonrec.pipeline import StageFailedError, Trainer, WindowConfig
+from tritonrec.pipeline import Executor, StageFailedError, Trainer, WindowConfig
+from tritonrec.pipeline.pending import PendingWindows
 
 MODES = slow_except(["nestpipe"], ["reference", "sequential", "dbp", "fwp", "nestpipe"])
 RATE = [0.05]  # of rows, by a function that reads it
@@ -278,3 +281,35 @@ def test_a_trainer_that_abandoned_windows_saves_nothing(tmp_path):
     training.close()
     with pytest.raises(RuntimeError, match=r"was closed while steps \d to \d were in flight"):
         training.save(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("where", "method"),
+    [(Executor, "call"), (PendingWindows, "begin"), (Executor, "submit"), (PendingWindows, "end")],
+)
+@pytest.mark.parametrize("late", [False, True])
+def test_ctrl_c_between_two_states_waits_for_the_second(monkeypatch, where, method, late):
+    original, calls = getattr(where, method), []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 3 and not late:
+            signal.raise_signal(signal.SIGINT)
+        found = original(*args)
+        if len(calls) == 3 and late:
+            signal.raise_signal(signal.SIGINT)
+        return found
+
+    monkeypatch.setattr(where, method, interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    trained, source, steps = parts(), iter(batches(6)), []
+    with trainer(trained) as training:
+        with pytest.raises(KeyboardInterrupt):
+            for result in training.run(source):
+                steps.append(result.step)
+        steps += [result.step for result in training.run(source)]
+    assert steps == list(range(6)) and signal.getsignal(signal.SIGINT) is before
+    expected = parts()
+    with trainer(expected, "reference") as training:
+        list(training.run(batches(6)))
+    assert same(state(trained), state(expected))

@@ -200,13 +200,13 @@ MIXING = {
     "neighbours": (part("near", Neighbours), "near", "values of other samples"),
     "sorted": (part("ranks", Ranks), "ranks", "values of other samples"),
     "noise of torch": (
-        model(body=lambda self, batch, x: x + torch.randn_like(x)), "Own", r"draws from torch's global generator \(aten",
+        model(body=lambda self, batch, x: x + torch.randn_like(x)), "Own", r"global generator \(aten",
     ),
     "noise of numpy": (
-        model(body=lambda self, batch, x: x * float(np.random.rand())), "Own", "generator of torch, numpy or Python",
+        model(body=lambda self, batch, x: x * float(np.random.rand())), "Own", "of torch, numpy or Python",
     ),
     "noise of Python": (
-        model(body=lambda self, batch, x: x * random.random()), "Own", "generator of torch, numpy or Python",
+        model(body=lambda self, batch, x: x * random.random()), "Own", "of torch, numpy or Python",
     ),
     "mean in backward": (model(body=lambda self, batch, x: Backward.apply(x)), None, "gradient of"),
     "torch's linear": (part("plain", lambda: tnn.Linear(DIM, DIM)), "plain", "tritonrec.nn.Linear"),

@@ -29,6 +29,8 @@ from .flight import lane_work, on_the_callers_thread, validate_model_place, vali
 from .gather import whole_tables
 from .graphs import MicroBatchGraphs
 from .guard import Guard, NotBatchInvariantError
+from .interrupts import uninterrupted
+from .model_call import CallerSettings
 from .modes import MODES, Mode, schedule_of, validate_reference, validate_schedule
 from .pending import PendingWindows
 from .places import DenseMeans, DeviceSamples, GradientNorm, Losses, OwnedRows, Routes, WindowPlaces
@@ -276,10 +278,13 @@ class Trainer:
     def _piped(self, executor: Executor, iterator: Iterator[Batch]) -> None:
         executor.ensure_running()
         while len(self._pending) < executor.schedule.batches_in_flight and not self._average_is_next():
-            window = self._pending.read(self._reader, iterator)
+            self._reader.wait(iterator, CallerSettings.of_this_thread(self._device))
+            with uninterrupted():  # a batch that was read is in flight
+                window = self._pending.read(self._reader, iterator)
+                if window is not None:
+                    executor.submit(window.number, self._pending.begin(window))
             if window is None:
                 break
-            executor.submit(window.number, self._pending.begin(window))
         if not self._pending:
             self._end_run()
             raise StopIteration
@@ -293,8 +298,9 @@ class Trainer:
         if len(self._pending) == 1:
             with on_the_callers_thread(self.impl):
                 self.program.finish(places)
-        self._pending.end()  # only now: an interrupt before leaves everything to be done
-        self._finish(places)
+        with uninterrupted():  # before, everything is to be done still
+            self._pending.end()
+            self._finish(places)
 
     def sync(self) -> None:
         """Average the replicas of the tables now; with ``average_every`` it happens by itself as often.
