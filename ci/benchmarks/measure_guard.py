@@ -3,7 +3,7 @@
     python ci/benchmarks/measure_guard.py --steps 40 --json FILE
 
 CPU time of the thread that computes, one thread, one process, N = 1, mode "sequential". A thousand steps are
-extrapolated: the checks that sizes of `--steps` batches need, two early ones and a drawn one, and what each
+extrapolated: the checks that sizes of `--steps` batches need, an early one and a drawn one, and what each
 step pays for looking whether one is due.
 """
 
@@ -21,7 +21,7 @@ from tritonrec.distributed import Communicators
 from tritonrec.harness.job import Job
 from tritonrec.harness.verify.own_code import ConvertedJob
 from tritonrec.pipeline import Trainer, WindowConfig
-from tritonrec.pipeline.guard import FEW_SAMPLES, Guard
+from tritonrec.pipeline.guard import EARLY, FEW_SAMPLES, Guard
 
 SEQUENCES, CLICKS = nn.HSTUConfig(dim=64, heads=2, layers=2), nn.HSTUConfig(dim=32)
 JOBS = {
@@ -71,11 +71,11 @@ def measured(job, steps):
     steps_of(job, 12, False)  # compiles
     checks.clear()
     times, _ = steps_of(job, steps, True)
-    _, looked = steps_of(job, max(steps, 10), False)
+    _, looked = steps_of(job, max(steps, EARLY + 1), False)
     step = median(times[3:])
     whole = [seconds for most, seconds in checks if most != FEW_SAMPLES]
     few = [seconds for most, seconds in checks if most == FEW_SAMPLES]
-    total = sum(whole) + 3 * median(few) + RUN * looked
+    total = sum(whole) + 2 * median(few) + RUN * looked
     return {
         "step_ms": 1e3 * step, "first_ms": 1e3 * whole[0], "sizes": len(whole), "drawn_ms": 1e3 * median(few),
         "look_us": 1e6 * looked, "share": total / (RUN * step),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -33,8 +33,8 @@ from .precision import unscaled
 from .window import Window, WindowConfig
 
 STREAM = 0x67756172  # one Philox stream for draws of the guard
-EARLY = 8, 64
-"""Windows of a run in which a micro-batch is compared too: by then parameters have moved."""
+EARLY = 16
+"""The window of a run in which a micro-batch is compared too: by then parameters have moved."""
 EVERY = 1000
 """In one of so many windows a micro-batch is drawn, and compared."""
 MOST_SAMPLES, FEW_SAMPLES = 512, 8
@@ -144,7 +144,7 @@ class Guard:
         if _size(batch) not in self._sizes:
             return MOST_SAMPLES
         drawn = ops.derive_seed(self._config.seed, STREAM, window.update)
-        if drawn % EVERY and window.number not in EARLY:
+        if drawn % EVERY and window.number != EARLY:
             return 0
         return FEW_SAMPLES if drawn // EVERY % self._config.window_micro_batches == micro_batch else 0
 
@@ -187,7 +187,7 @@ class Guard:
         deferred = Deferred()  # which drops no error
         try:
             with deferred.active():
-                self._constant |= calls.compare(together, generator, deferred.check)
+                self._constant |= calls.compare(together, generator, deferred.check, most == FEW_SAMPLES)
         except ArithmeticError:  # a gradient without an exact sum, which training reports by itself
             return
         self._sizes.add(_size(batch))
@@ -248,8 +248,11 @@ class _Calls:
     settings: CallerSettings
     scale_exponent: int
 
-    def compare(self, batch: Batch, generator: torch.Generator, check: Callable[[], None]) -> set[str]:
+    def compare(
+        self, batch: Batch, generator: torch.Generator, check: Callable[[], None], again: bool
+    ) -> set[str]:
         """Names of the buffers that calls write, and each the same values. `check` raises errors put off.
+        A model that is compared `again` is not looked at for draws, which costs as much as a call.
 
         Raises `NotBatchInvariantError`, ArithmeticError for a gradient without an exact sum, and what the
         model raises for the whole batch.
@@ -262,7 +265,7 @@ class _Calls:
             original = batch.select(torch.arange(count, dtype=torch.int64))
             moves = {name: versions([each]) for name, each in self.model.named_buffers()}
             try:
-                with _NoDraws():
+                with nullcontext() if again else _NoDraws():
                     whole = self._outcome([batch])
             except _DrawError as error:
                 self._refuse(f"which draws from torch's global generator ({error})", batch)
