@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 	first-contact clean
 
 verify: .venv/installed
-	$(BIN)/python -W ignore::RuntimeWarning -m tritonrec.data.movielens
+	$(BIN)/tritonrec fetch
 	$(BIN)/tritonrec verify --data ml-100k --inject-faults --trace $(TRACES) --json out/verify.json
 
 smoke: .venv/installed
@@ -71,7 +71,7 @@ results: .venv/installed
 	$(BIN)/tritonrec report --folder ci/baselines --markdown docs/results.md
 
 papers: .venv/installed
-	$(BIN)/python -W ignore::RuntimeWarning -m tritonrec.data.movielens
+	$(BIN)/tritonrec fetch
 	$(BIN)/python ci/papers.py
 
 docs: .venv/installed-docs

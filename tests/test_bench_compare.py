@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,7 +38,7 @@ def report(ours=0.1, peer=0.2, over=1.25):
 
 def run(tmp_path, *reports, **options):
     """Exit status and printed text of a run whose suites report these."""
-    made = iter(reports)
+    made = chain(reports, repeat(reports[-1]))
     console = Console(width=200, record=True, file=(tmp_path / "printed").open("w"))
     code = bench.bench(console=console, run=lambda root, only, timer: next(made), **options)
     return code, console.export_text()
@@ -103,8 +104,31 @@ def test_a_row_that_is_gone_fails_unless_only_some_were_asked_for(tmp_path, base
 
 
 def test_different_clocks_are_not_compared(tmp_path, baseline):
+    def never(root, only, timer):
+        raise AssertionError("ran before it was refused")
+
     with pytest.raises(ValueError, match="baseline holds wall seconds, this run cpu: add --timer wall"):
-        run(tmp_path, report(), compare=baseline, timer="cpu")
+        bench.bench(compare=baseline, timer="cpu", run=never)
+
+
+def test_what_the_suites_need_is_looked_for_before_they_run(monkeypatch):
+    monkeypatch.setattr(bench, "find_spec", lambda name: None if name == "pytest_benchmark" else name)
+    with pytest.raises(ValueError, match=r"needs pytest-benchmark: pip install 'tritonrec\[bench\]'"):
+        bench.checkout()
+
+
+@pytest.mark.parametrize("slow_runs", [1, 2, 3])
+def test_a_row_is_slower_by_the_median_of_three_runs(tmp_path, baseline, slow_runs):
+    """One or two runs on a machine that is busy for a moment raise no alarm; see `slowed`."""
+    runs = [slowed(0.3) for _ in range(slow_runs)] + [report() for _ in range(3 - slow_runs)]
+    code, text = run(tmp_path, *runs, compare=baseline)
+    assert code == (slow_runs >= 2) and text.count("run again") == 2
+
+
+def test_an_installed_package_finds_the_checkout_that_it_is_called_in(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "__file__", str(tmp_path / "tritonrec" / "harness" / "bench.py"))
+    monkeypatch.chdir(ROOT / "docs")
+    assert bench.checkout() == ROOT
 
 
 def test_cpu_seconds_leave_out_peers_of_several_threads(tmp_path):
@@ -138,6 +162,7 @@ def test_without_a_checkout_the_command_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(
         bench, "__file__", str(tmp_path / "site-packages" / "tritonrec" / "harness" / "bench.py")
     )
+    monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["bench"])
     assert done.exit_code == 2
     assert "needs a checkout" in done.output and "Clone the repository" in " ".join(done.output.split())

@@ -160,6 +160,18 @@ def test_triton_keeps_a_folder_that_can_be_written(unprepared, tmp_path, variabl
     assert dict(os.environ) == before
 
 
+def test_a_numba_that_compiles_nothing_is_named():
+    code = """
+import torch
+from tritonrec import ops
+assert ops.unique(torch.tensor([3, 1, 3]), impl="reference")[0].tolist() == [3, 1]
+ops.unique(torch.tensor([3, 1, 3]))
+"""
+    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1].startswith("RuntimeError: NUMBA_DISABLE_JIT is set, and"), done.stderr
+
+
 @pytest.mark.parametrize("cache", ["/proc/nowhere/tritonrec", ""])
 def test_a_data_cache_that_cannot_be_written_is_named(monkeypatch, cache):
     monkeypatch.setenv("TRITONREC_CACHE", cache)

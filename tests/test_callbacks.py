@@ -30,8 +30,10 @@ def stopped_at(stopping, values, first=1):
         ([0.3, 0.4], 1, {"mode": "min"}, 2),
         ([0.1, 0.14, 0.19], 2, {"min_delta": 0.05}, None),
         ([0.1, 0.14, 0.15], 2, {"min_delta": 0.0625}, 3),
-        ([NAN, NAN], 2, {}, 2),
-        ([NAN, 0.1, NAN, 0.2], 2, {}, None),
+        ([NAN, NAN], 2, {"check_finite": False}, 2),
+        ([NAN, 0.1, NAN, 0.2], 2, {"check_finite": False}, None),
+        ([0.1, 0.2, NAN, 0.3], 3, {}, 3),
+        ([0.1, math.inf], 3, {}, 2),
     ],
 )
 def test_it_stops_after_evaluations_without_a_better_one(values, patience, options, step):
@@ -41,12 +43,33 @@ def test_it_stops_after_evaluations_without_a_better_one(values, patience, optio
 @pytest.mark.parametrize("cut", range(6))
 def test_it_goes_on_from_its_state_through_json(cut):
     values = [0.3, 0.2, 0.4, NAN, 0.1, 0.4, 0.9]
-    whole, before, after = (EarlyStopping("AUC", 3) for _ in range(3))
+    whole, before, after = (EarlyStopping("AUC", 3, check_finite=False) for _ in range(3))
     stopped_at(before, values[:cut])
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     assert stopped_at(after, values[cut:], cut + 1) == stopped_at(whole, values) == 6
     assert after.state_dict() == whole.state_dict()
     assert (whole.best, whole.best_step, whole.step) == (0.4, 3, 6)
+
+
+@pytest.mark.parametrize("metric", ["val_loss", "loss", "BCE", "my_accuracy", "RMSE"])
+def test_less_is_better_by_default_as_in_lightning(metric):
+    stopping = EarlyStopping(metric, patience=1)
+    assert [stopping.on_evaluation_end(step, {metric: 1 / step}) for step in range(1, 9)] == [False] * 8
+    assert stopping.on_evaluation_end(9, {metric: 1.0}) and stopping.best_step == 8
+
+
+@pytest.mark.parametrize("metric", ["NDCG@10", "HR@5", "AUC", "AUC/click", "GAUC/like", "accuracy"])
+def test_more_is_better_of_our_own_metrics(metric):
+    stopping = EarlyStopping(metric, patience=1)
+    assert [stopping.on_evaluation_end(step, {metric: step}) for step in range(1, 9)] == [False] * 8
+    assert EarlyStopping(metric, mode="min").mode == "min"
+
+
+def test_a_metric_that_is_not_finite_ends_it_also_after_a_restart():
+    stopping, resumed = EarlyStopping("loss", 5), EarlyStopping("loss", 5)
+    assert stopping.on_evaluation_end(1, {"loss": NAN})
+    resumed.load_state_dict(json.loads(json.dumps(stopping.state_dict())))
+    assert resumed.should_stop
 
 
 @pytest.mark.parametrize("other", [EarlyStopping("AUC/click"), EarlyStopping("AUC", mode="min")])

@@ -144,6 +144,30 @@ def test_faults_need_no_baseline(baseline, values, message):
     assert found == [f"silu.forward_kernel for sm_90: {message}"]
 
 
+def test_a_kernel_that_nothing_compiles_is_at_fault(baseline):
+    assert compile_matrix.faults({**baseline, "uncovered": ["extra.lonely_kernel"]}) == [
+        "extra.lonely_kernel: no case in ci/compile/launches.py compiles it"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("check", "change", "status"),
+    [
+        (True, {}, 0),
+        (True, {"stack": 8}, 1),
+        (False, {"stack": 8}, 0),  # only beside a baseline
+        (True, {"tf32": True}, 1),
+        (False, {"error": "CompilationError: at 3:4"}, 1),
+    ],
+)
+def test_its_exit_status(baseline, monkeypatch, capsys, check, change, status):
+    now = changed(baseline, "silu.forward_kernel", **change)
+    monkeypatch.setattr(compile_matrix, "compile_all", lambda *_: now)
+    monkeypatch.setattr(sys, "argv", ["compile_matrix.py", *["--check"] * check])
+    assert compile_matrix.main() == status
+    assert f"{status} at fault" in capsys.readouterr().out
+
+
 NEW_KERNEL = """
 import sys
 sys.path[:0] = ["ci/compile"]

@@ -3,16 +3,22 @@
 import json
 import os
 import subprocess
+import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "ci" / "gpu"))
+import launch_all  # noqa: E402
+import pipeline  # noqa: E402
 
 
-def script(*arguments, out):
-    environment = {**os.environ, "OUT": str(out)}
+def script(*arguments, out, **more):
+    environment = {**os.environ, "OUT": str(out), **more}
     return subprocess.run(
         ["bash", "ci/gpu/run.sh", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
     )
@@ -41,3 +47,47 @@ def test_without_a_gpu_it_says_so(tmp_path):
 def test_an_unknown_stage_is_refused(tmp_path):
     done = script("--rehearse", "benhc", out=tmp_path)
     assert done.returncode == 2 and "no stage benhc" in done.stderr
+
+
+def test_a_stage_that_fails_is_named_and_the_others_run(tmp_path):
+    done = script("--rehearse", "tune", "bench", out=tmp_path, PYTHON="false")
+    assert done.returncode == 1 and "failed: tune bench" in done.stdout
+
+
+@pytest.mark.parametrize("broken", [None, "silu", "unique"])
+def test_a_launch_that_fails_is_named(tmp_path, monkeypatch, broken):
+    def case(label):
+        if label == broken:
+            raise ValueError("an invalid argument")
+
+    cases = {label: lambda label=label: case(label) for label in ("silu", "unique")}
+    made = SimpleNamespace(CASES=cases, sized=lambda rows, most: nullcontext())
+    monkeypatch.setitem(sys.modules, "launches", made)
+    monkeypatch.setattr(launch_all, "interpreted", True)
+    monkeypatch.setattr(launch_all.pkgutil, "walk_packages", lambda *_: [])
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    file = tmp_path / "launches.json"
+    monkeypatch.setattr(sys, "argv", ["launch_all.py", "--json", str(file)])
+    assert launch_all.main() == (broken is not None)
+    errors = {label: case.get("error") for label, case in json.loads(file.read_text())["cases"].items()}
+    assert errors == {
+        label: "ValueError: an invalid argument" if label == broken else None for label in cases
+    }
+
+
+@pytest.mark.parametrize("other", [None, "fwp host", "nestpipe cached", "an error"])
+def test_other_losses_in_a_mode_or_storage_fail(tmp_path, monkeypatch, other):
+    def run(job, mode, storage, *_):
+        if other == "an error" and storage == "cached":
+            raise RuntimeError("an error")
+        return torch.tensor([1.0, 2.0 + (f"{mode} {storage}" == other)], dtype=torch.float64), 0.1
+
+    monkeypatch.setattr(pipeline, "run", run)
+    file = tmp_path / "pipeline.json"
+    monkeypatch.setattr(sys, "argv", ["pipeline.py", "--device", "cpu", "--json", str(file)])
+    assert pipeline.main() == (other is not None)
+    found = json.loads(file.read_text())
+    assert [name for name, same in found["identical"].items() if not same] == [
+        *([other] if other in found["identical"] else [])
+    ]
+    assert ("error" in found) is (other == "an error")

@@ -90,13 +90,18 @@ def test_urls_of_a_release():
         release.with_urls(release.with_urls(source, URL, "v1"), URL, "v1")
 
 
-def test_a_release_whose_version_or_contract_is_another_is_refused(tmp_path):
+def test_a_release_whose_version_or_contract_is_another_is_refused(tmp_path, monkeypatch):
     report = json.loads((ROOT / "ci/baselines/verify.json").read_text())
     file = tmp_path / "verify.json"
     file.write_text(json.dumps(report))
     assert re.fullmatch("[0-9a-f]{64}", release.check(f"v{__version__}", file))
     with pytest.raises(ValueError, match="not the same"):
         release.check("v99", file)
+    with monkeypatch.context() as patch:  # the package's own version is another than the project's
+        patch.setattr(release, "__version__", "99")
+        for tag in (f"v{__version__}", "v99"):
+            with pytest.raises(ValueError, match="not the same"):
+                release.check(tag, file)
     report["cases"].pop()
     file.write_text(json.dumps(report))
     with pytest.raises(ValueError, match=r"run make verify, copy its out/verify.json there"):

@@ -14,21 +14,26 @@ if TYPE_CHECKING:
 __all__ = ["EarlyStopping", "Throughput"]
 
 Direction = Literal["max", "min"]
+MORE_IS_BETTER = ("HR@", "NDCG@", "AUC", "GAUC", "accuracy")
+"""How names of this library's metrics begin that are better where they are larger."""
 
 
 class EarlyStopping:
-    """Ends a training whose metric has stopped improving; names and rules are those of Lightning.
+    """Ends a training whose metric has stopped improving, by Lightning's rules.
 
     Args:
         metric: its name among those that `on_evaluation_end` gets, such as ``"NDCG@10"``.
         patience: evaluations without improvement after which training should stop, at least 1.
-        mode: ``"max"`` where more is better, ``"min"`` where less is.
+        mode: ``"max"`` where more is better, ``"min"`` where less is; by default ``"min"``, as in Lightning,
+            and ``"max"`` for this library's own HR, NDCG, AUC, GAUC and accuracy.
         min_delta: an improvement is larger than this.
+        check_finite: also end where the metric is NaN or infinite.
         communicators: of all ranks, which go by the value of rank 0 and so stop at the same step; None for
             one rank.
 
     Attributes:
         best, best_step: of the best evaluation so far; None before the first. NaN is never better.
+        finite: whether the last evaluation's metric was.
         waited: evaluations since. step: of the last evaluation; None before the first.
 
     Raises ValueError for a patience below 1, another mode, or a negative min_delta.
@@ -38,17 +43,20 @@ class EarlyStopping:
         self,
         metric: str,
         patience: int = 3,
-        mode: Direction = "max",
+        mode: Direction | None = None,
         min_delta: float = 0.0,
+        check_finite: bool = True,
         communicators: Communicators | None = None,
     ):
         if patience < 1:
             raise ValueError(f"patience must be at least 1, got {patience}")
+        mode = direction_of(metric) if mode is None else mode
         if mode not in ("max", "min"):
             raise ValueError(f"mode must be max or min, got {mode!r}")
         if not min_delta >= 0:
             raise ValueError(f"min_delta must be at least 0, got {min_delta}")
         self.metric, self.patience, self.mode, self.min_delta = metric, patience, mode, min_delta
+        self.check_finite, self.finite = check_finite, True
         self._communicators = communicators
         self.best: float | None = None
         self.best_step: int | None = None
@@ -57,8 +65,8 @@ class EarlyStopping:
 
     @property
     def should_stop(self) -> bool:
-        """Whether `patience` evaluations have passed without improvement."""
-        return self.waited >= self.patience
+        """Whether `patience` evaluations have passed without improvement, or the last one was not finite."""
+        return self.waited >= self.patience or (self.check_finite and not self.finite)
 
     def on_evaluation_end(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Take the metrics after `step` steps; returns `should_stop`. Collective with communicators.
@@ -68,7 +76,7 @@ class EarlyStopping:
         if self.metric not in metrics:
             raise ValueError(unknown_metric(self.metric, metrics))
         value = self._of_rank_0(float(metrics[self.metric]))
-        self.step = step
+        self.step, self.finite = step, math.isfinite(value)
         if self._is_better(value):
             self.best, self.best_step, self.waited = value, step, 0
         else:
@@ -77,11 +85,11 @@ class EarlyStopping:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
-        names = ("metric", "mode", "best", "best_step", "step", "waited")
+        names = ("metric", "mode", "best", "best_step", "step", "waited", "finite")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`; patience and min_delta may be others.
+        """Go on from `state_dict`; patience, min_delta and check_finite may be others.
 
         Raises ValueError for the state of another metric or mode; nothing is loaded then.
         """
@@ -92,6 +100,7 @@ class EarlyStopping:
             )
         self.best, self.best_step = state["best"], state["best_step"]
         self.step, self.waited = state["step"], state["waited"]
+        self.finite = state.get("finite", True)  # an earlier version did not stop for it
 
     def _is_better(self, value: float) -> bool:
         if math.isnan(value) or self.best is None:
@@ -130,6 +139,11 @@ class Throughput:
             return {}
         seconds, samples, tokens = (sum(each) for each in zip(*self._steps, strict=True))
         return {"samples_per_second": samples / seconds, "tokens_per_second": tokens / seconds}
+
+
+def direction_of(metric: str) -> Direction:
+    """What is better of a metric, by its name: less, unless it is one of ours of which more is."""
+    return "max" if metric.startswith(MORE_IS_BETTER) else "min"
 
 
 def unknown_metric(name: str, known: Collection[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -15,6 +16,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+
+def natural_order(path: str | os.PathLike[str]) -> tuple[Any, ...]:
+    """The key that sorts paths with their numbers as numbers: ``day_2`` before ``day_10``."""
+    name = os.fspath(path)
+    # Digits stand at odd places of a split; folder by folder, so that "/" sorts before every other character.
+    folders = [re.split("([0-9]+)", part) for part in name.split("/")]
+    return [[int(part) if at % 2 else part for at, part in enumerate(parts)] for parts in folders], name
 
 
 @contextmanager

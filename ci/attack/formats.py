@@ -20,16 +20,16 @@ from tritonrec.data import (
     ClickStream,
     ImpressionStream,
     ali_ccp,
-    click_columns,
-    criteo,
-    csv_log,
     kuairand,
+    load,
     parquet,
 )
 from tritonrec.data.convert_sequences import write_sequences
 from tritonrec.data.convert_windows import write_windows
 from tritonrec.data.features import ItemGenres, UserFeatures
 from tritonrec.data.interactions import Interactions
+from tritonrec.data.log_format import LogFormat
+from tritonrec.data.presets import CRITEO_CATEGORIES, CRITEO_COUNTS
 from tritonrec.data.sequences import NextItemStream
 from tritonrec.serving import Predictor, export
 from tritonrec.serving.shards import Format as ShardFormat
@@ -171,8 +171,8 @@ def _write_criteo(folder: Path, draw: random.Random) -> None:
     for number in range(2):
         lines = []
         for _ in range(12):
-            counts = [draw.choice(["", str(draw.randrange(-2, 9999))]) for _ in criteo.COUNTS]
-            words = [draw.choice(["", f"{draw.getrandbits(32):08x}"]) for _ in criteo.CATEGORIES]
+            counts = [draw.choice(["", str(draw.randrange(-2, 9999))]) for _ in CRITEO_COUNTS]
+            words = [draw.choice(["", f"{draw.getrandbits(32):08x}"]) for _ in CRITEO_CATEGORIES]
             lines.append("\t".join([str(draw.randrange(2)), *counts, *words]))
         (folder / f"day_{number}.txt").write_text("\n".join(lines) + "\n")
 
@@ -213,21 +213,22 @@ def _read_trace(folder: Path) -> list[Any]:
     return [repr(reader.read(folder / "run.pftrace"))]
 
 
+WORDS = LogFormat(ids="words", time_unit="step")
 FORMATS = {
     each.name: each
     for each in (
         Format("export-parquet", _write_export("parquet"), _read_export, sealed=True),
         Format("export-safetensors", _write_export("safetensors"), _read_export, sealed=True),
-        Format("parquet-log", _write_parquet, lambda folder: [_content(parquet.read(folder))]),
+        Format("parquet-log", _write_parquet, lambda folder: [_content(load(f"parquet:{folder}"))]),
         Format("sequence-shards", _write_sequences, _read_sequences),
         Format("window-shards", _write_windows, _read_windows),
         Format("click-shards", _write_clicks, _read_clicks),
-        Format("clicks", _write_clicks, lambda folder: [_content(click_columns.read_parquet(folder))]),
-        Format("csv", _write_csv, lambda folder: [_content(csv_log.read(folder / "log.csv"))], text=True),
-        Format("csv-gz", _write_packed_csv, lambda folder: [_content(csv_log.read(folder / "log.csv.gz"))]),
-        Format("criteo", _write_criteo, lambda folder: [_content(criteo.read_tsv(folder))], text=True),
+        Format("clicks", _write_clicks, lambda folder: [_content(load(f"clicks:{folder}"))]),
+        Format("csv", _write_csv, lambda folder: [_content(load(folder / "log.csv", WORDS))], text=True),
+        Format("csv-gz", _write_packed_csv, lambda folder: [_content(load(folder / "log.csv.gz", WORDS))]),
+        Format("criteo", _write_criteo, lambda folder: [_content(load(f"criteo-tsv:{folder}"))], text=True),
         Format("ali-ccp", _write_ali_ccp, lambda folder: [_content(ali_ccp.read(folder))], text=True),
-        Format("kuairand", _write_kuairand, lambda folder: [_content(kuairand.read(folder))], text=True),
+        Format("kuairand", _write_kuairand, lambda folder: [_content(load(f"kuairand:{folder}"))], text=True),
         Format("trace", _write_trace, _read_trace),
     )
 }

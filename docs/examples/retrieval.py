@@ -63,7 +63,7 @@ def approximate(kind, items):
 def main(folder, data, steps, k, kinds):
     path, histories = train(folder, data, steps)
     predictor = Predictor.load(path)
-    exact, _scores = predictor.retrieve(histories, k)
+    exact, _scores = predictor.retrieve(histories, k, exclude=None)
     print(f"items for the first user: {exact[0, :5].tolist()}")
     queries, items = predictor.encode(histories), predictor.rows("item", predictor.item_ids)
     for kind in kinds:

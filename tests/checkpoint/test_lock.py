@@ -211,3 +211,27 @@ def test_a_full_disk_leaves_the_lock_without_its_text(tmp_path, monkeypatch):
     lock.release()
     lock.release()
     assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_a_file_that_its_last_holder_removes_before_the_lock_is_taken_excludes_nobody(tmp_path, another):
+    lock, second = WriterLock(tmp_path), WriterLock(tmp_path)
+    take, removed = lock._lock, []
+
+    def after_its_removal(file):
+        if not removed:
+            removed.append((tmp_path / ".lock").unlink())
+            if another:
+                second.acquire()
+        take(file)
+
+    lock._lock = after_its_removal
+    if another:
+        with pytest.raises(CheckpointError, match="is in use: process"):
+            lock.acquire()
+        second.release()
+    lock.acquire()
+    with pytest.raises(CheckpointError, match="is in use: process"):
+        second.acquire()
+    lock.release()
+    assert not (tmp_path / ".lock").exists()

@@ -5,7 +5,7 @@ import pytest
 
 from tritonrec.data import load
 from tritonrec.data.ali_ccp import FIELDS, read
-from tritonrec.data.criteo import MISSING
+from tritonrec.data.click_columns import MISSING
 
 COMMON = ["u1,3,101\x0231\x031.0\x01127_14\x025\x032.5\x01127_14\x027\x033.5", "u2,1,101\x0290\x031.0"]
 SKELETON = [
@@ -43,11 +43,17 @@ def test_ids_stand_in_the_places_of_their_fields(tmp_path):
 @pytest.mark.parametrize(
     ("skeleton", "message"),
     [
-        (["1,2,0,u1,0,"], "line 1: click is '2', expected 0 or 1"),
-        ([SKELETON[0], "1,0,0,u9,0,"], "line 2: there are no common features 'u9'"),
-        (["1,0,0,u1,1,216\x02x\x031.0"], "is no field, id and weight"),
-        (["1,0,0,u1,1,216\x029223372036854775808\x031"], "is no field, id and weight"),
-        (["1,0,0,u1"], "line 1: 4 fields, expected 6"),
+        (["1,2,0,u1,0,"], "line 1: column click has '2', expected 0 or 1"),
+        ([SKELETON[0], "1,0,0,u9,0,"], "line 2: column common has 'u9', expected one of the common features"),
+        (
+            [SKELETON[0], "1,0,0,u1,1,216\x02x\x031.0"],
+            "line 2: column features, an id, has 'x', expected an int64",
+        ),
+        (["1,0,0,u1,1,216\x029223372036854775808\x031"], "line 1: .* an id, has '9223372036854775808'"),
+        (["1,0,0,u1,1,216\x025\x03x"], "line 1: column features, a weight, has 'x'"),
+        (["1,0,0,u1,1,216\x025"], "line 1: column features has .*, expected a field, an id and a weight"),
+        (["1,0,0,u1"], "line 1: 4 columns, but 6 are named"),
+        ([SKELETON[0], "1,0,0,u1"], "line 2: 4 columns, but 6 are expected"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, skeleton, message):
@@ -58,13 +64,13 @@ def test_a_bad_line_is_named(tmp_path, skeleton, message):
 def test_bytes_that_are_no_text_are_refused_with_the_name_of_the_file(tmp_path):
     file = write(tmp_path) / "sample_skeleton_train.csv"
     file.write_bytes(file.read_bytes() + b"\x88\n")
-    with pytest.raises(ValueError, match=r"sample_skeleton_train\.csv: not UTF-8 text") as raised:
+    with pytest.raises(ValueError, match=r"sample_skeleton_train\.csv, line 5: ") as raised:
         read(tmp_path)
     assert not isinstance(raised.value, UnicodeDecodeError)
 
 
 def test_a_folder_without_the_files_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no file common_features\*.csv"):
+    with pytest.raises(FileNotFoundError, match=r"holds no common_features\*.csv"):
         read(tmp_path)
     write(tmp_path)
     (tmp_path / "sample_skeleton_train.csv").write_text("")

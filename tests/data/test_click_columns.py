@@ -10,7 +10,7 @@ import torch
 from test_ali_ccp import COMMON, SKELETON
 from test_ali_ccp import write as write_ali_ccp
 
-from tritonrec.data import ClickBatch, ClickLoader, ClickStream, ali_ccp, load
+from tritonrec.data import ClickBatch, ClickLoader, ClickStream, LogFormat, load
 from tritonrec.data.grouped import clicks_of
 
 ROWS = 37
@@ -109,9 +109,9 @@ def test_a_bad_column_is_named_and_a_bad_value_by_its_row(tmp_path, others, mess
             stream.batch(step)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 1 << 14])
+@pytest.mark.parametrize("rows", [30, 90, 1 << 14])
 def test_ali_ccp_is_written_in_plain_columns_once(tmp_path, monkeypatch, rows):
-    monkeypatch.setattr(ali_ccp, "PART_ROWS", rows)
+    monkeypatch.setattr("tritonrec.data.text_tables.BLOCK_BYTES", rows)
     monkeypatch.setenv("TRITONREC_CACHE", str(tmp_path / "cache"))
     (tmp_path / "days").mkdir()
     source = f"ali-ccp:{write_ali_ccp(tmp_path / 'days', SKELETON * 3)}"
@@ -130,7 +130,9 @@ def test_a_bad_line_of_ali_ccp_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITONREC_CACHE", str(tmp_path / "cache"))
     (tmp_path / "days").mkdir()
     write_ali_ccp(tmp_path / "days", [*SKELETON, "5,0,0,u9,0,"])
-    with pytest.raises(ValueError, match="line 5: there are no common features 'u9'"):
+    with pytest.raises(
+        ValueError, match="line 5: column common has 'u9', expected one of the common features"
+    ):
         clicks_of(f"ali-ccp:{tmp_path}/days")
     assert {path.suffix for path in (tmp_path / "cache" / "clicks").iterdir()} == {".lock"}
 
@@ -140,5 +142,67 @@ def test_a_name_of_a_column_that_is_no_text_is_refused(tmp_path):
     file = folder / "0.parquet"
     file.write_bytes(file.read_bytes().replace(b"price", b"\xf4rice", 1))
     for read in (lambda: load(f"clicks:{folder}"), lambda: ClickStream(folder, 8, seed=1)):
-        with pytest.raises(ValueError, match=r"days: not a Parquet dataset: .*'utf-8' codec"):
+        with pytest.raises(ValueError, match=r"0\.parquet: .*'utf-8' codec"):
+            read()
+
+
+TEXT = "Click,age,site,word\n1,2.5,3,x\n0,1,4,y\n1,0,5,x\n"
+
+
+def test_columns_of_text_are_named(tmp_path):
+    (tmp_path / "log.csv").write_text(TEXT)
+    log = load(tmp_path / "log.csv", LogFormat(label=("click",), dense=("age",), categories=("site",)))
+    assert log.features == ("site",) and log.categories[:, 0].tolist() == [3, 4, 5]
+    assert log.dense[:, 0].tolist() == [2.5, 1, 0] and log.labels.tolist() == [1, 0, 1]
+    words = {}
+    log = load(f"{tmp_path}/log.csv?label=click&categories=word&ids=words", words=words)
+    assert log.categories[:, 0].tolist() == [0, 1, 0] and words["word"].words.to_pylist() == ["x", "y"]
+    log = load(f"clicks:{tmp_path}/log.csv?label=age&label_threshold=1&categories=site")
+    assert log.labels.tolist() == [1, 1, 0]
+    for spec, message in (
+        ("clicks:PATH", "text has no types: name the columns"),
+        ("PATH?label=click&categories=word", "line 2: column word has 'x', .*ids=words"),
+        ("PATH?label=click&categories=who", "no column 'who'; found Click, age"),
+        (
+            "PATH?label=age&categories=site",
+            "line 2: column age has '2.5', expected 0 or 1; .*label_threshold",
+        ),
+        ("PATH?categories=site", "one label, and 0 are named"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load(spec.replace("PATH", f"{tmp_path}/log.csv"))
+
+
+def test_frames_are_read_and_streamed():
+    pandas, polars = pytest.importorskip("pandas"), pytest.importorskip("polars")
+    table = pa.table({name: own for name, own in columns().items() if name != "rate"})
+    frame = table.to_pandas()
+    frame.index = frame.index * 3 % 7  # an index that is a column of the frame's Arrow form
+    expected = [list(ClickStream(table, 8, seed=1).batch(step).features.values) for step in range(5)]
+    plain = LogFormat(label=("label",), dense=("age", "price"), categories=("site", "device", "hour"))
+    for source in (table, frame, polars.from_arrow(table), pandas.DataFrame(frame)):
+        stream = ClickStream(source, 8, seed=1)
+        assert stream.features == ("site", "device", "hour")
+        assert [list(stream.batch(step).features.values) for step in range(5)] == expected
+        np.testing.assert_array_equal(load(source, plain).categories[:, 0], columns()["site"])
+
+
+def test_shards_of_other_types_are_one_log_whole_and_streamed(tmp_path):
+    table = pa.table({name: columns()[name] for name in ("label", "hour")})
+    kinds = [pa.int8(), pa.int64(), pa.dictionary(pa.int32(), pa.int8()), pa.decimal128(20, 0), pa.string()]
+    for number, kind in enumerate(kinds):
+        hour = table["hour"].cast(kind.value_type if pa.types.is_dictionary(kind) else kind)
+        hour = hour.dictionary_encode() if pa.types.is_dictionary(kind) else hour
+        pq.write_table(table.set_column(1, "hour", hour), tmp_path / f"{number}.parquet")
+    format = LogFormat(label=("label",), categories=("hour",))
+    log = load(f"parquet:{tmp_path}", format)
+    np.testing.assert_array_equal(log.categories[:, 0], np.tile(columns()["hour"], 5))
+    stream = ClickStream(tmp_path, 1000, seed=0, shuffle=False, readers=1, columns=format)
+    np.testing.assert_array_equal(stream.batch(0).features.values, log.categories[: log.trained, 0])
+    pq.write_table(pa.table({"label": [1], "hour": [[1]]}), tmp_path / "5.parquet")
+    for read in (
+        lambda: load(f"parquet:{tmp_path}", format),
+        lambda: ClickStream(tmp_path, 9, 0, columns=format),
+    ):
+        with pytest.raises(ValueError, match=r"5\.parquet: column 'hour' is list.* but int8 in .*0\.parquet"):
             read()

@@ -11,8 +11,8 @@ from speeds import slow_except
 from test_criteo import as_table, fields
 
 from tritonrec.data import ClickBatch, ClickLoader, ClickStream, evaluate_clicks, load
-from tritonrec.data.criteo import CRITEO
 from tritonrec.data.parquet_rows import ParquetRows
+from tritonrec.data.presets import CRITEO
 
 ROWS = 43
 
@@ -109,5 +109,5 @@ def test_a_log_of_one_row_has_nothing_held_out_but_it(tmp_path):
     pq.write_table(as_table(fields()[:1], True), tmp_path / "day.parquet")
     stream = ClickStream(tmp_path, 8, seed=0, columns=CRITEO)
     assert stream.num_samples == 1 and stream.num_held_out == 0 and next(stream).num_samples == 1
-    with pytest.raises(ValueError, match="no held-out rows"):
+    with pytest.raises(ValueError, match="no rows held out for test"):
         evaluate_clicks(lambda batch: batch.dense[:, 0], stream)

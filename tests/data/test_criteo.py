@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tritonrec.data import ClickLoader, ClickLog, auc, evaluate_clicks, load, load_clicks, load_interactions
-from tritonrec.data.click_columns import read_parquet
-from tritonrec.data.criteo import COLUMNS, CRITEO, MISSING, read_tsv
+from tritonrec.data.click_columns import MISSING
+from tritonrec.data.presets import CRITEO_CATEGORIES, CRITEO_COUNTS
 from tritonrec.data.synthetic_clicks import (
     MIN_TABLE_ROWS,
     SHAPES,
@@ -19,6 +19,16 @@ from tritonrec.data.synthetic_clicks import (
     generate,
     table_rows,
 )
+
+COLUMNS = ("label", *CRITEO_COUNTS, *CRITEO_CATEGORIES)
+
+
+def read_tsv(path):
+    return load(f"criteo-tsv:{path}")
+
+
+def read_parquet(path):
+    return load(f"criteo-parquet:{path}")
 
 
 def fields(seed=0, rows=30):
@@ -88,7 +98,7 @@ def test_parquet_gives_what_text_gives_in_the_order_of_the_files(tmp_path, integ
     (tmp_path / "part").mkdir()
     for name, part in (("b", lines[17:]), ("a", lines[:17])):
         pq.write_table(as_table(part, integers), tmp_path / "part" / f"{name}.parquet", row_group_size=5)
-    log, text = read_parquet(tmp_path / "part", CRITEO), read_tsv(write(tmp_path / "day", lines))
+    log, text = read_parquet(tmp_path / "part"), read_tsv(write(tmp_path / "day", lines))
     for name in ("dense", "categories", "labels"):
         np.testing.assert_array_equal(getattr(log, name), getattr(text, name), err_msg=name)
     assert load(f"criteo-parquet:{tmp_path / 'part'}").trained == text.trained
@@ -114,16 +124,16 @@ def test_a_bad_field_is_named(tmp_path, row, column, value, message):
 
 
 def test_a_line_of_another_length_and_other_files_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"day: not Criteo's text format, 40 fields.*#2.*39"):
+    with pytest.raises(ValueError, match=r"day, line 2: 39 columns, but 40 are expected"):
         read_tsv(write(tmp_path / "day", [fields()[0], fields()[1][:-1]]))
-    with pytest.raises(ValueError, match="not Criteo's text format"):
+    with pytest.raises(ValueError, match="empty: the file is empty"):
         read_tsv(write(tmp_path / "empty", []))
     with pytest.raises(FileNotFoundError, match="nowhere: no such file"):
         read_tsv(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match="nowhere: no such file or folder"):
-        read_parquet(tmp_path / "nowhere", CRITEO)
-    with pytest.raises(ValueError, match="day: not a Parquet dataset"):
-        read_parquet(tmp_path / "day", CRITEO)
+        read_parquet(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="day: not a Parquet file"):
+        read_parquet(tmp_path / "day")
 
 
 def test_a_bad_parquet_column_is_named(tmp_path):
@@ -132,22 +142,22 @@ def test_a_bad_parquet_column_is_named(tmp_path):
     def check(changed, message):
         pq.write_table(changed, path)
         with pytest.raises(ValueError, match=message):
-            read_parquet(path, CRITEO)
+            read_parquet(path)
 
     def put(name, values):
         return table.set_column(table.column_names.index(name), name, values)
 
-    check(table.drop_columns(["C7"]), "p.parquet: no column 'C7', found day, C26")
+    check(table.drop_columns(["C7"]), "p.parquet: no column 'C7'; found day, C26")
     check(put("I2", pa.array(["1"] * 29 + ["y"])), "p.parquet, row 29: column I2 has 'y'")
     check(put("I2", pa.array([1.0] * 29 + [math.inf])), "p.parquet, row 29: column I2 has inf")
-    check(put("I2", pa.array([[1]] * 30)), "p.parquet: column I2 is of type list")
+    check(put("I2", pa.array([[1]] * 30)), "p.parquet: column 'I2' is of type large_list")
     check(
         put("C9", pa.array([5] * 12 + [-5] * 18)), "p.parquet, row 12: column C9 has -5, expected an integer"
     )
-    check(put("C9", pa.array([0.5] * 30)), "p.parquet: column C9 is of type double")
+    check(put("C9", pa.array([0.5] * 30)), "p.parquet: column 'C9' is of type double")
     check(put("label", pa.array([None] * 30, pa.int8())), "row 0: column label has an empty field")
     pq.write_table(put("label", pa.array([True] * 10 + [False] * 20)), path)
-    assert read_parquet(path, CRITEO).labels.tolist() == [1] * 10 + [0] * 20
+    assert read_parquet(path).labels.tolist() == [1] * 10 + [0] * 20
 
 
 LOG = generate("avazu", SyntheticClickOptions(samples=120, seed=3))
@@ -303,5 +313,5 @@ def test_metrics_are_their_definitions():
     with pytest.raises(ValueError, match=r"predictions must be \(12,\), got \(12, 1\)"):
         evaluate_clicks(lambda batch: torch.zeros(batch.num_samples, 1), held)
     alone = ClickLoader(generate("avazu", SyntheticClickOptions(samples=1)), 4, 0)
-    with pytest.raises(ValueError, match="has no held-out rows"):
+    with pytest.raises(ValueError, match="no rows held out for test"):
         evaluate_clicks(lambda batch: torch.zeros(batch.num_samples), alone)

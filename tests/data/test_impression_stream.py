@@ -9,10 +9,11 @@ from test_impression_loader import loader, plain, rated_log
 
 from tritonrec.data import ImpressionBatch, ImpressionStream
 from tritonrec.data.convert_windows import table_of, write_windows
-from tritonrec.data.impression_stream import ABOUT_FILE, HELD_OUT_FILE
-from tritonrec.data.parquet import parts, write_features
+from tritonrec.data.impression_stream import ABOUT_FILE, PART_FILES
 from tritonrec.data.parquet import table_of as table_of_log
+from tritonrec.data.parquet import write_features
 from tritonrec.data.parquet_rows import ParquetRows
+from tritonrec.data.sources import source_of
 
 LOG = rated_log()
 
@@ -31,7 +32,14 @@ def folder(tmp_path):
 def windows(folder, out, buckets=1, max_exposed=3):
     out.mkdir()
     write_windows(
-        parts(folder), out, 5, max_exposed, 10, buckets=buckets, users=LOG.user_features, genres=LOG.genres
+        source_of(f"parquet:{folder}").events().parts(),
+        out,
+        5,
+        max_exposed,
+        10,
+        buckets=buckets,
+        users=LOG.user_features,
+        genres=LOG.genres,
     )
     return out
 
@@ -117,20 +125,22 @@ WRONG = {
     "column 'shown' must hold lists of integers.*write_windows": lambda table: replaced(
         table, "shown", pa.array([[1.5]] * len(table))
     ),
-    "column 'context_user_id' must hold integers": lambda table: replaced(
+    r"row \d+: column context_user_id has 'me', expected an int64": lambda table: replaced(
         table, "context_user_id", pa.array(["me"] * len(table))
     ),
-    "column 'context_user_id' has nulls": lambda table: replaced(
+    r"row \d+: column context_user_id has an empty field": lambda table: replaced(
         table, "context_user_id", pa.array([None] * len(table), pa.int64())
     ),
-    "column 'item' has nulls": lambda table: replaced(table, "item", pa.array([[None]] * len(table), LISTS)),
-    "column 'timestamp' does not fit": lambda table: replaced(
+    r"row \d+: column item has an empty field": lambda table: replaced(
+        table, "item", pa.array([[None]] * len(table), LISTS)
+    ),
+    r"row \d+: column timestamp has 9223372036854775808": lambda table: replaced(
         table, "timestamp", pa.array([[2**63]] * len(table), pa.large_list(pa.uint64()))
     ),
-    r"a row has 9 values in 'action', expected \d": lambda table: replaced(
+    r"row \d+: a row has 9 values in 'action', expected \d": lambda table: replaced(
         table, "action", pa.array([[1] * 9] * len(table), LISTS)
     ),
-    r"a row has 9 values in 'shown_timestamp', expected \d": lambda table: replaced(
+    r"row \d+: a row has 9 values in 'shown_timestamp', expected \d": lambda table: replaced(
         table, "shown_timestamp", pa.array([[1] * 9] * len(table), LISTS)
     ),
 }
@@ -139,7 +149,7 @@ WRONG = {
 @pytest.mark.parametrize("message", WRONG)
 def test_columns_that_do_not_fit_are_named(folder, tmp_path, message):
     out = windows(folder, tmp_path / "out")
-    for name in ("part-00000.parquet", HELD_OUT_FILE):
+    for name in ("part-00000.parquet", PART_FILES["test"]):
         whole = (out / name).read_bytes()
         pq.write_table(WRONG[message](pq.read_table(out / name)), out / name)
         with pytest.raises(ValueError, match=f"{out}.*{message}"):

@@ -70,6 +70,6 @@ def test_an_unknown_spec_lists_the_known_ones(spec):
 
 def test_spec_of_a_file_and_of_a_generator(tmp_path):
     path = tmp_path / "a log: with a colon.csv"
-    path.write_text("7,8,9\n")
+    path.write_text("user,item,time\n7,8,9\n")
     assert load(f"csv:{path}").item.tolist() == [8]
     assert len(load("zipf:users=5,items=7,seed=3").sequences.user_ids) == 5

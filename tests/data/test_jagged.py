@@ -12,8 +12,9 @@ from batch_kinds import INT64_MAX, INT64_MIN, offsets_of, tensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tritonrec.data import ClickBatch, KeyedJaggedTensor, Lookup
+from tritonrec.data import ClickBatch, KeyedJaggedTensor, Lookup, WeightedLookup
 from tritonrec.data.jagged import token_indices
+from tritonrec.embedding import FeatureConfig, HashEmbeddingCollection
 
 IDS = st.integers(INT64_MIN, INT64_MAX) | st.sampled_from([INT64_MIN, -1, 0, INT64_MAX])
 BAGS = st.lists(IDS, max_size=3)
@@ -214,3 +215,66 @@ def test_without_torchrec_the_import_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchrec", None)
     with pytest.raises(ImportError, match="torchrec"):
         made(DRAWN).to_torchrec()
+
+
+def test_every_feature_has_the_same_samples_whatever_the_total():
+    user, city = tensor([1, 2, 3]), tensor([9])
+    with pytest.raises(ValueError, match="same samples, got 'user' with 3, 'city' with 1"):
+        KeyedJaggedTensor.from_dict({"user": Lookup(user), "city": Lookup(city)})
+    with pytest.raises(ValueError, match="'user' with 1, 'city' with 3"):
+        bags = {"user": Lookup(user, tensor([0, 3])), "city": Lookup(city, tensor([0, 0, 1, 1]))}
+        KeyedJaggedTensor.from_dict(bags)
+    with pytest.raises(ValueError, match="same samples, got none"):
+        KeyedJaggedTensor.from_dict({})
+
+
+def test_each_features_bags_and_weights_fit_its_ids_whatever_the_total():
+    one, two = tensor([1]), tensor([2, 3])
+    with pytest.raises(ValueError, match="offsets of 'a' must end at the number of ids"):
+        KeyedJaggedTensor.from_dict({"a": Lookup(one, tensor([0, 2])), "b": Lookup(two, tensor([0, 1]))})
+    offsets, weights = (tensor([0, 1]), tensor([0, 2])), (torch.ones(2), torch.ones(1))
+    with pytest.raises(ValueError, match=r"weights of feature 'a' must be \(1,\).* got \(2,\)"):
+        KeyedJaggedTensor.from_dict(
+            {
+                "a": WeightedLookup(one, offsets[0], weights[0]),
+                "b": WeightedLookup(two, offsets[1], weights[1]),
+            }
+        )
+
+
+def test_offsets_that_give_keys_different_samples_are_refused_wherever_they_are_read():
+    wrong = KeyedJaggedTensor(("user", "city"), tensor([1, 2, 3]), tensor([0, 1, 2, 3]))
+    for read in (wrong.to_dict, wrong.validate, lambda: wrong.num_samples, lambda: wrong["user"]):
+        with pytest.raises(ValueError, match=r"must have F \* B \+ 1 entries for the F = 2 keys"):
+            read()
+    tables = HashEmbeddingCollection([FeatureConfig("user", 2), FeatureConfig("city", 2)])
+    with pytest.raises(ValueError, match="F = 2 keys"):
+        tables(wrong)
+
+
+def test_a_matrix_has_a_column_for_each_key():
+    with pytest.raises(ValueError, match=r"ids must be \(B, 2\), a column for each of .*, got \(2, 3\)"):
+        KeyedJaggedTensor.from_matrix(["a", "b"], torch.ones(2, 3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+def test_integers_of_any_width_are_taken_as_torchrec_takes_them(dtype):
+    values, lengths = tensor([4, 5, 6]).to(dtype), tensor([2, 0, 1, 0]).to(dtype)
+    found = KeyedJaggedTensor.from_lengths_sync(["a", "b"], values, lengths, torch.ones(3))
+    assert plain(found) == [[[4, 5], []], [[6], []]]
+    by_offsets = KeyedJaggedTensor.from_offsets_sync(["a", "b"], values, found.offsets.to(dtype))
+    assert plain(by_offsets) == plain(found) and by_offsets.values.dtype == torch.int64
+
+
+def test_lengths_that_are_none_are_refused():
+    ids = tensor([1, 2, 3])
+    for lengths, said in (
+        (torch.tensor([1.5, 1.5]), "lengths must be integers, got torch.float32"),
+        (tensor([4, -1]), r"lengths\[1\] = -1"),
+        (tensor([1, 1, 1]), r"lengths must be \(F \* B,\)"),
+        (tensor([[3], [0]]), r"lengths must be \(F \* B,\)"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            KeyedJaggedTensor.from_lengths_sync(["a", "b"], ids, lengths)
+    with pytest.raises(ValueError, match=r"values must be integers, got torch.float32"):
+        KeyedJaggedTensor.from_lengths_sync(["a"], torch.ones(1), tensor([1]))

@@ -108,10 +108,10 @@ def test_parquet_keeps_everything(folder, tmp_path):
     [
         (",time_ms,", ",time,", r"4_08_to_4_21_pure\.csv: no column 'time_ms'"),
         ("is_click", "clicked", r"4_08_to_4_21_pure\.csv: no column 'is_click'"),
-        ("3,15,", "3,x,", r"4_08_to_4_21_pure\.csv: .*CSV column #1.*'x'"),
-        ("3,15,", "3,,", r"4_08_to_4_21_pure\.csv: .*CSV column #1"),
-        ("1649408076850,0,1", "1649408076850,2,1", r"column 'is_click' must be 0 or 1, got 2 in row 1"),
-        (",1\n3,15", "\n3,15", r"4_08_to_4_21_pure\.csv: .*Expected 19 columns, got 18"),
+        ("3,15,", "3,x,", r"4_08_to_4_21_pure\.csv, line 3: column video_id has 'x', expected an int64"),
+        ("3,15,", "3,,", r"4_08_to_4_21_pure\.csv, line 3: column video_id has an empty field"),
+        ("1649408076850,0,1", "1649408076850,2,1", r"line 3: column is_click has '2', expected 0 or 1"),
+        (",1\n3,15", "\n3,15", r"4_08_to_4_21_pure\.csv, line 2: 18 columns, but 19 are expected"),
     ],
 )
 def test_a_bad_log_is_named(folder, old, new, message):
@@ -126,7 +126,7 @@ def test_a_bad_log_is_named(folder, old, new, message):
 def test_bytes_that_are_no_text_are_refused_with_the_name_of_the_file(folder, old, new):
     path = folder / "data" / "log_standard_4_08_to_4_21_pure.csv"
     path.write_bytes(path.read_bytes().replace(old, new, 1))
-    with pytest.raises(ValueError, match=r"4_08_to_4_21_pure\.csv: ") as raised:
+    with pytest.raises(ValueError, match=r"4_08_to_4_21_pure\.csv, line [13]: not UTF-8 text") as raised:
         load(f"kuairand:{folder}")
     assert not isinstance(raised.value, UnicodeDecodeError)
 
@@ -134,14 +134,20 @@ def test_bytes_that_are_no_text_are_refused_with_the_name_of_the_file(folder, ol
 def test_a_missing_or_empty_log_is_named(tmp_path, folder):
     with pytest.raises(FileNotFoundError, match="nowhere: no such file or folder"):
         load(f"kuairand:{tmp_path / 'nowhere'}")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "log.csv").write_text(HEADER)
     with pytest.raises(FileNotFoundError, match=r"holds no log_standard_\*\.csv"):
-        load(f"kuairand:{tmp_path}")
+        load(f"kuairand:{tmp_path / 'empty'}")
+    (folder / "copy").mkdir()
+    (folder / "copy" / "log_standard_a.csv").write_text(HEADER)
+    with pytest.raises(ValueError, match=r"several folders have such files: name one of .*copy, .*data"):
+        load(f"kuairand:{folder}")
     path = tmp_path / "log.csv"
     path.write_text(HEADER + "\n")
     with pytest.raises(ValueError, match="holds no interactions"):
         load(f"kuairand:{path}")
     path.write_text("")
-    with pytest.raises(ValueError, match=r"log\.csv: Empty CSV file"):
+    with pytest.raises(ValueError, match=r"log\.csv: the file is empty"):
         load(f"kuairand:{path}")
 
 

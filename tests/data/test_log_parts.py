@@ -8,29 +8,30 @@ import numpy as np
 import pytest
 from test_criteo import fields
 from test_criteo import write as write_criteo
-from test_csv_log import BAD, GOOD
+from test_event_log import BAD, GOOD, STEP, THREE
 from test_grouped import sequences_in, sequences_of_log
 from test_kuairand import folder  # noqa: F401 - a fixture
 
-from tritonrec.data import csv_log, kuairand, load
-from tritonrec.data.click_columns import Part
+from tritonrec.data import LogFormat, load
+from tritonrec.data.click_columns import ClickColumns
 from tritonrec.data.convert_windows import write_windows
-from tritonrec.data.criteo import CRITEO, read_tsv
 from tritonrec.data.grouped import clicks_of, sequences_of, windows_of
-from tritonrec.data.log_parts import log_in_parts
 from tritonrec.data.parquet import concat
 from tritonrec.data.parquet_rows import ParquetRows
+from tritonrec.data.sources import source_of
+from tritonrec.data.values import Part
+from tritonrec.data.vocabulary import Vocabulary
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITONREC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(csv_log, "PART_ROWS", 2)
-    monkeypatch.setattr("tritonrec.data.text_files.BLOCK_BYTES", 600)
+    monkeypatch.setattr("tritonrec.data.text_tables.BLOCK_BYTES", 600)
     return tmp_path / "cache"
 
 
 DECIMALS = "user,item,time,rating\n1,10,5.75,1\n2,11,5.25,2\n1,12,-0.5,3\n1,13,5,4\n2,14,5.25,5\n1,15,5.5,1\n"
+NUMBERS = "user,item,time\n7,1,1\n8,2,2\n7,2,3\n7,1,4\n9,3,5\n6,1,6\n"
 WORDS = "user,item,time\n7,x,1\n8,y,2\n7,y,3\n7,x,4\nann,z,5\n07,x,6\n"
 
 
@@ -39,39 +40,55 @@ def same_sequences(parts, whole):
         np.testing.assert_array_equal(getattr(parts.sequences, name), getattr(whole.sequences, name))
 
 
-@pytest.mark.parametrize("text", [*(text for text, _columns in GOOD.values()), DECIMALS, WORDS])
-def test_the_parts_of_a_csv_file_are_the_whole(tmp_path, text):
-    (tmp_path / "log.csv").write_text(text)
-    parts = list(csv_log.parts(tmp_path / "log.csv"))
-    assert all(len(part) <= 2 for part in parts)
-    same_sequences(concat(parts), csv_log.read(tmp_path / "log.csv"))
+@pytest.mark.parametrize("case", GOOD)
+def test_the_parts_of_a_csv_file_are_the_whole(tmp_path, case, monkeypatch):
+    monkeypatch.setattr("tritonrec.data.text_tables.BLOCK_BYTES", 16)
+    text, format, _columns = GOOD[case]
+    (tmp_path / "log.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
+    parts = list(source_of(tmp_path / "log.csv", format).events().parts())
+    same_sequences(concat(parts), load(tmp_path / "log.csv", format))
+
+
+def test_words_in_parts_are_those_of_the_whole_and_their_vocabulary_is_kept(tmp_path):
+    (tmp_path / "log.csv").write_text(WORDS)
+    log = load(tmp_path / "log.csv", LogFormat(ids="words"))
+    made = sequences_of(f"csv:{tmp_path}/log.csv?ids=words")
+    assert sequences_in(made) == sequences_of_log(tmp_path, log)
+    for role in ("user", "item"):
+        assert Vocabulary.load(made / f"_{role}_words.parquet") == log.words[role]
+    before = {"user": Vocabulary(["ann"]), "item": Vocabulary(["z", "y"])}
+    again = sequences_of(f"csv:{tmp_path}/log.csv?ids=words", words=before)
+    assert again != made and 0 in sequences_in(again) and len(before["item"]) == len(log.words["item"])
+    later = {"user": Vocabulary(["ann"]), "item": Vocabulary(["z", "y"])}
+    assert sequences_of(f"csv:{tmp_path}/log.csv?ids=words", words=later) == again
+    assert later == before and later["item"].words.to_pylist()[:2] == ["z", "y"]
 
 
 def test_decimals_order_a_users_events_also_where_buckets_divide_them(tmp_path, monkeypatch):
     monkeypatch.setattr("tritonrec.data.convert_sequences.BUCKET_ROWS", 1)
     (tmp_path / "log.csv").write_text(DECIMALS)
-    found = sequences_in(sequences_of(f"csv:{tmp_path}/log.csv"))
+    found = sequences_in(sequences_of(f"csv:{tmp_path}/log.csv", format=STEP))
     assert found == {1: [(12, -1), (13, 5), (15, 5), (10, 5)], 2: [(11, 5), (14, 5)]}
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_line_is_named_and_nothing_is_kept(tmp_path, cache, case):
-    content, message = BAD[case]
+    content, format, message = BAD[case]
     (tmp_path / "log.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=message):
-        sequences_of(f"csv:{tmp_path}/log.csv")
+        sequences_of(f"csv:{tmp_path}/log.csv", format=format)
     assert [path.suffix for path in (cache / "sequences").iterdir()] == [".lock"]
 
 
 def test_compressed_files_and_urls_are_read_as_plain_ones(tmp_path):
     plain = tmp_path / "log.csv"
-    plain.write_text(WORDS)
+    plain.write_text(NUMBERS)
     (tmp_path / "log.csv.gz").write_bytes(gzip.compress(plain.read_bytes()))
     with fsspec.open("memory://logs/log.csv.gz", "wb") as file:
         file.write(gzip.compress(plain.read_bytes()))
     for path in (f"{plain}.gz", "memory://logs/log.csv.gz"):
-        same_sequences(csv_log.read(path), csv_log.read(plain))
-        same_sequences(concat(list(csv_log.parts(path))), csv_log.read(plain))
+        same_sequences(load(f"csv:{path}"), load(plain))
+        same_sequences(concat(list(source_of(path).events().parts())), load(plain))
         assert sequences_in(sequences_of(f"csv:{path}")) == sequences_in(sequences_of(f"csv:{plain}"))
 
 
@@ -82,14 +99,12 @@ def test_a_damaged_file_is_named(tmp_path):
     clicks = write_criteo(tmp_path / "day", fields()).read_bytes()
     (tmp_path / "cut.gz").write_bytes(gzip.compress(clicks)[:900])
     for name in ("cut.csv.gz", "plain.csv.gz"):
-        for use in (csv_log.read, lambda path: list(csv_log.parts(path))):
+        for use in (lambda path: load(path, THREE), lambda path: sequences_of(path, format=THREE)):
             with pytest.raises(ValueError, match=name):
                 use(f"{tmp_path}/{name}")
-    for use in (read_tsv, lambda path: clicks_of(f"criteo-tsv:{path}")):
+    for use in (load, clicks_of):
         with pytest.raises(ValueError, match=r"cut\.gz"):
-            use(f"{tmp_path}/cut.gz")
-    with pytest.raises(ValueError, match="is a folder: name one file"):
-        csv_log.read(tmp_path)
+            use(f"criteo-tsv:{tmp_path}/cut.gz")
     with pytest.raises(FileNotFoundError, match=r"none\.csv"):
         sequences_of(f"csv:{tmp_path}/none.csv")
 
@@ -97,8 +112,8 @@ def test_a_damaged_file_is_named(tmp_path):
 def test_the_windows_of_a_csv_file_are_those_of_the_log_in_memory(tmp_path):
     (tmp_path / "log.csv").write_text(DECIMALS)
     (tmp_path / "whole").mkdir()
-    write_windows([load(f"csv:{tmp_path}/log.csv")], tmp_path / "whole", 3, 1, 512)
-    made = windows_of(f"csv:{tmp_path}/log.csv", 3, 1)
+    write_windows([load(f"csv:{tmp_path}/log.csv", STEP)], tmp_path / "whole", 3, 1, 512)
+    made = windows_of(f"csv:{tmp_path}/log.csv", 3, 1, format=STEP)
     for name in ("part-00000.parquet", "_held_out.parquet", "_windows.json"):
         assert (made / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
@@ -110,7 +125,7 @@ def test_kuairand_in_parts_is_the_whole_with_its_features(folder, tmp_path, pack
         for path in (folder / "data").iterdir():
             path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
             path.unlink()
-    source = log_in_parts(f"kuairand:{folder}")
+    source = source_of(f"kuairand:{folder}").events()
     parts = list(source.parts())
     assert len(parts) > 1 and len(source.files) == 4 and source.rows() >= 1
     whole = concat(parts)
@@ -130,8 +145,8 @@ def test_a_bad_task_is_named_by_its_row_in_the_file(tmp_path):
     lines[150] = "150,150,150,3,0"
     path = tmp_path / "log.csv"
     path.write_text("\n".join(["user_id,video_id,time_ms,is_click,is_like", *lines]) + "\n")
-    with pytest.raises(ValueError, match=r"log\.csv: column 'is_click' must be 0 or 1, got 3 in row 150"):
-        list(kuairand.parts(path))
+    with pytest.raises(ValueError, match=r"log\.csv, line 152: column is_click has '3', expected 0 or 1"):
+        list(source_of(f"kuairand:{path}").events().parts())
 
 
 def test_files_of_features_without_rows_have_no_features(folder):  # noqa: F811
@@ -144,7 +159,7 @@ def test_files_of_features_without_rows_have_no_features(folder):  # noqa: F811
 def test_a_header_alone_is_no_log(tmp_path):
     (tmp_path / "log.csv").write_text("user_id,video_id,time_ms,is_click,is_like\n")
     with pytest.raises(ValueError, match=r"log\.csv"):
-        list(kuairand.parts(tmp_path / "log.csv"))
+        list(source_of(f"kuairand:{tmp_path}/log.csv").events().parts())
 
 
 def test_clicks_as_text_are_the_rows_of_the_whole_log(tmp_path):
@@ -153,12 +168,14 @@ def test_clicks_as_text_are_the_rows_of_the_whole_log(tmp_path):
     for day in range(2):
         text = write_criteo(tmp_path / "day", lines[day * 20 : 20 + day * 30]).read_bytes()
         (tmp_path / "days" / f"day_{day}.gz").write_bytes(gzip.compress(text))
-    log = read_tsv(tmp_path / "days")
+    log = load(f"criteo-tsv:{tmp_path}/days")
     assert len(log) == 50
     rows = ParquetRows(clicks_of(f"criteo-tsv:{tmp_path}/days"))
     (table,) = [table for _numbers, table in rows.batches(64)]
     assert rows.group_rows.tolist() == [50]
-    labels, dense, categories = CRITEO.arrays(Part("here", "row", 0), table)
+    columns = ClickColumns.of("here", rows.schema)
+    labels, dense, categories = columns.arrays(Part("here", "row", 0), table)
+    assert columns.features == log.features
     np.testing.assert_array_equal(labels, log.labels)
     np.testing.assert_array_equal(dense, log.dense)
     np.testing.assert_array_equal(categories, log.categories)
@@ -177,18 +194,18 @@ def test_a_bad_click_is_named_by_its_line(tmp_path, cache):
     lines[22][20] = "xyz"
     with pytest.raises(ValueError, match=r"day, line 23: column C7 has 'xyz'"):
         clicks_of(f"criteo-tsv:{write_criteo(tmp_path / 'day', lines)}")
-    with pytest.raises(ValueError, match=r"empty: .*Empty CSV file"):
+    with pytest.raises(ValueError, match=r"empty: the file is empty"):
         clicks_of(f"criteo-tsv:{write_criteo(tmp_path / 'empty', [])}")
     assert {path.suffix for path in (cache / "clicks").iterdir()} == {".lock"}
 
 
 def test_a_log_that_changes_while_it_is_read_is_refused(tmp_path, cache):
     path = tmp_path / "log.csv"
-    path.write_text(WORDS)
+    path.write_text(NUMBERS)
 
     def append(rows):
         with path.open("a") as file:
-            file.write("9,x,9\n")
+            file.write("9,4,9\n")
 
     with pytest.raises(ValueError, match="has changed while it was read"):
         sequences_of(f"csv:{path}", append)

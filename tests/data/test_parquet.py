@@ -18,10 +18,14 @@ from tritonrec.data import parquet
 from tritonrec.data.convert import convert, write
 from tritonrec.data.features import ItemGenres, UserFeatures
 from tritonrec.data.interactions import Interactions
-from tritonrec.data.parquet import parts
-from tritonrec.data.sources import load
+from tritonrec.data.log_format import LogFormat
+from tritonrec.data.sources import load, source_of
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+
+def parts(path):
+    return source_of(f"parquet:{path}").events().parts()
 
 
 def made_log(rows: int = 500, seed: int = 1) -> Interactions:
@@ -59,7 +63,7 @@ def test_a_csv_file_comes_back_exactly(tmp_path):
     columns = (log.user.tolist(), log.item.tolist(), log.timestamp.tolist(), log.rating.tolist())
     lines = [f"{user},{item},{time},{rating!r}" for user, item, time, rating in zip(*columns, strict=True)]
     csv.write_text("user,item,timestamp,rating\n" + "\n".join(lines))
-    source = load(f"csv:{csv}")
+    source = load(f"csv:{csv}?time_unit=s")
     assert same(source, replace(log, feedback={}))
     write(source, tmp_path / "out", rows_per_file=90, rows_per_group=40)
     assert same(load(f"parquet:{tmp_path / 'out'}"), source)
@@ -148,14 +152,14 @@ def columns(**changes) -> dict[str, pa.Array]:
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(item=None), r"b\.parquet: no column 'item'; found user, timestamp"),
-        (dict(user=pa.array(["x", "y"])), r"b\.parquet: column 'user' must hold integers, got string"),
+        (dict(item=None), r"b\.parquet: no column that is the item; found user, timestamp"),
+        (dict(user=pa.array(["x", "y"])), r"b\.parquet, row 0: column user has 'x', expected an int64"),
+        (dict(timestamp=pa.array(["noon", "1"])), r"b\.parquet, row 0: column timestamp has 'noon'"),
+        (dict(user=pa.array([1, None])), r"b\.parquet, row 1: column user has an empty field"),
         (
-            dict(timestamp=pa.array([1.0, 2.0])),
-            r"b\.parquet: column 'timestamp' must hold integers, got double",
+            dict(item=pa.array([1, 2**63], pa.uint64())),
+            r"b\.parquet, row 1: column item has 9223372036854775808",
         ),
-        (dict(user=pa.array([1, None])), r"b\.parquet: column 'user' has 1 nulls"),
-        (dict(item=pa.array([1, 2**63], pa.uint64())), r"b\.parquet: column 'item' does not fit"),
         (dict(rating=pa.array([1.0, 2.0])), r"b\.parquet: has the columns .*rating.* but .*a\.parquet has"),
         (dict(like=pa.array([True, False])), r"b\.parquet: has the columns .*like"),
     ],
@@ -170,9 +174,10 @@ def test_a_bad_column_is_named_with_its_file(tmp_path, changes, message):
 @pytest.mark.parametrize(
     "rating, message",
     [
-        (pa.array(["5", "4"]), r"column 'rating' must hold numbers, got string"),
-        (pa.array([1.0, float("nan")]), r"column 'rating' has a value that is not finite"),
-        (pa.array([1.0, None]), r"column 'rating' has 1 nulls"),
+        (pa.array(["5", "good"]), r"row 1: column rating has 'good', expected a finite number"),
+        (pa.array([[5], [4]]), r"column 'rating' is of type .*list.*, expected numbers"),
+        (pa.array([1.0, float("nan")]), r"row 1: column rating has nan, expected a finite number"),
+        (pa.array([1.0, None]), r"row 1: column rating has an empty field"),
     ],
 )
 def test_a_bad_rating_is_named(tmp_path, rating, message):
@@ -188,10 +193,10 @@ def test_an_empty_or_broken_dataset_is_named(tmp_path):
         load(f"parquet:{tmp_path}")
     empty = {name: pa.array([], pa.int64()) for name in ("user", "item", "timestamp")}
     pq.write_table(pa.table(empty), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match="the dataset holds no rows"):
+    with pytest.raises(ValueError, match="holds no interactions"):
         load(f"parquet:{tmp_path}")
     (tmp_path / "b.parquet").write_bytes(b"PAR1 and then nothing of the kind")
-    with pytest.raises(ValueError, match=r"not a Parquet dataset: .*b\.parquet"):
+    with pytest.raises(ValueError, match=r"b\.parquet: not a Parquet file"):
         load(f"parquet:{tmp_path}")
 
 
@@ -199,7 +204,7 @@ def test_a_name_of_a_column_that_is_no_text_is_refused(tmp_path):
     write(made_log(), tmp_path / "out", rows_per_file=100)
     path = tmp_path / "out" / "part-00001.parquet"
     path.write_bytes(path.read_bytes().replace(b"timestamp", b"\xf4imestamp", 1))
-    with pytest.raises(ValueError, match=r"not a Parquet dataset: .*part-00001\.parquet: 'utf-8' codec"):
+    with pytest.raises(ValueError, match=r"part-00001\.parquet: not a Parquet file: 'utf-8' codec"):
         next(parts(tmp_path / "out"))
 
 
@@ -230,7 +235,7 @@ def test_a_damaged_file_of_features_is_named(tmp_path):
             lambda path, whole, table=numbers: pq.write_table(table, path),
         ):
             change(path, whole)
-            with pytest.raises(ValueError, match=f"{name} cannot be read: "):
+            with pytest.raises(ValueError, match=name):
                 load(f"parquet:{tmp_path / 'out'}")
         path.write_bytes(whole)
     assert load(f"parquet:{tmp_path / 'out'}").genres.genres.tolist() == [4, 1, 1]
@@ -297,3 +302,30 @@ def test_the_command_converts_and_reports(tmp_path):
     assert unknown.exit_code == 1 and "unknown data 'nothing'" in unknown.output
     unit = run("zipf:users=40", str(tmp_path / "other"), "--time-unit", "h")
     assert unit.exit_code == 1 and "--time-unit must be s, ms, us or ns, got 'h'" in unit.output
+
+
+def test_days_that_cannot_be_are_refused_naming_the_unit(tmp_path):
+    text = "user,item,time\n" + "".join(f"{row},1,{1649408076860 + row}\n" for row in range(9))
+    (tmp_path / "log.csv").write_text(text)
+    done = run(f"csv:{tmp_path}/log.csv", str(tmp_path / "out"), "--partition-by", "date")
+    assert done.exit_code == 0 and files_of(tmp_path / "out")[0].startswith("date=2022-04-08")
+    wrong = run(f"csv:{tmp_path}/log.csv", str(tmp_path / "no"), "--partition-by", "date", "--time-unit", "s")
+    assert wrong.exit_code == 1 and "name time_unit=ms" in wrong.output.replace("\n", " ")
+    assert load(f"parquet:{tmp_path}/out").time_unit == "ms"
+    for unit, times in (("s", [1649408076860]), ("", [2**40]), ("ms", [881250949]), ("step", [1, 2])):
+        ids = np.ones(len(times), np.int64)
+        with pytest.raises(ValueError, match=r"time_unit|name it"):
+            write(
+                Interactions(ids, ids, np.array(times), time_unit=unit), tmp_path / "no", partition_by="date"
+            )
+    with pytest.raises(ValueError, match="name time_unit=ms"):
+        write(load(f"csv:{tmp_path}/log.csv", LogFormat(time_unit="s")), tmp_path / "no", partition_by="date")
+    assert not (tmp_path / "no").exists()
+
+
+def test_columns_of_the_writer_are_no_columns(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"user": [1, 2, 3, 4], "item": [4, 5, 6, 7], "timestamp": [7, 8, 9, 10]})
+    frame[frame.user != 2].to_parquet(tmp_path / "log.parquet")
+    assert "__index_level_0__" in pq.read_schema(tmp_path / "log.parquet").names
+    assert load(tmp_path / "log.parquet").item.tolist() == [4, 6, 7]

@@ -166,9 +166,9 @@ def test_batches_cut_by_tokens_have_each_sample_once_and_the_position_is_exact(f
 def test_a_position_cut_by_tokens_is_one_of_a_rank(folder):
     state = DynamicStream(stream(folder, 1, 2), 30).state_dict()
     for other, message in (
-        (DynamicStream(stream(folder, 0, 2), 30), "rank 1, and this stream 0"),
-        (DynamicStream(stream(folder, 1, 4), 30), "world_size 2, and this stream 4"),
-        (DynamicStream(stream(folder, 1, 2), 31), "target_tokens 30, and this stream 31"),
+        (DynamicStream(stream(folder, 0, 2), 30), "rank 1, and this one has 0"),
+        (DynamicStream(stream(folder, 1, 4), 30), "world_size 2, and this one has 4"),
+        (DynamicStream(stream(folder, 1, 2), 31), "target_tokens 30, and this one has 31"),
     ):
         with pytest.raises(ValueError, match=message):
             other.load_state_dict(state)
@@ -200,16 +200,19 @@ def test_other_columns_are_refused(tmp_path, columns, message):
     "columns, message",
     [
         (dict(item=[[1, 2], [3]]), "a row has 2 values in 'item' and 3 in 'timestamp'"),
-        (dict(item=[[1, 2, None], [3]]), "column 'item' has nulls"),
-        (dict(item=[[1, 2, 3], None]), "column 'item' has nulls"),
-        (dict(item=pa.array([[1, 2, 2**63], [4]], pa.list_(pa.uint64()))), "column 'item' does not fit"),
+        (dict(item=[[1, 2, None], [3]]), "column item has an empty field, expected an int64"),
+        (dict(item=[[1, 2, 3], None]), "column item has an empty field, expected a list"),
+        (
+            dict(item=pa.array([[1, 2, 2**63], [4]], pa.list_(pa.uint64()))),
+            "column item has 9223372036854775808",
+        ),
     ],
 )
 def test_bad_rows_are_refused_when_they_are_read(tmp_path, columns, message):
     made = stream(written(tmp_path, **columns), readers=1)
-    with pytest.raises(ValueError, match=f"{tmp_path}.*: {message}"):
+    with pytest.raises(ValueError, match=f"{tmp_path}.*, row [01]: {message}"):
         next(made)
-    with pytest.raises(ValueError, match=f"{tmp_path}.*: {message}"):
+    with pytest.raises(ValueError, match=f"{tmp_path}.*, row [01]: {message}"):
         made.tokens_of(made.rows_of(0)[1])
 
 
@@ -241,3 +244,24 @@ def test_a_stream_goes_on_where_few_rows_have_tokens(tmp_path, place):
         cut = DynamicStream(stream(folder, batch_size=2), 1)
         cut.load_state_dict(position)
         assert torch.equal(next(cut).sample_ids, batches[step].sample_ids)
+
+
+@pytest.mark.parametrize("kind", ["fixed", "view", "large_view", "text", "dictionary", "dates"])
+def test_all_spellings_of_a_list_are_one(kind):
+    rows = [[1, 2, 3], [2, 3, 4]]
+    kinds = {
+        "fixed": pa.list_(pa.int16(), 3),
+        "view": pa.list_view(pa.int64()),
+        "large_view": pa.large_list_view(pa.uint64()),
+    }
+    items = pa.array(rows, kinds.get(kind, pa.list_(pa.int64())))
+    if kind in ("text", "dictionary"):
+        flat = items.flatten().cast(pa.string()) if kind == "text" else items.flatten().dictionary_encode()
+        items = pa.ListArray.from_arrays(pa.array([0, 3, 6], pa.int32()), flat)
+    times = pa.array(rows, pa.list_(pa.timestamp("s") if kind == "dates" else pa.int32()))
+    made = NextItemStream(
+        pa.table({"item": items, "timestamp": times}), 2, 5, 0, 0, catalogue=torch.arange(9), shuffle=False
+    )
+    batch = next(made)
+    assert batch.features.values.tolist() == [1, 2] and batch.labels.tolist() == [2, 3]
+    assert batch.timestamps.tolist() == [1, 2]

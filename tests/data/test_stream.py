@@ -132,6 +132,18 @@ def test_a_rank_reads_its_share_of_the_bytes(tmp_path):
     assert 0.9 * sizes < whole <= sizes
 
 
+def test_a_stream_counts_what_it_reads_itself(folder):
+    made = stream(folder, 0, 2)
+    next(made)
+    read = vars(made.counts).copy()
+    assert read["bytes"] > 0
+    other = made.of_rank(1, 2)
+    assert not any(vars(other.counts).values())
+    next(other)
+    made.global_batch(0)
+    assert vars(made.counts) == read and vars(other.counts)["bytes"] > 0
+
+
 def test_only_the_columns_that_are_named_are_read(folder):
     rows = ParquetRows(folder, ["x"])
     made = Stream(rows, lambda step, of, table: table.column_names, 32, 7)
@@ -222,7 +234,7 @@ def test_a_name_of_a_column_that_is_no_text_is_refused(tmp_path):
     pq.write_table(pa.table({"numbers": [1]}), file)
     file.write_bytes(file.read_bytes().replace(b"numbers", b"\xf4umbers", 1))
     for read in (ParquetRows, lambda path: schema_of(str(path))):
-        with pytest.raises(ValueError, match=r"not a Parquet dataset: .*a\.parquet: 'utf-8' codec"):
+        with pytest.raises(ValueError, match=r"a\.parquet: .*'utf-8' codec"):
             read(tmp_path)
 
 

@@ -8,7 +8,8 @@ import pyarrow as pa
 import pyarrow.csv as pc
 import pytest
 
-from tritonrec.data.criteo import CATEGORIES, COUNTS
+from tritonrec.data.presets import CRITEO_CATEGORIES as CATEGORIES
+from tritonrec.data.presets import CRITEO_COUNTS as COUNTS
 
 pytestmark = [
     pytest.mark.slow,  # test_log_parts.py has logs in several parts and buckets
@@ -19,15 +20,16 @@ ROWS, SHARE = {"csv": 2_400_000, "criteo-tsv": 250_000}, 3
 
 BEFORE = """
 import gc, resource, sys, torch
-from tritonrec.data import convert_sequences, csv_log, grouped, load, text_files
+from tritonrec.data import convert_sequences, grouped, load, text_tables
 from tritonrec.data.grouped import clicks_of, sequences_of
 kind, log, warm, allowed, how = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5]
 torch.set_num_threads(1)
-convert_sequences.BUCKET_ROWS, convert_sequences.DEALT_ROWS, csv_log.PART_ROWS = 150_000, 50_000, 4096
-text_files.BLOCK_BYTES, grouped.GROUP_CLICKS = 1 << 16, 1 << 11
-make = lambda path: {"csv": sequences_of, "criteo-tsv": clicks_of}[kind](f"{kind}:{path}")
-if how == "whole":
-    make = lambda path: load(f"{kind}:{path}")
+convert_sequences.BUCKET_ROWS, convert_sequences.DEALT_ROWS = 150_000, 50_000
+text_tables.BLOCK_BYTES, grouped.GROUP_CLICKS = 1 << 16, 1 << 11
+log_of = lambda path: f"csv:{path}?columns=user,item,timestamp,rating&time_unit=step" if kind == "csv" else
+f"{kind}:{path}" make = lambda path: {"csv": sequences_of, "criteo-tsv": clicks_of}[kind](log_of(path)) if how
+== "whole":
+    make = lambda path: load(log_of(path))
 make(warm)
 """
 AFTER = """\

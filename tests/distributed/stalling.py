@@ -14,7 +14,7 @@ from tritonrec.harness.job import Job
 from tritonrec.harness.train.loop import train
 from tritonrec.harness.train.run import Run
 from tritonrec.nn import HSTUConfig
-from tritonrec.pipeline import Program, Window, WindowConfig
+from tritonrec.pipeline import Program, Trainer, Window, WindowConfig
 
 SIZES = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9)
 JOB = Job(
@@ -65,7 +65,28 @@ def before_compute(function) -> None:
     Program.__init__ = made
 
 
+def work_by_hand(communicators, where, victim, checkpoint):
+    """Two steps and a save; then `victim` stops, and the others save, load or evaluate."""
+    loader = JOB.loader(communicators.rank, communicators.world_size)
+    with Trainer(*JOB.build("adam"), communicators, "nestpipe", WindowConfig(2)) as trainer:
+        for _result in trainer.run(loader.batch(step) for step in range(2)):
+            pass
+        trainer.save(checkpoint)
+        print(f"begun {time.time()}", flush=True)
+        if communicators.rank == victim:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        with communicators.watch.doing(where):
+            if where == "a save":
+                trainer.save(checkpoint)
+            elif where == "a load":
+                trainer.load(checkpoint)
+            else:
+                trainer.evaluate(loader)
+
+
 def work(communicators, where, victim, checkpoint, steps=1000):
+    if where.startswith("a"):
+        return work_by_hand(communicators, where, victim, checkpoint)
     if communicators.rank == victim:
         stop_at(where, communicators.watch)
     run = Run(JOB, "nestpipe", WindowConfig(2), steps=steps, checkpoint=checkpoint, save_every=4)
@@ -75,7 +96,8 @@ def work(communicators, where, victim, checkpoint, steps=1000):
 def main(where: str, victim: str, timeout: str, checkpoint: str) -> None:
     try:
         with from_environment(timedelta(seconds=float(timeout))) as communicators:
-            print(f"begun {time.time()}", flush=True)
+            if not where.startswith("a"):
+                print(f"begun {time.time()}", flush=True)
             work(communicators, where, int(victim), checkpoint)
     except Exception as error:
         print(f"ended {time.time()} {type(error).__name__}: {error}", flush=True)

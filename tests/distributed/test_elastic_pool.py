@@ -11,9 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from tritonrec.distributed import ElasticPool, RankDiedError, elastic, elastic_pool
+from tritonrec.distributed import ElasticPool, RankDiedError, RankPool, elastic, elastic_pool
 from tritonrec.distributed.elastic_pool import _goes_on
+from tritonrec.distributed.join import made_within
+from tritonrec.distributed.limits import within
+from tritonrec.distributed.stores import serve_store
 
 pytestmark = pytest.mark.multi_rank
 
@@ -109,6 +113,7 @@ def test_the_newest_groups_are_waited_for(sizes, waiting, goes_on):
 
 def test_ranks_that_replicas_do_not_divide_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(elastic, "join_environment", lambda timeout: pytest.fail("joined"))
     with pytest.raises(ValueError, match="2 replicas do not divide 3 ranks"):
         elastic._Ranks(timedelta(seconds=5), 2, 1)
@@ -168,6 +173,7 @@ def test_one_rank_goes_on_unless_more_are_needed(monkeypatch):
         raise Asked(replicas, min_ranks)
 
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(elastic, "_Ranks", ranks)
     with pytest.raises(Asked) as asked:
         elastic.run_elastic(lambda communicators: None)
@@ -175,14 +181,95 @@ def test_one_rank_goes_on_unless_more_are_needed(monkeypatch):
     assert asked.value.args == (pool.replicas, pool.min_ranks) == (1, 1)
 
 
-def test_a_rank_that_does_not_answer_is_waited_for_twice_as_long_as_a_collective(monkeypatch):
-    waited = []
-    monkeypatch.setattr(elastic, "_within", lambda seconds, call, member: waited.append(seconds) or (4, [1]))
+class Stalling:
+    """A store whose process has been stopped before the `last` of its calls; a join is its second one."""
+
+    def __init__(self, last):
+        self.left = last
+
+    def check(self, keys):
+        self.left -= 1
+        return self.left >= 0 or threading.Event().wait()
+
+    def set(self, key, value):
+        self.check([key])
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_rank_that_is_stopped_while_it_is_joined_does_not_decide(monkeypatch, last):
+    monkeypatch.setattr(elastic.Member, "is_gone", lambda member: False)
+    monkeypatch.setattr(elastic.Member, "connect", lambda member: Stalling(last))
+    monkeypatch.setattr(elastic, "READ_TIMEOUT", 0.05)
+    ranks = elastic._Ranks.__new__(elastic._Ranks)
+    ranks.members, ranks.patience = [elastic.Member(number, "here", 1) for number in range(2)], 60.0
+    ranks.own, ranks.timeout, ranks.generation = ranks.members[1], timedelta(seconds=0.1), 3
+    monkeypatch.setattr(ranks, "_raise_if_left_by", lambda member: None)
+    ranks._decide = lambda: (4, [1])
+    assert ranks._agree() == (4, [1])
+
+
+def test_ranks_that_have_ended_are_not_waited_for(monkeypatch):
+    monkeypatch.setattr(elastic.Member, "is_gone", lambda member: member.number == 2)
+    ranks = elastic._Ranks.__new__(elastic._Ranks)
+    ranks.store, ranks.members = dist.HashStore(), [elastic.Member(each, "here", 1) for each in (0, 2)]
+    ranks.own, ranks.generation, ranks.patience = ranks.members[0], 4, 3600.0
+    assert within(60, ranks._decide) == (5, [0])
+
+
+def test_a_stranger_at_a_rank_s_store_leaves_nobody_behind():
+    served = serve_store("127.0.0.1")
+    member = elastic.Member(1, "127.0.0.1", served.port, "secret")
+    own = dist.PrefixStore("secret", served)
+    ranks = elastic._Ranks.__new__(elastic._Ranks)
+    ranks.own, ranks.patience = elastic.Member(3, "127.0.0.1", 1), 5.0
+    stranger = dist.TCPStore("127.0.0.1", served.port, None, False, wait_for_workers=False)
+    stranger.set("left 3", "")
+    ranks._raise_if_left_by(member)
+    own.set("left 3", "")
+    with pytest.raises(elastic.LeftBehindError):
+        ranks._raise_if_left_by(member)
+
+
+def served_to_ranks(communicators):
+    """Of this rank: the token of the launcher's store, as far as the names of its keys show it."""
+    return type(communicators.watch.store).__name__, communicators.watch.store.check(["report of rank 0"])
+
+
+def test_reports_of_a_pool_have_names_that_strangers_do_not_know():
+    with RankPool((2,)) as pool:
+        assert pool.run(served_to_ranks, 2) == [("PrefixStore", True)] * 2
+        port = pool._store.underlying_store.port
+        stranger = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+        assert not stranger.check(["report of rank 0"])
+
+
+def test_a_rank_that_is_stopped_before_it_reads_the_decision_is_waited_for_a_while(monkeypatch):
     monkeypatch.setattr(elastic.Member, "is_gone", lambda member: False)
     ranks = elastic._Ranks.__new__(elastic._Ranks)
-    ranks.members, ranks.patience = [elastic.Member(number, "here", 1) for number in range(2)], 7.0
-    ranks.own = ranks.members[1]
-    assert ranks._agree() == (4, [1]) and waited == [elastic.READ_TIMEOUT, 14.0]
+    ranks.store, ranks.members = dist.HashStore(), [elastic.Member(number, "here", 1) for number in range(2)]
+    ranks.own, ranks.generation, ranks.patience = ranks.members[0], 4, 0.3
+    ranks.store.set("joined 1", "7")
+    # above the numbers of all that join: another part of the ranks may have met more often
+    assert ranks._decide() == (8, [0, 1])
+    assert not ranks.store.check(["joined 1"])  # a later meeting would take it for alive
+
+
+@pytest.mark.parametrize(
+    "kind", [TimeoutError("no answer"), RuntimeError("[gloo] Timed out waiting"), dist.DistError("x")]
+)
+def test_groups_that_are_not_made_in_time_are_the_loss_of_a_rank(kind):
+    def fails():
+        raise kind
+
+    with pytest.raises(RankDiedError, match="not all ranks made their groups within 5 s"):
+        made_within(timedelta(seconds=5), fails)
+    with pytest.raises(RuntimeError, match=r"^out of memory$") as caught:
+        made_within(timedelta(seconds=5), lambda: _raise(RuntimeError("out of memory")))
+    assert type(caught.value) is RuntimeError
+
+
+def _raise(error):
+    raise error
 
 
 @pytest.mark.parametrize(("left", "replicas"), [(4, 2), (3, 3), (5, 1)])
@@ -191,6 +278,7 @@ def test_replicas_are_the_most_that_divide_the_ranks_that_are_left(monkeypatch, 
     monkeypatch.setattr(elastic.dist, "PrefixStore", lambda name, store: store)
     monkeypatch.setattr(elastic.dist, "is_initialized", lambda: False)
     monkeypatch.setattr(elastic, "Watch", lambda *given: watch)
+    monkeypatch.setattr(elastic, "made_within", lambda timeout, make: make())
     monkeypatch.setattr(elastic.Communicators, "over", lambda *given: given)
     ranks = elastic._Ranks.__new__(elastic._Ranks)
     ranks.members = [elastic.Member(number, "here", 1) for number in range(left)]

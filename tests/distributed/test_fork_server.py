@@ -151,3 +151,17 @@ def test_the_server_ends_with_its_parent_from_the_start(monkeypatch):
     monkeypatch.setattr(fork_server, "end_with_parent", asked)
     with pytest.raises(Asked, match=r"^41$"):
         fork_server._serve(41, None, [])
+
+
+def test_a_server_that_is_stopped_is_no_endless_wait(monkeypatch):
+    monkeypatch.setattr(fork_server, "ANSWER_SECONDS", 0.2)
+    server = fork_server.ForkServer()
+    try:
+        os.kill(server.process.pid, signal.SIGSTOP)
+        process = server.start("a rank", print, [])
+        with pytest.raises(RuntimeError, match=r"forks the ranks of this one, has done nothing for 0\.2 s"):
+            _ = process.pid
+        with pytest.raises(RuntimeError, match="was it stopped"):
+            server.start("a rank", print, [], bytes(1 << 23))
+    finally:
+        server.process.kill()

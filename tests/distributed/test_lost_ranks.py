@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from dataclasses import replace
+from datetime import timedelta
 from functools import cache
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from speeds import slow_except
 
 from tritonrec.checkpoint import steps
 from tritonrec.distributed import elastic, run_elastic
+from tritonrec.distributed.limits import within
 from tritonrec.pipeline.peer_copies import _newest_whole, _packed, _unpacked
 
 pytestmark = pytest.mark.multi_rank
@@ -114,13 +116,37 @@ def test_with_two_neighbours_lost_there_is_no_copy_of_a_shard_and_the_checkpoint
     check(Case(4, lost, copy_every=2, save_every=3, directory=str(tmp_path)), [(4, 0), (2, 3)])
 
 
+STOPPED = {
+    "in a step": Case(3, {1: "stops compute 5"}, copy_every=2, timeout=5),
+    "the one whose store the others use": Case(3, {0: "stops compute 5"}, copy_every=2, timeout=5),
+    "in a save": Case(3, {1: "stops save 4"}, save_every=4, copy_every=2, timeout=5),
+    "in a copy": Case(3, {0: "stops keep 6"}, copy_every=2, timeout=5),
+}
+
+
 @pytest.mark.slow
-def test_a_rank_that_stands_still_is_left_behind():
-    case = Case(3, {1: "stops compute 5"}, copy_every=2, timeout=5)
+@pytest.mark.parametrize("name", STOPPED)
+def test_a_rank_that_stands_still_is_left_behind(name, tmp_path):
+    case = replace(STOPPED[name], directory=str(tmp_path))
+    (victim,) = case.victims
     with Ranks(case) as ranks:
-        first, last = ranks.connections[0].recv(), ranks.connections[2].recv()
+        left = [each for rank, each in enumerate(ranks.connections) if rank != victim]
+        assert all(each.poll(90) for each in left)
+        first, last = (each.recv() for each in left)
+        assert isinstance(first, Outcome), first
         assert first.calls == last.calls == [(3, 0), (2, 4)]
         assert first.digest == last.digest == expected(case.job).digest
+
+
+@pytest.mark.slow
+def test_rank_0_that_stands_still_in_a_save_is_named_and_keeps_its_folder(tmp_path):
+    """It may go on and write, so the others cannot save there before it ends."""
+    case = Case(3, {0: "stops save 4"}, save_every=4, copy_every=2, timeout=5, directory=str(tmp_path))
+    with Ranks(case) as ranks:
+        left = ranks.connections[1:]
+        assert all(each.poll(90) for each in left)
+        for each in left:
+            assert f"is in use: process {ranks.processes[0].pid} on " in each.recv()
 
 
 @pytest.mark.slow
@@ -198,10 +224,12 @@ def test_the_rank_that_decides_stays_until_the_others_have_read(monkeypatch):
     assert decided == [(5, [0, 1])]
 
 
-def test_an_error_of_a_call_with_a_time_limit_is_the_callers():
+def test_a_call_with_a_limit_returns_raises_or_is_given_up():
     with pytest.raises(KeyError, match="7"):
-        elastic._within(30.0, lambda member: {}[member], 7)
-    assert elastic._within(30.0, lambda member: member + 1, 7) == 8
+        within(30.0, lambda: {}[7])
+    assert within(30.0, lambda: 8) == 8
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s"):
+        within(timedelta(seconds=0.05), threading.Event().wait)
 
 
 def test_the_first_rank_that_is_left_says_who_goes_on():

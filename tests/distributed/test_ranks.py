@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from tritonrec.distributed import (
     RankDiedError,
     RankPool,
     from_environment,
+    join,
     launch,
 )
 from tritonrec.distributed.signals import end_with_parent
@@ -220,8 +222,10 @@ def test_ranks_that_torchrun_never_started_are_reported_within_the_timeout(monke
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "0")
-    message = r"rank 0: not all of the 2 ranks joined within 1 s"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    message = rf"rank 0: not all of the 2 ranks joined at 127.0.0.1:{port} within 1 s"
     with pytest.raises(RankDiedError, match=message), from_environment(timedelta(seconds=1)):
         pass
 
@@ -311,9 +315,10 @@ def test_the_groups_of_an_environment_are_destroyed_at_the_end(monkeypatch, fail
     log = []
     watch = types.SimpleNamespace(fail=log.append, close=lambda: log.append("closed"))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(launch, "join_environment", lambda timeout: log.append("joined"))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(join, "join_environment", lambda timeout: log.append("joined"))
     monkeypatch.setattr(Communicators, "over", lambda *given: types.SimpleNamespace(watch=watch))
-    monkeypatch.setattr(launch.dist, "destroy_process_group", lambda: log.append("destroyed"))
+    monkeypatch.setattr(join.dist, "destroy_process_group", lambda: log.append("destroyed"))
     error = KeyError("of the work")
     with pytest.raises(KeyError) if fails else nullcontext(), from_environment():
         if fails:
@@ -365,3 +370,14 @@ def test_every_rank_is_told_of_its_own_task():
     assert [there.recv_bytes() for _, there in pipes] == [b"7", b"9"]
     for each in (end for pipe in pipes for end in pipe):
         each.close()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 7])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_value_of_a_sum_is_that_of_all_ranks_together(world_size, sign):
+    group = Communicator()
+    group.world_size = world_size
+    most = (2**63 - 1) // world_size
+    group._check_overflow(torch.tensor([5, sign * most]), "a")
+    with pytest.raises(ExactSumError, match=r"a\[1\]"):
+        group._check_overflow(torch.tensor([5, sign * (most + 1)]), "a")

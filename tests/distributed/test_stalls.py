@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -14,8 +17,10 @@ import torch.distributed as dist
 from stalling import work
 
 from tritonrec.distributed import Communicator, Communicators, RankDiedError, RankPool, Watch
+from tritonrec.distributed.fork_server import start_process
 from tritonrec.distributed.groups import _watch_from_environment
-from tritonrec.distributed.watch import Report, read_reports
+from tritonrec.distributed.rank_process import start_store
+from tritonrec.distributed.reports import Report, read_reports
 
 pytestmark = pytest.mark.multi_rank
 TIMEOUT = 3.0
@@ -98,6 +103,121 @@ def test_rank_0_is_named_though_it_serves_the_store(tmp_path):
         seconds, message = ranks.ending_of(1)
     assert seconds < BOUND
     assert "rank 0 has not " in message and "compute(3, 0)" in message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["save", "a save", "a load", "an evaluation"])
+def test_rank_0_is_named_at_any_place_though_it_serves_the_store(tmp_path, where):
+    with Ranks(tmp_path, where, 0, agent=False) as ranks:
+        _seconds, message = ranks.ending_of(1)
+    if where.startswith("a"):  # which begins before the place, so that the time is that of the wait
+        assert _seconds < 2 * TIMEOUT + 5
+    assert "rank 0 has not " in message and ("s ago" in message or "never seen" in message)
+
+
+def serve_reports(connection):
+    """A process that serves a store, and sends its port."""
+    store = start_store()
+    connection.send(store.port)
+    connection.recv()
+
+
+@pytest.fixture
+def stopped(monkeypatch):
+    """A connection to a store, and a function that stops the process that serves it."""
+    monkeypatch.setattr("tritonrec.distributed.watch.READ_TIMEOUT", 0.2)
+    here, there = multiprocessing.Pipe()
+    process = start_process("store", serve_reports, (there,))
+    store = dist.TCPStore("127.0.0.1", here.recv(), None, False, wait_for_workers=False)
+    yield store, lambda: os.kill(process.pid, signal.SIGSTOP)
+    process.kill()
+    for (
+        each
+    ) in threading.enumerate():  # one that a store answers while the interpreter ends would end it badly
+        if each.name in ("limited call", "watch"):
+            each.join(10)
+
+
+@pytest.mark.parametrize("when", ["before it came", "after it came", "while others are missing"])
+def test_a_save_names_the_rank_whose_process_serves_the_store_where_it_is_stopped(stopped, when):
+    store, stop = stopped
+    watch = Watch(store, 1, 3, timedelta(seconds=0.6))
+    store.set("a 1 2", "here")
+    if when == "before it came":
+        stop()
+    elif when == "after it came":
+        store.set("a 1 0", "here")
+        stop()
+    else:
+        threading.Timer(0.2, stop).start()
+    began = time.monotonic()
+    with (
+        pytest.raises(RankDiedError, match=r"^rank 0 has not reached stage save\(4\) within "),
+        watch.doing("save(4)"),
+    ):
+        watch.monitored_barrier("a", [0, 1, 2], timedelta(minutes=30))
+    assert time.monotonic() - began < BOUND
+    began = time.monotonic()
+    error = watch.explain("reduce", 1, [0, 1], 0.6, RuntimeError("Timed out"))
+    assert str(error).startswith("rank 0 has not reached collective 1 of group reduce within ")
+    assert time.monotonic() - began < BOUND
+    watch.close()
+
+
+def test_the_rank_that_serves_the_store_names_those_that_it_has_never_seen(store):
+    watch = Watch(store, 0, 2, timedelta(seconds=0.2))
+    error = watch.explain("routing", 1, [0, 1], 0.2, RuntimeError("Timed out"))
+    assert str(error).startswith("rank 1 has not reached") and "never seen" in str(error)
+    watch.close()
+
+
+def test_ranks_do_not_name_rank_0_where_the_launcher_serves_the_store(stopped):
+    store, stop = stopped
+    watch = Watch(store, 1, 2, timedelta(seconds=0.3), server=None)
+    stop()
+    with pytest.raises(RankDiedError, match="it is unknown which: the store of their reports, in the launch"):
+        watch.monitored_barrier("a", [0, 1], timedelta(minutes=30))
+    watch.close()
+
+
+def test_a_watch_is_made_though_the_store_is_silent(stopped):
+    store, stop = stopped
+    stop()
+    Watch(store, 1, 2, timedelta(seconds=0.3)).close()
+
+
+class SlowOnce:
+    """A store that answers the first question about reports after everybody has given up."""
+
+    def __init__(self, store):
+        self.store, self.slow = store, True
+
+    def check(self, keys):
+        if keys[0].startswith("report") and self.slow:
+            self.slow = False
+            time.sleep(0.5)
+            self.store.set("a 1 1", "here")
+        return self.store.check(keys)
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+
+def test_a_store_that_does_not_answer_in_time_says_nothing_of_ranks(store, monkeypatch):
+    monkeypatch.setattr("tritonrec.distributed.watch.READ_TIMEOUT", 0.3)
+    other = Watch(store, 1, 2, timedelta(seconds=0.2))
+    watch = Watch(SlowOnce(store), 0, 2, timedelta(seconds=0.2))
+    watch.monitored_barrier("a", [0, 1], timedelta(seconds=20))
+    watch.close(), other.close()
+
+
+def test_a_failure_of_another_task_ends_no_task(store):
+    here, there = watches(store, 2)
+    there.fail(OSError("full"))
+    here.begin_task()
+    here.begin_call("routing")
+    error = here.explain("routing", 1, [0, 1], 0.4, RuntimeError("Timed out"))
+    assert "full" not in str(error) and "rank 1 has not reached" in str(error)
 
 
 @pytest.mark.slow

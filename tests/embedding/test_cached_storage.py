@@ -1,5 +1,6 @@
 """Promise: whoever reads cached rows while a lookup moves them gets their values."""
 
+import random
 import sys
 import threading
 from pathlib import Path
@@ -49,6 +50,23 @@ def test_a_row_that_leaves_the_cache_meanwhile_is_read_whole(storage, monkeypatc
     assert storage.gather(handles(*range(6)))[:, 0].tolist() == [*range(6)]
 
 
+def test_a_row_of_16_bits_that_leaves_the_cache_is_one_of_16_bits_in_host_memory():
+    home = TieredStorage(2, 2, 8)
+    found = CachedStorage(home, 2)
+    found.add(handles(0, 1, 2), 3)
+    found.prefetch(handles(0, 1))
+    values = torch.tensor([[0.5, 3.0], [0.25, 7.0]])
+    found.update(handles(0, 1), values, torch.tensor([True, False]))
+    for number in (None, 2, 2, 2, None, None):  # row 2 takes one place, and then the other
+        found.prefetch(handles() if number is None else handles(number))
+    found.prefetch(handles(2, 1))
+    found.prefetch(handles(2, 1))
+    assert found._place(handles(0)).tolist() == [-1]
+    assert found.in_low_precision(handles(0, 1)).tolist() == [True, False]
+    assert home.in_low_precision(handles(0)).tolist() == [True]
+    assert torch.equal(found.gather(handles(0, 1)), values)
+
+
 def test_every_column_is_in_the_memory_of_the_device(monkeypatch):
     devices, home = [], RowStorage(2, 2, 8)
 
@@ -95,11 +113,68 @@ def test_a_row_that_is_released_is_free_in_host_memory_too():
     assert home._pools[0].end == 2
 
 
-def test_a_row_that_neither_this_lookup_nor_the_last_one_used_may_leave():
+@pytest.mark.parametrize(("lookups", "left"), [((0, 1, 2), [3, 2]), ((0, 1, 0, 2), [1, 3])])
+def test_a_row_that_neither_this_lookup_nor_the_last_one_used_may_leave(lookups, left):
     found = CachedStorage(RowStorage(2, 2, 8), 2)
     every = handles(*range(3))
     found.add(every, 3)
     found.update(every, every[:, None].expand(3, 2).float().contiguous())
-    for number in range(3):
+    for number in lookups:  # the hand is at row 0 then
         found.prefetch(handles(number))
-    assert found._handles[handles(0, 1)].tolist() == [3, 2]
+    assert found._handles[handles(0, 1)].tolist() == left
+
+
+def test_a_row_that_is_updated_in_host_memory_does_not_enter_the_cache_meanwhile():
+    found = CachedStorage(RowStorage(2, 2, 8), 2)
+    every = handles(*range(3))
+    found.add(every, 3)
+    found.update(every, torch.zeros(3, 2))
+    found.prefetch(handles(0))
+    found.prefetch(handles(1, 2))  # there is one place: row 2 stays in host memory
+    update = found._home.update
+
+    def looked_up_meanwhile(*values):
+        """The update knows that row 2 is not cached, and has not written it."""
+        found._home.update = update
+        found.prefetch(handles(2))
+        update(*values)
+
+    found._home.update = looked_up_meanwhile
+    found.update(handles(1, 2), torch.ones(2, 2))
+    assert found.gather(every)[:, 0].tolist() == [0, 1, 1]
+
+
+@pytest.mark.parametrize("home", [RowStorage, TieredStorage])
+@pytest.mark.parametrize("cache_rows", [1, 3, 9])
+def test_any_order_of_lookups_updates_and_erasures_keeps_every_row(home, cache_rows):
+    """As in the pipeline, batch t + 1 is looked up before batch t is updated; then rows are erased."""
+    draw = random.Random(cache_rows)
+    found = CachedStorage(home(2, 3, 4), cache_rows)
+    rows, low = {}, {}
+    buffers = [[], []]  # handles of the last two lookups
+
+    def write(batch):
+        values = torch.tensor([[draw.randrange(100) for _ in range(3)] for _ in batch]).view(-1, 3).float()
+        flags = torch.tensor([draw.random() < 0.4 for _ in batch], dtype=torch.bool)
+        found.update(handles(*batch), values, flags)
+        rows.update(zip(batch, values.tolist(), strict=True))
+        low.update(zip(batch, (flags & found.tiered).tolist(), strict=True))
+
+    for _ in range(120):
+        free = [number for number in range(14) if number not in rows]
+        new = draw.sample(free, min(len(free), draw.randrange(3)))
+        found.add(handles(*new), 14)
+        write(new)
+        batch = draw.sample(sorted(rows), draw.randrange(min(len(rows), 6) + 1))
+        found.prefetch(handles(*batch))
+        buffers = [buffers[1], batch]
+        write([number for number in buffers[0] if number in rows])
+        every = sorted(rows)
+        assert found.gather(handles(*every, -1))[:-1].tolist() == [rows[number] for number in every]
+        assert found.in_low_precision(handles(*every)).tolist() == [low[number] for number in every]
+        idle = [number for number in every if number not in buffers[0] + buffers[1]]
+        gone = draw.sample(idle, draw.randrange(len(idle) // 2 + 1))
+        found.release(handles(*gone))
+        for number in gone:
+            del rows[number], low[number]
+    assert found.cached > 0

@@ -4,6 +4,7 @@ import copy
 import io
 import math
 import pickle
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -313,3 +314,23 @@ def test_a_gradient_that_was_not_finite_is_remembered_whatever_comes_after():
         for flag in flags:
             gradients.add(torch.tensor([1]), torch.zeros(1, 2, dtype=torch.int64), torch.tensor(flag))
         assert bool(gradients._bad) == any(flags)
+
+
+def test_tables_that_begin_with_equal_rows_are_named():
+    user, item = HashEmbedding(4, seed=1), HashEmbedding(4, seed=1)
+    assert torch.equal(user(torch.tensor([5])), item(torch.tensor([5])))
+    with pytest.warns(UserWarning, match="'embedding' of user and item in ModuleDict .* its own name="):
+        HashOptimizer(torch.nn.ModuleDict({"user": user, "item": item}))
+    for other in (HashEmbedding(4, seed=1, name="item"), HashEmbedding(4, seed=2), HashEmbedding(8, seed=1)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            HashOptimizer(torch.nn.ModuleDict({"user": user, "item": other}))
+
+
+def test_tables_of_one_dimension_take_any_id_where_they_are_kept_apart():
+    ids = torch.tensor([2**63 - 1, -(2**63), 0])
+    features = [FeatureConfig("user", 4), FeatureConfig("item", 4)]
+    with pytest.raises(ValueError, match=r"does not fit into a table merged of 2.* merge=False"):
+        HashEmbeddingCollection(features)({"user": ids, "item": ids})
+    found = HashEmbeddingCollection(features, merge=False)({"user": ids, "item": ids})
+    assert not torch.equal(found["user"], found["item"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from tritonrec.embedding import DynamicTable, Eviction, KeyLayout, Placement, Pr
 from tritonrec.embedding import table as table_module
 from tritonrec.embedding.evictor import Evictor
 from tritonrec.embedding.lookup import Lookup
+from tritonrec.embedding.precision import AccessCounter
 
 DIM, WIDTH, SEED = 3, 5, 7
 EXTREMES = [-(2**63), -(2**63) + 1, -2, -1, 0, 1, 2**63 - 2, 2**63 - 1]
@@ -402,7 +404,7 @@ def test_a_score_is_the_number_of_steps_or_the_last_one(policy, scores):
     evictor.values.grow(2)
     evictor.add(tensor([0, 1]), tensor([31, 32]))
     for handle, step in ((0, 3), (1, 9), (0, 7)):
-        evictor.record(tensor([handle]), step)
+        evictor.record(tensor([31 + handle]), tensor([handle]), step)
     assert evictor.values.rows[:2].tolist() == scores
 
 
@@ -436,3 +438,16 @@ def test_policies_are_the_same_wherever_the_rows_are(storage, eviction, admissio
 def test_any_table_of_rows_takes_the_place_of_the_one_in_host_memory(monkeypatch, eviction, tiers):
     monkeypatch.setattr(table_module, "make_table", DictTable)
     test_policies_equal_the_naive_table(eviction, 2, 3, tiers)
+
+
+@pytest.mark.parametrize("in_buffers", [0, 1, 3])
+def test_the_forecast_of_demotions_counts_rows_that_may_be_widened_before(in_buffers):
+    """Handles 2, 4 and 5 are cold after a halving; 4 is stored in 16 bits, which an update may change."""
+    counter = AccessCounter(PrecisionTiers(threshold=2, every=4))
+    counter.values.grow(8)
+    counter.values[torch.arange(8)] = torch.tensor([9, 9, 3, 9, 0, 1, 9, 9], dtype=torch.uint8)
+    handles = torch.tensor([2, -1, 4, 0, 5, 7])
+    rows = SimpleNamespace(
+        slots_in_order=lambda: (handles, handles), in_low_precision=lambda handles: handles == 4
+    )
+    assert counter.foresee(rows, in_buffers).take() == [2 + in_buffers]

@@ -104,7 +104,7 @@ def test_the_nested_pipeline_on_emulated_kernels_ends_at_the_cpus_bits(optimizer
         comparison = Comparison(running.program.tables, rank=0, world_size=1)
         compare_run(running, [BATCHES], comparison, expected.__getitem__, BATCHES[-1].step)
     assert comparison.first is None, comparison.first
-    assert comparison.steps_seen == {(step, part) for step in range(4) for part in ("loss", "table")}
+    assert comparison.steps_seen == {(step, part) for step in range(4) for part in ("loss", "table item")}
     launched = {name for name, row in current().rows.items() if row.launches > before.get(name, 0)}
     update = f"sparse_optimizers.{'rowwise' if 'rowwise' in optimizer else 'elementwise'}_kernel"
     assert {*IN_A_STEP, update, *(ON_DEVICE if storage != "host" else ())} <= launched, launched

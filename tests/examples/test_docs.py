@@ -1,8 +1,8 @@
 """Promise: every block of README.md and docs runs as pasted: Python a page at a time from top to bottom,
 commands as far as their arguments, and those of `TINY` on small data; what cannot run here is in `NOT_RUN`.
 
-A page's blocks share their names, as a reader's session does; `given.py` has what the reader brings. A plain
-block right behind a Python block is what that prints.
+A page's blocks share their names, as a reader's session does, and have nothing else. A plain block right
+behind a Python block is what that prints.
 """
 
 import csv
@@ -22,7 +22,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from given import GIVEN
 from speeds import slow_except
 
 from tritonrec.harness.cli import COMMANDS, load
@@ -65,7 +64,7 @@ TINY = {
     "simulate": "",
 }
 """What is added to a command of the pages to run it in seconds; others take minutes, root or a GPU."""
-LONG = {"--config", "--resume", "--slipstream", "--workers", "--measured"}
+LONG = {"--user-column", "--config", "--resume", "--slipstream", "--workers", "--measured"}
 """Options of commands that take files of earlier ones, or minutes."""
 FILES = ("lab.json", "nestpipe.pftrace", "run.toml", "clicks.csv", "checkpoints")
 """That commands of the pages read."""
@@ -120,12 +119,10 @@ def lines_of(block: Block) -> str:
 def run(page: str, capture=lambda: "") -> dict[str, object]:
     """The names that a page's blocks leave behind."""
     names = {"__name__": "__main__"}
-    names |= GIVEN[page]() if page in GIVEN else {}
     examples = doctest.DocTestParser()
     for block in PYTHON:
         if block.page != page or block.name in NOT_RUN:
             continue
-        names |= GIVEN[block.name]() if block.name in GIVEN else {}
         if block.text.startswith(">>> "):
             test = examples.get_doctest(block.text, names, block.name, str(PAGES[page]), block.line - 1)
             runner = doctest.DocTestRunner()
@@ -166,7 +163,7 @@ def test_every_python_block_compiles():
 
 def test_the_lists_name_what_is_there():
     names = {block.name for block in PYTHON} | set(PAGES)
-    assert set(GIVEN) <= names and set(NOT_RUN) <= names and set(PAGES) >= SLOW
+    assert set(NOT_RUN) <= names and set(PAGES) >= SLOW
 
 
 WITH_PYTHON = sorted({block.page for block in PYTHON} - OWN_PROCESS)

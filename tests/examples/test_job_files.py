@@ -110,8 +110,18 @@ def test_the_image_has_the_name_and_the_program():
     dockerfile = (EXAMPLES / "Dockerfile").read_text()
     (container,) = documents()["Job"]["spec"]["template"]["spec"]["containers"]
     tag = re.search(r"-t (\S+)", dockerfile)[1]
-    assert container["image"] == tag and "COPY . ." in dockerfile and (ROOT / "constraints.txt").is_file()
+    assert container["image"] == tag and "COPY docs/examples docs/examples" in dockerfile
     assert f"docker build -f docs/examples/Dockerfile -t {tag} ." in (ROOT / "docs/tutorial.md").read_text()
+
+
+def test_the_image_installs_the_wheel_that_has_compiled_kernels():
+    build, run = (EXAMPLES / "Dockerfile").read_text().split("\nFROM ")[1:]
+    assert "make wheel" in build and "COPY --from=build /tritonrec/dist " in run
+    assert "make wheel" not in run and "COPY . ." not in run
+    assert re.search(
+        r"^wheel:.*\n(.*\n)*?\t.*ci/wheel.sh dist out/kernels", (ROOT / "Makefile").read_text(), re.M
+    )
+    assert (ROOT / "constraints.txt").is_file()
 
 
 @pytest.mark.slow

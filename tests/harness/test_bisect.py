@@ -140,6 +140,24 @@ def test_logs_are_compared_without_what_is_measured(tmp_path):
     assert bisect(left, log(tmp_path / "c.jsonl", (2, 0.25))).step is None
 
 
+def test_values_that_one_run_lacks_are_named_and_two_nan_are_equal(tmp_path):
+    def values(name, **values):
+        (tmp_path / name).write_text(json.dumps({"step": 1, **values}) + "\n")
+        return tmp_path / name
+
+    left = values("a", loss=float("nan"), auc=0.5, only=1)
+    right = values("b", loss=float("nan"), auc=float("nan"), more=2)
+    parts = bisect(left, right).parts
+    assert [(part.name, part.values[0]) for part in parts] == [("auc", 0.5), ("only", 1), ("more", "missing")]
+    assert parts[1].values == (1, "missing") and parts[2].values == ("missing", 2)
+
+
+def test_nothing_is_compared_behind_the_first_difference(tmp_path):
+    left = log(tmp_path / "a.jsonl", (1, 0.5), (2, 0.25), (3, 0.1))
+    found = bisect(left, log(tmp_path / "b.jsonl", (1, 0.5), (2, 0.2), (3, 0.1)))
+    assert (found.equal, found.step) == ([1], 2)
+
+
 def invoke(*arguments):
     return CliRunner(env={"COLUMNS": "80"}).invoke(app, ["bisect", *map(str, arguments)])
 

@@ -47,7 +47,14 @@ def test_every_field_is_a_key_but_those_that_follow_from_others():
         for name, value in tables.items():
             yield from leaves(value, (*path, name)) if isinstance(value, dict) else [".".join((*path, name))]
 
-    optional = {"checkpoint", "trace", "log_dir", "json_lines", "early_stopping"}
+    optional = {
+        "checkpoint",
+        "trace",
+        "log_dir",
+        "json_lines",
+        "early_stopping",
+        "job.format.label_threshold",
+    }
     policies = {"job.policy.eviction", "job.policy.precision"}
     assert {*leaves(tables_of(RUN))} == {*keys_of(RUN)} - optional - policies
     assert len(keys_of(RUN)) > 60 and {"job.seed", "window.depth", "job.sizes.dim"} < {*keys_of(RUN)}

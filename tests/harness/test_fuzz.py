@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from rich.console import Console
 
+from tritonrec.distributed import RanksDisagreeError
 from tritonrec.harness import streams
 from tritonrec.harness.fuzz.configuration import Configuration
 from tritonrec.harness.fuzz.fuzzer import Fuzzer
@@ -83,6 +84,46 @@ def test_an_error_is_no_refusal(fuzzer, report, monkeypatch):
     monkeypatch.setattr("tritonrec.harness.verify.run_case.compare_run", broken)
     assert "in the middle of training" in fuzzer.evidence(SMALL)
     assert not report.refused
+
+
+def test_ranks_that_disagree_are_no_refusal(fuzzer, report, monkeypatch):
+    def disagree(*args, **more):
+        raise RanksDisagreeError("rank 1 has other parameters than rank 0")
+
+    monkeypatch.setattr("tritonrec.harness.fuzz.fuzzer.prepared", disagree)
+    monkeypatch.setattr("tritonrec.harness.verify.run_case.prepared", disagree)
+    assert "rank 1 has other parameters" in fuzzer.evidence(SMALL)
+    assert not report.refused and not report.tried
+
+
+@pytest.mark.parametrize("kind", [RanksDisagreeError, RuntimeError, KeyError, AssertionError])
+def test_an_error_before_the_first_step_is_no_refusal(fuzzer, monkeypatch, kind):
+    def broken(*args):
+        raise kind("x")
+
+    monkeypatch.setattr("tritonrec.harness.fuzz.fuzzer.prepared", broken)
+    assert fuzzer.refusal(SMALL) == ""
+
+
+def test_repeats_are_counted_as_they_end(fuzzer, monkeypatch):
+    ends = iter(["differs", "", "differs"])
+    monkeypatch.setattr(fuzzer, "evidence", lambda configuration: next(ends))
+    assert fuzzer.failure(SMALL, "differs").repeated == 2
+
+
+def test_a_reference_that_fails_is_evidence(fuzzer, report, monkeypatch):
+    def broken(*args):
+        raise RuntimeError("the reference is broken")
+
+    monkeypatch.setattr("tritonrec.harness.verify.references.record_reference", broken)
+    assert fuzzer.evidence(SMALL) == "RuntimeError: the reference is broken" and not report.tried
+
+
+def test_a_difference_is_evidence_though_a_check_refuses(fuzzer, monkeypatch):
+    monkeypatch.setattr(fuzzer, "refusal", lambda configuration: "refused")
+    with Fuzzer(fuzzer.count, FAULT) as faulty:
+        monkeypatch.setattr(faulty, "refusal", fuzzer.refusal)
+        assert "expected" in faulty.evidence(SMALL)
 
 
 def test_every_setting_reaches_the_run():

@@ -3,6 +3,7 @@
 import io
 import json
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,10 +11,11 @@ import torch
 from rich.console import Console
 
 from tritonrec.files import save_json
+from tritonrec.harness.lab import figures as lab_figures
 from tritonrec.harness.lab import report
 from tritonrec.harness.lab.figures import WARMUP, Figures, medians, stage_costs
 from tritonrec.harness.lab.network import LabError
-from tritonrec.harness.lab.rounds import LabConfig, Result, measure, rows
+from tritonrec.harness.lab.rounds import LabConfig, Measurement, Result, measure, rows
 from tritonrec.harness.lab.run import TOLERANCE, LabRun, compare_losses, run_once
 from tritonrec.harness.lab.settings import (
     BASELINE,
@@ -250,3 +252,33 @@ def test_the_report_has_lines_of_the_copies(copies, tmp_path):
 def test_ratios_are_of_one_round_and_figures_medians():
     plain = Figures(*([1.0] * len(fields(Figures))))
     assert medians([replace(plain, step=step) for step in (3.0, 1.0, 2.0)]).step == 2.0
+
+
+@pytest.mark.parametrize(
+    ("violations", "never", "message"),
+    [
+        (["exchange waits for compute"], [], "exchange waits for compute"),
+        ([], [("compute", "exchange", 0, "same")], "edges never exercised: .*compute.*; run more steps"),
+    ],
+)
+def test_a_trace_whose_edges_are_not_honoured_gives_no_figures(monkeypatch, violations, never, message):
+    found = SimpleNamespace(honoured=False, violations=violations, never_exercised=never)
+    trace = SimpleNamespace(metadata={"edges": [1]}, spans=[])
+    monkeypatch.setattr(lab_figures, "read", lambda path: trace)
+    monkeypatch.setattr(lab_figures, "check_trace", lambda _: found)
+    with pytest.raises(LabError, match=message):
+        lab_figures.figures(SimpleNamespace(trace="", setting="dbp"))
+
+
+def test_ratios_are_of_runs_of_one_round(plan):
+    """The machine may be slower in another round, and the baseline is then, too."""
+    plain = Measurement(Figures(*([1.0] * len(fields(Figures)))), {}, "identical", 5, 2)
+
+    def run(step):
+        return replace(plain, figures=replace(plain.figures, step=step, mean_step=step))
+
+    baselines, others = (6.0, 12.0, 9.0), (3.0, 4.0, 1.0)
+    rounds = [[run(a), *(run(b) for _ in plan.settings[1:])] for a, b in zip(baselines, others, strict=True)]
+    found = rows(plan, rounds)
+    assert found[0].ratios == [1.0, 1.0, 1.0] and found[1].ratios == [2.0, 3.0, 9.0]
+    assert found[1].figures.step == 3.0 and (found[1].tasks, found[1].overruns) == (15, 6)

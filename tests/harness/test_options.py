@@ -94,7 +94,7 @@ def test_no_value_in_the_help_is_cut_at_80_columns(command):
 def test_the_help_of_train_has_a_panel_for_each_group():
     result = CliRunner(env={"COLUMNS": "80"}).invoke(cli.app, ["train", "--help"])
     panels = [line.split(" ─")[0] for line in result.output.splitlines() if line.startswith("╭─")]
-    assert panels[-1].startswith("╭─ Slipstream") and len(set(panels)) == len(panels) == 7
+    assert panels[-1].startswith("╭─ Slipstream") and len(set(panels)) == len(panels) == 8
 
 
 @pytest.mark.parametrize("words", ["--mode other", "--part 2", "--widths 0", "--widths 1,x", "--hidden 1"])

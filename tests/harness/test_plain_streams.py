@@ -12,8 +12,9 @@ from commands import invoke
 from speeds import slow_except
 
 from tritonrec.data import NextItemLoader, load
-from tritonrec.data.criteo import CATEGORIES, COUNTS
 from tritonrec.data.parquet import table_of
+from tritonrec.data.presets import CRITEO_CATEGORIES as CATEGORIES
+from tritonrec.data.presets import CRITEO_COUNTS as COUNTS
 from tritonrec.distributed import Communicators
 from tritonrec.harness import streams
 from tritonrec.harness.job import Job

@@ -329,7 +329,9 @@ def test_the_command_goes_on_without_py_spy(tmp_path, monkeypatch):
         (["--steps", "2"], {}, "--steps"),
         (["--data", "movies"], {}, "unknown data 'movies'"),
         (["--out", "/proc/nowhere"], {}, "/proc/nowhere"),
-        ([], {"WORLD_SIZE": "2"}, "without torchrun"),
+        ([], {"RANK": "1", "WORLD_SIZE": "2"}, "without torchrun"),
+        ([], {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "without SLURM"),
+        ([], {"WORLD_SIZE": "x"}, "WORLD_SIZE='x' must be a whole number"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -42,7 +42,7 @@ def test_a_run_equals_itself():
     assert compared.first is None
     assert compared.tensors_compared == 10  # losses, rows, weight and bias with two moments and a counter
     assert compared.bytes_compared == 4 * (3 + 36 + 3 * 6 + 1 + 3 * 2 + 1)
-    assert compared.steps_seen == {(0, "loss"), (0, "dense"), (0, "table")}
+    assert compared.steps_seen == {(0, "loss"), (0, "dense"), (0, "table item")}
 
 
 @pytest.mark.parametrize(
@@ -140,6 +140,104 @@ def test_a_shard_is_compared_with_its_own_keys_only():
         assert compared.first is None
         seen += int(mine.sum())
     assert seen == len(KEYS)
+
+
+def test_every_table_is_compared():
+    tables = HashTableCollection([FeatureConfig("item", 2), FeatureConfig("genre", 3)], seed=1)
+    for name, width in (("item", 6), ("genre", 9)):
+        tables.load(name, KEYS, torch.randn(6, width))
+    expected = table_state(tables)
+    compared = comparison(tables)
+    compared.compare(0, expected, expected, final=True)
+    assert compared.first is None and compared.tensors_compared == 2
+    assert compared.steps_seen == {(0, "table item"), (0, "table genre")}
+    for name in ("item", "genre"):
+        got = {key: value.clone() for key, value in expected.items()}
+        got[f"table/{name}/rows"][2, 1] += 1
+        compared = comparison(tables)
+        compared.compare(0, expected, got, final=True)
+        assert compared.first is not None and compared.first.tensor == f"table {name}"
+
+
+def test_only_what_is_compared_counts_as_seen():
+    table, state = run()
+    without_dense = {name: values for name, values in state.items() if not name.startswith("dense/")}
+    compared = comparison(table)
+    compared.compare(0, without_dense, without_dense, final=True)
+    assert compared.steps_seen == {(0, "loss"), (0, "table item")}
+    for expected, got, words in (
+        (state, {**without_dense, "dense/bias": state["dense/bias"]}, ("present", "missing")),
+        ({**without_dense, "dense/bias": state["dense/bias"]}, state, ("missing", "present")),
+    ):
+        compared = comparison(table)
+        compared.compare(0, expected, got, final=True)
+        first = compared.first
+        assert first is not None and first.tensor == "bias/exp_avg" and (first.expected, first.got) == words
+
+
+def test_other_shapes_and_dtypes_differ_though_the_values_are_equal():
+    table, expected = run()
+    for name in ("loss/values", "dense/weight", "table/item/rows"):
+        for change in (torch.Tensor.double, lambda values: values.unsqueeze(-1)):
+            compared = comparison(table)
+            compared.compare(0, expected, {**expected, name: change(expected[name])}, final=True)
+            assert compared.first is not None and compared.first.ulps is None
+            assert str(expected[name].dtype) in compared.first.expected
+
+
+def test_the_first_difference_of_a_run_is_kept_whatever_comes_first():
+    table, expected = run()
+    wrong = {name: values + 1 for name, values in expected.items() if "ids" not in name}
+    got = {**expected, **wrong}
+    compared = comparison(table)
+    for step, parts in ((2, "loss"), (1, "table"), (1, "dense"), (3, "loss")):
+        compared.compare(step, expected, {k: v for k, v in got.items() if k.startswith(parts)}, final=True)
+    assert compared.first is not None and (compared.first.step, compared.first.tensor) == (1, "bias")
+
+
+def test_used_rows_are_compared_in_each_step_and_all_rows_in_the_last():
+    """Where tables evict or admit, a later batch may have changed what a step has not used."""
+    table, state = run()
+    used, other = KEYS[:3], KEYS[3:].sort().values
+    expected = {**state, "table/item/used": used}
+    at = torch.searchsorted(state["table/item/ids"], other)
+    got = {**state, "table/item/rows": state["table/item/rows"].clone()}
+    got["table/item/rows"][at] += 1
+    for final, fine in ((False, True), (True, False)):
+        compared = comparison(table)
+        compared.compare(0, expected, got, final=final)
+        assert (compared.first is None) is fine
+    got["table/item/rows"][torch.searchsorted(state["table/item/ids"], used[1])] += 1
+    compared = comparison(table)
+    compared.compare(0, expected, got, final=False)
+    assert compared.first is not None and compared.first.index[0] == -9
+
+
+def test_exports_scores_and_predictions_are_judged():
+    table, state = run()
+    ids, weights = state["table/item/ids"], state["table/item/rows"][:, :2]
+    names = ["export of item", "scores", "predictions, served with k = 3"]
+
+    def judged(ids, weights, scores, predictions):
+        compared = comparison(table)
+        compared.compare_weights(4, state, "item", ids, weights)
+        compared.compare_scores(4, torch.ones(2, 3), scores)
+        compared.compare_predictions(4, 3, torch.ones(2), predictions)
+        assert compared.steps_seen == {(4, name) for name in names}
+        return compared.first
+
+    right = ids, weights, torch.ones(2, 3), torch.ones(2)
+    assert judged(*right) is None
+    surplus = torch.cat([ids, torch.tensor([2**63 - 1])]), torch.cat([weights, weights[:1]])
+    for place, tensor in (
+        ((surplus[0], surplus[1]), "table item, exported"),
+        ((ids[1:], weights[1:]), "table item, exported"),
+        ((ids, weights + (torch.arange(2) == 1)), "table item, exported"),
+    ):
+        first = judged(*place, *right[2:])
+        assert first is not None and (first.step, first.tensor) == (4, tensor)
+    assert judged(*right[:2], torch.ones(2, 3) * 2, right[3]).tensor == "scores, exported"
+    assert judged(*right[:3], torch.zeros(2)).tensor == names[2]
 
 
 def test_earliest_goes_by_step_then_loss_dense_table():

@@ -6,6 +6,7 @@ import io
 import json
 
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from tritonrec.harness.trace_report import trace_report
@@ -42,6 +43,19 @@ def record(path, batches=4, early_ns=0, edges=EDGES):
 @pytest.fixture
 def console():
     return Console(file=io.StringIO(), width=100)
+
+
+def test_a_trace_its_table_and_its_picture_say_which_exchanges_ran_and_why(tmp_path, console, monkeypatch):
+    path, said = tmp_path / "t", "1 of rows and 2 of gradients a window of 2 micro-batches: for a reason"
+    recorder = Recorder(0, 1, {"mode": "fwp", "micro_batches": 2, "exchanges": said})
+    recorder.add("compute", "compute", 0, 1_000, batch=0, micro_batch=0)
+    recorder.save(path)
+    titles = []
+    monkeypatch.setattr(Figure, "suptitle", lambda figure, text, **options: titles.append(text))
+    trace_report(path, png=tmp_path / "t.png", json_out=tmp_path / "t.json", console=console)
+    assert f"exchanges: {said}\n" in console.file.getvalue()
+    assert titles[0].endswith(f"\nexchanges: {said}")
+    assert json.loads((tmp_path / "t.json").read_text())["metadata"]["exchanges"] == said
 
 
 def test_a_kept_schedule_passes_and_its_figures_are_right(tmp_path, console):

@@ -151,6 +151,25 @@ def test_another_job_cannot_resume(job, tmp_path):
         train(Communicators.local(), replace(run, resume=True), True)
 
 
+def test_one_setting_begins_goes_on_and_ends(job, reference, tmp_path, capsys):
+    """Started again and again, as by a scheduler, with `resume` "auto": the bits of the run in one go."""
+    log = tmp_path / "log.jsonl"
+    run = Run(job, "nestpipe", WindowConfig(2), checkpoint=tmp_path / "run", resume="auto", json_lines=log)
+    began = train(Communicators.local(), replace(run, steps=3), quiet=True)
+    assert began["steps_run"] == 3
+    assert train(Communicators.local(), replace(run, steps=7), quiet=True)["steps_run"] == 4
+    before = log.read_text()
+    ended = train(Communicators.local(), replace(run, steps=7))
+    assert ended["steps_run"] == 0 and ended["metrics"] and log.read_text() == before
+    assert {**ended, "loss": reference["loss"]}.items() >= {**reference, "lookups": ended["lookups"],
+        "steps_run": 0, "seconds_per_step": None, "tables": ended["tables"]}.items()  # fmt: skip
+    assert "has ended at step 7" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="the checkpoint is at step 7; ask for more steps than that, not 5"):
+        train(Communicators.local(), replace(run, steps=5), quiet=True)
+    with pytest.raises(ValueError, match="resuming needs the directory of a checkpoint"):
+        train(Communicators.local(), replace(run, checkpoint=None), quiet=True)
+
+
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_directory_that_another_run_saves_into_is_refused_before_the_first_step(job, tmp_path, resume):
     """Also before it is read: the other run removes files meanwhile."""

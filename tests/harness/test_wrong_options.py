@@ -19,7 +19,12 @@ WORDS = {
     ("lab", "--proportions"), ("train", "--early-stopping"),
     ("warmup", "--models"), ("warmup", "--optimizers"), ("fuzz", "--configuration"), ("fuzz", "--inject"),
 }  # fmt: skip
-FREE = {("bench", "--only"), ("simulate", "--table"), ("train", "--drop")}  # tested below
+FREE = {
+    ("bench", "--only"),
+    ("simulate", "--table"),
+    ("train", "--drop"),
+    ("train", "--resume"),
+}  # tested below, and in test_cli
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,12 @@ def assert_error_at_most_twice(
     result that happens to be exact; `largest` stands for it where numbers on the way are larger.
     """
     assert got.shape == exact.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(exact.shape)}"
-    assert torch.isfinite(got).all(), f"{what}: not finite"
+    for name, values in (
+        ("", got),
+        (" of plain float32", plain),
+        (" of float64", exact),
+    ):  # else all is allowed
+        assert torch.isfinite(values).all(), f"{what}: a result{name} is not finite"
     if got.numel() == 0:
         return
     error = (got.cpu().double() - exact).abs()

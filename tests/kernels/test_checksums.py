@@ -1,5 +1,7 @@
 """Promise: a checksum changes with any single bit, and is the same on every device."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -119,3 +121,21 @@ def test_bytes_of_a_slice_are_those_of_its_copy(dtype):
         assert found.dtype == torch.uint8 and len(found) == part.numel() * part.element_size()
         assert found.tolist() == list(copied.view(-1).view(torch.uint8))
         assert checksum(part) == checksum(copied)
+
+
+@pytest.mark.parametrize("parts", [2, 17])
+def test_sums_of_parts_are_those_of_each_part_in_order(parts):
+    generator = torch.Generator().manual_seed(5)
+    tensors = [torch.randn(shape, generator=generator) for shape in [(), (0,), (3,), (40, 8), (1000,)]]
+    every = [each.view(-1).view(torch.int32) for each in tensors]
+    want = []
+    for each in every:
+        bounds = [len(each) * i // parts for i in range(parts + 1)]
+        want += [int(each[a:b].sum()) for a, b in pairwise(bounds)]
+    assert sums_of_bits(tensors, parts).tolist() == want
+    strided = [each.t() if each.dim() == 2 else each for each in tensors]  # not by the kernel
+    assert len(sums_of_bits(strided, parts)) == len(want)
+    assert sums_of_bits([*strided[:3], strided[4]], parts).tolist() == want[: 3 * parts] + want[4 * parts :]
+    turned = tensors[3].flip(1).contiguous()
+    assert sums_of_bits([turned]).tolist() == sums_of_bits([tensors[3]]).tolist()
+    assert parts < 17 or sums_of_bits([turned], parts).tolist() != want[3 * parts : 4 * parts]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
-from itertools import takewhile
+from itertools import product, takewhile
 from types import SimpleNamespace
 from unittest import mock
 
@@ -11,11 +12,15 @@ import pytest
 import torch
 from speeds import slow_except
 
+from tritonrec.data import JaggedBatch
 from tritonrec.distributed import Communicators, RanksDisagreeError, check_ranks_agree
 from tritonrec.embedding import Eviction, HashTableCollection, RowOptimizer, TablePolicy
 from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
-from tritonrec.pipeline import PIPELINED, StageFailedError, Trainer, WindowConfig, agreement
+from tritonrec.pipeline import PIPELINED, DenseModel, StageFailedError, Trainer, WindowConfig, agreement
+from tritonrec.pipeline.model_call import CallerSettings
+from tritonrec.pipeline.run_agreement import RunAgreement
+from tritonrec.pipeline.words import LOWEST, Words, may_differ, words_of
 
 pytestmark = pytest.mark.multi_rank
 
@@ -176,6 +181,308 @@ def test_equal_ranks_and_those_whose_bits_cannot_differ_pass(pool):
     assert pool.run(message_of, 2, None) == ["", ""]
     assert pool.run(message_of, 2, {"job": MANY}) == ["", ""]
     assert pool.run(message_of, 4, None, replicas=2) == [""] * 4
+
+
+def change_buffer(trainer):
+    trainer.dense.model.shift[1] += 1e-6
+
+
+def replace_buffer_values(trainer):
+    trainer.dense.model.shift = trainer.dense.model.shift.flip(0)
+
+
+def change_parameter(trainer):
+    with torch.no_grad():
+        trainer.dense.model.layers[0].output.weight[1, 2] += 1e-6
+
+
+def change_data(trainer):
+    trainer.dense.model.layers[0].output.weight.data[1, 2] += 1e-6
+
+
+def permute_data(trainer):
+    weight = trainer.dense.model.layers[0].output.weight.data
+    weight.copy_(weight.flip(1).clone())
+
+
+def load_state(trainer):
+    own = trainer.dense.optimizers[0].state_dict()
+    own["state"][0]["exp_avg"] = own["state"][0]["exp_avg"] * 2
+    trainer.dense.optimizers[0].load_state_dict(own)
+
+
+def change_rate(trainer):
+    trainer.dense.optimizers[0].param_groups[0]["lr"] = 0.04
+
+
+def change_betas(trainer):
+    trainer.dense.optimizers[0].param_groups[0]["betas"] = 0.9, 0.98
+
+
+def one_module_evaluates(trainer):
+    trainer.dense.model.layers[0].eval()
+
+
+def freeze_one(trainer):
+    trainer.dense.model.layers[0].output.weight.requires_grad_(False)
+
+
+def other_threads(trainer):
+    torch.set_num_threads(torch.get_num_threads() + 1)
+
+
+def other_default(trainer):
+    torch.set_default_dtype(torch.float64)
+
+
+def deterministic(trainer):
+    torch.use_deterministic_algorithms(True)
+
+
+# What the last rank does between two runs, and how the error of each rank names it.
+LATER = {
+    "buffer": (change_buffer, "rank 1 has buffer shift=float32 (4,) with SHA-256 "),
+    "values of a buffer": (replace_buffer_values, "rank 1 has buffer shift=float32 (4,)"),
+    "parameter": (change_parameter, "rank 1 has parameter layers.0.output.weight=number "),
+    "parameter's data": (change_data, "rank 1 has parameter layers.0.output.weight=number "),
+    "places of values": (permute_data, "rank 1 has parameter layers.0.output.weight=number "),
+    "optimizer state": (load_state, "rank 1 has optimizer state "),
+    "learning rate": (change_rate, "rank 1 has group 0 of optimizer="),
+    "betas": (change_betas, "rank 1 has group 0 of optimizer="),
+    "a module's mode": (one_module_evaluates, "training=False"),
+    "a frozen parameter": (freeze_one, "frozen"),
+    "threads": (other_threads, "rank 1 has torch.get_num_threads()="),
+    "default dtype": (other_default, "rank 1 has torch.get_default_dtype()=torch.float64 and rank 0 has "),
+    "deterministic": (deterministic, "rank 1 has torch.are_deterministic_algorithms_enabled()=True"),
+}
+
+
+QUICK_CHANGES = ["buffer", "parameter's data", "learning rate", "threads"]
+
+
+def message_between_runs(communicators, change, mode="nestpipe", single=False, before=2, consistency="batch"):
+    """The error of a second run, before which the last rank does `change`; results there were."""
+    model, tables, optimizer = JOB.build("adam")
+    model.register_buffer("shift", torch.arange(4, dtype=torch.float32))
+    loader = JOB.loader(communicators.rank, communicators.world_size)
+    threads, done = torch.get_num_threads(), []
+    window = WindowConfig(2, consistency=consistency)
+    try:
+        with Trainer(model, tables, optimizer, communicators, mode, window) as trainer:
+
+            def run(steps):
+                if single:
+                    done.extend(trainer.step(loader.batch(step)).step for step in steps)
+                else:
+                    done.extend(result.step for result in trainer.run(map(loader.batch, steps)))
+
+            run(range(before))
+            if change is not None and communicators.rank == communicators.world_size - 1:
+                change(trainer)
+            run(range(before, before + 3))
+    except (RanksDisagreeError, StageFailedError) as error:
+        return done, str(error)
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+    return done, ""
+
+
+@pytest.mark.parametrize("name", slow_except(QUICK_CHANGES, LATER))
+def test_what_a_rank_changes_between_runs_is_named_on_every_rank(pool, name):
+    change, words = LATER[name]
+    (done, first), *rest = pool.run(message_between_runs, 2, change)
+    assert rest == [(done, first)] and done == [0, 1]
+    assert words in first and "give every rank the same" in first
+
+
+@pytest.mark.parametrize(
+    "mode, single",
+    slow_except([("sequential", True)], [("sequential", True), *product(PIPELINED, (True, False))]),
+)
+def test_every_mode_and_single_steps_compare_too(pool, mode, single):
+    for change, words in (LATER["parameter"], LATER["learning rate"]):
+        outcomes = pool.run(message_between_runs, 2, change, mode, single)
+        assert all(done == [0, 1] and words in message for done, message in outcomes)
+
+
+def test_replicas_compare_too_and_name_the_rank_among_all(pool):
+    outcomes = pool.run(message_between_runs, 4, change_buffer, replicas=2)
+    assert all("rank 3 has buffer shift=" in message and "rank 0 has" in message for _, message in outcomes)
+
+
+def test_ranks_that_change_nothing_or_the_same_go_on(pool):
+    for single in (False, True):
+        assert pool.run(message_between_runs, 2, None, "nestpipe", single) == [([0, 1, 2, 3, 4], "")] * 2
+
+
+def autocast_of_one(communicators):
+    model, tables, optimizer = JOB.build("adam")
+    loader = JOB.loader(communicators.rank, communicators.world_size)
+    on = communicators.rank == 1
+    try:
+        with (
+            Trainer(model, tables, optimizer, communicators, "nestpipe", WindowConfig(2)) as trainer,
+            torch.autocast("cpu", torch.bfloat16, enabled=on),
+        ):
+            list(trainer.run(map(loader.batch, range(2))))
+    except (RanksDisagreeError, StageFailedError) as error:
+        return str(error)
+
+
+def test_autocast_of_one_rank_is_named(pool):
+    for message in pool.run(autocast_of_one, 2):
+        assert "rank 1 has autocast=(('cpu', torch.bfloat16),) and rank 0 has autocast=()" in message
+
+
+def other_buffer_at_first(communicators):
+    model, tables, optimizer = JOB.build("adam")
+    model.register_buffer("shift", torch.arange(4.0) + communicators.rank)
+    try:
+        Trainer(model, tables, optimizer, communicators, "nestpipe", WindowConfig(2)).close()
+    except RanksDisagreeError as error:
+        return str(error)
+
+
+def test_buffers_that_differ_from_the_start_are_named(pool):
+    for message in pool.run(other_buffer_at_first, 2):
+        assert "rank 1 has buffer shift=float32 (4,) with SHA-256 " in message
+
+
+def samples_of(communicators, kind, steps=3):
+    """Train; the last rank has the samples of `kind`."""
+    model, tables, optimizer = JOB.build("adam")
+    world, last = communicators.world_size, communicators.rank == communicators.world_size - 1
+    loader = JOB.loader(0, 1) if kind == "whole" else JOB.loader(communicators.rank, world)
+    other = JOB.loader(0, world)
+
+    def batch(step):
+        if last and kind == "part":
+            return JaggedBatch.concat([loader.batch(step), other.batch(step).select(torch.tensor([1]))])
+        if last and kind == "later" and step == 2:
+            return other.batch(step)
+        return loader.batch(step)
+
+    # the groups of a pool are of no use after windows that ranks have left half done
+    mode = "sequential" if kind == "later" else "nestpipe"
+    try:
+        with Trainer(model, tables, optimizer, communicators, mode, WindowConfig(2)) as trainer:
+            return "", [result.step for result in trainer.run(map(batch, range(steps)))]
+    except (RanksDisagreeError, StageFailedError) as error:
+        return str(error), []
+
+
+@pytest.mark.parametrize("kind, step", [("whole", 0), ("part", 0), ("later", 2)])
+def test_samples_that_two_ranks_share_are_named(pool, kind, step):
+    for message, _ in pool.run(samples_of, 2, kind):
+        assert (
+            f"step {step}: ranks 0 and 1 both train sample " in message
+            and "give each rank its part" in message
+        )
+        assert "rank= and world_size=" in message
+
+
+def some(*ids):
+    return SimpleNamespace(sample_ids=torch.tensor(ids, dtype=torch.int64))
+
+
+def differ(*ranks):
+    return may_differ([each.row for each in ranks])
+
+
+def test_words_of_samples_tell_those_that_are_shared():
+    plain, other = CallerSettings(), CallerSettings((("cpu", torch.bfloat16),))
+    first = words_of(plain, 7, [some(1, 2), some(-5)])
+    assert first == words_of(plain, 7, [some(-5, 1), some(2)]) and differ(first, first)
+    assert differ(first, words_of(plain, 7, [some(9, 2, 4)]))  # a part, in a run's first window
+    assert not differ(first, words_of(plain, 7, [some(9, 3, 4)]))
+    assert differ(first, words_of(plain, 8, [some(9, 3, 4)]))  # another state
+    assert differ(first, words_of(other, 7, [some(9, 3, 4)]))
+    assert not differ(first, words_of(plain, 0, [some(9, 3, 4)]))  # elsewhere no run begins
+    later = words_of(plain, 0, [some(1, 2, 3)])
+    assert not differ(later, words_of(plain, 0, [some(3, 4, 5)]))  # as the end of an epoch may be filled up
+    assert differ(later, words_of(plain, 0, [some(3, 2, 1)]))
+    empty = words_of(plain, 7, [some()])
+    assert empty.samples == 0 and not differ(empty, empty, first)  # ranks without samples
+    assert not differ(Words(), Words(), first)
+    many = words_of(plain, 7, [some(*range(1000))])
+    assert len(many.lowest) == LOWEST and all(many.lowest)
+    assert differ(many, words_of(plain, 7, [some(*range(500))]))
+
+
+class Running(torch.nn.Module):
+    """A model with a buffer that its forward changes by its samples, and another one."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float32))
+        self.register_buffer("shift", torch.arange(4, dtype=torch.float32))
+
+    def forward(self, batch, rows, seed):
+        with torch.no_grad():
+            self.seen += batch.sample_ids.sum()
+        return self.model(batch, rows, seed)
+
+
+def running_buffers(communicators, change):
+    model, tables, _ = JOB.build("adam")
+    model = Running(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    loader = JOB.loader(communicators.rank, communicators.world_size)
+    window = WindowConfig(2, consistency="window")
+    try:
+        for start in (0, 4):  # a second trainer of the model, too
+            with Trainer(model, tables, optimizer, communicators, "nestpipe", window) as trainer:
+                for first in (start, start + 2):
+                    list(trainer.run(map(loader.batch, range(first, first + 2))))
+            if change and communicators.rank == 1:
+                model.shift += 1
+    except (RanksDisagreeError, StageFailedError) as error:
+        return str(error)
+    return "", float(model.seen)
+
+
+def test_buffers_that_a_forward_changes_may_differ_and_others_may_not(pool):
+    (_, one), (_, other) = pool.run(running_buffers, 2, False)
+    assert one != other
+    assert all("rank 1 has buffer shift=" in message for message in pool.run(running_buffers, 2, True))
+
+
+def test_processors_of_another_kind_are_an_error_at_batch_and_a_warning_at_window(pool):
+    for message in pool.run(other_processor, 2, "batch"):
+        assert "rank 1 has torch.backends.cpu.get_cpu_capability()=AVX9 and rank 0 has " in message
+    for message in pool.run(other_processor, 2, "window"):
+        assert message.startswith("warned") and "AVX9" in message
+
+
+def other_processor(communicators, consistency):
+    own = torch.backends.cpu.get_cpu_capability()
+    found = "AVX9" if communicators.rank == 1 else own
+    window = WindowConfig(2, consistency=consistency)
+    with mock.patch.object(torch.backends.cpu, "get_cpu_capability", lambda: found):
+        try:
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                Trainer(*JOB.build("adam"), communicators, "nestpipe", window).close()
+        except RanksDisagreeError as error:
+            return str(error)
+    return f"warned {[str(each.message) for each in warned]}"
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_swap_of_two_values_and_a_bit_change_the_state(moved):
+    model, tables, optimizer = JOB.build("adam")
+    found = RunAgreement(Communicators.local(), tables, DenseModel(model, optimizer), dict)
+    before = found.begin(single=False)
+    assert found.begin(single=False) == before and before > 0
+    weight = model.layers[0].output.weight.data
+    if moved:
+        weight[0, 0], weight[-1, -1] = weight[-1, -1].item(), weight[0, 0].item()
+    else:
+        weight.view(-1).view(torch.int32)[3] ^= 1
+    assert found.begin(single=False) != before
 
 
 def test_one_rank_compares_nothing():

@@ -9,8 +9,9 @@ import trainer_parts as parts
 from speeds import slow_except
 
 from tritonrec.harness.verify.thread_ranks import run_ranks
-from tritonrec.pipeline import WindowConfig
+from tritonrec.pipeline import Trainer, WindowConfig
 from tritonrec.pipeline.exchange_groups import each_alone, joined_groups
+from tritonrec.trace import Recorder
 
 M, STEPS = 5, 3
 
@@ -129,6 +130,43 @@ def test_ranks_of_one_machine_exchange_a_windows_rows_once(consistency):
             assert all(torch.equal(a, b) for a, b in zip(state, other, strict=True))
             assert messages == STEPS * (rows + sums)
             assert (counts.rows < whole.rows) is (consistency == "batch" and rows == 1)
+
+
+@pytest.mark.parametrize(
+    ("mode", "exchanges", "one_machine", "said"),
+    [
+        (
+            "nestpipe",
+            "auto",
+            True,
+            "1 of rows and 1 of gradients a window of 8 micro-batches: the ranks' own",
+        ),
+        ("nestpipe", "auto", False, "4 of rows and 4 of gradients a window of 8 micro-batches: they travel"),
+        (
+            "nestpipe",
+            "each",
+            True,
+            "8 of rows and 8 of gradients a window of 8 micro-batches: exchanges is 'e",
+        ),
+        (
+            "nestpipe",
+            "once",
+            False,
+            "1 of rows and 1 of gradients a window of 8 micro-batches: exchanges is 'o",
+        ),
+        ("dbp", "auto", False, "1 of rows and 1 of gradients a window of 8 micro-batches: dbp overlaps none"),
+    ],
+)
+def test_a_trace_says_which_exchanges_run_and_why(mode, exchanges, one_machine, said):
+    made = [parts.parts() for _ in range(2)]
+
+    def rank(communicators):
+        communicators = replace(communicators, one_machine=one_machine)
+        recorder, config = Recorder(communicators.rank, 2), WindowConfig(8, exchanges=exchanges)
+        with Trainer(*made[communicators.rank], communicators, mode, config, recorder):
+            return recorder.metadata["exchanges"]
+
+    assert all(each.startswith(said) for each in run_ranks(2, rank))
 
 
 def test_other_words_are_refused():

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +24,7 @@ from trainer_parts import (
 from tritonrec.data import Lookup
 from tritonrec.embedding.in_flight import as_lane
 from tritonrec.nn.context import takes_indexed_rows
-from tritonrec.pipeline import DenseModel
+from tritonrec.pipeline import DenseModel, peer_copies
 from tritonrec.pipeline.dense_checks import PROBE_ELEMENTS, _capped, validate_invariant
 from tritonrec.pipeline.flight import Flight, on_the_callers_thread
 from tritonrec.pipeline.peer_copies import PeerCopies
@@ -381,6 +382,33 @@ def test_of_a_checkpoint_and_a_copy_of_one_step_the_checkpoint_is_taken(tmp_path
     assert accepted == [{"from": "disk"}]
 
 
+def test_a_copy_that_another_rank_lacks_is_forgotten(monkeypatch):
+    """It would take the place of the one that all ranks have, and be that of steps that are trained again."""
+    made, copies = parts(), PeerCopies()
+    with trainer(made, "dbp", "batch") as one:
+        for first in (0, 2):
+            list(one.run(batches(first + 2)[first:]))
+            copies.keep(one)
+    assert [each.step for each in copies._copies] == [2, 4]
+    with trainer(parts(), "dbp", "batch") as two:
+        control = two.communicators.control
+        other = json.dumps({"saved": -1, "shard": 0, "copies": [(2, 1, [0])]})
+        monkeypatch.setattr(control, "all_gather_texts", lambda text: [text, other], raising=False)
+        monkeypatch.setattr(peer_copies, "_redistribute", lambda groups, own, shards, empty: own[0])
+        assert copies.restore(two) == 2
+    assert [each.step for each in copies._copies] == [2, 2]
+
+
+def test_a_restored_state_is_kept_for_the_next_loss():
+    made, copies = parts(), PeerCopies()
+    with trainer(made, "dbp", "batch") as one:
+        list(one.run(batches(2)))
+        copies.keep(one, {"note": "two"})
+    with trainer(parts(), "dbp", "batch") as two:
+        copies.restore(two)
+    assert [(each.step, each.meta) for each in copies._copies] == [(2, {"note": "two"})] * 2
+
+
 def test_steps_under_way_are_described_by_the_first_and_the_last():
     for steps, words in (([3], "step 3 is"), ([3, 4], "steps 3 to 4 are"), ([3, 4, 5], "steps 3 to 5 are")):
         assert PendingWindows._described(SimpleNamespace(steps=lambda steps=steps: steps)) == words
@@ -458,14 +486,15 @@ def test_parameters_that_torch_cuts_between_threads_are_probed_with_another_numb
     assert len(counts) == changes and counts[-1] == torch.get_num_threads()
 
 
-@pytest.mark.parametrize("mode", ["reference", "sequential"])
+@pytest.mark.parametrize("mode", ["reference", "sequential", "dbp", "nestpipe"])
 def test_after_an_error_of_a_step_nothing_is_under_way(mode):
     made = parts()
     made[0].forward = lambda batch, rows, seed: 1 / 0
     with trainer(made, mode, "batch") as one:
         with pytest.raises((ZeroDivisionError, RuntimeError), match="division by zero"):
-            next(one.run(batches(1)))
-        assert not one._pending.steps() and not one._pending.flight.under_way
+            next(one.run(batches(4)))
+        assert one.in_flight() == [] and not one._pending.flight.under_way
+        made[0].state_dict(), made[1].export(), made[2].state_dict()  # theirs again, before the trainer ends
 
 
 def test_every_use_of_the_dense_state_asks_whether_something_is_under_way():

@@ -7,18 +7,20 @@ import pytest
 import torch
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+SETUP = re.search(r"```python\n(.*?)\nwith Trainer", PAGE, re.DOTALL)[1]
 SECTION = PAGE[PAGE.index("\n## Large dense parts\n") : PAGE.index("\n## Clipping\n")]
 BLOCKS = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
 
 
 def run(communicators, folder):
     """The losses, the whole weights, and how many values of the parameters are here."""
-    names = {"communicators": communicators}
+    names = {"here": communicators}
     first, second = BLOCKS
-    exec(first.replace('"checkpoints"', repr(folder)), names)
+    exec(SETUP.replace("Communicators.local()", "here"), names)
+    exec(first.replace('"sharded"', repr(folder)), names)
     names["__name__"] = __name__
     exec(second, names)
-    here = sum(parameter.to_local().numel() for parameter in names["model"].parameters())
+    here = sum(parameter.to_local().numel() for parameter in names["sharded"].parameters())
     assert [type(layer).__name__ for layer in names["deep"].layers] == ["Checkpointed"] * 4
     return names["losses"], names["weights"], here
 

@@ -17,6 +17,7 @@ from tritonrec.distributed import CorruptionError, Ledger, RanksDisagreeError
 from tritonrec.embedding import Eviction, PrecisionTiers, TablePolicy
 from tritonrec.harness.verify.thread_ranks import run_ranks
 from tritonrec.pipeline import Replay, StageFailedError, Window
+from tritonrec.pipeline.headers import Header
 from tritonrec.pipeline.places import Buffer, Context, Gradients, Losses, Routes
 from tritonrec.pipeline.replay import Plan
 from tritonrec.pipeline.replay import replay as replaying
@@ -24,6 +25,7 @@ from tritonrec.pipeline.replay.messages import pack, rebuilt, unpack
 from tritonrec.pipeline.replay.work import RowUpdate
 from tritonrec.pipeline.stage import Read, Update
 from tritonrec.pipeline.stages.update import sparse_update
+from tritonrec.pipeline.words import WIDTH
 
 BIT = 1 << 12
 MODES = ("sequential", "dbp", "fwp", "nestpipe")
@@ -471,3 +473,31 @@ def test_the_time_of_its_checks_is_counted_in_microseconds(monkeypatch):
     tables = SimpleNamespace(tables=[], groups=[])
     Replay._read(SimpleNamespace(counts=counts), tables, [], None, SimpleNamespace(tables=tables))
     assert counts == {"check_microseconds": 7000}
+
+
+def test_a_message_between_replicas_that_changes_on_its_way_is_named():
+    """In a word of a header that nothing depends on, so that the ledger alone can see it."""
+    made = [parts.parts() for _ in range(4)]
+
+    def rank(communicators):
+        over = communicators.replica_routing
+        exchange, width = over.exchange, Header(0, 0, False)
+
+        def flipped(values, send, receive, out=None):
+            received = exchange(values, send, receive, out)
+            header = values.shape[1:] == (2 * (len(width) + WIDTH),)
+            if header and communicators.rank == 0 and received[1, -1] == 0:  # not of a run's first window
+                received[1, -1] = BIT
+            return received
+
+        over.exchange = flipped
+        own = made[communicators.rank]
+        with parts.trainer(own, communicators=communicators) as trainer, Replay(1.0) as replay:
+            replay.attach(trainer)
+            list(trainer.run(parts.batches(9, 7, communicators.rank, 4)))
+
+    with pytest.raises(StageFailedError) as raised:
+        run_ranks(4, rank, replicas=2)
+    error = raised.value.__cause__
+    assert isinstance(error, CorruptionError) and error.ranks == (1, 0)
+    assert "of group replica_routing" in str(error)

@@ -1,12 +1,16 @@
 """Promise: exact search has one answer, also where scores are equal; a predictor names what is wrong."""
 
+from itertools import pairwise
+
+import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonrec import checkpoint, ops
-from tritonrec.data import JaggedBatch, KeyedJaggedTensor, Lookup, WeightedLookup
+from tritonrec.data import JaggedBatch, KeyedJaggedTensor, Lookup, Vocabulary, WeightedLookup
 from tritonrec.serving import ExportedTable, Predictor, export, recall, top_k
 from tritonrec.serving import predictor as module
 
@@ -83,10 +87,15 @@ def test_every_form_of_a_history_gives_the_same_vectors(monkeypatch):
     for form in [*forms, KeyedJaggedTensor(("item",), ids, offsets)]:
         assert torch.equal(predictor.encode(form), want)
     assert torch.equal(predictor.encode(ids[:2]), want[:1])
-    whole = predictor.retrieve(HISTORY, 4)
+    lists = [ids[a:b] for a, b in pairwise(offsets.tolist())]
+    for form in (lists, tuple(lists), [each.tolist() for each in lists], [each.numpy() for each in lists]):
+        assert torch.equal(predictor.encode(form), want)
+    assert torch.equal(predictor.encode(ids[:2].tolist()), want[:1])
+    whole = predictor.retrieve(HISTORY, 4, exclude=None)
     assert torch.equal(whole[0], predictor.item_ids[top_k(predictor.scores(HISTORY), 4)[0]])
     monkeypatch.setattr(module, "BLOCK_SCORES", 7)
-    assert all(map(torch.equal, predictor.retrieve(HISTORY, 4), whole))
+    assert all(map(torch.equal, predictor.retrieve(HISTORY, 4, exclude=None), whole))
+    assert all(map(torch.equal, predictor.retrieve(lists, 4, exclude=None), whole))
     items = torch.tensor([8, 5])
     assert torch.equal(predictor.scores(HISTORY, items)[:, 0], predictor.scores(HISTORY)[:, 4])
 
@@ -106,7 +115,15 @@ WEIGHTED = WeightedLookup(HISTORY.ids, HISTORY.offsets, torch.ones(6))
         ({"user": (HISTORY.ids, HISTORY.offsets)}, "has features .'user'., and the model needs 'item'"),
         ({"item": WEIGHTED}, "the history 'item' has weights, which this model does not take"),
         (KeyedJaggedTensor(("item",), *WEIGHTED), "the history 'item' has weights"),
-        (HISTORY.ids[:2].int(), r"timestamps must be|must be \(n,\) int64"),
+        (HISTORY.ids[:2].int(), r"ids of the history must be \(n,\) int64, got \(2,\) torch.int32"),
+        ([HISTORY.ids[:2], HISTORY.ids[:1].int()], r"ids of the history must be .* got \(1,\) torch.int32"),
+        (HISTORY.ids.view(2, 3), r"ids of the history must be \(n,\) int64, got \(2, 3\)"),
+        ({"item": (HISTORY.ids, HISTORY.offsets.int())}, r"offsets of the history must be \(n,\) int64"),
+        ([0.5, 1.5], "must be int64 or words, got float64"),
+        (["a", "b"], "the history has words, and the export has no vocabulary of 'item'"),
+        (HISTORY.ids.view(2, 3).numpy(), r"must be int64 or words, got int64 \(2, 3\)"),
+        ([2**63], r"must be int64 or words, got uint64 \(1,\)"),
+        ("a", "is one word, 'a': give a list of words"),
     ],
 )
 def test_a_wrong_history_is_named(history, message):
@@ -154,3 +171,61 @@ def test_tables_alone_have_no_scores(tmp_path):
         predictor.encode(HISTORY)
     with pytest.raises(ValueError, match="unknown must be 'initial' or 'zeros', got 'zero'"):
         Predictor.load(tmp_path / "out", unknown="zero")
+
+
+SEEN = [[3, 8, 77], [], [0, -4, 3, 3, 2**63 - 1]]
+
+
+@pytest.mark.parametrize("block", [1, 7, 1 << 24])
+def test_what_a_user_has_seen_is_left_out(block, monkeypatch):
+    monkeypatch.setattr(module, "BLOCK_SCORES", block)
+    predictor, histories = make(), [[3, 8], [-4], [0, 77, 77]]
+    every = predictor.retrieve(HISTORY, 6, exclude=None)
+    for exclude, seen in (("history", histories), (SEEN, SEEN)):
+        k = 6 - max(len({*each} & {*IDS.tolist()}) for each in seen)
+        ids, scores = predictor.retrieve(HISTORY, k, exclude=exclude)
+        assert scores.isfinite().all()
+        for user, own in enumerate(seen):
+            kept = [at for at, item in enumerate(every[0][user].tolist()) if item not in own][:k]
+            assert torch.equal(ids[user], every[0][user][kept])
+            assert torch.equal(scores[user], every[1][user][kept])
+
+
+def test_times_come_in_the_form_of_the_histories():
+    timed = make({"kind": "next_item", "max_seq_len": 3, "timestamps": True})
+    timed.program = lambda rows, offsets, times: rows[offsets[1:] - 1] * times[offsets[1:] - 1][:, None]
+    want = timed.encode(HISTORY)
+    histories = [part.tolist() for part in HISTORY.ids.tensor_split(HISTORY.offsets[1:-1])]
+    times = [part.tolist() for part in HISTORY.timestamps.tensor_split(HISTORY.offsets[1:-1])]
+    for form in (times, [np.array(each) for each in times], [torch.tensor(each) for each in times]):
+        assert torch.equal(timed.encode(histories, form), want)
+    assert torch.equal(timed.encode(histories, HISTORY.timestamps), want)
+    assert torch.equal(timed.encode(pa.array(histories), HISTORY.timestamps), want)
+    with pytest.raises(ValueError, match="timestamps must be integers, got float64"):
+        timed.encode(histories[0], [0.5, 1.5])
+
+
+def test_too_few_items_left_are_an_error_and_so_is_another_number_of_users():
+    with pytest.raises(ValueError, match=r"k = 3 items are wanted, and user 2 has 2 of 6 left"):
+        make().retrieve(HISTORY, 3, exclude=SEEN)
+    with pytest.raises(ValueError, match="exclude has items of 2 users, and the history 3"):
+        make().retrieve(HISTORY, 3, exclude=SEEN[:2])
+    with pytest.raises(ValueError, match="exclude must be 'history', None or the items"):
+        make().retrieve(HISTORY, 3, exclude="seen")
+
+
+def test_histories_and_answers_are_in_words():
+    plain = make()
+    words = Vocabulary(["lamp", "chair", "table", "rug", "bed"])
+    weights = torch.randn(5, 4, generator=torch.Generator().manual_seed(2))
+    table = ExportedTable(torch.arange(5), weights, 5, 6, 0.5, "initial")
+    predictor = Predictor(plain.manifest, {"items": table}, plain.program, {"item": words})
+    found, scores = predictor.retrieve([["chair", "bed"], ["rug"]], 2)
+    want = predictor.retrieve([[1, 4], [3]], 2)
+    assert torch.equal(scores, want[1])
+    assert found == [[words.words[i].as_py() for i in row] for row in want[0].tolist()]
+    assert predictor.retrieve(["rug"], 2)[0] == found[1:]
+    left = predictor.retrieve([["chair", "bed"], ["rug"]], 3, exclude=[["lamp"], ["lamp", "bed"]])[0]
+    assert not {"lamp"} & {*left[0]} and {*left[1]} == {"chair", "table", "rug"}
+    with pytest.raises(ValueError, match="the first is 'sofa' in row 1"):
+        predictor.retrieve(["rug", "sofa"], 2)

@@ -16,16 +16,19 @@ are no dense features. Files are read in the order of their names; the last tent
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from tritonrec.data.click_columns import LABEL
-from tritonrec.data.criteo import MISSING
-from tritonrec.data.ctr import ClickLog, num_training_rows
+from tritonrec.data.click_columns import MISSING, ClickColumns, as_log
+from tritonrec.data.ctr import ClickLog
+from tritonrec.data.log_format import LogFormat
+from tritonrec.data.places import Place, files_at
+from tritonrec.data.text_tables import CsvFile
+from tritonrec.data.values import Part, flags, integers, numbers
 
 USER = ("101", "109_14", "110_14", "127_14", "150_14", "121", "122", "124", "125", "126", "127", "128", "129")
 ITEM = ("205", "206", "207", "210", "216", "508", "509", "702", "853", "301")
@@ -33,94 +36,78 @@ FIELDS = USER + ITEM
 """The 23 fields."""
 FEATURES = tuple(f"f{field}" for field in FIELDS)
 """Their names in a log."""
-KINDS = ("common_features", "sample_skeleton")
-_PLACES = {field: place for place, field in enumerate(FIELDS)}
-
-
-PART_ROWS = 1 << 14
-"""Impressions that are in memory at once while they are written as Parquet."""
+COMMON = ("common", "count", "features")
+SKELETON = ("sample", "click", "buy", "common", "count", "features")
+PATTERNS = ("common_features*.csv", "sample_skeleton*.csv")
+_FEATURE = "^(?P<field>[^\x02\x03]*)\x02(?P<id>[^\x02\x03]*)\x03(?P<weight>[^\x02\x03]*)$"
 
 
 def read(path: Path | str) -> ClickLog:
     """Read the folder `path`, whole; the errors of `parts`, and ValueError where it has no impressions."""
-    rows, labels = [], []
-    for ids, label in _impressions(Path(path)):
-        rows.append(ids)
-        labels.append(label)
-    if not rows:
-        raise ValueError(f"{path}: holds no impressions")
-    return ClickLog(
-        np.zeros((len(rows), 0), np.float32), np.array(rows, np.int64), np.array(labels, np.int64), FEATURES,
-        num_training_rows(len(rows)),
-    )  # fmt: skip
+    columns = ClickColumns("label", (), FEATURES)
+    return as_log(columns, ((Part(path, "row", 0), table) for table in parts(path)), path)
+
+
+def place(path: Path | str) -> Place:
+    """The files of both kinds, in the order in which they are read; raises FileNotFoundError as `parts`."""
+    found = [files_at(str(path), patterns=(pattern,)) for pattern in PATTERNS]
+    return Place(str(path), found[0].filesystem, found[0].root, [*found[0].files, *found[1].files])
 
 
 def parts(path: Path | str) -> Iterator[pa.Table]:
     """The impressions in plain columns (`tritonrec.data.click_columns`), in parts and in their order.
 
-    The common features are in memory, one list of `FIELDS` for each line of their files.
+    The common features are in memory, a row of 23 ids for each line of their files.
 
     Raises FileNotFoundError where the folder has no files of one of the two kinds, and ValueError naming file
     and line of a bad field, or of an impression whose common features are nowhere.
     """
-    every = _impressions(Path(path))
-    while some := list(islice(every, PART_ROWS)):
-        ids = np.array([row for row, _label in some], np.int64)
-        columns = {LABEL: np.array([label for _row, label in some], np.int8)}
-        yield pa.table(columns | dict(zip(FEATURES, ids.T, strict=True)))
+    users: dict[str, int] = {}
+    common: list[np.ndarray] = []
+    count = 0
+    for part, table in _tables(path, PATTERNS[0], COMMON):
+        names = table.column("common").to_pylist()
+        users |= {name: number for number, name in enumerate(names, count)}
+        count += len(names)
+        common.append(_ids(part, table, np.full((len(names), len(FIELDS)), MISSING)))
+    every = np.concatenate(common) if common else np.empty((0, len(FIELDS)), np.int64)
+    for part, table in _tables(path, PATTERNS[1], SKELETON):
+        label = flags(part, "click", table.column("click"))
+        rows = np.array([users.get(name, -1) for name in table.column("common").to_pylist()], np.int64)
+        if (rows < 0).any():
+            part.fail("common", table.column("common"), rows < 0, "one of the common features")
+        ids = _ids(part, table, every[rows])
+        yield pa.table({"label": label.astype(np.int8)} | dict(zip(FEATURES, ids.T, strict=True)))
 
 
-def files(path: Path | str) -> list[Path]:
-    """Of both kinds, in the order in which they are read; raises FileNotFoundError as `parts`."""
-    return [file for kind in KINDS for file in _files(Path(path), kind)]
+def _tables(path: Path | str, pattern: str, columns: Sequence[str]) -> Iterator[tuple[Part, pa.Table]]:
+    found = files_at(str(path), patterns=(pattern,))
+    format = LogFormat(columns=tuple(columns), header="no", delimiter="comma", quote="none")
+    for file in found.files:
+        if found.filesystem.get_file_info(file).size:
+            yield from CsvFile(found.filesystem, file, format).tables(columns)
 
 
-def _impressions(folder: Path) -> Iterator[tuple[list[int], int]]:
-    """The ids and the label of each impression."""
-    common: dict[str, list[int]] = {}
-    of_user, of_impression = KINDS
-    for file, line, fields in _lines(folder, of_user, 3):
-        common[fields[0]] = _ids(file, line, fields[2], [MISSING] * len(FIELDS))
-    for file, line, fields in _lines(folder, of_impression, 6):
-        if fields[1] not in ("0", "1"):
-            raise ValueError(f"{file}, line {line}: click is {fields[1]!r}, expected 0 or 1")
-        if fields[3] not in common:
-            raise ValueError(f"{file}, line {line}: there are no common features {fields[3]!r}")
-        yield _ids(file, line, fields[5], common[fields[3]]), int(fields[1])
-
-
-def _files(folder: Path, kind: str) -> list[Path]:
-    found = sorted(folder.expanduser().glob(f"{kind}*.csv"))
-    if not found:
-        raise FileNotFoundError(f"{folder}: no file {kind}*.csv")
-    return found
-
-
-def _lines(folder: Path, kind: str, count: int) -> Iterator[tuple[Path, int, list[str]]]:
-    """File, number and fields of each line of the files of a kind, of `count` fields."""
-    for file in _files(folder, kind):
-        try:
-            with file.open(encoding="utf-8") as lines:
-                for number, line in enumerate(lines, 1):
-                    fields = line.rstrip("\n").split(",")
-                    if len(fields) != count:
-                        raise ValueError(f"{file}, line {number}: {len(fields)} fields, expected {count}")
-                    yield file, number, fields
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file}: not UTF-8 text: {error}") from error
-
-
-def _ids(file: Path, line: int, features: str, base: list[int]) -> list[int]:
-    """The id of each field: `base`, with those of `features` that are in `FIELDS` in their places."""
-    ids, best = base.copy(), dict.fromkeys(range(len(FIELDS)), -np.inf)
-    for feature in filter(None, features.split("\x01")):
-        try:
-            field, rest = feature.split("\x02")
-            id, weight = rest.split("\x03")
-            number, weighed = int(np.int64(int(id))), float(weight)
-        except (ValueError, OverflowError):
-            raise ValueError(f"{file}, line {line}: {feature!r} is no field, id and weight") from None
-        place = _PLACES.get(field)
-        if place is not None and weighed > best[place]:
-            ids[place], best[place] = number, weighed
-    return ids
+def _ids(part: Part, table: pa.Table, base: np.ndarray) -> np.ndarray:
+    """The id of each field (n, 23): `base`, with those of the features in their places."""
+    lists = pc.split_pattern(pc.fill_null(table.column("features").combine_chunks(), ""), "\x01")
+    rows, words = pc.list_parent_indices(lists).to_numpy(), pc.list_flatten(lists)
+    there = pc.not_equal(words, "")
+    rows, words = rows[there.to_numpy(zero_copy_only=False)], words.filter(there)
+    own = Part(part.path, part.unit, lambda at: part.number(int(rows[at])))
+    found = pc.extract_regex(words, _FEATURE)
+    if found.null_count:
+        own.fail(
+            "features", words, found.is_null().to_numpy(zero_copy_only=False), "a field, an id and a weight"
+        )
+    field, id, weight = (pc.struct_field(found, name) for name in ("field", "id", "weight"))
+    ids, weights = integers(own, "features, an id,", id), numbers(own, "features, a weight,", weight)
+    place = pc.fill_null(pc.index_in(field, pa.array(FIELDS)), -1).to_numpy()
+    order = np.lexsort(
+        (np.arange(len(ids)), -weights, place, rows)
+    )  # the largest weight first, of equals the first
+    first = np.ones(len(order), bool)
+    first[1:] = (np.diff(rows[order]) != 0) | (np.diff(place[order]) != 0)
+    chosen = order[first & (place[order] >= 0)]
+    base[rows[chosen], place[chosen]] = ids[chosen]
+    return base

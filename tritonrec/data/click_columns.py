@@ -1,178 +1,283 @@
-"""Columns of click logs in Parquet: a label, dense features and categories, an impression each row.
+"""Clicks: a label, dense features and categories, an impression each row, from files or a frame.
 
-A format says which columns are dense features and which are categories: Criteo's (`tritonrec.data.criteo`),
-or the plain one, which needs no names but ``label``::
+A format says which columns are dense features and which are categories (`LogFormat`, `presets.CRITEO`); the
+plain one needs no names but ``label``, and takes columns with types::
 
     label   age    price     site   device      0 or 1, or a boolean
     0       31.0   1.25      10     4           floating: dense features, finite, read as float32
     1       22.0   0.5       11     4           integers: categories, any int64, one id each
 
-A folder's files are read in the order of their paths, and rows are in the order of time: the last tenth is
-held out.
+In Criteo's format a count x becomes log(1 + max(x, 0)), a missing one 0, and a category of up to eight
+hexadecimal digits its number, a missing one 2**32. Files are in their natural order and rows in the order of
+time: the last tenth is held out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.dataset as ds
 
+from tritonrec.data.arrow_types import is_integer, plain
 from tritonrec.data.ctr import ClickLog, num_training_rows
-from tritonrec.data.parquet_rows import UNREADABLE
+from tritonrec.data.log_format import LogFormat, named
+from tritonrec.data.places import files_at
+from tritonrec.data.presets import Preset
+from tritonrec.data.tables import File, Frame, common_schema, is_metadata, open_files
+from tritonrec.data.values import Part, flags, integers, numbers, words
 
-LABEL = "label"
+MISSING = 2**32
+"""Id of a hexadecimal category that is missing."""
 Columns = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Labels (n,) int64, dense (n, F) float32, categories (n, C) int64."""
 
-
-@dataclass(frozen=True)
-class Part:
-    """Source of a table, for error messages: its first row's number, or that of each row (n,)."""
-
-    path: Path | str
-    unit: str
-    first: int | np.ndarray
-
-    def fail(self, column: str, values: pa.Array, wrong: np.ndarray, expected: str) -> NoReturn:
-        """Raise ValueError naming the first value that is wrong, (n,) bool."""
-        row = int(wrong.nonzero()[0][0])
-        value = values[row].as_py()
-        number = row + self.first if isinstance(self.first, int) else self.first[row]
-        shown = "an empty field" if value is None else repr(value)
-        raise ValueError(
-            f"{self.path}, {self.unit} {number}: column {column} has {shown}, expected {expected}"
-        )
-
-
-class ClickColumns(Protocol):
-    """A format: the names of its columns, and what they become."""
-
-    @property
-    def dense(self) -> tuple[str, ...]: ...
-
-    @property
-    def features(self) -> tuple[str, ...]: ...
-
-    def arrays(self, part: Part, table: pa.Table) -> Columns:
-        """The columns of some rows; raises ValueError naming part, row and column of a bad value."""
-        ...
-
-
-def names(columns: ClickColumns) -> tuple[str, ...]:
-    """Of all columns."""
-    return LABEL, *columns.dense, *columns.features
+_IS_DIGIT = np.zeros(256, bool)
+_IS_DIGIT[list(b"0123456789abcdefABCDEF")] = True
 
 
 @dataclass(frozen=True)
-class PlainColumns:
-    """The plain format, drawn in the module's docstring."""
+class ClickColumns:
+    """The columns of a format, and what they become.
 
+    Args:
+        label, dense, features: names. format: how values are read.
+        words: for ``ids="words"`` a vocabulary for each feature; made where it is missing.
+    """
+
+    label: str
     dense: tuple[str, ...]
     features: tuple[str, ...]
+    format: LogFormat = field(default_factory=LogFormat)
+    words: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all columns."""
+        return self.label, *self.dense, *self.features
 
     @classmethod
-    def of(cls, path: str | Path, schema: pa.Schema) -> PlainColumns:
-        """By the types of the columns of the dataset at `path`, in their order.
+    def of(
+        cls,
+        path: object,
+        schema: pa.Schema,
+        format: LogFormat | None = None,
+        words: dict[str, Any] | None = None,
+    ) -> ClickColumns:
+        """Those of a format, or where it names no categories by the types of a dataset's columns.
 
         Raises ValueError for a dataset without labels or without categories, and naming a column of another
         type.
         """
+        format = format or LogFormat()
+        own, found = {} if words is None else words, [name for name in schema.names if not is_metadata(name)]
+        label = named(found, format.label[0], str(path)) if format.label else "label"
+        if format.is_clicks:
+            if len(format.label) != 1:
+                raise ValueError(
+                    f"a log of clicks has one label, and {len(format.label)} are named: name it (label=)"
+                )
+            dense, features = ([named(found, name, str(path)) for name in each]
+                               for each in (format.dense, format.categories))  # fmt: skip
+            return cls(label, tuple(dense), tuple(features), format, own)
         dense, features = [], []
-        for column in schema:
-            if column.name == LABEL:
+        for name in found:
+            kind = schema.field(name).type
+            if name == label:
                 continue
-            if pa.types.is_floating(column.type):
-                dense.append(column.name)
-            elif pa.types.is_integer(column.type):
-                features.append(column.name)
+            if pa.types.is_floating(kind) or (pa.types.is_decimal(kind) and kind.scale > 0):
+                dense.append(name)
+            elif is_integer(kind) or (pa.types.is_string(kind) and format.ids != "integers"):
+                features.append(name)
             else:
                 raise ValueError(
-                    f"{path}: column {column.name!r} is of type {column.type}, expected integers for a "
-                    "category or floating numbers for a dense feature"
+                    f"{path}: column {name!r} is of type {kind}, expected integers for a category or "
+                    "floating numbers for a dense feature; name the columns that are meant (label=, dense=, "
+                    "categories=), and for words say ids=words or ids=hashed"
                 )
-        if LABEL not in schema.names or not features:
+        if label not in found or not features:
             raise ValueError(
-                f"{path}: clicks need a column 'label' and columns of integers, found "
-                f"{', '.join(schema.names) or 'no columns'}"
+                f"{path}: clicks need a column {label!r} and columns of integers, found "
+                f"{', '.join(found) or 'no columns'}"
             )
-        return cls(tuple(dense), tuple(features))
+        return cls(label, tuple(dense), tuple(features), format, own)
 
     def arrays(self, part: Part, table: pa.Table) -> Columns:
-        rows = len(table)
-        dense = [_finite(part, name, table.column(name).combine_chunks()) for name in self.dense]
-        ids = [_ids(part, name, table.column(name).combine_chunks()) for name in self.features]
-        return (
-            labels(part, table),
-            np.stack(dense, 1) if dense else np.zeros((rows, 0), np.float32),
-            np.stack(ids, 1),
-        )
+        """The columns of some rows; raises ValueError naming part, row and column of a bad value."""
+        dense = np.empty((len(table), len(self.dense)), np.float32)
+        for at, name in enumerate(self.dense):
+            dense[:, at] = self._dense(part, name, table.column(name))
+        ids = np.empty((len(table), len(self.features)), np.int64)
+        for at, name in enumerate(self.features):
+            ids[:, at] = self._ids(part, name, table.column(name))
+        return self.labels(part, table), dense, ids
+
+    def labels(self, part: Part, table: pa.Table) -> np.ndarray:
+        """(n,) int64: the column of labels."""
+        return flags(part, self.label, table.column(self.label), self.format.label_threshold)
+
+    def _dense(self, part: Part, name: str, column: pa.ChunkedArray) -> np.ndarray:
+        if not self.format.log_counts:
+            values = plain(column)
+            found = (
+                numbers(part, name, values)
+                if not pa.types.is_floating(values.type)
+                else (values.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False))
+            )
+            with np.errstate(over="ignore"):
+                found = found.astype(np.float32)
+            if not np.isfinite(found).all():  # a missing value is NaN
+                part.fail(name, values, ~np.isfinite(found), "a finite number of float32")
+            return found
+        values = plain(column)
+        if pa.types.is_string(values.type):
+            try:
+                counts = values.cast(pa.int64())
+            except pa.ArrowInvalid:
+                number = pc.fill_null(pc.match_substring_regex(values, r"^-?[0-9]{1,18}$"), True)
+                part.fail(name, values, ~number.to_numpy(zero_copy_only=False), "an integer or nothing")
+        else:
+            counts = values
+            if not (
+                is_integer(values.type) or pa.types.is_floating(values.type) or pa.types.is_null(values.type)
+            ):
+                part.fail_type(name, values.type, "numbers")
+        found = pc.fill_null(counts, 0).cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+        if not np.isfinite(found).all():
+            part.fail(name, values, ~np.isfinite(found), "a finite number")
+        return np.log1p(np.maximum(found, 0)).astype(np.float32)
+
+    def _ids(self, part: Part, name: str, column: pa.ChunkedArray) -> np.ndarray:
+        if name in self.format.hexadecimal:
+            return _hexadecimal(part, name, plain(column))
+        if self.format.ids == "integers" and name not in self.words:
+            return integers(part, name, column, self.format.whole_floats)
+        found = words(part, name, column)
+        if self.format.ids == "hashed":
+            from tritonrec.data.vocabulary import hashed_ids
+
+            return hashed_ids(found)
+        if name not in self.words:
+            from tritonrec.data.vocabulary import Vocabulary
+
+            self.words[name] = Vocabulary()
+        return self.words[name].encode(found, extend=True)
 
 
-def _finite(part: Part, name: str, values: pa.Array) -> np.ndarray:
-    found = pc.cast(values, pa.float32(), safe=False).to_numpy(zero_copy_only=False)
-    if not np.isfinite(found).all():  # a missing value is NaN
-        part.fail(name, values, ~np.isfinite(found), "a finite number of float32")
+def _hexadecimal(part: Part, name: str, values: pa.Array) -> np.ndarray:
+    """(n,) int64: integers from 0 on, or the numbers of hexadecimal digits; `MISSING` where there is none."""
+    if is_integer(values.type) or pa.types.is_null(values.type):
+        found = pc.fill_null(values.cast(pa.int64()), MISSING).to_numpy(zero_copy_only=False)
+        if (found < 0).any():
+            part.fail(name, values, found < 0, "an integer from 0 on")
+        return found
+    if not pa.types.is_string(values.type):
+        part.fail_type(name, values.type, "hexadecimal strings or integers")
+    filled = pc.fill_null(values, "00000000")
+    widths = pc.binary_length(filled).to_numpy()
+    if (widths != 8).any():
+        if (widths > 8).any() or (widths == 0).any():
+            _fail_digits(part, name, values)
+        filled = pc.utf8_lpad(filled, width=8, padding="0")
+        if (pc.binary_length(filled).to_numpy() != 8).any():
+            _fail_digits(part, name, values)
+    _valid, offsets, data = filled.buffers()
+    start = int(np.frombuffer(offsets, np.int32, 1, 4 * filled.offset)[0]) if len(filled) else 0
+    if not len(filled):
+        return np.empty(0, np.int64)
+    if not _IS_DIGIT[np.frombuffer(data, np.uint8, 8 * len(filled), start)].all():
+        _fail_digits(part, name, values)
+    # Eight digits are the bytes of one word: bytes become values, then pairs, fours and all are joined.
+    word = np.frombuffer(data, "<u8", len(filled), start)
+    number = (word & 0x0F0F0F0F0F0F0F0F) + (word >> 6 & 0x0101010101010101) * 9
+    for bits, mask in ((4, 0x00FF00FF00FF00FF), (8, 0x0000FFFF0000FFFF), (16, 0x00000000FFFFFFFF)):
+        number = (number << bits | number >> 2 * bits) & mask
+    found = number.astype(np.int64)
+    if values.null_count:
+        found[values.is_null().to_numpy(zero_copy_only=False)] = MISSING
     return found
 
 
-def _ids(part: Part, name: str, values: pa.Array) -> np.ndarray:
-    wrong = pc.is_null(values)
-    if pa.types.is_uint64(values.type):
-        wrong = pc.or_kleene(wrong, pc.greater(values, pa.scalar(2**63 - 1, pa.uint64())))
-    if pc.any(wrong).as_py():
-        part.fail(name, values, wrong.to_numpy(zero_copy_only=False), "an int64")
-    return pc.cast(values, pa.int64()).to_numpy(zero_copy_only=False)
+def _fail_digits(part: Part, name: str, values: pa.Array) -> None:
+    fits = pc.fill_null(pc.match_substring_regex(values, "^[0-9a-fA-F]{1,8}$"), True)
+    wrong = ~fits.to_numpy(zero_copy_only=False)
+    part.fail(name, values, wrong, "one to eight hexadecimal digits, or nothing")
 
 
-def labels(part: Part, table: pa.Table) -> np.ndarray:
-    """(n,) int64: the column of labels."""
-    values = table.column(LABEL).combine_chunks()
-    plain = pc.cast(values, pa.string()) if not pa.types.is_boolean(values.type) else values
-    if pa.types.is_boolean(values.type):
-        plain = pc.if_else(values, "1", "0")
-    known = pc.fill_null(pc.is_in(plain, pa.array(["0", "1"])), False).to_numpy(zero_copy_only=False)
-    if not known.all():
-        part.fail(LABEL, values, ~known, "0 or 1")
-    return pc.equal(plain, "1").to_numpy(zero_copy_only=False).astype(np.int64)
-
-
-def read_parquet(path: Path | str, columns: ClickColumns | None = None) -> ClickLog:
-    """Read a Parquet file, or a folder of them at any depth.
+class Clicks:
+    """A log of clicks at a path or in memory.
 
     Args:
-        columns: a format; the plain one by default.
+        source: a path (a file, a folder, a glob, a URL), or a frame.
+        format: of the log. kind: of the files; by default by the ends of their names.
+        preset: whose settings the format has, with the names of its files.
+        words: for ``ids="words"`` a vocabulary for each category; one that is missing is added.
 
-    Raises FileNotFoundError for a path that does not exist, and ValueError naming file, column and row (from
-    0) for a missing column, another type, and a value out of range.
+    Raises FileNotFoundError for a path that does not exist, and ValueError where it holds no file.
     """
-    path = Path(path)
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file or folder")
-    try:
-        dataset = ds.dataset(path, format="parquet")
-        columns = columns or PlainColumns.of(path, dataset.schema)
-    except UNREADABLE as error:
-        raise ValueError(f"{path}: not a Parquet dataset: {error}") from error
-    return as_log(columns, _parts(path, dataset, columns), path)
 
+    def __init__(
+        self,
+        source: Any,
+        format: LogFormat = LogFormat(),  # noqa: B008
+        kind: str = "",
+        preset: Preset | None = None,
+        words: dict[str, Any] | None = None,
+    ) -> None:
+        self.place, self._words = None, {} if words is None else words
+        self.format = format
+        if isinstance(source, (str, Path)):
+            self.name = str(source)
+            title = "Parquet file" if kind == "parquet" else "file"
+            self.place = place = files_at(self.name, title, patterns=preset.files if preset else ())
+            self.opened: list[File] = open_files(place, kind, format)
+        else:
+            self.opened = [Frame(source)]
+            self.name = self.opened[0].path
 
-def _parts(path: Path, dataset: ds.Dataset, columns: ClickColumns) -> Iterator[tuple[Part, pa.Table]]:
-    needed = names(columns)
-    try:
-        for fragment in sorted(dataset.get_fragments(), key=lambda part: part.path):
-            found = fragment.physical_schema.names
-            missing = [name for name in needed if name not in found]
-            if missing:
-                raise ValueError(f"{fragment.path}: no column {missing[0]!r}, found {', '.join(found)}")
-            yield Part(fragment.path, "row", 0), fragment.to_table(columns=list(needed))
-    except UNREADABLE as error:
-        raise ValueError(f"{path}: not a Parquet dataset: {error}") from error
+    def columns(self) -> ClickColumns:
+        """The columns; the errors of `ClickColumns.of`, and ValueError for shards that do not agree."""
+        if all(hasattr(file, "schema") for file in self.opened):
+            schemas: list[pa.Schema] = [file.schema for file in self.opened]  # type: ignore[attr-defined]
+            names = (*self.format.label, *self.format.dense, *self.format.categories)
+            own = [named(schemas[0].names, name, self.opened[0].path) for name in names]
+            wanted = own if self.format.is_clicks else None
+            schema = common_schema([file.path for file in self.opened], schemas, wanted)
+        elif self.format.is_clicks:
+            schema = pa.schema([(name, pa.string()) for name in self.opened[0].names])
+        else:
+            raise ValueError(
+                f"{self.name}: text has no types: name the columns of clicks (label=, dense=, categories=)"
+            )
+        return ClickColumns.of(self.name, schema, self.format, self._words)
+
+    def parts(self, columns: ClickColumns) -> Iterator[tuple[Part, pa.Table]]:
+        """The rows in parts, in order; raises ValueError for a file without a column."""
+        for file in self.opened:
+            found = [named(file.names, name, file.path) for name in columns.names]
+            for part, table in file.tables(found):
+                yield part, table.rename_columns(columns.names)
+
+    def tables(self) -> Iterator[pa.Table]:
+        """The rows in plain columns of one type each, as `ClickStream` takes them."""
+        columns = self.columns()
+        for part, table in self.parts(columns):
+            labels, dense, ids = columns.arrays(part, table)
+            made: dict[str, Any] = {columns.label: labels.astype(np.int8)}
+            for at, name in enumerate(columns.dense):
+                made[name] = dense[:, at]
+            for at, name in enumerate(columns.features):
+                made[name] = ids[:, at]
+            yield pa.table(made)
+
+    def read(self) -> ClickLog:
+        """The whole log; raises the errors of `columns` and `parts`, and ValueError naming a bad value."""
+        columns = self.columns()
+        return as_log(columns, self.parts(columns), self.name)
 
 
 def as_log(columns: ClickColumns, parts: Iterable[tuple[Part, pa.Table]], path: Path | str) -> ClickLog:

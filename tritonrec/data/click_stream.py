@@ -8,20 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tritonrec.data.ctr import ClickBatch, num_training_rows
+from tritonrec.data.ctr import HELD_OUT, ClickBatch, num_training_rows
 from tritonrec.data.epochs import check_at_least
 from tritonrec.data.jagged import KeyedJaggedTensor
+from tritonrec.data.labels import check_counts
+from tritonrec.data.loader import LEAVE_ONE_OUT
+from tritonrec.data.splits import Part, Split, check_part, rows_of
 from tritonrec.data.stream import Stream
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from tritonrec.data.click_columns import ClickColumns
+    from tritonrec.data.log_format import LogFormat
     from tritonrec.data.parquet_rows import ParquetRows
 
 
@@ -29,12 +34,14 @@ class ClickStream(Stream[ClickBatch]):
     """Training rows of a dataset, streamed, and the held-out ones behind them.
 
     Args:
-        rows: the path of a dataset, or a `ParquetRows` of the format's columns.
+        rows: the path of a dataset, a `ParquetRows` of the format's columns, or a frame.
         batch_size, seed, rank, world_size, shuffle, buffer_rows, readers: see `Stream`.
-        columns: the format, such as `tritonrec.data.criteo.CRITEO`; the plain one by default.
+        columns: the format, such as `tritonrec.data.presets.CRITEO`; the plain one by default.
+        split: by default the last tenth is for test, with validation a tenth of the others before it
+            (`ClickLog.divided`).
 
-    Raises the errors of `Stream` and of the format, and while reading ValueError naming column and row of a
-    bad value.
+    Raises the errors of `Stream` and of the format, ValueError where all labels are alike, and while reading
+    ValueError naming column and row of a bad value.
     """
 
     def __init__(
@@ -47,47 +54,82 @@ class ClickStream(Stream[ClickBatch]):
         shuffle: bool = True,
         buffer_rows: int = 1 << 18,
         readers: int = 64,
-        columns: ClickColumns | None = None,
+        columns: ClickColumns | LogFormat | None = None,
+        split: Split = LEAVE_ONE_OUT,
     ) -> None:
-        from tritonrec.data.click_columns import PlainColumns, names
-        from tritonrec.data.parquet_rows import ParquetRows
+        from tritonrec.data.click_columns import ClickColumns
+        from tritonrec.data.parquet_rows import ParquetRows, schema_of
 
-        if not isinstance(rows, ParquetRows):
-            rows = ParquetRows(rows, None if columns is None else names(columns))
-        self.whole, self._columns = rows, columns or PlainColumns.of(rows.path, rows.schema)
-        self.trained = num_training_rows(self.whole.num_rows)
+        if isinstance(columns, ClickColumns):
+            rows = rows if isinstance(rows, ParquetRows) else ParquetRows(rows, columns.names)
+        else:
+            if columns is not None and columns.is_clicks and isinstance(rows, (str, Path)):
+                file, schema = schema_of(str(rows))
+                rows = ParquetRows(rows, ClickColumns.of(file, schema, columns).names)
+            rows = rows if isinstance(rows, ParquetRows) else ParquetRows(rows)
+            columns = ClickColumns.of(rows.path, rows.schema, columns)
+            rows = rows.select(columns.names)
+        if columns.format.ids == "words":
+            raise ValueError(
+                f"{rows.path}: a stream reads its rows in an order of its own, and words are numbered in "
+                "that of the log: read it whole (load, ClickLoader), or take ids='hashed'"
+            )
+        self.whole, self._columns = rows, columns
+        count = rows.num_rows
+        self.trained, self.num_validation = rows_of(split, count, num_training_rows(count), HELD_OUT)
+        self.features, self.num_dense = self._columns.features, len(self._columns.dense)
         super().__init__(
             self.whole.first(self.trained), self._collate, batch_size, seed, rank, world_size, shuffle,
             buffer_rows, readers,
         )  # fmt: skip
-        self.features, self.num_dense = self._columns.features, len(self._columns.dense)
+        self._check_labels()
 
     @property
     def num_held_out(self) -> int:
-        """Rows that are held out for evaluation."""
-        return self.whole.num_rows - self.trained
+        """Rows for test."""
+        return self.whole.num_rows - self.trained - self.num_validation
+
+    def _identity(self) -> dict[str, Any]:
+        return {**super()._identity(), "features": list(self.features)}
 
     @property
     def click_rate(self) -> float:
         """Share of clicks among the rows that are not held out, which reads their labels."""
-        from tritonrec.data.click_columns import LABEL, Part, labels
-        from tritonrec.data.parquet_rows import ParquetRows
+        return sum(int(labels.sum()) for labels in self._labels(self.trained)) / self.trained
 
-        rows = ParquetRows(self.whole.path, [LABEL], self.whole.filesystem).first(self.trained)
-        every = rows.batches(1 << 16)
-        clicks = sum(int(labels(Part(rows.path, "row", numbers), table).sum()) for numbers, table in every)
-        return clicks / self.trained
+    def _labels(self, count: int) -> Iterator[np.ndarray]:
+        """Those of the first rows, some at a time."""
+        from tritonrec.data.values import Part
 
-    def evaluation_batches(self, batch_size: int = 1024) -> Iterator[ClickBatch]:
-        """The held-out rows in their order, at most `batch_size` at a time, as step 0."""
+        rows, columns = self.whole.select([self._columns.label]).first(count), self._columns
+        for numbers, table in rows.batches(1 << 16):
+            yield columns.labels(Part(rows.path, "row", numbers), table)
+
+    def _check_labels(self) -> None:
+        """Read labels until there are both kinds, of a log of any use in the first rows."""
+        rows = clicks = 0
+        for labels in self._labels(self.whole.num_rows):
+            rows, clicks = rows + len(labels), clicks + int(labels.sum())
+            if 0 < clicks < rows:
+                return
+        check_counts("click", rows, clicks)
+
+    def evaluation_batches(self, batch_size: int = 1024, part: Part = "test") -> Iterator[ClickBatch]:
+        """The rows of a part in their order, at most `batch_size` at a time, as step 0."""
         check_at_least("batch_size", batch_size, 1)
-        for numbers, table in self.whole.batches(batch_size, begin=self.trained):
-            yield self._collate(0, torch.from_numpy(numbers), table)
+        rows, begin = self.whole, self.trained + self.num_validation
+        if check_part(part) == "validation":
+            rows, begin = rows.first(begin) if self.num_validation else rows.first(1), self.trained
+        for numbers, table in rows.batches(batch_size, begin=begin):
+            yield self._collate(0, torch.from_numpy(numbers), self.prepared(numbers, table))
 
-    def _collate(self, step: int, sample_ids: Tensor, table: pa.Table) -> ClickBatch:
-        from tritonrec.data.click_columns import Part
+    def prepared(self, numbers: np.ndarray, table: pa.Table) -> tuple[np.ndarray, ...]:
+        """Labels (n,), dense features (n, F) and ids (n, C) of rows; raises ValueError naming a bad value."""
+        from tritonrec.data.values import Part
 
-        part = Part(self.whole.path, "row", sample_ids.numpy())
-        labels, dense, ids = map(torch.from_numpy, self._columns.arrays(part, table))
+        return self._columns.arrays(Part(self.whole.path, "row", numbers), table)
+
+    def _collate(self, step: int, sample_ids: Tensor, rows: tuple[np.ndarray, ...]) -> ClickBatch:
+        labels, dense, ids = map(torch.from_numpy, rows)
         features = KeyedJaggedTensor.from_matrix(self.features, ids)
         return ClickBatch(step, sample_ids, features, dense, labels)

@@ -8,8 +8,9 @@ which `tritonrec.data.NextItemStream` streams. OUT appears when it is complete.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -22,17 +23,19 @@ from rich.progress import Progress
 from tritonrec.data import parquet
 from tritonrec.data.epochs import check_at_least
 from tritonrec.data.interactions import Interactions
-from tritonrec.data.sources import load_interactions
+from tritonrec.data.log_format import LogFormat, described
+from tritonrec.data.sources import load_interactions, source_of
+from tritonrec.data.times import check_calendar
 from tritonrec.files import ScratchFolder
 
-TimeUnit = Literal["s", "ms", "us", "ns"]
+TIME_UNITS = ("s", "ms", "us", "ns")
 
 
 def write(
     log: Interactions,
     out: Path | str,
     partition_by: Literal["date"] | None = None,
-    time_unit: TimeUnit = "s",
+    time_unit: str = "",
     rows_per_file: int = 1_000_000,
     rows_per_group: int = 65_536,
     report: Callable[[int], None] = lambda rows: None,
@@ -40,12 +43,13 @@ def write(
     """Write `log` into the folder `out`, in the layout of `tritonrec.data.parquet`.
 
     Args:
-        partition_by: ``"date"`` for a folder a day, which takes `time_unit` of the timestamps.
+        partition_by: ``"date"`` for a folder a day (UTC), which takes the unit of the timestamps:
+            `time_unit`, by default the log's, or seconds.
         rows_per_file, rows_per_group: largest number of rows of a file, and of a row group, which is a shard.
         report: called after each file with its number of rows.
 
     Raises FileExistsError where `out` is a file or a folder that is not empty, and ValueError for an empty
-    log and numbers below 1.
+    log, numbers below 1 and days before 1900 or after 2100.
     """
     check_at_least("rows_per_file", rows_per_file, 1)
     check_at_least("rows_per_group", rows_per_group, 1)
@@ -53,7 +57,7 @@ def write(
         raise ValueError(f"partition_by must be 'date' or None, got {partition_by!r}")
     if len(log) == 0:
         raise ValueError("the log holds no interactions")
-    table = parquet.table_of(log)
+    table = parquet.table_of(replace(log, time_unit=time_unit or log.time_unit))
     with new_folder(out) as scratch:
         for folder, rows in _partitions(log, partition_by, time_unit):
             (scratch / folder).mkdir(exist_ok=True)
@@ -84,13 +88,15 @@ def new_folder(out: Path | str) -> Iterator[Path]:
 
 
 def _partitions(
-    log: Interactions, partition_by: str | None, time_unit: TimeUnit
+    log: Interactions, partition_by: str | None, time_unit: str
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Folder and rows of each partition."""
     if partition_by is None:
         yield ".", np.arange(len(log))
         return
-    days = log.timestamp.astype(f"datetime64[{time_unit}]").astype("datetime64[D]")
+    unit = time_unit or log.time_unit or "s"
+    check_calendar("--partition-by date", int(log.timestamp.min()), int(log.timestamp.max()), unit)
+    days = log.timestamp.astype(f"datetime64[{unit}]").astype("datetime64[D]")
     order = np.argsort(days, kind="stable")
     names, starts = np.unique(days[order], return_index=True)
     for name, rows in zip(names, np.split(order, starts[1:]), strict=True):
@@ -98,11 +104,14 @@ def _partitions(
 
 
 def convert(
-    source: Annotated[str, typer.Argument(help="ml-100k, csv:PATH, kuairand:PATH, zipf, parquet:PATH")],
+    source: Annotated[
+        str,
+        typer.Argument(help="as --data of tritonrec train: ml-100k, a path, csv:PATH?user=uid&item=iid, ..."),
+    ],
     out: Annotated[Path, typer.Argument(help="a folder that does not exist yet, or is empty")],
     partition_by: Annotated[str | None, typer.Option(help="'date': a folder for each day")] = None,
     time_unit: Annotated[
-        str | None, typer.Option(help="s, ms, us or ns; ms for kuairand, else s by default")
+        str | None, typer.Option(help="of timestamps: s, ms, us or ns; found by default, or the source's")
     ] = None,
     sequences: Annotated[
         bool, typer.Option("--sequences", help="a row for each user's sequence, to be streamed")
@@ -111,10 +120,12 @@ def convert(
     rows_per_group: Annotated[int, typer.Option(help="most rows of a row group")] = 65_536,
 ) -> None:
     """Write the log SOURCE as Parquet into the folder OUT."""
-    unit = time_unit or ("ms" if source.startswith("kuairand:") else "s")
+    unit = time_unit or ""
     try:
-        if unit not in ("s", "ms", "us", "ns"):
+        if time_unit is not None and time_unit not in TIME_UNITS:
             raise ValueError(f"--time-unit must be s, ms, us or ns, got {unit!r}")
+        if time_unit and source_of(source) is not None:
+            source = described(source, LogFormat(time_unit=time_unit))  # type: ignore[arg-type]
         if sequences and partition_by:
             raise ValueError("--sequences has a row for each user, so --partition-by date cannot divide it")
         with Progress(transient=True, console=Console(stderr=True)) as progress:
@@ -133,7 +144,7 @@ def convert(
                     log,
                     out,
                     partition_by,  # type: ignore[arg-type]
-                    unit,  # type: ignore[arg-type]
+                    unit,
                     rows_per_file,
                     rows_per_group,
                     report,
@@ -150,7 +161,6 @@ def _write_sequences(
 ) -> int:
     """Write a row for each user; returns the number of interactions. A log in files is read in parts."""
     from tritonrec.data.convert_sequences import buckets_of, write_sequences
-    from tritonrec.data.log_parts import TEXT_LOGS, log_in_parts
 
     counted: list[int] = []
 
@@ -158,13 +168,12 @@ def _write_sequences(
         counted.append(rows)
         report(rows)
 
-    kind, _, path = source.partition(":")
-    parts: Iterable[Interactions]
-    if path and kind in ("parquet", *TEXT_LOGS):
-        log = log_in_parts(path if kind == "parquet" else source)
+    found = source_of(source)
+    if found is not None:
+        log = found.events()
         parts, buckets = log.parts(), buckets_of(log.rows())
     else:
-        parts, buckets = [load_interactions(source)], 1
+        parts, buckets = iter([load_interactions(source)]), 1
     with new_folder(out) as scratch:
         write_sequences(parts, scratch, rows_per_file, rows_per_group, count, buckets)
     return sum(counted)

@@ -7,6 +7,7 @@ memory is that of the largest bucket, and of the catalogue.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from tritonrec.data.event_log import EventLog
 from tritonrec.data.interactions import Interactions
-from tritonrec.data.parquet import concat, parts, table_of
+from tritonrec.data.log_format import LogFormat
+from tritonrec.data.parquet import concat, table_of
 from tritonrec.data.sequences import CATALOGUE_FILE
 from tritonrec.files import ScratchFolder
 from tritonrec.kernels.launch import random_indices
@@ -122,7 +125,7 @@ class Buckets:
             return
         users = torch.from_numpy(log.user.copy())  # Arrow's memory is read-only
         which = random_indices(0, 0, 0, users, torch.zeros_like(users), 1, self._count)[:, 0].numpy()
-        table = table_of(log)
+        table = table_of(replace(log, time_unit=""), has_fraction=True)
         for bucket in np.unique(which).tolist():
             if bucket not in self._writers:
                 file = Path(self._folder.name) / f"{bucket}.parquet"
@@ -137,7 +140,10 @@ class Buckets:
             return None
         for writer in self._writers.values():
             writer.close()  # all, as each has buffers; again is no harm
-        return concat(list(parts(Path(self._folder.name) / f"{bucket}.parquet")))
+        file = str(Path(self._folder.name) / f"{bucket}.parquet")
+        found = concat(list(EventLog(file, LogFormat(time_unit="step"), "parquet").parts()))
+        has_fraction = found.fraction is not None and bool(found.fraction.any())
+        return found if has_fraction else replace(found, fraction=None)
 
     def __enter__(self) -> Buckets:
         return self

@@ -6,7 +6,8 @@
     OUT/part-00001.parquet     item, action, timestamp      lists of integers: the history
                                shown, shown_timestamp       lists of integers: the exposed items
                                label                        list of integers: exposed items by tasks
-    OUT/_held_out.parquet      the same, the last window of each user
+    OUT/_held_out.parquet      the same, the windows for test, by default the last one of each user
+    OUT/_validation.parquet    the same, the windows for validation, if there are any
     OUT/_windows.json          names of the context and the tasks
     OUT/_items.parquet         genres of items, if there are any
 
@@ -16,7 +17,7 @@ The windows are those that `tritonrec.data.impression_loader` cuts, each with it
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,20 +31,36 @@ from torch import Tensor
 from tritonrec.data.convert_sequences import PAGE_BYTES, Buckets, joined
 from tritonrec.data.features import ItemGenres, UserFeatures
 from tritonrec.data.impression_loader import ImpressionLoader
-from tritonrec.data.impression_stream import ABOUT_FILE, HELD_OUT_FILE
+from tritonrec.data.impression_stream import ABOUT_FILE, PART_FILES
 from tritonrec.data.impressions import ImpressionBatch
 from tritonrec.data.interactions import Interactions
+from tritonrec.data.labels import check_counts
+from tritonrec.data.loader import LEAVE_ONE_OUT
 from tritonrec.data.parquet import write_features
+from tritonrec.data.splits import Part, Split
 
 CHUNK = 4096
 """Windows that are cut at a time."""
 
 
 class _Cut(ImpressionLoader):
-    """The windows of a part of a log, which may have none to train on."""
+    """The windows of a part of a log, which may have none to train on, and labels that are all alike."""
 
     def _check_windows(self, windows: Tensor) -> None:
         pass
+
+    def _check_tasks(self, labels: np.ndarray) -> None:
+        pass
+
+    def labels(self) -> np.ndarray:
+        """(N, T) int64, of all events."""
+        return self._labels.numpy()
+
+    def held_out(self) -> Iterator[tuple[Part, ImpressionBatch]]:
+        """The windows for validation and test, with their part."""
+        for part, bounds in self._parts.items():
+            if bool((bounds[0] < bounds[1]).any()):
+                yield from ((part, batch) for batch in self.evaluation_batches(CHUNK, part))
 
 
 def write_windows(
@@ -56,18 +73,20 @@ def write_windows(
     buckets: int = 1,
     users: UserFeatures | None = None,
     genres: ItemGenres | None = None,
+    split: Split = LEAVE_ONE_OUT,
 ) -> None:
     """Write the windows of a log's parts into the empty folder `out`.
 
     Args:
-        max_history, max_exposed: as `ImpressionLoader`. rows_per_group: of a row group.
+        max_history, max_exposed, split: as `ImpressionLoader`. rows_per_group: of a row group.
         report: called with the numbers of interactions that are dealt to buckets.
         buckets: users are divided into so many, and one is in memory at a time.
 
     Raises the errors of `ImpressionLoader`.
     """
-    held_out: pq.ParquetWriter | None = None
+    held_out: dict[Part, pq.ParquetWriter] = {}
     written, about = 0, {}
+    events, positive = 0, np.zeros(1, dtype=np.int64)
     with Buckets(out, buckets) as scratch:
         for rows in joined(log):
             scratch.add(rows)
@@ -76,17 +95,23 @@ def write_windows(
             own = scratch.read(bucket)
             if own is None:
                 continue
-            cut = _Cut(replace(own, user_features=users), 1, max_history, max_exposed, seed=0)
+            own = replace(own, user_features=users)
+            cut = _Cut(own, 1, max_history, max_exposed, seed=0, split=split)
+            labels = cut.labels()
+            events, positive = events + len(labels), positive + labels.sum(0)
             about = {"context": list(cut.context), "tasks": list(cut.tasks)}
             chunks = torch.arange(cut.num_samples).split(CHUNK) if cut.num_samples else ()
             tables = (table_of(cut.make_batch(0, samples)) for samples in chunks)
             written += _write(tables, out / f"part-{bucket:05}.parquet", rows_per_group)
-            for batch in cut.evaluation_batches(CHUNK):
+            for part, batch in cut.held_out():
                 table = table_of(batch)
-                held_out = held_out or pq.ParquetWriter(out / HELD_OUT_FILE, table.schema)
-                held_out.write_table(table, row_group_size=rows_per_group)
-    if held_out is not None:
-        held_out.close()
+                if part not in held_out:
+                    held_out[part] = pq.ParquetWriter(out / PART_FILES[part], table.schema)
+                held_out[part].write_table(table, row_group_size=rows_per_group)
+    for writer in held_out.values():
+        writer.close()
+    for task, count in zip(about.get("tasks", ()), positive, strict=bool(about)):
+        check_counts(task, events, int(count))
     if not written:
         raise ValueError(
             f"none of the users has more than max_exposed = {max_exposed} events, and that many are held out "

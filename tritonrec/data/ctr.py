@@ -8,16 +8,16 @@ Three samples of two dense and two categorical features, so B = 3, F = 2 and C =
     features["device"]  [  4,           4,           5        ]     (B,)
     labels              [  1,           0,           0        ]     (B,)     clicked or not
 
-A `ClickLog` holds dense features, ids and labels of a whole log, oldest row first; its last rows are held out
-for evaluation.
+A `ClickLog` holds dense features, ids and labels of a whole log, oldest row first; its last rows are for
+test, and maybe some before for validation.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Protocol, Self
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -28,7 +28,10 @@ from tritonrec.data.batch import Batch, check_binary, per_sample
 from tritonrec.data.epochs import EpochLoader, check_at_least
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.jagged import KeyedJaggedTensor, Lookup
+from tritonrec.data.labels import check_labels, rating_labels
+from tritonrec.data.loader import LEAVE_ONE_OUT
 from tritonrec.data.ranking import auc
+from tritonrec.data.splits import NO_PART, Part, Split, check_part, rows_of
 
 CLICK_RATING = 4.0
 """Smallest rating that counts as a click, as in `tritonrec.data.impression_loader`."""
@@ -38,10 +41,10 @@ HELD_OUT = 0.1
 
 @dataclass(frozen=True)
 class ClickLog:
-    """Impressions in the order of time; rows from `trained` on are held out for evaluation.
+    """Impressions in the order of time: rows for training, `validated` for validation, the rest for test.
 
     Raises ValueError naming a column of another shape or dtype, a label that is neither 0 nor 1, a dense
-    value that is not finite, and a `trained` outside of the log.
+    value that is not finite, and parts that are not in the log.
     """
 
     dense: np.ndarray  # (N, F) float32
@@ -49,6 +52,7 @@ class ClickLog:
     labels: np.ndarray  # (N,) int64
     features: tuple[str, ...]  # C names
     trained: int
+    validated: int = 0
 
     def __post_init__(self) -> None:
         rows = len(self.labels)
@@ -74,9 +78,21 @@ class ClickLog:
             )
         if not 1 <= self.trained <= rows:
             raise ValueError(f"trained must be in [1, {rows}], the rows of the log, got {self.trained}")
+        if not 0 <= self.validated <= rows - self.trained:
+            raise ValueError(f"validated must be in [0, {rows - self.trained}], got {self.validated}")
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def divided(self, split: Split) -> ClickLog:
+        """The log in the parts of a split: the default keeps `trained`, with validation less a tenth of it.
+
+        Raises the errors of `splits.rows_of`.
+        """
+        if split == LEAVE_ONE_OUT:
+            return self
+        trained, validated = rows_of(split, len(self), self.trained, HELD_OUT)
+        return replace(self, trained=trained, validated=validated)
 
 
 def num_training_rows(rows: int) -> int:
@@ -122,7 +138,7 @@ class ClickLoader(EpochLoader[ClickBatch]):
         balance: as `EpochLoader`; all samples have the same cost.
         rows: [first, last) of the training rows; by default all that are not held out.
 
-    Raises ValueError for a number out of range.
+    Raises ValueError for a number out of range, and where all labels are alike.
     """
 
     def __init__(
@@ -138,11 +154,19 @@ class ClickLoader(EpochLoader[ClickBatch]):
         first, last = rows or (0, log.trained)
         if not 0 <= first < last <= log.trained:
             raise ValueError(f"rows must be a part of [0, {log.trained}), got [{first}, {last})")
+        check_labels("click", log.labels)
         self.log, self.features = log, log.features
         self._dense, self._categories = torch.from_numpy(log.dense), torch.from_numpy(log.categories)
         self._labels = torch.from_numpy(log.labels)
         sample_ids = torch.arange(first, last)
         super().__init__(sample_ids, torch.ones_like(sample_ids), batch_size, seed, rank, world_size, balance)
+
+    def settings(self) -> dict[str, Any]:
+        rows = [int(self.sample_ids[0]), int(self.sample_ids[-1]) + 1]
+        return {**super().settings(), "features": list(self.features), "rows": rows}
+
+    def content(self) -> tuple[Tensor, ...]:
+        return self._dense, self._categories, self._labels
 
     @property
     def num_dense(self) -> int:
@@ -151,8 +175,13 @@ class ClickLoader(EpochLoader[ClickBatch]):
 
     @property
     def num_held_out(self) -> int:
-        """Rows that are held out for evaluation."""
-        return len(self.log) - self.log.trained
+        """Rows for test."""
+        return len(self.log) - self.log.trained - self.log.validated
+
+    @property
+    def num_validation(self) -> int:
+        """Rows for validation."""
+        return self.log.validated
 
     @property
     def click_rate(self) -> float:
@@ -167,10 +196,13 @@ class ClickLoader(EpochLoader[ClickBatch]):
         """The batch of the samples at positions `samples` (b,) int64 of `sample_ids`, in that order."""
         return self._rows(step, self.sample_ids[samples])
 
-    def evaluation_batches(self, batch_size: int = 1024) -> Iterator[ClickBatch]:
-        """The held-out rows in their order, `batch_size` at a time, as step 0."""
+    def evaluation_batches(self, batch_size: int = 1024, part: Part = "test") -> Iterator[ClickBatch]:
+        """The rows of a part in their order, `batch_size` at a time, as step 0."""
         check_at_least("batch_size", batch_size, 1)
-        for rows in torch.arange(self.log.trained, len(self.log)).split(batch_size):
+        first, last = self.log.trained, self.log.trained + self.log.validated
+        if check_part(part) == "test":
+            first, last = last, len(self.log)
+        for rows in torch.arange(first, last).split(batch_size) if first < last else ():
             yield self._rows(0, rows)
 
     def _rows(self, step: int, rows: Tensor) -> ClickBatch:
@@ -178,19 +210,26 @@ class ClickLoader(EpochLoader[ClickBatch]):
         return ClickBatch(step, rows, features, self._dense[rows], self._labels[rows])
 
 
-def clicks_from_ratings(log: Interactions) -> ClickLog:
-    """Clicks from a rating log: a rating of at least `CLICK_RATING` is a click (MovieLens as CTR).
+def clicks_from_ratings(
+    log: Interactions, label_threshold: float | None = None, split: Split = LEAVE_ONE_OUT
+) -> ClickLog:
+    """Clicks from a rating log: a rating of at least `label_threshold` is a click (MovieLens as CTR).
 
     Features are ``item``, ``user``, the log's user features, and, if the log has genres, ``genres``, one id
     for each set of genres. The two dense features are log(1 + n) of the number n of earlier ratings of the
-    item, and by the user. The last `HELD_OUT` of every user's ratings are held out.
+    item, and by the user.
 
-    Raises ValueError for a log without ratings.
+    Args:
+        label_threshold: by default the log's feedback ``click`` says what was clicked, where it has one, and
+            else `CLICK_RATING` is the threshold.
+        split: by default the last `HELD_OUT` of every user's ratings are for test, with validation as many
+            before.
+
+    Raises ValueError for a log without ratings, and where all labels are alike.
     """
-    if log.rating is None:
-        raise ValueError("the log has no ratings, which are needed as clicks: give it a column 'rating'")
+    labels = _clicks_of(log, label_threshold)
     in_time = log.in_time()
-    user, item, rating = log.user[in_time], log.item[in_time], log.rating[in_time]
+    user, item, labels = log.user[in_time], log.item[in_time], labels[in_time]
     earlier = [_earlier(ids) for ids in (item, user)]
     columns = {"item": item, "user": user}
     if log.user_features is not None:
@@ -200,17 +239,34 @@ def clicks_from_ratings(log: Interactions) -> ClickLog:
         sets = [tuple(log.genres.genres[a : a + n]) for a, n in zip(starts, lengths, strict=True)]
         numbers = {bag: number for number, bag in enumerate(sorted(set(sets)))}
         columns["genres"] = np.array([numbers[bag] for bag in sets], dtype=np.int64)
+    if split.by == "leave-one-out":
+        split = Split("ratio", HELD_OUT if split.has_validation else 0, HELD_OUT)
+    of_users = np.argsort(user, kind="stable")
     _users, which, counts = np.unique(user, return_inverse=True, return_counts=True)
-    is_held_out = earlier[1] >= counts[which] - np.floor(counts[which] * HELD_OUT)
-    order = np.argsort(is_held_out, kind="stable")
+    times = log.timestamp[in_time]
+    offsets = np.append(0, np.cumsum(counts))
+    trained, validated = split.resolved(times).counts(offsets, times[of_users])
+    part = (earlier[1] >= trained[which]).astype(np.int64) + (earlier[1] >= (trained + validated)[which])
+    order = np.argsort(part, kind="stable")
     names = tuple(sorted(columns))
     return ClickLog(
         np.log1p(np.stack(earlier, 1)).astype(np.float32)[order],
         np.stack([columns[name] for name in names], 1).astype(np.int64)[order],
-        (rating >= CLICK_RATING).astype(np.int64)[order],
+        labels[order],
         names,
-        int((~is_held_out).sum()),
+        int((part == 0).sum()),
+        int((part == 1).sum()),
     )
+
+
+def _clicks_of(log: Interactions, label_threshold: float | None) -> np.ndarray:
+    """(N,) int64: whether each row is a click."""
+    if label_threshold is None and "click" in log.feedback:
+        return log.feedback["click"]
+    if log.rating is None:
+        raise ValueError("the log has no ratings, which are needed as clicks: give it a column 'rating'")
+    labels = rating_labels(log.rating, CLICK_RATING if label_threshold is None else label_threshold)
+    return labels.astype(np.int64)
 
 
 def _earlier(ids: np.ndarray) -> np.ndarray:
@@ -230,26 +286,47 @@ class HoldsClicksOut(Protocol):
     @property
     def num_held_out(self) -> int: ...
 
-    def evaluation_batches(self) -> Iterator[ClickBatch]: ...
+    @property
+    def num_validation(self) -> int: ...
+
+    def evaluation_batches(self, batch_size: int = ..., part: Part = ...) -> Iterator[ClickBatch]: ...
 
 
-def evaluate_clicks(predict: Callable[[ClickBatch], Tensor], loader: HoldsClicksOut) -> dict[str, float]:
-    """``{"AUC": ..., "accuracy": ..., "BCE": ...}`` over the held-out rows.
+class ClickPredictions(NamedTuple):
+    """Rows of a part in their order: ids (n,) int64, probabilities (n,) float64, labels (n,) int64."""
 
-    `predict` maps a batch to probabilities (B,). A probability of at least 0.5 predicts a click. BCE is the
-    mean cross entropy in nats, with probabilities clamped to [1e-7, 1 - 1e-7]. Raises ValueError where
-    nothing is held out, and for predictions of another shape.
-    """
-    if not loader.num_held_out:
-        raise ValueError("the log has no held-out rows to evaluate on: give it more rows")
-    scores, labels = [], []
-    for batch in loader.evaluation_batches():
+    sample_ids: Tensor
+    probabilities: Tensor
+    labels: Tensor
+
+
+def click_predictions(
+    predict: Callable[[ClickBatch], Tensor], loader: HoldsClicksOut, part: Part = "test"
+) -> ClickPredictions:
+    """What `predict` says of the held-out rows of a part; see `evaluate_clicks`, whose errors are raised."""
+    if not (loader.num_held_out if check_part(part) == "test" else loader.num_validation):
+        raise ValueError(f"the log has no rows held out for {part}: {NO_PART}")
+    ids, scores, labels = [], [], []
+    for batch in loader.evaluation_batches(part=part):
         found = predict(batch).detach().cpu()
         if found.shape != batch.labels.shape:
             raise ValueError(f"predictions must be {tuple(batch.labels.shape)}, got {tuple(found.shape)}")
+        ids.append(batch.sample_ids)
         scores.append(found.double())
         labels.append(batch.labels)
-    p, y = torch.cat(scores), torch.cat(labels)
+    return ClickPredictions(torch.cat(ids), torch.cat(scores), torch.cat(labels))
+
+
+def evaluate_clicks(
+    predict: Callable[[ClickBatch], Tensor], loader: HoldsClicksOut, part: Part = "test"
+) -> dict[str, float]:
+    """``{"AUC": ..., "accuracy": ..., "BCE": ...}`` over the held-out rows of a part.
+
+    `predict` maps a batch to probabilities (B,). A probability of at least 0.5 predicts a click. BCE is the
+    mean cross entropy in nats, with probabilities clamped to [1e-7, 1 - 1e-7]. AUC is NaN where all labels of
+    the part are alike. Raises ValueError where nothing is held out, and for predictions of another shape.
+    """
+    _, p, y = click_predictions(predict, loader, part)
     sure = p.clamp(1e-7, 1 - 1e-7)
     entropies = -torch.where(y == 1, sure.log(), (1 - sure).log())
     return {

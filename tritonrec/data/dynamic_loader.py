@@ -12,14 +12,16 @@ Epochs may differ in their number of steps, so the steps of all earlier epochs a
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from threading import Lock
-from typing import Generic
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
 from tritonrec.data.balancing import dynamic_batches
 from tritonrec.data.epochs import BatchType, EpochLoader, check_at_least
+from tritonrec.data.positions import check_same
 
 
 class DynamicBatchLoader(Generic[BatchType]):
@@ -60,6 +62,17 @@ class DynamicBatchLoader(Generic[BatchType]):
     def steps_of(self, epoch: int) -> int:
         """Steps of `epoch`: the largest number of batches of a rank."""
         return max(len(batches) for batches in self._plan(epoch))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a position depends on; the position itself is the step."""
+        own = {"target_tokens": self.target_tokens, "chunk_samples": self.chunk_samples}
+        return {**own, "world_size": self.world_size, "loader": self.loader.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError naming what differs from the loader of a `state_dict`; nothing is changed."""
+        own = self.state_dict()
+        self.loader.load_state_dict(state["loader"])
+        check_same(state, {name: value for name, value in own.items() if name != "loader"})
 
     def batch(self, step: int) -> BatchType:
         """This rank's batch; it may be empty."""

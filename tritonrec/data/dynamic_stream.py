@@ -16,8 +16,10 @@ import torch
 from tritonrec.data.balancing import dynamic_batches
 from tritonrec.data.batch import JaggedBatch
 from tritonrec.data.epochs import check_at_least
+from tritonrec.data.positions import check_same
 from tritonrec.data.sequences import NextItemStream
 from tritonrec.data.slices import work
+from tritonrec.data.stream import cut, joined
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -58,16 +60,13 @@ class DynamicStream:
             step, first, numbers, table = self._waiting[0]
             taken = min(count, len(numbers) - first)
             ids.append(numbers[first : first + taken])
-            tables.append(table.slice(first, taken))
+            tables.append(cut(table, first, first + taken))
             self._waiting[0] = step, first + taken, numbers, table
             if first + taken == len(numbers):
                 self._waiting.pop(0)
             count -= taken
-        import pyarrow as pa
-
         with work("collate"):
-            rows = pa.concat_tables(tables).combine_chunks()
-            batch = self.stream.collate(self.step, torch.from_numpy(np.concatenate(ids)), rows)
+            batch = self.stream.collate(self.step, torch.from_numpy(np.concatenate(ids)), joined(tables))
         self.step += 1
         return batch
 
@@ -92,13 +91,14 @@ class DynamicStream:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at a position of this rank; ValueError for one of another target, rank or stream."""
-        for name in ("target_tokens", "rank", "world_size"):
-            if state.get(name) != getattr(self, name):
-                raise ValueError(
-                    f"the position has {name} {state.get(name)}, and this stream {getattr(self, name)}"
-                )
+        own = {name: getattr(self, name) for name in ("target_tokens", "rank", "world_size")}
+        check_same(state, own, "stream")
         self.stream.load_state_dict(state["stream"])
         self._begin(int(state["step"]), int(state["stream_step"]), int(state["row"]))
+
+    def begin_at(self, step: int) -> None:
+        """Read from the first row on, with batches numbered from `step` on: another log of a run."""
+        self._begin(step, 0, 0)
 
     def _begin(self, step: int, stream_step: int, row: int) -> None:
         self.step = step

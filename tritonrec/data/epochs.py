@@ -6,12 +6,14 @@ step at any time, and a run resumed at step t gets the same batches.
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from tritonrec.data.balancing import SequenceCost, partition_samples
+from tritonrec.data.positions import check_same, digest_of
 from tritonrec.kernels.launch import random_indices
 
 # Streams of the counter-based generator: under one seed, shuffling and negatives share no number.
@@ -52,7 +54,26 @@ class EpochLoader(Generic[BatchType]):
         self.sample_ids, self.sample_tokens = sample_ids, sample_tokens
         self.batch_size, self.seed, self.rank, self.world_size = batch_size, seed, rank, world_size
         self.cost = SequenceCost() if balance is True else balance or None
+        self._digest: str | None = None
         self._recent_order: tuple[int, Tensor] | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """What a step's batch depends on, beside `content`; ranks and balance change no global batch."""
+        return {"kind": type(self).__name__, "batch_size": self.batch_size, "seed": self.seed}
+
+    def content(self) -> tuple[Tensor, ...]:
+        """The data that a step's batch depends on."""
+        return self.sample_ids, self.sample_tokens
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a position depends on. The position itself is the step, at which `batch` begins anywhere."""
+        if self._digest is None:
+            self._digest = digest_of(*self.content())
+        return {**self.settings(), "data": self._digest}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError naming what differs from the loader of a `state_dict`."""
+        check_same(state, self.state_dict())
 
     def make_batch(self, step: int, samples: Tensor) -> BatchType:
         """The batch of the samples at positions `samples` (b,) int64 of `sample_ids`, in that order."""

@@ -15,89 +15,157 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tritonrec.data.log_parts import log_in_parts
+from tritonrec.data.loader import LEAVE_ONE_OUT
 from tritonrec.data.movielens import cache_directory
-from tritonrec.data.text_files import text_files
+from tritonrec.data.sources import Source, source_of
+from tritonrec.data.splits import Split
 from tritonrec.files import check_writable
 
 if TYPE_CHECKING:
     import pyarrow.fs as pafs
 
+    from tritonrec.data.event_log import EventLog
+    from tritonrec.data.log_format import LogFormat
+    from tritonrec.data.vocabulary import Vocabulary
+
 FILE_USERS, GROUP_USERS = 1 << 17, 1 << 9
 """Users of a file, and of a row group, which is what a reader of a stream reads."""
 FILE_CLICKS, GROUP_CLICKS = 1 << 20, 1 << 13
 """The same of clicks."""
+WORDS_FILE = "_{}_words.parquet"
+"""The vocabulary of a column beside the shards."""
+LAYOUT = 2
+"""Of the folders: a reader that understands a log otherwise writes it anew."""
 
 
-def sequences_of(source: str, report: Callable[[int], None] = lambda rows: None) -> Path:
+def sequences_of(
+    source: str,
+    report: Callable[[int], None] = lambda rows: None,
+    format: LogFormat | None = None,
+    words: dict[str, Vocabulary] | None = None,
+) -> Path:
     """The folder with the sequences of a log, for `NextItemStream`; written where it is missing.
 
     Of several processes that want it one writes, and the others wait.
 
     Args:
-        source: of `log_in_parts`. report: called with numbers of interactions that were read.
+        source, format: of a log of events in files, as `tritonrec.data.load` takes them.
+        report: called with numbers of interactions that were read.
+        words: for ``ids="words"`` the vocabularies of ``"user"`` and ``"item"``, which get the log's new
+            words; those of the log are beside its shards too (`words_of`).
 
-    Raises the errors of `log_in_parts` and of reading the log, ValueError where it changes meanwhile, and
-    OSError naming the folder where the cache (``$TRITONREC_CACHE`` or ``~/.cache/tritonrec``) cannot be
-    written to.
+    Raises the errors of `load`, ValueError where the log changes meanwhile, and OSError naming the folder
+    where the cache (``$TRITONREC_CACHE`` or ``~/.cache/tritonrec``) cannot be written to.
     """
 
-    def write(scratch: Path) -> None:
+    def write(log: EventLog, scratch: Path) -> None:
         from tritonrec.data.convert_sequences import buckets_of, write_sequences
 
         buckets = buckets_of(log.rows())
         write_sequences(log.parts(), scratch, FILE_USERS, GROUP_USERS, report, buckets)
 
-    log = log_in_parts(source)
-    return _made("sequences", source, log.filesystem, log.files, write, FILE_USERS, GROUP_USERS)
+    return _events_made("sequences", source, format, words, write, FILE_USERS, GROUP_USERS)
 
 
 def windows_of(
-    source: str, max_history: int, max_exposed: int, report: Callable[[int], None] = lambda rows: None
+    source: str,
+    max_history: int,
+    max_exposed: int,
+    report: Callable[[int], None] = lambda rows: None,
+    format: LogFormat | None = None,
+    words: dict[str, Vocabulary] | None = None,
+    split: Split = LEAVE_ONE_OUT,
 ) -> Path:
     """The folder with the windows of a log, for `ImpressionStream`, as `sequences_of`.
 
     Args:
-        max_history, max_exposed: as `ImpressionLoader`, whose errors are raised.
+        max_history, max_exposed, split: as `ImpressionLoader`, whose errors are raised.
     """
+    sizes = (max_history, max_exposed, GROUP_USERS)
 
-    def write(scratch: Path) -> None:
+    def write(log: EventLog, scratch: Path) -> None:
         from tritonrec.data.convert_sequences import buckets_of
         from tritonrec.data.convert_windows import write_windows
 
         buckets = buckets_of(log.rows())
-        write_windows(log.parts(), scratch, *sizes, report, buckets, *log.features())
+        write_windows(log.parts(), scratch, *sizes, report, buckets, *log.features(), split)
 
-    log, sizes = log_in_parts(source), (max_history, max_exposed, GROUP_USERS)
-    return _made("windows", source, log.filesystem, log.files, write, *sizes)
+    other = () if split == LEAVE_ONE_OUT else (str(split),)
+    return _events_made("windows", source, format, words, write, *sizes, *other)
 
 
-def clicks_of(source: str, report: Callable[[int], None] = lambda rows: None) -> Path:
-    """The folder with clicks in a text format as Parquet, for `ClickStream`, as `sequences_of`.
+def words_of(folder: Path) -> dict[str, Vocabulary]:
+    """The vocabularies of a folder of `sequences_of` or `windows_of` by column, if there are any."""
+    from tritonrec.data.vocabulary import Vocabulary
+
+    files = {role: folder / WORDS_FILE.format(role) for role in ("user", "item")}
+    return {role: Vocabulary.load(file) for role, file in files.items() if file.exists()}
+
+
+def _events_made(
+    kind: str,
+    source: str,
+    format: LogFormat | None,
+    words: dict[str, Vocabulary] | None,
+    write: Callable[[EventLog, Path], None],
+    *settings: int | str,
+) -> Path:
+    """The folder of a log of events; `words` get those of the log."""
+    known = {} if words is None else words
+    before = [(role, _digest(known[role])) for role in sorted(known)]
+    log = _in_files(source, format).events(known)
+
+    def write_all(scratch: Path) -> None:
+        write(log, scratch)
+        for role, vocabulary in log.words.items():
+            vocabulary.save(scratch / WORDS_FILE.format(role))
+
+    assert log.filesystem is not None
+    folder = _made(kind, source, log.filesystem, log.files, write_all, *settings, log.format, before)
+    for role, vocabulary in words_of(folder).items():
+        known.setdefault(role, vocabulary).load_state_dict(vocabulary.state_dict())
+    return folder
+
+
+def _digest(vocabulary: Vocabulary) -> str:
+    digest = sha256()
+    for tensor in vocabulary.state_dict().values():
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def clicks_of(
+    source: str, report: Callable[[int], None] = lambda rows: None, format: LogFormat | None = None
+) -> Path:
+    """The folder with clicks as Parquet in plain columns, for `ClickStream`, as `sequences_of`.
 
     Args:
-        source: ``criteo-tsv:PATH``, in Criteo's columns, or ``ali-ccp:PATH``, in plain ones.
-
-    Raises the errors of `tritonrec.data.criteo.tsv_parts` and of `tritonrec.data.ali_ccp`.
+        source, format: of a log of clicks in files.
     """
-    kind, _, path = source.partition(":")
+    from tritonrec.data import ali_ccp
+    from tritonrec.data.convert_clicks import write_clicks
+
+    found = _in_files(source, format)
+    if found.word == "ali-ccp":
+        place, parts = ali_ccp.place(found.where), lambda: ali_ccp.parts(found.where)
+    else:
+        log = found.clicks()
+        assert log.place is not None
+        place, parts = log.place, log.tables
 
     def write(scratch: Path) -> None:
-        from tritonrec.data import ali_ccp, criteo
-        from tritonrec.data.convert_clicks import write_clicks
+        write_clicks(parts(), scratch, FILE_CLICKS, GROUP_CLICKS, report)
 
-        parts = criteo.tsv_parts(path) if kind == "criteo-tsv" else ali_ccp.parts(path)
-        write_clicks(parts, scratch, FILE_CLICKS, GROUP_CLICKS, report)
+    return _made(
+        "clicks", source, place.filesystem, place.files, write, FILE_CLICKS, GROUP_CLICKS, found.format
+    )
 
-    if kind == "criteo-tsv":
-        filesystem, files = text_files(path)
-    else:
-        from pyarrow.fs import LocalFileSystem
 
-        from tritonrec.data import ali_ccp
-
-        filesystem, files = LocalFileSystem(), list(map(str, ali_ccp.files(path)))
-    return _made("clicks", source, filesystem, files, write, FILE_CLICKS, GROUP_CLICKS)
+def _in_files(source: str, format: LogFormat | None) -> Source:
+    found = source_of(source, format)
+    if found is None:
+        raise ValueError(f"{source} is not in files: load it whole")
+    return found
 
 
 def _made(
@@ -106,7 +174,7 @@ def _made(
     filesystem: pafs.FileSystem,
     files: list[str],
     write: Callable[[Path], None],
-    *settings: int,
+    *settings: object,
 ) -> Path:
     """The folder of the cache for these files and settings, made by `write` where it is missing."""
     from tritonrec.data.convert import new_folder
@@ -129,9 +197,9 @@ def _made(
     return folder
 
 
-def _name(filesystem: pafs.FileSystem, files: list[str], settings: tuple[int, ...]) -> str:
+def _name(filesystem: pafs.FileSystem, files: list[str], settings: tuple[object, ...]) -> str:
     """Of the folder: the same for the same files and settings."""
-    digest = sha256(f"{settings} {filesystem.type_name}".encode())
+    digest = sha256(f"{LAYOUT} {settings} {filesystem.type_name}".encode())
     for about in filesystem.get_file_info(files):
         where = Path(about.path).resolve() if filesystem.type_name == "local" else about.path
         digest.update(f"\n{where} {about.size} {about.mtime_ns}".encode())

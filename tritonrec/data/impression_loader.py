@@ -18,6 +18,7 @@ always a click, so the two are the paper's CTR and CTCVR.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +29,9 @@ from tritonrec.data.epochs import EpochLoader, check_at_least
 from tritonrec.data.impressions import ImpressionBatch
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.jagged import KeyedJaggedTensor, Lookup, token_indices
+from tritonrec.data.labels import check_labels, rating_labels
+from tritonrec.data.loader import LEAVE_ONE_OUT
+from tritonrec.data.splits import NO_PART, Part, Split, check_part
 
 CLICK_RATING, CONVERSION_RATING = 4.0, 5.0
 
@@ -45,9 +49,12 @@ class ImpressionLoader(EpochLoader[ImpressionBatch]):
         seed: int64; fixes the order of samples in every epoch.
         rank, world_size: of the shard that `batch` returns.
         balance: partition each global batch by cost (`EpochLoader`); the batch has the same samples.
+        split: the events for training, validation and test; by default each user's last `max_exposed` are for
+            test. Those of each part are cut into windows of their own.
+        label_threshold: a rating of at least this is a click, and there is no task ``conversion``.
 
-    Raises ValueError for a number out of range, for a log without labels, and when no user has more than
-    `max_exposed` events.
+    Raises ValueError for a number out of range, for a log without labels, for a task whose labels are all
+    alike, and when no user has more than `max_exposed` events.
     """
 
     def __init__(
@@ -60,13 +67,16 @@ class ImpressionLoader(EpochLoader[ImpressionBatch]):
         rank: int = 0,
         world_size: int = 1,
         balance: bool | SequenceCost = False,
+        split: Split = LEAVE_ONE_OUT,
+        label_threshold: float | None = None,
     ) -> None:
         check_at_least("max_history", max_history, 0)
         check_at_least("max_exposed", max_exposed, 1)
         self.max_history, self.max_exposed = max_history, max_exposed
         sequences = interactions.sequences
         rows = sequences.rows
-        labels, actions, self.tasks = _feedback(interactions)
+        labels, actions, self.tasks = _feedback(interactions, label_threshold)
+        self._check_tasks(labels)
         self._items = torch.from_numpy(sequences.items)
         self._timestamps = torch.from_numpy(sequences.timestamps)
         self._labels, self._actions = torch.from_numpy(labels[rows]), torch.from_numpy(actions[rows])
@@ -83,18 +93,41 @@ class ImpressionLoader(EpochLoader[ImpressionBatch]):
                 torch.from_numpy(interactions.genres.genres),
             )
 
+        self.split = split.resolved(sequences.timestamps)
+        counts = self.split.counts(sequences.offsets, sequences.timestamps, max_exposed, 0)
         self._starts = torch.from_numpy(sequences.offsets[:-1])
-        self._ends = torch.from_numpy(sequences.offsets[1:])
-        self._held_out = torch.maximum(self._ends - max_exposed, self._starts)  # the first event held out
-        windows = -(-(self._held_out - self._starts) // max_exposed)
-        self._check_windows(windows)
-        self._users = torch.repeat_interleave(torch.arange(len(windows)), windows)
-        backwards, _ = token_indices(torch.zeros_like(windows), windows)
-        self._window_ends = self._held_out[self._users] - backwards * max_exposed
-        begins = torch.maximum(self._window_ends - max_exposed, self._starts[self._users])
+        ends = self._starts + torch.from_numpy(counts[0])
+        later = ends + torch.from_numpy(counts[1])
+        self._parts: dict[Part, tuple[Tensor, Tensor]] = {
+            "validation": (ends, later),
+            "test": (later, torch.from_numpy(sequences.offsets[1:])),
+        }
+        self._users, begins, self._window_ends = self._windows(self._starts, ends)
+        self._check_windows(torch.bincount(self._users, minlength=len(ends)))
         history = (begins - self._starts[self._users]).clamp(max=max_history)
         tokens = history + self._window_ends - begins + len(self._context)
         super().__init__(begins, tokens, batch_size, seed, rank, world_size, balance)
+
+    def _check_tasks(self, labels: np.ndarray) -> None:
+        """`labels` (N, T) of the log."""
+        for task, column in zip(self.tasks, labels.T, strict=True):
+            check_labels(task, column)
+
+    def _windows(self, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """User, first event and end of each window of the events [first, last) (U,), from the last back."""
+        windows = -(-(last - first) // self.max_exposed)
+        users = torch.repeat_interleave(torch.arange(len(windows)), windows)
+        backwards, _ = token_indices(torch.zeros_like(windows), windows)
+        ends = last[users] - backwards * self.max_exposed
+        return users, torch.maximum(ends - self.max_exposed, first[users]), ends
+
+    def settings(self) -> dict[str, Any]:
+        sizes = {"max_history": self.max_history, "max_exposed": self.max_exposed}
+        return {**super().settings(), **sizes, "split": str(self.split), "tasks": list(self.tasks)}
+
+    def content(self) -> tuple[Tensor, ...]:
+        events = self._items, self._timestamps, self._labels, self._actions
+        return self._starts, *events, *self._context.values(), *(self._genres or ())
 
     def _check_windows(self, windows: Tensor) -> None:
         """`windows` (U,) of each user."""
@@ -118,14 +151,18 @@ class ImpressionLoader(EpochLoader[ImpressionBatch]):
         """The batch of the samples at positions `samples` (b,) int64 of `sample_ids`, in that order."""
         return self._cut(step, self._users[samples], self.sample_ids[samples], self._window_ends[samples])
 
-    def evaluation_batches(self, batch_size: int = 256) -> Iterator[ImpressionBatch]:
-        """The held-out window of every user, in the order of their ids, `batch_size` at a time, as step 0.
+    def evaluation_batches(self, batch_size: int = 256, part: Part = "test") -> Iterator[ImpressionBatch]:
+        """The held-out windows of a part, by their users' ids, `batch_size` at a time, as step 0.
 
-        Histories are the training events; users without any are included.
+        Histories are the events before; users without any are included. Raises ValueError where nothing is
+        held out for the part.
         """
         check_at_least("batch_size", batch_size, 1)
-        for users in torch.arange(len(self._starts)).split(batch_size):
-            yield self._cut(0, users, self._held_out[users], self._ends[users])
+        users, begins, ends = self._windows(*self._parts[check_part(part)])
+        if not len(users):
+            raise ValueError(f"no event is held out for {part}: {NO_PART}")
+        for own in torch.arange(len(users)).split(batch_size):
+            yield self._cut(0, users[own], begins[own], ends[own])
 
     def _cut(self, step: int, users: Tensor, begins: Tensor, ends: Tensor) -> ImpressionBatch:
         """Samples of `users` whose exposed events are those at ``begins[b] : ends[b]``."""
@@ -158,9 +195,11 @@ class ImpressionLoader(EpochLoader[ImpressionBatch]):
         return KeyedJaggedTensor(("genre",), genres[ids], offsets)
 
 
-def _feedback(interactions: Interactions) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
+def _feedback(
+    interactions: Interactions, threshold: float | None
+) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
     """Labels (N, T) int64, actions (N,) int64 and the names of the tasks, row by row of the log."""
-    if interactions.feedback:
+    if interactions.feedback and threshold is None:
         labels = np.stack(list(interactions.feedback.values()), 1)
         return labels, (labels << np.arange(labels.shape[1])).sum(1), tuple(interactions.feedback)
     rating = interactions.rating
@@ -172,5 +211,8 @@ def _feedback(interactions: Interactions) -> tuple[np.ndarray, np.ndarray, tuple
     if not ((rating >= 0) & (rating < 2**53)).all():
         row = int((~((rating >= 0) & (rating < 2**53))).nonzero()[0][0])
         raise ValueError(f"ratings are ids of actions and must be in [0, 2**53): row {row} has {rating[row]}")
-    labels = np.stack([rating >= CLICK_RATING, rating == CONVERSION_RATING], 1).astype(np.int64)
-    return labels, rating.astype(np.int64), ("click", "conversion")
+    tasks = {"click": rating_labels(rating, CLICK_RATING if threshold is None else threshold)}
+    if threshold is None:
+        tasks["conversion"] = rating == CONVERSION_RATING
+    labels = np.stack(list(tasks.values()), 1).astype(np.int64)
+    return labels, rating.astype(np.int64), tuple(tasks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from tritonrec.data.epochs import check_at_least
 from tritonrec.data.features import ItemGenres
 from tritonrec.data.impressions import ImpressionBatch
 from tritonrec.data.jagged import KeyedJaggedTensor, Lookup, token_indices
-from tritonrec.data.list_columns import check_columns, integer_column, list_column
+from tritonrec.data.splits import Part, check_part
 from tritonrec.data.stream import Stream
 
 if TYPE_CHECKING:
@@ -23,14 +23,15 @@ if TYPE_CHECKING:
 
     from tritonrec.data.parquet_rows import ParquetRows
 
-HELD_OUT_FILE, ABOUT_FILE = "_held_out.parquet", "_windows.json"
+ABOUT_FILE = "_windows.json"
+PART_FILES: dict[Part, str] = {"test": "_held_out.parquet", "validation": "_validation.parquet"}
 HISTORY, EXPOSED = ("item", "action", "timestamp"), ("shown", "shown_timestamp", "label")
 """Columns of lists, of one length in a row; of labels one for each task."""
 HINT = "tritonrec.data.convert_windows.write_windows makes such a folder of a log"
 
 
 class ImpressionStream(Stream[ImpressionBatch]):
-    """Windows streamed from the folder of `write_windows`, and the held-out one of each user.
+    """Windows streamed from the folder of `write_windows`, and the held-out ones of each user.
 
     Args:
         folder: of `write_windows`.
@@ -55,10 +56,11 @@ class ImpressionStream(Stream[ImpressionBatch]):
         readers: int = 64,
     ) -> None:
         from tritonrec.data.parquet import features_beside  # pyarrow is slow to import
+        from tritonrec.data.places import files_at
 
         self.folder = Path(folder)
         self.context, self.tasks = _names(self.folder / ABOUT_FILE)
-        self._genres = features_beside(folder)[1]
+        self._genres = features_beside(files_at(str(folder)))[1]
         super().__init__(
             self._rows(folder), self._collate, batch_size, seed, rank, world_size, shuffle, buffer_rows,
             readers,
@@ -69,44 +71,58 @@ class ImpressionStream(Stream[ImpressionBatch]):
         """Whether items have genres."""
         return self._genres is not None
 
-    def evaluation_batches(self, batch_size: int = 256) -> Iterator[ImpressionBatch]:
-        """The held-out window of every user, at most `batch_size` at a time, as step 0."""
+    def _identity(self) -> dict[str, Any]:
+        return {**super()._identity(), "tasks": list(self.tasks), "context": list(self.context)}
+
+    def evaluation_batches(self, batch_size: int = 256, part: Part = "test") -> Iterator[ImpressionBatch]:
+        """The held-out windows of a part, at most `batch_size` at a time, as step 0.
+
+        Raises ValueError where nothing is held out for it.
+        """
         check_at_least("batch_size", batch_size, 1)
-        for numbers, table in self._rows(self.folder / HELD_OUT_FILE).batches(batch_size):
+        file = self.folder / PART_FILES[check_part(part)]
+        if not file.exists():
+            raise ValueError(
+                f"{self.folder}: no window is held out for {part}: write the windows with a split"
+            )
+        for numbers, table in self._rows(file).batches(batch_size):
             yield self._collate(0, torch.from_numpy(numbers), table)
 
     def _rows(self, path: str | Path) -> ParquetRows:
         from tritonrec.data.parquet_rows import ParquetRows
 
         rows = ParquetRows(path)
-        check_columns(rows, (*HISTORY, *EXPOSED), [f"context_{name}" for name in self.context], HINT)
+        rows.check((*HISTORY, *EXPOSED), [f"context_{name}" for name in self.context], HINT)
         return rows
 
-    def _lists(self, table: pa.Table, name: str, lengths: np.ndarray) -> Tensor:
-        """The values of a column, which has lists of these `lengths` (b,)."""
-        values, found = list_column(table, name)
-        if not np.array_equal(found, lengths):
-            row = int((found != lengths).nonzero()[0][0])
-            raise ValueError(f"a row has {found[row]} values in {name!r}, expected {lengths[row]}")
-        return torch.from_numpy(values)
-
     def _collate(self, step: int, sample_ids: Tensor, table: pa.Table) -> ImpressionBatch:
-        try:
-            return self._batch(step, sample_ids, table)
-        except ValueError as error:
-            raise ValueError(f"{self.folder}: {error}") from error
+        from tritonrec.data.times import lists
+        from tritonrec.data.values import Part, integers
 
-    def _batch(self, step: int, sample_ids: Tensor, table: pa.Table) -> ImpressionBatch:
-        past, shown = list_column(table, "item")[1], list_column(table, "shown")[1]
-        items, actions, times = (self._lists(table, name, past) for name in HISTORY)
-        exposed, shown_times = (self._lists(table, name, shown) for name in EXPOSED[:-1])
-        labels = self._lists(table, EXPOSED[-1], shown * len(self.tasks))
+        part = Part(self.folder, "row", sample_ids.numpy())
+        past, shown = (lists(part, name, table.column(name))[1] for name in ("item", "shown"))
+
+        def values(name: str, lengths: np.ndarray) -> Tensor:
+            """The values of a column, which has lists of these `lengths` (b,)."""
+            own, found = lists(part, name, table.column(name))
+            if not np.array_equal(found, lengths):
+                row = int((found != lengths).nonzero()[0][0])
+                raise ValueError(
+                    f"{self.folder}, row {part.number(row)}: a row has {found[row]} values in {name!r}, "
+                    f"expected {lengths[row]}"
+                )
+            return torch.from_numpy(own)
+
+        items, actions, times = (values(name, past) for name in HISTORY)
+        exposed, shown_times = (values(name, shown) for name in EXPOSED[:-1])
+        labels = values(EXPOSED[-1], shown * len(self.tasks))
         features = {
             "history": Lookup(items, torch.from_numpy(np.append(0, np.cumsum(past)))),
             "exposed": Lookup(exposed, torch.from_numpy(np.append(0, np.cumsum(shown)))),
         }
         for name in self.context:
-            features[name] = Lookup(torch.from_numpy(integer_column(table, f"context_{name}")))
+            column = f"context_{name}"
+            features[name] = Lookup(torch.from_numpy(integers(part, column, table.column(column)).copy()))
         return ImpressionBatch(
             step=step,
             sample_ids=sample_ids,

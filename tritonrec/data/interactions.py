@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -44,7 +45,10 @@ class Interactions:
 
     `rating`, where there is one, is (N,) float64, and `feedback` tells for any number of tasks (``is_click``,
     ``long_view``) whether the user did it, as 0 or 1; next-item training takes every row whatever they say.
-    `fraction` orders rows of one timestamp: what was cut off the timestamps, in [0, 1).
+    `fraction` orders rows of one timestamp: what was cut off the timestamps, in [0, 1). `time_unit` is that
+    of
+    the timestamps: s, ms, us, ns, ``"step"`` where they only order the events, empty where nobody has said.
+    `words` has the vocabulary of users and of items whose ids were words.
     Raises ValueError when a column has another shape or dtype, or feedback another value.
     """
 
@@ -56,6 +60,8 @@ class Interactions:
     user_features: UserFeatures | None = None
     genres: ItemGenres | None = None
     fraction: np.ndarray | None = None  # (N,) float64
+    time_unit: str = ""
+    words: dict[str, Any] = field(default_factory=dict, compare=False)  # "user", "item" -> Vocabulary
 
     def __post_init__(self) -> None:
         columns: list[tuple[str, type, np.ndarray]] = [
@@ -91,6 +97,7 @@ class Interactions:
     def sequences(self) -> Sequences:
         """Per-user sequences, ordered by (timestamp, fraction, row of the log)."""
         order = self.in_time(self.user)
-        user_ids, starts = np.unique(self.user[order], return_index=True)
+        users = self.user[order]
+        starts = np.append(True, users[1:] != users[:-1]).nonzero()[0][: len(users)]
         offsets = np.append(starts, len(order)).astype(np.int64)
-        return Sequences(user_ids, offsets, self.item[order], self.timestamp[order], order)
+        return Sequences(users[starts], offsets, self.item[order], self.timestamp[order], order)

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+
 
 class Lookup(NamedTuple):
     """The ids (n,) int64 of a feature's lookup, and for pooling the offsets of their bags.
@@ -119,8 +121,15 @@ class KeyedJaggedTensor(Movable):
     def from_dict(features: Mapping[str, Lookup | WeightedLookup]) -> KeyedJaggedTensor:
         """One key for each entry, in their order; ids (B,) without offsets are one for each sample.
 
-        Raises ValueError where some features have weights and others have none.
+        Raises ValueError for features of different numbers of samples, for offsets or weights that do not fit
+        the ids of their feature, and where some features have weights and others have none.
         """
+        samples = {name: _samples_of(name, each) for name, each in features.items()}
+        if len(set(samples.values())) != 1:
+            raise ValueError(
+                f"all features need the same samples, got {_listed(samples) or 'none'}: give each of them as "
+                "many ids or bags, empty ones where a sample has none"
+            )
         lengths = [
             torch.ones_like(each.ids) if each.offsets is None else each.offsets.diff()
             for each in features.values()
@@ -134,7 +143,11 @@ class KeyedJaggedTensor(Movable):
 
     @staticmethod
     def from_matrix(keys: Sequence[str], ids: Tensor) -> KeyedJaggedTensor:
-        """One id for each key and sample: `ids` (B, F) int64."""
+        """One id for each key and sample: `ids` (B, F) int64; ValueError for other columns."""
+        if ids.dim() != 2 or ids.shape[1] != len(keys):
+            raise ValueError(
+                f"ids must be (B, {len(keys)}), a column for each of {tuple(keys)}, got {tuple(ids.shape)}"
+            )
         values = ids.t().flatten()
         return KeyedJaggedTensor(tuple(keys), values, torch.arange(len(values) + 1, device=ids.device))
 
@@ -142,15 +155,31 @@ class KeyedJaggedTensor(Movable):
     def from_lengths_sync(
         keys: Sequence[str], values: Tensor, lengths: Tensor, weights: Tensor | None = None
     ) -> KeyedJaggedTensor:
-        """From lengths (F * B,), as TorchRec's constructor; raises ValueError as `validate` does."""
-        return KeyedJaggedTensor(tuple(keys), values, offsets_of(lengths.long()), weights).validate()
+        """From lengths (F * B,), as TorchRec's constructor; integers of any width.
+
+        Raises ValueError as `validate` does, and for values or lengths that are no integers.
+        """
+        lengths = _integers("lengths", lengths)
+        if lengths.dim() != 1 or lengths.numel() % max(len(keys), 1):
+            raise ValueError(
+                f"lengths must be (F * B,) for the F = {len(keys)} keys {tuple(keys)} and B samples, got "
+                f"{tuple(lengths.shape)}"
+            )
+        if bool((lengths < 0).any()):
+            at = int((lengths < 0).nonzero()[0])
+            raise ValueError(f"lengths must be at least 0: lengths[{at}] = {int(lengths[at])}")
+        return KeyedJaggedTensor.from_offsets_sync(keys, values, offsets_of(lengths), weights)
 
     @staticmethod
     def from_offsets_sync(
         keys: Sequence[str], values: Tensor, offsets: Tensor, weights: Tensor | None = None
     ) -> KeyedJaggedTensor:
-        """From offsets (F * B + 1,), as TorchRec's constructor; raises ValueError as `validate` does."""
-        return KeyedJaggedTensor(tuple(keys), values, offsets.long(), weights).validate()
+        """From offsets (F * B + 1,), as TorchRec's constructor; integers of any width.
+
+        Raises ValueError as `validate` does, and for values or offsets that are no integers.
+        """
+        values, offsets = _integers("values", values), _integers("offsets", offsets)
+        return KeyedJaggedTensor(tuple(keys), values, offsets, weights).validate()
 
     @staticmethod
     def from_torchrec(features: Any) -> KeyedJaggedTensor:
@@ -163,12 +192,11 @@ class KeyedJaggedTensor(Movable):
                 f"features {features.keys()} have different batch sizes, {features.stride_per_key()}: "
                 "give each of them the same samples"
             )
-        values, offsets = features.values(), features.offsets()
-        if values.is_floating_point():
-            raise ValueError(f"values of features {features.keys()} must be integers, got {values.dtype}")
+        values = _integers(f"values of features {features.keys()}", features.values())
+        offsets = _integers("offsets", features.offsets())
         weights = features.weights_or_none()
         weights = None if weights is None else weights.float()
-        return KeyedJaggedTensor(tuple(features.keys()), values.long(), offsets.long(), weights)
+        return KeyedJaggedTensor(tuple(features.keys()), values, offsets, weights)
 
     def to_torchrec(self) -> Any:
         """TorchRec's ``KeyedJaggedTensor`` over the same memory. Raises ImportError without TorchRec."""
@@ -182,8 +210,14 @@ class KeyedJaggedTensor(Movable):
 
     @property
     def num_samples(self) -> int:
-        """B."""
-        return (self.offsets.numel() - 1) // len(self.keys)
+        """B. Raises ValueError for a number of offsets that gives the keys different ones."""
+        samples, rest = divmod(self.offsets.numel() - 1, len(self.keys))
+        if rest:
+            raise ValueError(
+                f"offsets must have F * B + 1 entries for the F = {len(self.keys)} keys {self.keys} and B "
+                f"samples, got {self.offsets.numel()}"
+            )
+        return samples
 
     @property
     def lengths(self) -> Tensor:
@@ -325,6 +359,35 @@ class KeyedJaggedTensor(Movable):
                 f"feature {keys[at]!r} must have one id for each sample: "
                 f"sample {sample} has {int(lengths[at, sample])}"
             )
+
+
+def _samples_of(name: str, feature: Lookup | WeightedLookup) -> int:
+    """Number of samples of a feature, whose parts must fit each other: totals would hide them."""
+    ids, offsets = feature[:2]
+    if ids.dim() != 1:
+        raise ValueError(f"ids of feature {name!r} must be (n,), got {tuple(ids.shape)}")
+    if isinstance(feature, WeightedLookup) and feature.weights.shape != ids.shape:
+        raise ValueError(
+            f"weights of feature {name!r} must be {tuple(ids.shape)}, one for each id, got "
+            f"{tuple(feature.weights.shape)}"
+        )
+    if offsets is None:
+        return len(ids)
+    if not offsets.is_meta:
+        check_offsets(offsets, len(ids), f"offsets of {name!r}", "ids")
+    return len(offsets) - 1
+
+
+def _listed(samples: Mapping[str, int]) -> str:
+    return ", ".join(f"{name!r} with {count}" for name, count in samples.items())
+
+
+def _integers(name: str, tensor: Tensor) -> Tensor:
+    """`tensor` as int64, if it holds integers."""
+    if not isinstance(tensor, Tensor) or tensor.dtype not in INTEGERS:
+        got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise ValueError(f"{name} must be integers, got {got}")
+    return tensor.long()
 
 
 def check_offsets(offsets: Tensor, total: int, name: str, tokens: str, keys: Sequence[str] = ()) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,25 +26,28 @@ from tritonrec.data.batch import JaggedBatch
 from tritonrec.data.epochs import NEGATIVES, EpochLoader, check_at_least
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.jagged import token_indices
+from tritonrec.data.splits import NO_PART, Part, Split, held_out
 from tritonrec.kernels.launch import random_indices
+
+LEAVE_ONE_OUT = Split()
 
 
 @dataclass(frozen=True)
 class EvaluationBatch:
     """Users to rank the whole catalogue for. B users, I items of the catalogue, S items seen in all.
 
-    `history` has the last ``max_seq_len`` training items of each user. It has no negatives, and its labels
-    repeat its ids: it is not for training.
+    `history` has the last ``max_seq_len`` items of each user before the held-out one; a user with several is
+    there once for each. It has no negatives, and its labels repeat its ids: it is not for training.
     """
 
     history: JaggedBatch
     targets: Tensor  # (B,) int64: position of the held-out item in the catalogue, -1 if it was never trained
     seen_users: Tensor  # (S,) int64: position of the user in this batch, and ...
-    seen_items: Tensor  # (S,) int64: ... position in the catalogue of an item of the user's training sequence
+    seen_items: Tensor  # (S,) int64: ... position in the catalogue of an item before the held-out one
 
 
 class NextItemLoader(EpochLoader[JaggedBatch]):
-    """Batches of next-item training, sharded over ranks, and of leave-one-out evaluation.
+    """Batches of next-item training, sharded over ranks, and of the evaluation of held-out items.
 
     Args:
         interactions: the log.
@@ -53,6 +57,7 @@ class NextItemLoader(EpochLoader[JaggedBatch]):
         seed: int64; fixes the order of samples in every epoch, and all negatives.
         rank, world_size: of the shard that `batch` returns.
         balance: partition each global batch by cost (`EpochLoader`); the batch has the same samples.
+        split: the events for training, validation and test; by default each user's last one is for test.
 
     Raises ValueError for a number out of range, and when no user has two training items.
     """
@@ -67,6 +72,7 @@ class NextItemLoader(EpochLoader[JaggedBatch]):
         rank: int = 0,
         world_size: int = 1,
         balance: bool | SequenceCost = False,
+        split: Split = LEAVE_ONE_OUT,
     ) -> None:
         check_at_least("max_seq_len", max_seq_len, 1)
         check_at_least("num_negatives", num_negatives, 0)
@@ -78,14 +84,16 @@ class NextItemLoader(EpochLoader[JaggedBatch]):
         self._timestamps = torch.from_numpy(sequences.timestamps)
         self._starts = torch.from_numpy(sequences.offsets[:-1])
         lengths = torch.from_numpy(sequences.lengths)
-        self._trained = lengths - (lengths >= 2).long()  # a lone item is not held out: it has no history
+        self.split = split.resolved(sequences.timestamps)
+        # A lone item is not held out: it has no history.
+        self._counts = self.split.counts(sequences.offsets, sequences.timestamps)
+        self._offsets, self._trained = sequences.offsets, torch.from_numpy(self._counts[0])
         self._samples = (self._trained >= 2).nonzero().flatten()
-        self._evaluated = (lengths >= 2).nonzero().flatten()
         if len(self._samples) == 0:
-            raise ValueError(
-                f"none of the {len(lengths)} users has the three interactions that make one training token "
-                "and one item to hold out"
-            )
+            needs = "three interactions that make one training token and one item to hold out"
+            if split != LEAVE_ONE_OUT:
+                needs = f"two training items that make one token, beside those that {split} holds out"
+            raise ValueError(f"none of the {len(lengths)} users has the {needs}")
         sample_tokens = (self._trained[self._samples] - 1).clamp(max=max_seq_len)
         super().__init__(
             self._user_ids[self._samples], sample_tokens, batch_size, seed, rank, world_size, balance
@@ -100,6 +108,13 @@ class NextItemLoader(EpochLoader[JaggedBatch]):
         `popularity` (I,) int64 is the number of their occurrences.
         """
         return len(self.catalogue)
+
+    def settings(self) -> dict[str, Any]:
+        sizes = {"max_seq_len": self.max_seq_len, "num_negatives": self.num_negatives}
+        return {**super().settings(), **sizes, "split": str(self.split)}
+
+    def content(self) -> tuple[Tensor, ...]:
+        return self._user_ids, torch.from_numpy(self._offsets), self._items, self._timestamps
 
     def make_batch(self, step: int, samples: Tensor) -> JaggedBatch:
         """The batch of the samples at positions `samples` (b,) int64 of `sample_ids`, in that order."""
@@ -126,14 +141,19 @@ class NextItemLoader(EpochLoader[JaggedBatch]):
         )
         return replace(batch, negatives=self.catalogue[drawn])
 
-    def evaluation_batches(self, batch_size: int = 256) -> Iterator[EvaluationBatch]:
-        """All users with a held-out item, in the order of their ids, `batch_size` at a time."""
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        for users in self._evaluated.split(batch_size):
-            starts, trained = self._starts[users], self._trained[users]
-            lengths = trained.clamp(max=self.max_seq_len)
-            tokens, offsets = token_indices(starts + trained - lengths, lengths)
+    def evaluation_batches(self, batch_size: int = 256, part: Part = "test") -> Iterator[EvaluationBatch]:
+        """All held-out items of a part, by their users' ids, `batch_size` at a time.
+
+        Raises ValueError where nothing is held out for it.
+        """
+        check_at_least("batch_size", batch_size, 1)
+        events = list(map(torch.from_numpy, held_out(self._offsets, *self._counts, part)))
+        if not len(events[0]):
+            raise ValueError(f"no event is held out for {part}: {NO_PART}")
+        for users, before in zip(*(each.split(batch_size) for each in events), strict=True):
+            starts = self._starts[users]
+            lengths = before.clamp(max=self.max_seq_len)
+            tokens, offsets = token_indices(starts + before - lengths, lengths)
             ids = self._items[tokens]
             history = JaggedBatch.from_sequences(
                 0,
@@ -144,13 +164,11 @@ class NextItemLoader(EpochLoader[JaggedBatch]):
                 ids,
                 ids.new_empty(len(ids), 0),
             )
-            seen, _ = token_indices(starts, trained)
-            yield EvaluationBatch(
-                history,
-                targets=self._places(self._items[starts + trained]),
-                seen_users=torch.repeat_interleave(torch.arange(len(users)), trained),
-                seen_items=self._places(self._items[seen]),
-            )
+            seen, _ = token_indices(starts, before)
+            of_users = torch.repeat_interleave(torch.arange(len(users)), before)
+            places = self._places(self._items[seen])
+            targets = self._places(self._items[starts + before])
+            yield EvaluationBatch(history, targets, of_users[places >= 0], places[places >= 0])
 
     def _places(self, items: Tensor) -> Tensor:
         """Positions of `items` in the catalogue, -1 where absent."""

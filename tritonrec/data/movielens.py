@@ -2,8 +2,7 @@
 
 The log and two files about users and films are part of the recbole 1.2.1 wheel. They are extracted from the
 wheel once, without an installation, checked by their checksums, and cached in ``$TRITONREC_CACHE`` or
-``~/.cache/tritonrec``; afterwards no network is needed. ``python -m tritonrec.data.movielens`` does this
-ahead of time.
+``~/.cache/tritonrec``; afterwards no network is needed. ``tritonrec fetch`` does this ahead of time.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tritonrec.data import csv_log
 from tritonrec.data.features import ItemGenres, UserFeatures, numbered
 from tritonrec.data.interactions import Interactions
+from tritonrec.data.log_format import LogFormat
 from tritonrec.files import ScratchFolder
 
 PACKAGE = "recbole==1.2.1"
@@ -51,8 +50,11 @@ def load() -> Interactions:
     alphabetical order). Genres: the words of a film's class, numbered in the same way.
     """
     path = fetch()
+    from tritonrec.data.event_log import EventLog  # pyarrow takes half a second to import
+
+    log = EventLog(str(path), LogFormat(time_unit="s"), "csv").read()
     features = _users(path.with_name("ml-100k.user"))
-    return replace(csv_log.read(path), user_features=features, genres=_genres(path.with_name("ml-100k.item")))
+    return replace(log, user_features=features, genres=_genres(path.with_name("ml-100k.item")))
 
 
 def fetch() -> Path:
@@ -156,12 +158,3 @@ def _member(wheel: Path, member: str) -> bytes:
             return archive.read(member)
     except (KeyError, zipfile.BadZipFile) as error:
         raise RuntimeError(f"{wheel.name} does not hold {member}: {error}") from error
-
-
-def main() -> None:
-    """Fetch the files; print the path of the log and the number of its rows."""
-    print(f"{fetch()}: {len(load()):,} interactions")
-
-
-if __name__ == "__main__":
-    main()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from tritonrec.data.batch import Batch
+from tritonrec.data.positions import check_same
+
+LOADER, SAMPLER = ("batch_size", "drop_last"), ("seed", "num_replicas", "shuffle", "batch_size", "drop_last")
+"""Settings of a ``DataLoader``, and of its samplers; `num_replicas` is the number of ranks."""
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
 
@@ -54,13 +58,22 @@ class NumberedLoader(Generic[AnyBatch]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position, with that of `loader` if it has one."""
-        place = {"step": self.step, "epoch": self._epoch, "batches": self._place}
+        place = {
+            "step": self.step,
+            "epoch": self._epoch,
+            "batches": self._place,
+            "settings": self._settings(),
+        }
         if self._has_state():
             place["loader"] = self.loader.state_dict()  # type: ignore[attr-defined]
         return place
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on at a position."""
+        """Go on at a position.
+
+        Raises ValueError naming what differs from the loader that was saved, where it tells.
+        """
+        check_same(state.get("settings", {}), self._settings())
         self.step, self._epoch, self._place = state["step"], state["epoch"], state["batches"]
         self._batches = None
         if "loader" in state:
@@ -76,6 +89,18 @@ class NumberedLoader(Generic[AnyBatch]):
         set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
         if set_epoch is not None:
             set_epoch(self._epoch)
+
+    def _settings(self) -> dict[str, Any]:
+        """What a place depends on, as far as loader and samplers of `torch.utils.data` tell."""
+        samplers = [getattr(self.loader, name, None) for name in ("sampler", "batch_sampler")]
+        parts = [self.loader, *samplers, getattr(self.loader, "dataset", None)]
+        found: dict[str, Any] = {}
+        for part, names in zip(parts, (LOADER, SAMPLER, SAMPLER, ()), strict=True):
+            values = {name: getattr(part, name, None) for name in names}
+            found |= {name: value for name, value in values.items() if isinstance(value, (int, bool))}
+        if isinstance(parts[-1], Sized):
+            found["samples"] = len(parts[-1])
+        return found
 
     def _has_state(self) -> bool:
         return hasattr(self.loader, "state_dict") and hasattr(self.loader, "load_state_dict")

@@ -13,8 +13,7 @@ keeps its order. Other columns are ignored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,65 +24,43 @@ import pyarrow.parquet as pq
 
 from tritonrec.data.features import ItemGenres, UserFeatures
 from tritonrec.data.interactions import Interactions
-from tritonrec.data.parquet_rows import UNREADABLE, filesystem_of, shards
-from tritonrec.data.sequences import holds_sequences
+from tritonrec.data.places import Place
+from tritonrec.data.tables import is_metadata
+from tritonrec.data.times import lists
+from tritonrec.data.values import Part, integers
 
 USERS_FILE, ITEMS_FILE = "_users.parquet", "_items.parquet"  # pyarrow ignores names with an underscore
 
 _IDS = ("user", "item", "timestamp")
 FRACTION = "timestamp_fraction"
+TIME_UNIT = b"tritonrec.time_unit"
+"""Metadata of the column of times."""
 
 Made = TypeVar("Made")
 
 
-def read(path: Path | str) -> Interactions:
-    """The whole log, with features of users and items; raises the errors of `parts`."""
-    users, genres = features_beside(path)
-    return replace(concat(list(parts(path))), user_features=users, genres=genres)
+def files_beside(place: Place) -> list[str]:
+    """The files of features in a folder, which may not be there."""
+    return [f"{place.root.rstrip('/')}/{name}" for name in (USERS_FILE, ITEMS_FILE)]
 
 
-def features_beside(path: Path | str) -> tuple[UserFeatures | None, ItemGenres | None]:
+def features_beside(place: Place) -> tuple[UserFeatures | None, ItemGenres | None]:
     """Features of users and items in the folder of a dataset; None for those that are not there.
 
     Raises ValueError naming a file that cannot be read, or is of another form.
     """
-    return _beside(path, USERS_FILE, _users), _beside(path, ITEMS_FILE, _genres)
-
-
-def parts(path: Path | str) -> Iterator[Interactions]:
-    """The row groups of a log, each a log of its own without features.
-
-    Raises FileNotFoundError for a path that does not exist, and ValueError for a dataset without rows, and
-    naming file and column for a missing column or another type than in the module's docstring.
-    """
-    filesystem, place = filesystem_of(str(path))
-    _root, files = shards(filesystem, place, str(path))
-    columns: list[str] = []
-    footers = []
-    for file in files:
-        try:
-            with filesystem.open_input_file(file) as source:
-                found = pq.ParquetFile(source)
-                columns = _columns(file, found.schema_arrow, files[0], columns)
-                rows = [found.metadata.row_group(number).num_rows for number in range(found.num_row_groups)]
-                footers.append((file, [number for number, count in enumerate(rows) if count]))
-        except UNREADABLE as error:
-            raise ValueError(f"{path}: not a Parquet dataset: {file}: {error}") from error
-    if not any(groups for _file, groups in footers):
-        raise ValueError(f"{path}: the dataset holds no rows")
-    for file, groups in footers:
-        for number in groups:
-            try:
-                with filesystem.open_input_file(file) as source:
-                    table = pq.ParquetFile(source).read_row_group(number, columns=columns)
-            except UNREADABLE as error:
-                raise ValueError(f"{file}: row group {number} cannot be read: {error}") from error
-            yield _interactions({name: _values(file, name, table.column(name)) for name in columns})
+    if not place.is_folder:
+        return None, None
+    users, items = files_beside(place)
+    return _beside(place, users, _users), _beside(place, items, _genres)
 
 
 def concat(parts: Sequence[Interactions]) -> Interactions:
     """One log of several with the same columns, end to end, without features."""
-    columns = [_columns_of(part) for part in parts]
+    if len(parts) == 1 and parts[0].user_features is None and parts[0].genres is None:
+        return parts[0]
+    has_fraction = any(part.fraction is not None for part in parts)
+    columns = [_columns_of(part, has_fraction) for part in parts]
     return _interactions({name: np.concatenate([part[name] for part in columns]) for name in columns[0]})
 
 
@@ -95,24 +72,31 @@ def _interactions(columns: dict[str, np.ndarray]) -> Interactions:
     )  # fmt: skip
 
 
-def _columns_of(log: Interactions) -> dict[str, np.ndarray]:
+def _columns_of(log: Interactions, has_fraction: bool) -> dict[str, np.ndarray]:
     columns = {"user": log.user, "item": log.item, "timestamp": log.timestamp}
     if log.rating is not None:
         columns["rating"] = log.rating
-    if log.fraction is not None:
-        columns[FRACTION] = log.fraction
+    if has_fraction:
+        columns[FRACTION] = np.zeros(len(log)) if log.fraction is None else log.fraction
     taken = set(columns) & set(log.feedback)
     if taken:
         raise ValueError(f"feedback cannot be called {min(taken)!r}: the name is taken")
     return columns | log.feedback
 
 
-def table_of(log: Interactions) -> pa.Table:
-    """The log as the columns of the module's docstring, without features."""
-    columns = _columns_of(log)
-    return pa.table(
+def table_of(log: Interactions, has_fraction: bool | None = None) -> pa.Table:
+    """The log as the columns of the module's docstring, without features.
+
+    Args:
+        has_fraction: of times, as a column; by default where the log has one.
+    """
+    columns = _columns_of(log, log.fraction is not None if has_fraction is None else has_fraction)
+    table = pa.table(
         {name: column.astype(bool) if name in log.feedback else column for name, column in columns.items()}
     )
+    place = table.schema.get_field_index("timestamp")
+    field = table.schema.field(place).with_metadata({TIME_UNIT: log.time_unit})
+    return table.cast(table.schema.set(place, field))
 
 
 def write_features(log: Interactions, folder: Path) -> None:
@@ -125,14 +109,12 @@ def write_features(log: Interactions, folder: Path) -> None:
         pq.write_table(pa.table({"item": log.genres.item_ids, "genres": genres}), folder / ITEMS_FILE)
 
 
-def _beside(path: Path | str, name: str, made: Callable[[str, pa.Table], Made]) -> Made | None:
+def _beside(place: Place, file: str, made: Callable[[str, pa.Table], Made]) -> Made | None:
     """What is `made` of a file in the folder of a dataset; None where there is none."""
-    filesystem, place = filesystem_of(str(path))
-    file = f"{place.rstrip('/')}/{name}"
-    if filesystem.get_file_info(file).type != pafs.FileType.File:
+    if place.filesystem.get_file_info(file).type != pafs.FileType.File:
         return None
     try:
-        with filesystem.open_input_file(file) as source:
+        with place.filesystem.open_input_file(file) as source:
             table = pq.read_table(source)
         return made(file, table)
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
@@ -141,56 +123,12 @@ def _beside(path: Path | str, name: str, made: Callable[[str, pa.Table], Made]) 
 
 
 def _users(file: str, table: pa.Table) -> UserFeatures:
-    names = [name for name in table.column_names if name != "user"]
-    values = {name: _values(file, name, table.column(name)) for name in ["user", *names]}
-    return UserFeatures(values.pop("user"), values)
+    names = [name for name in table.column_names if name != "user" and not is_metadata(name)]
+    found = {name: integers(Part(file, "row", 0), name, table.column(name)) for name in ["user", *names]}
+    return UserFeatures(found.pop("user"), found)
 
 
 def _genres(file: str, table: pa.Table) -> ItemGenres:
-    bags = table.column("genres").combine_chunks()
-    if not (pa.types.is_list(bags.type) or pa.types.is_large_list(bags.type)):
-        raise ValueError(f"column 'genres' must hold lists, got {bags.type}")
-    lengths = bags.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
-    genres = bags.flatten().to_numpy(zero_copy_only=False).astype(np.int64)
-    items = _values(file, "item", table.column("item"))
-    return ItemGenres(items, np.append(0, np.cumsum(lengths)), genres)
-
-
-def _columns(file: str, schema: pa.Schema, first: str, expected: list[str]) -> list[str]:
-    """Names of the columns to read, those of the `first` file, where they are `expected`."""
-    types = {field.name: field.type for field in schema}
-    for name in _IDS:
-        if name not in types:
-            raise ValueError(f"{file}: no column {name!r}; found {', '.join(types)}")
-        if not pa.types.is_integer(types[name]):
-            hint = "; its rows are sequences, which hstu and fuxi stream" if holds_sequences(schema) else ""
-            raise ValueError(f"{file}: column {name!r} must hold integers, got {types[name]}{hint}")
-    names = list(_IDS)
-    if "rating" in types:
-        kind = types["rating"]
-        if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
-            raise ValueError(f"{file}: column 'rating' must hold numbers, got {kind}")
-        names.append("rating")
-    if FRACTION in types and pa.types.is_floating(types[FRACTION]):
-        names.append(FRACTION)
-    names += [name for name, kind in types.items() if pa.types.is_boolean(kind)]
-    expected = expected or names
-    if sorted(names) != sorted(expected):
-        raise ValueError(
-            f"{file}: has the columns {', '.join(sorted(names))}, "
-            f"but {first} has {', '.join(sorted(expected))}"
-        )
-    return expected
-
-
-def _values(path: str, name: str, column: pa.ChunkedArray) -> np.ndarray:
-    """float64 for a rating and a fraction, else int64."""
-    if column.null_count:
-        raise ValueError(f"{path}: column {name!r} has {column.null_count} nulls")
-    try:
-        values = column.cast(pa.float64() if name in ("rating", FRACTION) else pa.int64()).to_numpy()
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{path}: column {name!r} does not fit: {error}") from error
-    if name in ("rating", FRACTION) and not np.isfinite(values).all():
-        raise ValueError(f"{path}: column {name!r} has a value that is not finite")
-    return values
+    part = Part(file, "row", 0)
+    genres, lengths = lists(part, "genres", table.column("genres"))
+    return ItemGenres(integers(part, "item", table.column("item")), np.append(0, np.cumsum(lengths)), genres)

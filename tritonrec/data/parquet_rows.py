@@ -1,9 +1,8 @@
 """Parquet shards as one sequence of rows: which row group has which rows, and reading of any stretch of them.
 
-A dataset is a file, a folder of files at any depth, or a glob, in the local file system or at a URL
-(``s3://``, ``gs://``, ``hdfs://``, and whatever fsspec knows). Files are taken in the order of their paths
-and row groups in their order; a row's number is its place in this order. Names that begin with ``_`` or ``.``
-are no shards, nor are files in such folders. Any compression of Parquet will do.
+A dataset is a file, a folder of files at any depth, or a glob (`tritonrec.data.places`). Files are taken in
+the natural order of their paths and row groups in their order; a row's number is its place in this order. Any
+compression of Parquet will do.
 
 Opening a dataset reads the footers of its files. `RowReader` reads pages as it decodes them, so its memory is
 that of a few hundred rows and of a page of each column, not of a row group.
@@ -16,28 +15,30 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
+from tritonrec.data.arrow_types import is_date, is_integer, is_list, plain
+from tritonrec.data.places import below_folder, files_at
 from tritonrec.data.slices import work
 from tritonrec.data.stream_plan import Stretch
+from tritonrec.data.tables import Frame, ParquetFile, common_schema, is_frame
+from tritonrec.data.text_tables import UNREADABLE
+from tritonrec.files import ScratchFolder
 
 FOOTER_THREADS = 16
 BUFFER_BYTES = 1 << 16
 """Of each column of a row group that is being read."""
 BATCH_ROWS = 256
-"""Rows that are decoded at once."""
+"""Rows that are decoded at once by default."""
 KEPT_CHUNKS = 100_000
 """Column chunks whose places are kept in memory, of the files used last; other footers are read again."""
-UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError)
-"""Errors of pyarrow for a file that it cannot read, or that has names in no UTF-8."""
+FRAME_ROWS = 1 << 13
+"""Rows of a row group of a frame."""
 
 
 @dataclass
@@ -52,12 +53,13 @@ class ParquetRows:
     """The rows of a Parquet dataset.
 
     Args:
-        path: a file, a folder or a glob (``logs/*/part-*.parquet``), local or a URL.
+        path: a file, a folder or a glob (``logs/*/part-*.parquet``), local or a URL; or a frame in memory,
+            which is written as Parquet into a folder of this process.
         columns: that are read; None: all.
         filesystem: pyarrow's or fsspec's; by default that of the path.
 
     Attributes:
-        schema: of `columns`, the same in every file. files: paths in their order.
+        schema: of `columns`, in plain types that take the values of every file. files: paths in their order.
         root: the folder below which they are.
         group_rows: (G,) int64 rows of each row group; those without rows are left out. file_rows: (G,) int64
             of each in its file, more than that where `first` has cut it.
@@ -65,18 +67,21 @@ class ParquetRows:
         first_rows: (G,) int64 number of the first row of each.
 
     Raises FileNotFoundError for a path that does not exist, and ValueError for a dataset without rows, and
-    naming the file that is no Parquet, that lacks a column or has one of another type than the first file.
+    naming the file that is no Parquet, that lacks a column or has one of another kind than the first file.
     """
 
     def __init__(
         self,
-        path: str | Path,
+        path: Any,
         columns: Sequence[str] | None = None,
         filesystem: Any = None,
     ) -> None:
+        self._folder: ScratchFolder | None = None
+        if is_frame(path):
+            path, self._folder = _written(path)
         self.path = str(path)
-        self.filesystem, place = filesystem_of(self.path, filesystem)
-        self.root, self.files = shards(self.filesystem, place, self.path)
+        place = files_at(self.path, "Parquet file", filesystem)
+        self.filesystem, self.root, self.files = place.filesystem, place.root, place.files
         self._footers: OrderedDict[str, pq.FileMetaData] = OrderedDict()
         self._chunks = 0
         footers = []
@@ -85,7 +90,7 @@ class ParquetRows:
                 sizes = [about.row_group(number).num_rows for number in range(about.num_row_groups)]
                 footers.append((schema, sizes))
                 self.keep_footer(file, about)
-        self.schema = self._checked([schema for schema, _sizes in footers], columns)
+        self.schema = common_schema(self.files, [schema for schema, _sizes in footers], columns)
         self.columns = self.schema.names
         groups = [
             (file, number, rows)
@@ -99,10 +104,30 @@ class ParquetRows:
         self.file_rows = self.group_rows
         self.first_rows = np.cumsum(self.group_rows) - self.group_rows
 
+    def check(self, lists: Sequence[str], ids: Sequence[str], hint: str) -> None:
+        """Raise ValueError unless there are such columns; of a wrong type the `hint` says who writes it."""
+        for name in (*lists, *ids):
+            if name not in self.schema.names:
+                raise ValueError(f"{self.path}: no column {name!r}; found {', '.join(self.schema.names)}")
+            kind = self.schema.field(name).type
+            found = kind.value_type if is_list(kind) else kind
+            if is_list(kind) != (name in lists) or not (
+                is_integer(found) or pa.types.is_string(found) or (is_date(found) and name in lists)
+            ):
+                expected = "lists of integers, a row for each sequence" if name in lists else "integers"
+                raise ValueError(f"{self.path}: column {name!r} must hold {expected}, got {kind}: {hint}")
+
     @property
     def num_rows(self) -> int:
         """Rows of all files."""
         return int(self.group_rows.sum())
+
+    def select(self, columns: Sequence[str]) -> ParquetRows:
+        """The dataset of some of its columns."""
+        part = copy(self)
+        part.schema = pa.schema([self.schema.field(name) for name in columns])
+        part.columns = part.schema.names
+        return part
 
     def first(self, rows: int) -> ParquetRows:
         """The dataset of the first `rows` of these, at least one."""
@@ -118,7 +143,7 @@ class ParquetRows:
         """The same for the same files, by name below the path, with the same row groups."""
         digest = sha256()
         for file in self.files:
-            digest.update(f"{_below(self.root, file)}\n".encode())
+            digest.update(f"{below_folder(self.root, file)}\n".encode())
         for column in (self.group_file, self.group_number, self.group_rows):
             digest.update(column.tobytes())
         return digest.hexdigest()[:16]
@@ -136,7 +161,7 @@ class ParquetRows:
         """The rows from `begin` on in their order, at most `rows` at a time and never of two row groups:
         numbers, table.
         """
-        reader = RowReader(self)
+        reader = RowReader(self, at_once=rows)
         for whole in self.stretches(range(len(self.group_rows))):
             for first in range(max(begin - int(self.first_rows[whole.group]), 0), whole.last, rows):
                 part = Stretch(whole.group, first, min(first + rows, whole.last))
@@ -166,22 +191,16 @@ class ParquetRows:
         except UNREADABLE as error:
             raise ValueError(f"{self.path}: not a Parquet dataset: {file}: {error}") from error
 
-    def _checked(self, schemas: list[pa.Schema], columns: Sequence[str] | None) -> pa.Schema:
-        first = schemas[0] if columns is None else None
-        for file, schema in zip(self.files, schemas, strict=True):
-            for name in first.names if columns is None and first is not None else columns or ():
-                if name not in schema.names:
-                    raise ValueError(f"{file}: no column {name!r}; found {', '.join(schema.names)}")
-            chosen = schema if columns is None else pa.schema([schema.field(name) for name in columns])
-            first = first or chosen
-            for field in first:
-                if schema.field(field.name).type != field.type:
-                    raise ValueError(
-                        f"{file}: column {field.name!r} is {schema.field(field.name).type}, but "
-                        f"{field.type} in {self.files[0]}"
-                    )
-        assert first is not None
-        return first
+
+def _written(frame: Any) -> tuple[str, ScratchFolder]:
+    """The path of a frame as Parquet, and its folder, which lives as long as that."""
+    source, folder = Frame(frame), ScratchFolder()
+    path, rows = f"{folder.name}/frame.parquet", 0
+    with pq.ParquetWriter(path, pa.schema([source.schema.field(name) for name in source.names])) as writer:
+        for _part, table in source.tables(source.names):
+            writer.write_table(table, row_group_size=FRAME_ROWS)
+            rows += len(table)
+    return path, folder
 
 
 class RowReader:
@@ -189,10 +208,13 @@ class RowReader:
 
     Args:
         counts: of what is read, which readers may share.
+        at_once: rows that are decoded at once, and wait until they are read.
     """
 
-    def __init__(self, rows: ParquetRows, counts: ReadCounts | None = None) -> None:
-        self.rows, self.counts = rows, counts or ReadCounts()
+    def __init__(
+        self, rows: ParquetRows, counts: ReadCounts | None = None, at_once: int = BATCH_ROWS
+    ) -> None:
+        self.rows, self.counts, self._at_once = rows, counts or ReadCounts(), at_once
         self._group, self._at = -1, 0
         self._source: _CountedFile | None = None
         self._batches: Iterator[pa.RecordBatch] = iter(())
@@ -210,7 +232,18 @@ class RowReader:
             except UNREADABLE as error:
                 self.close()
                 raise ValueError(f"{file}: row group {number} cannot be read: {error}") from error
-        return pa.Table.from_batches(parts, self.rows.schema)
+        return self._plain(parts)
+
+    def _plain(self, parts: list[pa.RecordBatch]) -> pa.Table:
+        """The batches in the types of the dataset."""
+        schema = self.rows.schema
+        if all(part.schema.equals(schema) for part in parts):
+            return pa.Table.from_batches(parts, schema)
+        made = [
+            pa.table([plain(part.column(field.name)).cast(field.type) for field in schema], schema)
+            for part in parts
+        ]
+        return pa.concat_tables(made) if made else schema.empty_table()
 
     def close(self) -> None:
         """Close the file that is open."""
@@ -248,7 +281,7 @@ class RowReader:
             raise OSError(f"it has {about.num_rows} rows, and had {self.rows.file_rows[group]} before")
         self.counts.rows += about.num_rows
         self._batches = found.iter_batches(
-            BATCH_ROWS, row_groups=[number], columns=self.rows.columns, use_threads=False
+            self._at_once, row_groups=[number], columns=self.rows.columns, use_threads=False
         )
         self._group, self._at = group, 0
 
@@ -282,75 +315,8 @@ class _CountedFile:
         return self._file.closed
 
 
-def filesystem_of(path: str, filesystem: Any = None) -> tuple[pafs.FileSystem, str]:
-    """The file system of a path, and the path there.
-
-    pyarrow's own where it has one for the URL, else fsspec's. Raises ValueError for an unknown protocol.
-    """
-    if filesystem is not None:
-        is_arrow = isinstance(filesystem, pafs.FileSystem)
-        return filesystem if is_arrow else pafs.PyFileSystem(pafs.FSSpecHandler(filesystem)), path
-    if "://" not in path:
-        return pafs.LocalFileSystem(), str(Path(path).expanduser())
-    base, wild = _without_wildcards(path)
-    try:
-        found, place = pafs.FileSystem.from_uri(base)
-        return found, "/".join([place.rstrip("/"), *wild])
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-        pass
-    try:
-        import fsspec
-
-        fs, place = fsspec.core.url_to_fs(path)
-    except (ImportError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from error
-    return pafs.PyFileSystem(pafs.FSSpecHandler(fs)), place
-
-
-def schema_of(path: str) -> pa.Schema:
-    """The schema of a dataset's first file; raises the errors of `ParquetRows`."""
-    filesystem, place = filesystem_of(path)
-    (file, *_others) = shards(filesystem, place, path)[1]
-    try:
-        with filesystem.open_input_file(file) as source:
-            return pq.read_schema(source)
-    except UNREADABLE as error:
-        raise ValueError(f"{path}: not a Parquet dataset: {file}: {error}") from error
-
-
-def _without_wildcards(path: str) -> tuple[str, list[str]]:
-    """The folders before the first part with a wildcard, and the parts from there on."""
-    parts = path.split("/")
-    wild = next((place for place, part in enumerate(parts) if set(part) & set("*?[")), len(parts))
-    return "/".join(parts[:wild]), parts[wild:]
-
-
-def _below(folder: str, file: str) -> str:
-    """The path of a file from its folder on; some file systems add a slash in front."""
-    return file.strip("/").removeprefix(folder.strip("/")).strip("/")
-
-
-def shards(
-    filesystem: pafs.FileSystem, place: str, path: str, kind: str = "Parquet file"
-) -> tuple[str, list[str]]:
-    """The folder of a dataset, and its files, sorted; errors name `path`, and the `kind` of files."""
-    base, wild = _without_wildcards(place)
-    try:
-        about = filesystem.get_file_info(base or "/")
-        if about.type == pafs.FileType.NotFound:
-            raise FileNotFoundError(f"{path}: no such file or folder")
-        if about.type == pafs.FileType.File and not wild:
-            return base.rpartition("/")[0], [base]
-        found = filesystem.get_file_info(pafs.FileSelector(base or "/", recursive=True))
-    except pa.ArrowException as error:
-        raise ValueError(f"{path}: {error}") from error
-    files = []
-    for info in found:
-        below = _below(base, info.path).split("/")
-        if info.type != pafs.FileType.File or any(part[:1] in ("_", ".") for part in below):
-            continue
-        if not wild or (len(wild) == len(below) and all(map(fnmatchcase, below, wild))):
-            files.append(info.path)
-    if not files:
-        raise ValueError(f"{path}: the dataset holds no {kind}")
-    return base, sorted(files)
+def schema_of(path: str) -> tuple[str, pa.Schema]:
+    """A dataset's first file and its schema; raises the errors of `ParquetRows`."""
+    place = files_at(path, "Parquet file")
+    file = ParquetFile(place.filesystem, place.files[0])
+    return file.path, file.schema

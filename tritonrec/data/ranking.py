@@ -34,6 +34,7 @@ from tritonrec.data.impression_stream import ImpressionStream
 from tritonrec.data.impressions import ImpressionBatch
 from tritonrec.data.loader import EvaluationBatch, NextItemLoader
 from tritonrec.data.sequences import NextItemStream
+from tritonrec.data.splits import Part
 
 ScoreFunction = Callable[[JaggedBatch], Tensor]
 ImpressionScoreFunction = Callable[[ImpressionBatch], Tensor]
@@ -41,18 +42,28 @@ NextItems = NextItemLoader | NextItemStream
 
 
 def evaluate(
-    score_fn: ScoreFunction, loader: NextItems, ks: Sequence[int] = (10, 50), batch_size: int = 256
+    score_fn: ScoreFunction,
+    loader: NextItems,
+    ks: Sequence[int] = (10, 50),
+    batch_size: int = 256,
+    part: Part = "test",
+    exclude_seen: bool = True,
 ) -> dict[str, float]:
-    """``{"HR@10": ..., "NDCG@10": ..., ...}`` over all users of the loader with a held-out item.
+    """``{"HR@10": ..., "NDCG@10": ..., ...}`` over all held-out items of a part of the loader's split.
 
     `score_fn` maps histories (`EvaluationBatch.history`, B users) to scores (B, I) of the items of
     `loader.catalogue`, in its order; greater is better. The result depends on `batch_size` only if the scores
-    do. Raises ValueError for scores of another shape, for NaN, and for a k below 1.
+    do. With `exclude_seen` the items before the held-out one do not compete with it; without it all items do,
+    for logs in which users come back to what they know.
+
+    Raises ValueError for scores of another shape, for NaN, for a k below 1, and for a part without items.
     """
     if not ks or min(ks) < 1:
         raise ValueError(f"ks must hold numbers of at least 1, got {tuple(ks)}")
-    batches = loader.evaluation_batches(batch_size)
-    ranks = torch.cat([target_ranks(score_fn(batch.history), batch, loader) for batch in batches]).tolist()
+    batches = loader.evaluation_batches(batch_size, part)
+    ranks = torch.cat(
+        [target_ranks(score_fn(batch.history), batch, loader, exclude_seen) for batch in batches]
+    ).tolist()
     metrics = {}
     for k in ks:
         hits = [rank for rank in ranks if rank < k]
@@ -61,7 +72,9 @@ def evaluate(
     return metrics
 
 
-def target_ranks(scores: Tensor, batch: EvaluationBatch, loader: NextItems) -> Tensor:
+def target_ranks(
+    scores: Tensor, batch: EvaluationBatch, loader: NextItems, exclude_seen: bool = True
+) -> Tensor:
     """(B,) int64 on the CPU: the number of items ranked above each user's held-out item.
 
     2**63 - 1, above any k, where the item is not in the catalogue.
@@ -79,7 +92,8 @@ def target_ranks(scores: Tensor, batch: EvaluationBatch, loader: NextItems) -> T
             f"for item {int(loader.catalogue[item])} is NaN"
         )
     competes = torch.ones(users, items, dtype=torch.bool)
-    competes[batch.seen_users, batch.seen_items] = False
+    if exclude_seen:
+        competes[batch.seen_users, batch.seen_items] = False
     target = batch.targets.clamp(min=0)[:, None]
     target_score = scores.gather(1, target)
     first = torch.arange(items)[None, :] < target
@@ -153,15 +167,18 @@ def gauc(user_ids: Tensor, scores: Tensor, labels: Tensor) -> GroupAUC:
 
 
 def evaluate_impressions(
-    score_fn: ImpressionScoreFunction, loader: ImpressionLoader | ImpressionStream, batch_size: int = 256
+    score_fn: ImpressionScoreFunction,
+    loader: ImpressionLoader | ImpressionStream,
+    batch_size: int = 256,
+    part: Part = "test",
 ) -> dict[str, float]:
-    """``{"GAUC/click": ..., "AUC/click": ..., "GAUC/conversion": ..., ...}`` over the held-out impressions.
+    """``{"GAUC/click": ..., "AUC/click": ..., ...}`` over the held-out impressions of a part.
 
     `score_fn` maps a batch to scores (Le, T); greater means more likely. Raises ValueError for scores of
     another shape, and the errors of `gauc`.
     """
     users, scores, labels = [], [], []
-    for batch in loader.evaluation_batches(batch_size):
+    for batch in loader.evaluation_batches(batch_size, part):
         found = score_fn(batch)
         if found.shape != batch.labels.shape:
             raise ValueError(

@@ -10,8 +10,8 @@
 
 ``python -m tritonrec.data.convert SOURCE OUT --sequences`` writes it. Other columns are ignored, and of these
 only ``item`` and ``timestamp`` are read. A user may have several rows; each is a sample. The last item of a
-row of at least two is held out for evaluation; samples are cut as in `tritonrec.data.loader`, but a row that
-is too short for a label is a sample without tokens.
+row of at least two is held out for evaluation, or what another `Split` says; samples are cut as in
+`tritonrec.data.loader`, but a row that is too short for a label is a sample without tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,9 +28,10 @@ from torch import Tensor
 from tritonrec.data.batch import JaggedBatch
 from tritonrec.data.epochs import NEGATIVES, check_at_least
 from tritonrec.data.jagged import token_indices
-from tritonrec.data.list_columns import check_columns, list_column
-from tritonrec.data.loader import EvaluationBatch
+from tritonrec.data.loader import LEAVE_ONE_OUT, EvaluationBatch
+from tritonrec.data.positions import digest_of
 from tritonrec.data.slices import work
+from tritonrec.data.splits import NO_PART, Part, Split, held_out
 from tritonrec.data.stream import Stream
 from tritonrec.kernels.launch import random_indices
 
@@ -45,16 +46,19 @@ HINT = "python -m tritonrec.data.convert SOURCE OUT --sequences makes them of a 
 
 
 class NextItemStream(Stream[JaggedBatch]):
-    """Next-item training and leave-one-out evaluation from Parquet rows of sequences.
+    """Next-item training, and evaluation of held-out items, from Parquet rows of sequences.
 
     Args:
-        rows: the path of a dataset with list columns ``item`` and ``timestamp``, or a `ParquetRows` of these.
+        rows: the path of a dataset with list columns ``item`` and ``timestamp``, or a `ParquetRows` of these,
+            or a frame with them.
         batch_size, seed, rank, world_size, shuffle, buffer_rows, readers: see `Stream`.
         max_seq_len: largest number of tokens of a sample.
         num_negatives: K, sampled uniformly from the catalogue for each token; one may equal the label.
         catalogue: (I,) int64, distinct and ascending, the items that negatives are drawn from and that are
             ranked; by default ``_catalogue.parquet`` in the folder `rows`. popularity: (I,) int64, their
             occurrences.
+        split: see `NextItemLoader`. With another one than the default, and no `catalogue`, all rows are read
+            once for the items in training.
 
     Raises the errors of `Stream`, and ValueError for columns that are no lists of integers and where there
     is no catalogue.
@@ -74,19 +78,20 @@ class NextItemStream(Stream[JaggedBatch]):
         shuffle: bool = True,
         buffer_rows: int = 1 << 18,
         readers: int = 64,
+        split: Split = LEAVE_ONE_OUT,
     ) -> None:
         from tritonrec.data.parquet_rows import ParquetRows
 
         check_at_least("max_seq_len", max_seq_len, 1)
         check_at_least("num_negatives", num_negatives, 0)
         rows = rows if isinstance(rows, ParquetRows) else ParquetRows(rows, COLUMNS)
-        check_columns(rows, COLUMNS, (), HINT)
+        rows.check(COLUMNS, (), HINT)
         super().__init__(
             rows, self._collate, batch_size, seed, rank, world_size, shuffle, buffer_rows, readers
         )
-        self.max_seq_len, self.num_negatives = max_seq_len, num_negatives
+        self.max_seq_len, self.num_negatives, self.split = max_seq_len, num_negatives, split
         if catalogue is None:
-            catalogue, popularity = read_catalogue(rows)
+            catalogue, popularity = read_catalogue(rows) if split == LEAVE_ONE_OUT else self._count_items()
         elif catalogue.dtype != torch.int64 or bool((catalogue.diff() <= 0).any()):
             raise ValueError("catalogue must be int64, distinct and ascending: sort it with torch.unique")
         self.catalogue = catalogue
@@ -99,23 +104,51 @@ class NextItemStream(Stream[JaggedBatch]):
 
     def tokens_of(self, table: pa.Table) -> np.ndarray:
         """(b,) int64: tokens of each row's sample."""
-        return self._tokens(self._lists(table)[3])[1].numpy()
+        return self._tokens(*self._lists(table))[1].numpy()
 
-    def _lists(self, table: pa.Table) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Those of `lists_of`, whose errors name the dataset."""
-        try:
-            return lists_of(table)
-        except ValueError as error:
-            raise ValueError(f"{self.rows.path}: {error}") from error
+    def _lists(
+        self, table: pa.Table, numbers: np.ndarray | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Those of `lists_of`, whose errors name the dataset and the row, where its number is known."""
+        return lists_of(table, self.rows.path, numbers)
 
-    def _tokens(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    def _counts(self, timestamps: Tensor, lengths: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Offsets (b + 1,) of the rows' events, and of each row (b,) those in training and validation."""
+        offsets = np.append(0, np.cumsum(lengths.numpy()))
+        return offsets, *self.split.counts(offsets, timestamps.numpy())
+
+    def _tokens(
+        self, items: Tensor, timestamps: Tensor, starts: Tensor, lengths: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Of each row (b,): training items, and tokens."""
-        trained = lengths - (lengths >= 2).long()
+        trained = torch.from_numpy(self._counts(timestamps, lengths)[1])
         return trained, (trained - 1).clamp(min=0, max=self.max_seq_len)
 
+    def _count_items(self) -> tuple[Tensor, Tensor]:
+        """The items in training (I,) ascending, and their occurrences (I,): a pass over all rows."""
+        items, counts = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+        for _numbers, table in self.rows.batches(1 << 14):
+            found, timestamps, starts, lengths = self._lists(table)
+            trained = torch.from_numpy(self._counts(timestamps, lengths)[1])
+            own, times = torch.unique(found[token_indices(starts, trained)[0]], return_counts=True)
+            items, places = torch.unique(torch.cat([items, own]), return_inverse=True)
+            counts = torch.zeros_like(items).index_add_(0, places, torch.cat([counts, times]))
+        if not len(items):
+            raise ValueError(f"{self.rows.path}: {self.split} leaves no event for training")
+        return items, counts
+
+    def _identity(self) -> dict[str, Any]:
+        sizes = {"max_seq_len": self.max_seq_len, "num_negatives": self.num_negatives}
+        return {
+            **super()._identity(),
+            **sizes,
+            "split": str(self.split),
+            "catalogue": digest_of(self.catalogue),
+        }
+
     def _collate(self, step: int, sample_ids: Tensor, table: pa.Table) -> JaggedBatch:
-        items, timestamps, starts, lengths = self._lists(table)
-        trained, kept = self._tokens(lengths)
+        items, timestamps, starts, lengths = self._lists(table, sample_ids.numpy())
+        trained, kept = self._tokens(items, timestamps, starts, lengths)
         tokens, offsets = token_indices(starts + trained - 1 - kept, kept)
         ids = items[tokens]
         batch = JaggedBatch.from_sequences(
@@ -133,28 +166,38 @@ class NextItemStream(Stream[JaggedBatch]):
             )
             return replace(batch, negatives=self.catalogue[drawn])
 
-    def evaluation_batches(self, batch_size: int = 256) -> Iterator[EvaluationBatch]:
-        """All rows with a held-out item, in their order, read again; at most `batch_size` at a time."""
+    def evaluation_batches(self, batch_size: int = 256, part: Part = "test") -> Iterator[EvaluationBatch]:
+        """All held-out items of a part, in the order of rows, read again; at most `batch_size` at a time.
+
+        Raises ValueError at the end where nothing is held out for it.
+        """
         check_at_least("batch_size", batch_size, 1)
+        found = 0
         for numbers, table in self.rows.batches(batch_size):
-            items, timestamps, starts, lengths = self._lists(table)
-            chosen = lengths >= 2
-            if not bool(chosen.any()):
-                continue
-            starts, trained = starts[chosen], lengths[chosen] - 1
-            kept = trained.clamp(max=self.max_seq_len)
-            tokens, offsets = token_indices(starts + trained - kept, kept)
-            ids = items[tokens]
-            none = ids.new_empty(len(ids), 0)
-            history = JaggedBatch.from_sequences(
-                0, torch.from_numpy(numbers)[chosen], offsets, ids, timestamps[tokens], ids, none
-            )
-            seen, _ = token_indices(starts, trained)
-            users = torch.repeat_interleave(torch.arange(len(starts)), trained)
-            places = self._places(items[seen])
-            yield EvaluationBatch(
-                history, self._places(items[starts + trained]), users[places >= 0], places[places >= 0]
-            )
+            items, timestamps, starts, lengths = self._lists(table, numbers)
+            rows, places = held_out(*self._counts(timestamps, lengths), part)
+            found += len(rows)
+            for first in range(0, len(rows), batch_size):
+                own = torch.from_numpy(rows[first : first + batch_size])
+                before = torch.from_numpy(places[first : first + batch_size])
+                ids = torch.from_numpy(numbers)[own]
+                yield self._evaluated(ids, items, timestamps, starts[own], before)
+        if not found:
+            raise ValueError(f"{self.rows.path}: no event is held out for {part}: {NO_PART}")
+
+    def _evaluated(
+        self, sample_ids: Tensor, items: Tensor, timestamps: Tensor, starts: Tensor, before: Tensor
+    ) -> EvaluationBatch:
+        """The batch of the events at ``starts + before``, whose history has `before` events."""
+        kept = before.clamp(max=self.max_seq_len)
+        tokens, offsets = token_indices(starts + before - kept, kept)
+        ids = items[tokens]
+        none = ids.new_empty(len(ids), 0)
+        history = JaggedBatch.from_sequences(0, sample_ids, offsets, ids, timestamps[tokens], ids, none)
+        seen, _ = token_indices(starts, before)
+        users, places = torch.repeat_interleave(torch.arange(len(starts)), before), self._places(items[seen])
+        known = places >= 0
+        return EvaluationBatch(history, self._places(items[starts + before]), users[known], places[known])
 
     def _places(self, items: Tensor) -> Tensor:
         """Positions of `items` in the catalogue, -1 where absent."""
@@ -162,18 +205,27 @@ class NextItemStream(Stream[JaggedBatch]):
         return torch.where(self.catalogue[places] == items, places, -1)
 
 
-def lists_of(table: pa.Table) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def lists_of(
+    table: pa.Table, path: str = "the table", numbers: np.ndarray | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Items (L,) and timestamps (L,), and the start and length (b,) of each row's; all int64.
+
+    Args:
+        path, numbers: of the rows (b,), for errors.
 
     Raises ValueError for nulls, for rows whose lists differ in length, and for values beyond int64.
     """
-    items, lengths = list_column(table, "item")
-    timestamps, of_times = list_column(table, "timestamp")
+    from tritonrec.data.times import lists
+    from tritonrec.data.values import Part
+
+    part = Part(path, "row", 0 if numbers is None else numbers)
+    items, lengths = lists(part, "item", table.column("item"))
+    timestamps, of_times = lists(part, "timestamp", table.column("timestamp"))
     if not np.array_equal(lengths, of_times):
         row = int((lengths != of_times).nonzero()[0][0])
         raise ValueError(
-            f"a row has {lengths[row]} values in 'item' and {of_times[row]} in 'timestamp': its lists must "
-            "be of one length"
+            f"{path}, row {part.number(row)}: a row has {lengths[row]} values in 'item' and {of_times[row]} "
+            "in 'timestamp': its lists must be of one length"
         )
     return (
         torch.from_numpy(items),
@@ -185,10 +237,9 @@ def lists_of(table: pa.Table) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def holds_sequences(schema: pa.Schema) -> bool:
     """Whether a dataset of this schema has rows of sequences, rather than of events."""
-    import pyarrow as pa
+    from tritonrec.data.arrow_types import is_list, plain_type
 
-    kind = schema.field("item").type if "item" in schema.names else None
-    return kind is not None and (pa.types.is_list(kind) or pa.types.is_large_list(kind))
+    return "item" in schema.names and is_list(plain_type(schema.field("item").type))
 
 
 def read_catalogue(rows: ParquetRows) -> tuple[Tensor, Tensor]:
@@ -196,10 +247,10 @@ def read_catalogue(rows: ParquetRows) -> tuple[Tensor, Tensor]:
 
     Raises ValueError where the file is missing or has other columns.
     """
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from tritonrec.data.parquet_rows import UNREADABLE
+    from tritonrec.data.text_tables import UNREADABLE
+    from tritonrec.data.values import Part, integers
 
     file = f"{rows.root}/{CATALOGUE_FILE}"
     try:
@@ -210,5 +261,5 @@ def read_catalogue(rows: ParquetRows) -> tuple[Tensor, Tensor]:
             f"{rows.path}: no catalogue to draw negatives from: give catalogue=, or write the data with "
             f"python -m tritonrec.data.convert SOURCE OUT --sequences ({error})"
         ) from error
-    columns = [table.column(name).cast(pa.int64()).to_numpy() for name in ("item", "count")]
+    columns = [integers(Part(file, "row", 0), name, table.column(name)) for name in ("item", "count")]
     return torch.from_numpy(columns[0].copy()), torch.from_numpy(columns[1].copy())

@@ -1,84 +1,175 @@
-"""Sources of logs by name, as on the command line."""
+"""Sources of logs by name, as on the command line, by path, and in memory."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from tritonrec.data import csv_log, movielens, zipf
+from tritonrec.data import movielens, zipf
 from tritonrec.data.ctr import ClickLog, clicks_from_ratings
 from tritonrec.data.interactions import Interactions
+from tritonrec.data.log_format import LogFormat, with_query
+from tritonrec.data.presets import PRESETS, Preset
+
+if TYPE_CHECKING:
+    from tritonrec.data.click_columns import Clicks
+    from tritonrec.data.event_log import EventLog
+
+KINDS = ("csv", "json", "parquet", "arrow", "clicks")
+MADE = ("ml-100k", "zipf", "criteo", "avazu")
+"""Words of logs that are fetched or drawn."""
 
 
-def load(spec: str) -> Interactions | ClickLog:
-    """Load the log that `spec` names: a `ClickLog` for clicks, `Interactions` for users' sequences.
+@dataclass(frozen=True)
+class Source:
+    """A log in files or in memory, and its format.
+
+    Attributes:
+        where: path or frame. format: with the preset's settings. kind: of the files, empty for its suffix.
+        preset: if any. is_clicks: a `ClickLog`. word: before the colon, if any.
+    """
+
+    where: Any
+    format: LogFormat
+    kind: str = ""
+    preset: Preset | None = None
+    is_clicks: bool = False
+    word: str = ""
+
+    @property
+    def is_parquet(self) -> bool:
+        """Whether the files are Parquet, by the first one."""
+        from tritonrec.data.tables import ParquetFile, open_files
+
+        if self.kind or self.word == "ali-ccp":
+            return self.kind == "parquet"
+        from tritonrec.data.places import files_at
+
+        return isinstance(open_files(files_at(str(self.where)), "", self.format)[0], ParquetFile)
+
+    def events(self, words: dict[str, Any] | None = None) -> EventLog:
+        """The log as one of events; raises its errors, and ValueError for clicks."""
+        from tritonrec.data.event_log import EventLog  # pyarrow takes half a second to import
+
+        if self.is_clicks:
+            raise _no_sequences(self.where)
+        return EventLog(self.where, self.format, self.kind, self.preset, words)
+
+    def clicks(self, words: dict[str, Any] | None = None) -> Clicks:
+        """The log as one of clicks; raises its errors."""
+        from tritonrec.data.click_columns import Clicks
+
+        return Clicks(self.where, self.format, self.kind, self.preset, words)
+
+
+def source_of(source: Any, format: LogFormat | None = None) -> Source | None:
+    """The source that a word, a path or a frame names; None for a log that is fetched or drawn.
+
+    Raises ValueError for an unknown word, for settings of a log that has none, and naming a wrong setting.
+    """
+    given = format or LogFormat()
+    if not isinstance(source, (str, Path)):
+        return Source(source, given, is_clicks=given.is_clicks)
+    text, queried = with_query(str(source))
+    own = queried.over(given) if queried.changes() else given
+    word, colon, path = text.partition(":")
+    if word in MADE and bool(colon) == bool(path) and not (word == "ml-100k" and path):
+        if own.changes():
+            raise ValueError(f"{text} has a format of its own: leave out {', '.join(own.changes())}")
+        return None
+    if word in PRESETS and path:
+        preset = PRESETS[word]
+        own = own.over(preset.format)
+        return Source(path, own, preset.kind, preset, own.is_clicks, word)
+    if word == "ali-ccp" and path:
+        return Source(path, own, is_clicks=True, word=word)
+    if word in KINDS and path:
+        if word == "clicks":
+            return Source(path, own, is_clicks=True, word=word)
+        return Source(path, own, word, is_clicks=own.is_clicks, word=word)
+    if _is_path(text):
+        return Source(text, own, is_clicks=own.is_clicks)
+    words = ", ".join(f"{word}:PATH" for word in (*KINDS, "ali-ccp", *PRESETS))
+    raise ValueError(
+        f"unknown data {text!r}: expected a path, 'ml-100k', 'zipf[:name=value,...]', "
+        f"'criteo[:name=value,...]', 'avazu[:name=value,...]', {words}"
+    )
+
+
+def _is_path(text: str) -> bool:
+    from tritonrec.data.tables import kind_of
+
+    return bool(text) and ("/" in text or kind_of(text) is not None or Path(text).exists())
+
+
+def load(
+    source: Any, format: LogFormat | None = None, words: dict[str, Any] | None = None
+) -> Interactions | ClickLog:
+    """Load a log: a `ClickLog` for clicks, `Interactions` for users' sequences.
 
     ========================================  ============================================================
     ``ml-100k``                               MovieLens-100K, fetched once (`tritonrec.data.movielens`)
     ``zipf``, ``zipf:users=1000,seed=1``      synthetic; options are the fields of `zipf.ZipfOptions`
-    ``csv:PATH``                              a file with columns user, item, timestamp and maybe rating
-    ``parquet:PATH``                          a log as Parquet, read whole (`tritonrec.data.parquet`)
-    ``kuairand:PATH``                         the CSV files of KuaiRand (`tritonrec.data.kuairand`)
     ``criteo``, ``criteo:samples=1000``       synthetic clicks in Criteo's shape (`synthetic_clicks`)
     ``avazu``, ``avazu:samples=1000``         synthetic clicks in Avazu's shape
-    ``criteo-tsv:PATH``                       clicks in Criteo's text format (`tritonrec.data.criteo`)
-    ``criteo-parquet:PATH``                   the same columns as Parquet
-    ``clicks:PATH``                           clicks as Parquet (`tritonrec.data.click_columns`)
-    ``ali-ccp:PATH``                          clicks in Ali-CCP's format (`tritonrec.data.ali_ccp`)
+    a path, ``PATH?user=uid&time_unit=ms``    files of text, JSON lines, Parquet or Arrow, by their suffix
+    ``csv:``, ``json:``, ``parquet:PATH``     the same, whatever their suffix
+    ``movielens-1m:PATH``, ...                a published log (`tritonrec.data.presets`)
+    ``clicks:PATH``                           clicks, by the types of their columns (`click_columns`)
+    ``criteo-tsv:PATH``, ``avazu-csv:PATH``   published clicks; ``ali-ccp:PATH`` (`tritonrec.data.ali_ccp`)
+    a table                                   of pyarrow, pandas or Polars, or arrays by name
     ========================================  ============================================================
 
-    Raises ValueError for any other spec, and the errors of the source.
+    Args:
+        source: one of these; a path may be a file, a folder, a glob or a URL.
+        format: how the log is written (`LogFormat`); settings behind ``?`` win over it, both over a preset's.
+        words: for ``ids="words"`` a `Vocabulary` for ``"user"`` and for ``"item"`` (clicks: for each
+            category), extended by new words; one that is missing is added.
+
+    Raises ValueError for any other source, and the errors of `EventLog` and `Clicks`.
     """
-    source, _, detail = spec.partition(":")
-    if source == "ml-100k" and not detail:
-        return movielens.load()
-    if source == "zipf":
-        return zipf.generate(zipf.ZipfOptions.parse(detail))
-    if source == "csv" and detail:
-        return csv_log.read(detail)
-    if source == "parquet" and detail:
-        from tritonrec.data import parquet  # pyarrow takes half a second to import
-
-        return parquet.read(detail)
-    if source == "kuairand" and detail:
-        from tritonrec.data import kuairand
-
-        return kuairand.read(detail)
-    if source in ("criteo", "avazu"):
-        from tritonrec.data import synthetic_clicks
-
-        return synthetic_clicks.generate(source, synthetic_clicks.SyntheticClickOptions.parse(detail))
-    if source in ("criteo-tsv", "criteo-parquet") and detail:
-        from tritonrec.data import click_columns, criteo
-
-        if source == "criteo-tsv":
-            return criteo.read_tsv(detail)
-        return click_columns.read_parquet(Path(detail).expanduser(), criteo.CRITEO)
-    if source == "clicks" and detail:
-        from tritonrec.data import click_columns
-
-        return click_columns.read_parquet(Path(detail).expanduser())
-    if source == "ali-ccp" and detail:
+    found = source_of(source, format)
+    if found is None:
+        return _made(str(source))
+    if found.word == "ali-ccp":
         from tritonrec.data import ali_ccp
 
-        return ali_ccp.read(Path(detail).expanduser())
-    raise ValueError(
-        f"unknown data {spec!r}: expected 'ml-100k', 'zipf[:name=value,...]', 'csv:PATH', 'parquet:PATH', "
-        "'kuairand:PATH', 'criteo[:name=value,...]', 'avazu[:name=value,...]', 'criteo-tsv:PATH', "
-        "'criteo-parquet:PATH', 'clicks:PATH' or 'ali-ccp:PATH'"
+        return ali_ccp.read(found.where)
+    return found.clicks(words).read() if found.is_clicks else found.events(words).read()
+
+
+def _made(spec: str) -> Interactions | ClickLog:
+    word, _, detail = spec.partition(":")
+    if word == "ml-100k":
+        return movielens.load()
+    if word == "zipf":
+        return zipf.generate(zipf.ZipfOptions.parse(detail))
+    from tritonrec.data import synthetic_clicks
+
+    return synthetic_clicks.generate(word, synthetic_clicks.SyntheticClickOptions.parse(detail))
+
+
+def _no_sequences(source: Any) -> ValueError:
+    name = source if isinstance(source, (str, Path)) else "the table"
+    return ValueError(
+        f"{name} is a log of clicks without users' sequences, which this model needs: train dlrm with it"
     )
 
 
-def load_interactions(spec: str) -> Interactions:
+def load_interactions(
+    source: Any, format: LogFormat | None = None, words: dict[str, Any] | None = None
+) -> Interactions:
     """As `load`; raises ValueError for a log of clicks."""
-    log = load(spec)
+    log = load(source, format, words)
     if isinstance(log, ClickLog):
-        raise ValueError(
-            f"{spec} is a log of clicks without users' sequences, which this model needs: train dlrm with it"
-        )
+        raise _no_sequences(source)
     return log
 
 
-def load_clicks(spec: str) -> ClickLog:
+def load_clicks(
+    source: Any, format: LogFormat | None = None, words: dict[str, Any] | None = None
+) -> ClickLog:
     """As `load`, with ratings as clicks (`clicks_from_ratings`); ValueError for a log without ratings."""
-    log = load(spec)
+    log = load(source, format, words)
     return log if isinstance(log, ClickLog) else clicks_from_ratings(log)

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Self
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tritonrec.data.epochs import BatchType
+from tritonrec.data.positions import check_same
 from tritonrec.data.slices import work
 from tritonrec.data.stream_plan import StreamPlan
 
@@ -25,8 +26,12 @@ if TYPE_CHECKING:
 
     from tritonrec.data.parquet_rows import ParquetRows, ReadCounts, RowReader
 
-Collate = Callable[[int, Tensor, "pa.Table"], BatchType]
-"""Makes a batch from its step, sample ids (b,) int64 and their rows; b may be 0."""
+Rows: TypeAlias = "pa.Table | tuple[np.ndarray, ...]"
+Collate = Callable[[int, Tensor, Any], BatchType]
+"""Makes a batch from its step, sample ids (b,) int64 and their rows, a table unless `prepared` says
+otherwise; b may be 0."""
+MOST_AT_ONCE = 4096
+"""Rows of a block that are decoded at once, at most."""
 
 
 class Stream(Generic[BatchType]):
@@ -42,8 +47,8 @@ class Stream(Generic[BatchType]):
         seed: int64; fixes the order of samples in every epoch.
         rank, world_size: of the part that `batch` returns.
         shuffle, buffer_rows, readers: see `StreamPlan`. A rank's memory is ``buffer_rows / world_size``
-            rows, and for each of its ``readers / world_size`` readers 256 rows and a page of each column (1
-            MiB, unless the writer has chosen another size).
+            rows, once more where blocks have up to 4,096 rows, and for each of its ``readers / world_size``
+            readers a page of each column (1 MiB, unless the writer has chosen another size).
 
     Attributes:
         step: of the next batch. counts: bytes and rows that this rank has read.
@@ -97,9 +102,9 @@ class Stream(Generic[BatchType]):
 
         Any step may be read at any time. One that does not follow the last one reads a block of each reader.
         """
-        ids, table = self.rows_of(step)
+        ids, rows = self.rows_of(step)
         with work("collate"):
-            batch = self.collate(step, torch.from_numpy(ids), table)
+            batch = self.collate(step, torch.from_numpy(ids), rows)
         self.step = step + 1
         return batch
 
@@ -119,22 +124,29 @@ class Stream(Generic[BatchType]):
         other.step, other.counts, other._blocks, other._whole = 0, type(self.counts)(), {}, None
         return other
 
-    def rows_of(self, step: int) -> tuple[np.ndarray, pa.Table]:
-        """Numbers (b,) int64 and rows of this rank's samples at `step`, reader by reader."""
-        import pyarrow as pa
+    def prepared(self, numbers: np.ndarray, table: pa.Table) -> Rows:
+        """A block's rows, whose numbers are (n,), as `collate` takes them: as they are, or arrays of n rows.
 
+        Arrays are cut and joined at a tenth of the cost of columns.
+        """
+        return table
+
+    def rows_of(self, step: int) -> tuple[np.ndarray, Any]:
+        """Numbers (b,) int64 and rows of this rank's samples at `step`, reader by reader."""
         ids: list[np.ndarray] = [np.empty(0, dtype=np.int64)]
-        tables: list[pa.Table] = [self.rows.schema.empty_table()]
+        parts: list[Rows] = []
         for reader in self.readers:
             epoch, first, last = self.plan.part(step, reader)
-            blocks = self._blocks.setdefault(reader, _Blocks(self, reader)) if first < last else None
-            while blocks is not None and first < last:
-                start, numbers, table = blocks.at(epoch, first)
+            while first < last:
+                if reader not in self._blocks:
+                    self._blocks[reader] = _Blocks(self, reader)
+                start, numbers, rows = self._blocks[reader].at(epoch, first)
                 end = min(last - start, len(numbers))
                 ids.append(numbers[first - start : end])
-                tables.append(table.slice(first - start, end - first + start))
+                parts.append(cut(rows, first - start, end))
                 first = start + end
-        return np.concatenate(ids), pa.concat_tables(tables).combine_chunks()
+        numbers = np.concatenate(ids)
+        return numbers, joined(parts or [self.prepared(numbers, self.rows.schema.empty_table())])
 
     def state_dict(self) -> dict[str, Any]:
         """The position, the same on every rank: a few numbers."""
@@ -145,16 +157,13 @@ class Stream(Generic[BatchType]):
 
         Raises ValueError naming what differs: another dataset, batch size, seed or order has other batches.
         """
-        for name, value in self._identity().items():
-            if state.get(name) != value:
-                raise ValueError(
-                    f"the position is one of a stream with {name} {state.get(name)}, and this one has {value}"
-                )
+        check_same(state, self._identity(), "stream")
         self.step = int(state["step"])
 
     def _identity(self) -> dict[str, Any]:
         plan = self.plan
         return {
+            "kind": type(self).__name__,
             "data": self.rows.fingerprint,
             "samples": plan.num_rows,
             "batch_size": plan.batch_size,
@@ -165,6 +174,22 @@ class Stream(Generic[BatchType]):
         }
 
 
+def cut(rows: Rows, first: int, last: int) -> Rows:
+    """The rows from `first` to `last`."""
+    if isinstance(rows, tuple):
+        return tuple(column[first:last] for column in rows)
+    return rows.slice(first, last - first)
+
+
+def joined(parts: Sequence[Rows]) -> Rows:
+    """Rows end to end."""
+    if isinstance(parts[0], tuple):
+        return tuple(np.concatenate(columns) for columns in zip(*parts, strict=True))
+    import pyarrow as pa
+
+    return pa.concat_tables(parts).combine_chunks()
+
+
 class _Blocks:
     """The block that a reader is in."""
 
@@ -172,21 +197,25 @@ class _Blocks:
         from tritonrec.data.parquet_rows import RowReader
 
         self._stream, self._number = stream, reader
-        self._reader: RowReader = RowReader(stream.rows, stream.counts)
+        at_once = min(2 * stream.plan.block_rows, MOST_AT_ONCE)
+        self._reader: RowReader = RowReader(stream.rows, stream.counts, at_once)
         self._known: tuple[int, int, int] | None = None  # epoch, first, last
-        self._numbers, self._table = np.empty(0, dtype=np.int64), stream.rows.schema.empty_table()
+        self._numbers = np.empty(0, dtype=np.int64)
+        self._rows: Any = None
 
-    def at(self, epoch: int, place: int) -> tuple[int, np.ndarray, pa.Table]:
+    def at(self, epoch: int, place: int) -> tuple[int, np.ndarray, Rows]:
         """The block that has the row at `place` of the stretch: first place, numbers and rows, shuffled."""
         known = self._known
         if known is None or known[0] != epoch or not known[1] <= place < known[2]:
             plan, rows = self._stream.plan, self._stream.rows
             first, last = plan.block(self._number, place)
-            self._known, self._table = None, rows.schema.empty_table()  # one block at a time in memory
+            self._known = self._rows = None  # one block at a time in memory
             stretches = plan.rows(epoch, self._number, first, last)
             table = self._reader.read(*stretches)
             numbers = np.concatenate([rows.numbers(stretch) for stretch in stretches])
             order = plan.shuffled(epoch, numbers)
-            self._numbers, self._table = numbers[order], table.take(order)
+            found = self._stream.prepared(numbers, table)
+            self._rows = tuple(own[order] for own in found) if isinstance(found, tuple) else found.take(order)
+            self._numbers = numbers[order]
             self._known = known = epoch, first, last
-        return known[1], self._numbers, self._table
+        return known[1], self._numbers, self._rows

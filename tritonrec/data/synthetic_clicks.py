@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tritonrec.data.criteo import CATEGORIES
 from tritonrec.data.ctr import ClickLog, num_training_rows
+from tritonrec.data.presets import CRITEO_CATEGORIES as CATEGORIES
 
 MIN_TABLE_ROWS = 64
 NUM_CROSSED = 8

@@ -5,7 +5,8 @@ from .communicator import TIMEOUT, Communicator
 from .elastic import run_elastic
 from .elastic_pool import ElasticPool
 from .groups import Communicators
-from .launch import RankPool, from_environment
+from .join import from_environment
+from .launch import RankPool
 from .ledger import CorruptionError, Ledger
 from .watch import RankDiedError, Watch
 

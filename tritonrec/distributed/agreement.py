@@ -31,18 +31,29 @@ def check_ranks_agree(communicator: SupportsGather, settings: Mapping[str, objec
     if communicator.world_size == 1:
         return
     mine = json.dumps({name: str(value) for name, value in settings.items()})
-    first, *others = (json.loads(text) for text in communicator.all_gather_texts(mine))
-    differences = []
-    for name in dict.fromkeys([*first, *(name for other in others for name in other)]):
-        for rank, other in enumerate(others, 1):
+    texts = communicator.all_gather_texts(mine)
+    if found := differences({rank: json.loads(text) for rank, text in enumerate(texts)}):
+        raise RanksDisagreeError(f"{'; '.join(found)}: give every rank the same")
+
+
+def differences(settings: Mapping[int, Mapping[str, str]]) -> list[str]:
+    """By rank settings, lowest rank first: a text for each that differs, of the first rank that has another.
+
+    At most `SHOWN`, and one that counts the others.
+    """
+    if not settings:
+        return []
+    (lowest, first), *others = settings.items()
+    found = []
+    for name in dict.fromkeys([*first, *(name for _, other in others for name in other)]):
+        for rank, other in others:
             if other.get(name) != first.get(name):
-                differences.append(
-                    f"rank {rank} has {_show(name, other)} and rank 0 has {_show(name, first)}"
+                found.append(
+                    f"rank {rank} has {_show(name, other)} and rank {lowest} has {_show(name, first)}"
                 )
                 break
-    if differences:
-        more = f"; {len(differences) - SHOWN} more settings differ" if len(differences) > SHOWN else ""
-        raise RanksDisagreeError("; ".join(differences[:SHOWN]) + more + ": give every rank the same")
+    more = [f"{len(found) - SHOWN} more settings differ"] if len(found) > SHOWN else []
+    return found[:SHOWN] + more
 
 
 def _show(name: str, settings: Mapping[str, str]) -> str:

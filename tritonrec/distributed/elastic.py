@@ -12,20 +12,23 @@ import ipaddress
 import json
 import os
 import socket
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from .communicator import TIMEOUT, Communicator
+from .environment import rank_here
 from .groups import Communicators
-from .launch import from_environment, join_environment
-from .watch import READ_TIMEOUT, RankDiedError, Watch, of_another_rank
+from .join import from_environment, join_environment, made_within
+from .limits import LATE, READ_TIMEOUT, within
+from .stores import serve_store, token
+from .watch import RankDiedError, Watch, of_another_rank
 
 Result = TypeVar("Result")
 
@@ -45,11 +48,11 @@ def run_elastic(
 ) -> Result:
     """Call ``function(communicators)``, and again with the ranks that are left after some were lost.
 
-    The ranks are those of torchrun's variables, with one agent for each rank or machine and without
-    restarts: ``torchrun --nnodes 4 --nproc-per-node 1 ...``. A rank is lost if its process or
-    its machine ends, if it raises an error of its own, or if it stands still for the timeout. `function`
-    makes model, tables and trainer anew and loads a state that all ranks have (`PeerCopies.restore`,
-    `Trainer.load`). The process, with its kernels and data, stays.
+    The ranks are those of torchrun's variables, or of SLURM's or MPI's, with one agent for each rank or
+    machine and without restarts: ``torchrun --nnodes 4 --nproc-per-node 1 ...``. A rank is lost if its
+    process or its machine ends, if it raises an error of its own, or if it stands still for the timeout.
+    `function` makes model, tables and trainer anew and loads a state that all ranks have
+    (`PeerCopies.restore`, `Trainer.load`). The process, with its kernels and data, stays.
 
     Args:
         timeout: of collectives. replicas: of the tables, at first; later the largest number up to it that
@@ -63,7 +66,7 @@ def run_elastic(
     """
     if min_ranks < 1:
         raise ValueError(f"min_ranks must be at least 1, got {min_ranks}")
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if rank_here().world_size == 1:
         with from_environment(timeout, replicas) as communicators:
             return function(communicators)
     ranks = _Ranks(timeout, replicas, min_ranks)
@@ -82,11 +85,12 @@ def run_elastic(
 
 
 class Member(NamedTuple):
-    """A rank by its number in the first groups, and its store."""
+    """A rank by its number in the first groups, and its store, the names of whose keys begin with `token`."""
 
     number: int
     address: str
     port: int
+    token: str = ""
 
     def is_gone(self) -> bool:
         """Whether its process has ended; False where its machine does not answer."""
@@ -98,10 +102,14 @@ class Member(NamedTuple):
             return False
         return False
 
-    def connect(self, seconds: float = READ_TIMEOUT) -> dist.TCPStore:
-        """A connection to its store."""
+    def connect(self, seconds: float = READ_TIMEOUT) -> dist.Store:
+        """A connection to its store; RuntimeError where nobody listens, TimeoutError where it stalls."""
         limit = timedelta(seconds=seconds)
-        return dist.TCPStore(self.address, self.port, None, False, limit, wait_for_workers=False)
+        store = within(
+            seconds + LATE,
+            lambda: dist.TCPStore(self.address, self.port, None, False, limit, wait_for_workers=False),
+        )
+        return dist.PrefixStore(self.token, store)
 
 
 class _Ranks:
@@ -111,21 +119,26 @@ class _Ranks:
         self.timeout, self.replicas, self.min_ranks = timeout, replicas, min_ranks
         self.patience = timeout.total_seconds() + LAG
         self.generation = 0
-        if int(os.environ["WORLD_SIZE"]) % replicas:
-            raise ValueError(f"{replicas} replicas do not divide {os.environ['WORLD_SIZE']} ranks")
+        world_size = rank_here().world_size
+        if world_size % replicas:
+            raise ValueError(f"{replicas} replicas do not divide {world_size} ranks")
         join_environment(timeout)
-        self.store: dist.TCPStore | None = dist.TCPStore(
-            "localhost", 0, None, True, timeout, wait_for_workers=False
-        )
+        self.store: dist.Store | None
+        self.members = made_within(timeout, self._tell)
+        self.own = self.members[dist.get_rank()]
+
+    def _tell(self) -> list[Member]:
+        """Serve a store, and tell the others where; all ranks with theirs. Collective."""
         everyone = Communicator(dist.group.WORLD)
         address = _own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         found = everyone.all_gather_texts(address)
         outside = [each for each in found if not ipaddress.ip_address(each).is_loopback]
         if outside and address not in outside:  # the name of this machine is its loopback interface here
             address = _own_address(outside[0], 1)
-        texts = everyone.all_gather_texts(json.dumps((everyone.rank, address, self.store.port)))
-        self.members = [Member(*json.loads(text)) for text in texts]
-        self.own = self.members[everyone.rank]
+        served, secret = serve_store(address, timeout=self.timeout), token()
+        self.store = dist.PrefixStore(secret, served)
+        texts = everyone.all_gather_texts(json.dumps((everyone.rank, address, served.port, secret)))
+        return [Member(*json.loads(text)) for text in texts]
 
     def close(self) -> None:
         """End the store, by which the others see that this rank has left."""
@@ -144,17 +157,23 @@ class _Ranks:
             try:
                 if self.generation:
                     store = dist.PrefixStore(f"groups {self.generation}", self._connect_to_first())
-                    dist.init_process_group(
-                        "gloo", store=store, rank=rank, world_size=world, timeout=self.timeout
+                    made_within(
+                        self.timeout,
+                        lambda: dist.init_process_group(
+                            "gloo", store=store, rank=rank, world_size=world, timeout=self.timeout
+                        ),
                     )
                 reports = dist.PrefixStore(f"reports {self.generation}", self._connect_to_first())
                 watch = Watch(reports, rank, world, self.timeout, lambda rank: members[rank].is_gone())
                 replicas = max(each for each in range(1, self.replicas + 1) if world % each == 0)
-                communicators = Communicators.over(range(world), self.timeout, replicas, "gloo", watch)
+                communicators = made_within(
+                    self.timeout,
+                    lambda: Communicators.over(range(world), self.timeout, replicas, "gloo", watch),
+                )
                 assert communicators is not None
             except RankDiedError:
                 raise
-            except RuntimeError as error:
+            except (RuntimeError, TimeoutError) as error:
                 raise RankDiedError(
                     f"a rank was lost while {world} ranks made their groups: {error}"
                 ) from error
@@ -169,7 +188,7 @@ class _Ranks:
             if dist.is_initialized():
                 dist.destroy_process_group()  # closes the connections, and the others' waits end
 
-    def _connect_to_first(self) -> dist.TCPStore:
+    def _connect_to_first(self) -> dist.Store:
         return self.members[0].connect(self.timeout.total_seconds())
 
     def meet(self, error: Exception) -> None:
@@ -192,17 +211,22 @@ class _Ranks:
         """Number of the next groups, and the ranks in them."""
         for member in self.members:
             if member != self.own and not member.is_gone():
-                _within(READ_TIMEOUT, self._raise_if_left_by, member)
+                with suppress(TimeoutError):
+                    within(READ_TIMEOUT, partial(self._raise_if_left_by, member))
         for member in self.members[: self.members.index(self.own)]:
             if not member.is_gone():
-                found = _within(2 * self.patience, self._join, member)
+                found = self._join(member)
                 if found is not None:
                     return found
         return self._decide()
 
     def _raise_if_left_by(self, member: Member) -> None:
-        with suppress(RuntimeError):
+        try:
             self._raise_if_left(member.connect())
+        except LeftBehindError:
+            raise
+        except (RuntimeError, TimeoutError):
+            pass  # its process ends, or stands still
 
     def _raise_if_left(self, store: dist.Store) -> None:
         if store.check([f"left {self.own.number}"]):
@@ -212,19 +236,28 @@ class _Ranks:
             )
 
     def _join(self, first: Member) -> tuple[int, list[int]] | None:
-        """What `first` decides; None where its process ends."""
-        mine = f"decision for {self.own.number}"
-        try:
-            store = first.connect()
-            store.set(f"joined {self.own.number}", str(self.generation))
-            while not store.check([mine]):
+        """What `first` decides; None where its process ends, or stands still for the timeout."""
+        mine, silence = f"decision for {self.own.number}", self.timeout.total_seconds()
+        deadline = time.monotonic() + 2 * self.patience
+
+        def decided() -> bool:
+            found = store.check([mine])
+            if not found:
                 self._raise_if_left(store)
+            return found
+
+        try:
+            store = within(silence, first.connect)
+            within(silence, lambda: store.set(f"joined {self.own.number}", str(self.generation)))
+            while not within(silence, decided):
+                if time.monotonic() > deadline:
+                    return None
                 time.sleep(POLL)
-            generation, numbers = json.loads(store.get(mine))
-            store.delete_key(mine)
+            generation, numbers = json.loads(within(silence, lambda: store.get(mine)))
+            within(silence, lambda: store.delete_key(mine))
         except LeftBehindError:
             raise
-        except RuntimeError:
+        except (RuntimeError, TimeoutError):
             return None
         return generation, numbers
 
@@ -254,7 +287,8 @@ class _Ranks:
             elif each != self.own:
                 self.store.set(f"decision for {each.number}", json.dumps(decision))
         reading = [each for each in self.members if each.number in joined and each != self.own]
-        while reading:  # this process may end now
+        deadline = time.monotonic() + self.patience  # one that stands still is missed by the next groups
+        while reading and time.monotonic() < deadline:  # this process may end after it
             time.sleep(POLL)
             unread = [each for each in reading if self.store.check([f"decision for {each.number}"])]
             reading = [each for each in unread if not each.is_gone()]
@@ -263,25 +297,6 @@ class _Ranks:
 
 class LeftBehindError(RankDiedError):
     """The other ranks went on without this one."""
-
-
-def _within(seconds: float, function: Callable[[Member], Result], member: Member) -> Result | None:
-    """``function(member)``, or None where its store does not answer in time."""
-    results: list[Result] = []
-    errors: list[Exception] = []
-
-    def call() -> None:
-        try:
-            results.append(function(member))
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    return results[0] if results else None
 
 
 def _own_address(peer: str, port: int) -> str:

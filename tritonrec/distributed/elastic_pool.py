@@ -20,7 +20,8 @@ from .elastic import run_elastic
 from .fork_server import ForkedProcess, start_process
 from .groups import Communicators
 from .launch import GRACE, by_text, how_it_ended, join_or_kill, one_thread_each
-from .rank_process import LOOPBACK, StopRequests, follow, start_store, told
+from .rank_process import StopRequests, follow, start_store, told
+from .stores import LOOPBACK
 from .watch import RankDiedError
 
 TASK = 1

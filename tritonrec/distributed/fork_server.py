@@ -32,6 +32,8 @@ from .signals import STOP_SIGNALS, end_with_parent
 LENGTH = 8
 """Bytes that tell the length of a call."""
 MOST_HANDLES = 16
+ANSWER_SECONDS = 60.0
+"""Limit of what the server has to do at once: to read a call, to say a process id, to report an end."""
 
 
 def start_process(
@@ -68,6 +70,7 @@ class ForkServer:
         )
         self.process.start()
         there.close()
+        self._requests.settimeout(ANSWER_SECONDS)  # of this end alone
         # At the interpreter's end: after pools have ended, before multiprocessing joins its processes.
         util.Finalize(self, self._requests.close, exitpriority=5)
 
@@ -89,8 +92,11 @@ class ForkServer:
         handed = [there, *connections]
         with self._lock:
             handles = [each.fileno() for each in handed]
-            socket.send_fds(self._requests, [len(call).to_bytes(LENGTH, "little")], handles)
-            self._requests.sendall(call)
+            try:
+                socket.send_fds(self._requests, [len(call).to_bytes(LENGTH, "little")], handles)
+                self._requests.sendall(call)
+            except TimeoutError as error:
+                raise RuntimeError(_silent(self.process.pid)) from error
         for each in handed:
             each.close()
         return ForkedProcess(self, mine)
@@ -110,8 +116,10 @@ class ForkedProcess:
 
     @property
     def pid(self) -> int | None:
-        """None where the server has ended before the fork."""
+        """None where the server has ended before the fork. Raises RuntimeError where it stands still."""
         if self._pid is None and self.exitcode is None:
+            if not wait([self.sentinel], ANSWER_SECONDS):
+                raise RuntimeError(_silent(self._server.process.pid))
             self._receive()
         return self._pid
 
@@ -142,6 +150,13 @@ class ForkedProcess:
             self._pid = number
         else:
             self.exitcode = number
+
+
+def _silent(pid: int | None) -> str:
+    return (
+        f"process {pid}, which forks the ranks of this one, has done nothing for {ANSWER_SECONDS:g} s: was "
+        "it stopped?"
+    )
 
 
 _server: ForkServer | None = None

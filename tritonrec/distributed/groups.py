@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .agreement import check_ranks_agree
 from .communicator import SAVE_TIMEOUT, TIMEOUT, Communicator
+from .limits import within
 from .machine import is_one, machine
 from .watch import Watch
 
@@ -200,11 +201,16 @@ def _watch_from_environment(control: Communicator, timeout: timedelta) -> Watch 
     store: dist.Store | None = None
     if address and port:
         try:
-            store = dist.TCPStore(address, int(port), None, False, CONNECT_TIMEOUT, wait_for_workers=False)
-        except (ValueError, RuntimeError):
+            where = address, int(port)
+            store = within(
+                CONNECT_TIMEOUT,
+                lambda: dist.TCPStore(*where, None, False, CONNECT_TIMEOUT, wait_for_workers=False),
+            )
+        except (ValueError, RuntimeError, TimeoutError):
             store = None  # the variables are not those of this run
     # Other runs, and other groups of this one, may use the same store.
     texts = control.all_gather_texts(secrets.token_hex(8) if store is not None else "")
     if store is None or not all(texts):
         return None
-    return Watch(dist.PrefixStore(texts[0], store), control.rank, control.world_size, timeout)
+    server = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
+    return Watch(dist.PrefixStore(texts[0], store), control.rank, control.world_size, timeout, server=server)

@@ -1,4 +1,4 @@
-"""Start of ranks: from torchrun's environment, or as a pool of local processes that runs functions."""
+"""Start of ranks as a pool of local processes that runs functions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -21,9 +20,10 @@ import torch.distributed as dist
 
 from .communicator import TIMEOUT
 from .fork_server import ForkedProcess, start_process
-from .groups import Communicators
 from .rank_process import RENDEZVOUS, WORKING, RankTask, serve, start_store
-from .watch import RankDiedError, Report, read_reports
+from .reports import Report, read_reports
+from .stores import loopback_interface, token
+from .watch import RankDiedError
 
 GRACE = 3.0
 """Seconds to wait for the other ranks' errors after one has failed."""
@@ -33,52 +33,6 @@ START_TIMEOUT = timedelta(minutes=5)
 
 IMPORTING = "importing its modules"
 READING = "reading its task"
-
-
-@contextmanager
-def from_environment(timeout: timedelta = TIMEOUT, replicas: int = 1, backend: str = "gloo"):
-    """Yield this process's `Communicators` by torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...).
-
-    `replicas` ranks own the same shard of the tables; they divide the world size. `backend` as in
-    `Communicators.over`.
-
-    Without these variables, or with one rank, the communicators are local. The process groups are destroyed
-    at the end, also after an error. Raises `RankDiedError` where not all ranks join within the timeout.
-    """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size % replicas:
-        raise ValueError(f"{replicas} replicas do not divide {world_size} ranks")
-    if world_size == 1:
-        yield Communicators.local()
-        return
-    join_environment(timeout)
-    try:
-        communicators = Communicators.over(range(world_size), timeout, replicas, backend)
-        assert communicators is not None
-        try:
-            yield communicators
-        except BaseException as error:
-            communicators.watch.fail(error)
-            raise
-        finally:
-            communicators.watch.close()
-    finally:
-        dist.destroy_process_group()
-
-
-def join_environment(timeout: timedelta) -> None:
-    """Create the default process group of torchrun's variables.
-
-    Raises `RankDiedError` where not all ranks join within the timeout.
-    """
-    try:
-        dist.init_process_group("gloo", timeout=timeout)
-    except dist.DistError as error:
-        rank, world_size = os.environ.get("RANK", "?"), os.environ.get("WORLD_SIZE", "?")
-        raise RankDiedError(
-            f"rank {rank}: not all of the {world_size} ranks joined within {timeout.total_seconds():g} s; "
-            f"look for a rank that has printed nothing: {error}"
-        ) from error
 
 
 class RankPool:
@@ -128,8 +82,9 @@ class RankPool:
 
     def _start(self) -> None:
         ranks = self.meshes[-1][0]
-        self._store = start_store() if ranks > 1 else None
-        port = self._store.port if self._store is not None else 0
+        served = start_store() if ranks > 1 else None
+        port, secret = 0 if served is None else served.port, token()
+        self._store = None if served is None else dist.PrefixStore(secret, served)
         self._connections: list[Connection] = []
         self._lifelines: list[Connection] = []
         self.processes: list[ForkedProcess | BaseProcess] = []
@@ -139,8 +94,9 @@ class RankPool:
                 here, there = multiprocessing.Pipe()
                 lifeline, own = multiprocessing.Pipe(duplex=False)
                 task = RankTask(
-                    rank, self.meshes, self.timeout, self.start_timeout, self._enter, port, self._backend
-                )
+                    rank, self.meshes, self.timeout, self.start_timeout, self._enter, port, self._backend,
+                    secret,
+                )  # fmt: skip
                 self.processes.append(start_process(f"rank {rank}", serve, (there, lifeline), task))
                 self._connections.append(here)
                 self._lifelines.append(own)
@@ -302,7 +258,7 @@ def join_or_kill(processes: Sequence[ForkedProcess | BaseProcess]) -> None:
         process.join(timeout=max(0.0, deadline - time.monotonic()))
         if process.is_alive():
             process.kill()
-            process.join()
+            process.join(GRACE)  # a server that was stopped reports no end
 
 
 def by_text(errors: dict[int, str]) -> list[str]:
@@ -330,7 +286,7 @@ def one_thread_each():
 
     Warnings of torch's C++ parts are left out, which print a stack when another rank has ended.
     """
-    variables = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": _loopback()}
+    variables = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback_interface()}
     variables["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update({name: value for name, value in variables.items() if value})
@@ -342,8 +298,3 @@ def one_thread_each():
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def _loopback() -> str:
-    names = {name for _, name in socket.if_nameindex()}
-    return next((name for name in ("lo", "lo0") if name in names), "")

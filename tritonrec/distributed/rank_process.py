@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 import traceback
 from collections.abc import Callable
@@ -20,13 +19,12 @@ from ..host_memory import keep_freed_memory
 from .communicator import PEER_FAILURE
 from .groups import Communicators
 from .signals import STOP_SIGNALS
+from .stores import LOOPBACK, serve_store
 from .watch import Watch, in_words, of_another_rank
 
 ENTERING = "in `enter`, before the rendezvous"
 RENDEZVOUS = "waiting for the other ranks to join"
 WORKING = "at work"
-
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class RankTask:
     Args:
         rank: in the pool. meshes: (world size, replicas) of the groups to create.
         timeout, start_timeout, enter: see `RankPool`. store_port: of the launcher's `TCPStore`.
-        backend: of the groups.
+        backend: of the groups. token: in the names of the store's keys.
     """
 
     rank: int
@@ -46,6 +44,7 @@ class RankTask:
     enter: Callable[[int], None] | None
     store_port: int
     backend: str
+    token: str
 
 
 def serve(connection: Connection, lifeline: Connection, task: RankTask) -> None:
@@ -70,7 +69,7 @@ def serve(connection: Connection, lifeline: Connection, task: RankTask) -> None:
         connection.send(("phase", RENDEZVOUS))
         if store is not None:
             _rendezvous(store, task, world)
-        watch = Watch(reports, task.rank, world, task.timeout)
+        watch = Watch(reports, task.rank, world, task.timeout, server=None)
         groups = {mesh: _groups(mesh, task, watch, stop.event) for mesh in task.meshes}
         connection.send(("ok", None))
         while True:
@@ -110,16 +109,13 @@ def is_lost(error: BaseException) -> bool:
 
 def start_store() -> dist.TCPStore:
     """A store on this machine's loopback interface, at a free port."""
-    listener = socket.create_server((LOOPBACK, 0))
-    port = listener.getsockname()[1]
-    return dist.TCPStore(
-        LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    return serve_store(LOOPBACK)
 
 
-def connect_store(task: RankTask) -> dist.TCPStore:
+def connect_store(task: RankTask) -> dist.Store:
     """A connection to the launcher's store."""
-    return dist.TCPStore(LOOPBACK, task.store_port, None, False, task.start_timeout, wait_for_workers=False)
+    store = dist.TCPStore(LOOPBACK, task.store_port, None, False, task.start_timeout, wait_for_workers=False)
+    return dist.PrefixStore(task.token, store)
 
 
 def _groups(

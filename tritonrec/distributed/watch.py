@@ -12,20 +12,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
+
+from .limits import READ_TIMEOUT, within
+from .reports import MAX_SHOWN, Report, key_of, read_reports
 
 REPORT_INTERVAL = 1.0
 """Seconds between a rank's reports; with timeouts below 8 s an eighth of them."""
 
-READ_TIMEOUT = 2.0
-"""Seconds for the store to answer; the rank that serves it may be the one that stalled."""
-
-MAX_SHOWN = 3
-"""Largest number of stages or ranks in a message."""
+LONGEST_PAUSE = 0.05
+"""Seconds between two looks for the ranks that are missing."""
 
 
 class RankDiedError(RuntimeError):
@@ -54,52 +52,6 @@ def of_another_rank(error: BaseException) -> RankDiedError | None:
     return cause
 
 
-@dataclass(frozen=True)
-class Report:
-    """The last heartbeat of a rank.
-
-    Args:
-        number: of the report. time: in seconds since 1970, by the rank's clock.
-        doing: stages of its threads, the oldest first. last: the last finished stage.
-        calls: collectives begun, by group. task: tasks begun.
-        failure: of this task, empty if there is none. lost: whether another rank caused the failure.
-    """
-
-    number: int = 0
-    time: float = 0.0
-    doing: tuple[str, ...] = ()
-    last: str = ""
-    calls: tuple[tuple[str, int], ...] = ()
-    task: int = 0
-    failure: str = ""
-    lost: bool = False
-
-    @property
-    def place(self) -> str:
-        """The rank's stages, in words."""
-        if self.doing:
-            return "in " + ", ".join(self.doing[:MAX_SHOWN])
-        return f"after {self.last}" if self.last else "before its first stage"
-
-    @property
-    def age(self) -> str:
-        """Time since the report, in words; between machines as exact as their clocks."""
-        return f"{max(0.0, time.time() - self.time):.1f} s ago"
-
-
-def read_reports(store: dist.Store, ranks: Sequence[int]) -> dict[int, Report]:
-    """The last report of each rank that has one."""
-    found = {}
-    for rank in ranks:
-        key = _key(rank)
-        if store.check([key]):
-            values: dict[str, Any] = json.loads(store.get(key))
-            values["doing"] = tuple(values["doing"])
-            values["calls"] = tuple(map(tuple, values["calls"]))
-            found[rank] = Report(**values)
-    return found
-
-
 class _Doing:
     """A class and no generator, which takes longer to enter: every task of a step does."""
 
@@ -122,6 +74,7 @@ class Watch:
         store: for the reports, over a connection of its own; None: no reports, and no rank can be named.
         rank, world_size: among all ranks that use the store. timeout: of their collectives.
         is_gone: whether a rank's process has ended, for a sure and quick answer.
+        server: the rank whose process serves the store; None: another process, as torchrun's agent.
     """
 
     def __init__(
@@ -131,8 +84,9 @@ class Watch:
         world_size: int,
         timeout: timedelta,
         is_gone: Callable[[int], bool] = lambda rank: False,
+        server: int | None = 0,
     ):
-        self._is_gone = is_gone
+        self._is_gone, self._server = is_gone, server
         self.store, self.rank, self.world_size = store, rank, world_size
         self.timeout = timeout.total_seconds()
         self.interval = min(REPORT_INTERVAL, self.timeout / 8)
@@ -143,10 +97,11 @@ class Watch:
         self._lost = ""  # a failed collective has named these ranks
         self._number = 0
         self._last_of_rank_0: dict[int, Report] = {}  # a store served by rank 0 ends with it
+        self._silent_store = False  # it did not answer when it was read last
         self._closed = threading.Event()
         self._reporting = threading.Lock()
         if store is not None:
-            self._report()
+            self._report_now()
             threading.Thread(target=self._report_periodically, name="watch", daemon=True).start()
 
     def doing(self, stage: object) -> _Doing:
@@ -193,25 +148,34 @@ class Watch:
 
         For work that may exceed the watch's own timeout, such as writes to a disk. Raises `RankDiedError`
         naming a rank that has failed, has ended, or whose reports stopped for the watch's timeout; or those
-        that another collective has named meanwhile.
+        that another collective has named meanwhile; or the rank whose store gives no answer for that long.
         """
         if self.store is None:
             return
         number, began = self.begin_call(f"{group}, meeting"), time.monotonic()
         try:
             self._meet(self.store, group, number, peers, timeout)
+        except TimeoutError as error:
+            text = self._describe_server(time.monotonic() - began, group, number)
+            raise RankDiedError(self._lost or text) from error
         except dist.DistError as error:  # the store has ended, with the rank that served it
             raise self.explain(group, number, peers, time.monotonic() - began, error) from error
 
     def _meet(
         self, store: dist.Store, group: str, number: int, peers: Sequence[int], timeout: timedelta
     ) -> None:
+        """`monitored_barrier`; TimeoutError where the store gives no answer within the watch's timeout."""
         key = f"{group} {number}"
-        store.set(f"{key} {self.rank}", "here")
         missing = [peer for peer in peers if peer != self.rank]
-        began = last_read = time.monotonic()
+        within(self.timeout, lambda: store.set(f"{key} {self.rank}", "here"))
+        began, pause = time.monotonic(), 0.005
+        last_read = began
         seen: dict[int, tuple[int, float]] = {}  # number of the last report, and the time it was first read
-        while missing := [peer for peer in missing if not store.check([f"{key} {peer}"])]:
+
+        def absent() -> list[int]:
+            return [peer for peer in missing if not store.check([f"{key} {peer}"])]
+
+        while missing := within(self.timeout, absent):
             if self._lost:
                 raise RankDiedError(self._lost)
             if time.monotonic() - last_read > self.interval:
@@ -227,14 +191,16 @@ class Watch:
                     if seen.get(peer, (0, 0.0))[0] != report.number:
                         seen[peer] = report.number, now
                 remaining = {peer: self.timeout - (now - seen.get(peer, (0, began))[1]) for peer in missing}
-                silent = [peer for peer in missing if remaining[peer] <= 0]
+                # a store that does not answer says nothing of ranks; `absent` gives it a rank's time
+                silent = [peer for peer in missing if remaining[peer] <= 0 and not self._silent_store]
                 if silent or now - began > timeout.total_seconds():
                     raise RankDiedError(
                         self._describe_missing(silent or missing, silent, reports, now - began, group, number)
                     )
-            time.sleep(0.005)
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
         if number > 1:  # all ranks have left the barrier before
-            store.delete_key(f"{group} {number - 1} {self.rank}")
+            within(self.timeout, lambda: store.delete_key(f"{group} {number - 1} {self.rank}"))
 
     def explain(
         self, group: str, number: int, peers: Sequence[int], waited: float, error: Exception
@@ -247,11 +213,12 @@ class Watch:
         if self.store is None or self._failure:
             return RankDiedError(f"{self._place(group, number)}: {error}")
         others = [rank for rank in range(self.world_size) if rank != self.rank]
+        began = time.monotonic()
         before = self._read(others)
         failed = self._failed(before)
         if failed:
             return RankDiedError(failed)
-        deadline = time.monotonic() + 2.5 * self.interval
+        deadline = (began if self._silent_store else time.monotonic()) + 2.5 * self.interval
         while time.monotonic() < deadline:  # its connections may close before its store
             if gone := [rank for rank in others if self._is_gone(rank)]:
                 reports = before or self._last_of_rank_0
@@ -267,9 +234,9 @@ class Watch:
             for rank in others
             if rank not in after or rank not in before or after[rank].number == before[rank].number
         ]
-        if not after:
-            silent = [0]  # rank 0 serves the store, which does not answer
-            after = self._last_of_rank_0
+        if not after and self.rank != self._server:
+            self._lost = self._describe_server(waited, group, number)
+            return RankDiedError(self._lost)
         behind = [
             rank
             for rank in peers
@@ -282,6 +249,16 @@ class Watch:
             )
         self._lost = self._describe_missing(silent or behind, silent, after, waited, group, number)
         return RankDiedError(self._lost)
+
+    def _describe_server(self, waited: float, group: str, number: int) -> str:
+        """A text about the process that serves the store, which gives no answer."""
+        if self._server is None:
+            return (
+                f"not all ranks have reached {self._place(group, number)} within {waited:.3g} s, and it is "
+                "unknown which: the store of their reports, in the launcher's process, does not answer"
+            )
+        one = [self._server]
+        return self._describe_missing(one, one, self._last_of_rank_0, waited, group, number)
 
     def _describe_missing(
         self,
@@ -324,24 +301,21 @@ class Watch:
 
     def _read(self, ranks: Sequence[int]) -> dict[int, Report]:
         """Reports by rank, none where the store does not answer."""
-        found: list[dict[int, Report]] = []
-
-        def read() -> None:
-            with suppress(RuntimeError, TypeError):  # the store has ended, or a rank is of another version
-                assert self.store is not None
-                found.append(read_reports(self.store, ranks))
-
-        reader = threading.Thread(target=read, daemon=True)
-        reader.start()
-        reader.join(READ_TIMEOUT)
-        return found[0] if found else {}
+        assert self.store is not None
+        store, self._silent_store = self.store, False
+        try:
+            return within(READ_TIMEOUT, lambda: read_reports(store, ranks))
+        except TimeoutError:
+            self._silent_store = True
+        except (RuntimeError, TypeError):  # the store has ended, or a rank is of another version
+            pass
+        return {}
 
     def _report_now(self) -> None:
         """Report from another thread, since the store may not answer."""
         if self.store is not None:
-            reporter = threading.Thread(target=self._report, daemon=True)
-            reporter.start()
-            reporter.join(READ_TIMEOUT)
+            with suppress(TimeoutError):
+                within(READ_TIMEOUT, self._report)
 
     def _report_periodically(self) -> None:
         while not self._closed.wait(self.interval):
@@ -374,8 +348,4 @@ class Watch:
                 self._failure,
                 self._peer_failed,
             )
-            self.store.set(_key(self.rank), json.dumps(vars(report)))
-
-
-def _key(rank: int) -> str:
-    return f"report of rank {rank}"
+            self.store.set(key_of(self.rank), json.dumps(vars(report)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .ages import LastSteps
 from .device_numbers import Arriving
 from .device_select import chosen_slots, in_order_of_keys, smallest_slots, unpinned_slots
 from .interface import EmbeddingTable
@@ -37,7 +38,16 @@ class Evictor:
         self._sizes = torch.zeros(len(layout.names), dtype=torch.int64, device=device)
         self._missing_timestamps = False
         self._counts = eviction.policy == "lfu"
+        self._marks = RowColumn(torch.bool)  # of pinned rows, in a pass
+        self._ages: LastSteps | None = (
+            None  # of a table on the host, with lru or ttl, once a pass has made it
+        )
         self._kept: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self.values.nbytes + self._marks.nbytes + (0 if self._ages is None else self._ages.nbytes)
 
     def due(self, step: int) -> bool:
         """Whether an eviction pass runs at `step`."""
@@ -52,13 +62,15 @@ class Evictor:
         """Subtract erased rows from the sizes."""
         self._sizes -= self._layout.count(keys, which)
 
-    def record(self, handles: torch.Tensor, step: int) -> None:
-        """Record the access of `step` to the rows of `handles` (K,), distinct."""
+    def record(self, keys: torch.Tensor, handles: torch.Tensor, step: int) -> None:
+        """Record the access of `step` to the rows of `keys` (K,) and their `handles` (K,), distinct."""
         self.values[handles] = self.values[handles] + 1 if self._counts else step
+        if self._ages is not None:
+            self._ages.add(keys, handles, step)
 
     def expect_missing_timestamps(self) -> None:
         """Loaded rows may lack a timestamp: the next `stamp` searches for them."""
-        self._missing_timestamps = True
+        self._missing_timestamps, self._ages = True, None
 
     def stamp(self, rows: EmbeddingTable, step: int) -> torch.Tensor:
         """Give rows without a timestamp the timestamp `step`; returns their handles (n,), or -1."""
@@ -79,18 +91,44 @@ class Evictor:
         given.
         """
         ttl, capacity = self.eviction.ttl, self.eviction.capacity
+        excess = torch.zeros_like(self._sizes)
         if capacity is not None:
             sizes = self._sizes if all_reduce is None else all_reduce(self._sizes.clone())
             excess = (sizes - capacity).clamp(min=0)
             if not bool(excess.any()):
                 return torch.empty(0, dtype=torch.int64, device=self._device)
-        keys, _handles, scores = unpinned_rows(rows, pinned, self.values)
-        if ttl is not None:
-            chosen = step - scores > ttl
+        if self._counts:
+            keys, _handles, scores = unpinned_rows(rows, pinned, self.values)
         else:
-            members, ids = self._layout.unpack(keys)
-            chosen = select_smallest(scores, ids, members, excess, all_reduce)
-        return keys[chosen].sort().values
+            keys, scores = self._unpinned_oldest(rows, pinned, None if ttl is None else step - ttl, excess)
+        if ttl is not None:
+            return keys.sort().values
+        members, ids = self._layout.unpack(keys)
+        return keys[select_smallest(scores, ids, members, excess, all_reduce)].sort().values
+
+    def _unpinned_oldest(
+        self, rows: EmbeddingTable, pinned: torch.Tensor, before: int | None, enough: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys (n,) and last steps (n,) of rows that are not `pinned` (P,), from the oldest step on: all
+        `before` a step, or `enough` (m,) of each logical table and the rest of the last step that is read.
+        """
+        if self._ages is None:
+            self._ages = LastSteps.of_all(rows, self.values)
+        self._marks.grow(rows.end)
+        self._marks[pinned] = True
+        missing = enough.clone()
+        none = torch.empty(0, dtype=torch.int64)
+        found = [(none, none)]
+        for bucket in self._ages.oldest(rows):
+            if bucket.step >= before if before is not None else not bool((missing > 0).any()):
+                break
+            keys = bucket.keys[~self._marks[bucket.handles.to(torch.int64)]]
+            found.append((keys, torch.full_like(keys, bucket.step)))
+            if before is None:
+                missing -= self._layout.count(keys)
+        self._marks[pinned] = False
+        keys, steps = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return keys, steps
 
     def foresee(self, rows: EmbeddingTable, step: int, all_reduce: AllReduce | None) -> Arriving:
         """Of the pass at `step`, by a table that is padded: how many rows each logical table has too many,

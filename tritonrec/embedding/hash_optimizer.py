@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -53,6 +54,7 @@ class HashOptimizer(torch.optim.Optimizer):
                 f"two hash embeddings of {type(model).__name__} have the same table, whose rows would be "
                 "updated twice a step: give them one HashEmbeddingCollection, with a feature for each"
             )
+        _warn_of_twins(type(model).__name__, found)
         self.updates = 0
         self.gradients = [each for _, owner in self._owners for each in owner.row_gradients]
         groups: list[dict[str, Any]] = [
@@ -241,3 +243,19 @@ def _sum_of_squares(gradients: list[torch.Tensor], over: Communicator) -> torch.
     high, middle, low = over.all_reduce(limbs, "squares of the gradients", bounded=True).double().unbind()
     total = high + (middle + low * 2.0**-32) * 2.0**-32
     return torch.where(high < 2.0**50, total, torch.inf)
+
+
+def _warn_of_twins(model: str, found: Sequence[tuple[str, HasRows]]) -> None:
+    """Warn where tables of two modules begin with the same values: an id's rows are equal there."""
+    known: dict[tuple[int, int, int, float], tuple[str, str]] = {}
+    for path, owner in found:
+        for name, table in owner.tables.describe()["tables"].items():
+            drawn = table["seed"], table["table_id"], table["dim"], table["scale"]
+            other, _ = known.setdefault(drawn, (path, name))
+            if other != path:
+                warnings.warn(
+                    f"tables {name!r} of {other} and {path} in {model} have one name, seed and size, so an "
+                    "id begins with the same row in both: give each its own name=, or seed=",
+                    UserWarning,
+                    stacklevel=4,
+                )

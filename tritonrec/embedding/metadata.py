@@ -20,6 +20,11 @@ class RowPolicy(Protocol):
 
     values: RowColumn
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        ...
+
     def due(self, step: int) -> bool:
         """Whether the policy acts at `step`."""
         ...
@@ -32,8 +37,8 @@ class RowPolicy(Protocol):
         """Handle the erasure of those of `keys` (K,) that `which` (K,) bool marks."""
         ...
 
-    def record(self, handles: torch.Tensor, step: int) -> None:
-        """Record the access of `step` to the rows of `handles` (K,), distinct or -1."""
+    def record(self, keys: torch.Tensor, handles: torch.Tensor, step: int) -> None:
+        """Record the access of `step` to the rows of `keys` (K,) and `handles` (K,), distinct or -1."""
         ...
 
 
@@ -51,7 +56,7 @@ class RowMetadata:
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        return sum(policy.values.nbytes for policy in self.policies) + self.changes.nbytes
+        return sum(policy.nbytes for policy in self.policies) + self.changes.nbytes
 
     def add(self, handles: torch.Tensor, keys: torch.Tensor, end: int) -> None:
         """Add new rows (K,); all handles are below `end`, and -1 is left out."""
@@ -66,15 +71,15 @@ class RowMetadata:
         for policy in self.policies:
             policy.remove(keys, which)
 
-    def record(self, handles: torch.Tensor, step: int) -> torch.Tensor:
-        """Record a lookup of the rows of `handles` (K,), distinct or -1; returns reserved handles that are
-        free now.
+    def record(self, keys: torch.Tensor, handles: torch.Tensor, step: int) -> torch.Tensor:
+        """Record a lookup of `keys` (K,), whose rows are at `handles` (K,), distinct or -1; returns reserved
+        handles that are free now.
         """
         if self.policies:
             self.changes.mark(self.pinned.last)  # their column `recent` changes
         self.changes.mark(handles)
         for policy in self.policies:
-            policy.record(handles, step)
+            policy.record(keys, handles, step)
         return self.pinned.advance(handles)
 
     def read(self, handles: torch.Tensor) -> dict[str, torch.Tensor]:

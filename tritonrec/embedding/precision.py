@@ -27,6 +27,11 @@ class AccessCounter:
         self.tiers = tiers
         self.values = RowColumn(torch.uint8, absent=255, device=device)  # below no threshold
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self.values.nbytes
+
     def due(self, step: int) -> bool:
         """Whether the counts are halved at `step`."""
         return step % self.tiers.every == 0
@@ -38,7 +43,7 @@ class AccessCounter:
     def remove(self, keys: torch.Tensor, which: torch.Tensor) -> None:
         """Nothing to do for erased rows."""
 
-    def record(self, handles: torch.Tensor, step: int) -> None:
+    def record(self, keys: torch.Tensor, handles: torch.Tensor, step: int) -> None:
         """Record the access of `step` to the rows of `handles` (K,), distinct or -1."""
         counts = self.values[handles]
         self.values[handles] = counts + (counts < 255)

@@ -136,7 +136,7 @@ class DynamicTable:
                 handles, new = self._insert(keys, count)
             else:
                 handles, new = self._admit(self._candidates, keys, step, count)
-            self._rows.release(self._metadata.record(handles, step))
+            self._rows.release(self._metadata.record(keys, handles, step))
             present = (handles >= 0).sum()
             rejected = (len(keys) if count is None else count) - present
             self._looked_up += torch.stack([present - new, new, rejected])

@@ -164,7 +164,7 @@ def _movielens() -> str:
     from ..data import movielens
 
     if not all((movielens.cache_directory() / name).exists() for name in movielens.FILES):
-        return "not in the cache; `python -m tritonrec.data.movielens` fetches it"
+        return "not in the cache; `tritonrec fetch` fetches it"
     try:
         return f"verified, {movielens.fetch()}"
     except RuntimeError as error:

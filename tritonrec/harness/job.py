@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
+from pathlib import Path
 from threading import Lock
 from typing import Any, Literal
 
@@ -23,9 +24,15 @@ from ..data import (
     Interactions,
     NextItemLoader,
     NextItemStream,
-    load_clicks,
+    Split,
+    Vocabulary,
+    clicks_from_ratings,
+    load,
     load_interactions,
 )  # fmt: skip
+from ..data.grouped import words_of
+from ..data.log_format import LogFormat, described
+from ..data.sources import source_of
 from ..embedding import (
     FeatureConfig,
     HashTableCollection,
@@ -42,15 +49,16 @@ from ..nn import DLRM, GRM, HSTU, DLRMConfig, FuXi, FuXiConfig, GRMConfig, HSTUC
 from ..settings import MOST, seed_setting, setting
 from ..slipstream import SlipstreamConfig
 from .devices import Target
-from .streams import SHARDS, clicks, grouped, sequences, windows
+from .streams import SHARDS, clicks, grouped, known_words, sequences, windows
 
 Wrapping = Literal["", "fully_shard", "checkpoint"]
 LrSchedule = Literal["constant", "linear", "cosine", "step"]
 ModelName = Literal["hstu", "fuxi", "grm", "dlrm"]
 DATA_HELP = (
-    "ml-100k, csv:PATH (columns user, item, timestamp[, rating]), parquet:PATH, kuairand:PATH, zipf or "
-    "zipf:users=N,items=N; for dlrm also clicks:PATH, criteo-tsv:PATH, criteo-parquet:PATH, ali-ccp:PATH, "
-    "criteo or criteo:samples=N, and avazu."
+    "ml-100k, zipf, zipf:users=N,items=N, a path, csv:PATH, json:PATH, parquet:PATH, or a published log as "
+    "movielens-1m:PATH (docs/data.md); settings of its format behind a ?, as PATH?user=uid&time_unit=ms. For "
+    "dlrm also clicks:PATH, criteo-tsv:PATH, criteo-parquet:PATH, avazu-csv:PATH, ali-ccp:PATH, criteo or "
+    "criteo:samples=N, and avazu."
 )
 Epochs = NextItemLoader | NextItemStream | ImpressionLoader | ImpressionStream | ClickLoader | ClickStream
 Streamed = NextItemStream | ImpressionStream | ClickStream
@@ -85,8 +93,11 @@ class Job:
         wrapping: of `verify`'s cases only: what of torch is around the layers of the dense model: FSDP2's
             `fully_shard`, or `torch.utils.checkpoint.checkpoint`.
         fused: the dense optimizer is a fused one.
+        split: see `Split.parse`; of a log of clicks the last tenth is for test by default.
+        words: directory of a checkpoint whose vocabularies the log extends.
         placement: of the tables; their device is the target's.
         target: what it computes on, in `verify` and `train`; inside of `devices.kernels_of`.
+        format: of a log in files; settings behind the path in `data` win.
     """
 
     data: str = setting("ml-100k", DATA_HELP)
@@ -126,21 +137,36 @@ class Job:
     slipstream: SlipstreamConfig | None = None
     wrapping: Wrapping = ""
     fused: bool = True
+    split: str = setting(
+        "leave-one-out",
+        "Parts of the log: leave-one-out, maybe with :validation behind it; ratio:0.8,0.1,0.1 of training, "
+        "validation and test; time:TEST or time:VALIDATION,TEST, timestamps.",
+    )
+    words: str = ""
     placement: Placement = field(default_factory=Placement)
     target: Target = field(default_factory=Target)
+    format: LogFormat = field(default_factory=LogFormat)
+
+    @property
+    def source(self) -> str:
+        """The data with their format."""
+        return described(self.data, self.format)
 
     @property
     def has_labels(self) -> bool:
         """Whether the log tells what was liked, as GRM and DLRM need it."""
         if self.data.startswith((*CLICKS, SHARDS)):
             return True
-        log = _interactions(self.data)
+        found = source_of(self.source)
+        if found is not None and found.is_clicks:
+            return True
+        log = _interactions(self.source, self.words)
         return log.rating is not None or bool(log.feedback)
 
     @property
     def is_streamed(self) -> bool:
         """Whether the data are shards of sequences."""
-        return sequences(self.data) is not None
+        return sequences(self.source) is not None
 
     def loader(self, rank: int = 0, world_size: int = 1) -> Loader:
         """Batches of one rank."""
@@ -156,7 +182,7 @@ class Job:
 
     def epochs(self, rank: int = 0, world_size: int = 1) -> Epochs:
         """The loader of samples and of those held out for evaluation."""
-        shard = (self.seed, rank, world_size, self.balance)
+        shard, split = (self.seed, rank, world_size, self.balance), Split.parse(self.split)
         if (stream := self._streamed(rank, world_size)) is not None:
             if self.balance:
                 raise ValueError(
@@ -165,25 +191,44 @@ class Job:
                 )
             return stream
         if self.model == "dlrm":
-            return ClickLoader(_clicks(self.data), self.batch_size, *shard)
-        log = _interactions(self.data)
+            return ClickLoader(_clicks(self.source, self.words, split)[0], self.batch_size, *shard)
+        log = _interactions(self.source, self.words)
         if self.model == "grm":
-            return ImpressionLoader(log, self.batch_size, self.max_seq_len, self.max_exposed, *shard)
-        return NextItemLoader(log, self.batch_size, self.max_seq_len, self.num_negatives, *shard)
+            exposed = self.max_exposed
+            return ImpressionLoader(log, self.batch_size, self.max_seq_len, exposed, *shard, split=split)
+        negatives = self.num_negatives
+        return NextItemLoader(log, self.batch_size, self.max_seq_len, negatives, *shard, split=split)
+
+    def vocabularies(self) -> dict[str, Vocabulary]:
+        """Of the log's words by column; {} where its ids are numbers."""
+        if self.model == "dlrm":
+            split = Split.parse(self.split)
+            return {} if self._streamed(0, 1) else _clicks(self.source, self.words, split)[1]
+        stream = self._streamed(0, 1)
+        if isinstance(stream, NextItemStream):
+            return words_of(Path(stream.rows.path))
+        if isinstance(stream, ImpressionStream):
+            return words_of(stream.folder)
+        return _interactions(self.source, self.words).words
 
     def _streamed(self, rank: int, world_size: int) -> Streamed | None:
         """The stream of the data; None for data that is read whole."""
-        shard = (self.seed, rank, world_size)
+        shard, split = (self.seed, rank, world_size), Split.parse(self.split)
         if self.model in ("hstu", "fuxi"):
-            rows = (grouped if self.stream else sequences)(self.data)
+            rows = grouped(self.source, self.words) if self.stream else sequences(self.source)
             sizes = (self.batch_size, self.max_seq_len, self.num_negatives)
-            return None if rows is None else NextItemStream(rows, *sizes, *shard)
+            return None if rows is None else NextItemStream(rows, *sizes, *shard, split=split)
         if not (self.stream or self.data.startswith(SHARDS)):
             return None
         if self.model == "dlrm":
-            found = clicks(self.data)
-            return None if found is None else ClickStream(found[0], self.batch_size, *shard, columns=found[1])
-        folder = windows(self.data, self.max_seq_len, self.max_exposed)
+            source = None if self.data.startswith(SHARDS) else source_of(self.source)
+            if source is not None and source.format.ids == "words":
+                return None  # words are numbered in the order of the log, by one reader
+            found = clicks(self.source)
+            if found is None:
+                return None
+            return ClickStream(found[0], self.batch_size, *shard, columns=found[1], split=split)
+        folder = windows(self.source, self.max_seq_len, self.max_exposed, split, self.words)
         return None if folder is None else ImpressionStream(folder, self.batch_size, *shard)
 
     def build(
@@ -284,13 +329,15 @@ class Job:
         return kind(self.lr, self.lr_warmup, self.lr_steps)
 
     def on(self, data: str) -> Job:
-        """The same job on another log; itself for an empty name."""
-        return replace(self, data=data) if data else self
+        """The same job on another log, in its own format; itself for an empty name."""
+        return replace(self, data=data, format=LogFormat()) if data else self
 
     def as_json(self) -> dict[str, Any]:
         """The settings as JSON holds them, with lists for tuples."""
         settings = json.loads(json.dumps(asdict(self)))
+        settings["format"] = {name: settings["format"][name] for name in self.format.changes()}
         settings["policy"]["heat"] = settings["policy"].pop("precision")  # its name in every checkpoint
+        del settings["words"]
         return settings
 
 
@@ -322,8 +369,8 @@ def dense_optimizer(
     return kinds[name](parameters, eps=eps, **options)
 
 
-CLICKS = ("criteo", "avazu", "clicks", "ali-ccp")
-"""How the words for logs of clicks begin."""
+CLICKS = ("criteo", "avazu")
+"""How the words for clicks that are drawn begin."""
 
 
 _GENERATOR = Lock()
@@ -331,10 +378,14 @@ _GENERATOR = Lock()
 
 
 @lru_cache(maxsize=4)
-def _interactions(spec: str) -> Interactions:
-    return load_interactions(spec)
+def _interactions(spec: str, words: str) -> Interactions:
+    return load_interactions(spec, words=known_words(words))
 
 
 @lru_cache(maxsize=4)
-def _clicks(spec: str) -> ClickLog:
-    return load_clicks(spec)
+def _clicks(spec: str, words: str, split: Split) -> tuple[ClickLog, dict[str, Vocabulary]]:
+    """The log in the parts of a split, and the vocabularies of its words."""
+    known = known_words(words)
+    log = load(spec, words=known)
+    clicks = clicks_from_ratings(log, split=split) if isinstance(log, Interactions) else log.divided(split)
+    return clicks, known

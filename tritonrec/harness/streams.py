@@ -11,19 +11,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.console import Console
 
-from ..data import load_clicks, load_interactions
-from ..data.log_parts import TEXT_LOGS
+from ..data import Split, Vocabulary, load_clicks, load_interactions
 from ..data.sequences import COLUMNS, holds_sequences
+from ..data.sources import Source, source_of
 from ..files import ScratchFolder
+from ..pipeline import saved_vocabularies
 from .progress import CommandProgress
 
 if TYPE_CHECKING:
     from ..data.click_columns import ClickColumns
+    from ..data.log_format import LogFormat
     from ..data.parquet_rows import ParquetRows
 
-TEXT_CLICKS = ("criteo-tsv", "ali-ccp")
-CLICKS = ("criteo-parquet", "clicks", *TEXT_CLICKS)
-"""Words of logs of clicks in files."""
 SHARDS = "shards:"
 """``shards:SOURCE``: the log SOURCE as small shards in a folder of this process, and streamed; for verify."""
 
@@ -36,51 +35,68 @@ def sequences(spec: str) -> ParquetRows | None:
 @lru_cache(maxsize=4)
 def _sequences(spec: str) -> tuple[ParquetRows | None, ScratchFolder | None]:
     """The rows, and the folder of this process that holds them, which lives as long."""
-    from ..data.parquet_rows import ParquetRows, schema_of
+    from ..data.parquet_rows import ParquetRows
+    from ..data.tables import ParquetFile
 
     if spec.startswith(SHARDS):
         folder = _shards(spec.removeprefix(SHARDS))
         return ParquetRows(folder.name, COLUMNS), folder
-    path = _parquet(spec)
-    return ParquetRows(path, COLUMNS) if path and holds_sequences(schema_of(path)) else None, None
+    if (found := _source(spec)) is None or found.is_clicks:
+        return None, None
+    (file, *_others) = found.events().opened
+    if not (isinstance(file, ParquetFile) and holds_sequences(file.schema)):
+        return None, None
+    return ParquetRows(found.where, COLUMNS), None
 
 
-def grouped(spec: str) -> ParquetRows | None:
+def grouped(spec: str, words: str = "") -> ParquetRows | None:
     """The rows of a dataset of sequences, or those of a log of events in files; None for any other data.
 
     A log is grouped by user when it is first read (`tritonrec.data.grouped`), which standard error tells.
+    It extends the vocabularies of the checkpoint in the directory `words`.
     """
     if (rows := sequences(spec)) is not None:
         return rows
-    return _grouped(spec) if _source(spec) else None
+    found = _source(spec)
+    return _grouped(spec, words) if found is not None and not found.is_clicks else None
 
 
-def windows(spec: str, max_history: int, max_exposed: int) -> Path | None:
-    """The folder with the windows of a log of events in files; None for any other data."""
-    return _windows(spec, max_history, max_exposed)[0]
+def windows(spec: str, max_history: int, max_exposed: int, split: Split, words: str = "") -> Path | None:
+    """The folder with the windows of a log of events in files; None for any other data.
+
+    words: see `grouped`.
+    """
+    return _windows(spec, max_history, max_exposed, split, words)[0]
+
+
+def known_words(words: str) -> dict[str, Vocabulary]:
+    """The vocabularies of the checkpoint in the directory `words`, none for an empty name."""
+    return saved_vocabularies(words) if words else {}
 
 
 @lru_cache(maxsize=4)
-def _windows(spec: str, max_history: int, max_exposed: int) -> tuple[Path | None, ScratchFolder | None]:
+def _windows(
+    spec: str, max_history: int, max_exposed: int, split: Split, words: str
+) -> tuple[Path | None, ScratchFolder | None]:
     """The folder, and itself where it is one of this process, which lives as long."""
     from ..data.grouped import windows_of
 
     if spec.startswith(SHARDS):
-        folder = _window_shards(spec.removeprefix(SHARDS), max_history, max_exposed)
+        folder = _window_shards(spec.removeprefix(SHARDS), max_history, max_exposed, split)
         return Path(folder.name), folder
-    if (source := _source(spec)) is None or sequences(spec) is not None:
+    if (source := _source(spec)) is None or source.is_clicks or sequences(spec) is not None:
         return None, None
-    return _told(spec, lambda report: windows_of(source, max_history, max_exposed, report)), None
+    known, sizes = known_words(words), (max_history, max_exposed)
+    return _told(spec, lambda report: windows_of(spec, *sizes, report, words=known, split=split)), None
 
 
 @lru_cache(maxsize=4)
-def _grouped(spec: str) -> ParquetRows:
+def _grouped(spec: str, words: str) -> ParquetRows:
     from ..data.grouped import sequences_of
     from ..data.parquet_rows import ParquetRows
 
-    source = _source(spec)
-    assert source
-    return ParquetRows(_told(spec, lambda report: sequences_of(source, report)), COLUMNS)
+    known = known_words(words)
+    return ParquetRows(_told(spec, lambda report: sequences_of(spec, report, words=known)), COLUMNS)
 
 
 def _told(spec: str, make: Callable[[Callable[[int], None]], Path], done: str = "grouped by user") -> Path:
@@ -116,44 +132,43 @@ def clicks(spec: str) -> tuple[ParquetRows, ClickColumns] | None:
 @lru_cache(maxsize=4)
 def _clicks(spec: str) -> tuple[tuple[ParquetRows, ClickColumns] | None, ScratchFolder | None]:
     """The rows and their format, and the folder of this process that holds them, which lives as long."""
-    from ..data.click_columns import PlainColumns, names
-    from ..data.criteo import CRITEO
+    from ..data.click_columns import ClickColumns
     from ..data.grouped import clicks_of
     from ..data.parquet_rows import ParquetRows
+    from ..data.presets import CRITEO
 
-    kind, _, path = spec.partition(":")
-    folder = None
     if spec.startswith(SHARDS):
         folder = _click_shards(spec.removeprefix(SHARDS))
-        kind, path = "criteo-parquet", folder.name
-    if not path or kind not in CLICKS:
+        return _columns(ParquetRows(folder.name), CRITEO), folder
+    if (found := _source(spec)) is None or not found.is_clicks:
         return None, None
-    if kind in TEXT_CLICKS:
-        path = str(_told(spec, lambda report: clicks_of(spec, report), "written as Parquet"))
-    if kind.startswith("criteo"):
-        return (ParquetRows(path, names(CRITEO)), CRITEO), folder
-    rows = ParquetRows(path)
-    return (rows, PlainColumns.of(path, rows.schema)), None
+    if found.is_parquet:
+        return _columns(ParquetRows(found.where), found.format), None
+    rows = ParquetRows(_told(spec, lambda report: clicks_of(spec, report), "written as Parquet"))
+    dense = [name for name in rows.schema.names if str(rows.schema.field(name).type) == "float"]
+    label, *names = rows.schema.names
+    features = tuple(name for name in names if name not in dense)
+    return (rows, ClickColumns(label, tuple(dense), features)), None
 
 
-def _parquet(spec: str) -> str | None:
-    """The path of ``parquet:PATH``."""
-    kind, _, path = spec.partition(":")
-    return path if kind == "parquet" and path else None
+def _columns(rows: ParquetRows, format: LogFormat) -> tuple[ParquetRows, ClickColumns]:
+    """The rows of the columns of a format."""
+    from ..data.click_columns import ClickColumns
+
+    columns = ClickColumns.of(rows.path, rows.schema, format)
+    return rows.select(columns.names), columns
 
 
-def _source(spec: str) -> str | None:
-    """The log of events that `spec` names, for `tritonrec.data.grouped`; None for other data."""
-    kind, _, path = spec.partition(":")
-    return _parquet(spec) or (spec if kind in TEXT_LOGS and path else None)
+@lru_cache(maxsize=16)
+def _source(spec: str) -> Source | None:
+    """The log in files that `spec` names; None for other data."""
+    return None if spec.startswith(SHARDS) else source_of(spec)
 
 
 def _rows(spec: str) -> int | None:
     """Of a log in Parquet; None for text, whose rows nobody has counted."""
-    from ..data.parquet_rows import ParquetRows
-
-    path = _parquet(spec)
-    return ParquetRows(path, ()).num_rows if path else None
+    found = _source(spec)
+    return found.events().rows() if found and not found.is_clicks and found.is_parquet else None
 
 
 def _shards(spec: str) -> ScratchFolder:
@@ -164,13 +179,13 @@ def _shards(spec: str) -> ScratchFolder:
     return folder
 
 
-def _window_shards(spec: str, max_history: int, max_exposed: int) -> ScratchFolder:
+def _window_shards(spec: str, max_history: int, max_exposed: int, split: Split) -> ScratchFolder:
     from ..data.convert_windows import write_windows
 
     folder, log = ScratchFolder(), load_interactions(spec)
     write_windows(
         [log], Path(folder.name), max_history, max_exposed, rows_per_group=5, users=log.user_features,
-        genres=log.genres,
+        genres=log.genres, split=split,
     )  # fmt: skip
     return folder
 
@@ -179,12 +194,12 @@ def _click_shards(spec: str) -> ScratchFolder:
     import pyarrow
     import pyarrow.parquet
 
-    from ..data.criteo import CATEGORIES, COUNTS
+    from ..data.presets import CRITEO_CATEGORIES, CRITEO_COUNTS
 
     folder, log = ScratchFolder(), load_clicks(spec)
     columns = {"label": log.labels}
-    columns |= dict(zip(COUNTS, np.expm1(log.dense).T, strict=True))
-    columns |= dict(zip(CATEGORIES, log.categories.T, strict=True))
+    columns |= dict(zip(CRITEO_COUNTS, np.expm1(log.dense).T, strict=True))
+    columns |= dict(zip(CRITEO_CATEGORIES, log.categories.T, strict=True))
     path = Path(folder.name, "part-00000.parquet")
     pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=7)
     return folder

@@ -43,6 +43,8 @@ def trace_report(
         return 2
 
     console.print(_headline(trace), soft_wrap=True)
+    if "exchanges" in trace.metadata:
+        console.print(f"exchanges: {trace.metadata['exchanges']}", soft_wrap=True, highlight=False)
     try:
         summaries = summarise(trace.spans)
     except ValueError as error:  # too few batches to measure; the edges can be checked all the same

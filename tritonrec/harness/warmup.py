@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+from ..data import Vocabulary, hashed_ids
 from ..distributed import Communicators
 from ..embedding import Eviction, OptimizerName, PrecisionTiers, TablePolicy
 from ..kernels.compilation import compiling
@@ -66,6 +67,8 @@ def warm_up(
             _train(model, rule, target, TablePolicy())
         report(f"{models[0]} with policies of tables")
         _train(models[0], optimizers[0], target, POLICY)
+        report("words as ids")
+        _number_words()
     finally:
         compiling.remove(compiled)
     return Warmed(count, time.perf_counter() - began)
@@ -80,3 +83,7 @@ def _train(model: ModelName, rule: OptimizerName, target: Target, policy: TableP
     with tempfile.TemporaryDirectory() as folder:
         run = Run(job, "nestpipe", clip, rule, steps=3, checkpoint=Path(folder))
         loop.train(Communicators.local(), run, quiet=True)
+
+
+def _number_words() -> None:
+    hashed_ids(Vocabulary(map(str, range(200))).words)  # so many that it grows

@@ -22,9 +22,17 @@ from .compilation import announcement, is_first_rank, note_compilation
 
 
 def njit(*, cache: bool = False, **options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """``numba.njit``, whose `cache` never fails and never gives the code of another signature or source."""
+    """``numba.njit``, whose `cache` never fails and never gives the code of another signature or source.
+
+    Raises RuntimeError where numba is told to compile nothing: kernels call intrinsics, which Python has not.
+    """
     import numba
 
+    if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
+        raise RuntimeError(
+            "NUMBA_DISABLE_JIT is set, and the CPU's kernels run compiled only: unset it, or call ops with "
+            "impl='reference'"
+        )
     _watch_numba()
 
     def compiled(function: Callable[..., Any]) -> Any:

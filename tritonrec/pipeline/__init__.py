@@ -16,7 +16,7 @@ from .program import Program
 from .reference import ReferenceTrainer, run_sequentially
 from .replay import Replay
 from .results import StepResult
-from .saver import TrainingSaver, restore
+from .saver import TrainingSaver, restore, saved_vocabularies
 from .schedule import (
     DBP,
     FWP,
@@ -84,6 +84,7 @@ __all__ = [
     "rank_held_out",
     "restore",
     "run_sequentially",
+    "saved_vocabularies",
     "schedule_of",
     "whole_rows",
     "whole_tables",

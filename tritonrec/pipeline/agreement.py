@@ -1,26 +1,41 @@
-"""What ranks that train together must have in common, compared once, when their trainers are made."""
+"""What ranks that train together must have in common, compared when their trainers are made.
+
+What the caller may change later is compared again when a run begins (`run_agreement`).
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import platform
 import re
+import warnings
 from dataclasses import asdict, is_dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import torch
 
-from ..distributed import Communicators, check_ranks_agree
+from ..distributed import Communicators, RanksDisagreeError, check_ranks_agree
 from ..embedding import HashTableCollection
 from ..kernels.checksums import as_bytes
 from ..ops import Impl
 from ..version import __version__
 from .dense import DenseModel
 from .dense_checks import is_sharded
+from .run_agreement import compared_buffers, thread_settings
 from .schedule import Schedule
 from .window import WindowConfig
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
+
+
+CHOICES = (
+    "ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA",
+    "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_OPT", "TRITON_INTERPRET",
+)  # fmt: skip
+"""Variables by which libraries choose other instructions, or another order of sums."""
 
 
 def validate_same_training(
@@ -35,14 +50,53 @@ def validate_same_training(
 ) -> None:
     """Raise `RanksDisagreeError` on every rank where model, tables, optimizers or settings differ.
 
-    Collective; nothing is done for one rank. Parameters and their optimizer's state are compared by SHA-256.
-    Buffers may differ, as those of batch normalisation do; so may what changes no bit, as a table's slots.
+    Collective; nothing is done for one rank. What changes no bit may differ, as a table's slots. Processors
+    of another kind are an error with consistency ``"batch"``, and a warning without it.
     """
     if communicators.world_size == 1:
         return
+    check_ranks_agree(
+        communicators.control,
+        {
+            **settings_of(tables, dense, mode, config, schedule, device, impl),
+            **thread_settings(),
+            **(processor() if config.consistency == "batch" else {}),
+        },
+    )
+    if config.consistency != "batch":
+        try:
+            check_ranks_agree(communicators.control, processor())
+        except RanksDisagreeError as error:
+            warnings.warn(f"results depend on which rank has which samples: {error}", stacklevel=3)
+
+
+def processor() -> dict[str, object]:
+    """What chooses libraries' instructions, and so the last bits of exp and of products of matrices."""
+    given = {name: os.environ.get(name) for name in CHOICES}
+    return {
+        "torch.backends.cpu.get_cpu_capability()": torch.backends.cpu.get_cpu_capability(),
+        "architecture": platform.machine(),
+        **{f"environment variable {name}": value for name, value in given.items() if value is not None},
+    }
+
+
+def settings_of(
+    tables: HashTableCollection,
+    dense: DenseModel,
+    mode: str,
+    config: WindowConfig,
+    schedule: Schedule | None,
+    device: torch.device,
+    impl: Impl,
+) -> dict[str, object]:
+    """All that ranks must have in common, by name; tensors by SHA-256.
+
+    Buffers that a forward has changed are left out: each rank's follow its own samples.
+    """
     settings: dict[str, object] = {
         "tritonrec": __version__,
         "torch": torch.__version__,
+        **_of_libraries(device, impl),
         "mode": mode,
         **asdict(config),
         "schedule": schedule and f"{schedule.name} {_digest(repr(schedule).encode())}",
@@ -57,7 +111,18 @@ def validate_same_training(
     for name, values in dense.tensors().items():
         if name not in dense.parameters:
             settings[f"optimizer state {name}"] = _of(values)
-    check_ranks_agree(communicators.control, settings)
+    for name, values in compared_buffers(dense.model).items():
+        settings[f"buffer {name}"] = _of(values)
+    return settings
+
+
+def _of_libraries(device: torch.device, impl: Impl) -> dict[str, object]:
+    """Versions of the compilers of kernels that run."""
+    compiler = "triton" if device.type != "cpu" or impl == "triton" else "numba"
+    try:
+        return {compiler: version(compiler)}
+    except PackageNotFoundError:  # kernels that were compiled ahead
+        return {}
 
 
 def _of_tables(tables: HashTableCollection) -> dict[str, object]:
@@ -76,6 +141,8 @@ def _of_model(model: torch.nn.Module) -> dict[str, object]:
     settings: dict[str, object] = {"training": model.training}
     for name, module in model.named_modules():
         words = [module.extra_repr()]
+        if module.training != model.training:
+            words.append(f"training={module.training}")
         sizes = getattr(module, "config", None)
         if is_dataclass(sizes):
             words.append(repr(sizes))

@@ -9,6 +9,7 @@ import torch
 
 from .. import ops
 from ..data import JaggedBatch, Lookup, NextItemLoader, NextItemStream, evaluate
+from ..data.splits import Part
 from ..embedding import HashTableCollection
 from .precision import Precision, autocast
 
@@ -19,8 +20,10 @@ def rank_held_out(
     loader: NextItemLoader | NextItemStream,
     ks: Sequence[int] = (10,),
     precision: Precision = "float32",
+    part: Part = "test",
+    exclude_seen: bool = True,
 ) -> dict[str, float]:
-    """``{"HR@10": ..., "NDCG@10": ...}`` of a full ranking of each user's held-out item (`data.evaluate`).
+    """``{"HR@10": ..., "NDCG@10": ...}`` of a full ranking of the held-out items of a part (`data.evaluate`).
 
     Args:
         model: ``encode(history, rows)`` gives hidden states (L, D) of a `JaggedBatch`, from the rows (L, D)
@@ -31,7 +34,13 @@ def rank_held_out(
     training = model.training
     model.eval()
     try:
-        return evaluate(next_item_scores(model, tables, loader.catalogue, precision), loader, ks)
+        return evaluate(
+            next_item_scores(model, tables, loader.catalogue, precision),
+            loader,
+            ks,
+            part=part,
+            exclude_seen=exclude_seen,
+        )
     finally:
         model.train(training)
 

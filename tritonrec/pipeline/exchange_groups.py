@@ -47,6 +47,11 @@ class ExchangeGroups:
         """Whether any two micro-batches share an exchange."""
         return any(each != i for both in (self.rows_with, self.gradients_with) for i, each in enumerate(both))
 
+    def __str__(self) -> str:
+        """As a trace says it: ``1 of rows and 1 of gradients a window of 4 micro-batches``."""
+        rows, gradients = len({*self.rows_with}), len({*self.gradients_with})
+        return f"{rows} of rows and {gradients} of gradients a window of {len(self.rows_with)} micro-batches"
+
     @property
     def doers(self) -> dict[str, tuple[int, ...]]:
         """By stage, [i] the micro-batch whose task does the work of i too (`Tasks`)."""

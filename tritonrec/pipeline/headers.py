@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from ..distributed import Communicator, RanksDisagreeError
+from .words import WIDTH, Words, may_differ
 
+NO_WORDS = Words()
 GOES_ON = -1
 
 
@@ -37,11 +40,19 @@ class Headers(NamedTuple):
 
 
 def exchange(
-    routing: Communicator, replica_routing: Communicator, counts: torch.Tensor, header: Header
+    routing: Communicator,
+    replica_routing: Communicator,
+    counts: torch.Tensor,
+    header: Header,
+    words: Words = NO_WORDS,
+    settle: Callable[[], None] = lambda: None,
 ) -> tuple[torch.Tensor, Headers]:
     """Send row r of `counts` (L, n) int64 and the header to rank r of this sharding group. Collective.
 
     With replicas of the tables each rank gets the headers of all ranks, not only of its sharding group.
+
+    Args:
+        words: of this rank (`run_agreement`). settle: called on all ranks where theirs may differ.
 
     Returns:
         The counts (L, n) received, and what follows from all headers.
@@ -49,15 +60,19 @@ def exchange(
     Raises:
         RanksDisagreeError: ranks are at different steps, or the batches of one have ended. On every rank.
     """
-    mine = torch.tensor([header], dtype=torch.int64).expand(len(counts), -1)
+    own = [*header, *words.row]
+    mine = torch.tensor([own], dtype=torch.int64).expand(len(counts), -1)
     received = routing.all_to_all_equal(torch.cat([counts, mine], 1))
-    counts, headers = received.split([counts.shape[1], len(header)], 1)
-    shard_loss_terms = int(headers[:, -1].sum())
+    counts, headers = received.split([counts.shape[1], len(own)], 1)
+    shard_loss_terms = int(headers[:, len(header) - 1].sum())
     replicas = replica_routing.world_size
     if replicas > 1:
         rows = headers.reshape(1, -1).expand(replicas, -1)
-        headers = replica_routing.all_to_all_equal(rows).view(-1, len(header))
+        headers = replica_routing.all_to_all_equal(rows).view(-1, len(own))
+    headers, of_words = headers.split([len(header), WIDTH], 1)
     _validate_same_step(headers)
+    if len(headers) > 1 and may_differ(of_words.tolist()):
+        settle()
     _rank, _step, stop, _ended, loss_terms = headers.unbind(1)
     return counts, Headers(bool(stop.any()), shard_loss_terms, int(loss_terms.sum()))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -17,7 +18,9 @@ from .guard import Guard
 from .model_call import CallerSettings, check_gradients_are_on
 from .places import WindowPlaces
 from .reading import BatchReader
+from .run_agreement import RunAgreement
 from .window import Window, WindowConfig
+from .words import words_of
 
 
 class PendingWindows:
@@ -48,6 +51,8 @@ class PendingWindows:
         self._config, self._device, self._tables, self._shared = config, device, tables, shared
         self._globals: Noted = {}
         self._rates: dict[int, Noted] = {}  # by update in flight
+        self.agreement: RunAgreement | None = None  # of several ranks
+        self.single = False  # a run of one step is under way
         self._windows: deque[WindowPlaces] = deque()
         self._number = 0
         self._read = -1  # the last update whose batches were read
@@ -111,11 +116,20 @@ class PendingWindows:
 
     def begin(self, window: Window) -> WindowPlaces:
         """The window is in flight."""
-        places = WindowPlaces(window, self.newest, self._config.skips)
+        begins = not self.flight.under_way
         self.flight.begin()
         if self._shared:
             self._globals = globals_of_torch()
             self._rates[window.update] = row_rates(self._tables, window.update + 1)
+        if self.agreement is not None:
+            try:
+                state = self.agreement.begin(self.single) if begins else 0
+                window = replace(window, words=words_of(window.settings, state, window.batches))
+            except BaseException:
+                if begins:
+                    self._end_flight()
+                raise
+        places = WindowPlaces(window, self.newest, self._config.skips)
         self._windows.append(places)
         self._read = window.update
         self._number += 1
@@ -131,7 +145,12 @@ class PendingWindows:
             try:
                 self.flight.check_end()
             finally:
-                self.flight.end()
+                self._end_flight()
+
+    def _end_flight(self) -> None:
+        self.flight.end()
+        if self.agreement is not None:
+            self.agreement.end()
 
     def forget(self) -> None:
         """Which windows were read: the state is another one."""
@@ -141,7 +160,7 @@ class PendingWindows:
         """None of them will be done."""
         self._windows.clear()
         self._rates.clear()
-        self.flight.end()
+        self._end_flight()
 
     def abandon_under_way(self) -> None:
         """`abandon`, where a device may still work for them."""

@@ -28,6 +28,7 @@ from .dist_plan import InputDist, RowDist, Splits
 from .exchange_groups import ExchangeGroups
 from .flight import Flight
 from .reduce_scatter import ReplicaReduction
+from .run_agreement import RunAgreement
 from .stage import filled_places, place
 from .sums import Sums
 from .window import LookupCounts, Window, WindowConfig
@@ -46,7 +47,7 @@ class Context:
         replicated: gradients are added up over replicas of the tables in every update.
         replica: which of them this rank is.
         rank: of this process among all. stop: set where it was asked to stop.
-        groups: of micro-batches that share an exchange.
+        groups: of micro-batches that share an exchange. agreement: of several ranks, about their runs.
     """
 
     config: WindowConfig
@@ -58,6 +59,7 @@ class Context:
     rank: int
     stop: threading.Event
     groups: ExchangeGroups
+    agreement: RunAgreement | None = None
 
 
 # Per run.

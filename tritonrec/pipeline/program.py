@@ -22,6 +22,7 @@ from .flight import Flight
 from .headers import Header, exchange
 from .places import Context, WindowPlaces
 from .replicas import validate_replicable
+from .run_agreement import RunAgreement
 from .schedule import Schedule
 from .stage import Access, signature_of
 from .stages import write_back
@@ -47,7 +48,7 @@ class Program:
         communicators: one for each lane that communicates.
         config: see `WindowConfig`.
         flight: guards model, tables and optimizer while the stages run.
-        device: where samples and buffers go.
+        device: where samples and buffers go. agreement: of several ranks, about their runs.
     """
 
     def __init__(
@@ -59,16 +60,19 @@ class Program:
         config: WindowConfig,
         flight: Flight,
         device: str | torch.device = "cpu",
+        agreement: RunAgreement | None = None,
     ):
         validate_replicable(communicators, config)
         self.schedule, self.communicators, self.config = schedule, communicators, config
         self.model, self.tables, self.dense = dense.model, tables, dense
         device = usable_device(device)
         self.sums = Sums(config, device, communicators.copies_messages(device))
-        groups = self._exchange_groups()
+        groups, reason = self._exchange_groups()
+        self.exchanges = f"{groups}: {reason}"
+        """How many exchanges a window has, and why, in words."""
         self.context = Context(
             config, device, tables, self.sums, schedule.replicated,
-            communicators.replica.rank, communicators.rank, communicators.stop, groups,
+            communicators.replica.rank, communicators.rank, communicators.stop, groups, agreement,
         )  # fmt: skip
         self.run_places: Mapping[Any, Any] = {
             at.Tables: [group.table for group in tables.groups],
@@ -89,14 +93,24 @@ class Program:
         assert write_back.function is not None
         self._write_back = self.bind(write_back.function, "write_back")
 
-    def _exchange_groups(self) -> ExchangeGroups:
+    def _exchange_groups(self) -> tuple[ExchangeGroups, str]:
+        """Which micro-batches share an exchange, and why."""
         chosen, count = self.config.exchanges, self.config.window_micro_batches
-        if chosen == "each" or self.communicators.communication.world_size == 1:
-            return each_alone(count)
+        if self.communicators.communication.world_size == 1:
+            return each_alone(count), "no table has its rows on several ranks, and nothing is sent"
+        if chosen == "each":
+            return each_alone(count), "exchanges is 'each'"
         # beside a message that processors copy they compute nothing
         once = chosen == "once" or (chosen == "auto" and self.sums.copied)
         overlap = self.schedule.overlaps_window and not once
-        return joined_groups(count, overlap, ordered=not self.sums.exact)
+        reason = f"exchanges is {chosen!r}"
+        if chosen == "auto" and once:
+            reason = "the ranks' own processors copy the messages, which would hide behind nothing"
+        elif not self.schedule.overlaps_window:
+            reason = f"{self.schedule.name} overlaps none with the computation of its window"
+        elif chosen == "auto":
+            reason = "they travel beside the computation, and later ones are joined where that exposes none"
+        return joined_groups(count, overlap, ordered=not self.sums.exact), reason
 
     def bind(
         self, function: Callable[..., Any], stage: str, granted: tuple[Access, ...] | None = None

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import checkpoint
-from ..checkpoint import flatten, unflatten
+from ..checkpoint import CheckpointStream, flatten, unflatten
+from ..data import Vocabulary
+from ..data.vocabulary import tensors_of, vocabularies_of
 from ..distributed import Communicators, check_ranks_agree
 from ..embedding import HashTableCollection
 from .dense import DenseModel
@@ -32,6 +34,7 @@ class TrainingSaver:
         directory: visible to all ranks. tables, dense: what is saved.
         meta: values of the caller's that JSON keeps unchanged, saved with every checkpoint.
         loader: its position is saved too. precision: of the model's arithmetic.
+        vocabularies: gives those of the tables' ids at a save.
     """
 
     def __init__(
@@ -44,12 +47,14 @@ class TrainingSaver:
         full_every: int = 1,
         loader: SupportsState | None = None,
         precision: Precision = "float32",
+        vocabularies: Callable[[], Mapping[str, Vocabulary]] = dict,
     ):
         for key in (DENSE, LOADER, EMBEDDING, PRECISION):
             if key in meta:
                 raise ValueError(f"metadata of a checkpoint has the key {key!r}, which the trainer uses")
         self._communicators, self._loader, self._precision = communicators, loader, precision
         self.tables, self.dense, self.meta = tables, dense, meta
+        self._vocabularies = vocabularies
         self._incremental = full_every > 1
         self._saver: checkpoint.Saver | None = None
         if communicators.saves:
@@ -78,6 +83,7 @@ class TrainingSaver:
         plain, shared = flatten(state, DENSE)
         full = self._saver.next_is_full()
         dense = {name.removeprefix(f"{DENSE}/"): tensor.clone() for name, tensor in shared.items()}
+        dense |= tensors_of(self._vocabularies())
         own = {DENSE: plain, EMBEDDING: self.tables.describe(), PRECISION: self._precision}
         values = {**self.meta, **(meta or {}), **at, **own}
         if full:
@@ -108,10 +114,12 @@ def restore(
     dense: DenseModel,
     accept: Callable[[dict[str, Any]], None] = lambda meta: None,
     loader: SupportsState | None = None,
+    vocabularies: dict[str, Vocabulary] | None = None,
 ) -> int:
     """Load this rank's part of the newest checkpoint; returns its step. Collective.
 
-    `loader` goes on where the one of the training that saved was.
+    `loader` goes on where the one of the training that saved was. `vocabularies` must extend those that were
+    saved, and get those that are missing.
 
     `accept` gets the metadata of the training that saved, and raises where this one differs; nothing is
     loaded then. Raises ValueError for a checkpoint of something else, of another model, optimizer or table.
@@ -124,11 +132,28 @@ def restore(
     accept(meta)
     if plain is None:
         raise ValueError(f"the checkpoint in {directory} was not saved by a Trainer of this version")
+    saved = vocabularies_of(loaded.dense)
+    for name, before in saved.items():
+        if vocabularies and name in vocabularies:
+            vocabularies[name].check_extends(before, name)
     if loader is not None:
         set_position(communicators, loader, at)
     dense.load_state_dict(
         unflatten(plain, {f"{DENSE}/{name}": tensor for name, tensor in loaded.dense.items()})
     )
     tables.load_state(loaded.tables)
+    if vocabularies is not None:
+        vocabularies |= {name: each for name, each in saved.items() if name not in vocabularies}
     check_ranks_agree(communicators.control, {"step of the checkpoint": loaded.step})
     return loaded.step
+
+
+def saved_vocabularies(directory: str | Path, step: int | None = None) -> dict[str, Vocabulary]:
+    """The vocabularies in a checkpoint of a `Trainer`, by name, to read the next log with; {} without any.
+
+    Args:
+        step: of the checkpoint in `directory`, the newest by default.
+
+    Raises `CheckpointError` where there is no checkpoint, or a damaged one.
+    """
+    return vocabularies_of(CheckpointStream(directory, step).dense())

@@ -15,12 +15,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from .. import ops
-from ..data import Batch, NextItemLoader, NextItemStream
+from ..data import Batch, NextItemLoader, NextItemStream, Vocabulary
+from ..data.splits import Part
 from ..distributed import Communicators
 from ..embedding import HashTableCollection
 from ..kernels.dispatch import default_impl, usable_device
 from ..trace import NullRecorder, SupportsRecording
-from .agreement import validate_same_training
+from .agreement import settings_of, validate_same_training
 from .dense import DenseModel
 from .dense_checks import validate_hooks, validate_invariant
 from .evaluation import rank_held_out
@@ -41,6 +42,7 @@ from .reading import BatchReader
 from .reference import ReferenceTrainer, run_sequentially
 from .replicas import ReplicaAverage
 from .results import StepResult, results_of
+from .run_agreement import RunAgreement
 from .saver import TrainingSaver, restore
 from .schedule import Schedule, Task
 from .streams import Streams, lanes_of_one_thread, launches_in_turn, streams_for
@@ -72,6 +74,11 @@ class Trainer:
         graphs: of the model's calls; None: kernels are launched one after the other.
         trust_model: no call of the model is compared (`pipeline.guard`): at consistency ``"batch"`` a model
             whose samples see each other trains too, with bits that depend on the cut. It is printed.
+
+    Attributes:
+        next_step: number of steps that are done.
+        vocabularies: of the words that ids stand for, by name; set them where the log has words: they are
+            saved with the tables.
 
     Use as a context manager: leaving it finishes the batches that were read, after an error it abandons them.
 
@@ -130,6 +137,7 @@ class Trainer:
         self._executor: Executor | None = None
         self._average: ReplicaAverage | None = None
         self._communicators = communicators
+        self.vocabularies: dict[str, Vocabulary] = {}
         self._finished = 0  # the last step whose results are there
         self.next_step = 0
         self._stopping = False
@@ -164,11 +172,18 @@ class Trainer:
             communicators, tables, self.dense, mode, self.config, self._schedule, self._device,
             self.impl,
         )  # fmt: skip
+        if communicators.world_size > 1:
+            given = tables, self.dense, mode, self.config, self._schedule, self._device, self.impl
+            self._pending.agreement = RunAgreement(
+                communicators, tables, self.dense, partial(settings_of, *given)
+            )
         self._program = Program(
-            self._schedule, tables, self.dense, communicators, self.config, self._pending.flight, self._device
-        )
+            self._schedule, tables, self.dense, communicators, self.config, self._pending.flight,
+            self._device, self._pending.agreement,
+        )  # fmt: skip
         tasks = self._program.tasks
         self.recorder.metadata["done_by"] = {stage: list(each) for stage, each in tasks.doers.items()}
+        self.recorder.metadata["exchanges"] = self._program.exchanges
         if self.config.average_every:
             self._average = ReplicaAverage(tables, communicators.replica)
         if self._schedule.concurrent:
@@ -212,9 +227,13 @@ class Trainer:
         if not 1 <= len(batches) <= self.config.accumulate:
             raise ValueError(f"one update takes 1 to {self.config.accumulate} batches, got {len(batches)}")
         source, before = iter(batches), self._pending.batches
-        results = [self.progress(source)]
-        while self._pending or self._results:
-            results.append(self.progress(source))
+        self._pending.single = True
+        try:
+            results = [self.progress(source)]
+            while self._pending or self._results:
+                results.append(self.progress(source))
+        finally:
+            self._pending.single = False
         self._pending.batches = before  # a single step is no run, whose end the ranks would have to agree on
         return results[-1]
 
@@ -338,8 +357,9 @@ class Trainer:
         self._check_whole()
         groups, meta = self._communicators, meta or {}
         return TrainingSaver(
-            groups, directory, self.tables, self.dense, meta, full_every, loader, self.config.precision
-        )
+            groups, directory, self.tables, self.dense, meta, full_every, loader, self.config.precision,
+            lambda: self.vocabularies,
+        )  # fmt: skip
 
     def save(
         self,
@@ -350,7 +370,8 @@ class Trainer:
         """Save everything as the state after `next_step` steps, and wait until it is on the disk. Collective.
 
         That is the model with its buffers, the states of optimizer, scheduler and average, and this rank's
-        rows with their states and metadata. The directory may hold earlier checkpoints of the same training.
+        rows with their states and metadata, and `vocabularies`. The directory may hold earlier checkpoints of
+        the same training.
 
         Args:
             meta: values of the caller's that JSON keeps unchanged.
@@ -369,6 +390,9 @@ class Trainer:
     ) -> int:
         """Load what `save` wrote, at any world size; returns the number of the next step. Collective.
 
+        `vocabularies` must extend those that were saved, as a log read with `saved_vocabularies` does; those
+        that are not there are loaded.
+
         Args:
             accept: is called with the metadata that was saved, and may raise; nothing is loaded then.
             loader: gets the position that was saved with ``loader=``.
@@ -376,7 +400,9 @@ class Trainer:
         Raises RuntimeError while batches are in flight, ValueError or `CheckpointError` for a checkpoint that
         is damaged or of another model, optimizer or table.
         """
-        self.next_step = restore(self._communicators, directory, self.tables, self.dense, accept, loader)
+        self.next_step = restore(
+            self._communicators, directory, self.tables, self.dense, accept, loader, self.vocabularies
+        )
         self._broken = ""
         self._pending.forget()
         return self.next_step
@@ -390,14 +416,20 @@ class Trainer:
         return whole_tables(self._communicators, self.tables)
 
     def evaluate(
-        self, loader: NextItemLoader | NextItemStream, ks: Sequence[int] = (10,)
+        self,
+        loader: NextItemLoader | NextItemStream,
+        ks: Sequence[int] = (10,),
+        part: Part = "test",
+        exclude_seen: bool = True,
     ) -> dict[str, float]:
-        """HR@K and NDCG@K of every user's held-out item, on every rank (`rank_held_out`). Collective.
+        """HR@K and NDCG@K of the held-out items of a part, on every rank (`data.evaluate`). Collective.
 
         The averaged model is ranked where there is one, in the precision of training. Raises RuntimeError
         while batches are in flight.
         """
-        return rank_held_out(self.dense.evaluated, self.whole_tables(), loader, ks, self.config.precision)
+        precision = self.config.precision
+        tables = self.whole_tables()
+        return rank_held_out(self.dense.evaluated, tables, loader, ks, precision, part, exclude_seen)
 
     def close(self) -> None:
         """Stop the lanes and give the model back.

@@ -18,6 +18,7 @@ from ..settings import MOST, seed_setting, setting
 from .dist_plan import MAX_FIRST_USE
 from .model_call import CallerSettings
 from .precision import DTYPES, LossScaling, Precision
+from .words import Words
 
 Consistency = Literal["window", "batch"]
 Dedup = Literal["none", "exchange", "lookup", "both"]
@@ -79,12 +80,14 @@ class Window:
         batches: one, or as many as gradients are accumulated over.
         update: updates of the rows and parameters before this one, over all runs.
         settings: of the thread that read the batches.
+        words: what ranks compare of it; None for one rank.
     """
 
     number: int
     batches: list[Batch]
     update: int
     settings: CallerSettings = field(default_factory=CallerSettings)
+    words: Words | None = None
 
     @property
     def step(self) -> int:

@@ -8,6 +8,7 @@
       item.00001.parquet
       dense.pt2                     `torch.export`
       dense.compiled.pt2            AOTInductor, where it was wanted
+      words-item.parquet            where the log had words: row i is the word of item i
 
 The folder is written under another name and renamed at its end, so that it is complete or absent. Rows are
 ordered by hash slice and id, whatever saved the checkpoint: equal states give equal tables, byte for byte.
@@ -32,6 +33,7 @@ from torch import Tensor
 from ..checkpoint import CheckpointStream, unflatten
 from ..checkpoint.files import flush, sha256_of
 from ..checkpoint.manifest import add_checksum
+from ..data.vocabulary import vocabularies_of
 from ..kernels.autocast import DTYPES, Precision
 from ..version import __version__
 from .manifest import FORMAT, MANIFEST, VERSION
@@ -122,6 +124,7 @@ def export(
                 "format": FORMAT, "version": VERSION, "tritonrec": __version__, "step": stream.step,
                 "tables": tables, "features": described["features"],
                 "dense": dense and _export_dense(dense, partial, compiled),
+                **_export_vocabularies(stream, partial),
             }
         )  # fmt: skip
         manifest = partial / MANIFEST
@@ -134,6 +137,17 @@ def export(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return body
+
+
+def _export_vocabularies(stream: CheckpointStream, folder: Path) -> dict[str, Any]:
+    """Write the vocabularies; the manifest's part of them, where there are any."""
+    found = vocabularies_of(stream.dense())
+    entries = {}
+    for (name, vocabulary), label in zip(found.items(), _labels(found), strict=True):
+        path = folder / f"words-{label}.parquet"
+        vocabulary.save(path)
+        entries[name] = {**_file(path), "words": len(vocabulary)}
+    return {"vocabularies": entries} if entries else {}
 
 
 def _labels(names: Mapping[str, Any]) -> Iterator[str]:

@@ -73,6 +73,11 @@ def _wrong(body: Mapping[str, Any]) -> Iterator[str]:
         yield from _other_types(f"features.{name}", feature, _FEATURE)
         if feature["table"] not in body["tables"]:
             yield f"features.{name}.table is {feature['table']!r}, which is no table"
+    vocabularies = body.get("vocabularies", {})
+    yield from _other_types("the manifest", {"vocabularies": vocabularies}, {"vocabularies": dict})
+    for name, entry in vocabularies.items():
+        yield from _other_types(f"vocabularies.{name}", entry, _FILE | {"words": int})
+        yield from _other_folder(f"vocabularies.{name}", entry)
     dense = body.get("dense", 0)
     if dense is not None:
         yield from _other_types("dense", dense, {"kind": str, "program": dict})

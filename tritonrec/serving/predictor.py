@@ -16,12 +16,14 @@ from torch import Tensor
 
 from .. import ops
 from ..data.impressions import ImpressionBatch
-from ..data.jagged import KeyedJaggedTensor, WeightedLookup, check_offsets
+from ..data.jagged import check_offsets, check_tensor
+from ..data.vocabulary import Vocabulary
 from ..embedding.features import pool
 from ..nn import sigmoid
+from .histories import Ids, array_of, ids_of, times_of, told
 from .manifest import checked_file, read_manifest
 from .programs import CLICK, IMPRESSION, NEXT_ITEM, load_compiled, load_program
-from .retrieval import top_k
+from .retrieval import leave_out, top_k
 from .shards import read_shard
 
 UnknownIds = Literal["initial", "zeros"]
@@ -65,10 +67,18 @@ class Predictor:
     Attributes:
         manifest: of the export. step: of the checkpoint. tables: by name. program: the dense part, called
             with the tensors of its scorer; None where the tables were exported alone.
+        vocabularies: of the words that the log had, by name.
     """
 
-    def __init__(self, manifest: dict[str, Any], tables: dict[str, ExportedTable], program: Any):
+    def __init__(
+        self,
+        manifest: dict[str, Any],
+        tables: dict[str, ExportedTable],
+        program: Any,
+        vocabularies: Mapping[str, Vocabulary] | None = None,
+    ):
         self.manifest, self.tables, self.program = manifest, tables, program
+        self.vocabularies = dict(vocabularies or {})
         self.step: int = manifest["step"]
 
     @classmethod
@@ -94,7 +104,9 @@ class Predictor:
             program = load_compiled(checked_file(folder, dense["compiled"]))
         elif dense:
             program = load_program(checked_file(folder, dense["program"]))
-        return cls(manifest, tables, program)
+        entries = manifest.get("vocabularies", {})
+        words = {name: _load_vocabulary(folder, name, entry) for name, entry in entries.items()}
+        return cls(manifest, tables, program, words)
 
     def rows(self, feature: str, ids: Tensor, offsets: Tensor | None = None) -> Tensor:
         """Embeddings of a feature, as `HashTableCollection.peek` gives them: (n, d) of ids (n,) int64.
@@ -105,7 +117,7 @@ class Predictor:
         if described is None:
             raise ValueError(f"there is no feature {feature!r}, but {', '.join(self.manifest['features'])}")
         if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.dim() != 1:
-            raise ValueError(f"ids of feature {feature!r} must be (n,) int64, got {_told(ids)}")
+            raise ValueError(f"ids of feature {feature!r} must be (n,) int64, got {told(ids)}")
         found = self.tables[described["table"]].rows(ids)
         if described["pooling"] == "none":
             return found
@@ -118,23 +130,17 @@ class Predictor:
         """User vectors (B, d) of a next-item model, from histories of items, oldest first.
 
         Args:
-            history: a `JaggedBatch`, a `KeyedJaggedTensor` or a mapping with the key ``"item"``, ids with
-                offsets (B + 1,) int64, or one user's ids (L,) int64.
-            timestamps: (L,) int64, for a model with times; a `JaggedBatch` brings its own.
+            history: one user's ids (L,) int64, or words, or a list of these for B users; a `JaggedBatch`, a
+                `KeyedJaggedTensor` or a mapping with the key ``"item"``, ids with offsets (B + 1,) int64.
+            timestamps: (L,) int64, or lists as those of `history`, for a model with times; a `JaggedBatch`
+                brings its own.
 
-        Raises ValueError for an empty, a too long or a weighted history, and for missing timestamps.
+        Raises ValueError for an empty, a too long or a weighted history, an unknown word, and for missing
+        timestamps.
         """
         dense = self._dense(NEXT_ITEM, "encode")
-        ids, offsets = _history(history)
-        if timestamps is None:
-            timestamps = getattr(history, "timestamps", None)
-        if timestamps is None:
-            if dense["timestamps"]:
-                raise ValueError("this model goes by times: give timestamps (L,) int64")
-            timestamps = torch.zeros_like(ids)
-        if timestamps.shape != ids.shape or timestamps.dtype != torch.int64:
-            raise ValueError(f"timestamps must be {tuple(ids.shape)} int64, got {_told(timestamps)}")
-        check_offsets(offsets, len(ids), "offsets of 'item'", "ids")
+        ids, offsets, _ = self._ids(history)
+        timestamps = times_of(timestamps, history, ids, dense["timestamps"])
         lengths, longest = offsets.diff(), dense["max_seq_len"]
         wrong = ((lengths < 1) | (lengths > longest)).nonzero()
         if len(wrong):
@@ -148,16 +154,54 @@ class Predictor:
         weights = self._items().weights if items is None else self.rows("item", items)
         return ops.linear(self.encode(history, timestamps), weights, None)
 
-    def retrieve(self, history: Any, k: int, timestamps: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def retrieve(
+        self, history: Any, k: int, timestamps: Any = None, exclude: Any = "history"
+    ) -> tuple[Any, Tensor]:
         """The k items of the highest scores by exact search: ids (B, k) int64 and scores (B, k) float32.
 
-        Best first; of equal scores the smaller id. Raises ValueError for a k outside [1, items].
+        Best first; of equal scores the smaller id. Items of the history are left out, as in the evaluation.
+        Where the history has words, the items are words too, B lists of k.
+
+        Args:
+            history, timestamps: see `encode`.
+            exclude: ``"history"``; None leaves nothing out; or the items that each user has seen, in any form
+                of `history`, which may be longer than the model takes.
+
+        Raises ValueError as `encode`, and for a k outside [1, items that are left to a user].
         """
-        table = self._items()
+        table, given = self._items(), self._ids(history)
         vectors = self.encode(history, timestamps)
+        seen = self._excluded(exclude, given)
         block = max(1, BLOCK_SCORES // max(1, len(table.ids)))
-        found = [top_k(ops.linear(each, table.weights, None), k) for each in vectors.split(block)]
-        return table.ids[torch.cat([places for places, _ in found])], torch.cat([best for _, best in found])
+        places, best = [], []
+        for first in range(0, len(vectors), block):
+            scores = ops.linear(vectors[first : first + block], table.weights, None)
+            found = top_k(leave_out(scores, table.ids, *seen, first, k), k)
+            places.append(found[0])
+            best.append(found[1])
+        none = torch.empty(0, k, dtype=torch.int64)
+        ids, scores = table.ids[torch.cat([none, *places])], torch.cat([none.float(), *best])
+        if not given.words:
+            return ids, scores
+        words = self.vocabularies["item"].decode(ids.flatten()).to_pylist()
+        return [words[first : first + k] for first in range(0, len(words), k)], scores
+
+    def _ids(self, history: Any) -> Ids:
+        return ids_of(history, "history", self.vocabularies.get("item"))
+
+    def _excluded(self, exclude: Any, history: Ids) -> tuple[Tensor, Tensor]:
+        """Ids and offsets of the items that are left out."""
+        users = len(history.offsets) - 1
+        if isinstance(exclude, str) and exclude == "history":
+            return history.ids, history.offsets
+        if exclude is None:
+            return history.ids[:0], torch.zeros_like(history.offsets)
+        if isinstance(exclude, str):
+            raise ValueError(f"exclude must be 'history', None or the items of each user, got {exclude!r}")
+        ids, offsets, _ = ids_of(exclude, "exclude", self.vocabularies.get("item"))
+        if len(offsets) != users + 1:
+            raise ValueError(f"exclude has items of {len(offsets) - 1} users, and the history {users}")
+        return ids, offsets
 
     @property
     def item_ids(self) -> Tensor:
@@ -168,8 +212,8 @@ class Predictor:
         """Probabilities (B,) of a click, or (Le, T) of each task for the exposed items of a `GRM`.
 
         Args:
-            batch: a `ClickBatch`, or dense features (B, F) float32 with `features`: ids (B,) int64 by name.
-                An `ImpressionBatch` for a `GRM`; its labels are not read.
+            batch: a `ClickBatch`, or dense features (B, F) float32 with `features`: ids (B,) int64 by name,
+                or words. An `ImpressionBatch` for a `GRM`; its labels are not read.
 
         Raises ValueError for a missing feature, another number of ids than samples, and a sample of more
         tokens than the model takes.
@@ -177,7 +221,8 @@ class Predictor:
         if isinstance(batch, ImpressionBatch):
             return self._predict_impressions(batch)
         names = self._dense(CLICK, "predict")["features"]
-        dense = batch if isinstance(batch, Tensor) else batch.dense
+        dense = batch if isinstance(batch, Tensor) else getattr(batch, "dense", batch)
+        check_tensor("dense features", dense, torch.float32, 2)
         if features is None:
             if isinstance(batch, Tensor):
                 raise ValueError(f"give the ids of features {', '.join(names)}")
@@ -186,18 +231,21 @@ class Predictor:
         for name in names:
             if name not in features:
                 raise ValueError(f"ids of feature {name!r} are missing, there are {sorted(features)}")
-            if features[name].shape != dense.shape[:1]:
+            ids = features[name]
+            if not isinstance(ids, Tensor):
+                ids = array_of(ids, f"feature {name!r}", self.vocabularies.get(name))[0]
+            if getattr(ids, "shape", None) != dense.shape[:1]:
                 raise ValueError(
                     f"ids of feature {name!r} must be ({len(dense)},) like the dense features, got "
-                    f"{tuple(features[name].shape)}"
+                    f"{told(ids)}"
                 )
-            rows.append(self.rows(name, features[name]))
+            rows.append(self.rows(name, ids))
         with torch.no_grad():
             return sigmoid(self.program(dense, torch.stack(rows, 1))).squeeze(1)
 
     def _predict_impressions(self, batch: ImpressionBatch) -> Tensor:
         dense = self._dense(IMPRESSION, "predict of an ImpressionBatch")
-        lookups = batch.lookups()
+        lookups = batch.validate().lookups()
         wanted = ["item", "action", *dense["context"], *(["genre"] if dense["genres"] else [])]
         if missing := [name for name in wanted if name not in lookups]:
             raise ValueError(f"the batch has no feature {missing[0]!r}, but {', '.join(lookups)}")
@@ -231,27 +279,6 @@ class Predictor:
         return dense
 
 
-def _told(value: Any) -> str:
-    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-
-
-def _history(history: Any) -> tuple[Tensor, Tensor]:
-    """Ids and offsets of any form that `Predictor.encode` takes."""
-    if isinstance(history, Tensor):
-        return history, torch.tensor([0, len(history)], dtype=torch.int64)
-    if isinstance(history, KeyedJaggedTensor):
-        history = history.to_dict()
-    if isinstance(history, Mapping):
-        if "item" not in history:
-            raise ValueError(f"the history has features {list(history)}, and the model needs 'item'")
-        history = history["item"]
-        if isinstance(history, WeightedLookup):
-            raise ValueError("the history 'item' has weights, which this model does not take: leave them out")
-        ids, offsets = history
-        return ids, offsets
-    return history.ids, history.offsets
-
-
 def load_tables(
     path: Path | str, features: Sequence[str], unknown: UnknownIds = "initial"
 ) -> tuple[dict[str, int], dict[str, ExportedTable]]:
@@ -271,6 +298,15 @@ def load_tables(
     }
     rows = {feature: manifest["tables"][name]["rows"] for feature, name in names.items()}
     return rows, {feature: tables[names[feature]] for feature in features}
+
+
+def _load_vocabulary(folder: Path, name: str, entry: Mapping[str, Any]) -> Vocabulary:
+    vocabulary = Vocabulary.load(file := checked_file(folder, entry))
+    if len(vocabulary) != entry["words"]:
+        raise ValueError(
+            f"{file} has {len(vocabulary)} words of {name!r}, the manifest says {entry['words']}"
+        )
+    return vocabulary
 
 
 def _load_table(folder: Path, table: Mapping[str, Any], unknown: UnknownIds) -> ExportedTable:

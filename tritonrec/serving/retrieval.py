@@ -30,6 +30,32 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return place[chosen], best[chosen]
 
 
+def leave_out(scores: Tensor, items: Tensor, seen: Tensor, offsets: Tensor, first: int, k: int) -> Tensor:
+    """`scores` (b, I) of the users from `first` on, with -inf where a user has seen an item.
+
+    Args:
+        items: (I,) int64, ascending, at least one. k: items that each user needs.
+        seen, offsets: ids (n,) of each user (B + 1,); repeats and unknown ones are allowed.
+
+    Raises ValueError where fewer than k items are left to a user.
+    """
+    own = offsets[first : first + len(scores) + 1]
+    ids = seen[own[0] : own[-1]]
+    users = torch.repeat_interleave(torch.arange(len(scores)), own.diff())
+    places = torch.searchsorted(items, ids.contiguous()).clamp(max=len(items) - 1)
+    known = items[places] == ids
+    out = torch.zeros(scores.shape, dtype=torch.bool)
+    out[users[known], places[known]] = True
+    left = len(items) - out.sum(1)
+    if 1 <= k <= len(items) and bool((left < k).any()):
+        user = int((left < k).nonzero()[0])
+        raise ValueError(
+            f"k = {k} items are wanted, and user {first + user} has {int(left[user])} of {len(items)} left "
+            "without those that are left out: take a smaller k, or exclude=None"
+        )
+    return scores.masked_fill(out, -torch.inf)
+
+
 def recall(found: Tensor, wanted: Tensor) -> float:
     """Share of `wanted` (B, k) ids that are in the same row of `found` (B, m), the mean over all rows.
 

@@ -70,7 +70,8 @@ class Recorder:
         metadata: JSON values stored in the file, for its analysis: ``mode``, ``consistency``,
             ``micro_batches``, and ``edges``, the schedule's dependencies as ``(from_stage, to_stage,
             batch_offset, micro_batch_rule)``, and ``done_by``, the micro-batches that share tasks (see
-            `tritonrec.trace.analysis.check_edges`). ``rank`` and ``world_size`` are added. The attribute may
+            `tritonrec.trace.analysis.check_edges`), and ``exchanges``, how many a window has, and why, in
+            words. ``rank`` and ``world_size`` are added. The attribute may
             be changed until `save`.
     """
 

@@ -197,7 +197,8 @@ def _title(trace: Trace, batches: list[int]) -> str:
         parts.append(f"exposed communication {exposed_ns / physical:.0%}")
     if lookup:
         parts.append(f"hidden lookup {hidden / lookup:.0%}")
-    return "   ·   ".join(part for part in parts if part)
+    exchanges = f"\nexchanges: {about['exchanges']}" if "exchanges" in about else ""
+    return "   ·   ".join(part for part in parts if part) + exchanges
 
 
 def _legend(figure: Any, names: set[str]) -> None:

@@ -8,7 +8,7 @@ from inspect import cleandoc
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from ...host_memory import keep_freed_memory
@@ -30,20 +30,62 @@ COMMANDS = {
     "serve-bench": "Serve a DLRM whose lookups have a bounded lag; print latency and throughput by bound.",
     "emulate": "Run tests or a script with Triton's kernels compiled for a GPU and executed on the CPU.",
     "warmup": "Compile the kernels of training and serving, so that the first run does not.",
+    "fetch": "Download a public log into the cache, once, and check it.",
     "doctor": "Describe this machine, and test whether batch invariance holds on it.",
 }
 """By name the first sentence of its help; the function of that name is in the module of that name."""
+
+EXAMPLES = {
+    "verify": ["verify --quick", "verify --data ml-100k --inject-faults --json report.json"],
+    "fuzz": ["fuzz --minutes 1", "fuzz --configurations 500 --seed 7 --json fuzz.json"],
+    "train": [
+        "train --data zipf --steps 50",
+        "train --data ml-100k --checkpoint run --resume=auto",
+        "train --data ml-100k --world-size 2 --trace run.pftrace",
+        "train --model dlrm --data criteo --optimizer rowwise_adagrad",
+    ],
+    "export": ["export run exported", "export run exported --format safetensors --metadata"],
+    "bisect": ["bisect run-a run-b"],
+    "trace": ["trace run.pftrace --png run.png"],
+    "bench": ["bench --only unique", "bench --repeat 3 --json before.json", "bench --compare before.json"],
+    "report": ["report --html report.html"],
+    "profile": ["profile --data ml-100k --steps 20 --out profile"],
+    "lab": ["lab --data zipf --world-size 2 --rate 200"],
+    "simulate": ["simulate --png tables.png"],
+    "plan": ["plan --trace run.pftrace --world-size 8"],
+    "serve-bench": ["serve-bench --scenarios none"],
+    "emulate": ["emulate -- python my_kernel.py"],
+    "warmup": ["warmup --models hstu,dlrm --optimizers adam"],
+    "fetch": ["fetch ml-100k"],
+    "doctor": ["doctor"],
+}
+"""Calls that its help shows, by name of the command."""
+
+ALONE = {"--resume": "yes"}
+"""Options with a value that they have where none is given; a value is joined to them by ``=``."""
 
 
 def load(name: str) -> Any:
     """The command `name` of `COMMANDS`, with all its options."""
     module = name.replace("-", "_")
     function = getattr(import_module(f".{module}", __name__), module)
-    paragraphs = cleandoc(function.__doc__).split("\n\n")
+    paragraphs = cleandoc(function.__doc__ or COMMANDS[name]).split("\n\n")  # python -OO drops docstrings
     alone = typer.Typer(add_completion=False)
     # typer keeps the line ends of the source, and a terminal of 80 columns would add its own
-    alone.command(name, help="\n\n".join(" ".join(each.split()) for each in paragraphs))(function)
+    text = [" ".join(each.split()) for each in paragraphs]
+    examples = "\n".join(f"  tritonrec {each}" for each in EXAMPLES[name])
+    alone.command(name, cls=Command, help="\n\n".join([*text, f"\b\nExamples:\n{examples}"]))(function)
     return get_command(alone)
+
+
+class Command(TyperCommand):
+    """An option of `ALONE` may stand without a value: ``--resume`` is ``--resume=yes``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As of its base."""
+        ended = args.index("--") if "--" in args else len(args)
+        options = [f"{each}={ALONE[each]}" if each in ALONE else each for each in args[:ended]]
+        return super().parse_args(ctx, options + args[ended:])
 
 
 class Commands(TyperGroup):

@@ -29,6 +29,7 @@ from .words import PARSERS
 
 PANELS = {
     "Job": "Data and training",
+    "LogFormat": "Format of the log",
     "Target": "Data and training",
     "HSTUConfig": "Sizes of the model",
     "WindowConfig": "Windows and exchanges",
@@ -68,7 +69,10 @@ CONTEXT_PARAMETER = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY,
 
 
 def with_options(
-    only: Collection[str] | None = None, without: Collection[str] = (), config: str | None = None
+    only: Collection[str] | None = None,
+    without: Collection[str] = (),
+    config: str | None = None,
+    first: Collection[str] = (),
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A command whose parameters with a dataclass for a default become options.
 
@@ -76,6 +80,7 @@ def with_options(
         only: names of the options to offer, with underscores; by default those of all settings.
         without: names of those to leave out.
         config: the parameter whose defaults come from a file, where the user names one (`read_config`).
+        first: names of the options that most users need, in the order in which the help begins with them.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -109,6 +114,9 @@ def with_options(
 
         if config:
             offered = {"config": CONFIG_PARAMETER, **offered, "context": CONTEXT_PARAMETER}
+        for name in first:
+            get_args(offered[name].annotation)[1].rich_help_panel = None  # the first one, without a name
+        offered = {name: offered[name] for name in first} | offered
         parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in offered.values()]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {each.name: each.annotation for each in parameters}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from dataclasses import replace
 from datetime import timedelta
@@ -13,6 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from ...distributed.environment import rank_here
 from ...files import save_json
 from ...loggers import require_no_log
 from ...pipeline import WindowConfig
@@ -23,7 +23,8 @@ from ..slipstream.run import SlipstreamRun
 from ..train.config import tables_of, to_toml
 from ..train.launch import Launch
 from ..train.reports import log_files
-from ..train.run import Run
+from ..train.resume import with_saved_words
+from ..train.run import Run, with_validation
 from .job import ready
 from .options import MOST_RANKS, PANELS, TimeoutOption, with_options
 from .outputs import checked, require_writable
@@ -62,7 +63,13 @@ def _check_elastic(run: Run, slipstream: bool, world_size: int) -> None:
             )
 
 
-@with_options(without=("device",), config="run")
+FIRST = (
+    "data", "model", "steps", "batch_size", "lr", "mode", "world_size", "checkpoint", "resume", "config",
+)  # fmt: skip
+"""Options that most runs need."""
+
+
+@with_options(without=("device",), config="run", first=FIRST)
 def train(
     run: Run = RUN,
     world_size: Annotated[
@@ -71,13 +78,24 @@ def train(
     replicas: Annotated[
         int,
         typer.Option(
-            min=1, max=MOST_RANKS, help="Copies of the tables; they divide the ranks (2D sparse parallelism)."
+            min=1,
+            max=MOST_RANKS,
+            help="Copies of the tables; they divide the ranks (2D sparse parallelism).",
+            rich_help_panel=PANELS["WindowConfig"],
         ),
     ] = 1,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the summary to this file.")] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", help="Write the summary to this file.", rich_help_panel=PANELS["Run"]),
+    ] = None,
     timeout: TimeoutOption = 60,
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print the settings as a config file, and end.")
+        bool,
+        typer.Option(
+            "--print-config",
+            help="Print the settings as a config file, and end.",
+            rich_help_panel=PANELS["Run"],
+        ),
     ] = False,
     slipstream: Annotated[
         bool,
@@ -111,19 +129,23 @@ def train(
         raise typer.BadParameter(f"options of {SLIPSTREAM.partition(',')[0]} go with --slipstream")
     if run.early_stopping and not run.evaluate_every:
         raise typer.BadParameter("--early-stopping goes with --evaluate-every")
+    if run.new_data and not run.resume:
+        raise typer.BadParameter("--new-data goes with --resume")
     if run.replay and slipstream:
         raise typer.BadParameter("--replay does not go with --slipstream")
-    _check_elastic(run, slipstream, int(os.environ.get("WORLD_SIZE", world_size)))
+    here = checked(rank_here)
+    ranks_of_all = here.world_size if here.world_size > 1 else world_size
+    _check_elastic(run, slipstream, ranks_of_all)
     if png and not slipstream:
         raise typer.BadParameter("--png goes with --slipstream")
-    if world_size % replicas and "WORLD_SIZE" not in os.environ:
-        raise typer.BadParameter(f"{replicas} replicas do not divide {world_size} ranks")
+    if ranks_of_all % replicas:
+        raise typer.BadParameter(f"{replicas} replicas do not divide {ranks_of_all} ranks")
     if not run.resume:
         for log in log_files(run):
             checked(lambda log=log: require_no_log(log))
     if slipstream:  # it judges the inputs of a log that is in memory
         run = replace(run, job=replace(run.job, stream=False))
-    run = checked(lambda: ready(run))
+    run = checked(lambda: ready(with_saved_words(with_validation(run))))
     run = replace(run, steps=run.steps or 20 * run.job.loader().steps_per_epoch)
     if print_config:
         print(to_toml(tables_of(run)), end="")

@@ -77,7 +77,7 @@ def verify(
         raise typer.BadParameter("--corpus runs no table: leave --quick and --full out")
     small = job.target.is_slow and not (quick or full)
     if job.target.is_slow:
-        data = SMALL.data if job.data == JOB.data else job.data
+        data = SMALL.data if job.data == JOB.data else job.source
         job = replace(SMALL, data=data, target=job.target)
     job = checked(lambda: load_job(replace(job, stream=False)))
     if job.is_streamed:

@@ -11,7 +11,7 @@ import typer
 from ...callbacks import Direction
 from ...embedding import Eviction, PrecisionTiers
 from ...settings import Setting
-from ..train.run import StoppingRule
+from ..train.run import Resume, StoppingRule
 
 MOST_NUMBER = 65_536
 
@@ -93,6 +93,17 @@ def stopping_rule(text: str, option: str = "--early-stopping") -> StoppingRule |
     return StoppingRule(metric, patience, mode)
 
 
+RESUMING: dict[Resume, str] = {False: "no", True: "yes", "auto": "auto"}
+
+
+def resuming(text: str, option: str) -> Resume:
+    """``no``, ``yes`` or ``auto``; ValueError naming `option` otherwise."""
+    for value, word in RESUMING.items():
+        if text == word:
+            return value
+    raise ValueError(f"{option} takes yes, no or auto, got {text!r}")
+
+
 @dataclass(frozen=True)
 class Words:
     """How values of a type are written: `text` of a default, `parse` of (text, option, setting)."""
@@ -118,6 +129,7 @@ PARSERS: dict[Any, Words] = {
     ),
     Eviction | None: Words(lambda _: "", lambda text, option, _: eviction(text, option)),
     StoppingRule | None: Words(lambda _: "", lambda text, option, _: stopping_rule(text, option)),
+    Resume: Words(lambda value: RESUMING[value], lambda text, option, _: resuming(text, option)),
     PrecisionTiers | None: Words(lambda _: "", lambda text, option, _: precision_tiers(text, option)),
 }
 """By type; values of all others are one word each."""

@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 
 from ...distributed import Communicators, RankPool
+from ...distributed.environment import rank_here
 from ...embedding import OptimizerName
 from ...pipeline import Mode, Trainer, WindowConfig
 from ...settings import MOST, setting
@@ -68,8 +69,11 @@ def profile(plan: Profile, out: str, world_size: int, console: Console, timeout:
     Raises ValueError for what cannot be profiled, and OSError where OUT cannot be written. What keeps py-spy
     from sampling is printed, and the rest is done without it.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("profile starts its ranks itself: run it without torchrun, with --world-size")
+    here = rank_here()
+    if here.world_size > 1:
+        raise ValueError(
+            f"profile starts its ranks itself: run it without {here.launcher}, with --world-size"
+        )
     if plan.steps < 3:
         raise ValueError(
             f"a profile needs 3 steps at least, two to measure and one to fill, got {plan.steps}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ...files import atomic_write
+from ...files import atomic_write, natural_order
 from ...version import __version__
 from . import html, markdown, sections
 from .section import Section
@@ -62,10 +62,10 @@ def collect(folder: Path, root: Path | None) -> tuple[list[Section], list[str]]:
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"{path} is not what {MADE_BY[name]} writes: {error!r}") from error
     place = folder / "traces"
-    files = sorted(place.glob("*.pftrace"))
+    files = sorted(place.glob("*.pftrace"), key=natural_order)
     if not files and root:
         place = root / "traces"
-        files = sorted(place.glob("*.pftrace"))
+        files = sorted(place.glob("*.pftrace"), key=natural_order)
     if files:
         found.append(traces(files, _shown(place, root)))
     else:

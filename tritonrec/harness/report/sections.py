@@ -86,8 +86,8 @@ def faults(report: dict[str, Any], source: str) -> Section:
     missed = frozenset(number for number, fault in enumerate(found) if not fault["caught"])
     return Section(
         "Injected faults",
-        f"{caught} of {len(found)} faults that were put into the code caught: by bits that differ, by the "
-        "schedule check, or by an error." if found else "The run injected none: add --inject-faults.",
+        f"{caught} of {len(found)} faults that were put into the code caught: by bits that differ, or "
+        "by the error that names them." if found else "The run injected none: add --inject-faults.",
         source,
         [Table("Faults", ("fault", "what is wrong", "caught", "by", "first"), rows, missed, long=True)]
         if found

@@ -86,7 +86,7 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> Served:
     manifest = export(checkpoint, folder / TABLES_FOLDER, format="safetensors", step=stream.step)
     torch.save({"config": asdict(model.config), "state": model.state_dict()}, folder / DENSE_FILE)
     rows = sum(table["rows"] for table in manifest["tables"].values())
-    return Served(rows, model.config.dim, run.job.data, folder)
+    return Served(rows, model.config.dim, run.job.source, folder)
 
 
 class BenchDLRM(TableWiseDLRM):

@@ -18,6 +18,7 @@ from ...data import (
     evaluate_impressions,
     popularity_scores,
 )  # fmt: skip
+from ...data.splits import Part
 from ...embedding import HashTableCollection
 from ...nn import DLRM, GRM, NextItemModel
 from ...pipeline import Precision, autocast, rank_held_out
@@ -27,8 +28,6 @@ KS = (10, 50)
 
 COUNTED_STEPS = 256
 """Batches whose impressions are in memory at once for the baseline."""
-
-LESS_IS_BETTER = ("BCE",)
 
 Metrics = dict[str, float]
 
@@ -43,9 +42,13 @@ def metric_names(loader: Epochs) -> list[str]:
 
 
 def evaluate_model(
-    model: torch.nn.Module, tables: HashTableCollection, loader: Epochs, precision: Precision = "float32"
+    model: torch.nn.Module,
+    tables: HashTableCollection,
+    loader: Epochs,
+    precision: Precision = "float32",
+    part: Part = "test",
 ) -> Metrics:
-    """Metrics of the held-out samples of the loader; `tables` hold every rank's rows.
+    """Metrics of the samples of a part that the loader holds out; `tables` hold every rank's rows.
 
     The model computes in `precision`; rankings are of float32 scores, which few items share.
 
@@ -60,11 +63,11 @@ def evaluate_model(
             return model.predict(batch, tables.peek(batch.lookups())).to(torch.float32)
 
     if isinstance(loader, (ClickLoader, ClickStream)):
-        return evaluate_clicks(predicted, loader)
+        return evaluate_clicks(predicted, loader, part)
     if isinstance(loader, (ImpressionLoader, ImpressionStream)):
-        return evaluate_impressions(predicted, loader)
+        return evaluate_impressions(predicted, loader, part=part)
     assert isinstance(model, NextItemModel)
-    return rank_held_out(model, tables, loader, KS, precision)
+    return rank_held_out(model, tables, loader, KS, precision, part)
 
 
 def baseline(loader: Epochs) -> Metrics:

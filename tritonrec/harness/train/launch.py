@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from typing import Any
 
 from ... import distributed
 from ...distributed import Communicators
+from ...distributed.environment import rank_here
 from . import loop
 from .elastic import Memory
 from .run import Run
@@ -27,7 +27,8 @@ class Launch:
     """Where a training runs.
 
     Args:
-        world_size: ranks to start; under torchrun its own count. replicas, timeout: of `Communicators`.
+        world_size: ranks to start; under torchrun, srun or mpirun their own count.
+        replicas, timeout: of `Communicators`.
     """
 
     world_size: int
@@ -63,7 +64,7 @@ class Launch:
     @property
     def _is_here(self) -> bool:
         """Whether this process is a rank."""
-        return int(os.environ.get("WORLD_SIZE", "1")) > 1 or self.world_size == 1
+        return rank_here().world_size > 1 or self.world_size == 1
 
     def _run(self, stoppable: Stoppable, function: Callable[..., dict[str, Any]], *args: Any) -> Summary:
         if self._is_here:

@@ -13,19 +13,20 @@ from rich.console import Console
 
 from ... import checkpoint
 from ...callbacks import EarlyStopping, unknown_metric
-from ...data import DynamicStream, Stream
+from ...data import DynamicStream, Split, Stream
+from ...data.splits import Part
 from ...distributed import Communicators, check_ranks_agree
 from ...loggers import require_no_log
 from ...pipeline import Replay, Trainer
 from ...trace import NullRecorder, Recorder
 from ..devices import kernels_of
 from .elastic import Memory, lacks_evaluation
-from .evaluate import LESS_IS_BETTER, baseline, evaluate_model, metric_names
+from .evaluate import baseline, evaluate_model, metric_names
 from .gather import save_trace, state_digest, table_totals, totals
 from .reports import Reports, log_files
-from .resume import EARLY_STOPPING, metadata, resume
-from .run import Run, settings_of
-from .summary import going_on_line, stopped_early_line, stopped_line, summary_table, tables_line
+from .resume import EARLY_STOPPING, metadata, resume, with_saved_words
+from .run import Run, settings_of, with_validation
+from .summary import ended_line, going_on_line, stopped_early_line, stopped_line, summary_table, tables_line
 
 
 def train(
@@ -35,6 +36,9 @@ def train(
 
     Asked to stop (`Communicators.stop`), all ranks end after the same update, and save to `run.checkpoint`.
 
+    With resume ``"auto"`` a run begins where there is no checkpoint, goes on from the newest one, and where
+    that is of its last step evaluates it: a job that is started again and again has one command.
+
     With `run.early_stopping` they end after the evaluation that says so, also where the run was interrupted
     and went on in between: its state is in every checkpoint.
 
@@ -43,7 +47,8 @@ def train(
 
     The summary has ``step``, ``stopped`` (asked to, before `run.steps`), ``early_stopping`` (metric, best
     value with its step, and whether it ended the run; None without), ``loss`` (mean of the last update; None
-    where no step was left), ``metrics`` and ``baseline`` (`evaluate_model`; empty where stopped),
+    where no step was left), ``metrics`` of the test part and ``baseline`` (`evaluate_model`; empty where
+    stopped), ``validation`` (the last metrics of that part, where the split has one),
     ``seconds_per_step`` (None where too few steps were run to time them), ``tables`` (rows, bytes and counts
     of all ranks), ``lookups`` (keys and bytes, see `LookupCounts`), and ``digest``, the SHA-256 of all
     parameters, rows and states.
@@ -56,10 +61,18 @@ def train(
         run = replace(run, resume=True)
     writes = communicators.rank == 0
     console = Console(quiet=quiet or not writes, stderr=str(run.json_lines) == "-")
+    run = with_validation(run)
+    split = Split.parse(run.job.split)
+    if run.early_stopping and not called_again:
+        line = f"early stopping goes by validation, which training leaves out too: --split {split}"
+        console.print(line, highlight=False, soft_wrap=True)
+    if not called_again:
+        run = with_saved_words(run)
     model, tables, optimizer = run.job.build(run.optimizer)
     loader, held_out = run.job.loader(communicators.rank, communicators.world_size), run.job.epochs()
     recorder = Recorder(communicators.rank, communicators.world_size) if run.trace else NullRecorder()
     loss, stopped = float("nan"), False
+    part: Part = "validation" if split.has_validation else "test"
     metrics: dict[str, float] = {}
     stopping = _early_stopping(run, communicators, metric_names(held_out))
     with ExitStack() as stack:
@@ -70,20 +83,32 @@ def train(
                 trust_model=run.trust_model, **run.job.recipe(model, optimizer), **vars(run.job.target),
             )
         )  # fmt: skip
+        if communicators.world_size > 1 and run.mode != "reference" and not called_again:
+            line = f"exchanges: {trainer.program.exchanges}"
+            console.print(line, highlight=False, soft_wrap=True)
         if run.replay:
             replay = stack.enter_context(Replay(run.replay))
             replay.attach(trainer)
-        saver, position = None, loader if isinstance(loader, (Stream, DynamicStream)) else None
+        saver, position, whole = None, None, None
+        if isinstance(loader, (Stream, DynamicStream)):
+            position = loader
+        else:
+            whole = loader
+        trainer.vocabularies = run.job.vocabularies()
         if run.checkpoint:  # before it is read: another run that saves there would remove files meanwhile
             saver = stack.enter_context(
-                trainer.saver(run.checkpoint, metadata(run), run.full_every, position)
+                trainer.saver(run.checkpoint, metadata(run, whole), run.full_every, position)
             )
         start, state = 0, None
-        if run.resume or memory:
-            start, state = resume(trainer, run, position, memory.copies if memory else None)
+        if memory or _goes_on(run, communicators):
+            copies = memory.copies if memory else None
+            start, state = resume(trainer, run, position, copies, None if called_again else whole)
         if stopping and state:
             stopping.load_state_dict(state)
-        if start >= run.steps and not called_again:
+        has_ended = run.resume == "auto" and start == run.steps
+        if has_ended:
+            console.print(ended_line(run), highlight=False, soft_wrap=True)
+        elif start >= run.steps and not called_again:
             raise ValueError(
                 f"the checkpoint is at step {start}; ask for more steps than that, not {run.steps}"
             )
@@ -99,10 +124,10 @@ def train(
             nonlocal metrics
             with communicators.watch.doing(f"evaluation({step})"):
                 evaluated, rows = trainer.dense.evaluated, trainer.whole_tables()
-                metrics = evaluate_model(evaluated, rows, held_out, run.window.precision)
+                metrics = evaluate_model(evaluated, rows, held_out, run.window.precision, part)
             judged = stopping is not None and stopping.step == step  # a run that had ended, which is resumed
-            logged = judged or (called_again and step == start <= known)
-            reports.on_evaluation_end(step, loss if reports.steps_run else None, metrics, logged)
+            logged = judged or has_ended or (called_again and step == start <= known)
+            reports.on_evaluation_end(step, loss if reports.steps_run else None, metrics, logged, part)
             if stopping and step % run.evaluate_every == 0 and not judged:
                 stopping.on_evaluation_end(step, metrics)
             if memory:
@@ -117,7 +142,7 @@ def train(
                 saver.save(step, state_of_stopping())
                 saved = step
 
-        if (memory and lacks_evaluation(run, start, known)) or (
+        if (has_ended or (memory and lacks_evaluation(run, start, known))) or (
             stopping and start and (stopping.should_stop or _was_not_evaluated(stopping, run, start))
         ):
             evaluate()
@@ -139,9 +164,16 @@ def train(
             if stopped:
                 break
             if memory and run.peer_copies and step % run.peer_copies == 0:
-                memory.copies.keep(trainer, {**metadata(run), **state_of_stopping()}, position)
+                memory.copies.keep(trainer, {**metadata(run, whole), **state_of_stopping()}, position)
             if last == run.steps or (run.evaluate_every and last % run.evaluate_every == 0):
                 evaluate()
+        validation = metrics
+        if split.has_validation and not stopped:
+            with communicators.watch.doing(f"test({step})"):
+                evaluated, rows = trainer.dense.evaluated, trainer.whole_tables()
+                metrics = evaluate_model(evaluated, rows, held_out, run.window.precision, "test")
+            known_already = not reports.steps_run and stopping is not None and stopping.step == step
+            reports.on_evaluation_end(step, None, metrics, known_already, "test")
     if run.trace:
         save_trace(communicators, recorder, run.trace)
     summary = {
@@ -152,6 +184,7 @@ def train(
         "world_size": communicators.world_size,
         "loss": loss if reports.steps_run else None,
         "metrics": metrics,
+        **({"validation": validation} if split.has_validation else {}),
         "baseline": {} if stopped else baseline(held_out),
         "seconds_per_step": reports.pace.seconds_per_step,
         "tables": table_totals(communicators, tables),
@@ -175,11 +208,21 @@ def _check_outputs(run: Run) -> None:
         raise ValueError(
             f"{run.checkpoint} holds checkpoints of another run: resume it, or choose another place"
         )
-    if run.elastic and run.resume and not saved:
+    if run.resume and not run.checkpoint:
+        raise ValueError("resuming needs the directory of a checkpoint")
+    if run.elastic and run.resume is True and not saved:
         raise ValueError(f"{run.checkpoint} holds no checkpoint to resume")
     if not run.resume:
         for log in log_files(run):
             require_no_log(log)
+
+
+def _goes_on(run: Run, communicators: Communicators) -> bool:
+    """Whether a checkpoint is loaded; rank 0 looks for those of an ``"auto"`` run. Collective."""
+    if run.resume != "auto":
+        return bool(run.resume)
+    found = str(checkpoint.steps(run.checkpoint) or "") if run.checkpoint else ""
+    return bool(communicators.control.all_gather_texts(found)[0])
 
 
 def _stretches(start: int, steps: int, *intervals: int) -> Iterator[tuple[int, int]]:
@@ -198,8 +241,9 @@ def _early_stopping(run: Run, communicators: Communicators, known: list[str]) ->
         raise ValueError("early stopping goes by evaluations between: set evaluate_every")
     if rule.metric not in known:
         raise ValueError(unknown_metric(rule.metric, known))
-    mode = rule.mode or ("min" if rule.metric in LESS_IS_BETTER else "max")
-    return EarlyStopping(rule.metric, rule.patience, mode, communicators=communicators)
+    return EarlyStopping(
+        rule.metric, rule.patience, rule.mode, check_finite=False, communicators=communicators
+    )
 
 
 def _outcome(stopping: EarlyStopping, before_the_end: bool) -> dict[str, Any]:

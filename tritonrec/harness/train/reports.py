@@ -11,6 +11,7 @@ from rich.progress import TextColumn, TimeRemainingColumn
 
 from ...callbacks import Throughput
 from ...data import DynamicStream, Stream
+from ...data.splits import Part
 from ...loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger
 from ...pipeline import StepResult
 from ..job import Loader
@@ -80,13 +81,17 @@ class Reports:
             return len(result.sample_ids) * self._loader.world_size, tokens
         return self._loader.plan.num_samples(result.step), tokens
 
-    def on_evaluation_end(self, step: int, loss: float | None, metrics: Metrics, logged: bool) -> None:
-        """Log and print.
+    def on_evaluation_end(
+        self, step: int, loss: float | None, metrics: Metrics, logged: bool, part: Part = "test"
+    ) -> None:
+        """Log and print; names of validation's metrics are ``validation/HR@10`` and so on.
 
         Args:
             loss: of the step, None where none was trained since the run went on.
             logged: these metrics were logged before the run went on.
         """
+        if part == "validation":
+            metrics = {f"{part}/{name}": value for name, value in metrics.items()}
         for logger in [] if logged else self._loggers:
             logger.log(step, metrics)
         shown = "" if loss is None else f"loss {loss:.4f}, "

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
+from ... import checkpoint
+from ...data import DynamicStream
 from ...pipeline import PeerCopies, SupportsState, Trainer
 from ..job import Job
 from .config import CONFIG, tables_of, to_toml
@@ -16,6 +19,9 @@ LAYOUT = {CONFIG, "job", "slots", "chunk_rows", "merge", "balance", "placement"}
 EARLY_STOPPING = "early_stopping"
 """The key of its state among a checkpoint's metadata."""
 
+LOG = "log"
+"""The key of a loader's `state_dict` there."""
+
 NESTED = ("sizes", "policy", "target")
 """Settings that are made of others."""
 
@@ -26,35 +32,51 @@ WIDTHS, HEAD_WIDTHS = {"sizes.dim", "sizes.heads"}, {"sizes.qk_dim", "sizes.v_di
 """Where one of the first differs, those of the second follow, and are not named."""
 
 
-def metadata(run: Run) -> dict[str, Any]:
-    """Settings saved with every checkpoint."""
+def with_saved_words(run: Run) -> Run:
+    """The run with the vocabularies of its checkpoint, which its log extends, where it goes on from one."""
+    saved = run.resume and run.checkpoint and checkpoint.steps(run.checkpoint)
+    return replace(run, job=replace(run.job, words=str(run.checkpoint))) if saved else run
+
+
+def metadata(run: Run, loader: Any = None) -> dict[str, Any]:
+    """Settings saved with every checkpoint, and what the batches of a `loader` depend on."""
     compared = {"optimizer": run.optimizer, "job": run.job.as_json(), "accumulate": run.window.accumulate}
     compared |= {name: getattr(run.window, name) for name in PRECISIONS}
-    return {**compared, CONFIG: to_toml(tables_of(run))}
+    log = {} if loader is None else {LOG: loader.state_dict()}
+    return {**compared, **log, CONFIG: to_toml(tables_of(run))}
 
 
 def resume(
-    trainer: Trainer, run: Run, loader: SupportsState | None = None, copies: PeerCopies | None = None
+    trainer: Trainer,
+    run: Run,
+    loader: SupportsState | None = None,
+    copies: PeerCopies | None = None,
+    whole: SupportsState | None = None,
 ) -> tuple[int, dict[str, Any] | None]:
     """Load the newest checkpoint; returns its step, and the state of early stopping if there was any.
 
-    Each rank reads the slices it owns, whatever world size saved them; `loader` goes on at its position. With
+    Each rank reads the slices it owns, whatever world size saved them; `loader` goes on at its position, and
+    `whole`, a loader without one, must have the batches of the run that saved. With
     `copies` they are loaded where they are newer; and step 0 is returned where there is no state at all.
     """
     usual = _settings(
         {"job": Job().as_json(), **dict.fromkeys(PRECISIONS, "float32")}
     )  # for settings that an older version did not save
     states: list[dict[str, Any] | None] = []
+    position = None if run.new_data else loader
     here = _settings(json.loads(json.dumps(metadata(run))))
 
     def accept(meta: dict[str, Any]) -> None:
         if not isinstance(meta.get("job"), dict):
             raise ValueError(f"the checkpoint in {run.checkpoint} was not saved by tritonrec train")
         states.append(meta.pop(EARLY_STOPPING, None))
+        log = meta.pop(LOG, None)
         saved = {**usual, **_settings(meta)}
         names = {name for name in {*saved, *here} if saved.get(name) != here.get(name)}
         if names & WIDTHS:
             names -= HEAD_WIDTHS
+        if run.new_data:
+            names -= {"data", "format"}
         different = [
             f"{name} {saved.get(name)} in the checkpoint, {here.get(name)} now" for name in sorted(names)
         ]
@@ -62,14 +84,20 @@ def resume(
             raise ValueError(
                 f"the checkpoint in {run.checkpoint} was made with other settings: {'; '.join(different)}; "
                 "use the same, or another directory"
+                f"{', or --new-data for another log' if names & {'data', 'format'} else ''}"
             )
+        if log is not None and whole is not None and not run.new_data:
+            whole.load_state_dict(log)
 
     if copies is not None:
-        step = copies.restore(trainer, run.checkpoint, accept, loader)
-    elif run.checkpoint:
-        step = trainer.load(run.checkpoint, accept, loader)
+        step = copies.restore(trainer, run.checkpoint, accept, position)
     else:
-        raise ValueError("resuming needs the directory of a checkpoint")
+        assert run.checkpoint
+        step = trainer.load(run.checkpoint, accept, position)
+    if run.new_data and isinstance(loader, DynamicStream):
+        loader.begin_at(step)
+    elif run.new_data and loader is not None:
+        loader.step = step  # type: ignore[attr-defined]
     if step % run.window.accumulate:
         raise ValueError(
             f"the checkpoint is at step {step}, inside an update of {run.window.accumulate} batches"

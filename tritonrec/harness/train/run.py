@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ...callbacks import Direction, EarlyStopping
+from ...data import Split
 from ...embedding import OptimizerName
 from ...pipeline import Mode, Replay, WindowConfig
 from ...settings import MOST, setting
 from ..job import Job
+
+Resume = bool | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class StoppingRule:
     mode: Direction | None = None
 
     def __post_init__(self) -> None:
-        EarlyStopping(self.metric, self.patience, self.mode or "max")
+        EarlyStopping(self.metric, self.patience, self.mode)
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,11 @@ class Run:
         steps: train up to this step, counted from the run's beginning.
         checkpoint: directory to save to. save_every: steps between saves; the last step is saved always.
         full_every: every n-th save is whole, those between hold the changes.
-        resume: go on from the checkpoint there. evaluate_every: steps between evaluations; 0: at the end.
-        early_stopping: end where the evaluations between no longer improve.
+        resume: go on from the newest checkpoint there; ``"auto"``: begin where there is none, and where the
+            run has ended evaluate what it left. new_data: go on with another log, from the same step on.
+        evaluate_every: steps between evaluations; 0: at the end.
+        early_stopping: end where the evaluations between no longer improve; these are of validation, which it
+            turns on (`Job.split`).
         trace: write a Perfetto trace of all ranks to this file.
         trust_model: see `Trainer`.
         replay: share of the work that other ranks compute again, to find bits that flip (`Replay`); 0: none.
@@ -55,12 +61,17 @@ class Run:
     checkpoint: Path | None = setting(None, "Directory to save to.")
     save_every: int = setting(0, "Steps between saves; 0: at the end only.", 0, MOST)
     full_every: int = setting(1, "Whole checkpoints among the saves; the others hold changes.", 1, MOST)
-    resume: bool = setting(False, "Go on from the newest checkpoint.")
+    resume: Resume = setting(
+        False, "Go on from the newest checkpoint; =auto: or begin without one, and end where all is done."
+    )
+    new_data: bool = setting(
+        False, "With --resume: another log than the checkpoint's, whose words it extends."
+    )
     evaluate_every: int = setting(0, "Steps between evaluations; 0: at the end only.", 0, MOST)
     early_stopping: StoppingRule | None = setting(
         None,
-        "METRIC:PATIENCE, such as NDCG@10:3: end after so many evaluations without a better one; :min where "
-        "less is better.",
+        "METRIC:PATIENCE, such as NDCG@10:3: end after so many evaluations of validation without a better "
+        "one; :min where less is better.",
     )
     trace: Path | None = setting(None, "Write a Perfetto trace to this file.")
     trust_model: bool = setting(False, "Do not check that samples of the model do not see each other.")
@@ -85,3 +96,11 @@ def settings_of(run: Run) -> dict[str, Any]:
     """Of the run, its window and its job, by name."""
     settings = {**vars(run.window), **vars(run.job), **vars(run)}
     return {name: value for name, value in settings.items() if name not in ("job", "window")}
+
+
+def with_validation(run: Run) -> Run:
+    """The run with validation in its split, where early stopping goes by it."""
+    split = Split.parse(run.job.split)
+    if run.early_stopping is None or split.has_validation:
+        return run
+    return replace(run, job=replace(run.job, split=str(split.with_validation())))

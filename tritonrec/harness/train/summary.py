@@ -24,11 +24,16 @@ def in_words(metrics: dict[str, float]) -> str:
 def summary_table(run: Run, summary: dict[str, Any]) -> Table:
     """Metrics of the model beside those of a ranking without training."""
     ranking, simple = SHOWN.get(run.job.model, ("full ranking, leave one out", "popularity"))
+    if not run.job.split.startswith("leave-one-out"):
+        ranking = f"{ranking.partition(',')[0]}, {run.job.split}"
     table = Table(title=f"{run.job.model}, {run.mode} on {run.job.data}, {summary['step']} steps: {ranking}")
     table.add_column("")
     for name in summary["metrics"]:
         table.add_column(name, justify="right")
     table.add_row("model", *(f"{value:.6f}" for value in summary["metrics"].values()))
+    if "validation" in summary:
+        values = (f"{summary['validation'].get(name, float('nan')):.6f}" for name in summary["metrics"])
+        table.add_row("model, validation", *values)
     table.add_row(simple, *(f"{value:.6f}" for value in summary["baseline"].values()))
     seconds = summary["seconds_per_step"]
     pace = "too few steps to time" if seconds is None else f"{seconds * 1e3:.1f} ms per step"
@@ -71,6 +76,11 @@ def stopped_early_line(stopping: EarlyStopping, step: int) -> str:
 def going_on_line(ranks: int, step: int) -> str:
     """Step and ranks of an elastic run that has lost some."""
     return f"going on with {ranks} rank{'s'[: ranks > 1]} after step {step}"
+
+
+def ended_line(run: Run) -> str:
+    """Of a run that is started again after its last step."""
+    return f"the run in {run.checkpoint} has ended at step {run.steps}: nothing is left but its evaluation"
 
 
 def stopped_line(run: Run, step: int) -> str:

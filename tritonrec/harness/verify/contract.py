@@ -119,7 +119,10 @@ class Verifier:
         return smallest
 
     def run_fault(self, fault: Fault) -> FaultResult:
-        """Inject a fault and see who notices; the same case without it must be identical."""
+        """Inject a fault and see who notices; the same case without it must be identical.
+
+        It is caught as it declares: by other bits, or by the error that it names.
+        """
         by, evidence, where = [], [], ""
         if fault.injection.schedule is not None:
             try:
@@ -142,8 +145,12 @@ class Verifier:
         elif result.error:
             by.append("error")
             evidence.append(result.error.splitlines()[0])
-        named = fault.says in (result.error or "")
-        return FaultResult(fault, named and bool(set(by) & {"bits", "error"}), by, "; ".join(evidence), where)
+        told = fault.says in (result.error or "") if fault.says else result.first_difference is not None
+        if not told:
+            evidence.append(
+                f"must end in {f'an error that says {fault.says!r}' if fault.says else 'other bits'}"
+            )
+        return FaultResult(fault, told, by, "; ".join(evidence), where)
 
     def forget(self) -> None:
         """Delete the references that were recorded so far."""

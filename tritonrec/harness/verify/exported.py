@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -17,6 +17,11 @@ from .state import Comparison
 
 USERS = 16
 """Whose scores are compared."""
+
+
+def exported_parts(tables: Iterable[str], rank: int) -> list[str]:
+    """What a rank compares of an export."""
+    return [*(f"export of {name}" for name in tables), *["scores"][rank:]]
 
 
 def saved_between(

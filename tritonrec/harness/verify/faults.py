@@ -20,7 +20,8 @@ class Fault:
     """An injected fault and the case in which it must show.
 
     Args:
-        says: part of the error that must name it; empty where the bits tell.
+        says: the fault ends in an error with these words; empty: the run goes on to other bits. Nothing else
+            catches it: an error of another kind is an accident, which says nothing of what was broken.
     """
 
     name: str
@@ -70,7 +71,10 @@ FAULTS = [
         "dense gradients are reduced before the window's computation has ended",
         _case(),
         Injection(
-            schedule=lambda schedule: schedule.without_edge("dense_reduce", Edge("compute", "all")),
+            injections.losses_begin_at_zero,
+            schedule=lambda schedule: schedule.without_edge(
+                "dense_reduce", Edge("compute", "all")
+            ).with_edges("dense_reduce", Edge("route")),
             delay=injections.slow("compute", 2),
         ),
     ),
@@ -264,7 +268,7 @@ FAULTS = [
         "gradients-leave-at-first-use",
         "gradients leave with the first micro-batch that uses a row, and miss what later ones add",
         replace(_case(), variant="first-use"),
-        Injection(injections.gradients_leave_at_first_use, alone=True),
+        Injection(injections.gradients_leave_at_first_use, delay=injections.slow("compute"), alone=True),
     ),
     Fault(
         "last-rows-stay-in-the-buffer",
@@ -313,7 +317,9 @@ FAULTS = [
         "replica-reduction-after-the-first-use",
         "gradients are added up over the replicas before the last micro-batch that uses their rows",
         replace(_case(), variant="scale", replicas=2),
-        Injection(injections.replica_reduction_after_the_first_use),
+        Injection(
+            injections.replica_reduction_after_the_first_use, delay=injections.slow("gradient_exchange")
+        ),
     ),
     Fault(
         "replica-reduction-before-the-gradients",

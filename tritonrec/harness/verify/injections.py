@@ -32,6 +32,7 @@ from ...pipeline.places import (
     Embeddings,
     GradientNorm,
     Gradients,
+    Losses,
     MeanGradient,
     OwnedRows,
     ReduceGroup,
@@ -444,6 +445,16 @@ def means_begin_at_zero(program: Program) -> None:
         return MeanGradient([torch.zeros(len(t.keys), g.table.dim, dtype=torch.float32) for t, g in sizes])
 
     program.after("retrieve", zeroed)
+
+
+def losses_begin_at_zero(program: Program) -> None:
+    """So that a reduction which comes too early has something to send."""
+
+    def zeroed(losses: Write[Losses]) -> None:
+        for micro_batch in range(program.config.window_micro_batches):
+            losses[micro_batch] = torch.zeros(1, dtype=torch.float32)
+
+    program.after("route", zeroed)
 
 
 def replica_reduction_after_the_first_use(program: Program) -> None:

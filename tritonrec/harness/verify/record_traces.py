@@ -44,6 +44,7 @@ def record_traces(job: Job, directory: str, console: Console | None = None) -> b
         caption="exposed: share of the communication during which a rank does not compute. hidden: share of "
         "the lookup that runs beside other work. edges: every dependency of the schedule seen honoured.",
     )
+    exchanges: dict[str, str] = {}
     for name in ("mode", "step ms", "exposed", "hidden", "edges"):
         table.add_column(name, justify="left" if name == "mode" else "right")
     sound = True
@@ -57,6 +58,7 @@ def record_traces(job: Job, directory: str, console: Console | None = None) -> b
             draw(trace, target / f"{mode}.png")
             report = check_trace(trace)
             sound &= report.honoured
+            exchanges[mode] = trace.metadata["exchanges"]
             summary = summarise(trace.spans)[0]
             table.add_row(
                 mode,
@@ -66,4 +68,7 @@ def record_traces(job: Job, directory: str, console: Console | None = None) -> b
                 "honoured" if report.honoured else "[red]VIOLATED[/]",
             )
     console.print(table)
+    for said in dict.fromkeys(exchanges.values()):
+        modes = ", ".join(mode for mode in MODES if exchanges[mode] == said)
+        console.print(f"exchanges of {modes}: {said}", soft_wrap=True, highlight=False)
     return sound

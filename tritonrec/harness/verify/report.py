@@ -242,7 +242,10 @@ def _outcome(result: CaseResult) -> str:
 
 def _faults_table(report: Report) -> Table:
     table = Table(title="Injected faults: does the harness notice?", padding=(0, 0, 0, 1))
-    table.caption = "bits: the run differs from its reference. check: the schedule check alone refuses it."
+    table.caption = (
+        "bits: the run differs from its reference. error: it ends in one, and catches a fault that says so. "
+        "check: the schedule check alone refuses it."
+    )
     for name in ("fault", "caught", "by", "first mismatch"):
         table.add_column(name, no_wrap=name == "fault", overflow="fold")
     for result in report.faults:

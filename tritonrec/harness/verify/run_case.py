@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -32,10 +32,10 @@ from ..devices import kernels_of
 from ..job import Job, Loader
 from .cases import Case, Reference
 from .corpus import injection_of
-from .exported import compare_export, saved_between
+from .exported import compare_export, exported_parts, saved_between
 from .injections import Injection
 from .own_code import OwnLoop
-from .served import compare_served
+from .served import SERVED_PARTS, compare_served
 from .state import Comparison, Difference, State, dense_state, loss_state, overlay, table_state, used_state
 from .wrapping import wrap
 
@@ -66,10 +66,17 @@ class RankReport:
 
 
 def record_reference(reference: Reference, steps: int, directory: str) -> None:
-    """Run `ReferenceTrainer` and store its state after every step; the file is replaced whole."""
-    job = reference.job
-    with kernels_of(job.target):
-        states = _reference_states(reference, steps)
+    """Run `ReferenceTrainer` and store its state after every step; the file is replaced whole.
+
+    It runs on one thread, as ranks do.
+    """
+    job, threads = reference.job, torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with kernels_of(job.target):
+            states = _reference_states(reference, steps)
+    finally:
+        torch.set_num_threads(threads)
     with atomic_write(Path(directory, reference.file_name)) as part:
         save_file(states, part)
 
@@ -212,8 +219,8 @@ def _compared(
             served = compare_served(trainer, loader, comparison, steps[-1], injected.exchange)
         if stretch.save:
             trainer.save(stretch.save, loader=stream)
-    more = {(steps[-1], "export")} if stretch.export else set()
-    more |= {(steps[-1], "served")} if case.serves else set()
+    more = exported_parts(tables.table_names, communicators.rank) if stretch.export else []
+    more += SERVED_PARTS if case.serves else []
     require_compared(case, comparison, steps, program.config.accumulate, more)
     seconds = time.perf_counter() - started
     counts = Counter(vars(trainer.counts))
@@ -238,15 +245,17 @@ def require_compared(
     comparison: Comparison,
     steps: range,
     accumulate: int = 1,
-    more: Collection[tuple[int, str]] = (),
+    more: Collection[str] = (),
 ) -> None:
-    """Raise RuntimeError where losses, dense parameters or tables of some step, or `more`, were not compared.
+    """Raise RuntimeError where losses, dense parameters or a table of some step, or after the last one a part
+    named in `more`, were not compared.
 
     Unless a difference was found, after which nothing is compared.
     """
     updates = [step for step in steps if (step + 1) % accumulate == 0 or step == steps[-1]]
-    due = {(step, "loss") for step in steps} | {(s, p) for s in updates for p in ("dense", "table")}
-    missing = sorted({*due, *more} - comparison.steps_seen)
+    parts = ["dense", *(f"table {name}" for name in comparison.tables.table_names)]
+    due = {(step, "loss") for step in steps} | {*product(updates, parts), *product(steps[-1:], more)}
+    missing = sorted(due - comparison.steps_seen)
     if comparison.first is None and missing:
         raise RuntimeError(f"{case}: never compared {missing}; a proof that was skipped has failed")
 
@@ -273,6 +282,7 @@ def _own_loop(
         batch = loader.batch(step)
         assert isinstance(batch, JaggedBatch)
         comparison.compare(step, expected(step), loop.step(batch), final=True)
+    require_compared(case, comparison, range(stretch.first, stretch.last))
     counts = sum((Counter(vars(group.table.counters)) for group in tables.groups), Counter())
     seconds = time.perf_counter() - started
     return RankReport(

@@ -17,6 +17,8 @@ from ..job import Loader
 from .state import Comparison
 
 BOUNDS = (0, 1, 3)
+SERVED_PARTS = [f"predictions, served with k = {bound}" for bound in BOUNDS]
+"""What every rank compares."""
 BATCHES = 9
 """More than 2 (k + 1), so that every slot of a window is used again."""
 

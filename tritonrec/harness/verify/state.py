@@ -92,6 +92,10 @@ class Comparison:
     Args:
         tables: the rank's shard; its settings say what an untouched row holds.
         rank, world_size: which ids of the reference belong to this shard.
+
+    Attributes:
+        steps_seen: (step, part) of all that was compared: "loss", "dense", "table NAME", and what
+            `compare_weights`, `compare_scores` and `compare_predictions` add.
     """
 
     tables: HashTableCollection
@@ -117,15 +121,17 @@ class Comparison:
         for part in _ORDER:
             if not any(name.startswith(f"{part}/") for name in got):
                 continue
-            self.steps_seen.add((step, part))
             if part == "table":
                 found = self._table(step, expected, got, final)
             elif part == "loss":
                 found = self._loss(step, expected, got)
             else:
                 found = self._dense(step, expected, got)
-            if found is not None:
-                self.differences.setdefault((step, _ORDER.index(part)), found)
+            self._keep(step, _ORDER.index(part), found)
+
+    def _keep(self, step: int, place: int, found: Difference | None) -> None:
+        if found is not None:
+            self.differences.setdefault((step, place), found)
 
     def compare_weights(
         self,
@@ -140,25 +146,22 @@ class Comparison:
         rows = expected[f"table/{name}/rows"][:, : weights.shape[1]]
         given = expected[f"table/{name}/ids"], rows
         found = self._one_table(step, name, given, (ids[mine], weights[mine]), final=True)
-        self.steps_seen.add((step, "export"))
-        if found is not None:
-            found = replace(found, tensor=f"{found.tensor}, exported")
-            self.differences.setdefault((step, len(_ORDER)), found)
+        self.steps_seen.add((step, f"export of {name}"))
+        self._keep(step, len(_ORDER), found and replace(found, tensor=f"{found.tensor}, exported"))
 
     def compare_scores(self, step: int, expected: torch.Tensor, got: torch.Tensor) -> None:
         """Compare an export's scores (B, I) after `step`."""
-        found = self._values(step, "scores, exported", expected, got)
-        if found is not None:
-            self.differences.setdefault((step, len(_ORDER)), found)
+        self.steps_seen.add((step, "scores"))
+        self._keep(step, len(_ORDER), self._values(step, "scores, exported", expected, got))
 
     def compare_predictions(self, step: int, bound: int, expected: torch.Tensor, got: torch.Tensor) -> None:
         """Compare the predictions (b,) that this rank served with a bound, after `step`."""
-        found = self._values(step, f"predictions, served with k = {bound}", expected, got)
-        self.steps_seen.add((step, "served"))
-        if found is not None:
-            self.differences.setdefault((step, len(_ORDER)), found)
+        name = f"predictions, served with k = {bound}"
+        self.steps_seen.add((step, name))
+        self._keep(step, len(_ORDER), self._values(step, name, expected, got))
 
     def _loss(self, step: int, expected: Mapping[str, torch.Tensor], got: State) -> Difference | None:
+        self.steps_seen.add((step, "loss"))
         # A stream whose epochs have no border may have a sample twice in a step, on one rank or on two.
         ids, known = got["loss/ids"], expected["loss/ids"]
         repeats = torch.arange(len(ids)) - torch.searchsorted(ids, ids)
@@ -171,8 +174,15 @@ class Comparison:
         return self._values(step, "loss", expected["loss/values"][at], got["loss/values"], ids)
 
     def _dense(self, step: int, expected: Mapping[str, torch.Tensor], got: State) -> Difference | None:
-        for name in (name for name in expected if name.startswith("dense/")):
-            found = self._values(step, name.removeprefix("dense/"), expected[name], got[name])
+        for name in sorted({*expected, *got}):
+            if not name.startswith("dense/"):
+                continue
+            tensor = name.removeprefix("dense/")
+            if name not in got or name not in expected:
+                there, here = ("present" if name in each else "missing" for each in (expected, got))
+                return Difference(step, tensor, [], there, here, None)
+            self.steps_seen.add((step, "dense"))
+            found = self._values(step, tensor, expected[name], got[name])
             if found is not None:
                 return found
         return None
@@ -188,6 +198,7 @@ class Comparison:
                 here, there = torch.isin(ids, used), torch.isin(got_ids, used)
                 ids, rows, got_ids, got_rows = ids[here], rows[here], got_ids[there], got_rows[there]
             found = self._one_table(step, name, (ids, rows), (got_ids, got_rows), final)
+            self.steps_seen.add((step, f"table {name}"))
             if found is not None:
                 return found
         return None

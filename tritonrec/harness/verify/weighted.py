@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ...data import Batch, ClickBatch, ClickLoader, KeyedJaggedTensor, WeightedLookup
+from ...data import Batch, ClickBatch, ClickLoader, KeyedJaggedTensor, Split, WeightedLookup
 from ...data.jagged import token_indices
 from ...embedding import FeatureConfig
 from ..job import Epochs, Job, _clicks
@@ -49,5 +49,10 @@ class WeightedJob(Job):
     def epochs(self, rank: int = 0, world_size: int = 1) -> Epochs:
         """The loader."""
         return WeightedClickLoader(
-            _clicks(self.data), self.batch_size, self.seed, rank, world_size, self.balance
+            _clicks(self.source, self.words, Split())[0],
+            self.batch_size,
+            self.seed,
+            rank,
+            world_size,
+            self.balance,
         )

@@ -39,17 +39,29 @@ def row_checksums(values: torch.Tensor) -> torch.Tensor:
     return sums
 
 
-def sums_of_bits(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """(P,) int64, for each of P tensors, of a dtype of four bytes, the sum of its signed 32-bit words.
+def sums_of_bits(tensors: Sequence[torch.Tensor], parts: int = 1) -> torch.Tensor:
+    """(P * parts,) int64, for each of P tensors, of a dtype of four bytes, the sums of so many `parts` of its
+    signed 32-bit words, in their order.
 
-    Two changes may cancel out, which they do not in a `checksum`; in turn many small tensors are one call.
+    Two changes of a part may cancel out, which they do not in a `checksum`; in turn many small tensors are
+    one call.
     """
     if not all(each.is_cpu and each.is_contiguous() for each in tensors):
-        return torch.stack([each.detach().view(torch.int32).sum() for each in tensors])
+        words = [each.detach().view(torch.int32) for each in tensors]
+        if parts == 1:
+            return torch.stack([each.sum() for each in words])
+        flat = [each.contiguous().view(-1) for each in words]
+        cuts = [[len(each) * i // parts for i in range(1, parts)] for each in flat]
+        pairs = zip(flat, cuts, strict=True)
+        return torch.stack([part.sum() for each, at in pairs for part in each.tensor_split(at)])
     from .numba_checksums import add_bits
 
-    sums, table = np.empty(len(tensors), np.int64), [(each.data_ptr(), each.numel()) for each in tensors]
-    add_bits(np.array(table, np.int64).reshape(-1, 2), sums)
+    table = np.array([(each.data_ptr(), each.numel()) for each in tensors], np.int64).reshape(-1, 2)
+    if parts > 1:
+        bounds = table[:, 1:] * np.arange(parts + 1) // parts
+        table = np.stack([table[:, :1] + 4 * bounds[:, :-1], np.diff(bounds, axis=1)], 2).reshape(-1, 2)
+    sums = np.empty(len(table), np.int64)
+    add_bits(table, sums)
     return torch.from_numpy(sums)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -59,7 +60,14 @@ def route(
     counts.exchanged += sum(table.num_rows for table in tables)
     header = Header(context.rank, window.step, context.stop.is_set(), loss_terms=window.loss_terms)
     # One row for each rank: sizes of every table and micro-batch.
-    answers, agreed = exchange(routing, replica_routing, sizes.permute(3, 0, 1, 2).flatten(1), header)
+    counted = sizes.permute(3, 0, 1, 2).flatten(1)
+    agreed_by, words = context.agreement, window.words
+    if agreed_by is None or words is None:
+        answers, agreed = exchange(routing, replica_routing, counted, header)
+    else:
+        trained = torch.cat([batch.sample_ids for batch in window.batches])
+        settle = partial(agreed_by.settle, words, window.settings, window.step, trained)
+        answers, agreed = exchange(routing, replica_routing, counted, header, words, settle)
     received_sizes = answers.view(world, *sizes.shape[:3]).permute(1, 2, 3, 0).tolist()
     received = []
     for pads, table, table_sizes in zip(padded, tables, received_sizes, strict=True):

@@ -29,12 +29,13 @@ def bug(
     case: Case,
     schedule: Callable[[Schedule], Schedule] | None = None,
     delay: Callable[[Task], float] | None = None,
+    says: str = "",
 ) -> Callable[[ProgramFault], ProgramFault]:
     """Add a fault to `CORPUS`: it is called as the function, and described by its docstring's first line.
 
     Args:
         source: the thread, ``repository#number``. case: in which it must show.
-        schedule, delay: as `Injection`, beside what the function does to the program.
+        schedule, delay: as `Injection`, beside what the function does to the program. says: as `Fault`.
     """
 
     def added(break_: ProgramFault) -> ProgramFault:
@@ -42,7 +43,11 @@ def bug(
         first = (break_.__doc__ or "").splitlines()[0].rstrip(".")
         CORPUS.append(
             Fault(
-                name, first[:1].lower() + first[1:], case, Injection(break_, schedule=schedule, delay=delay)
+                name,
+                first[:1].lower() + first[1:],
+                case,
+                Injection(break_, schedule=schedule, delay=delay),
+                says,
             )
         )
         SOURCES[name] = source

@@ -8,7 +8,7 @@ from ....pipeline import Program
 from .bug import bug, case
 
 
-@bug("pytorch/FBGEMM#4006", case())
+@bug("pytorch/FBGEMM#4006", case(), says="is not finite and has no exact sum")
 def new_rows_are_not_initialised(program: Program) -> None:
     """A new row holds whatever lay in its memory, here not a number."""
     for group in program.tables.groups:
@@ -62,9 +62,9 @@ def frequency_counted_twice(program: Program) -> None:
     assert counter is not None
     record = counter.record
 
-    def twice(handles, step) -> None:
-        record(handles, step)
-        record(handles, step)
+    def twice(keys, handles, step) -> None:
+        record(keys, handles, step)
+        record(keys, handles, step)
 
     counter.record = twice  # type: ignore[method-assign]
 
@@ -76,10 +76,10 @@ def prefetch_counts_on_one_rank(program: Program) -> None:
     assert evictor is not None
     record = evictor.record
 
-    def twice(handles, step) -> None:
-        record(handles, step)
+    def twice(keys, handles, step) -> None:
+        record(keys, handles, step)
         if program.context.rank:
-            record(handles, step)
+            record(keys, handles, step)
 
     evictor.record = twice  # type: ignore[method-assign]
 
@@ -120,7 +120,7 @@ def time_to_live_never_ends(program: Program) -> None:
     evictor = program.tables.groups[0].table._evictor
     assert evictor is not None
 
-    def refreshed(handles, step) -> None:
+    def refreshed(keys, handles, step) -> None:
         evictor.values.rows.fill_(step)
 
     evictor.record = refreshed  # type: ignore[method-assign]

@@ -1,0 +1,183 @@
+"""Rows per second of logs, whole and streamed, beside pyarrow, pandas and Polars on the same files in one
+run.
+
+    python ci/benchmarks/measure_reader.py --rows 1000000
+
+Each peer makes the same arrays, which are compared first. Rates are of the fastest of some interleaved runs;
+the processor's time counts, as readers use several threads.
+"""
+
+# ruff: noqa: E501 - the peers' calls
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas
+import polars
+import pyarrow as pa
+import pyarrow.csv as pcsv
+import pyarrow.parquet as pq
+import torch
+
+from tritonrec.data import ClickStream, NextItemStream, load
+from tritonrec.data.convert_sequences import write_sequences
+from tritonrec.data.grouped import sequences_of
+from tritonrec.data.interactions import Interactions
+from tritonrec.data.presets import CRITEO, CRITEO_CATEGORIES, CRITEO_COUNTS
+
+BUFFER, BATCH = 1 << 18, 4096
+COLUMNS = ["label", *CRITEO_COUNTS, *CRITEO_CATEGORIES]
+
+
+def shuffled(path: Path, columns: list[str]) -> int:
+    """pyarrow with a shuffle buffer: batches of arrays, a column each."""
+    rows, waiting, random = 0, [], np.random.default_rng(0)
+
+    def emit() -> int:
+        table = pa.Table.from_batches(waiting)
+        table = table.take(random.permutation(len(table)))
+        for first in range(0, len(table), BATCH):
+            part = table.slice(first, BATCH)
+            _ = [part.column(name).combine_chunks() for name in columns]
+        return len(table)
+
+    for file in sorted(path.glob("[!_]*.parquet")):
+        for batch in pq.ParquetFile(file).iter_batches(1 << 16, columns=columns):
+            waiting.append(batch)
+            if sum(map(len, waiting)) >= BUFFER:
+                rows += emit()
+                waiting = []
+    return rows + (emit() if waiting else 0)
+
+
+def plain(path: Path, columns: list[str]) -> int:
+    """pyarrow alone, without a shuffle."""
+    files = sorted(path.glob("[!_]*.parquet"))
+    return sum(len(b) for file in files for b in pq.ParquetFile(file).iter_batches(1 << 16, columns=columns))
+
+
+def epoch(stream: ClickStream | NextItemStream) -> int:
+    return sum(stream.batch(step).num_samples for step in range(stream.steps_per_epoch))
+
+
+def clicks(folder: Path, rows: int) -> None:
+    random = np.random.default_rng(0)
+    made = {"label": random.integers(0, 2, rows).astype(np.int8)}
+    made |= {name: random.integers(0, 3000, rows) for name in CRITEO_COUNTS}
+    made |= {name: random.zipf(1.2, rows) % 2**32 for name in CRITEO_CATEGORIES}
+    folder.mkdir()
+    table = pa.table(made)
+    for number in range(4):
+        pq.write_table(
+            table.slice(number * rows // 4, rows // 4), folder / f"{number}.parquet", row_group_size=8192
+        )
+
+
+def report(title: str, uses: dict[str, Callable[[], int]], rounds: int = 3) -> None:
+    best: dict[str, tuple[float, float]] = {}
+    for _ in range(rounds):
+        for name, use in uses.items():
+            wall, cpu = time.perf_counter(), time.process_time()
+            rows = use()
+            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+            old = best.get(name, (0.0, 0.0))
+            best[name] = max(rows / wall / 1e6, old[0]), max(rows / cpu / 1e6, old[1])
+    ours = next(iter(best.values()))
+    print(f"\n{title}")
+    for name, (rate, busy) in best.items():
+        print(f"  {name:28} {rate:8.3f} M rows/s, {busy:8.3f} a CPU second, ours over it {ours[0] / rate:5.2f}, "
+              f"{ours[1] / busy:5.2f}")  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--only", default="")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    pa.set_cpu_count(1)
+    rows = args.rows
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.environ["TRITONREC_CACHE"] = str(folder / "cache")
+        random = np.random.default_rng(1)
+        if "clicks" in args.only or not args.only:
+            clicks(folder / "clicks", rows)
+            report("ClickStream, 40 columns of Parquet", {
+                "ClickStream": lambda: epoch(ClickStream(folder / "clicks", BATCH, 3, columns=CRITEO)),
+                "pyarrow, shuffle buffer": lambda: shuffled(folder / "clicks", COLUMNS),
+                "pyarrow alone": lambda: plain(folder / "clicks", COLUMNS),
+            })  # fmt: skip
+        if "items" in args.only or not args.only:
+            users = rows // 50
+            log = Interactions(
+                random.integers(0, users, rows),
+                random.integers(0, 50_000, rows),
+                random.integers(10**9, 2 * 10**9, rows),
+            )
+            (folder / "items").mkdir()
+            write_sequences([log], folder / "items", 1 << 17, 512)
+            sizes = {"users": 0}
+
+            def users_only(count: int) -> int:
+                sizes["users"] = count
+                return rows
+
+            report("NextItemStream, users of 50 events (rows are events)", {
+                "NextItemStream": lambda: users_only(epoch(NextItemStream(folder / "items", 256, 50, 0, 3))),
+                "pyarrow, shuffle buffer": lambda: users_only(shuffled(folder / "items", ["item", "timestamp"])),
+                "pyarrow alone": lambda: users_only(plain(folder / "items", ["item", "timestamp"])),
+            })  # fmt: skip
+        if "csv" in args.only or not args.only:
+            path = folder / "log.csv"
+            pandas.DataFrame({
+                "user": random.integers(0, rows // 10, rows), "item": random.integers(0, 50_000, rows),
+                "timestamp": random.integers(1_500_000_000, 1_600_000_000, rows), "rating": random.integers(1, 6, rows),
+            }).to_csv(path, index=False)  # fmt: skip
+            report("csv, whole", {
+                "load": lambda: len(load(path)),
+                "pandas": lambda: len(pandas.read_csv(path)),
+                "polars": lambda: len(polars.read_csv(path)),
+                "pyarrow": lambda: len(pcsv.read_csv(path)),
+            })  # fmt: skip
+
+            def grouped() -> int:
+                os.utime(path)
+                sequences_of(str(path))
+                return rows
+
+            report("csv, sequences of users", {
+                "sequences_of": grouped,
+                "pandas": lambda: len(pandas.read_csv(path).sort_values(["user", "timestamp"], kind="stable")),
+                "polars": lambda: len(polars.read_csv(path).sort("user", "timestamp", maintain_order=True)) ,
+            })  # fmt: skip
+        if "tsv" in args.only or not args.only:
+            text = folder / "day"
+            count = rows // 4
+            words = np.char.mod("%08x", random.integers(0, 2**32, 9973))
+            made = {"label": random.integers(0, 2, count)} | {
+                n: random.integers(0, 99, count) for n in CRITEO_COUNTS
+            }
+            made |= {name: words[random.integers(0, 9973, count)] for name in CRITEO_CATEGORIES}
+            options = pcsv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
+            pcsv.write_csv(pa.table(made), text, options)
+            types = dict.fromkeys(CRITEO_CATEGORIES, pa.string())
+            read, parse = pcsv.ReadOptions(column_names=COLUMNS), pcsv.ParseOptions(delimiter="\t")
+            report("criteo-tsv, whole", {
+                "load": lambda: len(load(f"criteo-tsv:{text}")),
+                "pandas": lambda: len(pandas.read_csv(text, sep="\t", names=COLUMNS)),
+                "polars": lambda: len(
+                    polars.read_csv(text, separator="\t", has_header=False, new_columns=COLUMNS)
+                ),
+                "pyarrow": lambda: len(pcsv.read_csv(text, read, parse, pcsv.ConvertOptions(column_types=types))),
+            })  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,492 @@
+"""A log written by anyone is read as its format says, or refused with file, line and column; nothing is guessed."""
+
+# ruff: noqa: E501 - a case is a line
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tritonrec.data import LogFormat, load
+from tritonrec.data.log_format import described, with_query
+from tritonrec.data.parquet import concat
+from tritonrec.data.sources import source_of
+from tritonrec.data.vocabulary import Vocabulary
+
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+THREE = LogFormat(columns=("user", "item", "timestamp"))
+FOUR = LogFormat(columns=("user", "item", "timestamp", "rating"))
+STEP = LogFormat(time_unit="step")
+
+
+def read(tmp_path, content: str | bytes, format: LogFormat | None = None):
+    path = tmp_path / "log.csv"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return load(path, format)
+
+
+def columns(interactions) -> list[list]:
+    rating = interactions.rating
+    named = [interactions.user.tolist(), interactions.item.tolist(), interactions.timestamp.tolist()]
+    return named if rating is None else [*named, rating.tolist()]
+
+
+GOOD = {
+    "positional": ("1,2,3\n4,5,6\n", THREE, [[1, 4], [2, 5], [3, 6]]),
+    "positional_rating": ("1,2,3,4.5\n4,5,6,1\n", FOUR, [[1, 4], [2, 5], [3, 6], [4.5, 1.0]]),
+    "other_order": (
+        "4.5|1|2|3\n", LogFormat(columns=("rating", "user", "item", "timestamp"), delimiter="pipe"),
+        [[1], [2], [3], [4.5]],
+    ),
+    "tabs": ("1\t2\t3\n4\t5\t6\n", THREE, [[1, 4], [2, 5], [3, 6]]),
+    "semicolons": ("1;2;3;0.5\n", FOUR, [[1], [2], [3], [0.5]]),
+    "colons": ("1::2::3::0.5\n4::5::6::1\n", replace(FOUR, delimiter="::"), [[1, 4], [2, 5], [3, 6], [0.5, 1.0]]),
+    "blanks": ("1  2 \t3\n 4 5 6 \n", replace(THREE, delimiter="blanks"), [[1, 4], [2, 5], [3, 6]]),
+    "header": ("timestamp,Item,USER\n3,2,1\n6,5,4\n", None, [[1, 4], [2, 5], [3, 6]]),
+    "named": ("a,b,c,d\n1,2,3,4\n", LogFormat(user="d", item="B", timestamp="a"), [[4], [2], [1]]),
+    "header_and_columns": ("user,item,timestamp\n1,2,3\n", THREE, [[1], [2], [3]]),
+    "other_header": ("a,b,c\n1,2,3\n", replace(THREE, header="yes"), [[1], [2], [3]]),
+    "recbole": (
+        "user_id:token\titem_id:token\trating:float\ttime:float\n1\t2\t5\t3\n", None, [[1], [2], [3], [5.0]],
+    ),
+    "other_columns": ("userId,genre,movieId,timestamp\n1,a,2,3\n", None, [[1], [2], [3]]),
+    "byte_order_mark": ("\ufeffuser,item,time\n1,2,3\n", None, [[1], [2], [3]]),
+    "windows_lines": ("user,item,ts\r\n1,2,3\r\n", None, [[1], [2], [3]]),
+    "no_last_newline": ("1,2,3\n4,5,6", THREE, [[1, 4], [2, 5], [3, 6]]),
+    "blank_lines": ("\nuser,item,time\n\n1,2,3\n\n4,5,6\n\n", None, [[1, 4], [2, 5], [3, 6]]),
+    "extremes": (
+        f"{INT64_MIN},{INT64_MAX},{INT64_MIN}\n-1,0,-5\n", replace(THREE, time_unit="step"),
+        [[INT64_MIN, -1], [INT64_MAX, 0], [INT64_MIN, -5]],
+    ),
+    "spaces": (" 1 , 2 , 3 \n", THREE, [[1], [2], [3]]),
+    "quoted": ('user,item,time\n"1","2",1\n', None, [[1], [2], [1]]),
+    "quoted_title": ('user,item,time,title\n1,2,3,"a, ""b"""\n', None, [[1], [2], [3]]),
+    "lines_in_quotes": (
+        'user,title,item,time\n1,"a\nb\n\nc",2,3\n4,d,5,6\n', LogFormat(multiline=True), [[1, 4], [2, 5], [3, 6]],
+    ),
+    "bare_quotes": (
+        'user\titem\ttime\ttitle\n1\t2\t3\t"Weird\n4\t5\t6\t12" vinyl\n7\t8\t9\tx\n', None,
+        [[1, 4, 7], [2, 5, 8], [3, 6, 9]],
+    ),
+    "other_encoding": ("user,item,time,title\n1,2,3,caf\xe9\n".encode("latin-1"), None, [[1], [2], [3]]),
+    "encoded": (
+        "us\xe9r;item;time\n1;2;3\n".encode("latin-1"), LogFormat(user="us\xe9r", encoding="latin-1"), [[1], [2], [3]],
+    ),
+    "missing_rows": (
+        "user,item,time\n1,2,3\n4,,6\n7,8,NA\n9,10,11\n", LogFormat(drop_missing=True, missing=("NA",)),
+        [[1, 9], [2, 10], [3, 11]],
+    ),
+    "no_times": ("user,item,rating\n5,2,1\n4,3,2\n", LogFormat(timestamp="none"), [[5, 4], [2, 3], [0, 1], [1, 2]]),
+    "no_ratings": ("user,item,time,rating\n5,2,1,x\n", LogFormat(rating="none"), [[5], [2], [1]]),
+    "exponents": (
+        "user_id:token\titem_id:token\ttimestamp:float\n1\t2\t8.81250949e8\n", None, [[1], [2], [881250949]],
+    ),
+    "iso": (
+        "user,item,time\n1,2,2014-04-07T10:51:09Z\n1,3,2014-04-07 12:51:09+02:00\n1,4,2014-04-07\n"
+        "1,5,2014-04-07 10:51:09 UTC\n", None,
+        [[1] * 4, [2, 3, 4, 5], [1396867869, 1396867869, 1396828800, 1396867869]],
+    ),
+    "iso_milliseconds": (
+        "user,item,time\n1,2,2014-04-07T10:51:09.277Z\n", LogFormat(time_unit="ms"), [[1], [2], [1396867869277]],
+    ),
+    "dates": (
+        "user,item,time\n1,2,07.04.2014\n", LogFormat(time_format="%d.%m.%Y"), [[1], [2], [1396828800]],
+    ),
+    "zoned": (
+        "user,item,time\n1,2,Mon Oct 16 13:33:25 -0700 2017\n", LogFormat(time_format="%a %b %d %H:%M:%S %z %Y"),
+        [[1], [2], [1508186005]],
+    ),
+    "microseconds": (
+        "user,item,time\n1,2,2014-04-07 10:51:09.277001\n",
+        LogFormat(time_format="%Y-%m-%d %H:%M:%S.%f", time_unit="us"), [[1], [2], [1396867869277001]],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GOOD)
+def test_every_format_is_read(tmp_path, case):
+    content, format, expected = GOOD[case]
+    interactions = read(tmp_path, content, format)
+    assert columns(interactions) == expected
+    assert interactions.user.dtype == interactions.item.dtype == interactions.timestamp.dtype == np.int64
+
+
+def test_decimal_timestamps_order_the_rows_and_are_rounded_down(tmp_path):
+    interactions = read(
+        tmp_path, "user,item,time\n1,10,5.75\n1,11,5.25\n1,12,-0.5\n1,13,5\n1,14,5.25\n1,15,1e3\n", STEP
+    )
+    assert interactions.sequences.items.tolist() == [12, 13, 11, 14, 10, 15]
+    assert interactions.sequences.timestamps.tolist() == [-1, 5, 5, 5, 5, 1000]
+    whole = read(tmp_path, f"user,item,time\n1,1,{2**62 + 1}\n1,2,0.5\n", STEP)
+    assert whole.timestamp.tolist() == [2**62 + 1, 0]
+
+
+def test_one_column_orders_what_another_cannot(tmp_path):
+    log = read(
+        tmp_path, "user;item;day;frame\n1;5;2016-05-09;900\n1;6;2016-05-09;20\n1;7;2016-05-08;5000\n",
+        LogFormat(timestamp="day", order="frame"),
+    )  # fmt: skip
+    assert log.sequences.items.tolist() == [7, 6, 5]
+
+
+BAD = {
+    "short_row": ("1,2,3\n4,5\n", THREE, r"log.csv, line 2: 2 columns, but 3 are expected: '4,5'"),
+    "long_row": ("user,item,time\n\n1,2,3\n4,5,6,7\n", None, r"line 4: 4 columns, but 3 are expected"),
+    "no_time": ("1,2,3\n\n4,5,noon\n", THREE, r"line 3: column timestamp has 'noon', expected a number"),
+    "empty_time": ("user,item,time\n1,2,\n", None, r"line 2: column time has an empty field"),
+    "nan_time": ("1,2,3\n1,2,nan\n", THREE, r"line 2: column timestamp has 'nan'"),
+    "infinite_time": ("1,2,3\n1,2,inf\n", THREE, r"line 2: column timestamp has 'inf'"),
+    "long_time": (f"1,2,{2**63}\n", THREE, r"line 1: column timestamp has '9223372036854775808'"),
+    "long_decimal": ("1,2,1e30\n", THREE, r"line 1: column timestamp has '1e30'"),
+    "wrong_format": (
+        "user,item,time\n1,2,2014-04-07\n1,2,x\n", LogFormat(time_format="%Y-%m-%d"),
+        r"line 3: column time has 'x', expected a time of the format %Y-%m-%d",
+    ),
+    "other_dates": ("user,item,time\n1,2,11/13/2019 9:05\n", None, r"line 2: column time .*time_format="),
+    "no_user": ("1,2,3\n ,5,6\n", THREE, r"line 2: column user has an empty field, expected an int64"),
+    "no_item": ("1,2,3\n4,,6\n", THREE, r"line 2: column item has an empty field"),
+    "odd_id": ("user,item,time\n500,1,1\nNaN,1,2\n502,1,3\n", None, r"line 3: column user has 'NaN', expected an int64"),
+    "float_id": ("user,item,time\n500,1,1\n500.0,1,2\n", None, r"line 3: column user has '500.0'"),
+    "unsigned_id": (f"user,item,time\n{2**63},1,1\n", None, r"line 2: column user has '9223372036854775808'"),
+    "zeros_lead": ("user,item,time\n7,1,1\n07,1,2\n", None, r"line 3: column user has '07'"),
+    "hexadecimal": ("user,item,time\n7,1,1\n0x7,1,2\n", None, r"line 3: column user has '0x7'"),
+    "underscores": ("user,item,time\n1_0,1,1\n", None, r"line 2: column user has '1_0'"),
+    "words": ("user,item,time\nann,1,1\n", None, r"line 2: column user has 'ann', .*ids=words or ids=hashed"),
+    "bad_rating": ("1,2,3,4\n4,5,6,good\n", FOUR, r"line 2: column rating has 'good', expected a finite number"),
+    "nan_rating": ("1,2,3,4\n4,5,6,nan\n", FOUR, r"line 2: column rating has 'nan', expected a finite number"),
+    "bad_label": (
+        "user,item,time,like\n1,2,3,0\n1,2,3,2\n", LogFormat(label=("like",)),
+        r"line 3: column like has '2', expected 0 or 1; other numbers take label_threshold=",
+    ),
+    "header_lacks": ("user,rating\n1,2\n", None, r"log.csv: no column that is the item; found user, rating"),
+    "no_time_column": ("user,item\n1,2\n", None, r"the timestamp; found user, item: name it \(timestamp=, or none"),
+    "header_twice": ("user,item,time,user_id\n1,2,3,4\n", None, r"two columns for user: 'user' and 'user_id'"),
+    "two_times": ("user,item,time,timestamp\n1,2,3,4\n", None, r"two columns for timestamp"),
+    "no_such_column": ("user,item,time\n1,2,3\n", LogFormat(user="who"), r"no column 'who'; found user, item, time"),
+    "headerless": (
+        "196\t242\t3\t881250949\n", None,
+        r"log.csv, line 1: the first line is no header .*'196\\t242\\t3\\t881250949'.*columns=",
+    ),
+    "headerless_words": ("a,b,c\n1,2,3\n", None, r"line 1: the first line is no header .*'a,b,c'"),
+    "too_wide": ("1,2,3,4,5\n", THREE, r"line 1: 5 columns, but 3 are named"),
+    "one_column": ("1 2 3\n", THREE, r"line 1: no comma, tab or semicolon .*'1 2 3'"),
+    "empty": ("", None, r"log.csv: the file is empty"),
+    "blank": ("\n\n", None, r"log.csv: the file is empty"),
+    "header_only": ("user,item,time\n", None, r"log.csv: holds no interactions"),
+    "not_text": (b"user,item,time\n1,1,1\n\xff\xfe,1,2\n", None, r"log.csv, line 3: not UTF-8 text"),
+    "open_quote": ('user,item,time\n1,2,3\n"1,2,3\n', None, r"log.csv, line 3: "),
+    "lines_in_quotes": (
+        'user,item,time,t\n1,2,3,"a\nb"\n4,5,6,d\n', None, r"line 2: a field in quotes goes on in the next line",
+    ),
+    "open_quote_in_many": (
+        'user,item,time,t\n1,2,3,"a\n' + "4,5,6,b\n" * 99, None, r"line 2: a field in quotes goes on",
+    ),
+    "swapped": (
+        "user,item,timestamp,rating\n" + "".join(f"{u},5,{u % 5 + 1},{881250949 + u}\n" for u in range(20)), None,
+        r"column 'rating' has values up to 881250968, which look like no ratings",
+    ),
+    "ratings_as_times": (
+        "user,item,time\n" + "".join(f"{u},5,{u % 5 + 1}\n" for u in range(20)), None,
+        r"column 'time' has times from 1 to 5 only, which look like ratings",
+    ),
+    "two_units": (
+        "user,item,time\n1,2,1600000000\n1,3,1600000000000\n", None,
+        r"times from 1600000000 to 1600000000000 are of no one unit: .*52671.*time_unit=",
+    ),
+    "other_line_ends": ("user,item,time\r1,2,3\r", None, r"line 1: lines end with \\r alone"),
+    "numbers_and_dates": ("user,item,time\n1,2,1396867869\n1,3,2014-04-07\n", None, r"column '?time'? has"),
+    "before": ("user,item,time\n1,2,-5\n", None, r"times from -5 to -5 are of no one unit: as seconds .*1969-12-31"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_refuses_naming_line_and_column(tmp_path, case):
+    content, format, message = BAD[case]
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, content, format)
+
+
+@pytest.mark.parametrize("case", [*GOOD, *BAD])
+def test_blocks_of_a_few_bytes_are_the_whole_file(tmp_path, case, monkeypatch):
+    content, format, expected = (GOOD | BAD)[case]
+    if case in BAD:
+        monkeypatch.setattr("tritonrec.data.text_tables.BLOCK_BYTES", 16)
+        with pytest.raises(ValueError, match=r"log.csv"):
+            read(tmp_path, content, format)
+        return
+    whole = read(tmp_path, content, format)
+    monkeypatch.setattr("tritonrec.data.text_tables.BLOCK_BYTES", 16)
+    assert columns(read(tmp_path, content, format)) == columns(whole) == expected
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (dict(user="none"), "user cannot be 'none'"),
+        (dict(user="a", item="a"), "must be different columns"),
+        (dict(columns=("a", "a")), "different names"),
+        (dict(quote="''"), "one character"),
+        (dict(encoding="morse"), "unknown encoding 'morse'"),
+        (dict(encoding="utf-16"), "lines of utf-16 do not end with one byte"),
+        (dict(time_format="%Y", time_unit="step"), "time_unit='step'"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        LogFormat(**settings)
+
+
+@pytest.mark.parametrize(
+    "format",
+    [
+        LogFormat(),
+        LogFormat(user="uid", time_unit="ms", ids="words", drop_missing=True, label_threshold=2.5),
+        LogFormat(
+            time_format="%d/%m/%Y %H:%M", delimiter=",", columns=("a b", "c,d", "e&f", "g=h", "%25", "\xe9")
+        ),
+        LogFormat(delimiter="::", missing=("NA", "-"), quote="'", label=("x", "y")),
+    ],
+)
+def test_a_format_stands_in_a_source(format):
+    source = described("csv:/logs/day_*.csv", format)
+    assert with_query(source) == ("csv:/logs/day_*.csv", format)
+    assert described(source, LogFormat(user="other")) == described(
+        source, replace(LogFormat(user="other"), **format.changes())
+    )
+
+
+def test_a_question_mark_in_a_path_is_a_path(tmp_path):
+    for name in ("day_?.csv", "a?user=b.csv"):
+        assert with_query(f"csv:{name}") == (f"csv:{name}", LogFormat()) or "user" in name
+    (tmp_path / "a?user=b").write_text("user,item,time\n1,2,3\n")
+    assert columns(load(f"csv:{tmp_path}/a?user=b")) == [[1], [2], [3]]
+    assert with_query("csv:https://here/x.csv?token=1")[1] == LogFormat()
+    with pytest.raises(ValueError, match="no setting 'usr' of a format; known are user, item"):
+        load("csv:x.csv?usr=a")
+    with pytest.raises(ValueError, match="time_unit takes one of auto, s, ms, us, ns, step, got 'h'"):
+        load("csv:x.csv?time_unit=h")
+    with pytest.raises(ValueError, match="has a format of its own: leave out user"):
+        load("ml-100k", LogFormat(user="a"))
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"absent\.csv"):
+        load(tmp_path / "absent.csv")
+    with pytest.raises(ValueError, match="unknown data 'movies': expected a path"):
+        load("movies")
+
+
+def test_files_are_in_the_order_of_their_numbers_and_brackets_are_letters(tmp_path):
+    for day in (0, 1, 2, 10, 23):
+        (tmp_path / f"day_{day}.csv").write_text(f"user,item,time\n1,{day},{day}\n")
+    assert load(f"csv:{tmp_path}", STEP).item.tolist() == [0, 1, 2, 10, 23]
+    assert load(f"{tmp_path}/day_[12]*.csv", STEP).item.tolist() == [1, 2, 10, 23]
+    (tmp_path / "day_3.csv").write_text("")  # a shard without rows
+    assert load(f"csv:{tmp_path}", STEP).item.tolist() == [0, 1, 2, 10, 23]
+    odd = tmp_path / "a[1].tsv"
+    odd.write_text("user\titem\ttime\n1\t2\t3\n")
+    assert load(odd).item.tolist() == load(f"csv:{odd}").item.tolist() == [2]
+
+
+def arrays(**others):
+    return {"user": [1, 2, 1], "item": [10, 11, 12], "timestamp": [1396867869, 5, 1396867870]} | others
+
+
+SPELLINGS = {
+    "integers": arrays(user=pa.array([1, 2, 1], pa.int8()), item=pa.array([10, 11, 12], pa.uint64())),
+    "decimals": arrays(user=pa.array([1, 2, 1], pa.decimal128(9, 0)), item=pa.array([10, 11, 12]).cast(pa.decimal256(30, 2))),
+    "text": arrays(user=["1", "2", "1"], item=pa.array(["10", "11", "12"], pa.large_string())),
+    "views": arrays(user=pa.array(["1", "2", "1"], pa.string_view()), item=pa.array([b"10", b"11", b"12"], pa.large_binary())),
+    "dictionaries": arrays(
+        user=pa.array(["1", "2", "1"]).dictionary_encode(), item=pa.array([10, 11, 12]).dictionary_encode()
+    ),
+    "runs": arrays(user=pa.RunEndEncodedArray.from_arrays([1, 2, 3], [1, 2, 1]), item=[10, 11, 12]),
+    "seconds": arrays(timestamp=pa.array([1396867869, 5, 1396867870], pa.timestamp("s"))),
+    "nanoseconds": arrays(
+        timestamp=pa.array([1396867869 * 10**9, 5 * 10**9, 1396867870 * 10**9], pa.timestamp("ns", "Asia/Tokyo"))
+    ),
+    "floats": arrays(timestamp=[1396867869.0, 5.0, 1396867870.0]),
+    "time_text": arrays(timestamp=["2014-04-07T10:51:09Z", "1970-01-01 00:00:05", "2014-04-07 10:51:10"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["memory", "parquet", "arrow", "reader"])
+@pytest.mark.parametrize("case", SPELLINGS)
+def test_all_spellings_of_a_type_are_one(tmp_path, case, how):
+    table = source = pa.table(SPELLINGS[case])
+    if how == "parquet":
+        if case == "runs":
+            pytest.skip("Parquet has no runs")
+        pq.write_table(table, source := tmp_path / "log.parquet", row_group_size=2)
+    elif how == "arrow":
+        with pa.ipc.new_file(source := tmp_path / "log.arrow", table.schema) as writer:
+            writer.write_table(table)
+    elif how == "reader":
+        source = table.to_reader(max_chunksize=2)
+    assert columns(load(source)) == columns(load(pa.table(arrays())))
+
+
+def test_dates_are_seconds_of_their_days():
+    log = load(pa.table(arrays(timestamp=pa.array([16167, 3, 16168], pa.date32()))))
+    assert log.timestamp.tolist() == [16167 * 86400, 3 * 86400, 16168 * 86400] and log.time_unit == "s"
+    log = load(
+        pa.table(arrays(timestamp=pa.array([16167, 3, 16168], pa.date32()))), LogFormat(time_unit="ms")
+    )
+    assert log.timestamp.tolist() == [16167 * 86400000, 3 * 86400000, 16168 * 86400000]
+
+
+BAD_COLUMNS = {
+    "null": (dict(user=[1, None, 2]), "row 1: column user has an empty field, expected an int64"),
+    "nan": (dict(user=[500.0, float("nan"), 502.0]), "row 1: column user has nan, expected an integer"),
+    "float": (dict(user=[500.0, 501.5, 502.0]), "row 1: column user has 501.5, expected an integer"),
+    "floats": (dict(user=[500.0, 501.0, 502.0]), "column 'user' is of type double, .*whole_floats"),
+    "unsigned": (dict(item=pa.array([1, 2**63, 2], pa.uint64())), f"row 1: column item has {2**63}, expected an int64"),
+    "decimal": (dict(item=pa.array([1, 2, 3]).cast(pa.decimal128(21, 1))), None),
+    "list": (dict(item=[[1], [2], [3]]), "column 'item' is of type .*list.*, expected integers"),
+    "boolean": (dict(item=[True, False, True]), "column 'item' is of type bool, expected integers"),
+    "word": (dict(item=["1", "B008X", "2"]), "row 1: column item has 'B008X', .*ids=words"),
+    "time_null": (dict(timestamp=pa.array([1, None, 2], pa.timestamp("s"))), "row 1: column timestamp has an empty"),
+    "time_nan": (dict(timestamp=[1.0, float("inf"), 2.0]), "row 1: column timestamp has inf"),
+    "time_kind": (dict(timestamp=[True, False, True]), "column 'timestamp' is of type bool, expected times"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["memory", "parquet"])
+@pytest.mark.parametrize("case", BAD_COLUMNS)
+def test_a_value_that_is_none_is_named_by_its_row(tmp_path, case, how):
+    changes, message = BAD_COLUMNS[case]
+    source = pa.table(arrays(**changes))
+    if how == "parquet":
+        pq.write_table(source, source := tmp_path / "log.parquet")
+    if message is None:
+        assert load(source).item.tolist() == [1, 2, 3]
+        return
+    with pytest.raises(ValueError, match=message):
+        load(source)
+
+
+def test_whole_floats_are_ids_by_choice(tmp_path):
+    table = pa.table(arrays(user=[500.0, 501.0, 502.0]))
+    assert load(table, LogFormat(whole_floats=True)).user.tolist() == [500, 501, 502]
+    for wrong, row in (([500.0, 501.5, 502.0], 1), ([1.0, 2.0, 2.0**53], 2), ([1.0, None, 3.0], 1)):
+        with pytest.raises(ValueError, match=f"row {row}: column user has"):
+            load(pa.table(arrays(user=wrong)), LogFormat(whole_floats=True))
+
+
+def test_shards_of_other_types_are_one_log(tmp_path):
+    for number, user in enumerate(
+        (pa.array([1, 2, 1], pa.int32()), pa.array(["1", "2", "7"]).dictionary_encode())
+    ):
+        pq.write_table(pa.table(arrays(user=user)), tmp_path / f"{number}.parquet")
+    assert load(f"parquet:{tmp_path}").user.tolist() == [1, 2, 1, 1, 2, 7]
+
+
+def test_frames_are_sources():
+    pandas, polars = pytest.importorskip("pandas"), pytest.importorskip("polars")
+    expected = columns(load(pa.table(arrays())))
+    frame = pandas.DataFrame(arrays() | {"other": ["a", "b", "c"]})
+    filtered = pandas.concat([frame, frame]).iloc[:3][lambda each: each.user > 0]  # has an index of its own
+    for source in (arrays(), {name: np.array(own) for name, own in arrays().items()}, frame, filtered,
+                   polars.DataFrame(arrays()), polars.DataFrame(arrays(user=["1", "2", "1"])).cast(
+                       {"user": polars.Categorical}), pa.table(arrays()).to_batches()[0]):  # fmt: skip
+        assert columns(load(source)) == expected
+    with pytest.raises(ValueError, match="the table: no column that is the user; found item"):
+        load(polars.DataFrame({"item": [1]}))
+
+
+def test_json_lines_are_read_whatever_their_values(tmp_path, monkeypatch):
+    rows = [
+        dict(user=u % 5, item=str(u), timestamp=1.4e9 + u, rating=u % 3, text="x" * u, deep={"a": [u]})
+        for u in range(99)
+    ]
+    rows[50]["user"], rows[60]["item"], rows[70]["rating"] = "3", 60, 2.5
+    path = tmp_path / "log.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    log = load(path)
+    assert log.user.tolist() == [int(row["user"]) for row in rows] and log.item.tolist() == list(range(99))
+    assert log.rating.tolist() == [row["rating"] for row in rows] and log.timestamp[7] == 1400000007
+    monkeypatch.setattr("tritonrec.data.text_tables.BLOCK_BYTES", 200)
+    assert columns(load(path)) == columns(log)
+    for line, message in (("[1]", "line 3: expected an object"), ("{", "line 3: no JSON object"),
+                          ('{"user": 1, "item": 2}', "line 3: column timestamp has an empty field"),
+                          ('{"user": 1.5, "item": 2, "timestamp": 3}', "line 3: column user has 1.5")):  # fmt: skip
+        path.write_text("\n".join([json.dumps(rows[0]), "", line]))
+        with pytest.raises(ValueError, match=f"log.jsonl.*{message}"):
+            load(path, LogFormat(rating="none"))
+
+
+def test_words_are_ids_by_choice_and_keep_their_numbers(tmp_path):
+    text = "user,item,time\nann,x,1\nbob,y,2\nann,07,3\n"
+    first: dict[str, Vocabulary] = {}
+    log = load(read_path(tmp_path, text), LogFormat(ids="words"), first)
+    assert columns(log) == [[0, 1, 0], [0, 1, 2], [1, 2, 3]] and log.words["user"] is first["user"]
+    more = load(pa.table({"user": ["eve", "ann"], "item": pa.array(["y", "z"]).dictionary_encode(), "time": [4, 5]}),
+                LogFormat(ids="words"), first)  # fmt: skip
+    assert columns(more)[:2] == [[2, 0], [1, 3]]
+    assert first["item"].words.to_pylist() == ["x", "y", "07", "z"]
+    hashed = load(read_path(tmp_path, text), LogFormat(ids="hashed"))
+    assert len(set(hashed.user.tolist())) == 2 and hashed.user[0] == hashed.user[2]
+    with pytest.raises(ValueError, match="line 3: column user has an empty field, expected a word"):
+        load(read_path(tmp_path, "user,item,time\nann,x,1\n,y,2\n"), LogFormat(ids="words"))
+
+
+def read_path(tmp_path, text):
+    (tmp_path / "log.csv").write_text(text)
+    return tmp_path / "log.csv"
+
+
+def test_labels_are_feedback(tmp_path):
+    text = "user,item,time,like,watched,rating\n1,2,1,1,0.5,4\n1,3,2,0,0.9,3\n2,4,3,true,0,5\n"
+    log = load(read_path(tmp_path, text), LogFormat(label=("like",), rating="none"))
+    assert log.feedback["like"].tolist() == [1, 0, 1] and log.rating is None
+    log = load(read_path(tmp_path, text), LogFormat(label=("watched",), label_threshold=0.5))
+    assert log.feedback["watched"].tolist() == [1, 1, 0] and log.rating.tolist() == [4, 3, 5]
+    log = load(read_path(tmp_path, text), LogFormat(label_threshold=3.5))
+    assert log.feedback["click"].tolist() == [1, 0, 1]
+
+
+def test_a_unit_is_found_or_named():
+    for unit, factor in (("s", 1), ("ms", 10**3), ("us", 10**6), ("ns", 10**9)):
+        table = pa.table(arrays(timestamp=[factor * time for time in (1396867869, 1396867800, 1396867870)]))
+        assert load(table).time_unit == unit
+    assert load(pa.table(arrays())).time_unit == "s"
+    assert load(pa.table(arrays(timestamp=[-5, 2**60, 3])), STEP).time_unit == "step"
+
+
+int64 = st.integers(INT64_MIN, INT64_MAX)
+
+
+@given(
+    rows=st.lists(st.tuples(int64, int64, int64, st.floats(-1e4, 1e4)), min_size=1, max_size=8),
+    order=st.permutations(["user", "item", "timestamp", "rating"]),
+    delimiter=st.sampled_from(",;\t"),
+    header=st.booleans(),
+)
+def test_what_was_written_is_read_back(tmp_path_factory, rows, order, delimiter, header):
+    path = tmp_path_factory.getbasetemp() / "written.csv"
+    place = {"user": 0, "item": 1, "timestamp": 2, "rating": 3}
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, delimiter=delimiter)
+        if header:
+            writer.writerow(order)
+        writer.writerows([[row[place[name]] for name in order] for row in rows])
+    format = LogFormat(time_unit="step", columns=() if header else tuple(order))
+    assert columns(load(path, format)) == [list(column) for column in zip(*rows, strict=True)]
+    parts = list(source_of(path, format).events().parts())
+    assert columns(concat(parts)) == columns(load(path, format))
+
+
+def test_feather_is_a_file_of_arrow(tmp_path):
+    feather.write_feather(pa.table(arrays()), tmp_path / "log.feather")
+    assert columns(load(tmp_path / "log.feather")) == columns(load(arrays()))
+    (tmp_path / "log.feather").write_bytes(b"nothing of the kind")
+    with pytest.raises(ValueError, match=r"log\.feather: not a file of Arrow"):
+        load(tmp_path / "log.feather")

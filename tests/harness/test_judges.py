@@ -1,0 +1,375 @@
+"""Promise: what verify says of a case, a fault and a report follows from all that its ranks found."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+
+from tritonrec.distributed import Communicators, RankDiedError
+from tritonrec.harness.verify import lost, run_case
+from tritonrec.harness.verify.cases import Case
+from tritonrec.harness.verify.contract import Verifier
+from tritonrec.harness.verify.corpus import SELECTIONS
+from tritonrec.harness.verify.exported import exported_parts
+from tritonrec.harness.verify.faults import FAULTS
+from tritonrec.harness.verify.injections import Injection
+from tritonrec.harness.verify.references import References
+from tritonrec.harness.verify.report import CaseResult, FaultResult, Report, print_report
+from tritonrec.harness.verify.run_case import RankReport, record_reference, require_compared
+from tritonrec.harness.verify.served import SERVED_PARTS
+from tritonrec.harness.verify.state import Comparison, Difference
+
+WINDOW = Case("nestpipe", "window", 2, 3, False, "adam", 6)
+BATCH = replace(WINDOW, consistency="batch")
+
+
+def at(step, tensor="loss"):
+    return Difference(step, tensor, [0], 0.0, 1.0, None)
+
+
+def found(first=None, tensors=10, nbytes=100, seconds=1.0, **counts):
+    return RankReport(first, tensors, nbytes, seconds, counts)
+
+
+class Pool:
+    """Ranks whose reports, or error, are given, call by call."""
+
+    meshes = ((1, 1), (2, 1))
+
+    def __init__(self, *calls):
+        self.calls, self.asked, self.restarted = [*calls], [], 0
+
+    def run(self, function, world_size, *args, replicas=1):
+        self.asked.append((world_size, *args))
+        call = self.calls.pop(0)
+        if isinstance(call, Exception):
+            raise call
+        return call
+
+    def restart(self):
+        self.restarted += 1
+
+
+def judged(case, *calls, fault=None):
+    """What a verifier says of `case` where its ranks report `calls`."""
+    pool = Pool(*calls)
+    with Verifier(SimpleNamespace(), pool) as verifier:
+        verifier.record = lambda cases: None
+        return verifier.run(case, fault), pool
+
+
+# --- a case
+
+
+@pytest.mark.parametrize("differing", [0, 1])
+def test_a_difference_of_any_rank_is_the_cases(differing):
+    ranks = [found(), found()]
+    ranks[differing] = found(at(3, "table item"))
+    result, _ = judged(WINDOW, ranks)
+    assert not result.identical and result.first_difference == at(3, "table item") and result.error is None
+
+
+def test_the_earliest_of_the_ranks_differences_is_named():
+    result, _ = judged(WINDOW, [found(at(4)), found(at(2, "weight")), found(at(2, "table item"))])
+    assert result.first_difference == at(2, "weight")
+
+
+def test_figures_of_a_case_are_those_of_all_ranks():
+    result, _ = judged(WINDOW, [found(None, 3, 50, 2.0, read=4, kept=1), found(None, 4, 7, 1.0, read=5)])
+    assert result.identical
+    assert (result.tensors_compared, result.bytes_compared, result.seconds) == (7, 57, 2.0)
+    assert result.counts == {"read": 9, "kept": 1}
+
+
+def test_a_case_whose_variant_did_nothing_has_failed_and_says_what_was_idle():
+    case = replace(WINDOW, variant="policies")  # shows evicted, rejected and promoted
+    shown = {"evicted": 1, "rejected": 2, "promoted": 3}
+    assert judged(case, [found(**shown), found()])[0].identical
+    assert judged(case, [found(), found(**shown)])[0].identical
+    for name in shown:
+        result, _ = judged(case, [found(**{**shown, name: 0}), found()])
+        assert not result.identical and result.error == f"the case proves nothing of policies: {name} is zero"
+
+
+def test_a_rank_that_died_is_a_failed_case_and_a_new_pool():
+    result, pool = judged(WINDOW, RankDiedError("rank 1: KeyError: 'x'"))
+    assert not result.identical and result.error == "rank 1: KeyError: 'x'" and pool.restarted == 1
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_both_halves_of_a_restart_are_judged(half):
+    halves = [[found(), found()], [found()]]
+    halves[half][0] = found(at(1))
+    case = replace(WINDOW, restart=1)
+    result, pool = judged(case, *halves)
+    assert result.first_difference == at(1)
+    (_, _, _, _, _, before), (_, _, resumed, _, _, after) = pool.asked
+    assert (before.first, before.last, after.first, after.last) == (0, 3, 3, 6)
+    assert before.save == after.load and resumed == case.resumed()
+
+
+@pytest.mark.parametrize(
+    ("case", "fault", "asked"), [(BATCH, None, True), (WINDOW, None, False), (BATCH, "float-sums", False)]
+)
+def test_the_reference_is_doubted_where_a_clean_case_differs(monkeypatch, case, fault, asked):
+    monkeypatch.setattr(References, "doubt", lambda *_: "the reference differs from itself")
+    monkeypatch.setattr(Case, "reference", lambda *_: None)
+    assert judged(case, [found(at(0))], fault=fault)[0].error == (
+        "the reference differs from itself" * asked or None
+    )
+    assert judged(case, [found()], fault=fault)[0].error is None
+
+
+def test_references_are_recorded_for_the_longest_case_and_doubts_end_with_them(job, monkeypatch):
+    recorded = []
+    monkeypatch.setattr(
+        "tritonrec.harness.verify.references.record_reference",
+        lambda reference, steps, folder: recorded.append(steps),
+    )
+    references, short = References(), replace(BATCH, steps=2)
+    references.record(job, [BATCH, short])
+    references.record(job, [short])
+    assert recorded == [6]
+    references._doubts[BATCH.reference(job)] = "other bits"
+    references.record(job, [BATCH])
+    assert references.doubt(BATCH.reference(job)) == "other bits"
+    references.record(job, [replace(BATCH, steps=7)])
+    assert recorded == [6, 7] and not references._doubts
+    references.cleanup()
+
+
+# --- what has to be compared
+
+
+STEPS = range(2, 7)
+TABLES = SimpleNamespace(table_names=["item", "genre"])
+PARTS = ("dense", "table item", "table genre")
+DUE = {(step, "loss") for step in STEPS} | {(step, part) for step in (2, 5, 6) for part in PARTS}
+LATER = [*exported_parts(TABLES.table_names, 0), *SERVED_PARTS]
+
+
+def test_every_part_of_every_step_has_to_be_compared():
+    """Updates of three batches: the steps 2 and 5 end one, and the last step is compared in any case."""
+    due = {*DUE, *((6, name) for name in LATER)}
+    assert {"export of item", "export of genre", "scores"} < {*LATER} and len(SERVED_PARTS) == 3
+    assert exported_parts(TABLES.table_names, 1) == ["export of item", "export of genre"]
+    for missing in (None, *sorted(due)):
+        comparison = Comparison(TABLES, 0, 1, steps_seen=due - {missing})
+        if missing is None:
+            require_compared(WINDOW, comparison, STEPS, 3, LATER)
+            continue
+        with pytest.raises(RuntimeError) as raised:
+            require_compared(WINDOW, comparison, STEPS, 3, LATER)
+        assert f"never compared [{missing!r}]; a proof that was skipped has failed" in str(raised.value)
+        comparison.differences[0, 0] = at(2)  # nothing is compared behind a difference
+        require_compared(WINDOW, comparison, STEPS, 3, LATER)
+
+
+PLAIN = Case("dbp", "batch", 1, 2, False, "sgd", 2)
+OWN = replace(PLAIN, mode="sequential", variant="hash-embedding")
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """Records the reference of a case, once; the folder."""
+    folder = str(tmp_path_factory.mktemp("references"))
+    there = set()
+
+    def record(job, case):
+        reference = case.reference(job)
+        if (reference, case.steps) not in there:
+            record_reference(reference, case.steps, folder)
+            there.add((reference, case.steps))
+        return folder
+
+    return record
+
+
+def run(recorded, job, case, tmp_path=None, injection=None, monkeypatch=None):
+    """`run_case`, with its export if it has one, and with a fault."""
+    if injection is not None:
+        monkeypatch.setattr(run_case, "Injection", lambda: injection)
+    stretch = run_case.Stretch(0, case.steps, export=str(tmp_path)) if case.exports else None
+    return run_case.run_case(Communicators.local(), job, case, recorded(job, case), stretch=stretch)
+
+
+@pytest.mark.parametrize(
+    ("case", "lost", "missing"),
+    [
+        (PLAIN, "_loss", "(0, 'loss'), (1, 'loss')"),
+        (PLAIN, "_dense", "(0, 'dense'), (1, 'dense')"),
+        (PLAIN, "_table", "(0, 'table item'), (1, 'table item')"),
+        (OWN, "_table", "(0, 'table item'), (1, 'table item')"),
+        (replace(PLAIN, variant="export"), "compare_weights", "(1, 'export of item')"),
+        (replace(PLAIN, variant="export"), "compare_scores", "(1, 'scores')"),
+        (
+            replace(PLAIN, variant="bounded-lag"),
+            "compare_predictions",
+            "(1, 'predictions, served with k = 0')",
+        ),
+    ],
+    ids=lambda value: value.variant or "trainer" if isinstance(value, Case) else None,
+)
+def test_a_case_that_compares_less_has_failed(recorded, job, tmp_path, monkeypatch, case, lost, missing):
+    monkeypatch.setattr(Comparison, lost, lambda *_, **__: None)
+    with pytest.raises(RuntimeError, match="never compared") as raised:
+        run(recorded, job, case, tmp_path)
+    assert missing in str(raised.value)
+
+
+@pytest.mark.parametrize("variant", ["export", "bounded-lag"])
+def test_exports_and_served_predictions_are_compared(recorded, job, tmp_path, variant):
+    report = run(recorded, job, replace(PLAIN, variant=variant), tmp_path)
+    assert report.first_difference is None and report.tensors_compared > 0
+
+
+def one_row_more(tables):
+    tables.groups[0].table.lookup(torch.tensor([12345]), 0)
+
+
+@pytest.mark.parametrize(
+    ("case", "step"), [(PLAIN, 1), (replace(PLAIN, variant="skip-fetch"), 1), (OWN, 0)], ids=str
+)
+def test_a_row_that_nobody_used_is_found_at_the_end(recorded, job, monkeypatch, case, step):
+    """Its values are initial, as those of a later batch's row; at the end, and in a loop, there is none."""
+    assert run(recorded, job, case).first_difference is None
+    injection = Injection(
+        program=lambda program: one_row_more(program.tables), loop=lambda loop: one_row_more(loop.rows.tables)
+    )
+    first = run(recorded, job, case, None, injection, monkeypatch).first_difference
+    assert first is not None and (first.step, first.tensor, first.index) == (step, "table item", [12345])
+    assert (first.expected, first.got) == ("absent", "present")
+
+
+def test_what_a_rank_found_before_another_was_lost_counts(recorded, job, monkeypatch):
+    case = replace(PLAIN, variant="lost-rank")
+    arguments = Communicators.local(), job, case, recorded(job, case), None
+    memory = lost.Memory(comparisons=[Comparison(TABLES, 0, 1, differences={(0, 0): at(0)})])
+    assert lost.run_losing(*arguments, memory).first_difference == at(0)
+    memory = lost.Memory(comparisons=[Comparison(TABLES, 0, 1)])
+    assert lost.run_losing(*arguments, memory).first_difference is None
+    monkeypatch.setattr(lost, "compare_run", lambda *_: 0)
+    with pytest.raises(RuntimeError, match="never compared"):
+        lost.run_losing(*arguments, lost.Memory(comparisons=[Comparison(TABLES, 0, 1)]))
+
+
+# --- a fault
+
+
+BITS = next(fault for fault in FAULTS if fault.name == "float-sums")
+SAYS = next(fault for fault in FAULTS if fault.name == "bit-of-a-row-at-rest")
+EDGE = next(fault for fault in FAULTS if fault.name == "copy-before-update")
+NAMED = f"rank 1: StageFailedError: the row of id 24 of table item {SAYS.says}"
+ACCIDENT = "rank 0: StageFailedError: stage dense_reduce(0) failed: KeyError: Routes"
+
+
+@pytest.mark.parametrize(
+    ("fault", "differs", "error", "caught", "by"),
+    [
+        (BITS, True, None, True, ["bits"]),
+        (BITS, False, None, False, []),
+        (BITS, False, ACCIDENT, False, ["error"]),
+        (SAYS, False, NAMED, True, ["error"]),
+        (SAYS, False, ACCIDENT, False, ["error"]),
+        (SAYS, True, None, False, ["bits"]),
+        (SAYS, False, None, False, []),
+        (EDGE, True, None, True, ["check", "bits"]),
+        (EDGE, False, None, False, ["check"]),
+        (EDGE, False, ACCIDENT, False, ["check", "error"]),
+    ],
+)
+def test_a_fault_is_caught_as_it_declares_and_by_nothing_else(fault, differs, error, caught, by):
+    with Verifier(SimpleNamespace(), Pool()) as verifier:
+        verifier.run = lambda case, name=None: CaseResult(
+            case, not name, at(3, "table item") if name and differs else None, error=error if name else None
+        )
+        result = verifier.run_fault(fault)
+    assert (result.caught, result.by) == (caught, by)
+    assert result.where == ("step 3, table item" if differs else "")
+    assert caught or "must end in" in result.evidence
+    assert error is None or error in result.evidence
+
+
+@pytest.mark.parametrize("clean", [at(1), None])
+def test_a_fault_proves_nothing_where_its_case_fails_without_it(clean):
+    with Verifier(SimpleNamespace(), Pool()) as verifier:
+        verifier.run = lambda case, name=None: CaseResult(
+            case, False, at(2) if name else clean, error=None if clean else "x"
+        )
+        result = verifier.run_fault(BITS)
+    assert not result.caught and "the clean case is not identical" in result.evidence
+
+
+def test_faults_of_other_cases_have_clean_runs_of_their_own():
+    other = replace(BITS, case=replace(BITS.case, micro_batches=5))
+    with Verifier(SimpleNamespace(), Pool()) as verifier:
+        verifier.run = lambda case, name=None: CaseResult(
+            case, case == BITS.case and not name, at(2) if name else None
+        )
+        assert verifier.run_fault(BITS).caught
+        assert not verifier.run_fault(other).caught
+
+
+def test_every_fault_that_ends_in_an_error_says_so():
+    """Those that end in bits are run by `test_contract.py` and `test_corpus.py`."""
+    says = {fault.name for fault in SELECTIONS[True, True] if fault.says}
+    assert says == {
+        "bit-of-a-row-at-rest", "bit-of-a-message", "bit-of-a-gradient", "no-keys-crash",
+        "new-rows-are-not-initialised",
+    }  # fmt: skip
+    assert all(len(fault.says) > 20 for fault in SELECTIONS[True, True] if fault.says)
+
+
+# --- a smaller case
+
+
+def test_a_smaller_case_has_to_fail_too():
+    failed = CaseResult(replace(WINDOW, micro_batches=4), False, at(5))
+    with Verifier(SimpleNamespace(), Pool()) as verifier:
+
+        def run(case, fault=None):  # two ranks and two micro-batches are needed
+            wrong = case.world_size == 2 and case.micro_batches > 1
+            return CaseResult(case, not wrong, at(1) if wrong else None)
+
+        verifier.run = run
+        smallest = verifier.shrink(failed).case
+    assert (smallest.world_size, smallest.micro_batches, smallest.optimizer) == (2, 2, "sgd")
+    assert smallest.steps == 2
+
+
+# --- a report
+
+
+GOOD, BAD = CaseResult(WINDOW, True), CaseResult(WINDOW, False, at(1))
+IDLE = CaseResult(WINDOW, False, error="the case proves nothing")
+CAUGHT, MISSED = FaultResult(BITS, True, ["bits"], ""), FaultResult(EDGE, False, ["check"], "")
+
+
+@pytest.mark.parametrize(
+    ("cases", "faults", "passed", "line"),
+    [
+        ([GOOD], [CAUGHT], True, "1 of 1 cases identical, 1 of 1 injected faults caught"),
+        ([GOOD], [], True, "1 of 1 cases identical"),
+        ([], [CAUGHT], True, "1 of 1 injected faults caught"),
+        ([], [], False, ""),
+        ([GOOD, BAD], [CAUGHT], False, "1 of 2 cases identical, 1 of 1 injected faults caught"),
+        ([IDLE, GOOD], [], False, "1 of 2 cases identical"),
+        ([GOOD], [CAUGHT, MISSED], False, "1 of 1 cases identical, 1 of 2 injected faults caught"),
+    ],
+)
+def test_a_report_passes_if_every_case_and_every_fault_does(job, cases, faults, passed, line):
+    report = Report(job, cases, faults)
+    console = Console(record=True, width=200)
+    print_report(report, console)
+    text = console.export_text()
+    assert report.passed is passed and line in text
+    assert text.count("identical ") >= sum(each.identical for each in cases)
+    assert text.count("differs") - text.count("run differs from") == cases.count(BAD)
+    assert text.count("failed") == cases.count(IDLE)
+    assert text.count(" NO ") == faults.count(MISSED)
+    document = report.as_json()
+    assert [case["identical"] for case in document["cases"]] == [each.identical for each in cases]
+    assert [case["error"] for case in document["cases"]] == [each.error for each in cases]
+    assert [fault["caught"] for fault in document["faults"]] == [each.caught for each in faults]

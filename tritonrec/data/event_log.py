@@ -1,0 +1,319 @@
+"""Logs of events, whole and in parts: one reader for files of every kind and for frames in memory.
+
+Columns are found by `LogFormat`; in Parquet and JSON each column of booleans is feedback where no label is
+named. What was inferred is checked over the whole log at its end: so a log in parts is refused where the
+whole one is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tritonrec.data import values
+from tritonrec.data.arrow_types import is_list, plain
+from tritonrec.data.features import ItemGenres, UserFeatures
+from tritonrec.data.interactions import Interactions
+from tritonrec.data.log_format import LogFormat, find_columns, named
+from tritonrec.data.parquet import FRACTION, TIME_UNIT, concat
+from tritonrec.data.places import PACKED, Place, files_at
+from tritonrec.data.presets import Preset
+from tritonrec.data.tables import File, Frame, ParquetFile, open_files
+from tritonrec.data.times import checked_unit, times
+from tritonrec.data.values import Part
+
+if TYPE_CHECKING:
+    import pyarrow.fs as pafs
+
+    from tritonrec.data.vocabulary import Vocabulary
+
+Features = tuple[UserFeatures | None, ItemGenres | None]
+ROW_BYTES = 16
+"""Of a short line; a fifth of it where the file is compressed."""
+MOST_RATING = 1e5
+FEW, MOST_RATED = 10, 10
+"""So many rows with times from 1 to this alone have no times: they look like ratings."""
+
+
+class EventLog:
+    """A log of events at a path or in memory, described by a format.
+
+    Args:
+        source: a path (a file, a folder, a glob, a URL), or a frame.
+        format: of the log. kind: of the files; by default by the ends of their names.
+        preset: whose settings the format has, with the names of its files.
+        words: for ``ids="words"`` a vocabulary for ``"user"`` and ``"item"``; one that is missing is added.
+
+    Raises FileNotFoundError for a path that does not exist, and ValueError where it holds no file.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        format: LogFormat = LogFormat(),  # noqa: B008
+        kind: str = "",
+        preset: Preset | None = None,
+        words: dict[str, Vocabulary] | None = None,
+    ) -> None:
+        self.format, self.preset, self._kind = format, preset, kind
+        self.place: Place | None = None
+        self._frame: Frame | None = None
+        if isinstance(source, str):
+            self.name = source
+            title = "Parquet file" if kind == "parquet" else "file"
+            self.place = files_at(source, title, patterns=preset.files if preset else ())
+        else:
+            self._frame = Frame(source)
+            self.name = self._frame.path
+        self.words: dict[str, Vocabulary] = {} if words is None else words
+
+    @property
+    def filesystem(self) -> pafs.FileSystem | None:
+        """Of the files; None for a frame."""
+        return self.place and self.place.filesystem
+
+    @cached_property
+    def files(self) -> list[str]:
+        """Of everything that is read; where one changes, the log has changed."""
+        if self.place is None:
+            return []
+        return [*self.place.files, *self._beside.files_beside(self.place)]
+
+    @cached_property
+    def opened(self) -> list[File]:
+        """The files of the log itself."""
+        if self._frame is not None:
+            return [self._frame]
+        assert self.place is not None
+        return open_files(self.place, self._kind, self.format)
+
+    @property
+    def _beside(self) -> Any:
+        """The module that reads features beside the log."""
+        from tritonrec.data import kuairand, parquet
+
+        return kuairand if self.preset and self.preset.features else parquet
+
+    def rows(self) -> int:
+        """The number of rows; of text an estimate, rather too large."""
+        counts = []
+        for file in self.opened:
+            if isinstance(file, (ParquetFile, Frame)):
+                counts.append(file.footer[1].num_rows if isinstance(file, ParquetFile) else file.num_rows)
+            else:
+                assert self.place is not None
+                size = self.place.filesystem.get_file_info(file.path).size or 0
+                counts.append(1 + size * (5 if file.path.endswith(PACKED) else 1) // ROW_BYTES)
+        return sum(counts)
+
+    def features(self) -> Features:
+        """Features of users and items that are beside the log; None for those that are not there."""
+        if self.place is None:
+            return None, None
+        return self._beside.features_beside(self.place)
+
+    def read(self) -> Interactions:
+        """The whole log with its features; raises the errors of `parts`."""
+        users, genres = self.features()
+        found = list(self.parts())
+        unit = self._unit
+        return replace(concat(found), user_features=users, genres=genres, time_unit=unit, words=self.words)
+
+    def parts(self) -> Iterator[Interactions]:
+        """The log in parts, in order, without features.
+
+        Raises ValueError naming file, line or row, and column of what is no id, time, rating or label; at the
+        end ValueError for a log without rows, and for values that contradict what they were taken for.
+        """
+        seen = _Seen()
+        self._unit: str = self.format.unit
+        roles = [self._columns(file) for file in self.opened]
+        for file, columns in zip(self.opened, roles, strict=True):
+            if set(columns) != set(roles[0]):
+                raise ValueError(
+                    f"{file.path}: has the columns {', '.join(sorted(columns))}, but {self.opened[0].path} "
+                    f"has {', '.join(sorted(roles[0]))}"
+                )
+            for part, table in file.tables(list(dict.fromkeys(columns.values()))):
+                yield self._part(part, table, columns, seen)
+        if not seen.rows:
+            raise ValueError(f"{self.name}: holds no interactions")
+        self._unit = self._checked(seen, roles[0])
+
+    def _columns(self, file: File) -> dict[str, str]:
+        """Columns by their roles: those of `find_columns`, and a task's name for each of feedback."""
+        typed = isinstance(file, ParquetFile)
+        try:
+            found = find_columns(file.names, self.format, file.path)
+        except ValueError as error:
+            if typed and "item" in file.names and is_list(file.schema.field("item").type):  # type: ignore[attr-defined]
+                raise ValueError(f"{error}; its rows are sequences, which hstu and fuxi stream") from error
+            raise
+        if FRACTION in file.names:
+            found["fraction"] = FRACTION
+        labels = self.format.label
+        if labels:
+            every = [each.names for each in self.opened]
+            for label in labels:
+                shared = [w for w in label.split("|") if all(w in names for names in every)] or [label]
+                name = named(file.names, shared[0], file.path)
+                found[f"task {name}"] = name
+        else:
+            found |= {f"task {name}": name for name in file.booleans() if name not in found.values()}
+        return found
+
+    def _part(self, part: Part, table: pa.Table, columns: dict[str, str], seen: _Seen) -> Interactions:
+        format = self.format
+        if format.drop_missing:
+            part, table = _without_missing(part, table, [columns[r] for r in _NEEDED if r in columns], format)
+        extra: dict[str, np.ndarray] = {}
+        if "shown" in columns:
+            part, table, extra["click"] = _each_shown(part, table, columns["shown"])
+            columns = columns | {"item": columns["shown"]}
+        get = {role: table.column(name) for role, name in columns.items()}
+        user, item = (self._ids(part, role, columns[role], get[role]) for role in ("user", "item"))
+        fraction = None
+        if "timestamp" in columns:
+            found = times(part, columns["timestamp"], get["timestamp"], format.unit, format.time_format)
+            time, fraction = found.whole, found.fraction
+            seen.kinds.add(found.is_dated)
+            if found.is_dated:
+                seen.has_unit, self._unit = True, self._unit or "s"
+            elif not self._unit and (unit := _unit_of(table, columns["timestamp"])) is not None:
+                seen.has_unit, self._unit = True, unit
+        else:
+            time = np.arange(seen.rows, seen.rows + len(user))
+        if "fraction" in columns:
+            fraction = values.numbers(part, columns["fraction"], get["fraction"])
+        if "order" in columns:
+            fraction = _order(part, columns["order"], get["order"])
+        rating = None
+        if "rating" in columns:
+            rating = values.numbers(part, columns["rating"], get["rating"])
+        tasks = {
+            name: values.flags(part, name, get[role], format.label_threshold)
+            for role, name in columns.items() if role.startswith("task ")
+        }  # fmt: skip
+        if format.label_threshold is not None and not format.label and rating is not None:
+            tasks["click"] = (rating >= format.label_threshold).astype(np.int64)
+        seen.add(time, rating)
+        return Interactions(user, item, time, rating, extra | tasks, fraction=fraction)
+
+    def _ids(self, part: Part, role: str, name: str, column: pa.ChunkedArray) -> np.ndarray:
+        """(n,) int64. The one place where words become ids."""
+        if self.format.ids == "integers" and role not in self.words:
+            return values.integers(part, name, column, self.format.whole_floats)
+        found = values.words(part, name, column)
+        if self.format.ids == "hashed":
+            from tritonrec.data.vocabulary import hashed_ids
+
+            return hashed_ids(found)
+        if role not in self.words:
+            from tritonrec.data.vocabulary import Vocabulary
+
+            self.words[role] = Vocabulary()
+        return self.words[role].encode(found, extend=True)
+
+    def _checked(self, seen: _Seen, columns: dict[str, str]) -> str:
+        """The unit of the times; raises ValueError where inferred columns have values of another kind."""
+        format = self.format
+        if "rating" in columns and not format.rating and not format.columns and seen.rating > MOST_RATING:
+            raise ValueError(
+                f"{self.name}: column {columns['rating']!r} has values up to {seen.rating:.10g}, which look "
+                f"like no ratings: name the columns that are meant (rating={columns['rating']} for this one)"
+            )
+        if "timestamp" not in columns:
+            return "step"
+        if len(seen.kinds) > 1:
+            raise ValueError(
+                f"{self.name}: column {columns['timestamp']!r} has dates and numbers: write it alike"
+            )
+        if self._unit or seen.has_unit:
+            return self._unit
+        if seen.rows >= FEW and 1 <= seen.low <= seen.high <= MOST_RATED:
+            raise ValueError(
+                f"{self.name}: column {columns['timestamp']!r} has times from {seen.low} to {seen.high} "
+                "only, which look like ratings: name the columns that are meant (timestamp=), or "
+                "time_unit=step where they only order the events"
+            )
+        return checked_unit(f"{self.name}: column {columns['timestamp']!r}", seen.low, seen.high)
+
+
+_NEEDED = ("user", "item", "timestamp")
+
+
+@dataclass
+class _Seen:
+    """What the parts of a log had so far."""
+
+    rows: int = 0
+    low: int = 0
+    high: int = 0
+    rating: float = 0.0
+    has_unit: bool = False
+    kinds: set[bool] = field(default_factory=set)  # of times: whether they are dates by themselves
+
+    def add(self, time: np.ndarray, rating: np.ndarray | None) -> None:
+        """Take a part into account."""
+        if len(time):
+            low, high = int(time.min()), int(time.max())
+            self.low, self.high = (min(low, self.low), max(high, self.high)) if self.rows else (low, high)
+            if rating is not None:
+                self.rating = max(self.rating, float(np.abs(rating).max()))
+        self.rows += len(time)
+
+
+def _unit_of(table: pa.Table, name: str) -> str | None:
+    """The unit that the converter has written beside a column."""
+    about = table.schema.field(name).metadata or {}
+    return about[TIME_UNIT].decode() if TIME_UNIT in about else None
+
+
+def _without_missing(
+    part: Part, table: pa.Table, names: list[str], format: LogFormat
+) -> tuple[Part, pa.Table]:
+    """The rows that have a value in each of some columns."""
+    there = np.ones(len(table), bool)
+    for name in names:
+        column = plain(table.column(name))
+        missing = pc.is_null(column, nan_is_null=True)
+        if pa.types.is_string(column.type):
+            empty = pc.is_in(pc.utf8_trim_whitespace(column), pa.array(["", *format.missing]))
+            missing = pc.or_(missing, pc.fill_null(empty, True))
+        there &= ~missing.to_numpy(zero_copy_only=False)
+    if there.all():
+        return part, table
+    rows = there.nonzero()[0]
+    return Part(part.path, part.unit, lambda row: part.number(int(rows[row]))), table.take(rows)
+
+
+def _each_shown(part: Part, table: pa.Table, name: str) -> tuple[Part, pa.Table, np.ndarray]:
+    """A row for each ITEM-LABEL word of a column, the item in its place, and the labels."""
+    column = pc.fill_null(plain(table.column(name)), "")
+    lists = pc.utf8_split_whitespace(pc.utf8_trim_whitespace(column))
+    rows, words = pc.list_parent_indices(lists).to_numpy(), pc.list_flatten(lists)
+    there = pc.not_equal(words, "").to_numpy(zero_copy_only=False)
+    rows, words = rows[there], words.filter(pa.array(there))
+    number = part.number
+    part = Part(part.path, part.unit, lambda row: number(int(rows[row])))
+    found = pc.extract_regex(words, r"^(?P<item>.+)-(?P<label>[01])$")
+    if found.null_count:
+        part.fail(name, words, found.is_null().to_numpy(zero_copy_only=False), "words ITEM-0 or ITEM-1")
+    label = pc.equal(pc.struct_field(found, "label"), "1").to_numpy(zero_copy_only=False).astype(np.int64)
+    table = table.take(rows)
+    return part, table.set_column(table.column_names.index(name), name, pc.struct_field(found, "item")), label
+
+
+def _order(part: Part, name: str, column: pa.ChunkedArray) -> np.ndarray:
+    """Integers from 0 on as fractions of their order."""
+    found = values.integers(part, name, column)
+    wrong = (found < 0) | (found >= 2**53)
+    if wrong.any():
+        part.fail(name, column, wrong, "an integer from 0 to 2**53")
+    return found / 2.0**53

@@ -1,0 +1,104 @@
+"""JSON lines as tables (`pyarrow.json`), a block at a time."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.json as pjson
+
+from tritonrec.data import text_tables
+from tritonrec.data.text_tables import SHOWN, Block, TextFile
+from tritonrec.data.values import Part
+
+
+class JsonFile(TextFile):
+    """An object a line; also as Python prints dictionaries, as in the older files of UCSD."""
+
+    @cached_property
+    def first(self) -> dict[str, Any]:
+        """The first object."""
+        line, text = self.first_line()
+        found = self._load(text, line)
+        if not isinstance(found, dict):
+            raise ValueError(f"{self.path}, line {line}: expected an object a line, got {text[:SHOWN]!r}")
+        return found
+
+    @cached_property
+    def is_python(self) -> bool:
+        """Whether lines are printed dictionaries of Python."""
+        return re.match(r"\s*\{\s*u?'", self.first_line()[1]) is not None
+
+    @property
+    def names(self) -> list[str]:
+        """Of the first object; others may have more."""
+        return list(self.first)
+
+    def booleans(self) -> list[str]:
+        """Fields that are true or false in the first object."""
+        return [name for name, value in self.first.items() if isinstance(value, bool)]
+
+    def tables(self, columns: Sequence[str]) -> Iterator[tuple[Part, pa.Table]]:
+        """The fields, null where an object has none; raises ValueError naming the line."""
+        kinds: dict[type, pa.DataType] = {
+            str: pa.string(),
+            int: pa.int64(),
+            float: pa.float64(),
+            bool: pa.bool_(),
+        }
+        known = {name: kinds.get(type(self.first.get(name))) for name in columns}
+        schema = pa.schema([(name, kind) for name, kind in known.items() if kind is not None])
+        parse = pjson.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
+        is_plain = not self.is_python and len(schema) == len(columns)
+        for block in self.blocks(text_tables.BLOCK_BYTES):
+            if not block.data.strip():
+                continue
+            table = self._arrow(block, parse, columns) if is_plain else None
+            yield block.part(), self._slow(block, columns) if table is None else table
+
+    def _arrow(self, block: Block, parse: pjson.ParseOptions, columns: Sequence[str]) -> pa.Table | None:
+        """The block by Arrow; None where types are not those of the first line, or lines are none."""
+        read = pjson.ReadOptions(use_threads=False, block_size=len(block.data) + 1)
+        try:
+            table = pjson.read_json(pa.py_buffer(block.data), read, parse)
+        except pa.ArrowException:
+            return None
+        lines = sum(bool(text.strip()) for text in block.data.split(b"\n"))
+        return table.select(list(columns)) if len(table) == lines else None
+
+    def _slow(self, block: Block, columns: Sequence[str]) -> pa.Table:
+        """The block line by line."""
+        found: list[list[Any]] = [[] for _ in columns]
+        for number, text in enumerate(block.data.split(b"\n"), block.line):
+            if text.strip():
+                value = self._load(text.decode(errors="replace"), number)
+                if not isinstance(value, dict):
+                    raise ValueError(f"{self.path}, line {number}: expected an object a line")
+                for own, name in zip(found, columns, strict=True):
+                    own.append(value.get(name))
+        return pa.table({name: _array(own) for name, own in zip(columns, found, strict=True)})
+
+    def _load(self, text: str, line: int) -> Any:
+        load: Callable[[str], Any] = json.loads
+        if re.match(r"\s*\{\s*u?'", text):
+            load = ast.literal_eval
+        try:
+            return load(text.strip())
+        except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+            raise ValueError(
+                f"{self.path}, line {line}: no JSON object: {error}; expected one a line, "
+                f"got {text[:SHOWN]!r}"
+            ) from error
+
+
+def _array(values: list[Any]) -> pa.Array:
+    """Values of JSON; where types differ, as text."""
+    try:
+        return pa.array(values)
+    except (pa.ArrowException, OverflowError):
+        return pa.array([None if value is None else str(value) for value in values])

@@ -1,0 +1,33 @@
+"""Labels of tasks: made of ratings by a threshold, and checked to tell anything apart."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def rating_labels(rating: np.ndarray, threshold: float) -> np.ndarray:
+    """(N,) bool: ratings (N,) of at least `threshold`. Raises ValueError where all or none are."""
+    if np.isnan(rating).any():
+        raise ValueError(f"row {int(np.isnan(rating).argmax())} has no rating, which its label is made of")
+    labels = rating >= threshold
+    if len(labels) > 1 and labels.all() == labels.any():
+        many = "all" if labels.all() else "none"
+        raise ValueError(
+            f"{many} of {len(labels)} ratings are at least {threshold:g}, so that all labels are alike: they "
+            f"go from {rating.min():g} to {rating.max():g}; set label_threshold"
+        )
+    return labels
+
+
+def check_labels(task: str, labels: np.ndarray) -> None:
+    """Raise ValueError where all labels (n,) of a task are alike: there is nothing to learn, and no AUC."""
+    check_counts(task, len(labels), int(labels.sum()))
+
+
+def check_counts(task: str, rows: int, positive: int) -> None:
+    """As `check_labels`, of so many rows with so many labels that are 1."""
+    if rows > 1 and positive in (0, rows):
+        raise ValueError(
+            f"all {rows} labels of task {task!r} are {int(positive > 0)}: set label_threshold, or leave the "
+            "task out"
+        )

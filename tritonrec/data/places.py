@@ -1,0 +1,128 @@
+"""Where the files of a log are: a file, a folder of files at any depth, or a glob, local or at a URL.
+
+Files are in the natural order of their paths (``day_2`` before ``day_10``). Names that begin with ``_`` or
+``.`` are left out, and so are files in such folders. A path that exists is that file, also where its name
+has a wildcard in it (``a[1].tsv``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tritonrec.files import natural_order
+
+if TYPE_CHECKING:
+    import pyarrow.fs as pafs
+
+PACKED = (".gz", ".bz2", ".zst", ".lz4")
+"""Ends of the names of compressed files."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Files of a log.
+
+    Attributes:
+        path: as the user wrote it. root: the folder below which they are. files: paths in the file system.
+        is_folder: whether `path` is that folder, and no file or glob.
+    """
+
+    path: str
+    filesystem: pafs.FileSystem
+    root: str
+    files: list[str]
+    is_folder: bool = False
+
+
+def files_at(path: str, kind: str = "file", filesystem: Any = None, patterns: Sequence[str] = ()) -> Place:
+    """The files of a path.
+
+    Args:
+        kind: what they are called in errors.
+        patterns: of the names that a folder's files have, the first one that some have, also compressed.
+
+    Raises FileNotFoundError for a path that does not exist and a folder without files of such names, and
+    ValueError where it holds no file at all.
+    """
+    import pyarrow as pa
+    from pyarrow.fs import FileSelector, FileType
+
+    fs, place = filesystem_of(path, filesystem)
+    try:
+        if fs.get_file_info(place or "/").type == FileType.File:
+            return Place(path, fs, place.rpartition("/")[0], [place])
+        base, wild = without_wildcards(place)
+        about = fs.get_file_info(base or "/")
+        if about.type == FileType.NotFound:
+            raise FileNotFoundError(f"{path}: no such file or folder")
+        if about.type == FileType.File and not wild:
+            return Place(path, fs, base.rpartition("/")[0], [base])
+        found = fs.get_file_info(FileSelector(base or "/", recursive=True))
+    except pa.ArrowException as error:
+        raise ValueError(f"{path}: {error}") from error
+    files = []
+    for info in found:
+        below = below_folder(base, info.path).split("/")
+        if info.type != FileType.File or any(part[:1] in ("_", ".") for part in below):
+            continue
+        if not wild or (len(wild) == len(below) and all(map(fnmatchcase, below, wild))):
+            files.append(info.path)
+    if patterns and not wild:
+        files = next(filter(None, ([file for file in files if _is(file, each)] for each in patterns)), [])
+        if not files:
+            raise FileNotFoundError(f"{path}: the folder holds no {' or '.join(patterns)}")
+        folders = sorted({file.rpartition("/")[0] for file in files})
+        if len(folders) > 1:
+            raise ValueError(f"{path}: several folders have such files: name one of {', '.join(folders)}")
+    if not files:
+        raise ValueError(f"{path}: the dataset holds no {kind}")
+    return Place(path, fs, base, sorted(files, key=natural_order), not wild)
+
+
+def _is(file: str, pattern: str) -> bool:
+    name = file.rpartition("/")[2]
+    return any(fnmatchcase(name, pattern + end) for end in ("", *PACKED))
+
+
+def filesystem_of(path: str, filesystem: Any = None) -> tuple[pafs.FileSystem, str]:
+    """The file system of a path, and the path there.
+
+    pyarrow's own where it has one for the URL, else fsspec's. Raises ValueError for an unknown protocol.
+    """
+    import pyarrow as pa
+    import pyarrow.fs as pafs
+
+    if filesystem is not None:
+        is_arrow = isinstance(filesystem, pafs.FileSystem)
+        return filesystem if is_arrow else pafs.PyFileSystem(pafs.FSSpecHandler(filesystem)), path
+    if "://" not in path:
+        return pafs.LocalFileSystem(), str(Path(path).expanduser())
+    base, wild = without_wildcards(path)
+    try:
+        found, place = pafs.FileSystem.from_uri(base)
+        return found, "/".join([place.rstrip("/"), *wild])
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        pass
+    try:
+        import fsspec
+
+        fs, place = fsspec.core.url_to_fs(path)
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    return pafs.PyFileSystem(pafs.FSSpecHandler(fs)), place
+
+
+def without_wildcards(path: str) -> tuple[str, list[str]]:
+    """The folders before the first part with a wildcard, and the parts from there on."""
+    parts = path.split("/")
+    wild = next((place for place, part in enumerate(parts) if set(part) & set("*?[")), len(parts))
+    return "/".join(parts[:wild]), parts[wild:]
+
+
+def below_folder(folder: str, file: str) -> str:
+    """The path of a file from its folder on; some file systems add a slash in front."""
+    return file.strip("/").removeprefix(folder.strip("/")).strip("/")

@@ -1,0 +1,237 @@
+"""Well-known logs, as they are published: the word of a source, the files, and their format.
+
+A path is the file itself, or a folder with it. A setting behind the path wins over the preset's::
+
+    movielens-1m:~/ml-1m
+    lastfm-1k:~/lastfm/userid-timestamp-artid-artname-traid-traname.tsv?item=track
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from tritonrec.data.log_format import LogFormat
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A published log.
+
+    Args:
+        about: what it is. files: patterns of the names of its files, the first of which there are any.
+        format: its settings. kind: of its files.
+        features: the module that reads features of users and items beside the log.
+    """
+
+    about: str
+    files: tuple[str, ...]
+    format: LogFormat
+    kind: str = "csv"
+    features: Literal["", "kuairand"] = ""
+
+
+def _columns(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+_RATINGS = LogFormat(columns=_columns("user item rating timestamp"), header="no", time_unit="s")
+_MOVIES = LogFormat(user="userId", item="movieId", rating="rating", timestamp="timestamp", time_unit="s")
+_REVIEWS = LogFormat(
+    user="reviewerID", item="asin", rating="overall", timestamp="unixReviewTime", time_unit="s", ids="words"
+)
+_AMAZON = LogFormat(
+    user="user_id", item="parent_asin", rating="rating", timestamp="timestamp", time_unit="ms", ids="words"
+)
+_KUAIREC = LogFormat(
+    user="user_id",
+    item="video_id",
+    timestamp="timestamp",
+    time_unit="s",
+    rating="watch_ratio",
+    drop_missing=True,
+)
+CRITEO_COUNTS = tuple(f"I{number}" for number in range(1, 14))
+CRITEO_CATEGORIES = tuple(f"C{number}" for number in range(1, 27))
+CRITEO = LogFormat(
+    label=("label",), dense=CRITEO_COUNTS, categories=CRITEO_CATEGORIES, hexadecimal=CRITEO_CATEGORIES,
+    log_counts=True,
+)  # fmt: skip
+AVAZU_CATEGORIES = _columns(
+    "C1 banner_pos site_id site_domain site_category app_id app_domain app_category device_id device_ip "
+    "device_model device_type device_conn_type C14 C15 C16 C17 C18 C19 C20 C21"
+)
+
+PRESETS: dict[str, Preset] = {
+    "movielens-100k": Preset(
+        "MovieLens-100K", ("u.data",), replace(_RATINGS, delimiter="tab")
+    ),
+    "movielens-1m": Preset(
+        "MovieLens-1M", ("ratings.dat",), replace(_RATINGS, delimiter="::")
+    ),
+    "movielens-10m": Preset(
+        "MovieLens-10M", ("ratings.dat",), replace(_RATINGS, delimiter="::")
+    ),
+    "movielens-20m": Preset("MovieLens-20M", ("ratings.csv",), _MOVIES),
+    "movielens-25m": Preset("MovieLens-25M, -latest", ("ratings.csv",), _MOVIES),
+    "movielens-32m": Preset("MovieLens-32M", ("ratings.csv",), _MOVIES),
+    "amazon-2014": Preset(
+        "Amazon 2014, ratings only",
+        ("ratings_*.csv",),
+        replace(_RATINGS, delimiter="comma", ids="words"),
+    ),
+    "amazon-2014-reviews": Preset("Amazon 2014, reviews", ("*.json",), _REVIEWS, "json"),
+    "amazon-2018": Preset(
+        "Amazon 2018, ratings only",
+        ("*.csv",),
+        LogFormat(
+            columns=_columns("item user rating timestamp"), header="no", time_unit="s", delimiter="comma",
+            ids="words",
+        ),
+    ),
+    "amazon-2018-reviews": Preset("Amazon 2018, reviews", ("*.json",), _REVIEWS, "json"),
+    "amazon-2023": Preset("Amazon 2023, ratings only", ("*.csv",), _AMAZON),
+    "amazon-2023-reviews": Preset("Amazon 2023, reviews", ("*.jsonl",), _AMAZON, "json"),
+    "yelp": Preset(
+        "Yelp Open Dataset, reviews",
+        ("yelp_academic_dataset_review.json", "review.json"),
+        LogFormat(
+            user="user_id", item="business_id", rating="stars", timestamp="date", time_unit="s", ids="words"
+        ),
+        "json",
+    ),
+    "goodreads": Preset(
+        "Goodreads (UCSD), interactions in full",
+        ("goodreads_interactions*.json",),
+        LogFormat(
+            user="user_id", item="book_id", rating="rating", timestamp="date_updated", time_unit="s",
+            time_format="%a %b %d %H:%M:%S %z %Y", ids="words",
+        ),
+        "json",
+    ),
+    "goodreads-csv": Preset(
+        "Goodreads (UCSD), interactions as numbers, without times",
+        ("goodreads_interactions.csv",),
+        LogFormat(user="user_id", item="book_id", rating="rating", timestamp="none"),
+    ),
+    "steam": Preset(
+        "Steam reviews (UCSD), version 2",
+        ("steam_reviews.json", "steam_new.json"),
+        LogFormat(
+            user="username", item="product_id", timestamp="date", time_unit="s", time_format="%Y-%m-%d",
+            ids="words", rating="none", label=(),
+        ),
+        "json",
+    ),
+    "retailrocket": Preset(
+        "RetailRocket, events",
+        ("events.csv",),
+        LogFormat(user="visitorid", item="itemid", timestamp="timestamp", time_unit="ms", rating="none"),
+    ),
+    "lastfm-1k": Preset(
+        "Last.fm 1K, listening events; the item is the artist by name, track= the song",
+        ("userid-timestamp-artid-artname-traid-traname.tsv",),
+        LogFormat(
+            columns=_columns("user timestamp artist_id artist track_id track"), header="no", item="artist",
+            user="user", timestamp="timestamp", time_unit="s", delimiter="tab", ids="words",
+        ),
+    ),
+    "lastfm-360k": Preset(
+        "Last.fm 360K, plays by artist's name, without times",
+        ("usersha1-artmbid-artname-plays.tsv",),
+        LogFormat(
+            columns=_columns("user artist_id artist plays"), header="no", user="user", item="artist",
+            rating="plays", timestamp="none", delimiter="tab", ids="words",
+        ),
+    ),
+    "lastfm-hetrec": Preset(
+        "Last.fm, HetRec 2011, listening counts, without times",
+        ("user_artists.dat",),
+        LogFormat(user="userID", item="artistID", rating="weight", timestamp="none", delimiter="tab"),
+    ),
+    "yoochoose": Preset(
+        "Yoochoose (RecSys 2015), clicks; a session is a user",
+        ("yoochoose-clicks.dat",),
+        LogFormat(
+            columns=_columns("session timestamp item category"), header="no", user="session", item="item",
+            timestamp="timestamp", time_unit="ms", delimiter="comma",
+        ),
+    ),
+    "yoochoose-buys": Preset(
+        "Yoochoose (RecSys 2015), purchases",
+        ("yoochoose-buys.dat",),
+        LogFormat(
+            columns=_columns("session timestamp item price quantity"), header="no", user="session",
+            item="item", timestamp="timestamp", time_unit="ms", delimiter="comma",
+        ),
+    ),
+    "diginetica": Preset(
+        "Diginetica (CIKM Cup 2016), views; a session is a user",
+        ("train-item-views.csv",),
+        LogFormat(
+            user="sessionId", item="itemId", timestamp="eventdate", time_unit="s", order="timeframe",
+            delimiter="semicolon",
+        ),
+    ),
+    "kuairec": Preset("KuaiRec, the big matrix; watch ratios as ratings", ("big_matrix.csv",), _KUAIREC),
+    "kuairec-small": Preset("KuaiRec, the small matrix", ("small_matrix.csv",), _KUAIREC),
+    "kuairand": Preset(
+        "KuaiRand (Pure, 1K, 27K), standard exposure, with features of users and tags of videos",
+        ("log_standard_*.csv",),
+        LogFormat(
+            user="user_id", item="video_id", timestamp="time_ms", time_unit="ms", rating="none",
+            label=("is_click", "long_view|is_like"),
+        ),
+        features="kuairand",
+    ),
+    "taobao": Preset(
+        "Taobao, UserBehavior",
+        ("UserBehavior.csv",),
+        LogFormat(
+            columns=_columns("user item category behavior timestamp"), header="no", time_unit="s",
+            delimiter="comma",
+        ),
+    ),
+    "tenrec": Preset(
+        "Tenrec, in the order of rows",
+        ("QB-video.csv", "QK-video.csv", "sbr_data_1M.csv", "ctr_data_1M.csv", "*.csv"),
+        LogFormat(
+            user="user_id", item="item_id", timestamp="none", rating="none",
+            label=_columns("click follow like share"),
+        ),
+    ),
+    "mind": Preset(
+        "MIND, impressions, each shown article an event with a click or none",
+        ("behaviors.tsv",),
+        LogFormat(
+            columns=_columns("impression user timestamp history impressions"), header="no", user="user",
+            timestamp="timestamp", time_unit="s", time_format="%m/%d/%Y %I:%M:%S %p", shown="impressions",
+            delimiter="tab", ids="words",
+        ),
+    ),
+    "gowalla": Preset(
+        "Gowalla, check-ins (SNAP)",
+        ("loc-gowalla_totalCheckins.txt", "Gowalla_totalCheckins.txt"),
+        LogFormat(
+            columns=_columns("user timestamp latitude longitude item"), header="no", time_unit="s",
+            delimiter="tab",
+        ),
+    ),
+    "criteo-tsv": Preset(
+        "Criteo (Kaggle, Terabyte), text",
+        ("train.txt", "day_*", "*"),
+        replace(
+            CRITEO, columns=("label", *CRITEO_COUNTS, *CRITEO_CATEGORIES), header="no", delimiter="tab"
+        ),
+    ),
+    "criteo-parquet": Preset("Criteo's columns as Parquet", (), CRITEO, "parquet"),
+    "avazu-csv": Preset(
+        "Avazu (Kaggle)",
+        ("train.csv", "train", "*.csv"),
+        LogFormat(
+            label=("click",), categories=AVAZU_CATEGORIES, hexadecimal=AVAZU_CATEGORIES[2:11],
+            delimiter="comma",
+        ),
+    ),
+}  # fmt: skip
+"""By the word of a source. Ali-CCP, two kinds of files that belong together, is `tritonrec.data.ali_ccp`."""

@@ -1,0 +1,238 @@
+"""Any source of rows as tables: files of text, JSON, Parquet and Arrow, and frames in memory.
+
+A source has files (a frame is one), and a file has `names` of its columns and `tables` of some of them, each
+with the `Part` that its errors name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pyarrow as pa
+import pyarrow.ipc as ipc
+import pyarrow.parquet as pq
+
+from tritonrec.data.arrow_types import common_type
+from tritonrec.data.json_tables import JsonFile
+from tritonrec.data.log_format import LogFormat
+from tritonrec.data.places import PACKED, Place
+from tritonrec.data.text_tables import UNREADABLE, CsvFile
+from tritonrec.data.values import Part
+
+if TYPE_CHECKING:
+    import pyarrow.fs as pafs
+
+KINDS = ("csv", "json", "parquet", "arrow")
+"""Of files."""
+SUFFIXES = {
+    ".parquet": "parquet", ".pq": "parquet", ".json": "json", ".jsonl": "json", ".ndjson": "json",
+    ".arrow": "arrow", ".feather": "arrow", ".ipc": "arrow", ".csv": "csv", ".tsv": "csv", ".txt": "csv",
+    ".dat": "csv", ".data": "csv", ".inter": "csv",
+}  # fmt: skip
+TABLE_ROWS = 1 << 17
+"""Rows of a part of a Parquet file, at most."""
+_METADATA = re.compile(r"__index_level_\d+__|__null_dask_index__")
+"""Columns of the writer, not of the data."""
+
+
+class File(Protocol):
+    """A file of rows, or a frame in memory."""
+
+    path: str
+
+    @property
+    def names(self) -> list[str]: ...
+
+    def booleans(self) -> list[str]: ...
+
+    def tables(self, columns: Sequence[str]) -> Iterator[tuple[Part, pa.Table]]: ...
+
+
+def kind_of(path: str) -> str | None:
+    """The kind of a file by the end of its name; None for any other."""
+    for end in PACKED:
+        path = path.removesuffix(end)
+    return SUFFIXES.get(Path(path).suffix.lower())
+
+
+def is_metadata(name: str) -> bool:
+    """Whether a column belongs to the writer of a table."""
+    return _METADATA.fullmatch(name) is not None
+
+
+def open_files(place: Place, kind: str, format: LogFormat) -> list[File]:
+    """The files of a place; of a kind of `KINDS`, or by the ends of their names.
+
+    Without a kind files of other names are left out, where some have known ones; so are empty files of text.
+    """
+    kinds = [kind or kind_of(file) for file in place.files]
+    known = [(file, each) for file, each in zip(place.files, kinds, strict=True) if each]
+    chosen = known or [(file, "csv") for file in place.files]
+    if len(chosen) > 1:  # writers leave empty shards of text
+        sizes = {about.path: about.size for about in place.filesystem.get_file_info(place.files)}
+        chosen = [(f, each) for f, each in chosen if sizes[f] != 0 or each not in ("csv", "json")] or chosen
+    opened: list[File] = []
+    for file, each in chosen:
+        if each in ("csv", "json"):
+            opened.append((CsvFile if each == "csv" else JsonFile)(place.filesystem, file, format))
+        else:
+            opened.append((ParquetFile if each == "parquet" else ArrowFile)(place.filesystem, file))
+    return opened
+
+
+class _Typed:
+    """Columns with types."""
+
+    path: str
+    schema: pa.Schema
+
+    @property
+    def names(self) -> list[str]:
+        """Of the columns, without those of the writer."""
+        return [name for name in self.schema.names if not is_metadata(name)]
+
+    def booleans(self) -> list[str]:
+        """Names of the columns of booleans."""
+        return [name for name in self.names if pa.types.is_boolean(self.schema.field(name).type)]
+
+
+class ParquetFile(_Typed):
+    """A file of Parquet."""
+
+    def __init__(self, filesystem: pafs.FileSystem, path: str) -> None:
+        self.filesystem, self.path = filesystem, path
+
+    @cached_property
+    def footer(self) -> tuple[pa.Schema, pq.FileMetaData]:
+        """Schema and metadata; raises ValueError for a file that is no Parquet."""
+        try:
+            with self.filesystem.open_input_file(self.path) as source:
+                found = pq.ParquetFile(source)
+                return found.schema_arrow, found.metadata
+        except UNREADABLE as error:
+            raise ValueError(f"{self.path}: not a Parquet file: {error}") from error
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Of all columns."""
+        return self.footer[0]
+
+    def tables(self, columns: Sequence[str]) -> Iterator[tuple[Part, pa.Table]]:
+        """The columns, never of two row groups; raises ValueError naming the row group that is damaged."""
+        about, first = self.footer[1], 0
+        for number in range(about.num_row_groups):
+            if not (rows := about.row_group(number).num_rows):
+                continue
+            read = 0
+            try:
+                with self.filesystem.open_input_file(self.path) as source:
+                    found = pq.ParquetFile(source, metadata=about)
+                    batches = found.iter_batches(
+                        TABLE_ROWS, row_groups=[number], columns=list(columns), use_threads=False
+                    )
+                    for batch in batches:
+                        yield Part(self.path, "row", first + read), pa.Table.from_batches([batch])
+                        read += len(batch)
+            except UNREADABLE as error:
+                raise ValueError(f"{self.path}: row group {number} cannot be read: {error}") from error
+            first += rows
+
+
+class ArrowFile(_Typed):
+    """A file of Arrow's own format (Feather), or of its stream format."""
+
+    def __init__(self, filesystem: pafs.FileSystem, path: str) -> None:
+        self.filesystem, self.path = filesystem, path
+
+    @cached_property
+    def schema(self) -> pa.Schema:
+        """Of all columns."""
+        return next(iter(self._batches(True)))
+
+    def _batches(self, only_schema: bool = False) -> Iterator[Any]:
+        try:
+            with self.filesystem.open_input_file(self.path) as source:
+                try:
+                    reader = ipc.open_file(source)
+                    every = (reader.get_batch(number) for number in range(reader.num_record_batches))
+                except pa.ArrowInvalid:
+                    source.seek(0)
+                    reader = every = ipc.open_stream(source)
+                yield from [reader.schema] if only_schema else every
+        except UNREADABLE as error:
+            raise ValueError(f"{self.path}: not a file of Arrow: {error}") from error
+
+    def tables(self, columns: Sequence[str]) -> Iterator[tuple[Part, pa.Table]]:
+        """The columns, batch by batch."""
+        yield from _numbered(self.path, self._batches(), columns)
+
+
+class Frame(_Typed):
+    """A table, a reader or a frame in memory: whatever has Arrow's C stream, as pandas and Polars."""
+
+    path = "the table"
+
+    def __init__(self, source: Any) -> None:
+        if isinstance(source, dict):
+            source = pa.table(source)
+        if isinstance(source, pa.RecordBatch):
+            source = pa.Table.from_batches([source])
+        if hasattr(source, "scanner"):  # a dataset of pyarrow
+            source = source.scanner().to_reader()
+        try:
+            self._reader = pa.RecordBatchReader.from_stream(source)
+        except (pa.ArrowException, TypeError) as error:  # columns of a frame that Arrow has no type for
+            raise ValueError(f"the table cannot be read as Arrow: {error}") from error
+        self.schema = self._reader.schema
+        self.num_rows: int = len(source) if hasattr(source, "__len__") else 0
+
+    def tables(self, columns: Sequence[str]) -> Iterator[tuple[Part, pa.Table]]:
+        """The columns, batch by batch; a reader can be read once."""
+        yield from _numbered(self.path, self._reader, columns)
+
+
+def is_frame(source: Any) -> bool:
+    """Whether `source` is rows in memory."""
+    return (
+        isinstance(source, dict)
+        or hasattr(source, "__arrow_c_stream__")
+        or hasattr(source, "scanner")
+        or (isinstance(source, pa.RecordBatch))
+    )
+
+
+def common_schema(
+    paths: list[str], schemas: list[pa.Schema], columns: Iterable[str] | None = None
+) -> pa.Schema:
+    """The plain types that columns have in all files, those of the first file by default.
+
+    Raises ValueError naming the file that lacks a column or has one of another kind.
+    """
+    names = [name for name in schemas[0].names if not is_metadata(name)] if columns is None else list(columns)
+    found = []
+    for name in names:
+        kinds = []
+        for path, schema in zip(paths, schemas, strict=True):
+            if name not in schema.names:
+                raise ValueError(f"{path}: no column {name!r}; found {', '.join(schema.names)}")
+            kinds.append(schema.field(name).type)
+        shared = common_type(kinds)
+        if shared is None:
+            kind = next(kind for kind in kinds if common_type([kinds[0], kind]) is None)
+            raise ValueError(
+                f"{paths[kinds.index(kind)]}: column {name!r} is {kind}, but {kinds[0]} in {paths[0]}"
+            )
+        found.append((name, shared))
+    return pa.schema(found)
+
+
+def _numbered(path: str, batches: Any, columns: Sequence[str]) -> Iterator[tuple[Part, pa.Table]]:
+    first = 0
+    for batch in batches:
+        if len(batch):
+            yield Part(path, "row", first), pa.Table.from_batches([batch]).select(list(columns))
+        first += len(batch)

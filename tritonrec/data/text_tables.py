@@ -1,0 +1,293 @@
+"""Delimited text as tables (`pyarrow.csv`), a block at a time.
+
+A file is read in blocks of whole lines, so memory is that of a block, and an error names its line. Fields are
+kept as text; `tritonrec.data.values` says what they may be.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+import pyarrow as pa
+import pyarrow.csv as pcsv
+
+from tritonrec.data.log_format import NONE, LogFormat, is_header
+from tritonrec.data.values import Part
+
+if TYPE_CHECKING:
+    import pyarrow.fs as pafs
+
+Item = TypeVar("Item")
+BLOCK_BYTES = 1 << 20
+"""Of text that are parsed at once."""
+SEPARATOR = "\x1f"
+"""Stands for a delimiter of several characters."""
+SHOWN = 100
+"""Characters of a line in an error."""
+UNREADABLE = (pa.ArrowException, OSError, UnicodeError)
+"""Errors of a file that cannot be read."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Whole lines of a file, the first one by its number from 1."""
+
+    path: str
+    line: int
+    data: bytes
+    quote: bytes = b""
+
+    @cached_property
+    def ends(self) -> int:
+        """Ends of lines."""
+        return self.data.count(b"\n")
+
+    def line_of(self, row: int) -> int:
+        """The line at which a row begins; blank lines are no rows."""
+        at, open_quote = -1, False
+        for number, text in enumerate(self.data.split(b"\n")):
+            at += bool(text.strip(b"\r")) and not open_quote
+            if at == row:
+                return self.line + number
+            open_quote ^= bool(self.quote) and text.count(self.quote) % 2 == 1
+        return self.line
+
+    def part(self) -> Part:
+        """The block as a source of rows."""
+        return Part(self.path, "line", self.line_of)
+
+    def fail(self, row: int, message: str) -> NoReturn:
+        """Raise ValueError for a row."""
+        raise ValueError(f"{self.path}, line {self.line_of(row)}: {message}")
+
+
+class TextFile:
+    """A file of text; `names` are those of its columns, and `tables` has the rows."""
+
+    def __init__(self, filesystem: pafs.FileSystem, path: str, format: LogFormat) -> None:
+        self.filesystem, self.path, self.format = filesystem, path, format
+
+    def blocks(self, size: int, quote: bytes = b"") -> Iterator[Block]:
+        """The lines in blocks of about `size` bytes; fields of several lines are not cut."""
+        rest, line = [], 1
+        utf8 = self.format.encoding.lower().replace("_", "-") in ("utf-8", "utf8")
+        try:
+            with self.filesystem.open_input_stream(self.path, compression="detect") as stream:
+                first = True
+                while data := stream.read(size):
+                    data = data.removeprefix(b"\xef\xbb\xbf") if first else data
+                    first = False
+                    end = data.rfind(b"\n") + 1
+                    if not end:
+                        rest.append(data)
+                        continue
+                    whole = b"".join([*rest, memoryview(data)[:end]])
+                    if quote and self.format.multiline:
+                        whole, kept = _even(whole, quote)
+                        rest = [kept, data[end:]]
+                        if not whole:
+                            continue
+                    else:
+                        rest = [data[end:]]
+                    block = Block(self.path, line, whole if utf8 else self._as_utf8(whole, line), quote)
+                    line += block.ends
+                    yield block
+                if last := b"".join(rest):
+                    yield Block(self.path, line, last if utf8 else self._as_utf8(last, line), quote)
+        except UNREADABLE as error:
+            raise ValueError(f"{self.path}: {error}") from error
+
+    def _as_utf8(self, data: bytes, line: int) -> bytes:
+        try:
+            return data.decode(self.format.encoding).encode()
+        except UnicodeError as error:
+            raise ValueError(
+                f"{self.path}, from line {line}: not {self.format.encoding} text: {error}"
+            ) from error
+
+    def first_line(self) -> tuple[int, str]:
+        """Number and text of the first line that is not blank; ValueError for an empty file."""
+        for block in self.blocks(1 << 14):
+            for number, text in enumerate(block.data.split(b"\n"), block.line):
+                if text.strip():
+                    try:
+                        return number, text.decode().rstrip("\r")
+                    except UnicodeDecodeError as error:
+                        raise ValueError(
+                            f"{self.path}, line {number}: not UTF-8 text, name its encoding= ({error})"
+                        ) from error
+        raise ValueError(f"{self.path}: the file is empty")
+
+
+def _even(data: bytes, quote: bytes) -> tuple[bytes, bytes]:
+    """Whole lines up to the last one that ends outside of quotes, and the lines after it."""
+    end = len(data)
+    while end and data.count(quote, 0, end) % 2:
+        end = data.rfind(b"\n", 0, end - 1) + 1
+    return data[:end], data[end:]
+
+
+def ahead(every: Iterator[Item]) -> Iterator[Item]:
+    """The same, the next one made on another thread meanwhile."""
+    end = object()
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(next, every, end)
+        while (found := coming.result()) is not end:
+            coming = pool.submit(next, every, end)
+            yield found  # type: ignore[misc]
+
+
+class CsvFile(TextFile):
+    """Lines of fields between delimiters."""
+
+    @cached_property
+    def layout(self) -> tuple[list[str], bool, str, str]:
+        """Names, whether the first line has them, delimiter and quote; raises ValueError showing the line."""
+        format = self.format
+        line, text = self.first_line()
+        if "\r" in text:
+            raise ValueError(f"{self.path}, line {line}: lines end with \\r alone: end them with \\n")
+        delimiter = format.delimiter_text or max(",\t;", key=text.count)
+        if not format.delimiter and not text.count(delimiter):
+            raise ValueError(
+                f"{self.path}, line {line}: no comma, tab or semicolon between columns in {text[:SHOWN]!r}: "
+                "name the delimiter="
+            )
+        spaced = delimiter in ("\t", "blanks", " ") or len(delimiter) > 1
+        quote = ("" if spaced else '"') if format.quote == "auto" else format.quote.replace(NONE, "")
+        fields = _fields(text, delimiter, quote)
+        if format.columns:
+            same = [field.strip() for field in fields] == list(format.columns)
+            has_header = format.header == "yes" or (format.header == "auto" and same)
+            names = list(format.columns)
+            if len(fields) != len(names):
+                raise ValueError(
+                    f"{self.path}, line {line}: {len(fields)} columns, but {len(names)} are named "
+                    f"({', '.join(names)}): {text[:SHOWN]!r}"
+                )
+        else:
+            has_header, names = True, [field.strip() for field in fields]
+            if format.header == "no" or (format.header == "auto" and not is_header(names, format)):
+                raise ValueError(
+                    f"{self.path}, line {line}: the first line is no header that names the columns, and what "
+                    f"stands where is not guessed: {text[:SHOWN]!r}. Name the columns in their order, as "
+                    "columns=user,item,rating,timestamp; or header=yes and the columns by their names "
+                    "(user=, item=, timestamp=)"
+                )
+            twice = {name for name in names if names.count(name) > 1}
+            if twice:
+                raise ValueError(f"{self.path}, line {line}: two columns are named {min(twice)!r}")
+        return names, has_header, delimiter, quote
+
+    @property
+    def names(self) -> list[str]:
+        """Of the columns, in their order."""
+        return self.layout[0]
+
+    def booleans(self) -> list[str]:
+        """Text has none by type."""
+        return []
+
+    def tables(self, columns: Sequence[str]) -> Iterator[tuple[Part, pa.Table]]:
+        """The columns as text, with nulls for missing fields; raises ValueError naming the line.
+
+        The next block is read and parsed on another thread.
+        """
+        return ahead(self._tables(columns))
+
+    def _tables(self, columns: Sequence[str]) -> Iterator[tuple[Part, pa.Table]]:
+        names, has_header, delimiter, quote = self.layout
+        missing = ["", *self.format.missing]
+        convert = pcsv.ConvertOptions(
+            column_types=dict.fromkeys(names, pa.string()), include_columns=list(columns),
+            null_values=missing, strings_can_be_null=True,
+        )  # fmt: skip
+        is_long = len(delimiter.encode()) > 1
+        bad: list[pcsv.InvalidRow] = []
+
+        def refuse(row: pcsv.InvalidRow) -> str:
+            bad.append(row)
+            return "error"
+
+        parse = pcsv.ParseOptions(
+            delimiter=SEPARATOR if is_long else delimiter, quote_char=quote or False,
+            newlines_in_values=True, invalid_row_handler=refuse,
+        )  # fmt: skip
+        for block in self.blocks(BLOCK_BYTES, quote.encode()):
+            if has_header:
+                block, has_header = _without_first(block), False
+            data = _one_character(block, delimiter) if is_long else block.data
+            if not data.strip():
+                continue
+            read = pcsv.ReadOptions(column_names=names, use_threads=False, block_size=len(data) + 1)
+            try:
+                table = pcsv.read_csv(pa.py_buffer(data), read, parse, convert)
+            except pa.ArrowException as error:
+                if bad:
+                    row, width = (bad[0].number or 1) - 1, len(names)
+                    block.fail(row, f"{bad[0].actual_columns} columns, but {width} are expected: "
+                               f"{bad[0].text[:SHOWN]!r}")  # fmt: skip
+                self._check_text(block)
+                raise ValueError(f"{self.path}, from line {block.line}: {error}") from error
+            if not self.format.multiline:
+                _check_lines(block, len(table))
+            yield block.part(), table
+
+    def _check_text(self, block: Block) -> None:
+        for number, text in enumerate(block.data.split(b"\n"), block.line):
+            try:
+                text.decode()
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{self.path}, line {number}: not UTF-8 text, name its encoding= ({error})"
+                ) from error
+
+
+def _fields(text: str, delimiter: str, quote: str) -> list[str]:
+    if delimiter == "blanks":
+        return text.split()
+    if quote and len(delimiter) == 1:
+        return next(csv.reader([text], delimiter=delimiter, quotechar=quote))
+    return text.split(delimiter)
+
+
+def _without_first(block: Block) -> Block:
+    """The block without its first line that is not blank."""
+    start, line = 0, block.line
+    while True:
+        end = block.data.find(b"\n", start)
+        end = len(block.data) if end < 0 else end + 1
+        line += 1
+        if block.data[start:end].strip() or end >= len(block.data):
+            return Block(block.path, line, block.data[end:], block.quote)
+        start = end
+
+
+def _one_character(block: Block, delimiter: str) -> bytes:
+    """The lines with one character in the place of a delimiter of several."""
+    if SEPARATOR.encode() in block.data:
+        raise ValueError(f"{block.path}, from line {block.line}: the text has the character {SEPARATOR!r}")
+    if delimiter == "blanks":
+        return re.sub(rb"[ \t]+", SEPARATOR.encode(), re.sub(rb"(?m)^[ \t]+|[ \t]+(?=\r?$)", b"", block.data))
+    return block.data.replace(delimiter.encode(), SEPARATOR.encode())
+
+
+def _check_lines(block: Block, rows: int) -> None:
+    """Raise ValueError where a quoted field has several lines: most often a quote without its partner."""
+    lines = block.ends + (not block.data.endswith(b"\n"))
+    if lines != rows:
+        lines = sum(bool(text.strip(b"\r")) for text in block.data.split(b"\n"))
+    if lines == rows:
+        return
+    odd = (bool(block.quote) and text.count(block.quote) % 2 for text in block.data.split(b"\n"))
+    number = block.line + next((at for at, is_odd in enumerate(odd) if is_odd), 0)
+    raise ValueError(
+        f"{block.path}, line {number}: a field in quotes goes on in the next line: quote=none where "
+        "quotes are plain characters, multiline=true where fields may have several lines"
+    )

@@ -1,0 +1,229 @@
+"""Columns of times, and of lists of integers or times, as arrays; a bad value is named.
+
+A time is a number, a timestamp of any unit and zone, a date, or text.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tritonrec.data.arrow_types import Column, is_date, is_integer, is_list, plain
+from tritonrec.data.values import Part, integers
+
+UNITS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+_DECIMAL = r"^-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
+_ISO_ZONE = r"(Z|[+-][0-9]{2}:?[0-9]{2})$"
+
+
+@dataclass(frozen=True)
+class Times:
+    """Times of some rows.
+
+    Attributes:
+        whole: (n,) int64, in the unit. fraction: (n,) float64 in [0, 1) that is cut off; None: none.
+        is_dated: whether they are dates by themselves, so that their unit is certain.
+    """
+
+    whole: np.ndarray
+    fraction: np.ndarray | None = None
+    is_dated: bool = False
+
+
+def times(part: Part, name: str, values: Column, unit: str = "", format: str = "") -> Times:
+    """A column of times: numbers as they are; dates and text in `unit`, seconds by default, from 1970 (UTC).
+
+    Raises ValueError naming the row of a missing time, and of one that is no time or beyond int64.
+    """
+    values = plain(values)
+    kind = values.type
+    if pa.types.is_string(kind):
+        return _times_of_text(part, name, pc.utf8_trim_whitespace(values), unit, format)
+    if is_date(kind):
+        if values.null_count:
+            part.fail(name, values, values.is_null().to_numpy(zero_copy_only=False), "a time")
+        if pa.types.is_date32(kind):
+            return _scaled(values.cast(pa.int32()).cast(pa.int64()).to_numpy() * 86_400, 1, unit)
+        per_second = UNITS["ms" if pa.types.is_date64(kind) else kind.unit]
+        return _scaled(values.cast(pa.int64()).to_numpy(), per_second, unit)
+    if pa.types.is_floating(kind) or (pa.types.is_decimal(kind) and kind.scale > 0):
+        return _rounded_down(part, name, values, values.cast(pa.float64()).to_numpy(zero_copy_only=False))
+    if not (is_integer(kind) or pa.types.is_null(kind)):
+        part.fail_type(name, kind, "times: numbers, timestamps, dates or text")
+    return Times(integers(part, name, values))
+
+
+def _times_of_text(part: Part, name: str, values: pa.Array, unit: str, format: str) -> Times:
+    if not format:
+        try:
+            found = values.cast(pa.int64())
+        except pa.ArrowInvalid:
+            return _decimals_or_iso(part, name, values, unit)
+        if found.null_count:
+            part.fail(name, values, found.is_null().to_numpy(zero_copy_only=False), "a time")
+        return Times(found.to_numpy())
+    if "%f" in format:
+        made = values.dictionary_encode()
+        known = [_parsed(word, format) for word in made.dictionary.to_pylist()]
+        found = pa.array(known, pa.int64()).take(made.indices)
+    else:
+        found = pc.strptime(values, format, "us", error_is_null=True).cast(pa.int64())
+    if found.null_count:
+        wrong = found.is_null().to_numpy(zero_copy_only=False)
+        part.fail(name, values, wrong, f"a time of the format {format}")
+    return _scaled(found.to_numpy(), UNITS["us"], unit)
+
+
+def _parsed(word: str | None, format: str) -> int | None:
+    """Microseconds."""
+    try:
+        found = datetime.strptime(word or "", format)
+    except ValueError:
+        return None
+    since = (found if found.tzinfo else found.replace(tzinfo=UTC)) - datetime(1970, 1, 1, tzinfo=UTC)
+    return (since.days * 86_400 + since.seconds) * 10**6 + since.microseconds
+
+
+def _decimals_or_iso(part: Part, name: str, values: pa.Array, unit: str) -> Times:
+    digits = pc.fill_null(pc.match_substring_regex(values, r"^-?[0-9]+$"), False)
+    number = pc.fill_null(pc.match_substring_regex(values, _DECIMAL), False)
+    if pc.any(number, min_count=0).as_py():
+        if not pc.all(number).as_py():
+            part.fail(name, values, ~number.to_numpy(zero_copy_only=False), "a number, as in other rows")
+        whole = digits.to_numpy(zero_copy_only=False)
+        try:  # by float64 alone integers from 2**53 on would be others
+            exact = pc.if_else(digits, values, "0").cast(pa.int64()).to_numpy()
+        except pa.ArrowInvalid:
+            beyond = [own and not -(2**63) <= int(word) < 2**63
+                      for own, word in zip(whole, values.to_pylist(), strict=True)]  # fmt: skip
+            part.fail(name, values, np.array(beyond), "an int64")
+        made = _rounded_down(part, name, values, values.cast(pa.float64()).to_numpy())
+        cut = np.zeros(len(whole)) if made.fraction is None else made.fraction
+        fraction = np.where(whole, 0.0, cut)
+        return Times(np.where(whole, exact, made.whole), fraction if fraction.any() else None)
+    # Arrow takes text with a zone for one type and text without for another, and some rows may have none.
+    values = pc.replace_substring_regex(values, " ?(UTC|GMT)$", "Z")
+    zoned = pc.fill_null(pc.match_substring_regex(values, _ISO_ZONE), False)
+    date_only = pc.less_equal(pc.utf8_length(values), 10)
+    zoned = pc.and_(zoned, pc.invert(pc.fill_null(date_only, False)))
+    try:
+        nothing = pa.scalar(None, pa.string())
+        with_zone = pc.if_else(zoned, values, nothing).cast(pa.timestamp("us", "UTC")).cast(pa.int64())
+        without = pc.if_else(zoned, nothing, values).cast(pa.timestamp("us")).cast(pa.int64())
+    except pa.ArrowInvalid:
+        wrong = np.array([not _is_iso(word) for word in values.to_pylist()])
+        wrong = wrong if wrong.any() else np.ones(len(values), bool)
+        part.fail(name, values, wrong, "a number or an ISO date; other dates take time_format=, as %d.%m.%Y")
+    found = pc.coalesce(with_zone, without)
+    if found.null_count:
+        part.fail(name, values, found.is_null().to_numpy(zero_copy_only=False), "a time")
+    return _scaled(found.to_numpy(), UNITS["us"], unit)
+
+
+def _is_iso(word: str | None) -> bool:
+    try:
+        datetime.fromisoformat(word or "")
+    except ValueError:
+        return False
+    return True
+
+
+def _rounded_down(part: Part, name: str, values: pa.Array, found: np.ndarray) -> Times:
+    whole = np.floor(found)
+    wrong = ~((whole >= -(2.0**63)) & (whole < 2.0**63))
+    if wrong.any():
+        part.fail(name, values, wrong, "a finite time that fits into int64")
+    fraction = found - whole
+    return Times(whole.astype(np.int64), fraction if fraction.any() else None)
+
+
+def _scaled(found: np.ndarray, per_second: int, unit: str) -> Times:
+    """Times of `per_second` in `unit`; in seconds for none."""
+    wanted = UNITS.get(unit, 1)
+    if wanted >= per_second:
+        limit = np.iinfo(np.int64).max // (wanted // per_second)
+        if len(found) and int(np.abs(found).max()) > limit:
+            raise ValueError(f"times do not fit into 64 bits as {unit}: choose a coarser time_unit")
+        return Times(found * (wanted // per_second), None, True)
+    ratio = per_second // wanted
+    whole = found // ratio
+    fraction = (found - whole * ratio) / ratio
+    return Times(whole, fraction if fraction.any() else None, True)
+
+
+def day_range(low: int, high: int, unit: str) -> str:
+    """Two times as dates."""
+    return f"{_date(low, unit)} to {_date(high, unit)}"
+
+
+def _date(time: int, unit: str) -> str:
+    """A time as a date, or as a year where it has none."""
+    seconds = time / UNITS[unit]
+    try:
+        return datetime.fromtimestamp(seconds, UTC).date().isoformat()
+    except (OverflowError, ValueError, OSError):
+        year = 1970 + seconds / 31_556_952
+        return f"the year {math.floor(year):,}".replace(",", "") if math.isfinite(year) else "never"
+
+
+def found_unit(low: int, high: int) -> str:
+    """The unit in which times between `low` and `high` are between 1990 and 2100; empty for none."""
+    fits = [unit for unit, per in UNITS.items() if 631_152_000 * per <= low <= high < 4_102_444_800 * per]
+    return fits[0] if fits else ""
+
+
+def checked_unit(source: Any, low: int, high: int) -> str:
+    """The unit of times between `low` and `high`, which nobody has named; seconds also from 1970 on.
+
+    Raises ValueError where they have none.
+    """
+    unit = found_unit(low, high) or ("s" if 0 <= low <= high < 4_102_444_800 else "")
+    if not unit:
+        raise ValueError(
+            f"{source}: times from {low} to {high} are of no one unit: as seconds they are "
+            f"{day_range(low, high, 's')}; name it (time_unit=s, ms, us or ns, or step where they only order "
+            "the events)"
+        )
+    return unit
+
+
+def check_calendar(source: Any, low: int, high: int, unit: str) -> None:
+    """Raise ValueError where times between `low` and `high` are no dates from 1900 to 2100."""
+    if unit not in UNITS:
+        raise ValueError(
+            f"{source}: times have no unit, so they are no dates: name it (time_unit=s, ms, us or ns)"
+        )
+    seconds = low / UNITS[unit], high / UNITS[unit]
+    other = found_unit(low, high)
+    early = other not in ("", unit) and seconds[1] < 631_152_000
+    if early or not -2_208_988_800 <= seconds[0] <= seconds[1] < 4_102_444_800:
+        hint = ": name time_unit"
+        if other:
+            hint = f", and in {other} {day_range(low, high, other)}: name time_unit={other}"
+        raise ValueError(f"{source}: times in {unit} are {day_range(low, high, unit)}{hint}")
+
+
+def lists(part: Part, name: str, values: Column) -> tuple[np.ndarray, np.ndarray]:
+    """A column of lists of integers, or of dates in seconds: all values, and each list's length; int64.
+
+    Raises ValueError naming the row of a null.
+    """
+    values = plain(values)
+    if not is_list(values.type):
+        part.fail_type(name, values.type, "lists of integers, a row for each sequence")
+    if values.null_count:
+        part.fail(name, values, values.is_null().to_numpy(zero_copy_only=False), "a list")
+    lengths = pc.list_value_length(values).cast(pa.int64()).to_numpy()
+
+    def row_of(value: int) -> int:
+        return part.number(int(np.searchsorted(np.cumsum(lengths), value, side="right")))
+
+    own, inner = Part(part.path, part.unit, row_of), values.flatten()
+    found = times(own, name, inner).whole if is_date(inner.type) else integers(own, name, inner)
+    return found.copy(), lengths.copy()

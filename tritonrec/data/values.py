@@ -1,0 +1,174 @@
+"""Values of Arrow columns as arrays, whatever the spelling of their types; a bad value is named.
+
+What loses something is an error: null, NaN, a fraction, more than int64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tritonrec.data.arrow_types import Column, is_integer, is_list, is_number, plain
+
+MOST_WHOLE = 2.0**53
+"""Floating numbers from here on are not all integers' own."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Source of a table, for error messages: its first row's number, or that of each row."""
+
+    path: Path | str
+    unit: str
+    first: int | np.ndarray | Callable[[int], int]
+
+    def number(self, row: int) -> int:
+        """Line or number of a row."""
+        if isinstance(self.first, np.ndarray):
+            return int(self.first[row])
+        return row + self.first if isinstance(self.first, int) else self.first(row)
+
+    def fail(self, column: str, values: Column, wrong: np.ndarray, expected: str) -> NoReturn:
+        """Raise ValueError naming the first value that is wrong, (n,) bool."""
+        row = int(wrong.nonzero()[0][0])
+        try:
+            value = values[row].as_py()
+        except ValueError:  # nanoseconds, which Python's datetime lacks
+            value = values[row]
+        shown = "an empty field" if value is None or value == "" else repr(value)
+        raise ValueError(f"{self.path}, {self.unit} {self.number(row)}: column {column} has {shown}, "
+                         f"expected {expected}")  # fmt: skip
+
+    def fail_type(self, column: str, kind: pa.DataType, expected: str) -> NoReturn:
+        """Raise ValueError for a column of another type."""
+        raise ValueError(f"{self.path}: column {column!r} is of type {kind}, expected {expected}")
+
+
+def integers(part: Part, name: str, values: Column, whole_floats: bool = False) -> np.ndarray:
+    """(n,) int64: a column of integers, or of text that is plain integers.
+
+    Raises ValueError naming the row of a null and of anything else, and the column of another type.
+    """
+    values = plain(values)
+    kind, expected = values.type, "an int64"
+    if kind == pa.int64() and not values.null_count:
+        return values.to_numpy()
+    if pa.types.is_null(kind) and len(values):
+        part.fail(name, values, np.ones(len(values), bool), expected)
+    if pa.types.is_string(kind):
+        return _of_text(part, name, values)
+    if pa.types.is_floating(kind):
+        found = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
+        wrong = ~(np.abs(found) < MOST_WHOLE) | (np.floor(found) != found)  # a missing value is NaN
+        if wrong.any():
+            part.fail(name, values, wrong, "an integer of less than 2**53")
+        if not whole_floats:
+            part.fail_type(
+                name, kind, "integers: cast the column, or take whole numbers by whole_floats=true"
+            )
+        return found.astype(np.int64)
+    if not (pa.types.is_integer(kind) or pa.types.is_decimal(kind)):
+        part.fail_type(name, kind, "integers" + (", or text of integers" if not is_list(kind) else ""))
+    wrong = pc.is_null(values)
+    try:
+        found = values.cast(pa.int64())
+    except pa.ArrowInvalid:
+        fits = [value is None or (value == int(value) and -(2**63) <= value < 2**63)
+                for value in values.to_pylist()]  # fmt: skip
+        part.fail(name, values, ~np.array(fits, bool), expected)
+    if values.null_count:
+        part.fail(name, values, wrong.to_numpy(zero_copy_only=False), expected)
+    return found.to_numpy()
+
+
+def _of_text(part: Part, name: str, values: pa.Array) -> np.ndarray:
+    # "007", "+7", "0x7" and "7 " are other words than "7": an integer is what is written as it is.
+    try:
+        found = values.cast(pa.int64())
+        same = found.is_valid()
+        for zero, width in (("0", 1), ("-0", 0)):  # what else the cast takes begins with these
+            begins = pc.starts_with(values, zero)
+            if pc.any(begins, min_count=0).as_py():
+                short = pc.less_equal(pc.utf8_length(values), width)
+                same = pc.and_(same, pc.fill_null(pc.or_(pc.invert(begins), short), False))
+    except pa.ArrowInvalid:
+        stripped = pc.utf8_trim_whitespace(values)
+        if not values.equals(stripped):
+            return _of_text(part, name, stripped)
+        number = pc.fill_null(pc.match_substring_regex(values, r"^(0|-?[1-9][0-9]{0,18})$"), False)
+        every = zip(number.to_pylist(), values.to_pylist(), strict=True)
+        same = pa.array([ok and -(2**63) <= int(word) < 2**63 for ok, word in every])
+    if not pc.all(same, min_count=0).as_py():
+        wrong = ~same.to_numpy(zero_copy_only=False)
+        part.fail(name, values, wrong, "an int64; ids that are words take ids=words or ids=hashed")
+    return found.to_numpy()
+
+
+def words(part: Part, name: str, values: Column) -> pa.Array:
+    """(n,) text: a column of words, or of integers as they are written; names the row of a missing one."""
+    values = plain(values)
+    kind = values.type
+    if not (pa.types.is_string(kind) or is_integer(kind) or pa.types.is_null(kind)):
+        part.fail_type(name, kind, "words or integers")
+    found = values if pa.types.is_string(kind) else values.cast(pa.string())
+    found = pc.utf8_trim_whitespace(found)
+    empty = pc.fill_null(pc.equal(found, ""), True)
+    if pc.any(empty, min_count=0).as_py():
+        part.fail(name, values, empty.to_numpy(zero_copy_only=False), "a word")
+    return found
+
+
+def numbers(part: Part, name: str, values: Column) -> np.ndarray:
+    """(n,) float64: a column of finite numbers, or of text of these; names the row of anything else."""
+    values = plain(values)
+    expected = "a finite number"
+    if pa.types.is_string(values.type):
+        values = pc.utf8_trim_whitespace(values)
+        try:
+            found = values.cast(pa.float64())
+        except pa.ArrowInvalid:
+            found = pa.array([_number(word) for word in values.to_pylist()], pa.float64())
+    elif pa.types.is_null(values.type) or is_number(values.type):
+        found = values.cast(pa.float64(), safe=False)
+    else:
+        part.fail_type(name, values.type, "numbers")
+    made = found.to_numpy(zero_copy_only=False)  # a missing value is NaN
+    if not np.isfinite(made).all():
+        part.fail(name, values, ~np.isfinite(made), expected)
+    return made
+
+
+def _number(word: str | None) -> float | None:
+    try:
+        return float(word) if word is not None and "_" not in word else None
+    except ValueError:
+        return None
+
+
+def flags(part: Part, name: str, values: Column, threshold: float | None = None) -> np.ndarray:
+    """(n,) int64 of 0 and 1: booleans, or numbers that are, or, with a `threshold`, whether they reach it."""
+    values = plain(values)
+    if threshold is not None and not pa.types.is_boolean(values.type):
+        return (numbers(part, name, values) >= threshold).astype(np.int64)
+    if pa.types.is_boolean(values.type):
+        known = values.is_valid().to_numpy(zero_copy_only=False)
+        found = pc.fill_null(values, False).to_numpy(zero_copy_only=False).astype(np.int64)
+    elif pa.types.is_string(values.type):
+        low = pc.utf8_lower(pc.utf8_trim_whitespace(values))
+        place = pc.index_in(low, pa.array(["0", "1", "false", "true", "0.0", "1.0"]))
+        known = place.is_valid().to_numpy(zero_copy_only=False)
+        found = pc.fill_null(place, 0).to_numpy(zero_copy_only=False).astype(np.int64) % 2
+    elif is_number(values.type) or pa.types.is_null(values.type):
+        made = values.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+        known, found = (made == 0) | (made == 1), np.nan_to_num(made, posinf=0, neginf=0).astype(np.int64)
+    else:
+        part.fail_type(name, values.type, "0 and 1, or booleans")
+    if not known.all():
+        part.fail(name, values, ~known, "0 or 1; other numbers take label_threshold=")
+    return found

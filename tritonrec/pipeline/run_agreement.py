@@ -1,0 +1,176 @@
+"""What ranks that train together compare when a run begins, after what their trainers compared once.
+
+Between runs the model, its optimizer and its buffers are the caller's, on each rank by itself. So the header
+that every window exchanges anyway carries digests of them, and of the samples: no rank waits for more. Where
+two ranks' digests differ, all ranks exchange words, and say which rank has what::
+
+    settings   in every window          what holds on the caller's thread: autocast, the default device
+    state      in a run's first window  thread counts and flags of torch, modes of modules, learning rates;
+                                        sums of the bits of parameters, buffers and optimizer states
+    samples    in every window          of all ids; in a run's first window also the smallest hashes of ids
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ..distributed import Communicators, RanksDisagreeError
+from ..distributed.agreement import differences
+from ..embedding import HashTableCollection
+from ..embedding.in_flight import as_lane
+from ..kernels.checksums import checksum, sums_of_bits
+from .dense import DenseModel
+from .dense_checks import is_sharded
+from .model_call import CallerSettings
+from .words import Words, digest
+
+ALWAYS, SELDOM = 8, 64
+"""Runs of a single step of which each compares optimizer states too, and later one in so many."""
+
+OF_TORCH = {
+    "torch.get_num_threads()": torch.get_num_threads,
+    "torch.get_default_dtype()": torch.get_default_dtype,
+    "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled,
+    "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision,
+}
+
+PARTS = 17
+"""Of a tensor, each of which has a sum of its own; prime, so that they rarely begin where rows do."""
+
+SHOWN = 3
+"""Largest number of samples in an error."""
+
+_moving: WeakKeyDictionary[torch.nn.Module, set[str]] = WeakKeyDictionary()
+"""By model the buffers that its forward changes: each rank's follow its own samples, as running means do."""
+
+
+@dataclass
+class RunAgreement:
+    """Makes this rank's words, and explains how ranks differ.
+
+    Args:
+        communicators: the exchange of words runs on its routing groups, in the stage that saw the difference.
+        tables: their seed, which may change while they are empty. dense: model and optimizers.
+        describe: all that must agree, in words (`agreement.settings_of`).
+    """
+
+    communicators: Communicators
+    tables: HashTableCollection
+    dense: DenseModel
+    describe: Callable[[], dict[str, object]]
+    _begun: int = 0  # runs of a single step
+    _here: dict[str, object] = field(default_factory=dict)  # of the caller's thread, when the run began
+    _versions: dict[str, int] = field(default_factory=dict)  # of the buffers, when the run began
+
+    def begin(self, single: bool) -> int:
+        """The digest of this rank's state as a run begins, of one step if `single`."""
+        self._versions = _versions(self.dense.model)
+        self._here = thread_settings()
+        self._begun = self._begun + 1 if single else 0
+        thorough = self._begun <= ALWAYS or self._begun % SELDOM == 0
+        modules = [(each.training, type(each).__qualname__) for each in self.dense.model.modules()]
+        trained = [each.requires_grad for each in self.dense.parameters.values()]
+        numbers = [
+            [str(value) for name, value in group.items() if name != "params"]
+            for optimizer in self.dense.optimizers
+            for group in optimizer.param_groups
+        ]
+        epochs = [each.last_epoch for each in self.dense.schedulers]
+        with as_lane(), torch.no_grad():
+            sums = self._sums(thorough)
+        return digest(repr((self._here, modules, trained, numbers, epochs, self.tables.seed, sums)))
+
+    def _sums(self, thorough: bool) -> list[int]:
+        """Of the bits of parameters and buffers, and of optimizer states if `thorough`."""
+        tensors = dict(self.dense.tensors()) if thorough else dict(self.dense.parameters)
+        tensors |= {f"buffer {name}": each for name, each in compared_buffers(self.dense.model).items()}
+        plain = [each.detach() for each in tensors.values() if not is_sharded(each)]
+        words = [each for each in plain if each.element_size() == 4 and each.is_contiguous()]
+        others = [each for each in plain if each.element_size() != 4 or not each.is_contiguous()]
+        on_host = [each for each in words if each.is_cpu]
+        on_device = [each for each in words if not each.is_cpu]
+        count = PARTS if thorough else 1  # one sum alone does not see values that change places
+        parts = [sums_of_bits(each, count).cpu() for each in (on_host, on_device) if each]
+        return [*torch.cat(parts).tolist(), *map(int, map(checksum, others))] if parts else []
+
+    def end(self) -> None:
+        """The run is done: buffers that it changed are left out from here on."""
+        if self._versions:
+            now = _versions(self.dense.model)
+            moved = {name for name, version in now.items() if version != self._versions.get(name)}
+            if moved:
+                _moving.setdefault(self.dense.model, set()).update(moved)
+            self._versions = {}
+
+    def settle(self, words: Words, settings: CallerSettings, step: int, sample_ids: torch.Tensor) -> None:
+        """Raise `RanksDisagreeError` on every rank where ranks differ. Collective over all ranks."""
+        own: dict[str, Any] = {"rank": self.communicators.rank, "here": {}, "samples": None}
+        own["thread"] = {"autocast": str(settings.autocast), "default device": str(settings.device)}
+        if words.state:
+            here = {**self.describe(), **self._here}
+            own["here"] = {name: str(value) for name, value in here.items()}
+        if words.samples:
+            own["samples"] = sample_ids.tolist()
+        texts = self.communicators.routing.all_gather_texts(json.dumps(own))
+        parts = self.communicators.replica_routing.all_gather_texts(json.dumps(texts))
+        every = {each["rank"]: each for part in parts for each in map(json.loads, json.loads(part))}
+        ranks = dict(sorted(every.items()))
+        begun = {rank: _without_moving(each["here"], ranks) for rank, each in ranks.items() if each["here"]}
+        found = differences({rank: each["thread"] for rank, each in ranks.items()}) + differences(begun)
+        if found:
+            raise RanksDisagreeError(f"step {step}: {'; '.join(found)}: give every rank the same")
+        _check_samples({rank: each["samples"] for rank, each in ranks.items() if each["samples"]}, step)
+
+
+def compared_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that ranks compare: all but those that a forward has changed."""
+    moving = _moving.get(model, set())
+    return {name: each for name, each in model.named_buffers() if name not in moving}
+
+
+def thread_settings() -> dict[str, object]:
+    """What torch's results may depend on, of this thread and process, by name."""
+    found: dict[str, object] = {name: read() for name, read in OF_TORCH.items()}
+    found["torch.backends.mkldnn.enabled"] = torch.backends.mkldnn.enabled
+    found["torch.backends.cudnn.deterministic"] = torch.backends.cudnn.deterministic
+    found["torch.backends.cudnn.allow_tf32"] = torch.backends.cudnn.allow_tf32
+    return found
+
+
+def _versions(model: torch.nn.Module) -> dict[str, int]:
+    return {name: each._version for name, each in model.named_buffers()}
+
+
+def _without_moving(here: Mapping[str, str], ranks: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
+    """Without buffers that another rank leaves out, since its forward has changed them."""
+    known = [each["here"] for each in ranks.values() if each["here"]]
+    return {
+        name: value
+        for name, value in here.items()
+        if not name.startswith("buffer ") or all(name in each for each in known)
+    }
+
+
+def _check_samples(samples: Mapping[int, Sequence[int]], step: int) -> None:
+    """Raise `RanksDisagreeError` naming two ranks that train the same samples."""
+    owner: dict[int, int] = {}
+    shared: dict[tuple[int, int], list[int]] = {}
+    for rank, ids in samples.items():
+        for each in dict.fromkeys(ids):
+            if owner.setdefault(each, rank) != rank:
+                shared.setdefault((owner[each], rank), []).append(each)
+    if not shared:
+        return
+    (first, second), ids = next(iter(shared.items()))
+    more = f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else ""
+    raise RanksDisagreeError(
+        f"step {step}: ranks {first} and {second} both train sample {', '.join(map(str, ids[:SHOWN]))}{more} "
+        f"(of {len(samples[first])} and {len(samples[second])}): give each rank its part of a batch (rank= "
+        "and world_size= of a loader), and each sample of a step an id of its own"
+    )

@@ -1,0 +1,78 @@
+"""A rank's digests in the header of a window, by which ranks see that they may differ (`run_agreement`)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from .model_call import CallerSettings
+
+LOWEST = 32
+"""Hashes of samples in a header: all of a small window, of a larger one enough to see a shared part."""
+
+
+@dataclass(frozen=True)
+class Words:
+    """A rank's digests in the header of a window; 0: nothing to compare.
+
+    Args:
+        lowest: `LOWEST` hashes of the window's samples, ascending, then zeros.
+    """
+
+    settings: int = 0
+    state: int = 0
+    samples: int = 0
+    lowest: tuple[int, ...] = (0,) * LOWEST
+
+    @property
+    def row(self) -> list[int]:
+        return [self.settings, self.state, self.samples, *self.lowest]
+
+    @classmethod
+    def of_row(cls, row: Sequence[int]) -> Words:
+        """The words of a `row`."""
+        return cls(row[0], row[1], row[2], tuple(row[3:]))
+
+
+WIDTH = len(Words().row)
+"""Numbers of a rank's words."""
+
+
+def may_differ(rows: Sequence[Sequence[int]]) -> bool:
+    """Whether any two ranks' words (`Words.row`) differ where they have to agree, or share samples."""
+    found = [Words.of_row(row) for row in rows]
+    for of_ranks in ([each.settings for each in found], [each.state for each in found]):
+        if len({*of_ranks} - {0}) > 1:
+            return True
+    samples = [each.samples for each in found if each.samples]
+    lowest = [value for each in found for value in each.lowest if value]
+    return len({*samples}) < len(samples) or len({*lowest}) < len(lowest)
+
+
+def words_of(settings: CallerSettings, state: int, batches: Sequence[Any]) -> Words:
+    """The words of a window of these batches; `state` as of `RunAgreement.begin`, 0 in a later window."""
+    hashes = _hashes([batch.sample_ids for batch in batches])
+    lowest = [0] * LOWEST
+    if state and len(hashes):
+        smallest = np.unique(hashes)[:LOWEST].tolist()
+        lowest[: len(smallest)] = smallest
+    samples = int(hashes.sum(dtype=np.int64)) | 1 if len(hashes) else 0
+    return Words(digest(repr(settings)), state, samples, tuple(lowest))
+
+
+def _hashes(ids: Sequence[torch.Tensor]) -> np.ndarray:
+    """Of ids (n,) int64: int64 hashes, none of which is 0 (the finalizer of splitmix64)."""
+    values = np.concatenate([each.cpu().numpy() for each in ids]).view(np.uint64)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((values ^ (values >> np.uint64(31))) | np.uint64(1)).view(np.int64)
+
+
+def digest(text: str) -> int:
+    """63 bits of a text, never 0."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1 | 1
