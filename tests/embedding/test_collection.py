@@ -269,9 +269,9 @@ def test_features_of_one_table_have_one_rate():
         HashTableCollection([shared[0], FeatureConfig("b", 4, table="t")])
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("scale", [-1.0, float("inf"), float("nan")])
 def test_a_scale_that_is_none_is_named(scale):
-    with pytest.raises(ValueError, match="feature 'a': learning_rate_scale must be positive and finite"):
+    with pytest.raises(ValueError, match="feature 'a': learning_rate_scale must be finite and >= 0"):
         FeatureConfig("a", 4, learning_rate_scale=scale)
 
 

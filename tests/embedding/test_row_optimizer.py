@@ -101,7 +101,7 @@ def test_factors_are_those_of_their_updates_however_they_were_asked_for():
     ("make", "message"),
     [
         (lambda: RowOptimizer("lion"), "adamw or rowwise_adam, got 'lion'"),
-        (lambda: RowOptimizer("sgd", lr=0.0), "learning rate must be positive, got 0.0"),
+        (lambda: RowOptimizer("sgd", lr=-0.1), r"lr must be finite and >= 0, got -0.1"),
         (lambda: RowOptimizer("adam", beta1=1.0), r"beta1 must lie in \[0, 1\)"),
         (lambda: RowOptimizer("momentum_sgd", momentum=-0.1), "momentum must lie"),
         (lambda: RowOptimizer("sgd", weight_decay=-1.0), "weight_decay must be finite"),

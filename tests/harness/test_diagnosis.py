@@ -8,8 +8,8 @@ from speeds import slow_except
 from tritonrec import nn, verify
 from tritonrec.data import NextItemLoader, load
 from tritonrec.embedding import FeatureConfig
-from tritonrec.harness.verify.diagnosis import diagnose
 from tritonrec.harness.verify.thread_ranks import run_ranks
+from tritonrec.pipeline.diagnosis import diagnose
 
 tnn = torch.nn
 DIM, LONGEST = 6, 8
@@ -126,7 +126,7 @@ BLAMED = {
     "torch's dropout": (Dropped, "drop", "draws from torch's global generator: take tritonrec.nn.Dropout"),
     "dropout by function": (
         DroppedByFunction, "DroppedByFunction",
-        r"global generator, in the code of DroppedByFunction before it calls mix \(Linear\)",
+        r"global generator of .*, in the code of DroppedByFunction before it calls mix \(Linear\)",
     ),
     "softplus": (Curved, "curve", "last bits only: .* softplus"),
     "a bare parameter": (Scaled, "Scaled", "parameter scale gets an ordinary float32 .* nn.expand"),

@@ -14,13 +14,13 @@ from tritonrec.harness.cli import app
 from tritonrec.harness.fuzz.report import Failure, FuzzReport
 from tritonrec.harness.verify import user_model
 from tritonrec.harness.verify.cases import Case
-from tritonrec.harness.verify.diagnosis import Diagnosis, _Change, _reason
 from tritonrec.harness.verify.record_traces import MODES, record_traces
 from tritonrec.harness.verify.report import CaseResult, Report
 from tritonrec.harness.verify.state import Difference
 from tritonrec.harness.verify.thread_ranks import run_ranks
 from tritonrec.harness.verify.user_model import ModelReport
 from tritonrec.nn import Linear
+from tritonrec.pipeline.diagnosis import LAST_BITS, Diagnosis, _Change, _reason
 
 CASE = Case("nestpipe", "batch", 2, 3, False, "adam", 2)
 OTHER = Difference(1, "loss", [7], 0.5, 0.25, 4)
@@ -124,7 +124,7 @@ def test_the_differences_of_all_ranks_are_a_models(monkeypatch):
 
 @pytest.mark.parametrize(("size", "last_bits"), [(1e-6, True), (0.02, False), (float("nan"), False)])
 def test_only_a_small_change_is_laid_to_rounding(size, last_bits):
-    reason = _reason(_Change("layer", Linear(2, 2), "", size), "float32")
+    reason = _reason(_Change("layer", Linear(2, 2), "", size), LAST_BITS["float32"])
     assert reason.startswith("last bits only") is last_bits
     assert reason.startswith("it depends on the values of other samples") is not last_bits
 

@@ -38,8 +38,8 @@ POISON = {torch.float32: float("nan"), torch.int64: 2**62}
 COLLECTIVES = ("all_to_all", "all_to_all_equal", "all_reduce", "all_gather")
 METHODS = {"read": "gather", "write": "update", "update": "lookup"}
 """What an access to the tables' rows may call."""
-STATIC = ("dim", "device", "padded", "admits_all")
-"""What never changes about a table."""
+STATIC = ("dim", "device", "padded", "admits_all", "requires_grad")
+"""What no stage changes about a table."""
 
 
 class Recorder:

@@ -417,8 +417,9 @@ def test_steps_under_way_are_described_by_the_first_and_the_last():
 def test_parameters_are_checked_in_flight_unless_lanes_put_them_in_and_out():
     checked = []
     for shards in (None, object()):
-        dense = SimpleNamespace(shards=shards, validate=lambda shards=shards: checked.append(shards))
-        rest = {"check_modes": lambda: None, "_requires_grad": list, "_trained": []}
+        dense = SimpleNamespace(shards=shards, check_settings=lambda: None)
+        rest = {"check_modes": lambda: None, "_requires_grad": list, "_trained": [], "_structure": None}
+        rest["_validate"] = lambda shards=shards: checked.append(shards)
         Flight.check_caller(SimpleNamespace(under_way=True, dense=dense, **rest))
     assert checked == [None]
 

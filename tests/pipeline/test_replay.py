@@ -21,7 +21,7 @@ from tritonrec.pipeline.headers import Header
 from tritonrec.pipeline.places import Buffer, Context, Gradients, Losses, Routes
 from tritonrec.pipeline.replay import Plan
 from tritonrec.pipeline.replay import replay as replaying
-from tritonrec.pipeline.replay.messages import pack, rebuilt, tensors_of, unpack
+from tritonrec.pipeline.replay.messages import pack, rebuilt, unpack
 from tritonrec.pipeline.replay.work import RowUpdate
 from tritonrec.pipeline.stage import Read, Update
 from tritonrec.pipeline.stages.update import sparse_update
@@ -108,7 +108,7 @@ def test_a_model_that_draws_random_numbers_draws_them_again():
     made = parts.parts()
     forward = made[0].hidden
     made[0].hidden = lambda batch, rows: forward(batch, rows) * torch.rand((), dtype=torch.float32)
-    with parts.trainer(made, "sequential") as trainer, Replay(1.0) as replay:
+    with parts.trainer(made, "sequential", trust_model=True) as trainer, Replay(1.0) as replay:
         replay.attach(trainer)
         list(trainer.run(parts.batches(2)))
     assert replay.counts["replayed_micro_batches"] and not replay.counts["replay_bytes"]
@@ -124,7 +124,7 @@ def test_buffers_of_the_model_are_those_of_its_own_calls():
         return forward(batch, rows)
 
     made[0].hidden = counted
-    with parts.trainer(made, "sequential") as trainer, Replay(1.0) as replay:
+    with parts.trainer(made, "sequential", trust_model=True) as trainer, Replay(1.0) as replay:
         replay.attach(trainer)
         list(trainer.run(parts.batches(2)))
     assert int(made[0].calls) == 6
@@ -403,8 +403,8 @@ def test_a_batch_is_rebuilt_from_another_of_its_step():
     batch = NextItemLoader(load("zipf:users=60,items=80,seed=1"), 7, 9, 1, 3).batch(0)
     few, nothing = batch.select(torch.tensor([3, 1])), batch.select(torch.arange(0))
     for like in (batch, few, nothing):
-        again = rebuilt(like, iter(tensors_of(few)))
-        assert parts.same(tensors_of(again), tensors_of(few)) and again.validate().num_samples == 2
+        again = rebuilt(like, iter(few.tensors()))
+        assert parts.same(again.tensors(), few.tensors()) and again.validate().num_samples == 2
         assert parts.same(again.lookups()["item"][:1], few.lookups()["item"][:1])
 
 

@@ -246,7 +246,9 @@ def test_a_failed_window_leaves_no_gradient_behind():
 
 def test_rows_of_keys_that_are_not_admitted_stay_as_they_began():
     rows, handles = torch.zeros(3, 2), torch.tensor([0, -1, 1])
-    group = SimpleNamespace(table=SimpleNamespace(admits_all=False), optimizer=RowOptimizer("sgd", lr=1.0))
+    group = SimpleNamespace(
+        table=SimpleNamespace(admits_all=False, requires_grad=True), optimizer=RowOptimizer("sgd", lr=1.0)
+    )
     owned = SimpleNamespace(keys=handles, handles=handles, count=None, low_precision=None)
     context = SimpleNamespace(device=rows.device, tables=SimpleNamespace(groups=[group]))
     update_rows(context, 1, SimpleNamespace(tables=[owned]), [torch.ones(3, 2)], [rows])

@@ -74,10 +74,10 @@ def optimizer_of(model, name="adam", lr=0.05):
     return kind(parameters, lr=lr) if parameters else None
 
 
-def trainer(made, mode="nestpipe", consistency="batch", communicators=None, **window):
+def trainer(made, mode="nestpipe", consistency="batch", communicators=None, trust_model=False, **window):
     window.setdefault("micro_batches", 1 if mode == "reference" else 3)
     config = WindowConfig(consistency=consistency, seed=4, **window)
-    return Trainer(*made, communicators or Communicators.local(), mode, config)
+    return Trainer(*made, communicators or Communicators.local(), mode, config, trust_model=trust_model)
 
 
 def batches(count=6, size=7, rank=0, world_size=1):

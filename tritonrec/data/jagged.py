@@ -16,7 +16,7 @@ Dimensions: F keys, B samples, n values.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Self
@@ -92,6 +92,16 @@ class Movable:
                 value = value.map(change)
             vars(moved)[name] = value
         return moved
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors, field by field."""
+        found: list[Tensor] = []
+        for value in (getattr(self, each.name) for each in fields(self)):  # type: ignore[arg-type]
+            if isinstance(value, Tensor):
+                found.append(value)
+            elif isinstance(value, Movable):
+                found += value.tensors()
+        return found
 
 
 @dataclass(frozen=True)

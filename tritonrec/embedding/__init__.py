@@ -8,6 +8,7 @@ from .learning_rate import Constant, Schedule, StepDecay, WarmupCosine, WarmupLi
 from .modules import HashEmbeddingCollection
 from .policy import Eviction, Placement, PrecisionTiers, Storage, TablePolicy
 from .row_optimizer import OptimizerName, RowOptimizer
+from .rows_parameter import RowsParameter
 from .single_table import HashEmbedding, HashEmbeddingBag
 from .table import DynamicTable
 from .torchrec import (
@@ -49,6 +50,7 @@ __all__ = [
     "PoolingType",
     "PrecisionTiers",
     "RowOptimizer",
+    "RowsParameter",
     "Schedule",
     "StepDecay",
     "Storage",

@@ -67,9 +67,9 @@ class FeatureConfig:
             raise ValueError("a feature needs a name")
         if self.dim < 1:
             raise ValueError(f"feature {self.name!r}: dim must be at least 1, got {self.dim}")
-        if not 0 < self.learning_rate_scale < math.inf:
+        if not 0 <= self.learning_rate_scale < math.inf:
             raise ValueError(
-                f"feature {self.name!r}: learning_rate_scale must be positive and finite, got "
+                f"feature {self.name!r}: learning_rate_scale must be finite and >= 0, got "
                 f"{self.learning_rate_scale}"
             )
         if self.pooling not in ("none", "sum", "mean"):
@@ -392,6 +392,34 @@ class HashTableCollection:
         rows[:, :dim] = weights.to(rows.device)
         self.load(table, ids, rows)
 
+    def lerp_(self, other: HashTableCollection, weight: float) -> None:
+        """Move the weights of these rows to those of the other tables, by `weight` in [0, 1] of the way.
+
+        For averages of rows: ``averaged = copy.deepcopy(tables)``, and after each step, or now and then,
+        ``averaged.lerp_(tables, 1 - decay)``. A row that is not here becomes the other's. It takes the time
+        of a copy of the tables; each rank averages its own rows.
+
+        Raises ValueError for a table that is not here or has rows of another width, RuntimeError while
+        windows are in flight.
+        """
+        if not 0 <= weight <= 1:
+            raise ValueError(f"the weight must lie in [0, 1], got {weight}")
+        weights = other.weights()
+        for table, (_ids, theirs) in weights.items():
+            if theirs.shape[1] != self.dim_of(table):
+                raise ValueError(
+                    f"table {table!r} has rows of {self.dim_of(table)} weights, the other {theirs.shape[1]}"
+                )
+        for table, (ids, theirs) in weights.items():
+            group, member = self._group(table)
+            keys = group.layout.pack(member, ids.to(group.table.device), table)
+            theirs = theirs.to(group.table.device)
+            known = (group.table.find(keys) >= 0).unsqueeze(1)
+            own = torch.lerp(
+                group.table.gather(group.table.find(keys), keys)[:, : theirs.shape[1]], theirs, weight
+            )
+            self.load_weights(table, ids, torch.where(known, own, theirs))
+
     def dim_of(self, table: str) -> int:
         """Weights of a row of a logical table."""
         return self._group(table)[0].table.dim
@@ -417,20 +445,54 @@ class HashTableCollection:
             for columns in group.table.state().values():
                 group.table.erase(columns["keys"].to(group.table.device))
 
+    def requires_grad_(self, requires_grad: bool = True, *tables: str) -> HashTableCollection:
+        """Freeze rows, or train them again: of `tables`, by default of all. On all ranks alike.
+
+        Rows of frozen tables appear and are evicted as ever, and no update changes them.
+
+        Raises ValueError for a table that is merged with one that is not named, and for lazy weight decay,
+        which would make up for the updates left out; RuntimeError while windows are in flight.
+        """
+        numbers = {self._location[self._named(table)][0] for table in tables or self.table_names}
+        for group in (self.groups[number] for number in numbers):
+            others = sorted(set(group.layout.names) - set(tables or self.table_names))
+            if others:
+                raise ValueError(
+                    f"table {', '.join(tables)} is merged with {', '.join(others)}: name these too, or keep "
+                    "the tables apart with FeatureConfig(merge=False)"
+                )
+            if group.optimizer.lazy_weight_decay:
+                raise ValueError(
+                    f"{group.layout} has lazy weight decay, which makes up for updates that a row missed: "
+                    "a frozen row would decay later; take weight_decay without lazy_weight_decay"
+                )
+            group.table.in_flight.check("requires_grad_")
+        for number in numbers:
+            self.groups[number].table.requires_grad = requires_grad
+        return self
+
     def set_seed(self, seed: int) -> None:
-        """Initial values of rows to come are those of `seed`."""
+        """Initial values of rows to come are those of `seed`; RuntimeError while windows are in flight."""
+        for group in self.groups:
+            group.table.in_flight.check("set_seed")
         self.seed = seed
         for group in self.groups:
             group.table.seed = seed
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: the arguments and `state`. Counters and logged changes start anew."""
-        return {"arguments": {**self._arguments, "seed": self.seed}, "state": self.state()}
+        frozen = [
+            name for group in self.groups if not group.table.requires_grad for name in group.layout.names
+        ]
+        arguments = {**self._arguments, "seed": self.seed}
+        return {"arguments": arguments, "state": self.state(), "frozen": frozen}
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
         arguments = dict(saved["arguments"])
         self.__init__(arguments.pop("features"), arguments.pop("optimizer"), **arguments)  # type: ignore[misc]
         self.load_state(saved["state"])
+        if saved.get("frozen"):
+            self.requires_grad_(False, *saved["frozen"])
 
     def initial_rows(self, table: str, ids: torch.Tensor) -> torch.Tensor:
         """Initial rows (n, row_width) float32 of `ids` (n,) of a logical table."""
@@ -438,10 +500,13 @@ class HashTableCollection:
         return group.table.initial_rows(group.layout.pack(member, ids, table))
 
     def _group(self, table: str) -> tuple[TableGroup, int]:
+        number, member = self._location[self._named(table)]
+        return self.groups[number], member
+
+    def _named(self, table: str) -> str:
         if table not in self._location:
             raise ValueError(f"there is no table {table!r}; the tables are {', '.join(self.table_names)}")
-        number, member = self._location[table]
-        return self.groups[number], member
+        return table
 
 
 def pool(rows: torch.Tensor | ops.IndexedRows, offsets: torch.Tensor, how: Pooling) -> torch.Tensor:

@@ -15,9 +15,13 @@ from .features import HashTableCollection
 from .learning_rate import Constant, rate_at
 from .row_gradients import RowGradients
 from .row_optimizer import RowOptimizer
+from .rows_parameter import RowsParameter
 
 EPS = 1e-6
 """Beside the norm in the divisor, as in `torch.nn.utils.clip_grad_norm_`."""
+
+
+OF_THE_RULE = {"weight_decay", "betas", "momentum", "eps", "nesterov", "maximize", "amsgrad", "dampening"}
 
 
 class HashOptimizer(torch.optim.Optimizer):
@@ -68,13 +72,17 @@ class HashOptimizer(torch.optim.Optimizer):
         """Update the rows with a gradient.
 
         Raises RuntimeError without a backward pass since `zero_grad`, FloatingPointError for a gradient that
-        is not finite, ValueError for a learning rate that was set although the rule has a schedule.
+        is not finite, ValueError for a learning rate that was set although the rule has a schedule, and for
+        settings of groups that belong to the rule. Frozen rows stay as they are.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        _validate_groups(self.param_groups)
         if not any(each.pending for each in self.gradients):
+            if not any(owner.rows.requires_grad for _, owner in self._owners):
+                return loss
             raise RuntimeError(
                 "step() without gradients of rows: call loss.backward() before it, on a loss that was "
                 "computed from the embeddings in training mode and with gradients enabled"
@@ -87,6 +95,7 @@ class HashOptimizer(torch.optim.Optimizer):
         for each, rule in zip(self.gradients, rules, strict=True):
             if each.pending:
                 each.update(rule, number)
+                each.applied = True
         self.updates = number
         for each, group in zip(self.gradients, self.param_groups, strict=True):
             if callable(each.group.optimizer.lr):
@@ -200,6 +209,7 @@ class HasRows(Protocol):
     tables: HashTableCollection
     communicator: Communicator
     row_gradients: list[RowGradients]
+    rows: RowsParameter
     fused_optimizer: HashOptimizer | None
 
     def optimizer_state(self, table: str, empty: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -255,6 +265,16 @@ def _check_table(name: str, saved: Any, width: int) -> None:
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
+
+
+def _validate_groups(groups: Iterable[dict[str, Any]]) -> None:
+    """Raise ValueError for settings that a group of torch's optimizers has, and these rows' rule."""
+    for group in groups:
+        for name in OF_THE_RULE & group.keys():
+            raise ValueError(
+                f"{name} of table {', '.join(group['tables'])} was set in param_groups, and only lr is read "
+                f"there: give it to the table's RowOptimizer"
+            )
 
 
 def _rule_at(rule: RowOptimizer, group: dict[str, Any], number: int) -> RowOptimizer:

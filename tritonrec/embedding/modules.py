@@ -4,7 +4,8 @@
     gradient of the output --backward--> sums by key --to their owners--> `RowGradients` --step--> rows
 
 Rows are no parameters and no buffers: their number changes, DDP must not broadcast them, and FSDP must not
-shard them. With a process group every rank owns the ids that hash to it.
+shard them. An empty parameter, ``rows``, stands for them where torch looks for one (`RowsParameter`). With a
+process group every rank owns the ids that hash to it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from .module_state import load_module_state, save_module_state
 from .row_exchange import Route, plan_routes
 from .row_gradients import RowGradients
 from .row_optimizer import RowOptimizer
+from .rows_parameter import RowsParameter
 from .state_check import check_distinct
 from .tracing import UNSCRIPTABLE, leaf_call
 
@@ -90,12 +92,15 @@ class HashEmbeddingCollection(torch.nn.Module):
             self.tables = HashTableCollection(features, optimizer, seed=seed, **tables)
         self.consistency, self.fraction_bits = consistency, fraction_bits
         self.unknown_ids = unknown_ids
+        self.rows = RowsParameter()
         self.lookups = 0
         self._divisor = float(self.communicator.world_size if divisor is None else divisor)
         self._device: torch.device | None = None  # of the ids
         self._collect(fused)
         self.register_state_dict_post_hook(save_module_state)
         self.register_load_state_dict_pre_hook(load_module_state)
+        self.register_state_dict_post_hook(_leave_parameter_out)
+        self.register_load_state_dict_pre_hook(_take_own_parameter)
 
     def _collect(self, fused: bool) -> None:
         """Begin without gradients."""
@@ -184,7 +189,7 @@ class HashEmbeddingCollection(torch.nn.Module):
         device, over = keys[0].device, self.communicator
         if not over.supports(device):
             keys = [each.cpu() for each in keys]
-        training = self.training and torch.is_grad_enabled()
+        training = self.training and torch.is_grad_enabled() and self.rows.requires_grad
         routes = plan_routes(keys, [group.layout for group in self.tables.groups], over)
         values = []
         for group, route in zip(self.tables.groups, routes, strict=True):
@@ -199,7 +204,8 @@ class HashEmbeddingCollection(torch.nn.Module):
             values.append(route.rows(over, found.to(route.keys.device)))
         if training:
             self.lookups += 1
-            leaf = torch.empty(0, dtype=torch.float32, requires_grad=True, device=keys[0].device)
+            # DDP waits for each parameter that requires a gradient, so this one takes part
+            leaf = self.rows.to(keys[0].device)
             rows = list(_Gather.apply(leaf, self, routes, *values))
         else:
             rows = _gather(values, routes)
@@ -268,6 +274,35 @@ class HashEmbeddingCollection(torch.nn.Module):
 
         return load
 
+    def lerp_rows_(self, other: HashEmbeddingCollection, weight: float) -> None:
+        """Average rows: `HashTableCollection.lerp_` of the tables, as of ``copy.deepcopy(trained)``."""
+        self.tables.lerp_(other.tables, weight)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> HashEmbeddingCollection:
+        """What ``to``, ``half``, ``share_memory`` and so on call; rows stay where their `Placement` says.
+
+        Raises TypeError for another dtype than float32, and for memory that processes share.
+        """
+        probe = fn(torch.zeros(1, dtype=torch.float32, device="cpu"))
+        if probe.dtype != torch.float32:
+            raise TypeError(
+                f"rows of {type(self).__name__} are float32, and cannot become {probe.dtype}: compute under "
+                "torch.autocast, or store rows in 16 bits with TablePolicy(precision=PrecisionTiers(...))"
+            )
+        if probe.device.type == "cpu" and probe.is_shared():
+            raise TypeError(
+                f"rows of {type(self).__name__} cannot be in memory that processes share: give each process "
+                "its part by process_group="
+            )
+        super()._apply(fn, recurse)
+        return self
+
+    def __copy__(self) -> HashEmbeddingCollection:
+        """Shares rows and gradients, as the copy of a module of torch shares its parameters."""
+        new = type(self).__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        return new
+
     def __prepare_scriptable__(self) -> None:
         raise TypeError(UNSCRIPTABLE)
 
@@ -290,6 +325,14 @@ class HashEmbeddingCollection(torch.nn.Module):
         """Features and tables."""
         parts = [f"{each.name}: {each.dim}" for each in self.tables.features.values()]
         return f"{', '.join(parts)}, consistency={self.consistency!r}"
+
+
+def _leave_parameter_out(module: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    state_dict.pop(f"{prefix}rows", None)
+
+
+def _take_own_parameter(module: Any, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    state_dict[f"{prefix}rows"] = module.rows  # torch asks for every parameter
 
 
 class _Gather(torch.autograd.Function):

@@ -26,6 +26,7 @@ class RowGradients:
 
     Attributes:
         parameter: stands for the rows in ``param_groups``.
+        applied: whether an update has used the gradients.
     """
 
     def __init__(self, group: TableGroup, consistency: str, fraction_bits: int, divisor: float):
@@ -40,6 +41,7 @@ class RowGradients:
         self._keys: torch.Tensor | None = None
         self._mean: torch.Tensor | None = None
         self._bad: torch.Tensor | None = None
+        self.applied = False
 
     @property
     def pending(self) -> bool:
@@ -52,6 +54,13 @@ class RowGradients:
         `bad` () bool: a gradient of any rank was not finite, or too large for fixed point; it is not in the
         sums.
         """
+        if self.applied:
+            raise RuntimeError(
+                f"the gradients of {self.group.layout} were applied by the last step(), and would be added "
+                "to: call zero_grad() of the HashOptimizer, which model.zero_grad() does not reach"
+            )
+        if not self.group.table.requires_grad:
+            return
         device = self.group.table.device
         self._parts.append((keys.to(device), sums.to(device)))
         self._bad = bad if self._bad is None else self._bad | bad
@@ -150,6 +159,11 @@ class TouchedRows(torch.Tensor):
         found: Any = empty.as_subclass(cls)
         found.gradients = gradients
         return found
+
+    def requires_grad_(self, requires_grad: bool = True) -> TouchedRows:
+        """Freeze the table's rows, or train them again."""
+        self.gradients.group.table.requires_grad = requires_grad
+        return self
 
     def __deepcopy__(self, memo: object) -> TouchedRows:
         raise TypeError("a HashOptimizer has no copy: make one of the copied model, and load its state_dict")

@@ -36,7 +36,7 @@ class RowOptimizer:
     micro-batches.
 
     Args:
-        lr: a number, or a function of the update's number (`embedding.learning_rate`).
+        lr: a number >= 0, or a function of the update's number (`embedding.learning_rate`).
         eps: of all but SGD. beta1, beta2: of Adam. momentum, nesterov: of momentum_sgd.
         weight_decay: decoupled in adamw and rowwise_adam, L2 in the other rules. Only rows with a gradient
             decay.
@@ -64,8 +64,6 @@ class RowOptimizer:
         if self.custom_update is None and self.name not in names:
             raise ValueError(f"optimizer must be {', '.join(names[:-1])} or {names[-1]}, got {self.name!r}")
         object.__setattr__(self, "lr", comparable(self.lr))
-        if isinstance(self.lr, float) and not self.lr > 0:
-            raise ValueError(f"learning rate must be positive, got {self.lr}")
         for name in ("beta1", "beta2", "momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")

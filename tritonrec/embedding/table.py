@@ -87,6 +87,7 @@ class DynamicTable:
             torch.zeros(size, dtype=torch.int64, device=device) for size in (3, ())
         )
         self.in_flight = InFlight(str(self.layout))
+        self.requires_grad = True  # else updates leave the rows as they are
         self._rank: int | None = None  # of a table with checksums, for errors
         self._step: int | None = None  # of the last lookup, where policies go by steps
         self._foreseen: tuple[int, int, dict[RowPolicy, Arriving]] = -1, -1, {}  # flight, step, numbers

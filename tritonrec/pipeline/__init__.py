@@ -6,6 +6,7 @@ from .evaluation import next_item_scores, rank_held_out
 from .executor import Executor, StageFailedError
 from .gather import whole_rows, whole_tables
 from .graphs import MicroBatchGraphs
+from .guard import NotBatchInvariantError
 from .modes import MODES, PIPELINED, STAGED, TWO_BUFFERS, Mode, base_schedule, schedule_of
 from .peer_copies import PeerCopies
 from .places import WindowPlaces
@@ -56,6 +57,7 @@ __all__ = [
     "MicroBatchGraphs",
     "Mode",
     "Model",
+    "NotBatchInvariantError",
     "PeerCopies",
     "Precision",
     "Program",

@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from threading import Lock
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
@@ -21,6 +22,7 @@ from ..kernels.checksums import sums_of_bits
 from ..kernels.deferred import NONE, first_bad
 from ..kernels.dispatch import on_host
 from ..kernels.padding import report
+from .caller_state import Noted, first_change, refusal, settings_of, steady
 from .dense_checks import (
     is_sharded,
     listed,
@@ -93,6 +95,9 @@ class DenseModel:
         self.rates: deque[tuple[Any, ...]] = deque()
         self.scales: deque[float | None] = deque()
         self._sums: torch.Tensor | None = None  # of the parameters' bits, after the last update in flight
+        self._noted: Noted | None = None  # settings, after the last update in flight
+        self._noting = Lock()
+        self._steps: Callable[[], str]
 
     @property
     def evaluated(self) -> torch.nn.Module:
@@ -118,6 +123,7 @@ class DenseModel:
         """
         self._check("a step")
         self.check_unchanged()
+        self.check_settings()
         self._note()
         if self.shards is not None:
             self.shards.scatter()
@@ -129,8 +135,14 @@ class DenseModel:
         finally:
             for parameter in self.parameters.values():
                 parameter.grad = None
-        for scheduler in self.schedulers:
-            scheduler.step()
+        with self._noting:
+            if self._noted is not None:
+                now = settings_of(self.optimizers, self.schedulers)
+                self._compare(steady(self._noted), steady(now))
+            for scheduler in self.schedulers:
+                scheduler.step()
+            if self._noted is not None:
+                self._noted = settings_of(self.optimizers, self.schedulers)
         if self.average is not None:
             self.average.update_parameters(self.model)
         if self.scaler is not None:
@@ -168,7 +180,9 @@ class DenseModel:
             begun.pop_all()
         self.rates.clear()
         self.scales.clear()
+        self._steps = steps
         self._sums = self._sum_bits() if guarded and self.parameters else None
+        self._noted = settings_of(self.optimizers, self.schedulers) if guarded else None
 
     def end(self) -> None:
         """End the guard."""
@@ -176,7 +190,18 @@ class DenseModel:
             self.shards.end()
         for guard in self.in_flight:
             guard.end()
-        self._sums = None
+        self._sums = self._noted = None
+
+    def check_settings(self) -> None:
+        """Raise RuntimeError naming a setting of an optimizer or a scheduler that was changed in flight."""
+        with self._noting:
+            if self._noted is not None:
+                self._compare(self._noted, settings_of(self.optimizers, self.schedulers))
+
+    def _compare(self, before: Noted, now: Noted) -> None:
+        change = first_change(before, now)
+        if change is not None:
+            raise refusal(change, self._steps())
 
     def check_unchanged(self, at_once: bool = False) -> None:
         """Raise RuntimeError naming a parameter that was changed outside while windows are in flight.

@@ -15,7 +15,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
+from ..embedding import RowsParameter
+
 T = TypeVar("T")
+PARAMETER_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
+"""torch does not list them in public."""
 LONG = 32_768
 """Values from which on torch cuts a tensor between threads."""
 PROBE_ELEMENTS = 3 * LONG
@@ -64,6 +68,11 @@ def validate_optimizers(model: torch.nn.Module, optimizers: Sequence[Optimizer])
             held |= {id(parameter): (parameter, group) for parameter in group["params"]}
     found = {}
     for name, parameter in model.named_parameters():
+        if isinstance(parameter, RowsParameter):
+            raise ValueError(
+                f"the model has rows of its own ({name}), which a trainer would not update: give their "
+                "features to the trainer's HashTableCollection, and let the model read them from `rows`"
+            )
         if id(parameter) in twice:
             raise ValueError(f"parameter {name} is given to two optimizers: share the parameters out")
         if id(parameter) in held:
@@ -81,6 +90,18 @@ def validate_optimizers(model: torch.nn.Module, optimizers: Sequence[Optimizer])
             "model.parameters(), after whatever replaces parameters"
         )
     return found
+
+
+def validate_hooks(model: torch.nn.Module) -> None:
+    """Raise ValueError for a hook on a parameter's gradient, where autograd does not see that."""
+    for name, parameter in model.named_parameters():
+        if any(getattr(parameter, hooks, None) for hooks in PARAMETER_HOOKS):
+            raise ValueError(
+                f"parameter {name} has a hook on its gradient, which consistency='batch' adds up without "
+                "autograd, so that it would not be called: change gradients in a hook of the optimizer "
+                "(optimizer.register_step_pre_hook), which finds them in parameter.grad, or limit them by "
+                "WindowConfig(max_grad_norm=..., max_grad_value=...)"
+            )
 
 
 def _validate_optimizer(optimizer: object) -> None:

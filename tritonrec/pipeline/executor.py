@@ -45,6 +45,11 @@ class Call(Generic[Result]):
             self._error = error
         self.done = True
 
+    @property
+    def failed(self) -> bool:
+        """Whether the work has raised."""
+        return self._error is not None
+
     def result(self) -> Result:
         """What the work returned; raises what it raised."""
         if self._error is not None:

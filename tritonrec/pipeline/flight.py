@@ -8,7 +8,7 @@ or of one that depends on the timing. So whoever tries gets an error.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from weakref import WeakKeyDictionary
 
@@ -21,10 +21,14 @@ from ..embedding.in_flight import InFlight, as_lane, in_flight_message, is_lane
 from ..kernels.dispatch import computes_eagerly, is_compiling
 from ..nn import GradientAccumulator, next_item_step
 from ..nn.context import only_refuses, reads_indexed_rows
+from .caller_state import refusal, structure_of
 from .compiled import Compilation
 from .dense import DenseModel
+from .dense_checks import validate_hooks
 from .graphs import MicroBatchGraphs
-from .model_call import CallerSettings, train_micro_batch
+from .guard import Guard
+from .model_call import CallerSettings, train_micro_batch, versions
+from .window import Window
 
 _models: WeakKeyDictionary[torch.nn.Module, InFlight] = WeakKeyDictionary()
 
@@ -38,6 +42,7 @@ class Flight:
         shared: the caller's code runs while windows are in flight.
         steps: says which, for messages.
         graphs: run the model's calls; None: they run one kernel after the other.
+        guard: compares calls of the model.
     """
 
     def __init__(
@@ -47,9 +52,10 @@ class Flight:
         bits: int | None,
         shared: bool,
         steps: Callable[[], str],
-        graphs: MicroBatchGraphs | None = None,
+        graphs: MicroBatchGraphs | None,
+        guard: Guard,
     ):
-        self._graphs = graphs
+        self._graphs, self.guard = graphs, guard
         self.model, self.dense, self._bits, self._shared, self._steps = (
             dense.model,
             dense,
@@ -62,6 +68,9 @@ class Flight:
         self._modules: list[tuple[str, torch.nn.Module]] = []
         self._modes: list[bool] = []
         self._trained: list[bool] = []
+        self._structure: object = None  # where the caller's code runs meanwhile
+        self._buffers: list[tuple[str, torch.Tensor]] = []
+        self._written: list[int] = []  # how often each was, by the model's calls too
         self._caller: int  # the thread of the trainer's caller
         self.reader = 0  # the thread that reads the caller's batches
         self.under_way = False
@@ -83,7 +92,7 @@ class Flight:
         """Take over model, tables and optimizer, unless they are taken over already."""
         if self.under_way:
             return
-        self.dense.validate()
+        self._validate()
         with ExitStack() as inside:
             for guard in [_models.setdefault(self.model, InFlight("the model")), *self._tables]:
                 guard.begin(self._steps)
@@ -95,6 +104,9 @@ class Flight:
             self._modules = list(self.model.named_modules())
             self._modes = self._training()
             self._trained = self._requires_grad()
+            self.guard.begin()
+            self._buffers = list(self.model.named_buffers()) if self._shared else []
+            self._written = versions(each for _, each in self._buffers)
             if self._shared:
                 self._caller = threading.get_ident()
                 for _name, module in self._modules:
@@ -104,8 +116,22 @@ class Flight:
                         module.register_load_state_dict_pre_hook(self._refuse_loading),
                     ):
                         inside.callback(handle.remove)
+                self._structure = structure_of(self.model)
             self._inside = inside.pop_all()
         self.under_way = True
+
+    def check_end(self) -> None:
+        """Raise RuntimeError where parameters or buffers were changed after their last use in a flight."""
+        if self._shared:
+            self.dense.check_unchanged(at_once=True)
+            self._check_buffers()
+
+    def _check_buffers(self) -> None:
+        for (name, _), before, now in zip(
+            self._buffers, self._written, versions(each for _, each in self._buffers), strict=True
+        ):
+            if before != now:
+                raise refusal(f"buffer {name} was changed", self._steps())
 
     def end(self) -> None:
         """Give model, tables and optimizer back as they were, but for what was trained."""
@@ -128,16 +154,35 @@ class Flight:
                 return train_micro_batch(self.model, batch, rows, seed, settings, scale_exponent)
 
     @contextmanager
+    def guarded(
+        self,
+        window: Window,
+        micro_batch: int,
+        batch: Batch,
+        embeddings: Sequence[torch.Tensor],
+        inverses: Sequence[torch.Tensor],
+        seed: int,
+        scale_exponent: int,
+    ) -> Iterator[None]:
+        """`Guard.around` the training of a micro-batch."""
+        self.dense.gather()
+        with self.guard.around(window, micro_batch, batch, embeddings, inverses, seed, scale_exponent):
+            yield
+
+    @contextmanager
     def _model_call(self, scale_exponent: int) -> Iterator[None]:
         self.check_modes()
+        self._check_buffers()
         self.accumulator.scale_exponent = scale_exponent
         self.dense.gather()
         try:
             yield
         except RuntimeError:  # autograd's, say, where a parameter changed between forward and backward
             self.dense.check_unchanged(at_once=True)
+            self._check_buffers()
             raise
         self.check_modes()
+        self._written = versions(each for _, each in self._buffers)
 
     @property
     def reads_indexed_rows(self) -> bool:
@@ -180,13 +225,14 @@ class Flight:
             random: of ``torch.get_rng_state()``, where the call starts from.
         """
         own, buffers = self.accumulator, [each.clone() for each in self.model.buffers()]
+        active, self.guard.active = self.guard.active, False
         self.accumulator = GradientAccumulator(self.model, self._bits)
         try:
             with self.accumulator.empty_gradients(), torch.random.fork_rng(devices=[]):
                 torch.set_rng_state(random.cpu().clone())  # a view of a message ends the process
                 yield self.accumulator
         finally:
-            self.accumulator = own
+            self.accumulator, self.guard.active = own, active
             with torch.no_grad():
                 for each, before in zip(self.model.buffers(), buffers, strict=True):
                     each.copy_(before)
@@ -220,10 +266,18 @@ class Flight:
         """Raise RuntimeError where the caller has changed which parameters are trained, or how, in flight."""
         if self.under_way:
             self.check_modes()
+            self.dense.check_settings()
+            if self._structure is not None and structure_of(self.model) != self._structure:
+                raise refusal("a module, a buffer or a hook of the model was replaced", self._steps())
             if self.dense.shards is None:  # whose parameters the lanes put in and out of the model
-                self.dense.validate()
+                self._validate()
             if self._requires_grad() != self._trained:
                 raise RuntimeError(in_flight_message("requires_grad_() of a parameter", self._steps()))
+
+    def _validate(self) -> None:
+        self.dense.validate()
+        if self._bits is not None:
+            validate_hooks(self.model)
 
     def check_modes(self) -> None:
         """Raise RuntimeError naming a module switched by train() or eval() since the flight began."""

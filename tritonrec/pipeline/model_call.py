@@ -6,7 +6,7 @@ carries what held where it was read, and its micro-batches are computed under th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -109,10 +109,11 @@ def train_micro_batch(
         dlosses: (B,) float32, gradients of the losses in the place of ``2**scale_exponent``.
 
     Raises TypeError or ValueError where the model returns anything but a float32 loss of each sample that a
-    backward pass can start from.
+    backward pass can start from, ValueError where it changes the batch in place.
     """
     if not batch.num_samples:
         return torch.zeros(0, dtype=torch.float32, device=batch.sample_ids.device)
+    before = versions(batch.tensors())
     with computes_eagerly(False), settings.applied(), samples_of(model, batch, seed) as now:
         losses = model(batch, rows, seed)
         check_losses(losses, batch)
@@ -120,7 +121,17 @@ def train_micro_batch(
         if batch.loss_terms:
             with settings.backward():
                 losses.backward(torch.full_like(losses, 2.0**scale_exponent) if dlosses is None else dlosses)
+    if versions(batch.tensors()) != before:
+        raise ValueError(
+            "the model changes its batch in place, which is the caller's, or a copy, by the cut into "
+            "micro-batches: let it work on a copy of the tensor (tensor.clone())"
+        )
     return losses.detach()
+
+
+def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """How often each was written to; those of inference mode do not count it."""
+    return [0 if each.is_inference() else each._version for each in tensors]
 
 
 def check_losses(losses: object, batch: Batch) -> None:

@@ -10,9 +10,11 @@ import torch
 
 from ..data import Batch
 from ..embedding import HashTableCollection
+from .caller_state import Noted, first_change, globals_of_torch, refusal, row_rates
 from .dense import DenseModel
 from .flight import Flight
 from .graphs import MicroBatchGraphs
+from .guard import Guard
 from .model_call import CallerSettings, check_gradients_are_on
 from .places import WindowPlaces
 from .reading import BatchReader
@@ -29,7 +31,7 @@ class PendingWindows:
     Args:
         tables, dense: what is trained. config: of the run. device: where the model is.
         shared: the caller's code runs while windows are in flight.
-        graphs: of the model's calls, or None.
+        graphs: of the model's calls, or None. guard: compares these.
     """
 
     def __init__(
@@ -40,12 +42,15 @@ class PendingWindows:
         device: torch.device,
         shared: bool,
         graphs: MicroBatchGraphs | None,
+        guard: Guard,
     ):
         bits = config.fraction_bits if config.consistency == "batch" else None
-        self.flight = Flight(tables, dense, bits, shared, self._described, graphs)
+        self.flight = Flight(tables, dense, bits, shared, self._described, graphs, guard)
         self.abandoned: list[WindowPlaces] = []  # a device may still work on what they hold
         self.batches = 0  # begun in this run
-        self._config, self._device = config, device
+        self._config, self._device, self._tables, self._shared = config, device, tables, shared
+        self._globals: Noted = {}
+        self._rates: dict[int, Noted] = {}  # by update in flight
         self.agreement: RunAgreement | None = None  # of several ranks
         self.single = False  # a run of one step is under way
         self._windows: deque[WindowPlaces] = deque()
@@ -62,6 +67,21 @@ class PendingWindows:
     @property
     def newest(self) -> WindowPlaces | None:
         return self._windows[-1] if self._windows else None
+
+    def check_caller(self) -> None:
+        """Raise RuntimeError where the caller has changed in flight what lanes may have used, or will."""
+        self.flight.check_caller()
+        if not (self._shared and self._windows):
+            return
+        now = CallerSettings.of_this_thread(self._device, self._config.precision)
+        change = first_change(self._globals, globals_of_torch())
+        if now != self._windows[-1].window.settings:
+            change = "autocast or the default device was changed"
+        for places in self._windows if change is None else ():
+            update = places.window.update
+            change = change or first_change(self._rates[update], row_rates(self._tables, update + 1))
+        if change is not None:
+            raise refusal(change, self._described())
 
     def steps(self) -> list[int]:
         """Of the batches in flight, oldest first."""
@@ -98,6 +118,9 @@ class PendingWindows:
         """The window is in flight."""
         begins = not self.flight.under_way
         self.flight.begin()
+        if self._shared:
+            self._globals = globals_of_torch()
+            self._rates[window.update] = row_rates(self._tables, window.update + 1)
         if self.agreement is not None:
             try:
                 state = self.agreement.begin(self.single) if begins else 0
@@ -121,8 +144,12 @@ class PendingWindows:
         """The oldest window is done."""
         places = self._windows.popleft()
         self.flight.updated(places.window.update)
+        self._rates.pop(places.window.update, None)
         if not self._windows:
-            self._end_flight()
+            try:
+                self.flight.check_end()
+            finally:
+                self._end_flight()
 
     def _end_flight(self) -> None:
         self.flight.end()
@@ -132,12 +159,17 @@ class PendingWindows:
     def abandon(self) -> None:
         """None of them will be done."""
         self._windows.clear()
+        self._rates.clear()
         self._end_flight()
 
     def abandon_under_way(self) -> None:
         """`abandon`, where a device may still work for them."""
         self.abandoned += self._windows
         self.abandon()
+
+    def described(self) -> str:
+        """Which steps are in flight, as a sentence begins: "steps 4 to 6 were"."""
+        return self._described().replace(" is", " was").replace(" are", " were")
 
     def _described(self) -> str:
         steps = self.steps()

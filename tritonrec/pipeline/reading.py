@@ -15,6 +15,7 @@ from ..kernels.dispatch import computes_eagerly, default_impl
 from ..trace import SupportsRecording
 from .executor import Call, Executor
 from .flight import Flight
+from .interrupts import uninterrupted
 from .model_call import CallerSettings
 
 LANE = "prefetch"
@@ -49,8 +50,16 @@ class BatchReader:
 
         After an interrupt the batches that were being read come first.
         """
-        if self._executor is None:
+        self.wait(iterator, settings)
+        if self._call is None:
             return self._batches(iterator)
+        batches, self._call = self._call.result(), None
+        return batches
+
+    def wait(self, iterator: Iterator[Batch], settings: CallerSettings) -> None:
+        """Return when the lane has the batches that `read` returns; raises what the iterator raises."""
+        if self._executor is None:
+            return
         if self._call is None:
             context, impl = copy_context(), default_impl()
 
@@ -60,14 +69,14 @@ class BatchReader:
                 with settings.applied(), computes_eagerly(), ops.use_impl(impl), computes_eagerly(False):
                     return self._batches(iterator)
 
-            self._call = self._executor.call(LANE, lambda: context.run(work))
+            with uninterrupted():
+                self._call = self._executor.call(LANE, lambda: context.run(work))
         try:
-            batches = self._executor.result(self._call)
-        except Exception:
-            self._call = None
+            self._executor.result(self._call)
+        except BaseException:
+            if self._call.failed:  # else it is an interrupt of this thread, and the call goes on
+                self._call = None
             raise
-        self._call = None
-        return batches
 
     def _batches(self, iterator: Iterator[Batch]) -> list[Batch]:
         batches: list[Batch] = []

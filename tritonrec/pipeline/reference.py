@@ -15,6 +15,7 @@ from ..nn import GradientAccumulator
 from .clipping import clamp, dropped, norm_of, scale_of, squares
 from .compiled import Compilation
 from .dense import DenseModel
+from .guard import Guard
 from .model_call import CallerSettings, train_micro_batch
 from .places import WindowPlaces
 from .precision import rounded_rows, unscaled
@@ -22,7 +23,7 @@ from .program import Program
 from .stages.window import DROPOUT_STREAM
 from .streams import to_device, to_host
 from .sums import LOSS_BITS
-from .window import WindowConfig
+from .window import Window, WindowConfig
 
 
 class ReferenceTrainer:
@@ -35,6 +36,7 @@ class ReferenceTrainer:
         tables, dense: what is trained.
         config: its seed, fraction bits, accumulation and limits of gradients.
         impl: of every op, as of `Trainer`. device: of the model and of tables that are not in host memory.
+        guard: compares calls of the model; by default none does.
     """
 
     def __init__(
@@ -44,10 +46,13 @@ class ReferenceTrainer:
         config: WindowConfig | None = None,
         impl: ops.Impl = "auto",
         device: torch.device | None = None,
+        guard: Guard | None = None,
     ):
         self.model, self.tables, self.dense = dense.model, tables, dense
         self.config = config or WindowConfig()
         self.fraction_bits = self.config.fraction_bits
+        self._guard = guard
+        self._updates = 0
         self._compilation = Compilation(dense.model, self.fraction_bits)
         self.grad_norm = math.nan  # of the last update, where it is measured
         self.impl = default_impl() if impl == "auto" else impl
@@ -67,6 +72,7 @@ class ReferenceTrainer:
         self, batches: list[Batch], settings: CallerSettings, accumulator: GradientAccumulator
     ) -> list[torch.Tensor]:
         update = batches[0].step // self.config.accumulate
+        window, self._updates = Window(self._updates, batches, update, settings), self._updates + 1
         terms = float(max(sum(batch.validate().loss_terms for batch in batches), 1))
         # on the host, which looks at the ids
         asked = [self.tables.keys(batch.lookups()) for batch in batches]
@@ -92,7 +98,16 @@ class ReferenceTrainer:
                 rows.append(ops.gather_rows(sent, places[number]).requires_grad_())
             seed = ops.derive_seed(self.config.seed, DROPOUT_STREAM, batch.step)
             by_feature = self.tables.by_feature(rows, batch.lookups())
-            with self._compilation.call(batch, by_feature, seed, settings), accumulator.active():
+            looked_up = [values[:, : group.table.dim] for group, _keys, _found, values, *_ in shards]
+            own = [places[number] for *_, places in shards]
+            guarded = self._guard and self._guard.around(
+                window, number, batch, looked_up, own, seed, exponent
+            )
+            with (
+                guarded or nullcontext(),
+                self._compilation.call(batch, by_feature, seed, settings),
+                accumulator.active(),
+            ):
                 losses.append(train_micro_batch(self.model, batch, by_feature, seed, settings, exponent))
             for leaf, (_group, keys, _found, _values, sums, places) in zip(rows, shards, strict=True):
                 if leaf.grad is not None:
@@ -116,7 +131,10 @@ class ReferenceTrainer:
                 every = torch.cat(losses).unsqueeze(1)
                 one = torch.zeros(len(every), dtype=torch.int64, device=self.device)
                 ops.segment_sum(every, one, 1, consistency="batch", fraction_bits=LOSS_BITS)
-            admitted = [mean[chosen] for mean, chosen in zip(means, rows, strict=True)]
+            trained = [group.table.requires_grad for group, *_ in shards]
+            admitted = [
+                mean[chosen] for mean, chosen, wanted in zip(means, rows, trained, strict=True) if wanted
+            ]
             norm = norm_of(squares([*admitted, dense], self.device) + dropped(self.device))
             scale, self.grad_norm = scale_of(norm, self.config), float(norm)
             means, dense = [mean * scale for mean in means], dense * scale
@@ -125,7 +143,7 @@ class ReferenceTrainer:
         for (group, _keys, found, values, _sums, _places), mean, chosen in zip(
             shards, means, rows, strict=True
         ):
-            if not skipped:
+            if not skipped and group.table.requires_grad:
                 group.optimizer.update(values, chosen, mean[chosen], update + 1)
             if found.low_precision is not None and not skipped:
                 group.table.round_low_precision(values, found.low_precision)

@@ -24,12 +24,15 @@ from ..kernels.dispatch import default_impl, usable_device
 from ..trace import NullRecorder, SupportsRecording
 from .agreement import settings_of, validate_same_training
 from .dense import DenseModel
-from .dense_checks import validate_invariant
+from .dense_checks import validate_hooks, validate_invariant
 from .evaluation import rank_held_out
 from .executor import Delay, Executor, StageFailedError
 from .flight import lane_work, on_the_callers_thread, validate_model_place, validate_places
 from .gather import whole_tables
 from .graphs import MicroBatchGraphs
+from .guard import Guard, NotBatchInvariantError
+from .interrupts import uninterrupted
+from .model_call import CallerSettings
 from .modes import MODES, Mode, schedule_of, validate_reference, validate_schedule
 from .pending import PendingWindows
 from .places import DenseMeans, DeviceSamples, GradientNorm, Losses, OwnedRows, Routes, WindowPlaces
@@ -71,6 +74,8 @@ class Trainer:
         scheduler: of the optimizer's learning rates; it makes a step after each update.
         average: of the model's weights; it takes them up after each update.
         graphs: of the model's calls; None: kernels are launched one after the other.
+        trust_model: no call of the model is compared (`pipeline.guard`): at consistency ``"batch"`` a model
+            whose samples see each other trains too, with bits that depend on the cut. It is printed.
 
     Attributes:
         next_step: number of steps that are done.
@@ -105,6 +110,7 @@ class Trainer:
         scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         average: AveragedModel | None = None,
         graphs: MicroBatchGraphs | None = None,
+        trust_model: bool = False,
     ):
         if mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
@@ -121,6 +127,7 @@ class Trainer:
             self.dense.shards.validate(communicators.rank, communicators.world_size, mode)
         validate_model_place(model, device)
         if self.config.consistency == "batch":
+            validate_hooks(model)
             for each in self.dense.optimizers:
                 validate_invariant(each)
         self._device = usable_device(device)
@@ -136,6 +143,7 @@ class Trainer:
         self._finished = 0  # the last step whose results are there
         self.next_step = 0
         self._stopping = False
+        self._broken = ""  # why the state is that of no step
         self._results: deque[StepResult] = deque()  # of the batches of an update that is done
         self.counts = LookupCounts()
         self._program: Program | None = None
@@ -146,18 +154,20 @@ class Trainer:
         shared = self._schedule is not None and self._schedule.overlaps_batches
         if graphs is not None:
             graphs.validate(model, self.config, self._device)
-        self._pending = PendingWindows(tables, self.dense, self.config, self._device, shared, graphs)
+        self.guard = guard = Guard(model, tables, self.config, trust_model)
+        self._pending = PendingWindows(tables, self.dense, self.config, self._device, shared, graphs, guard)
         self._sums = Sums(self.config, self._device, communicators.copies_messages(self._device))
         self.recorder.metadata.update(
             mode=mode,
             consistency=self.config.consistency,
             micro_batches=self.config.micro_batches,
+            trust_model=trust_model,
             edges=[] if self._schedule is None else self._schedule.edges(),
         )
         if self._schedule is None:
             validate_reference(self.config, communicators)
             self._reader = self._batch_reader()
-            self.reference = ReferenceTrainer(tables, self.dense, self.config, self.impl, self._device)
+            self.reference = ReferenceTrainer(tables, self.dense, self.config, self.impl, self._device, guard)
             return
         validate_schedule(self._schedule, self.config, communicators.replicas)
         validate_same_training(
@@ -248,14 +258,18 @@ class Trainer:
     def progress(self, iterator: Iterator[Batch]) -> StepResult:
         """Fill the pipeline from `iterator` and finish its oldest batch; StopIteration when none is left."""
         if not self._results:
-            self._pending.flight.check_caller()
+            self._check_whole()
+            self._pending.check_caller()
             if self._executor is None:
                 self._plain(iterator)
             else:
                 try:
                     self._piped(self._executor, iterator)
-                except StageFailedError:
+                except StageFailedError as error:
                     self.close()  # nothing will come of the others
+                    if isinstance(error.__cause__, NotBatchInvariantError):  # the same error in all modes
+                        self._communicators.watch.fail(error.__cause__)
+                        raise error.__cause__ from None
                     raise
         return self._results.popleft()
 
@@ -285,10 +299,13 @@ class Trainer:
     def _piped(self, executor: Executor, iterator: Iterator[Batch]) -> None:
         executor.ensure_running()
         while len(self._pending) < executor.schedule.batches_in_flight and not self._average_is_next():
-            window = self._pending.read(self._reader, iterator)
+            self._reader.wait(iterator, CallerSettings.of_this_thread(self._device))
+            with uninterrupted():  # a batch that was read is in flight
+                window = self._pending.read(self._reader, iterator)
+                if window is not None:
+                    executor.submit(window.number, self._pending.begin(window))
             if window is None:
                 break
-            executor.submit(window.number, self._pending.begin(window))
         if not self._pending:
             self._end_run()
             raise StopIteration
@@ -302,8 +319,9 @@ class Trainer:
         if len(self._pending) == 1:
             with on_the_callers_thread(self.impl):
                 self.program.finish(places)
-        self._pending.end()  # only now: an interrupt before leaves everything to be done
-        self._finish(places)
+        with uninterrupted():  # before, everything is to be done still
+            self._pending.end()
+            self._finish(places)
 
     def sync(self) -> None:
         """Average the replicas of the tables now; with ``average_every`` it happens by itself as often.
@@ -338,6 +356,7 @@ class Trainer:
         loader: SupportsState | None = None,
     ) -> TrainingSaver:
         """A context manager whose ``save(step)`` writes everything beside the training (`TrainingSaver`)."""
+        self._check_whole()
         groups, meta = self._communicators, meta or {}
         return TrainingSaver(
             groups, directory, self.tables, self.dense, meta, full_every, loader, self.config,
@@ -393,6 +412,7 @@ class Trainer:
             self._communicators, directory, self.tables, self.dense, self.config, accept, loader, changed,
             self.vocabularies,
         )  # fmt: skip
+        self._broken = ""
         self._pending.loaded()
         return self.next_step
 
@@ -458,7 +478,17 @@ class Trainer:
         """
         if self._executor is not None:
             self._executor.close()
+        if self._pending:
+            self._broken = f"the trainer was closed while {self._pending.described()} in flight"
         self._pending.abandon_under_way()
+
+    def _check_whole(self) -> None:
+        """Raise RuntimeError where an update may be half done."""
+        if self._broken:
+            raise RuntimeError(
+                f"{self._broken}, and model and tables may have a part of the update: load a checkpoint, or "
+                "make them anew with a new trainer"
+            )
 
     def __enter__(self) -> Trainer:
         return self
@@ -484,8 +514,12 @@ class Trainer:
                 else:
                     self._run_reference(self.reference, places)
             places.errors.check()
-        except BaseException:
+        except BaseException as error:
             self._pending.abandon()
+            if isinstance(error, NotBatchInvariantError):
+                self._communicators.watch.fail(error)  # by name for the other ranks
+            if not isinstance(error, Exception):  # it came from outside, at any point of the step
+                self._broken = f"step {window.step} was interrupted"
             raise
         self._pending.end()
         self._finish(places)

@@ -80,7 +80,7 @@ def train(
         trainer = stack.enter_context(
             Trainer(
                 model, tables, optimizer, communicators, run.mode, run.window, recorder,
-                **run.job.recipe(model, optimizer), **vars(run.job.target),
+                trust_model=run.trust_model, **run.job.recipe(model, optimizer), **vars(run.job.target),
             )
         )  # fmt: skip
         if communicators.world_size > 1 and run.mode != "reference" and not called_again:

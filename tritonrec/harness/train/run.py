@@ -44,6 +44,7 @@ class Run:
         early_stopping: end where the evaluations between no longer improve; these are of validation, which it
             turns on (`Job.split`).
         trace: write a Perfetto trace of all ranks to this file.
+        trust_model: see `Trainer`.
         replay: share of the work that other ranks compute again, to find bits that flip (`Replay`); 0: none.
         elastic: go on without ranks that are lost (`run_elastic`), from the newest of the checkpoints and
             of the copies in the memory of other ranks. peer_copies: steps between such copies
@@ -75,6 +76,7 @@ class Run:
         "one; :min where less is better.",
     )
     trace: Path | None = setting(None, "Write a Perfetto trace to this file.")
+    trust_model: bool = setting(False, "Do not check that samples of the model do not see each other.")
     replay: float = setting(
         0.0, "Share of the work that other ranks compute again, to find flipped bits.", 0, 1
     )

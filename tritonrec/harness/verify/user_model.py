@@ -12,9 +12,9 @@ from ...data import Batch
 from ...distributed import Communicators
 from ...embedding import FeatureConfig, HashTableCollection, OptimizerName, RowOptimizer
 from ...pipeline import PIPELINED, Consistency, Mode, Precision, Trainer, WindowConfig
+from ...pipeline.diagnosis import Diagnosis, diagnose
 from ..job import dense_optimizer
 from .cases import Case
-from .diagnosis import Diagnosis, diagnose
 from .run_case import compare_run
 from .state import Comparison, Difference, State, dense_state, earliest, loss_state, table_state
 from .thread_ranks import run_ranks
@@ -173,7 +173,7 @@ class _Runs:
         tables = HashTableCollection(self.features, rule, seed=self.seed)
         dense = dense_optimizer(model.parameters(), self.optimizer, self.lr, fused=False)
         window = WindowConfig(count, consistency=self.consistency, precision=self.precision, seed=self.seed)
-        return Trainer(model, tables, dense, communicators, mode, window)
+        return Trainer(model, tables, dense, communicators, mode, window, trust_model=True)
 
     def _states(self, mode: Mode, world_size: int, count: int) -> list[list[State]]:
         """For each rank the state after each step of a run without overlap."""

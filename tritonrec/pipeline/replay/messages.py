@@ -59,19 +59,8 @@ def unpack(message: torch.Tensor, sender: int, receiver: int) -> list[torch.Tens
     return tensors
 
 
-def tensors_of(batch: Movable) -> list[torch.Tensor]:
-    """The tensors of a batch, field by field."""
-    found: list[torch.Tensor] = []
-    for value in (getattr(batch, each.name) for each in fields(batch)):  # type: ignore[arg-type]
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, Movable):
-            found += tensors_of(value)
-    return found
-
-
 def rebuilt(like: Batch, tensors: Iterator[torch.Tensor]) -> Batch:
-    """A batch of other samples: its `tensors_of`, and everything else from a batch of the same step."""
+    """A batch of other samples: its `tensors`, and everything else from a batch of the same step."""
     return _rebuilt(like, tensors)
 
 

@@ -32,7 +32,7 @@ from ..places import (
 from ..stage import Stage, signature_of
 from ..stages import compute
 from ..window import Window
-from .messages import rebuilt, tensors_of
+from .messages import rebuilt
 
 NOWHERE = RowDist([], [])
 
@@ -78,7 +78,7 @@ class MicroBatch:
         if self._before:
             sums = [after - before for after, before in zip(sums, self._before, strict=True)]
         of_parameters = dense.flight.accumulator.so_far() - self._dense_before
-        inputs = [self._random, *tensors_of(batch)]
+        inputs = [self._random, *batch.tensors()]
         for (_rows, inverse), values in zip(self._looked_up, self._rows, strict=True):
             inputs += [inverse, values]
         parameters = dense.flight.accumulator.views(of_parameters).values()

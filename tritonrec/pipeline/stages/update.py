@@ -184,7 +184,7 @@ def _norm(
     """From the means of this rank's rows, by table (K, dim), and those of the dense parameters."""
     config, own = context.config, []
     for group, table, mean in zip(context.tables.groups, owned.tables, means, strict=True):
-        if context.replica:
+        if context.replica or not group.table.requires_grad:
             continue
         if not group.table.admits_all:  # what is not updated has no gradient
             admitted = to_device(table.handles >= 0, context.device)
@@ -212,7 +212,8 @@ def update_rows(
             admitted = select(table.handles >= 0, padded=count is not None)
             indices, count = to_device(admitted.positions, context.device), admitted.count
             mean = launch.gather_rows(mean, indices)
-        group.optimizer.update(rows, indices, mean, step, count)
+        if group.table.requires_grad:
+            group.optimizer.update(rows, indices, mean, step, count)
         if table.low_precision is not None:
             group.table.round_low_precision(rows, table.low_precision)
 

@@ -11,6 +11,7 @@ import torch
 from ... import ops
 from ...data import Batch, JaggedBatch
 from ...kernels import launch
+from ..flight import Flight
 from ..places import (
     Buffer,
     CommunicationGroup,
@@ -101,14 +102,32 @@ def compute(
     inverses = [table.inverse[micro_batch] for table in routes.tables]
     seed = ops.derive_seed(context.config.seed, DROPOUT_STREAM, part.step)
     exponent = dense.model.scale_exponent(routes.loss_normalizer, context.config.fraction_bits)
-    item = None
-    if flight.has_plan(part, window.settings, exponent):
-        item = _only_feature(context, part, embeddings, inverses)
-    found = None if item is None else flight.train_by_plan(part, item, seed)
-    if found is not None:
-        losses[micro_batch], of_rows = found
-        context.sums.add_gradients(of_rows, gradients[0], NAME)
-        return
+    with flight.guarded(window, micro_batch, part, embeddings, inverses, seed, exponent):
+        item = None
+        if flight.has_plan(part, window.settings, exponent):
+            item = _only_feature(context, part, embeddings, inverses)
+        found = None if item is None else flight.train_by_plan(part, item, seed)
+        if found is not None:
+            losses[micro_batch], of_rows = found
+            context.sums.add_gradients(of_rows, gradients[0], NAME)
+            return
+        losses[micro_batch] = _by_autograd(
+            context, window, part, embeddings, inverses, flight, gradients, seed, exponent
+        )
+
+
+def _by_autograd(
+    context: Context,
+    window: Window,
+    part: Batch,
+    embeddings: Embeddings,
+    inverses: list[torch.Tensor],
+    flight: Flight,
+    gradients: Gradients,
+    seed: int,
+    exponent: int,
+) -> torch.Tensor:
+    """Losses (B,) of a micro-batch, whose gradients of rows are added to `gradients`."""
     takes_indexed = flight.reads_indexed_rows and not _on_the_cpu(embeddings)
     pools = any(map(context.tables.pools, context.tables.groups))
     indexed = context.sums.exact and (takes_indexed or pools)
@@ -122,7 +141,7 @@ def compute(
     with flight.accumulator.rows(leaves, gradients, "embedding rows") if indexed else nullcontext():
         with flight.accumulator.active():
             by_feature = context.tables.by_feature(rows, part.lookups(), indexed=takes_indexed)
-        losses[micro_batch] = flight.train_micro_batch(part, by_feature, seed, window.settings, exponent)
+        losses = flight.train_micro_batch(part, by_feature, seed, window.settings, exponent)
     for leaf, inverse, sums in zip(leaves, inverses, gradients, strict=True):
         if leaf.grad is not None:
             if indexed:
@@ -131,6 +150,7 @@ def compute(
                     "them by an op (ops.gather_rows, ops.sampled_softmax)"
                 )
             context.sums.add(unscaled(leaf.grad, exponent), inverse, sums, NAME)
+    return losses
 
 
 def _only_feature(

@@ -7,7 +7,7 @@ the first thing that differs, the code that made it is, that of the module aroun
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -15,16 +15,21 @@ from typing import Any
 
 import torch
 
-from ... import nn
-from ...data import Batch, Lookup
-from ...embedding import FeatureConfig, HashTableCollection
-from ...pipeline import Precision
-from ...pipeline.model_call import CallerSettings, check_losses, samples_of
+from .. import nn
+from ..data import Batch
+from ..embedding import FeatureConfig, HashTableCollection
+from ..kernels.philox import Seed
+from .model_call import CallerSettings, check_losses, samples_of
+from .precision import DTYPES, Precision
 
+RowsOf = Callable[[Batch], Mapping[str, torch.Tensor]]
+"""The rows by feature that a model gets with a batch, as leaves; equal for equal ids."""
 MOST_ALONE = 24
 """Samples of a batch that are computed alone."""
 LAST_BITS: dict[Precision, float] = {"float32": 1e-3, "fp16": 0.01, "bf16": 0.05}
 """By precision the largest difference, relative to the largest value, that rounding is taken to explain."""
+
+BATCH_NORM = "batch norm, which mixes the samples of a batch; take LayerNorm"
 
 
 @dataclass(frozen=True)
@@ -126,27 +131,44 @@ def diagnose(
     """Compute `batch` twice, then its samples alone, forward and backward, and judge.
 
     Args:
+        features: rows are initial ones of tables for these.
         cut: whether the cut of the batch counts (consistency "batch"); else only errors and draws do.
         precision: of the model's arithmetic.
     """
+    tables = HashTableCollection([replace(feature, scale=0.5) for feature in features], seed=seed)
+
+    def rows_of(batch: Batch) -> dict[str, torch.Tensor]:
+        rows = tables.peek(batch.lookups())
+        return {name: each.detach().requires_grad_() for name, each in rows.items()}
+
     settings = CallerSettings.of_precision(precision, torch.device("cpu"))
+    return diagnose_with(model, batch, rows_of, seed, settings, cut)
+
+
+def diagnose_with(
+    model: torch.nn.Module,
+    batch: Batch,
+    rows_of: RowsOf,
+    seed: Seed,
+    settings: CallerSettings,
+    cut: bool = True,
+) -> Diagnosis:
+    """`diagnose` with rows of the caller's."""
     with settings.applied():
-        return _diagnosed(model, batch, features, seed, cut, precision, settings)
+        return _diagnosed(model, batch, rows_of, seed, cut, settings)
 
 
 def _diagnosed(
     model: torch.nn.Module,
     batch: Batch,
-    features: Sequence[FeatureConfig],
-    seed: int,
+    rows_of: RowsOf,
+    seed: Seed,
     cut: bool,
-    precision: Precision,
     settings: CallerSettings,
 ) -> Diagnosis:
-    tables = HashTableCollection([replace(feature, scale=0.5) for feature in features], seed=seed)
     try:
         with torch.random.fork_rng(devices=[]):
-            once, again = (_record(model, batch, tables, seed, draws) for draws in (1, 2))
+            once, again = (_record(model, batch, rows_of, seed, draws) for draws in (1, 2))
             drawn = _first_change([once], [again])
             if drawn is not None:
                 return Diagnosis(None, drawn.name, _reason_of_draws(drawn))
@@ -155,36 +177,36 @@ def _diagnosed(
             count = min(batch.num_samples, MOST_ALONE)
             batch = batch.select(torch.arange(count))
             parts = [batch.select(torch.tensor([index], dtype=torch.int64)) for index in range(count)]
-            whole = _record(model, batch, tables, seed, 1)
+            whole = _record(model, batch, rows_of, seed, 1)
             alone: list[list[_Event]] = []
             for part in parts:
                 try:
-                    alone.append(_record(model, part, tables, seed, 1))
+                    alone.append(_record(model, part, rows_of, seed, 1))
                 except _ModelError as error:
                     name = error.where.partition(" ")[0]
                     why = f"it fails for one sample alone: {error}"
                     if "BatchNorm" in error.where:
-                        why = f"batch norm, which mixes the samples of a batch; take LayerNorm ({error})"
+                        why = f"{BATCH_NORM} ({error})"
                     return Diagnosis(None, name, why)
             found = _first_change([whole], alone)
             if found is not None:
-                return Diagnosis(None, found.name, _reason(found, precision))
-            return Diagnosis(None, *_judge_gradients(model, batch, parts, tables, seed, settings))
+                return Diagnosis(None, found.name, _reason(found, _last_bits(settings)))
+            return Diagnosis(None, *_judge_gradients(model, batch, parts, rows_of, seed, settings))
     except _ModelError as error:
         return Diagnosis(str(error))
     except (TypeError, ValueError) as error:  # of `check_losses`
         return Diagnosis(str(error))
 
 
-def _rows(tables: HashTableCollection, lookups: dict[str, Lookup]) -> dict[str, torch.Tensor]:
-    return {name: rows.detach().requires_grad_() for name, rows in tables.peek(lookups).items()}
+def _last_bits(settings: CallerSettings) -> float:
+    """The entry of `LAST_BITS` for autocast's dtype."""
+    found = [LAST_BITS[name] for name, dtype in DTYPES.items() if dtype in dict(settings.autocast).values()]
+    return max([LAST_BITS["float32"], *found])
 
 
-def _record(
-    model: torch.nn.Module, batch: Batch, tables: HashTableCollection, seed: int, draws: int
-) -> list[_Event]:
+def _record(model: torch.nn.Module, batch: Batch, rows_of: RowsOf, seed: Seed, draws: int) -> list[_Event]:
     torch.manual_seed(draws)
-    recorder, rows = _Recorder(model), _rows(tables, batch.lookups())
+    recorder, rows = _Recorder(model), rows_of(batch)
     try:
         with recorder.recording(), samples_of(model, batch, seed):
             losses = model(batch, rows, seed)
@@ -271,15 +293,18 @@ def _reason_of_draws(change: _Change) -> str:
     advice = "take tritonrec.nn.Dropout, or draw by the seed that the model gets"
     if isinstance(change.module, torch.nn.modules.dropout._DropoutNd) and not change.code_before:
         return f"it draws from torch's global generator: {advice}"
-    return f"a dropout or another draw from torch's global generator{_place_of(change)}: {advice}"
+    return (
+        f"a dropout or another draw from a global generator of torch, numpy or Python{_place_of(change)}: "
+        f"{advice}"
+    )
 
 
-def _reason(change: _Change, precision: Precision) -> str:
+def _reason(change: _Change, last_bits: float) -> str:
     kind = type(change.module)
     theirs = kind.__module__.startswith("torch.") and not change.code_before
     if isinstance(change.module, torch.nn.modules.batchnorm._NormBase) and theirs:
-        return "batch norm, which mixes the samples of a batch; take LayerNorm"
-    if change.size > LAST_BITS[precision] or change.size != change.size:
+        return BATCH_NORM
+    if change.size > last_bits or change.size != change.size:
         return (
             "it depends on the values of other samples: a mean, a norm or a maximum over the batch, or "
             f"padding to the longest sample{_place_of(change)}"
@@ -301,8 +326,8 @@ def _judge_gradients(
     model: torch.nn.Module,
     batch: Batch,
     parts: list[Batch],
-    tables: HashTableCollection,
-    seed: int,
+    rows_of: RowsOf,
+    seed: Seed,
     settings: CallerSettings,
 ) -> tuple[str | None, str | None]:
     """A parameter whose gradient is an ordinary float32 sum, or whose exact sum changes with the cut."""
@@ -314,7 +339,7 @@ def _judge_gradients(
                 torch.manual_seed(1)
                 try:
                     with accumulator.active(), samples_of(model, one, seed) as now:
-                        losses = model(one, _rows(tables, one.lookups()), seed)
+                        losses = model(one, rows_of(one), seed)
                         now.backward = True
                         if losses.requires_grad:
                             with settings.backward():
@@ -332,6 +357,20 @@ def _judge_gradients(
                 "behind it sums over samples in backward, such as a broadcast of one row to all samples"
             )
     return None, None
+
+
+def blame_buffer(model: torch.nn.Module, name: str) -> Diagnosis:
+    """A buffer that calls of the model change."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    reason = "a buffer is state that one sample leaves to the next; keep none between the calls of a step"
+    if isinstance(owner, torch.nn.modules.batchnorm._NormBase):
+        reason = BATCH_NORM
+    return Diagnosis(None, _owner(model, name), reason)
+
+
+def blame_gradient(model: torch.nn.Module, name: str) -> Diagnosis:
+    """A parameter with an ordinary gradient."""
+    return Diagnosis(None, _owner(model, name), _ordinary(model, name))
 
 
 def _owner(model: torch.nn.Module, parameter: str) -> str:

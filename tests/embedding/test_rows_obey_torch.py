@@ -1,0 +1,259 @@
+"""Promise: torch's idioms do to rows what they do to `nn.Embedding`, or are refused with the way to do it."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from tritonrec.embedding import (
+    FeatureConfig,
+    HashEmbedding,
+    HashEmbeddingBag,
+    HashEmbeddingCollection,
+    HashOptimizer,
+    HashTableCollection,
+    RowOptimizer,
+)
+
+DIM = 5
+IDS = torch.tensor([3, -7, 3, 2**62, 11])
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+class Net(torch.nn.Module):
+    """Hash embeddings beside a layer of torch."""
+
+    def __init__(self, rule=None):
+        super().__init__()
+        torch.manual_seed(1)
+        self.items = HashEmbedding(DIM, rule or RowOptimizer("adam", lr=0.1), seed=4)
+        self.head = torch.nn.Linear(DIM, 1)
+
+    def forward(self, ids):
+        return self.head(self.items(ids)).square().sum()
+
+
+def stepped(net, rows=None, count=1, ids=IDS):
+    """Steps of rows and layer; the rows after them."""
+    rows = rows or HashOptimizer(net)
+    dense = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.1)
+    for _ in range(count):
+        for each in (dense, rows):
+            each.zero_grad()
+        loss = net(ids)
+        if loss.requires_grad:
+            loss.backward()
+        for each in (dense, rows):
+            each.step()
+    return weights(net)
+
+
+def weights(net):
+    return [part.clone() for part in net.items.tables.weights()["embedding"]]
+
+
+FREEZES = {
+    "the model": lambda net, flag: net.requires_grad_(flag),
+    "the module": lambda net, flag: net.items.requires_grad_(flag),
+    "its parameters": lambda net, flag: [each.requires_grad_(flag) for each in net.items.parameters()],
+    "their attribute": lambda net, flag: [
+        setattr(each, "requires_grad", flag) for each in net.items.parameters()
+    ],
+    "the tables": lambda net, flag: net.items.tables.requires_grad_(flag),
+    "one table": lambda net, flag: net.items.tables.requires_grad_(flag, "embedding"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FREEZES)
+def test_frozen_rows_stay_and_train_again_when_they_are_freed(what):
+    net = Net()
+    before = stepped(net)
+    rows = HashOptimizer(net)
+    head = net.head.weight.clone()
+    FREEZES[what](net, False)
+    if what in ("the model", "the module", "its parameters", "their attribute"):
+        assert same(stepped(net, rows), before)
+        assert net.items(torch.tensor([99])).requires_grad is False and len(weights(net)[0]) == 4
+    else:
+        net.head.requires_grad_(True)
+        with pytest.raises(RuntimeError, match="without gradients of rows"):
+            stepped(net, rows)
+        assert same(weights(net), before)
+    if what != "the model":
+        assert not torch.equal(net.head.weight, head)
+    FREEZES[what](net, True)
+    rows.zero_grad()
+    assert not same(stepped(net, rows), before)
+
+
+def test_a_frozen_module_beside_one_that_trains():
+    class Two(Net):
+        def __init__(self):
+            super().__init__()
+            self.frozen = HashEmbedding(DIM, RowOptimizer("sgd", lr=0.1), name="other", seed=5)
+
+        def forward(self, ids):
+            return self.head(self.items(ids) + self.frozen(ids)).square().sum()
+
+    net = Two()
+    stepped(net)
+    before = net.frozen.tables.weights()["other"][1].clone()
+    net.frozen.requires_grad_(False)
+    first = weights(net)
+    assert not same(stepped(net), first)
+    assert torch.equal(net.frozen.tables.weights()["other"][1], before)
+
+
+def test_tables_that_are_merged_freeze_together():
+    features = [FeatureConfig("a", 4), FeatureConfig("b", 4), FeatureConfig("c", 4, merge=False)]
+    tables = HashTableCollection(features)
+    with pytest.raises(ValueError, match=r"table a is merged with b: name these too, or .*merge=False"):
+        tables.requires_grad_(False, "a")
+    assert all(group.table.requires_grad for group in tables.groups)
+    with pytest.raises(ValueError, match="there is no table 'd'"):
+        tables.requires_grad_(False, "d")
+    tables.requires_grad_(False, "c")
+    assert [group.table.requires_grad for group in tables.groups] == [True, False]
+    again = copy.deepcopy(tables)
+    assert [group.table.requires_grad for group in again.groups] == [True, False]
+    lazy = HashTableCollection(features, RowOptimizer("sgd", weight_decay=0.1, lazy_weight_decay=True))
+    with pytest.raises(ValueError, match="lazy weight decay"):
+        lazy.requires_grad_(False)
+
+
+@pytest.mark.parametrize("average", [None, get_ema_multi_avg_fn(0.9)])
+def test_an_average_of_parameters_is_refused_and_one_of_rows_is_that_of_torch(average):
+    net = Net()
+    stepped(net)
+    averaged = AveragedModel(net, multi_avg_fn=average)
+    with pytest.raises(TypeError, match=r"average rows with module.lerp_rows_\(trained, weight\)"):
+        averaged.update_parameters(net)
+    mine = copy.deepcopy(net)
+    with torch.no_grad(), pytest.raises(TypeError, match="lerp_rows_"):
+        for own, other in zip(mine.parameters(), net.parameters(), strict=True):
+            own.mul_(0.9).add_(other, alpha=0.1)
+    theirs = torch.nn.Embedding.from_pretrained(weights(net)[1].clone())
+    ours = copy.deepcopy(net.items)
+    rows, ids = HashOptimizer(net), torch.cat([IDS, torch.tensor([42])])
+    for step in range(3):
+        _, now = stepped(net, rows, ids=IDS if step < 2 else ids)
+        ours.lerp_rows_(net.items, 0.1)
+        known = torch.isin(weights(net)[0], IDS)
+        theirs.weight.data.lerp_(now[known], 0.1)
+    found, averages = ours.tables.weights()["embedding"]
+    assert torch.equal(averages[torch.isin(found, IDS)], theirs.weight)
+    assert torch.equal(averages[found == 42], net.items.tables.weights()["embedding"][1][found == 42])
+
+
+@pytest.mark.parametrize("convert", ["half", "bfloat16", "double"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_other_dtypes_are_refused(convert, whole):
+    net = Net()
+    with pytest.raises(TypeError, match=r"rows of HashEmbedding are float32, .* torch.autocast"):
+        getattr(net if whole else net.items, convert)()
+    with pytest.raises(TypeError, match="are float32"):
+        net.items.to(torch.bfloat16)
+
+
+def test_what_changes_nothing_is_taken():
+    net = Net()
+    before = stepped(net)
+    assert net.float().to("cpu").to(torch.float32).cpu().train() is net
+    assert same(weights(net), before)
+    with pytest.raises(TypeError, match="memory that processes share"):
+        net.share_memory()
+
+
+def test_a_learning_rate_of_zero_moves_nothing():
+    net = Net(RowOptimizer("adam", lr=0.0))
+    before = stepped(net, count=3)
+    assert torch.equal(before[1], net.items.tables.initial_rows("embedding", before[0])[:, :DIM])
+    HashTableCollection([FeatureConfig("a", 3, learning_rate_scale=0.0)])
+    for wrong in (-1e-3, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="lr must be finite and >= 0"):
+            RowOptimizer("sgd", lr=wrong)
+
+
+def test_gradients_that_nobody_cleared_are_named():
+    net = Net()
+    rows = HashOptimizer(net)
+    net(IDS).backward()
+    rows.step()
+    net.zero_grad()
+    with pytest.raises(RuntimeError, match=r"call zero_grad\(\) of the HashOptimizer"):
+        net(IDS).backward()
+    rows.zero_grad(set_to_none=False)
+    for _ in range(2):  # of one step
+        net(IDS).backward()
+    rows.step()
+
+
+@pytest.mark.parametrize("name", ["weight_decay", "betas", "momentum", "eps"])
+def test_settings_of_groups_that_only_a_rule_has_are_refused(name):
+    net = Net()
+    rows = HashOptimizer(net)
+    rows.param_groups[0][name] = 0.1
+    net(IDS).backward()
+    with pytest.raises(ValueError, match=f"{name} of table embedding .* RowOptimizer"):
+        rows.step()
+    del rows.param_groups[0][name]
+    rows.param_groups[0]["lr"] = 0.02
+    rows.step()
+
+
+def test_a_shallow_copy_shares_rows_and_gradients_and_a_deep_one_neither():
+    net = Net()
+    rows = HashOptimizer(net)
+    shallow, deep = copy.copy(net.items), copy.deepcopy(net.items)
+    assert shallow.tables is net.items.tables and deep.tables is not net.items.tables
+    shallow(IDS).sum().backward()
+    rows.step()
+    assert not torch.equal(net.items(IDS), deep(IDS))
+    deep.requires_grad_(False)
+    again = pickle.loads(pickle.dumps(deep))
+    assert (
+        not again.rows.requires_grad and net.items.rows.requires_grad and type(again.rows) is type(deep.rows)
+    )
+
+
+def test_a_state_has_no_entry_for_the_parameter():
+    for module in (HashEmbedding(3), HashEmbeddingBag(3), HashEmbeddingCollection([FeatureConfig("a", 3)])):
+        parent = torch.nn.ModuleDict({"x": module})
+        assert not [name for name in parent.state_dict() if name.endswith(".rows")]
+        assert [name for name, _ in parent.named_parameters()] == ["x.rows"]
+        parent.load_state_dict(parent.state_dict())
+        other = torch.nn.ModuleDict({"x": copy.deepcopy(module)})
+        other.load_state_dict(parent.state_dict(), strict=True)
+
+
+def test_an_initialisation_is_refused():
+    net = Net()
+    with pytest.raises(TypeError, match="load_weights"):
+        for each in net.parameters():
+            torch.nn.init.normal_(each)
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}])
+def test_optimizers_of_torch_pass_the_parameter_over(options):
+    net = Net()
+    for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
+        optimizer = kind(net.parameters(), lr=0.1, weight_decay=0.1, **options)
+        for each in net.parameters():
+            each.grad = torch.ones_like(each) if each.numel() else torch.empty(0)
+        optimizer.step()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+
+
+def test_tables_that_do_not_fit_are_not_averaged():
+    own, other = (HashTableCollection([FeatureConfig("a", dim)]) for dim in (3, 4))
+    with pytest.raises(ValueError, match="table 'a' has rows of 3 weights, the other 4"):
+        own.lerp_(other, 0.5)
+    with pytest.raises(ValueError, match=r"weight must lie in \[0, 1\], got 2"):
+        own.lerp_(own, 2)
+    with pytest.raises(ValueError, match="there is no table 'b'"):
+        own.lerp_(HashTableCollection([FeatureConfig("b", 3)]), 0.5)

@@ -1,0 +1,56 @@
+"""A parameter that stands for the rows of hash embeddings, where torch's idioms look for one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+FILLS = {"copy_", "normal_", "uniform_", "fill_", "zero_", "set_"}
+
+
+class RowsParameter(torch.nn.Parameter):
+    """(0,) float32 among a module's parameters: ``requires_grad_(False)`` freezes the rows.
+
+    Optimizers of torch change nothing in it. Copies, averages with another one and initialisations are
+    refused with TypeError: the rows would stay as they are.
+    """
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor | None = None, requires_grad: bool = True) -> RowsParameter:
+        empty = torch.empty(0, dtype=torch.float32, device="cpu") if data is None else data
+        made: Any = torch.Tensor._make_subclass(cls, empty.as_subclass(torch.Tensor), requires_grad)
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name.endswith("_") and not name.startswith("__"):
+            ours = [each for each in (*args, *(kwargs or {}).values()) if _holds(each, cls)]
+            onto_itself = len(args) > 1 and args[0] is args[1]  # as load_state_dict copies it
+            if ours and (len(ours) > 1 or name in FILLS) and not onto_itself:
+                raise TypeError(
+                    f"{name} of a parameter that stands for rows of a hash embedding does not reach them: "
+                    "average rows with module.lerp_rows_(trained, weight), and leave the module out of "
+                    "AveragedModel; write rows with module.tables.load_weights. "
+                    "isinstance(parameter, tritonrec.embedding.RowsParameter) tells which these are"
+                )
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+        # torch's averages write to what these return
+        keeps = name in ("detach", "to") or func is torch.Tensor.data.__get__  # type: ignore[attr-defined]
+        if keeps and isinstance(found, torch.Tensor) and found.numel() == 0 and found.dim() == 1:
+            return found.as_subclass(cls)
+        return found
+
+    def __deepcopy__(self, memo: Any) -> RowsParameter:
+        return memo.setdefault(id(self), RowsParameter(None, self.requires_grad))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return RowsParameter, (None, self.requires_grad)
+
+
+def _holds(argument: Any, kind: type) -> bool:
+    """Whether an argument is one, or has one in a list."""
+    parts = argument if isinstance(argument, (list, tuple)) else (argument,)
+    return any(isinstance(part, kind) for part in parts)

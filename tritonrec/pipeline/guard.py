@@ -1,0 +1,421 @@
+"""Consistency "batch" needs a model whose samples do not see each other; `Guard` refuses others.
+
+Some micro-batches are computed twice beside their training: whole, and in another order as a sample alone,
+two samples where there are many, and the rest. Losses, exact gradients of rows by key and exact dense sums
+must have the same bits. Nothing of it stays: gradients and buffers are as before, and nothing is drawn.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import ops
+from ..data import Batch
+from ..embedding import HashTableCollection
+from ..kernels import launch
+from ..kernels.compilation import is_first_rank
+from ..kernels.deferred import Deferred
+from ..kernels.philox import Seed
+from ..nn import GradientAccumulator
+from ..nn.context import hooks_of
+from .compiled import Compilation
+from .diagnosis import Diagnosis, blame_buffer, blame_gradient, diagnose_with
+from .model_call import CallerSettings, train_micro_batch, versions
+from .precision import unscaled
+from .window import Window, WindowConfig
+
+STREAM = 0x67756172  # one Philox stream for draws of the guard
+EARLY = 16
+"""The window of a run in which a micro-batch is compared too: by then parameters have moved."""
+EVERY = 1000
+"""In one of so many windows a micro-batch is drawn, and compared."""
+MOST_SAMPLES, FEW_SAMPLES = 512, 8
+"""That are compared at most: the first time and of a new size; of a micro-batch that was drawn."""
+NAME = "embedding gradient"
+
+
+class NotBatchInvariantError(ValueError):
+    """Consistency "batch" cannot train a model: samples see each other, or calls, or a generator.
+
+    Attributes:
+        module: the name of the module to blame, None where none was found. reason: why.
+    """
+
+    def __init__(self, what: str, found: Diagnosis):
+        self.module, self.reason = found.module, found.reason
+        blamed = f"; module {found.module}: {found.reason}" if found.module else ""
+        super().__init__(
+            f"consistency='batch' cannot hold with this model, {what}{blamed}. Let the loss of a sample "
+            "depend on that sample alone, or take consistency='window', whose bits depend on the cut of the "
+            "batch; trust_model=True trains without this check"
+        )
+
+
+class Guard:
+    """Compares calls of a model in training, on the thread that computes.
+
+    Args:
+        model, tables: that a trainer trains. config: of its run.
+        trusted: nothing is compared; nor is at consistency ``"window"``.
+
+    Attributes:
+        active: whether it compares. checks: comparisons so far.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, tables: HashTableCollection, config: WindowConfig, trusted: bool
+    ):
+        self.active = config.consistency == "batch" and not trusted
+        if config.consistency == "batch" and trusted:
+            _say_trusted()
+        self.checks = 0
+        self._model, self._tables, self._config = model, tables, config
+        self._path: Any = None
+        self._sizes: set[tuple[int, int]] = set()  # that were compared
+        self._constant: set[str] = set()  # buffers that calls write, each the same values
+        self._buffers: dict[str, torch.Tensor] = {}  # all others
+
+    def begin(self) -> None:
+        """The model may be another one: if its modules, hooks, switches, parameters or buffers are, sizes
+        that were compared are to be compared again.
+        """
+        if not self.active:
+            return
+        modules, parameters = list(self._model.modules()), list(self._model.parameters())
+        buffers = dict(self._model.named_buffers())
+        self._buffers = {name: each for name, each in buffers.items() if name not in self._constant}
+        path = (
+            modules,
+            [module.training for module in modules],
+            [len(hooks) for hooks in hooks_of(modules)],
+            [(id(each), each.requires_grad) for each in parameters],
+            [id(each) for each in buffers.values()],
+            versions(self._buffers.values()),
+        )
+        if path != self._path:
+            self._path = path
+            self._sizes.clear()
+
+    @contextmanager
+    def around(
+        self,
+        window: Window,
+        micro_batch: int,
+        batch: Batch,
+        embeddings: Sequence[torch.Tensor],
+        inverses: Sequence[torch.Tensor],
+        seed: Seed,
+        scale_exponent: int,
+    ) -> Iterator[None]:
+        """Around the training of a micro-batch, which is compared before, where that is due.
+
+        Args:
+            embeddings: by table (S, dim), rows. inverses: by table (n,), which of them the keys have that the
+                batch looks up.
+            seed: of dropout. scale_exponent: of the loss.
+
+        Raises `NotBatchInvariantError`, also for a buffer that has changed meanwhile.
+        """
+        if not self.active:
+            yield
+            return
+        most = self._due(window, micro_batch, batch)
+        if most:
+            self._compare(window, micro_batch, batch, embeddings, inverses, seed, scale_exponent, most)
+        before = versions(self._buffers.values())
+        yield
+        if before != versions(self._buffers.values()):
+            changed = zip(self._buffers, before, versions(self._buffers.values()), strict=True)
+            name = next(name for name, old, new in changed if old != new)
+            raise NotBatchInvariantError(f"whose call changed buffer {name}", blame_buffer(self._model, name))
+
+    def _due(self, window: Window, micro_batch: int, batch: Batch) -> int:
+        """How many samples are to be compared."""
+        if not batch.num_samples:
+            return 0
+        if _size(batch) not in self._sizes:
+            return MOST_SAMPLES
+        drawn = ops.derive_seed(self._config.seed, STREAM, window.update)
+        if drawn % EVERY and window.number != EARLY:
+            return 0
+        return FEW_SAMPLES if drawn // EVERY % self._config.window_micro_batches == micro_batch else 0
+
+    def _compare(
+        self,
+        window: Window,
+        micro_batch: int,
+        batch: Batch,
+        embeddings: Sequence[torch.Tensor],
+        inverses: Sequence[torch.Tensor],
+        seed: Seed,
+        scale_exponent: int,
+        most: int,
+    ) -> None:
+        together = batch
+        if batch.num_samples == 1:  # has no company: take more of its batch
+            together = window.batches[micro_batch // self._config.micro_batches].to(batch.sample_ids.device)
+        if together.num_samples == 1:
+            return
+        generator = torch.Generator().manual_seed(window.update)
+        if together.num_samples > most:
+            chosen = (
+                torch.randperm(together.num_samples, generator=generator, dtype=torch.int64)[:most]
+                .sort()
+                .values
+            )
+            together = together.select(chosen)
+        rows = []
+        own = zip(self._tables.groups, self._tables.keys(batch.lookups()), embeddings, inverses, strict=True)
+        for (group, keys, values, inverse), wanted in zip(
+            own, self._tables.keys(together.lookups()), strict=True
+        ):
+            known = KnownRows.of(keys, launch.gather_rows(values, inverse).to(torch.float32))
+            if together is not batch and batch.num_samples == 1:
+                initial = group.table.initial_rows(wanted)[:, : group.table.dim].to(wanted.device)
+                known = KnownRows.of(torch.cat([wanted, keys]), torch.cat([initial, known.of_keys(keys)]))
+            rows.append(known)
+        calls = _Calls(self._model, self._tables, self._config, rows, seed, window.settings, scale_exponent)
+        self.checks += 1
+        deferred = Deferred()  # which drops no error
+        try:
+            with deferred.active():
+                self._constant |= calls.compare(together, generator, deferred.check, most == FEW_SAMPLES)
+        except ArithmeticError:  # a gradient without an exact sum, which training reports by itself
+            return
+        self._sizes.add(_size(batch))
+        for name in self._constant:
+            self._buffers.pop(name, None)
+
+
+@dataclass(frozen=True)
+class KnownRows:
+    """Rows of one table: keys (K,) int64, ascending, and values (K, dim) float32."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> KnownRows:
+        """From keys (n,) with repeats, whose last values (n, dim) count."""
+        distinct, inverse = torch.unique(keys, return_inverse=True)
+        last = torch.zeros(len(distinct), dtype=torch.int64, device=keys.device)
+        last.scatter_reduce_(
+            0, inverse, torch.arange(len(keys), dtype=torch.int64, device=keys.device), "amax"
+        )
+        return cls(distinct, values[last])
+
+    def places(self, keys: torch.Tensor) -> torch.Tensor:
+        """(n,) int64 of keys (n,)."""
+        return torch.searchsorted(self.keys, keys)
+
+    def of_keys(self, keys: torch.Tensor) -> torch.Tensor:
+        """(n, dim)."""
+        return self.values[self.places(keys)]
+
+
+@dataclass
+class _Outcome:
+    """What training takes from calls of the model.
+
+    Args:
+        losses: of all calls. rows: by table, exact sums by key. dense: (S,) exact sums of all parameters.
+        buffers: after each call.
+    """
+
+    losses: list[torch.Tensor] = field(default_factory=list)
+    rows: list[torch.Tensor] = field(default_factory=list)
+    dense: torch.Tensor | None = None
+    buffers: list[dict[str, torch.Tensor]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """Calls of a model beside its training."""
+
+    model: torch.nn.Module
+    tables: HashTableCollection
+    config: WindowConfig
+    rows: list[KnownRows]
+    seed: Seed
+    settings: CallerSettings
+    scale_exponent: int
+
+    def compare(
+        self, batch: Batch, generator: torch.Generator, check: Callable[[], None], again: bool
+    ) -> set[str]:
+        """Names of the buffers that calls write, and each the same values. `check` raises errors put off.
+        A model that is compared `again` is not looked at for draws, which costs as much as a call.
+
+        Raises `NotBatchInvariantError`, ArithmeticError for a gradient without an exact sum, and what the
+        model raises for the whole batch.
+        """
+        count = batch.num_samples
+        order = torch.randperm(count, generator=generator, dtype=torch.int64)
+        sizes = [1, count - 1] if count <= FEW_SAMPLES else [1, 2, count - 3]
+        parts = order.split(sizes)
+        with self._without_traces() as buffers:
+            original = batch.select(torch.arange(count, dtype=torch.int64))
+            moves = {name: versions([each]) for name, each in self.model.named_buffers()}
+            try:
+                with nullcontext() if again else _NoDraws():
+                    whole = self._outcome([batch])
+            except _DrawError as error:
+                self._refuse(f"which draws from torch's global generator ({error})", batch)
+            edited = zip(batch.tensors(), original.tensors(), strict=True)
+            if not all(torch.equal(one, other) for one, other in edited):
+                self._refuse("which changes its batch in place: give it a copy", batch)
+            own = dict(self.model.named_buffers())
+            written = {name for name, old in moves.items() if versions([own[name]]) != old}
+            self._put_back(buffers)
+            try:
+                cut = self._outcome([batch.select(part) for part in parts])
+            except (ArithmeticError, NotBatchInvariantError):
+                raise
+            except Exception as error:
+                self._refuse(
+                    f"which raises {type(error).__name__} for some samples of a batch ({error})", batch
+                )
+            check()
+            self._judge(batch, order, whole, cut)
+            for name in buffers:
+                after, *others = (each[name] for each in [*whole.buffers, *cut.buffers])
+                if not all(_same_bits(after, each) for each in others):
+                    raise NotBatchInvariantError(
+                        f"whose calls change buffer {name}", blame_buffer(self.model, name)
+                    )
+            return written
+
+    def _judge(self, batch: Batch, order: torch.Tensor, whole: _Outcome, cut: _Outcome) -> None:
+        losses, others = whole.losses[0][order.to(batch.sample_ids.device)], torch.cat(cut.losses)
+        if not torch.equal(losses.view(torch.int32), others.view(torch.int32)):
+            where = (losses.view(torch.int32) != others.view(torch.int32)).nonzero()[0, 0]
+            sample = int(batch.sample_ids[order[int(where)]])
+            self._refuse(
+                f"whose loss of sample {sample} is {float(losses[where])!r} in a batch of {len(order)} and "
+                f"{float(others[where])!r} beside fewer samples",
+                batch,
+            )
+        assert whole.dense is not None and cut.dense is not None
+        if not torch.equal(whole.dense, cut.dense):
+            at = int((whole.dense != cut.dense).nonzero()[0, 0])
+            name = GradientAccumulator(self.model, self.config.fraction_bits).name_at(at)
+            self._refuse(f"whose gradient of {name.partition(':')[0]} depends on the cut of a batch", batch)
+        for group, one, other in zip(self.tables.groups, whole.rows, cut.rows, strict=True):
+            if not torch.equal(one, other):
+                self._refuse(f"whose gradients of rows of {group.layout} depend on the cut of a batch", batch)
+
+    def _outcome(self, batches: Sequence[Batch]) -> _Outcome:
+        """Of calls for these, one after the other."""
+        accumulator = GradientAccumulator(self.model, self.config.fraction_bits)
+        accumulator.scale_exponent = self.scale_exponent
+        found = _Outcome()
+        with accumulator.empty_gradients():
+            for batch in batches:
+                leaves, by_feature = self._leaves(batch)
+                with accumulator.active():
+                    losses = train_micro_batch(
+                        self.model, batch, by_feature, self.seed, self.settings, self.scale_exponent
+                    )
+                for name, parameter in self.model.named_parameters():
+                    if parameter.grad is not None:
+                        parameter.grad = None
+                        what = f"which gives parameter {name} an ordinary float32 gradient"
+                        self._refuse(what, batch, blame_gradient(self.model, name))
+                found.losses.append(losses)
+                found.buffers.append({name: each.clone() for name, each in self.model.named_buffers()})
+                sums = []
+                for leaf, known, keys in zip(
+                    leaves, self.rows, self.tables.keys(batch.lookups()), strict=True
+                ):
+                    gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                    terms = unscaled(gradient, self.scale_exponent)
+                    places, bits = known.places(keys), self.config.fraction_bits
+                    sums.append(launch.segment_sum(terms, places, len(known.keys), "batch", bits, NAME))
+                found.rows = [a + b for a, b in zip(found.rows, sums, strict=True)] if found.rows else sums
+            found.dense = accumulator.take_flat()
+        return found
+
+    def _leaves(self, batch: Batch) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        """By table the rows (n, dim) of a batch's keys, whose gradients are wanted; and rows by feature."""
+        lookups = batch.lookups()
+        keys = self.tables.keys(lookups)
+        leaves = [known.of_keys(each).requires_grad_() for known, each in zip(self.rows, keys, strict=True)]
+        return leaves, self.tables.by_feature(leaves, lookups)
+
+    def _refuse(self, what: str, batch: Batch, otherwise: Diagnosis | None = None) -> None:
+        """Raise `NotBatchInvariantError` with the module to blame; `otherwise` where none is found."""
+
+        def rows_of(part: Batch) -> dict[str, torch.Tensor]:
+            return {name: each.detach().requires_grad_() for name, each in self._leaves(part)[1].items()}
+
+        found = diagnose_with(self.model, batch, rows_of, self.seed, self.settings)
+        if otherwise is not None and (batch.num_samples == 1 or found.module is None):
+            found = otherwise
+        raise NotBatchInvariantError(what, found)
+
+    @contextmanager
+    def _without_traces(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Inside, the model is called beside its training. Yields the buffers as they are before."""
+        buffers = {name: each.clone() for name, each in self.model.named_buffers()}
+        try:
+            with ExitStack() as stack:
+                if Compilation(self.model, None).compiles:  # which has a comparison of its own
+                    stack.enter_context(torch.compiler.set_stance("force_eager"))
+                yield buffers
+        finally:
+            self._put_back(buffers)
+
+    def _put_back(self, buffers: dict[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, each in self.model.named_buffers():
+                if name in buffers and not _same_bits(each, buffers[name]):
+                    each.copy_(buffers[name])
+
+
+@lru_cache(maxsize=1)
+def _say_trusted() -> None:
+    """Once a process, of the first rank alone."""
+    if is_first_rank():
+        print("tritonrec: trust_model: nobody checks that samples do not see each other", file=sys.stderr)
+
+
+def _size(batch: Batch) -> tuple[int, int]:
+    """The size class of a batch, by powers of two of its samples and powers of four of its tokens."""
+    return batch.num_samples.bit_length(), getattr(batch, "num_tokens", 0).bit_length() // 2
+
+
+class _DrawError(Exception):
+    """The op that draws."""
+
+
+class _NoDraws(TorchDispatchMode):
+    """On this thread no op draws from a global generator; a reader of batches may, meanwhile."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            taken = func._schema.arguments
+            given = {each.name: each.default_value for each in taken if each.has_default_value()}
+            given |= dict(zip((each.name for each in taken), args, strict=False)) | (kwargs or {})
+            idle = any(given.get(name) == 0 for name in ("p", "dropout_p", "dropout", "train", "training"))
+            if not idle and given.get("generator") is None:
+                raise _DrawError(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal in shape, dtype and bits."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return bool(torch.equal(one, other)) or bool(
+        torch.equal(
+            one.contiguous().reshape(-1).view(torch.uint8), other.contiguous().reshape(-1).view(torch.uint8)
+        )
+    )
