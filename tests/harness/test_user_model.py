@@ -3,11 +3,11 @@
 import pytest
 import torch
 from speeds import slow_except
+from tritonrec.harness.verify.diagnosis import diagnose
 
 from tritonrec import nn, verify
 from tritonrec.data import NextItemLoader, load
 from tritonrec.embedding import FeatureConfig
-from tritonrec.harness.verify.diagnosis import diagnose
 from tritonrec.harness.verify.user_model import first_not_invariant
 
 DIM = 6
