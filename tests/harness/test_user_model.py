@@ -3,12 +3,12 @@
 import pytest
 import torch
 from speeds import slow_except
-from tritonrec.harness.verify.diagnosis import diagnose
 
 from tritonrec import nn, verify
 from tritonrec.data import NextItemLoader, load
 from tritonrec.embedding import FeatureConfig
 from tritonrec.harness.verify.user_model import first_not_invariant
+from tritonrec.pipeline.diagnosis import diagnose
 
 DIM = 6
 FEATURES = [FeatureConfig("item", DIM)]
