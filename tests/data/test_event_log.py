@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -108,6 +109,17 @@ GOOD = {
         "user,item,time\n1,2,2014-04-07 10:51:09.277001\n",
         LogFormat(time_format="%Y-%m-%d %H:%M:%S.%f", time_unit="us"), [[1], [2], [1396867869277001]],
     ),
+    "nanoseconds": (
+        "user,item,time\n1,2,2024-05-01 08:30:00.123456789\n", LogFormat(time_unit="ns"),
+        [[1], [2], [1714552200123456789]],
+    ),
+    "short_dates": ("user,item,time\n1,2,20240501\n", LogFormat(time_format="%Y%m%d"), [[1], [2], [1714521600]]),
+    "zone_by_name": (
+        "user,item,time\n1,2,3 Mar 2014 10:00:00 GMT\n", LogFormat(time_format="%d %b %Y %H:%M:%S %Z"),
+        [[1], [2], [1393840800]],
+    ),
+    "marked": ("\ufeffuser,item,time\n1,2,3\n", LogFormat(encoding="utf-8-sig"), [[1], [2], [3]]),
+    "whole_floats": ("user,item,time\n500.0, 7.,3\n-1,8,4\n", LogFormat(whole_floats=True), [[500, -1], [7, 8], [3, 4]]),
 }  # fmt: skip
 
 
@@ -203,6 +215,27 @@ BAD = {
     ),
     "other_line_ends": ("user,item,time\r1,2,3\r", None, r"line 1: lines end with \\r alone"),
     "numbers_and_dates": ("user,item,time\n1,2,1396867869\n1,3,2014-04-07\n", None, r"column '?time'? has"),
+    "short_dates": (
+        "user,item,time\n1,2,20240502\n1,3,20231231\n", None,
+        r"times from 20231231 to 20240502 look like dates of the format %Y%m%d: say time_format",
+    ),
+    "no_such_day": (
+        "user,item,time\n1,2,29.02.2024\n1,3,30.02.2024\n", LogFormat(time_format="%d.%m.%Y"),
+        r"line 3: column time has '30.02.2024', expected a time of the format",
+    ),
+    "zone_by_name": (
+        "user,item,time\n1,2,3 Mar 2014 10:00:00 EST\n", LogFormat(time_format="%d %b %Y %H:%M:%S %Z"),
+        r"line 2: column time has '3 Mar 2014 10:00:00 EST'",
+    ),
+    "far_date": (
+        "user,item,time\n1,2,2024-05-01\n1,2,9999-12-31\n", LogFormat(time_unit="ns"),
+        r"line 3: column time has '9999-12-31', expected a time that fits into 64 bits as ns",
+    ),
+    "fraction": ("user,item,time\n500.5,1,1\n", LogFormat(whole_floats=True), r"line 2: column user has '500.5'"),
+    "header_of_others": (
+        "userId,movieId\nann,up\n", LogFormat(columns=("user", "item"), ids="words", timestamp="none"),
+        r"line 1: columns are named, and the first line looks like a header: 'userId,movieId'",
+    ),
     "before": ("user,item,time\n1,2,-5\n", None, r"times from -5 to -5 are of no one unit: as seconds .*1969-12-31"),
 }  # fmt: skip
 
@@ -257,7 +290,8 @@ def test_settings_that_contradict_each_other_are_refused(settings, message):
 )
 def test_a_format_stands_in_a_source(format):
     source = described("csv:/logs/day_*.csv", format)
-    assert with_query(source) == ("csv:/logs/day_*.csv", format)
+    path, settings = with_query(source)
+    assert (path, LogFormat(**settings)) == ("csv:/logs/day_*.csv", format)
     assert described(source, LogFormat(user="other")) == described(
         source, replace(LogFormat(user="other"), **format.changes())
     )
@@ -265,10 +299,10 @@ def test_a_format_stands_in_a_source(format):
 
 def test_a_question_mark_in_a_path_is_a_path(tmp_path):
     for name in ("day_?.csv", "a?user=b.csv"):
-        assert with_query(f"csv:{name}") == (f"csv:{name}", LogFormat()) or "user" in name
+        assert with_query(f"csv:{name}") == (f"csv:{name}", {}) or "user" in name
     (tmp_path / "a?user=b").write_text("user,item,time\n1,2,3\n")
     assert columns(load(f"csv:{tmp_path}/a?user=b")) == [[1], [2], [3]]
-    assert with_query("csv:https://here/x.csv?token=1")[1] == LogFormat()
+    assert with_query("csv:https://here/x.csv?token=1")[1] == {}
     with pytest.raises(ValueError, match="no setting 'usr' of a format; known are user, item"):
         load("csv:x.csv?usr=a")
     with pytest.raises(ValueError, match="time_unit takes one of auto, s, ms, us, ns, step, got 'h'"):
@@ -355,6 +389,7 @@ BAD_COLUMNS = {
     "word": (dict(item=["1", "B008X", "2"]), "row 1: column item has 'B008X', .*ids=words"),
     "time_null": (dict(timestamp=pa.array([1, None, 2], pa.timestamp("s"))), "row 1: column timestamp has an empty"),
     "time_nan": (dict(timestamp=[1.0, float("inf"), 2.0]), "row 1: column timestamp has inf"),
+    "bytes": (dict(user=[b"1", b"2", b"\xff"]), "row 2: column user has b'.xff', expected UTF-8 text"),
     "time_kind": (dict(timestamp=[True, False, True]), "column 'timestamp' is of type bool, expected times"),
 }  # fmt: skip
 
@@ -396,8 +431,18 @@ def test_frames_are_sources():
     filtered = pandas.concat([frame, frame]).iloc[:3][lambda each: each.user > 0]  # has an index of its own
     for source in (arrays(), {name: np.array(own) for name, own in arrays().items()}, frame, filtered,
                    polars.DataFrame(arrays()), polars.DataFrame(arrays(user=["1", "2", "1"])).cast(
-                       {"user": polars.Categorical}), pa.table(arrays()).to_batches()[0]):  # fmt: skip
+                       {"user": polars.Categorical}), pa.table(arrays()).to_batches()[0],
+                   {name: torch.tensor(own) for name, own in arrays().items()},
+                   polars.DataFrame(arrays()).lazy()):  # fmt: skip
         assert columns(load(source)) == expected
+    twice = pa.table(arrays(x=[1, 2, 3], y=[1, 2, 3])).rename_columns([*arrays(), "x", "x"])
+    assert columns(load(twice)) == expected
+    for wrong in (arrays(user=[1]), arrays(user=5), arrays(user=np.ones((3, 2)))):
+        with pytest.raises(ValueError, match="the table cannot be read as Arrow"):
+            load(wrong)
+    for wrong in ([1, 2], None, np.ones(3)):
+        with pytest.raises(ValueError, match=r"expected a path or a table .*, got (list|NoneType|ndarray)"):
+            load(wrong)
     with pytest.raises(ValueError, match="the table: no column that is the user; found item"):
         load(polars.DataFrame({"item": [1]}))
 
@@ -421,6 +466,25 @@ def test_json_lines_are_read_whatever_their_values(tmp_path, monkeypatch):
         path.write_text("\n".join([json.dumps(rows[0]), "", line]))
         with pytest.raises(ValueError, match=f"log.jsonl.*{message}"):
             load(path, LogFormat(rating="none"))
+
+
+def test_json_of_other_bytes_and_other_types_is_refused(tmp_path):
+    first = b'{"user": "ann", "item": "up", "time": 1400000000}\n'
+    for odd, message in ((b'"caf\xe9"', "line 2: not UTF-8 text, name its encoding="),
+                         (b"true", "line 2: column user has true, and values of another type"),
+                         (b"1.5", "line 2: column user has 1.5, and values of another type")):  # fmt: skip
+        (tmp_path / "log.json").write_bytes(
+            first + b'{"user": ' + odd + b', "item": 5, "time": 1400000000}\n'
+        )
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path / "log.json", LogFormat(ids="words"))
+
+
+def test_a_format_of_dates_holds_for_integers():
+    day = LogFormat(time_format="%Y%m%d")
+    assert load(arrays(timestamp=[20240501, 20240502, 19700101]), day).timestamp.tolist() == [
+        1714521600, 1714608000, 0,
+    ]  # fmt: skip
 
 
 def test_words_are_ids_by_choice_and_keep_their_numbers(tmp_path):

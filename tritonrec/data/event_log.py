@@ -157,14 +157,14 @@ class EventLog:
             raise
         if FRACTION in file.names:
             found["fraction"] = FRACTION
-        labels = self.format.label
+        labels = self.format.labels
         if labels:
             every = [each.names for each in self.opened]
             for label in labels:
                 shared = [w for w in label.split("|") if all(w in names for names in every)] or [label]
                 name = named(file.names, shared[0], file.path)
                 found[f"task {name}"] = name
-        else:
+        elif not self.format.label:
             found |= {f"task {name}": name for name in file.booleans() if name not in found.values()}
         return found
 
@@ -200,7 +200,7 @@ class EventLog:
             name: values.flags(part, name, get[role], format.label_threshold)
             for role, name in columns.items() if role.startswith("task ")
         }  # fmt: skip
-        if format.label_threshold is not None and not format.label and rating is not None:
+        if format.label_threshold is not None and not format.labels and rating is not None:
             tasks["click"] = (rating >= format.label_threshold).astype(np.int64)
         seen.add(time, rating)
         return Interactions(user, item, time, rating, extra | tasks, fraction=fraction)
