@@ -307,6 +307,12 @@ def test_a_question_mark_in_a_path_is_a_path(tmp_path):
         load("csv:x.csv?usr=a")
     with pytest.raises(ValueError, match="time_unit takes one of auto, s, ms, us, ns, step, got 'h'"):
         load("csv:x.csv?time_unit=h")
+    with pytest.raises(ValueError, match="no setting 'TIME_UNIT'"):
+        load("csv:x.csv?TIME_UNIT=s")
+    with pytest.raises(ValueError, match="user stands in the settings twice"):
+        load("csv:x.csv?user=a&item=b&user=c")
+    with pytest.raises(ValueError, match="label_threshold must be finite, got nan"):
+        load("csv:x.csv?label_threshold=nan")
     with pytest.raises(ValueError, match="has a format of its own: leave out user"):
         load("ml-100k", LogFormat(user="a"))
 
@@ -328,6 +334,40 @@ def test_files_are_in_the_order_of_their_numbers_and_brackets_are_letters(tmp_pa
     odd = tmp_path / "a[1].tsv"
     odd.write_text("user\titem\ttime\n1\t2\t3\n")
     assert load(odd).item.tolist() == load(f"csv:{odd}").item.tolist() == [2]
+
+
+@pytest.mark.parametrize("at", ["folder", "working directory", "memory"])
+def test_what_a_glob_matches(tmp_path, monkeypatch, at):
+    """Its folders are all their files, ``**`` any number of folders, and what exists is no pattern."""
+    base = {"folder": f"{tmp_path}/", "working directory": "", "memory": "memory://globs/"}[at]
+    monkeypatch.chdir(tmp_path)
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    files = (
+        "a.csv",
+        "x1/b.csv",
+        "x1/y/c10.csv",
+        "x1/y/c9.csv",
+        "x2/_t/d.csv",
+        "x[1]/e.csv",
+        "q?/f.csv",
+        "q1/g.csv",
+    )
+    for item, name in enumerate(files):
+        text = f"user,item,time\n1,{item},5\n"
+        if at == "memory":
+            memory.pipe(f"/globs/{name}", text.encode())
+        else:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+    expected = {
+        "*.csv": [0], "x1/*": [1, 3, 2], "x1*": [1, 3, 2], "**/c*.csv": [3, 2], "**/[ab].csv": [0, 1],
+        "x[1]": [5], "x[1]/*.csv": [5], "q?": [6], "q?/f.csv": [6], "x?/b.csv": [1],
+    }  # fmt: skip
+    assert {glob: load(f"csv:{base}{glob}").item.tolist() for glob in expected} == expected
+    if at == "working directory":
+        (tmp_path / "csv:1").mkdir()
+        (tmp_path / "csv:1" / "a.csv").write_text("user,item,time\n1,9,5\n")
+        assert load("./csv:1/a.csv").item.tolist() == [9]
 
 
 def arrays(**others):

@@ -11,6 +11,7 @@ what a column means by its place.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -109,6 +110,8 @@ class LogFormat:
             raise ValueError(f"label is 'none' or names of columns, got {', '.join(self.label)}")
         if len(set(self.columns)) < len(self.columns):
             raise ValueError(f"columns must have different names, got {', '.join(self.columns)}")
+        if self.label_threshold is not None and not math.isfinite(self.label_threshold):
+            raise ValueError(f"label_threshold must be finite, got {self.label_threshold}")
         if self.time_format and self.time_unit == "step":
             raise ValueError(
                 "time_format says how dates are written, and time_unit='step' that there are none"
@@ -168,7 +171,7 @@ class LogFormat:
 
 
 _NAMES = tuple(each.name for each in fields(LogFormat))
-_QUERY = re.compile(r"(.+)\?([a-z_]+=.*)", re.DOTALL)
+_QUERY = re.compile(r"(.+)\?([A-Za-z_]+=.*)", re.DOTALL)
 
 
 def with_query(source: str) -> tuple[str, dict[str, Any]]:
@@ -202,7 +205,12 @@ def _query(settings: dict[str, Any]) -> str:
 
 
 def _settings(query: str) -> dict[str, Any]:
-    return {name: _value(name, word) for name, word in _pairs(query)}
+    pairs = _pairs(query)
+    names = [name for name, _word in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{name} stands in the settings twice: {query}")
+    return {name: _value(name, word) for name, word in pairs}
 
 
 def _pairs(query: str) -> list[tuple[str, str]]:
