@@ -154,7 +154,7 @@ class ClickLoader(EpochLoader[ClickBatch]):
         first, last = rows or (0, log.trained)
         if not 0 <= first < last <= log.trained:
             raise ValueError(f"rows must be a part of [0, {log.trained}), got [{first}, {last})")
-        check_labels("click", log.labels)
+        check_labels("click", log.labels[: log.trained])
         self.log, self.features = log, log.features
         self._dense, self._categories = torch.from_numpy(log.dense), torch.from_numpy(log.categories)
         self._labels = torch.from_numpy(log.labels)
