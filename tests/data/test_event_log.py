@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonrec.data import LogFormat, load
+from tritonrec.data.grouped import sequences_of
 from tritonrec.data.log_format import described, with_query
 from tritonrec.data.parquet import concat
 from tritonrec.data.sources import source_of
@@ -540,6 +541,20 @@ def test_words_are_ids_by_choice_and_keep_their_numbers(tmp_path):
     assert len(set(hashed.user.tolist())) == 2 and hashed.user[0] == hashed.user[2]
     with pytest.raises(ValueError, match="line 3: column user has an empty field, expected a word"):
         load(read_path(tmp_path, "user,item,time\nann,x,1\n,y,2\n"), LogFormat(ids="words"))
+
+
+@pytest.mark.parametrize("read", [load, sequences_of])
+def test_a_log_that_is_refused_adds_no_words(tmp_path, monkeypatch, read):
+    monkeypatch.setenv("TRITONREC_CACHE", str(tmp_path / "cache"))
+    words = {"user": Vocabulary(["eve"])}
+    broken = read_path(tmp_path, "user,item,time\nann,x,1\nbob,y,noon\n")
+    with pytest.raises(ValueError, match="line 3: column time"):
+        read(str(broken), format=LogFormat(ids="words", time_unit="s"), words=words)
+    assert words == {"user": Vocabulary(["eve"])}
+    clicks = LogFormat(ids="words", label=("label",), categories=("site",))
+    with pytest.raises(ValueError, match="row 1: column label has 3"):
+        load({"site": ["a", "b"], "label": [0, 3]}, clicks, words)
+    assert words == {"user": Vocabulary(["eve"])}
 
 
 def read_path(tmp_path, text):

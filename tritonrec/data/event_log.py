@@ -120,8 +120,11 @@ class EventLog:
 
     def read(self) -> Interactions:
         """The whole log with its features; raises the errors of `parts`."""
+        from tritonrec.data.vocabulary import kept_on_error
+
         users, genres = self.features()
-        found = list(self.parts())
+        with kept_on_error(self.words):
+            found = list(self.parts())
         unit = self._unit
         return replace(concat(found), user_features=users, genres=genres, time_unit=unit, words=self.words)
 

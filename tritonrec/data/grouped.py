@@ -111,6 +111,8 @@ def _events_made(
     *settings: int | str,
 ) -> Path:
     """The folder of a log of events; `words` get those of the log."""
+    from tritonrec.data.vocabulary import kept_on_error
+
     known = {} if words is None else words
     before = [(role, _digest(known[role])) for role in sorted(known)]
     log = _in_files(source, format).events(known)
@@ -121,7 +123,8 @@ def _events_made(
             vocabulary.save(scratch / WORDS_FILE.format(role))
 
     assert log.filesystem is not None
-    folder = _made(kind, source, log.filesystem, log.files, write_all, *settings, log.format, before)
+    with kept_on_error(known):
+        folder = _made(kind, source, log.filesystem, log.files, write_all, *settings, log.format, before)
     for role, vocabulary in words_of(folder).items():
         known.setdefault(role, vocabulary).load_state_dict(vocabulary.state_dict())
     return folder

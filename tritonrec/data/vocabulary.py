@@ -18,7 +18,8 @@ is no way back from an id to its word, and two words may share one.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -245,6 +246,21 @@ class Vocabulary:
                 *map(np.int64, (self._count, self._store.ctypes.data, self._bounds.ctypes.data)),
                 *map(np.int64, (self._slots.ctypes.data, capacity)),
             )
+
+
+@contextmanager
+def kept_on_error(vocabularies: dict[str, Vocabulary]) -> Iterator[None]:
+    """Undo what is added to vocabularies where the block raises: a log is read whole or not at all."""
+    before = {name: each.state_dict() for name, each in vocabularies.items()}
+    try:
+        yield
+    except BaseException:
+        for name, each in list(vocabularies.items()):
+            if name not in before:
+                del vocabularies[name]
+            elif len(each) + 1 > len(before[name]["offsets"]):
+                each.load_state_dict(before[name])
+        raise
 
 
 def tensors_of(vocabularies: Mapping[str, Vocabulary]) -> dict[str, Tensor]:
