@@ -228,5 +228,5 @@ def test_histories_and_answers_are_in_words():
     assert predictor.retrieve(["rug"], 2)[0] == found[1:]
     left = predictor.retrieve([["chair", "bed"], ["rug"]], 3, exclude=[["lamp"], ["lamp", "bed"]])[0]
     assert not {"lamp"} & {*left[0]} and {*left[1]} == {"chair", "table", "rug"}
-    with pytest.raises(ValueError, match="the history has 'sofa', which is not among the 5 words"):
+    with pytest.raises(ValueError, match="the history has 'sofa' in row 1, which is not among the 5 words"):
         predictor.retrieve(["rug", "sofa"], 2)

@@ -133,7 +133,7 @@ def test_columns_of_frames_are_histories_and_unknown_words_are_named(saved):
     known, _ = predictor.retrieve(histories, 3, exclude=[[item[7]], []])
     assert predictor.retrieve(histories, 3, exclude=[[item[7], "nope"], ["nope"]])[0] == known
     with pytest.raises(
-        ValueError, match=r"the history has 'nope', which is not among the \d+ words .*unknown=-1"
+        ValueError, match=r"the history has 'nope' in row 1, which is not among the \d+ words .*unknown=-1"
     ):
         predictor.retrieve([item[0], "nope"], 3)
     with pytest.raises(

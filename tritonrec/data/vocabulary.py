@@ -37,6 +37,8 @@ ROWS = 1 << 18
 """Words that are numbered by one call of the kernel: there must be room for as many new ones."""
 PREFIX = "vocabulary/"
 """How the names of its tensors begin in a checkpoint."""
+WORDS_FILE = "_{}_words.parquet"
+"""The vocabulary of users or items, beside shards whose ids are numbers of its words."""
 COLUMN = "word"
 """The column of a saved vocabulary."""
 
@@ -246,6 +248,18 @@ class Vocabulary:
                 *map(np.int64, (self._count, self._store.ctypes.data, self._bounds.ctypes.data)),
                 *map(np.int64, (self._slots.ctypes.data, capacity)),
             )
+
+
+def words_of(folder: Path) -> dict[str, Vocabulary]:
+    """The vocabularies beside converted or grouped shards, by column; {} where ids are numbers."""
+    files = {role: folder / WORDS_FILE.format(role) for role in ("user", "item")}
+    return {role: Vocabulary.load(file) for role, file in files.items() if file.exists()}
+
+
+def save_words(vocabularies: Mapping[str, Vocabulary], folder: Path) -> None:
+    """Write what `words_of` reads."""
+    for role, vocabulary in vocabularies.items():
+        vocabulary.save(folder / WORDS_FILE.format(role))
 
 
 @contextmanager

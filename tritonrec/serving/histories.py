@@ -110,10 +110,11 @@ def array_of(value: Any, what: str, vocabulary: Vocabulary | None) -> tuple[Tens
     except (TypeError, ValueError) as error:
         raise ValueError(f"ids of the {what} must all be int64, or all words: {error}") from error
     if (ids < 0).any() and what != "exclude":  # what nobody knows is not retrieved
-        word = list(value)[int((ids < 0).argmax())]
+        row = int((ids < 0).argmax())
         raise ValueError(
-            f"the {what} has {word!r}, which is not among the {len(vocabulary)} words of the export: leave "
-            "out words to which Predictor.vocabularies[...].encode(words, unknown=-1) gives -1"
+            f"the {what} has {list(value)[row]!r} in row {row}, which is not among the {len(vocabulary)} "
+            "words of the export: leave out those for which Predictor.vocabularies[...].encode(words, "
+            "unknown=-1) is -1"
         )
     return torch.from_numpy(ids), True
 
