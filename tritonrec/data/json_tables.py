@@ -84,11 +84,11 @@ class JsonFile(TextFile):
                     raise ValueError(f"{self.path}, line {number}: expected an object a line")
                 for own, name in zip(found, columns, strict=True):
                     own.append(value.get(name))
-        number = block.part().number
-        return pa.table({name: self._array(name, own, number)
+        line_of = block.line_of
+        return pa.table({name: self._array(name, own, line_of)
                          for name, own in zip(columns, found, strict=True)})  # fmt: skip
 
-    def _array(self, name: str, values: list[Any], number: Callable[[int], int]) -> pa.Array:
+    def _array(self, name: str, values: list[Any], line_of: Callable[[int], int]) -> pa.Array:
         """Values of JSON; text and integers, and integers beyond 64 bits, as text."""
         try:
             return pa.array(values)
@@ -96,8 +96,8 @@ class JsonFile(TextFile):
             for row, value in enumerate(values):
                 if value is not None and type(value) not in (str, int):
                     raise ValueError(
-                        f"{self.path}, line {number(row)}: column {name} has {json.dumps(value)}, and values "
-                        "of another type in other lines: write it alike"
+                        f"{self.path}, line {line_of(row)}: column {name} has {json.dumps(value)}, and "
+                        "values of another type in other lines: write it alike"
                     ) from None
             return pa.array([None if value is None else str(value) for value in values])
 
