@@ -78,7 +78,8 @@ def _times_of_text(part: Part, name: str, values: pa.Array, unit: str, format: s
         made = pc.strptime(values, format, "us", error_is_null=True)
         found = made.cast(pa.int64())
         if "%d" in format and _is_known(format):  # Arrow takes February 31 for March 2
-            early = pc.fill_null(pc.less_equal(pc.day(made), 3), False)
+            early = pc.and_(pc.less_equal(pc.day(made), 3), pc.match_substring_regex(values, "29|3[01]"))
+            early = pc.fill_null(early, False)
             checked = _each_parsed(values.filter(early), format)
             found = pc.replace_with_mask(found, early, checked)
     if found.null_count:
