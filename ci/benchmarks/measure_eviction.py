@@ -3,7 +3,7 @@
     python ci/benchmarks/measure_eviction.py [--rows 200000 1000000 3000000] [--steps N]
 
 16,384 keys a step, a tenth of them new, the others mostly of recent steps; one thread. The median of the
-steps after the table is full, and the longest one. What lru evicts is checked against a sort of the last steps.
+steps after the table is full, and the longest one. What lru evicts is checked by a sort of the last steps.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def compare_ranks(name, ranks):
 
 
 def test_what_was_not_converted_is_refused_by_name():
-    with pytest.raises(NotBatchInvariantError, match="take tritonrec.nn.Dropout") as refused:
+    with pytest.raises(NotBatchInvariantError, match=r"take tritonrec\.nn\.Dropout") as refused:
         trained(parts(MODELS["gru4rec"]), "reference", "batch", batches(1))
     assert refused.value.module.startswith("body.encoder.")
 
