@@ -267,6 +267,8 @@ def test_blocks_of_a_few_bytes_are_the_whole_file(tmp_path, case, monkeypatch):
         (dict(user="none"), "user cannot be 'none'"),
         (dict(user="a", item="a"), "must be different columns"),
         (dict(columns=("a", "a")), "different names"),
+        (dict(label=("a",), dense=("b", "a")), "a label, dense or a category, and one of these: got a, b, a"),
+        (dict(label=("none", "a")), "label is 'none' or names of columns"),
         (dict(quote="''"), "one character"),
         (dict(encoding="morse"), "unknown encoding 'morse'"),
         (dict(encoding="utf-16"), "lines of utf-16 do not end with one byte"),

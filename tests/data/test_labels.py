@@ -15,6 +15,7 @@ from tritonrec.data import (
     ClickLoader,
     ClickStream,
     ImpressionLoader,
+    ImpressionStream,
     Interactions,
     clicks_from_ratings,
     hashed_ids,
@@ -61,6 +62,20 @@ def test_the_usual_scale_and_its_bits_are_as_they_were():
     ratings = LOG.rating[order][np.searchsorted(LOG.item[order], of_items)]
     np.testing.assert_array_equal(clicks.labels, (ratings >= 4).astype(np.int64))
     assert ImpressionLoader(LOG, 8, 4, 3, seed=0).tasks == ("click", "conversion")
+
+
+@pytest.mark.parametrize("buckets", [1, 40])
+def test_a_part_of_a_log_may_have_labels_that_are_all_alike(tmp_path, buckets):
+    users = np.repeat(np.arange(40), 6)
+    rating = np.where(users % 2 == 0, 5.0, 1.0)  # alike for each user
+    log = Interactions(users, np.arange(240) % 13, np.arange(240), rating)
+    write_windows([log], tmp_path, 4, 3, rows_per_group=5, buckets=buckets)
+    assert ImpressionStream(tmp_path, 8, seed=0).num_samples == ImpressionLoader(log, 8, 4, 3, 0).num_samples
+    (tmp_path / "low").mkdir()
+    with pytest.raises(ValueError, match="all 240 labels of task 'click' are 0"):
+        write_windows(
+            [replace(log, rating=np.minimum(rating, 3))], tmp_path / "low", 4, 3, 5, buckets=buckets
+        )
 
 
 def test_a_task_that_is_never_done_is_named(tmp_path):

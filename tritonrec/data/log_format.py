@@ -108,6 +108,11 @@ class LogFormat:
             raise ValueError(f"user, item and timestamp must be different columns, got {', '.join(named)}")
         if NONE in self.label and len(self.label) > 1:
             raise ValueError(f"label is 'none' or names of columns, got {', '.join(self.label)}")
+        roles = (*self.label, *self.dense, *self.categories)
+        if len(set(roles)) < len(roles):
+            raise ValueError(
+                f"a column is a label, dense or a category, and one of these: got {', '.join(roles)}"
+            )
         if len(set(self.columns)) < len(self.columns):
             raise ValueError(f"columns must have different names, got {', '.join(self.columns)}")
         if self.label_threshold is not None and not math.isfinite(self.label_threshold):
