@@ -545,6 +545,20 @@ def test_words_are_ids_by_choice_and_keep_their_numbers(tmp_path):
         load(read_path(tmp_path, "user,item,time\nann,x,1\n,y,2\n"), LogFormat(ids="words"))
 
 
+def test_words_are_numbered_as_they_are(tmp_path):
+    """As pandas' factorize does: case, blanks around a word and Unicode forms count."""
+    pandas = pytest.importorskip("pandas")
+    user = ["ann", " ann", "ann ", "Ann", "\xe9", "e\u0301", "\xa0ann", "ann", "7", "07", "7.0", "NA", "null"]
+    frame = pandas.DataFrame({"user": user, "item": user[::-1], "time": range(1, 14)})
+    frame.to_csv(tmp_path / "log.csv", index=False)
+    frame.to_parquet(tmp_path / "log.parquet")
+    frame.to_json(tmp_path / "log.jsonl", orient="records", lines=True)
+    for name in ("log.csv", "log.parquet", "log.jsonl"):
+        log = load(tmp_path / name, LogFormat(ids="words", time_unit="s"))
+        assert log.user.tolist() == pandas.factorize(frame.user)[0].tolist()
+        assert log.item.tolist() == pandas.factorize(frame.item)[0].tolist()
+
+
 @pytest.mark.parametrize("read", [load, sequences_of])
 def test_a_log_that_is_refused_adds_no_words(tmp_path, monkeypatch, read):
     monkeypatch.setenv("TRITONREC_CACHE", str(tmp_path / "cache"))

@@ -130,14 +130,16 @@ def _of_text(part: Part, name: str, values: pa.Array) -> np.ndarray:
 
 
 def words(part: Part, name: str, values: Column) -> pa.Array:
-    """(n,) text: a column of words, or of integers as they are written; names the row of a missing one."""
+    """(n,) text: a column of words as they are, blanks included, or of integers as they are written.
+
+    Names the row of a missing one, and of one that is blank.
+    """
     values = part.plain(name, values)
     kind = values.type
     if not (pa.types.is_string(kind) or is_integer(kind) or pa.types.is_null(kind)):
         part.fail_type(name, kind, "words or integers")
     found = values if pa.types.is_string(kind) else values.cast(pa.string())
-    found = pc.utf8_trim_whitespace(found)
-    empty = pc.fill_null(pc.equal(found, ""), True)
+    empty = pc.fill_null(pc.equal(pc.utf8_trim_whitespace(found), ""), True)
     if pc.any(empty, min_count=0).as_py():
         part.fail(name, values, empty.to_numpy(zero_copy_only=False), "a word")
     return found
