@@ -514,6 +514,7 @@ def test_json_lines_are_read_whatever_their_values(tmp_path, monkeypatch):
 def test_json_of_other_bytes_and_other_types_is_refused(tmp_path):
     first = b'{"user": "ann", "item": "up", "time": 1400000000}\n'
     for odd, message in ((b'"caf\xe9"', "line 2: not UTF-8 text, name its encoding="),
+                         (b'"\\ud800"', "line 2: column user is no text: .* surrogates not allowed"),
                          (b"true", "line 2: column user has true, and values of another type"),
                          (b"1.5", "line 2: column user has 1.5, and values of another type")):  # fmt: skip
         (tmp_path / "log.json").write_bytes(

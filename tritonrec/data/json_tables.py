@@ -92,6 +92,11 @@ class JsonFile(TextFile):
         """Values of JSON; text and integers, and integers beyond 64 bits, as text."""
         try:
             return pa.array(values)
+        except UnicodeEncodeError as error:
+            row = next(at for at, value in enumerate(values) if value == error.object)
+            raise ValueError(
+                f"{self.path}, line {line_of(row)}: column {name} is no text: {error}"
+            ) from error
         except (pa.ArrowException, OverflowError):
             for row, value in enumerate(values):
                 if value is not None and type(value) not in (str, int):
