@@ -12,10 +12,12 @@ import pyarrow as pa
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonrec.data import LogFormat, load
+from tritonrec.data.grouped import sequences_of
 from tritonrec.data.log_format import described, with_query
 from tritonrec.data.parquet import concat
 from tritonrec.data.sources import source_of
@@ -108,6 +110,17 @@ GOOD = {
         "user,item,time\n1,2,2014-04-07 10:51:09.277001\n",
         LogFormat(time_format="%Y-%m-%d %H:%M:%S.%f", time_unit="us"), [[1], [2], [1396867869277001]],
     ),
+    "nanoseconds": (
+        "user,item,time\n1,2,2024-05-01 08:30:00.123456789\n", LogFormat(time_unit="ns"),
+        [[1], [2], [1714552200123456789]],
+    ),
+    "short_dates": ("user,item,time\n1,2,20240501\n", LogFormat(time_format="%Y%m%d"), [[1], [2], [1714521600]]),
+    "zone_by_name": (
+        "user,item,time\n1,2,3 Mar 2014 10:00:00 GMT\n", LogFormat(time_format="%d %b %Y %H:%M:%S %Z"),
+        [[1], [2], [1393840800]],
+    ),
+    "marked": ("\ufeffuser,item,time\n1,2,3\n", LogFormat(encoding="utf-8-sig"), [[1], [2], [3]]),
+    "whole_floats": ("user,item,time\n500.0, 7.,3\n-1,8,4\n", LogFormat(whole_floats=True), [[500, -1], [7, 8], [3, 4]]),
 }  # fmt: skip
 
 
@@ -203,6 +216,27 @@ BAD = {
     ),
     "other_line_ends": ("user,item,time\r1,2,3\r", None, r"line 1: lines end with \\r alone"),
     "numbers_and_dates": ("user,item,time\n1,2,1396867869\n1,3,2014-04-07\n", None, r"column '?time'? has"),
+    "short_dates": (
+        "user,item,time\n1,2,20240502\n1,3,20231231\n", None,
+        r"times from 20231231 to 20240502 look like dates of the format %Y%m%d: say time_format",
+    ),
+    "no_such_day": (
+        "user,item,time\n1,2,29.02.2024\n1,3,30.02.2024\n", LogFormat(time_format="%d.%m.%Y"),
+        r"line 3: column time has '30.02.2024', expected a time of the format",
+    ),
+    "zone_by_name": (
+        "user,item,time\n1,2,3 Mar 2014 10:00:00 EST\n", LogFormat(time_format="%d %b %Y %H:%M:%S %Z"),
+        r"line 2: column time has '3 Mar 2014 10:00:00 EST'",
+    ),
+    "far_date": (
+        "user,item,time\n1,2,2024-05-01\n1,2,9999-12-31\n", LogFormat(time_unit="ns"),
+        r"line 3: column time has '9999-12-31', expected a time that fits into 64 bits as ns",
+    ),
+    "fraction": ("user,item,time\n500.5,1,1\n", LogFormat(whole_floats=True), r"line 2: column user has '500.5'"),
+    "header_of_others": (
+        "userId,movieId\nann,up\n", LogFormat(columns=("user", "item"), ids="words", timestamp="none"),
+        r"line 1: columns are named, and the first line looks like a header: 'userId,movieId'",
+    ),
     "before": ("user,item,time\n1,2,-5\n", None, r"times from -5 to -5 are of no one unit: as seconds .*1969-12-31"),
 }  # fmt: skip
 
@@ -233,6 +267,8 @@ def test_blocks_of_a_few_bytes_are_the_whole_file(tmp_path, case, monkeypatch):
         (dict(user="none"), "user cannot be 'none'"),
         (dict(user="a", item="a"), "must be different columns"),
         (dict(columns=("a", "a")), "different names"),
+        (dict(label=("a",), dense=("b", "a")), "a label, dense or a category, and one of these: got a, b, a"),
+        (dict(label=("none", "a")), "label is 'none' or names of columns"),
         (dict(quote="''"), "one character"),
         (dict(encoding="morse"), "unknown encoding 'morse'"),
         (dict(encoding="utf-16"), "lines of utf-16 do not end with one byte"),
@@ -257,7 +293,8 @@ def test_settings_that_contradict_each_other_are_refused(settings, message):
 )
 def test_a_format_stands_in_a_source(format):
     source = described("csv:/logs/day_*.csv", format)
-    assert with_query(source) == ("csv:/logs/day_*.csv", format)
+    path, settings = with_query(source)
+    assert (path, LogFormat(**settings)) == ("csv:/logs/day_*.csv", format)
     assert described(source, LogFormat(user="other")) == described(
         source, replace(LogFormat(user="other"), **format.changes())
     )
@@ -265,14 +302,20 @@ def test_a_format_stands_in_a_source(format):
 
 def test_a_question_mark_in_a_path_is_a_path(tmp_path):
     for name in ("day_?.csv", "a?user=b.csv"):
-        assert with_query(f"csv:{name}") == (f"csv:{name}", LogFormat()) or "user" in name
+        assert with_query(f"csv:{name}") == (f"csv:{name}", {}) or "user" in name
     (tmp_path / "a?user=b").write_text("user,item,time\n1,2,3\n")
     assert columns(load(f"csv:{tmp_path}/a?user=b")) == [[1], [2], [3]]
-    assert with_query("csv:https://here/x.csv?token=1")[1] == LogFormat()
+    assert with_query("csv:https://here/x.csv?token=1")[1] == {}
     with pytest.raises(ValueError, match="no setting 'usr' of a format; known are user, item"):
         load("csv:x.csv?usr=a")
     with pytest.raises(ValueError, match="time_unit takes one of auto, s, ms, us, ns, step, got 'h'"):
         load("csv:x.csv?time_unit=h")
+    with pytest.raises(ValueError, match="no setting 'TIME_UNIT'"):
+        load("csv:x.csv?TIME_UNIT=s")
+    with pytest.raises(ValueError, match="user stands in the settings twice"):
+        load("csv:x.csv?user=a&item=b&user=c")
+    with pytest.raises(ValueError, match="label_threshold must be finite, got nan"):
+        load("csv:x.csv?label_threshold=nan")
     with pytest.raises(ValueError, match="has a format of its own: leave out user"):
         load("ml-100k", LogFormat(user="a"))
 
@@ -294,6 +337,40 @@ def test_files_are_in_the_order_of_their_numbers_and_brackets_are_letters(tmp_pa
     odd = tmp_path / "a[1].tsv"
     odd.write_text("user\titem\ttime\n1\t2\t3\n")
     assert load(odd).item.tolist() == load(f"csv:{odd}").item.tolist() == [2]
+
+
+@pytest.mark.parametrize("at", ["folder", "working directory", "memory"])
+def test_what_a_glob_matches(tmp_path, monkeypatch, at):
+    """Its folders are all their files, ``**`` any number of folders, and what exists is no pattern."""
+    base = {"folder": f"{tmp_path}/", "working directory": "", "memory": "memory://globs/"}[at]
+    monkeypatch.chdir(tmp_path)
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    files = (
+        "a.csv",
+        "x1/b.csv",
+        "x1/y/c10.csv",
+        "x1/y/c9.csv",
+        "x2/_t/d.csv",
+        "x[1]/e.csv",
+        "q?/f.csv",
+        "q1/g.csv",
+    )
+    for item, name in enumerate(files):
+        text = f"user,item,time\n1,{item},5\n"
+        if at == "memory":
+            memory.pipe(f"/globs/{name}", text.encode())
+        else:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+    expected = {
+        "*.csv": [0], "x1/*": [1, 3, 2], "x1*": [1, 3, 2], "**/c*.csv": [3, 2], "**/[ab].csv": [0, 1],
+        "x[1]": [5], "x[1]/*.csv": [5], "q?": [6], "q?/f.csv": [6], "x?/b.csv": [1],
+    }  # fmt: skip
+    assert {glob: load(f"csv:{base}{glob}").item.tolist() for glob in expected} == expected
+    if at == "working directory":
+        (tmp_path / "csv:1").mkdir()
+        (tmp_path / "csv:1" / "a.csv").write_text("user,item,time\n1,9,5\n")
+        assert load("./csv:1/a.csv").item.tolist() == [9]
 
 
 def arrays(**others):
@@ -355,6 +432,7 @@ BAD_COLUMNS = {
     "word": (dict(item=["1", "B008X", "2"]), "row 1: column item has 'B008X', .*ids=words"),
     "time_null": (dict(timestamp=pa.array([1, None, 2], pa.timestamp("s"))), "row 1: column timestamp has an empty"),
     "time_nan": (dict(timestamp=[1.0, float("inf"), 2.0]), "row 1: column timestamp has inf"),
+    "bytes": (dict(user=[b"1", b"2", b"\xff"]), "row 2: column user has b'.xff', expected UTF-8 text"),
     "time_kind": (dict(timestamp=[True, False, True]), "column 'timestamp' is of type bool, expected times"),
 }  # fmt: skip
 
@@ -396,8 +474,18 @@ def test_frames_are_sources():
     filtered = pandas.concat([frame, frame]).iloc[:3][lambda each: each.user > 0]  # has an index of its own
     for source in (arrays(), {name: np.array(own) for name, own in arrays().items()}, frame, filtered,
                    polars.DataFrame(arrays()), polars.DataFrame(arrays(user=["1", "2", "1"])).cast(
-                       {"user": polars.Categorical}), pa.table(arrays()).to_batches()[0]):  # fmt: skip
+                       {"user": polars.Categorical}), pa.table(arrays()).to_batches()[0],
+                   {name: torch.tensor(own) for name, own in arrays().items()},
+                   polars.DataFrame(arrays()).lazy()):  # fmt: skip
         assert columns(load(source)) == expected
+    twice = pa.table(arrays(x=[1, 2, 3], y=[1, 2, 3])).rename_columns([*arrays(), "x", "x"])
+    assert columns(load(twice)) == expected
+    for wrong in (arrays(user=[1]), arrays(user=5), arrays(user=np.ones((3, 2)))):
+        with pytest.raises(ValueError, match="the table cannot be read as Arrow"):
+            load(wrong)
+    for wrong in ([1, 2], None, np.ones(3)):
+        with pytest.raises(ValueError, match=r"expected a path or a table .*, got (list|NoneType|ndarray)"):
+            load(wrong)
     with pytest.raises(ValueError, match="the table: no column that is the user; found item"):
         load(polars.DataFrame({"item": [1]}))
 
@@ -423,6 +511,26 @@ def test_json_lines_are_read_whatever_their_values(tmp_path, monkeypatch):
             load(path, LogFormat(rating="none"))
 
 
+def test_json_of_other_bytes_and_other_types_is_refused(tmp_path):
+    first = b'{"user": "ann", "item": "up", "time": 1400000000}\n'
+    for odd, message in ((b'"caf\xe9"', "line 2: not UTF-8 text, name its encoding="),
+                         (b'"\\ud800"', "line 2: column user is no text: .* surrogates not allowed"),
+                         (b"true", "line 2: column user has true, and values of another type"),
+                         (b"1.5", "line 2: column user has 1.5, and values of another type")):  # fmt: skip
+        (tmp_path / "log.json").write_bytes(
+            first + b'{"user": ' + odd + b', "item": 5, "time": 1400000000}\n'
+        )
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path / "log.json", LogFormat(ids="words"))
+
+
+def test_a_format_of_dates_holds_for_integers():
+    day = LogFormat(time_format="%Y%m%d")
+    assert load(arrays(timestamp=[20240501, 20240502, 19700101]), day).timestamp.tolist() == [
+        1714521600, 1714608000, 0,
+    ]  # fmt: skip
+
+
 def test_words_are_ids_by_choice_and_keep_their_numbers(tmp_path):
     text = "user,item,time\nann,x,1\nbob,y,2\nann,07,3\n"
     first: dict[str, Vocabulary] = {}
@@ -436,6 +544,34 @@ def test_words_are_ids_by_choice_and_keep_their_numbers(tmp_path):
     assert len(set(hashed.user.tolist())) == 2 and hashed.user[0] == hashed.user[2]
     with pytest.raises(ValueError, match="line 3: column user has an empty field, expected a word"):
         load(read_path(tmp_path, "user,item,time\nann,x,1\n,y,2\n"), LogFormat(ids="words"))
+
+
+def test_words_are_numbered_as_they_are(tmp_path):
+    """As pandas' factorize does: case, blanks around a word and Unicode forms count."""
+    pandas = pytest.importorskip("pandas")
+    user = ["ann", " ann", "ann ", "Ann", "\xe9", "e\u0301", "\xa0ann", "ann", "7", "07", "7.0", "NA", "null"]
+    frame = pandas.DataFrame({"user": user, "item": user[::-1], "time": range(1, 14)})
+    frame.to_csv(tmp_path / "log.csv", index=False)
+    frame.to_parquet(tmp_path / "log.parquet")
+    frame.to_json(tmp_path / "log.jsonl", orient="records", lines=True)
+    for name in ("log.csv", "log.parquet", "log.jsonl"):
+        log = load(tmp_path / name, LogFormat(ids="words", time_unit="s"))
+        assert log.user.tolist() == pandas.factorize(frame.user)[0].tolist()
+        assert log.item.tolist() == pandas.factorize(frame.item)[0].tolist()
+
+
+@pytest.mark.parametrize("read", [load, sequences_of])
+def test_a_log_that_is_refused_adds_no_words(tmp_path, monkeypatch, read):
+    monkeypatch.setenv("TRITONREC_CACHE", str(tmp_path / "cache"))
+    words = {"user": Vocabulary(["eve"])}
+    broken = read_path(tmp_path, "user,item,time\nann,x,1\nbob,y,noon\n")
+    with pytest.raises(ValueError, match="line 3: column time"):
+        read(str(broken), format=LogFormat(ids="words", time_unit="s"), words=words)
+    assert words == {"user": Vocabulary(["eve"])}
+    clicks = LogFormat(ids="words", label=("label",), categories=("site",))
+    with pytest.raises(ValueError, match="row 1: column label has 3"):
+        load({"site": ["a", "b"], "label": [0, 3]}, clicks, words)
+    assert words == {"user": Vocabulary(["eve"])}
 
 
 def read_path(tmp_path, text):

@@ -53,6 +53,18 @@ def test_the_sequences_are_those_of_the_log_in_memory(log, cache, monkeypatch, b
     assert stream.num_samples == 40 and next(stream).validate().num_samples == 8
 
 
+def test_a_log_of_another_file_system_is_read_anew_when_it_changes(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITONREC_CACHE", str(tmp_path))
+    memory = pytest.importorskip("fsspec").filesystem("memory")  # tells no time of change
+    found = []
+    for item in (2, 2, 3):
+        if item not in found:
+            memory.pipe("/changing/log.csv", f"user,item,time\n1,{item},5\n".encode())
+        folder = sequences_of("memory://changing/log.csv")
+        found += pq.read_table(next(folder.glob("part-*"))).column("item").to_pylist()[0]
+    assert found == [2, 2, 3]
+
+
 def test_a_log_is_read_once_until_it_changes(log, cache):
     read = []
     first = sequences_of(str(log), read.append)

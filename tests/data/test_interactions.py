@@ -10,6 +10,12 @@ from hypothesis import strategies as st
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.sources import load
 
+
+def test_columns_are_arrays():
+    with pytest.raises(ValueError, match="item must be an array of numpy, got list"):
+        Interactions(np.array([1]), [2], np.array([3]))  # type: ignore[arg-type]
+
+
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 

@@ -15,6 +15,7 @@ from tritonrec.data import (
     ClickLoader,
     ClickStream,
     ImpressionLoader,
+    ImpressionStream,
     Interactions,
     clicks_from_ratings,
     hashed_ids,
@@ -63,6 +64,20 @@ def test_the_usual_scale_and_its_bits_are_as_they_were():
     assert ImpressionLoader(LOG, 8, 4, 3, seed=0).tasks == ("click", "conversion")
 
 
+@pytest.mark.parametrize("buckets", [1, 40])
+def test_a_part_of_a_log_may_have_labels_that_are_all_alike(tmp_path, buckets):
+    users = np.repeat(np.arange(40), 6)
+    rating = np.where(users % 2 == 0, 5.0, 1.0)  # alike for each user
+    log = Interactions(users, np.arange(240) % 13, np.arange(240), rating)
+    write_windows([log], tmp_path, 4, 3, rows_per_group=5, buckets=buckets)
+    assert ImpressionStream(tmp_path, 8, seed=0).num_samples == ImpressionLoader(log, 8, 4, 3, 0).num_samples
+    (tmp_path / "low").mkdir()
+    with pytest.raises(ValueError, match="all 240 labels of task 'click' are 0"):
+        write_windows(
+            [replace(log, rating=np.minimum(rating, 3))], tmp_path / "low", 4, 3, 5, buckets=buckets
+        )
+
+
 def test_a_task_that_is_never_done_is_named(tmp_path):
     rows = len(LOG)
     both, never = np.arange(rows) % 2, np.zeros(rows, dtype=np.int64)
@@ -82,19 +97,23 @@ def test_a_task_that_is_never_done_is_named(tmp_path):
 @pytest.mark.parametrize("label", [0, 1])
 def test_clicks_that_are_all_alike_are_refused_whole_and_streamed(label, tmp_path):
     log = plain_clicks()
-    with pytest.raises(ValueError, match=f"all 103 labels of task 'click' are {label}"):
-        ClickLoader(replace(log, labels=np.full(103, label)), 8, 0)
-    for last, message in ((label, f"all 103 labels of task 'click' are {label}"), (1 - label, None)):
-        labels = np.append(np.full(102, label), last)
-        folder = tmp_path / str(last)
+    alike = np.full(103, label)
+    other_in_test, other = alike.copy(), alike.copy()
+    other_in_test[102], other[90] = 1 - label, 1 - label
+    message = f"all 92 labels of task 'click' are {label}"  # of the rows for training
+    for number, labels in enumerate((alike, other_in_test, other)):
+        folder = tmp_path / str(number)
         folder.mkdir()
         table = pa.table({"label": labels, "item": log.categories[:, 0]})
         pq.write_table(table, folder / "day.parquet", row_group_size=10)
-        if message is None:
+        if labels is other:
             assert ClickStream(folder, 8, seed=0).num_held_out == 11
+            assert ClickLoader(replace(log, labels=labels), 8, 0).num_samples == 92
             continue
         with pytest.raises(ValueError, match=message):
             ClickStream(folder, 8, seed=0)
+        with pytest.raises(ValueError, match=message):
+            ClickLoader(replace(log, labels=labels), 8, 0)
 
 
 def test_a_stream_of_clicks_numbers_no_words(tmp_path):

@@ -17,9 +17,11 @@ from typer.testing import CliRunner
 from tritonrec.data import parquet
 from tritonrec.data.convert import convert, write
 from tritonrec.data.features import ItemGenres, UserFeatures
+from tritonrec.data.grouped import sequences_of
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.log_format import LogFormat
 from tritonrec.data.sources import load, source_of
+from tritonrec.data.vocabulary import Vocabulary, words_of
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
@@ -302,6 +304,28 @@ def test_the_command_converts_and_reports(tmp_path):
     assert unknown.exit_code == 1 and "unknown data 'nothing'" in unknown.output
     unit = run("zipf:users=40", str(tmp_path / "other"), "--time-unit", "h")
     assert unit.exit_code == 1 and "--time-unit must be s, ms, us or ns, got 'h'" in unit.output
+
+
+@pytest.mark.parametrize("partition", [[], ["--partition-by", "date"]])
+def test_a_log_of_words_keeps_them(tmp_path, monkeypatch, partition):
+    """A converted log has the numbers of its words, and these beside it."""
+    monkeypatch.setenv("TRITONREC_CACHE", str(tmp_path / "cache"))
+    rows = "ann,x,1400000000\nbob,y,1400000001\nann,z,1400100000\n"
+    (tmp_path / "log.csv").write_text(f"user,item,time\n{rows}")
+    source, out = f"{tmp_path}/log.csv?ids=words", tmp_path / "out"
+    made = run(source, str(out), *partition)
+    assert made.exit_code == 0, made.output
+    original, again = load(source), load(out)
+    assert again.words == original.words and again.user.tolist() == original.user.tolist()
+    assert words_of(sequences_of(str(out))) == words_of(sequences_of(source)) == original.words
+    earlier = {"item": Vocabulary(["x"])}  # of a checkpoint: the log's extend it
+    assert load(out, words=earlier).item.tolist() == [0, 1, 2] and earlier == original.words
+    with pytest.raises(ValueError, match="the vocabulary 'item' has other ids"):
+        load(out, words={"item": Vocabulary(["y"])})
+    with pytest.raises(ValueError, match="ids are numbers of words already"):
+        load(out, LogFormat(ids="hashed"))
+    made = run(source, str(tmp_path / "sequences"), "--sequences")
+    assert made.exit_code == 0 and words_of(tmp_path / "sequences") == original.words
 
 
 def test_days_that_cannot_be_are_refused_naming_the_unit(tmp_path):

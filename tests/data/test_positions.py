@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 import torch
 from test_splits import LOG, plain_clicks
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from tritonrec.data import (
     ClickLoader,
@@ -20,6 +27,7 @@ from tritonrec.data import (
     ImpressionStream,
     Interactions,
     JaggedBatch,
+    LogFormat,
     NextItemLoader,
     NextItemStream,
     NumberedLoader,
@@ -43,9 +51,18 @@ def folders(tmp_path_factory):
     write_sequences([LOG], folder / "sequences", rows_per_file=13, rows_per_group=4)
     write_windows([LOG], folder / "windows", 4, 3, rows_per_group=5)
     clicks = plain_clicks()
-    table = pa.table({"label": clicks.labels, "age": clicks.dense[:, 0], "item": clicks.categories[:, 0]})
+    table = pa.table({"label": clicks.labels, "age": clicks.dense[:, 0], "item": clicks.categories[:, 0],
+                      "other": 1 - clicks.labels, "time": clicks.dense[:, 0]})  # fmt: skip
     pq.write_table(table, folder / "clicks" / "day.parquet", row_group_size=10)
+    other = replace(LOG, item=LOG.item + 1)  # as many rows in the same groups
+    for name in ("sequences", "windows"):
+        (folder / f"other {name}").mkdir()
+    write_sequences([other], folder / "other sequences", rows_per_file=13, rows_per_group=4)
+    write_windows([other], folder / "other windows", 4, 3, rows_per_group=5)
     return folder
+
+
+NAMED = LogFormat(label=("label",), dense=("age", "time"), categories=("item",))
 
 
 def next_item(log=LOG, batch_size=8, max_seq_len=5, negatives=2, seed=1, **changes):
@@ -70,8 +87,8 @@ def cases(folders):
     """By loader: the one that was saved, one of other ranks or layout, and changed ones by what is named."""
     sequences, windows, day = (folders / name for name in ("sequences", "windows", "clicks"))
 
-    def stream(batch_size=8, max_seq_len=5, negatives=2, seed=1, **changes):
-        return NextItemStream(sequences, batch_size, max_seq_len, negatives, seed, **changes)
+    def stream(batch_size=8, max_seq_len=5, negatives=2, seed=1, folder=sequences, **changes):
+        return NextItemStream(folder, batch_size, max_seq_len, negatives, seed, **changes)
 
     fewer = plain_clicks(102)
     return {
@@ -134,6 +151,7 @@ def cases(folders):
                 "readers": stream(readers=32),
                 "buffer_rows": stream(buffer_rows=1 << 10),
                 "shuffle": stream(shuffle=False),
+                "values": stream(folder=folders / "other sequences"),
             },
         ),
         "dynamic stream": (
@@ -152,14 +170,18 @@ def cases(folders):
                 "batch_size": ImpressionStream(windows, 9, seed=1),
                 "seed": ImpressionStream(windows, 8, seed=2),
                 "kind": stream(),
+                "values": ImpressionStream(folders / "other windows", 8, seed=1),
             },
         ),
         "stream of clicks": (
-            ClickStream(day, 8, seed=1),
-            [ClickStream(day, 8, seed=1, rank=1, world_size=2)],
+            ClickStream(day, 8, seed=1, columns=NAMED),
+            [ClickStream(day, 8, seed=1, rank=1, world_size=2, columns=NAMED)],
             {
-                "batch_size": ClickStream(day, 9, seed=1),
-                "samples": ClickStream(day, 8, seed=1, split=WITH_VALIDATION),
+                "batch_size": ClickStream(day, 9, seed=1, columns=NAMED),
+                "samples": ClickStream(day, 8, seed=1, split=WITH_VALIDATION, columns=NAMED),
+                "label": ClickStream(day, 8, seed=1, columns=replace(NAMED, label=("other",))),
+                "dense": ClickStream(day, 8, seed=1, columns=replace(NAMED, dense=("time", "age"))),
+                "format": ClickStream(day, 8, seed=1, columns=replace(NAMED, log_counts=True)),
             },
         ),
     }
@@ -233,6 +255,23 @@ def test_a_data_loader_tells_what_it_can(change, name):
     with pytest.raises(ValueError, match=name):
         other.load_state_dict(state)
     assert other.step == 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"shuffle": True},
+        {"shuffle": True, "generator": torch.Generator()},
+        {"sampler": SubsetRandomSampler(range(9))},
+        {"sampler": WeightedRandomSampler([1.0] * 9, 9)},
+        {"batch_sampler": BatchSampler(RandomSampler(range(9)), 4, False)},
+    ],
+)
+def test_an_order_that_nobody_can_draw_again_has_no_position(settings):
+    loader = NumberedLoader(DataLoader(range(9), collate_fn=collate, **settings))
+    next(loader)
+    with pytest.raises(ValueError, match=r"a \w+Sampler .*sampler=DistributedSampler"):
+        loader.state_dict()
 
 
 def test_any_iterable_of_batches_goes_on():

@@ -8,6 +8,7 @@ import pytest
 
 from tritonrec.data import ClickLog, LogFormat, load
 from tritonrec.data.grouped import clicks_of, sequences_of
+from tritonrec.data.log_format import described
 from tritonrec.data.parquet import concat
 from tritonrec.data.presets import AVAZU_CATEGORIES, PRESETS
 from tritonrec.data.sources import source_of
@@ -126,6 +127,13 @@ def test_what_else_they_say(tmp_path):
     assert read("steam").words["user"].words.to_pylist() == ["Chaos Syren", "\u2654 O'Ne"]
     assert read("goodreads").feedback["is_read"].tolist() == [1] and read("yelp").rating.tolist() == [3.0]
     assert read("kuairec").rating.tolist() == [1.2733965215] and read("retailrocket").time_unit == "ms"
+    for word in (
+        "amazon-2018-reviews",
+        "amazon-2023-reviews",
+        "steam",
+    ):  # verified, early_access: no feedback
+        assert not read(word).feedback
+    assert set(read("steam", "?label=early_access").feedback) == {"early_access"}
     assert read("diginetica").sequences.items.tolist() == [81766, 31331]
 
 
@@ -167,5 +175,9 @@ def test_settings_win_over_the_preset_and_each_other(tmp_path):
     assert load(f"movielens-100k:{path}", LogFormat(user="item", item="user")).item.tolist() == [196]
     log = load(f"movielens-100k:{path}?item=rating", LogFormat(item="timestamp"))
     assert log.item.tolist() == [3]
+    path = written(tmp_path, "ratings_Books.csv", "7,9,5.0,1400000000\n8,9,3.0,1400000001\n")
+    assert load(f"amazon-2014:{path}").user.tolist() == [0, 1]
+    assert load(f"amazon-2014:{path}?ids=integers").user.tolist() == [7, 8]  # the default of a format
+    assert described(f"amazon-2014:{path}?ids=integers", LogFormat(ids="hashed")).endswith("?ids=integers")
     with pytest.raises(FileNotFoundError, match=r"the folder holds no ratings\.csv"):
         load(f"movielens-25m:{tmp_path}/published")

@@ -49,7 +49,7 @@ def logs(tmp_path_factory):
         table = pa.table(
             {
                 name: pa.LargeListArray.from_arrays(
-                    offsets, pa.array(random.integers(0, 2**62, rows * LENGTH))
+                    offsets, pa.array(np.sort(random.integers(0, 2**62, (rows, LENGTH))).ravel())
                 )
                 for name in ("item", "timestamp")
             }

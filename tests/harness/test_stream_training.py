@@ -63,7 +63,7 @@ def test_a_run_on_other_shards_is_not_gone_on_with(job, tmp_path):
     streams._sequences.cache_clear()
     try:
         with pytest.raises(
-            ValueError, match=r"the position is one of a stream with data [0-9a-f]+, samples 150, and"
+            ValueError, match=r"the position is one of a stream with data .*, samples 150, and"
         ):
             train(Communicators.local(), replace(run, steps=4, resume=True), quiet=True)
     finally:

@@ -123,6 +123,7 @@ WEIGHTED = WeightedLookup(HISTORY.ids, HISTORY.offsets, torch.ones(6))
         (["a", "b"], "the history has words, and the export has no vocabulary of 'item'"),
         (HISTORY.ids.view(2, 3).numpy(), r"must be int64 or words, got int64 \(2, 3\)"),
         ([2**63], r"must be int64 or words, got uint64 \(1,\)"),
+        ({1, 2}, "must be int64 or words, got set"),
         ("a", "is one word, 'a': give a list of words"),
     ],
 )
@@ -227,5 +228,5 @@ def test_histories_and_answers_are_in_words():
     assert predictor.retrieve(["rug"], 2)[0] == found[1:]
     left = predictor.retrieve([["chair", "bed"], ["rug"]], 3, exclude=[["lamp"], ["lamp", "bed"]])[0]
     assert not {"lamp"} & {*left[0]} and {*left[1]} == {"chair", "table", "rug"}
-    with pytest.raises(ValueError, match="the first is 'sofa' in row 1"):
+    with pytest.raises(ValueError, match="the history has 'sofa' in row 1, which is not among the 5 words"):
         predictor.retrieve(["rug", "sofa"], 2)

@@ -121,6 +121,29 @@ def test_retrieval_finds_what_the_evaluation_finds(saved, k):
     assert in_words == [words["item"].decode(row).to_pylist() for row in found]
 
 
+def test_columns_of_frames_are_histories_and_unknown_words_are_named(saved):
+    pandas, polars = pytest.importorskip("pandas"), pytest.importorskip("polars")
+    predictor, item = Predictor.load(saved[0] / "out"), saved[1]["item"].words.to_pylist()
+    histories = [item[3:5], item[:1]]
+    expected, _ = predictor.retrieve(histories, 3)
+    for several in (pandas.Series(histories), polars.Series(histories)):
+        assert predictor.retrieve(several, 3)[0] == expected
+    for one in (pandas.Series(histories[0]), polars.Series(histories[0])):
+        assert predictor.retrieve(one, 3)[0] == expected[:1]
+    known, _ = predictor.retrieve(histories, 3, exclude=[[item[7]], []])
+    assert predictor.retrieve(histories, 3, exclude=[[item[7], "nope"], ["nope"]])[0] == known
+    with pytest.raises(
+        ValueError, match=r"the history has 'nope' in row 1, which is not among the \d+ words .*unknown=-1"
+    ):
+        predictor.retrieve([item[0], "nope"], 3)
+    with pytest.raises(
+        ValueError, match=r"ids of the history must all be int64, or all words: .* 'int' object"
+    ):
+        predictor.retrieve([item[0], 5], 3)
+    with pytest.raises(ValueError, match=r"k must be a whole number, got 3\.0"):
+        predictor.retrieve([item[0]], 3.0)
+
+
 def test_a_log_with_repeats_is_compared_without_leaving_out(tmp_path):
     rng = np.random.default_rng(5)
     events = np.arange(400, dtype=np.int64)

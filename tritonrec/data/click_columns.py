@@ -276,8 +276,11 @@ class Clicks:
 
     def read(self) -> ClickLog:
         """The whole log; raises the errors of `columns` and `parts`, and ValueError naming a bad value."""
+        from tritonrec.data.vocabulary import kept_on_error
+
         columns = self.columns()
-        return as_log(columns, self.parts(columns), self.name)
+        with kept_on_error(columns.words):
+            return as_log(columns, self.parts(columns), self.name)
 
 
 def as_log(columns: ClickColumns, parts: Iterable[tuple[Part, pa.Table]], path: Path | str) -> ClickLog:

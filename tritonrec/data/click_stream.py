@@ -90,7 +90,9 @@ class ClickStream(Stream[ClickBatch]):
         return self.whole.num_rows - self.trained - self.num_validation
 
     def _identity(self) -> dict[str, Any]:
-        return {**super()._identity(), "features": list(self.features)}
+        columns = self._columns
+        own = {"label": columns.label, "dense": list(columns.dense), "features": list(self.features)}
+        return {**super()._identity(), **own, "format": columns.format.query()}
 
     @property
     def click_rate(self) -> float:
@@ -108,7 +110,7 @@ class ClickStream(Stream[ClickBatch]):
     def _check_labels(self) -> None:
         """Read labels until there are both kinds, of a log of any use in the first rows."""
         rows = clicks = 0
-        for labels in self._labels(self.whole.num_rows):
+        for labels in self._labels(self.trained):
             rows, clicks = rows + len(labels), clicks + int(labels.sum())
             if 0 < clicks < rows:
                 return

@@ -26,6 +26,7 @@ from tritonrec.data.interactions import Interactions
 from tritonrec.data.log_format import LogFormat, described
 from tritonrec.data.sources import load_interactions, source_of
 from tritonrec.data.times import check_calendar
+from tritonrec.data.vocabulary import save_words
 from tritonrec.files import ScratchFolder
 from tritonrec.files.places import local_path
 
@@ -69,6 +70,7 @@ def write(
                 pq.write_table(table.take(part), path, row_group_size=rows_per_group)
                 report(len(part))
         parquet.write_features(log, scratch)
+        save_words(log.words, scratch)
 
 
 @contextmanager
@@ -172,11 +174,12 @@ def _write_sequences(
     found = source_of(source)
     if found is not None:
         log = found.events()
-        parts, buckets = log.parts(), buckets_of(log.rows())
+        parts, buckets, words = log.parts(), buckets_of(log.rows()), log.words
     else:
-        parts, buckets = iter([load_interactions(source)]), 1
+        parts, buckets, words = iter([load_interactions(source)]), 1, {}
     with new_folder(out) as scratch:
         write_sequences(parts, scratch, rows_per_file, rows_per_group, count, buckets)
+        save_words(words, scratch)
     return sum(counted)
 
 

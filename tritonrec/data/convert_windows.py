@@ -49,7 +49,7 @@ class _Cut(ImpressionLoader):
     def _check_windows(self, windows: Tensor) -> None:
         pass
 
-    def _check_tasks(self, labels: np.ndarray) -> None:
+    def _check_tasks(self, labels: np.ndarray, rating: np.ndarray | None, threshold: float) -> None:
         pass
 
     def labels(self) -> np.ndarray:

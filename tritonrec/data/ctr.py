@@ -28,7 +28,7 @@ from tritonrec.data.batch import Batch, check_binary, per_sample
 from tritonrec.data.epochs import EpochLoader, check_at_least
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.jagged import KeyedJaggedTensor, Lookup
-from tritonrec.data.labels import check_labels, rating_labels
+from tritonrec.data.labels import check_labels, check_ratings, rating_labels
 from tritonrec.data.loader import LEAVE_ONE_OUT
 from tritonrec.data.ranking import auc
 from tritonrec.data.splits import NO_PART, Part, Split, check_part, rows_of
@@ -154,7 +154,7 @@ class ClickLoader(EpochLoader[ClickBatch]):
         first, last = rows or (0, log.trained)
         if not 0 <= first < last <= log.trained:
             raise ValueError(f"rows must be a part of [0, {log.trained}), got [{first}, {last})")
-        check_labels("click", log.labels)
+        check_labels("click", log.labels[: log.trained])
         self.log, self.features = log, log.features
         self._dense, self._categories = torch.from_numpy(log.dense), torch.from_numpy(log.categories)
         self._labels = torch.from_numpy(log.labels)
@@ -265,8 +265,9 @@ def _clicks_of(log: Interactions, label_threshold: float | None) -> np.ndarray:
         return log.feedback["click"]
     if log.rating is None:
         raise ValueError("the log has no ratings, which are needed as clicks: give it a column 'rating'")
-    labels = rating_labels(log.rating, CLICK_RATING if label_threshold is None else label_threshold)
-    return labels.astype(np.int64)
+    threshold = CLICK_RATING if label_threshold is None else label_threshold
+    check_ratings(log.rating, threshold)
+    return rating_labels(log.rating, threshold).astype(np.int64)
 
 
 def _earlier(ids: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -120,8 +121,11 @@ class EventLog:
 
     def read(self) -> Interactions:
         """The whole log with its features; raises the errors of `parts`."""
+        from tritonrec.data.vocabulary import kept_on_error
+
         users, genres = self.features()
-        found = list(self.parts())
+        with kept_on_error(self.words):
+            found = list(self.parts())
         unit = self._unit
         return replace(concat(found), user_features=users, genres=genres, time_unit=unit, words=self.words)
 
@@ -131,6 +135,7 @@ class EventLog:
         Raises ValueError naming file, line or row, and column of what is no id, time, rating or label; at the
         end ValueError for a log without rows, and for values that contradict what they were taken for.
         """
+        self._take_words_beside()
         seen = _Seen()
         self._unit: str = self.format.unit
         roles = [self._columns(file) for file in self.opened]
@@ -156,14 +161,14 @@ class EventLog:
         found = find_columns(file.names, self.format, file.path)
         if FRACTION in file.names:
             found["fraction"] = FRACTION
-        labels = self.format.label
+        labels = self.format.labels
         if labels:
             every = [each.names for each in self.opened]
             for label in labels:
                 shared = [w for w in label.split("|") if all(w in names for names in every)] or [label]
                 name = named(file.names, shared[0], file.path)
                 found[f"task {name}"] = name
-        else:
+        elif not self.format.label:
             found |= {f"task {name}": name for name in file.booleans() if name not in found.values()}
         return found
 
@@ -199,14 +204,34 @@ class EventLog:
             name: values.flags(part, name, get[role], format.label_threshold)
             for role, name in columns.items() if role.startswith("task ")
         }  # fmt: skip
-        if format.label_threshold is not None and not format.label and rating is not None:
+        if format.label_threshold is not None and not format.labels and rating is not None:
             tasks["click"] = (rating >= format.label_threshold).astype(np.int64)
         seen.add(time, rating)
         return Interactions(user, item, time, rating, extra | tasks, fraction=fraction)
 
+    @cached_property
+    def _beside_words(self) -> dict[str, Vocabulary]:
+        """Of a converted log, whose ids are the numbers of words."""
+        from tritonrec.data.vocabulary import words_of
+
+        place = self.place
+        is_here = place is not None and place.is_folder and place.filesystem.type_name == "local"
+        return words_of(Path(place.root)) if place is not None and is_here else {}
+
+    def _take_words_beside(self) -> None:
+        """Add them to the words, and where these have some already, compare."""
+        for role, own in self._beside_words.items():
+            if self.format.ids != "integers":
+                raise ValueError(f"{self.name}: its ids are numbers of words already: leave out ids=")
+            given = self.words.setdefault(role, own)
+            shorter, longer = sorted((given, own), key=len)
+            longer.check_extends(shorter, role)
+            if longer is own and given is not own:
+                given.load_state_dict(own.state_dict())
+
     def _ids(self, part: Part, role: str, name: str, column: pa.ChunkedArray) -> np.ndarray:
         """(n,) int64. The one place where words become ids."""
-        if self.format.ids == "integers" and role not in self.words:
+        if self.format.ids == "integers" and (role not in self.words or role in self._beside_words):
             return values.integers(part, name, column, self.format.whole_floats)
         found = values.words(part, name, column)
         if self.format.ids == "hashed":

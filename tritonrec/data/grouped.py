@@ -19,6 +19,7 @@ from tritonrec.data.loader import LEAVE_ONE_OUT
 from tritonrec.data.movielens import cache_directory
 from tritonrec.data.sources import Source, source_of
 from tritonrec.data.splits import Split
+from tritonrec.data.vocabulary import Vocabulary, kept_on_error, save_words, words_of
 from tritonrec.files import check_writable
 
 if TYPE_CHECKING:
@@ -26,14 +27,11 @@ if TYPE_CHECKING:
 
     from tritonrec.data.event_log import EventLog
     from tritonrec.data.log_format import LogFormat
-    from tritonrec.data.vocabulary import Vocabulary
 
 FILE_USERS, GROUP_USERS = 1 << 17, 1 << 9
 """Users of a file, and of a row group, which is what a reader of a stream reads."""
 FILE_CLICKS, GROUP_CLICKS = 1 << 20, 1 << 13
 """The same of clicks."""
-WORDS_FILE = "_{}_words.parquet"
-"""The vocabulary of a column beside the shards."""
 LAYOUT = 2
 """Of the folders: a reader that understands a log otherwise writes it anew."""
 
@@ -94,14 +92,6 @@ def windows_of(
     return _events_made("windows", source, format, words, write, *sizes, *other)
 
 
-def words_of(folder: Path) -> dict[str, Vocabulary]:
-    """The vocabularies of a folder of `sequences_of` or `windows_of` by column, if there are any."""
-    from tritonrec.data.vocabulary import Vocabulary
-
-    files = {role: folder / WORDS_FILE.format(role) for role in ("user", "item")}
-    return {role: Vocabulary.load(file) for role, file in files.items() if file.exists()}
-
-
 def _events_made(
     kind: str,
     source: str,
@@ -117,11 +107,11 @@ def _events_made(
 
     def write_all(scratch: Path) -> None:
         write(log, scratch)
-        for role, vocabulary in log.words.items():
-            vocabulary.save(scratch / WORDS_FILE.format(role))
+        save_words(log.words, scratch)
 
     assert log.filesystem is not None
-    folder = _made(kind, source, log.filesystem, log.files, write_all, *settings, log.format, before)
+    with kept_on_error(known):
+        folder = _made(kind, source, log.filesystem, log.files, write_all, *settings, log.format, before)
     for role, vocabulary in words_of(folder).items():
         known.setdefault(role, vocabulary).load_state_dict(vocabulary.state_dict())
     return folder
@@ -202,5 +192,8 @@ def _name(filesystem: pafs.FileSystem, files: list[str], settings: tuple[object,
     digest = sha256(f"{LAYOUT} {settings} {filesystem.type_name}".encode())
     for about in filesystem.get_file_info(files):
         where = Path(about.path).resolve() if filesystem.type_name == "local" else about.path
-        digest.update(f"\n{where} {about.size} {about.mtime_ns}".encode())
+        changed = about.mtime_ns
+        if changed is None and about.is_file:  # fsspec's file systems have their own word for a file's state
+            changed = filesystem.handler.fs.ukey(about.path)
+        digest.update(f"\n{where} {about.size} {changed}".encode())
     return digest.hexdigest()[:16]

@@ -29,7 +29,7 @@ from tritonrec.data.epochs import EpochLoader, check_at_least
 from tritonrec.data.impressions import ImpressionBatch
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.jagged import KeyedJaggedTensor, Lookup, token_indices
-from tritonrec.data.labels import check_labels, rating_labels
+from tritonrec.data.labels import check_labels, check_ratings, rating_labels
 from tritonrec.data.loader import LEAVE_ONE_OUT
 from tritonrec.data.splits import NO_PART, Part, Split, check_part
 
@@ -76,7 +76,8 @@ class ImpressionLoader(EpochLoader[ImpressionBatch]):
         sequences = interactions.sequences
         rows = sequences.rows
         labels, actions, self.tasks = _feedback(interactions, label_threshold)
-        self._check_tasks(labels)
+        of_ratings = interactions.rating if label_threshold is not None or not interactions.feedback else None
+        self._check_tasks(labels, of_ratings, CLICK_RATING if label_threshold is None else label_threshold)
         self._items = torch.from_numpy(sequences.items)
         self._timestamps = torch.from_numpy(sequences.timestamps)
         self._labels, self._actions = torch.from_numpy(labels[rows]), torch.from_numpy(actions[rows])
@@ -108,8 +109,10 @@ class ImpressionLoader(EpochLoader[ImpressionBatch]):
         tokens = history + self._window_ends - begins + len(self._context)
         super().__init__(begins, tokens, batch_size, seed, rank, world_size, balance)
 
-    def _check_tasks(self, labels: np.ndarray) -> None:
-        """`labels` (N, T) of the log."""
+    def _check_tasks(self, labels: np.ndarray, rating: np.ndarray | None, threshold: float) -> None:
+        """`labels` (N, T) of the log, and the ratings that they are made of, if they are."""
+        if rating is not None:
+            check_ratings(rating, threshold)
         for task, column in zip(self.tasks, labels.T, strict=True):
             check_labels(task, column)
 

@@ -64,7 +64,7 @@ class Interactions:
     words: dict[str, Any] = field(default_factory=dict, compare=False)  # "user", "item" -> Vocabulary
 
     def __post_init__(self) -> None:
-        columns: list[tuple[str, type, np.ndarray]] = [
+        columns: list[tuple[str, type, Any]] = [
             ("user", np.int64, self.user),
             ("item", np.int64, self.item),
             ("timestamp", np.int64, self.timestamp),
@@ -75,6 +75,8 @@ class Interactions:
         if self.fraction is not None:
             columns.append(("fraction", np.float64, self.fraction))
         for name, dtype, column in columns:
+            if not isinstance(column, np.ndarray):
+                raise ValueError(f"{name} must be an array of numpy, got {type(column).__name__}")
             if column.dtype != dtype or column.shape != (len(self.user),):
                 raise ValueError(
                     f"{name} must be {np.dtype(dtype).name} of shape ({len(self.user)},), "

@@ -76,12 +76,35 @@ class JsonFile(TextFile):
         found: list[list[Any]] = [[] for _ in columns]
         for number, text in enumerate(block.data.split(b"\n"), block.line):
             if text.strip():
-                value = self._load(text.decode(errors="replace"), number)
+                try:
+                    value = self._load(text.decode(), number)
+                except UnicodeDecodeError as error:
+                    raise self.no_text(number, error) from error
                 if not isinstance(value, dict):
                     raise ValueError(f"{self.path}, line {number}: expected an object a line")
                 for own, name in zip(found, columns, strict=True):
                     own.append(value.get(name))
-        return pa.table({name: _array(own) for name, own in zip(columns, found, strict=True)})
+        line_of = block.line_of
+        return pa.table({name: self._array(name, own, line_of)
+                         for name, own in zip(columns, found, strict=True)})  # fmt: skip
+
+    def _array(self, name: str, values: list[Any], line_of: Callable[[int], int]) -> pa.Array:
+        """Values of JSON; text and integers, and integers beyond 64 bits, as text."""
+        try:
+            return pa.array(values)
+        except UnicodeEncodeError as error:
+            row = next(at for at, value in enumerate(values) if value == error.object)
+            raise ValueError(
+                f"{self.path}, line {line_of(row)}: column {name} is no text: {error}"
+            ) from error
+        except (pa.ArrowException, OverflowError):
+            for row, value in enumerate(values):
+                if value is not None and type(value) not in (str, int):
+                    raise ValueError(
+                        f"{self.path}, line {line_of(row)}: column {name} has {json.dumps(value)}, and "
+                        "values of another type in other lines: write it alike"
+                    ) from None
+            return pa.array([None if value is None else str(value) for value in values])
 
     def _load(self, text: str, line: int) -> Any:
         load: Callable[[str], Any] = json.loads
@@ -94,11 +117,3 @@ class JsonFile(TextFile):
                 f"{self.path}, line {line}: no JSON object: {error}; expected one a line, "
                 f"got {text[:SHOWN]!r}"
             ) from error
-
-
-def _array(values: list[Any]) -> pa.Array:
-    """Values of JSON; where types differ, as text."""
-    try:
-        return pa.array(values)
-    except (pa.ArrowException, OverflowError):
-        return pa.array([None if value is None else str(value) for value in values])

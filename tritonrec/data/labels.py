@@ -6,17 +6,21 @@ import numpy as np
 
 
 def rating_labels(rating: np.ndarray, threshold: float) -> np.ndarray:
-    """(N,) bool: ratings (N,) of at least `threshold`. Raises ValueError where all or none are."""
+    """(N,) bool: ratings (N,) of at least `threshold`. Raises ValueError for a missing one."""
     if np.isnan(rating).any():
         raise ValueError(f"row {int(np.isnan(rating).argmax())} has no rating, which its label is made of")
-    labels = rating >= threshold
+    return rating >= threshold
+
+
+def check_ratings(rating: np.ndarray, threshold: float) -> None:
+    """Raise ValueError where all or none of the ratings (N,) are at least `threshold`."""
+    labels = rating_labels(rating, threshold)
     if len(labels) > 1 and labels.all() == labels.any():
         many = "all" if labels.all() else "none"
         raise ValueError(
             f"{many} of {len(labels)} ratings are at least {threshold:g}, so that all labels are alike: they "
             f"go from {rating.min():g} to {rating.max():g}; set label_threshold"
         )
-    return labels
 
 
 def check_labels(task: str, labels: np.ndarray) -> None:

@@ -11,6 +11,7 @@ what a column means by its place.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -46,7 +47,8 @@ class LogFormat:
             2100.
         time_format: of times that are text, as ``%d.%m.%Y %H:%M``; numbers and ISO by default.
         order: a column of integers from 0 on that orders the events of one time.
-        label: columns of labels, a task each; of clicks one. By default the columns of booleans.
+        label: columns of labels, a task each; of clicks one. By default the columns of booleans; ``"none"``
+            for no tasks.
         label_threshold: a label, or else a rating (task ``click``), of at least this is 1, a smaller one 0.
         ids: ``integers``; ``words`` are numbered in a `Vocabulary`; ``hashed`` words are 64-bit hashes.
         whole_floats: take ids that are floating numbers without a fraction.
@@ -104,8 +106,17 @@ class LogFormat:
         named = [name for name in (self.user, self.item, self.timestamp) if name not in ("", NONE)]
         if len(set(named)) < len(named):
             raise ValueError(f"user, item and timestamp must be different columns, got {', '.join(named)}")
+        if NONE in self.label and len(self.label) > 1:
+            raise ValueError(f"label is 'none' or names of columns, got {', '.join(self.label)}")
+        roles = (*self.label, *self.dense, *self.categories)
+        if len(set(roles)) < len(roles):
+            raise ValueError(
+                f"a column is a label, dense or a category, and one of these: got {', '.join(roles)}"
+            )
         if len(set(self.columns)) < len(self.columns):
             raise ValueError(f"columns must have different names, got {', '.join(self.columns)}")
+        if self.label_threshold is not None and not math.isfinite(self.label_threshold):
+            raise ValueError(f"label_threshold must be finite, got {self.label_threshold}")
         if self.time_format and self.time_unit == "step":
             raise ValueError(
                 "time_format says how dates are written, and time_unit='step' that there are none"
@@ -115,7 +126,7 @@ class LogFormat:
         if not self.delimiter_text and self.delimiter:
             raise ValueError(f"delimiter must be a text, got {self.delimiter!r}")
         try:
-            has_lines = "\n".encode(self.encoding) == b"\n"
+            has_lines = "\n\n".encode(self.encoding).endswith(b"\n\n")  # a mark may stand in front
         except LookupError as error:
             raise ValueError(f"unknown encoding {self.encoding!r}") from error
         if not has_lines:
@@ -125,6 +136,11 @@ class LogFormat:
     def is_clicks(self) -> bool:
         """Whether the log is one of clicks, a `ClickLog`."""
         return bool(self.categories)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The columns of labels that are named."""
+        return () if self.label == (NONE,) else self.label
 
     @property
     def unit(self) -> str:
@@ -148,9 +164,7 @@ class LogFormat:
 
     def query(self) -> str:
         """The changed settings as they stand in a source: ``user=uid&time_unit=ms``."""
-        every = self.changes().items()
-        words = {name: value if isinstance(value, tuple) else [str(value)] for name, value in every}
-        return "&".join(f"{name}={','.join(quote(w, safe=SAFE) for w in own)}" for name, own in words.items())
+        return _query(self.changes())
 
     @classmethod
     def parse(cls, query: str) -> LogFormat:
@@ -158,36 +172,50 @@ class LogFormat:
 
         Raises ValueError naming a setting that is unknown or has another kind of value.
         """
-        return cls(**{name: _value(name, word) for name, word in _pairs(query)})
+        return cls(**_settings(query))
 
 
 _NAMES = tuple(each.name for each in fields(LogFormat))
-_QUERY = re.compile(r"(.+)\?([a-z_]+=.*)", re.DOTALL)
+_QUERY = re.compile(r"(.+)\?([A-Za-z_]+=.*)", re.DOTALL)
 
 
-def with_query(source: str) -> tuple[str, LogFormat]:
-    """A source without the settings behind its last ``?``, and these.
+def with_query(source: str) -> tuple[str, dict[str, Any]]:
+    """A source without the settings behind its last ``?``, and these, also those that say the default.
 
     A ``?`` is also a wildcard and stands in URLs, so settings have known names; the path of a file that
     exists is a path. Raises ValueError naming an unknown setting.
     """
     found = _QUERY.fullmatch(source)
     if not found or Path(source).is_file() or Path(source.partition(":")[2]).is_file():
-        return source, LogFormat()
+        return source, {}
     path, query = found.groups()
     unknown = [name for name, _word in _pairs(query) if name not in _NAMES]
     if unknown and "://" in path:
-        return source, LogFormat()
+        return source, {}
     if unknown:
         raise ValueError(f"{source}: no setting {unknown[0]!r} of a format; known are {', '.join(_NAMES)}")
-    return path, LogFormat.parse(query)
+    return path, _settings(query)
 
 
 def described(source: str, format: LogFormat) -> str:
     """A source with the settings of a format behind it; those that it has already win."""
     path, own = with_query(source)
-    merged = own.over(format).query()
+    merged = _query(format.changes() | own)
     return f"{path}?{merged}" if merged else path
+
+
+def _query(settings: dict[str, Any]) -> str:
+    words = {name: value if isinstance(value, tuple) else [str(value)] for name, value in settings.items()}
+    return "&".join(f"{name}={','.join(quote(w, safe=SAFE) for w in own)}" for name, own in words.items())
+
+
+def _settings(query: str) -> dict[str, Any]:
+    pairs = _pairs(query)
+    names = [name for name, _word in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{name} stands in the settings twice: {query}")
+    return {name: _value(name, word) for name, word in pairs}
 
 
 def _pairs(query: str) -> list[tuple[str, str]]:

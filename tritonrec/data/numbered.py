@@ -7,11 +7,16 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+
 from tritonrec.data.batch import Batch
 from tritonrec.data.positions import check_same
 
 LOADER, SAMPLER = ("batch_size", "drop_last"), ("seed", "num_replicas", "shuffle", "batch_size", "drop_last")
 """Settings of a ``DataLoader``, and of its samplers; `num_replicas` is the number of ranks."""
+
+RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+"""Samplers whose order nobody can draw again."""
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
 
@@ -57,7 +62,19 @@ class NumberedLoader(Generic[AnyBatch]):
         raise StopIteration
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, with that of `loader` if it has one."""
+        """The position, with that of `loader` if it has one.
+
+        Raises ValueError for samplers of torch that draw another order each time, so that there is no place.
+        """
+        if not self._has_state():
+            for sampler in self._samplers():
+                if isinstance(sampler, RANDOM):
+                    raise ValueError(
+                        f"a {type(sampler).__name__} (shuffle=True) draws another order when the loader "
+                        "begins anew, so a position in it says nothing: give the DataLoader "
+                        "sampler=DistributedSampler(dataset, num_replicas=1, rank=0, seed=...), or take "
+                        "torchdata's StatefulDataLoader"
+                    )
         place = {
             "step": self.step,
             "epoch": self._epoch,
@@ -105,8 +122,7 @@ class NumberedLoader(Generic[AnyBatch]):
 
     def _settings(self) -> dict[str, Any]:
         """What a place depends on, as far as loader and samplers of `torch.utils.data` tell."""
-        samplers = [getattr(self.loader, name, None) for name in ("sampler", "batch_sampler")]
-        parts = [self.loader, *samplers, getattr(self.loader, "dataset", None)]
+        parts = [self.loader, *self._samplers()[:2], getattr(self.loader, "dataset", None)]
         found: dict[str, Any] = {}
         for part, names in zip(parts, (LOADER, SAMPLER, SAMPLER, ()), strict=True):
             values = {name: getattr(part, name, None) for name in names}
@@ -114,6 +130,11 @@ class NumberedLoader(Generic[AnyBatch]):
         if isinstance(parts[-1], Sized):
             found["samples"] = len(parts[-1])
         return found
+
+    def _samplers(self) -> list[Any]:
+        """Sampler, sampler of batches, and that one's own."""
+        own, batches = (getattr(self.loader, name, None) for name in ("sampler", "batch_sampler"))
+        return [own, batches, getattr(batches, "sampler", None)]
 
     def _has_state(self) -> bool:
         return hasattr(self.loader, "state_dict") and hasattr(self.loader, "load_state_dict")

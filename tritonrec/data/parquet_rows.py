@@ -65,6 +65,7 @@ class ParquetRows:
             of each in its file, more than that where `first` has cut it.
         group_file, group_number: (G,) int64 file of each, and its number there.
         first_rows: (G,) int64 number of the first row of each.
+        content: digest of what the footers tell of the values: their numbers, the least and the greatest.
 
     Raises FileNotFoundError for a path that does not exist, and ValueError for a dataset without rows, and
     naming the file that is no Parquet, that lacks a column or has one of another kind than the first file.
@@ -84,12 +85,15 @@ class ParquetRows:
         self.filesystem, self.root, self.files = place.filesystem, place.root, place.files
         self._footers: OrderedDict[str, pq.FileMetaData] = OrderedDict()
         self._chunks = 0
-        footers = []
+        footers, content = [], sha256()
         with ThreadPoolExecutor(FOOTER_THREADS) as pool:
             for file, (schema, about) in zip(self.files, pool.map(self._footer, self.files), strict=True):
                 sizes = [about.row_group(number).num_rows for number in range(about.num_row_groups)]
                 footers.append((schema, sizes))
+                for chunk in _values(about, columns):
+                    content.update(repr(chunk).encode())
                 self.keep_footer(file, about)
+        self.content = content.hexdigest()[:16]
         self.schema = common_schema(self.files, [schema for schema, _sizes in footers], columns)
         self.columns = self.schema.names
         groups = [
@@ -190,6 +194,16 @@ class ParquetRows:
                 return found.schema_arrow.remove_metadata(), found.metadata
         except UNREADABLE as error:
             raise ValueError(f"{self.path}: not a Parquet dataset: {file}: {error}") from error
+
+
+def _values(about: pq.FileMetaData, columns: Sequence[str] | None) -> Iterator[tuple[Any, ...]]:
+    """Of each column chunk its column, the number of values, the least and the greatest if that is told."""
+    for group in map(about.row_group, range(about.num_row_groups)):
+        for chunk in map(group.column, range(about.num_columns)):
+            name, told = chunk.path_in_schema, chunk.statistics
+            if columns is None or name.partition(".")[0] in columns or name in columns:
+                least = (told.min_raw, told.max_raw) if told is not None and told.has_min_max else ()
+                yield name, chunk.num_values, *least
 
 
 def _written(frame: Any) -> tuple[str, ScratchFolder]:

@@ -1,8 +1,9 @@
 """Where the files of a log are: a file, a folder of files at any depth, or a glob, local or at a URL.
 
 Files are in the natural order of their paths (``day_2`` before ``day_10``). Names that begin with ``_`` or
-``.`` are left out, and so are files in such folders. A path that exists is that file, also where its name
-has a wildcard in it (``a[1].tsv``).
+``.`` are left out, and so are files in such folders. In a glob ``**`` is any number of folders, and a folder
+that it matches is all its files. What exists is that file or folder, also where its name has a wildcard in it
+(``a[1].tsv``, ``logs[1]/*.csv``).
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ def files_at(path: str, kind: str = "file", filesystem: Any = None, patterns: Se
         if fs.get_file_info(place or "/").type == FileType.File:
             return Place(path, fs, place.rpartition("/")[0], [place])
         base, wild = without_wildcards(place)
+        while wild and fs.get_file_info(longer := f"{base}/{wild[0]}").type != FileType.NotFound:
+            more, wild = without_wildcards("/".join(wild[1:]))
+            base = "/".join([longer, *filter(None, [more])])
         about = fs.get_file_info(base or "/")
         if about.type == FileType.NotFound:
             raise FileNotFoundError(f"{path}: no such file or folder")
@@ -69,7 +73,7 @@ def files_at(path: str, kind: str = "file", filesystem: Any = None, patterns: Se
         below = below_folder(base, info.path).split("/")
         if info.type != FileType.File or any(part[:1] in ("_", ".") for part in below):
             continue
-        if not wild or (len(wild) == len(below) and all(map(fnmatchcase, below, wild))):
+        if _matches(below, wild):
             files.append(info.path)
     if patterns and not wild:
         files = next(filter(None, ([file for file in files if _is(file, each)] for each in patterns)), [])
@@ -81,6 +85,15 @@ def files_at(path: str, kind: str = "file", filesystem: Any = None, patterns: Se
     if not files:
         raise ValueError(f"{path}: the dataset holds no {kind}")
     return Place(path, fs, base, sorted(files, key=natural_order), not wild)
+
+
+def _matches(below: list[str], wild: list[str]) -> bool:
+    """Whether a glob matches a file, or a folder that it is in, by the parts of both paths."""
+    if not wild:
+        return True
+    if wild[0] == "**":
+        return any(_matches(below[at:], wild[1:]) for at in range(len(below)))
+    return bool(below) and fnmatchcase(below[0], wild[0]) and _matches(below[1:], wild[1:])
 
 
 def _is(file: str, pattern: str) -> bool:
@@ -100,7 +113,10 @@ def filesystem_of(path: str, filesystem: Any = None) -> tuple[pafs.FileSystem, s
         is_arrow = isinstance(filesystem, pafs.FileSystem)
         return filesystem if is_arrow else pafs.PyFileSystem(pafs.FSSpecHandler(filesystem)), path
     if "://" not in path:
-        return pafs.LocalFileSystem(), str(Path(path).expanduser())
+        local = Path(path).expanduser()
+        # A glob in the working directory has no folder before it, and a colon would be that of a URL.
+        is_bare = not set(str(local).partition("/")[0]).isdisjoint("*?[:")
+        return pafs.LocalFileSystem(), str(local.absolute() if is_bare else local)
     base, wild = without_wildcards(path)
     try:
         found, place = pafs.FileSystem.from_uri(base)

@@ -38,11 +38,13 @@ def _columns(text: str) -> tuple[str, ...]:
 _RATINGS = LogFormat(columns=_columns("user item rating timestamp"), header="no", time_unit="s")
 _MOVIES = LogFormat(user="userId", item="movieId", rating="rating", timestamp="timestamp", time_unit="s")
 _REVIEWS = LogFormat(
-    user="reviewerID", item="asin", rating="overall", timestamp="unixReviewTime", time_unit="s", ids="words"
-)
+    user="reviewerID", item="asin", rating="overall", timestamp="unixReviewTime", time_unit="s", ids="words",
+    label=("none",),
+)  # fmt: skip
 _AMAZON = LogFormat(
-    user="user_id", item="parent_asin", rating="rating", timestamp="timestamp", time_unit="ms", ids="words"
-)
+    user="user_id", item="parent_asin", rating="rating", timestamp="timestamp", time_unit="ms", ids="words",
+    label=("none",),
+)  # fmt: skip
 _KUAIREC = LogFormat(
     user="user_id",
     item="video_id",
@@ -119,7 +121,7 @@ PRESETS: dict[str, Preset] = {
         ("steam_reviews.json", "steam_new.json"),
         LogFormat(
             user="username", item="product_id", timestamp="date", time_unit="s", time_format="%Y-%m-%d",
-            ids="words", rating="none", label=(),
+            ids="words", rating="none", label=("none",),
         ),
         "json",
     ),

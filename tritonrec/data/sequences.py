@@ -213,7 +213,8 @@ def lists_of(
     Args:
         path, numbers: of the rows (b,), for errors.
 
-    Raises ValueError for nulls, for rows whose lists differ in length, and for values beyond int64.
+    Raises ValueError for nulls, for rows whose lists differ in length or whose times fall, and for values
+    beyond int64.
     """
     from tritonrec.data.times import lists
     from tritonrec.data.values import Part
@@ -227,6 +228,11 @@ def lists_of(
             f"{path}, row {part.number(row)}: a row has {lengths[row]} values in 'item' and {of_times[row]} "
             "in 'timestamp': its lists must be of one length"
         )
+    falls = np.append(False, timestamps[1:] < timestamps[:-1])
+    falls[np.cumsum(lengths)[:-1][lengths[1:] > 0]] = False  # between two rows
+    if falls.any():
+        row = int(np.searchsorted(np.cumsum(lengths), falls.argmax(), side="right"))
+        raise ValueError(f"{path}, row {part.number(row)}: the times of a row fall: sort its lists by time")
     return (
         torch.from_numpy(items),
         torch.from_numpy(timestamps),

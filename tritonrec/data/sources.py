@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,15 +72,15 @@ def source_of(source: Any, format: LogFormat | None = None) -> Source | None:
     if not isinstance(source, (str, Path)):
         return Source(source, given, is_clicks=given.is_clicks)
     text, queried = with_query(str(source))
-    own = queried.over(given) if queried.changes() else given
+    own = replace(given, **queried)
     word, colon, path = text.partition(":")
     if word in MADE and bool(colon) == bool(path) and not (word == "ml-100k" and path):
-        if own.changes():
-            raise ValueError(f"{text} has a format of its own: leave out {', '.join(own.changes())}")
+        if told := {**own.changes(), **queried}:
+            raise ValueError(f"{text} has a format of its own: leave out {', '.join(told)}")
         return None
     if word in PRESETS and path:
         preset = PRESETS[word]
-        own = own.over(preset.format)
+        own = replace(preset.format, **given.changes() | queried)
         return Source(path, own, preset.kind, preset, own.is_clicks, word)
     if word == "ali-ccp" and path:
         return Source(path, own, is_clicks=True, word=word)

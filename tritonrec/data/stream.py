@@ -165,6 +165,7 @@ class Stream(Generic[BatchType]):
         return {
             "kind": type(self).__name__,
             "data": self.rows.fingerprint,
+            "values": self.rows.content,
             "samples": plan.num_rows,
             "batch_size": plan.batch_size,
             "seed": plan.seed,

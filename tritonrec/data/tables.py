@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pyarrow as pa
 import pyarrow.ipc as ipc
 import pyarrow.parquet as pq
+from torch import Tensor
 
 from tritonrec.data.arrow_types import common_type
 from tritonrec.data.json_tables import JsonFile
@@ -97,7 +98,8 @@ class _Typed:
 
     def booleans(self) -> list[str]:
         """Names of the columns of booleans."""
-        return [name for name in self.names if pa.types.is_boolean(self.schema.field(name).type)]
+        return [each.name for each in self.schema
+                if pa.types.is_boolean(each.type) and not is_metadata(each.name)]  # fmt: skip
 
 
 class ParquetFile(_Typed):
@@ -177,13 +179,20 @@ class Frame(_Typed):
     path = "the table"
 
     def __init__(self, source: Any) -> None:
-        if isinstance(source, dict):
-            source = pa.table(source)
-        if isinstance(source, pa.RecordBatch):
-            source = pa.Table.from_batches([source])
-        if hasattr(source, "scanner"):  # a dataset of pyarrow
-            source = source.scanner().to_reader()
+        if not is_frame(source):
+            raise ValueError(
+                f"expected a path or a table (of pyarrow, pandas or Polars, or arrays by name), got "
+                f"{type(source).__name__}"
+            )
         try:
+            if isinstance(source, dict):
+                source = pa.table({name: _array(own) for name, own in source.items()})
+            if isinstance(source, pa.RecordBatch):
+                source = pa.Table.from_batches([source])
+            if hasattr(source, "scanner"):  # a dataset of pyarrow
+                source = source.scanner().to_reader()
+            if hasattr(source, "collect"):  # a lazy frame of Polars
+                source = source.collect()
             self._reader = pa.RecordBatchReader.from_stream(source)
         except (pa.ArrowException, TypeError) as error:  # columns of a frame that Arrow has no type for
             raise ValueError(f"the table cannot be read as Arrow: {error}") from error
@@ -197,12 +206,14 @@ class Frame(_Typed):
 
 def is_frame(source: Any) -> bool:
     """Whether `source` is rows in memory."""
-    return (
-        isinstance(source, dict)
-        or hasattr(source, "__arrow_c_stream__")
-        or hasattr(source, "scanner")
-        or (isinstance(source, pa.RecordBatch))
+    return isinstance(source, (dict, pa.RecordBatch)) or any(
+        hasattr(source, name) for name in ("__arrow_c_stream__", "scanner", "collect")
     )
+
+
+def _array(values: Any) -> Any:
+    """A column of a dictionary; tensors as arrays."""
+    return values.detach().cpu().numpy() if isinstance(values, Tensor) else values
 
 
 def common_schema(

@@ -119,10 +119,12 @@ class TextFile:
                     try:
                         return number, text.decode().rstrip("\r")
                     except UnicodeDecodeError as error:
-                        raise ValueError(
-                            f"{self.path}, line {number}: not UTF-8 text, name its encoding= ({error})"
-                        ) from error
+                        raise self.no_text(number, error) from error
         raise ValueError(f"{self.path}: the file is empty")
+
+    def no_text(self, line: int, error: UnicodeDecodeError) -> ValueError:
+        """The error of a line that is not in the encoding."""
+        return ValueError(f"{self.path}, line {line}: not UTF-8 text, name its encoding= ({error})")
 
 
 def _even(data: bytes, quote: bytes) -> tuple[bytes, bytes]:
@@ -166,6 +168,11 @@ class CsvFile(TextFile):
             same = [field.strip() for field in fields] == list(format.columns)
             has_header = format.header == "yes" or (format.header == "auto" and same)
             names = list(format.columns)
+            if not has_header and format.header == "auto" and is_header(fields, LogFormat()):
+                raise ValueError(
+                    f"{self.path}, line {line}: columns are named, and the first line looks like a header: "
+                    f"{text[:SHOWN]!r}. Say header=yes or header=no"
+                )
             if len(fields) != len(names):
                 raise ValueError(
                     f"{self.path}, line {line}: {len(fields)} columns, but {len(names)} are named "
@@ -244,9 +251,7 @@ class CsvFile(TextFile):
             try:
                 text.decode()
             except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"{self.path}, line {number}: not UTF-8 text, name its encoding= ({error})"
-                ) from error
+                raise self.no_text(number, error) from error
 
 
 def _fields(text: str, delimiter: str, quote: str) -> list[str]:

@@ -6,6 +6,7 @@ A time is a number, a timestamp of any unit and zone, a date, or text.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tritonrec.data.arrow_types import Column, is_date, is_integer, is_list, plain
+from tritonrec.data.arrow_types import Column, is_date, is_integer, is_list
 from tritonrec.data.values import Part, integers
 
 UNITS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
@@ -41,7 +42,9 @@ def times(part: Part, name: str, values: Column, unit: str = "", format: str = "
 
     Raises ValueError naming the row of a missing time, and of one that is no time or beyond int64.
     """
-    values = plain(values)
+    values = part.plain(name, values)
+    if format and is_integer(values.type):  # 20240501 for %Y%m%d
+        values = values.cast(pa.string())
     kind = values.type
     if pa.types.is_string(kind):
         return _times_of_text(part, name, pc.utf8_trim_whitespace(values), unit, format)
@@ -49,9 +52,10 @@ def times(part: Part, name: str, values: Column, unit: str = "", format: str = "
         if values.null_count:
             part.fail(name, values, values.is_null().to_numpy(zero_copy_only=False), "a time")
         if pa.types.is_date32(kind):
-            return _scaled(values.cast(pa.int32()).cast(pa.int64()).to_numpy() * 86_400, 1, unit)
+            seconds = values.cast(pa.int32()).cast(pa.int64()).to_numpy() * 86_400
+            return _scaled(part, name, values, seconds, 1, unit)
         per_second = UNITS["ms" if pa.types.is_date64(kind) else kind.unit]
-        return _scaled(values.cast(pa.int64()).to_numpy(), per_second, unit)
+        return _scaled(part, name, values, values.cast(pa.int64()).to_numpy(), per_second, unit)
     if pa.types.is_floating(kind) or (pa.types.is_decimal(kind) and kind.scale > 0):
         return _rounded_down(part, name, values, values.cast(pa.float64()).to_numpy(zero_copy_only=False))
     if not (is_integer(kind) or pa.types.is_null(kind)):
@@ -68,20 +72,42 @@ def _times_of_text(part: Part, name: str, values: pa.Array, unit: str, format: s
         if found.null_count:
             part.fail(name, values, found.is_null().to_numpy(zero_copy_only=False), "a time")
         return Times(found.to_numpy())
-    if "%f" in format:
-        made = values.dictionary_encode()
-        known = [_parsed(word, format) for word in made.dictionary.to_pylist()]
-        found = pa.array(known, pa.int64()).take(made.indices)
+    if "%f" in format or "%Z" in format:
+        found = _each_parsed(values, format)
     else:
-        found = pc.strptime(values, format, "us", error_is_null=True).cast(pa.int64())
+        made = pc.strptime(values, format, "us", error_is_null=True)
+        found = made.cast(pa.int64())
+        if "%d" in format and _is_known(format):  # Arrow takes February 31 for March 2
+            early = pc.and_(pc.less_equal(pc.day(made), 3), pc.match_substring_regex(values, "29|3[01]"))
+            early = pc.fill_null(early, False)
+            checked = _each_parsed(values.filter(early), format)
+            found = pc.replace_with_mask(found, early, checked)
     if found.null_count:
         wrong = found.is_null().to_numpy(zero_copy_only=False)
         part.fail(name, values, wrong, f"a time of the format {format}")
-    return _scaled(found.to_numpy(), UNITS["us"], unit)
+    return _scaled(part, name, values, found.to_numpy(), UNITS["us"], unit)
+
+
+def _is_known(format: str) -> bool:
+    """Whether Python's directives are those of a format."""
+    day = datetime(2000, 12, 31, 23, 59, 58, tzinfo=UTC)
+    try:
+        return datetime.strptime(day.strftime(format), format) is not None
+    except ValueError:
+        return False
+
+
+def _each_parsed(values: pa.Array, format: str) -> pa.Array:
+    """(n,) microseconds by Python's strptime, which is slower and knows the calendar; null for no time."""
+    made = values.dictionary_encode()
+    known = [_parsed(word, format) for word in made.dictionary.to_pylist()]
+    return pa.array(known, pa.int64()).take(made.indices)
 
 
 def _parsed(word: str | None, format: str) -> int | None:
     """Microseconds."""
+    if "%Z" in format and not re.search(r"\b(UTC|GMT|Z)\b", word or ""):  # other names have no one offset
+        return None
     try:
         found = datetime.strptime(word or "", format)
     except ValueError:
@@ -112,18 +138,23 @@ def _decimals_or_iso(part: Part, name: str, values: pa.Array, unit: str) -> Time
     zoned = pc.fill_null(pc.match_substring_regex(values, _ISO_ZONE), False)
     date_only = pc.less_equal(pc.utf8_length(values), 10)
     zoned = pc.and_(zoned, pc.invert(pc.fill_null(date_only, False)))
-    try:
-        nothing = pa.scalar(None, pa.string())
-        with_zone = pc.if_else(zoned, values, nothing).cast(pa.timestamp("us", "UTC")).cast(pa.int64())
-        without = pc.if_else(zoned, nothing, values).cast(pa.timestamp("us")).cast(pa.int64())
-    except pa.ArrowInvalid:
+    nothing = pa.scalar(None, pa.string())
+    for digits_of in ("us", "ns"):
+        try:
+            kinds = pa.timestamp(digits_of, "UTC"), pa.timestamp(digits_of)
+            with_zone = pc.if_else(zoned, values, nothing).cast(kinds[0]).cast(pa.int64())
+            without = pc.if_else(zoned, nothing, values).cast(kinds[1]).cast(pa.int64())
+            break
+        except pa.ArrowInvalid:
+            continue
+    else:
         wrong = np.array([not _is_iso(word) for word in values.to_pylist()])
         wrong = wrong if wrong.any() else np.ones(len(values), bool)
         part.fail(name, values, wrong, "a number or an ISO date; other dates take time_format=, as %d.%m.%Y")
     found = pc.coalesce(with_zone, without)
     if found.null_count:
         part.fail(name, values, found.is_null().to_numpy(zero_copy_only=False), "a time")
-    return _scaled(found.to_numpy(), UNITS["us"], unit)
+    return _scaled(part, name, values, found.to_numpy(), UNITS[digits_of], unit)
 
 
 def _is_iso(word: str | None) -> bool:
@@ -143,13 +174,16 @@ def _rounded_down(part: Part, name: str, values: pa.Array, found: np.ndarray) ->
     return Times(whole.astype(np.int64), fraction if fraction.any() else None)
 
 
-def _scaled(found: np.ndarray, per_second: int, unit: str) -> Times:
+def _scaled(part: Part, name: str, values: pa.Array, found: np.ndarray, per_second: int, unit: str) -> Times:
     """Times of `per_second` in `unit`; in seconds for none."""
     wanted = UNITS.get(unit, 1)
     if wanted >= per_second:
         limit = np.iinfo(np.int64).max // (wanted // per_second)
-        if len(found) and int(np.abs(found).max()) > limit:
-            raise ValueError(f"times do not fit into 64 bits as {unit}: choose a coarser time_unit")
+        wrong = (found > limit) | (found < -limit)
+        if wrong.any():
+            part.fail(
+                name, values, wrong, f"a time that fits into 64 bits as {unit}: take a coarser time_unit"
+            )
         return Times(found * (wanted // per_second), None, True)
     ratio = per_second // wanted
     whole = found // ratio
@@ -178,11 +212,24 @@ def found_unit(low: int, high: int) -> str:
     return fits[0] if fits else ""
 
 
+def _is_day(time: int) -> bool:
+    """Whether a number is a date of our times, as 20240501."""
+    try:
+        return 1990 <= datetime.strptime(str(time), "%Y%m%d").year < 2100 and time >= 10**7
+    except ValueError:
+        return False
+
+
 def checked_unit(source: Any, low: int, high: int) -> str:
     """The unit of times between `low` and `high`, which nobody has named; seconds also from 1970 on.
 
     Raises ValueError where they have none.
     """
+    if _is_day(low) and _is_day(high):
+        raise ValueError(
+            f"{source}: times from {low} to {high} look like dates of the format %Y%m%d: say "
+            "time_format=%Y%m%d, or time_unit=s where they are seconds"
+        )
     unit = found_unit(low, high) or ("s" if 0 <= low <= high < 4_102_444_800 else "")
     if not unit:
         raise ValueError(
@@ -214,7 +261,7 @@ def lists(part: Part, name: str, values: Column) -> tuple[np.ndarray, np.ndarray
 
     Raises ValueError naming the row of a null.
     """
-    values = plain(values)
+    values = part.plain(name, values)
     if not is_list(values.type):
         part.fail_type(name, values.type, "lists of integers, a row for each sequence")
     if values.null_count:

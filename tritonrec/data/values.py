@@ -45,9 +45,26 @@ class Part:
         raise ValueError(f"{self.path}, {self.unit} {self.number(row)}: column {column} has {shown}, "
                          f"expected {expected}")  # fmt: skip
 
+    def plain(self, column: str, values: Column) -> pa.Array:
+        """The values in the plain type of their kind; raises ValueError for bytes that are no text."""
+        try:
+            return plain(values)
+        except pa.ArrowInvalid:
+            wrong = np.array([not _is_text(value) for value in values.to_pylist()])
+            if not wrong.any():
+                raise
+            self.fail(column, values, wrong, "UTF-8 text")
+
     def fail_type(self, column: str, kind: pa.DataType, expected: str) -> NoReturn:
         """Raise ValueError for a column of another type."""
         raise ValueError(f"{self.path}: column {column!r} is of type {kind}, expected {expected}")
+
+
+def _is_text(value: object) -> bool:
+    try:
+        return not isinstance(value, bytes) or value.decode() is not None
+    except UnicodeDecodeError:
+        return False
 
 
 def integers(part: Part, name: str, values: Column, whole_floats: bool = False) -> np.ndarray:
@@ -55,13 +72,15 @@ def integers(part: Part, name: str, values: Column, whole_floats: bool = False) 
 
     Raises ValueError naming the row of a null and of anything else, and the column of another type.
     """
-    values = plain(values)
+    values = part.plain(name, values)
     kind, expected = values.type, "an int64"
     if kind == pa.int64() and not values.null_count:
         return values.to_numpy()
     if pa.types.is_null(kind) and len(values):
         part.fail(name, values, np.ones(len(values), bool), expected)
     if pa.types.is_string(kind):
+        if whole_floats:
+            values = pc.replace_substring_regex(values, r"^(\s*-?[0-9]+)\.0*(\s*)$", r"\1\2")
         return _of_text(part, name, values)
     if pa.types.is_floating(kind):
         found = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
@@ -111,14 +130,16 @@ def _of_text(part: Part, name: str, values: pa.Array) -> np.ndarray:
 
 
 def words(part: Part, name: str, values: Column) -> pa.Array:
-    """(n,) text: a column of words, or of integers as they are written; names the row of a missing one."""
-    values = plain(values)
+    """(n,) text: a column of words as they are, blanks included, or of integers as they are written.
+
+    Names the row of a missing one, and of one that is blank.
+    """
+    values = part.plain(name, values)
     kind = values.type
     if not (pa.types.is_string(kind) or is_integer(kind) or pa.types.is_null(kind)):
         part.fail_type(name, kind, "words or integers")
     found = values if pa.types.is_string(kind) else values.cast(pa.string())
-    found = pc.utf8_trim_whitespace(found)
-    empty = pc.fill_null(pc.equal(found, ""), True)
+    empty = pc.fill_null(pc.equal(pc.utf8_trim_whitespace(found), ""), True)
     if pc.any(empty, min_count=0).as_py():
         part.fail(name, values, empty.to_numpy(zero_copy_only=False), "a word")
     return found
@@ -126,7 +147,7 @@ def words(part: Part, name: str, values: Column) -> pa.Array:
 
 def numbers(part: Part, name: str, values: Column) -> np.ndarray:
     """(n,) float64: a column of finite numbers, or of text of these; names the row of anything else."""
-    values = plain(values)
+    values = part.plain(name, values)
     expected = "a finite number"
     if pa.types.is_string(values.type):
         values = pc.utf8_trim_whitespace(values)
@@ -153,7 +174,7 @@ def _number(word: str | None) -> float | None:
 
 def flags(part: Part, name: str, values: Column, threshold: float | None = None) -> np.ndarray:
     """(n,) int64 of 0 and 1: booleans, or numbers that are, or, with a `threshold`, whether they reach it."""
-    values = plain(values)
+    values = part.plain(name, values)
     if threshold is not None and not pa.types.is_boolean(values.type):
         return (numbers(part, name, values) >= threshold).astype(np.int64)
     if pa.types.is_boolean(values.type):

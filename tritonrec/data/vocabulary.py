@@ -18,7 +18,8 @@ is no way back from an id to its word, and two words may share one.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -36,6 +37,8 @@ ROWS = 1 << 18
 """Words that are numbered by one call of the kernel: there must be room for as many new ones."""
 PREFIX = "vocabulary/"
 """How the names of its tensors begin in a checkpoint."""
+WORDS_FILE = "_{}_words.parquet"
+"""The vocabulary of users or items, beside shards whose ids are numbers of its words."""
 COLUMN = "word"
 """The column of a saved vocabulary."""
 
@@ -245,6 +248,33 @@ class Vocabulary:
                 *map(np.int64, (self._count, self._store.ctypes.data, self._bounds.ctypes.data)),
                 *map(np.int64, (self._slots.ctypes.data, capacity)),
             )
+
+
+def words_of(folder: Path) -> dict[str, Vocabulary]:
+    """The vocabularies beside converted or grouped shards, by column; {} where ids are numbers."""
+    files = {role: folder / WORDS_FILE.format(role) for role in ("user", "item")}
+    return {role: Vocabulary.load(file) for role, file in files.items() if file.exists()}
+
+
+def save_words(vocabularies: Mapping[str, Vocabulary], folder: Path) -> None:
+    """Write what `words_of` reads."""
+    for role, vocabulary in vocabularies.items():
+        vocabulary.save(folder / WORDS_FILE.format(role))
+
+
+@contextmanager
+def kept_on_error(vocabularies: dict[str, Vocabulary]) -> Iterator[None]:
+    """Undo what is added to vocabularies where the block raises: a log is read whole or not at all."""
+    before = {name: each.state_dict() for name, each in vocabularies.items()}
+    try:
+        yield
+    except BaseException:
+        for name, each in list(vocabularies.items()):
+            if name not in before:
+                del vocabularies[name]
+            elif len(each) + 1 > len(before[name]["offsets"]):
+                each.load_state_dict(before[name])
+        raise
 
 
 def tensors_of(vocabularies: Mapping[str, Vocabulary]) -> dict[str, Tensor]:

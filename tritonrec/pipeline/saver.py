@@ -145,7 +145,7 @@ def restore(
             raise ValueError(f"the checkpoint in {directory} was not saved by a Trainer of this version")
         state = unflatten(plain, {f"{DENSE}/{name}": tensor for name, tensor in loaded.dense.items()})
         saved = vocabularies_of(loaded.dense)
-        for name in saved.keys() & (vocabularies or {}).keys():
+        for name in sorted(saved.keys() & (vocabularies or {}).keys()):
             vocabularies[name].check_extends(saved[name], name)  # type: ignore[index]
     load: Callable[[], None]
     with whole_or_nothing(communicators) as checked:  # of its own: sharded parameters are gathered in it

@@ -37,7 +37,8 @@ def ids_of(value: Any, what: str, vocabulary: Vocabulary | None) -> Ids:
 
     Raises ValueError for another dtype or shape, offsets that do not fit, and unknown words.
     """
-    value = value.to_pylist() if hasattr(value, "to_pylist") else value  # Arrow's arrays
+    for name in ("to_pylist", "to_list"):  # Arrow's arrays, and columns of pandas and Polars
+        value = getattr(value, name)() if hasattr(value, name) else value
     found = _jagged(value, what)
     if found is None:
         parts = [value] if _is_one(value) else list(value)
@@ -97,11 +98,25 @@ def array_of(value: Any, what: str, vocabulary: Vocabulary | None) -> tuple[Tens
     if array.dtype.kind in "iu" and array.ndim == 1 and array.max() < 2**63:
         return torch.from_numpy(array.astype(np.int64)), False
     if array.dtype.kind not in "UTO" or array.ndim != 1:
-        raise ValueError(f"ids of the {what} must be int64 or words, got {array.dtype} {array.shape}")
+        got = f"{array.dtype} {array.shape}" if array.ndim else type(value).__name__
+        raise ValueError(
+            f"ids of the {what} must be int64 or words, got {got}: give (n,), or a list of these for users"
+        )
     if vocabulary is None:
         name = what if what not in ("history", "exclude") else "'item'"
         raise ValueError(f"the {what} has words, and the export has no vocabulary of {name}: give int64 ids")
-    return torch.from_numpy(vocabulary.encode(list(value))), True
+    try:
+        ids = vocabulary.encode(list(value), unknown=-1)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"ids of the {what} must all be int64, or all words: {error}") from error
+    if (ids < 0).any() and what != "exclude":  # what nobody knows is not retrieved
+        row = int((ids < 0).argmax())
+        raise ValueError(
+            f"the {what} has {list(value)[row]!r} in row {row}, which is not among the {len(vocabulary)} "
+            "words of the export: leave out those for which Predictor.vocabularies[...].encode(words, "
+            "unknown=-1) is -1"
+        )
+    return torch.from_numpy(ids), True
 
 
 def times_of(value: Any, history: Any, ids: Tensor, needed: bool) -> Tensor:

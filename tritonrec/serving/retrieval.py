@@ -16,6 +16,8 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if scores.dim() != 2:
         raise ValueError(f"scores must be (B, I), got {tuple(scores.shape)}")
     rows, items = scores.shape
+    if not isinstance(k, int) or isinstance(k, bool):
+        raise ValueError(f"k must be a whole number, got {k!r}")
     if not 1 <= k <= items:
         raise ValueError(f"k must be in [1, {items}], the number of items, got {k}")
     if bool(scores.isnan().any()):
