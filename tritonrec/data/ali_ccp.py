@@ -25,8 +25,8 @@ import pyarrow.compute as pc
 
 from tritonrec.data.click_columns import MISSING, ClickColumns, as_log
 from tritonrec.data.ctr import ClickLog
+from tritonrec.data.log_files import LogFiles, files_at
 from tritonrec.data.log_format import LogFormat
-from tritonrec.data.places import Place, files_at
 from tritonrec.data.text_tables import CsvFile
 from tritonrec.data.values import Part, flags, integers, numbers
 
@@ -48,10 +48,10 @@ def read(path: Path | str) -> ClickLog:
     return as_log(columns, ((Part(path, "row", 0), table) for table in parts(path)), path)
 
 
-def place(path: Path | str) -> Place:
+def place(path: Path | str) -> LogFiles:
     """The files of both kinds, in the order in which they are read; raises FileNotFoundError as `parts`."""
     found = [files_at(str(path), patterns=(pattern,)) for pattern in PATTERNS]
-    return Place(str(path), found[0].filesystem, found[0].root, [*found[0].files, *found[1].files])
+    return LogFiles(str(path), found[0].filesystem, found[0].root, [*found[0].files, *found[1].files])
 
 
 def parts(path: Path | str) -> Iterator[pa.Table]:

@@ -25,8 +25,8 @@ import pyarrow.compute as pc
 
 from tritonrec.data.arrow_types import is_integer, plain
 from tritonrec.data.ctr import ClickLog, num_training_rows
+from tritonrec.data.log_files import files_at
 from tritonrec.data.log_format import LogFormat, named
-from tritonrec.data.places import files_at
 from tritonrec.data.presets import Preset
 from tritonrec.data.tables import File, Frame, common_schema, is_metadata, open_files
 from tritonrec.data.values import Part, flags, integers, numbers, words

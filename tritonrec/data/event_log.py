@@ -21,9 +21,9 @@ from tritonrec.data import values
 from tritonrec.data.arrow_types import is_list, plain
 from tritonrec.data.features import ItemGenres, UserFeatures
 from tritonrec.data.interactions import Interactions
+from tritonrec.data.log_files import PACKED, LogFiles, files_at
 from tritonrec.data.log_format import LogFormat, find_columns, named
 from tritonrec.data.parquet import FRACTION, TIME_UNIT, concat
-from tritonrec.data.places import PACKED, Place, files_at
 from tritonrec.data.presets import Preset
 from tritonrec.data.tables import File, Frame, ParquetFile, open_files
 from tritonrec.data.times import checked_unit, times
@@ -63,7 +63,7 @@ class EventLog:
         words: dict[str, Vocabulary] | None = None,
     ) -> None:
         self.format, self.preset, self._kind = format, preset, kind
-        self.place: Place | None = None
+        self.place: LogFiles | None = None
         self._frame: Frame | None = None
         if isinstance(source, str):
             self.name = source

@@ -55,8 +55,8 @@ class ImpressionStream(Stream[ImpressionBatch]):
         buffer_rows: int = 1 << 15,
         readers: int = 64,
     ) -> None:
+        from tritonrec.data.log_files import files_at
         from tritonrec.data.parquet import features_beside  # pyarrow is slow to import
-        from tritonrec.data.places import files_at
 
         self.folder = Path(folder)
         self.context, self.tasks = _names(self.folder / ABOUT_FILE)

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tritonrec.data.features import ItemGenres, UserFeatures, numbered
+from tritonrec.data.log_files import LogFiles, files_at
 from tritonrec.data.log_format import LogFormat, named
-from tritonrec.data.places import Place, files_at
 from tritonrec.data.text_tables import CsvFile
 from tritonrec.data.values import integers
 
@@ -27,12 +27,12 @@ CONTEXT = (
 FILES = ("user_features_*.csv", "video_features_basic_*.csv")
 
 
-def files_beside(place: Place) -> list[str]:
+def files_beside(place: LogFiles) -> list[str]:
     """The first file of users, and the first of videos, beside the logs of a folder, where there are any."""
     return [file for file in _found(place) if file is not None]
 
 
-def features_beside(place: Place) -> tuple[UserFeatures | None, ItemGenres | None]:
+def features_beside(place: LogFiles) -> tuple[UserFeatures | None, ItemGenres | None]:
     """Features of users and tags of videos; None for those that are not there.
 
     Raises ValueError naming file and column of a bad value.
@@ -41,7 +41,7 @@ def features_beside(place: Place) -> tuple[UserFeatures | None, ItemGenres | Non
     return users and _users(place, users), videos and _tags(place, videos)  # type: ignore[return-value]
 
 
-def _found(place: Place) -> list[str | None]:
+def _found(place: LogFiles) -> list[str | None]:
     if not place.is_folder:
         return [None, None]
     found: list[str | None] = []
@@ -54,7 +54,7 @@ def _found(place: Place) -> list[str | None]:
 
 
 def _table(
-    place: Place, path: str, id: str, words: tuple[str, ...]
+    place: LogFiles, path: str, id: str, words: tuple[str, ...]
 ) -> tuple[np.ndarray, dict[str, pa.Array]]:
     """The ids, which differ, and those of the columns of words that the file has."""
     file = CsvFile(place.filesystem, path, LogFormat(header="yes"))
@@ -73,13 +73,13 @@ def _table(
     }
 
 
-def _users(place: Place, path: str) -> UserFeatures:
+def _users(place: LogFiles, path: str) -> UserFeatures:
     ids, table = _table(place, path, "user_id", CONTEXT)
     order = np.argsort(ids)
     return UserFeatures(ids[order], {name: numbered(own.to_pylist())[order] for name, own in table.items()})
 
 
-def _tags(place: Place, path: str) -> ItemGenres:
+def _tags(place: LogFiles, path: str) -> ItemGenres:
     ids, table = _table(place, path, "video_id", ("tag",))
     if "tag" not in table:
         raise ValueError(f"{path}: no column 'tag'")

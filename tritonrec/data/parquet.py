@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from tritonrec.data.features import ItemGenres, UserFeatures
 from tritonrec.data.interactions import Interactions
-from tritonrec.data.places import Place
+from tritonrec.data.log_files import LogFiles
 from tritonrec.data.tables import is_metadata
 from tritonrec.data.times import lists
 from tritonrec.data.values import Part, integers
@@ -39,12 +39,12 @@ TIME_UNIT = b"tritonrec.time_unit"
 Made = TypeVar("Made")
 
 
-def files_beside(place: Place) -> list[str]:
+def files_beside(place: LogFiles) -> list[str]:
     """The files of features in a folder, which may not be there."""
     return [f"{place.root.rstrip('/')}/{name}" for name in (USERS_FILE, ITEMS_FILE)]
 
 
-def features_beside(place: Place) -> tuple[UserFeatures | None, ItemGenres | None]:
+def features_beside(place: LogFiles) -> tuple[UserFeatures | None, ItemGenres | None]:
     """Features of users and items in the folder of a dataset; None for those that are not there.
 
     Raises ValueError naming a file that cannot be read, or is of another form.
@@ -109,7 +109,7 @@ def write_features(log: Interactions, folder: Path) -> None:
         pq.write_table(pa.table({"item": log.genres.item_ids, "genres": genres}), folder / ITEMS_FILE)
 
 
-def _beside(place: Place, file: str, made: Callable[[str, pa.Table], Made]) -> Made | None:
+def _beside(place: LogFiles, file: str, made: Callable[[str, pa.Table], Made]) -> Made | None:
     """What is `made` of a file in the folder of a dataset; None where there is none."""
     if place.filesystem.get_file_info(file).type != pafs.FileType.File:
         return None

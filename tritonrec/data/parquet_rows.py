@@ -1,6 +1,6 @@
 """Parquet shards as one sequence of rows: which row group has which rows, and reading of any stretch of them.
 
-A dataset is a file, a folder of files at any depth, or a glob (`tritonrec.data.places`). Files are taken in
+A dataset is a file, a folder of files at any depth, or a glob (`tritonrec.data.log_files`). Files are taken in
 the natural order of their paths and row groups in their order; a row's number is its place in this order. Any
 compression of Parquet will do.
 
@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tritonrec.data.arrow_types import is_date, is_integer, is_list, plain
-from tritonrec.data.places import below_folder, files_at
+from tritonrec.data.log_files import below_folder, files_at
 from tritonrec.data.slices import work
 from tritonrec.data.stream_plan import Stretch
 from tritonrec.data.tables import Frame, ParquetFile, common_schema, is_frame

@@ -44,7 +44,7 @@ class Source:
 
         if self.kind or self.word == "ali-ccp":
             return self.kind == "parquet"
-        from tritonrec.data.places import files_at
+        from tritonrec.data.log_files import files_at
 
         return isinstance(open_files(files_at(str(self.where)), "", self.format)[0], ParquetFile)
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from tritonrec.data.arrow_types import common_type
 from tritonrec.data.json_tables import JsonFile
+from tritonrec.data.log_files import PACKED, LogFiles
 from tritonrec.data.log_format import LogFormat
-from tritonrec.data.places import PACKED, Place
 from tritonrec.data.text_tables import UNREADABLE, CsvFile
 from tritonrec.data.values import Part
 
@@ -65,7 +65,7 @@ def is_metadata(name: str) -> bool:
     return _METADATA.fullmatch(name) is not None
 
 
-def open_files(place: Place, kind: str, format: LogFormat) -> list[File]:
+def open_files(place: LogFiles, kind: str, format: LogFormat) -> list[File]:
     """The files of a place; of a kind of `KINDS`, or by the ends of their names.
 
     Without a kind files of other names are left out, where some have known ones; so are empty files of text.

@@ -24,7 +24,7 @@ PACKED = (".gz", ".bz2", ".zst", ".lz4")
 
 
 @dataclass(frozen=True)
-class Place:
+class LogFiles:
     """Files of a log.
 
     Attributes:
@@ -39,7 +39,7 @@ class Place:
     is_folder: bool = False
 
 
-def files_at(path: str, kind: str = "file", filesystem: Any = None, patterns: Sequence[str] = ()) -> Place:
+def files_at(path: str, kind: str = "file", filesystem: Any = None, patterns: Sequence[str] = ()) -> LogFiles:
     """The files of a path.
 
     Args:
@@ -55,7 +55,7 @@ def files_at(path: str, kind: str = "file", filesystem: Any = None, patterns: Se
     fs, place = filesystem_of(path, filesystem)
     try:
         if fs.get_file_info(place or "/").type == FileType.File:
-            return Place(path, fs, place.rpartition("/")[0], [place])
+            return LogFiles(path, fs, place.rpartition("/")[0], [place])
         base, wild = without_wildcards(place)
         while wild and fs.get_file_info(longer := f"{base}/{wild[0]}").type != FileType.NotFound:
             more, wild = without_wildcards("/".join(wild[1:]))
@@ -64,7 +64,7 @@ def files_at(path: str, kind: str = "file", filesystem: Any = None, patterns: Se
         if about.type == FileType.NotFound:
             raise FileNotFoundError(f"{path}: no such file or folder")
         if about.type == FileType.File and not wild:
-            return Place(path, fs, base.rpartition("/")[0], [base])
+            return LogFiles(path, fs, base.rpartition("/")[0], [base])
         found = fs.get_file_info(FileSelector(base or "/", recursive=True))
     except pa.ArrowException as error:
         raise ValueError(f"{path}: {error}") from error
@@ -84,7 +84,7 @@ def files_at(path: str, kind: str = "file", filesystem: Any = None, patterns: Se
             raise ValueError(f"{path}: several folders have such files: name one of {', '.join(folders)}")
     if not files:
         raise ValueError(f"{path}: the dataset holds no {kind}")
-    return Place(path, fs, base, sorted(files, key=natural_order), not wild)
+    return LogFiles(path, fs, base, sorted(files, key=natural_order), not wild)
 
 
 def _matches(below: list[str], wild: list[str]) -> bool:
