@@ -1,8 +1,8 @@
 """Parquet shards as one sequence of rows: which row group has which rows, and reading of any stretch of them.
 
-A dataset is a file, a folder of files at any depth, or a glob (`tritonrec.data.log_files`). Files are taken in
-the natural order of their paths and row groups in their order; a row's number is its place in this order. Any
-compression of Parquet will do.
+A dataset is a file, a folder of files at any depth, or a glob (`tritonrec.data.log_files`). Files are taken
+in the natural order of their paths and row groups in their order; a row's number is its place in this order.
+Any compression of Parquet will do.
 
 Opening a dataset reads the footers of its files. `RowReader` reads pages as it decodes them, so its memory is
 that of a few hundred rows and of a page of each column, not of a row group.
