@@ -76,6 +76,35 @@ class MaxOfBatch(tnn.Module):
         return x / x.detach().abs().max()
 
 
+class ByDeviation(tnn.Module):
+    """That of a sample alone is no number."""
+
+    def forward(self, x):
+        return x / (1 + x.detach().std(0))
+
+
+class FirstMean(tnn.Module):
+    """Kept from the first call."""
+
+    mean = None
+
+    def forward(self, x):
+        if self.mean is None:
+            self.mean = x.detach().mean(0)
+        return x - self.mean
+
+
+class FirstMeanInAList(FirstMean):
+    def __init__(self):
+        super().__init__()
+        self.means = []
+
+    def forward(self, x):
+        if not self.means:
+            self.means.append(x.detach().mean(0))
+        return x - self.means[0]
+
+
 class BySize(tnn.Module):
     def forward(self, x):
         return x / len(x)
@@ -180,6 +209,12 @@ MIXING = {
     "in-batch softmax": (model(loss=in_batch_softmax), "Own", "values of other samples"),
     "mean": (part("centre", Centre), "centre", "values of other samples: a mean"),
     "max": (part("biggest", MaxOfBatch), "biggest", "values of other samples"),
+    "deviation": (part("scaled", ByDeviation), "scaled", "values of other samples"),
+    "first mean": (part("first", FirstMean), "first", "attribute mean is state"),
+    "first mean in a list": (part("first", FirstMeanInAList), "first", "attribute means is state"),
+    "longest": (
+        model(body=lambda self, batch, x: 0.2 * x * int(batch.offsets.diff().max())), "Own", "values of other samples",
+    ),
     "size": (part("by_size", BySize), "by_size", "values of other samples"),
     "order": (part("by_place", ByPlace), "by_place", "values of other samples"),
     "roll": (part("roll", Roll), "roll", "values of other samples"),
