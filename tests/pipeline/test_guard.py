@@ -213,7 +213,8 @@ MIXING = {
     "first mean": (part("first", FirstMean), "first", "attribute mean is state"),
     "first mean in a list": (part("first", FirstMeanInAList), "first", "attribute means is state"),
     "longest": (
-        model(body=lambda self, batch, x: 0.2 * x * int(batch.offsets.diff().max())), "Own", "values of other samples",
+        model(body=lambda self, batch, x: 0.2 * x * int(batch.offsets.diff().max())),
+        "Own", "values of other samples",
     ),
     "size": (part("by_size", BySize), "by_size", "values of other samples"),
     "order": (part("by_place", ByPlace), "by_place", "values of other samples"),

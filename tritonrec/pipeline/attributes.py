@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 
+from ..kernels.checksums import checksum
+from ..nn.context import has_global_hooks
 from .diagnosis import Diagnosis
 
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+DEPTH, MOST_PARTS, MOST_BITS = 3, 64, 1 << 16
+"""Of values within values, of parts of one, and of elements of buffers, that are noted."""
 
 
 def own_attributes(module: torch.nn.Module) -> dict[str, Any]:
@@ -64,3 +69,32 @@ class Attributes:
 def _parts(values: Any) -> list[Any]:
     """Of a list, a set or a dict, whose values count too."""
     return [*values, *values.values()] if isinstance(values, dict) else [*values]
+
+
+def noted(model: torch.nn.Module) -> dict[str, Any]:
+    """What a call of the model may read beside parameters, to be compared; values by what to call them."""
+    found: dict[str, Any] = {"a hook of all modules": bool(has_global_hooks())}
+    for path, module in model.named_modules():
+        place = path or type(model).__name__
+        found[f"the class of {place}"] = type(module)
+        for name, value in own_attributes(module).items():
+            found[f"attribute {name} of {place}"] = _noted_value(value, DEPTH)
+    buffers = [each for each in model.named_buffers() if each[1].device.type == "cpu"]
+    if sum(each.numel() for _, each in buffers) <= MOST_BITS:
+        found |= {f"buffer {name}": int(checksum(each)) for name, each in buffers}
+    return found
+
+
+def _noted_value(value: Any, depth: int) -> Any:
+    """What changes with a value, and is none of its parts."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.Tensor):
+        return id(value), 0 if value.is_inference() else value._version
+    if is_dataclass(value) and not isinstance(value, type):
+        value = vars(value) if hasattr(value, "__dict__") else id(value)
+    if isinstance(value, dict):
+        value = [each for pair in value.items() for each in pair]
+    if isinstance(value, (list, tuple)) and depth and len(value) <= MOST_PARTS:
+        return [_noted_value(each, depth - 1) for each in value]
+    return id(value)
