@@ -146,7 +146,8 @@ def _check_columns(part: str, columns: Mapping[str, Any]) -> None:
     for column, values in columns.items():
         if not isinstance(values, torch.Tensor) or values.dim() < 1 or len(values) != len(keys):
             raise ValueError(
-                f"{part}.{'weight' if column == 'rows' else column} must have {len(keys)} rows as its keys, got {_told(values)}"
+                f"{part}.{'weight' if column == 'rows' else column} must have {len(keys)} rows as its keys, "
+                f"got {_told(values)}"
             )
 
 
