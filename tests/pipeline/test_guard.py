@@ -481,6 +481,21 @@ def test_micro_batches_of_one_sample_are_compared_in_company():
         list(one.run(batches(1)))
 
 
+@pytest.mark.parametrize("what", ["dropout", "counter", "noise of numpy"])
+def test_a_batch_of_one_sample_shows_draws_and_what_calls_keep(what):
+    build, _, reason = MIXING[what]
+    with pytest.raises(NotBatchInvariantError, match=reason), trainer(parts(build), "sequential") as one:
+        list(one.run(batches(1, 1)))
+
+
+def test_a_harmless_model_with_batches_of_one_sample_is_compared_once_alone_and_then_in_company():
+    with trainer(parts(Ranker), "sequential", micro_batches=1) as training:
+        list(training.run(batches(3, 1)))
+        assert training.guard.checks == 1
+        list(training.run(batches(4, 2)[3:]))
+        assert training.guard.checks == 2
+
+
 @pytest.mark.parametrize("mode", ["reference", "nestpipe"])
 def test_a_trusted_model_trains_and_it_is_said(mode, capsys):
     guard._say_trusted.cache_clear()

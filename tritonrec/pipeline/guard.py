@@ -41,6 +41,8 @@ EVERY = 1000
 MOST_SAMPLES, FEW_SAMPLES = 512, 8
 """That are compared at most: the first time and of a new size; of a micro-batch that was drawn."""
 NAME = "embedding gradient"
+ALONE = 0, 0
+"""The size of a sample whose batch has no other: it shows draws and what calls keep."""
 
 
 class NotBatchInvariantError(ValueError):
@@ -163,7 +165,8 @@ class Guard:
         together = batch
         if batch.num_samples == 1:  # has no company: take more of its batch
             together = window.batches[micro_batch // self._config.micro_batches].to(batch.sample_ids.device)
-        if together.num_samples == 1:
+        size = _size(batch) if together.num_samples > 1 else ALONE
+        if size == ALONE and size in self._sizes:
             return
         generator = torch.Generator().manual_seed(window.update)
         if together.num_samples > most:
@@ -191,7 +194,7 @@ class Guard:
                 self._constant |= calls.compare(together, generator, deferred.check, most == FEW_SAMPLES)
         except ArithmeticError:  # a gradient without an exact sum, which training reports by itself
             return
-        self._sizes.add(_size(batch))
+        self._sizes.add(size)
         for name in self._constant:
             self._buffers.pop(name, None)
 
@@ -278,8 +281,9 @@ class _Calls:
                 self._refuse("which changes its batch in place: give it a copy", batch)
             own = dict(self.model.named_buffers())
             written = {name for name, old in moves.items() if versions([own[name]]) != old}
-            self._put_back(buffers)
-            attributes.put_back()
+            if count > 1:  # a sample without others is called twice on end instead
+                self._put_back(buffers)
+                attributes.put_back()
             try:
                 cut = self._outcome([batch.select(part) for part in parts])
                 check()
