@@ -12,6 +12,7 @@ from ..nn.context import has_global_hooks
 from .diagnosis import Diagnosis
 
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+_PLAIN = {bool, int, float, str, type(None)}
 DEPTH, MOST_PARTS, MOST_BITS = 3, 64, 1 << 16
 """Of values within values, of parts of one, and of elements of buffers, that are noted."""
 
@@ -74,14 +75,22 @@ def _parts(values: Any) -> list[Any]:
 def noted(model: torch.nn.Module) -> dict[str, Any]:
     """What a call of the model may read beside parameters, to be compared; values by what to call them."""
     found: dict[str, Any] = {"a hook of all modules": bool(has_global_hooks())}
+    buffers: list[tuple[str, torch.Tensor]] = []
     for path, module in model.named_modules():
         place = path or type(model).__name__
-        found[f"the class of {place}"] = type(module)
-        for name, value in own_attributes(module).items():
-            found[f"attribute {name} of {place}"] = _noted_value(value, DEPTH)
-    buffers = [each for each in model.named_buffers() if each[1].device.type == "cpu"]
+        own = vars(module)
+        found["the class of " + place] = type(module)
+        for name in own.keys() - _OF_EVERY_MODULE:
+            value = own[name]
+            plain = type(value) in _PLAIN
+            found[f"attribute {name} of {place}"] = value if plain else _noted_value(value, DEPTH)
+        if own["_buffers"]:
+            prefix = path and path + "."
+            buffers += [(prefix + name, each) for name, each in own["_buffers"].items() if each is not None]
     if sum(each.numel() for _, each in buffers) <= MOST_BITS:
-        found |= {f"buffer {name}": int(checksum(each)) for name, each in buffers}
+        for name, each in buffers:
+            if each.device.type == "cpu":
+                found[f"buffer {name}"] = int(checksum(each))
     return found
 
 
@@ -91,8 +100,9 @@ def _noted_value(value: Any, depth: int) -> Any:
         return value
     if isinstance(value, torch.Tensor):
         return id(value), 0 if value.is_inference() else value._version
-    if is_dataclass(value) and not isinstance(value, type):
-        value = vars(value) if hasattr(value, "__dict__") else id(value)
+    if is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__"):
+        frozen = type(value).__dataclass_params__.frozen  # type: ignore[attr-defined]
+        value = value if frozen else vars(value)
     if isinstance(value, dict):
         value = [each for pair in value.items() for each in pair]
     if isinstance(value, (list, tuple)) and depth and len(value) <= MOST_PARTS:
