@@ -2,6 +2,7 @@
 
 import random
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -103,6 +104,17 @@ class FirstMeanInAList(FirstMean):
         if not self.means:
             self.means.append(x.detach().mean(0))
         return x - self.means[0]
+
+
+class FirstMeanInAnObject(FirstMeanInAList):
+    def __init__(self):
+        super().__init__()
+        self.kept = SimpleNamespace()
+
+    def forward(self, x):
+        if not hasattr(self.kept, "mean"):
+            self.kept.mean = x.detach().mean(0)
+        return x - self.kept.mean
 
 
 class BySize(tnn.Module):
@@ -212,6 +224,7 @@ MIXING = {
     "deviation": (part("scaled", ByDeviation), "scaled", "values of other samples"),
     "first mean": (part("first", FirstMean), "first", "attribute mean is state"),
     "first mean in a list": (part("first", FirstMeanInAList), "first", "attribute means is state"),
+    "first mean in an object": (part("first", FirstMeanInAnObject), "first", "attribute kept is state"),
     "longest": (
         model(body=lambda self, batch, x: 0.2 * x * int(batch.offsets.diff().max())),
         "Own", "values of other samples",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import is_dataclass
+from operator import is_not
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -31,33 +33,37 @@ class Attributes:
 
     def __init__(self, model: torch.nn.Module):
         self._model = model
-        self._before = [(path, module, own_attributes(module)) for path, module in model.named_modules()]
-        self._contents = [
-            (path, name, value, value.copy())
-            for path, _, own in self._before
-            for name, value in own.items()
-            if type(value) in (dict, list, set)
+        own = [(path, module, own_attributes(module)) for path, module in model.named_modules()]
+        # (module's name, attribute; what holds values; the values)
+        self._kept: list[tuple[str, str, Any, Any]] = [
+            (path, "", vars(module), values) for path, module, values in own
         ]
+        for path, _, values in own:
+            for name, value in values.items():
+                holds = vars(value) if _is_of_the_caller(value) else value
+                if type(holds) in (dict, list, set):
+                    self._kept.append((path, name, holds, holds.copy()))
         self.blamed: Diagnosis | None = None
 
     def put_back(self) -> None:
         """As they were; what else has changed inside of them stays."""
-        for path, module, before in self._before:
-            now = own_attributes(module)
-            for name in {**before, **now}:
-                if now.get(name, self) is before.get(name, self):
-                    continue
-                self._note(path, name)
-                vars(module).pop(name, None)
-                if name in before:
-                    vars(module)[name] = before[name]
-        for path, name, value, contents in self._contents:
-            if len(value) != len(contents) or any(
-                one is not other for one, other in zip(_parts(value), _parts(contents), strict=True)
-            ):
-                self._note(path, name)
-                value.clear()
-                (value.extend if isinstance(value, list) else value.update)(contents)
+        for path, attribute, holds, before in self._kept:
+            if isinstance(holds, dict):
+                for name in [*before, *(holds.keys() - before.keys())]:
+                    if attribute == "" and name in _OF_EVERY_MODULE:
+                        continue
+                    if holds.get(name, self) is not before.get(name, self):
+                        self._note(path, attribute or str(name))
+                        if name in before:
+                            holds[name] = before[name]
+                        else:
+                            holds.pop(name)
+            elif len(holds) != len(before) or any(map(is_not, holds, before)):
+                self._note(path, attribute)
+                if isinstance(holds, list):
+                    holds[:] = before
+                else:
+                    holds.symmetric_difference_update(holds ^ before)
 
     def _note(self, path: str, name: str) -> None:
         self.blamed = self.blamed or Diagnosis(
@@ -67,9 +73,10 @@ class Attributes:
         )
 
 
-def _parts(values: Any) -> list[Any]:
-    """Of a list, a set or a dict, whose values count too."""
-    return [*values, *values.values()] if isinstance(values, dict) else [*values]
+def _is_of_the_caller(value: Any) -> bool:
+    """Whether a value is an object that keeps attributes, and no module, tensor, class or function."""
+    others = torch.nn.Module, torch.Tensor, type, FunctionType, MethodType
+    return hasattr(value, "__dict__") and not isinstance(value, others)
 
 
 def noted(model: torch.nn.Module) -> dict[str, Any]:
