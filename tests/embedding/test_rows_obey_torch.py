@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -182,6 +183,20 @@ def test_averages_and_initialisations_of_ones_own_are_refused(what):
 def test_hooks_on_rows_are_refused(hook):
     with pytest.raises(TypeError, match="would see no gradient: hook the module's output"):
         getattr(Net().items.rows, hook)(lambda *given: None)
+
+
+def test_rows_that_nothing_updates_are_said_once():
+    net = Net()
+    made = torch.optim.SGD(net.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            made.zero_grad()
+            net.items(IDS).sum().backward()
+            made.step()
+        stepped(Net(), count=3)
+    assert [str(each.message) for each in said] == [str(said[0].message)]
+    assert "nothing updates its rows: make a tritonrec.embedding.HashOptimizer(model)" in str(said[0].message)
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
