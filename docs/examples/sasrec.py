@@ -1,5 +1,6 @@
 """SASRec of torch's modules, trained as people do: AdamW, warm-up and cosine, clipping, bfloat16, averaged
-weights, evaluation every epoch, early stopping, TensorBoard, checkpoints for any number of ranks.
+weights, validation every epoch, early stopping, TensorBoard, checkpoints for any number of ranks. Each user's
+last item is for the test at the end, the one before for validation, or with --patience 0 for training.
 
     python docs/examples/sasrec.py out/sasrec
     torchrun --nproc-per-node 2 docs/examples/sasrec.py out/sasrec     # the same bits
@@ -14,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import tritonrec
 from tritonrec import checkpoint, nn
-from tritonrec.data import NextItemLoader, load_interactions
+from tritonrec.data import NextItemLoader, Split, load_interactions
 from tritonrec.embedding import WarmupCosine
 
 DIM, LENGTH, LR, WARMUP = 64, 50, 1e-3, 20
@@ -42,7 +43,9 @@ def main(folder, data, epochs, patience, mode, micro_batches, precision="bf16", 
     model = nn.PaddedNextItem(SASRec(), LENGTH)
     nn.convert(model)  # torch's modules become ours of the same names
     with tritonrec.from_environment() as ranks:
-        loader = NextItemLoader(load_interactions(data), 128, LENGTH, 32, seed, ranks.rank, ranks.world_size)
+        split, part = Split.leave_one_out(patience > 0), "validation" if patience else "test"
+        shard = {"rank": ranks.rank, "world_size": ranks.world_size}
+        loader = NextItemLoader(load_interactions(data), 128, LENGTH, 32, seed, split=split, **shard)
         steps = epochs * loader.steps_per_epoch
         rate = WarmupCosine(LR, WARMUP, WARMUP + steps)  # of rows and dense parameters
         rows = tritonrec.RowOptimizer("adamw", rate, weight_decay=0.01)
@@ -52,7 +55,7 @@ def main(folder, data, epochs, patience, mode, micro_batches, precision="bf16", 
         average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.98))
         window = tritonrec.WindowConfig(micro_batches, max_grad_norm=1.0, precision=precision, seed=seed)
         options = {"scheduler": scheduler, "average": average}
-        stopping = tritonrec.EarlyStopping("NDCG@10", patience, communicators=ranks)
+        stopping = tritonrec.EarlyStopping("NDCG@10", patience or epochs, communicators=ranks)
         with tritonrec.Trainer(model, tables, optimizer, ranks, mode, window, **options) as trainer:
             if checkpoint.steps(folder):  # go on, whatever number of ranks has saved it
                 trainer.load(folder, stopping.load_state_dict)
@@ -64,12 +67,14 @@ def main(folder, data, epochs, patience, mode, micro_batches, precision="bf16", 
                 for result in trainer.run(loader.batch(step) for step in epoch):
                     if log:
                         log.log(result.step + 1, result.values())
-                found = trainer.evaluate(loader)
+                found = trainer.evaluate(loader, part=part)
                 stopping.on_evaluation_end(trainer.next_step, found)
                 trainer.save(folder, stopping.state_dict())
                 if log:
                     log.log(trainer.next_step, found)
                     print(f"step {trainer.next_step}: {result.values() | found}", flush=True)
+            if patience and (found := trainer.evaluate(loader)) and ranks.rank == 0:
+                print(f"test: {found}", flush=True)
 
 
 if __name__ == "__main__":

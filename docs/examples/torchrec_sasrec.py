@@ -28,7 +28,7 @@ from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from tritonrec.data import NextItemLoader, evaluate, load_interactions
+from tritonrec.data import NextItemLoader, Split, evaluate, load_interactions
 
 
 def a_row_for_each_id(self, features):
@@ -101,8 +101,8 @@ def sharded(whole, world_size):
     return DistributedModelParallel(whole, device=torch.device("cpu"), plan=plan, sharders=[sharder])
 
 
-def metrics(model, whole, loader):
-    """Full ranking of each user's held-out item; all ranks look up together."""
+def metrics(model, whole, loader, part):
+    """Full ranking of each user's held-out item of a part; all ranks look up together."""
     items = whole.rows(loader.catalogue)
 
     def scores(history):
@@ -110,7 +110,7 @@ def metrics(model, whole, loader):
         return states[history.offsets[1:] - 1] @ items.t()  # each user's last token
 
     with torch.no_grad():
-        return evaluate(scores, loader, ks=(10,))
+        return evaluate(scores, loader, ks=(10,), part=part)
 
 
 def write(folder, step, values):
@@ -127,7 +127,8 @@ def main(folder, data, epochs, patience, seed=0):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     folder.mkdir(parents=True, exist_ok=True)
     log = load_interactions(data)
-    loader = NextItemLoader(log, 128, LENGTH, 32, seed, rank, world_size)
+    split, part = Split.leave_one_out(patience > 0), "validation" if patience else "test"
+    loader = NextItemLoader(log, 128, LENGTH, 32, seed, rank, world_size, split=split)
     steps = epochs * loader.steps_per_epoch
     whole = Whole(1 + int(log.item.max()))
     model = sharded(whole, world_size)
@@ -149,7 +150,7 @@ def main(folder, data, epochs, patience, seed=0):
         for name, part in parts.items():
             part.load_state_dict(found[name])
         progress = found["progress"]
-    while progress["step"] < steps and progress["waited"] < patience:
+    while progress["step"] < steps and progress["waited"] < (patience or epochs):
         for step in range(progress["step"], progress["step"] + loader.steps_per_epoch):
             batch = loader.batch(step)
             total = torch.tensor([batch.loss_terms, 0.0], dtype=torch.float64)
@@ -165,7 +166,7 @@ def main(folder, data, epochs, patience, seed=0):
             numbers = {"loss": float(total[1] / total[0]), "norm": float(optimizer.last_total_grad_norm)}
             if rank == 0:
                 write(folder, step + 1, numbers)
-        found = metrics(average.module, whole, loader)
+        found = metrics(average.module, whole, loader, part)
         better = found["NDCG@10"] > progress["best"]
         progress = {
             "step": step + 1, "best": max(found["NDCG@10"], progress["best"]),
@@ -178,6 +179,8 @@ def main(folder, data, epochs, patience, seed=0):
             write(folder, step + 1, found)
             last = {name: round(value, 6) for name, value in (numbers | found).items()}
             print(f"step {step + 1}: {last}", flush=True)
+    if patience and (found := metrics(average.module, whole, loader, "test")) and rank == 0:
+        print(f"test: {found}", flush=True)
     dist.destroy_process_group()
 
 

@@ -12,7 +12,7 @@ from tritonrec.distributed import from_environment
 from tritonrec.nn import HSTU, HSTUConfig
 
 with from_environment() as ranks:  # torchrun's variables, or one process
-    log = load("zipf:users=400,items=600,seed=3")  # or "ml-100k", "csv:clicks.csv", "parquet:FOLDER"
+    log = load("zipf:users=400,items=600,seed=3")  # or a file, a published log, a data frame
     loader = NextItemLoader(log, 64, 20, 8, seed=0, rank=ranks.rank, world_size=ranks.world_size)
     torch.manual_seed(0)
     model = HSTU(HSTUConfig(dim=32, max_seq_len=20))

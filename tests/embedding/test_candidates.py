@@ -187,10 +187,10 @@ def test_a_state_of_other_tables_is_refused_with_all_that_differs():
     with pytest.raises(ValueError) as caught:
         tables.load_state(state)
     assert str(caught.value).partition("tables: ")[2].split("; ")[:-1] == [
-        "column 'last' of table 'a.candidates' is not there in the state, torch.int32 () here",
-        "column 'rows' of table 'b' is torch.float32 (9,) in the state, torch.float32 (12,) here",
-        "column 'keys' of table 'c' is torch.int64 () in the state, not there here",
-        "column 'rows' of table 'c' is torch.float32 (9,) in the state, not there here",
+        "column 'last' of table 'a.candidates' is not there in the state, torch.int32 ('n',) here",
+        "column 'rows' of table 'b' is torch.float32 ('n', 9) in the state, torch.float32 ('n', 12) here",
+        "column 'keys' of table 'c' is torch.int64 ('n',) in the state, not there here",
+        "column 'rows' of table 'c' is torch.float32 ('n', 9) in the state, not there here",
     ]
 
 

@@ -261,11 +261,12 @@ def test_an_evicted_row_starts_from_its_initial_values():
 
 
 def test_metadata_takes_25_bytes_per_key():
-    """12 bytes a slot are 16 a key at load factor 0.75; score and location take 4 each, a count 1."""
+    """12 bytes a slot are 16 a key at load factor 0.75; score and location take 4 each, a count 1; and a byte
+    is there for marks of an eviction pass."""
     policy = TablePolicy(Eviction("lru", capacity=10**6), precision=PrecisionTiers(2, 8))
     store = DynamicTable(2, slots=1024, chunk_rows=256, policy=policy)
     store.lookup(torch.randperm(768), 0)
-    assert (store.memory()["key_structure"], store.memory()["metadata"]) == (16 * 768, 9 * (768 + 1))
+    assert (store.memory()["key_structure"], store.memory()["metadata"]) == (16 * 768, 9 * (768 + 1) + 1)
 
 
 @pytest.mark.parametrize("step", [4, 5, -1, 2**31])
@@ -363,7 +364,7 @@ def test_only_rows_that_were_used_count_as_used():
     counter = AccessCounter(PrecisionTiers(2, 1))
     counter.values.grow(4)
     assert set(counter.used().tolist()) == {-1}
-    counter.record(torch.tensor([3]), 0)
+    counter.record(torch.tensor([9]), torch.tensor([3]), 0)
     assert sorted(counter.used().tolist())[-2:] == [-1, 3]
 
 

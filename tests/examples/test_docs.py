@@ -64,11 +64,11 @@ TINY = {
     "simulate": "",
 }
 """What is added to a command of the pages to run it in seconds; others take minutes, root or a GPU."""
-LONG = {"--user-column", "--config", "--resume", "--slipstream", "--workers", "--measured"}
+LONG = {"--user-column", "--warm-start", "--config", "--resume", "--slipstream", "--workers", "--measured"}
 """Options of commands that take files of earlier ones, or minutes."""
 FILES = ("lab.json", "nestpipe.pftrace", "run.toml", "clicks.csv", "checkpoints")
 """That commands of the pages read."""
-PROGRAMS = "tritonrec|python|torchrun|pytest|bash|make|pip|sbatch|docker|kubectl"
+PROGRAMS = "tritonrec|python|printf|torchrun|pytest|bash|make|pip|sbatch|docker|kubectl"
 COMMAND = re.compile(rf"(\$ |(sudo )?(\S*/)?({PROGRAMS}) )")
 """How a block of commands begins."""
 
@@ -139,6 +139,18 @@ def run(page: str, capture=lambda: "") -> dict[str, object]:
     return names
 
 
+def type_in(block: Block) -> None:
+    """Run the commands behind ``$``; each prints what stands below it."""
+    for part in block.text.split("$ ")[1:]:
+        command, _, printed = part.partition("\n")
+        run_by = re.sub(r"^python ", f"{shlex.quote(sys.executable)} ", command)
+        done = subprocess.run(
+            run_by, shell=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"},
+        )  # fmt: skip
+        assert done.stdout.split() == printed.split(), command  # a bar that is done leaves an empty line
+
+
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
     """An empty folder for what a page writes; torchrun's variables, process groups and bugs are as before."""
@@ -171,10 +183,8 @@ WITH_PYTHON = sorted({block.page for block in PYTHON} - OWN_PROCESS)
 
 @pytest.mark.parametrize("page", slow_except([page for page in WITH_PYTHON if page not in SLOW], WITH_PYTHON))
 def test_a_page_runs_as_pasted(page, elsewhere, trackers, capsys):
-    if page == "data":
-        (elsewhere / "small.csv").write_text("user,item,timestamp\n1,2,3\n1,3,4\n2,2,5\n")
-        for arguments in ("csv:small.csv small-parquet", "ml-100k ml-parquet --partition-by date"):
-            subprocess.run([sys.executable, "-m", "tritonrec.data.convert", *arguments.split()], check=True)
+    if page == "data":  # its Python reads what its commands have made
+        type_in(next(block for block in BLOCKS if block.page == page and "small-parquet" in block.text))
     names = run(page, lambda: capsys.readouterr().out)
     if page == "training":
         rows = csv.DictReader(Path("metrics.csv").read_text().splitlines())
@@ -274,7 +284,7 @@ def check(words: list[str]) -> None:
     elif name in ("sbatch", "docker", "kubectl"):
         assert all((ROOT / each).is_file() for each in arguments if each.startswith("docs/"))
     else:
-        assert name in ("pip", "ls"), name
+        assert name in ("pip", "ls", "printf"), name
 
 
 @pytest.mark.parametrize("page", sorted({page for page, _ in ALL_COMMANDS}))

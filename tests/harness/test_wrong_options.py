@@ -16,15 +16,13 @@ LISTS = {
 WORDS = {
     ("verify", "--modes"), ("lab", "--modes"), ("serve-bench", "--scenarios"), ("train", "--recompute"),
     ("train", "--evict"), ("train", "--precision-tiers"), ("lab", "--switch"), ("lab", "--emulate"),
-    ("lab", "--proportions"), ("train", "--early-stopping"),
+    ("lab", "--proportions"), ("train", "--early-stopping"), ("train", "--split"),
     ("warmup", "--models"), ("warmup", "--optimizers"), ("fuzz", "--configuration"), ("fuzz", "--inject"),
 }  # fmt: skip
-FREE = {
-    ("bench", "--only"),
-    ("simulate", "--table"),
-    ("train", "--drop"),
-    ("train", "--resume"),
-}  # tested below, and in test_cli
+FREE = {  # tested below, in test_cli and in test_urls
+    ("bench", "--only"), ("simulate", "--table"), ("train", "--drop"), ("train", "--resume"),
+    ("train", "--warm-start"),
+}  # fmt: skip
 FREE |= {  # tested in test_log_formats
     ("train", f"--{name}")
     for name in ("user-column", "item-column", "time-column", "time-format", "rating-column", "label-columns",

@@ -1,5 +1,6 @@
 """A small model, its tables and its optimizer, for tests of what surrounds a training run."""
 
+from copy import deepcopy
 from functools import cache
 from itertools import product
 
@@ -81,7 +82,8 @@ def trainer(made, mode="nestpipe", consistency="batch", communicators=None, trus
 
 
 def batches(count=6, size=7, rank=0, world_size=1):
-    return [_batch(step, size, rank, world_size) for step in range(count)]
+    """Copies: some models of the tests edit theirs."""
+    return [deepcopy(_batch(step, size, rank, world_size)) for step in range(count)]
 
 
 @cache

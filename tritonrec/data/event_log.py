@@ -149,12 +149,11 @@ class EventLog:
     def _columns(self, file: File) -> dict[str, str]:
         """Columns by their roles: those of `find_columns`, and a task's name for each of feedback."""
         typed = isinstance(file, ParquetFile)
-        try:
-            found = find_columns(file.names, self.format, file.path)
-        except ValueError as error:
-            if typed and "item" in file.names and is_list(file.schema.field("item").type):  # type: ignore[attr-defined]
-                raise ValueError(f"{error}; its rows are sequences, which hstu and fuxi stream") from error
-            raise
+        if typed and "item" in file.names and is_list(file.schema.field("item").type):  # type: ignore[attr-defined]
+            raise ValueError(
+                f"{file.path}: column 'item' holds lists: its rows are sequences, which hstu and fuxi stream"
+            )
+        found = find_columns(file.names, self.format, file.path)
         if FRACTION in file.names:
             found["fraction"] = FRACTION
         labels = self.format.label
