@@ -239,6 +239,32 @@ def test_what_cannot_be_written_to_is_refused_by_name(write, url, tmp_path, monk
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("url", ["s3:b/x", "gs:b", "memory:x", "https:x/y"])
+def test_a_url_without_slashes_is_refused_and_makes_no_folder(url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in (url, Path(url)):
+        with pytest.raises(
+            ValueError, match=f"is no URL for want of slashes: write {url.replace(':', '://')}"
+        ):
+            checkpoint.save(path, 1, {}, {}, {})
+    assert not list(tmp_path.iterdir())
+    assert place_of(tmp_path / url) == tmp_path / url
+
+
+def test_a_chain_of_protocols_is_a_url():
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/chain/a.json", b"{}")
+    assert read_document("simplecache::memory://chain/a.json") == b"{}"
+    with pytest.raises(ValueError, match="nothing is written at simplecache::memory://"):
+        save_json({}, "simplecache::memory://chain/b.json")
+
+
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert place_of("~/a/b") == place_of(Path("~/a/b")) == tmp_path / "a" / "b"
+    assert place_of("a~/~b") == Path("a~/~b")
+
+
 def test_what_is_local_only_says_so():
     with pytest.raises(ValueError, match="s3://a/b: the folder of a profile cannot be at a URL"):
         local_path(Path("s3://a/b"), "the folder of a profile")

@@ -94,6 +94,24 @@ def test_a_process_that_was_started_alone_is_alone(given):
     assert settle(given)[:2] == (0, 1) and "RANK" not in given
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"WORLD_SIZE": "1", "SLURM_NTASKS": "4", "SLURM_PROCID": "2"},
+            r"SLURM has started 4 \(SLURM_PROCID=2\)",
+        ),
+        (
+            {"WORLD_SIZE": "1", "RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"},
+            "Open MPI has started 2",
+        ),
+    ],
+)
+def test_a_process_that_is_told_to_be_alone_hears_of_others(given, message):
+    with pytest.warns(UserWarning, match=message):
+        assert rank_here(given).world_size == 1
+
+
 def test_every_launcher_has_variables_of_its_own():
     assert len({each[:3] for each in LAUNCHERS}) == len(LAUNCHERS)
     for launcher in LAUNCHERS:

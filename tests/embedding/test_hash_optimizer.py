@@ -309,6 +309,7 @@ def test_the_squares_of_small_gradients_count():
 def test_a_gradient_that_was_not_finite_is_remembered_whatever_comes_after():
     for flags in ((True, False), (False, True), (True, True), (False, False)):
         gradients = object.__new__(RowGradients)
+        gradients.has_optimizer = True
         gradients.group = SimpleNamespace(table=SimpleNamespace(device="cpu", requires_grad=True))
         gradients.clear()
         for flag in flags:

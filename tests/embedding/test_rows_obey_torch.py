@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -148,6 +149,86 @@ def test_an_average_of_parameters_is_refused_and_one_of_rows_is_that_of_torch(av
     found, averages = ours.tables.weights()["embedding"]
     assert torch.equal(averages[torch.isin(found, IDS)], theirs.weight)
     assert torch.equal(averages[found == 42], net.items.tables.weights()["embedding"][1][found == 42])
+
+
+def assigned(own, other):
+    own.data = 0.9 * own.data + 0.1 * other.data
+
+
+def a_shadow_assigned(own, other):
+    shadow = own.data.clone()
+    own.data = shadow * 0.9 + other.detach() * 0.1
+
+
+OWN_AVERAGES = {
+    "through data": lambda own, other: own.data.mul_(0.9).add_(other.data, alpha=0.1),
+    "lerp of data": lambda own, other: own.data.lerp_(other.data, 0.1),
+    "all at once": lambda own, other: torch._foreach_lerp_([own.data], [other.data], 0.1),
+    "assigned": assigned,
+    "a shadow": a_shadow_assigned,
+    "lerp": lambda own, other: setattr(own, "data", torch.lerp(own.data, other.data, 0.1)),
+    "data zeroed": lambda own, other: own.data.zero_(),
+    "data drawn": lambda own, other: own.data.normal_(0, 0.02),
+}
+
+
+@pytest.mark.parametrize("what", OWN_AVERAGES)
+def test_averages_and_initialisations_of_ones_own_are_refused(what):
+    net, other = Net(), Net()
+    with torch.no_grad(), pytest.raises((TypeError, RuntimeError), match="lerp_rows_"):
+        OWN_AVERAGES[what](net.items.rows, other.items.rows)
+
+
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_rows_are_refused(hook):
+    with pytest.raises(TypeError, match="would see no gradient: hook the module's output"):
+        getattr(Net().items.rows, hook)(lambda *given: None)
+
+
+def test_rows_that_nothing_updates_are_said_once():
+    net = Net()
+    made = torch.optim.SGD(net.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            made.zero_grad()
+            net.items(IDS).sum().backward()
+            made.step()
+        stepped(Net(), count=3)
+    assert [str(each.message) for each in said] == [str(said[0].message)]
+    assert "nothing updates its rows: make a tritonrec.embedding.HashOptimizer(model)" in str(said[0].message)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_optimizers_of_torch_take_them_beside_others(optimizer):
+    net = Net()
+    made = optimizer(net.parameters(), lr=0.1, weight_decay=0.1)
+    before = weights(net)
+    net.items.rows.grad = torch.zeros(0)
+    made.step()
+    made.step()
+    assert same(weights(net), before)
+
+
+WRONG_NUMBERS = {
+    "a fraction": ("seed", torch.tensor(1.5)),
+    "two": ("seed", torch.tensor([1, 2])),
+    "words": ("seed", "x"),
+    "on meta": ("seed", torch.tensor(1, device="meta")),
+    "below zero": ("lookups", torch.tensor(-4)),
+}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("what", WRONG_NUMBERS)
+def test_numbers_of_a_state_are_checked(what, strict):
+    net, other = Net(), Net()
+    stepped(net)
+    name, value = WRONG_NUMBERS[what]
+    before = weights(other)
+    with pytest.raises(RuntimeError, match=f"{name} must be one int64"):
+        other.load_state_dict(net.state_dict() | {f"items.{name}": value}, strict=strict)
+    assert same(weights(other), before)
 
 
 @pytest.mark.parametrize("convert", ["half", "bfloat16", "double"])

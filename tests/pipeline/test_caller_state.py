@@ -14,6 +14,7 @@ from tritonrec.pipeline import Executor, StageFailedError, Trainer, WindowConfig
 from tritonrec.pipeline.pending import PendingWindows
 
 MODES = slow_except(["nestpipe"], ["reference", "sequential", "dbp", "fwp", "nestpipe"])
+HOOKS = []
 RATE = [0.05]  # of rows, by a function that reads it
 
 
@@ -23,9 +24,11 @@ class Scaled(Ranker):
     def __init__(self):
         super().__init__()
         self.register_buffer("scale", torch.ones(()))
+        self.heat, self.settings, self.calls = 1.0, {"heat": 1.0}, 0
 
     def hidden(self, batch, rows):
-        return super().hidden(batch, rows) * self.scale
+        self.calls += 1
+        return super().hidden(batch, rows) * self.scale * self.heat * self.settings["heat"]
 
 
 def made(built=Scaled):
@@ -70,6 +73,18 @@ def frozen(model, tables, optimizer):
     model.mix.weight.requires_grad_(False)
 
 
+def state_edited(model, tables, optimizer):
+    optimizer.state[model.mix.weight]["exp_avg"].zero_()
+
+
+def hooked_everywhere(model, tables, optimizer):
+    HOOKS.append(
+        torch.nn.modules.module.register_module_forward_hook(
+            lambda module, args, output: output * 2 if module is model.norm else None
+        )
+    )
+
+
 def row_rate(model, tables, optimizer):
     RATE[0] = 0.01
 
@@ -90,6 +105,23 @@ CHANGES = {
     "a parameter's data": (edited_data, "parameter mix.weight was changed"),
     "a buffer": (buffer_edited, "buffer scale was changed"),
     "a buffer replaced": (buffer_replaced, "a module, a buffer or a hook"),
+    "a buffer's data": (lambda model, *rest: model.scale.data.mul_(0.9), "buffer scale was changed"),
+    "another buffer's data": (
+        lambda model, *rest: setattr(model.scale, "data", torch.tensor(0.9)), "buffer scale was changed",
+    ),
+    "an attribute": (
+        lambda model, *rest: setattr(model, "heat", 0.5), "attribute heat of Scaled was changed from 1.0"
+    ),
+    "an entry": (lambda model, *rest: model.settings.update(heat=0.5), "attribute settings of Scaled was"),
+    "a method": (
+        lambda model, *rest: setattr(model, "hidden", lambda batch, rows: rows * model.mix.weight[0, 0]),
+        "attribute hidden of Scaled was",
+    ),
+    "a setting of a layer": (lambda model, *rest: setattr(model.norm, "eps", 0.1), "attribute eps of norm"),
+    "a class": (lambda model, *rest: setattr(model, "__class__", Ranker), "the class of Scaled was changed"),
+    "a state of the optimizer": (state_edited, "state exp_avg of parameter mix.weight was changed"),
+    "the optimizer's states": (lambda model, tables, optimizer: optimizer.state.clear(), "state .* changed"),
+    "a hook of all modules": (hooked_everywhere, "a hook of all modules was changed from False to True"),
     "a module": (module_replaced, "a module, a buffer or a hook"),
     "a hook": (hooked, "a module, a buffer or a hook"),
     "eval": (lambda model, *rest: model.eval(), r"eval\(\) of module"),
@@ -112,6 +144,8 @@ def run(mode, change, after=2, count=6, depth=0):
                     change(*trained)
     finally:
         torch.set_default_dtype(torch.float32)
+        while HOOKS:
+            HOOKS.pop().remove()
     return state(trained)
 
 
@@ -120,7 +154,7 @@ def run(mode, change, after=2, count=6, depth=0):
 def test_a_change_between_results_is_seen_alike_or_refused(what, mode):
     change, message = CHANGES[what]
     if mode in ("reference", "sequential", "fwp"):  # nothing is in flight between results
-        if what not in ("the default dtype", "a module", "a hook"):
+        if what not in ("the default dtype", "a module", "a hook", "a method"):
             assert same(run(mode, change), run("reference", change))
         return
     with pytest.raises((RuntimeError, StageFailedError), match=message):

@@ -2,6 +2,7 @@
 
 import random
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -74,6 +75,46 @@ class Centre(tnn.Module):
 class MaxOfBatch(tnn.Module):
     def forward(self, x):
         return x / x.detach().abs().max()
+
+
+class ByDeviation(tnn.Module):
+    """That of a sample alone is no number."""
+
+    def forward(self, x):
+        return x / (1 + x.detach().std(0))
+
+
+class FirstMean(tnn.Module):
+    """Kept from the first call."""
+
+    mean = None
+
+    def forward(self, x):
+        if self.mean is None:
+            self.mean = x.detach().mean(0)
+        return x - self.mean
+
+
+class FirstMeanInAList(FirstMean):
+    def __init__(self):
+        super().__init__()
+        self.means = []
+
+    def forward(self, x):
+        if not self.means:
+            self.means.append(x.detach().mean(0))
+        return x - self.means[0]
+
+
+class FirstMeanInAnObject(FirstMeanInAList):
+    def __init__(self):
+        super().__init__()
+        self.kept = SimpleNamespace()
+
+    def forward(self, x):
+        if not hasattr(self.kept, "mean"):
+            self.kept.mean = x.detach().mean(0)
+        return x - self.kept.mean
 
 
 class BySize(tnn.Module):
@@ -180,6 +221,14 @@ MIXING = {
     "in-batch softmax": (model(loss=in_batch_softmax), "Own", "values of other samples"),
     "mean": (part("centre", Centre), "centre", "values of other samples: a mean"),
     "max": (part("biggest", MaxOfBatch), "biggest", "values of other samples"),
+    "deviation": (part("scaled", ByDeviation), "scaled", "values of other samples"),
+    "first mean": (part("first", FirstMean), "first", "attribute mean is state"),
+    "first mean in a list": (part("first", FirstMeanInAList), "first", "attribute means is state"),
+    "first mean in an object": (part("first", FirstMeanInAnObject), "first", "attribute kept is state"),
+    "longest": (
+        model(body=lambda self, batch, x: 0.2 * x * int(batch.offsets.diff().max())),
+        "Own", "values of other samples",
+    ),
     "size": (part("by_size", BySize), "by_size", "values of other samples"),
     "order": (part("by_place", ByPlace), "by_place", "values of other samples"),
     "roll": (part("roll", Roll), "roll", "values of other samples"),
@@ -443,6 +492,21 @@ def test_micro_batches_of_one_sample_are_compared_in_company():
         trainer(parts(model(loss=in_batch_softmax)), micro_batches=7) as one,
     ):
         list(one.run(batches(1)))
+
+
+@pytest.mark.parametrize("what", ["dropout", "counter", "noise of numpy"])
+def test_a_batch_of_one_sample_shows_draws_and_what_calls_keep(what):
+    build, _, reason = MIXING[what]
+    with pytest.raises(NotBatchInvariantError, match=reason), trainer(parts(build), "sequential") as one:
+        list(one.run(batches(1, 1)))
+
+
+def test_a_harmless_model_with_batches_of_one_sample_is_compared_once_alone_and_then_in_company():
+    with trainer(parts(Ranker), "sequential", micro_batches=1) as training:
+        list(training.run(batches(3, 1)))
+        assert training.guard.checks == 1
+        list(training.run(batches(4, 2)[3:]))
+        assert training.guard.checks == 2
 
 
 @pytest.mark.parametrize("mode", ["reference", "nestpipe"])

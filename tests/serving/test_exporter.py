@@ -187,6 +187,31 @@ def test_a_scorer_of_ones_own_is_exported_with_the_values_of_the_checkpoint(trai
             assert torch.equal(program(*arguments), Pair(trained.model)(*arguments))
 
 
+@pytest.mark.parametrize("kind", [tuple, list, dict])
+def test_a_scorer_that_returns_no_tensor_is_one_error(trained, tmp_path, kind):
+    class Pairs(Pair):
+        def forward(self, left, right):
+            return kind([("left", left), ("right", super().forward(left, right))])
+
+    fresh = MODELS["hstu"]()
+    examples = [(torch.randn(size, DIM), torch.randn(size, DIM)) for size in (3, 1)]
+    with pytest.raises(TypeError, match=f"Pairs returns {kind.__name__}, and an exported scorer returns one"):
+        export(trained.folder, tmp_path / "out", fresh, scorer=Pairs(fresh), examples=examples)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.bool])
+def test_scores_of_any_dtype_are_compared_in_their_bits(trained, tmp_path, dtype):
+    class Others(Pair):
+        def forward(self, left, right):
+            return (super().forward(left, right) * 3).to(dtype)
+
+    fresh = MODELS["hstu"]()
+    examples = [(torch.randn(size, DIM), torch.randn(size, DIM)) for size in (3, 1)]
+    export(trained.folder, tmp_path / "out", fresh, scorer=Others(fresh), examples=examples)
+    assert Predictor.load(tmp_path / "out").program(*examples[0]).dtype == dtype
+
+
 def test_a_program_that_differs_in_a_bit_is_refused():
     module = Pair(MODELS["hstu"]()).eval()
     scorer = programs.Scorer(programs.SCORER, module, [(torch.randn(3, DIM), torch.randn(3, DIM))], {})

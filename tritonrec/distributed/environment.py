@@ -6,6 +6,7 @@ import ipaddress
 import os
 import re
 import socket
+import warnings
 import zlib
 from collections.abc import Mapping, MutableMapping
 from datetime import timedelta
@@ -39,6 +40,7 @@ LAUNCHERS = (
     Launcher("SLURM", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
     Launcher("SLURM", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
     Launcher("SLURM", "SLURM_PROCID", "SLURM_NPROCS", "SLURM_LOCALID"),
+    Launcher("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK"),
     Launcher("PMIx", "PMIX_RANK", "PMIX_SIZE", "PMIX_LOCAL_RANK", "PMIX_LOCAL_SIZE"),
 )  # fmt: skip
 """The first one that says this process's rank is believed: torchrun runs under srun, mpirun under sbatch."""
@@ -72,6 +74,7 @@ def rank_here(environment: Mapping[str, str] | None = None) -> Here:
             raise ValueError(
                 f"WORLD_SIZE={size} is set and RANK is not: set both, as torchrun does, or neither"
             )
+        _warn_of_others(given)
         return Here()
     known = [each for each in LAUNCHERS if each.rank in given]
     if not known:
@@ -96,7 +99,24 @@ def rank_here(environment: Mapping[str, str] | None = None) -> Here:
                 f"{launcher.size}={size}: a rank's number on its machine is at most its number among all, "
                 f"and below the {local_size} ranks there"
             )
+    if size == 1:
+        _warn_of_others(given)
     return Here(rank, size, launcher.name)
+
+
+def _warn_of_others(given: Mapping[str, str]) -> None:
+    """This process is told to be alone: say so where another launcher has started more beside it."""
+    for each in LAUNCHERS:
+        rank, size = given.get(each.rank, ""), given.get(each.size, "")
+        if rank.isdigit() and size.isdigit() and int(size) > 1:
+            warnings.warn(
+                f"WORLD_SIZE=1 makes this process rank 0 of 1, and {each.name} has started {size} "
+                f"({each.rank}={rank}), each of which trains alone: unset RANK and WORLD_SIZE for ranks that "
+                "train together",
+                UserWarning,
+                stacklevel=3,
+            )
+            return
 
 
 def settle(environment: MutableMapping[str, str] | None = None) -> Here:

@@ -57,6 +57,8 @@ class HashOptimizer(torch.optim.Optimizer):
         _warn_of_twins(type(model).__name__, found)
         self.updates = 0
         self.gradients = [each for _, owner in self._owners for each in owner.row_gradients]
+        for each in self.gradients:
+            each.has_optimizer = True
         groups: list[dict[str, Any]] = [
             {
                 "params": [each.parameter],

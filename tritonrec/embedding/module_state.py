@@ -91,7 +91,7 @@ def _prepared(module: Any, given: Given, expected: Mapping[str, Mapping[str, Any
     """Check what is `given` by table and column, and change nothing; the function returned loads it."""
     tables = module.tables
     seed, lookups = (
-        int(given[("", name)]) if ("", name) in given else own
+        _number(name, given[("", name)]) if ("", name) in given else own
         for name, own in (("seed", tables.seed), ("lookups", module.lookups))
     )
     there = {table for table in tables.table_names if {(table, "keys"), (table, "rows")} <= given.keys()}
@@ -129,6 +129,15 @@ def _prepared(module: Any, given: Given, expected: Mapping[str, Mapping[str, Any
     return load
 
 
+def _number(name: str, value: Any) -> int:
+    """Raise ValueError unless a value is one whole number, `lookups` from 0."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
+        value = value.item()
+    if type(value) is not int or (name == "lookups" and value < 0):
+        raise ValueError(f"{name} must be one int64, got {_told(value)} {str(value)[:40]}")
+    return value
+
+
 def _check_columns(part: str, columns: Mapping[str, Any]) -> None:
     """Raise ValueError unless they are tensors of as many rows as keys."""
     keys = columns.get("keys")
@@ -136,7 +145,10 @@ def _check_columns(part: str, columns: Mapping[str, Any]) -> None:
         raise ValueError(f"{part}.keys must be (n,) int64, got {_told(keys)}")
     for column, values in columns.items():
         if not isinstance(values, torch.Tensor) or values.dim() < 1 or len(values) != len(keys):
-            raise ValueError(f"{part}.{column} must have {len(keys)} rows as its keys, got {_told(values)}")
+            raise ValueError(
+                f"{part}.{'weight' if column == 'rows' else column} must have {len(keys)} rows as its keys, "
+                f"got {_told(values)}"
+            )
 
 
 def _with_optimizer_state(tables: Any, table: str, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -27,7 +28,10 @@ class RowGradients:
     Attributes:
         parameter: stands for the rows in ``param_groups``.
         applied: whether an update has used the gradients.
+        has_optimizer: whether a `HashOptimizer` was made for them.
     """
+
+    has_optimizer = False
 
     def __init__(self, group: TableGroup, consistency: str, fraction_bits: int, divisor: float):
         self.group, self.consistency, self.fraction_bits = group, consistency, fraction_bits
@@ -61,6 +65,15 @@ class RowGradients:
             )
         if not self.group.table.requires_grad:
             return
+        if self._parts and not self.has_optimizer:
+            self.has_optimizer = True  # it is said once
+            warnings.warn(
+                f"the second backward pass through {self.group.layout}, and nothing updates its rows: make a "
+                "tritonrec.embedding.HashOptimizer(model) beside the optimizer of the parameters, or freeze "
+                "the rows with requires_grad_(False)",
+                UserWarning,
+                stacklevel=2,
+            )
         device = self.group.table.device
         self._parts.append((keys.to(device), sums.to(device)))
         self._bad = bad if self._bad is None else self._bad | bad

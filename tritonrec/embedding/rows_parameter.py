@@ -7,6 +7,20 @@ from typing import Any
 import torch
 
 FILLS = {"copy_", "normal_", "uniform_", "fill_", "zero_", "set_"}
+AVERAGES = {
+    "add",
+    "sub",
+    "lerp",
+    "__add__",
+    "__radd__",
+    "__sub__",
+    "__rsub__",
+    "_foreach_add",
+    "_foreach_lerp",
+}
+KEPT = {"detach", "to", "clone", "mul", "__mul__", "__rmul__"}
+"""What torch's averages and those of one's own write to, or add up."""
+HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
 
 
 class RowsParameter(torch.nn.Parameter):
@@ -25,11 +39,17 @@ class RowsParameter(torch.nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name.endswith("_") and not name.startswith("__"):
+        if name in HOOKS:
+            raise TypeError(
+                f"{name} of a parameter that stands for rows of a hash embedding would see no gradient: hook "
+                "the module's output, and clip by HashOptimizer.clip_grad_norm_"
+            )
+        if name in AVERAGES or (name.endswith("_") and not name.startswith("__")):
             ours = [each for each in (*args, *(kwargs or {}).values()) if _holds(each, cls)]
             onto_itself = len(args) > 1 and args[0] is args[1]  # as load_state_dict copies it
             if ours and (len(ours) > 1 or name in FILLS) and not onto_itself:
-                raise TypeError(
+                kind = RuntimeError if name in AVERAGES else TypeError  # which an operator would hide
+                raise kind(
                     f"{name} of a parameter that stands for rows of a hash embedding does not reach them: "
                     "average rows with module.lerp_rows_(trained, weight), and leave the module out of "
                     "AveragedModel; write rows with module.tables.load_weights. "
@@ -37,8 +57,7 @@ class RowsParameter(torch.nn.Parameter):
                 )
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
-        # torch's averages write to what these return
-        keeps = name in ("detach", "to") or func is torch.Tensor.data.__get__  # type: ignore[attr-defined]
+        keeps = name in KEPT or func == torch.Tensor.data.__get__  # type: ignore[attr-defined]
         if keeps and isinstance(found, torch.Tensor) and found.numel() == 0 and found.dim() == 1:
             return found.as_subclass(cls)
         return found

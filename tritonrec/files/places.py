@@ -20,8 +20,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}(.*)", re.DOTALL)
-"""Also with one slash, which is what `pathlib` leaves of two."""
+_URL = re.compile(r"((?:[A-Za-z0-9+.-]+::)*[A-Za-z][A-Za-z0-9+.-]+):/{1,2}(.*)", re.DOTALL)
+"""Also with one slash, which is what `pathlib` leaves of two, and as a chain (``simplecache::s3://``)."""
+
+_HALF_URL = re.compile(r"(s3a?|gc?s|az|abfss?|adl|hdfs|https?|memory):(.+)", re.DOTALL)
+"""A store's URL without slashes."""
 
 WRITABLE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "memory"}
 """Protocols of stores whose objects appear whole."""
@@ -113,7 +116,7 @@ class RemotePath:
 
     def require_writable(self) -> None:
         """Raise ValueError for a protocol whose files could be seen half written."""
-        protocol = self.url.partition(":")[0]
+        protocol = self.url.partition("://")[0]
         if protocol not in WRITABLE:
             raise ValueError(
                 f"{self.url}: nothing is written at {protocol}://, whose files do not appear whole; "
@@ -265,13 +268,19 @@ class GrowingText(io.StringIO):
 def place_of(path: str | os.PathLike[str] | RemotePath) -> Place:
     """Where a path is: local (also ``file://``), or at a URL.
 
-    Nothing is opened: the first use raises ValueError for an unknown protocol, or a missing package.
+    ``~`` is the home folder. Nothing is opened: the first use raises ValueError for an unknown protocol, or a
+    missing package. Raises ValueError for a store's URL without slashes.
     """
     if isinstance(path, RemotePath):
         return path
     found = _URL.match(os.fspath(path))
     if found is None:
-        return Path(path)
+        if half := _HALF_URL.match(os.fspath(path)):
+            raise ValueError(
+                f"{os.fspath(path)} is no URL for want of slashes: write {half[1]}://{half[2]}, or "
+                "the absolute path of a local file of this name"
+            )
+        return Path(os.path.expanduser(path))
     protocol, rest = found[1].lower(), found[2]
     if protocol in ("file", "local"):
         return Path(f"/{rest.lstrip('/')}")

@@ -51,6 +51,17 @@ def settings_of(optimizers: Sequence[Optimizer], schedulers: Sequence[LRSchedule
     return found
 
 
+def states_of(parameters: Mapping[str, torch.Tensor], optimizers: Sequence[Optimizer]) -> Noted:
+    """What optimizers keep of parameters, by what to call it."""
+    return {
+        f"state {key} of parameter {name}": _frozen(value)
+        for name, parameter in parameters.items()
+        for optimizer in optimizers
+        if parameter in optimizer.state
+        for key, value in optimizer.state[parameter].items()
+    }
+
+
 def steady(noted: Noted) -> Noted:
     """Those that no optimizer changes itself."""
     return {name: value for name, value in noted.items() if name.partition(" ")[0] in STEADY}

@@ -22,7 +22,7 @@ from ..kernels.checksums import sums_of_bits
 from ..kernels.deferred import NONE, first_bad
 from ..kernels.dispatch import on_host
 from ..kernels.padding import report
-from .caller_state import Noted, first_change, refusal, settings_of, steady
+from .caller_state import Noted, first_change, refusal, settings_of, states_of, steady
 from .dense_checks import (
     is_sharded,
     listed,
@@ -96,6 +96,7 @@ class DenseModel:
         self.scales: deque[float | None] = deque()
         self._sums: torch.Tensor | None = None  # of the parameters' bits, after the last update in flight
         self._noted: Noted | None = None  # settings, after the last update in flight
+        self._states: Noted = {}  # likewise
         self._noting = Lock()
         self._steps: Callable[[], str]
 
@@ -149,6 +150,7 @@ class DenseModel:
             self.scaler.update(found_inf=False)
         if self._sums is not None:
             self._sums = self._sum_bits()
+            self._states = states_of(self.parameters, self.optimizers)
 
     def skip(self) -> None:
         """Leave an update out."""
@@ -183,6 +185,7 @@ class DenseModel:
         self._steps = steps
         self._sums = self._sum_bits() if guarded and self.parameters else None
         self._noted = settings_of(self.optimizers, self.schedulers) if guarded else None
+        self._states = states_of(self.parameters, self.optimizers) if guarded else {}
 
     def end(self) -> None:
         """End the guard."""
@@ -191,6 +194,7 @@ class DenseModel:
         for guard in self.in_flight:
             guard.end()
         self._sums = self._noted = None
+        self._states = {}
 
     def check_settings(self) -> None:
         """Raise RuntimeError naming a setting of an optimizer or a scheduler that was changed in flight."""
@@ -211,6 +215,7 @@ class DenseModel:
         """
         if self._sums is None:
             return
+        self._compare(self._states, states_of(self.parameters, self.optimizers))
         names, changed = list(self.parameters), self._sum_bits() != self._sums
 
         def error(code: int) -> RuntimeError:

@@ -26,6 +26,7 @@ from ..kernels.deferred import Deferred
 from ..kernels.philox import Seed
 from ..nn import GradientAccumulator
 from ..nn.context import hooks_of
+from .attributes import Attributes
 from .compiled import Compilation
 from .diagnosis import Diagnosis, blame_buffer, blame_gradient, diagnose_with
 from .model_call import CallerSettings, train_micro_batch, versions
@@ -40,6 +41,8 @@ EVERY = 1000
 MOST_SAMPLES, FEW_SAMPLES = 512, 8
 """That are compared at most: the first time and of a new size; of a micro-batch that was drawn."""
 NAME = "embedding gradient"
+ALONE = 0, 0
+"""The size of a sample whose batch has no other: it shows draws and what calls keep."""
 
 
 class NotBatchInvariantError(ValueError):
@@ -162,7 +165,8 @@ class Guard:
         together = batch
         if batch.num_samples == 1:  # has no company: take more of its batch
             together = window.batches[micro_batch // self._config.micro_batches].to(batch.sample_ids.device)
-        if together.num_samples == 1:
+        size = _size(batch) if together.num_samples > 1 else ALONE
+        if size == ALONE and size in self._sizes:
             return
         generator = torch.Generator().manual_seed(window.update)
         if together.num_samples > most:
@@ -190,7 +194,7 @@ class Guard:
                 self._constant |= calls.compare(together, generator, deferred.check, most == FEW_SAMPLES)
         except ArithmeticError:  # a gradient without an exact sum, which training reports by itself
             return
-        self._sizes.add(_size(batch))
+        self._sizes.add(size)
         for name in self._constant:
             self._buffers.pop(name, None)
 
@@ -254,19 +258,22 @@ class _Calls:
         """Names of the buffers that calls write, and each the same values. `check` raises errors put off.
         A model that is compared `again` is not looked at for draws, which costs as much as a call.
 
-        Raises `NotBatchInvariantError`, ArithmeticError for a gradient without an exact sum, and what the
-        model raises for the whole batch.
+        Raises `NotBatchInvariantError`, and what the model raises for the whole batch, ArithmeticError for a
+        gradient without an exact sum among it.
         """
         count = batch.num_samples
         order = torch.randperm(count, generator=generator, dtype=torch.int64)
+        # the shortest alone: what is padded to the longest shows there
+        order = order[batch.features.lengths.sum(0).cpu()[order].argsort(stable=True)]
         sizes = [1, count - 1] if count <= FEW_SAMPLES else [1, 2, count - 3]
         parts = order.split(sizes)
-        with self._without_traces() as buffers:
+        with self._without_traces() as (buffers, attributes):
             original = batch.select(torch.arange(count, dtype=torch.int64))
             moves = {name: versions([each]) for name, each in self.model.named_buffers()}
             try:
                 with nullcontext() if again else _NoDraws():
                     whole = self._outcome([batch])
+                check()
             except _DrawError as error:
                 self._refuse(f"which draws from torch's global generator ({error})", batch)
             edited = zip(batch.tensors(), original.tensors(), strict=True)
@@ -274,17 +281,19 @@ class _Calls:
                 self._refuse("which changes its batch in place: give it a copy", batch)
             own = dict(self.model.named_buffers())
             written = {name for name, old in moves.items() if versions([own[name]]) != old}
-            self._put_back(buffers)
+            if count > 1:  # a sample without others is called twice on end instead
+                self._put_back(buffers)
+                attributes.put_back()
             try:
                 cut = self._outcome([batch.select(part) for part in parts])
-            except (ArithmeticError, NotBatchInvariantError):
+                check()
+            except NotBatchInvariantError:
                 raise
             except Exception as error:
                 self._refuse(
                     f"which raises {type(error).__name__} for some samples of a batch ({error})", batch
                 )
-            check()
-            self._judge(batch, order, whole, cut)
+            self._judge(batch, order, whole, cut, attributes.blamed)
             for name in buffers:
                 after, *others = (each[name] for each in [*whole.buffers, *cut.buffers])
                 if not all(_same_bits(after, each) for each in others):
@@ -293,7 +302,9 @@ class _Calls:
                     )
             return written
 
-    def _judge(self, batch: Batch, order: torch.Tensor, whole: _Outcome, cut: _Outcome) -> None:
+    def _judge(
+        self, batch: Batch, order: torch.Tensor, whole: _Outcome, cut: _Outcome, otherwise: Diagnosis | None
+    ) -> None:
         losses, others = whole.losses[0][order.to(batch.sample_ids.device)], torch.cat(cut.losses)
         if not torch.equal(losses.view(torch.int32), others.view(torch.int32)):
             where = (losses.view(torch.int32) != others.view(torch.int32)).nonzero()[0, 0]
@@ -302,15 +313,18 @@ class _Calls:
                 f"whose loss of sample {sample} is {float(losses[where])!r} in a batch of {len(order)} and "
                 f"{float(others[where])!r} beside fewer samples",
                 batch,
+                otherwise,
             )
         assert whole.dense is not None and cut.dense is not None
         if not torch.equal(whole.dense, cut.dense):
             at = int((whole.dense != cut.dense).nonzero()[0, 0])
             name = GradientAccumulator(self.model, self.config.fraction_bits).name_at(at)
-            self._refuse(f"whose gradient of {name.partition(':')[0]} depends on the cut of a batch", batch)
+            what = f"whose gradient of {name.partition(':')[0]} depends on the cut of a batch"
+            self._refuse(what, batch, otherwise)
         for group, one, other in zip(self.tables.groups, whole.rows, cut.rows, strict=True):
             if not torch.equal(one, other):
-                self._refuse(f"whose gradients of rows of {group.layout} depend on the cut of a batch", batch)
+                what = f"whose gradients of rows of {group.layout} depend on the cut of a batch"
+                self._refuse(what, batch, otherwise)
 
     def _outcome(self, batches: Sequence[Batch]) -> _Outcome:
         """Of calls for these, one after the other."""
@@ -362,16 +376,18 @@ class _Calls:
         raise NotBatchInvariantError(what, found)
 
     @contextmanager
-    def _without_traces(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Inside, the model is called beside its training. Yields the buffers as they are before."""
+    def _without_traces(self) -> Iterator[tuple[dict[str, torch.Tensor], Attributes]]:
+        """Inside, the model is called beside its training. Yields buffers and attributes as before."""
         buffers = {name: each.clone() for name, each in self.model.named_buffers()}
+        attributes = Attributes(self.model)
         try:
             with ExitStack() as stack:
                 if Compilation(self.model, None).compiles:  # which has a comparison of its own
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
-                yield buffers
+                yield buffers, attributes
         finally:
             self._put_back(buffers)
+            attributes.put_back()
 
     def _put_back(self, buffers: dict[str, torch.Tensor]) -> None:
         with torch.no_grad():

@@ -10,6 +10,7 @@ import torch
 
 from ..data import Batch
 from ..embedding import HashTableCollection
+from .attributes import noted
 from .caller_state import Noted, first_change, globals_of_torch, refusal, row_rates
 from .dense import DenseModel
 from .flight import Flight
@@ -50,6 +51,8 @@ class PendingWindows:
         self.batches = 0  # begun in this run
         self._config, self._device, self._tables, self._shared = config, device, tables, shared
         self._globals: Noted = {}
+        self._model: Noted = {}  # what its calls read, when the caller's turn began
+        self._written: set[str] = set()  # of that, what calls change
         self._rates: dict[int, Noted] = {}  # by update in flight
         self.agreement: RunAgreement | None = None  # of several ranks
         self.single = False  # a run of one step is under way
@@ -80,8 +83,20 @@ class PendingWindows:
         for places in self._windows if change is None else ():
             update = places.window.update
             change = change or first_change(self._rates[update], row_rates(self._tables, update + 1))
+        change = change or first_change(self._model, self._of_model())
         if change is not None:
             raise refusal(change, self._described())
+
+    def note_caller(self) -> None:
+        """The caller's turn begins; what changed since the flight began, calls of the model have changed."""
+        if self._shared and self._windows:
+            now = noted(self.flight.model)
+            self._written |= {name for name, value in now.items() if self._model.get(name, value) != value}
+            self._model = {name: value for name, value in now.items() if name not in self._written}
+
+    def _of_model(self) -> Noted:
+        now = noted(self.flight.model)
+        return {name: value for name, value in now.items() if name not in self._written}
 
     def steps(self) -> list[int]:
         """Of the batches in flight, oldest first."""
@@ -119,6 +134,8 @@ class PendingWindows:
         begins = not self.flight.under_way
         self.flight.begin()
         if self._shared:
+            if begins:
+                self._model, self._written = noted(self.flight.model), set()
             self._globals = globals_of_torch()
             self._rates[window.update] = row_rates(self._tables, window.update + 1)
         if self.agreement is not None:

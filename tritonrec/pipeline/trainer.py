@@ -260,17 +260,21 @@ class Trainer:
         if not self._results:
             self._check_whole()
             self._pending.check_caller()
-            if self._executor is None:
-                self._plain(iterator)
-            else:
-                try:
+            try:
+                if self._executor is None:
+                    self._plain(iterator)
+                else:
                     self._piped(self._executor, iterator)
-                except StageFailedError as error:
-                    self.close()  # nothing will come of the others
-                    if isinstance(error.__cause__, NotBatchInvariantError):  # the same error in all modes
-                        self._communicators.watch.fail(error.__cause__)
-                        raise error.__cause__ from None
+            except StageFailedError as error:
+                if self._executor is None:
                     raise
+                self.close()  # nothing will come of the others
+                if isinstance(error.__cause__, NotBatchInvariantError):  # the same error in all modes
+                    self._communicators.watch.fail(error.__cause__)
+                    raise error.__cause__ from None
+                raise
+            finally:
+                self._pending.note_caller()
         return self._results.popleft()
 
     def autocast(self) -> AbstractContextManager[object]:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from .. import ops
 from ..kernels.autocast import Precision, autocast, widen
+from ..kernels.checksums import as_bytes
 from ..nn import DLRM, GRM, NextItemModel, PaddedNextItem
 from .vetting import RefusedProgramError, vetted
 
@@ -149,7 +150,13 @@ class InPrecision(torch.nn.Module):
 
     def forward(self, *arguments: Tensor) -> Tensor:
         with autocast(self.precision, arguments[0].device):
-            return widen(self.module(*arguments))
+            scores = self.module(*arguments)
+        if not isinstance(scores, Tensor):
+            raise TypeError(
+                f"{type(self.module).__name__} returns {type(scores).__name__}, and an exported scorer "
+                "returns one tensor: return the scores alone, or torch.stack what there is"
+            )
+        return widen(scores)
 
 
 def scorer_of(model: torch.nn.Module, dim: int) -> Scorer:
@@ -231,6 +238,8 @@ def save_program(scorer: Scorer, path: Path) -> torch.export.ExportedProgram:
     """
     if len(scorer.examples) < 2:
         raise ValueError("an export needs the arguments of two calls or more, of different sizes: examples=")
+    with torch.no_grad():
+        scorer.program()(*scorer.examples[0])  # its own errors, before torch tells them in another way
     shapes = [_dynamic(sizes) for sizes in zip(*map(_sizes, scorer.examples), strict=True)]
     try:
         with _quiet(), torch.no_grad(), symbolic_shapes.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
@@ -317,7 +326,7 @@ def compare(scorer: Scorer, program: Program, name: str) -> None:
     for number, arguments in enumerate(scorer.examples):
         with torch.no_grad():
             got, want = program(*arguments), module(*arguments)
-        if not torch.equal(got.view(torch.int32), want.view(torch.int32)):
+        if got.dtype != want.dtype or not torch.equal(as_bytes(got), as_bytes(want)):
             raise ValueError(
                 f"{name} differs from {type(scorer.module).__name__} in its bits on example {number}, of "
                 f"shapes {_shapes(arguments)}: it is not exported"
