@@ -475,7 +475,7 @@ def test_peer_copies_of_another_training_change_nothing():
             assert equal(everything(training), before)
 
 
-def test_a_checkpoint_of_a_version_without_settings_is_loaded(saved, tmp_path):
+def test_a_checkpoint_of_a_version_without_settings_is_loaded_and_says_so(saved, tmp_path):
     import shutil
 
     shutil.copytree(saved, tmp_path / "old")
@@ -483,7 +483,10 @@ def test_a_checkpoint_of_a_version_without_settings_is_loaded(saved, tmp_path):
     body = json.loads(path.read_text())
     del body["manifest_sha256"], body["meta"]["recipe"]
     path.write_text(json.dumps(add_checksum(body)))
-    with trainer(made_of(seed=3)) as training:
+    with (
+        trainer(made_of(seed=3)) as training,
+        pytest.warns(UserWarning, match="does not say with which seed, "),
+    ):
         assert training.load(tmp_path / "old") == 3
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -76,13 +77,17 @@ def require_same(
     """Raise ValueError naming each setting that differs, with both values and what lets it differ.
 
     Args:
-        saved: None for a checkpoint of a version that saved none: then nothing is compared.
+        saved: None for a checkpoint of a version that saved none: a warning says that nothing is compared.
         changed: names of settings that may differ.
     """
     unknown = [name for name in changed if name not in SETTINGS]
     if unknown:
         raise ValueError(f"changed= has {unknown[0]!r}, and takes {', '.join(SETTINGS)}")
     if saved is None:
+        warnings.warn(
+            f"{where} does not say with which {', '.join(SETTINGS)} it was made: this training's are taken",
+            stacklevel=4,
+        )
         return
     different: list[str] = []
     names: list[str] = []
