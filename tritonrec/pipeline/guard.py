@@ -36,7 +36,7 @@ from .window import Window, WindowConfig
 STREAM = 0x67756172  # one Philox stream for draws of the guard
 EARLY = 16
 """The window of a run in which a micro-batch is compared too: by then parameters have moved."""
-EVERY = 1000
+EVERY = 2000
 """In one of so many windows a micro-batch is drawn, and compared."""
 MOST_SAMPLES, FEW_SAMPLES = 512, 8
 """That are compared at most: the first time and of a new size; of a micro-batch that was drawn."""
