@@ -81,3 +81,12 @@ def test_what_cannot_run_is_refused_at_once(monkeypatch, impl, match):
     monkeypatch.setattr("tritonrec.kernels.dispatch.emulated", None)
     with pytest.raises(ValueError, match=match):
         train("nestpipe", impl=impl)
+
+
+def test_it_cannot_be_set_between_results():
+    """Lanes have begun with it, and a mode without lanes would go on with another."""
+    with (
+        Trainer(*parts(), Communicators.local(), "sequential", WindowConfig(1, seed=4)) as trainer,
+        pytest.raises(AttributeError),
+    ):
+        trainer.impl = "reference"

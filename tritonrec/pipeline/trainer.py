@@ -132,7 +132,7 @@ class Trainer:
                 validate_invariant(each)
         self._device = usable_device(device)
         validate_places(tables, self._device)
-        self.impl = default_impl() if impl == "auto" else impl
+        self._impl = default_impl() if impl == "auto" else impl
         here = torch.empty(0, dtype=torch.float32, device=self._device)
         ops.implementation(self.impl, here)  # raises where it cannot run
         self.recorder = recorder or NullRecorder()
@@ -202,6 +202,11 @@ class Trainer:
     def _batch_reader(self) -> BatchReader:
         flight, watch = self._pending.flight, self._communicators.watch
         return BatchReader(self._executor, self.config.accumulate, self.recorder, flight, watch)
+
+    @property
+    def impl(self) -> ops.Impl:
+        """The implementation of ops that the run uses; lanes have begun with it, so it cannot be set."""
+        return self._impl
 
     @property
     def communicators(self) -> Communicators:
