@@ -8,7 +8,7 @@ or of one that depends on the timing. So whoever tries gets an error.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from weakref import WeakKeyDictionary
 
@@ -28,7 +28,6 @@ from .dense_checks import validate_hooks
 from .graphs import MicroBatchGraphs
 from .guard import Guard
 from .model_call import CallerSettings, train_micro_batch, versions
-from .window import Window
 
 _models: WeakKeyDictionary[torch.nn.Module, InFlight] = WeakKeyDictionary()
 
@@ -152,22 +151,6 @@ class Flight:
                 return self._graphs.train(self.model, self.accumulator, batch, rows, seed, settings)
             with self._compilation.call(batch, rows, seed, settings), self.accumulator.active():
                 return train_micro_batch(self.model, batch, rows, seed, settings, scale_exponent)
-
-    @contextmanager
-    def guarded(
-        self,
-        window: Window,
-        micro_batch: int,
-        batch: Batch,
-        embeddings: Sequence[torch.Tensor],
-        inverses: Sequence[torch.Tensor],
-        seed: int,
-        scale_exponent: int,
-    ) -> Iterator[None]:
-        """`Guard.around` the training of a micro-batch."""
-        self.dense.gather()
-        with self.guard.around(window, micro_batch, batch, embeddings, inverses, seed, scale_exponent):
-            yield
 
     @contextmanager
     def _model_call(self, scale_exponent: int) -> Iterator[None]:

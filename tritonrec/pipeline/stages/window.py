@@ -102,7 +102,8 @@ def compute(
     inverses = [table.inverse[micro_batch] for table in routes.tables]
     seed = ops.derive_seed(context.config.seed, DROPOUT_STREAM, part.step)
     exponent = dense.model.scale_exponent(routes.loss_normalizer, context.config.fraction_bits)
-    with flight.guarded(window, micro_batch, part, embeddings, inverses, seed, exponent):
+    flight.dense.gather()  # also before the guard calls the model
+    with flight.guard.around(window, micro_batch, part, embeddings, inverses, seed, exponent):
         item = None
         if flight.has_plan(part, window.settings, exponent):
             item = _only_feature(context, part, embeddings, inverses)
