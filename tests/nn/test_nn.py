@@ -359,12 +359,14 @@ def test_a_sample_that_is_too_long_is_refused():
         model(batch, {"item": rows_of(batch)}, SEED)
 
 
-def test_an_exact_linear_needs_offsets(accumulate):
-    layer = Linear(3, 2)
-    assert layer(torch.ones(4, 3)).shape == (4, 2)
-    accumulate(layer)
-    with pytest.raises(ValueError, match="needs seq_offsets to tell samples apart: weight"):
-        layer(torch.ones(4, 3)).sum().backward()
+def test_an_exact_linear_without_offsets_has_one_sum_for_any_batch(accumulate):
+    layer, x = Linear(3, 2), torch.randn(4, 3)
+    whole = accumulate(layer)
+    layer(x).square().sum().backward()
+    parts = accumulate(layer)
+    for rows in (x[3:], x[:1], x[1:3]):
+        layer(rows).square().sum().backward()
+    assert whole["weight"].any() and all(torch.equal(parts[name], whole[name]) for name in whole)
 
 
 def test_modules_are_their_formulas():

@@ -244,15 +244,18 @@ def sums_exactly(parameter: torch.Tensor) -> bool:
 def row_offsets(
     leading: tuple[int, ...], weight: torch.Tensor, module: torch.nn.Module, device: torch.device
 ) -> torch.Tensor | None:
-    """Offsets of the samples among flattened rows, where an exact sum of `weight` needs them; else None.
+    """Offsets of the samples among flattened rows for an exact sum of `weight`; None where none is needed.
 
-    Outside of a trainer, rows of (B, T, D) belong to the sample of the first dimension.
+    Rows (B, D), one a sample, are summed row by row. Outside of a trainer, rows of (B, T, D) belong to the
+    sample of the first dimension.
     """
     if not sums_exactly(weight):
         return None
     now = current()
     if now is not None:
-        return now.row_offsets(leading, module)
+        now.check(leading, module)
+        if len(leading) > 1 or now.seq_offsets is not None:
+            return now.row_offsets(leading, module)
     if len(leading) < 2:
         return None
     return torch.arange(leading[0] + 1, device=device) * math.prod(leading[1:])

@@ -104,7 +104,7 @@ class DLRM(torch.nn.Module):
         """(B, d) from dense features (B, F), before any row is needed; None without a bottom MLP."""
         if dense.dim() != 2 or dense.shape[1] != self.config.dense:
             raise ValueError(f"dense must be (B, {self.config.dense}), got {tuple(dense.shape)}")
-        return None if self.bottom is None else torch.relu(_apply(self.bottom, dense, _one_each(dense)))
+        return None if self.bottom is None else torch.relu(_apply(self.bottom, dense))
 
     def top_logits(self, x: torch.Tensor | None, rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """(B, 1) from what `bottom_vectors` returned and rows (B, d) by name."""
@@ -113,10 +113,8 @@ class DLRM(torch.nn.Module):
             raise ValueError(f"rows of feature {missing[0]!r} are missing, there are {sorted(rows)}")
         vectors = [rows[name] for name in self.config.features]
         if x is None:
-            pairs = interact(torch.stack(vectors, 1))
-            return _apply(self.top, pairs, _one_each(pairs))
-        pairs = torch.cat([x, interact(torch.stack([x, *vectors], 1))], 1)
-        return _apply(self.top, pairs, _one_each(pairs))
+            return _apply(self.top, interact(torch.stack(vectors, 1)))
+        return _apply(self.top, torch.cat([x, interact(torch.stack([x, *vectors], 1))], 1))
 
 
 def interact(vectors: torch.Tensor) -> torch.Tensor:
@@ -152,14 +150,9 @@ def _layers(widths: Sequence[int]) -> torch.nn.ModuleList:
     return torch.nn.ModuleList(Linear(*pair) for pair in pairwise(widths))
 
 
-def _one_each(x: torch.Tensor) -> torch.Tensor:
-    """Offsets (B + 1,) that make every row of `x` a sample."""
-    return torch.arange(x.shape[0] + 1, device=x.device)
-
-
-def _apply(layers: torch.nn.ModuleList, x: torch.Tensor, seq_offsets: torch.Tensor) -> torch.Tensor:
+def _apply(layers: torch.nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
     for index, layer in enumerate(layers):
-        x = layer(torch.relu(x) if index else x, seq_offsets)
+        x = layer(torch.relu(x) if index else x)
     return x
 
 

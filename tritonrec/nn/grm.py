@@ -140,10 +140,8 @@ class GRM(torch.nn.Module):
 
     def embed(self, batch: ImpressionInput, rows: dict[str, torch.Tensor]) -> torch.Tensor:
         """Rows (C*B + Lh + Le, d) of all tokens, feature by feature: context, history, exposed."""
-        one_each = torch.arange(batch.sample_ids.shape[0] + 1, device=batch.sample_ids.device)
         context = [
-            project(rows[name], one_each)
-            for name, project in zip(self.config.context, self.context, strict=True)
+            project(rows[name]) for name, project in zip(self.config.context, self.context, strict=True)
         ]
         items = rows["item"] + rows["genre"] if self.config.genres else rows["item"]
         history, exposed = items.split(

@@ -172,14 +172,11 @@ class GRU(torch.nn.Module):
         of_input, of_state = (getattr(self, f"weight_{name}_l{layer}") for name in ("ih", "hh"))
         biases = [getattr(self, f"bias_{name}_l{layer}") if self.bias else None for name in ("ih", "hh")]
         offsets = context.row_offsets(tuple(x.shape[:2]), of_input, self, x.device)
-        one_each = context.row_offsets(tuple(x.shape[:1]), of_state, self, x.device)
-        if one_each is None and offsets is not None:
-            one_each = torch.arange(len(x) + 1, device=x.device)
         inputs = widen(product(x.flatten(0, 1), of_input, biases[0], offsets)).unflatten(0, x.shape[:2])
         outs, state = [], state.to(of_state.dtype)
         for of_place in inputs.unbind(1):
             r, z, n = of_place.chunk(3, 1)
-            hr, hz, hn = widen(product(state, of_state, biases[1], one_each)).chunk(3, 1)
+            hr, hz, hn = widen(product(state, of_state, biases[1], None)).chunk(3, 1)
             r, z = differentiable_sigmoid(r + hr), differentiable_sigmoid(z + hz)
             n = torch.tanh(n + r * hn)
             state = (n + z * (state - n)).to(of_state.dtype)

@@ -11,6 +11,7 @@ from tritonrec.kernels.fixed_point.numba_fixed_point import (
     add_rounded,
     is_calm,
 )
+from tritonrec.kernels.linear.numba_row_products import add_row_products
 from tritonrec.kernels.linear.reference import no_sum
 from tritonrec.kernels.numba_matmul import add_products
 from tritonrec.kernels.row_layout import contiguous_rows, flat, flat_rows
@@ -161,7 +162,7 @@ def linear_weight_grad(
     accumulator: torch.Tensor,
     dy: torch.Tensor,
     x: torch.Tensor,
-    seq_offsets: torch.Tensor,
+    seq_offsets: torch.Tensor | None,
     bits: int,
     name: str,
     bias_accumulator: torch.Tensor | None = None,
@@ -175,17 +176,19 @@ def linear_weight_grad(
 
 
 def _add_products(
-    accumulator: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, seq_offsets: torch.Tensor, bits: int,
+    accumulator: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, seq_offsets: torch.Tensor | None, bits: int,
     name: str,
 ) -> None:  # fmt: skip
-    arguments = (
-        *flat_rows(accumulator), *flat_rows(contiguous_rows(dy)), *flat_rows(contiguous_rows(x)),
-        flat(seq_offsets),
-    )  # fmt: skip
-    inner, scale, limit = U(x.shape[1]), 2.0**bits, np.float32(2.0 ** (62 - bits))
+    arrays = (*flat_rows(accumulator), *flat_rows(contiguous_rows(dy)), *flat_rows(contiguous_rows(x)))
+    tokens, inner, scale, limit = U(x.shape[0]), U(x.shape[1]), 2.0**bits, 2.0 ** (62 - bits)
+    offsets = None if seq_offsets is None else flat(seq_offsets)
 
     def run(start: int, stop: int) -> tuple[int, int, int, float]:
-        return add_weight_gradients(*arguments, U(start), U(stop), inner, scale, limit)
+        if offsets is None:
+            return add_row_products(*arrays, tokens, U(start), U(stop), inner, scale, limit)
+        return add_weight_gradients(
+            *arrays, offsets, U(start), U(stop), inner, scale, np.float32(limit)
+        )
 
     found = over_ranges(run, accumulator.shape[0], 2.0 * x.shape[0] * accumulator.numel(), step=4)
     bad = [(int(sample), int(row), int(column), float(value)) for sample, row, column, value in found]

@@ -16,7 +16,10 @@ from tritonrec.kernels.row_terms import RowTerms
 
 
 class ProductTerms(Terms):
-    """The gradient of a weight (out, in): dy (L, out)^T times x (L, in), one product for each sample."""
+    """The gradient of a weight (out, in): dy (L, out)^T times x (L, in), one product for each sample.
+
+    Without offsets each row is a term, and the exact sum has the bits of any samples.
+    """
 
     def __init__(self, dy: torch.Tensor, x: torch.Tensor, seq_offsets: torch.Tensor | None):
         self._dy, self._x, self._seq_offsets = dy, x, seq_offsets
@@ -26,7 +29,7 @@ class ProductTerms(Terms):
         return widen(self._dy).t() @ widen(self._x)
 
     def add_to(self, sums: torch.Tensor, fraction_bits: int, name: str) -> None:
-        """As `Terms.add_to`, sample by sample."""
+        """As `Terms.add_to`, sample by sample or row by row."""
         targets = Targets((sums,), fraction_bits, [name])
         add_gradients(targets, self._dy.detach(), self._x.detach(), self._seq_offsets)
 
@@ -36,10 +39,6 @@ def add_gradients(
 ) -> None:
     """Add the exact gradients of a weight, and of the bias where `targets` has one, for dy and x."""
     (weight, *bias), fraction_bits, (name, *names) = targets
-    if seq_offsets is None:
-        raise ValueError(
-            f"a linear layer with an exact gradient needs seq_offsets to tell samples apart: {name}"
-        )
     rest = (*bias, *names) if bias else (None, "")
     LINEAR_WEIGHT_GRAD.launch(weight, dy, x, seq_offsets, fraction_bits, name, *rest)
 
@@ -95,7 +94,8 @@ def _check_weight_grad(accumulator, dy, x, fraction_bits, bias_accumulator) -> N
 
 
 def _check_samples(x, seq_offsets) -> None:
-    check_offsets("seq_offsets", seq_offsets, x.shape[0])
+    if seq_offsets is not None:
+        check_offsets("seq_offsets", seq_offsets, x.shape[0])
 
 
 LINEAR = Op(
@@ -106,7 +106,7 @@ LINEAR = Op(
     autocast={"x": LOWER, "weight": LOWER, "bias": LOWER},
 )  # fmt: skip
 LINEAR_WEIGHT_GRAD = Op(
-    "linear_weight_grad(Tensor(a!) accumulator, Tensor dy, Tensor x, Tensor seq_offsets, int fraction_bits, "
+    "linear_weight_grad(Tensor(a!) accumulator, Tensor dy, Tensor x, Tensor? seq_offsets, int fraction_bits, "
     "str name, Tensor(b!)? bias_accumulator, str bias_name) -> ()",
     reference=reference.linear_weight_grad, cpu="numba_linear:linear_weight_grad",
     triton="triton_linear:linear_weight_grad",

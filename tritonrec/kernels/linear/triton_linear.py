@@ -39,6 +39,7 @@ from tritonrec.kernels.fixed_point.triton_fixed_point import (
     without_zeros,
 )
 from tritonrec.kernels.linear.reference import no_sum
+from tritonrec.kernels.linear.triton_row_products import add_row_products
 from tritonrec.kernels.padding import report
 from tritonrec.kernels.races import declared
 
@@ -359,7 +360,7 @@ def linear_weight_grad(
     accumulator: torch.Tensor,
     dy: torch.Tensor,
     x: torch.Tensor,
-    seq_offsets: torch.Tensor,
+    seq_offsets: torch.Tensor | None,
     bits: int,
     name: str,
     bias_accumulator: torch.Tensor | None = None,
@@ -370,6 +371,9 @@ def linear_weight_grad(
 
     norm: means and rstds of the rows of x (L,), weight and bias (in,) of a norm between, contiguous.
     """
+    if seq_offsets is None:
+        add_row_products(accumulator, dy, x, bits, name, bias_accumulator, bias_name)
+        return
     outputs, inputs = accumulator.shape
     if outputs == 0 or x.shape[0] == 0 or (inputs == 0 and bias_accumulator is None):
         return
