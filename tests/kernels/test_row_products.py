@@ -204,14 +204,12 @@ def test_a_sum_never_wraps(impl, sign):
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_many_rows_cannot_wrap_unseen(sign):
-    """2**14 a row, the largest that are added in parts: sums reach the end of int64 after 2**13 rows."""
-    dy, x = torch.full((2**13 + 1, 1), sign * 2.0**7), torch.full((2**13 + 1, 1), 2.0**6)
-    start = torch.full((1, 1), sign * (2**61 - 1))
-    rows = 2**13 - 2**12 + 2**11  # 2**61 - 1 + rows * 2**49 < 2**63
-    got = linear_weight_grad(start.clone(), dy[:rows], x[:rows])
-    assert got.item() == sign * (2**61 - 1 + rows * 2**49)
-    with pytest.raises(ExactSumError):
-        linear_weight_grad(got, dy, x)
+    """2**49 units a row, added in parts of two rows: 2**14 rows reach the end of int64."""
+    dy, x = torch.full((2**14, 1), sign * 2.0**7), torch.full((2**14, 1), 2.0**6)
+    sums = linear_weight_grad(torch.zeros(1, 1, dtype=torch.int64), dy[1:], x[1:])
+    assert sums.item() == sign * (2**14 - 1) * 2**49
+    with pytest.raises(ExactSumError, match=r"gradient of weight by sample\[16382, 0, 0\]"):
+        linear_weight_grad(torch.full((1, 1), sign * (2**49 + 1)), dy[: 2**14 - 1], x[: 2**14 - 1])
 
 
 @pytest.fixture

@@ -44,8 +44,6 @@ ROOM = 2.0**-12
 """Times the limit ``2**(62 - bits)``: 2**50 units, half of what a block's sum may be."""
 LAST_BIT = np.int64(1)
 HALF = np.float64(0.5)
-INFINITE = np.int32(0x7F800000)
-"""The bits of float32 infinity: those of NaN are larger, those of numbers smaller."""
 
 
 def _tile(vectors, lanes):
@@ -121,7 +119,7 @@ def _float_of(typingctx, bits):
 
 @njit(cache=True, nogil=True)
 def _largest(values, stride, first, rows, start, stop):
-    """Bits of the largest magnitude of columns [start, stop): as integers they order as magnitudes do."""
+    """Bits of the largest magnitude of columns [start, stop): as integers they order so, and NaN is largest."""
     most = np.int32(0)
     for t in range(first, first + rows):
         row = t * stride
@@ -226,8 +224,7 @@ def add_row_products(
             part = (part + U(1)) // U(2)
         if additions < BLOCK and _are_calm(accumulator, stride, start, stop, inner):
             additions = np.int64(CALM)
-        # not of infinity or NaN either
-        if additions >= BLOCK and most * part <= room and max(most_x, most_dy) < INFINITE:
+        if additions >= BLOCK and most * part <= room:  # which infinity and NaN are not
             _pack(of_x, x, x_stride, first, count, U(0), inner, width, True)
             _pack(of_dy, dy, dy_stride, first, count, start, stop, OUTPUTS, False)
             for done in range(U(0), count, part):
