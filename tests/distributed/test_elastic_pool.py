@@ -25,12 +25,13 @@ pytestmark = pytest.mark.multi_rank
 def work(communicators, victims, calls):
     """Rank by rank what happens to it in the first call; the ranks that are left have its sum."""
     calls.append(communicators.world_size)
+    ranks = torch.tensor([communicators.rank + 1])
+    communicators.control.all_reduce(ranks.clone(), "begun")  # a victim dies once every rank is here
     how = victims.get(communicators.rank) if len(calls) == 1 else None
     if how == "raises":
         raise OSError("the disk of this rank is gone")
     if how is not None:
         os.kill(os.getpid(), how)
-    ranks = torch.tensor([communicators.rank + 1])
     for _ in range(20):  # collectives, in which the others wait for the victim
         total = communicators.control.all_reduce(ranks.clone(), "ranks")
     return int(total), calls

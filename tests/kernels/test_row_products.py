@@ -39,7 +39,10 @@ def case(name, seed=0):
     """Sums, dy and x; a third of the products are ties at 36 bits."""
     rows, inputs, outputs = SHAPES[name]
     generator = torch.Generator().manual_seed(seed)
-    dy, x = torch.randn(rows, outputs, generator=generator) / 64, torch.randn(rows, inputs, generator=generator)
+    dy, x = (
+        torch.randn(rows, outputs, generator=generator) / 64,
+        torch.randn(rows, inputs, generator=generator),
+    )
     dy[::3], x[::3] = odd(dy[::3] * 2**17) / 2**24, odd(x[::3] * 2**8) / 2**13
     return torch.randint(-(2**40), 2**40, (outputs, inputs), generator=generator), dy, x.relu()
 

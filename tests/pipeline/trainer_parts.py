@@ -3,6 +3,7 @@
 from copy import deepcopy
 from functools import cache
 from itertools import product
+from threading import Lock
 
 import torch
 from speeds import slow_except
@@ -14,6 +15,8 @@ from tritonrec.embedding import FeatureConfig, HashTableCollection, RowOptimizer
 from tritonrec.pipeline import MODES, DenseModel, Trainer, WindowConfig
 
 DIM = 6
+ONE_DRAWS = Lock()
+"""Ranks that are threads share torch's generator: each seeds it and draws its parameters while no other does."""
 EVERY = slow_except(
     [("reference", "batch"), ("fwp", "window"), ("nestpipe", "batch")],
     [("reference", "batch"), *product(list(MODES)[1:], ("batch", "window"))],
@@ -62,7 +65,8 @@ class NoParameters(torch.nn.Module):
 
 def parts(model=Ranker, optimizer="adam", lr=0.05, policy=None, rule=None):
     rule = rule or RowOptimizer(optimizer, lr=lr)
-    model = model()
+    with ONE_DRAWS:
+        model = model()
     feature = FeatureConfig("item", DIM, policy=policy or TablePolicy())
     tables = HashTableCollection([feature], rule, seed=2, slots=8, chunk_rows=32)
     return model, tables, optimizer_of(model, optimizer, lr)

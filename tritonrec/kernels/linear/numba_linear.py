@@ -186,9 +186,7 @@ def _add_products(
     def run(start: int, stop: int) -> tuple[int, int, int, float]:
         if offsets is None:
             return add_row_products(*arrays, tokens, U(start), U(stop), inner, scale, limit)
-        return add_weight_gradients(
-            *arrays, offsets, U(start), U(stop), inner, scale, np.float32(limit)
-        )
+        return add_weight_gradients(*arrays, offsets, U(start), U(stop), inner, scale, np.float32(limit))
 
     found = over_ranges(run, accumulator.shape[0], 2.0 * x.shape[0] * accumulator.numel(), step=4)
     bad = [(int(sample), int(row), int(column), float(value)) for sample, row, column, value in found]

@@ -57,7 +57,7 @@ def _terms(dy: torch.Tensor, x: torch.Tensor, seq_offsets: torch.Tensor | None) 
         yield from (torch.outer(one.double(), other.double()) for one, other in zip(dy, x, strict=True))
         return
     for start, stop in pairwise(seq_offsets.tolist()):
-        total = torch.zeros(dy.shape[1], x.shape[1], device=dy.device)
+        total = torch.zeros(dy.shape[1], x.shape[1], dtype=torch.float32, device=dy.device)
         for t in range(start, stop):
             total = fused_multiply_add(dy[t].unsqueeze(1), x[t], total)
         yield total
