@@ -1,4 +1,4 @@
-"""Weight gradients without offsets: each row's exact product, rounded half away from zero, added as an integer."""
+"""Promise: without offsets a weight gradient is the sum of exact products, rounded half away from zero."""
 
 import math
 from fractions import Fraction

@@ -141,7 +141,7 @@ def test_products_of_any_size_do_not_depend_on_the_place_in_the_batch(vectors):
 
         def run(at, x=x, dy=dy):
             leaf = x[at].requires_grad_()
-            pairs = interact(leaf)
+            pairs = interact(*leaf.unbind(1))
             (gradient,) = torch.autograd.grad(pairs, leaf, dy[at])
             return pairs.detach(), gradient
 
@@ -165,8 +165,8 @@ def test_products_elsewhere_than_on_a_cpu_are_the_same_up_to_rounding():
 
 def test_pairs_are_in_the_order_of_the_paper_s_lower_triangle():
     vectors = torch.tensor([[[1.0, 0], [10, 1], [100, 2]]])
-    assert interact(vectors).tolist() == [[10, 100, 1002]]  # (1,0) (2,0) (2,1)
-    assert interact(vectors[:, :1]).shape == (1, 0)
+    assert interact(*vectors.unbind(1)).tolist() == [[10, 100, 1002]]  # (1,0) (2,0) (2,1)
+    assert interact(vectors[:, 0]).shape == (1, 0)
 
 
 @pytest.mark.parametrize("exactly", [False, True])

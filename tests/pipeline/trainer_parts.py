@@ -16,7 +16,7 @@ from tritonrec.pipeline import MODES, DenseModel, Trainer, WindowConfig
 
 DIM = 6
 ONE_DRAWS = Lock()
-"""Ranks that are threads share torch's generator: each seeds it and draws its parameters while no other does."""
+"""Ranks that are threads share torch's generator: one at a time seeds it and draws its parameters."""
 EVERY = slow_except(
     [("reference", "batch"), ("fwp", "window"), ("nestpipe", "batch")],
     [("reference", "batch"), *product(list(MODES)[1:], ("batch", "window"))],

@@ -113,16 +113,19 @@ class DLRM(torch.nn.Module):
             raise ValueError(f"rows of feature {missing[0]!r} are missing, there are {sorted(rows)}")
         vectors = [rows[name] for name in self.config.features]
         if x is None:
-            return _apply(self.top, interact(torch.stack(vectors, 1)))
-        return _apply(self.top, torch.cat([x, interact(torch.stack([x, *vectors], 1))], 1))
+            return _apply(self.top, interact(*vectors))
+        return _apply(self.top, torch.cat([x, interact(x, *vectors)], 1))
 
 
-def interact(vectors: torch.Tensor) -> torch.Tensor:
-    """Dot products of all pairs of a sample's vectors: (B, V, d) -> (B, P), P = V (V - 1) / 2.
+def interact(*vectors: torch.Tensor) -> torch.Tensor:
+    """Dot products of all pairs of V vectors (B, d) of each sample: (B, P), P = V (V - 1) / 2.
 
     In the order (1, 0), (2, 0), (2, 1), (3, 0), ... Differentiable. Autocast casts it as a matrix product.
     """
-    return _Interact.apply(to_dtype(vectors, autocast_dtype(vectors.device) or vectors.dtype))
+    device, zeros = vectors[0].device, torch.zeros_like(vectors[0])
+    padding = [zeros] * (_padded(len(vectors), device) - len(vectors))
+    together = torch.stack([*vectors, *padding], 1)
+    return _Interact.apply(to_dtype(together, autocast_dtype(device) or together.dtype), len(vectors))
 
 
 def partition_tables(table_bytes: Mapping[str, int], world_size: int) -> dict[str, int]:
@@ -157,30 +160,35 @@ def _apply(layers: torch.nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
 
 
 class _Interact(torch.autograd.Function):
+    """(B, P) from (B, padded V, d): the first `count` vectors, and zeros."""
+
     @staticmethod
-    def forward(ctx, vectors):
+    def forward(ctx, vectors, count):
         ctx.save_for_backward(vectors)
-        row, column = _pairs(vectors)
+        ctx.count = count
+        row, column = _pairs(count, vectors.device)
         wide = widen(vectors)
         with without_autocast(vectors.device):
-            return _matmul(wide, wide.transpose(1, 2))[:, row, column].to(vectors.dtype)
+            products = _matmul(wide, wide.transpose(1, 2))
+            places = row * products.shape[2] + column
+            return products.flatten(1).index_select(1, places).to(vectors.dtype)
 
     @staticmethod
     def backward(ctx, dy):
         (vectors,) = ctx.saved_tensors
-        row, column = _pairs(vectors)
-        samples, count, _dim = vectors.shape
-        wide = widen(vectors)
-        both = wide.new_zeros(samples, count, count)  # a pair's gradient reaches both of its vectors
-        both[:, row, column] = dy.to(wide.dtype)
-        both[:, column, row] = dy.to(wide.dtype)
+        row, column = _pairs(ctx.count, vectors.device)
+        size, pairs = vectors.shape[1], dy.shape[1]
+        # A pair's gradient reaches both of its vectors; every other place reads the zero behind the pairs.
+        source = row.new_full((size, size), pairs)
+        source[row, column] = source[column, row] = torch.arange(pairs, device=row.device)
+        with_zero = F.pad(dy.to(widen(vectors).dtype), (0, 1))
+        both = with_zero.index_select(1, source.view(-1)).view(-1, size, size)
         with without_autocast(dy.device):
-            return _matmul(both, wide).to(vectors.dtype)
+            return _matmul(both, widen(vectors)).to(vectors.dtype), None
 
 
-def _pairs(vectors: torch.Tensor) -> torch.Tensor:
-    count = vectors.shape[1]
-    return torch.tril_indices(count, count, -1, device=vectors.device)
+def _pairs(count: int, device: torch.device) -> torch.Tensor:
+    return torch.tril_indices(count, count, -1, dtype=torch.int64, device=device)
 
 
 def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -188,15 +196,18 @@ def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.device.type == "cpu":
         # `bmm` picks its code for the end of a row by the row's address, which differs between samples of,
         # say, 27 x 6: so rows begin on cache lines.
-        inner, columns = _padded(b.shape[1]), _padded(b.shape[2])
-        left = F.pad(a, (0, inner - a.shape[2])).contiguous()
-        right = F.pad(b, (0, columns - b.shape[2], 0, inner - b.shape[1])).contiguous()
-        return torch.bmm(left, right)[:, :, : b.shape[2]]
+        return torch.bmm(_aligned(a), _aligned(b))[:, : a.shape[1], : b.shape[2]]
     total = a[:, :, :1] * b[:, :1]  # libraries of accelerators choose their order of additions by the batch
     for at in range(1, a.shape[2]):
         total = total + a[:, :, at : at + 1] * b[:, at : at + 1]
     return total
 
 
-def _padded(size: int) -> int:
-    return -(-size // 16) * 16
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """Matrices with zeros behind, so that their rows and columns are whole cache lines."""
+    more = [_padded(size, x.device) - size for size in x.shape[1:]]
+    return F.pad(x, (0, more[1], 0, more[0])) if any(more) else x
+
+
+def _padded(size: int, device: torch.device) -> int:
+    return -(-size // 16) * 16 if device.type == "cpu" else size

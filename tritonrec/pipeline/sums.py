@@ -8,6 +8,7 @@ are those of processes on one machine, to which a copy of more bytes costs less 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -184,6 +185,8 @@ class Sums:
             name: of all values, or of the one at a position.
         """
         if self.exact or not means.numel():
+            return means
+        if on_host(means) and math.isfinite(float(means.sum())):  # a sum of what is not finite is not either
             return means
         shape, bad = tuple(means.shape), ~torch.isfinite(means.reshape(-1))
 

@@ -11,9 +11,9 @@ adds the exact product, rounded to a unit: the rounding of the addition is the r
 bits of `total` less those it began with are the sum as an integer. This holds while the sum of a block of
 rows is below 2**51 units, which the largest |dy| times the largest |x| of the block tells beforehand.
 
-One thing is left: the addition rounds a tie, a product half a unit from two integers, to the even *sum*, which
-depends on the terms before it. Therefore the last bit of each float64 x is set. It makes the product larger
-by less than 2**-52 of itself, which is less than the distance of any product of two float32 numbers (48 bits)
+One thing is left: the addition rounds a tie, a product half a unit from two integers, to the even *sum*,
+which depends on the terms before it. Therefore the last bit of each float64 x is set. It makes the product
+larger by less than 2**-52 of itself, less than the distance of any product of two float32 numbers (48 bits)
 from a tie on its other side, and a tie itself goes away from zero. No product of such an x is a tie while it
 is below 2**51 units: its last bit would have to be half a unit, 2**52 times below its first.
 
@@ -119,7 +119,7 @@ def _float_of(typingctx, bits):
 
 @njit(cache=True, nogil=True)
 def _largest(values, stride, first, rows, start, stop):
-    """Bits of the largest magnitude of columns [start, stop): as integers they order so, and NaN is largest."""
+    """Bits of the largest magnitude of columns [start, stop): integers in the same order, NaN the largest."""
     most = np.int32(0)
     for t in range(first, first + rows):
         row = t * stride
