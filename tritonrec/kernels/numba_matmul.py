@@ -34,18 +34,22 @@ CHAIN = U(64)
 INT32, INT64 = ir.IntType(32), ir.IntType(64)
 
 
-def _tile(rows, vectors, lanes):
-    """A kernel that adds the products of `rows` by `vectors * lanes` elements."""
+def _tile(rows, vectors, lanes, masked=False):
+    """A kernel that adds the products of `rows` by `vectors * lanes` elements, or the first `columns` of them."""
 
     @intrinsic
-    def tile(typingctx, out, out_first, out_row, a, a_first, a_row, a_term, b, b_first, b_term, terms):
-        vector = ir.VectorType(ir.FloatType(), lanes)
+    def tile(
+        typingctx, out, out_first, out_row, a, a_first, a_row, a_term, b, b_first, b_term, terms, columns
+    ):
+        vector, bits = ir.VectorType(ir.FloatType(), lanes), ir.VectorType(ir.IntType(1), lanes)
 
         def codegen(context, builder, signature, arguments):
             out_data, a_data, b_data = (
                 context.make_array(signature.args[n])(context, builder, arguments[n]).data for n in (0, 3, 7)
             )
-            _, out_first, out_row, _, a_first, a_row, a_term, _, b_first, b_term, terms = arguments
+            _, out_first, out_row, _, a_first, a_row, a_term, _, b_first, b_term, terms, columns = arguments
+
+            zeros = ir.Constant(vector, [0.0] * lanes)
 
             def step(first, stride, count):
                 return builder.add(first, builder.mul(stride, count))
@@ -61,16 +65,47 @@ def _tile(rows, vectors, lanes):
                     single, undefined, ir.Constant(ir.VectorType(INT32, lanes), [0] * lanes)
                 )
 
+            def within(block):
+                """Which lanes of a block of columns there are."""
+                numbers = ir.VectorType(INT64, lanes)
+                undefined = ir.Constant(numbers, ir.Undefined)
+                single = builder.insert_element(undefined, columns, INT32(0))
+                most = builder.shuffle_vector(
+                    single, undefined, ir.Constant(ir.VectorType(INT32, lanes), [0] * lanes)
+                )
+                own = ir.Constant(numbers, [lanes * block + lane for lane in range(lanes)])
+                return builder.icmp_unsigned("<", own, most)
+
+            masks = [within(c) if masked else None for c in range(vectors)]
+
+            def read(place, mask):
+                if mask is None:
+                    return builder.load(place, align=4)
+                kind = ir.FunctionType(vector, [place.type, INT32, bits, vector])
+                function = cgutils.get_or_insert_function(
+                    builder.module, kind, f"llvm.masked.load.v{lanes}f32.p0"
+                )
+                return builder.call(function, [place, INT32(4), mask, zeros])
+
+            def write(value, place, mask):
+                if mask is None:
+                    builder.store(value, place, align=4)
+                    return
+                kind = ir.FunctionType(ir.VoidType(), [vector, place.type, INT32, bits])
+                function = cgutils.get_or_insert_function(
+                    builder.module, kind, f"llvm.masked.store.v{lanes}f32.p0"
+                )
+                builder.call(function, [value, place, INT32(4), mask])
+
             places = [
                 lanes_at(out_data, step(out_first, out_row, INT64(r)), c)
                 for r in range(rows) for c in range(vectors)
             ]  # fmt: skip
-            zeros = ir.Constant(vector, [0.0] * lanes)
             fused = fma_of_vectors(builder, vector)
             sums = [cgutils.alloca_once_value(builder, zeros) for _ in places]
             with cgutils.for_range(builder, terms) as loop:
                 b_row = step(b_first, b_term, loop.index)
-                right = [builder.load(lanes_at(b_data, b_row, c), align=4) for c in range(vectors)]
+                right = [read(lanes_at(b_data, b_row, c), masks[c]) for c in range(vectors)]
                 column = step(a_first, a_term, loop.index)
                 for r in range(rows):
                     place = builder.gep(a_data, [step(column, a_row, INT64(r))])
@@ -78,60 +113,74 @@ def _tile(rows, vectors, lanes):
                     for c in range(vectors):
                         total = sums[r * vectors + c]
                         builder.store(builder.call(fused, [left, right[c], builder.load(total)]), total)
-            for place, total in zip(places, sums, strict=True):
-                joined = builder.fadd(builder.load(place, align=4), builder.load(total))
-                builder.store(joined, place, align=4)
+            for place, total, mask in zip(places, sums, masks * rows, strict=True):
+                joined = builder.fadd(read(place, mask), builder.load(total))
+                write(joined, place, mask)
             return context.get_dummy_value()
 
         size = types.uintp
-        return types.void(out, size, size, a, size, size, size, b, size, size, size), codegen
+        return types.void(out, size, size, a, size, size, size, b, size, size, size, size), codegen
 
     return tile
 
 
 _four_by_64, _four_by_16 = _tile(4, 4, 16), _tile(4, 1, 16)
 _four_by_8, _four_by_4 = _tile(4, 1, 8), _tile(4, 1, 4)
-_four_by_32, _one_by_16, _one_by_4 = _tile(4, 2, 16), _tile(1, 1, 16), _tile(1, 1, 4)
+_one_by_16, _one_by_4 = _tile(1, 1, 16), _tile(1, 1, 4)
+_four_of_64, _four_of_32 = _tile(4, 4, 16, True), _tile(4, 2, 16, True)
+_four_of_16, _one_of_16 = _tile(4, 1, 16, True), _tile(1, 1, 16, True)
 
 
 @njit(cache=True, nogil=True)
-def _add_chains(out, out_first, out_row, a, a_first, a_row, a_term, b, b_first, b_term, rows, terms, columns):
-    """`add_products` with one chain for all terms."""
-    c = U(0)
-    while c + FOUR <= columns:
-        left = columns - c
-        width = FOUR
-        if left >= U(64) and has_wide_registers():
-            width = U(64)
-        elif left >= U(32) and has_wide_registers():
-            width = U(32)
-        elif left >= SIXTEEN:
-            width = SIXTEEN
-        elif left >= EIGHT:
-            width = EIGHT
+def _add_wide(out, out_first, out_row, a, a_first, a_row, a_term, b, b_first, b_term, rows, terms, columns):
+    """`_add_chains` where vectors have 64 bytes, and masks that cost nothing: no column is left over."""
+    for c in range(U(0), columns, U(64)):
+        left = min(columns - c, U(64))
         f = b_first + c
         r = U(0)
         while r + FOUR <= rows:
             o, p = out_first + r * out_row + c, a_first + r * a_row
-            if width == U(64):
-                _four_by_64(out, o, out_row, a, p, a_row, a_term, b, f, b_term, terms)
-            elif width == U(32):
-                _four_by_32(out, o, out_row, a, p, a_row, a_term, b, f, b_term, terms)
-            elif width == SIXTEEN:
-                _four_by_16(out, o, out_row, a, p, a_row, a_term, b, f, b_term, terms)
-            elif width == EIGHT:
-                _four_by_8(out, o, out_row, a, p, a_row, a_term, b, f, b_term, terms)
+            if left == U(64):
+                _four_by_64(out, o, out_row, a, p, a_row, a_term, b, f, b_term, terms, left)
+            elif left > U(32):
+                _four_of_64(out, o, out_row, a, p, a_row, a_term, b, f, b_term, terms, left)
+            elif left > SIXTEEN:
+                _four_of_32(out, o, out_row, a, p, a_row, a_term, b, f, b_term, terms, left)
             else:
-                _four_by_4(out, o, out_row, a, p, a_row, a_term, b, f, b_term, terms)
+                _four_of_16(out, o, out_row, a, p, a_row, a_term, b, f, b_term, terms, left)
             r += FOUR
         while r < rows:
             o, p = out_first + r * out_row + c, a_first + r * a_row
-            if width >= SIXTEEN:
-                for d in range(U(0), width, SIXTEEN):
-                    _one_by_16(out, o + d, out_row, a, p, a_row, a_term, b, f + d, b_term, terms)
+            for d in range(U(0), left, SIXTEEN):
+                _one_of_16(out, o + d, out_row, a, p, a_row, a_term, b, f + d, b_term, terms, left - d)
+            r += ONE
+
+
+@njit(cache=True, nogil=True)
+def _add_narrow(out, out_first, out_row, a, a_first, a_row, a_term, b, b_first, b_term, rows, terms, columns):
+    """`_add_chains` where vectors have 32 bytes or fewer."""
+    c = U(0)
+    while c + FOUR <= columns:
+        left = columns - c
+        width = SIXTEEN if left >= SIXTEEN else EIGHT if left >= EIGHT else FOUR
+        f = b_first + c
+        r = U(0)
+        while r + FOUR <= rows:
+            o, p = out_first + r * out_row + c, a_first + r * a_row
+            if width == SIXTEEN:
+                _four_by_16(out, o, out_row, a, p, a_row, a_term, b, f, b_term, terms, width)
+            elif width == EIGHT:
+                _four_by_8(out, o, out_row, a, p, a_row, a_term, b, f, b_term, terms, width)
+            else:
+                _four_by_4(out, o, out_row, a, p, a_row, a_term, b, f, b_term, terms, width)
+            r += FOUR
+        while r < rows:
+            o, p = out_first + r * out_row + c, a_first + r * a_row
+            if width == SIXTEEN:
+                _one_by_16(out, o, out_row, a, p, a_row, a_term, b, f, b_term, terms, width)
             else:
                 for d in range(U(0), width, FOUR):
-                    _one_by_4(out, o + d, out_row, a, p, a_row, a_term, b, f + d, b_term, terms)
+                    _one_by_4(out, o + d, out_row, a, p, a_row, a_term, b, f + d, b_term, terms, FOUR)
             r += ONE
         c += width
     while c < columns:
@@ -141,6 +190,19 @@ def _add_chains(out, out_first, out_row, a, a_first, a_row, a_term, b, b_first, 
                 total = fma(a[a_first + r * a_row + k * a_term], b[b_first + k * b_term + c], total)
             out[out_first + r * out_row + c] += total
         c += ONE
+
+
+@njit(cache=True, nogil=True)
+def _add_chains(out, out_first, out_row, a, a_first, a_row, a_term, b, b_first, b_term, rows, terms, columns):
+    """`add_products` with one chain for all terms."""
+    if has_wide_registers():
+        _add_wide(
+            out, out_first, out_row, a, a_first, a_row, a_term, b, b_first, b_term, rows, terms, columns
+        )
+    else:
+        _add_narrow(
+            out, out_first, out_row, a, a_first, a_row, a_term, b, b_first, b_term, rows, terms, columns
+        )
 
 
 @njit(cache=True, nogil=True)
