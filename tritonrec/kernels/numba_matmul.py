@@ -35,7 +35,7 @@ INT32, INT64 = ir.IntType(32), ir.IntType(64)
 
 
 def _tile(rows, vectors, lanes, masked=False):
-    """A kernel that adds the products of `rows` by `vectors * lanes` elements, or the first `columns` of them."""
+    """A kernel that adds the products of `rows` by `vectors * lanes` elements, or of the first `columns`."""
 
     @intrinsic
     def tile(
