@@ -2,8 +2,8 @@
 
 One thread, identical inputs; every round has other values, and its output is checked (`honest`).
 `torch.nn.functional.linear` calls a BLAS, which promises nothing about a row's bits and chooses its kernel by
-shape. The exact weight gradient (each sample's product rounded once, added as int64) is compared with one
-product of the whole batch in float32, which depends on the batch and its order.
+shape. The exact weight gradients (each sample's product, or each row's, rounded once, added as int64) are
+compared with one product of the whole batch in float32, which depends on the batch and its order.
 """
 
 import statistics
@@ -51,6 +51,10 @@ def weight_gradient_exact(x, weight, bias, dy, offsets):
     return linear_weight_grad(torch.zeros_like(weight, dtype=torch.int64), dy, x, offsets)
 
 
+def weight_gradient_of_rows(x, weight, bias, dy, offsets):
+    return linear_weight_grad(torch.zeros_like(weight, dtype=torch.int64), dy, x)
+
+
 def weight_gradient_torch(x, weight, bias, dy, offsets):
     return dy.t() @ x
 
@@ -59,6 +63,7 @@ CONTENDERS = {
     "forward": (forward_ours, forward_torch),
     "input_gradient": (input_gradient_ours, input_gradient_torch),
     "weight_gradient": (weight_gradient_exact, weight_gradient_torch),
+    "weight_gradient_of_rows": (weight_gradient_of_rows, weight_gradient_torch),
 }
 
 
@@ -67,7 +72,7 @@ def check(direction, got, x, weight, bias, dy):
         "forward": lambda: x.double() @ weight.double().t() + bias.double(),
         "input_gradient": lambda: dy.double() @ weight.double(),
         "weight_gradient": lambda: dy.double().t() @ x.double(),
-    }[direction]()
+    }[direction.removesuffix("_of_rows")]()
     values = got.double() * 2.0**-36 if got.dtype == torch.int64 else got.double()
     torch.testing.assert_close(values, exact, rtol=1e-4, atol=1e-3)
 

@@ -496,6 +496,8 @@ def _linear(dtype):
     if dtype == torch.float32:
         grid = torch.zeros(128, 64, dtype=torch.int64)
         run(ops.linear_weight_grad, grid, ones(size, 128), x, offsets())
+        for rows in (size, 1024 + size):  # many rows are shared by programs
+            run(ops.linear_weight_grad, grid, ones(rows, 128), ones(rows, 64))
 
 
 @case("relative_aggregate", dim=(32, 50, 128))

@@ -297,6 +297,13 @@ def _linear_weight_grad():
     yield lambda: ops.linear_weight_grad(grid, dout, x, cuts), size(dout, x, cuts) + 2 * size(grid)
 
 
+@case("linear_weight_grad of rows")
+def _linear_weight_grad_of_rows():
+    (grid,) = _sums((4 * DIM, DIM))
+    dout, x = floats(TOKENS, 4 * DIM), floats(TOKENS, DIM)
+    yield lambda: ops.linear_weight_grad(grid, dout, x), size(dout, x) + 2 * size(grid)
+
+
 @case("linear_weight_grad of 8,192 tokens, with bias")
 def _linear_weight_grad_of_many():
     grid, bias = _sums((4 * DIM, DIM), (4 * DIM,))

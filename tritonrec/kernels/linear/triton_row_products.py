@@ -88,7 +88,7 @@ def add_row_products_kernel(
     rounder = rounder_of(limit)
     zero = rounder.to(tl.int64, bitcast=True)
     sums = before
-    loud = any_of(is_far(before))
+    loud = any_of(is_far(before)).to(tl.int32)
     for first in range(begin, end, ROWS):
         total = tl.zeros((BLOCK, BLOCK), tl.float64) + rounder
         most_dy, most_x = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
