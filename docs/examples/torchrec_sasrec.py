@@ -147,8 +147,8 @@ def main(folder, data, epochs, patience, seed=0):
         found = torch.load(saved[-1])
         for weight, value in zip(model.parameters(), found["weights"], strict=True):
             weight.data.copy_(value)
-        for name, part in parts.items():
-            part.load_state_dict(found[name])
+        for name, each in parts.items():
+            each.load_state_dict(found[name])
         progress = found["progress"]
     while progress["step"] < steps and progress["waited"] < (patience or epochs):
         for step in range(progress["step"], progress["step"] + loader.steps_per_epoch):
@@ -172,7 +172,7 @@ def main(folder, data, epochs, patience, seed=0):
             "step": step + 1, "best": max(found["NDCG@10"], progress["best"]),
             "waited": 0 if better else progress["waited"] + 1,
         }  # fmt: skip
-        kept = {name: part.state_dict() for name, part in parts.items()}
+        kept = {name: each.state_dict() for name, each in parts.items()}
         kept |= {"weights": [weight.data for weight in model.parameters()], "progress": progress}
         torch.save(kept, folder / f"step-{step + 1:08d}-{rank}-of-{world_size}.pt")
         if rank == 0:
