@@ -14,7 +14,7 @@ number of rows.
 `linear` alone gives the weights an ordinary float32 gradient, a sum over all rows of the batch.
 `linear_weight_grad` is its exact twin: each sample's gradient is rounded once and added as int64. Without
 offsets each row's is, which knows nothing of samples and so has one sum for any of them: the way of models
-with one row a sample, and the faster one below some 50 rows a sample (docs/ops.md).
+with one row a sample, and the faster one below 16 to 40 rows a sample (docs/ops.md).
 """
 
 from __future__ import annotations
