@@ -66,6 +66,17 @@ def test_an_id_that_does_not_fit_is_named_with_its_feature(wrong):
     layout.pack(2, torch.tensor([0, 2**61 - 1]), "price")
     with pytest.raises(ValueError, match=rf"feature 'price': id {wrong} does not fit .*merge=False"):
         layout.pack(1, torch.tensor([3, wrong, 5]), "price")
+    with pytest.raises(ValueError, match=rf"feature 'price': id {wrong} does not fit .*merge=False"):
+        ids = torch.tensor([0, 7]), torch.tensor([3, wrong, 5]), torch.tensor([wrong])
+        layout.pack_all((2, 1, 1), ids, ("user", "price", "last"))
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 2**61 - 1), max_size=5)), min_size=1))
+def test_keys_of_all_features_are_those_of_each(drawn):
+    layout = KeyLayout(("a", "b", "c"))
+    members, ids = [member for member, _ in drawn], [torch.tensor(ids, dtype=torch.int64) for _, ids in drawn]
+    apart = [layout.pack(member, each, "f") for member, each in zip(members, ids, strict=True)]
+    assert torch.equal(layout.pack_all(members, ids, ["f"] * len(ids)), torch.cat(apart))
 
 
 def features(**changes):

@@ -197,10 +197,11 @@ class HashTableCollection:
             raise ValueError(
                 f"the batch looks up features {sorted(lookups)}, the tables serve {list(self.features)}"
             )
-        return [
-            torch.cat([group.layout.pack(member, lookups[name].ids, name) for name, member in group.features])
-            for group in self.groups
-        ]
+        found = []
+        for group in self.groups:
+            names, members = zip(*group.features, strict=True)
+            found.append(group.layout.pack_all(members, [lookups[name].ids for name in names], names))
+        return found
 
     def validate(self, lookups: Mapping[str, SupportsLookup]) -> None:
         """Raise ValueError for an id that does not fit into the keys of its table."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 
@@ -58,12 +59,30 @@ class KeyLayout:
             self.validate(ids, feature)
         return ids | (member << self._shift)
 
+    def pack_all(
+        self, members: Sequence[int], ids: Sequence[torch.Tensor], features: Sequence[str]
+    ) -> torch.Tensor:
+        """`pack` of several features' ids, one after another; on the host in a few calls for all of them."""
+        if len(ids) == 1 or not on_host(ids[0]):
+            return torch.cat([self.pack(*each) for each in zip(members, ids, features, strict=True)])
+        together = torch.cat(list(ids))
+        if not self.bits:
+            return together
+        if not self._fit(together):
+            for name, each in zip(features, ids, strict=True):
+                self.validate(each, name)
+        prefixes = torch.tensor(members, dtype=torch.int64) << self._shift
+        lengths = torch.tensor([len(each) for each in ids], dtype=torch.int64)
+        return together | torch.repeat_interleave(prefixes, lengths, output_size=len(together))
+
+    def _fit(self, ids: torch.Tensor) -> bool:
+        """Whether all fit into a key; without a sign bit an id that is too small is one too large."""
+        return not bool((ids >> self._shift).any())
+
     def validate(self, ids: torch.Tensor, feature: str) -> None:
         """Raise ValueError naming `feature` and the first of `ids` (K,) that does not fit into a key."""
-        if not self.bits:
-            return
-        outside = (ids < 0) | (ids >= 1 << self._shift)
-        if bool(outside.any()):
+        if self.bits and not self._fit(ids):
+            outside = (ids >> self._shift) != 0
             raise ValueError(
                 f"feature {feature!r}: id {int(ids[outside][0])} does not fit into a table merged of "
                 f"{len(self.names)}, which leaves ids from 0 to {(1 << self._shift) - 1}; keep the table of "

@@ -75,6 +75,11 @@ class GradientAccumulator(Accumulator):
             for place, each in names.items():
                 del self._names[place], self.sums[each]
 
+    def begin_window(self) -> None:
+        """From here to the next `take` no parameter changes, and kernels lay out each once."""
+        self.of_window = {}
+        self.addresses = frozenset(parameter.data_ptr() for parameter in self._parameters.values())
+
     def holds(self, tensor: Any) -> bool:
         """Whether this is a parameter with an exact sum here."""
         return id(tensor) in self._names
@@ -109,6 +114,7 @@ class GradientAccumulator(Accumulator):
 
     def take_flat(self, names: Collection[str] | None = None) -> torch.Tensor:
         """`take` as one tensor (S,): the sums of all parameters, or of those, one after the other."""
+        self.of_window = None
         chosen = self._chosen(names)
         if self.fraction_bits is None:
             gradients = [

@@ -43,7 +43,15 @@ class Targets(NamedTuple):
 
 
 class Accumulator:
-    """Takes terms in autograd's place; see `kernels.accumulator.GradientAccumulator`."""
+    """Takes terms in autograd's place; see `kernels.accumulator.GradientAccumulator`.
+
+    Attributes:
+        addresses: of the parameters.
+        of_window: what kernels made of them, while they are frozen; None outside of a window.
+    """
+
+    addresses: frozenset[int] = frozenset()
+    of_window: dict[Hashable, tuple[int, Any]] | None = None
 
     def holds(self, tensor: Any) -> bool:
         """Whether this is a parameter whose terms are added here."""
@@ -95,6 +103,22 @@ def remembered(tensor: torch.Tensor, key: Hashable, find: Callable[[], Value]) -
         # the tensor is kept, so that no other one gets its id
         memory[id(tensor), key] = known = tensor, tensor._version, find()
     return known[2]
+
+
+def made_once(parameter: torch.Tensor, make: Callable[[torch.Tensor], Value]) -> Value:
+    """What `make` gives for a parameter or a view of one.
+
+    Inside of a window, whose micro-batches share frozen parameters, it is called for the first one of them.
+    """
+    accumulator = current()
+    known = None if accumulator is None else accumulator.of_window
+    if known is None or parameter.is_inference() or parameter.data_ptr() not in accumulator.addresses:  # type: ignore[union-attr]
+        return make(parameter)
+    place = make, parameter.data_ptr(), parameter.shape, parameter.stride()
+    found = known.get(place)
+    if found is None or found[0] != parameter._version:
+        known[place] = found = parameter._version, make(parameter)
+    return found[1]
 
 
 def sum_terms(

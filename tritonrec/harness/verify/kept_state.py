@@ -84,6 +84,7 @@ def exported_with_an_expert_less(checkpoint: Any, out: Any, model: Any) -> None:
 def merged_tables_share_ids(program: Program) -> None:
     for group in program.tables.groups:
         group.layout.pack = lambda member, ids, feature: ids  # type: ignore[method-assign]
+        group.layout.pack_all = lambda members, ids, features: torch.cat(list(ids))  # type: ignore[method-assign]
 
 
 def evicts_rows_in_a_buffer(program: Program) -> None:

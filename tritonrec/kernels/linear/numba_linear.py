@@ -11,6 +11,7 @@ from tritonrec.kernels.fixed_point.numba_fixed_point import (
     add_rounded,
     is_calm,
 )
+from tritonrec.kernels.gradients import made_once
 from tritonrec.kernels.linear.numba_row_products import add_row_products
 from tritonrec.kernels.linear.reference import no_sum
 from tritonrec.kernels.numba_matmul import add_products
@@ -55,7 +56,11 @@ def with_stride(weight, inner, columns):
 
 
 def laid_out(weight: torch.Tensor) -> np.ndarray:
-    """A float32 weight (inner, columns) of any strides, flat, with `weight_stride`."""
+    """A float32 weight (inner, columns) of any strides, flat, with `weight_stride`; once in a window."""
+    return made_once(weight, _lay_out)
+
+
+def _lay_out(weight: torch.Tensor) -> np.ndarray:
     inner, columns = weight.shape
     stride = int(weight_stride(U(columns)))
     if stride == columns:

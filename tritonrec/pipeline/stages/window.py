@@ -103,6 +103,8 @@ def compute(
     seed = ops.derive_seed(context.config.seed, DROPOUT_STREAM, part.step)
     exponent = dense.model.scale_exponent(routes.loss_normalizer, context.config.fraction_bits)
     flight.dense.gather()  # also before the guard calls the model
+    if micro_batch == 0 and context.config.window_micro_batches > 1:
+        flight.accumulator.begin_window()
     with flight.guard.around(window, micro_batch, part, embeddings, inverses, seed, exponent):
         item = None
         if flight.has_plan(part, window.settings, exponent):
