@@ -3,7 +3,7 @@
 import pytest
 import torch
 from test_loads import equal, everything
-from trainer_parts import DIM, Ranker, batches, optimizer_of, trainer
+from trainer_parts import DIM, ONE_DRAWS, Ranker, batches, optimizer_of, trainer
 
 from tritonrec import (
     EmbeddingBagCollection,
@@ -35,7 +35,8 @@ class Larger(Ranker):
 
 
 def made_of(model=Ranker, names=("item",), rule="adam", seed=2, policy=None, dim=DIM):
-    model = model()
+    with ONE_DRAWS:
+        model = model()
     features = [FeatureConfig(name, dim, policy=policy or TablePolicy()) for name in names]
     tables = HashTableCollection(features, RowOptimizer(rule, lr=0.05), seed=seed)
     return model, tables, optimizer_of(model, rule)
