@@ -28,6 +28,11 @@ def keep_freed_memory() -> None:
         _kept = True
 
 
+def gives_back(size: int) -> bool:
+    """Whether glibc gives a freed block of `size` bytes back to the kernel, as it does by default."""
+    return not _kept and size >= _LARGE and _of_glibc("mallopt") is not None
+
+
 def return_freed_memory(size: int) -> None:
     """Give freed memory back after all, once a block of `size` bytes is freed that no step allocates again.
 

@@ -3,11 +3,11 @@
     bash ci/benchmarks/torchrec.sh          # TorchRec and FBGEMM's CPU build, into out/torchrec
     python ci/benchmarks/measure_dlrm.py --batch-size 512,2048,8192 --ranks 1,2 --json FILE
 
-26 categorical features with skewed ids and 13 dense ones in the shape of Criteo's, rows of 64, MLPs
-of 512-256-64 and 512-256, SGD. Contenders take turns in the same processes, some new batches each turn. TorchRec
+26 categorical features with skewed ids and 13 dense ones in the shape of Criteo's, rows of 64, MLPs of
+512-256-64 and 512-256, SGD. Contenders take turns in the same processes, some new batches each turn. TorchRec
 has an EmbeddingBagCollection of whole tables, dealt to the ranks, with FBGEMM's fused update; torch has one
 embedding of all rows with a sparse gradient. Before the clock starts the peers get their batches in their own
-form. Losses of every step are compared before a time is printed.
+form, and our tables have all rows. Losses of every step are compared before a time is printed.
 
 A figure is the peer's processor time over ours, medians over the turns: other processes disturb it least;
 over several ranks it is that of all. Above 1 is faster.
