@@ -52,19 +52,24 @@ def on_tensors(users, scores, labels):
 IMPRESSIONS = st.lists(
     st.tuples(
         st.sampled_from([INT64_MIN, -1, 0, 5, INT64_MAX]),
-        st.sampled_from([-math.inf, -1.5, 0.0, 1e-300, 0.25, 3.0, math.inf]),
+        st.sampled_from([-math.inf, -3e4, -1.5, -1e-40, -0.0, 0.0, 1e-300, 1e-40, 0.25, 3.0, math.inf]),
         st.integers(0, 1),
     ),
     max_size=40,
 )
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 
 @settings(deadline=None)
-@given(IMPRESSIONS)
-def test_equals_a_double_loop(impressions):
+@given(IMPRESSIONS, st.sampled_from(FLOATS), st.sampled_from([None, 3]))
+def test_equals_a_double_loop(impressions, dtype, small):
+    """Users in any range, and by numbers from 0 on; scores of every type, and zeros with either sign."""
     users, scores, labels = ([row[at] for row in impressions] for at in range(3))
+    users = users if small is None else [user % small for user in users]
+    scores = torch.tensor(scores, dtype=dtype).tolist()
     value, used, left_out = naive(users, scores, labels)
-    found = on_tensors(users, scores, labels)
+    found = gauc(torch.tensor(users, dtype=torch.int64), torch.tensor(scores, dtype=dtype),
+                 torch.tensor(labels))  # fmt: skip
     assert found.value == pytest.approx(value, rel=1e-14, nan_ok=True)
     assert (found.users, found.left_out) == (used, left_out)
     alone = area(scores, labels)

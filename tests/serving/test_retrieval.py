@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tritonrec import checkpoint, ops
 from tritonrec.data import JaggedBatch, KeyedJaggedTensor, Lookup, Vocabulary, WeightedLookup
-from tritonrec.serving import ExportedTable, Predictor, export, recall, top_k
-from tritonrec.serving import predictor as module
+from tritonrec.serving import ExportedTable, Predictor, export, numba_retrieval, recall, top_k
+from tritonrec.serving.retrieval import best_items, seen_places
 
 IDS = torch.tensor([-(2**63), -4, 0, 3, 8, 2**63 - 1])
 
@@ -93,8 +93,7 @@ def test_every_form_of_a_history_gives_the_same_vectors(monkeypatch):
     assert torch.equal(predictor.encode(ids[:2].tolist()), want[:1])
     whole = predictor.retrieve(HISTORY, 4, exclude=None)
     assert torch.equal(whole[0], predictor.item_ids[top_k(predictor.scores(HISTORY), 4)[0]])
-    monkeypatch.setattr(module, "BLOCK_SCORES", 7)
-    assert all(map(torch.equal, predictor.retrieve(HISTORY, 4, exclude=None), whole))
+    monkeypatch.setattr(numba_retrieval, "USERS", 2)
     assert all(map(torch.equal, predictor.retrieve(lists, 4, exclude=None), whole))
     items = torch.tensor([8, 5])
     assert torch.equal(predictor.scores(HISTORY, items)[:, 0], predictor.scores(HISTORY)[:, 4])
@@ -177,9 +176,9 @@ def test_tables_alone_have_no_scores(tmp_path):
 SEEN = [[3, 8, 77], [], [0, -4, 3, 3, 2**63 - 1]]
 
 
-@pytest.mark.parametrize("block", [1, 7, 1 << 24])
-def test_what_a_user_has_seen_is_left_out(block, monkeypatch):
-    monkeypatch.setattr(module, "BLOCK_SCORES", block)
+@pytest.mark.parametrize("users", [1, 2, 64])
+def test_what_a_user_has_seen_is_left_out(users, monkeypatch):
+    monkeypatch.setattr(numba_retrieval, "USERS", users)
     predictor, histories = make(), [[3, 8], [-4], [0, 77, 77]]
     every = predictor.retrieve(HISTORY, 6, exclude=None)
     for exclude, seen in (("history", histories), (SEEN, SEEN)):
@@ -230,3 +229,38 @@ def test_histories_and_answers_are_in_words():
     assert not {"lamp"} & {*left[0]} and {*left[1]} == {"chair", "table", "rug"}
     with pytest.raises(ValueError, match="the history has 'sofa' in row 1, which is not among the 5 words"):
         predictor.retrieve(["rug", "sofa"], 2)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("items", "users", "k"),
+    [(700, 1, 5), (257, 3, 257), (3000, 70, 100), (20_000, 5, 1), (20_000, 33, 9_000)],
+)
+def test_search_is_a_stable_sort_of_all_scores(items, users, k, threads):
+    """Products of few whole numbers, so that many scores are equal, in and across blocks and threads."""
+    draw = torch.Generator().manual_seed(items + users)
+    weights = torch.randint(-2, 3, (items, 24), generator=draw).float()
+    vectors = torch.randint(-1, 2, (users, 24), generator=draw).float()
+    vectors[0] = 0
+    known = torch.arange(items) * 2
+    seen = torch.randint(0, 2 * items, (users * 40,), generator=draw) if k < items else torch.empty(0).long()
+    offsets = torch.linspace(0, len(seen), users + 1).long()
+    scores = ops.linear(vectors, weights, None)
+    for user, ids in enumerate(seen.tensor_split(offsets[1:-1])):
+        scores[user, ids[ids % 2 == 0] // 2] = -torch.inf
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = best_items(vectors, weights, k, *seen_places(known, seen, offsets, k))
+    finally:
+        torch.set_num_threads(before)
+    assert all(map(torch.equal, found, top_k(scores, k)))
+
+
+def test_a_score_that_is_nan_is_named():
+    predictor = make()
+    predictor.tables["items"].weights[5, 1] = torch.nan
+    with pytest.raises(ValueError, match="the score of row 0 for item 5 is NaN"):
+        predictor.retrieve(HISTORY, 1, exclude=None)
+    with pytest.raises(ValueError, match=r"k must be in \[1, 6\]"):
+        make().retrieve(HISTORY, 7, exclude=None)

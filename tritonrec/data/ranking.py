@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tritonrec import ops
 from tritonrec.data.batch import JaggedBatch
 from tritonrec.data.impression_loader import ImpressionLoader
 from tritonrec.data.impression_stream import ImpressionStream
@@ -39,6 +40,7 @@ from tritonrec.data.splits import Part
 ScoreFunction = Callable[[JaggedBatch], Tensor]
 ImpressionScoreFunction = Callable[[ImpressionBatch], Tensor]
 NextItems = NextItemLoader | NextItemStream
+NO_RANK = 2**63 - 1
 
 
 def evaluate(
@@ -84,21 +86,25 @@ def target_ranks(
         raise ValueError(
             f"scores must be ({users}, {items}): users by catalogue; got shape {tuple(scores.shape)}"
         )
-    scores = scores.detach().cpu()
-    if bool(scores.isnan().any()):
-        user, item = scores.isnan().nonzero()[0].tolist()
+    from .numba_ranking import count_above
+
+    scores, targets = scores.detach().cpu(), batch.targets
+    if items == 0:
+        return torch.full((users,), NO_RANK, dtype=torch.int64)
+    pairs = batch.seen_users * items + batch.seen_items if exclude_seen else batch.seen_users[:0]
+    pairs = torch.unique(pairs)  # ascending
+    starts = torch.searchsorted(pairs, torch.arange(users + 1) * items)
+    above = np.empty(users, np.int64)
+    user, item = count_above(
+        (scores if scores.dtype in (torch.float32, torch.float64) else scores.double()).numpy(),
+        targets.numpy(), starts.numpy(), (pairs % items).numpy(), above,
+    )  # fmt: skip
+    if user >= 0:
         raise ValueError(
             f"the score of user {int(batch.history.sample_ids[user])} "
             f"for item {int(loader.catalogue[item])} is NaN"
         )
-    competes = torch.ones(users, items, dtype=torch.bool)
-    if exclude_seen:
-        competes[batch.seen_users, batch.seen_items] = False
-    target = batch.targets.clamp(min=0)[:, None]
-    target_score = scores.gather(1, target)
-    first = torch.arange(items)[None, :] < target
-    above = competes & ((scores > target_score) | ((scores == target_score) & first))
-    return torch.where(batch.targets >= 0, above.sum(1), torch.iinfo(torch.int64).max)
+    return torch.where(targets >= 0, torch.from_numpy(above), NO_RANK)
 
 
 def popularity_scores(loader: NextItems) -> ScoreFunction:
@@ -133,37 +139,49 @@ def gauc(user_ids: Tensor, scores: Tensor, labels: Tensor) -> GroupAUC:
             f"user_ids, scores and labels must be (n,): got shapes "
             f"{tuple(user_ids.shape)}, {tuple(scores.shape)} and {tuple(labels.shape)}"
         )
-    users, values, kinds = (t.detach().cpu().numpy() for t in (user_ids, scores.double(), labels.double()))
-    for name, wrong in (("scores", np.isnan(values)), ("labels", (kinds != 0) & (kinds != 1))):
-        if wrong.any():
-            at = int(wrong.nonzero()[0][0])
-            got = values[at] if name == "scores" else kinds[at]
-            raise ValueError(f"{name}[{at}] of user {users[at]} is {got:g}")
-    if len(users) == 0:
+    from .numba_ranking import count_pairs
+
+    values, kinds = scores.detach().cpu(), labels.detach().cpu()
+    for name, found, wrong in (
+        ("scores", values, values.isnan()),
+        ("labels", kinds, (kinds != 0) & (kinds != 1)),
+    ):
+        if bool(wrong.any()):
+            at = int(wrong.nonzero()[0])
+            raise ValueError(f"{name}[{at}] of user {int(user_ids[at])} is {float(found[at]):g}")
+    if len(values) == 0:
         return GroupAUC(math.nan, 0, 0)
-
-    order = np.lexsort((values, users))
-    users, values, positive = users[order], values[order], kinds[order] == 1
-    is_new_user = np.append(True, users[1:] != users[:-1])
-    is_new_score = is_new_user | np.append(True, values[1:] != values[:-1])
-    user, tie = np.cumsum(is_new_user) - 1, np.cumsum(is_new_score) - 1
-
-    negatives_before = np.append(0, np.cumsum(~positive))
-    tie_starts, user_starts = is_new_score.nonzero()[0], is_new_user.nonzero()[0]
-    tie_ends = np.append(tie_starts[1:], len(users))
-    below = negatives_before[tie_starts[tie]] - negatives_before[user_starts[user]]
-    level = negatives_before[tie_ends[tie]] - negatives_before[tie_starts[tie]]
-    twice_won = np.add.reduceat(np.where(positive, 2 * below + level, 0), user_starts)
-    positives = np.add.reduceat(positive.astype(np.int64), user_starts)
-    impressions = np.diff(np.append(user_starts, len(users)))
+    numbers, groups = _numbered(user_ids.detach().cpu())
+    packed = (numbers << 33 | _ascending(values) << 1 | kinds.long()).numpy().view(np.uint64)
+    packed.sort()
+    twice_won, positives, impressions = (np.zeros(groups, np.int64) for _ in range(3))
+    count_pairs(packed, groups, twice_won, positives, impressions)
 
     pairs = positives * (impressions - positives)
     both = pairs > 0
+    left_out = int((impressions > 0).sum() - both.sum())
     if not both.any():
-        return GroupAUC(math.nan, 0, len(pairs))
+        return GroupAUC(math.nan, 0, left_out)
     areas = twice_won[both] / (2 * pairs[both])
     value = math.fsum(areas * impressions[both]) / int(impressions[both].sum())
-    return GroupAUC(value, int(both.sum()), int((~both).sum()))
+    return GroupAUC(value, int(both.sum()), left_out)
+
+
+def _numbered(user_ids: Tensor) -> tuple[Tensor, int]:
+    """(n,) int64 numbers of users from 0 on, in any order, and how many there are."""
+    least, most = user_ids.aminmax()
+    if least >= 0 and most < len(user_ids):
+        return user_ids.long(), int(most) + 1
+    found, inverse, _counts = ops.unique(user_ids.long())
+    return inverse, len(found)
+
+
+def _ascending(scores: Tensor) -> Tensor:
+    """(n,) int64 from 0 to 2**32 - 1, in the order of the scores (n,), equal for equal ones."""
+    if scores.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return torch.unique(scores, return_inverse=True)[1]
+    bits = (scores.float() + 0.0).view(torch.int32).long()  # of the two zeros one
+    return torch.where(bits < 0, 2**31 - 1 - (bits & 0x7FFFFFFF), bits + 2**31)
 
 
 def evaluate_impressions(

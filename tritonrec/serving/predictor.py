@@ -23,12 +23,10 @@ from ..nn import sigmoid
 from .histories import Ids, array_of, ids_of, times_of, told
 from .manifest import checked_file, local_copy, read_manifest
 from .programs import CLICK, IMPRESSION, NEXT_ITEM, load_compiled, load_program
-from .retrieval import leave_out, top_k
+from .retrieval import best_items, check_k, seen_places
 from .shards import read_shard
 
 UnknownIds = Literal["initial", "zeros"]
-BLOCK_SCORES = 1 << 24
-"""Scores that `Predictor.retrieve` has in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -185,16 +183,10 @@ class Predictor:
         """
         table, given = self._items(), self._ids(history)
         vectors = self.encode(history, timestamps)
-        seen = self._excluded(exclude, given)
-        block = max(1, BLOCK_SCORES // max(1, len(table.ids)))
-        places, best = [], []
-        for first in range(0, len(vectors), block):
-            scores = ops.linear(vectors[first : first + block], table.weights, None)
-            found = top_k(leave_out(scores, table.ids, *seen, first, k), k)
-            places.append(found[0])
-            best.append(found[1])
-        none = torch.empty(0, k, dtype=torch.int64)
-        ids, scores = table.ids[torch.cat([none, *places])], torch.cat([none.float(), *best])
+        check_k(k, len(table.ids))
+        seen = seen_places(table.ids, *self._excluded(exclude, given), k)
+        places, scores = best_items(vectors, table.weights, k, *seen)
+        ids = table.ids[places]
         if not given.words:
             return ids, scores
         words = self.vocabularies["item"].decode(ids.flatten()).to_pylist()

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
+
+from ..kernels.linear.numba_linear import laid_out
+from ..kernels.row_layout import contiguous_rows, flat_rows
+from ..kernels.workers import over_ranges
 
 
 def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -16,13 +22,9 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if scores.dim() != 2:
         raise ValueError(f"scores must be (B, I), got {tuple(scores.shape)}")
     rows, items = scores.shape
-    if not isinstance(k, int) or isinstance(k, bool):
-        raise ValueError(f"k must be a whole number, got {k!r}")
-    if not 1 <= k <= items:
-        raise ValueError(f"k must be in [1, {items}], the number of items, got {k}")
+    check_k(k, items)
     if bool(scores.isnan().any()):
-        row, item = scores.isnan().nonzero()[0].tolist()
-        raise ValueError(f"the score of row {row} for item {item} is NaN")
+        raise _not_a_number(*scores.isnan().nonzero()[0].tolist())
     least = scores.topk(k).values[:, -1:]
     row, place = (scores >= least).nonzero(as_tuple=True)  # k or more of each row, places ascending
     best = scores[row, place]
@@ -32,30 +34,90 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return place[chosen], best[chosen]
 
 
-def leave_out(scores: Tensor, items: Tensor, seen: Tensor, offsets: Tensor, first: int, k: int) -> Tensor:
-    """`scores` (b, I) of the users from `first` on, with -inf where a user has seen an item.
+def check_k(k: object, items: int) -> None:
+    """Raise ValueError for a k that is no whole number in [1, items]."""
+    if not isinstance(k, int) or isinstance(k, bool):
+        raise ValueError(f"k must be a whole number, got {k!r}")
+    if not 1 <= k <= items:
+        raise ValueError(f"k must be in [1, {items}], the number of items, got {k}")
+
+
+def _not_a_number(row: int, item: int) -> ValueError:
+    return ValueError(f"the score of row {row} for item {item} is NaN")
+
+
+def seen_places(items: Tensor, seen: Tensor, offsets: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Places (n,) among `items` of what each user has seen, ascending and distinct, and offsets (B + 1,).
 
     Args:
         items: (I,) int64, ascending, at least one. k: items that each user needs.
-        seen, offsets: ids (n,) of each user (B + 1,); repeats and unknown ones are allowed.
+        seen, offsets: ids of each user (B + 1,); repeats and unknown ones are allowed.
 
     Raises ValueError where fewer than k items are left to a user.
     """
-    own = offsets[first : first + len(scores) + 1]
-    ids = seen[own[0] : own[-1]]
-    users = torch.repeat_interleave(torch.arange(len(scores)), own.diff())
+    users = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
+    ids = seen[offsets[0] : offsets[-1]]
     places = torch.searchsorted(items, ids.contiguous()).clamp(max=len(items) - 1)
     known = items[places] == ids
-    out = torch.zeros(scores.shape, dtype=torch.bool)
-    out[users[known], places[known]] = True
-    left = len(items) - out.sum(1)
-    if 1 <= k <= len(items) and bool((left < k).any()):
+    pairs = torch.unique(users[known] * len(items) + places[known])  # ascending
+    counts = torch.bincount(pairs // len(items), minlength=len(offsets) - 1)
+    left = len(items) - counts
+    if bool((left < k).any()):
         user = int((left < k).nonzero()[0])
         raise ValueError(
-            f"k = {k} items are wanted, and user {first + user} has {int(left[user])} of {len(items)} left "
+            f"k = {k} items are wanted, and user {user} has {int(left[user])} of {len(items)} left "
             "without those that are left out: take a smaller k, or exclude=None"
         )
-    return scores.masked_fill(out, -torch.inf)
+    return pairs % len(items), torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+def best_items(
+    vectors: Tensor, weights: Tensor, k: int, seen: Tensor, offsets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`top_k` of ``ops.linear(vectors, weights)`` without what was seen, and without all scores in memory.
+
+    Args:
+        vectors: (B, d) float32. weights: (I, d) float32 of the items. seen, offsets: of `seen_places`, which
+            leaves k items or more to each user.
+
+    Raises ValueError where a score is NaN.
+    """
+    from .numba_retrieval import USERS, search
+
+    vectors, (items, dim) = vectors.detach(), weights.shape
+    (flat, stride), numbers = flat_rows(contiguous_rows(weights)), [seen.numpy(), offsets.numpy()]
+    parts = []
+    for first in range(0, len(vectors), USERS):
+        some = vectors[first : first + USERS]
+        users = len(some)
+        laid, own = laid_out(some.t()), numbers[1][first : first + users + 1]
+
+        def run(start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, int]]:
+            scores, places = np.empty((users, 2 * k), np.float32), np.empty((users, 2 * k), np.int64)  # noqa: B023
+            counts = np.zeros(users, np.int64)  # noqa: B023
+            bad = search(
+                flat, stride, laid, np.uintp(users), np.uintp(dim), np.uintp(start), np.uintp(stop),  # noqa: B023
+                numbers[0], own, k, scores, places, counts,  # noqa: B023
+            )  # fmt: skip
+            return scores, places, counts, bad
+
+        found = over_ranges(run, items, 2.0 * items * dim * users)
+        for *_, (user, item) in found:
+            if user >= 0:
+                raise _not_a_number(first + int(user), int(item))
+        parts += [_joined(found, user, k) for user in range(users)]
+    places = np.array([place for place, _ in parts], np.int64).reshape(-1, k)
+    return torch.from_numpy(places), torch.from_numpy(
+        np.array([best for _, best in parts], np.float32).reshape(-1, k)
+    )
+
+
+def _joined(found: list[Any], user: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Places and scores of a user's best k of all ranges of items."""
+    scores = np.concatenate([scores[user, : counts[user]] for scores, _, counts, _ in found])
+    places = np.concatenate([places[user, : counts[user]] for _, places, counts, _ in found])
+    order = np.argsort(-scores, kind="stable")[:k]
+    return places[order], scores[order]
 
 
 def recall(found: Tensor, wanted: Tensor) -> float:

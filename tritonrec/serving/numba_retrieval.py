@@ -1,0 +1,80 @@
+# mypy: ignore-errors
+"""Exact search in one pass over the items, whose scores are looked at block by block, in the cache.
+
+A user's candidates are the items whose score is above the k-th best so far, in the order of the items. Twice
+k of them are sorted, k are kept, and the k-th is the new limit; few items pass it. A score has the bits of
+`ops.linear`.
+"""
+
+import numpy as np
+
+from tritonrec.kernels.caches import njit
+from tritonrec.kernels.linear.numba_linear import NO_BIAS, rows_times
+
+U = np.uintp
+ITEMS = U(256)
+"""Items of a block."""
+USERS = 64
+"""Users that are searched together: 64 KiB of scores."""
+
+
+@njit(cache=True, nogil=True)
+def _has_seen(seen, first, last, place):
+    while first < last:
+        middle = (first + last) >> 1
+        if seen[middle] < place:
+            first = middle + 1
+        else:
+            last = middle
+    return first
+
+
+@njit(cache=True, nogil=True)
+def _keep_best(scores, places, count, k):
+    """Sort the candidates of a user, of equal scores the earlier one first, and keep k."""
+    order = np.argsort(-scores[:count], kind="mergesort")[:k]
+    scores[: len(order)], places[: len(order)] = scores[:count][order], places[:count][order]
+    return len(order)
+
+
+@njit(cache=True, nogil=True)
+def search(weights, stride, vectors, users, dim, start, stop, seen, offsets, k, scores, places, counts):
+    """The best of items [start, stop) for each user, best first: scores, places (users, 2 k), their counts.
+
+    `weights` are rows of items (I, dim) with `stride`, `vectors` users' as a weight (dim, users) laid out for
+    `rows_times`. `seen` are the places of items that a user is not given, ascending, at `offsets`
+    (users + 1,).
+    Returns (user, place) of a score that is NaN, or (-1, -1).
+    """
+    block = np.empty(ITEMS * users, np.float32)
+    limits = np.full(users, np.nan, np.float32)  # NaN: below k candidates, and any score passes
+    for first in range(start, stop, ITEMS):
+        items = min(ITEMS, stop - first)
+        rows_times(
+            weights[first * stride :], stride, vectors, NO_BIAS, block, U(0), items, dim, users
+        )  # fmt: skip
+        for r in range(items):
+            row, passes = r * users, False
+            for b in range(users):
+                passes |= not (block[row + b] <= limits[b])
+            if not passes:
+                continue
+            place = np.int64(first + r)
+            for b in range(users):
+                score = block[row + b]
+                if score <= limits[b]:
+                    continue
+                if score != score:
+                    return np.int64(b), place
+                at = _has_seen(seen, offsets[b], offsets[b + U(1)], place)
+                if at < offsets[b + U(1)] and seen[at] == place:
+                    continue
+                count = counts[b]
+                scores[b, count], places[b, count] = score, place
+                counts[b] = count + 1
+                if count + 1 == scores.shape[1]:
+                    counts[b] = _keep_best(scores[b], places[b], count + 1, k)
+                    limits[b] = scores[b, k - 1]
+    for b in range(users):
+        counts[b] = _keep_best(scores[b], places[b], counts[b], k)
+    return np.int64(-1), np.int64(-1)
