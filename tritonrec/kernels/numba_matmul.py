@@ -124,6 +124,57 @@ def _tile(rows, vectors, lanes, masked=False):
     return tile
 
 
+@intrinsic
+def _sixteen_by_one(typingctx, out, out_first, a, a_first, a_row, b, b_first, b_term, terms):
+    """Adds the products of sixteen rows of `a`, terms one after another, by one column; 16, 32, ... terms.
+
+    Blocks of 16 rows by 16 terms are transposed in registers: lane r holds the sum of row r.
+    """
+    lanes = 16
+    vector = ir.VectorType(ir.FloatType(), lanes)
+
+    def codegen(context, builder, signature, arguments):
+        out_data, a_data, b_data = (
+            context.make_array(signature.args[n])(context, builder, arguments[n]).data for n in (0, 2, 5)
+        )
+        _, out_first, _, a_first, a_row, _, b_first, b_term, terms = arguments
+
+        def at(data, first):
+            return builder.bitcast(builder.gep(data, [first]), vector.as_pointer())
+
+        def shuffled(left, right, of_lanes):
+            return builder.shuffle_vector(left, right, ir.Constant(ir.VectorType(INT32, lanes), of_lanes))
+
+        fused, zeros = fma_of_vectors(builder, vector), ir.Constant(vector, [0.0] * lanes)
+        total = cgutils.alloca_once_value(builder, zeros)
+        with cgutils.for_range(builder, builder.udiv(terms, INT64(lanes))) as loop:
+            term = builder.mul(loop.index, INT64(lanes))
+            first = builder.add(a_first, term)
+            rows = [
+                builder.load(at(a_data, builder.add(first, builder.mul(a_row, INT64(r)))), align=4)
+                for r in range(lanes)
+            ]
+            for step in (1, 2, 4, 8):  # blocks of `step` rows and columns change places
+                of_low = [n - step + lanes if n & step else n for n in range(lanes)]
+                of_high = [n + lanes if n & step else n + step for n in range(lanes)]
+                for r in range(lanes):
+                    if not r & step:
+                        low, high = rows[r], rows[r | step]
+                        rows[r], rows[r | step] = shuffled(low, high, of_low), shuffled(low, high, of_high)
+            for k in range(lanes):
+                place = builder.add(b_first, builder.mul(b_term, builder.add(term, INT64(k))))
+                undefined = ir.Constant(vector, ir.Undefined)
+                value = builder.load(builder.gep(b_data, [place]))
+                splat = shuffled(builder.insert_element(undefined, value, INT32(0)), undefined, [0] * lanes)
+                builder.store(builder.call(fused, [rows[k], splat, builder.load(total)]), total)
+        place = at(out_data, out_first)
+        builder.store(builder.fadd(builder.load(place, align=4), builder.load(total)), place, align=4)
+        return context.get_dummy_value()
+
+    size = types.uintp
+    return types.void(out, size, a, size, size, b, size, size, size), codegen
+
+
 _four_by_64, _four_by_16 = _tile(4, 4, 16), _tile(4, 1, 16)
 _four_by_8, _four_by_4 = _tile(4, 1, 8), _tile(4, 1, 4)
 _one_by_16, _one_by_4 = _tile(1, 1, 16), _tile(1, 1, 4)
@@ -138,6 +189,11 @@ def _add_wide(out, out_first, out_row, a, a_first, a_row, a_term, b, b_first, b_
         left = min(columns - c, U(64))
         f = b_first + c
         r = U(0)
+        if columns == ONE and a_term == ONE and out_row == ONE and terms % SIXTEEN == U(0):
+            while r + SIXTEEN <= rows:
+                o, p = out_first + r, a_first + r * a_row
+                _sixteen_by_one(out, o, a, p, a_row, b, f, b_term, terms)
+                r += SIXTEEN
         while r + FOUR <= rows:
             o, p = out_first + r * out_row + c, a_first + r * a_row
             if left == U(64):

@@ -47,21 +47,20 @@ def search(weights, stride, vectors, users, dim, start, stop, seen, offsets, k, 
     Returns (user, place) of a score that is NaN, or (-1, -1).
     """
     block = np.empty(ITEMS * users, np.float32)
-    limits = np.full(users, np.nan, np.float32)  # NaN: below k candidates, and any score passes
+    together = max(U(1), U(16) // users)  # items that are looked at together
+    limits = np.full(together * users, np.nan, np.float32)  # NaN: below k candidates, and any score passes
     for first in range(start, stop, ITEMS):
         items = min(ITEMS, stop - first)
         rows_times(
             weights[first * stride :], stride, vectors, NO_BIAS, block, U(0), items, dim, users
         )  # fmt: skip
-        for r in range(items):
-            row, passes = r * users, False
-            for b in range(users):
-                passes |= not (block[row + b] <= limits[b])
-            if not passes:
-                continue
-            place = np.int64(first + r)
-            for b in range(users):
-                score = block[row + b]
+        for r in range(U(0), items, together):
+            last = min(r + together, items)
+            passes = False
+            for i in range((last - r) * users):
+                passes |= not (block[r * users + i] <= limits[i])
+            for i in range((last - r) * users if passes else U(0)):
+                b, score, place = i % users, block[r * users + i], np.int64(first + r + i // users)
                 if score <= limits[b]:
                     continue
                 if score != score:
@@ -74,7 +73,7 @@ def search(weights, stride, vectors, users, dim, start, stop, seen, offsets, k, 
                 counts[b] = count + 1
                 if count + 1 == scores.shape[1]:
                     counts[b] = _keep_best(scores[b], places[b], count + 1, k)
-                    limits[b] = scores[b, k - 1]
+                    limits[b::users] = scores[b, k - 1]
     for b in range(users):
         counts[b] = _keep_best(scores[b], places[b], counts[b], k)
     return np.int64(-1), np.int64(-1)
