@@ -16,17 +16,36 @@ from tritonrec.data import text_tables
 from tritonrec.data.text_tables import SHOWN, Block, TextFile
 from tritonrec.data.values import Part
 
+FIRST_BYTES, FIRST_LINES = 1 << 18, 1000
+"""Of a file, where its fields are found: a field may be missing in the first object."""
+
 
 class JsonFile(TextFile):
     """An object a line; also as Python prints dictionaries, as in the older files of UCSD."""
 
     @cached_property
     def first(self) -> dict[str, Any]:
-        """The first object."""
-        line, text = self.first_line()
-        found = self._load(text, line)
+        """The fields of the first objects, with the first value of each that is not null."""
+        found: dict[str, Any] = {}
+        for block in self.blocks(FIRST_BYTES):
+            lines = block.data.split(b"\n")[:FIRST_LINES]
+            for number, text in enumerate(lines, block.line):
+                if text.strip():
+                    for name, value in self._object(text, number).items():
+                        if found.get(name) is None:
+                            found[name] = value
+            if found:
+                return found
+        raise ValueError(f"{self.path}: the file is empty")
+
+    def _object(self, line: bytes, number: int) -> dict[str, Any]:
+        try:
+            text = line.decode().rstrip("\r")
+        except UnicodeDecodeError as error:
+            raise self.no_text(number, error) from error
+        found = self._load(text, number)
         if not isinstance(found, dict):
-            raise ValueError(f"{self.path}, line {line}: expected an object a line, got {text[:SHOWN]!r}")
+            raise ValueError(f"{self.path}, line {number}: expected an object a line, got {text[:SHOWN]!r}")
         return found
 
     @cached_property
@@ -36,11 +55,11 @@ class JsonFile(TextFile):
 
     @property
     def names(self) -> list[str]:
-        """Of the first object; others may have more."""
+        """Of the first objects, in the order in which they appear; objects behind them may have more."""
         return list(self.first)
 
     def booleans(self) -> list[str]:
-        """Fields that are true or false in the first object."""
+        """Fields that are true or false in the first objects."""
         return [name for name, value in self.first.items() if isinstance(value, bool)]
 
     def tables(self, columns: Sequence[str]) -> Iterator[tuple[Part, pa.Table]]:
@@ -76,12 +95,7 @@ class JsonFile(TextFile):
         found: list[list[Any]] = [[] for _ in columns]
         for number, text in enumerate(block.data.split(b"\n"), block.line):
             if text.strip():
-                try:
-                    value = self._load(text.decode(), number)
-                except UnicodeDecodeError as error:
-                    raise self.no_text(number, error) from error
-                if not isinstance(value, dict):
-                    raise ValueError(f"{self.path}, line {number}: expected an object a line")
+                value = self._object(text, number)
                 for own, name in zip(found, columns, strict=True):
                     own.append(value.get(name))
         line_of = block.line_of
