@@ -136,6 +136,20 @@ def test_grm_trains_alike_merged_or_not_at_any_world_size(pool, job, tmp_path):
     assert got[0]["lookups"]["lookups"] == 6 * 3 * 2  # items and actions in one table, users in another
 
 
+def test_a_run_goes_on_with_the_settings_that_are_named(job, tmp_path):
+    here, run = Communicators.local(), Run(job, "dbp", WindowConfig(2), steps=2, checkpoint=str(tmp_path))
+    train(here, run, True)
+    other = replace(run, job=replace(job, lr=0.5, eps=0.25), steps=3, resume=True)
+    with pytest.raises(ValueError, match=r"lr 0\.\d+ in the checkpoint, 0\.5 now.*--changed lr,rule"):
+        train(here, other, True)
+    with pytest.raises(ValueError, match=r"eps 1e-08 in the checkpoint, 0\.25 now"):
+        train(here, replace(other, changed=("lr",)), True)
+    assert train(here, replace(other, changed=("lr", "rule")), True)["steps"] == 3
+    sizes = replace(job.sizes, layers=job.sizes.layers + 1)
+    with pytest.raises(ValueError, match=r"sizes\.layers .*or another directory$"):
+        train(here, replace(run, job=replace(job, sizes=sizes), steps=4, resume=True), True)
+
+
 def test_another_job_cannot_resume(job, tmp_path):
     run = Run(job, "nestpipe", WindowConfig(2), steps=2, checkpoint=str(tmp_path))
     train(Communicators.local(), run, quiet=True)

@@ -17,6 +17,7 @@ WORDS = {
     ("verify", "--modes"), ("lab", "--modes"), ("serve-bench", "--scenarios"), ("train", "--recompute"),
     ("train", "--evict"), ("train", "--precision-tiers"), ("lab", "--switch"), ("lab", "--emulate"),
     ("lab", "--proportions"), ("train", "--early-stopping"), ("train", "--split"),
+    ("train", "--changed"),
     ("warmup", "--models"), ("warmup", "--optimizers"), ("fuzz", "--configuration"), ("fuzz", "--inject"),
 }  # fmt: skip
 FREE = {  # tested below, in test_cli and in test_urls

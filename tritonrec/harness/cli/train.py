@@ -16,6 +16,7 @@ from ...distributed.environment import rank_here
 from ...files import save_json
 from ...loggers import require_no_log
 from ...pipeline import WindowConfig
+from ...pipeline.recipe import SETTINGS
 from ..job import Job
 from ..slipstream import report
 from ..slipstream import run as slipstream_run
@@ -132,6 +133,10 @@ def train(
         raise typer.BadParameter("--early-stopping goes with --evaluate-every")
     if run.new_data and not run.resume:
         raise typer.BadParameter("--new-data goes with --resume")
+    if unknown := [name for name in run.changed if name not in SETTINGS]:
+        raise typer.BadParameter(f"--changed takes {', '.join(SETTINGS)}, got {unknown[0]!r}")
+    if run.changed and not run.resume:
+        raise typer.BadParameter("--changed goes with --resume")
     if run.replay and slipstream:
         raise typer.BadParameter("--replay does not go with --slipstream")
     here = checked(rank_here)

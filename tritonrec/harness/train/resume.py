@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +31,14 @@ PRECISIONS = ("precision", "exchange_precision")
 
 WIDTHS, HEAD_WIDTHS = {"sizes.dim", "sizes.heads"}, {"sizes.qk_dim", "sizes.v_dim"}
 """Where one of the first differs, those of the second follow, and are not named."""
+
+
+CHANGED_BY = {
+    "lr": "lr", "optimizer": "rule", "eps": "rule", "weight_decay": "rule", "lazy_weight_decay": "rule",
+    "policy": "policy", "lr_schedule": "scheduler", "lr_warmup": "scheduler", "lr_steps": "scheduler",
+    "accumulate": "accumulate", **dict.fromkeys(PRECISIONS, "precision"),
+}  # fmt: skip
+"""By setting the word of ``--changed`` that lets it differ."""
 
 
 def with_saved_words(run: Run) -> Run:
@@ -77,6 +86,7 @@ def resume(
             names -= HEAD_WIDTHS
         if run.new_data:
             names -= {"data", "format"}
+        names = {name for name in names if CHANGED_BY.get(name.partition(".")[0]) not in run.changed}
         different = [
             f"{name} {saved.get(name)} in the checkpoint, {here.get(name)} now" for name in sorted(names)
         ]
@@ -85,15 +95,16 @@ def resume(
                 f"the checkpoint in {run.checkpoint} was made with other settings: {'; '.join(different)}; "
                 "use the same, or another directory"
                 f"{', or --new-data for another log' if names & {'data', 'format'} else ''}"
+                f"{_may_change(names)}"
             )
         if log is not None and whole is not None and not run.new_data:
             whole.load_state_dict(log)
 
     if copies is not None:
-        step = copies.restore(trainer, run.checkpoint, accept, position)
+        step = copies.restore(trainer, run.checkpoint, accept, position, run.changed)
     else:
         assert run.checkpoint is not None
-        step = trainer.load(run.checkpoint, accept, position)
+        step = trainer.load(run.checkpoint, accept, position, run.changed)
     if run.new_data and isinstance(loader, DynamicStream):
         loader.begin_at(step)
     elif run.new_data and loader is not None:
@@ -103,6 +114,12 @@ def resume(
             f"the checkpoint is at step {step}, inside an update of {run.window.accumulate} batches"
         )
     return step, states[0] if states else None
+
+
+def _may_change(names: Collection[str]) -> str:
+    """What lets all these settings differ, for an error."""
+    words = {CHANGED_BY.get(name.partition(".")[0], "") for name in names}
+    return "" if "" in words else f", or --changed {','.join(sorted(words))} to go on with today's"
 
 
 def _settings(meta: dict[str, Any]) -> dict[str, Any]:

@@ -40,6 +40,7 @@ class Run:
         warm_start: directory of another training's checkpoint, whose weights are taken where a run begins.
         resume: go on from the newest checkpoint there; ``"auto"``: begin where there is none, and where the
             run has ended evaluate what it left. new_data: go on with another log, from the same step on.
+            changed: with `resume`, settings that may differ from the checkpoint's; see `Trainer.load`.
         evaluate_every: steps between evaluations; 0: at the end.
         early_stopping: end where the evaluations between no longer improve; these are of validation, which it
             turns on (`Job.split`).
@@ -68,6 +69,9 @@ class Run:
     )
     new_data: bool = setting(
         False, "With --resume: another log than the checkpoint's, whose words it extends."
+    )
+    changed: tuple[str, ...] = setting(
+        (), "With --resume: settings that are others than the checkpoint's, as lr,policy."
     )
     evaluate_every: int = setting(0, "Steps between evaluations; 0: at the end only.", 0, MOST)
     early_stopping: StoppingRule | None = setting(
