@@ -503,10 +503,34 @@ def test_a_batch_of_one_sample_shows_draws_and_what_calls_keep(what):
 
 def test_a_harmless_model_with_batches_of_one_sample_is_compared_once_alone_and_then_in_company():
     with trainer(parts(Ranker), "sequential", micro_batches=1) as training:
-        list(training.run(batches(3, 1)))
-        assert training.guard.checks == 1
-        list(training.run(batches(4, 2)[3:]))
-        assert training.guard.checks == 2
+        list(training.run(batches(4, 1)))
+        assert training.guard.checks == 3  # alone, and beside earlier samples for each of two sizes
+        list(training.run(batches(5, 2)[4:]))
+        assert training.guard.checks == 4
+
+
+def test_batches_of_one_sample_are_compared_beside_those_of_earlier_windows():
+    """The mean of one sample is that sample, alone and whatever its copies."""
+    centred = model(body=lambda self, batch, x: x - x.mean(0))
+    with trainer(parts(centred), "sequential", micro_batches=1) as training:
+        steps = training.run(batches(4, 1))
+        next(steps)
+        with pytest.raises(NotBatchInvariantError, match="values of other samples"):
+            next(steps)
+
+
+@pytest.mark.parametrize("mode", ["sequential", "nestpipe"])
+def test_samples_that_see_each_other_in_larger_batches_alone_are_found(mode):
+    """No micro-batch of three has eight samples, and the batch that synchronous training takes has."""
+
+    def body(self, batch, x):
+        return x - x.mean(0) if batch.num_samples >= 8 else x
+
+    with (
+        pytest.raises(NotBatchInvariantError, match="in a batch of 24"),
+        trainer(parts(model(body=body)), mode, micro_batches=8) as training,
+    ):
+        list(training.run(batches(1, 24)))
 
 
 @pytest.mark.parametrize("mode", ["reference", "nestpipe"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -83,6 +83,7 @@ class Guard:
         self._model, self._tables, self._config = model, tables, config
         self._path: Any = None
         self._sizes: set[tuple[int, int]] = set()  # that were compared
+        self._company: list[Batch] = []  # of one sample each, of small batches
         self._constant: set[str] = set()  # buffers that calls write, each the same values
         self._buffers: dict[str, torch.Tensor] = {}  # all others
 
@@ -163,8 +164,10 @@ class Guard:
         most: int,
     ) -> None:
         together = batch
-        if batch.num_samples == 1:  # has no company: take more of its batch
+        if batch.num_samples == 1 or most > FEW_SAMPLES:  # synchronous training takes the batch at once
             together = window.batches[micro_batch // self._config.micro_batches].to(batch.sample_ids.device)
+        if together.num_samples < FEW_SAMPLES:
+            together = self._in_company(together)
         size = _size(batch) if together.num_samples > 1 else ALONE
         if size == ALONE and size in self._sizes:
             return
@@ -182,7 +185,7 @@ class Guard:
             own, self._tables.keys(together.lookups()), strict=True
         ):
             known = KnownRows.of(keys, launch.gather_rows(values, inverse).to(torch.float32))
-            if together is not batch and batch.num_samples == 1:
+            if together is not batch:
                 initial = group.table.initial_rows(wanted)[:, : group.table.dim].to(wanted.device)
                 known = KnownRows.of(torch.cat([wanted, keys]), torch.cat([initial, known.of_keys(keys)]))
             rows.append(known)
@@ -197,6 +200,18 @@ class Guard:
         self._sizes.add(size)
         for name in self._constant:
             self._buffers.pop(name, None)
+
+    def _in_company(self, batch: Batch) -> Batch:
+        """With samples of earlier windows, `FEW_SAMPLES` in all; the batch's first is kept for later."""
+        ids, place = set(batch.sample_ids.tolist()), batch.sample_ids.device
+        others = [each for each in self._company if each.sample_ids.item() not in ids]
+        if len(self._company) < FEW_SAMPLES:
+            self._company.append(batch.select(torch.zeros(1, dtype=torch.int64)))
+        others = [replace(each, step=batch.step).to(place) for each in others]
+        try:
+            return type(batch).concat([batch, *others][: 1 + FEW_SAMPLES - len(ids)])
+        except ValueError:  # batches whose columns differ do not join
+            return batch
 
 
 @dataclass(frozen=True)
