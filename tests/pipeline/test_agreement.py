@@ -50,6 +50,10 @@ def freeze(model, tables, optimizer):
     return model, tables, optimizer
 
 
+def freeze_rows(model, tables, optimizer):
+    return model, tables.requires_grad_(False), optimizer
+
+
 def evaluate(model, tables, optimizer):
     return model.eval(), tables, optimizer
 
@@ -122,6 +126,7 @@ DIFFERENCES = {
         "rank 0 has no optimizer state layers.0.output.weight/step",
     ),
     "a frozen parameter": ({"parts": freeze}, "frozen", "parameter layers.0.output.weight="),
+    "frozen rows": ({"parts": freeze_rows}, "rows of table item=frozen", "rows of table item=trained"),
     "evaluation": ({"parts": evaluate}, "training=False", "training=True"),
     "dropout's seed": (config(seed=3), "seed=3", "seed=0"),
     "grid": (config(fraction_bits=30), "fraction_bits=30", "fraction_bits=36"),
@@ -227,6 +232,10 @@ def freeze_one(trainer):
     trainer.dense.model.layers[0].output.weight.requires_grad_(False)
 
 
+def freeze_rows_later(trainer):
+    trainer.tables.requires_grad_(False)
+
+
 def other_threads(trainer):
     torch.set_num_threads(torch.get_num_threads() + 1)
 
@@ -251,13 +260,14 @@ LATER = {
     "betas": (change_betas, "rank 1 has group 0 of optimizer="),
     "a module's mode": (one_module_evaluates, "training=False"),
     "a frozen parameter": (freeze_one, "frozen"),
+    "frozen rows": (freeze_rows_later, "rank 1 has rows of table item=frozen and rank 0 has "),
     "threads": (other_threads, "rank 1 has torch.get_num_threads()="),
     "default dtype": (other_default, "rank 1 has torch.get_default_dtype()=torch.float64 and rank 0 has "),
     "deterministic": (deterministic, "rank 1 has torch.are_deterministic_algorithms_enabled()=True"),
 }
 
 
-QUICK_CHANGES = ["buffer", "parameter's data", "learning rate", "threads"]
+QUICK_CHANGES = ["buffer", "parameter's data", "learning rate", "frozen rows", "threads"]
 
 
 def message_between_runs(communicators, change, mode="nestpipe", single=False, before=2, consistency="batch"):

@@ -133,6 +133,7 @@ def _of_tables(tables: HashTableCollection) -> dict[str, object]:
     for group in tables.groups:
         names = ", ".join(group.layout.names)
         settings[f"optimizer of table {names}"] = group.optimizer
+        settings[f"rows of table {names}"] = "trained" if group.table.requires_grad else "frozen"
     return settings
 
 

@@ -81,10 +81,11 @@ class RunAgreement:
             for optimizer in self.dense.optimizers
             for group in optimizer.param_groups
         ]
+        rows = [(str(each.optimizer), each.table.requires_grad) for each in self.tables.groups]
         epochs = [each.last_epoch for each in self.dense.schedulers]
         with as_lane(), torch.no_grad():
             sums = self._sums(thorough)
-        return digest(repr((self._here, modules, trained, numbers, epochs, self.tables.seed, sums)))
+        return digest(repr((self._here, modules, trained, numbers, rows, epochs, self.tables.seed, sums)))
 
     def _sums(self, thorough: bool) -> list[int]:
         """Of the bits of parameters and buffers, and of optimizer states if `thorough`."""
