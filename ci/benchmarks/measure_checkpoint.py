@@ -2,10 +2,10 @@
 
     python ci/benchmarks/measure_checkpoint.py [--rows 1000000 10000000] [--dim 16] [--rounds 3] [--peers 1]
 
-One rank, one table of rowwise AdaGrad, a model of a few numbers; peers write the same tensors, and flush them.
+One rank, one table of rowwise AdaGrad, a model of a few numbers; peers write the same tensors and flush them.
 All take turns, each into a new folder, and the least of the rounds counts. What was saved is loaded and
-compared bit by bit before a figure is printed. Each peak of memory is that of a process of its own, beyond the
-table's, in sizes of the saved tensors. A load of the peers' is ``torch.load`` and `HashTableCollection.load`.
+compared bit by bit before a figure is printed. Each peak of memory is that of a process of its own, beyond
+the table, in sizes of the saved tensors. The peers' load is ``torch.load`` and `HashTableCollection.load`.
 """
 
 from __future__ import annotations
@@ -72,9 +72,7 @@ def change(tables: HashTableCollection, rows: int, seed: int) -> None:
 def same(one: HashTableCollection, other: HashTableCollection) -> bool:
     """Whether all keys and rows are, bit by bit."""
     (keys, rows), (other_keys, other_rows) = (each.export()["item"] for each in (one, other))
-    return torch.equal(keys, other_keys) and torch.equal(
-        rows.view(torch.int32), other_rows.view(torch.int32)
-    )
+    return torch.equal(keys, other_keys) and torch.equal(rows.view(torch.int32), other_rows.view(torch.int32))
 
 
 def flush(folder: Path) -> None:
@@ -124,7 +122,7 @@ def speeds(place: Path, rows: int, dim: int, rounds: int, with_peers: bool) -> d
     trainer.save(place / "kept")
     twin.load(place / "kept")
     assert same(trainer.tables, twin.tables), "the saved rows are others"
-    del twin
+    twin = trainer_of(dim)
     found: dict[str, list[float]] = {}
 
     def note(name: str, taken: float) -> None:
@@ -152,7 +150,7 @@ def speeds(place: Path, rows: int, dim: int, rounds: int, with_peers: bool) -> d
                 note(name, seconds(call, place / "peer"))
             del state
         seconds(full_and_delta, place / "delta")
-    del trainer
+    trainer = twin = trainer_of(dim)
     plain = place / "state.pt"
     source = trainer_of(dim)
     source.load(place / "kept")

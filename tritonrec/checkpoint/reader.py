@@ -276,13 +276,13 @@ class _Reader:
                     selected = launch.owner_of(keys, self.world_size).numpy() == self.rank
                     if len(superseded):
                         selected &= ~np.isin(keys.numpy(), superseded)
-                    chosen = torch.from_numpy(np.flatnonzero(selected))
+                    chosen = np.flatnonzero(selected)
                     for column, values in found.items():
                         values.append(slices.take_rows(tensors[column], chosen))
                     newly_superseded += [keys.numpy(), tensors[ERASED].numpy()]
             if layer is not table["layers"][0]:
                 superseded = np.concatenate(newly_superseded)
-        order = torch.from_numpy(np.argsort(torch.cat(found["keys"]).numpy()))
+        order = np.argsort(torch.cat(found["keys"]).numpy())
         return {column: slices.take_rows(torch.cat(found.pop(column)), order) for column in table["columns"]}
 
     def _check(

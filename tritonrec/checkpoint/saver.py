@@ -119,12 +119,14 @@ class Saver:
                 f"step {step}: the next checkpoint is {'full' if full else 'incremental'} and takes "
                 f"{'no' if full else 'the'} erased keys: see next_is_full()"
             )
-        copied = [
-            mapping if owned else {name: copy_of(tensor) for name, tensor in mapping.items()}
-            for mapping in (dense, erased or {}, *tables.values())
-        ]
-        arguments = (step, copied[0], dict(zip(tables, copied[2:], strict=True)), dict(meta))
-        options = {} if full else {"base": self._last, "erased": copied[1]}
+
+        def copy(values: Any) -> Any:
+            if owned or not isinstance(values, Mapping):
+                return values
+            return {name: copy_of(tensor) for name, tensor in values.items()}
+
+        arguments = (step, copy(dense), {name: copy(rows) for name, rows in tables.items()}, dict(meta))
+        options = {} if full else {"base": self._last, "erased": copy(erased)}
         self._next_is_full = None
         self._thread = threading.Thread(target=self._write, args=(began, arguments, options), name="saver")
         self._thread.start()
