@@ -72,10 +72,12 @@ class DictTable:
         self.free += handles.tolist()
         self.random.shuffle(self.free)
 
-    def items(self):
+    def items(self, dtype=torch.int64):
         keys = list(self.handle_of)
         self.random.shuffle(keys)
-        return torch.tensor(keys, dtype=torch.int64), self.find(torch.tensor(keys, dtype=torch.int64))
+        return torch.tensor(keys, dtype=torch.int64), self.find(torch.tensor(keys, dtype=torch.int64)).to(
+            dtype
+        )
 
     def grow(self, rows):
         self.free += range(self.end, self.end + rows)

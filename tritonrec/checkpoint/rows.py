@@ -24,8 +24,13 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
 
-    def arrange(self, part_of: Callable[[Tensor], np.ndarray], parts: int) -> None:
-        """Put each row into the part (n,) that ``part_of(keys)`` gives for some of the keys (n,) int64."""
+    def arrange(self, sort: Callable[[Tensor], tuple[np.ndarray, list[int]]]) -> None:
+        """Put the rows into parts.
+
+        Args:
+            sort: some of the keys (n,) int64 -> the order (n,) of these by part, and in this order where each
+                part begins, with n at the end.
+        """
         ...
 
     def keys(self, part: int) -> Tensor:
@@ -53,8 +58,8 @@ class TensorRows:
     def __len__(self) -> int:
         return len(self._columns["keys"])
 
-    def arrange(self, part_of: Callable[[Tensor], np.ndarray], parts: int) -> None:
-        self._positions, self._bounds = sorted_into(part_of(self._columns["keys"]), parts)
+    def arrange(self, sort: Callable[[Tensor], tuple[np.ndarray, list[int]]]) -> None:
+        self._positions, self._bounds = sort(self._columns["keys"])
 
     def keys(self, part: int) -> Tensor:
         return slices.take_rows(self._columns["keys"], self._of(part))
@@ -70,14 +75,20 @@ class TensorRows:
         return self._positions[self._bounds[part] : self._bounds[part + 1]]
 
 
-def sorted_into(numbers: np.ndarray, parts: int) -> tuple[np.ndarray, list[int]]:
-    """Positions (n,) by part, and where each part begins, for the part `numbers` (n,) of rows."""
-    order = np.argsort(numbers.astype(np.uint16), kind="stable")  # of 16 bits it counts, and compares nothing
-    bounds = np.cumsum(np.bincount(numbers, minlength=parts))
-    return order, [0, *bounds.tolist()]
-
-
-def part_finder(cuts: list[int]) -> Callable[[Tensor], np.ndarray]:
-    """Keys (n,) -> the number (n,) of the part of each; parts after the first begin at slices `cuts`."""
+def sort_by_part(cuts: list[int]) -> Callable[[Tensor], tuple[np.ndarray, list[int]]]:
+    """The argument of `Rows.arrange` for parts that begin at slice 0 and at the slices `cuts`, ascending."""
     part_of_slice = np.searchsorted(np.array(cuts, np.int64), np.arange(slices.SLICES), side="right")
-    return lambda keys: part_of_slice[slices.slice_of(keys).numpy()]
+
+    def sort(keys: Tensor) -> tuple[np.ndarray, list[int]]:
+        parts = part_of_slice[slices.slice_of(keys).numpy()].astype(np.uint16)
+        counts = np.bincount(parts, minlength=len(cuts) + 1)
+        return np.argsort(parts, kind="stable"), [0, *np.cumsum(counts).tolist()]  # of 16 bits: a radix sort
+
+    return sort
+
+
+def close_rows(tables: Mapping[str, Mapping[str, Tensor] | Rows]) -> None:
+    """Close all `Rows` among the tables."""
+    for rows in tables.values():
+        if not isinstance(rows, Mapping):
+            rows.close()

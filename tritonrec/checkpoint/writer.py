@@ -37,7 +37,7 @@ from .manifest import (
     read_manifest,
 )
 from .pruning import prune
-from .rows import Rows, TensorRows, part_finder
+from .rows import Rows, TensorRows, sort_by_part
 from .tensor_file import save_file
 
 Tables = Mapping[str, Mapping[str, Tensor] | Rows]
@@ -302,9 +302,9 @@ def _write_table(
     parts = slices.parts_of(slices.range_of(rank, world_size), len(rows) * width + erased.nbytes)
     gone = TensorRows({"keys": erased})
     # All cuts are bounds of slices, except the ends of the range; this rank has no key beyond these.
-    part_of = part_finder([slices.slices_of(part)[0] for part in parts[1:]])
-    for each in (rows, gone):
-        each.arrange(part_of, len(parts))
+    sort = sort_by_part([slices.slices_of(part)[0] for part in parts[1:]])
+    rows.arrange(sort)
+    gone.arrange(sort)
 
     entries = []
     for number, part in enumerate(parts):

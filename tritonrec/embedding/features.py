@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -15,6 +16,7 @@ from .key_layout import KeyLayout
 from .learning_rate import scaled
 from .policy import Placement, TablePolicy
 from .row_optimizer import RowOptimizer
+from .snapshot import SnapshotRows
 from .state_check import check_state
 from .table import DynamicTable
 from .weighted_bags import WeightedLookup, weighted_rows
@@ -306,6 +308,27 @@ class HashTableCollection:
         """
         return self._by_table([group.table.state() for group in self.groups])
 
+    def snapshot(self) -> dict[str, dict[str, torch.Tensor] | SnapshotRows]:
+        """`state` of this moment for `checkpoint.save`, which reads the rows while training goes on.
+
+        Only their keys are copied now, unless the table is on a device, whose `state` is taken.
+        """
+        tables: dict[str, dict[str, torch.Tensor] | SnapshotRows] = {}
+        for group in self.groups:
+            if group.table.padded:
+                tables |= self._by_table([group.table.state()], [group])
+                continue
+            rows, keys, handles, candidates = group.table.snapshot()
+            if candidates is not None:
+                tables |= self._by_table([{"candidates": candidates}], [group])
+            members, ids = group.layout.unpack(keys)
+            for member, name in enumerate(group.layout.names):
+                here = slice(None) if len(group.layout.names) == 1 else members == member
+                tables[name] = rows.part(
+                    ids[here], handles[here], partial(group.layout.pack, member, feature=name)
+                )
+        return tables
+
     def empty_state(self) -> dict[str, dict[str, torch.Tensor]]:
         """`state` of no rows: the columns that `load_state` takes."""
         return self._by_table([group.table.empty_state() for group in self.groups])
@@ -357,12 +380,17 @@ class HashTableCollection:
         return changed, {name: columns["keys"] for name, columns in erased.items()}
 
     def _by_table(
-        self, groups: Sequence[Mapping[str, Mapping[str, torch.Tensor]]]
+        self,
+        states: Sequence[Mapping[str, Mapping[str, torch.Tensor]]],
+        groups: Sequence[TableGroup] | None = None,
     ) -> dict[str, dict[str, torch.Tensor]]:
         """Columns of the groups' tables, split into logical tables."""
         tables = {}
-        for group, parts in zip(self.groups, groups, strict=True):
+        for group, parts in zip(self.groups if groups is None else groups, states, strict=True):
             for part, columns in parts.items():
+                if len(group.layout.names) == 1:
+                    tables[_part_name(group.layout.names[0], part)] = dict(columns)
+                    continue
                 members, ids = group.layout.unpack(columns["keys"])
                 for member, name in enumerate(group.layout.names):
                     here = members == member

@@ -81,8 +81,8 @@ class EmbeddingTable(Protocol):
         """Let new rows reuse the `handles` (K,), distinct, of erased rows; a padded table leaves out -1."""
         ...
 
-    def items(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys (n,) and their handles (n,), in no particular order."""
+    def items(self, dtype: torch.dtype = torch.int64) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys (n,) and their handles (n,) of `dtype`, in no particular order."""
         ...
 
     def slots_in_order(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -89,6 +89,14 @@ class RowMetadata:
             columns["recent"] = torch.isin(handles, self.pinned.last)
         return columns
 
+    def copy(self, end: int) -> dict[str, torch.Tensor]:
+        """By column of a checkpoint a copy of the values (end,) by handle."""
+        columns = {policy.column: policy.values.rows[:end].clone() for policy in self.policies}
+        if self.policies:
+            columns["recent"] = torch.zeros(end, dtype=torch.bool, device=self.pinned.last.device)
+            columns["recent"][self.pinned.last[self.pinned.last >= 0]] = True
+        return columns
+
     def restore(self, handles: torch.Tensor, columns: dict[str, torch.Tensor]) -> None:
         """Load the result of `read`."""
         for policy in self.policies:

@@ -84,10 +84,10 @@ class StoredTable:
         with self._lock:
             self._index.release(handles, count)
 
-    def items(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def items(self, dtype: torch.dtype = torch.int64) -> tuple[torch.Tensor, torch.Tensor]:
         """See `EmbeddingTable.items`."""
         with self._lock:
-            return self._index.items()
+            return self._index.items(dtype)
 
     def slots_in_order(self) -> tuple[torch.Tensor, torch.Tensor]:
         """See `EmbeddingTable.slots_in_order`."""

@@ -18,6 +18,7 @@ from .policy import Placement, TablePolicy
 from .precision import AccessCounter, round_low
 from .select import AllReduce
 from .selection import select, valid
+from .snapshot import Snapshot
 from .state_check import check_distinct, check_state
 from .stored_table import make_table
 from .turn import Turn
@@ -87,6 +88,7 @@ class DynamicTable:
             torch.zeros(size, dtype=torch.int64, device=device) for size in (3, ())
         )
         self.in_flight = InFlight(str(self.layout))
+        self._snapshots: tuple[Snapshot, ...] = ()  # that are being read
         self.requires_grad = True  # else updates leave the rows as they are
         self._rank: int | None = None  # of a table with checksums, for errors
         self._step: int | None = None  # of the last lookup, where policies go by steps
@@ -309,6 +311,31 @@ class DynamicTable:
                     state["candidates"] = self._candidates.state()
         return _on_host(state)
 
+    def snapshot(self) -> tuple[Snapshot, torch.Tensor, torch.Tensor, dict[str, torch.Tensor] | None]:
+        """`state` of this moment in host memory, whose rows are read while updates go on.
+
+        Returns:
+            the rows, their keys (n,) int64 and handles (n,) int32 in no particular order, and the candidates'
+            state, None where admission is 1.
+        """
+        self.in_flight.check("snapshot")
+        with self._updating:
+            keys, handles = self._rows.items(torch.int32)
+            with self._lock:
+                metadata = self._metadata.copy(self._rows.end)
+                candidates = None if self._candidates is None else self._candidates.state()
+            made = Snapshot(
+                self._rows, self.row_width, handles, metadata, self._updating, self._check_rows, self._close
+            )
+            self._snapshots += (made,)
+        return made, keys, handles, candidates
+
+    def _check_rows(self, handles: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.validate_rows(handles, keys, values)
+
+    def _close(self, snapshot: Snapshot) -> None:
+        self._snapshots = tuple(each for each in self._snapshots if each is not snapshot)
+
     def empty_state(self) -> State:
         """`state` of no rows: the columns that `load_state` takes."""
         none = torch.empty(0, dtype=torch.int64, device=self.device)
@@ -446,12 +473,20 @@ class DynamicTable:
 
     def _erase(self, keys: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
         """Erase the rows of `keys` (K,), which have some; returns their handles (K,), still reserved."""
+        if self._snapshots:
+            self._preserve(self._rows.find(keys, count))
         handles = self._rows.erase(keys, count)
         self._metadata.remove(keys, handles >= 0, count)
         return handles
 
+    def _preserve(self, handles: torch.Tensor) -> None:
+        """Copy rows that snapshots have not read yet, before they change; needs `_updating`."""
+        for snapshot in self._snapshots:
+            snapshot.preserve(handles)
+
     def _update(self, handles: torch.Tensor, values: torch.Tensor) -> None:
         """Store rows; needs `_updating`."""
+        self._preserve(handles)
         low_precision = None
         if (
             self._metadata.changes.active or self._precision is not None

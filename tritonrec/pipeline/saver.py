@@ -95,7 +95,7 @@ class TrainingSaver:
         if full:
             if self._incremental:
                 self.tables.track_changes()
-            self._saver.save(step, dense, self.tables.state(), values, owned=True)
+            self._saver.save(step, dense, self.tables.snapshot(), values, owned=True)
         else:
             changed, erased = self.tables.take_changes()
             self._saver.save(step, dense, changed, values, erased=erased, owned=True)
