@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ Tables = Mapping[str, Mapping[str, Tensor] | Rows]
 """By name of a table its columns, or its rows part by part."""
 
 THREADS = 3
-"""That checksum, write and flush files while the next part is read; each holds one part."""
+"""That read, checksum, write and flush parts, each one at a time; two are busy while one waits for a disk."""
 
 
 @dataclass(frozen=True)
@@ -149,9 +149,8 @@ def _save(
                 for name, rows in sources.items()
             }
             if rank == 0:
-                tensors = {f"dense/{name}": on_host(tensor) for name, tensor in dense.items()}
                 report["dense"] = {}
-                new.write("dense", tensors, {}, report["dense"])
+                new.write("dense", partial(_dense_tensors, dense), {}, report["dense"])
             new.publish()
         files.flush(directory / folder_of(step))
     written = agreement.reports
@@ -184,8 +183,8 @@ def _save(
     return Saved(step, manifest, agreement.reports[0]["sha256"], sum(own))
 
 
-def on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous()
+def _dense_tensors(dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"dense/{name}": tensor.detach().cpu().contiguous() for name, tensor in dense.items()}
 
 
 def copy_of(tensor: Tensor) -> Tensor:
@@ -306,17 +305,21 @@ def _write_table(
     rows.arrange(sort)
     gone.arrange(sort)
 
-    entries = []
-    for number, part in enumerate(parts):
+    def tensors_of(number: int, entry: dict[str, Any]) -> dict[str, Tensor]:
+        """The tensors of a part's file, none if it has none; the numbers of its rows go to its `entry`."""
         keys, gone_keys = rows.keys(number), gone.keys(number)
+        entry |= {"rows": len(keys), ERASED: len(gone_keys)}
         order = _order(keys, f"table {name!r}", rank, world_size)
         gone_order = _order(gone_keys, f"erased keys of table {name!r}", rank, world_size)
-        entry: dict[str, Any] = {"begin": part[0], "end": part[1], "rank": rank, "rows": len(keys)}
-        entry |= {ERASED: len(gone_keys), "file": None, "bytes": 0, "sha256": None}
-        if len(keys) or len(gone_keys):
-            tensors = {**rows.read(number, order), ERASED: gone.read(number, gone_order)["keys"]}
-            header = {"table": name, "begin": part[0], "end": part[1]}
-            new.write(label_of(name, part), tensors, header, entry)
+        if not len(keys) and not len(gone_keys):
+            return {}
+        return {**rows.read(number, order), ERASED: gone.read(number, gone_order)["keys"]}
+
+    entries = []
+    for number, (begin, end) in enumerate(parts):
+        entry = {"begin": begin, "end": end, "rank": rank, "file": None, "bytes": 0, "sha256": None}
+        header = {"table": name, "begin": begin, "end": end}
+        new.write(label_of(name, (begin, end)), partial(tensors_of, number, entry), header, entry)
         entries.append(entry)
     return entries
 
@@ -343,29 +346,30 @@ class _Files:
     def __init__(self, directory: Place, folder: str, rank: int):
         self._directory, self._folder, self._rank = directory, folder, rank
         self._threads = ThreadPoolExecutor(THREADS, "checkpoint")
-        self._under_way: deque[Future[None]] = deque()
-        self._count = 0
-        self._partial: list[tuple[Path, Path]] = []  # to be renamed
+        self._under_way: list[Future[None]] = []
+        self._unnamed: list[tuple[Path, Path]] = []  # to be renamed
 
     def write(
-        self, label: str, tensors: dict[str, Tensor], header: dict[str, Any], entry: dict[str, Any]
+        self,
+        label: str,
+        tensors: Callable[[], dict[str, Tensor]],
+        header: dict[str, Any],
+        entry: dict[str, Any],
     ) -> None:
         """Begin to write a file, whose `entry` in the manifest is complete after `publish`.
 
-        Waits while each thread has a file, so that no more parts are in memory than there are threads.
+        A thread calls `tensors` for what the file holds, so that each thread has one part in memory; nothing
+        is written where there are none.
         """
-        if len(self._under_way) == THREADS:
-            self._under_way.popleft().result()
-        self._count += 1
-        partial = f"{label}.rank{self._rank}.{self._count}"  # labels of two tables may be equal
-        self._under_way.append(self._threads.submit(self._write, label, partial, tensors, header, entry))
+        name = f"{label}.rank{self._rank}.{len(self._under_way)}"  # labels of two tables may be equal
+        self._under_way.append(self._threads.submit(self._write, label, name, tensors, header, entry))
 
     def publish(self) -> None:
         """Wait until all files are on the disk, and give them their names."""
-        while self._under_way:
-            self._under_way.popleft().result()
-        for partial, path in self._partial:
-            os.replace(partial, path)
+        for future in self._under_way:
+            future.result()
+        for unnamed, path in self._unnamed:
+            os.replace(unnamed, path)
 
     def __enter__(self) -> _Files:
         return self
@@ -374,21 +378,28 @@ class _Files:
         self._threads.shutdown(cancel_futures=True)
 
     def _write(
-        self, label: str, name: str, tensors: dict[str, Tensor], header: dict[str, Any], entry: dict[str, Any]
+        self,
+        label: str,
+        name: str,
+        tensors: Callable[[], dict[str, Tensor]],
+        header: dict[str, Any],
+        entry: dict[str, Any],
     ) -> None:
+        if not (content := tensors()):
+            return
         folder = self._directory / self._folder
-        with files.partial_of(folder, name) as partial:
+        with files.partial_of(folder, name) as unnamed:
             try:
-                size, digest = save_file(tensors, partial, {"part": json.dumps(header)})
+                size, digest = save_file(content, unnamed, {"part": json.dumps(header)})
             except SafetensorError as error:
-                raise CheckpointError(f"{partial}: {error}") from error
+                raise CheckpointError(f"{unnamed}: {error}") from error
             name = f"{label}.{digest[:16]}.safetensors"
             path = folder / name
             if isinstance(path, RemotePath):
-                files.publish(partial, path)
+                files.publish(unnamed, path)
             else:
-                files.flush(partial)
-                self._partial.append((partial, path))
+                files.flush(unnamed)
+                self._unnamed.append((unnamed, path))
         entry |= {"file": f"{self._folder}/{name}", "bytes": size, "sha256": digest}
 
 
