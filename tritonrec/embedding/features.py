@@ -321,12 +321,12 @@ class HashTableCollection:
             rows, keys, handles, candidates = group.table.snapshot()
             if candidates is not None:
                 tables |= self._by_table([{"candidates": candidates}], [group])
-            members, ids = group.layout.unpack(keys)
             for member, name in enumerate(group.layout.names):
-                here = slice(None) if len(group.layout.names) == 1 else members == member
-                tables[name] = rows.part(
-                    ids[here], handles[here], partial(group.layout.pack, member, feature=name)
-                )
+                ids, own = keys, handles
+                if len(group.layout.names) > 1:
+                    members, ids = group.layout.unpack(keys)
+                    ids, own = ids[members == member], handles[members == member]
+                tables[name] = rows.part(ids, own, partial(group.layout.pack, member, feature=name))
         return tables
 
     def empty_state(self) -> dict[str, dict[str, torch.Tensor]]:

@@ -30,8 +30,7 @@ class Snapshot:
     """Rows of one table in host memory that are still to be read, and copies of those updated since.
 
     Args:
-        rows: of the table. row_width: of its values.
-        handles: (n,) int32, of the rows.
+        rows: of the table, all of which are to be read. row_width: of its values.
         metadata: by column the values (end,) by handle.
         turn: taken by a read, and held by who calls `preserve`.
         check: raises where rows of some handles, keys and values are damaged.
@@ -42,7 +41,6 @@ class Snapshot:
         self,
         rows: EmbeddingTable,
         row_width: int,
-        handles: torch.Tensor,
         metadata: Mapping[str, torch.Tensor],
         turn: AbstractContextManager[object],
         check: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None],
@@ -50,8 +48,8 @@ class Snapshot:
     ):
         self.row_width, self.metadata = row_width, metadata
         self._rows, self._turn, self._check, self._closed = rows, turn, check, closed
-        self._pending = np.zeros(rows.end + 1, bool)  # by handle; the last one is of -1 and of newer rows
-        self._pending[handles.numpy()] = True
+        self._pending = np.ones(rows.end + 1, bool)  # by handle, in use or not
+        self._pending[-1] = False  # of -1 and of newer rows
         self._places = KeyIndex()  # of the copies, by handle
         self._copies = RowStorage(row_width, row_width, READ)
         self._readers = 0

@@ -325,7 +325,7 @@ class DynamicTable:
                 metadata = self._metadata.copy(self._rows.end)
                 candidates = None if self._candidates is None else self._candidates.state()
             made = Snapshot(
-                self._rows, self.row_width, handles, metadata, self._updating, self._check_rows, self._close
+                self._rows, self.row_width, metadata, self._updating, self._check_rows, self._close
             )
             self._snapshots += (made,)
         return made, keys, handles, candidates
