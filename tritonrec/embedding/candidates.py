@@ -70,7 +70,7 @@ class Candidates:
         """Forget `keys` (K,), distinct."""
         handles = self._index.erase(keys)
         self._index.release(handles[handles >= 0])
-        self._changes.erase(keys)
+        self._changes.erase(keys, None, handles)
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
         """Load a `state`, or the part of it of some keys."""
@@ -88,10 +88,8 @@ class Candidates:
 
     def take_changes(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """`state` of the keys that changed since the last call, and the erased keys (n,) int64."""
-        keys, handles = self._index.items()
-        changed, erased = self._changes.changed(handles), self._changes.erased()
-        self.track_changes()
-        return self.read(keys[changed], handles[changed]), erased[self._index.find(erased) < 0]
+        keys, handles, erased = self._changes.take(self._index)
+        return self.read(keys, handles), erased
 
     def read(self, keys: torch.Tensor, handles: torch.Tensor) -> dict[str, torch.Tensor]:
         """`state` of `keys` (n,) and their handles (n,)."""
@@ -100,8 +98,9 @@ class Candidates:
 
     def _remove(self, keys: torch.Tensor, count: torch.Tensor | None) -> None:
         """Forget `keys` (K,), distinct, all of which are here."""
-        self._index.release(self._index.erase(keys, count), count)
-        self._changes.erase(keys, count)
+        handles = self._index.erase(keys, count)
+        self._index.release(handles, count)
+        self._changes.erase(keys, count, handles)
 
     def _add(self, keys: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
         """Handles (K,) of `keys`, with a count of 0 where new."""
@@ -110,5 +109,5 @@ class Candidates:
         for column in self._columns.values():
             column.grow(self._index.end)
         self._columns["counts"][torch.where(inserted, handles, -1)] = 0
-        self._changes.mark(handles)
+        self._changes.mark(handles, keys)
         return handles

@@ -52,6 +52,7 @@ class RowMetadata:
     def __init__(self, policies: Sequence[RowPolicy], device: torch.device | None = None):
         self.policies = policies
         self.changes, self.pinned = ChangeLog(device), PinnedRows(device)
+        self._last_keys: torch.Tensor | None = torch.empty(0, dtype=torch.int64)  # of the pinned rows
 
     @property
     def nbytes(self) -> int:
@@ -65,19 +66,20 @@ class RowMetadata:
             policy.values.grow(end)
             policy.add(handles, keys)
 
-    def remove(self, keys: torch.Tensor, which: torch.Tensor, count: torch.Tensor | None = None) -> None:
-        """Handle the erasure of those of `keys` (K,) that `which` (K,) bool marks, all before the count."""
-        self.changes.erase(keys, count)
+    def remove(self, keys: torch.Tensor, handles: torch.Tensor, count: torch.Tensor | None = None) -> None:
+        """Handle the erasure of `keys` (K,), all before the count, with rows at `handles` (K,), or -1."""
+        self.changes.erase(keys, count, handles)
         for policy in self.policies:
-            policy.remove(keys, which)
+            policy.remove(keys, handles >= 0)
 
     def record(self, keys: torch.Tensor, handles: torch.Tensor, step: int) -> torch.Tensor:
         """Record a lookup of `keys` (K,), whose rows are at `handles` (K,), distinct or -1; returns reserved
         handles that are free now.
         """
         if self.policies:
-            self.changes.mark(self.pinned.last)  # their column `recent` changes
-        self.changes.mark(handles)
+            self.changes.mark(self.pinned.last, self._last_keys)  # their column `recent` changes
+            self._last_keys = keys
+        self.changes.mark(handles, keys)
         for policy in self.policies:
             policy.record(keys, handles, step)
         return self.pinned.advance(handles)
@@ -103,3 +105,4 @@ class RowMetadata:
             policy.values[handles] = columns[policy.column]
         if self.policies:
             self.pinned.restore(handles[columns["recent"]])
+            self._last_keys = None

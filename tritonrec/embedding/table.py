@@ -290,7 +290,7 @@ class DynamicTable:
         with self._updating:
             with self._lock:
                 handles = self._load(keys.to(self.device))
-            self._update(handles, values.to(self.device))
+            self._update(handles, values.to(self.device), keys.to(self.device))
 
     def state(self) -> State:
         """Complete state by group and column, on the host; each group has ``keys`` (n,) int64, ascending.
@@ -364,7 +364,7 @@ class DynamicTable:
                 self._metadata.restore(handles, rows)
                 if self._candidates is not None:
                     self._candidates.load(here["candidates"])
-            self._update(handles, rows["rows"])
+            self._update(handles, rows["rows"], rows["keys"])
         self._step, self.in_flight.update = None, -1
 
     def memory(self) -> dict[str, int]:
@@ -405,15 +405,12 @@ class DynamicTable:
             state.
         """
         self.in_flight.check("take_changes")
-        changes = self._metadata.changes
         with self._updating:
             with self._lock:
-                keys, handles = self._items()
-                changed, erased_keys = changes.changed(handles), changes.erased()
-                erased = {"rows": erased_keys[self._rows.find(erased_keys) < 0]}
-                changes.start(self._rows.end)
+                keys, handles, erased_keys = self._metadata.changes.take(self._rows)
+                erased = {"rows": erased_keys}
                 candidates = None if self._candidates is None else self._candidates.take_changes()
-            state = {"rows": self._columns(keys[changed], handles[changed])}
+            state = {"rows": self._columns(keys, handles)}
         if candidates is not None:
             state["candidates"], erased["candidates"] = candidates
         return _on_host(state), {group: keys.cpu() for group, keys in erased.items()}
@@ -476,7 +473,7 @@ class DynamicTable:
         if self._snapshots:
             self._preserve(self._rows.find(keys, count))
         handles = self._rows.erase(keys, count)
-        self._metadata.remove(keys, handles >= 0, count)
+        self._metadata.remove(keys, handles, count)
         return handles
 
     def _preserve(self, handles: torch.Tensor) -> None:
@@ -484,15 +481,15 @@ class DynamicTable:
         for snapshot in self._snapshots:
             snapshot.preserve(handles)
 
-    def _update(self, handles: torch.Tensor, values: torch.Tensor) -> None:
-        """Store rows; needs `_updating`."""
+    def _update(self, handles: torch.Tensor, values: torch.Tensor, keys: torch.Tensor | None = None) -> None:
+        """Store rows, those of `keys` (K,) where they are known; needs `_updating`."""
         self._preserve(handles)
         low_precision = None
         if (
             self._metadata.changes.active or self._precision is not None
         ):  # a turn costs the overlap: see `Turn`
             with self._lock:
-                self._metadata.changes.mark(handles)
+                self._metadata.changes.mark(handles, keys)
                 low_precision = self.in_low_precision(handles)
         self._rows.update(handles, values, low_precision)
 
@@ -550,7 +547,8 @@ class DynamicTable:
                 return f"the row of {self.layout.describe(keys[row])} is due for low precision"
 
             with self._updating:
-                self._update(part, round_low(self._rows.gather(part), part >= 0, self.dim, describe))
+                rows = round_low(self._rows.gather(part), part >= 0, self.dim, describe)
+                self._update(part, rows, part_keys)
 
     def _foresee(self, step: int, all_reduce: AllReduce | None) -> None:
         """Send to the host what the passes at `step` go by, if that is the next lookup's.
