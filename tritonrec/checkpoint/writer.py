@@ -305,14 +305,14 @@ def _write_table(
     rows.arrange(sort)
     gone.arrange(sort)
 
-    def tensors_of(number: int, entry: dict[str, Any]) -> dict[str, Tensor]:
-        """The tensors of a part's file, none if it has none; the numbers of its rows go to its `entry`."""
+    def tensors_of(number: int, entry: dict[str, Any]) -> dict[str, Tensor] | None:
+        """The tensors of a part's file, None if it needs none; the numbers of its rows go to its `entry`."""
         keys, gone_keys = rows.keys(number), gone.keys(number)
         entry |= {"rows": len(keys), ERASED: len(gone_keys)}
         order = _order(keys, f"table {name!r}", rank, world_size)
         gone_order = _order(gone_keys, f"erased keys of table {name!r}", rank, world_size)
         if not len(keys) and not len(gone_keys):
-            return {}
+            return None
         return {**rows.read(number, order), ERASED: gone.read(number, gone_order)["keys"]}
 
     entries = []
@@ -352,14 +352,14 @@ class _Files:
     def write(
         self,
         label: str,
-        tensors: Callable[[], dict[str, Tensor]],
+        tensors: Callable[[], dict[str, Tensor] | None],
         header: dict[str, Any],
         entry: dict[str, Any],
     ) -> None:
         """Begin to write a file, whose `entry` in the manifest is complete after `publish`.
 
         A thread calls `tensors` for what the file holds, so that each thread has one part in memory; nothing
-        is written where there are none.
+        is written where that is None.
         """
         name = f"{label}.rank{self._rank}.{len(self._under_way)}"  # labels of two tables may be equal
         self._under_way.append(self._threads.submit(self._write, label, name, tensors, header, entry))
@@ -381,11 +381,11 @@ class _Files:
         self,
         label: str,
         name: str,
-        tensors: Callable[[], dict[str, Tensor]],
+        tensors: Callable[[], dict[str, Tensor] | None],
         header: dict[str, Any],
         entry: dict[str, Any],
     ) -> None:
-        if not (content := tensors()):
+        if (content := tensors()) is None:
             return
         folder = self._directory / self._folder
         with files.partial_of(folder, name) as unnamed:
