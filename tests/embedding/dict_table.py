@@ -32,7 +32,7 @@ class DictTable:
     def find(self, keys, count=None):
         return torch.tensor([self.handle_of.get(key, -1) for key in keys.tolist()], dtype=torch.int64)
 
-    def find_or_insert(self, keys, count=None):
+    def find_or_insert(self, keys, count=None, initial=True):
         inserted = self.find(keys) < 0
         for key, row in zip(keys[inserted].tolist(), self.initial_rows(keys[inserted]), strict=True):
             if not self.free:

@@ -70,7 +70,7 @@ class Candidates:
         """Forget `keys` (K,), distinct."""
         handles = self._index.erase(keys)
         self._index.release(handles[handles >= 0])
-        self._changes.erase(keys, None, handles)
+        self._changes.erase(keys)
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
         """Load a `state`, or the part of it of some keys."""
@@ -98,16 +98,16 @@ class Candidates:
 
     def _remove(self, keys: torch.Tensor, count: torch.Tensor | None) -> None:
         """Forget `keys` (K,), distinct, all of which are here."""
-        handles = self._index.erase(keys, count)
-        self._index.release(handles, count)
-        self._changes.erase(keys, count, handles)
+        self._index.release(self._index.erase(keys, count), count)
+        self._changes.erase(keys, count)
 
     def _add(self, keys: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
         """Handles (K,) of `keys`, with a count of 0 where new."""
         handles, inserted = self._index.find_or_insert(keys, count)
-        self._changes.grow(self._index.end)
+        new = torch.where(inserted, handles, -1)
+        self._changes.add(new, self._index.end)
         for column in self._columns.values():
             column.grow(self._index.end)
-        self._columns["counts"][torch.where(inserted, handles, -1)] = 0
+        self._columns["counts"][new] = 0
         self._changes.mark(handles, keys)
         return handles

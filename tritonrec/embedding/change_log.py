@@ -39,10 +39,14 @@ class ChangeLog:
         self._changed = RowColumn(torch.bool, end=end, device=self._device)
         self._marked, self._erased = [], []
 
-    def grow(self, end: int) -> None:
-        """Make room for handles below `end`."""
+    def add(self, handles: torch.Tensor, end: int) -> None:
+        """Make room for new rows at `handles` (K,), or -1, below `end`; no mark is theirs yet.
+
+        A mark of a row that was erased, from its handle in a buffer, is of another key.
+        """
         if self._changed is not None:
             self._changed.grow(end)
+            self._changed[handles] = False
 
     def mark(self, handles: torch.Tensor, keys: torch.Tensor | None = None) -> None:
         """Mark the rows of `handles` (K,), which belong to `keys` (K,), as changed; -1 is skipped."""
@@ -56,14 +60,10 @@ class ChangeLog:
             self._marked.append((None if keys is None else keys[new], handles))
         self._changed[handles] = True
 
-    def erase(
-        self, keys: torch.Tensor, count: torch.Tensor | None = None, handles: torch.Tensor | None = None
-    ) -> None:
-        """Record the erasure of `keys` (K,), whose rows were at `handles` (K,), or -1."""
+    def erase(self, keys: torch.Tensor, count: torch.Tensor | None = None) -> None:
+        """Record the erasure of `keys` (K,)."""
         if self._changed is not None:
             self._erased.append((keys, count))
-            if self._device is None and handles is not None:
-                self._changed[handles] = False  # the next row there has another key
 
     def take(
         self, rows: EmbeddingTable | KeyIndex | DeviceIndex

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -363,6 +363,37 @@ class HashTableCollection:
 
         return load
 
+    def prepare_parts(
+        self,
+        columns: Mapping[str, Mapping[str, torch.Tensor]],
+        rows: Mapping[str, int],
+        parts: Callable[[str], Iterable[Mapping[str, torch.Tensor]]],
+    ) -> Callable[[], None]:
+        """Read a `state` part by part into new tables; the function returned puts them in place of these.
+
+        Args:
+            columns: of no rows, by table of the state. rows: at most how many rows each table has.
+            parts: name of a table -> its columns, some keys at a time.
+
+        Raises ValueError as `load_state`.
+        """
+        check_state(columns, self.empty_state())
+        made = []
+        for group in self.groups:
+            group.table.in_flight.check("prepare_parts")
+            new = group.table.successor(sum(rows[name] for name in group.layout.names))
+            for part in group.table.empty_state():
+                for member, name in enumerate(group.layout.names):
+                    for each in parts(_part_name(name, part)):
+                        new.add_part({part: {**each, "keys": group.layout.pack(member, each["keys"], name)}})
+            made.append((group.table, new))
+
+        def load() -> None:
+            for table, new in made:
+                table.adopt(new)
+
+        return load
+
     def track_changes(self) -> None:
         """Log changes from now on, for `take_changes`."""
         for group in self.groups:
@@ -470,8 +501,7 @@ class HashTableCollection:
     def clear(self) -> None:
         """Erase all rows, and forget the keys that wait for admission."""
         for group in self.groups:
-            for columns in group.table.state().values():
-                group.table.erase(columns["keys"].to(group.table.device))
+            group.table.adopt(group.table.successor())
 
     def requires_grad_(self, requires_grad: bool = True, *tables: str) -> HashTableCollection:
         """Freeze rows, or train them again: of `tables`, by default of all. On all ranks alike.

@@ -41,9 +41,10 @@ class EmbeddingTable(Protocol):
         ...
 
     def find_or_insert(
-        self, keys: torch.Tensor, count: torch.Tensor | None = None
+        self, keys: torch.Tensor, count: torch.Tensor | None = None, initial: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Handles (K,) of `keys` (K,), distinct, and which are new, (K,) bool; new rows hold initial values.
+        """Handles (K,) of `keys` (K,), distinct, and which are new, (K,) bool; new rows hold initial values,
+        anything without `initial`, where the caller writes them next.
 
         Raises MemoryError, or the allocator's error, where they do not fit; the table is then unchanged.
         """

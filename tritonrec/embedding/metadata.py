@@ -61,16 +61,16 @@ class RowMetadata:
 
     def add(self, handles: torch.Tensor, keys: torch.Tensor, end: int) -> None:
         """Add new rows (K,); all handles are below `end`, and -1 is left out."""
-        self.changes.grow(end)
+        self.changes.add(handles, end)
         for policy in self.policies:
             policy.values.grow(end)
             policy.add(handles, keys)
 
-    def remove(self, keys: torch.Tensor, handles: torch.Tensor, count: torch.Tensor | None = None) -> None:
-        """Handle the erasure of `keys` (K,), all before the count, with rows at `handles` (K,), or -1."""
-        self.changes.erase(keys, count, handles)
+    def remove(self, keys: torch.Tensor, which: torch.Tensor, count: torch.Tensor | None = None) -> None:
+        """Handle the erasure of those of `keys` (K,) that `which` (K,) bool marks, all before the count."""
+        self.changes.erase(keys, count)
         for policy in self.policies:
-            policy.remove(keys, handles >= 0)
+            policy.remove(keys, which)
 
     def record(self, keys: torch.Tensor, handles: torch.Tensor, step: int) -> torch.Tensor:
         """Record a lookup of `keys` (K,), whose rows are at `handles` (K,), distinct or -1; returns reserved

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from ..distributed import CorruptionError
@@ -69,11 +73,30 @@ class DynamicTable:
     ):
         self.dim, self.row_width = dim, dim if row_width is None else row_width
         self.layout, self.seed, self.scale = layout or KeyLayout(), seed, scale
-        self.policy = policy = policy or TablePolicy()
+        self.policy = policy or TablePolicy()
         self.placement = placement or Placement()
-        self._rows: EmbeddingTable = make_table(
-            self.placement, dim, self.row_width, self.initial_rows, slots, chunk_rows, bool(policy.precision)
+        self._slots, self._chunk_rows = slots, chunk_rows
+        self.in_flight = InFlight(str(self.layout))
+        self.requires_grad = True  # else updates leave the rows as they are
+        self._rank: int | None = None  # of a table with checksums, for errors
+        self._begin(self.initial_rows)
+        # keys found, inserted, rejected; rows evicted; of tables before this one: rows moved and cached
+        self._looked_up, self._evicted = (
+            torch.zeros(size, dtype=torch.int64, device=self.device if self.padded else None)
+            for size in (3, ())
         )
+        self._before = [0, 0, 0]
+        # `_updating` is held while rows that exist are updated, moved or erased; `_lock` briefly, for
+        # metadata, candidates and counters. In this order.
+        self._updating, self._lock = Turn(self.device), Turn(self.device)
+
+    def _begin(self, initial_rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Make all that depends on rows, for a table without any."""
+        policy, slots = self.policy, self._slots
+        self._rows: EmbeddingTable = make_table(
+            self.placement, self.dim, self.row_width, initial_rows, slots, self._chunk_rows,
+            bool(policy.precision),
+        )  # fmt: skip
         self.device, self.padded = self._rows.device, self._rows.padded
         device = self.device if self.padded else None
         self._candidates: Candidates | None = None
@@ -83,19 +106,9 @@ class DynamicTable:
         self._precision = AccessCounter(policy.precision, device) if policy.precision else None
         policies = [each for each in (self._evictor, self._precision) if each is not None]
         self._metadata = RowMetadata(policies, device)
-        # keys found, inserted, rejected; rows evicted
-        self._looked_up, self._evicted = (
-            torch.zeros(size, dtype=torch.int64, device=device) for size in (3, ())
-        )
-        self.in_flight = InFlight(str(self.layout))
         self._snapshots: tuple[Snapshot, ...] = ()  # that are being read
-        self.requires_grad = True  # else updates leave the rows as they are
-        self._rank: int | None = None  # of a table with checksums, for errors
         self._step: int | None = None  # of the last lookup, where policies go by steps
         self._foreseen: tuple[int, int, dict[RowPolicy, Arriving]] = -1, -1, {}  # flight, step, numbers
-        # `_updating` is held while rows that exist are updated, moved or erased; `_lock` briefly, for
-        # metadata, candidates and counters. In this order.
-        self._updating, self._lock = Turn(self.device), Turn(self.device)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -104,7 +117,10 @@ class DynamicTable:
     def counters(self) -> Counters:
         """Rows and lookups on this rank since the table was made; waits for a device."""
         found, inserted, rejected = self._looked_up.tolist()
-        return Counters(found, inserted, rejected, int(self._evicted), *self._rows.moved, self._rows.cached)
+        to_full, to_low, cached = (
+            sum(each) for each in zip(self._before, (*self._rows.moved, self._rows.cached), strict=True)
+        )
+        return Counters(found, inserted, rejected, int(self._evicted), to_full, to_low, cached)
 
     def lookup(
         self,
@@ -240,10 +256,20 @@ class DynamicTable:
         Rows of -1 are left out, and positions `skipped` (n,) int64, where -1 is no position. An error on a
         device is put off where errors are (`kernels.deferred`).
         """
+        self._validate(self._rows, handles, keys, values, skipped)
+
+    def _validate(
+        self,
+        rows: EmbeddingTable,
+        handles: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        skipped: torch.Tensor | None = None,
+    ) -> None:
         if self._rank is None:
             return
         rank = self._rank
-        first = self._rows.first_changed(handles, values, handles[:0] if skipped is None else skipped)
+        first = rows.first_changed(handles, values, handles[:0] if skipped is None else skipped)
 
         def error(code: int) -> CorruptionError:
             return CorruptionError(
@@ -325,13 +351,11 @@ class DynamicTable:
                 metadata = self._metadata.copy(self._rows.end)
                 candidates = None if self._candidates is None else self._candidates.state()
             made = Snapshot(
-                self._rows, self.row_width, metadata, self._updating, self._check_rows, self._close
-            )
+                self._rows, self.row_width, metadata, self._updating, partial(self._validate, self._rows),
+                self._close,
+            )  # fmt: skip
             self._snapshots += (made,)
         return made, keys, handles, candidates
-
-    def _check_rows(self, handles: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.validate_rows(handles, keys, values)
 
     def _close(self, snapshot: Snapshot) -> None:
         self._snapshots = tuple(each for each in self._snapshots if each is not snapshot)
@@ -351,20 +375,70 @@ class DynamicTable:
         """
         self.in_flight.check("load_state")
         check_state(state, self.empty_state())
+        self._check_values(len(state["rows"]["keys"]), state["rows"]["rows"])
+        with self._lock:
+            self._rows.grow(len(state["rows"]["keys"]))
+        self._load_state(state)
+        self._step, self.in_flight.update = None, -1
+
+    def _load_state(self, state: State) -> None:
         here = {
             group: {name: values.to(self.device) for name, values in columns.items()}
             for group, columns in state.items()
         }
-        rows = here["rows"]
-        self._check_values(len(rows["keys"]), rows["rows"])
-        with self._updating:
+        if "rows" in here:
+            rows = here["rows"]
+            with self._updating:
+                with self._lock:
+                    handles = self._load(rows["keys"])
+                    self._metadata.restore(handles, rows)
+                self._update(handles, rows["rows"], rows["keys"])
+        if self._candidates is not None and "candidates" in here:
             with self._lock:
-                self._rows.grow(len(rows["keys"]))
-                handles = self._load(rows["keys"])
-                self._metadata.restore(handles, rows)
-                if self._candidates is not None:
-                    self._candidates.load(here["candidates"])
-            self._update(handles, rows["rows"], rows["keys"])
+                self._candidates.load(here["candidates"])
+
+    def successor(self, rows: int = 0) -> DynamicTable:
+        """A table like this one without rows, sized for `rows`, for `adopt` to take its rows."""
+        made = copy.copy(self)
+        made.in_flight = InFlight(str(self.layout))
+        made._updating, made._lock = Turn(self.device), Turn(self.device)
+        made._begin(self.initial_rows)
+        if self._rank is not None:
+            made._rows.keep_checksums()
+        if self._metadata.changes.active:
+            made.track_changes()
+        made._rows.grow(rows)
+        return made
+
+    def add_part(self, state: State) -> None:
+        """Add a part of a `state` to a `successor`: of some keys, ``rows`` before ``candidates``.
+
+        Raises ValueError for a key that was there already.
+        """
+        for group, columns in state.items():
+            before, given = self._count_of(group), len(columns["keys"])
+            self._load_state({group: columns})
+            if self._count_of(group) - before < given:
+                raise ValueError(f"a key of {self.layout} is given twice in its {group}: give every row once")
+
+    def _count_of(self, group: str) -> int:
+        return len(self) if group == "rows" else len(self._candidates or ())
+
+    def adopt(self, other: DynamicTable) -> None:
+        """Take the rows of a `successor`, and no others; the log of changes has both."""
+        self.in_flight.check("adopt")
+        with self._updating, self._lock:
+            if self._metadata.changes.active:
+                other._metadata.changes.erase(self._rows.items()[0])
+                if self._candidates is not None and other._candidates is not None:
+                    other._candidates.erase(self._candidates.state()["keys"])
+            if self._evictor is not None and other._evictor is not None:
+                other._evictor.take_over(self._evictor)
+            moved = (*self._rows.moved, self._rows.cached)
+            self._before = [sum(each) for each in zip(self._before, moved, strict=True)]
+            self._rows, self._metadata, self._candidates = other._rows, other._metadata, other._candidates
+            self._evictor, self._precision = other._evictor, other._precision
+            self._snapshots, self._foreseen = (), (-1, -1, {})
         self._step, self.in_flight.update = None, -1
 
     def memory(self) -> dict[str, int]:
@@ -432,10 +506,10 @@ class DynamicTable:
     # The next four need `_lock`.
 
     def _insert(
-        self, keys: torch.Tensor, count: torch.Tensor | None = None
+        self, keys: torch.Tensor, count: torch.Tensor | None = None, initial: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Handles (K,) of `keys`, and () int64, the number of new ones."""
-        handles, inserted = self._rows.find_or_insert(keys, count)
+        handles, inserted = self._rows.find_or_insert(keys, count, initial)
         if self.padded:
             self._metadata.add(torch.where(inserted, handles, -1), keys, self._rows.end)
         else:
@@ -460,8 +534,10 @@ class DynamicTable:
         return handles, new
 
     def _load(self, keys: torch.Tensor) -> torch.Tensor:
-        """Handles (n,) of `keys` to load, which need no admission; no step has used new ones."""
-        handles, _new = self._insert(keys)
+        """Handles (n,) of `keys` to load, which need no admission; no step has used new ones, and they hold
+        anything.
+        """
+        handles, _new = self._insert(keys, initial=False)
         if self._evictor is not None:
             self._evictor.expect_missing_timestamps()
         if self._candidates is not None:
@@ -473,7 +549,7 @@ class DynamicTable:
         if self._snapshots:
             self._preserve(self._rows.find(keys, count))
         handles = self._rows.erase(keys, count)
-        self._metadata.remove(keys, handles, count)
+        self._metadata.remove(keys, handles >= 0, count)
         return handles
 
     def _preserve(self, handles: torch.Tensor) -> None:
