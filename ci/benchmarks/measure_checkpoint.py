@@ -189,14 +189,18 @@ def peak(what: str, place: Path, rows: int, dim: int) -> float:
     trainer = trainer_of(dim)
     if what != "load":
         fill(trainer.tables, rows)
-    table = kilobytes("VmRSS")
+    before, stored = kilobytes("VmRSS"), bytes_of(trainer)
     Path("/proc/self/clear_refs").write_text("5")
     if what == "save":
         trainer.save(place / "kept")
     else:
         trainer.load(place / "kept")
-        table = kilobytes("VmRSS")
-    return (kilobytes("VmHWM") - table) * 1024 / (rows * (8 + 4 * trainer.tables.groups[0].table.row_width))
+    beyond = (kilobytes("VmHWM") - before) * 1024 - (bytes_of(trainer) - stored)
+    return beyond / (rows * (8 + 4 * trainer.tables.groups[0].table.row_width))
+
+
+def bytes_of(trainer: Trainer) -> int:
+    return sum(trainer.tables.groups[0].table.memory()[name] for name in ("key_structure", "fp32_values"))
 
 
 def report(rows: int, dim: int, times: dict[str, float], peaks: dict[str, float]) -> dict[str, float]:
