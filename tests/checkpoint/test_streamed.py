@@ -134,7 +134,7 @@ def test_a_row_is_copied_once_and_only_if_it_was_not_read_before():
     update(second[20:50])
     table.erase(second[45:70])
     assert len(snapshot._places) == 70
-    found = rows.read(0, slices.order_of(first))
+    found = {name: each.clone() for name, each in rows.read(0, slices.order_of(first)).items()}
     update(first)
     table.erase(first[:20])
     table.lookup(torch.arange(40) + 10**6, 0)

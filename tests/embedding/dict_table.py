@@ -44,10 +44,11 @@ class DictTable:
     def prefetch(self, handles):
         pass
 
-    def gather(self, handles):
+    def gather(self, handles, out=None):
         none = torch.full((self.row_width,), torch.nan)
         rows = [self.rows.get(handle, none) for handle in handles.tolist()]
-        return torch.stack(rows) if rows else torch.empty(0, self.row_width)
+        out = torch.empty(len(rows), self.row_width) if out is None else out
+        return out.copy_(torch.stack(rows)) if rows else out
 
     def update(self, handles, values, low_precision=None):
         fit = chunked_rows.fits(values.contiguous(), self.dim)

@@ -38,7 +38,7 @@ class Rows(Protocol):
         ...
 
     def read(self, part: int, order: np.ndarray) -> dict[str, Tensor]:
-        """All columns of a part, its `keys` in this `order` (n,). Called once for each part."""
+        """All columns of a part, its `keys` in this `order` (n,), until the thread's next call; once each."""
         ...
 
     def close(self) -> None:

@@ -6,7 +6,9 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -39,16 +41,23 @@ def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, 
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[bytes, list[str]]:
-    """Header of a file, and the names in the order of their bytes: as of a file without rows, then sizes."""
-    empty = {name: torch.empty(0, *tensor.shape[1:], dtype=tensor.dtype) for name, tensor in tensors.items()}
-    entries = json.loads(save(empty, dict(metadata))[8:])
-    names, end = [name for name in entries if name != "__metadata__"], 0
-    for name in names:
+    """Header of a file, and the names in the order of their bytes."""
+    dtypes = _dtypes(tuple((name, tensor.dtype) for name, tensor in tensors.items()))
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, dtype in dtypes.items():
         begin, end = end, end + tensors[name].nbytes
-        entries[name] |= {"shape": list(tensors[name].shape), "data_offsets": [begin, end]}
+        entries[name] = {"dtype": dtype, "shape": list(tensors[name].shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, names
+    return len(text).to_bytes(8, "little") + text, list(dtypes)
+
+
+@lru_cache(64)
+def _dtypes(tensors: tuple[tuple[str, torch.dtype], ...]) -> dict[str, str]:
+    """Names in the order of a file, with the library's words for their dtypes: as in a file of no values."""
+    content = save({name: torch.empty(0, dtype=dtype) for name, dtype in tensors})
+    return {name: entry["dtype"] for name, entry in json.loads(content[8:]).items()}
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -43,8 +43,8 @@ from .tensor_file import save_file
 Tables = Mapping[str, Mapping[str, Tensor] | Rows]
 """By name of a table its columns, or its rows part by part."""
 
-THREADS = 3
-"""That read, checksum, write and flush parts, each one at a time; two are busy while one waits for a disk."""
+THREADS = 2
+"""That read, checksum, write and flush parts, each one at a time."""
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,10 @@ class EmbeddingTable(Protocol):
         """
         ...
 
-    def gather(self, handles: torch.Tensor) -> torch.Tensor:
-        """Copies of rows (K, row_width) float32, repeats allowed; undefined where a handle is -1."""
+    def gather(self, handles: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Copies of rows (K, row_width) float32, repeats allowed, in `out` if given; undefined where a handle
+        is -1.
+        """
         ...
 
     def update(

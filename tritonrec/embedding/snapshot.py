@@ -9,6 +9,7 @@ before it is updated or erased, whichever comes first::
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 
@@ -53,6 +54,7 @@ class Snapshot:
         self._places = KeyIndex()  # of the copies, by handle
         self._copies = RowStorage(row_width, row_width, READ)
         self._readers = 0
+        self._kept = threading.local()
 
     def part(
         self, ids: torch.Tensor, handles: torch.Tensor, pack: Callable[[torch.Tensor], torch.Tensor]
@@ -71,22 +73,27 @@ class Snapshot:
             self._pending[own.numpy()] = False
 
     def read(self, keys: torch.Tensor, handles: torch.Tensor) -> torch.Tensor:
-        """Rows (K, row_width) float32 of `keys` (K,) and their `handles` (K,) int64; once for each."""
-        values = np.empty((len(handles), self.row_width), np.float32)
-        for start in range(0, len(handles), READ):
-            here = slice(start, start + READ)
-            own, out = handles[here], values[here]
+        """Rows (K, row_width) float32 of `keys` (K,) and their `handles` (K,) int64; once for each.
+
+        They last until the thread's next call: memory that comes and goes makes threads wait for each other.
+        """
+        kept = getattr(self._kept, "values", None)
+        if kept is None or len(kept) < len(handles):
+            kept = self._kept.values = torch.empty(len(handles) * 9 // 8, self.row_width, dtype=torch.float32)
+        values = kept[: len(handles)]
+        for keys_here, here, out in zip(
+            keys.split(READ), handles.split(READ), values.split(READ), strict=True
+        ):
             with self._turn:
-                pending = self._is_pending(own.numpy())
-                out[:] = self._rows.gather(own).numpy()
-                if pending.all():
-                    self._check(own, keys[here], torch.from_numpy(out))
+                pending = torch.from_numpy(self._is_pending(here.numpy()))
+                self._rows.gather(here, out)
+                if bool(pending.all()):
+                    self._check(here, keys_here, out)
                 else:
-                    now = torch.from_numpy(pending)
-                    self._check(own[now], keys[here][now], torch.from_numpy(out[pending]))
-                    out[~pending] = self._copies.gather(self._places.find(own[~now])).numpy()
-                self._pending[own.numpy()] = False
-        return torch.from_numpy(values)
+                    self._check(here[pending], keys_here[pending], out[pending])
+                    out[~pending] = self._copies.gather(self._places.find(here[~pending]))
+                self._pending[here.numpy()] = False
+        return values
 
     def close(self) -> None:
         """One of its readers has ended."""
