@@ -78,11 +78,12 @@ class TensorRows:
 def sort_by_part(cuts: list[int]) -> Callable[[Tensor], tuple[np.ndarray, list[int]]]:
     """The argument of `Rows.arrange` for parts that begin at slice 0 and at the slices `cuts`, ascending."""
     part_of_slice = np.searchsorted(np.array(cuts, np.int64), np.arange(slices.SLICES), side="right")
+    part_of_slice = part_of_slice.astype(np.uint8 if len(cuts) < 256 else np.uint16)  # for a radix sort
 
     def sort(keys: Tensor) -> tuple[np.ndarray, list[int]]:
-        parts = part_of_slice[slices.slice_of(keys).numpy()].astype(np.uint16)
+        parts = np.take(part_of_slice, slices.slice_of(keys).numpy())
         counts = np.bincount(parts, minlength=len(cuts) + 1)
-        return np.argsort(parts, kind="stable"), [0, *np.cumsum(counts).tolist()]  # of 16 bits: a radix sort
+        return np.argsort(parts, kind="stable"), [0, *np.cumsum(counts).tolist()]
 
     return sort
 

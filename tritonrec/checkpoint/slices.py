@@ -55,8 +55,8 @@ def slices_of(part: Range) -> Range:
 def order_of(keys: Tensor) -> np.ndarray:
     """The order (K,) of `keys` by (slice, key as a signed number)."""
     by_key = np.argsort(keys.numpy())
-    slices = slice_of(torch.from_numpy(keys.numpy()[by_key])).numpy()
-    return by_key[np.argsort(slices.astype(np.uint16), kind="stable")]  # of 16 bits: a radix sort
+    slices = np.take(slice_of(keys).numpy().astype(np.uint16), by_key)
+    return np.take(by_key, np.argsort(slices, kind="stable"))  # of 16 bits: a radix sort
 
 
 def take_rows(values: Tensor, positions: np.ndarray) -> Tensor:

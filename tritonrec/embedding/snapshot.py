@@ -132,7 +132,7 @@ class SnapshotRows:
         for start in range(0, len(self), SORTED):
             ids, handles = (each[start : start + SORTED] for each in (self._ids, self._handles))
             order, bounds = sort(torch.from_numpy(ids))
-            ids[:], handles[:] = ids[order], handles[order]
+            ids[:], handles[:] = np.take(ids, order), np.take(handles, order)
             self._bounds.append([start + bound for bound in bounds])
 
     def keys(self, part: int) -> torch.Tensor:
@@ -141,7 +141,7 @@ class SnapshotRows:
 
     def read(self, part: int, order: np.ndarray) -> dict[str, torch.Tensor]:
         """See `checkpoint.rows.Rows`."""
-        ids, handles = (self._of(part, each)[order] for each in (self._ids, self._handles))
+        ids, handles = (np.take(self._of(part, each), order) for each in (self._ids, self._handles))
         keys, places = torch.from_numpy(ids), torch.from_numpy(handles.astype(np.int64))
         columns = {
             name: torch.from_numpy(values.numpy()[handles])
