@@ -18,7 +18,7 @@ from .policy import Placement, TablePolicy
 from .row_optimizer import RowOptimizer
 from .snapshot import SnapshotRows
 from .state_check import check_state
-from .table import DynamicTable
+from .table import DynamicTable, State
 from .weighted_bags import WeightedLookup, weighted_rows
 
 Pooling = Literal["none", "sum", "mean"]
@@ -318,9 +318,8 @@ class HashTableCollection:
             if group.table.padded:
                 tables |= self._by_table([group.table.state()], [group])
                 continue
-            rows, keys, handles, candidates = group.table.snapshot()
-            if candidates is not None:
-                tables |= self._by_table([{"candidates": candidates}], [group])
+            rows, keys, handles, rest = group.table.snapshot()
+            tables |= self._by_table([rest], [group])
             for member, name in enumerate(group.layout.names):
                 ids, own = keys, handles
                 if len(group.layout.names) > 1:
@@ -380,7 +379,6 @@ class HashTableCollection:
         check_state(columns, self.empty_state())
         made = []
         for group in self.groups:
-            group.table.in_flight.check("prepare_parts")
             new = group.table.successor(sum(rows[name] for name in group.layout.names))
             for part in group.table.empty_state():
                 for member, name in enumerate(group.layout.names):
@@ -410,11 +408,7 @@ class HashTableCollection:
         )
         return changed, {name: columns["keys"] for name, columns in erased.items()}
 
-    def _by_table(
-        self,
-        states: Sequence[Mapping[str, Mapping[str, torch.Tensor]]],
-        groups: Sequence[TableGroup] | None = None,
-    ) -> dict[str, dict[str, torch.Tensor]]:
+    def _by_table(self, states: Sequence[State], groups: Sequence[TableGroup] | None = None) -> State:
         """Columns of the groups' tables, split into logical tables."""
         tables = {}
         for group, parts in zip(self.groups if groups is None else groups, states, strict=True):

@@ -23,7 +23,7 @@ from .row_storage import RowStorage
 READ = 8192
 """Rows read under one lock; this bounds the wait of an update."""
 
-SORTED = 1 << 20
+SORTED = 1 << 18
 """Keys put into the order of the parts at a time; more would take more memory."""
 
 
