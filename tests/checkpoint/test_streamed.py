@@ -346,3 +346,23 @@ def test_extreme_keys_have_a_part():
         and bounds[0] == 0
         and bounds[-1] == len(EXTREMES)
     )
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_new_rows_of_a_load_that_fails_are_gone(monkeypatch, error):
+    """They have no values yet; rows that were there stay as they were."""
+    table, keys = random_rows(50)
+    before = table.state()["rows"]
+    more = torch.cat([keys[:10], torch.arange(40) + 10**6])
+
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr(table._rows, "update", fails)
+    for load_rows in (
+        lambda: table.load(more, torch.ones(50, 6)),
+        lambda: table.load_state({"rows": {"keys": more, "rows": torch.ones(50, 6)}}),
+    ):
+        with pytest.raises(error):
+            load_rows()
+        assert same(table.state()["rows"], before) and len(table) == len(keys)

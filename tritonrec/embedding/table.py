@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -59,7 +61,7 @@ class DynamicTable(TrainedTable):
         self.in_flight.check("load")
         self._check_values(len(keys), values)
         check_distinct(keys, "the rows to load")
-        with self._updating:
+        with self._whole_rows(keys.to(self.device)), self._updating:
             with self._lock:
                 handles = self._load(keys.to(self.device))
             self._update(handles, values.to(self.device), keys.to(self.device))
@@ -124,8 +126,19 @@ class DynamicTable(TrainedTable):
         self._check_values(len(state["rows"]["keys"]), state["rows"]["rows"])
         with self._lock:
             self._rows.grow(len(state["rows"]["keys"]))
-        self._load_state(state)
+        with self._whole_rows(state["rows"]["keys"].to(self.device)):
+            self._load_state(state)
         self._step, self.in_flight.update = None, -1
+
+    @contextmanager
+    def _whole_rows(self, keys: torch.Tensor) -> Iterator[None]:
+        """Where the block fails, new rows of `keys` (n,), which may have no values, are erased again."""
+        new = keys[self._rows.find(keys) < 0]
+        try:
+            yield
+        except BaseException:
+            self.erase(new)
+            raise
 
     def _load_state(self, state: State) -> None:
         here = {
