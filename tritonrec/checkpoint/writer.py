@@ -143,7 +143,7 @@ def _save(
     with agreement.phase(undo=lambda: prune(directory, kept=None)) as report:
         (directory / folder_of(step)).mkdir(parents=True, exist_ok=True)
         nothing = torch.empty(0, dtype=torch.int64)
-        with _Files(directory, folder_of(step), rank) as new:
+        with _Files(directory, step, rank) as new:
             report["tables"] = {
                 name: _write_table(new, name, rows, (erased or {}).get(name, nothing), rank, world_size)
                 for name, rows in sources.items()
@@ -338,13 +338,13 @@ def _order(keys: Tensor, what: str, rank: int, world_size: int) -> np.ndarray:
 
 
 class _Files:
-    """Files of one folder, written and flushed on threads under other names, and then renamed together.
+    """Files of one step, written and flushed on threads under other names, and then renamed together.
 
     A file's name contains a part of its checksum.
     """
 
-    def __init__(self, directory: Place, folder: str, rank: int):
-        self._directory, self._folder, self._rank = directory, folder, rank
+    def __init__(self, directory: Place, step: int, rank: int):
+        self.step, self._directory, self._folder, self._rank = step, directory, folder_of(step), rank
         self._threads = ThreadPoolExecutor(THREADS, "checkpoint")
         self._under_way: list[Future[None]] = []
         self._unnamed: list[tuple[Path, Path]] = []  # to be renamed
