@@ -317,7 +317,8 @@ def _write_table(
 
     entries = []
     for number, (begin, end) in enumerate(parts):
-        entry = {"begin": begin, "end": end, "rank": rank, "file": None, "bytes": 0, "sha256": None}
+        entry: dict[str, Any] = {"begin": begin, "end": end, "rank": rank, "rows": 0, ERASED: 0}
+        entry |= {"file": None, "bytes": 0, "sha256": None}
         header = {"table": name, "begin": begin, "end": end}
         new.write(label_of(name, (begin, end)), partial(tensors_of, number, entry), header, entry)
         entries.append(entry)
