@@ -129,10 +129,10 @@ def _in_stage(action: Callable[[], None], trainer: Trainer, cell: Cell, moment: 
 
         write = writer._write_table
 
-        def writing(directory: Any, step: int, *arguments: Any) -> Any:
-            if step > AT:
+        def writing(new: Any, *arguments: Any) -> Any:
+            if new.step > AT:
                 act()
-            return write(directory, step, *arguments)
+            return write(new, *arguments)
 
         writer._write_table = writing
         return

@@ -1,21 +1,19 @@
 """Figures of docs/checkpoints.md: ``python tests/checkpoint/measure.py [rows]``, about a minute.
 
-Bytes read over bytes needed when ranks load what another world size saved, and what a save costs the training
-that goes on beside it.
+Bytes read over bytes needed when ranks load what another world size saved.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
-import time
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 
 import torch
 from simulated import on_ranks, part_of, random_table, save_on
 
-from tritonrec.checkpoint import Saver, load, save
+from tritonrec.checkpoint import load, save
 from tritonrec.checkpoint.files import files_of, manifest_of, read_manifest
 
 WIDTH = 64
@@ -36,37 +34,6 @@ def read_over_needed(directory: Path, table: dict[str, torch.Tensor]) -> None:
                 f"{saved_by:8} | {world_size:9}: {mean(ratios):.3f} {max(ratios):.3f}"
                 f"   {opened} of {files} files"
             )
-
-
-def saving_beside_training(directory: Path, table: dict[str, torch.Tensor]) -> None:
-    """How long `Saver.save` keeps its caller, over the time until the checkpoint is whole."""
-    for owned in (False, True):
-        blocked, seconds = [], []
-        with Saver(directory / f"owned-{owned}") as saver:
-            for step in range(5):
-                saver.save(step, {}, {"items": table}, {}, owned=owned)
-                saver.wait()
-                blocked.append(saver.blocked)
-                seconds.append(saver.seconds)
-        ratios = [part / whole for part, whole in zip(blocked, seconds, strict=True)]
-        print(
-            f"owned={owned}: blocked {median(blocked) * 1e3:.1f} ms of {median(seconds) * 1e3:.0f} ms, "
-            f"ratio {median(ratios):.4f} ({min(ratios):.4f} to {max(ratios):.4f})"
-        )
-
-
-def full_and_incremental(directory: Path, table: dict[str, torch.Tensor]) -> None:
-    """Bytes and seconds of a delta of 1 % of the rows, over those of the full checkpoint."""
-    began = time.perf_counter()
-    base = save(directory, 1, {}, {"items": table}, {})
-    full = time.perf_counter() - began
-    some = {column: values[::100] for column, values in table.items()}
-    began = time.perf_counter()
-    delta = save(directory, 2, {}, {"items": some}, {}, base=base, erased={})
-    print(
-        f"delta of 1 % of the rows: {delta.bytes / base.bytes:.4f} of the bytes, "
-        f"{(time.perf_counter() - began) / full:.3f} of the time"
-    )
 
 
 def writing_by_ranks(directory: Path, table: dict[str, torch.Tensor]) -> None:
@@ -90,6 +57,4 @@ if __name__ == "__main__":
     print(f"{len(state['keys'])} rows, {size / 2**20:.0f} MiB, torch {torch.__version__}")
     with tempfile.TemporaryDirectory() as place:
         writing_by_ranks(Path(place, "ranks"), state)
-        full_and_incremental(Path(place, "delta"), state)
-        saving_beside_training(Path(place, "beside"), state)
         read_over_needed(Path(place, "elastic"), state)

@@ -44,10 +44,10 @@ def stop_at(where: str, watch: Watch) -> None:
     if where == "save":
         write = writer._write_table
 
-        def stopping(directory, step, *arguments):
-            if step == 4:
+        def stopping(new, *arguments):
+            if new.step == 4:
                 stop()
-            return write(directory, step, *arguments)
+            return write(new, *arguments)
 
         writer._write_table = stopping
     elif where in ("compute", "die", "fail"):

@@ -32,7 +32,7 @@ class DictTable:
     def find(self, keys, count=None):
         return torch.tensor([self.handle_of.get(key, -1) for key in keys.tolist()], dtype=torch.int64)
 
-    def find_or_insert(self, keys, count=None):
+    def find_or_insert(self, keys, count=None, initial=True):
         inserted = self.find(keys) < 0
         for key, row in zip(keys[inserted].tolist(), self.initial_rows(keys[inserted]), strict=True):
             if not self.free:
@@ -44,10 +44,11 @@ class DictTable:
     def prefetch(self, handles):
         pass
 
-    def gather(self, handles):
+    def gather(self, handles, out=None):
         none = torch.full((self.row_width,), torch.nan)
         rows = [self.rows.get(handle, none) for handle in handles.tolist()]
-        return torch.stack(rows) if rows else torch.empty(0, self.row_width)
+        out = torch.empty(len(rows), self.row_width) if out is None else out
+        return out.copy_(torch.stack(rows)) if rows else out
 
     def update(self, handles, values, low_precision=None):
         fit = chunked_rows.fits(values.contiguous(), self.dim)
@@ -72,10 +73,12 @@ class DictTable:
         self.free += handles.tolist()
         self.random.shuffle(self.free)
 
-    def items(self):
+    def items(self, dtype=torch.int64):
         keys = list(self.handle_of)
         self.random.shuffle(keys)
-        return torch.tensor(keys, dtype=torch.int64), self.find(torch.tensor(keys, dtype=torch.int64))
+        return torch.tensor(keys, dtype=torch.int64), self.find(torch.tensor(keys, dtype=torch.int64)).to(
+            dtype
+        )
 
     def grow(self, rows):
         self.free += range(self.end, self.end + rows)

@@ -36,6 +36,6 @@ def test_a_mark_stays_where_the_log_grows():
     log = ChangeLog()
     log.start(2)
     log.mark(ids(1))
-    log.grow(50)
+    log.add(ids(), 50)
     log.mark(ids(49))
     assert log.changed(ids(*range(50))).nonzero().flatten().tolist() == [1, 49]

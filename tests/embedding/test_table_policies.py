@@ -25,7 +25,7 @@ from speeds import slow_except
 
 from tritonrec import ops
 from tritonrec.embedding import DynamicTable, Eviction, KeyLayout, Placement, PrecisionTiers, TablePolicy
-from tritonrec.embedding import table as table_module
+from tritonrec.embedding import trained_table as table_module
 from tritonrec.embedding.evictor import Evictor
 from tritonrec.embedding.lookup import Lookup
 from tritonrec.embedding.precision import AccessCounter

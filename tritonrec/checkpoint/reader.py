@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice, pairwise
 from typing import IO, Any
 
 import numpy as np
@@ -23,6 +25,9 @@ from .writer import columns_of, difference
 
 SLICE_BYTES = 16 << 20
 """Of files that `CheckpointStream.rows` reads at a time."""
+
+AHEAD = 2
+"""Files read before they are used."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +163,17 @@ class CheckpointStream:
             order = slices.order_of(columns["keys"])
             yield {name: slices.take_rows(values, order) for name, values in columns.items()}
 
+    def parts(self, table: str, rank: int = 0, world_size: int = 1) -> Iterator[dict[str, Tensor]]:
+        """Columns of those of a table's rows that a rank owns, a part at a time, each key once.
+
+        Raises CheckpointError as `load`, at the part that cannot be read.
+        """
+        return self._reader(rank, world_size).parts(table, self._body["tables"][table])
+
+    def most_rows(self, table: str, rank: int = 0, world_size: int = 1) -> int:
+        """At most how many rows `parts` gives; exact for a full checkpoint of the same world size."""
+        return self._reader(rank, world_size).size(self._body["tables"][table])
+
     def _reader(self, rank: int, world_size: int) -> _Reader:
         return _Reader(self._directory, rank, world_size, self._advice)
 
@@ -205,6 +221,29 @@ def _header_error(file: IO[bytes], size: int, part: Mapping[str, Any]) -> str | 
     if whole != size:
         return f"its header is that of {whole} bytes, and it has {size}"
     return None if written == part else f"it was written for {written}, but the manifest has it for {part}"
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Tensors of a file up to slice `last`, and the slices (n,) of its keys and of its erased keys."""
+
+    last: int
+    tensors: dict[str, Tensor]
+    of_keys: np.ndarray
+    of_erased: np.ndarray
+
+    def between(self, stretch: slices.Range) -> dict[str, Tensor]:
+        """Views of the rows of slices [begin, end)."""
+        rows, erased = (
+            slice(*np.searchsorted(each, stretch).tolist()) for each in (self.of_keys, self.of_erased)
+        )
+        return {name: values[erased if name == ERASED else rows] for name, values in self.tensors.items()}
+
+
+def _reaches(part: Mapping[str, Any], stretch: slices.Range) -> bool:
+    """Whether a file has a part of slices [begin, end)."""
+    first, last = slices.slices_of((part["begin"], part["end"]))
+    return first < stretch[1] and stretch[0] <= last
 
 
 class _Reader:
@@ -258,32 +297,95 @@ class _Reader:
         """The replicated tensors by name."""
         return {name.removeprefix("dense/"): tensor for name, tensor in self.read(body["dense"], {}).items()}
 
+    def size(self, table: Mapping[str, Any]) -> int:
+        """At most how many rows of a table this rank owns."""
+        return sum(part["rows"] for layer in table["layers"] for part in self._files(layer))
+
     def table(self, name: str, table: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Columns of this rank's rows of a table, keys ascending; newer layers replace older ones."""
-        found: dict[str, list[Tensor]] = {
-            column: [torch.empty(0, *shape, dtype=getattr(torch, dtype))]
+        """Columns of this rank's rows of a table, keys ascending."""
+        most = self.size(table)
+        found = {
+            column: torch.empty(most, *shape, dtype=getattr(torch, dtype))
             for column, (dtype, shape) in table["columns"].items()
         }
-        superseded = np.empty(0, np.int64)  # keys that newer layers have or have erased
-        for layer in reversed(table["layers"]):
-            newly_superseded = [superseded]
-            for part in layer["parts"]:
-                if part["file"] and slices.overlaps((part["begin"], part["end"]), self.owned):
-                    place = {"table": name, "begin": part["begin"], "end": part["end"]}
-                    tensors = self.read(part, place)
-                    self._check(part, tensors, table["columns"], name)
-                    keys = tensors["keys"]
-                    selected = launch.owner_of(keys, self.world_size).numpy() == self.rank
-                    if len(superseded):
-                        selected &= ~np.isin(keys.numpy(), superseded)
-                    chosen = torch.from_numpy(np.flatnonzero(selected))
-                    for column, values in found.items():
-                        values.append(slices.take_rows(tensors[column], chosen))
-                    newly_superseded += [keys.numpy(), tensors[ERASED].numpy()]
-            if layer is not table["layers"][0]:
-                superseded = np.concatenate(newly_superseded)
-        order = torch.from_numpy(np.argsort(torch.cat(found["keys"]).numpy()))
-        return {column: slices.take_rows(torch.cat(found.pop(column)), order) for column in table["columns"]}
+        end = 0
+        for part in self.parts(name, table):
+            begin, end = end, end + len(part["keys"])
+            for column, values in part.items():
+                found[column][begin:end] = values
+        order = np.argsort(found["keys"][:end].numpy())
+        return {column: slices.take_rows(found.pop(column), order) for column in table["columns"]}
+
+    def parts(self, name: str, table: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
+        """Columns of this rank's rows of a table, some slices at a time, in the order of the slices.
+
+        The newest layer that has a key, or has erased it, decides. Each file is read once, on a thread, while
+        the part before it is used, and is kept until its last slice has come.
+        """
+        layers = [self._files(layer) for layer in reversed(table["layers"])]
+        first, last = slices.slices_of(self.owned)
+        cuts = {slices.slices_of((part["begin"], part["end"]))[0] for files in layers for part in files}
+        stretches = list(pairwise([first, *sorted(cut for cut in cuts if first < cut <= last), last + 1]))
+        # by stretch and layer the files with a part of it
+        needed = [
+            [[part for part in files if _reaches(part, stretch)] for files in layers] for stretch in stretches
+        ]
+        order = {part["file"]: part for files in needed for layer in files for part in layer}
+        waiting, ready, futures = iter(order.values()), dict[str, _Part](), dict[str, Future[_Part]]()
+        with ThreadPoolExecutor(1, "checkpoint") as thread:
+
+            def read_ahead() -> None:
+                for part in islice(waiting, AHEAD + 1 - len(futures)):
+                    futures[part["file"]] = thread.submit(self._part, name, table["columns"], part)
+
+            for stretch, layers_here in zip(stretches, needed, strict=True):
+                here = []
+                for parts in layers_here:
+                    for file in (part["file"] for part in parts if part["file"] not in ready):
+                        read_ahead()
+                        ready[file] = futures.pop(file).result()
+                    here.append([ready[part["file"]].between(stretch) for part in parts])
+                read_ahead()
+                yield from self._newest(here)
+                for file in [file for file, part in ready.items() if part.last < stretch[1]]:
+                    del ready[file]
+
+    def _files(self, layer: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Entries of a layer's files with slices that this rank owns, by slice."""
+        own = [part for part in layer["parts"] if slices.overlaps((part["begin"], part["end"]), self.owned)]
+        return sorted((part for part in own if part["file"]), key=lambda part: part["begin"])
+
+    def _newest(self, layers: list[list[dict[str, Tensor]]]) -> Iterator[dict[str, Tensor]]:
+        """Of columns of the same slices by layer, the newest first: this rank's rows that none replaces."""
+        superseded: list[np.ndarray] = []
+        for parts in layers:
+            for part in parts:
+                keys = part["keys"]
+                chosen = launch.owner_of(keys, self.world_size).numpy() == self.rank
+                if superseded:
+                    chosen &= ~np.isin(keys.numpy(), np.concatenate(superseded))
+                columns = {column: values for column, values in part.items() if column != ERASED}
+                if not chosen.all():
+                    places = np.flatnonzero(chosen)
+                    columns = {name: slices.take_rows(values, places) for name, values in columns.items()}
+                if len(columns["keys"]):
+                    yield columns
+            superseded += [part[column].numpy() for part in parts for column in ("keys", ERASED)]
+
+    def _part(self, name: str, columns: Mapping[str, Any], part: Mapping[str, Any]) -> _Part:
+        """Read a file and check its columns, and that its keys are in their order and of its slices."""
+        tensors = self.read(part, {"table": name, "begin": part["begin"], "end": part["end"]})
+        self._check(part, tensors, columns, name)
+        first, last = slices.slices_of((part["begin"], part["end"]))
+        of_column = {}
+        for column in ("keys", ERASED):
+            of_column[column] = found = slices.slice_of(tensors[column]).numpy()
+            if len(found) and (found[0] < first or found[-1] > last or (found[1:] < found[:-1]).any()):
+                raise CheckpointError(
+                    f"{self.directory / part['file']} was altered: its keys are not in the order of slices "
+                    f"{first} to {last}{self.advice}"
+                )
+        return _Part(last, tensors, of_column["keys"], of_column[ERASED])
 
     def _check(
         self, part: Mapping[str, Any], tensors: dict[str, Tensor], columns: Mapping[str, Any], name: str

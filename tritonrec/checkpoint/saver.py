@@ -18,6 +18,7 @@ from .agreement import Agreement, Gather, single_rank
 from .files import CheckpointError
 from .lock import WriterLock
 from .manifest import first_missing, read_manifest
+from .rows import close_rows
 from .writer import Saved, Tables, copy_of, save
 
 
@@ -108,23 +109,30 @@ class Saver:
 
         Args:
             step, dense, tables, meta, erased: see `save` of the package. `tables` have all rows if
-                `next_is_full`, otherwise the rows that changed since the last save.
+                `next_is_full`, otherwise the rows that changed since the last save. `Rows` are read while
+                they are written, and closed.
             owned: do not copy the tensors; the caller leaves them unchanged until the save has ended.
         """
         began = time.perf_counter()
-        full = self.next_is_full()
-        self.waited = time.perf_counter() - began
-        if full != (erased is None):
-            raise ValueError(
-                f"step {step}: the next checkpoint is {'full' if full else 'incremental'} and takes "
-                f"{'no' if full else 'the'} erased keys: see next_is_full()"
-            )
-        copied = [
-            mapping if owned else {name: copy_of(tensor) for name, tensor in mapping.items()}
-            for mapping in (dense, erased or {}, *tables.values())
-        ]
-        arguments = (step, copied[0], dict(zip(tables, copied[2:], strict=True)), dict(meta))
-        options = {} if full else {"base": self._last, "erased": copied[1]}
+        try:
+            full = self.next_is_full()
+            self.waited = time.perf_counter() - began
+            if full != (erased is None):
+                raise ValueError(
+                    f"step {step}: the next checkpoint is {'full' if full else 'incremental'} and takes "
+                    f"{'no' if full else 'the'} erased keys: see next_is_full()"
+                )
+        except BaseException:
+            close_rows(tables)
+            raise
+
+        def copy(values: Any) -> Any:
+            if owned or not isinstance(values, Mapping):
+                return values
+            return {name: copy_of(tensor) for name, tensor in values.items()}
+
+        arguments = (step, copy(dense), {name: copy(rows) for name, rows in tables.items()}, dict(meta))
+        options = {} if full else {"base": self._last, "erased": copy(erased)}
         self._next_is_full = None
         self._thread = threading.Thread(target=self._write, args=(began, arguments, options), name="saver")
         self._thread.start()
@@ -176,6 +184,8 @@ class Saver:
             self.seconds = time.perf_counter() - began
         except Exception as error:
             self._failure, self._since_full = error, 0
+        finally:
+            close_rows(arguments[2])
 
     def _agreement(self, failed: str) -> Agreement:
         return Agreement(single_rank if self.world_size == 1 else self.gather, self.rank, failed)

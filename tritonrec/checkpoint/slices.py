@@ -52,14 +52,14 @@ def slices_of(part: Range) -> Range:
     return part[0] // _WIDTH, (part[1] - 1) // _WIDTH
 
 
-def order_of(keys: Tensor) -> Tensor:
+def order_of(keys: Tensor) -> np.ndarray:
     """The order (K,) of `keys` by (slice, key as a signed number)."""
     by_key = np.argsort(keys.numpy())
-    slices = slice_of(torch.from_numpy(keys.numpy()[by_key])).numpy()
-    return torch.from_numpy(by_key[np.argsort(slices, kind="stable")])
+    slices = np.take(slice_of(keys).numpy().astype(np.uint16), by_key)
+    return np.take(by_key, np.argsort(slices, kind="stable"))  # of 16 bits: a radix sort
 
 
-def take_rows(values: Tensor, positions: Tensor) -> Tensor:
+def take_rows(values: Tensor, positions: np.ndarray) -> Tensor:
     """``values[positions]`` for a contiguous tensor of any dtype.
 
     By numpy, in the calling thread: torch would start a pool of threads beside the training.
@@ -67,7 +67,7 @@ def take_rows(values: Tensor, positions: Tensor) -> Tensor:
     shape = (len(positions), *values.shape[1:])
     width = values.element_size() * prod(values.shape[1:])
     raw = values.reshape(-1).view(torch.uint8).numpy().reshape(len(values), width)
-    taken = np.take(raw, positions.numpy(), axis=0)
+    taken = np.take(raw, positions, axis=0)
     return torch.from_numpy(taken.reshape(-1)).view(values.dtype).reshape(shape)
 
 

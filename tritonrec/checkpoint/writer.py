@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-import stat
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from ..files.places import Place, place_of
+from ..files.places import Place, RemotePath, place_of
 from ..kernels import launch
 from ..kernels.arguments import check_rank
 from . import files, slices
@@ -35,8 +37,14 @@ from .manifest import (
     read_manifest,
 )
 from .pruning import prune
+from .rows import Rows, TensorRows, sort_by_part
+from .tensor_file import save_file
 
-Tables = Mapping[str, Mapping[str, Tensor]]
+Tables = Mapping[str, Mapping[str, Tensor] | Rows]
+"""By name of a table its columns, or its rows part by part."""
+
+THREADS = 2
+"""That read, checksum, write and flush parts, each one at a time."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +123,11 @@ def _save(
 
     with agreement.phase() as report:
         _check_tables(tables, base, erased)
-        columns = columns_of(tables)
+        sources: dict[str, Rows] = {
+            name: TensorRows(rows) if isinstance(rows, Mapping) else rows
+            for name, rows in sorted(tables.items())
+        }
+        columns = columns_of({name: rows.like for name, rows in sources.items()})
         if rank == 0:
             _check_meta(meta)
             lock.acquire()
@@ -131,16 +143,15 @@ def _save(
     with agreement.phase(undo=lambda: prune(directory, kept=None)) as report:
         (directory / folder_of(step)).mkdir(parents=True, exist_ok=True)
         nothing = torch.empty(0, dtype=torch.int64)
-        report["tables"] = {
-            name: _write_table(
-                directory, step, name, tables[name], (erased or {}).get(name, nothing), rank, world_size
-            )
-            for name in columns
-        }
-        if rank == 0:
-            # safetensors refuses views of one storage, so tensors are copied.
-            tensors = {f"dense/{name}": copy_of(tensor) for name, tensor in dense.items()}
-            report["dense"] = _write(directory, f"{folder_of(step)}/dense", tensors, {}, rank)
+        with _Files(directory, step, rank) as new:
+            report["tables"] = {
+                name: _write_table(new, name, rows, (erased or {}).get(name, nothing), rank, world_size)
+                for name, rows in sources.items()
+            }
+            if rank == 0:
+                report["dense"] = {}
+                new.write("dense", partial(_dense_tensors, dense), {}, report["dense"])
+            new.publish()
         files.flush(directory / folder_of(step))
     written = agreement.reports
 
@@ -172,11 +183,15 @@ def _save(
     return Saved(step, manifest, agreement.reports[0]["sha256"], sum(own))
 
 
+def _dense_tensors(dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"dense/{name}": tensor.detach().cpu().contiguous() for name, tensor in dense.items()}
+
+
 def copy_of(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def columns_of(tables: Tables) -> dict[str, dict[str, Any]]:
+def columns_of(tables: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Any]]:
     """dtype and row shape of every column of every table."""
     return {
         name: {
@@ -218,6 +233,8 @@ def _check_tables(tables: Tables, base: Saved | None, erased: Mapping[str, Tenso
                 f"got {tuple(erased_keys.shape)} {erased_keys.dtype}"
             )
     for name, table in tables.items():
+        if not isinstance(table, Mapping):
+            continue
         keys = table.get("keys")
         if keys is None or keys.dim() != 1 or keys.dtype != torch.int64:
             given = None if keys is None else f"{tuple(keys.shape)} {keys.dtype}"
@@ -277,73 +294,114 @@ def _prepare(
 
 
 def _write_table(
-    directory: Place,
-    step: int,
-    name: str,
-    table: Mapping[str, Tensor],
-    erased: Tensor,
-    rank: int,
-    world_size: int,
+    new: _Files, name: str, rows: Rows, erased: Tensor, rank: int, world_size: int
 ) -> list[dict[str, Any]]:
     """Write this rank's rows of one table; returns the manifest's entries of its parts."""
-    columns = {column: values.detach().cpu().contiguous() for column, values in table.items()}
-    keys, order = _ordered(columns["keys"], f"table {name!r}", rank, world_size)
-    erased, _ = _ordered(erased.cpu().contiguous(), f"erased keys of table {name!r}", rank, world_size)
-
-    owned = slices.range_of(rank, world_size)
-    parts = slices.parts_of(owned, sum(values.nbytes for values in columns.values()) + erased.nbytes)
+    width = sum(values.element_size() * prod(values.shape[1:]) for values in rows.like.values())
+    parts = slices.parts_of(slices.range_of(rank, world_size), len(rows) * width + erased.nbytes)
+    gone = TensorRows({"keys": erased})
     # All cuts are bounds of slices, except the ends of the range; this rank has no key beyond these.
-    cuts = [slices.slices_of(part)[0] for part in parts[1:]]
-    row_cuts = np.searchsorted(slices.slice_of(keys).numpy(), cuts).tolist()
-    erased_cuts = np.searchsorted(slices.slice_of(erased).numpy(), cuts).tolist()
+    sort = sort_by_part([slices.slices_of(part)[0] for part in parts[1:]])
+    rows.arrange(sort)
+    gone.arrange(sort)
+
+    def tensors_of(number: int, entry: dict[str, Any]) -> dict[str, Tensor] | None:
+        """The tensors of a part's file, None if it needs none; the numbers of its rows go to its `entry`."""
+        keys, gone_keys = rows.keys(number), gone.keys(number)
+        entry |= {"rows": len(keys), ERASED: len(gone_keys)}
+        order = _order(keys, f"table {name!r}", rank, world_size)
+        gone_order = _order(gone_keys, f"erased keys of table {name!r}", rank, world_size)
+        if not len(keys) and not len(gone_keys):
+            return None
+        return {**rows.read(number, order), ERASED: gone.read(number, gone_order)["keys"]}
 
     entries = []
-    for part, rows, deleted in zip(
-        parts, pairwise([0, *row_cuts, len(order)]), pairwise([0, *erased_cuts, len(erased)]), strict=True
-    ):
-        entry = {"begin": part[0], "end": part[1], "rank": rank, "rows": rows[1] - rows[0]}
-        entry |= {ERASED: deleted[1] - deleted[0], "file": None, "bytes": 0, "sha256": None}
-        if entry["rows"] or entry[ERASED]:
-            chosen = order[rows[0] : rows[1]]
-            tensors = {column: slices.take_rows(values, chosen) for column, values in columns.items()}
-            tensors[ERASED] = erased[deleted[0] : deleted[1]]
-            header = {"table": name, "begin": part[0], "end": part[1]}
-            entry |= _write(directory, f"{folder_of(step)}/{label_of(name, part)}", tensors, header, rank)
+    for number, (begin, end) in enumerate(parts):
+        entry: dict[str, Any] = {"begin": begin, "end": end, "rank": rank, "rows": 0, ERASED: 0}
+        entry |= {"file": None, "bytes": 0, "sha256": None}
+        header = {"table": name, "begin": begin, "end": end}
+        new.write(label_of(name, (begin, end)), partial(tensors_of, number, entry), header, entry)
         entries.append(entry)
     return entries
 
 
-def _ordered(keys: Tensor, what: str, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-    """`keys` in the order of the files, and this order; ValueError for a foreign or repeated key."""
+def _order(keys: Tensor, what: str, rank: int, world_size: int) -> np.ndarray:
+    """The order of `keys` in a file; ValueError for a foreign or repeated key."""
     foreign = np.flatnonzero(launch.owner_of(keys, world_size).numpy() != rank)
     if len(foreign):
         raise ValueError(f"{what}: rank {rank} of {world_size} does not own key {int(keys[foreign[0]])}")
     order = slices.order_of(keys)
-    ordered = slices.take_rows(keys, order)
-    repeated = np.flatnonzero(np.diff(ordered.numpy()) == 0)
+    ordered = keys.numpy()[order]
+    repeated = np.flatnonzero(ordered[1:] == ordered[:-1])
     if len(repeated):
         raise ValueError(f"{what}: key {int(ordered[repeated[0]])} occurs more than once")
-    return ordered, order
+    return order
 
 
-def _write(
-    directory: Place, label: str, tensors: dict[str, Tensor], header: dict[str, Any], rank: int
-) -> dict[str, Any]:
-    """Write a file whose name contains a part of its checksum; returns its entry in the manifest."""
-    folder, _, name = label.partition("/")
-    with files.partial_of(directory / folder, f"{name}.rank{rank}.safetensors") as partial:
-        partial.touch()
-        mode = stat.S_IMODE(partial.stat().st_mode)
-        try:
-            save_file(tensors, partial, {"part": json.dumps(header)})
-        except SafetensorError as error:
-            raise CheckpointError(f"{partial}: {error}") from error
-        partial.chmod(mode)  # safetensors leaves the file to its owner alone, whatever the umask
-        digest = files.sha256_of(partial)
-        file = f"{label}.{digest[:16]}.safetensors"
-        size = partial.stat().st_size
-        files.publish(partial, directory / file)
-    return {"file": file, "bytes": size, "sha256": digest}
+class _Files:
+    """Files of one step, written and flushed on threads under other names, and then renamed together.
+
+    A file's name contains a part of its checksum.
+    """
+
+    def __init__(self, directory: Place, step: int, rank: int):
+        self.step, self._directory, self._folder, self._rank = step, directory, folder_of(step), rank
+        self._threads = ThreadPoolExecutor(THREADS, "checkpoint")
+        self._under_way: list[Future[None]] = []
+        self._unnamed: list[tuple[Path, Path]] = []  # to be renamed
+
+    def write(
+        self,
+        label: str,
+        tensors: Callable[[], dict[str, Tensor] | None],
+        header: dict[str, Any],
+        entry: dict[str, Any],
+    ) -> None:
+        """Begin to write a file, whose `entry` in the manifest is complete after `publish`.
+
+        A thread calls `tensors` for what the file holds, so that each thread has one part in memory; nothing
+        is written where that is None.
+        """
+        name = f"{label}.rank{self._rank}.{len(self._under_way)}"  # labels of two tables may be equal
+        self._under_way.append(self._threads.submit(self._write, label, name, tensors, header, entry))
+
+    def publish(self) -> None:
+        """Wait until all files are on the disk, and give them their names."""
+        for future in self._under_way:
+            future.result()
+        for unnamed, path in self._unnamed:
+            os.replace(unnamed, path)
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+    def _write(
+        self,
+        label: str,
+        name: str,
+        tensors: Callable[[], dict[str, Tensor] | None],
+        header: dict[str, Any],
+        entry: dict[str, Any],
+    ) -> None:
+        if (content := tensors()) is None:
+            return
+        folder = self._directory / self._folder
+        with files.partial_of(folder, name) as unnamed:
+            try:
+                size, digest = save_file(content, unnamed, {"part": json.dumps(header)})
+            except SafetensorError as error:
+                raise CheckpointError(f"{unnamed}: {error}") from error
+            name = f"{label}.{digest[:16]}.safetensors"
+            path = folder / name
+            if isinstance(path, RemotePath):
+                files.publish(unnamed, path)
+            else:
+                files.flush(unnamed)
+                self._unnamed.append((unnamed, path))
+        entry |= {"file": f"{self._folder}/{name}", "bytes": size, "sha256": digest}
 
 
 def _layer(step: int, world_size: int, name: str, written: list[dict[str, Any]]) -> dict[str, Any]:

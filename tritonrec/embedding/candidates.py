@@ -88,10 +88,8 @@ class Candidates:
 
     def take_changes(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """`state` of the keys that changed since the last call, and the erased keys (n,) int64."""
-        keys, handles = self._index.items()
-        changed, erased = self._changes.changed(handles), self._changes.erased()
-        self.track_changes()
-        return self.read(keys[changed], handles[changed]), erased[self._index.find(erased) < 0]
+        keys, handles, erased = self._changes.take(self._index)
+        return self.read(keys, handles), erased
 
     def read(self, keys: torch.Tensor, handles: torch.Tensor) -> dict[str, torch.Tensor]:
         """`state` of `keys` (n,) and their handles (n,)."""
@@ -106,9 +104,10 @@ class Candidates:
     def _add(self, keys: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
         """Handles (K,) of `keys`, with a count of 0 where new."""
         handles, inserted = self._index.find_or_insert(keys, count)
-        self._changes.grow(self._index.end)
+        new = torch.where(inserted, handles, -1)
+        self._changes.add(new, self._index.end)
         for column in self._columns.values():
             column.grow(self._index.end)
-        self._columns["counts"][torch.where(inserted, handles, -1)] = 0
-        self._changes.mark(handles)
+        self._columns["counts"][new] = 0
+        self._changes.mark(handles, keys)
         return handles

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import torch
 
+from .device_index import DeviceIndex
+from .interface import EmbeddingTable
+from .key_index import KeyIndex
 from .row_column import RowColumn
 from .selection import trimmed
 
 
 class ChangeLog:
-    """Changed rows by handle, and erased keys; off until `start`."""
+    """Changed rows and erased keys; off until `start`.
+
+    In host memory the log has each changed row once, with its key: what `take` costs goes by the changed
+    rows. Where a key is not known to who marks a row, `take` searches all rows, as on a device.
+    """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
         self._changed: RowColumn | None = None
+        self._marked: list[tuple[torch.Tensor | None, torch.Tensor]] = []  # in host memory: keys, handles
         self._erased: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
     @property
@@ -28,22 +36,66 @@ class ChangeLog:
 
     def start(self, end: int) -> None:
         """Clear the log and record changes from now on; all handles so far are below `end`."""
-        self._changed, self._erased = RowColumn(torch.bool, end=end, device=self._device), []
+        self._changed = RowColumn(torch.bool, end=end, device=self._device)
+        self._marked, self._erased = [], []
 
-    def grow(self, end: int) -> None:
-        """Make room for handles below `end`."""
+    def add(self, handles: torch.Tensor, end: int) -> None:
+        """Make room for new rows at `handles` (K,), or -1, below `end`; no mark is theirs yet.
+
+        A mark of a row that was erased, from its handle in a buffer, is of another key.
+        """
         if self._changed is not None:
             self._changed.grow(end)
+            self._changed[handles] = False
 
-    def mark(self, handles: torch.Tensor) -> None:
-        """Mark the rows of `handles` (K,) as changed; -1 is skipped."""
-        if self._changed is not None:
-            self._changed[handles] = True
+    def mark(self, handles: torch.Tensor, keys: torch.Tensor | None = None) -> None:
+        """Mark the rows of `handles` (K,), which belong to `keys` (K,), as changed; -1 is skipped."""
+        if self._changed is None:
+            return
+        if self._device is None:
+            new = (handles >= 0) & ~self._changed[handles]
+            handles = handles[new]
+            if not len(handles):
+                return
+            self._marked.append((None if keys is None else keys[new], handles))
+        self._changed[handles] = True
 
     def erase(self, keys: torch.Tensor, count: torch.Tensor | None = None) -> None:
         """Record the erasure of `keys` (K,)."""
         if self._changed is not None:
             self._erased.append((keys, count))
+
+    def take(
+        self, rows: EmbeddingTable | KeyIndex | DeviceIndex
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What changed in `rows` since the start or the last call.
+
+        Returns:
+            keys (n,) int64, ascending, and handles (n,) of changed rows that are there, and erased keys (m,)
+            int64, ascending, that are not.
+        """
+        erased = self.erased()
+        erased = erased[rows.find(erased) < 0]
+        none = torch.empty(0, dtype=torch.int64)
+        marked = [none, *(handles for _, handles in self._marked)]
+        known = [none, *(keys for keys, _ in self._marked if keys is not None)]
+        if self._device is None and self._changed is not None and len(known) == len(marked):
+            keys, handles = torch.cat(known), torch.cat(marked)
+            self._changed[handles] = False
+            there = rows.find(keys) == handles
+            keys, order = keys[there].sort()
+            once = torch.ones(len(keys), dtype=torch.bool)  # erased and inserted again, a row is there twice
+            torch.ne(keys[1:], keys[:-1], out=once[1:])
+            keys, handles = keys[once], handles[there][order][once]
+            self._marked, self._erased = [], []
+        else:
+            keys, handles = rows.items()
+            keys, order = keys.sort()
+            handles = handles[order]
+            changed = self.changed(handles)
+            keys, handles = keys[changed], handles[changed]
+            self.start(rows.end)
+        return keys, handles, erased
 
     def changed(self, handles: torch.Tensor) -> torch.Tensor:
         """(K,) bool, which rows of `handles` (K,) changed. Raises ValueError where `start` was not called."""

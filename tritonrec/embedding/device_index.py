@@ -93,10 +93,10 @@ class DeviceIndex:
         """See `KeyIndex.release`; those of -1 and behind the count are none."""
         self._handles.release(handles, (handles >= 0) & valid(len(handles), count, self._device))
 
-    def items(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys (n,) and their handles (n,), in no particular order; waits for the device."""
+    def items(self, dtype: torch.dtype = torch.int64) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys (n,) and their handles (n,) of `dtype`, in no particular order; waits for the device."""
         used = (self._rows >= 0).nonzero().squeeze(1)
-        return self._keys[used] ^ murmur.SECRET, self._rows[used].to(torch.int64)
+        return self._keys[used] ^ murmur.SECRET, self._rows[used].to(dtype)
 
     def slots_in_order(self) -> tuple[torch.Tensor, torch.Tensor]:
         """See `EmbeddingTable.slots_in_order`."""

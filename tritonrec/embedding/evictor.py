@@ -173,6 +173,10 @@ class Evictor:
         if self.eviction.keep:
             self._kept.append((keys, rows.gather(rows.find(keys, count)), count))
 
+    def take_over(self, other: Evictor) -> None:
+        """The rows that another one has kept are kept here."""
+        self._kept = other._kept
+
     def take_kept(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and rows of each `keep` since the last call."""
         kept, self._kept = self._kept, []

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -15,8 +16,9 @@ from .key_layout import KeyLayout
 from .learning_rate import scaled
 from .policy import Placement, TablePolicy
 from .row_optimizer import RowOptimizer
+from .snapshot import SnapshotRows
 from .state_check import check_state
-from .table import DynamicTable
+from .table import DynamicTable, State
 from .weighted_bags import WeightedLookup, weighted_rows
 
 Pooling = Literal["none", "sum", "mean"]
@@ -307,6 +309,26 @@ class HashTableCollection:
         """
         return self._by_table([group.table.state() for group in self.groups])
 
+    def snapshot(self) -> dict[str, dict[str, torch.Tensor] | SnapshotRows]:
+        """`state` of this moment for `checkpoint.save`, which reads the rows while training goes on.
+
+        Only their keys are copied now, unless the table is on a device, whose `state` is taken.
+        """
+        tables: dict[str, dict[str, torch.Tensor] | SnapshotRows] = {}
+        for group in self.groups:
+            if group.table.padded:
+                tables |= self._by_table([group.table.state()], [group])
+                continue
+            rows, keys, handles, rest = group.table.snapshot()
+            tables |= self._by_table([rest], [group])
+            for member, name in enumerate(group.layout.names):
+                ids, own = keys, handles
+                if len(group.layout.names) > 1:
+                    members, ids = group.layout.unpack(keys)
+                    ids, own = ids[members == member], handles[members == member]
+                tables[name] = rows.part(ids, own, partial(group.layout.pack, member, feature=name))
+        return tables
+
     def empty_state(self) -> dict[str, dict[str, torch.Tensor]]:
         """`state` of no rows: the columns that `load_state` takes."""
         return self._by_table([group.table.empty_state() for group in self.groups])
@@ -341,6 +363,36 @@ class HashTableCollection:
 
         return load
 
+    def prepare_parts(
+        self,
+        columns: Mapping[str, Mapping[str, torch.Tensor]],
+        rows: Mapping[str, int],
+        parts: Callable[[str], Iterable[Mapping[str, torch.Tensor]]],
+    ) -> Callable[[], None]:
+        """Read a `state` part by part into new tables; the function returned puts them in place of these.
+
+        Args:
+            columns: of no rows, by table of the state. rows: at most how many rows each table has.
+            parts: name of a table -> its columns, some keys at a time.
+
+        Raises ValueError as `load_state`.
+        """
+        check_state(columns, self.empty_state())
+        made = []
+        for group in self.groups:
+            new = group.table.successor(sum(rows[name] for name in group.layout.names))
+            for part in group.table.empty_state():
+                for member, name in enumerate(group.layout.names):
+                    for each in parts(_part_name(name, part)):
+                        new.add_part({part: {**each, "keys": group.layout.pack(member, each["keys"], name)}})
+            made.append((group.table, new))
+
+        def load() -> None:
+            for table, new in made:
+                table.adopt(new)
+
+        return load
+
     def track_changes(self) -> None:
         """Log changes from now on, for `take_changes`."""
         for group in self.groups:
@@ -357,13 +409,14 @@ class HashTableCollection:
         )
         return changed, {name: columns["keys"] for name, columns in erased.items()}
 
-    def _by_table(
-        self, groups: Sequence[Mapping[str, Mapping[str, torch.Tensor]]]
-    ) -> dict[str, dict[str, torch.Tensor]]:
+    def _by_table(self, states: Sequence[State], groups: Sequence[TableGroup] | None = None) -> State:
         """Columns of the groups' tables, split into logical tables."""
         tables = {}
-        for group, parts in zip(self.groups, groups, strict=True):
+        for group, parts in zip(self.groups if groups is None else groups, states, strict=True):
             for part, columns in parts.items():
+                if len(group.layout.names) == 1:
+                    tables[_part_name(group.layout.names[0], part)] = dict(columns)
+                    continue
                 members, ids = group.layout.unpack(columns["keys"])
                 for member, name in enumerate(group.layout.names):
                     here = members == member
@@ -443,8 +496,7 @@ class HashTableCollection:
     def clear(self) -> None:
         """Erase all rows, and forget the keys that wait for admission."""
         for group in self.groups:
-            for columns in group.table.state().values():
-                group.table.erase(columns["keys"].to(group.table.device))
+            group.table.adopt(group.table.successor())
 
     def requires_grad_(self, requires_grad: bool = True, *tables: str) -> HashTableCollection:
         """Freeze rows, or train them again: of `tables`, by default of all. On all ranks alike.

@@ -41,9 +41,10 @@ class EmbeddingTable(Protocol):
         ...
 
     def find_or_insert(
-        self, keys: torch.Tensor, count: torch.Tensor | None = None
+        self, keys: torch.Tensor, count: torch.Tensor | None = None, initial: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Handles (K,) of `keys` (K,), distinct, and which are new, (K,) bool; new rows hold initial values.
+        """Handles (K,) of `keys` (K,), distinct, and which are new, (K,) bool; new rows hold initial values,
+        anything without `initial`, where the caller writes them next.
 
         Raises MemoryError, or the allocator's error, where they do not fit; the table is then unchanged.
         """
@@ -56,8 +57,10 @@ class EmbeddingTable(Protocol):
         """
         ...
 
-    def gather(self, handles: torch.Tensor) -> torch.Tensor:
-        """Copies of rows (K, row_width) float32, repeats allowed; undefined where a handle is -1."""
+    def gather(self, handles: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Copies of rows (K, row_width) float32, repeats allowed, in `out` if given; undefined where a handle
+        is -1.
+        """
         ...
 
     def update(
@@ -81,8 +84,8 @@ class EmbeddingTable(Protocol):
         """Let new rows reuse the `handles` (K,), distinct, of erased rows; a padded table leaves out -1."""
         ...
 
-    def items(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys (n,) and their handles (n,), in no particular order."""
+    def items(self, dtype: torch.dtype = torch.int64) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys (n,) and their handles (n,) of `dtype`, in no particular order."""
         ...
 
     def slots_in_order(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -144,11 +144,15 @@ class KeyIndex:
                 self._next = _Structure(self._slots_for(keys))
             self._work(1 << 62)
 
-    def items(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys and their handles, both (N,) int64, in no particular order."""
-        parts = [one.items() for one in (self._now, self._old) if one is not None]
-        keys, rows = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-        return torch.from_numpy((keys ^ self._secret).view(np.int64)), torch.from_numpy(rows)
+    def items(self, dtype: torch.dtype = torch.int64) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys (N,) int64 and their handles (N,) of `dtype`, in no particular order."""
+        keys = torch.empty(self._size + 1, dtype=torch.int64)
+        rows = torch.empty(self._size + 1, dtype=dtype)
+        count = 0
+        for one in (self._now, self._old):
+            if one is not None:
+                count += one.items(self._secret, keys[count:].numpy(), rows[count:].numpy())
+        return keys[:count], rows[:count]
 
     def _salted(self, keys: torch.Tensor) -> np.ndarray:
         """`keys` XOR the secret, the form that the structures store."""
@@ -260,6 +264,5 @@ class _Structure:
         self.tombstones += kernels.hash_erase(self.keys, self.rows, keys, rows)
         return rows
 
-    def items(self) -> tuple[np.ndarray, np.ndarray]:
-        live = self.rows >= 0
-        return self.keys[live], self.rows[live].astype(np.int64)
+    def items(self, secret: np.uint64, keys: np.ndarray, rows: np.ndarray) -> int:
+        return kernels.hash_items(self.keys, self.rows, secret, keys.view(np.uint64), rows)

@@ -52,6 +52,7 @@ class RowMetadata:
     def __init__(self, policies: Sequence[RowPolicy], device: torch.device | None = None):
         self.policies = policies
         self.changes, self.pinned = ChangeLog(device), PinnedRows(device)
+        self._last_keys: torch.Tensor | None = torch.empty(0, dtype=torch.int64)  # of the pinned rows
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +61,7 @@ class RowMetadata:
 
     def add(self, handles: torch.Tensor, keys: torch.Tensor, end: int) -> None:
         """Add new rows (K,); all handles are below `end`, and -1 is left out."""
-        self.changes.grow(end)
+        self.changes.add(handles, end)
         for policy in self.policies:
             policy.values.grow(end)
             policy.add(handles, keys)
@@ -76,8 +77,9 @@ class RowMetadata:
         handles that are free now.
         """
         if self.policies:
-            self.changes.mark(self.pinned.last)  # their column `recent` changes
-        self.changes.mark(handles)
+            self.changes.mark(self.pinned.last, self._last_keys)  # their column `recent` changes
+            self._last_keys = keys
+        self.changes.mark(handles, keys)
         for policy in self.policies:
             policy.record(keys, handles, step)
         return self.pinned.advance(handles)
@@ -89,9 +91,18 @@ class RowMetadata:
             columns["recent"] = torch.isin(handles, self.pinned.last)
         return columns
 
+    def copy(self, end: int) -> dict[str, torch.Tensor]:
+        """By column of a checkpoint a copy of the values (end,) by handle."""
+        columns = {policy.column: policy.values.rows[:end].clone() for policy in self.policies}
+        if self.policies:
+            columns["recent"] = torch.zeros(end, dtype=torch.bool, device=self.pinned.last.device)
+            columns["recent"][self.pinned.last[self.pinned.last >= 0]] = True
+        return columns
+
     def restore(self, handles: torch.Tensor, columns: dict[str, torch.Tensor]) -> None:
         """Load the result of `read`."""
         for policy in self.policies:
             policy.values[handles] = columns[policy.column]
         if self.policies:
             self.pinned.restore(handles[columns["recent"]])
+            self._last_keys = None

@@ -52,7 +52,7 @@ class StoredTable:
             return self._index.find(keys, count)
 
     def find_or_insert(
-        self, keys: torch.Tensor, count: torch.Tensor | None = None
+        self, keys: torch.Tensor, count: torch.Tensor | None = None, initial: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `EmbeddingTable.find_or_insert`."""
         with self._lock:
@@ -69,7 +69,8 @@ class StoredTable:
                     erased = self._index.erase(keys[inserted])
                     self._index.release(erased)
                     raise
-                self.update(new, self._initial_rows(new_keys))
+                if initial:
+                    self.update(new, self._initial_rows(new_keys))
         return handles, inserted
 
     def erase(self, keys: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
@@ -84,10 +85,10 @@ class StoredTable:
         with self._lock:
             self._index.release(handles, count)
 
-    def items(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def items(self, dtype: torch.dtype = torch.int64) -> tuple[torch.Tensor, torch.Tensor]:
         """See `EmbeddingTable.items`."""
         with self._lock:
-            return self._index.items()
+            return self._index.items(dtype)
 
     def slots_in_order(self) -> tuple[torch.Tensor, torch.Tensor]:
         """See `EmbeddingTable.slots_in_order`."""

@@ -6,6 +6,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -118,7 +119,9 @@ class PeerCopies:
         with whole_or_nothing(groups) as checked:
             checked["step"] = step
             state = unflatten(*copy.dense)
-            load = prepare(groups, trainer.tables, trainer.dense, state, rows, loader, copy.position, changed)
+            sizes = {name: len(columns["keys"]) for name, columns in rows.items()}
+            read = partial(trainer.tables.prepare_parts, rows, sizes, lambda name: [rows[name]])
+            load = prepare(groups, trainer.dense, state, read, loader, copy.position, changed)
         load()
         trainer.next_step = step
         self.keep(trainer, copy.meta, loader)  # for the next loss: shards were on lost ranks too

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from .. import checkpoint
 from ..checkpoint import CheckpointStream, flatten, unflatten
@@ -95,7 +96,7 @@ class TrainingSaver:
         if full:
             if self._incremental:
                 self.tables.track_changes()
-            self._saver.save(step, dense, self.tables.state(), values, owned=True)
+            self._saver.save(step, dense, self.tables.snapshot(), values, owned=True)
         else:
             changed, erased = self.tables.take_changes()
             self._saver.save(step, dense, changed, values, erased=erased, owned=True)
@@ -134,28 +135,46 @@ def restore(
     (`require_same`).
     """
     with whole_or_nothing(communicators) as checked:
-        loaded = checkpoint.load(directory, rank=communicators.shard, world_size=communicators.shards)
-        checked["step"] = loaded.step
-        meta = dict(loaded.meta)
+        stream = CheckpointStream(directory)
+        checked["step"] = stream.step
+        meta = dict(stream.meta)
+        tensors = stream.dense()
         plain, at, recipe = (meta.pop(key, None) for key in (DENSE, LOADER, RECIPE))
         for key in (EMBEDDING, PRECISION):
             meta.pop(key, None)
         accept(meta)
         if plain is None:
             raise ValueError(f"the checkpoint in {directory} was not saved by a Trainer of this version")
-        state = unflatten(plain, {f"{DENSE}/{name}": tensor for name, tensor in loaded.dense.items()})
-        saved = vocabularies_of(loaded.dense)
+        state = unflatten(plain, {f"{DENSE}/{name}": tensor for name, tensor in tensors.items()})
+        saved = vocabularies_of(tensors)
         for name in sorted(saved.keys() & (vocabularies or {}).keys()):
             vocabularies[name].check_extends(saved[name], name)  # type: ignore[index]
     load: Callable[[], None]
     with whole_or_nothing(communicators) as checked:  # of its own: sharded parameters are gathered in it
-        checked["step"] = loaded.step
-        load = prepare(communicators, tables, dense, state, loaded.tables, loader, at, changed)
+        checked["step"] = stream.step
+        rows = partial(_read_rows, stream, communicators, tables)
+        load = prepare(communicators, dense, state, rows, loader, at, changed)
         require_same(recipe, recipe_of(tables, dense, config), changed, f"the checkpoint in {directory}")
     load()
     if vocabularies is not None:
         vocabularies |= {name: each for name, each in saved.items() if name not in vocabularies}
-    return loaded.step
+    return stream.step
+
+
+def _read_rows(
+    stream: CheckpointStream, communicators: Communicators, tables: HashTableCollection
+) -> Callable[[], None]:
+    """Read this rank's rows; the function returned puts them in the place of those of the tables."""
+    own = communicators.shard, communicators.shards
+    columns = {
+        name: {
+            column: torch.empty(0, *shape, dtype=getattr(torch, dtype))
+            for column, (dtype, shape) in of_table.items()
+        }
+        for name, of_table in stream.columns.items()
+    }
+    most = {name: stream.most_rows(name, *own) for name in columns}
+    return tables.prepare_parts(columns, most, lambda name: stream.parts(name, *own))
 
 
 def saved_vocabularies(directory: str | Place, step: int | None = None) -> dict[str, Vocabulary]:
@@ -171,10 +190,9 @@ def saved_vocabularies(directory: str | Place, step: int | None = None) -> dict[
 
 def prepare(
     communicators: Communicators,
-    tables: HashTableCollection,
     dense: DenseModel,
     state: Mapping[str, Any],
-    rows: Mapping[str, Mapping[str, Tensor]],
+    rows: Callable[[], Callable[[], None]],
     loader: SupportsState | None,
     at: list[str] | None,
     changed: Collection[str] = (),
@@ -182,12 +200,13 @@ def prepare(
     """Check the parts of a state, and change nothing; the function returned loads them.
 
     Args:
-        state: of `dense`. rows: `HashTableCollection.state`. at: what `positions` gave for the loader.
+        state: of `dense`. rows: checks those of the tables, and returns a function that loads them. at: what
+            `positions` gave for the loader.
     """
     rates = keep_rates(dense) if "lr" in changed else None
     dense.check_state(state)
-    load_rows = tables.prepare_state(rows)
     position = None if loader is None else position_of(communicators, at)
+    load_rows = rows()
 
     def load() -> None:
         if loader is not None:  # it checks the rest by itself, so it comes first
@@ -205,7 +224,6 @@ def prepare(
             raise
         if rates is not None:
             rates()
-        tables.clear()
         load_rows()
 
     return load

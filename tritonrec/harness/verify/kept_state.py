@@ -42,16 +42,27 @@ def low_precision_not_rounded(program: Program) -> None:
     table.round_low_precision = lambda values, low_precision: None  # type: ignore[method-assign]
 
 
+def load_rows_as(table: Any, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    """Each part of a checkpoint's rows is loaded as ``change(columns)``."""
+    successor = table.successor
+
+    def changed(rows: int = 0) -> Any:
+        made = successor(rows)
+        add_part = made.add_part
+        made.add_part = lambda state: add_part(
+            {group: change(columns) if group == "rows" else columns for group, columns in state.items()}
+        )
+        return made
+
+    table.successor = changed
+
+
 def restart_without_scores(program: Program) -> None:
-    table = program.tables.groups[0].table
-    load_state = table.load_state
+    def forgetful(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        kept = {name: column for name, column in rows.items() if name in ("keys", "rows")}
+        return {name: torch.zeros_like(column) for name, column in rows.items()} | kept
 
-    def forgetful(state: dict[str, dict[str, torch.Tensor]]) -> None:
-        rows = {name: column for name, column in state["rows"].items() if name in ("keys", "rows")}
-        rows |= {name: torch.zeros_like(column) for name, column in state["rows"].items() if name not in rows}
-        load_state({**state, "rows": rows})
-
-    table.load_state = forgetful  # type: ignore[method-assign]
+    load_rows_as(program.tables.groups[0].table, forgetful)
 
 
 def restart_without_loss_scale(program: Program) -> None:

@@ -14,9 +14,12 @@ from numba.extending import intrinsic
 
 from tritonrec.kernels.caches import njit
 from tritonrec.kernels.numba_float import float_of_bits
-from tritonrec.kernels.numba_intrinsics import prefetch
+from tritonrec.kernels.numba_intrinsics import copy, prefetch
 
 AHEAD = 8
+"""Rows from one that is copied to one whose first two cache lines are prefetched; the hardware sees a stream
+after them. Both kernels do so in place: a function with these arrays as arguments would count references,
+which takes longer than the copy."""
 _HALF = np.int64(1 << 30)
 _WORDS = np.empty(0, np.int16)  # tells the kernels the type of a 16-bit value
 
@@ -68,21 +71,9 @@ def _bits(typingctx, value):
 @njit(inline="always")
 def _row(addresses, row, chunk_rows, width, like):
     """The row as an array (width,) that shares its memory."""
-    address = addresses[row // chunk_rows] + np.uint64((row % chunk_rows) * width * like.itemsize)
+    chunk = np.int64(np.uint32(row) // np.uint32(chunk_rows))  # of 64 bits it takes longer than the copy
+    address = addresses[chunk] + np.uint64((row - chunk * chunk_rows) * width * like.itemsize)
     return carray(_pointer_to(address, like), (width,))
-
-
-@njit(inline="always")
-def _prefetch_row(full, half, chunk_rows, width, row, floats, words):
-    """Prefetch the row's first two cache lines; the hardware sees a stream after them."""
-    if row >= _HALF:
-        line = _row(half, row - _HALF, chunk_rows, width, words)
-        prefetch(line, np.uint64(0))
-        prefetch(line, np.uint64(min(32, width - 1)))
-    elif row >= 0:
-        line = _row(full, row, chunk_rows, width, floats)
-        prefetch(line, np.uint64(0))
-        prefetch(line, np.uint64(min(16, width - 1)))
 
 
 @njit(inline="always")
@@ -131,11 +122,16 @@ def _read_rows(full, half, chunk_rows, dim, width, rows, out, words):
 
     `full` and `half` are addresses of chunks; `words` is any int16 array.
     """
-    for i in range(min(AHEAD, len(rows))):
-        _prefetch_row(full, half, chunk_rows, width, rows[i], out, words)
     for i in range(len(rows)):
-        if i + AHEAD < len(rows):
-            _prefetch_row(full, half, chunk_rows, width, rows[i + AHEAD], out, words)
+        ahead = rows[i + AHEAD] if i + AHEAD < len(rows) else np.int64(-1)
+        if ahead >= _HALF:
+            line = _row(half, ahead - _HALF, chunk_rows, width, words)
+            prefetch(line, np.uint64(0))
+            prefetch(line, np.uint64(min(32, width - 1)))
+        elif ahead >= 0:
+            line = _row(full, ahead, chunk_rows, width, out)
+            prefetch(line, np.uint64(0))
+            prefetch(line, np.uint64(min(16, width - 1)))
         first = i * width
         if rows[i] >= _HALF:
             stored = _row(half, rows[i] - _HALF, chunk_rows, width, words)
@@ -145,18 +141,22 @@ def _read_rows(full, half, chunk_rows, dim, width, rows, out, words):
                 out[first + j] = float_of_bits(np.int32(stored[j]) << np.int32(16))
         elif rows[i] >= 0:
             row = _row(full, rows[i], chunk_rows, width, out)
-            for j in range(width):
-                out[first + j] = row[j]
+            copy(out, np.uint64(first), row, np.uint64(0), np.uint64(width))
 
 
 @njit(cache=True, nogil=True)
 def _write_rows(full, half, chunk_rows, dim, width, rows, values, words):
     """Row ``rows[i]`` = ``values[i]``, where that is not negative; `values` is flat, (K * width,)."""
-    for i in range(min(AHEAD, len(rows))):
-        _prefetch_row(full, half, chunk_rows, width, rows[i], values, words)
     for i in range(len(rows)):
-        if i + AHEAD < len(rows):
-            _prefetch_row(full, half, chunk_rows, width, rows[i + AHEAD], values, words)
+        ahead = rows[i + AHEAD] if i + AHEAD < len(rows) else np.int64(-1)
+        if ahead >= _HALF:
+            line = _row(half, ahead - _HALF, chunk_rows, width, words)
+            prefetch(line, np.uint64(0))
+            prefetch(line, np.uint64(min(32, width - 1)))
+        elif ahead >= 0:
+            line = _row(full, ahead, chunk_rows, width, values)
+            prefetch(line, np.uint64(0))
+            prefetch(line, np.uint64(min(16, width - 1)))
         first = i * width
         if rows[i] >= _HALF:
             stored = _row(half, rows[i] - _HALF, chunk_rows, width, words)
@@ -166,8 +166,7 @@ def _write_rows(full, half, chunk_rows, dim, width, rows, values, words):
                 stored[j] = np.int16(_bits(values[first + j]) >> np.int32(16))
         elif rows[i] >= 0:
             row = _row(full, rows[i], chunk_rows, width, values)
-            for j in range(width):
-                row[j] = values[first + j]
+            copy(row, np.uint64(0), values, np.uint64(first), np.uint64(width))
 
 
 @njit(cache=True, nogil=True)

@@ -186,6 +186,20 @@ def hash_erase(slot_keys, slot_rows, keys, rows):
     return tombstones
 
 
+@njit(cache=True, nogil=True)
+def hash_items(slot_keys, slot_rows, secret, keys, rows):
+    """Write the keys of occupied slots, XOR `secret`, and their rows one after the other; returns how many.
+
+    Both outputs have one place more than there are keys.
+    """
+    count = 0
+    for slot in range(len(slot_keys)):
+        keys[count] = slot_keys[slot] ^ secret
+        rows[count] = slot_rows[slot]
+        count += slot_rows[slot] >= 0  # no branch: whether a slot is occupied is a coin toss
+    return count
+
+
 @njit(inline="always")
 def _place(key, row, new_keys, new_rows, last_group):
     """Put a key that is not in the new table into its first free slot; returns what its row was."""

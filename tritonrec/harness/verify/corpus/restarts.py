@@ -11,6 +11,7 @@ import torch
 from .... import ops
 from ....data import Batch
 from ....pipeline import Program, Window
+from ..kept_state import load_rows_as
 from ..variants import RESTART
 from .bug import bug, case
 
@@ -43,14 +44,13 @@ def states_stay_on_their_old_rank(program: Program) -> None:
 @bug("meta-pytorch/torchrec#1591", case(restart=3, world_size=2, **SAVED))
 def remainder_lost_in_resharding(program: Program) -> None:
     """Keys beyond a multiple of the shards are left out when the tables are dealt out anew."""
+
+    def without_remainder(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        size = (len(rows["keys"]) - 1) // 3 * 3
+        return {name: each[:size] for name, each in rows.items()}
+
     for group in program.tables.groups:
-        load_state = group.table.load_state
-
-        def without_remainder(state, load_state=load_state) -> None:
-            size = (len(state["rows"]["keys"]) - 1) // 3 * 3
-            load_state({**state, "rows": {name: each[:size] for name, each in state["rows"].items()}})
-
-        group.table.load_state = without_remainder  # type: ignore[method-assign]
+        load_rows_as(group.table, without_remainder)
 
 
 @bug("TrenTorch/TrenTorch#187", case(restart=2, **SAVED))
@@ -99,10 +99,8 @@ def _cut(table: Any, rows: torch.Tensor) -> torch.Tensor:
 def _loads(program: Program, change: Callable[[Any, dict[str, torch.Tensor]], torch.Tensor]) -> None:
     """A checkpoint's rows are loaded as ``change(table, columns)``."""
     for group in program.tables.groups:
-        table, load_state = group.table, group.table.load_state
 
-        def changed(state, table=table, load_state=load_state) -> None:
-            rows = state["rows"]
-            load_state({**state, "rows": {**rows, "rows": change(table, rows)}})
+        def changed(rows: dict[str, torch.Tensor], table: Any = group.table) -> dict[str, torch.Tensor]:
+            return {**rows, "rows": change(table, rows)}
 
-        table.load_state = changed  # type: ignore[method-assign]
+        load_rows_as(group.table, changed)

@@ -1,0 +1,158 @@
+"""The rows of a table at one moment, read part by part while training goes on.
+
+A snapshot has keys and handles, 12 bytes a row, and no values. A row is read with its part, or copied just
+before it is updated or erased, whichever comes first::
+
+    snapshot of 2 7 9     update of 7        read of the part of 2 and 7     update of 2     read of 9
+    pending     2 7 9     copies 7   2 9     2 from the table, 7: copy  9    copies nothing  from the table
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+
+import numpy as np
+import torch
+
+from .interface import EmbeddingTable
+from .key_index import KeyIndex
+from .row_storage import RowStorage
+
+READ = 8192
+"""Rows read under one lock; this bounds the wait of an update."""
+
+SORTED = 1 << 18
+"""Keys put into the order of the parts at a time; more would take more memory."""
+
+
+class Snapshot:
+    """Rows of one table in host memory that are still to be read, and copies of those updated since.
+
+    Args:
+        rows: of the table, all of which are to be read. row_width: of its values.
+        metadata: by column the values (end,) by handle.
+        turn: taken by a read, and held by who calls `preserve`.
+        check: raises where rows of some handles, keys and values are damaged.
+        closed: is called once no row is copied any more.
+    """
+
+    def __init__(
+        self,
+        rows: EmbeddingTable,
+        row_width: int,
+        metadata: Mapping[str, torch.Tensor],
+        turn: AbstractContextManager[object],
+        check: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None],
+        closed: Callable[[Snapshot], None],
+    ):
+        self.row_width, self.metadata = row_width, metadata
+        self._rows, self._turn, self._check, self._closed = rows, turn, check, closed
+        self._pending = np.ones(rows.end + 1, bool)  # by handle, in use or not
+        self._pending[-1] = False  # of -1 and of newer rows
+        self._places = KeyIndex()  # of the copies, by handle
+        self._copies = RowStorage(row_width, row_width, READ)
+        self._readers = 0
+        self._kept = threading.local()
+
+    def part(
+        self, ids: torch.Tensor, handles: torch.Tensor, pack: Callable[[torch.Tensor], torch.Tensor]
+    ) -> SnapshotRows:
+        """The rows of one logical table, by `ids` (n,) int64, whose keys are ``pack(ids)``."""
+        self._readers += 1
+        return SnapshotRows(self, ids, handles, pack)
+
+    def preserve(self, handles: torch.Tensor) -> None:
+        """Copy those rows of `handles` (K,), or -1, that are still to be read: they are about to change."""
+        own = handles[torch.from_numpy(self._is_pending(handles.numpy()))]
+        if len(own):
+            places, _new = self._places.find_or_insert(own)
+            self._copies.add(places, self._places.end)
+            self._copies.update(places, self._rows.gather(own))
+            self._pending[own.numpy()] = False
+
+    def read(self, keys: torch.Tensor, handles: torch.Tensor) -> torch.Tensor:
+        """Rows (K, row_width) float32 of `keys` (K,) and their `handles` (K,) int64; once for each.
+
+        They last until the thread's next call: memory that comes and goes makes threads wait for each other.
+        """
+        kept = getattr(self._kept, "values", None)
+        if kept is None or len(kept) < len(handles):
+            kept = self._kept.values = torch.empty(len(handles) * 9 // 8, self.row_width, dtype=torch.float32)
+        values = kept[: len(handles)]
+        for keys_here, here, out in zip(
+            keys.split(READ), handles.split(READ), values.split(READ), strict=True
+        ):
+            with self._turn:
+                pending = torch.from_numpy(self._is_pending(here.numpy()))
+                self._rows.gather(here, out)
+                if bool(pending.all()):
+                    self._check(here, keys_here, out)
+                else:
+                    self._check(here[pending], keys_here[pending], out[pending])
+                    out[~pending] = self._copies.gather(self._places.find(here[~pending]))
+                self._pending[here.numpy()] = False
+        return values
+
+    def close(self) -> None:
+        """One of its readers has ended."""
+        self._readers -= 1
+        if not self._readers:
+            with self._turn:
+                self._closed(self)
+
+    def _is_pending(self, handles: np.ndarray) -> np.ndarray:
+        return self._pending[np.minimum(handles, len(self._pending) - 1)]
+
+
+class SnapshotRows:
+    """Rows of one logical table for `checkpoint.save`, as `checkpoint.rows.Rows`."""
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        ids: torch.Tensor,
+        handles: torch.Tensor,
+        pack: Callable[[torch.Tensor], torch.Tensor],
+    ):
+        self._snapshot, self._ids, self._handles, self._pack = snapshot, ids.numpy(), handles.numpy(), pack
+        self.like: Mapping[str, torch.Tensor] = {
+            "keys": ids[:0],
+            **{name: values[:0] for name, values in snapshot.metadata.items()},
+            "rows": torch.empty(0, snapshot.row_width, dtype=torch.float32),
+        }
+        self._bounds: list[list[int]] = []  # where the parts begin in each stretch of `SORTED`
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def arrange(self, sort: Callable[[torch.Tensor], tuple[np.ndarray, list[int]]]) -> None:
+        """See `checkpoint.rows.Rows`."""
+        for start in range(0, len(self), SORTED):
+            ids, handles = (each[start : start + SORTED] for each in (self._ids, self._handles))
+            order, bounds = sort(torch.from_numpy(ids))
+            ids[:], handles[:] = np.take(ids, order), np.take(handles, order)
+            self._bounds.append([start + bound for bound in bounds])
+
+    def keys(self, part: int) -> torch.Tensor:
+        """See `checkpoint.rows.Rows`."""
+        return torch.from_numpy(self._of(part, self._ids))
+
+    def read(self, part: int, order: np.ndarray) -> dict[str, torch.Tensor]:
+        """See `checkpoint.rows.Rows`."""
+        ids, handles = (np.take(self._of(part, each), order) for each in (self._ids, self._handles))
+        keys, places = torch.from_numpy(ids), torch.from_numpy(handles.astype(np.int64))
+        columns = {
+            name: torch.from_numpy(values.numpy()[handles])
+            for name, values in self._snapshot.metadata.items()
+        }
+        return {"keys": keys, **columns, "rows": self._snapshot.read(self._pack(keys), places)}
+
+    def close(self) -> None:
+        """See `checkpoint.rows.Rows`."""
+        self._snapshot.close()
+
+    def _of(self, part: int, values: np.ndarray) -> np.ndarray:
+        none = values[:0]
+        return np.concatenate([none, *(values[at[part] : at[part + 1]] for at in self._bounds)])
