@@ -440,6 +440,16 @@ def test_any_table_of_rows_takes_the_place_of_the_one_in_host_memory(monkeypatch
     test_policies_equal_the_naive_table(eviction, 2, 3, tiers)
 
 
+def test_loaded_rows_tie_with_those_of_the_step_that_gave_them_their_timestamp():
+    """Both are of one step, so that the smaller id goes first, whether it was looked up or not."""
+    policy = TablePolicy(EVICTIONS["lru"], 2, None, 3)
+    machine = type("Machine", (TableAgainstRules,), {"policy": policy})()
+    machine.begin(world_size=1, layout="alone", pipelined=False)
+    machine.load(picked=[0, 1, 2, 3, 4, 5, 6])
+    machine.train(steps=[([0], 1, "now"), ([1], 1, "now"), ([1], 1, "now"), ([], 1, "now")])
+    machine.teardown()
+
+
 def test_only_rows_that_were_loaded_without_a_timestamp_get_one_and_only_once():
     class Rows:
         padded = False

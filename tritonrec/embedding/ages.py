@@ -70,7 +70,10 @@ class LastSteps:
         bucket = Bucket(step, keys, handles.to(torch.int32))
         bucket.keep(handles >= 0)
         if self._buckets and self._buckets[-1].step == step:  # loaded rows got it as their timestamp
-            self._buckets[-1].keep(~torch.isin(self._buckets[-1].keys, keys))
+            before = self._buckets.pop()
+            before.keep(~torch.isin(before.keys, keys))
+            bucket.keys = torch.cat([before.keys, bucket.keys])
+            bucket.handles = torch.cat([before.handles, bucket.handles])
         self._buckets.append(bucket)
         age = 1
         while age < len(self._buckets):
