@@ -40,6 +40,17 @@ def test_a_run_whose_files_are_all_at_urls():
     assert code == 2 and "nowhere holds no checkpoint" in output
 
 
+@pytest.mark.parametrize("option", ["--json", "--trace"])
+def test_a_store_that_cannot_be_reached_is_named_before_any_work(option, monkeypatch):
+    def fails(self, path, **rest):
+        raise ConnectionError("no route to the store")
+
+    monkeypatch.setattr(type(place_of("memory://x")._fs), "info", fails)
+    code, output, _ = invoke("train", *SIZES, "--steps", 1, option, "memory://away/out")
+    assert code == 2 and option in output and "no route to the store" in output, output
+    assert "step" not in output  # no line of training
+
+
 def test_tables_at_a_url_are_exported_there():
     here = "memory://exported"
     assert invoke("train", *SIZES, "--steps", 1, "--checkpoint", f"{here}/run")[0] == 0

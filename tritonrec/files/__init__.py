@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .places import RemotePath, place_of, staged
+from .places import Place, RemotePath, place_of, staged
 
 
 def natural_order(path: str | os.PathLike[str]) -> tuple[Any, ...]:
@@ -84,6 +84,8 @@ def check_writable(path: str | os.PathLike[str], folder: bool = False) -> None:
     target = place_of(path)
     if isinstance(target, RemotePath):
         target.require_writable()
+        if target.is_dir() and not folder:  # which reaches the store
+            raise _cannot_write(target, IsADirectoryError(errno.EISDIR, "it is a folder"))
         return
     try:
         target.lstat()
@@ -107,7 +109,7 @@ def check_writable(path: str | os.PathLike[str], folder: bool = False) -> None:
         raise _cannot_write(target, error) from error
 
 
-def _cannot_write(path: Path, error: OSError) -> OSError:
+def _cannot_write(path: Place, error: OSError) -> OSError:
     return type(error)(error.errno, f"cannot write {path}: {error.strerror}")
 
 
