@@ -170,6 +170,14 @@ def test_every_preset_has_its_test_and_its_row_on_the_page():
     assert set(PRESETS) == {*LOGS, "criteo-tsv", "criteo-parquet", "avazu-csv"}
 
 
+def test_articles_of_tenrec_are_not_read_as_its_videos(tmp_path):
+    folder = written(
+        tmp_path, "QK-article.csv", "user_id,item_id,click,follow,like,share\n1,5,1,0,0,1\n"
+    ).parent
+    with pytest.raises((ValueError, OSError), match="QB-video.csv"):
+        load(f"tenrec:{folder}")
+
+
 def test_settings_win_over_the_preset_and_each_other(tmp_path):
     path = written(tmp_path, "u.data", "196\t242\t3\t881250949\n")
     assert load(f"movielens-100k:{path}", LogFormat(user="item", item="user")).item.tolist() == [196]

@@ -195,8 +195,8 @@ PRESETS: dict[str, Preset] = {
         ),
     ),
     "tenrec": Preset(
-        "Tenrec, in the order of rows",
-        ("QB-video.csv", "QK-video.csv", "sbr_data_1M.csv", "ctr_data_1M.csv", "*.csv"),
+        "Tenrec, videos, in the order of rows, which is a user's order of time",
+        ("QB-video.csv", "QK-video.csv", "sbr_data_1M.csv", "ctr_data_1M.csv"),
         LogFormat(
             user="user_id", item="item_id", timestamp="none", rating="none",
             label=_columns("click follow like share"),
