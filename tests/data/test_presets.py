@@ -174,7 +174,7 @@ def test_articles_of_tenrec_are_not_read_as_its_videos(tmp_path):
     folder = written(
         tmp_path, "QK-article.csv", "user_id,item_id,click,follow,like,share\n1,5,1,0,0,1\n"
     ).parent
-    with pytest.raises((ValueError, OSError), match="QB-video.csv"):
+    with pytest.raises((ValueError, OSError), match=r"QB-video\.csv"):
         load(f"tenrec:{folder}")
 
 

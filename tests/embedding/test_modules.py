@@ -263,6 +263,16 @@ def test_the_divisor_is_the_number_of_ranks_until_it_is_set():
     assert torch.equal(module.row_gradients[0].mean, torch.full((1, 3), 0.25))
 
 
+@pytest.mark.parametrize("kind", [HashEmbedding, HashEmbeddingBag])
+def test_rows_of_another_module_do_not_tie_and_are_refused(kind):
+    one, other = kind(3), kind(3)
+    own = one.rows
+    with pytest.raises(TypeError, match="ties nothing: use one module at both places"):
+        one.rows = other.rows
+    one.rows = own
+    assert one.rows is own and copy.deepcopy(one).rows is not own
+
+
 def test_tables_with_windows_in_flight_are_refused_by_name():
     tables = HashTableCollection([FeatureConfig("item", 3)])
     module = HashEmbeddingCollection(tables)

@@ -102,6 +102,15 @@ class HashEmbeddingCollection(torch.nn.Module):
         self.register_state_dict_post_hook(_leave_parameter_out)
         self.register_load_state_dict_pre_hook(_take_own_parameter)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = self.__dict__.get("_parameters", {}).get("rows")
+        if name == "rows" and own is not None and value is not own and isinstance(value, RowsParameter):
+            raise TypeError(
+                "rows stands for the rows of this module's tables, and another module's ties nothing: use one "
+                "module at both places, or give both features one table (FeatureConfig(table=...))"
+            )
+        super().__setattr__(name, value)
+
     def _collect(self, fused: bool) -> None:
         """Begin without gradients."""
         self.row_gradients = [
