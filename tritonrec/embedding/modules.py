@@ -106,8 +106,8 @@ class HashEmbeddingCollection(torch.nn.Module):
         own = self.__dict__.get("_parameters", {}).get("rows")
         if name == "rows" and own is not None and value is not own and isinstance(value, RowsParameter):
             raise TypeError(
-                "rows stands for the rows of this module's tables, and another module's ties nothing: use one "
-                "module at both places, or give both features one table (FeatureConfig(table=...))"
+                "rows stands for the rows of this module's tables, and another module's ties nothing: use "
+                "one module at both places, or give both features one table (FeatureConfig(table=...))"
             )
         super().__setattr__(name, value)
 
