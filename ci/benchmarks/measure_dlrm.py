@@ -183,8 +183,11 @@ class TorchRec:
         whole = TorchRecModel(built, sizes)
         fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": job.lr}
         sharder = EmbeddingBagCollectionSharder(fused_params=fused)
+        # in blocks, so that rows come back in the order of the features
+        ranks = [at * world // len(sizes) for at in range(len(sizes))]
         dealt = {
-            f"t_{name}": table_wise(rank=at % world, compute_kernel="fused") for at, name in enumerate(sizes)
+            f"t_{name}": table_wise(rank=rank, compute_kernel="fused")
+            for name, rank in zip(sizes, ranks, strict=True)
         }
         plan = construct_module_sharding_plan(
             whole.embeddings, dealt, sharder, local_size=world, world_size=world, device_type="cpu"

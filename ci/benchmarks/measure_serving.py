@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -190,6 +191,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
+    sys.path.append(
+        str(Path(__file__).resolve().parents[2] / "out" / "torchrec")
+    )  # torchmetrics, by torchrec.sh
     only, rows = options.only or ("retrieve", "evaluate", "auc"), {}
     if "retrieve" in only:
         for items in map(int, options.items.split(",")):
