@@ -163,9 +163,10 @@ class Guard:
         scale_exponent: int,
         most: int,
     ) -> None:
-        together = batch
-        if batch.num_samples == 1 or most > FEW_SAMPLES:  # synchronous training takes the batch at once
-            together = window.batches[micro_batch // self._config.micro_batches].to(batch.sample_ids.device)
+        together, whole = batch, window.batches[micro_batch // self._config.micro_batches]
+        # Synchronous training takes the batch at once.
+        if whole.num_samples > batch.num_samples and (batch.num_samples == 1 or most > FEW_SAMPLES):
+            together = whole.to(batch.sample_ids.device)
         if together.num_samples < FEW_SAMPLES:
             together = self._in_company(together)
         size = _size(batch) if together.num_samples > 1 else ALONE
