@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tritonrec.data import movielens
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.loader import NextItemLoader
-from tritonrec.data.ranking import evaluate, popularity_scores
+from tritonrec.data.ranking import evaluate, popularity_scores, target_ranks
 from tritonrec.data.zipf import ZipfOptions, generate
 
 
@@ -146,3 +146,13 @@ def test_popularity_on_the_real_log():
     assert metrics["HR@10"] == 81 / 943 and metrics["HR@50"] == 187 / 943
     assert metrics["NDCG@10"] == pytest.approx(0.044912560002852334, abs=1e-12)
     assert metrics["NDCG@50"] == pytest.approx(0.06927747821479935, abs=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_scores_of_every_type_are_compared_as_they_are(dtype):
+    """2**53 + 1 is no float64, and the item with it is above the one with 2**53."""
+    loader = loader_of([1, 2, 3], [3, 4, 5, 1])
+    large = torch.tensor([2**53, 0, 2**53, 2**53 + 1, 0])  # of items 1 to 5; 3 and 1 are held out
+    scores = (large if dtype == torch.int64 else large / 2**54).to(dtype)
+    ranks = target_ranks(scores.expand(2, -1), next(iter(loader.evaluation_batches())), loader, False)
+    assert ranks.tolist() == ([2, 1] if dtype == torch.int64 else [1, 0])

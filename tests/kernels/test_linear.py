@@ -433,3 +433,24 @@ def test_registration():
         torch.ops.tritonrec.linear_weight_grad.default,
         (sums, dy, x, torch.tensor([0, 9, 40]), 36, "weight", None, "", "cpu"),
     )
+
+
+@pytest.mark.parametrize("inner", [13, 16, 48, 64, 80, 128, 130])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1, 1), (15, 1), (16, 1), (37, 1), (64, 1), (9, 31), (9, 47), (5, 65)]
+)
+def test_sums_of_columns_that_fill_no_register_have_one_order(rows, columns, inner):
+    """One column has a kernel of its own where vectors are wide, and others are cut by masks."""
+    draw = torch.Generator().manual_seed(rows * 1000 + columns * 10 + inner)
+    x, weight = torch.randn(rows, inner, generator=draw), torch.randn(columns, inner, generator=draw)
+    bias = torch.randn(columns, generator=draw)
+    whole = torch.zeros(rows + 2, inner + 3)  # rows further apart than they are long, others around
+    whole[1:-1, :inner] = x
+    want = bias.expand(rows, -1)
+    for first in range(0, inner, 64):
+        chain = torch.zeros(rows, columns)
+        for i in range(first, min(first + 64, inner)):
+            chain = fused_multiply_add(x[:, i : i + 1], weight[:, i], chain)
+        want = want + chain
+    for rows_here in (x, whole[1:-1, :inner]):
+        assert torch.equal(linear(rows_here, weight, bias, impl="cpu"), want)

@@ -239,9 +239,10 @@ def test_histories_and_answers_are_in_words():
 def test_search_is_a_stable_sort_of_all_scores(items, users, k, threads):
     """Products of few whole numbers, so that many scores are equal, in and across blocks and threads."""
     draw = torch.Generator().manual_seed(items + users)
-    weights = torch.randint(-2, 3, (items, 24), generator=draw).float()
-    vectors = torch.randint(-1, 2, (users, 24), generator=draw).float()
-    vectors[0] = 0
+    dim = 32 if users == 1 else 24  # of one user sixteen items are scored at a time
+    weights = torch.randint(-2, 3, (items, dim), generator=draw).float()
+    vectors = torch.randint(-1, 2, (users, dim), generator=draw).float()
+    vectors[1:2] = 0
     known = torch.arange(items) * 2
     seen = torch.randint(0, 2 * items, (users * 40,), generator=draw) if k < items else torch.empty(0).long()
     offsets = torch.linspace(0, len(seen), users + 1).long()

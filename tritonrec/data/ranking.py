@@ -41,6 +41,7 @@ ScoreFunction = Callable[[JaggedBatch], Tensor]
 ImpressionScoreFunction = Callable[[ImpressionBatch], Tensor]
 NextItems = NextItemLoader | NextItemStream
 NO_RANK = 2**63 - 1
+"""Of an item that is not in the catalogue."""
 
 
 def evaluate(
@@ -95,10 +96,10 @@ def target_ranks(
     pairs = torch.unique(pairs)  # ascending
     starts = torch.searchsorted(pairs, torch.arange(users + 1) * items)
     above = np.empty(users, np.int64)
-    user, item = count_above(
-        (scores if scores.dtype in (torch.float32, torch.float64) else scores.double()).numpy(),
-        targets.numpy(), starts.numpy(), (pairs % items).numpy(), above,
-    )  # fmt: skip
+    if scores.dtype in (torch.float16, torch.bfloat16):
+        scores = scores.float()
+    numbers = (each.contiguous().numpy() for each in (scores, targets, starts, pairs % items))
+    user, item = count_above(*numbers, above)
     if user >= 0:
         raise ValueError(
             f"the score of user {int(batch.history.sample_ids[user])} "

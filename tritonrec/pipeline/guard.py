@@ -1,8 +1,10 @@
 """Consistency "batch" needs a model whose samples do not see each other; `Guard` refuses others.
 
-Some micro-batches are computed twice beside their training: whole, and in another order as a sample alone,
-two samples where there are many, and the rest. Losses, exact gradients of rows by key and exact dense sums
-must have the same bits. Nothing of it stays: gradients and buffers are as before, and nothing is drawn.
+Samples are computed twice beside their training: together, and in another order as a sample alone, two
+samples where there are many, and the rest. They are those of the rank's batch, which synchronous training
+takes at once, or of a micro-batch that was drawn; few are joined by some of earlier windows. Losses, exact
+gradients of rows by key and exact dense sums must have the same bits. Nothing of it stays: gradients and
+buffers are as before, and nothing is drawn.
 """
 
 from __future__ import annotations

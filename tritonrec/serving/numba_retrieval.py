@@ -19,17 +19,6 @@ USERS = 64
 
 
 @njit(cache=True, nogil=True)
-def _has_seen(seen, first, last, place):
-    while first < last:
-        middle = (first + last) >> 1
-        if seen[middle] < place:
-            first = middle + 1
-        else:
-            last = middle
-    return first
-
-
-@njit(cache=True, nogil=True)
 def _keep_best(scores, places, count, k):
     """Sort the candidates of a user, of equal scores the earlier one first, and keep k."""
     order = np.argsort(-scores[:count], kind="mergesort")[:k]
@@ -39,11 +28,12 @@ def _keep_best(scores, places, count, k):
 
 @njit(cache=True, nogil=True)
 def search(weights, stride, vectors, users, dim, start, stop, seen, offsets, k, scores, places, counts):
-    """The best of items [start, stop) for each user, best first: scores, places (users, 2 k), their counts.
+    """The best of items [start, stop) for each user, best first: scores, places, their counts.
 
     `weights` are rows of items (I, dim) with `stride`, `vectors` users' as a weight (dim, users) laid out for
     `rows_times`. `seen` are the places of items that a user is not given, ascending, at `offsets`
-    (users + 1,).
+    (users + 1,). `scores` and `places` are (users, n), n at least min(2 k, items + 1), and `counts` (users,)
+    begin with 0.
     Returns (user, place) of a score that is NaN, or (-1, -1).
     """
     block = np.empty(ITEMS * users, np.float32)
@@ -65,8 +55,9 @@ def search(weights, stride, vectors, users, dim, start, stop, seen, offsets, k, 
                     continue
                 if score != score:
                     return np.int64(b), place
-                at = _has_seen(seen, offsets[b], offsets[b + U(1)], place)
-                if at < offsets[b + U(1)] and seen[at] == place:
+                own = seen[offsets[b] : offsets[b + U(1)]]
+                at = np.searchsorted(own, place)
+                if at < len(own) and own[at] == place:
                     continue
                 count = counts[b]
                 scores[b, count], places[b, count] = score, place

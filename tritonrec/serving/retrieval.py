@@ -82,34 +82,38 @@ def best_items(
 
     Raises ValueError where a score is NaN.
     """
-    from .numba_retrieval import USERS, search
+    from .numba_retrieval import USERS
 
-    vectors, (items, dim) = vectors.detach(), weights.shape
-    (flat, stride), numbers = flat_rows(contiguous_rows(weights)), [seen.numpy(), offsets.numpy()]
     parts = []
     for first in range(0, len(vectors), USERS):
-        some = vectors[first : first + USERS]
-        users = len(some)
-        laid, own = laid_out(some.t()), numbers[1][first : first + users + 1]
-
-        def run(start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, int]]:
-            scores, places = np.empty((users, 2 * k), np.float32), np.empty((users, 2 * k), np.int64)  # noqa: B023
-            counts = np.zeros(users, np.int64)  # noqa: B023
-            bad = search(
-                flat, stride, laid, np.uintp(users), np.uintp(dim), np.uintp(start), np.uintp(stop),  # noqa: B023
-                numbers[0], own, k, scores, places, counts,  # noqa: B023
-            )  # fmt: skip
-            return scores, places, counts, bad
-
-        found = over_ranges(run, items, 2.0 * items * dim * users)
-        for *_, (user, item) in found:
-            if user >= 0:
-                raise _not_a_number(first + int(user), int(item))
-        parts += [_joined(found, user, k) for user in range(users)]
-    places = np.array([place for place, _ in parts], np.int64).reshape(-1, k)
-    return torch.from_numpy(places), torch.from_numpy(
-        np.array([best for _, best in parts], np.float32).reshape(-1, k)
+        own = offsets[first : first + USERS + 1].numpy()
+        parts += _best_of(vectors[first : first + USERS].detach(), weights, k, seen.numpy(), own, first)
+    places, scores = ([each[column] for each in parts] for column in (0, 1))
+    return (
+        torch.from_numpy(np.array(places, np.int64).reshape(-1, k)),
+        torch.from_numpy(np.array(scores, np.float32).reshape(-1, k)),
     )
+
+
+def _best_of(
+    vectors: Tensor, weights: Tensor, k: int, seen: np.ndarray, offsets: np.ndarray, first: int
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Places and scores of each of these users, whose numbers begin with `first`."""
+    from .numba_retrieval import search
+
+    users, (items, dim) = len(vectors), weights.shape
+    given = (*flat_rows(contiguous_rows(weights)), laid_out(vectors.t()), np.uintp(users), np.uintp(dim))
+
+    def run(start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, int]]:
+        size = users, min(2 * k, stop - start + 1)
+        found = np.empty(size, np.float32), np.empty(size, np.int64), np.zeros(users, np.int64)
+        return *found, search(*given, np.uintp(start), np.uintp(stop), seen, offsets, k, *found)
+
+    ranges = over_ranges(run, items, 2.0 * items * dim * users)
+    for *_, (user, item) in ranges:
+        if user >= 0:
+            raise _not_a_number(first + int(user), int(item))
+    return [_joined(ranges, user, k) for user in range(users)]
 
 
 def _joined(found: list[Any], user: int, k: int) -> tuple[np.ndarray, np.ndarray]:
