@@ -1,6 +1,6 @@
-"""Imports flow one way: harness -> pipeline -> {embedding, distributed, data, trace} -> ops -> kernels.
+"""Imports flow one way: tools -> pipeline -> {embedding, distributed, data, trace} -> ops -> kernels.
 
-Of the four in braces `embedding` imports `distributed` and `data`, and `distributed` imports `trace`.
+The tools are `TOOLS`; what trains imports none of them. Of the four in braces `embedding` imports `distributed` and `data`, and `distributed` imports `trace`.
 
 Anyone may import `files`, `host_memory`, `settings` and `version`, which import nothing.
 """
@@ -35,14 +35,18 @@ MAY_IMPORT = {
     "checkpoint": {"ops", "kernels"},
     "loggers": set(),
     "callbacks": {"distributed"},
-    "serving": {"ops", "kernels", "nn", "distributed", "checkpoint", "data", "embedding"},
+    "serving": {"ops", "kernels", "nn", "distributed", "checkpoint", "data", "embedding", "trace"},
     "pipeline": {"ops", "kernels", *BELOW_PIPELINE},
     "slipstream": {"ops", "kernels", "data", "distributed", "embedding", "pipeline"},
+    "resilience": {"ops", "kernels", "data", "distributed", "embedding", "checkpoint", "pipeline"},
+    "torchrec": {"ops", "data", "embedding"},
     "harness": {
         "ops",
         "kernels",
         "pipeline",
         "slipstream",
+        "resilience",
+        "torchrec",
         "serving",
         "callbacks",
         "loggers",
@@ -50,6 +54,8 @@ MAY_IMPORT = {
     },
     "__main__": {"harness"},
 }
+
+TOOLS = {"harness", "resilience", "serving", "slipstream", "torchrec", "__main__"}
 
 
 def package_of(module: str) -> str | None:
@@ -139,6 +145,11 @@ def test_no_import_circle_also_not_by_annotation_or_deferral():
     for module in graph:
         graph[module].discard(module)
     TopologicalSorter(graph).prepare()  # CycleError names the modules of a circle
+
+
+def test_what_trains_imports_no_tool():
+    core = {package for package in MAY_IMPORT if package not in TOOLS}
+    assert not {(package, tool) for package in core for tool in MAY_IMPORT[package] & TOOLS}
 
 
 def test_every_package_has_a_rule():

@@ -13,35 +13,38 @@ if TYPE_CHECKING:
     from . import checkpoint, data, nn, ops
     from .callbacks import EarlyStopping, Throughput
     from .data import KeyedJaggedTensor
-    from .distributed import Communicators, from_environment, run_elastic
+    from .distributed import Communicators, from_environment
     from .embedding import (
-        EmbeddingBagCollection,
-        EmbeddingBagConfig,
-        EmbeddingCollection,
-        EmbeddingConfig,
         FeatureConfig,
         HashEmbedding,
         HashEmbeddingBag,
         HashEmbeddingCollection,
         HashOptimizer,
         HashTableCollection,
-        PoolingType,
         RowOptimizer,
         TablePolicy,
     )
     from .harness.verify import verify
     from .loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
-    from .pipeline import PeerCopies, Trainer, WindowConfig
+    from .pipeline import Trainer, WindowConfig
+    from .resilience import PeerCopies, run_elastic
+    from .torchrec import (
+        EmbeddingBagCollection,
+        EmbeddingBagConfig,
+        EmbeddingCollection,
+        EmbeddingConfig,
+        PoolingType,
+    )
     from .trace import Recorder
 
 PACKAGE_OF = {
     "CSVLogger": "loggers",
     "Communicators": "distributed",
     "EarlyStopping": "callbacks",
-    "EmbeddingBagCollection": "embedding",
-    "EmbeddingBagConfig": "embedding",
-    "EmbeddingCollection": "embedding",
-    "EmbeddingConfig": "embedding",
+    "EmbeddingBagCollection": "torchrec",
+    "EmbeddingBagConfig": "torchrec",
+    "EmbeddingCollection": "torchrec",
+    "EmbeddingConfig": "torchrec",
     "FeatureConfig": "embedding",
     "HashEmbedding": "embedding",
     "HashEmbeddingBag": "embedding",
@@ -50,8 +53,8 @@ PACKAGE_OF = {
     "HashTableCollection": "embedding",
     "JSONLinesLogger": "loggers",
     "KeyedJaggedTensor": "data",
-    "PeerCopies": "pipeline",
-    "PoolingType": "embedding",
+    "PeerCopies": "resilience",
+    "PoolingType": "torchrec",
     "Recorder": "trace",
     "RowOptimizer": "embedding",
     "TablePolicy": "embedding",
@@ -60,7 +63,7 @@ PACKAGE_OF = {
     "Trainer": "pipeline",
     "WindowConfig": "pipeline",
     "from_environment": "distributed",
-    "run_elastic": "distributed",
+    "run_elastic": "resilience",
     "verify": "harness.verify",
 }
 """By name the package that has it."""

@@ -31,11 +31,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tritonrec.distributed import Communicators, from_environment, run_elastic
+from tritonrec.distributed import Communicators, from_environment
 from tritonrec.files import save_json
 from tritonrec.harness.environment import environment
 from tritonrec.harness.job import Job
-from tritonrec.pipeline import PeerCopies, Trainer, Window, WindowConfig
+from tritonrec.pipeline import Trainer, Window, WindowConfig
+from tritonrec.resilience import PeerCopies, run_elastic
 
 WAYS = ("copy", "checkpoint", "restart")
 EVERY, AT = 10, 15

@@ -25,7 +25,8 @@ from tritonrec.embedding.row_checksums import RowChecksums
 from tritonrec.embedding.row_storage import RowStorage
 from tritonrec.files import save_json
 from tritonrec.harness.job import Job
-from tritonrec.pipeline import Replay, Trainer, WindowConfig
+from tritonrec.pipeline import Trainer, WindowConfig
+from tritonrec.resilience import Replay
 
 PARTS = {
     "computed again": "computed again, compared over ranks",

@@ -13,10 +13,11 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from tritonrec.distributed import from_environment, join, run_elastic
+from tritonrec.distributed import from_environment, join
 from tritonrec.distributed.environment import LAUNCHERS, check_address, first_machine, rank_here, settle
 from tritonrec.distributed.stores import serve_store
 from tritonrec.harness.cli import app
+from tritonrec.resilience import run_elastic
 
 pytestmark = pytest.mark.multi_rank
 

@@ -16,11 +16,12 @@ import pytest
 from speeds import slow_except
 
 from tritonrec import checkpoint
-from tritonrec.distributed import Communicators, ElasticPool, RankDiedError
+from tritonrec.distributed import Communicators, RankDiedError
 from tritonrec.harness.train import loop
 from tritonrec.harness.train.elastic import Memory
 from tritonrec.harness.train.run import Run, StoppingRule
-from tritonrec.pipeline import PeerCopies, Window, WindowConfig
+from tritonrec.pipeline import Window, WindowConfig
+from tritonrec.resilience import ElasticPool, PeerCopies
 
 pytestmark = pytest.mark.multi_rank
 STEPS = 12

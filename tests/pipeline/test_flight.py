@@ -24,12 +24,13 @@ from trainer_parts import (
 from tritonrec.data import Lookup
 from tritonrec.embedding.in_flight import as_lane
 from tritonrec.nn.context import takes_indexed_rows
-from tritonrec.pipeline import DenseModel, peer_copies
+from tritonrec.pipeline import DenseModel
 from tritonrec.pipeline.dense_checks import PROBE_ELEMENTS, _capped, validate_invariant
 from tritonrec.pipeline.flight import Flight, on_the_callers_thread
-from tritonrec.pipeline.peer_copies import PeerCopies
 from tritonrec.pipeline.pending import PendingWindows
 from tritonrec.pipeline.places import Buffer, KeptRows, OwnedRows, WindowPlaces
+from tritonrec.resilience import peer_copies
+from tritonrec.resilience.peer_copies import PeerCopies
 
 STEPS_1_TO_3 = r"refused while steps 1 to 3 are in flight.*list\(trainer\.run"
 

@@ -26,8 +26,9 @@ from tritonrec.embedding import (
     TablePolicy,
 )
 from tritonrec.harness.verify.thread_ranks import run_ranks
-from tritonrec.pipeline import DenseModel, PeerCopies, Trainer, WindowConfig
+from tritonrec.pipeline import DenseModel, Trainer, WindowConfig
 from tritonrec.pipeline.precision import LossScaler, LossScaling
+from tritonrec.resilience import PeerCopies
 
 KEPT = TablePolicy(eviction=Eviction("lru", 50, every=2), admission=2, precision=PrecisionTiers(1, 4))
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from thread_ranks import Clock, ThreadRanks
 
 from tritonrec.data import ClickBatch, KeyedJaggedTensor
-from tritonrec.distributed.bounded_lag import BoundedLagAllToAll
 from tritonrec.nn import DLRM, DLRMConfig, partition_tables
 from tritonrec.serving import TableWiseDLRM, infer, own_samples
+from tritonrec.serving.bounded_lag import BoundedLagAllToAll
 
 pytestmark = pytest.mark.smoke
 

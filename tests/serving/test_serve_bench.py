@@ -12,7 +12,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tritonrec.data.sources import load_clicks
-from tritonrec.distributed.bounded_lag import BoundedLagAllToAll
 from tritonrec.harness.cli import app
 from tritonrec.harness.serve import mpi, report
 from tritonrec.harness.serve import rounds as bench
@@ -21,6 +20,7 @@ from tritonrec.harness.serve import served as served_module
 from tritonrec.harness.serve.mpi import available, run_with_mpi
 from tritonrec.harness.serve.served import Served, export_checkpoint, served_batches, served_dlrm
 from tritonrec.serving import Predictor, infer
+from tritonrec.serving.bounded_lag import BoundedLagAllToAll
 
 SERVED = Served(2000, 16)
 DELAYS = np.random.default_rng(5).uniform(0, 0.01, (4, 50))

@@ -2,8 +2,6 @@
 
 from .agreement import RanksDisagreeError, check_ranks_agree
 from .communicator import TIMEOUT, Communicator
-from .elastic import run_elastic
-from .elastic_pool import ElasticPool
 from .groups import Communicators
 from .join import from_environment
 from .launch import RankPool
@@ -15,7 +13,6 @@ __all__ = [
     "Communicator",
     "Communicators",
     "CorruptionError",
-    "ElasticPool",
     "Ledger",
     "RankDiedError",
     "RankPool",
@@ -23,5 +20,4 @@ __all__ = [
     "Watch",
     "check_ranks_agree",
     "from_environment",
-    "run_elastic",
 ]

@@ -11,43 +11,22 @@ from .row_optimizer import OptimizerName, RowOptimizer
 from .rows_parameter import RowsParameter
 from .single_table import HashEmbedding, HashEmbeddingBag
 from .table import DynamicTable
-from .torchrec import (
-    DataType,
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-    JaggedTensor,
-    KeyedTensor,
-    PoolingType,
-)
-from .torchrec_fused import FusedEmbeddingBagCollection, FusedEmbeddingCollection
 from .warm_start import WarmStart, load_table_weights
 
 __all__ = [
     "Constant",
-    "DataType",
     "DynamicTable",
-    "EmbeddingBagCollection",
-    "EmbeddingBagConfig",
-    "EmbeddingCollection",
-    "EmbeddingConfig",
     "EmbeddingTable",
     "Eviction",
     "FeatureConfig",
-    "FusedEmbeddingBagCollection",
-    "FusedEmbeddingCollection",
     "HashEmbedding",
     "HashEmbeddingBag",
     "HashEmbeddingCollection",
     "HashOptimizer",
     "HashTableCollection",
-    "JaggedTensor",
     "KeyLayout",
-    "KeyedTensor",
     "OptimizerName",
     "Placement",
-    "PoolingType",
     "PrecisionTiers",
     "RowOptimizer",
     "RowsParameter",

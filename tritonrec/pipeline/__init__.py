@@ -8,13 +8,11 @@ from .gather import whole_rows, whole_tables
 from .graphs import MicroBatchGraphs
 from .guard import NotBatchInvariantError
 from .modes import MODES, PIPELINED, STAGED, TWO_BUFFERS, Mode, base_schedule, schedule_of
-from .peer_copies import PeerCopies
 from .places import WindowPlaces
 from .position import SupportsState
 from .precision import LossScaling, Precision, autocast
 from .program import Program
 from .reference import ReferenceTrainer, run_sequentially
-from .replay import Replay
 from .results import StepResult
 from .saver import TrainingSaver, restore, saved_vocabularies
 from .schedule import (
@@ -58,11 +56,9 @@ __all__ = [
     "Mode",
     "Model",
     "NotBatchInvariantError",
-    "PeerCopies",
     "Precision",
     "Program",
     "ReferenceTrainer",
-    "Replay",
     "Schedule",
     "ScheduleError",
     "Stage",

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ...distributed import TIMEOUT, Communicators
-from ...distributed.bounded_lag import register
+from ...serving.bounded_lag import register
 
 BUDGET_SECONDS, MOST_CALLS, WARM_UP = 0.15, 50, 2
 REPEATED_BYTES = 2**15

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from ...data import ClickBatch
 from ...distributed import TIMEOUT, Communicators
-from ...distributed.bounded_lag import BoundedLagAllToAll
 from ...nn import DLRM, DLRMConfig, sigmoid
 from ...serving import ServedModel, infer, own_samples
+from ...serving.bounded_lag import BoundedLagAllToAll
 from ...trace import Recorder
 from .served import Served, served_batches, served_dlrm
 

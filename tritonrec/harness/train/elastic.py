@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ...distributed import Communicators
-from ...pipeline import PeerCopies
+from ...resilience import PeerCopies
 from .run import Run
 
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 from threading import Event
 from typing import Any
 
-from ... import distributed
+from ... import distributed, resilience
 from ...distributed import Communicators
 from ...distributed.environment import rank_here
 from . import loop
@@ -53,10 +53,10 @@ class Launch:
                 return loop.train(replace(communicators, stop=stopping), run, memory=memory)
 
             with graceful_stop(stopping.set) as stop:
-                summary = distributed.run_elastic(train, self.timeout, self.replicas, run.min_ranks)
+                summary = resilience.run_elastic(train, self.timeout, self.replicas, run.min_ranks)
             return summary, ranks[-1] == 0, stop
         with (
-            distributed.ElasticPool(self.world_size, self.timeout, self.replicas, run.min_ranks) as pool,
+            resilience.ElasticPool(self.world_size, self.timeout, self.replicas, run.min_ranks) as pool,
             graceful_stop(pool.request_stop) as stop,
         ):
             return pool.run(loop.train, run, False, Memory())[0], True, stop

@@ -17,7 +17,8 @@ from ...data import DynamicStream, Split, Stream
 from ...data.splits import Part
 from ...distributed import Communicators, check_ranks_agree
 from ...loggers import require_no_log
-from ...pipeline import Replay, Trainer
+from ...pipeline import Trainer
+from ...resilience import Replay
 from ...trace import NullRecorder, Recorder
 from ..devices import kernels_of
 from .elastic import Memory, lacks_evaluation

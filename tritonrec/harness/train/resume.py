@@ -9,7 +9,8 @@ from typing import Any
 
 from ... import checkpoint
 from ...data import DynamicStream
-from ...pipeline import PeerCopies, SupportsState, Trainer
+from ...pipeline import SupportsState, Trainer
+from ...resilience import PeerCopies
 from ..job import Job
 from .config import CONFIG, tables_of, to_toml
 from .run import Run

@@ -9,7 +9,8 @@ from typing import Any, Literal
 from ...callbacks import Direction, EarlyStopping
 from ...data import Split
 from ...embedding import OptimizerName
-from ...pipeline import Mode, Replay, WindowConfig
+from ...pipeline import Mode, WindowConfig
+from ...resilience import Replay
 from ...settings import MOST, setting
 from ..job import Job
 

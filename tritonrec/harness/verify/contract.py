@@ -10,9 +10,10 @@ from datetime import timedelta
 from rich.console import Console
 from rich.progress import TimeElapsedColumn
 
-from ...distributed import TIMEOUT, ElasticPool, RankDiedError, RankPool
+from ...distributed import TIMEOUT, RankDiedError, RankPool
 from ...files import ScratchFolder
 from ...pipeline import ScheduleError, check, schedule_of
+from ...resilience import ElasticPool
 from ..devices import rank_pool
 from ..job import Job
 from ..progress import CommandProgress

@@ -17,11 +17,10 @@ import torch
 from ... import ops
 from ...data import JaggedBatch
 from ...distributed import Communicator
-from ...distributed.bounded_lag import BoundedLagAllToAll, Exchange
 from ...nn import RMSNorm
 from ...nn.modules import GatedNorm
 from ...nn.next_item_step import RowGradients
-from ...pipeline import PeerCopies, Program, Schedule, Task, Window
+from ...pipeline import Program, Schedule, Task, Window
 from ...pipeline.dist_plan import RowDist
 from ...pipeline.places import (
     Buffer,
@@ -42,7 +41,9 @@ from ...pipeline.places import (
 from ...pipeline.precision import rounded_rows
 from ...pipeline.stage import From, Previous, Read, Update, Write
 from ...pipeline.stages import gradient_norm
+from ...resilience import PeerCopies
 from ...serving import export
+from ...serving.bounded_lag import BoundedLagAllToAll, Exchange
 from ..job import Loader
 from .own_code import OwnLoop
 

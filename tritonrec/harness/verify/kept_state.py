@@ -12,9 +12,10 @@ import torch
 
 from ... import ops
 from ...data import Stream
-from ...pipeline import PeerCopies, Program
+from ...pipeline import Program
 from ...pipeline.places import OwnedRows
 from ...pipeline.stage import Read
+from ...resilience import PeerCopies
 from ...serving import export
 from ..job import Loader
 from .injections import nothing

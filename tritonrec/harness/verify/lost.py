@@ -16,7 +16,8 @@ from safetensors import safe_open
 
 from ...data import Batch
 from ...distributed import Communicators
-from ...pipeline import PeerCopies, Trainer, Window
+from ...pipeline import Trainer, Window
+from ...resilience import PeerCopies
 from ..devices import kernels_of
 from ..job import Job
 from .cases import Case

@@ -23,9 +23,10 @@ from ...data import Batch, ClickLoader, DynamicStream, JaggedBatch, Lookup, Stre
 from ...distributed import Communicator, Communicators
 from ...embedding import TablePolicy
 from ...files import atomic_write
-from ...pipeline import Replay, Task, Trainer, Window, WindowConfig, WindowPlaces, schedule_of
+from ...pipeline import Task, Trainer, Window, WindowConfig, WindowPlaces, schedule_of
 from ...pipeline.places import Buffer, KeptRows, OwnedRows
 from ...pipeline.stage import Previous, Read
+from ...resilience import Replay
 from ...slipstream import RemainingLoader, Slipstream
 from ...trace import SupportsRecording
 from ..devices import kernels_of

@@ -8,11 +8,11 @@ from copy import deepcopy
 import torch
 
 from ...data import ClickBatch, ClickLoader, Lookup
-from ...distributed.bounded_lag import BoundedLagAllToAll
 from ...embedding import HashTableCollection
 from ...nn import DLRM, partition_tables
 from ...pipeline import Trainer
 from ...serving import TableWiseDLRM, infer, own_samples
+from ...serving.bounded_lag import BoundedLagAllToAll
 from ..job import Loader
 from .state import Comparison
 
