@@ -1,6 +1,7 @@
 """Imports flow one way: tools -> pipeline -> {embedding, distributed, data, trace} -> ops -> kernels.
 
-The tools are `TOOLS`; what trains imports none of them. Of the four in braces `embedding` imports `distributed` and `data`, and `distributed` imports `trace`.
+The tools are `TOOLS`; what trains imports none of them. Of the four in braces `embedding` imports
+`distributed` and `data`, and `distributed` imports `trace`.
 
 Anyone may import `files`, `host_memory`, `settings` and `version`, which import nothing.
 """

@@ -147,11 +147,21 @@ def files() -> Digests:
 
 def written(name: str, folder: Path) -> Digests:
     for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            yield (
-                f"{name}/{path.relative_to(folder)}",
-                sha(path.read_bytes()),
-            )
+        # an archive of torch.export has the paths of this checkout, and the manifest its digest
+        if path.suffix == ".pt2":
+            yield f"{name}/{path.relative_to(folder)}", sha(*program(path))
+        elif path.is_file() and path.name != "manifest.json":
+            yield f"{name}/{path.relative_to(folder)}", sha(path.read_bytes())
+
+
+def program(path: Path) -> Iterator[bytes]:
+    """The graph and the parameters of an archive."""
+    import torch
+
+    exported = torch.export.load(path)
+    yield str(exported.graph).encode()
+    for name, value in sorted(exported.state_dict.items()):
+        yield name.encode() + value.detach().contiguous().numpy().tobytes()
 
 
 PARTS: dict[str, Callable[[], Digests]] = {
