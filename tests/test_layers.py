@@ -3,7 +3,7 @@
 The tools are `TOOLS`; what trains imports none of them. Of the four in braces `embedding` imports
 `distributed` and `data`, and `distributed` imports `trace`.
 
-Anyone may import `files`, `host_memory`, `settings` and `version`, which import nothing.
+Anyone may import `files`, `host_memory`, `optional`, `settings` and `version`, which import nothing.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tritonrec"
 
 # The packages that each package may import from, besides itself.
 BELOW_PIPELINE = {"embedding", "distributed", "data", "trace", "nn", "checkpoint"}
-FOR_ALL = ("files", "host_memory", "settings", "version")
+FOR_ALL = ("files", "host_memory", "optional", "settings", "version")
 MAY_IMPORT = {
     "files": set(),
     "settings": set(),
+    "optional": set(),
     "host_memory": set(),
     "version": set(),
     "kernels": set(),
@@ -93,14 +94,7 @@ def upward_imports(source: str, module: str, is_package: bool = False) -> list[s
     wrong = []
     for line, name in imported_modules(source, package):
         target = package_of(name)
-        if target is None or target in (
-            "files",
-            "host_memory",
-            "settings",
-            "version",
-            layer,
-            *MAY_IMPORT[layer],
-        ):
+        if target is None or target in (*FOR_ALL, layer, *MAY_IMPORT[layer]):
             continue
         wrong.append(f"{module}, line {line}: {layer} imports {name}")
     return wrong

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tritonrec import optional
 from tritonrec.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
 
 pytestmark = pytest.mark.smoke
@@ -115,7 +116,7 @@ def test_tensorboard_gets_every_number(tmp_path, monkeypatch):
 
 
 def test_tensorboard_that_is_missing_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setattr(optional, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install tensorboard, or pip install 'tritonrec\[log"):
         TensorBoardLogger(tmp_path)
 

@@ -12,6 +12,7 @@ from typing import IO, Any, Protocol
 
 from .files import atomic_write
 from .files.places import Place, RemotePath, kind_of, place_of
+from .optional import require
 
 __all__ = ["CSVLogger", "JSONLinesLogger", "Logger", "TensorBoardLogger"]
 
@@ -134,17 +135,13 @@ class TensorBoardLogger:
     Args:
         folder: of the event files. purge_step: hide what an earlier run logged there from this step on.
 
-    Raises ModuleNotFoundError where the package tensorboard is not installed.
+    Raises `tritonrec.optional.MissingPackageError` where the package tensorboard is not installed.
     """
 
     def __init__(self, folder: str | os.PathLike[str], purge_step: int | None = None):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ModuleNotFoundError(
-                "TensorBoardLogger needs the package tensorboard: pip install tensorboard, or "
-                "pip install 'tritonrec[logging]'"
-            ) from error
+        require("tensorboard", "TensorBoardLogger")
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer: Any = SummaryWriter(str(place_of(folder)), purge_step=purge_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

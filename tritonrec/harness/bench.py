@@ -18,7 +18,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,6 +28,7 @@ from rich.table import Table
 from ..distributed.signals import end_with_parent
 from ..files import ScratchFolder, atomic_write, check_writable
 from ..files.places import read_document
+from ..optional import pyplot, require
 
 BENCHMARKS = "ci/benchmarks"
 LEAST_BAND = 1.25
@@ -52,7 +52,7 @@ Rows = dict[str, dict[str, Any]]
 def checkout() -> Path:
     """The root of the source tree, which holds the suites: the package's own, or the one around this folder.
 
-    Raises FileNotFoundError where there is none, and ValueError where pytest-benchmark is not installed.
+    Raises FileNotFoundError where there is none, and MissingPackageError without pytest-benchmark.
     """
     here, own = Path.cwd(), Path(__file__).resolve().parent.parent.parent
     root = next(
@@ -63,8 +63,7 @@ def checkout() -> Path:
             f"tritonrec bench needs a checkout: neither {own} nor a folder around {here} has {BENCHMARKS}. "
             "Clone the repository, and call it in there"
         )
-    if find_spec("pytest") is None or find_spec("pytest_benchmark") is None:
-        raise ValueError("tritonrec bench needs pytest-benchmark: pip install 'tritonrec[bench]'")
+    require("pytest_benchmark", "tritonrec bench")
     return root
 
 
@@ -243,11 +242,7 @@ def record(report: dict[str, Any], history: Path) -> None:
 
 def chart(history: Path, png: Path) -> None:
     """A line for each kernel: the geometric mean of its ratios, over the recorded runs."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     runs = [json.loads(line) for line in history.read_text().splitlines() if line.strip()]
     kernels = sorted({_kernel(name) for run in runs for name in run["ratios"]})
     figure, axes = plt.subplots(figsize=(10, 6), layout="constrained")

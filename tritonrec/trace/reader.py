@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..files.places import RemotePath, read_document
+from ..optional import require
 from .events import LANES, OPERATORS
 
 FOREIGN = "not a trace recorded by tritonrec"
@@ -75,6 +76,7 @@ def read(path: str | os.PathLike[str] | RemotePath) -> Trace:
         ValueError: the file is not such a trace, is truncated, has a slice that never closes, or joins ranks
             of different runs.
     """
+    require("perfetto", "a trace")
     from google.protobuf.message import DecodeError
     from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace as TraceProto
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from ..files import atomic_write
 from ..files.places import Place, place_of
+from ..optional import require
 from .events import LANES, CounterEvent, OperatorEvent, SpanEvent
 
 _KNOWN_LANES = frozenset(LANES)
@@ -135,6 +136,7 @@ class Recorder:
 
     def save(self, path: str | os.PathLike[str]) -> Place:
         """Write everything recorded as one Perfetto trace, atomically; open it at https://ui.perfetto.dev."""
+        require("perfetto", "a trace")
         from .writer import serialise
 
         target = place_of(path)

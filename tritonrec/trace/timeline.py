@@ -7,6 +7,7 @@ from typing import Any
 
 from ..files import atomic_write
 from ..files.places import Place, place_of
+from ..optional import pyplot
 from .analysis import COMMUNICATION_LANES, exposed, intersection, summarise
 from .events import LANES
 from .reader import Span, Trace
@@ -62,11 +63,7 @@ def draw(trace: Trace, path: str | os.PathLike[str], first: int | None = None, s
     Raises:
         ValueError: batch `first` was not computed, or no batch was.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    plt = pyplot()
     batches = _window(trace.spans, first, steps)
     start, end = _times(trace.spans, batches)
     ranks = {
@@ -74,7 +71,7 @@ def draw(trace: Trace, path: str | os.PathLike[str], first: int | None = None, s
         for rank in sorted({span.rank for span in trace.spans})
     }
     height = sum(len(lanes) for lanes in ranks.values()) * _INCHES_PER_LANE + 0.15 * len(ranks) + 1.5
-    figure, panels = pyplot.subplots(
+    figure, panels = plt.subplots(
         len(ranks),
         1,
         figsize=(_WIDTH, height),
@@ -96,7 +93,7 @@ def draw(trace: Trace, path: str | os.PathLike[str], first: int | None = None, s
         with atomic_write(target) as part:
             figure.savefig(part, dpi=110, format="png")
     finally:
-        pyplot.close(figure)
+        plt.close(figure)
     return target
 
 

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from ...files import save_json
+from ...optional import require
 from ...settings import MOST
 from ..verify.corpus import SELECTIONS
 from .outputs import checked, require_writable
@@ -48,11 +49,10 @@ def fuzz(
     faults = {fault.name: fault for fault in SELECTIONS[True, True]}
     if inject and inject not in faults:
         raise typer.BadParameter(f"--inject takes the name of a fault, got {inject!r}")
-    try:
-        from ..fuzz import run
-        from ..fuzz.configuration import Configuration
-    except ModuleNotFoundError as error:
-        raise typer.BadParameter(f"fuzz needs {error.name}: pip install 'tritonrec[fuzz]'") from None
+    checked(lambda: require("hypothesis", "tritonrec fuzz"))
+    from ..fuzz import run
+    from ..fuzz.configuration import Configuration
+
     mode = faults[inject].case.mode if inject else None
     console = Console()
     if configuration:

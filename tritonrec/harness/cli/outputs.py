@@ -11,6 +11,12 @@ from rich.console import Console
 
 from ...files import check_writable
 from ...files.places import Place, RemotePath, local_path, place_of
+from ...optional import require
+
+NEEDS = {
+    "--trace": ("perfetto",), "--kineto": ("perfetto",), "--png": ("matplotlib",), "--chart": ("matplotlib",),
+}  # fmt: skip
+"""By option the packages without which its output cannot be written."""
 
 
 def checked(function):
@@ -45,8 +51,8 @@ def require_writable(
 ) -> None:
     """Exit with one line and status 2 where an output could not be written at the end, by option.
 
-    Outputs that are one file are refused too, and folders at a URL, but for the options `at_urls`. Called
-    before any work is done; leaves nothing behind.
+    Reasons are its place, or a package that is missing. Outputs that are one file are refused too, and
+    folders at a URL, but for the options `at_urls`. Called before any work is done; leaves nothing behind.
     """
     seen: dict[Place, str] = {}
     for option, path, folder in (
@@ -57,6 +63,8 @@ def require_writable(
             continue
 
         def check(option: str = option, path: Path = path, folder: bool = folder) -> None:
+            for package in NEEDS.get(option, ()):
+                require(package, option)
             try:
                 if folder and option not in at_urls:
                     local_path(path, f"the folder of {option}")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import runpy
 import sys
 
+from ...optional import require
 from .settings import Emulation, pytest_options
 
 PLUGIN = "tritonrec.harness.emulator.plugin"
@@ -19,8 +19,7 @@ def run(command: list[str], settings: Emulation) -> int:
         ValueError: the command is another one, or pytest is not installed.
     """
     if command[:1] == ["pytest"]:
-        if importlib.util.find_spec("pytest") is None:
-            raise ValueError("pytest is not installed: pip install 'tritonrec[test]'")
+        require("pytest", "tritonrec emulate pytest")
         import pytest
 
         os.environ.pop("TRITON_INTERPRET", None)  # kernels are compiled

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...files import atomic_write
+from ...optional import pyplot
 from ..environment import environment
 from .rounds import PROBES, LabConfig, Result, Row
 from .settings import LOOKUP_SHARES
@@ -230,13 +231,9 @@ def parts(row: Row) -> dict[str, float]:
 
 def draw_report(result: Result, path: Path) -> None:
     """Two bars a row: what makes up its step, and below it, thinner, what runs beside it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    plt = pyplot()
     plan = result.plan
-    figure, axes = pyplot.subplots(figsize=(10, 1.4 + 0.62 * len(result.rows)), layout="constrained")
+    figure, axes = plt.subplots(figsize=(10, 1.4 + 0.62 * len(result.rows)), layout="constrained")
     try:
         note: str | None = "of it between copies"
         for place, row in enumerate(result.rows):
@@ -273,4 +270,4 @@ def draw_report(result: Result, path: Path) -> None:
         with atomic_write(path) as part:
             figure.savefig(part, dpi=110, format="png")
     finally:
-        pyplot.close(figure)
+        plt.close(figure)

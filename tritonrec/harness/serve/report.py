@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...files import atomic_write
+from ...optional import pyplot
 from ..environment import environment
 from .collectives import REPEATED_BYTES
 from .mpi import Cells
@@ -176,17 +177,13 @@ def as_json(result: Result) -> dict[str, Any]:
 
 def draw_report(result: Result, path: Path) -> None:
     """Latency over k for each scenario, and time over size for the collectives."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    plt = pyplot()
     plan = result.plan
     panels = len(plan.scenarios) + bool(result.collectives) + bool(result.repetitions)
     if not panels:
         return
     columns = min(3, panels)
-    figure, grid = pyplot.subplots(
+    figure, grid = plt.subplots(
         -(-panels // columns), columns, figsize=(4.2 * columns, 3.3 * -(-panels // columns)), squeeze=False,
         layout="constrained",
     )  # fmt: skip
@@ -203,7 +200,7 @@ def draw_report(result: Result, path: Path) -> None:
         with atomic_write(path) as part:
             figure.savefig(part, dpi=110, format="png")
     finally:
-        pyplot.close(figure)
+        plt.close(figure)
 
 
 def _draw_scenario(axes: Any, result: Result, scenario: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...files import atomic_write
 from ...files.places import Place, place_of
+from ...optional import pyplot
 from .curves import OURS_2D, SWEEP_WORKERS, Point
 from .paper import CELLS, ROWS, WINDOW, WORKERS
 
@@ -32,15 +33,9 @@ def draw(points: Sequence[Point], sweep: Sequence[Point], path: str | os.PathLik
         path: where the PNG goes.
         about: one line below the title, what was simulated.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    plt = pyplot()
     target = place_of(path)
-    figure, (left, right) = pyplot.subplots(
-        1, 2, figsize=(13, 5.6), width_ratios=[1.5, 1], layout="constrained"
-    )
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.6), width_ratios=[1.5, 1], layout="constrained")
     try:
         _draw_scaling(left, points)
         _draw_sweep(right, sweep)
@@ -48,7 +43,7 @@ def draw(points: Sequence[Point], sweep: Sequence[Point], path: str | os.PathLik
         with atomic_write(target) as part:
             figure.savefig(part, dpi=130, format="png")
     finally:
-        pyplot.close(figure)
+        plt.close(figure)
     return target
 
 

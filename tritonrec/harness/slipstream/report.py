@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...files import atomic_write
+from ...optional import pyplot
 
 METRICS = ("AUC", "accuracy", "BCE")
 PAPER_LOSS = 0.0004
@@ -131,12 +132,8 @@ def _name(run: dict[str, Any]) -> str:
 
 def draw_slipstream(summary: dict[str, Any], path: Path) -> None:
     """Changes of hot rows between snapshots, and loss of accuracy against speed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    plt = pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     try:
         changes = [each for each in summary["snapshots"]["changes"] if each]
         steps = range(2, 2 + len(changes))
@@ -168,4 +165,4 @@ def draw_slipstream(summary: dict[str, Any], path: Path) -> None:
         with atomic_write(path) as part:
             figure.savefig(part, dpi=120, format="png")
     finally:
-        pyplot.close(figure)
+        plt.close(figure)
