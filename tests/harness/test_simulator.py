@@ -12,14 +12,14 @@ from tritonrec.harness.simulator import Cost, Workers, measure, simulate
 from tritonrec.harness.simulator.plan import TABLES, Plan
 from tritonrec.pipeline.schedule import Access, Edge, Schedule, Stage, Task
 
-GROUP = (Access("update", "communication_group"),)
+GROUP = (Access("update", "communication_group", group="device"),)
 
 
 def one_by_one(schedule, cost, micro_batches, batches, workers, groups):
     """Start and end of every task of every worker: a loop over time, workers and lanes."""
     tasks = [task for batch in range(batches) for task in schedule.tasks(batch, micro_batches)]
     collective = {
-        stage.name: next((a.place for a in stage.touches if a.place.endswith("_group")), None)
+        stage.name: next((a.place for a in stage.touches if a.group), None)
         for stage in schedule.stages
     }
 
@@ -93,7 +93,7 @@ def schedules(draw):
     """A table of a few stages before, in and after a window, with random lanes, edges and collectives."""
     lanes = st.sampled_from(["compute", "communication", "reduce", "retrieval"])
     touches = st.sampled_from(
-        [(), GROUP, (Access("update", "replica_group"),), (Access("update", "reduce_group"),)]
+        [(), GROUP, (Access("update", "replica_group", group="device"),), (Access("update", "reduce_group", group="device"),)]
     )
     counts = [draw(st.integers(0, 2)), draw(st.integers(0, 3)), draw(st.integers(0, 2))]
     kinds = [False] * counts[0] + [True] * counts[1] + [False] * counts[2]
@@ -178,7 +178,7 @@ def test_workers_wait_for_their_own_group_only():
 
 
 def test_a_stage_of_two_groups_waits_in_both():
-    both = (*GROUP, Access("update", "replica_group"))
+    both = (*GROUP, Access("update", "replica_group", group="device"))
     schedule = replace(TWO_STAGES, stages=(TWO_STAGES["work"], replace(TWO_STAGES["send"], touches=both)))
     prices = {"work": Cost(2.0), "send": Cost(transfer=1.0)}
     workers = Workers(4, np.array([1.0, 2.0, 1.0, 5.0]))

@@ -84,7 +84,7 @@ def test_what_a_schedule_grants_is_accessed_in_it(local):
             (each.function.__name__, access)
             for each in schedule.stages
             for access in each.touches
-            if not access.place.endswith("_group")
+            if not access.group
         }
         touched.setdefault(key, set()).update(accesses)
     for key, accesses in granted.items():

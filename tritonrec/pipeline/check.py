@@ -304,7 +304,7 @@ def _run_task(
     moved: Hashable = _UNFETCHED
     use = _use(used_by, task.batch)
     for access, location, stale in _accesses(schedule, task, *use, micro_batches):
-        if access.is_group:
+        if access.group:
             continue
         moves = stage.moves and access.rows != "none"
         if access.mode != "write":

@@ -112,10 +112,9 @@ Buffer = NewType("Buffer", list[torch.Tensor])
 """By table (K, row width) float32, the rows of a window. Windows alternate between the two buffers."""
 
 place("run", has_rows=True)(Tables)
-for group in (
-    RoutingGroup, ReplicaRoutingGroup, RetrievalGroup, CommunicationGroup, ReplicaGroup, ReduceGroup,
-):  # fmt: skip
-    place("run")(group)
+for group in (RoutingGroup, ReplicaRoutingGroup, CommunicationGroup, ReplicaGroup, ReduceGroup):
+    place("run", group="device")(group)
+place("run", group="host")(RetrievalGroup)  # it counts the rows of tables
 place("run", has_rows=True)(Buffer)
 
 # Per batch.

@@ -7,14 +7,14 @@ batch moves. What a mode can do, its schedule says: `Schedule.dual_buffer`, `ove
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
 from . import stages
-from .stage import Access, Edge, Stage, Which
+from .stage import Access, Edge, Feature, Stage, Which
 
 __all__ = [
     "DBP", "FWP", "NESTPIPE", "SCHEDULES", "SEQUENTIAL",
@@ -66,7 +66,7 @@ class Schedule:
     @property
     def dual_buffer(self) -> bool:
         """Whether a batch's rows are fetched while the batch before still trains on its own."""
-        return any(stage.name == "copy_kept_rows" for stage in self.stages)
+        return self._has("dual_buffer")
 
     @property
     def keeps_rows(self) -> bool:
@@ -76,12 +76,15 @@ class Schedule:
     @property
     def replicated(self) -> bool:
         """Whether gradients are added up over replicas of the tables; see `with_replicas`."""
-        return any(stage.name == "replica_reduce" for stage in self.stages)
+        return self._has("replicated")
 
     @property
     def clips(self) -> bool:
         """Whether the norm of all gradients is known before the updates; see `with_norm`."""
-        return any(stage.name == "gradient_norm" for stage in self.stages)
+        return self._has("clips")
+
+    def _has(self, feature: Feature) -> bool:
+        return any(stage.feature == feature for stage in self.stages)
 
     @property
     def overlaps_batches(self) -> bool:
@@ -163,8 +166,29 @@ class Schedule:
     def with_one_buffer(self) -> Schedule:
         """The same table without a second buffer: no stage accesses a place of the batch before."""
         single = self.without_stage("copy_kept_rows", instead="retrieve")
-        touches = tuple(a for a in self["retrieve"].touches if a.place != "kept_rows" and not a.batch)
-        return single._with("retrieve", touches=touches)
+        here = (replace(s, touches=tuple(a for a in s.touches if not a.batch)) for s in single.stages)
+        return replace(single, stages=_fitted(here))
+
+    def with_stage(self, more: Stage) -> Schedule:
+        """The schedule with one of `STAGES` more, and what it and the others declare about each other."""
+        declared = {stage.name: stage for stage in STAGES}
+        writes = {access.place for access in more.touches if access.mode != "read"}
+        others = []
+        for stage in self.stages:
+            full = declared[stage.name]
+            waits = (e for e in full.after if e.stage == more.name)
+            takes = (a for a in full.touches if a.optional and a.place in writes)
+            others.append(
+                replace(
+                    stage,
+                    after=tuple(dict.fromkeys((*stage.after, *waits))),
+                    touches=tuple(dict.fromkeys((*stage.touches, *takes))),
+                )
+            )
+        order = [*declared]
+        return replace(
+            self, stages=_fitted(sorted((*others, more), key=lambda each: order.index(each.name)))
+        )
 
     def with_stages(self, *others: Stage) -> Schedule:
         """The same table with other forms of the stages of these names."""
@@ -180,22 +204,45 @@ class Schedule:
         return replace(self, stages=changed)
 
 
+STAGES: tuple[Stage, ...] = (
+    stages.prefetch,
+    stages.h2d,
+    stages.route,
+    stages.retrieve,
+    stages.copy_kept_rows,
+    stages.exchange,
+    stages.compute,
+    stages.gradient_exchange,
+    stages.replica_reduce,
+    stages.dense_reduce,
+    stages.gradient_norm,
+    stages.sparse_update,
+    stages.dense_update,
+    stages.write_back,
+)
+"""Every stage, in the order in which lanes are given those of a batch."""
+
+
+def _fitted(chosen: Iterable[Stage]) -> tuple[Stage, ...]:
+    """These of `STAGES`, without what they would take from, leave to or wait for one that is not chosen."""
+    chosen = tuple(chosen)
+    absent = {stage.name for stage in STAGES} - {stage.name for stage in chosen}
+    every = [access for stage in chosen for access in stage.touches]
+    read = {access.place for access in every if access.mode != "write"}
+    written = {access.place for access in every if access.mode != "read"}
+    return tuple(
+        replace(
+            stage,
+            after=tuple(edge for edge in stage.after if edge.stage not in absent),
+            touches=tuple(a for a in stage.touches if not a.optional or a.place in read & written),
+        )
+        for stage in chosen
+    )
+
+
 NESTPIPE = Schedule(
     "nestpipe",
-    (
-        stages.prefetch,
-        stages.h2d,
-        stages.route,
-        stages.retrieve,
-        stages.copy_kept_rows,
-        stages.exchange,
-        stages.compute,
-        stages.gradient_exchange,
-        stages.dense_reduce,
-        stages.sparse_update,
-        stages.dense_update,
-        stages.write_back,
-    ),
+    _fitted(stage for stage in STAGES if stage.feature in ("", "dual_buffer")),
     batches_in_flight=4,
     ahead=("route",),
 )
@@ -248,22 +295,14 @@ def keep_rows(schedule: Schedule) -> Schedule:
 
 
 def with_replicas(schedule: Schedule) -> Schedule:
-    """The table for 2D sparse parallelism with exact gradients: all replicas' sums make the update of a row.
+    """The schedule of 2D sparse parallelism with exact gradients: all replicas' sums make the update of a row.
 
     `replica_reduce` adds up the gradients of the rows that no later micro-batch uses, or without
     ``first_use`` of all of them after the last one.
     """
-    reduced = schedule.with_stages(stages.sparse_update_of_replicas)
-    place = [stage.name for stage in reduced.stages].index("gradient_exchange") + 1
-    return replace(reduced, stages=(*reduced.stages[:place], stages.replica_reduce, *reduced.stages[place:]))
+    return schedule.with_stage(stages.replica_reduce)
 
 
 def with_norm(schedule: Schedule) -> Schedule:
-    """The table with updates from gradients within limits: they wait for the norm of all gradients.
-
-    Of a table with replicas and one without; `with_replicas` comes first.
-    """
-    norm = stages.gradient_norm_of_replicas if schedule.replicated else stages.gradient_norm
-    clipped = schedule.with_stages(stages.clipped_sparse_update, stages.clipped_dense_update)
-    place = [stage.name for stage in clipped.stages].index("sparse_update")
-    return replace(clipped, stages=(*clipped.stages[:place], norm, *clipped.stages[place:]))
+    """The schedule with updates from gradients within limits: they wait for the norm of all gradients."""
+    return schedule.with_stage(stages.gradient_norm)

@@ -31,6 +31,12 @@ index (nothing for index 0), or ``all``."""
 Per = Literal["run", "batch", "micro_batch"]
 """How often a place exists."""
 
+Group = Literal["", "host", "device"]
+"""Whether a place is a process group, and where its collectives run."""
+
+Feature = Literal["", "dual_buffer", "replicated", "clips"]
+"""What a schedule can do because it has a stage; see the properties of `Schedule`."""
+
 Read = Annotated[T, ("mode", "read")]
 Write = Annotated[T, ("mode", "write")]
 Update = Annotated[T, ("mode", "update")]
@@ -66,7 +72,8 @@ class Access:
     """A place that a stage reads or writes.
 
     `place` exists once per ``run``, per ``batch`` or per ``micro_batch``; batches alternate between
-    the two of the ``buffer``. A process group is a place too: its collectives need one order on all ranks.
+    the two of the ``buffer``. A process `group` is a place too, which has an order of collectives, the same on
+    all ranks, and no value.
     Of a place per micro-batch a stage accesses its ``own``, those ``up_to`` its own, those ``from`` its own,
     or ``all``: rows received for a micro-batch serve all later ones, and gradients that are sent after a
     micro-batch are added up in all earlier ones.
@@ -76,7 +83,8 @@ class Access:
     ``idle`` ones of neither batch. `batch` = 1 names the place of the batch before.
 
     A ``stale`` read may race with a write to the kept rows, because another stage overwrites them before use;
-    the check demands that one does.
+    the check demands that one does. An ``optional`` access is absent from a schedule in which no stage writes
+    the place, or none reads it.
     """
 
     mode: Literal["read", "write", "update"]
@@ -86,16 +94,13 @@ class Access:
     batch: int = 0
     micro_batches: Literal["own", "up_to", "from", "all"] = "own"
     stale: bool = False
-
-    @property
-    def is_group(self) -> bool:
-        """Whether the place is a process group, which has an order of collectives and no value."""
-        return self.place.endswith("_group")
+    optional: bool = False
+    group: Group = ""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One kind of task. A stage that `moves` rows passes their values on unchanged."""
+    """One kind of task; see `stage` for what it declares."""
 
     name: str
     lane: str
@@ -103,6 +108,8 @@ class Stage:
     touches: tuple[Access, ...]
     per_micro_batch: bool = False
     moves: bool = False
+    gathers: bool = False
+    feature: Feature = ""
     function: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -111,14 +118,8 @@ class Stage:
 
     @property
     def launches_collectives(self) -> bool:
-        """Whether it accesses a process group whose collectives run on the device.
-
-        Those of the retrieval group count the rows of tables, on the host. An update of dense parameters
-        gathers them, where FSDP2 has sharded them.
-        """
-        groups = {access.place for access in self.touches if access.is_group}
-        gathers = any(access.place == "dense" and access.mode == "update" for access in self.touches)
-        return gathers or bool(groups - {"retrieval_group"})
+        """Whether its work has collectives that run on the device."""
+        return self.gathers or any(access.group == "device" for access in self.touches)
 
 
 class _Place(NamedTuple):
@@ -126,23 +127,27 @@ class _Place(NamedTuple):
     per: Per
     has_rows: bool
     make: Callable[[], Any] | None
+    group: Group
 
 
 _PLACES: dict[Any, _Place] = {}
 
 
-def place(per: Per, has_rows: bool = False, make: Callable[[], Any] | None = None) -> Callable[[T], T]:
+def place(
+    per: Per, has_rows: bool = False, make: Callable[[], Any] | None = None, group: Group = ""
+) -> Callable[[T], T]:
     """Register a type as a place; its name is the type's, in lower case.
 
     Args:
         per: how often it exists.
         has_rows: stages access some of its rows.
         make: makes the empty value that the stages of a window fill; by default a stage returns the value.
+        group: it is a process group, whose collectives run there.
     """
 
     def registered(kind: T) -> T:
         name = re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()  # type: ignore[attr-defined]
-        _PLACES[kind] = _Place(name, per, has_rows, make)
+        _PLACES[kind] = _Place(name, per, has_rows, make, group)
         return kind
 
     return registered
@@ -207,17 +212,25 @@ def _parameter(name: str, hint: Any, per_micro_batch: bool, mode: str | None) ->
         declared.setdefault("rows", "batch")
     if at.per == "micro_batch" and not per_micro_batch:
         declared.setdefault("micro_batches", "all")
-    return Parameter(name, kind, Access(place=at.name, per=at.per, **declared), bool(options))
+    access = Access(place=at.name, per=at.per, optional=bool(options), group=at.group, **declared)
+    return Parameter(name, kind, access, bool(options))
 
 
 def stage(
-    lane: str, after: tuple[Edge, ...] = (), moves: bool = False, name: str = ""
+    lane: str,
+    after: tuple[Edge, ...] = (),
+    moves: bool = False,
+    gathers: bool = False,
+    feature: Feature = "",
+    name: str = "",
 ) -> Callable[[Callable[..., Any]], Stage]:
     """Make a function a stage.
 
     Args:
-        lane: the lane it runs on. after: the stages it waits for.
+        lane: the lane it runs on. after: the stages it waits for, as far as a schedule has them.
         moves: it passes the values of rows on unchanged.
+        gathers: it launches collectives of another group than its own: FSDP2's, of sharded parameters.
+        feature: a schedule has the stage only with this feature.
         name: of the stage, where another function has the plain name.
     """
 
@@ -225,7 +238,8 @@ def stage(
         signature = signature_of(function)
         per_micro_batch = any(each.name == "micro_batch" for each in signature.parameters)
         return Stage(
-            name or function.__name__, lane, after, signature.accesses, per_micro_batch, moves, function
-        )
+            name or function.__name__, lane, after, signature.accesses, per_micro_batch,
+            moves, gathers, feature, function,
+        )  # fmt: skip
 
     return declared

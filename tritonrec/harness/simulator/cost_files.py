@@ -20,9 +20,7 @@ from .stage_costs import PER_MICRO_BATCH, STAGES, Link, Measured, StageCosts
 WARMUP = 2
 """Batches of a trace left out: the pipeline is full after them."""
 COLLECTIVES = frozenset(
-    stage.name
-    for stage in NESTPIPE.stages
-    if any(a.mode == "update" and a.place.endswith("_group") for a in stage.touches)
+    stage.name for stage in NESTPIPE.stages if any(a.mode == "update" and a.group for a in stage.touches)
 )
 
 

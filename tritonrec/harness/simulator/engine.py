@@ -186,7 +186,7 @@ def _members(
     """For each group that a stage updates the shape that puts its members on one axis, and that axis."""
     shapes = []
     for access in schedule[stage].touches:
-        if access.mode != "update" or not access.place.endswith("_group") or count == 1:
+        if access.mode != "update" or not access.group or count == 1:
             continue
         number = groups.get(access.place, 1)
         if number == 0 or count % abs(number):

@@ -61,92 +61,79 @@ def dense_reduce(
     return DenseMeans(sums.finite(gradients, dense_gradient.name_at), loss, own, len(shards))
 
 
-@stage(lane="compute", after=(Edge("gradient_exchange", "all"),))
+@stage(
+    lane="reduce",
+    after=(Edge("gradient_exchange", "all"), Edge("replica_reduce", "all"), Edge("dense_reduce")),
+    feature="clips",
+)
+def gradient_norm(
+    context: Context,
+    routes: Read[Routes],
+    owned: Read[OwnedRows],
+    row_gradient: Read[RowGradient],
+    mean_gradient: Update[MeanGradient],
+    means: Read[DenseMeans],
+    reduce: Update[ReduceGroup],
+) -> GradientNorm:
+    """The norm of all gradients of the update, exact, with the mean gradients of this rank's rows.
+
+    Replicas have the means from `replica_reduce`; those of one of them count.
+    """
+    config, own = context.config, []
+    if not context.replicated:
+        mean_gradient.extend(context.sums.mean(sums, routes.row_normalizer) for sums in row_gradient)
+    for group, table, mean in zip(context.tables.groups, owned.tables, mean_gradient, strict=True):
+        if context.replica or not group.table.requires_grad:
+            continue
+        if not group.table.admits_all:  # what is not updated has no gradient
+            admitted = to_device(table.handles >= 0, context.device)
+            mean = torch.where(admitted.unsqueeze(1), mean, 0.0)
+        own.append(clamp(mean, config))
+    shards, replicated = means.parts
+    own.append(clamp(shards, config))
+    here = squares(own, context.device) + dropped(context.device)
+    rows = reduce.all_reduce(here, "squares of the gradients", bounded=True)
+    norm = norm_of(rows + squares([clamp(replicated, config)], context.device))
+    return GradientNorm(norm, scale_of(norm, config))
+
+
+@stage(
+    lane="compute",
+    after=(Edge("gradient_exchange", "all"), Edge("replica_reduce", "all"), Edge("gradient_norm")),
+)
 def sparse_update(
     context: Context,
     window: Window,
     routes: Read[Routes],
     owned: Read[OwnedRows],
     row_gradient: Read[RowGradient],
+    mean_gradient: Read[MeanGradient] | None,
+    norm: Read[GradientNorm] | None,
     buffer: Update[Buffer],
 ) -> None:
-    """Apply the rows' gradients to the active buffer, once per window."""
-    means = (context.sums.mean(sums, routes.row_normalizer) for sums in row_gradient)
-    update_rows(context, window.update + 1, owned, means, buffer)
-
-
-@stage(lane="compute", after=(Edge("replica_reduce", "all"),), name="sparse_update")
-def sparse_update_of_replicas(
-    context: Context,
-    window: Window,
-    owned: Read[OwnedRows],
-    mean_gradient: Read[MeanGradient],
-    buffer: Update[Buffer],
-) -> None:
-    """`sparse_update` from the mean gradients of all replicas."""
-    means = (context.sums.finite(mean, NAME) for mean in mean_gradient)
-    update_rows(context, window.update + 1, owned, means, buffer)
-
-
-@stage(lane="compute", after=(Edge("dense_reduce"),))
-def dense_update(means: Read[DenseMeans], dense: Update[Dense]) -> None:
-    """Apply the dense gradients."""
-    dense.update(means.gradients)
-
-
-@stage(lane="reduce", after=(Edge("gradient_exchange", "all"), Edge("dense_reduce")))
-def gradient_norm(
-    context: Context,
-    routes: Read[Routes],
-    owned: Read[OwnedRows],
-    row_gradient: Read[RowGradient],
-    mean_gradient: Write[MeanGradient],
-    means: Read[DenseMeans],
-    reduce: Update[ReduceGroup],
-) -> GradientNorm:
-    """The norm of all gradients of the update, exact, with the mean gradients of this rank's rows."""
-    sums = context.sums
-    mean_gradient.extend(sums.mean(each, routes.row_normalizer) for each in row_gradient)
-    return _norm(context, owned, mean_gradient, means, reduce)
-
-
-@stage(lane="reduce", after=(Edge("replica_reduce", "all"), Edge("dense_reduce")), name="gradient_norm")
-def gradient_norm_of_replicas(
-    context: Context,
-    owned: Read[OwnedRows],
-    mean_gradient: Read[MeanGradient],
-    means: Read[DenseMeans],
-    reduce: Update[ReduceGroup],
-) -> GradientNorm:
-    """`gradient_norm` from the mean gradients of all replicas, of which one counts."""
-    return _norm(context, owned, mean_gradient, means, reduce)
-
-
-@stage(lane="compute", after=(Edge("gradient_norm"),), name="sparse_update")
-def clipped_sparse_update(
-    context: Context,
-    window: Window,
-    owned: Read[OwnedRows],
-    mean_gradient: Read[MeanGradient],
-    norm: Read[GradientNorm],
-    buffer: Update[Buffer],
-) -> None:
-    """`sparse_update` from gradients within their limits."""
-    if context.config.skips and norm.infinite:
+    """Apply the rows' mean gradients, within their limits, to the active buffer, once per window."""
+    if norm is not None and context.config.skips and norm.infinite:
         return
-    means = (clamp(context.sums.finite(mean, NAME), context.config) * norm.scale for mean in mean_gradient)
+    if mean_gradient is None:
+        means = (context.sums.mean(sums, routes.row_normalizer) for sums in row_gradient)
+    else:
+        means = (context.sums.finite(mean, NAME) for mean in mean_gradient)
+    if norm is not None:
+        means = (clamp(mean, context.config) * norm.scale for mean in means)
     update_rows(context, window.update + 1, owned, means, buffer)
 
 
-@stage(lane="compute", after=(Edge("gradient_norm"),), name="dense_update")
-def clipped_dense_update(
-    context: Context, means: Read[DenseMeans], norm: Read[GradientNorm], dense: Update[Dense]
+@stage(lane="compute", after=(Edge("dense_reduce"), Edge("gradient_norm")), gathers=True)
+def dense_update(
+    context: Context, means: Read[DenseMeans], norm: Read[GradientNorm] | None, dense: Update[Dense]
 ) -> None:
-    """`dense_update` from gradients within their limits."""
-    if context.config.skips and norm.infinite:
+    """Apply the dense gradients, within their limits."""
+    if norm is None:
+        dense.update(means.gradients)
+    elif context.config.skips and norm.infinite:
         dense.model.skip()
-        return
-    dense.update(clamp(means.gradients, context.config) * norm.scale)
+    else:
+        dense.update(clamp(means.gradients, context.config) * norm.scale)
 
 
 @stage(lane="write_back", after=(Edge("sparse_update"),), moves=True)
@@ -176,26 +163,6 @@ def write_back_dropped_rows(
         dropped = torch.ones(size + 1, dtype=torch.bool, device=each.handles.device)  # and one for rows of -1
         dropped[common.before] = False
         _write(table, each, rows, dropped[:size] & (each.handles >= 0), counts)
-
-
-def _norm(
-    context: Context, owned: OwnedRows, means: list[torch.Tensor], dense: DenseMeans, reduce: ReduceGroup
-) -> GradientNorm:
-    """From the means of this rank's rows, by table (K, dim), and those of the dense parameters."""
-    config, own = context.config, []
-    for group, table, mean in zip(context.tables.groups, owned.tables, means, strict=True):
-        if context.replica or not group.table.requires_grad:
-            continue
-        if not group.table.admits_all:  # what is not updated has no gradient
-            admitted = to_device(table.handles >= 0, context.device)
-            mean = torch.where(admitted.unsqueeze(1), mean, 0.0)
-        own.append(clamp(mean, config))
-    shards, replicated = dense.parts
-    own.append(clamp(shards, config))
-    here = squares(own, context.device) + dropped(context.device)
-    rows = reduce.all_reduce(here, "squares of the gradients", bounded=True)
-    norm = norm_of(rows + squares([clamp(replicated, config)], context.device))
-    return GradientNorm(norm, scale_of(norm, config))
 
 
 def update_rows(

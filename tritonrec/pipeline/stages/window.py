@@ -205,7 +205,7 @@ def gradient_exchange(
         counts.rows += sum(splits) - splits[communication.rank]
 
 
-@stage(lane="replica", after=(Edge("gradient_exchange", "same"),))
+@stage(lane="replica", after=(Edge("gradient_exchange", "same"),), feature="replicated")
 def replica_reduce(
     micro_batch: int,
     context: Context,

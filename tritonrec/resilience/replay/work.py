@@ -146,11 +146,10 @@ class RowUpdate:
         buffer: Buffer,
     ):
         self._rows, self._buffer = slice(first, None, every), buffer
-        kinds = {each.kind for each in signature_of(_function(stage)).parameters}
         self._inputs = [torch.tensor([routes.row_normalizer, routes.loss_normalizer], dtype=torch.int64)]
         if norm is not None:
             self._inputs += [norm.norm, norm.scale]
-        gradients = row_gradient if RowGradient in kinds else mean_gradient
+        gradients = mean_gradient or row_gradient  # replicas and limits of gradients have means
         for table, rows, gradient in zip(owned.tables, buffer, gradients, strict=True):
             self._inputs += [rows[self._rows].clone(), gradient[self._rows], table.handles[self._rows]]
             if table.count is not None:
@@ -168,7 +167,7 @@ def update_again(
 ) -> list[torch.Tensor]:
     """The results of a `RowUpdate` from its inputs; `owned` are this rank's rows of the same window."""
     signature = signature_of(_function(stage))
-    kinds = {each.kind for each in signature.parameters}
+    kinds = {each.kind for each in signature.parameters if each.access in stage.touches}
     values = iter(inputs)
     row_normalizer, loss_normalizer = next(values).tolist()
     norm = GradientNorm(next(values), next(values)) if GradientNorm in kinds else None
@@ -186,7 +185,7 @@ def update_again(
         Routes: Routes([], [], loss_normalizer, row_normalizer, False),
         OwnedRows: OwnedRows(tables),
         RowGradient: gradients,
-        MeanGradient: gradients,
+        MeanGradient: gradients if MeanGradient in kinds else None,
         GradientNorm: norm,
         Buffer: buffer,
     }
