@@ -19,8 +19,7 @@ def one_by_one(schedule, cost, micro_batches, batches, workers, groups):
     """Start and end of every task of every worker: a loop over time, workers and lanes."""
     tasks = [task for batch in range(batches) for task in schedule.tasks(batch, micro_batches)]
     collective = {
-        stage.name: next((a.place for a in stage.touches if a.group), None)
-        for stage in schedule.stages
+        stage.name: next((a.place for a in stage.touches if a.group), None) for stage in schedule.stages
     }
 
     def group_of(task, worker):
@@ -93,7 +92,7 @@ def schedules(draw):
     """A table of a few stages before, in and after a window, with random lanes, edges and collectives."""
     lanes = st.sampled_from(["compute", "communication", "reduce", "retrieval"])
     touches = st.sampled_from(
-        [(), GROUP, (Access("update", "replica_group", group="device"),), (Access("update", "reduce_group", group="device"),)]
+        [(), GROUP, *((Access("update", f"{each}_group", group="device"),) for each in ("replica", "reduce"))]
     )
     counts = [draw(st.integers(0, 2)), draw(st.integers(0, 3)), draw(st.integers(0, 2))]
     kinds = [False] * counts[0] + [True] * counts[1] + [False] * counts[2]

@@ -2,20 +2,44 @@
 
 from dataclasses import replace
 from importlib import import_module
+from textwrap import indent
 
 import pytest
 
 from tritonrec.pipeline import DBP, FWP, NESTPIPE, SCHEDULES, Edge, Schedule, ScheduleError, check
+from tritonrec.pipeline.schedule import SEQUENTIAL, with_norm, with_replicas
 from tritonrec.pipeline.stage import Stage
 
 pytestmark = pytest.mark.smoke
 check_module = import_module("tritonrec.pipeline.check")
+schedule_module = import_module("tritonrec.pipeline.schedule")
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 8])
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 def test_the_modes_tables_are_sound(schedule, micro_batches):
     check(schedule, micro_batches)
+
+
+def test_the_schedule_is_drawn_in_the_source():
+    every = with_norm(with_replicas(NESTPIPE))
+    assert {stage.name for stage in every.stages} == {stage.name for stage in schedule_module.STAGES}
+    assert indent(every.drawn(), "    ") in schedule_module.__doc__
+
+
+def test_what_a_switch_adds_does_not_depend_on_the_order_of_switches():
+    one, other = with_norm(with_replicas(DBP)), with_replicas(with_norm(DBP))
+    for stage, same in zip(one.stages, other.stages, strict=True):
+        assert set(stage.after) == set(same.after) and set(stage.touches) == set(same.touches)
+        assert stage.name == same.name
+
+
+def test_a_stage_waits_for_and_takes_nothing_from_a_stage_that_is_absent():
+    for schedule in (FWP, DBP, NESTPIPE, SEQUENTIAL, with_replicas(FWP), with_norm(DBP)):
+        names = {stage.name for stage in schedule.stages}
+        assert {edge.stage for stage in schedule.stages for edge in stage.after} <= names
+    update = {each: {a.place for a in each["sparse_update"].touches} for each in (FWP, with_norm(FWP))}
+    assert update[with_norm(FWP)] - update[FWP] == {"mean_gradient", "gradient_norm"}
 
 
 def test_a_table_of_lists_is_the_same_table():

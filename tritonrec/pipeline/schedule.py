@@ -1,8 +1,27 @@
 """A schedule is data: stages, the lane each runs on, what it accesses, and what it waits for.
 
-Every mode is a table of the same stages (NestPipe, sections IV and V). One executor runs any table;
-`tritonrec.pipeline.check` proves a table equivalent to running its stages one after another before a single
-batch moves. What a mode can do, its schedule says: `Schedule.dual_buffer`, `overlaps_window`, ...
+Every mode is a schedule of the same stages (NestPipe, sections IV and V). One batch, with lanes as rows and
+time to the right; a stage begins to the right of all that it waits for, and ``[i]`` runs once per
+micro-batch::
+
+    prefetch       prefetch
+    h2d                 h2d
+    routing                  route
+    retrieval                     retrieve
+    copy                               copy_kept_rows
+    communication                           exchange[i] gradient_exchange[i]
+    compute                                      compute[i]             sparse_update dense_update
+    replica                                                  replica_reduce[i]
+    reduce                                            dense_reduce gradient_norm
+    write_back                                                               write_back
+
+Stages of the next batches run beside it, as far as `Schedule.batches_in_flight` and the edges across batches
+let them. `copy_kept_rows` is in schedules with two buffers, `replica_reduce` where replicas of the tables add
+up their gradients (`with_replicas`), and `gradient_norm` where gradients have limits (`with_norm`). Each
+declares so (`Stage.feature`); other stages declare what they take from it, and do without where it is absent.
+
+One executor runs any schedule; `tritonrec.pipeline.check` proves it equivalent to running its stages one after
+another before a single batch moves. What a mode can do, its schedule says: `Schedule.dual_buffer`, ...
 """
 
 from __future__ import annotations
@@ -36,7 +55,7 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A mode: its table, how many batches may be in flight, and how a window's tasks are queued.
+    """A mode: its stages, how many batches may be in flight, and how a window's tasks are queued.
 
     With ``early`` exchanges the lanes get all exchanges of a window before anything else of it (NestPipe,
     section V.B: communication is launched as early as possible); without, one micro-batch is done with before
@@ -55,7 +74,7 @@ class Schedule:
     ahead: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("stages", "ahead"):  # lists too: a table is hashed
+        for name in ("stages", "ahead"):  # lists too: a schedule is hashed
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @property
@@ -118,13 +137,27 @@ class Schedule:
         is_ahead = task.stage in self.ahead
         return task.batch - is_ahead, not is_ahead
 
+    def drawn(self) -> str:
+        """One batch in text: lanes are rows, and a stage begins to the right of all that it waits for.
+
+        A stage with ``[i]`` runs once per micro-batch.
+        """
+        starts: dict[str, int] = {}
+        rows: dict[str, str] = {}
+        for stage in self.stages:
+            row = rows.get(stage.lane, f"{stage.lane:<15}")
+            awaited = [starts[edge.stage] + 5 for edge in stage.after if not edge.batch]
+            starts[stage.name] = max([15, *awaited, len(row) + (stage.lane in rows)])
+            rows[stage.lane] = row.ljust(starts[stage.name]) + stage.name + "[i]" * stage.per_micro_batch
+        return "\n".join(rows.values())
+
     @property
     def reach(self) -> int:
         """How many batches the longest edge leads back."""
         return max((edge.batch for stage in self.stages for edge in stage.after), default=0)
 
     def waits_for(self, task: Task, micro_batches: int) -> Iterator[Task]:
-        """Tasks that the table orders before `task`, as far as they exist."""
+        """Tasks that the schedule orders before `task`, as far as they exist."""
         for edge in self[task.stage].after:
             batch = task.batch - edge.batch
             if batch < 0:
@@ -148,13 +181,13 @@ class Schedule:
         ]
 
     def without_edge(self, stage: str, edge: Edge) -> Schedule:
-        """The same table with one edge left out; for tests and injected faults."""
+        """The same schedule with one edge left out; for tests and injected faults."""
         if edge not in self[stage].after:
             raise ValueError(f"{stage} of {self.name} has no edge {edge}")
         return self._with(stage, after=tuple(e for e in self[stage].after if e != edge))
 
     def without_stage(self, name: str, instead: str) -> Schedule:
-        """The same table without a stage; whoever waited for it waits for `instead` of the same batch."""
+        """The same schedule without a stage; whoever waited for it waits for `instead` of the same batch."""
         left = []
         for stage in self.stages:
             if stage.name == name:
@@ -164,7 +197,7 @@ class Schedule:
         return replace(self, stages=tuple(left))
 
     def with_one_buffer(self) -> Schedule:
-        """The same table without a second buffer: no stage accesses a place of the batch before."""
+        """The same schedule without a second buffer: no stage accesses a place of the batch before."""
         single = self.without_stage("copy_kept_rows", instead="retrieve")
         here = (replace(s, touches=tuple(a for a in s.touches if not a.batch)) for s in single.stages)
         return replace(single, stages=_fitted(here))
@@ -186,17 +219,15 @@ class Schedule:
                 )
             )
         order = [*declared]
-        return replace(
-            self, stages=_fitted(sorted((*others, more), key=lambda each: order.index(each.name)))
-        )
+        return replace(self, stages=_fitted(sorted((*others, more), key=lambda each: order.index(each.name))))
 
     def with_stages(self, *others: Stage) -> Schedule:
-        """The same table with other forms of the stages of these names."""
+        """The same schedule with other forms of the stages of these names."""
         named = {stage.name: stage for stage in others}
         return replace(self, stages=tuple(named.get(stage.name, stage) for stage in self.stages))
 
     def with_edges(self, stage: str, *edges: Edge) -> Schedule:
-        """The same table with further edges."""
+        """The same schedule with further edges."""
         return self._with(stage, after=(*self[stage].after, *edges))
 
     def _with(self, stage: str, **changes: object) -> Schedule:
@@ -281,13 +312,13 @@ SCHEDULES = {schedule.name: schedule for schedule in (DBP, FWP, NESTPIPE)}
 
 
 def keep_rows(schedule: Schedule) -> Schedule:
-    """The table with rows that stay in a buffer while consecutive batches use them.
+    """The schedule with rows that stay in a buffer while consecutive batches use them.
 
     Rows of K(t-1) & K(t) would be overwritten by `copy_kept_rows`: they are not fetched, and not written back
     until a batch does without them. `write_back` of batch t thus writes rows that batch t-1 had and t has
     not; the last batch's rows are written when the pipeline runs empty.
 
-    Raises ValueError for a table without two buffers.
+    Raises ValueError for a schedule without two buffers.
     """
     if not schedule.dual_buffer:
         raise ValueError(f"schedule {schedule.name!r} has no second buffer, so no row can stay in one")
@@ -295,7 +326,7 @@ def keep_rows(schedule: Schedule) -> Schedule:
 
 
 def with_replicas(schedule: Schedule) -> Schedule:
-    """The schedule of 2D sparse parallelism with exact gradients: all replicas' sums make the update of a row.
+    """The schedule of 2D sparse parallelism with exact gradients: all replicas' sums make a row's update.
 
     `replica_reduce` adds up the gradients of the rows that no later micro-batch uses, or without
     ``first_use`` of all of them after the last one.
