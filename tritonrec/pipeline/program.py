@@ -141,19 +141,19 @@ class Program:
                 else:
                     raise TypeError(f"{stage}: no stage is passed {each.name} of type {each.kind}")
             elif granted is not None and access not in granted:
-                if not each.optional:
+                if not access.optional:
                     raise TypeError(f"{stage} needs {access}, which {self.schedule.name} does not grant it")
                 fixed[each.name] = None
             elif each.kind in self.run_places:
                 fixed[each.name] = self.run_places[each.kind]
-            elif access.batch or each.optional:
-                of_task[each.name] = partial(_found, each.kind, access.batch, each.optional)
+            elif access.batch or access.optional:
+                of_task[each.name] = partial(_found, each.kind, access.batch, access.optional)
             else:
                 of_window.append((each.name, each.kind))
         written = []
         for each in signature.returns:
             allowed = granted is None or each.access in granted
-            if not allowed and not each.optional:
+            if not allowed and not (each.access and each.access.optional):
                 raise TypeError(
                     f"{stage} returns {each.access}, which {self.schedule.name} does not grant it"
                 )

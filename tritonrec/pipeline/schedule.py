@@ -20,8 +20,8 @@ let them. `copy_kept_rows` is in schedules with two buffers, `replica_reduce` wh
 up their gradients (`with_replicas`), and `gradient_norm` where gradients have limits (`with_norm`). Each
 declares so (`Stage.feature`); other stages declare what they take from it, and do without where it is absent.
 
-One executor runs any schedule; `tritonrec.pipeline.check` proves it equivalent to running its stages one after
-another before a single batch moves. What a mode can do, its schedule says: `Schedule.dual_buffer`, ...
+One executor runs any schedule; `tritonrec.pipeline.check` proves it equivalent to running its stages one
+after another before a single batch moves. What a mode can do, its schedule says: `Schedule.dual_buffer`, ...
 """
 
 from __future__ import annotations
@@ -203,23 +203,15 @@ class Schedule:
         return replace(single, stages=_fitted(here))
 
     def with_stage(self, more: Stage) -> Schedule:
-        """The schedule with one of `STAGES` more, and what it and the others declare about each other."""
-        declared = {stage.name: stage for stage in STAGES}
-        writes = {access.place for access in more.touches if access.mode != "read"}
-        others = []
+        """The schedule with one of `STAGES` more, and with what the others declare about it."""
+        written, chosen = {access.place for access in more.touches if access.mode != "read"}, [more]
         for stage in self.stages:
-            full = declared[stage.name]
-            waits = (e for e in full.after if e.stage == more.name)
-            takes = (a for a in full.touches if a.optional and a.place in writes)
-            others.append(
-                replace(
-                    stage,
-                    after=tuple(dict.fromkeys((*stage.after, *waits))),
-                    touches=tuple(dict.fromkeys((*stage.touches, *takes))),
-                )
-            )
-        order = [*declared]
-        return replace(self, stages=_fitted(sorted((*others, more), key=lambda each: order.index(each.name))))
+            full = next(each for each in STAGES if each.name == stage.name)
+            waits = [edge for edge in full.after if edge.stage == more.name]
+            takes = [a for a in full.touches if a.optional and a.place in written and a not in stage.touches]
+            chosen.append(replace(stage, after=(*stage.after, *waits), touches=(*stage.touches, *takes)))
+        order = [stage.name for stage in STAGES]
+        return replace(self, stages=_fitted(sorted(chosen, key=lambda each: order.index(each.name))))
 
     def with_stages(self, *others: Stage) -> Schedule:
         """The same schedule with other forms of the stages of these names."""
@@ -261,14 +253,12 @@ def _fitted(chosen: Iterable[Stage]) -> tuple[Stage, ...]:
     every = [access for stage in chosen for access in stage.touches]
     read = {access.place for access in every if access.mode != "write"}
     written = {access.place for access in every if access.mode != "read"}
-    return tuple(
-        replace(
-            stage,
-            after=tuple(edge for edge in stage.after if edge.stage not in absent),
-            touches=tuple(a for a in stage.touches if not a.optional or a.place in read & written),
-        )
-        for stage in chosen
-    )
+    fitted = []
+    for stage in chosen:
+        after = tuple(edge for edge in stage.after if edge.stage not in absent)
+        touches = tuple(a for a in stage.touches if not a.optional or a.place in read & written)
+        fitted.append(replace(stage, after=after, touches=touches))
+    return tuple(fitted)
 
 
 NESTPIPE = Schedule(

@@ -163,7 +163,6 @@ class Parameter(NamedTuple):
     name: str
     kind: Any
     access: Access | None
-    optional: bool
 
 
 class Signature(NamedTuple):
@@ -205,24 +204,20 @@ def _parameter(name: str, hint: Any, per_micro_batch: bool, mode: str | None) ->
         kind, *metadata = get_args(kind)
         declared |= dict(metadata)
     if kind not in _PLACES or "mode" not in declared:
-        return Parameter(name, kind, None, bool(options))
+        return Parameter(name, kind, None)
     at = _PLACES[kind]
     if at.has_rows:
         declared.setdefault("rows", "batch")
     if at.per == "micro_batch" and not per_micro_batch:
         declared.setdefault("micro_batches", "all")
     access = Access(place=at.name, per=at.per, optional=bool(options), group=at.group, **declared)
-    return Parameter(name, kind, access, bool(options))
+    return Parameter(name, kind, access)
 
 
 def stage(
-    lane: str,
-    after: tuple[Edge, ...] = (),
-    moves: bool = False,
-    gathers: bool = False,
-    feature: Feature = "",
-    name: str = "",
-) -> Callable[[Callable[..., Any]], Stage]:
+    lane: str, after: tuple[Edge, ...] = (), moves: bool = False, gathers: bool = False,
+    feature: Feature = "", name: str = "",
+) -> Callable[[Callable[..., Any]], Stage]:  # fmt: skip
     """Make a function a stage.
 
     Args:

@@ -91,12 +91,7 @@ def retrieve_new_rows(
     return _retrieve(_fetch_new, context, window, routes, before, retrieval, index, storage, counts)
 
 
-@stage(
-    lane="copy",
-    after=(Edge("retrieve"), Edge("sparse_update", batch=1)),
-    moves=True,
-    feature="dual_buffer",
-)
+@stage("copy", (Edge("retrieve"), Edge("sparse_update", batch=1)), moves=True, feature="dual_buffer")
 def copy_kept_rows(
     context: Context,
     kept: Read[KeptRows] | None,

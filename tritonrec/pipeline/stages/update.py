@@ -97,10 +97,7 @@ def gradient_norm(
     return GradientNorm(norm, scale_of(norm, config))
 
 
-@stage(
-    lane="compute",
-    after=(Edge("gradient_exchange", "all"), Edge("replica_reduce", "all"), Edge("gradient_norm")),
-)
+@stage("compute", (Edge("gradient_exchange", "all"), Edge("replica_reduce", "all"), Edge("gradient_norm")))
 def sparse_update(
     context: Context,
     window: Window,
