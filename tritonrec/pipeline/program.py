@@ -38,6 +38,14 @@ def _found(kind: Any, batch: int, optional: bool, places: WindowPlaces, micro_ba
     return places.find(kind, batch, optional)
 
 
+def _in_turn(first: Action, then: Action) -> Action:
+    def both(places: WindowPlaces, micro_batch: int | None = None) -> None:
+        first(places, micro_batch)
+        then(places, micro_batch)
+
+    return both
+
+
 class Program:
     """The stages of a schedule by name: ``actions[stage](places, micro_batch)``.
 
@@ -177,23 +185,11 @@ class Program:
 
     def before(self, stage: str, function: Callable[..., Any]) -> None:
         """Call `function`, which declares what it is passed as a stage does, before each task of `stage`."""
-        first, action = self.bind(function, stage), self.actions[stage]
-
-        def both(places: WindowPlaces, micro_batch: int | None = None) -> None:
-            first(places, micro_batch)
-            action(places, micro_batch)
-
-        self.actions[stage] = both
+        self.actions[stage] = _in_turn(self.bind(function, stage), self.actions[stage])
 
     def after(self, stage: str, function: Callable[..., Any]) -> None:
         """Call `function`, which declares what it is passed as a stage does, after each task of `stage`."""
-        action, last = self.actions[stage], self.bind(function, stage)
-
-        def both(places: WindowPlaces, micro_batch: int | None = None) -> None:
-            action(places, micro_batch)
-            last(places, micro_batch)
-
-        self.actions[stage] = both
+        self.actions[stage] = _in_turn(self.actions[stage], self.bind(function, stage))
 
     def replace(self, stage: str, function: Callable[..., Any]) -> None:
         """Call `function`, which declares what it is passed as a stage does, in place of `stage`."""

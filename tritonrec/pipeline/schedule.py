@@ -189,10 +189,8 @@ class Schedule:
     def without_stage(self, name: str, instead: str) -> Schedule:
         """The same schedule without a stage; whoever waited for it waits for `instead` of the same batch."""
         left = []
-        for stage in self.stages:
-            if stage.name == name:
-                continue
-            after = [Edge(instead) if e.stage == name and e.batch == 0 else e for e in stage.after]
+        for stage in (each for each in self.stages if each.name != name):
+            after = [Edge(instead) if e == Edge(name, e.micro_batch) else e for e in stage.after]
             left.append(replace(stage, after=tuple(e for e in after if e.stage != name)))
         return replace(self, stages=tuple(left))
 
