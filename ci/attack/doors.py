@@ -44,7 +44,7 @@ from arguments import (
 
 from tritonrec import ops
 from tritonrec.kernels.op import OPS
-from tritonrec.kernels.sparse_optimizers.register import SPARSE_UPDATES
+from tritonrec.kernels.sparse_optimizers.op import SPARSE_UPDATES
 
 UPDATES = [f"sparse_{rule}" for rule in SPARSE_UPDATES]
 # registered op -> how its arguments are drawn

@@ -29,13 +29,10 @@ import tritonrec.kernels
 from tritonrec import ops
 from tritonrec.kernels import chunked_rows, dispatch
 from tritonrec.kernels.deferred import Deferred
-from tritonrec.kernels.dropout.register import DROPOUT_ROWS
+from tritonrec.kernels.dropout.op import DROPOUT_ROWS
 from tritonrec.kernels.hstu_attention import triton_attention
-from tritonrec.kernels.norm_linear_silu.register import NORM_LINEAR_SILU_BACKWARD_EXACT
-from tritonrec.kernels.norm_mul_dropout.register import (
-    NORM_MUL_DROPOUT,
-    NORM_MUL_DROPOUT_BACKWARD_EXACT,
-)
+from tritonrec.kernels.norm_linear_silu.op import NORM_LINEAR_SILU_BACKWARD_EXACT
+from tritonrec.kernels.norm_mul_dropout.op import NORM_MUL_DROPOUT, NORM_MUL_DROPOUT_BACKWARD_EXACT
 from tritonrec.kernels.philox import DeviceSeed, DeviceSeeds
 
 JIT = triton.runtime.jit.JITFunction

@@ -33,8 +33,8 @@ from tritonrec import ops  # noqa: E402
 from tritonrec.harness.emulator import Emulation, Session, emulated  # noqa: E402
 from tritonrec.kernels import chunked_rows, launch  # noqa: E402
 from tritonrec.kernels.deferred import Deferred  # noqa: E402
-from tritonrec.kernels.norm_linear_silu.register import NORM_LINEAR_SILU_BACKWARD_EXACT  # noqa: E402
-from tritonrec.kernels.norm_mul_dropout.register import NORM_MUL_DROPOUT_BACKWARD_EXACT  # noqa: E402
+from tritonrec.kernels.norm_linear_silu.op import NORM_LINEAR_SILU_BACKWARD_EXACT  # noqa: E402
+from tritonrec.kernels.norm_mul_dropout.op import NORM_MUL_DROPOUT_BACKWARD_EXACT  # noqa: E402
 from tritonrec.nn import GradientAccumulator  # noqa: E402
 
 BASELINE = ROOT / "ci" / "baselines" / "per_op.json"

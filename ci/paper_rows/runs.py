@@ -143,7 +143,7 @@ def _curves(document: Document) -> Document:
 def probing() -> Document:
     """The slots that a key visits in tables of up to 4,096 slots; equation 8 for 2 to 64 tables."""
     from tritonrec.embedding.key_layout import KeyLayout
-    from tritonrec.kernels.hash_table.reference import probe
+    from tritonrec.kernels.hash_table.op import probe
 
     generator, sequences = torch.Generator().manual_seed(0), 0
     for power in range(3, 13):

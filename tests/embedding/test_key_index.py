@@ -21,7 +21,7 @@ from tritonrec.embedding import device_pool, index_pool, key_index
 from tritonrec.embedding.device_index import DeviceIndex
 from tritonrec.embedding.key_index import KeyIndex
 from tritonrec.kernels import murmur
-from tritonrec.kernels.hash_table import reference
+from tritonrec.kernels.hash_table import op
 
 sys.path.append(str(Path(__file__).parent.parent / "kernels"))
 from murmur_inverse import key_with_hash
@@ -54,7 +54,7 @@ def small_steps(monkeypatch):
 
 def test_no_slot_of_a_new_index_has_a_tombstone():
     """A search ends at a slot that was never taken, and goes on behind one whose key was erased."""
-    assert (DeviceIndex(16, torch.device("cpu"))._rows == reference.EMPTY).all()
+    assert (DeviceIndex(16, torch.device("cpu"))._rows == op.EMPTY).all()
 
 
 def filled(size, slots=1024, seed=3):
@@ -292,7 +292,7 @@ def visits(index):
     """Groups that a search for each key of an idle index visits, on average."""
     assert index._idle()
     taken = [(int(key), slot) for slot, key in enumerate(index._now.keys) if index._now.rows[slot] >= 0]
-    walks = [[slot in group for group in reference.probe(key, index.slots)] for key, slot in taken]
+    walks = [[slot in group for group in op.probe(key, index.slots)] for key, slot in taken]
     return sum(walk.index(True) + 1 for walk in walks) / len(walks)
 
 

@@ -10,7 +10,7 @@ from tritonrec import ops
 from tritonrec.harness.emulator.driver import current
 from tritonrec.kernels import dispatch
 from tritonrec.kernels.rows import triton_segment_sum
-from tritonrec.kernels.rows.register import ProductTerms
+from tritonrec.kernels.rows.op import ProductTerms
 
 pytestmark = pytest.mark.skipif(dispatch.emulated is None, reason="needs pytest --emulate")
 DIM, BITS = 5, ops.FRACTION_BITS

@@ -12,7 +12,7 @@ from float_error import assert_error_at_most_twice
 
 from tritonrec.kernels.hstu_attention import HSTUBias, HSTUMask, checks
 from tritonrec.kernels.hstu_attention.call import Call
-from tritonrec.kernels.hstu_attention.register import HSTU_ATTENTION, HSTU_ATTENTION_BACKWARD
+from tritonrec.kernels.hstu_attention.op import HSTU_ATTENTION, HSTU_ATTENTION_BACKWARD
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)

@@ -11,7 +11,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from tritonrec.kernels import row_layout
-from tritonrec.kernels.hash_table import register
+from tritonrec.kernels.hash_table import op
 
 # What reads a value back, or gives a result whose length depends on values.
 WAITS = {
@@ -93,7 +93,7 @@ _run, _readers = InterpretedFunction.run, {name: getattr(torch.Tensor, name) for
 
 def _refusals():
     readers = [(torch.Tensor, name, _refuse(name)) for name in READERS]
-    return [*readers, *((module, "on_host", lambda tensor: False) for module in (row_layout, register))]
+    return [*readers, *((module, "on_host", lambda tensor: False) for module in (row_layout, op))]
 
 
 def _exempt(self, *args, **kwargs):

@@ -7,7 +7,7 @@ import torch
 from speeds import slow_on_triton
 
 from tritonrec.kernels.hstu_attention.call import Call
-from tritonrec.kernels.hstu_attention.register import HSTU_ATTENTION_BACKWARD
+from tritonrec.kernels.hstu_attention.op import HSTU_ATTENTION_BACKWARD
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)

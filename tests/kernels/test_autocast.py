@@ -12,7 +12,7 @@ from test_arguments import CALLS, OFFSETS, call, label, some, whole
 from tritonrec import ops
 from tritonrec.kernels import dispatch
 from tritonrec.kernels.autocast import autocast_dtype, to_dtype
-from tritonrec.kernels.norm_linear_silu.register import NORM_LINEAR_SILU, NORM_LINEAR_SILU_BACKWARD_EXACT
+from tritonrec.kernels.norm_linear_silu.op import NORM_LINEAR_SILU, NORM_LINEAR_SILU_BACKWARD_EXACT
 
 GPU = torch.cuda.is_available()
 LOW = [torch.bfloat16, torch.float16]

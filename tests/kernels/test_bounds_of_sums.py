@@ -9,13 +9,13 @@ from test_exact_gradients import norm_arguments
 
 from tritonrec.kernels.fixed_point import ExactSumError, to_fixed_point
 from tritonrec.kernels.linear import linear_weight_grad
-from tritonrec.kernels.norm_mul_dropout.register import (
+from tritonrec.kernels.norm_mul_dropout.op import (
     NORM_MUL_DROPOUT_BACKWARD_EXACT,
     NORM_MUL_DROPOUT_BACKWARD_INTO,
 )
 from tritonrec.kernels.packed_rows import add_packed_rows, pack_rows
 from tritonrec.kernels.rows import segment_sum
-from tritonrec.kernels.rows.register import ProductTerms
+from tritonrec.kernels.rows.op import ProductTerms
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)

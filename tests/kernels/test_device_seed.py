@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tritonrec.kernels.deferred import Deferred
-from tritonrec.kernels.dropout.register import DROPOUT_ROWS
-from tritonrec.kernels.norm_mul_dropout.register import (
+from tritonrec.kernels.dropout.op import DROPOUT_ROWS
+from tritonrec.kernels.norm_mul_dropout.op import (
     NORM_MUL_DROPOUT,
     NORM_MUL_DROPOUT_BACKWARD_EXACT,
     NORM_MUL_DROPOUT_BACKWARD_INTO,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tritonrec.kernels.dropout import dropout
-from tritonrec.kernels.norm_mul_dropout.reference import kept_columns
+from tritonrec.kernels.norm_mul_dropout.op import kept_columns
 from tritonrec.kernels.philox import DROPOUT
 
 GPU = torch.cuda.is_available()

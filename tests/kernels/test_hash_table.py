@@ -24,7 +24,7 @@ from tritonrec.kernels.hash_table import (
     hash_grow,
     hash_insert,
 )
-from tritonrec.kernels.hash_table.reference import probe
+from tritonrec.kernels.hash_table.op import probe
 
 
 @pytest.mark.parametrize("log_groups", [0, 1, 2, 5, 8])

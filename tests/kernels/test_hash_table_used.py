@@ -10,7 +10,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from tritonrec import ops
 from tritonrec.kernels import dispatch
-from tritonrec.kernels.hash_table.register import HASH_ERASE, HASH_INSERT
+from tritonrec.kernels.hash_table.op import HASH_ERASE, HASH_INSERT
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)

@@ -11,7 +11,7 @@ from murmur_inverse import key_with_hash
 
 from tritonrec import ops
 from tritonrec.kernels import murmur
-from tritonrec.kernels.hash_table import reference
+from tritonrec.kernels.hash_table import op
 from tritonrec.kernels.intersect import numba_intersect
 from tritonrec.kernels.unique import numba_unique
 
@@ -102,7 +102,7 @@ def test_a_table_of_ones_own_takes_keys_with_a_secret():
         assert torch.equal(rows, torch.arange(COUNT))
         assert torch.equal(ops.hash_find(*table, hostile.flip(0) ^ secret), rows.flip(0))
         slot_of = {int(key): slot for slot, key in enumerate(table[0]) if table[1][slot] >= 0}
-        walks = ([slot in group for group in reference.probe(key, 2048)] for key, slot in slot_of.items())
+        walks = ([slot in group for group in op.probe(key, 2048)] for key, slot in slot_of.items())
         visits[secret] = sum(walk.index(True) + 1 for walk in walks) / COUNT
     assert visits[0] > 70 and visits[SECRETS[2]] < 1.5
 

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from speeds import slow_except, slow_on_triton
 
-from tritonrec.kernels.hstu_attention import HSTUBias, HSTUMask, checks, hstu_attention, reference
+from tritonrec.kernels.hstu_attention import HSTUBias, HSTUMask, checks, hstu_attention, op
 from tritonrec.kernels.hstu_attention.call import Call, describe
 from tritonrec.kernels.hstu_attention.checks import check_counts
-from tritonrec.kernels.hstu_attention.register import HSTU_ATTENTION, HSTU_ATTENTION_BACKWARD
+from tritonrec.kernels.hstu_attention.op import HSTU_ATTENTION, HSTU_ATTENTION_BACKWARD
 from tritonrec.kernels.hstu_attention.triton_bias import log2_of_difference
 from tritonrec.kernels.numba_sequences import log2_of_difference as log2_on_cpu
 
@@ -52,9 +52,9 @@ def test_the_reference_agrees_with_autograd(name):
     tables = [table for table in (call.pos_weights, call.ts_weights) if table is not None]
     for leaf in (*leaves, *tables):
         leaf.requires_grad_()
-    out = reference.hstu_attention(*leaves, *call)
+    out = op.hstu_attention_reference(*leaves, *call)
     meant = torch.autograd.grad(out, [*leaves, *tables], do)
-    got = reference.hstu_attention_backward(do, *map(detached, (*leaves, *call)))
+    got = op.hstu_attention_backward_reference(do, *map(detached, (*leaves, *call)))
     got = [*got[:3], *(table.sum(0) for table in got[3:] if table.numel())]
     for one, two in zip(got, meant, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-12)
@@ -188,7 +188,7 @@ def test_buckets_are_exact_at_powers_of_two(impl):
     elif impl == "cpu":
         assert [log2_on_cpu(np.int64(a), np.int64(b)) for a, b in pairs] == meant
     else:
-        assert [int(reference.buckets([a], [b], 64)) for a, b in pairs] == meant
+        assert [int(op.buckets([a], [b], 64)) for a, b in pairs] == meant
 
 
 @settings(max_examples=40, deadline=None)

@@ -7,10 +7,7 @@ import pytest
 import torch
 from attention_cases import RESULTS, doubled, judge, make, run
 
-from tritonrec.kernels.hstu_attention import (
-    masks,
-    reference,
-)
+from tritonrec.kernels.hstu_attention import masks, op
 from tritonrec.kernels.hstu_attention.call import Call
 
 
@@ -19,7 +16,7 @@ def with_mask(change):
 
     def attend(tensors, call, monkeypatch):
         right = masks.visible
-        monkeypatch.setattr(reference, "visible", lambda *arguments: change(right, *arguments))
+        monkeypatch.setattr(op, "visible", lambda *arguments: change(right, *arguments))
         return run("reference", tensors, call)
 
     return attend
@@ -44,7 +41,7 @@ def with_silu(of_score):
             leaf.requires_grad_()
         out = torch.zeros(len(leaves[0]), *leaves[2].shape[1:])
         for b in range(call.num_sequences):
-            sequence = reference._Sequence(call, b, leaves[0])
+            sequence = op._Sequence(call, b, leaves[0])
             for h in range(do.shape[1]):
                 s = sequence.scores(call, leaves[0], leaves[1], h)
                 p = of_score(s) * sequence.scale

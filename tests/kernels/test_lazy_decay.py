@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tritonrec.kernels.sparse_optimizers import sparse_lazy_decay
-from tritonrec.kernels.sparse_optimizers.register import MOST_UPDATES
+from tritonrec.kernels.sparse_optimizers.op import MOST_UPDATES
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tritonrec.kernels.fixed_point import ExactSumError
 from tritonrec.kernels.fused import fused_multiply_add
 from tritonrec.kernels.linear import linear, linear_weight_grad
-from tritonrec.kernels.linear.register import LINEAR
+from tritonrec.kernels.linear.op import LINEAR
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)

@@ -12,8 +12,8 @@ from speeds import slow_on_triton
 
 from tritonrec import ops
 from tritonrec.kernels.norm_linear_silu import norm_linear_silu
-from tritonrec.kernels.norm_linear_silu.reference import outputs
-from tritonrec.kernels.norm_mul_dropout.register import NORM_MUL_DROPOUT, NORM_MUL_DROPOUT_BACKWARD
+from tritonrec.kernels.norm_linear_silu.op import outputs
+from tritonrec.kernels.norm_mul_dropout.op import NORM_MUL_DROPOUT, NORM_MUL_DROPOUT_BACKWARD
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)

@@ -8,11 +8,7 @@ from hypothesis import strategies as st
 from speeds import slow_on_triton
 
 from tritonrec.kernels.norm_mul_dropout import norm_mul_dropout
-from tritonrec.kernels.norm_mul_dropout.register import (
-    NORM_MUL_DROPOUT,
-    NORM_MUL_DROPOUT_BACKWARD,
-    _check_sums,
-)
+from tritonrec.kernels.norm_mul_dropout.op import NORM_MUL_DROPOUT, NORM_MUL_DROPOUT_BACKWARD, _check_sums
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)

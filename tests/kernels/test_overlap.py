@@ -14,7 +14,7 @@ from tritonrec.kernels import launch, overlap
 from tritonrec.kernels.hstu_attention.call import Call
 from tritonrec.kernels.op import OPS
 from tritonrec.kernels.overlap import check_no_overlap
-from tritonrec.kernels.sparse_optimizers.reference import STATES
+from tritonrec.kernels.sparse_optimizers.op import STATES
 
 registered = torch.ops.tritonrec
 

@@ -9,7 +9,7 @@ from poison import poisoned_memory
 
 from tritonrec.kernels import dispatch
 from tritonrec.kernels.fixed_point import ExactSumError, to_fixed_point
-from tritonrec.kernels.packed_rows import FLOAT, add_packed_rows, pack_rows, packed_bytes, register
+from tritonrec.kernels.packed_rows import FLOAT, add_packed_rows, op, pack_rows, packed_bytes
 from tritonrec.kernels.rows import gather_rows, segment_sum
 
 GPU = torch.cuda.is_available()
@@ -441,9 +441,9 @@ def test_parts_whose_sum_leaves_int64_are_an_error(impl, parts_of_four):
 def test_widths_on_a_device_are_checked_as_on_the_host(monkeypatch):
     good, bad = torch.tensor([0, 8, FLOAT], dtype=torch.uint8), torch.tensor([8, 9], dtype=torch.uint8)
     for there in (False, True):
-        monkeypatch.setattr(register, "on_host", lambda tensor, there=there: not there)
-        register.check_widths(good, 3, torch.zeros(3 * (8 + (FLOAT & 0x7F)), dtype=torch.uint8))
+        monkeypatch.setattr(op, "on_host", lambda tensor, there=there: not there)
+        op.check_widths(good, 3, torch.zeros(3 * (8 + (FLOAT & 0x7F)), dtype=torch.uint8))
         with pytest.raises(ValueError, match=r"widths\[1\] = 9 must be 0 to 8"):
-            register.check_widths(bad, 3)
+            op.check_widths(bad, 3)
         with pytest.raises(ValueError, match="packed must have the 24 bytes"):
-            register.check_widths(bad[:1], 3, torch.zeros(23, dtype=torch.uint8))
+            op.check_widths(bad[:1], 3, torch.zeros(23, dtype=torch.uint8))

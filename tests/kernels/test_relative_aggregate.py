@@ -12,7 +12,7 @@ from speeds import slow_on_triton
 
 from tritonrec.kernels.head_layout import flat_heads
 from tritonrec.kernels.relative_aggregate import relative_aggregate
-from tritonrec.kernels.relative_aggregate.register import RELATIVE_AGGREGATE_BACKWARD
+from tritonrec.kernels.relative_aggregate.op import RELATIVE_AGGREGATE_BACKWARD
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)

@@ -15,7 +15,7 @@ from tritonrec.kernels.accumulator import GradientAccumulator
 from tritonrec.kernels.fixed_point import ExactSumError
 from tritonrec.kernels.rows import gather_rows
 from tritonrec.kernels.sampled_softmax import sampled_softmax
-from tritonrec.kernels.sampled_softmax.register import _check_backward
+from tritonrec.kernels.sampled_softmax.op import _check_backward
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)

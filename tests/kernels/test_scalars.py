@@ -6,7 +6,7 @@ from hash_tables import EXTREMES, contents, empty, keys_of
 from test_arguments import CALLS, call, label
 
 from tritonrec import ops
-from tritonrec.kernels.hash_table import register
+from tritonrec.kernels.hash_table import op as hash_table
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
@@ -74,7 +74,7 @@ def test_the_registered_op_checks_a_number_too(next_row):
 
 def test_an_accelerator_asserts_without_a_wait(monkeypatch):
     """Where the host may not look, the check is queued on the device."""
-    monkeypatch.setattr(register, "on_host", lambda tensor: False)
+    monkeypatch.setattr(hash_table, "on_host", lambda tensor: False)
     table, keys = empty(8), keys_of([3, 1])
     good = torch.tensor([4, 5])
     for call_, name in (

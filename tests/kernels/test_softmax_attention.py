@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from speeds import slow_on_triton
 
 from tritonrec.kernels.softmax_attention import softmax_attention
-from tritonrec.kernels.softmax_attention.reference import Call
-from tritonrec.kernels.softmax_attention.register import SOFTMAX_ATTENTION, SOFTMAX_ATTENTION_BACKWARD
+from tritonrec.kernels.softmax_attention.op import SOFTMAX_ATTENTION, SOFTMAX_ATTENTION_BACKWARD, Call
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)

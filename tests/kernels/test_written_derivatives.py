@@ -7,7 +7,7 @@ from dispatched import DispatchedOps
 from tritonrec import ops
 from tritonrec.kernels.hstu_attention.call import Call
 from tritonrec.kernels.op import OPS
-from tritonrec.kernels.sparse_optimizers.reference import STATES
+from tritonrec.kernels.sparse_optimizers.op import STATES
 
 GPU = torch.cuda.is_available()
 TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)

@@ -12,8 +12,7 @@ from typing import Literal, get_args
 import torch
 
 from ..kernels import launch
-from ..kernels.sparse_optimizers.reference import STATES, decay_factor, is_row_wise
-from ..kernels.sparse_optimizers.register import MOST_UPDATES
+from ..kernels.sparse_optimizers.op import MOST_UPDATES, STATES, decay_factor, is_row_wise
 from .custom_update import CustomUpdate, UpdateFunction
 from .learning_rate import Schedule, comparable, rate_at
 

@@ -6,16 +6,16 @@ A function takes the arguments of its op's schema in order, and `impl` by keywor
 Row numbers and overlaps are still checked: a wrong one would read or write any memory.
 """
 
-from tritonrec.kernels.bucketize.register import BUCKETIZE, COUNTING_SORT, OWNER_OF
-from tritonrec.kernels.fixed_point.register import FROM_FIXED_POINT, TO_FIXED_POINT
-from tritonrec.kernels.hash_table.register import HASH_ERASE, HASH_FIND, HASH_GROW, HASH_INSERT
-from tritonrec.kernels.intersect.register import INTERSECT, INTERSECT_PADDED
-from tritonrec.kernels.packed_rows.register import ADD_PACKED_ROWS, PACK_ROWS
-from tritonrec.kernels.philox.register import INITIAL_ROWS, RANDOM_INDICES
-from tritonrec.kernels.rows.register import GATHER_ROWS, SCATTER_ROWS, SEGMENT_SUM, SEGMENT_SUM_INTO
-from tritonrec.kernels.sparse_optimizers.register import SPARSE_LAZY_DECAY, SPARSE_UPDATES
-from tritonrec.kernels.sum_of_squares.register import SUM_OF_SQUARES
-from tritonrec.kernels.unique.register import UNIQUE, UNIQUE_PADDED, UNIQUE_TABLE
+from tritonrec.kernels.bucketize.op import BUCKETIZE, COUNTING_SORT, OWNER_OF
+from tritonrec.kernels.fixed_point.op import FROM_FIXED_POINT, TO_FIXED_POINT
+from tritonrec.kernels.hash_table.op import HASH_ERASE, HASH_FIND, HASH_GROW, HASH_INSERT
+from tritonrec.kernels.intersect.op import INTERSECT, INTERSECT_PADDED
+from tritonrec.kernels.packed_rows.op import ADD_PACKED_ROWS, PACK_ROWS
+from tritonrec.kernels.philox.op import INITIAL_ROWS, RANDOM_INDICES
+from tritonrec.kernels.rows.op import GATHER_ROWS, SCATTER_ROWS, SEGMENT_SUM, SEGMENT_SUM_INTO
+from tritonrec.kernels.sparse_optimizers.op import SPARSE_LAZY_DECAY, SPARSE_UPDATES
+from tritonrec.kernels.sum_of_squares.op import SUM_OF_SQUARES
+from tritonrec.kernels.unique.op import UNIQUE, UNIQUE_PADDED, UNIQUE_TABLE
 
 add_packed_rows = ADD_PACKED_ROWS.launch
 bucketize = BUCKETIZE.launch

@@ -1,11 +1,11 @@
 """One record per op: its schema, implementations, fake kernel and derivative, registered with torch.
 
-An op's folder has four kinds of files, and one line of `tritonrec.ops` offers it::
+An op's folder has three kinds of files, and one line of `tritonrec.ops` offers it::
 
-    op.py         the public function: docstring and arguments
-    register.py   the record below, with the checks, the fake kernel and the derivative
-    reference.py  a loop that a reader can check by eye
-    numba_*.py    the CPU            triton_*.py    accelerators
+    op.py         the public function, the reference (a loop that a reader can check by eye), and the record
+                  below with its checks, fake kernel and derivative
+    numba_*.py    the CPU
+    triton_*.py   accelerators
 
 Three ways to call a record, all with the arguments of its schema in their order. The first and the last fill
 in None for optional tensors that are left out at the end:

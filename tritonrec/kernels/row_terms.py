@@ -9,7 +9,7 @@ import torch
 from tritonrec.kernels.autocast import widen
 from tritonrec.kernels.dispatch import Impl, implementation
 from tritonrec.kernels.gradients import Terms
-from tritonrec.kernels.rows.register import SEGMENT_SUM_INTO
+from tritonrec.kernels.rows.op import SEGMENT_SUM_INTO
 
 
 class RowTerms(Terms):

@@ -14,7 +14,7 @@ import torch
 from ..kernels.autocast import LOW, autocast_dtype, to_dtype, widen, without_autocast
 from ..kernels.dispatch import default_impl, use_impl
 from ..kernels.gradients import Terms, current, find_parameters, finish
-from ..kernels.linear.register import LINEAR, ProductTerms
+from ..kernels.linear.op import LINEAR, ProductTerms
 from ..kernels.row_terms import RowTerms
 
 

@@ -26,21 +26,21 @@ from ..kernels.dispatch import default_impl, implementation
 from ..kernels.gradients import Accumulator, Targets, Terms, current, sum_terms, targets_of
 from ..kernels.hstu_attention.call import Call as AttentionCall
 from ..kernels.hstu_attention.call import HSTUBias, HSTUMask, describe
-from ..kernels.hstu_attention.register import HSTU_ATTENTION, HSTU_ATTENTION_BACKWARD_INTO
+from ..kernels.hstu_attention.op import HSTU_ATTENTION, HSTU_ATTENTION_BACKWARD_INTO
 from ..kernels.hstu_layer import cpu_hstu_layer as whole
-from ..kernels.linear.register import ProductTerms, add_gradients
-from ..kernels.norm_linear_silu.register import (
+from ..kernels.linear.op import ProductTerms, add_gradients
+from ..kernels.norm_linear_silu.op import (
     NORM_LINEAR_SILU,
     NORM_LINEAR_SILU_BACKWARD_EXACT,
     NORM_LINEAR_SILU_BACKWARD_INTO,
 )
-from ..kernels.norm_mul_dropout.register import (
+from ..kernels.norm_mul_dropout.op import (
     NORM_MUL_DROPOUT,
     NORM_MUL_DROPOUT_BACKWARD_EXACT,
     NORM_MUL_DROPOUT_BACKWARD_INTO,
 )
 from ..kernels.op import Op, annotation
-from ..kernels.relative_aggregate.register import RELATIVE_AGGREGATE, RELATIVE_AGGREGATE_BACKWARD
+from ..kernels.relative_aggregate.op import RELATIVE_AGGREGATE, RELATIVE_AGGREGATE_BACKWARD
 from ..kernels.row_terms import RowTerms
 from .tokens import Tokens
 

@@ -15,7 +15,7 @@ from ..kernels.dispatch import implementation, is_compiling
 from ..kernels.gradients import current
 from ..kernels.op import annotation
 from ..kernels.sampled_softmax import cpu_by_sample
-from ..kernels.sampled_softmax.register import SAMPLED_SOFTMAX_BACKWARD
+from ..kernels.sampled_softmax.op import SAMPLED_SOFTMAX_BACKWARD
 from .tokens import sum_by_sample
 
 

@@ -23,7 +23,7 @@ from ..kernels.next_item.cpu_next_item import SPARE, Parts, Room, Sizes
 from ..kernels.normed_losses import cpu_normed_losses
 from ..kernels.op import annotation
 from ..kernels.row_terms import RowTerms
-from ..kernels.rows.register import IndexedTerms
+from ..kernels.rows.op import IndexedTerms
 from ..kernels.token_rows.cpu_token_rows import TokenRows, place_rows
 from .context import has_global_hooks, has_hooks, hooks_of
 from .hstu import HSTU

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from tritonrec.kernels.bucketize.register import BUCKETIZE, COUNTING_SORT, OWNER_OF
 from tritonrec.kernels.dispatch import Impl
+from tritonrec.kernels.murmur.reference import mix64
+from tritonrec.kernels.op import Op
+from tritonrec.kernels.padding import check_scalar, first_valid
+from tritonrec.kernels.row_layout import check_rows
 
 
 def owner_of(keys: torch.Tensor, world_size: int, *, impl: Impl = "auto") -> torch.Tensor:
@@ -65,3 +68,76 @@ def counting_sort(
         IndexError: a bucket is outside (on an accelerator: an asynchronous device assertion).
     """
     return COUNTING_SORT(buckets, num_buckets, count, impl=impl)
+
+
+# Reference: key routing as loops over Python integers.
+
+
+def owner_of_reference(keys: torch.Tensor, world_size: int) -> torch.Tensor:
+    """See `owner_of`."""
+    owners = [((mix64(key) >> 32) * world_size) >> 32 for key in keys.tolist()]
+    return torch.tensor(owners, dtype=torch.int64, device=keys.device)
+
+
+def bucketize_reference(
+    keys: torch.Tensor, world_size: int, count: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `bucketize`."""
+    return counting_sort_reference(owner_of_reference(keys, world_size), world_size, count)
+
+
+def counting_sort_reference(
+    buckets: torch.Tensor, num_buckets: int, count: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `counting_sort`."""
+    valid = first_valid(buckets, count)
+    permutation = sorted(range(valid.numel()), key=valid.tolist().__getitem__)  # stable
+    permutation += range(valid.numel(), buckets.numel())
+    counts = torch.bincount(valid, minlength=num_buckets)
+    return torch.tensor(permutation, dtype=torch.int64, device=buckets.device), counts
+
+
+def _check(keys, world_size, count=None) -> None:
+    _check_sort("keys", keys, "world_size", world_size, count)
+
+
+def _check_buckets(buckets, num_buckets, count) -> None:
+    _check_sort("buckets", buckets, "num_buckets", num_buckets, count)
+
+
+def _check_sort(name: str, numbers: torch.Tensor, name_of_size: str, size: int, count) -> None:
+    if numbers.dtype != torch.int64 or numbers.dim() != 1:
+        raise ValueError(f"{name} must be (K,) int64, got shape {tuple(numbers.shape)} {numbers.dtype}")
+    if not 1 <= size < 1 << 31:
+        raise ValueError(f"{name_of_size} must be in [1, 2**31), got {size}")
+    check_scalar("count", count)
+
+
+def _check_inside(buckets, num_buckets, count) -> None:
+    check_rows("buckets", buckets, num_buckets, count)
+
+
+def _fake_bucketize(keys, world_size):
+    return torch.empty_like(keys), keys.new_empty(world_size)
+
+
+def _fake_sort(buckets, num_buckets):
+    return torch.empty_like(buckets), buckets.new_empty(num_buckets)
+
+
+OWNER_OF = Op(
+    "owner_of(Tensor keys, int world_size) -> Tensor",
+    reference=owner_of_reference, cpu="numba_bucketize:owner_of", triton="triton_bucketize:owner_of",
+    check=_check, fake=lambda keys: torch.empty_like(keys),
+)  # fmt: skip
+BUCKETIZE = Op(
+    "bucketize(Tensor keys, int world_size, Tensor? count) -> (Tensor, Tensor)",
+    reference=bucketize_reference, cpu="numba_bucketize:bucketize", triton="triton_bucketize:bucketize",
+    check=_check, fake=_fake_bucketize,
+)  # fmt: skip
+COUNTING_SORT = Op(
+    "counting_sort(Tensor buckets, int num_buckets, Tensor? count) -> (Tensor, Tensor)",
+    reference=counting_sort_reference, cpu="numba_bucketize:counting_sort",
+    triton="triton_bucketize:counting_sort",
+    check=_check_buckets, check_memory=_check_inside, fake=_fake_sort,
+)  # fmt: skip

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import torch
 
+from tritonrec.kernels.autocast import LOW
 from tritonrec.kernels.dispatch import Impl
-from tritonrec.kernels.dropout.register import DROPOUT_ROWS
-from tritonrec.kernels.philox import Seed
+from tritonrec.kernels.norm_mul_dropout.op import mask
+from tritonrec.kernels.op import Op
+from tritonrec.kernels.philox import DROPOUT, Seed
 
 
 def dropout(
@@ -37,3 +39,42 @@ def dropout(
         ValueError: shapes, dtypes or p that do not fit.
     """
     return DROPOUT_ROWS(x, p, seed, sample_ids, positions, impl=impl)
+
+
+# Reference: dropout by a mask that is spelled out.
+
+
+def dropout_reference(
+    x: torch.Tensor, p: float, seed: int, sample_ids: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """See `dropout`."""
+    if x.numel() == 0:
+        return x.new_empty(x.shape)
+    return x * mask(seed, DROPOUT, sample_ids, positions, x.shape[1], int(p * 2**32), 1 / (1 - p))
+
+
+def _check(x, p, sample_ids, positions) -> None:
+    if x.dim() != 2 or x.dtype not in (torch.float32, *LOW):
+        raise ValueError(f"x must be (L, D) float32, bfloat16 or float16, got {tuple(x.shape)} {x.dtype}")
+    if not 0 <= p < 1:
+        raise ValueError(f"p must lie in [0, 1), got {p}")
+    for name, tensor in (("sample_ids", sample_ids), ("positions", positions)):
+        if tensor.shape != x.shape[:1] or tensor.dtype != torch.int64:
+            raise ValueError(f"{name} must be ({len(x)},) int64, got {tuple(tensor.shape)} {tensor.dtype}")
+
+
+def _save(ctx, inputs, output):
+    _, ctx.p, ctx.seed, sample_ids, positions, ctx.impl = inputs
+    ctx.save_for_backward(sample_ids, positions)
+
+
+def _backward(ctx, dy):
+    return DROPOUT_ROWS(dy, ctx.p, ctx.seed, *ctx.saved_tensors, impl=ctx.impl), None, None, None, None
+
+
+DROPOUT_ROWS = Op(
+    "dropout(Tensor x, float p, int seed, Tensor sample_ids, Tensor positions) -> Tensor",
+    reference=dropout_reference, cpu="numba_dropout:dropout", triton="triton_dropout:dropout",
+    check=_check, fake=lambda x: x.new_empty(x.shape), save=_save, backward=_backward,
+    widens=True,
+)  # fmt: skip

@@ -10,14 +10,21 @@ All implementations agree in every bit.
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import torch
 
+from tritonrec.kernels.autocast import FLOAT32
 from tritonrec.kernels.dispatch import Impl
-from tritonrec.kernels.fixed_point.errors import FRACTION_BITS, ExactSumError
-from tritonrec.kernels.fixed_point.register import FROM_FIXED_POINT, TO_FIXED_POINT, TO_FIXED_POINT_STATUS
-from tritonrec.kernels.padding import check_status
+from tritonrec.kernels.fixed_point.errors import (
+    FRACTION_BITS,
+    ExactSumError,
+    check_fraction_bits,
+    report_value,
+)
+from tritonrec.kernels.op import Op
+from tritonrec.kernels.padding import check_scalar, check_status
 
 
 def check_summed(
@@ -83,3 +90,78 @@ def from_fixed_point(
         ValueError: another dtype, a divisor that is zero or not finite, or fraction bits out of range.
     """
     return FROM_FIXED_POINT(sums, divisor, fraction_bits, impl=impl)
+
+
+# Reference: fixed point in Python's unbounded integers and exact fractions.
+
+
+def round_to_fixed_point(value: float, fraction_bits: int) -> int | None:
+    """round-half-even(value * 2**fraction_bits), or None where it is not finite or reaches 2**62."""
+    if not math.isfinite(value):
+        return None
+    scaled = Fraction(value) * 2**fraction_bits
+    return round(scaled) if abs(scaled) < 2**62 else None
+
+
+def to_fixed_point_reference(
+    values: torch.Tensor, fraction_bits: int, name: str, status: torch.Tensor | None = None
+) -> torch.Tensor:
+    """See `to_fixed_point`."""
+    rounded = [round_to_fixed_point(value, fraction_bits) for value in values.flatten().tolist()]
+    code = rounded.index(None) + 1 if None in rounded else 0
+    report_value(code, status, name, values, fraction_bits)
+    return torch.tensor([term or 0 for term in rounded], dtype=torch.int64, device=values.device).view(
+        values.shape
+    )
+
+
+def from_fixed_point_reference(sums: torch.Tensor, divisor: float, fraction_bits: int) -> torch.Tensor:
+    """See `from_fixed_point`."""
+    values = [
+        float(np.float32(float(total) * 2.0**-fraction_bits / divisor)) for total in sums.flatten().tolist()
+    ]
+    return torch.tensor(values, dtype=torch.float32, device=sums.device).view(sums.shape)
+
+
+def _check_values(values, fraction_bits, status=None) -> None:
+    if values.dtype != torch.float32:
+        raise ValueError(f"values must be float32, got {values.dtype}")
+    check_fraction_bits(fraction_bits)
+    check_scalar("status", status)
+
+
+def _check_sums(sums, divisor, fraction_bits) -> None:
+    if sums.dtype != torch.int64:
+        raise ValueError(f"sums must be int64, got {sums.dtype}")
+    if divisor == 0 or not math.isfinite(divisor):
+        raise ValueError(f"divisor must be finite and not zero, got {divisor}")
+    check_fraction_bits(fraction_bits)
+
+
+def _fake(values):
+    return torch.empty(values.shape, dtype=torch.int64, device=values.device)
+
+
+def _fake_quotient(sums):
+    return torch.empty(sums.shape, dtype=torch.float32, device=sums.device)
+
+
+TO_FIXED_POINT = Op(
+    "to_fixed_point(Tensor values, int fraction_bits, str name) -> Tensor",
+    reference=to_fixed_point_reference, cpu="numba_fixed_point:to_fixed_point",
+    triton="triton_fixed_point:to_fixed_point",
+    check=_check_values, fake=_fake, autocast={"values": FLOAT32},
+)  # fmt: skip
+# An op of its own: one that mutates an argument, if only at times, costs half as much again on small tensors.
+TO_FIXED_POINT_STATUS = Op(
+    "to_fixed_point_status(Tensor values, int fraction_bits, str name, Tensor(a!) status) -> Tensor",
+    reference=to_fixed_point_reference, cpu="numba_fixed_point:to_fixed_point",
+    triton="triton_fixed_point:to_fixed_point",
+    check=_check_values, fake=_fake, autocast={"values": FLOAT32},
+)  # fmt: skip
+FROM_FIXED_POINT = Op(
+    "from_fixed_point(Tensor sums, float divisor, int fraction_bits) -> Tensor",
+    reference=from_fixed_point_reference, cpu="numba_fixed_point:from_fixed_point",
+    triton="triton_fixed_point:from_fixed_point",
+    check=_check_sums, fake=_fake_quotient,
+)  # fmt: skip

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from tritonrec.kernels.hash_table import numba_hash_table as kernels
-from tritonrec.kernels.hash_table.reference import insert_on_host
+from tritonrec.kernels.hash_table.op import insert_on_host
 from tritonrec.kernels.padding import first_valid, pad
 
 Pair = tuple[torch.Tensor, torch.Tensor]

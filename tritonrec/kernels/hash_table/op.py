@@ -26,18 +26,16 @@ nothing but the order inside `slot_keys` shows it.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+
 import torch
 
-from tritonrec.kernels.dispatch import Impl
-from tritonrec.kernels.hash_table.errors import HashTableFullError
-from tritonrec.kernels.hash_table.register import (
-    HASH_ASSIGN,
-    HASH_ERASE,
-    HASH_FIND,
-    HASH_GROW,
-    HASH_INSERT,
-)
-from tritonrec.kernels.padding import check_status
+from tritonrec.kernels.dispatch import Impl, on_host
+from tritonrec.kernels.hash_table.errors import HashTableFullError, finish_insert
+from tritonrec.kernels.murmur.reference import mix64
+from tritonrec.kernels.op import Op
+from tritonrec.kernels.padding import check_scalar, check_status, first_valid, pad, padding
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -193,3 +191,325 @@ def hash_grow(slot_keys: torch.Tensor, slot_rows: torch.Tensor, *, impl: Impl = 
         ``slot_keys`` (2M,) int64 and ``slot_rows`` (2M,) int32.
     """
     return HASH_GROW(slot_keys, slot_rows, impl=impl)
+
+
+# Reference: grouped probing over an open-addressing table, one key at a time.
+#
+# A table of M = 2**n slots is G = M / 8 groups of eight neighbours. A key visits the groups
+# ``home, home + step, home + 2 step, ...`` (mod G) with an odd step, so it meets every group once in G visits
+# (MTGRBoost, Theorem 1), and takes the first free slot on its way.
+#
+# A slot is free if it is empty or a tombstone, but a search ends only at a group with an empty slot. Erasing
+# therefore empties a slot where its group has an empty one already, for no path leads past such a group, and
+# leaves a tombstone in a group without.
+
+GROUP = 8
+EMPTY, TOMBSTONE = -1, -2
+
+
+def probe(key: int, num_slots: int):
+    """Yield the groups that `key` visits, each as its eight slots, in order and each exactly once."""
+    groups = num_slots // GROUP
+    hashed = mix64(key)
+    group, step = hashed % groups, hashed >> 32 | 1
+    for _ in range(groups):
+        yield range(group * GROUP, group * GROUP + GROUP)
+        group = (group + step) % groups
+
+
+def _search(slot_keys: list[int], slot_rows: list[int], key: int) -> tuple[int, int]:
+    """The row of `key` or -1, and the slot where it is or would go (-1: no slot left)."""
+    place = -1
+    for group in probe(key, len(slot_keys)):
+        for slot in group:
+            if slot_rows[slot] >= 0 and slot_keys[slot] == key:
+                return slot_rows[slot], slot
+            if slot_rows[slot] < 0 and place == -1:
+                place = slot
+        if EMPTY in slot_rows[group.start : group.stop]:
+            break
+    return -1, place
+
+
+def hash_find_reference(
+    slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor, count: torch.Tensor | None
+) -> torch.Tensor:
+    """See `hash_find`."""
+    table_keys, table_rows = slot_keys.tolist(), slot_rows.tolist()
+    rows = [_search(table_keys, table_rows, key)[0] for key in first_valid(keys, count).tolist()]
+    return _rows_of(rows, keys)
+
+
+def _rows_of(rows: list[int], keys: torch.Tensor) -> torch.Tensor:
+    return pad(torch.tensor(rows, dtype=torch.int64, device=keys.device), keys.numel(), -1)
+
+
+def hash_insert_reference(
+    slot_keys: torch.Tensor,
+    slot_rows: torch.Tensor,
+    keys: torch.Tensor,
+    first_row: int,
+    free_rows: torch.Tensor | None,
+    count: torch.Tensor | None,
+    next_row: torch.Tensor | None,
+    status: torch.Tensor | None,
+    used: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `hash_insert`."""
+    arguments = keys, first_row, free_rows, count, next_row, status, used
+    return insert_on_host(_insert, hash_find_reference, slot_keys, slot_rows, *arguments)
+
+
+def insert_on_host(
+    insert: Callable[..., tuple[torch.Tensor, torch.Tensor] | None],
+    find: Callable[..., torch.Tensor],
+    slot_keys: torch.Tensor,
+    slot_rows: torch.Tensor,
+    keys: torch.Tensor,
+    first_row: int,
+    free_rows: torch.Tensor | None,
+    count: torch.Tensor | None,
+    next_row: torch.Tensor | None,
+    status: torch.Tensor | None,
+    used: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`hash_insert` by an `insert` of valid keys that gives None where they do not fit, and by a `find`."""
+    valid = first_valid(keys, count)
+    first = first_row if next_row is None else int(next_row)
+    free = keys.new_empty(0) if free_rows is None else free_rows[: keys.numel()].long()
+    last = first + valid.numel() - free.numel()
+    # only new keys take rows, so they are counted before a refusal
+    if last > 1 << 31:
+        last = first + int((find(slot_keys, slot_rows, valid, None) < 0).sum()) - free.numel()
+    placed = insert(slot_keys, slot_rows, valid, first, free) if last <= 1 << 31 else None
+    refused = 0
+    if placed is None:
+        found = find(slot_keys, slot_rows, valid, None)
+        placed, refused = (found, torch.zeros_like(found, dtype=torch.bool)), int((found < 0).sum())
+    rows, inserted = pad(placed[0], keys.numel(), -1), pad(placed[1], keys.numel(), False)
+    new = int(inserted.sum())
+    start = first_row if next_row is None else next_row
+    finish_insert(slot_rows, keys, free, start, max(new - free.numel(), 0), refused, status)
+    if used is not None:
+        used += new
+    return rows, inserted
+
+
+def _insert(
+    slot_keys: torch.Tensor,
+    slot_rows: torch.Tensor,
+    keys: torch.Tensor,
+    first_row: int,
+    free_rows: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    table_keys, table_rows = slot_keys.tolist(), slot_rows.tolist()
+    new_rows = itertools.chain(free_rows.tolist(), itertools.count(first_row))
+    rows, inserted = [], []
+    for key in keys.tolist():
+        row, slot = _search(table_keys, table_rows, key)
+        if slot == -1:
+            return None
+        inserted.append(row == -1)
+        if row == -1:
+            row = next(new_rows)
+            table_keys[slot], table_rows[slot] = key, row
+        rows.append(row)
+    slot_keys.copy_(torch.tensor(table_keys, dtype=torch.int64))
+    slot_rows.copy_(torch.tensor(table_rows, dtype=torch.int32))
+    return (
+        torch.tensor(rows, dtype=torch.int64, device=keys.device),
+        torch.tensor(inserted, dtype=torch.bool, device=keys.device),
+    )
+
+
+def hash_assign_reference(
+    slot_keys: torch.Tensor,
+    slot_rows: torch.Tensor,
+    keys: torch.Tensor,
+    rows: torch.Tensor,
+    count: torch.Tensor | None,
+) -> torch.Tensor:
+    """See `hash_assign`."""
+    table_keys, table_rows = slot_keys.tolist(), slot_rows.tolist()
+    before = []
+    for key, new_row in zip(first_valid(keys, count).tolist(), rows.tolist(), strict=False):
+        row, slot = _search(table_keys, table_rows, key)
+        before.append(row)
+        if row != -1:
+            table_rows[slot] = new_row
+    slot_rows.copy_(torch.tensor(table_rows, dtype=torch.int32))
+    return _rows_of(before, keys)
+
+
+def hash_erase_reference(
+    slot_keys: torch.Tensor,
+    slot_rows: torch.Tensor,
+    keys: torch.Tensor,
+    count: torch.Tensor | None,
+    used: torch.Tensor | None,
+) -> torch.Tensor:
+    """See `hash_erase`."""
+    table_keys, table_rows = slot_keys.tolist(), slot_rows.tolist()
+    before = []
+    for key in first_valid(keys, count).tolist():
+        row, slot = _search(table_keys, table_rows, key)
+        before.append(row)
+        if row != -1:
+            start = slot - slot % GROUP
+            ends_here = EMPTY in table_rows[start : start + GROUP]
+            table_rows[slot] = EMPTY if ends_here else TOMBSTONE
+    slot_rows.copy_(torch.tensor(table_rows, dtype=torch.int32))
+    if used is not None:
+        used -= sum(row != -1 for row in before)
+    return _rows_of(before, keys)
+
+
+def hash_grow_reference(
+    slot_keys: torch.Tensor, slot_rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `hash_grow`."""
+    table_keys, table_rows = [0] * 2 * slot_keys.numel(), [EMPTY] * 2 * slot_keys.numel()
+    for key, row in zip(slot_keys.tolist(), slot_rows.tolist(), strict=True):
+        if row >= 0:
+            # also for a key that is there twice: `_search` would find its own
+            slot = next(
+                slot for group in probe(key, len(table_keys)) for slot in group if table_rows[slot] < 0
+            )
+            table_keys[slot], table_rows[slot] = key, row
+    return (
+        torch.tensor(table_keys, dtype=torch.int64, device=slot_keys.device),
+        torch.tensor(table_rows, dtype=torch.int32, device=slot_keys.device),
+    )
+
+
+def _check_table(slot_keys: torch.Tensor, slot_rows: torch.Tensor) -> None:
+    size = slot_keys.shape[0] if slot_keys.dim() == 1 else -1
+    if size < 8 or size & (size - 1) or slot_rows.shape != slot_keys.shape:
+        raise ValueError(
+            "slot_keys and slot_rows must be (M,) with M a power of two and at least 8, "
+            f"got {tuple(slot_keys.shape)} and {tuple(slot_rows.shape)}"
+        )
+    if slot_keys.dtype != torch.int64 or slot_rows.dtype != torch.int32:
+        raise ValueError(
+            f"slot_keys must be int64 and slot_rows int32, got {slot_keys.dtype}, {slot_rows.dtype}"
+        )
+    if not (slot_keys.is_contiguous() and slot_rows.is_contiguous()):
+        raise ValueError("slot_keys and slot_rows must be contiguous")
+
+
+def _check_keys(keys, count) -> None:
+    if keys.dtype != torch.int64 or keys.dim() != 1:
+        raise ValueError(f"keys must be (K,) int64, got shape {tuple(keys.shape)} {keys.dtype}")
+    check_scalar("count", count)
+
+
+def _check_row_list(name: str, rows: torch.Tensor) -> None:
+    if rows.dtype not in (torch.int64, torch.int32) or rows.dim() != 1:
+        raise ValueError(f"{name} must be 1-dimensional int64 or int32, got {tuple(rows.shape)} {rows.dtype}")
+
+
+def _check_range(name: str, rows: torch.Tensor, count: torch.Tensor | None = None) -> None:
+    """Refuse row numbers outside [0, 2**31); on an accelerator the check is queued, and nothing waits."""
+    if not on_host(rows):
+        inside = (rows >= 0) & (rows <= (1 << 31) - 1)  # a bound that int32 has
+        if count is not None:
+            inside |= padding(rows.numel(), count)
+        torch._assert_async(inside.all(), f"{name} must be in [0, 2**31)")
+        return
+    rows = first_valid(rows, count)
+    if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < 1 << 31:
+        raise ValueError(f"{name} must be in [0, 2**31), got {int(rows.min())} to {int(rows.max())}")
+
+
+def _fake_lookup(keys):
+    return torch.empty_like(keys)
+
+
+def _check_insert(first_row, free_rows, next_row, status, used) -> None:
+    if free_rows is not None:
+        _check_row_list("free_rows", free_rows)
+    if not 0 <= first_row < 1 << 31:
+        raise ValueError(f"next_row must be in [0, 2**31), got {first_row}")
+    check_scalar("next_row", next_row)
+    check_scalar("status", status)
+    check_scalar("used", used)
+
+
+def _check_used(slot_rows, used) -> None:
+    if used is None:
+        return
+    slots = slot_rows.numel()
+    if not on_host(used):
+        torch._assert_async((used >= 0) & (used <= slots), "used must be the number of occupied slots")
+    elif not 0 <= int(used) <= slots:
+        raise ValueError(f"used must be the number of occupied slots of {slots}, got {int(used)}")
+
+
+def _check_numbers(slot_rows, keys, free_rows, next_row, used) -> None:
+    _check_used(slot_rows, used)
+    if free_rows is not None:
+        _check_range("free_rows", free_rows[: keys.numel()])
+    if next_row is None:
+        return
+    # 2**31 is a counter whose rows are all taken
+    if not on_host(next_row):
+        torch._assert_async((next_row >= 0) & (next_row <= 1 << 31), "next_row must be in [0, 2**31]")
+    elif not 0 <= int(next_row) <= 1 << 31:
+        raise ValueError(f"next_row must be in [0, 2**31], got {int(next_row)}")
+
+
+def _fake_insert(keys):
+    return torch.empty_like(keys), torch.empty_like(keys, dtype=torch.bool)
+
+
+HASH_INSERT = Op(
+    "hash_insert(Tensor(a!) slot_keys, Tensor(b!) slot_rows, Tensor keys, int first_row, Tensor? free_rows, "
+    "Tensor? count, Tensor(c!)? next_row, Tensor(d!)? status, Tensor(e!)? used) -> (Tensor, Tensor)",
+    reference=hash_insert_reference, cpu="cpu_hash_table:hash_insert", triton="triton_hash_table:hash_insert",
+    check=(_check_table, _check_keys, _check_insert), check_memory=_check_numbers, fake=_fake_insert,
+)  # fmt: skip
+HASH_FIND = Op(
+    "hash_find(Tensor slot_keys, Tensor slot_rows, Tensor keys, Tensor? count) -> Tensor",
+    reference=hash_find_reference, cpu="cpu_hash_table:hash_find", triton="triton_hash_table:hash_find",
+    check=(_check_table, _check_keys), fake=_fake_lookup,
+)  # fmt: skip
+
+
+def _check_rows(keys, rows) -> None:
+    _check_row_list("rows", rows)
+    if rows.shape != keys.shape:
+        raise ValueError(f"keys and rows must be equally many, got {tuple(keys.shape)}, {tuple(rows.shape)}")
+
+
+def _check_row_numbers(rows, count) -> None:
+    _check_range("rows", rows, count)
+
+
+HASH_ASSIGN = Op(
+    "hash_assign(Tensor slot_keys, Tensor(a!) slot_rows, Tensor keys, Tensor rows, Tensor? count) -> Tensor",
+    reference=hash_assign_reference, cpu="cpu_hash_table:hash_assign", triton="triton_hash_table:hash_assign",
+    check=(_check_table, _check_keys, _check_rows), check_memory=_check_row_numbers, fake=_fake_lookup,
+)  # fmt: skip
+
+
+def _check_erase(used) -> None:
+    check_scalar("used", used)
+
+
+HASH_ERASE = Op(
+    "hash_erase(Tensor slot_keys, Tensor(a!) slot_rows, Tensor keys, Tensor? count, Tensor(b!)? used) -> "
+    "Tensor",
+    reference=hash_erase_reference, cpu="cpu_hash_table:hash_erase", triton="triton_hash_table:hash_erase",
+    check=(_check_table, _check_keys, _check_erase), check_memory=_check_used, fake=_fake_lookup,
+)  # fmt: skip
+
+
+def _fake_grow(slot_keys, slot_rows):
+    return slot_keys.new_empty(2 * slot_keys.shape[0]), slot_rows.new_empty(2 * slot_rows.shape[0])
+
+
+HASH_GROW = Op(
+    "hash_grow(Tensor slot_keys, Tensor slot_rows) -> (Tensor, Tensor)",
+    reference=hash_grow_reference, cpu="cpu_hash_table:hash_grow", triton="triton_hash_table:hash_grow",
+    check=_check_table, fake=_fake_grow,
+)  # fmt: skip

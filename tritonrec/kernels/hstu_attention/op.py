@@ -31,11 +31,17 @@ head.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from tritonrec.kernels.autocast import FLOAT32, LOWER
 from tritonrec.kernels.dispatch import Impl
-from tritonrec.kernels.hstu_attention.call import HSTUBias, HSTUMask, describe
-from tritonrec.kernels.hstu_attention.register import HSTU_ATTENTION
+from tritonrec.kernels.hstu_attention import checks
+from tritonrec.kernels.hstu_attention.call import Call, HSTUBias, HSTUMask, describe
+from tritonrec.kernels.hstu_attention.masks import visible
+from tritonrec.kernels.op import Op
+from tritonrec.kernels.row_terms import RowTerms
 
 
 def hstu_attention(
@@ -84,3 +90,166 @@ def hstu_attention(
         mask=mask, bias=bias, delta_offsets=delta_offsets, deterministic=deterministic,
     )  # fmt: skip
     return HSTU_ATTENTION(q, k, v, *call, impl=impl)
+
+
+# Reference: one sequence and head at a time, with mask and bias spelled out; any float dtype.
+
+
+def buckets(row_times: list[int], times: list[int], count: int) -> torch.Tensor:
+    """(rows, columns) int64: floor(log2(max(1, t_row - t_column))), at most ``count - 1``."""
+    powers = [[max(1, late - early).bit_length() - 1 for early in times] for late in row_times]
+    return torch.tensor(powers, dtype=torch.int64).view(len(row_times), len(times)).clamp(max=count - 1)
+
+
+class _Sequence:
+    """One sequence of a call: its rows of q and of k, its mask times scale, its bias and places in tables."""
+
+    def __init__(self, call: Call, b: int, q: torch.Tensor):
+        device, dtype = q.device, torch.promote_types(q.dtype, torch.float32)
+        start, stop = int(call.seq_offsets[b]), int(call.seq_offsets[b + 1])
+        first, last = (start, stop) if call.delta_offsets is None else call.delta_offsets[b : b + 2].tolist()
+        self.rows, self.columns = slice(first, last), slice(start, stop)
+        length, hidden = stop - start, (stop - start) - (last - first)
+        targets = 0 if call.num_targets is None else int(call.num_targets[b])
+        contexts = 0 if call.num_contexts is None else int(call.num_contexts[b])
+        seen = visible(length, targets, contexts, call.mask)[hidden:].to(device)
+        if call.attn_scale is None:
+            self.scale = seen.to(dtype) / call.scaling_seqlen
+        elif call.attn_scale.numel() == 1:
+            self.scale = seen * call.attn_scale
+        else:
+            self.scale = seen * call.attn_scale[self.rows, None]
+        self.bias: torch.Tensor | None = None
+        self.places: dict[str, torch.Tensor] = {}
+        if call.pos_weights is not None:
+            base, sign = call.position_index
+            ahead = torch.arange(length)[None, :] - torch.arange(hidden, length)[:, None]
+            self.places["pos"] = (base + sign * ahead).clamp(0, len(call.pos_weights) - 1).to(device)
+            self.bias = call.pos_weights[self.places["pos"]].to(dtype)
+        if call.ts_weights is not None:
+            assert call.timestamps is not None
+            row_times = call.timestamps if call.query_timestamps is None else call.query_timestamps
+            self.places["ts"] = buckets(
+                row_times[start + hidden : stop].tolist(), call.timestamps[start:stop].tolist(),
+                len(call.ts_weights),
+            ).to(device)  # fmt: skip
+            by_time = call.ts_weights[self.places["ts"]].to(dtype)
+            self.bias = by_time if self.bias is None else self.bias + by_time
+
+    def scores(self, call: Call, q: torch.Tensor, k: torch.Tensor, h: int) -> torch.Tensor:
+        s = call.alpha * (q[self.rows, h] @ k[self.columns, h].t())
+        return s if self.bias is None else s + (call.bias_factor * self.bias).to(s.dtype)
+
+
+def hstu_attention_reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *described: Any
+) -> torch.Tensor:
+    """See `hstu_attention`; `described` are the fields of a `Call`."""
+    call = Call(*described)
+    out = v.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+    for b in range(call.num_sequences):
+        sequence = _Sequence(call, b, q)
+        for h in range(q.shape[1]):
+            s = sequence.scores(call, q, k, h)
+            p = s / (1 + torch.exp(-s)) * sequence.scale
+            out[sequence.rows, h] = p.to(v.dtype) @ v[sequence.columns, h]
+    return out
+
+
+def hstu_attention_backward_reference(
+    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *described: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk, dv, and each sequence's gradients of the tables, (B, entries)."""
+    dq, dk, dv = (each.new_empty(each.shape) for each in (q, k, v))
+    return dq, dk, dv, *hstu_attention_backward_into_reference(dq, dk, dv, do, q, k, v, *described)
+
+
+def hstu_attention_backward_into_reference(
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, do: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
+    v: torch.Tensor, *described: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Each sequence's gradients of the tables; overwrites dq, dk and dv."""
+    call = Call(*described)
+    for gradient in (dq, dk, dv):
+        gradient.zero_()
+    dpos, dts = call.new_table_gradients(q.dtype if q.dtype == torch.float64 else torch.float32)
+    for b in range(call.num_sequences):
+        sequence = _Sequence(call, b, q)
+        for h in range(q.shape[1]):
+            rows, columns = sequence.rows, sequence.columns
+            s = sequence.scores(call, q, k, h)
+            sigmoid = 1 / (1 + torch.exp(-s))
+            p = (s * sigmoid * sequence.scale).to(v.dtype)
+            ds = (do[rows, h] @ v[columns, h].t()) * sigmoid * (1 + s * (1 - sigmoid)) * sequence.scale
+            dv[columns, h] = p.t() @ do[rows, h]
+            dq[rows, h] = (call.alpha * ds).to(k.dtype) @ k[columns, h]
+            dk[columns, h] = (call.alpha * ds).to(q.dtype).t() @ q[rows, h]
+            for name, table in (("pos", dpos), ("ts", dts)):
+                if name in sequence.places:
+                    terms = (call.bias_factor * ds).flatten().to(table.dtype)
+                    table[b].index_add_(0, sequence.places[name].flatten(), terms)
+    return dpos, dts
+
+
+CALL = (
+    "Tensor seq_offsets, int max_seq_len, float alpha, int scaling_seqlen, Tensor? attn_scale, "
+    "Tensor? num_targets, int target_group_size, Tensor? num_contexts, int max_attn_len, "
+    "int min_full_attn_seq_len, int attn_prefix_len, Tensor? pos_weights, Tensor? ts_weights, "
+    "Tensor? timestamps, Tensor? query_timestamps, float bias_factor, Tensor? delta_offsets, "
+    "bool deterministic"
+)
+"""The fields of `Call`."""
+
+
+def _fake(q, v):
+    return v.new_empty(q.shape[0], q.shape[1], v.shape[2])
+
+
+def _fake_backward(q, k, v, *described):
+    return *(each.new_empty(each.shape) for each in (q, k, v)), *Call(*described).new_table_gradients()
+
+
+def _fake_into(v, *described):
+    return Call(*described).new_table_gradients()
+
+
+def _save(ctx, inputs, output):
+    *arguments, ctx.impl = inputs
+    ctx.save_for_backward(*(each if isinstance(each, torch.Tensor) else None for each in arguments))
+    ctx.rest = [None if isinstance(each, torch.Tensor) else each for each in arguments]
+
+
+def _backward(ctx, do):
+    pairs = zip(ctx.saved_tensors, ctx.rest, strict=True)
+    q, k, v, *described = (other if tensor is None else tensor for tensor, other in pairs)
+    dq, dk, dv, dpos, dts = HSTU_ATTENTION_BACKWARD(do, q, k, v, *described, impl=ctx.impl)
+    call, rest = Call(*described), dict.fromkeys(Call._fields)
+    for name, terms in (("pos_weights", dpos), ("ts_weights", dts)):
+        if getattr(call, name) is not None:
+            rest[name] = RowTerms(terms)
+    return dq, dk, dv, *rest.values()
+
+
+HSTU_ATTENTION = Op(
+    f"hstu_attention(Tensor q, Tensor k, Tensor v, {CALL}) -> Tensor",
+    reference=hstu_attention_reference, cpu="cpu_attention:hstu_attention",
+    triton="triton_attention:hstu_attention", check=checks.check, check_memory=checks.check_memory,
+    fake=_fake, save=_save, backward=_backward, widens=True,
+    autocast=dict.fromkeys("qkv", LOWER)
+    | dict.fromkeys(("attn_scale", "pos_weights", "ts_weights"), FLOAT32),
+)  # fmt: skip
+HSTU_ATTENTION_BACKWARD = Op(
+    f"hstu_attention_backward(Tensor do, Tensor q, Tensor k, Tensor v, {CALL}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference=hstu_attention_backward_reference, cpu="cpu_attention:hstu_attention_backward",
+    triton="triton_attention:hstu_attention_backward", check=(checks.check, checks.check_backward),
+    check_memory=checks.check_memory, fake=_fake_backward, widens=True,
+)  # fmt: skip
+HSTU_ATTENTION_BACKWARD_INTO = Op(
+    "hstu_attention_backward_into(Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor do, Tensor q, "
+    f"Tensor k, Tensor v, {CALL}) -> (Tensor, Tensor)",
+    reference=hstu_attention_backward_into_reference, cpu="cpu_attention:hstu_attention_backward_into",
+    triton="triton_attention:hstu_attention_backward_into",
+    check=(checks.check, checks.check_backward, checks.check_into), check_memory=checks.check_memory,
+    fake=_fake_into, widens=True,
+)  # fmt: skip

@@ -20,7 +20,7 @@ from tritonrec.kernels.deferred import refuse
 from tritonrec.kernels.fixed_point.errors import sum_error
 from tritonrec.kernels.gradients import Targets, remembered
 from tritonrec.kernels.hstu_attention.checks import check_counts
-from tritonrec.kernels.linear.reference import no_sum
+from tritonrec.kernels.linear.op import no_sum
 from tritonrec.kernels.offsets import check_lengths, check_offsets
 from tritonrec.kernels.philox import DROPOUT
 from tritonrec.kernels.philox.reference import halves

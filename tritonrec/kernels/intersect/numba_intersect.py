@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tritonrec.kernels import murmur
-from tritonrec.kernels.intersect.reference import pad_common
+from tritonrec.kernels.intersect.op import pad_common
 from tritonrec.kernels.murmur.numba_murmur import mix64
 from tritonrec.kernels.numba_intrinsics import prefetch
 from tritonrec.kernels.padding import first_valid

@@ -13,7 +13,7 @@ from tritonrec.kernels.fixed_point.numba_fixed_point import (
 )
 from tritonrec.kernels.gradients import made_once
 from tritonrec.kernels.linear.numba_row_products import add_row_products
-from tritonrec.kernels.linear.reference import no_sum
+from tritonrec.kernels.linear.op import no_sum
 from tritonrec.kernels.numba_matmul import add_products
 from tritonrec.kernels.row_layout import contiguous_rows, flat, flat_rows
 from tritonrec.kernels.row_terms import add_rows

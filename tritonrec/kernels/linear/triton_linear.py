@@ -38,7 +38,7 @@ from tritonrec.kernels.fixed_point.triton_fixed_point import (
     round_to_fixed_point,
     without_zeros,
 )
-from tritonrec.kernels.linear.reference import no_sum
+from tritonrec.kernels.linear.op import no_sum
 from tritonrec.kernels.linear.triton_row_products import add_row_products
 from tritonrec.kernels.padding import report
 from tritonrec.kernels.races import declared

@@ -25,7 +25,7 @@ from tritonrec.kernels.fixed_point.triton_fixed_point import (
     magnitude,
     rounder_of,
 )
-from tritonrec.kernels.linear.reference import no_sum
+from tritonrec.kernels.linear.op import no_sum
 from tritonrec.kernels.padding import report
 from tritonrec.kernels.races import declared
 from tritonrec.kernels.row_terms import add_rows

@@ -12,7 +12,7 @@ import torch
 
 from tritonrec.kernels.autocast import LOW
 from tritonrec.kernels.linear.numba_linear import laid_out, rows_times
-from tritonrec.kernels.norm_linear_silu.reference import by_terms, one_by_one, outputs
+from tritonrec.kernels.norm_linear_silu.op import by_terms, one_by_one, outputs
 from tritonrec.kernels.norm_mul_dropout import numba_norm as norm
 from tritonrec.kernels.row_layout import contiguous_rows, flat, flat_rows
 from tritonrec.kernels.silu import numba_silu as silu
@@ -122,7 +122,7 @@ def norm_linear_silu_backward_into(
     weight: torch.Tensor, bias: torch.Tensor | None, eps: float, z: torch.Tensor, normed: torch.Tensor,
     means: torch.Tensor, rstds: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """See `tritonrec.kernels.norm_linear_silu.reference.norm_linear_silu_backward_into`."""
+    """See `tritonrec.kernels.norm_linear_silu.op.norm_linear_silu_backward_into_reference`."""
     if weight.dtype in LOW:
         return BACKWARD_INTO(
             dy, x, norm_weight, norm_bias, weight, bias, eps, z, normed, means, rstds

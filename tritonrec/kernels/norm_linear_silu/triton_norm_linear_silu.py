@@ -24,7 +24,7 @@ from tritonrec.kernels.linear.triton_linear import (
     linear_weight_grad,
     multiply_add,
 )
-from tritonrec.kernels.norm_linear_silu.reference import NO_DROPOUT, outputs
+from tritonrec.kernels.norm_linear_silu.op import NO_DROPOUT, outputs
 from tritonrec.kernels.norm_mul_dropout.triton_norm import (
     norm_mul_dropout_backward,
     norm_mul_dropout_backward_exact,
@@ -103,7 +103,7 @@ def norm_linear_silu_backward_exact(
     normed: torch.Tensor, means: torch.Tensor, rstds: torch.Tensor, seq_offsets: torch.Tensor,
     fraction_bits: int, names: list[str],
 ) -> torch.Tensor:  # fmt: skip
-    """See `tritonrec.kernels.norm_linear_silu.reference.norm_linear_silu_backward_exact`."""
+    """See `tritonrec.kernels.norm_linear_silu.op.norm_linear_silu_backward_exact_reference`."""
     means, rstds = means.contiguous(), rstds.contiguous()
     norm = norm_weight.contiguous(), norm_bias.contiguous()
     dnormed = _differentiate_silu(dy, x, *norm, weight, bias, z, means, rstds)
@@ -125,7 +125,7 @@ def norm_linear_silu_backward_into(
     weight: torch.Tensor, bias: torch.Tensor | None, eps: float, z: torch.Tensor, normed: torch.Tensor,
     means: torch.Tensor, rstds: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """See `tritonrec.kernels.norm_linear_silu.reference.norm_linear_silu_backward_into`."""
+    """See `tritonrec.kernels.norm_linear_silu.op.norm_linear_silu_backward_into_reference`."""
     means, rstds = means.contiguous(), rstds.contiguous()
     again = dy.new_empty(0 if len(normed) == len(x) else len(x), x.shape[1])
     if len(again):

@@ -4,7 +4,7 @@
 import numpy as np
 import torch
 
-from tritonrec.kernels.norm_mul_dropout.reference import by_terms
+from tritonrec.kernels.norm_mul_dropout.op import by_terms
 from tritonrec.kernels.numba_float import dot
 from tritonrec.kernels.philox import DROPOUT
 from tritonrec.kernels.philox.numba_philox import philox4x32

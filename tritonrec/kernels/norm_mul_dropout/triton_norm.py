@@ -28,7 +28,7 @@ from tritonrec.kernels.fixed_point.triton_fixed_point import (
     round_to_fixed_point,
     without_zeros,
 )
-from tritonrec.kernels.norm_mul_dropout.reference import by_terms
+from tritonrec.kernels.norm_mul_dropout.op import by_terms
 from tritonrec.kernels.philox import DROPOUT, Seed, in_kernel
 from tritonrec.kernels.philox.triton_philox import high_word, low_word, philox4x32
 from tritonrec.kernels.races import declared
@@ -271,7 +271,7 @@ def norm_mul_dropout_backward_exact(
     sample_ids: torch.Tensor | None, positions: torch.Tensor | None, means: torch.Tensor, rstds: torch.Tensor,
     fraction_bits: int, names: list[str],
 ) -> torch.Tensor:  # fmt: skip
-    """See `tritonrec.kernels.norm_mul_dropout.reference.norm_mul_dropout_backward_exact`."""
+    """See `tritonrec.kernels.norm_mul_dropout.op.norm_mul_dropout_backward_exact_reference`."""
     given = du, dy, x, u, weight, bias, p, seed, sample_ids, positions, means, rstds
     if not dispatch.has_int64_atomics(x):
         by_sum = by_terms(norm_mul_dropout_backward_into, "triton")

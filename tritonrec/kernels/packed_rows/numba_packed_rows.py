@@ -12,7 +12,7 @@ import torch
 
 from tritonrec.kernels.fixed_point.numba_fixed_point import add_terms
 from tritonrec.kernels.numba_intrinsics import prefetch
-from tritonrec.kernels.packed_rows.reference import report_packed_sum
+from tritonrec.kernels.packed_rows.op import report_packed_sum
 from tritonrec.kernels.row_layout import contiguous_rows, flat_rows
 from tritonrec.kernels.rows.numba_segment_sum import AHEAD
 

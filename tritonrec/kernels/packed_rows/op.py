@@ -21,12 +21,18 @@ All implementations give the same bytes. Nothing is lost: adding the packed rows
 
 from __future__ import annotations
 
+import struct
+from typing import Any
+
 import numpy as np
 import torch
 
-from tritonrec.kernels.dispatch import Impl
-from tritonrec.kernels.fixed_point.errors import FRACTION_BITS
-from tritonrec.kernels.packed_rows.register import ADD_PACKED_ROWS, PACK_ROWS, check_widths
+from tritonrec.kernels.dispatch import Impl, on_host
+from tritonrec.kernels.fixed_point.errors import FRACTION_BITS, check_fraction_bits, late_error, sum_error
+from tritonrec.kernels.op import Op
+from tritonrec.kernels.padding import report
+from tritonrec.kernels.row_layout import check_matrix, check_rows
+from tritonrec.kernels.rows.op import add_batch
 
 
 def pack_rows(
@@ -101,3 +107,161 @@ def packed_bytes(widths: torch.Tensor, counts: list[int], dim: int) -> list[int]
     ends = np.cumsum(widths.numpy() & 0x7F, dtype=np.int64)
     cuts = np.concatenate([[0], ends])[np.cumsum([0, *counts])]
     return [int(length) for length in np.diff(cuts) * dim]
+
+
+# Reference: packed rows, one element at a time, in Python's unbounded integers.
+
+FLOAT = 0x84
+
+
+def pack_rows_reference(values: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `pack_rows`."""
+    widths, packed = [], bytearray()
+    for row in rows.tolist():
+        elements = values[row].tolist()
+        width = width_of(elements)
+        encoded = [encode(element, width) for element in elements]
+        widths.append(width)
+        packed += bytes(element[plane] for plane in range(width & 0x7F) for element in encoded)
+    on = values.device
+    return torch.tensor(widths, dtype=torch.uint8, device=on), torch.tensor(
+        list(packed), dtype=torch.uint8, device=on
+    )
+
+
+def unpack_rows(widths: torch.Tensor, packed: torch.Tensor, dim: int) -> list[list[int | float]]:
+    """K rows of D elements, as `pack_rows` found them; a float that is no int64 stays one."""
+    rows, planes, start = [], bytes(packed.tolist()), 0
+    for width in widths.tolist():
+        stop = start + (width & 0x7F) * dim
+        rows.append([decode(planes[start + d : stop : dim], width) for d in range(dim)])
+        start = stop
+    return rows
+
+
+def add_packed_rows_reference(
+    out: torch.Tensor,
+    segments: torch.Tensor,
+    widths: torch.Tensor,
+    packed: torch.Tensor,
+    name: str,
+    fraction_bits: int,
+) -> None:
+    """See `add_packed_rows`."""
+    code = add_batch(out, unpack_rows(widths, packed, out.shape[1]), segments, fraction_bits)
+    report_packed_sum(code, name, segments, widths, packed, out.shape[1], fraction_bits)
+
+
+def report_packed_sum(
+    code: torch.Tensor | int,
+    name: str,
+    segments: torch.Tensor,
+    widths: torch.Tensor,
+    packed: torch.Tensor,
+    dim: int,
+    fraction_bits: int,
+) -> None:
+    """Raise the error of 1 + row * D + column of the first element whose sum leaves int64; 0 is none."""
+
+    def error(code: int) -> Exception:
+        row, column = divmod(code - 1, dim)
+        start = int((widths[:row] & 0x7F).sum()) * dim
+        size = int(widths[row] & 0x7F) * dim
+        (terms,) = unpack_rows(widths[row : row + 1], packed[start : start + size], dim)
+        return sum_error(name, (row, column), terms[column], int(segments[row]), fraction_bits)
+
+    report(code, None, error, late_error(name, dim, fraction_bits))
+
+
+def width_of(elements: list[int]) -> int:
+    """0, 1 to 8 or FLOAT: see `kernels.packed_rows`."""
+    if not any(elements):
+        return 0
+    width = next(w for w in range(1, 9) if all(-(1 << 8 * w - 1) <= x < 1 << 8 * w - 1 for x in elements))
+    return FLOAT if width > 4 and all(is_float32(x) for x in elements) else width
+
+
+def is_float32(integer: int) -> bool:
+    return decode(encode(integer, FLOAT), FLOAT) == integer
+
+
+def encode(integer: int, width: int) -> bytes:
+    return struct.pack("<f", integer) if width == FLOAT else integer.to_bytes(width, "little", signed=True)
+
+
+def decode(element: bytes, width: int) -> int | float:
+    if width == FLOAT:
+        number = struct.unpack("<f", element)[0]
+        return int(number) if -(2**63) <= number < 2**63 else number  # of bytes that `encode` never gives
+    return int.from_bytes(element, "little", signed=True)
+
+
+def _check_list(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    if tensor.dim() != 1 or tensor.dtype != dtype:
+        raise ValueError(f"{name} must be 1-D {dtype}, got {tuple(tensor.shape)} {tensor.dtype}")
+
+
+def check_widths(widths: torch.Tensor, dim: int, packed: torch.Tensor | None = None) -> None:
+    """Refuse an invalid width, and bytes of another number than the rows have; waits for the device once."""
+    bad: Any
+    if on_host(widths):  # a call of numpy takes a fifth of torch's time
+        values = widths.numpy()
+        bad = (values > 8) & (values != FLOAT)
+        wrong, total = bad.any(), int((values & 0x7F).sum(dtype=np.int64))
+    else:
+        bad = (widths > 8) & (widths != FLOAT)
+        wrong, total = torch.stack([bad.any().long(), (widths & 0x7F).sum()]).tolist()
+        bad = bad.byte()
+    if wrong:
+        first = int(bad.argmax())
+        raise ValueError(f"widths[{first}] = {int(widths[first])} must be 0 to 8 or {FLOAT}")
+    total *= dim
+    if packed is not None and len(packed) != total:
+        raise ValueError(
+            f"packed must have the {total} bytes of rows of these widths and dim {dim}, got {len(packed)}"
+        )
+
+
+def _check_pack(values, rows) -> None:
+    check_matrix("values", values, torch.int64)
+    _check_list("rows", rows, torch.int64)
+
+
+def _check_row_numbers(values, rows) -> None:
+    check_rows("rows", rows, values.shape[0])
+
+
+def _fake_pack(values, rows):
+    size = torch.library.get_ctx().new_dynamic_size()
+    return tuple(values.new_empty(length, dtype=torch.uint8) for length in (rows.shape[0], size))
+
+
+PACK_ROWS = Op(
+    "pack_rows(Tensor values, Tensor rows) -> (Tensor, Tensor)",
+    reference=pack_rows_reference, cpu="numba_packed_rows:pack_rows", triton="triton_packed_rows:pack_rows",
+    check=_check_pack, check_memory=_check_row_numbers, fake=_fake_pack,
+)  # fmt: skip
+
+
+def _check_add(out, segments, widths, packed, fraction_bits) -> None:
+    check_matrix("out", out, torch.int64, in_place=True)
+    _check_list("segments", segments, torch.int64)
+    _check_list("widths", widths, torch.uint8)
+    _check_list("packed", packed, torch.uint8)
+    if widths.shape != segments.shape:
+        raise ValueError(f"widths must be one for each of {len(segments)} segments, got {len(widths)}")
+    check_fraction_bits(fraction_bits)
+
+
+def _check_bytes(out, segments, widths, packed) -> None:
+    check_widths(widths, out.shape[1], packed)
+    check_rows("segments", segments, out.shape[0])
+
+
+ADD_PACKED_ROWS = Op(
+    "add_packed_rows(Tensor(a!) out, Tensor segments, Tensor widths, Tensor packed, str name, "
+    "int fraction_bits) -> ()",
+    reference=add_packed_rows_reference, cpu="numba_packed_rows:add_packed_rows",
+    triton="triton_packed_rows:add_packed_rows",
+    check=_check_add, check_memory=_check_bytes,
+)  # fmt: skip

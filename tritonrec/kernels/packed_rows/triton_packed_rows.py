@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, any_of, is_far
-from tritonrec.kernels.packed_rows.reference import report_packed_sum
+from tritonrec.kernels.packed_rows.op import report_packed_sum
 from tritonrec.kernels.races import declared
 from tritonrec.kernels.row_layout import contiguous_rows
 from tritonrec.kernels.rows import triton_segment_sum

@@ -147,7 +147,7 @@ def sampled_softmax_backward(
     dloss: torch.Tensor, hidden: torch.Tensor, positive: torch.Tensor, negatives: torch.Tensor,
     valid: torch.Tensor, scale: float, rows: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """See `tritonrec.kernels.sampled_softmax.reference.sampled_softmax_backward`."""
+    """See `tritonrec.kernels.sampled_softmax.op.sampled_softmax_backward_reference`."""
     last = negatives if rows is None else valid
     gradients = tuple(hidden.new_empty(each.shape) for each in (hidden, positive, last))
     if len(hidden) == 0:

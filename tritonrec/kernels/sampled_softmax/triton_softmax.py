@@ -164,7 +164,7 @@ def sampled_softmax_backward(
     dloss: torch.Tensor, hidden: torch.Tensor, positive: torch.Tensor, negatives: torch.Tensor,
     valid: torch.Tensor, scale: float, rows: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """See `tritonrec.kernels.sampled_softmax.reference.sampled_softmax_backward`."""
+    """See `tritonrec.kernels.sampled_softmax.op.sampled_softmax_backward_reference`."""
     hidden, positive, valid = (t.contiguous() for t in (hidden, positive, valid))
     dhidden, dpositive = map(torch.empty_like, (hidden, positive))
     last = hidden.new_empty(negatives.shape if rows is None else valid.shape)

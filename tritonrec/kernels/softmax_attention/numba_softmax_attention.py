@@ -17,7 +17,7 @@ from tritonrec.kernels.numba_sequences import transpose
 from tritonrec.kernels.philox import DROPOUT
 from tritonrec.kernels.philox.reference import halves
 from tritonrec.kernels.row_layout import flat
-from tritonrec.kernels.softmax_attention.reference import Call
+from tritonrec.kernels.softmax_attention.op import Call
 from tritonrec.kernels.workers import over_ranges
 
 from ..caches import njit

@@ -15,7 +15,7 @@ import torch
 
 from tritonrec.kernels.padding import first_valid
 from tritonrec.kernels.row_layout import contiguous_rows, flat, flat_rows
-from tritonrec.kernels.sparse_optimizers.reference import LANES, scalars
+from tritonrec.kernels.sparse_optimizers.op import LANES, scalars
 
 from ..caches import njit
 

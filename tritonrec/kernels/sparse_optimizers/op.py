@@ -40,10 +40,17 @@ nothing (`kernels.padding`). They raise
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
 import torch
 
 from tritonrec.kernels.dispatch import Impl
-from tritonrec.kernels.sparse_optimizers.register import SPARSE_LAZY_DECAY, SPARSE_UPDATES
+from tritonrec.kernels.op import Op
+from tritonrec.kernels.padding import check_scalar, first_valid
+from tritonrec.kernels.row_layout import check_matrix, check_rows
 
 
 def sparse_sgd(
@@ -225,3 +232,224 @@ def sparse_lazy_decay(
         step: the number of this update, 1 to 2**24.
     """
     SPARSE_LAZY_DECAY(weight, last_update, indices, factors, step, count, impl=impl)
+
+
+# Reference: the updates in numpy float32, one row at a time, one rounding per written operation.
+
+LANES = 16
+STATES = {
+    "sgd": (),
+    "momentum_sgd": ("momentum_buffer",),
+    "nesterov_sgd": ("momentum_buffer",),
+    "adagrad": ("state",),
+    "rowwise_adagrad": ("state",),
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "rowwise_adam": ("exp_avg", "exp_avg_sq"),
+}
+"""By rule the names of its states: each (R, D), but the last one of a row-wise rule (R, 1)."""
+DECOUPLED = ("adamw", "rowwise_adam")
+"""Rules whose weight decay scales the weight; that of the others adds to the gradient."""
+
+
+def is_row_wise(rule: str) -> bool:
+    """Whether the last state has one value a row."""
+    return rule.startswith("rowwise")
+
+
+def has_correction(rule: str) -> bool:
+    """Whether the rule corrects the bias of its moments, by the number of the step."""
+    return rule.endswith(("adam", "adamw"))
+
+
+class Scalars(NamedTuple):
+    """Numbers of one step in float32: `rest1` is 1 - beta1, `l2` times w goes into g, `decay` scales w."""
+
+    rate: np.float32
+    eps: np.float32
+    beta1: np.float32
+    rest1: np.float32
+    beta2: np.float32
+    rest2: np.float32
+    l2: np.float32
+    decay: np.float32
+
+
+def scalars(
+    rule: str, lr: float, eps: float, beta1: float, beta2: float, weight_decay: float, step: int
+) -> Scalars:
+    """Computed in float64 and rounded once. Adam's rate has the bias correction. In the rules with decoupled
+    decay, as in their sources, eps has it as well: sqrt(v / c) + eps is (sqrt(v) + eps * sqrt(c)) / sqrt(c).
+    """
+    rate, decoupled = lr, rule in DECOUPLED
+    if has_correction(rule):
+        correction = math.sqrt(1 - beta2**step)
+        rate = lr * correction / (1 - beta1**step)
+        eps = eps * correction if decoupled else eps
+    l2, decay = (0.0, decay_factor(lr, weight_decay)) if decoupled else (weight_decay, 1.0)
+    values = rate, eps, beta1, 1 - beta1, beta2, 1 - beta2, l2, decay
+    return Scalars(*(np.float32(value) for value in values))
+
+
+def decay_factor(lr: float, weight_decay: float) -> float:
+    """What decoupled decay multiplies a weight with in one update; float32 when it is used."""
+    return 1 - lr * weight_decay
+
+
+def mean_square(row: np.ndarray) -> np.float32:
+    """Mean of squares: lane j adds columns j, j + 16, ...; then halves are added to halves."""
+    lanes = np.zeros(LANES, np.float32)
+    for column, value in enumerate(row):
+        lanes[column % LANES] += value * value
+    while len(lanes) > 1:
+        lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
+    return lanes[0] / np.float32(len(row))
+
+
+def _rows(
+    indices: torch.Tensor, count: torch.Tensor | None, *tables: torch.Tensor
+) -> Iterator[tuple[np.ndarray, ...]]:
+    """For each valid index its row of each table, to be written in place."""
+    rows = first_valid(indices, count).tolist() if tables[0].shape[1] else []
+    for row in rows:
+        yield tuple(table.detach()[row].numpy() for table in tables)
+
+
+def update_reference(*arguments: Any, rule: str) -> None:
+    """See `sparse_optimizers`."""
+    weight, *states, indices, grad, lr, eps, beta1, beta2, weight_decay, step, count = arguments
+    rate, e, b1, rest1, b2, rest2, l2, decay = scalars(rule, lr, eps, beta1, beta2, weight_decay, step)
+    gradients = grad.detach().numpy()
+    for (w, *state), g in zip(_rows(indices, count, weight, *states), gradients, strict=False):
+        if l2 != 0:
+            g = g + l2 * w
+        w *= decay
+        if rule == "sgd":
+            w -= rate * g
+        elif rule == "momentum_sgd":
+            (m,) = state
+            m[:] = b1 * m + g
+            w -= rate * m
+        elif rule == "nesterov_sgd":
+            (m,) = state
+            m[:] = b1 * m + g
+            w -= rate * (g + b1 * m)
+        elif rule == "adagrad":
+            (s,) = state
+            s += g * g
+            w -= (rate * g) / (np.sqrt(s) + e)
+        elif rule == "rowwise_adagrad":
+            (s,) = state
+            s += mean_square(g)
+            w -= (rate / (np.sqrt(s[0]) + e)) * g
+        else:
+            m, v = state
+            m[:] = b1 * m + rest1 * g
+            v[:] = b2 * v + rest2 * (mean_square(g) if is_row_wise(rule) else g * g)
+            w -= (rate * m) / (np.sqrt(v) + e)
+
+
+def lazy_decay_reference(
+    weight: torch.Tensor,
+    last_update: torch.Tensor,
+    indices: torch.Tensor,
+    factors: torch.Tensor,
+    step: int,
+    count: torch.Tensor | None,
+) -> None:
+    """See `sparse_lazy_decay`."""
+    for w, last in _rows(indices, count, weight, last_update):
+        done = int(min(last[0], step)) if last[0] >= 1 else step - 1
+        for factor in factors[done:step].numpy():
+            w *= factor
+        last[0] = step
+
+
+MOST_UPDATES = 1 << 24
+"""Updates that lazy decay can count: a row's last one is a float32."""
+
+
+def _check_weight(weight, indices, count) -> None:
+    check_matrix("weight", weight, torch.float32, in_place=True)
+    if indices.dim() != 1 or indices.dtype != torch.int64:
+        raise ValueError(f"indices must be (K,) int64, got {tuple(indices.shape)} {indices.dtype}")
+    check_scalar("count", count)
+
+
+def _check_grad(weight, indices, grad) -> None:
+    check_matrix("grad", grad, torch.float32)
+    if grad.shape[0] != indices.shape[0] or grad.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"grad must be ({indices.shape[0]}, {weight.shape[1]}) to go with indices "
+            f"{tuple(indices.shape)} and weight {tuple(weight.shape)}, got {tuple(grad.shape)}"
+        )
+
+
+def _check_state(name: str, state: torch.Tensor, weight: torch.Tensor, columns: int) -> None:
+    check_matrix(name, state, torch.float32, in_place=True)
+    if state.shape != (weight.shape[0], columns):
+        raise ValueError(f"{name} must be ({weight.shape[0]}, {columns}), got {tuple(state.shape)}")
+
+
+def _check_states(rule: str):
+    names = STATES[rule]
+    narrow = names[-1] if is_row_wise(rule) else None
+
+    def check(weight, momentum_buffer=None, state=None, exp_avg=None, exp_avg_sq=None) -> None:
+        given = {"momentum_buffer": momentum_buffer, "state": state}
+        given |= {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        for name in names:
+            _check_state(name, given[name], weight, 1 if name == narrow else weight.shape[1])
+
+    return check
+
+
+def _check_numbers(rule: str):
+    def check(beta1, beta2, weight_decay, step) -> None:
+        if step < 1:
+            raise ValueError(f"step counts from 1, got {step}")
+        if has_correction(rule) and not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+            raise ValueError(f"betas must lie in [0, 1), got {beta1} and {beta2}")
+        if "momentum_buffer" in STATES[rule] and not 0 <= beta1 < 1:
+            raise ValueError(f"momentum must lie in [0, 1), got {beta1}")
+        if not 0 <= weight_decay < math.inf:
+            raise ValueError(f"weight_decay must be at least 0 and finite, got {weight_decay}")
+
+    return check
+
+
+def _check_lazy_decay(weight, last_update, factors, step) -> None:
+    _check_state("last_update", last_update, weight, 1)
+    if not 1 <= step <= MOST_UPDATES:
+        raise ValueError(f"step must be 1 to {MOST_UPDATES}, which a float32 counts exactly, got {step}")
+    if factors.dim() != 1 or factors.dtype != torch.float32 or factors.shape[0] < step:
+        raise ValueError(
+            f"factors must be float32, one for each of the {step} updates, got {tuple(factors.shape)} "
+            f"{factors.dtype}"
+        )
+
+
+def _check_rows(weight, indices, count) -> None:
+    check_rows("indices", indices, weight.shape[0], count)
+
+
+def _record(rule: str) -> Op:
+    states = "".join(f"Tensor({mark}!) {name}, " for mark, name in zip("bc", STATES[rule], strict=False))
+    return Op(
+        f"sparse_{rule}(Tensor(a!) weight, {states}Tensor indices, Tensor grad, float lr, float eps, "
+        "float beta1, float beta2, float weight_decay, int step, Tensor? count) -> ()",
+        reference=update_reference, cpu="numba_sparse_optimizers:update",
+        triton="triton_sparse_optimizers:update", rule=rule,
+        check=(_check_weight, _check_grad, _check_states(rule), _check_numbers(rule)),
+        check_memory=_check_rows,
+    )  # fmt: skip
+
+
+SPARSE_UPDATES = {rule: _record(rule) for rule in STATES}
+SPARSE_LAZY_DECAY = Op(
+    "sparse_lazy_decay(Tensor(a!) weight, Tensor(b!) last_update, Tensor indices, Tensor factors, int step, "
+    "Tensor? count) -> ()",
+    reference=lazy_decay_reference, cpu="numba_sparse_optimizers:lazy_decay",
+    triton="triton_sparse_optimizers:lazy_decay", check=(_check_weight, _check_lazy_decay),
+    check_memory=_check_rows,
+)  # fmt: skip

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from tritonrec.kernels.row_layout import contiguous_rows
-from tritonrec.kernels.sparse_optimizers.reference import is_row_wise, scalars
+from tritonrec.kernels.sparse_optimizers.op import is_row_wise, scalars
 from tritonrec.kernels.triton_padding import num_valid
 
 ELEMENTS, BLOCK_D, NUM_WARPS = 1024, 128, 4

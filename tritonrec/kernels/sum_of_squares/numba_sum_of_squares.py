@@ -8,7 +8,7 @@ import torch
 
 from tritonrec.kernels.caches import njit
 from tritonrec.kernels.padding import first_valid
-from tritonrec.kernels.sum_of_squares.reference import MOST
+from tritonrec.kernels.sum_of_squares.op import MOST
 from tritonrec.kernels.workers import over_ranges
 
 UNIT = 2.0**32

@@ -10,13 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonrec.kernels.sum_of_squares import reference
+from tritonrec.kernels.sum_of_squares import op
 from tritonrec.kernels.triton_padding import num_valid
 
 BLOCK, NUM_WARPS = 1024, 4
 # so many programs fill every GPU, and 1024 limbs of 2**50 fit into int64
 PROGRAMS = 1024
-MOST = tl.constexpr(reference.MOST)
+MOST = tl.constexpr(op.MOST)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from tritonrec.kernels import murmur
 from tritonrec.kernels.murmur.numba_murmur import mix64
 from tritonrec.kernels.numba_intrinsics import equal_mask4, lowest_bit, prefetch
 from tritonrec.kernels.padding import num_valid
-from tritonrec.kernels.unique.reference import pad_unique
+from tritonrec.kernels.unique.op import pad_unique
 
 from ..caches import njit
 

@@ -7,7 +7,8 @@ from typing import Literal, overload
 import torch
 
 from tritonrec.kernels.dispatch import Impl
-from tritonrec.kernels.unique.register import UNIQUE, UNIQUE_PADDED, UNIQUE_TABLE
+from tritonrec.kernels.op import Op
+from tritonrec.kernels.padding import check_scalar, num_valid, pad
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Padded = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -73,3 +74,81 @@ def unique(
     if not padded:
         raise ValueError("unique gives its table with padded=True")
     return UNIQUE_TABLE(keys, count, impl=impl)
+
+
+# Reference: dedup as a loop over a dict.
+
+
+def unique_reference(
+    keys: torch.Tensor, count: torch.Tensor | None, padded: bool, table: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """See `unique`."""
+    position_of: dict[int, int] = {}
+    inverse: list[int] = []
+    counts: list[int] = []
+    for key in keys[: num_valid(count, keys.numel())].tolist():
+        position = position_of.setdefault(key, len(position_of))
+        if position == len(counts):
+            counts.append(0)
+        counts[position] += 1
+        inverse.append(position)
+    order, inverse_, counts_ = (
+        torch.tensor(values, dtype=torch.int64, device=keys.device)
+        for values in (list(position_of), inverse, counts)
+    )
+    return pad_unique(order, inverse_, counts_, keys.numel(), padded, table)
+
+
+def pad_unique(
+    order: torch.Tensor,
+    inverse: torch.Tensor,
+    counts: torch.Tensor,
+    size: int,
+    padded: bool,
+    table: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """Results over the valid keys as results over all `size` keys; a `table` without slots."""
+    inverse = pad(inverse, size, -1)
+    if not padded:
+        return order, inverse, counts
+    slots = (order.new_empty(0, dtype=torch.int32),) * table
+    return pad(order, size, 0), inverse, pad(counts, size, 0), order.new_full((), order.numel()), *slots
+
+
+def _check(keys, count) -> None:
+    if keys.dtype != torch.int64 or keys.dim() != 1:
+        raise ValueError(f"keys must be (K,) int64, got shape {tuple(keys.shape)} {keys.dtype}")
+    if keys.numel() >= 1 << 31:
+        raise ValueError(f"unique takes fewer than 2**31 keys, got {keys.numel()}")
+    check_scalar("count", count)
+
+
+def _fake(keys):
+    size = torch.library.get_ctx().new_dynamic_size()
+    return keys.new_empty(size), torch.empty_like(keys), keys.new_empty(size)
+
+
+def _fake_padded(keys):
+    return (*(torch.empty_like(keys) for _ in range(3)), keys.new_empty(()))
+
+
+def _fake_table(keys):
+    slots = torch.library.get_ctx().new_dynamic_size()
+    return *_fake_padded(keys), keys.new_empty(slots, dtype=torch.int32)
+
+
+UNIQUE = Op(
+    "unique(Tensor keys, Tensor? count) -> (Tensor, Tensor, Tensor)",
+    reference=unique_reference, cpu="numba_unique:unique", triton="triton_unique:unique",
+    check=_check, fake=_fake, padded=False,
+)  # fmt: skip
+UNIQUE_PADDED = Op(
+    "unique_padded(Tensor keys, Tensor? count) -> (Tensor, Tensor, Tensor, Tensor)",
+    reference=unique_reference, cpu="numba_unique:unique", triton="triton_unique:unique",
+    check=_check, fake=_fake_padded, padded=True,
+)  # fmt: skip
+UNIQUE_TABLE = Op(
+    "unique_table(Tensor keys, Tensor? count) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference=unique_reference, cpu="numba_unique:unique", triton="triton_unique:unique",
+    check=_check, fake=_fake_table, padded=True, table=True,
+)  # fmt: skip

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from tritonrec.kernels import triton_scratch
 from tritonrec.kernels.triton_padding import num_valid
-from tritonrec.kernels.unique.reference import pad_unique
+from tritonrec.kernels.unique.op import pad_unique
 
 BLOCK, NUM_WARPS = 256, 4
 
