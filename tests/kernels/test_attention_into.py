@@ -4,14 +4,12 @@ from itertools import product
 
 import pytest
 import torch
+from impls import GPU, IMPLS
 from speeds import slow_on_triton
 
 from tritonrec.kernels.hstu_attention.call import Call
 from tritonrec.kernels.hstu_attention.register import HSTU_ATTENTION_BACKWARD
 
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
-IMPLS = ["reference", "cpu", TRITON]
 HEADS, DIM_QK, DIM_V = 2, 5, 7
 GUARD = 3  # columns of the buffer between the heads of gradients
 CASES = {

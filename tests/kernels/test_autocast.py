@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from impls import GPU, IMPLS, TRITON, on
 from speeds import slow_except
 from test_arguments import CALLS, OFFSETS, call, label, some, whole
 
@@ -14,10 +15,7 @@ from tritonrec.kernels import dispatch
 from tritonrec.kernels.autocast import autocast_dtype, to_dtype
 from tritonrec.kernels.norm_linear_silu.register import NORM_LINEAR_SILU, NORM_LINEAR_SILU_BACKWARD_EXACT
 
-GPU = torch.cuda.is_available()
 LOW = [torch.bfloat16, torch.float16]
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
-IMPLS = ["reference", "cpu", TRITON]
 # Triton's interpreter cuts a float32 to bfloat16 where compiled code rounds it.
 DTYPES = LOW if GPU or dispatch.emulated else [torch.float16]
 PAIRS = [(impl, dtype) for impl in IMPLS[:2] for dtype in LOW]
@@ -28,10 +26,6 @@ PAGE = (Path(__file__).parents[2] / "docs" / "ops.md").read_text()
 
 def mixed(dtype=torch.bfloat16, **options):
     return torch.autocast("cuda" if GPU else "cpu", dtype, **options)
-
-
-def on(impl, tensor):
-    return tensor.cuda() if impl == "triton" and GPU and tensor is not None else tensor
 
 
 def rules():

@@ -5,25 +5,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from impls import GPU, HOST_TRITON, IMPLS, TRITON, on
 from murmur_inverse import key_with_hash
 
 from tritonrec.kernels import row_layout
 from tritonrec.kernels.bucketize import bucketize, counting_sort, owner_of
 
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
-# Out of range is an asynchronous device assertion on a GPU, after which the process has no GPU.
-HOST_TRITON = pytest.param(
-    "triton", marks=[pytest.mark.interpreter, pytest.mark.skipif(GPU, reason="host check")]
-)
-IMPLS = ["reference", "cpu", TRITON]
 SMALLEST, LARGEST = -(2**63), 2**63 - 1
 MASK = 2**64 - 1
 EDGES = torch.tensor([0, 1, -1, SMALLEST, LARGEST, 2**32, -(2**32), 0, -1])
-
-
-def on(impl, tensor):
-    return tensor.cuda() if impl == "triton" and GPU else tensor
 
 
 def owner(key, world_size):

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
+from impls import TRITON
 from test_arguments import CALLS as OPS
 from test_derivatives import CALLS as DIFFERENTIABLE
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tritonrec import ops
 
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
 DEFAULTS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 IDS = torch.tensor([5, -1, 2**63 - 1])
 

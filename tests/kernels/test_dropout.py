@@ -2,14 +2,12 @@
 
 import pytest
 import torch
+from impls import GPU, IMPLS
 
 from tritonrec.kernels.dropout import dropout
 from tritonrec.kernels.norm_mul_dropout.reference import kept_columns
 from tritonrec.kernels.philox import DROPOUT
 
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
-IMPLS = ["reference", "cpu", TRITON]
 SAMPLES, POSITIONS = torch.tensor([-5, 2**33, 7, 7]), torch.tensor([0, 3, 3, 2**40 + 1])
 
 

@@ -7,19 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from impls import IMPLS, TRITON, on
 
 from tritonrec.kernels.deferred import NONE
 from tritonrec.kernels.fixed_point import ExactSumError, from_fixed_point, to_fixed_point
 from tritonrec.kernels.fixed_point.errors import late_error, report_exact_gradients, sum_error
 from tritonrec.kernels.rows.numba_segment_sum import add_products, add_rows, segment_sum
-
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
-IMPLS = ["reference", "cpu", TRITON]
-
-
-def on(impl, tensor):
-    return tensor.cuda() if impl == "triton" and GPU else tensor
 
 
 def floats_of_all_sizes(count):

@@ -5,22 +5,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from impls import GPU, HOST_TRITON, IMPLS, TRITON, on
 
 from tritonrec.kernels.rows import gather_rows, scatter_rows
 
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
-# Out of range is an asynchronous device assertion on a GPU, after which the process has no GPU.
-HOST_TRITON = pytest.param(
-    "triton", marks=[pytest.mark.interpreter, pytest.mark.skipif(GPU, reason="host check")]
-)
-IMPLS = ["reference", "cpu", TRITON]
 TWO = torch.arange(2)
 SHAPES = [(1, 1, 1), (5, 0, 3), (5, 4, 0), (7, 15, 127), (7, 16, 128), (7, 17, 129), (40, 33, 13)]
-
-
-def on(impl, tensor):
-    return tensor.cuda() if impl == "triton" and GPU else tensor
 
 
 def bits(tensor):

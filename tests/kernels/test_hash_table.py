@@ -4,16 +4,13 @@ import pytest
 import torch
 from hash_tables import (
     EXTREMES,
-    GPU,
-    IMPLS,
-    TRITON,
     contents,
     empty,
     insert_in_walk,
     keys_of,
-    on,
     same_home,
 )
+from impls import GPU, IMPLS, TRITON, on
 from murmur_inverse import key_with_hash
 
 from tritonrec.kernels.hash_table import (

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from hash_tables import EXTREMES, IMPLS, TRITON, contents, empty, in_walk, insert_in_walk, keys_of, on
+from hash_tables import EXTREMES, contents, empty, in_walk, insert_in_walk, keys_of
+from impls import IMPLS, TRITON, on
 
 from tritonrec.kernels.hash_table import (
     HashTableFullError,

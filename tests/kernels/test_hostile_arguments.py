@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from attention_cases import grouped
-from hash_tables import EXTREMES, IMPLS, keys_of, on
+from hash_tables import EXTREMES, keys_of
+from impls import IMPLS, on
 from test_arguments import whole
 
 from tritonrec import ops

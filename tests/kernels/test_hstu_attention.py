@@ -9,14 +9,12 @@ from attention_cases import grouped
 from float_error import assert_error_at_most_twice
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from impls import GPU, IMPLS, TRITON, on
 from speeds import slow_on_triton
 
 from tritonrec.kernels.hstu_attention import HSTUMask, hstu_attention
 from tritonrec.kernels.hstu_attention.call import Call
 
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
-IMPLS = ["reference", "cpu", TRITON]
 GRADIENTS = ("out", "dq", "dk", "dv")
 N = 11  # the normaliser: no power of two, and no length of a case
 
@@ -44,10 +42,6 @@ QUICK = (
     "empty", "all_empty", "one_row", "step_minus_one", "step_plus_one", "block_plus_one", "wider_values",
     "wider_keys", "targets", "non_contiguous",
 )  # fmt: skip
-
-
-def on(impl, tensor):
-    return tensor.cuda() if impl == "triton" and GPU and tensor is not None else tensor
 
 
 @lru_cache

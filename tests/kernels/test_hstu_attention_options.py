@@ -10,9 +10,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from attention_cases import CASES, IMPLS, RESULTS, TRITON, N, doubled, grouped, judge, make, on, run
+from attention_cases import CASES, RESULTS, N, doubled, grouped, judge, make, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from impls import IMPLS, TRITON, on
 from speeds import slow_except, slow_on_triton
 
 from tritonrec.kernels.hstu_attention import HSTUBias, HSTUMask, checks, hstu_attention, reference

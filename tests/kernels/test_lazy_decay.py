@@ -4,13 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from impls import GPU, IMPLS
 
 from tritonrec.kernels.sparse_optimizers import sparse_lazy_decay
 from tritonrec.kernels.sparse_optimizers.register import MOST_UPDATES
-
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
-IMPLS = ["reference", "cpu", TRITON]
 
 
 def factors(steps, seed=0):

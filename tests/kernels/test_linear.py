@@ -7,15 +7,12 @@ import torch
 from float_error import assert_error_at_most_twice
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from impls import GPU, IMPLS, TRITON, on
 
 from tritonrec.kernels.fixed_point import ExactSumError
 from tritonrec.kernels.fused import fused_multiply_add
 from tritonrec.kernels.linear import linear, linear_weight_grad
 from tritonrec.kernels.linear.register import LINEAR
-
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
-IMPLS = ["reference", "cpu", TRITON]
 
 # name: tokens, inputs, outputs
 SHAPES = {
@@ -30,10 +27,6 @@ SHAPES = {
     "block_plus_one": (33, 33, 33),
     "wide": (9, 130, 70),
 }
-
-
-def on(impl, tensor):
-    return tensor.cuda() if impl == "triton" and GPU else tensor
 
 
 def case(name, seed=0):

@@ -8,6 +8,7 @@ import torch
 from float_error import assert_error_at_most_twice
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from impls import GPU, IMPLS, TRITON, on
 from speeds import slow_on_triton
 
 from tritonrec import ops
@@ -15,9 +16,6 @@ from tritonrec.kernels.norm_linear_silu import norm_linear_silu
 from tritonrec.kernels.norm_linear_silu.reference import outputs
 from tritonrec.kernels.norm_mul_dropout.register import NORM_MUL_DROPOUT, NORM_MUL_DROPOUT_BACKWARD
 
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
-IMPLS = ["reference", "cpu", TRITON]
 EPS = 1e-5
 MODULES = {"cpu": "numba_norm_linear_silu", "triton": "triton_norm_linear_silu"}
 CHOICES = [(), ("norm",), ("linear",), ("norm", "linear")]
@@ -34,10 +32,6 @@ SHAPES = {
 }
 op = torch.ops.tritonrec.norm_linear_silu
 backward_op = torch.ops.tritonrec.norm_linear_silu_backward_into
-
-
-def on(impl, tensor):
-    return tensor.cuda() if impl == "triton" and GPU and tensor is not None else tensor
 
 
 def case(name, seed=0):

@@ -5,6 +5,7 @@ import torch
 from float_error import assert_error_at_most_twice
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from impls import IMPLS, TRITON, on
 from speeds import slow_on_triton
 
 from tritonrec.kernels.norm_mul_dropout import norm_mul_dropout
@@ -13,10 +14,6 @@ from tritonrec.kernels.norm_mul_dropout.register import (
     NORM_MUL_DROPOUT_BACKWARD,
     _check_sums,
 )
-
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
-IMPLS = ["reference", "cpu", TRITON]
 
 # name: tokens, columns
 SHAPES = {
@@ -30,10 +27,6 @@ SHAPES = {
     "block_plus_one": (19, 65),
 }
 P, SEED = 0.3, -0x1234_5678_9ABC_DEF0
-
-
-def on(impl, tensor):
-    return tensor.cuda() if impl == "triton" and GPU else tensor
 
 
 def case(name, seed=0):

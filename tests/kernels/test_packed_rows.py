@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from impls import GPU, HOST_TRITON, IMPLS, TRITON, on
 from poison import poisoned_memory
 
 from tritonrec.kernels import dispatch
@@ -12,13 +13,6 @@ from tritonrec.kernels.fixed_point import ExactSumError, to_fixed_point
 from tritonrec.kernels.packed_rows import FLOAT, add_packed_rows, pack_rows, packed_bytes, register
 from tritonrec.kernels.rows import gather_rows, segment_sum
 
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
-# Out of range is an asynchronous device assertion on a GPU, after which the process has no GPU.
-HOST_TRITON = pytest.param(
-    "triton", marks=[pytest.mark.interpreter, pytest.mark.skipif(GPU, reason="host check")]
-)
-IMPLS = ["reference", "cpu", TRITON]
 LEAST, MOST = -(2**63), 2**63 - 1
 EDGES = [
     0,
@@ -28,10 +22,6 @@ EDGES = [
     MOST,
     *(sign * 2**b + d for b in range(7, 63, 8) for sign in (1, -1) for d in (0, -1)),
 ]
-
-
-def on(impl, tensor):
-    return tensor.cuda() if impl == "triton" and GPU else tensor
 
 
 def mixed(count, dim, seed=0):

@@ -4,14 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from impls import GPU, IMPLS, TRITON, on
 from poison import poisoned_memory
 
 from tritonrec import ops
 from tritonrec.kernels.padding import report
 
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
-IMPLS = ["reference", "cpu", TRITON]
 SMALLEST, LARGEST = -(2**63), 2**63 - 1
 POISON = 77  # a key and a row number that padding must not bring in
 
@@ -24,10 +22,6 @@ def poisoned(request):
     else:
         with poisoned_memory():
             yield
-
-
-def on(impl, tensor):
-    return tensor.cuda() if impl == "triton" and GPU else tensor
 
 
 def scalar(impl, value):

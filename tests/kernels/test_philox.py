@@ -7,12 +7,11 @@ import triton
 import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from impls import TRITON, on
 
 from tritonrec.kernels.philox import derive_seed, initial_rows, random_indices, reference
 from tritonrec.kernels.philox.triton_philox import philox4x32 as triton_philox4x32
 
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
 SMALLEST, LARGEST = -(2**63), 2**63 - 1
 KEYS = torch.tensor([0, 1, -1, SMALLEST, LARGEST, 2**32, -(2**32), 12345678901234567, 7])
 
@@ -26,10 +25,6 @@ KNOWN = [
         (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
     ),
 ]
-
-
-def on(impl, tensor):
-    return tensor.cuda() if impl == "triton" and GPU else tensor
 
 
 @triton.jit

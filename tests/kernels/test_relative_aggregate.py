@@ -8,15 +8,13 @@ import torch
 from float_error import assert_error_at_most_twice
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from impls import IMPLS, TRITON, on
 from speeds import slow_on_triton
 
 from tritonrec.kernels.head_layout import flat_heads
 from tritonrec.kernels.relative_aggregate import relative_aggregate
 from tritonrec.kernels.relative_aggregate.register import RELATIVE_AGGREGATE_BACKWARD
 
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
-IMPLS = ["reference", "cpu", TRITON]
 RESULTS = ("out", "dv", "dtable")
 LEAST, MOST = -(2**63), 2**63 - 1
 
@@ -39,10 +37,6 @@ CASES = {
     "non_contiguous": ([5, 18], 2, 3, 6, "times"),
 }
 LONG = {"block_plus_one", "two_blocks_plus_one", "table_too_long", "every_power"}  # slow under Triton
-
-
-def on(impl, tensor):
-    return tensor.cuda() if impl == "triton" and GPU and tensor is not None else tensor
 
 
 def timestamps_of(channel, tokens, generator):

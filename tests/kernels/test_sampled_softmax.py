@@ -8,6 +8,7 @@ import torch.utils._pytree as pytree
 from float_error import assert_error_at_most_twice
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from impls import IMPLS, TRITON, on
 from speeds import slow_on_triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,10 +17,6 @@ from tritonrec.kernels.fixed_point import ExactSumError
 from tritonrec.kernels.rows import gather_rows
 from tritonrec.kernels.sampled_softmax import sampled_softmax
 from tritonrec.kernels.sampled_softmax.register import _check_backward
-
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
-IMPLS = ["reference", "cpu", TRITON]
 
 # name: tokens, negatives, features
 SHAPES = {
@@ -32,10 +29,6 @@ SHAPES = {
     "tile": (3, 32, 128),
     "tile_plus_one": (3, 33, 128),
 }
-
-
-def on(impl, tensor):
-    return tensor.cuda() if impl == "triton" and GPU else tensor
 
 
 def case(name, seed=0):

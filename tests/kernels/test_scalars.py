@@ -3,14 +3,12 @@
 import pytest
 import torch
 from hash_tables import EXTREMES, contents, empty, keys_of
+from impls import IMPLS
 from test_arguments import CALLS, call, label
 
 from tritonrec import ops
 from tritonrec.kernels.hash_table import register
 
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
-IMPLS = ["reference", "cpu", TRITON]
 SCALARS = [(op, n) for op, (tensors, _) in CALLS.items() for n, tensor in tensors.items() if not tensor.dim()]
 SCALARS += [(ops.hash_insert, "next_row")]
 DOORS = {

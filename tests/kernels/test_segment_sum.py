@@ -5,20 +5,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from impls import IMPLS, TRITON, on
 from speeds import slow_except
 
 from tritonrec.kernels import dispatch
 from tritonrec.kernels.fixed_point import ExactSumError, from_fixed_point, to_fixed_point
 from tritonrec.kernels.rows import segment_sum
 
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
-IMPLS = ["reference", "cpu", TRITON]
 CONSISTENCIES = ["window", "batch"]
-
-
-def on(impl, tensor):
-    return tensor.cuda() if impl == "triton" and GPU else tensor
 
 
 def case(name, seed=0):

@@ -5,17 +5,11 @@ import torch
 from float_error import assert_error_at_most_twice
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from impls import IMPLS, TRITON, on
 
 from tritonrec.kernels.silu import silu
 
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
-IMPLS = ["reference", "cpu", TRITON]
 SHAPES = [(), (0,), (3, 0), (1,), (7, 13), (1023,), (1024,), (1025,), (2, 3, 5)]
-
-
-def on(impl, tensor):
-    return tensor.cuda() if impl == "triton" and GPU else tensor
 
 
 def numbers(shape, seed=0):

@@ -8,15 +8,13 @@ import torch
 from float_error import assert_error_at_most_twice
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from impls import IMPLS, TRITON, on
 from speeds import slow_on_triton
 
 from tritonrec.kernels.softmax_attention import softmax_attention
 from tritonrec.kernels.softmax_attention.reference import Call
 from tritonrec.kernels.softmax_attention.register import SOFTMAX_ATTENTION, SOFTMAX_ATTENTION_BACKWARD
 
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
-IMPLS = ["reference", "cpu", TRITON]
 RESULTS = ("out", "dq", "dk", "dv")
 
 # name: lengths of queries, of keys (None: the same), heads, D, E, causal, bias, dropout. Triton's blocks have
@@ -38,10 +36,6 @@ CASES = {
     "non_contiguous": ([5, 18], None, 2, 3, 3, True, "", 0.0),
 }
 LONG = {"block_plus_one", "skewed", "other_keys", "every_key", "dropped"}  # slow under Triton
-
-
-def on(impl, value):
-    return value.cuda() if impl == "triton" and GPU and isinstance(value, torch.Tensor) else value
 
 
 def bias_of(kind, lengths, heads, generator):

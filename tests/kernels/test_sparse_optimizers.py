@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from impls import GPU, TRITON
 
 from tritonrec import ops
 from tritonrec.kernels.sparse_optimizers import (
@@ -13,8 +14,6 @@ from tritonrec.kernels.sparse_optimizers import (
     sparse_sgd,
 )
 
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
 STATES = {  # of the tables weight, wide, wide, narrow
     "sgd": [],
     "momentum_sgd": [1],

@@ -4,12 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_intersect import IMPLS, LARGEST, SMALLEST, TRITON, on
+from impls import GPU, IMPLS, TRITON, on
+from test_intersect import LARGEST, SMALLEST
 from test_unique import case, colliding
 
 from tritonrec import ops
-
-GPU = torch.cuda.is_available()
 
 
 def check(left, keys, impl, count=None):

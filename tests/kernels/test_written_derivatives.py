@@ -3,19 +3,14 @@
 import pytest
 import torch
 from dispatched import DispatchedOps
+from impls import TRITON, on
 
 from tritonrec import ops
 from tritonrec.kernels.hstu_attention.call import Call
 from tritonrec.kernels.op import OPS
 from tritonrec.kernels.sparse_optimizers.reference import STATES
 
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
 GENERATOR = torch.Generator().manual_seed(11)
-
-
-def on(impl, tensor):
-    return tensor.cuda() if impl == "triton" and GPU else tensor
 
 
 def some(*shape, dtype=torch.float32):

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
+from impls import TRITON
 from poison import poisoned_memory
 
 from tritonrec import ops
 
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
 OFFSETS = torch.tensor([0, 2, 3])
 NO_TOKENS = torch.tensor([0, 0, 0])
 EPS = 1e-6
