@@ -9,6 +9,7 @@ import sys
 import zlib
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,11 @@ from verdicts import flat
 __all__ = ["DRAWN", "PUBLIC", "ROUNDED"]
 
 Arguments = dict[str, Any]
-PLANS = {"empty": (0, 0), "one": (1, 1), "no_rows": (0, 3), "no_columns": (3, 0), "ample": (19, 18)}
-"""Name -> the first size that is drawn, and all others."""
+PLANS = {
+    "empty": (0, 0), "one": (1, 1), "no_rows": (0, 3), "no_columns": (3, 0), "ample": (19, 18),
+    "zero_second": (3, 0, 2, 3), "zero_third": (3, 2, 0, 3), "zero_fourth": (3, 2, 3, 0),
+}  # fmt: skip
+"""Name -> the first size that is drawn, and those that follow it, again and again."""
 SIZES = (*PLANS, "any_0", "any_1", "any_2")
 SCHEMAS = {op: record.registered.default._schema.arguments for op, record in OPS.items()}
 NAMES = {op: [each.name for each in schema if each.name != "impl"] for op, schema in SCHEMAS.items()}
@@ -36,18 +40,21 @@ WRITTEN = {
     for op, schema in SCHEMAS.items()
 }
 CASES = [(op, size) for op in OPS for size in SIZES]
+CONSTANT = {("hstu_attention", "attn_scale"), ("hstu_attention_backward_into", "attn_scale")}
+CONSTANT |= {("softmax_attention", "bias")}
+"""Floats that have no gradient."""
 DIFFERENTIABLE = [op for op in OPS if OPS[op].has_derivative]
 
 
 class SizedDraw(Draw):
     """Draws whose sizes are given."""
 
-    def __init__(self, rng: np.random.Generator, first: int, others: int):
+    def __init__(self, rng: np.random.Generator, first: int, *others: int):
         super().__init__(rng)
-        self.sizes, self.others = [first], others
+        self.sizes = chain([first], cycle(others))
 
     def size(self, most: int = 9) -> int:
-        return min(self.sizes.pop() if self.sizes else self.others, most)
+        return min(next(self.sizes), most)
 
     def some(self, most: int) -> int:
         return self.size(most)
