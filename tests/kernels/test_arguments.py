@@ -5,7 +5,6 @@ import torch
 from attention_cases import grouped
 
 from tritonrec import ops
-from tritonrec.kernels.op import OPS
 
 
 def whole(*values):
@@ -154,8 +153,6 @@ CALLS = {
         {},
     ),
 }  # fmt: skip
-EVERY = [(op, name) for op, (tensors, _) in CALLS.items() for name in tensors]
-TOGETHER = [(op, name) for op, name in EVERY if len(CALLS[op][0]) > 1]
 
 
 def call(op, **changed):
@@ -166,71 +163,6 @@ def call(op, **changed):
 
 def label(value):
     return value.__name__ if callable(value) else value
-
-
-@pytest.mark.smoke
-def test_every_op_of_tensors_is_here():
-    numbers = {"derive_seed", "implementation", "use_impl"}
-    looks = {"check_inserted", "check_summed", "packed_bytes"}  # at one tensor, which an op has made
-    names = {name for name in ops.__all__ if name.islower()} - numbers - looks
-    assert names == {op.__name__ for op in CALLS}
-    for op in CALLS:
-        call(op)
-
-
-@pytest.mark.parametrize(("op", "name"), EVERY, ids=label)
-def test_what_is_no_tensor_is_refused_by_name(op, name):
-    value = CALLS[op][0][name]
-    for kind, other in (("list", value.tolist() if value.dim() else [1]), ("numpy.ndarray", value.numpy())):
-        with pytest.raises(TypeError, match=f"^{name} must be a torch.Tensor, got {kind}"):
-            call(op, **{name: other})
-
-
-@pytest.mark.parametrize(("op", "name"), TOGETHER, ids=label)
-def test_tensors_on_two_devices_are_refused_by_name(op, name):
-    """The name is the argument's that moved, or that of one which is not where the first one went."""
-    tensors = CALLS[op][0]
-    names = name if name != next(iter(tensors)) else "|".join(tensors)
-    with pytest.raises(ValueError, match=rf"\b({names})\b.* on (meta|cpu)"):
-        call(op, **{name: tensors[name].to("meta")})
-
-
-REGISTERED = {name: op.registered.default for name, op in OPS.items()}
-FILLERS = {
-    "int": 1,
-    "bool": True,
-    "float": 1.0,
-    "str": "auto",
-    "List[int]": [1, 0, 0, 0],
-    "List[str]": ["a", "b"],
-}
-
-
-def kinds(name):
-    """The types of a registered op's arguments."""
-    return [str(argument.type) for argument in REGISTERED[name]._schema.arguments]
-
-
-PLACES = [
-    (name, at)
-    for name in REGISTERED
-    for at, kind in enumerate(kinds(name))
-    if "Tensor" in kind and "Tensor" in kinds(name)[:at] + kinds(name)[at + 1 :]
-]
-
-
-@pytest.mark.parametrize(("name", "at"), PLACES, ids=label)
-def test_registered_ops_refuse_two_devices_too(name, at):
-    """One tensor without values has the op's fake run: a result on the CPU would be memory nobody wrote."""
-    given = [some(2, 2) if kind == "Tensor" else FILLERS.get(kind) for kind in kinds(name)]
-    given[at] = some(2, 2).to("meta")
-    with pytest.raises(ValueError, match=r"^\w+ is on (cpu|meta), \w+ on (cpu|meta): move one of them"):
-        REGISTERED[name](*given)
-
-
-def test_a_tensor_that_is_needed_may_not_be_none():
-    with pytest.raises(TypeError, match=r"bias must be a torch.Tensor, got None$"):
-        call(ops.norm_mul_dropout, bias=None)
 
 
 def test_one_name_to_recompute_is_a_name():

@@ -89,24 +89,3 @@ def test_views_with_one_feature_a_head(impl):
     for what, got, want in zip(("dq", "dk", "dv", "dpos", "dts"), (*parts, *tables), expected, strict=True):
         assert want.any() and torch.equal(got, want), what
     assert int(buffer.isnan().sum()) == 3 * buffer.numel() // 4
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda dq, dk, dv: (dq[:-1], dk, dv), r"dq must be \(8, 2, 5\).*got \(7, 2, 5\)"),
-        (lambda dq, dk, dv: (dq, dk.double(), dv), r"dk must be .* got .*float64"),
-        (lambda dq, dk, dv: (dq, dk, dv.mT.contiguous().mT), "dv must be .* with a contiguous last dim"),
-    ],
-)
-def test_a_view_that_does_not_fit_is_named(change, message):
-    (do, q, k, v), call = make([5, 3], "cpu")
-    outs = change(*(torch.empty_like(tensor) for tensor in (q, k, v)))
-    with pytest.raises(ValueError, match=message):
-        into_op(*outs, do, q, k, v, *call, "cpu")
-
-
-def test_registration():
-    (do, q, k, v), call = make([5, 3], "cpu")
-    outs = [torch.empty_like(tensor) for tensor in (q, k, v)]
-    torch.library.opcheck(into_op.default, (*outs, do, q, k, v, *call, "cpu"))

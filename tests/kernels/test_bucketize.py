@@ -133,16 +133,6 @@ def test_owners_are_balanced(keys):
     assert ((counts - 10_000) ** 2 / 10_000).sum() < 40.6
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_any_stride_and_the_input_untouched(impl):
-    wide = torch.arange(120).view(40, 3)
-    strided = on(impl, wide)
-    assert owner_of(strided[:, 1], 4, impl=impl).tolist() == owner_of(wide[:, 1].clone(), 4).tolist()
-    got, expected = bucketize(strided[:, 1], 4, impl=impl), bucketize(wide[:, 1].clone(), 4, impl="reference")
-    assert all(torch.equal(one.cpu(), other) for one, other in zip(got, expected, strict=True))
-    assert torch.equal(strided.cpu(), torch.arange(120).view(40, 3))
-
-
 @settings(max_examples=100, deadline=None)
 @given(
     keys=st.lists(st.integers(SMALLEST, LARGEST), max_size=40),
@@ -169,8 +159,6 @@ def test_known_buckets_are_stably_sorted(data, num_buckets, impl):
 @pytest.mark.parametrize(
     ("keys", "world_size", "message"),
     [
-        (torch.zeros(3), 2, r"keys must be \(K,\) int64"),
-        (torch.zeros(2, 2, dtype=torch.int64), 2, r"keys must be \(K,\) int64"),
         (torch.arange(3), 0, "world_size"),
         (torch.arange(3), 2**31, "world_size"),
     ],
@@ -180,31 +168,12 @@ def test_bad_arguments_are_named(op, keys, world_size, message):
         op(keys, world_size)
 
 
-def test_compiles_without_a_graph_break():
-    def route(keys):
-        permutation, counts = bucketize(keys, 4)
-        return keys[permutation], counts + 1, owner_of(keys, 4) + 1
-
-    compiled = torch.compile(route, fullgraph=True, backend="aot_eager")
-    for got, expected in zip(compiled(EDGES), route(EDGES), strict=True):
-        assert torch.equal(got, expected)
-
-
 @pytest.mark.parametrize(
     ("buckets", "num_buckets", "message"),
     [
-        (torch.zeros(3), 2, r"buckets must be \(K,\) int64"),
         (torch.arange(3), 0, r"num_buckets must be in \[1, 2\*\*31\), got 0"),
     ],
 )
 def test_bad_arguments_of_a_sort_are_named(buckets, num_buckets, message):
     with pytest.raises(ValueError, match=message):
         counting_sort(buckets, num_buckets)
-
-
-def test_registration():
-    torch.library.opcheck(
-        torch.ops.tritonrec.counting_sort.default, (torch.tensor([2, 0, 2]), 3, None, "cpu")
-    )
-    torch.library.opcheck(torch.ops.tritonrec.owner_of.default, (EDGES, 3, "cpu"))
-    torch.library.opcheck(torch.ops.tritonrec.bucketize.default, (EDGES, 3, None, "cpu"))

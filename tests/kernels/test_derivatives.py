@@ -116,31 +116,6 @@ def test_compiled_forward_mode_is_refused_too(name):
         WAYS["compiled"](call, value, some(*value.shape))
 
 
-IN_PLACE = {
-    "scatter_rows destination": lambda x: ops.scatter_rows(x, ROWS[1:], some(3, 3)),
-    "scatter_rows values": lambda x: ops.scatter_rows(some(4, 3), ROWS[1:], x[1:]),
-    "segment_sum_into out": lambda x: ops.segment_sum(some(4, 3), ROWS, 4, out=x),
-    "segment_sum_into values": lambda x: ops.segment_sum(x, ROWS, 4, out=some(4, 3)),
-    "segment_sum values": lambda x: ops.segment_sum(x, ROWS, 4, consistency="batch"),
-    "segment_sum_into values of integers": lambda x: ops.segment_sum(
-        x, ROWS, 4, consistency="batch", status=torch.tensor(0)
-    ),
-    "sparse_sgd weight": lambda x: ops.sparse_sgd(x, ROWS[1:], some(3, 3), 0.1),
-    "sparse_sgd grad": lambda x: ops.sparse_sgd(some(4, 3), ROWS[1:], x[1:], 0.1),
-    "to_fixed_point values": ops.to_fixed_point,
-    "sum_of_squares values": ops.sum_of_squares,
-}
-
-
-@pytest.mark.parametrize("case", IN_PLACE)
-def test_no_tangent_is_lost_where_nothing_is_differentiable(case):
-    name, argument, *_ = case.split()
-    with pytest.raises(
-        NotImplementedError, match=f"tritonrec::{name} has no .* {argument} came with a tangent"
-    ):
-        in_forward_mode(IN_PLACE[case], some(4, 3), some(4, 3))
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_without_a_tangent_a_level_changes_nothing(name):
     call, values = CALLS[name]

@@ -16,7 +16,6 @@ from murmur_inverse import key_with_hash
 from tritonrec.kernels.hash_table import (
     HashTableFullError,
     hash_assign,
-    hash_erase,
     hash_find,
     hash_grow,
     hash_insert,
@@ -216,38 +215,3 @@ def test_refuses_to_pass_the_last_row(impl):
         hash_insert(*table, keys_of([1, 2, 3, 4]), 2**31 - 2, impl=impl)
     rows, _ = hash_insert(*table, keys_of([1, 2, 3]), 2**31 - 2, impl=impl)
     assert rows.tolist() == [2**31 - 3, 2**31 - 2, 2**31 - 1]
-
-
-def test_compiles_without_a_graph_break():
-    def step(slot_keys, slot_rows, keys):
-        rows, inserted = hash_insert(slot_keys, slot_rows, keys, 4)
-        assigned = hash_assign(slot_keys, slot_rows, keys[:1], keys[:1])
-        erased = hash_erase(slot_keys, slot_rows, keys[1:2])
-        again, _ = hash_insert(slot_keys, slot_rows, keys, 7, erased)
-        grown = hash_grow(slot_keys, slot_rows)
-        return rows, inserted, assigned, erased, again, hash_find(*grown, keys.flip(0))
-
-    keys = torch.tensor([9, -3, 5])
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    table = empty(16)
-    for ours, expected in zip(compiled(*table, keys), step(*empty(16), keys), strict=True):
-        assert torch.equal(ours, expected)
-    assert contents(*table) == {9: 9, -3: 5, 5: 6}
-
-
-def test_registration():
-    table = empty(16)
-    torch.library.opcheck(
-        torch.ops.tritonrec.hash_insert, (*table, torch.arange(5), 0, None, None, None, None, None, "cpu")
-    )
-    hash_insert(*table, torch.arange(5), 0)
-    torch.library.opcheck(torch.ops.tritonrec.hash_find, (*table, torch.arange(9), None, "cpu"))
-    torch.library.opcheck(torch.ops.tritonrec.hash_grow, (*table, "cpu"))
-    torch.library.opcheck(
-        torch.ops.tritonrec.hash_insert,
-        (*table, torch.arange(9), 7, torch.arange(5, 7), None, None, None, torch.tensor(5), "cpu"),
-    )
-    torch.library.opcheck(
-        torch.ops.tritonrec.hash_assign, (*table, torch.arange(9), torch.arange(9), None, "cpu")
-    )
-    torch.library.opcheck(torch.ops.tritonrec.hash_erase, (*table, torch.arange(3), None, None, "cpu"))

@@ -92,12 +92,6 @@ def test_cpu_equals_reference_everywhere(dim, steps, pad, seed, data):
     assert same_bits(touched_at("cpu", *given), touched_at("reference", *given))
 
 
-def test_registration():
-    table = torch.rand(6, 5)
-    arguments = table[:, :4], torch.zeros(6, 1), torch.tensor([1, 4]), factors(3), 3, None, "cpu"
-    torch.library.opcheck(torch.ops.tritonrec.sparse_lazy_decay.default, arguments)
-
-
 def test_updates_are_counted_as_far_as_a_float32_counts():
     last = torch.tensor(float(MOST_UPDATES))
     assert last - 1 + 1 == last and last - 1 != last and last + 1 == last

@@ -1,164 +1,17 @@
 """No op writes over memory that one of its other arguments has, whichever door it is called by."""
 
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_arguments import OFFSETS, PACKED, WIDTHS, some, table, whole
 
-from tritonrec import ops
-from tritonrec.kernels import launch, overlap
-from tritonrec.kernels.hstu_attention.call import Call
-from tritonrec.kernels.op import OPS
+from tritonrec.kernels import overlap
 from tritonrec.kernels.overlap import check_no_overlap
-from tritonrec.kernels.sparse_optimizers.reference import STATES
-
-registered = torch.ops.tritonrec
 
 
 def zeros(*shape):
     return torch.zeros(shape, dtype=torch.int64)
-
-
-# op -> its tensors by name, the names of those that it writes to, and a call
-def attention(dq, dk, dv, do, q, k, v, seq_offsets, num_targets, pos_weights):
-    call = Call(seq_offsets, 3, 0.5, 3, num_targets=num_targets, pos_weights=pos_weights)
-    return registered.hstu_attention_backward_into(dq, dk, dv, do, q, k, v, *call, "cpu")
-
-
-def heads(number):
-    return some(4, 2, 3) + number
-
-
-def norm_backward(du, dy, x, u, weight, bias, sample_ids, positions, means, rstds):
-    rest = sample_ids, positions, means, rstds, "cpu"
-    return registered.norm_mul_dropout_backward_into(du, dy, x, u, weight, bias, 0.5, 3, *rest)
-
-
-def norm_exact(weight_sums, bias_sums, du, dy, x, u, weight, bias, sample_ids, positions, means, rstds):
-    rest = weight, bias, 0.5, 3, sample_ids, positions, means, rstds, 36, ["a", "b"], "cpu"
-    return registered.norm_mul_dropout_backward_exact(weight_sums, bias_sums, du, dy, x, u, *rest)
-
-
-def front_exact(seq_offsets, means, rstds, z, normed, **given):
-    rest = 1e-6, z, normed, means, rstds, seq_offsets, 36, ["a", "b", "c", "d"], "cpu"
-    return registered.norm_linear_silu_backward_exact(*given.values(), *rest)
-
-
-def front_backward(dy, x, norm_weight, norm_bias, weight, bias, z, normed, means, rstds):
-    rest = 1e-6, z, normed, means, rstds, "cpu"
-    return registered.norm_linear_silu_backward_into(dy, x, norm_weight, norm_bias, weight, bias, *rest)
-
-
-SCALAR, ROWS, MATRIX = torch.tensor(2), whole(3, 0), some(4, 3)
-UPDATE = {"weight": some(4, 3), "indices": ROWS, "grad": some(2, 3), "count": SCALAR}
-FUNCTIONS = {"nesterov_sgd": partial(ops.sparse_momentum_sgd, nesterov=True)}
-NARROW = {("rowwise_adagrad", "state"), ("rowwise_adam", "exp_avg_sq")}
-CALLS = {
-    "scatter_rows": (
-        {"destination": MATRIX, "rows": ROWS, "values": some(5, 3), "source": whole(1, 4), "count": SCALAR},
-        ["destination"],
-        ops.scatter_rows,
-    ),
-    "segment_sum_into": (
-        {"values": some(2, 3), "segments": ROWS, "out": zeros(4, 3), "count": SCALAR}
-        | {"status": torch.tensor(0)},
-        ["out", "status"],
-        lambda **given: ops.segment_sum(num_segments=4, consistency="batch", **given),
-    ),
-    "add_packed_rows": (
-        {"out": zeros(2, 3), "segments": whole(0, 1), "widths": WIDTHS, "packed": PACKED},
-        ["out"],
-        ops.add_packed_rows,
-    ),
-    "to_fixed_point_status": ({"values": some(3), "status": torch.tensor(0)}, ["status"], ops.to_fixed_point),
-    **{
-        f"sparse_{rule}": (
-            UPDATE | {name: some(4, 1 if (rule, name) in NARROW else 3).abs() for name in states},
-            ["weight", *states],
-            partial(FUNCTIONS.get(rule) or getattr(ops, f"sparse_{rule}"), lr=0.1),
-        )
-        for rule, states in STATES.items()
-    },
-    "sparse_lazy_decay": (
-        {name: UPDATE[name] for name in ("weight", "indices", "count")}
-        | {"last_update": some(4, 1), "factors": some(5)},
-        ["weight", "last_update"],
-        partial(ops.sparse_lazy_decay, step=5),
-    ),
-    "hash_insert": (
-        {**table(), "keys": whole(4, 2), "free_rows": whole(3), "count": SCALAR}
-        | {"status": torch.tensor(0), "next_row": torch.tensor(5), "used": torch.tensor(0)},
-        ["slot_keys", "slot_rows", "next_row", "status", "used"],
-        ops.hash_insert,
-    ),
-    "hash_assign": (
-        {**table(), "keys": whole(4, 2), "rows": whole(1, 0), "count": SCALAR},
-        ["slot_rows"],
-        ops.hash_assign,
-    ),
-    "hash_erase": (
-        {**table(), "keys": whole(4, 2), "count": SCALAR, "used": torch.tensor(2)},
-        ["slot_rows", "used"],
-        ops.hash_erase,
-    ),
-    "linear_weight_grad": (
-        {"accumulator": zeros(2, 3), "dy": some(4, 2), "x": some(4, 3), "seq_offsets": OFFSETS}
-        | {"bias_accumulator": zeros(2)},
-        ["accumulator", "bias_accumulator"],
-        ops.linear_weight_grad,
-    ),
-    "hstu_attention_backward_into": (
-        {name: heads(number) for number, name in enumerate(("dq", "dk", "dv", "do", "q", "k", "v"))}
-        | {"seq_offsets": OFFSETS, "num_targets": whole(1, 0), "pos_weights": some(5)},
-        ["dq", "dk", "dv"],
-        lambda **given: attention(**given),
-    ),
-    "norm_mul_dropout_backward_into": (
-        {"du": some(4, 3), "dy": some(4, 3), "x": some(4, 3), "u": some(4, 3), "weight": some(3)}
-        | {"bias": some(3), "sample_ids": whole(0, 0, 0, 1), "positions": whole(0, 1, 2, 0)}
-        | {"means": some(4), "rstds": some(4)},
-        ["du"],
-        lambda **given: norm_backward(**given),
-    ),
-    "norm_linear_silu_backward_into": (
-        {"dy": some(4, 2), "x": some(4, 3), "norm_weight": some(3), "norm_bias": some(3)}
-        | {"weight": some(2, 3), "bias": some(2), "z": some(4, 2), "normed": some(4, 3)}
-        | {"means": some(4), "rstds": some(4)},
-        ["dy"],
-        lambda **given: front_backward(**given),
-    ),
-    "norm_mul_dropout_backward_exact": (
-        {"weight_sums": zeros(3), "bias_sums": zeros(3), "du": some(4, 3), "dy": some(4, 3)}
-        | {"x": some(4, 3), "u": some(4, 3), "weight": some(3), "bias": some(3)}
-        | {"sample_ids": whole(0, 0, 0, 1), "positions": whole(0, 1, 2, 0), "means": some(4)}
-        | {"rstds": some(4)},
-        ["weight_sums", "bias_sums", "du"],
-        norm_exact,
-    ),
-    "norm_linear_silu_backward_exact": (
-        {"norm_weight_sums": zeros(3), "norm_bias_sums": zeros(3), "weight_sums": zeros(2, 3)}
-        | {"bias_sums": zeros(2), "dy": some(4, 2), "x": some(4, 3), "norm_weight": some(3)}
-        | {"norm_bias": some(3), "weight": some(2, 3), "bias": some(2), "z": some(4, 2)}
-        | {"normed": some(4, 3), "means": some(4), "rstds": some(4), "seq_offsets": OFFSETS},
-        ["norm_weight_sums", "norm_bias_sums", "weight_sums", "bias_sums", "dy"],
-        front_exact,
-    ),
-}  # fmt: skip
-PAIRS = [
-    (op, target, other)
-    for op, (tensors, targets, _) in CALLS.items()
-    for target in targets
-    for other in tensors
-    if other != target and not (other in targets and targets.index(other) < targets.index(target))
-]
-
-
-def copies(tensors):
-    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def over(target, other):
@@ -167,52 +20,6 @@ def over(target, other):
     one, two = (buffer.view(of.dtype)[: of.numel()].view(of.shape) for of in (target, other))
     two.copy_(other)
     return one, two
-
-
-def test_every_op_that_writes_is_here():
-    schemas = {name: op.registered.default._schema for name, op in OPS.items()}
-    writing = {
-        name: {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-        for name, schema in schemas.items()
-    }
-    assert {name: set(CALLS[name][1]) for name in CALLS} == {
-        name: arguments for name, arguments in writing.items() if arguments
-    }
-
-
-@pytest.mark.parametrize("op", CALLS)
-def test_arguments_apart_are_taken(op):
-    tensors, _, call = CALLS[op]
-    call(**copies(tensors))
-
-
-@pytest.mark.parametrize(("op", "target", "other"), PAIRS)
-def test_an_argument_that_shares_memory_with_one_that_is_written_is_refused(op, target, other):
-    tensors, _, call = CALLS[op]
-    given = copies(tensors)
-    given[target], given[other] = over(given[target], given[other])
-    before = given[target].clone(), given[other].clone()
-    with pytest.raises(ValueError, match=f"^{target} is written to and shares memory with {other}: give"):
-        call(**given)
-    assert torch.equal(given[target], before[0]) and torch.equal(given[other], before[1])
-
-
-NUMBERS = {
-    "num_segments": 4, "consistency": "batch", "fraction_bits": 36, "name": "rows", "first_row": 0,
-    "lr": 0.1, "eps": 1e-8, "beta1": 0.9, "beta2": 0.99, "step": 1,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("op", [op for op in CALLS if op in OPS and hasattr(launch, op)])
-def test_an_implementation_alone_refuses_too(op):
-    """Callers inside the package leave the dispatcher and the check of shapes out, and not this one."""
-    tensors, (target, *_), _ = CALLS[op]
-    given = copies(tensors)
-    other = next(name for name in tensors if name != target)
-    given[target], given[other] = over(given[target], given[other])
-    names = [argument.name for argument in getattr(registered, op).default._schema.arguments]
-    with pytest.raises(ValueError, match="is written to and shares memory with"):
-        getattr(launch, op)(*((NUMBERS | given).get(name) for name in names[:-1]))
 
 
 # The tests below are of the check itself, by which all of these ops refuse.

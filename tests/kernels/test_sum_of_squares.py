@@ -78,13 +78,6 @@ def test_rows_behind_the_count_are_not_read(impl, count):
     assert torch.equal(got.cpu(), sum_of_squares(values[:valid], impl="reference"))
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_non_contiguous_values(impl):
-    wide = on(impl, some(6, 12))
-    for view in (wide[:, 1:9], wide.t(), wide[::2, ::3], wide[:1].expand(4, 12)):
-        assert torch.equal(sum_of_squares(view, impl=impl), sum_of_squares(view.clone(), impl="reference"))
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 2.0**25, -3e38])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_value_without_a_square_stops_the_first_limb(impl, value):
@@ -135,8 +128,6 @@ def test_any_floats(values):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: sum_of_squares(torch.zeros(2, dtype=torch.float64)), "values must be float32"),
-        (lambda: sum_of_squares(torch.zeros(2), torch.tensor([1])), r"count must be \(\) int64"),
         (lambda: sum_of_squares(torch.zeros(()), torch.tensor(1)), r"values of shape \(\)"),
         (lambda: sum_of_squares(torch.zeros(1).expand(2**31)), r"fewer than 2\*\*31 elements"),
     ],
@@ -144,10 +135,3 @@ def test_any_floats(values):
 def test_bad_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_compiles_without_a_graph_break():
-    values, count = some(4, 3), torch.tensor(3)
-    compiled = torch.compile(lambda x: sum_of_squares(x, count) * 2, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(values), sum_of_squares(values, count) * 2)
-    torch.library.opcheck(torch.ops.tritonrec.sum_of_squares.default, (values, count, "cpu"))
