@@ -173,3 +173,9 @@ def test_compiled_backward_is_the_eager_one():
     (got,) = torch.autograd.grad(compiled(source, rows), source, weight)
     (expected,) = torch.autograd.grad(gather_rows(source, rows), source, weight)
     assert torch.equal(got, expected)
+
+
+def test_rows_of_float64_have_no_gradient():
+    rows = gather_rows(torch.zeros(4, 3).double().requires_grad_(), torch.tensor([2]))
+    with pytest.raises(ValueError, match=r"gather_rows is differentiable .*, got torch\.float64"):
+        rows.sum().backward()

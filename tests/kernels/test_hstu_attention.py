@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from impls import GPU, IMPLS, TRITON, on
 from speeds import slow_on_triton
 
-from tritonrec.kernels.hstu_attention import HSTUMask, hstu_attention
+from tritonrec.kernels.hstu_attention import HSTUBias, HSTUMask, hstu_attention
 
 GRADIENTS = ("out", "dq", "dk", "dv")
 N = 11  # the normaliser: no power of two, and no length of a case
@@ -267,3 +267,11 @@ def test_a_batch_is_its_halves_end_to_end(sequences, heads, dim_qk, dim_v, seed,
         assert torch.equal(parts[0], torch.cat(parts[1:])), what
         limit = 1e-5 * (1 + value.abs().amax()) if value.numel() else 0
         torch.testing.assert_close(parts[0].double(), value, rtol=0, atol=float(limit))
+
+
+def test_attention_of_no_features_is_its_bias():
+    """One token sees itself, with a bias of 2: silu(2) times its value."""
+    q, v = torch.zeros(1, 1, 0), torch.tensor([[[3.0, -1.0]]])
+    options = {"alpha": 0.5, "scaling_seqlen": 1, "bias": HSTUBias(torch.tensor([2.0])), "impl": "cpu"}
+    out = hstu_attention(q, q, v, torch.tensor([0, 1]), 1, **options)
+    torch.testing.assert_close(out, torch.nn.functional.silu(torch.tensor(2.0)) * v)

@@ -277,3 +277,10 @@ def test_other_bad_arguments():
     kept = op(*inputs, EPS, True, True, "cpu")[1:]
     with pytest.raises(ValueError, match=r"dy is written in place and must be \(40, 35\) and contiguous"):
         backward_op(dy.t().contiguous().t(), *inputs, EPS, *kept, "cpu")
+
+
+def test_one_name_to_recompute_is_a_name():
+    *inputs, _ = case("odd_dim")
+    assert torch.equal(norm_linear_silu(*inputs, EPS, "norm"), norm_linear_silu(*inputs, EPS, ("norm",)))
+    with pytest.raises(ValueError, match=r"got \['silu'\]"):
+        norm_linear_silu(*inputs, EPS, "silu")

@@ -9,19 +9,6 @@ from hypothesis import strategies as st
 from tritonrec.kernels import overlap
 from tritonrec.kernels.overlap import check_no_overlap
 
-
-def zeros(*shape):
-    return torch.zeros(shape, dtype=torch.int64)
-
-
-def over(target, other):
-    """Two tensors with the shapes and dtypes of these that begin at one byte; the second has its values."""
-    buffer = torch.zeros(8 * (target.numel() + other.numel()), dtype=torch.uint8)
-    one, two = (buffer.view(of.dtype)[: of.numel()].view(of.shape) for of in (target, other))
-    two.copy_(other)
-    return one, two
-
-
 # The tests below are of the check itself, by which all of these ops refuse.
 
 

@@ -4,39 +4,16 @@ import pytest
 import torch
 from hash_tables import EXTREMES, contents, empty, keys_of
 from impls import IMPLS
-from test_arguments import CALLS, call, label
 
 from tritonrec import ops
 from tritonrec.kernels.hash_table import register
 
-SCALARS = [(op, n) for op, (tensors, _) in CALLS.items() for n, tensor in tensors.items() if not tensor.dim()]
-SCALARS += [(ops.hash_insert, "next_row")]
 DOORS = {
     "public": lambda *given, **rest: ops.hash_insert(*given[:-1], impl=given[-1], **rest),
     "registered": lambda keys, rows, new, next_row, free=None, impl="auto", *, status=None: (
         torch.ops.tritonrec.hash_insert(keys, rows, new, 0, free, None, next_row, status, None, impl)
     ),
 }
-
-
-def test_every_scalar_is_here():
-    assert len(SCALARS) > 14 and {name for _, name in SCALARS} == {
-        "count", "left_count", "right_count", "status", "next_row", "used"
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(("op", "name"), SCALARS, ids=label)
-def test_another_dtype_shape_or_device_is_refused_by_name(op, name):
-    for other in (
-        torch.tensor(1.0),
-        torch.tensor(1, dtype=torch.int32),
-        torch.tensor(True),
-        torch.tensor([1]),
-    ):
-        with pytest.raises(ValueError, match=rf"^{name} must be \(\) int64, got shape \S+ {other.dtype}"):
-            call(op, **{name: other})
-    with pytest.raises(ValueError, match=rf"^\w+ is on cpu, {name} on meta: move one of them"):
-        call(op, **{name: torch.tensor(1, device="meta")})
 
 
 @pytest.mark.parametrize("next_row", [-1, -3, -(2**63), 2**31 + 1, 2**62, 2**63 - 1])

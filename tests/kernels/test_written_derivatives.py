@@ -6,7 +6,6 @@ from dispatched import DispatchedOps
 from impls import TRITON, on
 
 from tritonrec import ops
-from tritonrec.kernels.op import OPS
 
 GENERATOR = torch.Generator().manual_seed(11)
 
@@ -167,16 +166,7 @@ def test_a_move_is_differentiated_wherever_torch_does(way):
         assert want.any()
 
 
-def zeros(*shape):
-    return torch.zeros(shape, dtype=torch.int64)
-
-
 NORM = (some(3, 4), some(4), some(4), some(2, 4), some(2), 1e-6)
-
-
-def call(name):
-    """The op with its derivative, taking the arguments of the registered one."""
-    return lambda *arguments: OPS[name](*arguments[:-1], impl=arguments[-1])
 
 
 @pytest.mark.parametrize("recompute", [(), ("norm",), ("linear",), ("norm", "linear")])

@@ -59,6 +59,9 @@ class SizedDraw(Draw):
     def some(self, most: int) -> int:
         return self.size(most)
 
+    def maybe(self, value: Any) -> Any:
+        return value
+
 
 @lru_cache(None)
 def drawn(op: str, size: str) -> Arguments:

@@ -100,6 +100,7 @@ def another_dtype(value):
 
 CHANGES = {
     "another_dtype": another_dtype,
+    "int32": lambda value: None if value.is_floating_point() else value.int(),
     "complex": lambda value: value.to(torch.complex64),
     "a_dimension_more": lambda value: value[None].clone(),
     "a_dimension_less": lambda value: value[0].clone() if len(value.shape) and len(value) else None,
