@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from impls import IMPLS, TRITON, on
 from speeds import slow_except, slow_on_triton
 
-from tritonrec.kernels.hstu_attention import HSTUBias, HSTUMask, checks, hstu_attention, reference
+from tritonrec.kernels.hstu_attention import HSTUMask, checks, hstu_attention, reference
 from tritonrec.kernels.hstu_attention.call import Call, describe
 from tritonrec.kernels.hstu_attention.checks import check_counts
 from tritonrec.kernels.hstu_attention.register import HSTU_ATTENTION, HSTU_ATTENTION_BACKWARD
@@ -149,20 +149,6 @@ def test_conveniences_say_the_same():
             mask=HSTUMask(targets, num_contexts=call.num_contexts),
         )  # fmt: skip
         assert torch.equal(scaled, got)
-
-
-def test_tables_get_gradients_through_autograd():
-    tensors, call = make(*CASES["both"])
-    do, q, k, v = tensors
-    tables = [table.clone().requires_grad_() for table in (call.pos_weights, call.ts_weights)]
-    out = hstu_attention(
-        q, k, v, call.seq_offsets, call.max_seq_len, alpha=call.alpha, attn_scale=call.attn_scale,
-        mask=HSTUMask(call.num_targets, 2, call.num_contexts, 0, 12, 4, 2),
-        bias=HSTUBias(*tables, call.timestamps, call.query_timestamps, scaled_by_alpha=True),
-    )  # fmt: skip
-    by_sample = HSTU_ATTENTION_BACKWARD(*tensors, *call)[3:]
-    for got, parts in zip(torch.autograd.grad(out, tables, do), by_sample, strict=True):
-        assert torch.equal(got, parts.sum(0))
 
 
 @triton.jit

@@ -60,17 +60,6 @@ def test_no_bias_is_a_bias_of_zero(impl):
     assert torch.equal(linear(x, weight, impl=impl), linear(x, weight, bias * 0, impl=impl))
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_a_row_keeps_its_bits_in_any_batch(impl):
-    x, weight, bias, dy = (on(impl, tensor) for tensor in case("odd_dim"))
-    y, dx, *_ = gradients(lambda *t: linear(*t, impl=impl), x, weight, bias, dy)
-    generator = torch.Generator().manual_seed(1)
-    for count in (1, 1, 2, 3, 4, 5, 31, 32, 33, 39, 40):
-        rows = on(impl, torch.randperm(40, generator=generator)[:count])
-        some = gradients(lambda *t: linear(*t, impl=impl), x[rows], weight, bias, dy[rows])
-        assert torch.equal(some[0], y[rows]) and torch.equal(some[1], dx[rows]), count
-
-
 # The interpreter cuts a float32 to bfloat16 instead of rounding it.
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16] if GPU else [torch.float16])
 @pytest.mark.parametrize("impl", [TRITON])

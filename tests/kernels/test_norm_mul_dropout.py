@@ -172,33 +172,6 @@ def test_a_constant_row_without_eps_is_nan_and_the_others_are_not(impl):
         assert torch.equal(got[others], before[others]) and not before.isnan().any()
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("impl", ["cpu", TRITON])
-def test_a_row_keeps_its_bits_in_any_batch(impl, gated):
-    tensors = case("odd_dim")
-    ids, positions = places(13)
-    sites = on(impl, ids), on(impl, positions)
-
-    def run(rows):
-        x, u, weight, bias, dy = (on(impl, tensor) for tensor in tensors)
-        some, gate = x[rows], u[rows] if gated else None
-        at = [site[rows] for site in sites]
-        y, means, rstds = NORM_MUL_DROPOUT.launch(some, gate, weight, bias, 1e-6, P, SEED, *at, impl=impl)
-        terms = NORM_MUL_DROPOUT_BACKWARD.launch(
-            dy[rows], some, gate, weight, bias, P, SEED, *at, means, rstds, impl=impl
-        )
-        return y, means, rstds, *(term for term in terms if len(term) == len(rows))
-
-    whole = run(on(impl, torch.arange(13)))
-    generator = torch.Generator().manual_seed(2)
-    for count in (1, 2, 5, 12):
-        rows = on(impl, torch.randperm(13, generator=generator)[:count])
-        some = run(rows)
-        assert len(some) == len(whole) == (7 if gated else 6)
-        for one, every in zip(some, whole, strict=True):
-            assert torch.equal(one, every[rows]), count
-
-
 @pytest.mark.parametrize("impl", IMPLS)
 def test_no_dropout_outside_training(impl):
     x, u, weight, bias, _ = (on(impl, tensor) for tensor in case("odd_dim"))
@@ -255,34 +228,6 @@ def test_bad_arguments_are_named(change, message):
     }
     with pytest.raises(ValueError, match=message):
         norm_mul_dropout(**(arguments | change))
-
-
-@pytest.mark.parametrize("name", ["odd_dim", "one_column", "empty", "no_columns"])
-@pytest.mark.parametrize("impl", IMPLS)
-def test_du_written_into_a_view(impl, name):
-    """The bits of the op that allocates; the columns beside the view stay what they were."""
-    x, u, weight, bias, dy = (on(impl, tensor) for tensor in case(name))
-    tokens, dim = x.shape
-    sites = [on(impl, site) for site in places(tokens)]
-    _, means, rstds = NORM_MUL_DROPOUT.launch(x, u, weight, bias, 1e-6, P, SEED, *sites, impl=impl)
-    rest = (dy, x, u, weight, bias, P, SEED, *sites, means, rstds, impl)
-    dx, du, dweight, dbias = NORM_MUL_DROPOUT_BACKWARD.launch(*rest[:-1], impl=impl)
-    buffer = torch.full((tokens, dim + 5), float("nan"), device=x.device)
-    terms = torch.ops.tritonrec.norm_mul_dropout_backward_into(buffer[:, 2 : 2 + dim], *rest)
-    assert torch.equal(buffer[:, 2 : 2 + dim], du) and int(buffer.isnan().sum()) == 5 * tokens
-    assert all(map(torch.equal, terms, (dx, dweight, dbias)))
-
-
-def test_a_view_that_does_not_fit_is_named():
-    x, u, weight, bias, dy = case("odd_dim")
-    _, means, rstds = NORM_MUL_DROPOUT.launch(x, u, weight, bias, 1e-6, 0.0, 0, None, None, impl="cpu")
-    rest = (dy, x, u, weight, bias, 0.0, 0, None, None, means, rstds, "cpu")
-    into = torch.ops.tritonrec.norm_mul_dropout_backward_into
-    with pytest.raises(ValueError, match=r"du must be \(13, 37\) torch.float32, got \(12, 37\)"):
-        into(torch.empty(12, 37), *rest)
-    with pytest.raises(ValueError, match="du is written in place and must have contiguous rows"):
-        into(torch.empty(37, 13).t(), *rest)
-    torch.library.opcheck(into.default, (torch.empty(13, 37), *rest))
 
 
 @pytest.mark.parametrize("dim", [130, 256])

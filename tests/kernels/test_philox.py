@@ -94,15 +94,6 @@ def test_random_indices_equal_the_reference(impl, upper, count):
     assert count == 0 or (indices.min() >= 0 and indices.max() < upper)
 
 
-def test_a_row_does_not_depend_on_its_company():
-    keys = torch.randint(SMALLEST, LARGEST, (50,), generator=torch.Generator().manual_seed(1))
-    order = torch.randperm(50, generator=torch.Generator().manual_seed(2))
-    whole = initial_rows(1, 0, keys, 8, 0.1)
-    assert torch.equal(initial_rows(1, 0, keys[order], 8, 0.1), whole[order])
-    assert torch.equal(initial_rows(1, 0, keys[7:8], 8, 0.1), whole[7:8])
-    assert torch.equal(initial_rows(1, 0, keys, 5, 0.1), whole[:, :5])
-
-
 def test_every_argument_counts():
     keys = torch.arange(100)
     rows = initial_rows(1, 2, keys, 8, 0.1)

@@ -183,17 +183,6 @@ def test_a_sequence_keeps_its_bits_in_any_batch(impl, channel, threads_one_and_t
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_autograd_adds_the_sequences(impl):
-    (do, v, table), (offsets, longest, times) = case("non_contiguous")
-    leaves = [on(impl, tensor.clone()).requires_grad_() for tensor in (v, table)]
-    out = relative_aggregate(*leaves, on(impl, offsets), longest, on(impl, times), impl=impl)
-    dv, dtable = torch.autograd.grad(out, leaves, on(impl, do))
-    expected = run(impl, (do, v, table), (offsets, longest, times))
-    assert torch.equal(dv.cpu(), expected[1])
-    torch.testing.assert_close(dtable.cpu(), expected[2].sum(0))
-
-
-@pytest.mark.parametrize("impl", IMPLS)
 def test_nan_stays_in_its_sequence(impl):
     (do, v, table), rest = case("skewed")
     expected = run(impl, (do, v, table), rest)

@@ -7,7 +7,6 @@ from float_error import assert_error_at_most_twice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from impls import IMPLS, TRITON, on
-from speeds import slow_on_triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tritonrec.kernels.accumulator import GradientAccumulator
@@ -95,20 +94,6 @@ def test_large_scores_neither_overflow_nor_vanish(impl):
     )
     torch.testing.assert_close(losses.cpu(), torch.tensor([0.0, 400 / 0.7, 400 / 0.7]))
     torch.testing.assert_close(dhidden.cpu(), torch.tensor([[0.0], [-2 / 0.7], [2 / 0.7]]))
-
-
-@pytest.mark.parametrize(
-    ("impl", "name"), slow_on_triton(["cpu", TRITON], ["odd_dim", "tile_plus_one"], ["odd_dim"])
-)
-def test_a_token_keeps_its_bits_in_any_batch(impl, name):
-    tensors = [on(impl, tensor) for tensor in case(name)]
-    whole = gradients(ours(impl), *tensors)
-    tokens = len(tensors[0])
-    generator = torch.Generator().manual_seed(1)
-    for count in (1, 1, 2, 3, tokens // 2, tokens):
-        rows = on(impl, torch.randperm(tokens, generator=generator)[:count])
-        for some, every in zip(gradients(ours(impl), *(t[rows] for t in tensors)), whole, strict=True):
-            assert torch.equal(some, every[rows]), count
 
 
 @pytest.mark.parametrize("impl", IMPLS)

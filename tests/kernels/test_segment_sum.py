@@ -157,15 +157,6 @@ def test_cpu_leaves_the_row_before_an_overflow_unwrapped():
     assert out[0, 33] == 2**63 - 1 and (out[0, :33] == 2**62).all() and (out[0, 34:] == 2**62).all()
 
 
-@pytest.mark.parametrize("segment", [-1, 3, -(2**63), 2**63 - 1])
-@pytest.mark.parametrize("impl", ["reference", "cpu", pytest.param("triton", marks=pytest.mark.interpreter)])
-def test_a_segment_outside_is_an_error_before_anything_is_added(impl, segment):
-    out = torch.zeros(3, 2)
-    with pytest.raises(IndexError, match=rf"segments\[1\] = {segment} is outside \[0, 3\)"):
-        segment_sum(torch.ones(2, 2), torch.tensor([0, segment]), 3, out=out, impl=impl)
-    assert not out.any()
-
-
 POOLED = {  # rows of values, occurrences, segments, columns
     "empty": (5, 0, 3, 4), "no_rows": (0, 0, 3, 4), "one": (1, 1, 1, 1), "one_segment": (4, 70, 1, 5),
     "many_of_few": (3, 140, 11, 13), "few_of_many": (500, 30, 9, 64), "blocks": (60, 29, 17, 129),
@@ -201,18 +192,6 @@ def test_rows_of_a_source_are_added_as_if_they_were_gathered(impl, consistency, 
         assert torch.equal(exact, got)
 
 
-@pytest.mark.parametrize("name", POOLED)
-@pytest.mark.parametrize("impl", IMPLS)
-def test_the_gradient_of_a_source_is_the_sum_over_its_occurrences(impl, name):
-    values, source, segments, count = pooled(name, True)
-    values = on(impl, values).requires_grad_()
-    cotangent = torch.randn(count, values.shape[1], generator=torch.Generator().manual_seed(4))
-    out = segment_sum(values, on(impl, segments), count, source=on(impl, source), impl=impl)
-    out.backward(on(impl, cotangent))
-    expected = segment_sum(cotangent[segments], source, len(values), impl="reference")
-    assert torch.equal(values.grad.cpu(), expected)
-
-
 @pytest.mark.parametrize("impl", ["reference", "cpu"])
 def test_second_derivatives_of_a_source(impl):
     values, source, segments, count = pooled("one_segment", True)
@@ -239,15 +218,6 @@ def test_a_source_outside_and_a_value_without_a_number_are_named(impl):
             name="rows", impl=impl,
         )  # fmt: skip
     assert raised.value.index == (2, 2)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_backward_gathers(impl):
-    values, segments, count = case("odd_dim")
-    values = on(impl, values).requires_grad_()
-    cotangent = on(impl, torch.randn(count, 13, generator=torch.Generator().manual_seed(4)))
-    segment_sum(values, on(impl, segments), count, impl=impl).backward(cotangent)
-    assert torch.equal(values.grad, cotangent[on(impl, segments)])
 
 
 def test_exact_sums_are_not_differentiable_and_out_refuses_gradients():

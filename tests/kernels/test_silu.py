@@ -53,17 +53,6 @@ def test_triton_has_the_bits_of_the_cpu(impl):
         assert torch.equal(one.cpu(), other)
 
 
-@pytest.mark.parametrize("impl", ["cpu", TRITON])
-def test_a_value_keeps_its_bits_in_any_place(impl):
-    x, dy = (on(impl, tensor) for tensor in numbers((37, 41), 2))
-    y, dx = both(lambda t: silu(t, impl=impl), x, dy)
-    generator = torch.Generator().manual_seed(3)
-    for count in (1, 2, 3, 17, 36):
-        rows = on(impl, torch.randperm(37, generator=generator)[:count])
-        some = both(lambda t: silu(t, impl=impl), x[rows, 3:], dy[rows, 3:])
-        assert torch.equal(some[0], y[rows, 3:]) and torch.equal(some[1], dx[rows, 3:]), count
-
-
 @pytest.mark.parametrize("impl", IMPLS)
 def test_non_contiguous_and_not_a_number(impl):
     x, _ = numbers((12, 34), 5)

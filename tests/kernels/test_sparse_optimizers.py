@@ -236,16 +236,6 @@ def test_cpu_equals_reference_everywhere(optimizer, dim, rows, pad, seed, lr, ep
     assert same_bits(run(optimizer, "cpu", **arguments)[0], run(optimizer, "reference", **arguments)[0])
 
 
-@pytest.mark.parametrize("index", [-1, 4, 2**63 - 1])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("impl", ["reference", "cpu", pytest.param("triton", marks=pytest.mark.interpreter)])
-def test_an_index_outside_is_an_error_before_anything_changes(impl, optimizer, index):
-    tables = [torch.ones(4, width) for width in (3, 3, 3, 1)]
-    with pytest.raises(IndexError, match=rf"indices\[1\] = {index} is outside \[0, 4\)"):
-        update(optimizer, tables, torch.tensor([0, index]), torch.ones(2, 3), 1, impl)
-    assert all((table == 1).all() for table in tables)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -100,12 +100,6 @@ def test_is_the_dict_for_any_keys(keys, impl):
     check(torch.tensor(keys, dtype=torch.int64), impl)
 
 
-@pytest.mark.parametrize("keys", [torch.zeros(3), torch.zeros(2, 2, dtype=torch.int64), torch.tensor(3)])
-def test_bad_keys_are_named(keys):
-    with pytest.raises(ValueError, match=r"keys must be \(K,\) int64"):
-        unique(keys)
-
-
 @pytest.mark.parametrize("size", [2**31, 2**31 - 1])
 def test_more_keys_than_positions_have_numbers_for_are_refused(size):
     keys = torch.empty(size, dtype=torch.int64, device="meta")

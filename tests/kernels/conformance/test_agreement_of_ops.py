@@ -210,3 +210,51 @@ def test_an_op_that_agrees_in_every_bit_is_held_to_it():
         near, far = ones.nextafter(ones * 2), ones * 1.1
         assert (compare(by_names(op), [near], [ones])[0] == "accepted") == (op in ROUNDED)
         assert compare(by_names(op), [far], [ones])[0] == "difference"
+
+
+ROW_WISE = {
+    "silu": "x", "silu_backward": "x", "linear": "x", "norm_mul_dropout": "x",
+    "norm_mul_dropout_backward": "x", "norm_linear_silu": "x", "norm_linear_silu_backward": "x",
+    "sampled_softmax": "hidden", "sampled_softmax_backward": "hidden", "dropout": "x", "owner_of": "keys",
+    "initial_rows": "keys", "random_indices": "positions", "gather_rows": "rows",
+}  # fmt: skip
+"""Op -> an argument with a row for each row of its result."""
+
+
+@pytest.mark.parametrize("impl", ["cpu", TRITON])
+@pytest.mark.parametrize("op", ROW_WISE)
+def test_a_row_keeps_its_bits_in_any_batch(op, impl):
+    def run(rows=None):
+        given = arguments(op, "ample", impl)
+        if "count" in given and op == "gather_rows":
+            given["count"] = None
+        size = len(given[ROW_WISE[op]])
+        for name, value in tensors_of(given).items() if rows is not None else ():
+            if value.dim() and len(value) == size and name != "source":
+                given[name] = value[rows.to(value.device)]
+        return size, results(op, given, impl)
+
+    size, whole = run()
+    whole = [each for each in whole if each.dim() and len(each) == size]
+    assert whole
+    draw = torch.Generator().manual_seed(1)
+    for count in (1, 2, 7):
+        rows = torch.randperm(size, generator=draw)[:count]
+        some = [each for each in run(rows)[1] if each.dim() and len(each) == count]
+        for got, every in zip(some, whole, strict=True):
+            assert torch.equal(got, every[rows])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("op", [op for op in OPS if op.endswith("_into") and op[: -len("_into")] in OPS])
+def test_what_is_written_into_an_argument_is_what_the_other_op_returns(op, impl):
+    """`segment_sum_into` adds to zeros, and a gradient takes the place of an argument."""
+    other = op[: -len("_into")]
+    for size in accepted(op):
+        given = arguments(op, size, impl)
+        if not {*NAMES[other]} <= {*given}:
+            continue
+        expected = results(other, {name: copied(given[name]) for name in NAMES[other]}, impl)
+        found = results(op, given, impl)
+        for want in expected:
+            assert any(want.shape == each.shape and torch.equal(want, each) for each in found), size

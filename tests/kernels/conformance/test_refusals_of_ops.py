@@ -16,6 +16,7 @@ from drawn import (
     results,
     tensors_of,
 )
+from impls import HOST_TRITON
 from torch.autograd import forward_ad
 from verdicts import compare, judge_refusal
 
@@ -205,3 +206,26 @@ def test_every_op_that_writes_is_met():
     assert {op for op, *_ in PAIRS} == set(WRITING) and len(WRITING) > 15
     assert {op for op, _ in TENSORS} == set(OPS) == {op for op, _ in CASES} == set(NAMES)
     assert isinstance(outcome("silu", {"x": np.ones(3)}, "cpu"), str)
+
+
+ROWS = {"rows", "indices", "segments", "source", "buckets"}
+NUMBERED = [(op, name) for op, name in TENSORS if name in ROWS and not op.startswith(("hash", "sampled"))]
+NUMBERED = [(op, n) for op, n in NUMBERED if (op, n) != ("gather_rows", "source")]
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu", HOST_TRITON])
+@pytest.mark.parametrize(("op", "name"), NUMBERED)
+def test_a_row_outside_is_refused_before_anything_is_written(op, name, impl):
+    for row in (-1, 1000, 2**32, -(2**63), 2**63 - 1):
+        given, _ = given_of(op)
+        given |= {"count": None} if "count" in given else {}
+        given[name][-1] = row
+        before = {n: each.clone() for n, each in tensors_of(given).items()}
+        with pytest.raises(IndexError, match=rf"^{name}\[{len(given[name]) - 1}\] = {row} is outside \[0, "):
+            OPS[op](*given.values(), impl=impl)
+        assert_unwritten(given, before)
+
+
+def test_rows_are_numbered_in_these():
+    assert {"gather_rows", "scatter_rows", "segment_sum_into", "pack_rows", "add_packed_rows", "sparse_adam",
+            "counting_sort"} <= {op for op, _ in NUMBERED}  # fmt: skip
