@@ -27,13 +27,6 @@ def test_the_mask_is_written_out(impl, dim):
         assert torch.equal(y[t], torch.where(kept, x[t] * torch.tensor(1 / 0.6), 0.0))
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_nothing_is_dropped_at_zero_nor_from_nothing(impl):
-    x = torch.randn(4, 5)
-    assert torch.equal(run(impl, x, 0.0), x)
-    assert run(impl, torch.empty(4, 0)).shape == (4, 0)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -62,22 +62,6 @@ def test_a_row_that_was_updated_later_is_left_as_it_is(impl, last):
     assert moved.cpu().tolist() == [[5.0, 5.0, last], [5.0, 5.0, 7.0]]
 
 
-@pytest.mark.parametrize("count", [-1, 0, 1, 3, 9])
-@pytest.mark.parametrize("impl", IMPLS)
-def test_rows_behind_the_count_and_other_rows_stay(impl, count):
-    before = torch.rand(6, 4, generator=torch.Generator().manual_seed(3))
-    before[:, 3] = 2
-    after = before.cuda() if impl == "triton" and GPU else before.clone()
-    indices, held = torch.tensor([4, 0, 5]), min(max(count, 0), 3)
-    indices[held:] = 2**62
-    arguments = indices.to(after.device), factors(5).to(after.device), 5
-    sparse_lazy_decay(
-        after[:, :3], after[:, 3:], *arguments, count=torch.tensor(count, device=after.device), impl=impl
-    )
-    changed = (after.cpu() != before).all(1)
-    assert sorted(changed.nonzero().squeeze(1).tolist()) == sorted([4, 0, 5][:held])
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     dim=st.integers(1, 20),

@@ -100,23 +100,6 @@ def test_error_is_that_of_plain_float32(impl, name):
         assert_error_at_most_twice(*values, what, largest=10.0)
 
 
-@pytest.mark.parametrize("impl", ["cpu", TRITON])
-def test_a_row_keeps_its_bits_in_any_batch(impl):
-    x, *parameters, dy = (on(impl, tensor) for tensor in case("odd_dim"))
-
-    def run(rows):
-        leaf = x[rows].requires_grad_()
-        y = norm_linear_silu(leaf, *parameters, EPS, impl=impl)
-        return y.detach(), *torch.autograd.grad(y, leaf, dy[rows])
-
-    whole = run(on(impl, torch.arange(40)))
-    generator = torch.Generator().manual_seed(1)
-    for count in (1, 3, 33) if impl == "triton" else (1, 1, 2, 3, 5, 31, 32, 33, 39):
-        rows = on(impl, torch.randperm(40, generator=generator)[:count])
-        for some, every in zip(run(rows), whole, strict=True):
-            assert torch.equal(some, every[rows]), count
-
-
 def kept_and_poisoned(impl, x, weight, keep_normed, keep_linear):
     """Outputs of forward full of NaN, each with guard rows around it."""
     guards = []

@@ -101,12 +101,6 @@ def test_a_compiled_functions_graphs_hold_no_part_of_an_implementation():
     assert found == ["mul"]
 
 
-def test_fake_tensors_have_shapes_only():
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        found = ops.gather_rows(mode.from_tensor(some(7, 3)), mode.from_tensor(ROWS))
-    assert found.shape == (4, 3)
-
-
 def attention():
     """do, then the leaves q, k, v and both tables, and a function of the leaves."""
     generator = torch.Generator().manual_seed(2)
