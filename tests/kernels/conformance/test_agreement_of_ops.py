@@ -124,9 +124,7 @@ LAYOUTS = {each.__name__: each for each in (side_by_side, turned, every_second, 
 @pytest.mark.parametrize("op", OPS)
 def test_bits_do_not_depend_on_strides(op, layout, impl):
     """An argument whose strides an op does not take is refused by its name, and then taken as it was."""
-    for size in ("ample", "any_1"):
-        if size not in accepted(op):
-            continue
+    for size in [size for size in ("any_1", "ample") if size in accepted(op)][: 1 if impl == "triton" else 2]:
         given = arguments(op, size, impl)
         whole = {}
         for name, tensor in tensors_of(given).items():
