@@ -27,6 +27,10 @@ class Draw:
     def size(self, most: int = 9) -> int:
         return chosen(self.rng, (0, 1, 2, 3, int(self.rng.integers(0, most + 1))))
 
+    def some(self, most: int) -> int:
+        """A size that is 1 or more where sizes are drawn."""
+        return 1 + self.size(most)
+
     def maybe(self, value: Any) -> Any:
         return value if self.rng.random() < 0.5 else None
 
@@ -261,9 +265,9 @@ def sequences(d: Draw) -> Arguments:
     """Of hstu_attention and relative_aggregate."""
     tokens, heads, dim_qk, dim_v, buckets = (
         d.size(24),
-        1 + d.size(2),
-        1 + d.size(9),
-        1 + d.size(9),
+        d.some(2),
+        d.some(9),
+        d.some(9),
         1 + d.size(9),
     )
     offsets = d.offsets(tokens)

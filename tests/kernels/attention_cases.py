@@ -6,17 +6,14 @@
 from dataclasses import fields
 
 import numpy as np
-import pytest
 import torch
 from float_error import assert_error_at_most_twice
+from impls import on
 
 from tritonrec.kernels.hstu_attention import HSTUBias, HSTUMask, checks
 from tritonrec.kernels.hstu_attention.call import Call
 from tritonrec.kernels.hstu_attention.op import HSTU_ATTENTION, HSTU_ATTENTION_BACKWARD
 
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
-IMPLS = ["reference", "cpu", TRITON]
 RESULTS = ("out", "dq", "dk", "dv", "dpos", "dts")
 N = 11
 
@@ -38,10 +35,6 @@ CASES = {
     ),
     "one_scale": ([20, 3], None, None, (1, 0, 0, 0), None, "", "scale"),
 }  # fmt: skip
-
-
-def on(impl, tensor):
-    return tensor.cuda() if impl == "triton" and GPU and isinstance(tensor, torch.Tensor) else tensor
 
 
 def make(lengths, targets, contexts, numbers, queries, bias, options, dims=(2, 8, 6), seed=7):

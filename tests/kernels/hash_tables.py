@@ -1,20 +1,13 @@
 """Tables and keys of the hash table's tests."""
 
-import pytest
 import torch
+from impls import on
 from murmur_inverse import key_with_hash
 
 from tritonrec.kernels.hash_table import hash_insert
 from tritonrec.kernels.murmur import mix64
 
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
-IMPLS = ["reference", "cpu", TRITON]
 EXTREMES = [-(2**63), 2**63 - 1, -1, 0, 1, -2]
-
-
-def on(impl, tensor):
-    return tensor.cuda() if impl == "triton" and GPU else tensor
 
 
 def empty(num_slots, impl="cpu", leftover=0):

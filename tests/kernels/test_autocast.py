@@ -6,18 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from conformance.drawn import NAMES, PUBLIC, arguments, flat
+from impls import GPU, IMPLS, TRITON, on
 from speeds import slow_except
-from test_arguments import CALLS, OFFSETS, call, label, some, whole
 
 from tritonrec import ops
 from tritonrec.kernels import dispatch
 from tritonrec.kernels.autocast import autocast_dtype, to_dtype
 from tritonrec.kernels.norm_linear_silu.op import NORM_LINEAR_SILU, NORM_LINEAR_SILU_BACKWARD_EXACT
 
-GPU = torch.cuda.is_available()
 LOW = [torch.bfloat16, torch.float16]
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
-IMPLS = ["reference", "cpu", TRITON]
 # Triton's interpreter cuts a float32 to bfloat16 where compiled code rounds it.
 DTYPES = LOW if GPU or dispatch.emulated else [torch.float16]
 PAIRS = [(impl, dtype) for impl in IMPLS[:2] for dtype in LOW]
@@ -28,10 +26,6 @@ PAGE = (Path(__file__).parents[2] / "docs" / "ops.md").read_text()
 
 def mixed(dtype=torch.bfloat16, **options):
     return torch.autocast("cuda" if GPU else "cpu", dtype, **options)
-
-
-def on(impl, tensor):
-    return tensor.cuda() if impl == "triton" and GPU and tensor is not None else tensor
 
 
 def rules():
@@ -48,25 +42,33 @@ def rules():
 
 @pytest.mark.smoke
 def test_every_op_has_a_rule():
-    assert rules().keys() == {op.__name__ for op in CALLS}
+    assert rules().keys() == {door.split()[0] for door in PUBLIC} - {"sparse_nesterov_sgd"}
 
 
 @pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("op", CALLS, ids=label)
-def test_an_op_keeps_its_rule(op, dtype):
+@pytest.mark.parametrize("door", [door for door in PUBLIC if door in ops.__all__])
+def test_an_op_keeps_its_rule(door, dtype):
     """Under autocast it gives what it gives elsewhere for arguments that the rule has cast."""
     to, back = {"low": dtype, "float32": torch.float32}, {"low": torch.float32, "float32": dtype}
-    rule, tensors = rules()[op.__name__], CALLS[op][0]
-    assert rule.keys() <= tensors.keys()
-    given = {name: tensors[name].to(back[kind]) for name, kind in rule.items()}
-    with mixed(dtype):
-        got = call(op, **given)
-    want = call(op, **{name: tensor.to(to[rule[name]]) for name, tensor in given.items()})
-    pairs = zip(
-        *([each] if isinstance(each, torch.Tensor) else each or () for each in (got, want)), strict=True
-    )
-    for one, other in pairs:
-        assert one is other is None or (one.dtype == other.dtype and torch.equal(one, other))
+    (op, function), rule = PUBLIC[door], rules()[door]
+    assert rule.keys() <= {*NAMES[op]}
+
+    def call(kinds, cast):
+        given = arguments(op, "ample")
+        given |= {n: given[n].to(back[k]).to(kinds[k]) for n, k in rule.items() if given[n] is not None}
+        with mixed(dtype) if cast else nullcontext():
+            return flat(function(**given, impl="auto"))
+
+    for one, other in zip(call(back, True), call(to, False), strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+
+
+def whole(*values):
+    return torch.tensor(values)
+
+
+def some(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 # op -> float arguments that may be of lower precision, its other arguments, and a call
@@ -308,7 +310,10 @@ def test_it_compiles_as_one_graph(name):
             lambda low: ops.norm_mul_dropout(some(4, 3), None, low(3), low(3)),
             "weight and bias must be torch.float32 like x",
         ),
-        (lambda low: ops.softmax_attention(some(4, 2, 3), *[low(4, 2, 3)] * 2, OFFSETS, 3), "must share"),
+        (
+            lambda low: ops.softmax_attention(some(4, 2, 3), *[low(4, 2, 3)] * 2, whole(0, 3, 4), 3),
+            "must share",
+        ),
         (
             lambda low: ops.sampled_softmax(*[low(2, 3)] * 2, low(2, 4, 3), torch.ones(2, 4) > 0),
             "must be float32",

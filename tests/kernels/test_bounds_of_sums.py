@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
+from impls import TRITON, on
 from speeds import slow_except
 from test_exact_gradients import norm_arguments
 
@@ -17,16 +18,10 @@ from tritonrec.kernels.packed_rows import add_packed_rows, pack_rows
 from tritonrec.kernels.rows import segment_sum
 from tritonrec.kernels.rows.op import ProductTerms
 
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
 IMPLS = ["cpu", TRITON]
 BITS, PART = 36, 128
 LEAST, MOST = -(2**63), 2**63 - 1
 ROWS = 1, PART - 1, PART, PART + 1, 3 * PART + 2
-
-
-def on(impl, tensor):
-    return tensor.cuda() if impl == "triton" and GPU else tensor
 
 
 def folded(start, terms):

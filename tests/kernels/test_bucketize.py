@@ -5,25 +5,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from impls import GPU, HOST_TRITON, IMPLS, TRITON, on
 from murmur_inverse import key_with_hash
 
 from tritonrec.kernels import row_layout
 from tritonrec.kernels.bucketize import bucketize, counting_sort, owner_of
 
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
-# Out of range is an asynchronous device assertion on a GPU, after which the process has no GPU.
-HOST_TRITON = pytest.param(
-    "triton", marks=[pytest.mark.interpreter, pytest.mark.skipif(GPU, reason="host check")]
-)
-IMPLS = ["reference", "cpu", TRITON]
 SMALLEST, LARGEST = -(2**63), 2**63 - 1
 MASK = 2**64 - 1
 EDGES = torch.tensor([0, 1, -1, SMALLEST, LARGEST, 2**32, -(2**32), 0, -1])
-
-
-def on(impl, tensor):
-    return tensor.cuda() if impl == "triton" and GPU else tensor
 
 
 def owner(key, world_size):
@@ -96,15 +86,6 @@ def test_keys_are_grouped_as_their_owners_are():
         assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("bucket", [-1, 4, 100, 2**32, -(2**63), 2**63 - 1])
-@pytest.mark.parametrize("impl", ["reference", "cpu", HOST_TRITON])
-def test_a_bucket_outside_is_an_error_on_the_host(impl, bucket):
-    for num_buckets in (4, 100):
-        buckets = torch.tensor([0, bucket if num_buckets == 4 or bucket != 4 else -7])
-        with pytest.raises(IndexError, match=r"buckets\[1\] = -?\d+ is outside \[0, "):
-            counting_sort(buckets, num_buckets, impl=impl)
-
-
 @pytest.mark.parametrize("num_buckets", [4, 100])
 @pytest.mark.parametrize("impl", [HOST_TRITON])
 def test_a_bucket_outside_leaves_a_device_its_memory(impl, num_buckets, monkeypatch):
@@ -143,16 +124,6 @@ def test_owners_are_balanced(keys):
     assert ((counts - 10_000) ** 2 / 10_000).sum() < 40.6
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_any_stride_and_the_input_untouched(impl):
-    wide = torch.arange(120).view(40, 3)
-    strided = on(impl, wide)
-    assert owner_of(strided[:, 1], 4, impl=impl).tolist() == owner_of(wide[:, 1].clone(), 4).tolist()
-    got, expected = bucketize(strided[:, 1], 4, impl=impl), bucketize(wide[:, 1].clone(), 4, impl="reference")
-    assert all(torch.equal(one.cpu(), other) for one, other in zip(got, expected, strict=True))
-    assert torch.equal(strided.cpu(), torch.arange(120).view(40, 3))
-
-
 @settings(max_examples=100, deadline=None)
 @given(
     keys=st.lists(st.integers(SMALLEST, LARGEST), max_size=40),
@@ -179,8 +150,6 @@ def test_known_buckets_are_stably_sorted(data, num_buckets, impl):
 @pytest.mark.parametrize(
     ("keys", "world_size", "message"),
     [
-        (torch.zeros(3), 2, r"keys must be \(K,\) int64"),
-        (torch.zeros(2, 2, dtype=torch.int64), 2, r"keys must be \(K,\) int64"),
         (torch.arange(3), 0, "world_size"),
         (torch.arange(3), 2**31, "world_size"),
     ],
@@ -190,31 +159,12 @@ def test_bad_arguments_are_named(op, keys, world_size, message):
         op(keys, world_size)
 
 
-def test_compiles_without_a_graph_break():
-    def route(keys):
-        permutation, counts = bucketize(keys, 4)
-        return keys[permutation], counts + 1, owner_of(keys, 4) + 1
-
-    compiled = torch.compile(route, fullgraph=True, backend="aot_eager")
-    for got, expected in zip(compiled(EDGES), route(EDGES), strict=True):
-        assert torch.equal(got, expected)
-
-
 @pytest.mark.parametrize(
     ("buckets", "num_buckets", "message"),
     [
-        (torch.zeros(3), 2, r"buckets must be \(K,\) int64"),
         (torch.arange(3), 0, r"num_buckets must be in \[1, 2\*\*31\), got 0"),
     ],
 )
 def test_bad_arguments_of_a_sort_are_named(buckets, num_buckets, message):
     with pytest.raises(ValueError, match=message):
         counting_sort(buckets, num_buckets)
-
-
-def test_registration():
-    torch.library.opcheck(
-        torch.ops.tritonrec.counting_sort.default, (torch.tensor([2, 0, 2]), 3, None, "cpu")
-    )
-    torch.library.opcheck(torch.ops.tritonrec.owner_of.default, (EDGES, 3, "cpu"))
-    torch.library.opcheck(torch.ops.tritonrec.bucketize.default, (EDGES, 3, None, "cpu"))

@@ -8,15 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from impls import GPU, IMPLS, TRITON
 from speeds import slow_except
 
 from tritonrec.kernels import address_table, chunked_rows, dispatch
 from tritonrec.kernels.chunked_rows import LOW, Chunks, addresses, op
 
-GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
-IMPLS = ["reference", "cpu", TRITON]
 FAST = ["cpu", TRITON]
 EVERY_HALF = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
 NEAR = [0.0, -0.0, 2.0**-14, 2.0**-15, 3 * 2.0**-24, 2.0**-25, 2.0**-14 - 2.0**-25, 65504.0, 65519.0, 65536.0]

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from conformance.drawn import CONSTANT, DIFFERENTIABLE, accepted, arguments, tensors_of
 from dispatched import DispatchedOps
 from torch.autograd import forward_ad
+from verdicts import flat
 
 from tritonrec import ops
 from tritonrec.kernels.op import OPS
@@ -18,47 +20,26 @@ def some(*shape):
     return torch.randn(shape, generator=GENERATOR) + 0.1
 
 
-# registered op -> a function of its differentiable arguments, their names and values
-CALLS = {
-    "gather_rows": (lambda x: ops.gather_rows(x, ROWS), {"source": some(4, 3)}),
-    "segment_sum": (lambda x: ops.segment_sum(x, ROWS, 5), {"values": some(4, 3)}),
-    "silu": (ops.silu, {"x": some(4, 3)}),
-    "linear": (ops.linear, {"x": some(4, 3), "weight": some(2, 3), "bias": some(2)}),
-    "norm_mul_dropout": (
-        lambda x, u, weight, bias: ops.norm_mul_dropout(x, u, weight, bias, 1e-5),
-        {"x": some(4, 3), "u": some(4, 3), "weight": some(3), "bias": some(3)},
-    ),
-    "norm_linear_silu": (
-        ops.norm_linear_silu,
-        {"x": some(4, 3), "norm_weight": some(3), "norm_bias": some(3)}
-        | {"weight": some(2, 3), "bias": some(2)},
-    ),
-    "relative_aggregate": (
-        lambda v, table: ops.relative_aggregate(v, table, OFFSETS, 4),
-        {"v": some(5, 2, 3), "table": some(2, 4)},
-    ),
-    "hstu_attention": (
-        lambda q, k, v, pos, ts: ops.hstu_attention(
-            q, k, v, OFFSETS, 4, alpha=0.7, scaling_seqlen=4,
-            bias=ops.HSTUBias(pos, ts, torch.tensor([0, 3, 9, 2, 40])),
-        ),
-        {"q": some(5, 2, 3), "k": some(5, 2, 3), "v": some(5, 2, 4)}
-        | {"pos_weights": some(4), "ts_weights": some(5)},
-    ),
-    "softmax_attention": (
-        lambda q, k, v: ops.softmax_attention(q, k, v, OFFSETS, 4, causal=True),
-        {"q": some(5, 2, 3), "k": some(5, 2, 3), "v": some(5, 2, 4)},
-    ),
-    "dropout": (
-        lambda x: ops.dropout(x, 0.5, 1, torch.arange(4), torch.arange(4)), {"x": some(4, 3)}
-    ),
-    "sampled_softmax": (
-        lambda hidden, positive, negatives: ops.sampled_softmax(
-            hidden, positive, negatives, torch.tensor([[True, False], [True, True], [False, True]])
-        ),
-        {"hidden": some(3, 4), "positive": some(3, 4), "negatives": some(3, 2, 4)},
-    ),
-}  # fmt: skip
+def drawn_call(op):
+    """A function of the differentiable arguments, their names and values: of a drawn call that has them."""
+    for size in ("ample", *accepted(op)):
+        given = arguments(op, size)
+        if given.get("consistency", "window") != "window":
+            continue
+        floats = {n: v.float() for n, v in tensors_of(given).items()
+                  if (v.is_floating_point() or n == "source") and (op, n) not in CONSTANT}  # fmt: skip
+        if op == "segment_sum":
+            floats = {"values": given["values"]}
+        if all(value.numel() for value in floats.values()):
+            break
+
+    def call(*values):
+        return flat(OPS[op](*{**given, **dict(zip(floats, values, strict=True))}.values()))[0]
+
+    return call, floats
+
+
+CALLS = {op: drawn_call(op) for op in DIFFERENTIABLE if op != "scatter_rows"}
 ARGUMENTS = [(name, argument) for name in CALLS for argument in CALLS[name][1]]
 
 
@@ -116,31 +97,6 @@ def test_compiled_forward_mode_is_refused_too(name):
         WAYS["compiled"](call, value, some(*value.shape))
 
 
-IN_PLACE = {
-    "scatter_rows destination": lambda x: ops.scatter_rows(x, ROWS[1:], some(3, 3)),
-    "scatter_rows values": lambda x: ops.scatter_rows(some(4, 3), ROWS[1:], x[1:]),
-    "segment_sum_into out": lambda x: ops.segment_sum(some(4, 3), ROWS, 4, out=x),
-    "segment_sum_into values": lambda x: ops.segment_sum(x, ROWS, 4, out=some(4, 3)),
-    "segment_sum values": lambda x: ops.segment_sum(x, ROWS, 4, consistency="batch"),
-    "segment_sum_into values of integers": lambda x: ops.segment_sum(
-        x, ROWS, 4, consistency="batch", status=torch.tensor(0)
-    ),
-    "sparse_sgd weight": lambda x: ops.sparse_sgd(x, ROWS[1:], some(3, 3), 0.1),
-    "sparse_sgd grad": lambda x: ops.sparse_sgd(some(4, 3), ROWS[1:], x[1:], 0.1),
-    "to_fixed_point values": ops.to_fixed_point,
-    "sum_of_squares values": ops.sum_of_squares,
-}
-
-
-@pytest.mark.parametrize("case", IN_PLACE)
-def test_no_tangent_is_lost_where_nothing_is_differentiable(case):
-    name, argument, *_ = case.split()
-    with pytest.raises(
-        NotImplementedError, match=f"tritonrec::{name} has no .* {argument} came with a tangent"
-    ):
-        in_forward_mode(IN_PLACE[case], some(4, 3), some(4, 3))
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_without_a_tangent_a_level_changes_nothing(name):
     call, values = CALLS[name]
@@ -193,8 +149,12 @@ def test_forward_over_reverse_is_refused(name):
 
 def weighted(call):
     """A scalar of the call's result that tells its elements apart."""
-    return lambda *arguments: (call(*arguments) * torch.arange(1.0, 200)[: call(*arguments).numel()].view(
-        call(*arguments).shape)).sum()  # fmt: skip
+
+    def scalar(*arguments):
+        out = call(*arguments)
+        return (out * torch.arange(1.0, 1 + out.numel()).view(out.shape)).sum()
+
+    return scalar
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from impls import GPU
 
 from tritonrec.kernels.deferred import Deferred
 from tritonrec.kernels.dropout.op import DROPOUT_ROWS
@@ -13,7 +14,6 @@ from tritonrec.kernels.norm_mul_dropout.op import (
 from tritonrec.kernels.philox import DeviceSeeds, derive_seed
 from tritonrec.kernels.philox.device_seed import in_kernel
 
-GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 triton = pytest.mark.gpu if GPU else pytest.mark.interpreter
 SEEDS = [0, 7, -3, 2**62 + 5, -(2**63)]

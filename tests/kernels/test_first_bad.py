@@ -4,23 +4,18 @@ import random
 
 import pytest
 import torch
+from impls import GPU, TRITON, on
 
 from tritonrec import ops
 from tritonrec.data.jagged import check_offsets as check_batch_offsets
 from tritonrec.kernels.offsets import check_lengths, check_offsets
 
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
 IMPLS = ["cpu", "reference", TRITON]
 BITS = 36
 EDGE = 2.0 ** (62 - BITS)  # the end of the grid
 NAN, INF = float("nan"), float("inf")
 VALUES = [0.5, -0.25, 1.0, EDGE / 2, -EDGE / 2, EDGE, -EDGE, NAN, INF]
 SUMS = [0, 1, 2**62, -(2**62), 2**63 - 1, -(2**63)]
-
-
-def on(impl, tensor):
-    return tensor.cuda() if impl == "triton" and GPU else tensor
 
 
 def term_of(value):

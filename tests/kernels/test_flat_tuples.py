@@ -7,7 +7,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from attention_cases import TRITON
+from impls import TRITON
 from triton.runtime.interpreter import InterpretedFunction
 
 from tritonrec.kernels import flat_tuples

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from attention_cases import CASES, GPU, RESULTS, TRITON, make, run
+from attention_cases import CASES, RESULTS, make, run
+from impls import GPU, TRITON
 from speeds import slow_except
 
 from tritonrec.kernels import flat_tuples

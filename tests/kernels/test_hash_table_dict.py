@@ -1,7 +1,7 @@
 """The hash table is a dict, through random calls of every kind."""
 
 import pytest
-from hash_tables import EXTREMES, GPU, IMPLS, contents, empty, in_walk, keys_of
+from hash_tables import EXTREMES, contents, empty, in_walk, keys_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -12,6 +12,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from impls import GPU, IMPLS
 
 from tritonrec.kernels.hash_table import (
     HashTableFullError,

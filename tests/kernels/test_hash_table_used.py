@@ -4,6 +4,7 @@ import no_sync
 import pytest
 import torch
 from hash_tables import contents, empty, keys_of
+from impls import IMPLS
 from murmur_inverse import key_with_hash
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
@@ -11,10 +12,6 @@ from triton.runtime.interpreter import InterpretedFunction
 from tritonrec import ops
 from tritonrec.kernels import dispatch
 from tritonrec.kernels.hash_table.op import HASH_ERASE, HASH_INSERT
-
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
-IMPLS = ["reference", "cpu", TRITON]
 
 
 def number(impl, value):

@@ -9,15 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 from attention_cases import grouped
-from hash_tables import EXTREMES, IMPLS, keys_of, on
-from test_arguments import whole
+from hash_tables import EXTREMES, keys_of
+from impls import IMPLS, on
 
 from tritonrec import ops
-from tritonrec.kernels.hstu_attention.call import Call
 from tritonrec.kernels.op import OPS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-registered = torch.ops.tritonrec
+
+
+def whole(*values):
+    return torch.tensor(values)
 
 
 @pytest.mark.slow
@@ -34,84 +36,6 @@ def test_a_short_attack_on_every_op_finds_nothing():
 
 # Calls that once wrote or read out of bounds: registered ops had no checks of their own.
 TOKENS = torch.randn(4, 2, 3)
-NUMBERS = 1e-8, 0.9, 0.9, 0.0, 1  # eps, betas, weight decay, step
-WILD = {
-    "segment_sum": lambda door: door.segment_sum(
-        torch.ones(1, 64), torch.zeros(10**7, dtype=torch.int64), 1, "window", 36, "x", None, None, "auto"
-    ),
-    "segment_sum_into": lambda door: door.segment_sum_into(
-        torch.zeros(2, 3), torch.ones(2, 10**6), whole(0, 1), 2, "window", 36, "x", None, None, None, "auto"
-    ),
-    "sparse_sgd": lambda door: door.sparse_sgd(
-        torch.zeros(4, 3), torch.arange(4), torch.ones(4, 300_000), 0.1, *NUMBERS, None, "auto"
-    ),
-    "sparse_adam": lambda door: door.sparse_adam(
-        torch.zeros(4, 3), torch.zeros(4, 2), torch.zeros(4, 3), torch.arange(4), torch.ones(4, 3), 0.1,
-        *NUMBERS, None, "auto",
-    ),
-    "scatter_rows": lambda door: door.scatter_rows(
-        torch.zeros(4, 3), torch.arange(4), torch.ones(4, 300_000), None, None, "auto"
-    ),
-    "hash_find": lambda door: door.hash_find(
-        torch.zeros(8, dtype=torch.int64), torch.zeros(7, dtype=torch.int32), whole(4), None, "auto"
-    ),
-    "random_indices": lambda door: door.random_indices(
-        1, 2, 3, torch.arange(9), torch.arange(4), 5, 9, "auto"
-    ),
-    "silu_backward": lambda door: door.silu_backward(torch.ones(2), torch.ones(10**7), "auto"),
-    "linear": lambda door: door.linear(torch.ones(2, 10**6), torch.ones(3, 4), None, None, "auto"),
-    "linear_weight_grad": lambda door: door.linear_weight_grad(
-        torch.zeros(2, 3, dtype=torch.int64), torch.ones(4, 2), torch.ones(1, 3), whole(0, 1), 36, "x", None,
-        "", "auto",
-    ),
-    "norm_mul_dropout_backward": lambda door: door.norm_mul_dropout_backward(
-        torch.ones(4, 3), torch.ones(4, 3), None, torch.ones(3), torch.ones(3), 0.0, 1, None, None,
-        torch.ones(1), torch.ones(1), "auto",
-    ),
-    "norm_mul_dropout_backward of a gradient of other rows": lambda door: door.norm_mul_dropout_backward(
-        torch.ones(3, 3), torch.ones(4, 3), None, torch.ones(3), torch.ones(3), 0.0, 1, None, None,
-        torch.ones(4), torch.ones(4), "auto",
-    ),
-    "relative_aggregate_backward": lambda door: door.relative_aggregate_backward(
-        TOKENS, TOKENS, torch.ones(2, 5), whole(0, 10**8), 10**8, None, "auto"
-    ),
-    "hstu_attention_backward": lambda door: door.hstu_attention_backward(
-        TOKENS, TOKENS, TOKENS, TOKENS, *Call(whole(0, 10**9), 10**9, 0.5, 3), "auto"
-    ),
-    "sampled_softmax_backward": lambda door: door.sampled_softmax_backward(
-        torch.ones(2), torch.ones(2, 3), torch.ones(2, 3), torch.ones(2, 10**6, 3).expand(2, -1, 3),
-        torch.ones(1, 1, dtype=torch.bool), 1.0, None, "auto",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", WILD)
-def test_a_registered_op_checks_its_arguments(name):
-    with torch.no_grad(), pytest.raises(ValueError, match=r"must|equally many|but"):
-        WILD[name](registered)
-
-
-def test_a_registered_op_names_a_sparse_tensor_and_one_on_another_device():
-    source, rows = torch.ones(3, 2), whole(1, 0)
-    with pytest.raises(ValueError, match=r"^source is torch.sparse_coo: give source.to_dense"):
-        registered.gather_rows(source.to_sparse(), rows, None, "cpu")
-    with pytest.raises(ValueError, match=r"^source is on cpu, rows on meta: move one of them"):
-        registered.gather_rows(source, rows.to("meta"), None, "cpu")
-    with pytest.raises(ValueError, match=r"^sample_ids is on cpu, positions on meta"):
-        registered.random_indices(1, 2, 3, rows, rows.to("meta"), 5, 9, "auto")
-    with pytest.raises(TypeError, match=r"^rows must be a torch.Tensor, got None$"):
-        ops.gather_rows(source, None)
-
-
-def test_random_indices_of_two_devices_are_refused():
-    with pytest.raises(ValueError, match=r"^sample_ids is on cpu, positions on meta"):
-        ops.random_indices(1, 2, 3, whole(1, 2), whole(1, 2).to("meta"), 5, 9)
-
-
-def test_a_negated_view_is_not_written_to():
-    out = torch.zeros(4, 3)._neg_view()
-    with pytest.raises(ValueError, match=r"^weight is written to and is a negated or conjugated view"):
-        ops.sparse_sgd(out, whole(1), torch.ones(1, 3), 0.1)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from hash_tables import empty, keys_of
+from impls import GPU, TRITON
 from murmur_inverse import key_with_hash
 
 from tritonrec import ops
@@ -15,8 +16,6 @@ from tritonrec.kernels.hash_table import op
 from tritonrec.kernels.intersect import numba_intersect
 from tritonrec.kernels.unique import numba_unique
 
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
 COUNT = 1200
 SECRETS = [1 << 62 | 1, (1 << 63) - 1, 0x5DEECE66D1B2A3C5]
 RANDOM = torch.randint(-(2**63), 2**63 - 1, (COUNT,), generator=torch.Generator().manual_seed(8))

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from impls import GPU
 
 from tritonrec.kernels.hstu_attention import HSTUMask
 from tritonrec.kernels.hstu_attention.masks import visible
@@ -31,7 +32,6 @@ def numbers_of(mask):
     )  # fmt: skip
 
 
-GPU = torch.cuda.is_available()
 TRITON = pytest.mark.gpu if GPU else pytest.mark.interpreter
 DEVICE = "cuda" if GPU else "cpu"
 

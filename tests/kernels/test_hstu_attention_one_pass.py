@@ -3,7 +3,8 @@
 import pytest
 import torch
 import triton
-from attention_cases import CASES, GPU, RESULTS, TRITON, doubled, judge, make, on, run
+from attention_cases import CASES, RESULTS, doubled, judge, make, run
+from impls import GPU, TRITON, on
 from speeds import slow_except
 
 from tritonrec.kernels import dispatch

@@ -10,12 +10,13 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from attention_cases import CASES, IMPLS, RESULTS, TRITON, N, doubled, grouped, judge, make, on, run
+from attention_cases import CASES, RESULTS, N, doubled, grouped, judge, make, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from impls import IMPLS, TRITON, on
 from speeds import slow_except, slow_on_triton
 
-from tritonrec.kernels.hstu_attention import HSTUBias, HSTUMask, checks, hstu_attention, op
+from tritonrec.kernels.hstu_attention import HSTUMask, checks, hstu_attention, op
 from tritonrec.kernels.hstu_attention.call import Call, describe
 from tritonrec.kernels.hstu_attention.checks import check_counts
 from tritonrec.kernels.hstu_attention.op import HSTU_ATTENTION, HSTU_ATTENTION_BACKWARD
@@ -150,20 +151,6 @@ def test_conveniences_say_the_same():
         assert torch.equal(scaled, got)
 
 
-def test_tables_get_gradients_through_autograd():
-    tensors, call = make(*CASES["both"])
-    do, q, k, v = tensors
-    tables = [table.clone().requires_grad_() for table in (call.pos_weights, call.ts_weights)]
-    out = hstu_attention(
-        q, k, v, call.seq_offsets, call.max_seq_len, alpha=call.alpha, attn_scale=call.attn_scale,
-        mask=HSTUMask(call.num_targets, 2, call.num_contexts, 0, 12, 4, 2),
-        bias=HSTUBias(*tables, call.timestamps, call.query_timestamps, scaled_by_alpha=True),
-    )  # fmt: skip
-    by_sample = HSTU_ATTENTION_BACKWARD(*tensors, *call)[3:]
-    for got, parts in zip(torch.autograd.grad(out, tables, do), by_sample, strict=True):
-        assert torch.equal(got, parts.sum(0))
-
-
 @triton.jit
 def log2_kernel(late_ptr, early_ptr, out_ptr, N: tl.constexpr):
     at = tl.arange(0, N)
@@ -252,18 +239,15 @@ def test_the_host_never_waits_for_the_device(monkeypatch, backward):
         ({"num_contexts": torch.tensor([0, 3])}, r"num_contexts\[1\] = 3 .* 2 tokens left"),
         ({"num_contexts": torch.tensor([2, 0]), "num_targets": torch.tensor([2, 0])}, r"num_contexts\[0\]"),
         ({"num_contexts": torch.tensor([0, 0]), "contextual_seq_len": 1}, "not both"),
-        ({"num_contexts": torch.tensor([0.0, 0.0])}, "int32 or int64"),
         ({"contextual_seq_len": -1}, "contextual_seq_len must be at least 0"),
         ({"target_group_size": 0}, "target_group_size must be at least 1"),
         ({"max_attn_len": -1}, "max_attn_len must be at least 0"),
-        ({"attn_scale": torch.ones(3), "scaling_seqlen": None}, r"attn_scale must be \(5,\)"),
         ({"attn_scale": torch.ones(5, requires_grad=True), "scaling_seqlen": None}, "no gradient"),
         ({"pos_weights": torch.ones(4)}, "max_seq_len = 3 entries or 5"),
         ({"pos_weights": torch.ones(3), "contextual_seq_len": 1}, "contextual tokens see later tokens"),
         ({"pos_weights": torch.ones(2, 3)}, "one table for all heads"),
         ({"ts_weights": torch.ones(4)}, "go together"),
         ({"timestamps": torch.ones(5, dtype=torch.int64)}, "go together"),
-        ({"ts_weights": torch.ones(4), "timestamps": torch.ones(5)}, "int64"),
         ({"q": torch.ones(3, 2, 4)}, "give delta_offsets"),
         ({"q": torch.ones(3, 2, 4), "delta_offsets": torch.tensor([0, 3])}, "delta_offsets must be"),
         ({"q": torch.ones(4, 2, 4), "delta_offsets": torch.tensor([0, 4, 4])}, "number of queries"),

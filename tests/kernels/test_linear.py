@@ -7,15 +7,11 @@ import torch
 from float_error import assert_error_at_most_twice
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from impls import GPU, IMPLS, TRITON, on
 
 from tritonrec.kernels.fixed_point import ExactSumError
 from tritonrec.kernels.fused import fused_multiply_add
 from tritonrec.kernels.linear import linear, linear_weight_grad
-from tritonrec.kernels.linear.op import LINEAR
-
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
-IMPLS = ["reference", "cpu", TRITON]
 
 # name: tokens, inputs, outputs
 SHAPES = {
@@ -30,10 +26,6 @@ SHAPES = {
     "block_plus_one": (33, 33, 33),
     "wide": (9, 130, 70),
 }
-
-
-def on(impl, tensor):
-    return tensor.cuda() if impl == "triton" and GPU else tensor
 
 
 def case(name, seed=0):
@@ -66,66 +58,6 @@ def test_error_is_that_of_plain_float32(impl, name):
 def test_no_bias_is_a_bias_of_zero(impl):
     x, weight, bias, _ = (on(impl, tensor) for tensor in case("odd_dim"))
     assert torch.equal(linear(x, weight, impl=impl), linear(x, weight, bias * 0, impl=impl))
-
-
-@pytest.mark.parametrize("impl", ["cpu", TRITON])
-def test_every_element_is_written_and_nothing_else(impl, monkeypatch):
-    x, weight, bias, _ = (on(impl, tensor) for tensor in case("block_plus_one"))
-    expected = linear(x, weight, bias, impl=impl)
-    guarded = torch.full((35, 33), float("nan"), device=x.device)
-    new_empty = torch.Tensor.new_empty
-
-    def guarded_output(tensor, *shape, **options):
-        return guarded[1:34] if shape == (33, 33) else new_empty(tensor, *shape, **options)
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", guarded_output)
-    LINEAR.launch(x, weight, bias, None, impl=impl)
-    assert torch.equal(guarded[1:34], expected)
-    assert guarded[0].isnan().all() and guarded[34].isnan().all()
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_a_row_keeps_its_bits_in_any_batch(impl):
-    x, weight, bias, dy = (on(impl, tensor) for tensor in case("odd_dim"))
-    y, dx, *_ = gradients(lambda *t: linear(*t, impl=impl), x, weight, bias, dy)
-    generator = torch.Generator().manual_seed(1)
-    for count in (1, 1, 2, 3, 4, 5, 31, 32, 33, 39, 40):
-        rows = on(impl, torch.randperm(40, generator=generator)[:count])
-        some = gradients(lambda *t: linear(*t, impl=impl), x[rows], weight, bias, dy[rows])
-        assert torch.equal(some[0], y[rows]) and torch.equal(some[1], dx[rows]), count
-
-
-def test_threads_change_no_bit(threads_one_and_two):
-    generator = torch.Generator().manual_seed(2)
-    x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((401, 96), (350, 96), (350,)))
-    dy = torch.randn(401, 350, generator=generator)
-    offsets = torch.tensor([0, 7, 7, 200, 401])
-
-    def run():
-        sums = torch.zeros(350, 96, dtype=torch.int64)
-        return linear(x, weight, bias), linear_weight_grad(sums, dy, x, offsets)
-
-    for one, two in zip(*threads_one_and_two(run), strict=True):
-        assert torch.equal(one, two)
-    assert torch.equal(linear(x[400:], weight, bias), linear(x, weight, bias)[400:])
-
-
-@pytest.mark.parametrize("impl", ["cpu", TRITON])
-def test_strided_inputs(impl):
-    x, weight, bias, dy = (on(impl, tensor) for tensor in case("odd_dim"))
-    expected = linear(x, weight, bias, impl=impl)
-    wide = torch.full((40, 50), float("nan"), device=x.device)
-    wide[:, 3:40] = x
-    for strided in (wide[:, 3:40], x.t().contiguous().t(), x.repeat_interleave(2, 0)[::2]):
-        assert torch.equal(linear(strided, weight, bias, impl=impl), expected)
-    assert torch.equal(linear(x, weight.t().contiguous().t(), bias.repeat(2)[:35], impl=impl), expected)
-
-    buffer = torch.full((35, 40), 7, dtype=torch.int64, device=x.device)
-    offsets = on(impl, torch.tensor([0, 11, 40]))
-    plain = linear_weight_grad(torch.zeros_like(weight, dtype=torch.int64), dy, x, offsets, impl=impl)
-    linear_weight_grad(buffer[:, 2:39], dy.t().contiguous().t(), wide[:, 3:40], offsets.int(), impl=impl)
-    assert torch.equal(buffer[:, 2:39], plain + 7)
-    assert (buffer[:, :2] == 7).all() and (buffer[:, 39:] == 7).all()
 
 
 # The interpreter cuts a float32 to bfloat16 instead of rounding it.
@@ -378,21 +310,6 @@ def zeros(*shape, dtype=torch.float32):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: linear(zeros(3), zeros(2, 3)), r"x must be \(L, in\).*\(3,\)"),
-        (lambda: linear(zeros(4, 3), zeros(2, 4)), r"got x \(4, 3\) and weight \(2, 4\)"),
-        (lambda: linear(zeros(4, 3), zeros(2, 3), zeros(3)), r"bias must be \(2,\), got \(3,\)"),
-        (lambda: linear(zeros(4, 3), zeros(2, 3).double()), "share a dtype"),
-        (lambda: linear(zeros(4, 3).double(), zeros(2, 3).double(), impl="cpu"), "float32"),
-        (lambda: weight_grad(x=zeros(4, 3).half()), "x must be 2-D torch.float32, got .* torch.float16"),
-        (lambda: weight_grad(accumulator=zeros(2, 3)), "accumulator must be 2-D torch.int64"),
-        (lambda: weight_grad(accumulator=zeros(3, 2, dtype=torch.int64)), r"accumulator must be \(out, in\)"),
-        (lambda: weight_grad(accumulator=zeros(3, 2, dtype=torch.int64).t()), "contiguous rows"),
-        (
-            lambda: weight_grad(bias_accumulator=zeros(3, dtype=torch.int64)),
-            r"bias_accumulator must be .*\(2,\)",
-        ),
-        (lambda: weight_grad(dy=zeros(3, 2)), r"dy \(3, 2\), x \(4, 3\)"),
-        (lambda: weight_grad(x=zeros(4, 3).double()), "x must be 2-D torch.float32"),
         (lambda: weight_grad(seq_offsets=torch.tensor([0, 3])), "seq_offsets must end at the 4 tokens"),
         (lambda: weight_grad(seq_offsets=torch.tensor([0, 3, 2, 4])), r"seq_offsets\[2\] = 2 comes after 3"),
         (lambda: weight_grad(fraction_bits=63), "bits"),
@@ -411,28 +328,6 @@ def weight_grad(**change):
         "seq_offsets": torch.tensor([0, 4]),
     }
     return linear_weight_grad(**(arguments | change))
-
-
-def test_compiles_without_a_graph_break():
-    tensors = case("odd_dim")
-    compiled = torch.compile(linear, fullgraph=True, backend="aot_eager")
-    for got, expected in zip(gradients(compiled, *tensors), gradients(linear, *tensors), strict=True):
-        assert torch.equal(got, expected)
-    x, weight, _, dy = tensors
-    sums, offsets = torch.zeros_like(weight, dtype=torch.int64), torch.tensor([0, 9, 40])
-    exact = torch.compile(linear_weight_grad, fullgraph=True, backend="aot_eager")
-    assert torch.equal(exact(sums.clone(), dy, x, offsets), linear_weight_grad(sums, dy, x, offsets))
-
-
-def test_registration():
-    x, weight, bias, dy = case("odd_dim")
-    torch.library.opcheck(torch.ops.tritonrec.linear.default, (x, weight, bias, None, "cpu"))
-    torch.library.opcheck(torch.ops.tritonrec.linear.default, (x, weight, None, torch.tensor([0, 40]), "cpu"))
-    sums = torch.zeros(35, 37, dtype=torch.int64)
-    torch.library.opcheck(
-        torch.ops.tritonrec.linear_weight_grad.default,
-        (sums, dy, x, torch.tensor([0, 9, 40]), 36, "weight", None, "", "cpu"),
-    )
 
 
 @pytest.mark.parametrize("inner", [13, 16, 48, 64, 80, 128, 130])

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from impls import GPU
 from murmur_inverse import key_with_hash
 from numba import njit
 
@@ -14,7 +15,6 @@ from tritonrec.kernels.murmur import mix64
 from tritonrec.kernels.murmur.numba_murmur import mix64 as numba_mix64
 from tritonrec.kernels.murmur.triton_murmur import mix64 as triton_mix64
 
-GPU = torch.cuda.is_available()
 MASK = 2**64 - 1
 SMALLEST, LARGEST = -(2**63), 2**63 - 1
 KNOWN = {0: 0, 1: 0xB456BCFC34C2CB2C, -1: 0x64B5720B4B825F21}

@@ -3,11 +3,11 @@
 import no_sync
 import pytest
 import torch
+from impls import GPU
 from no_sync import HostWaitsError, recorded_launches
 
 from tritonrec import ops
 
-GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 WORLD, DIM, SLOTS = 3, 5, 64
 

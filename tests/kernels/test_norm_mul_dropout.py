@@ -5,14 +5,11 @@ import torch
 from float_error import assert_error_at_most_twice
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from impls import IMPLS, TRITON, on
 from speeds import slow_on_triton
 
 from tritonrec.kernels.norm_mul_dropout import norm_mul_dropout
 from tritonrec.kernels.norm_mul_dropout.op import NORM_MUL_DROPOUT, NORM_MUL_DROPOUT_BACKWARD, _check_sums
-
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
-IMPLS = ["reference", "cpu", TRITON]
 
 # name: tokens, columns
 SHAPES = {
@@ -26,10 +23,6 @@ SHAPES = {
     "block_plus_one": (19, 65),
 }
 P, SEED = 0.3, -0x1234_5678_9ABC_DEF0
-
-
-def on(impl, tensor):
-    return tensor.cuda() if impl == "triton" and GPU else tensor
 
 
 def case(name, seed=0):
@@ -105,22 +98,6 @@ def test_error_is_that_of_plain_float32(impl, name, gated, dropping):
         assert_error_at_most_twice(*values, what, largest=10.0)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_no_columns(impl):
-    x, u, weight, bias, _ = (on(impl, tensor) for tensor in case("no_columns"))
-    assert norm_mul_dropout(x, u, weight, bias, impl=impl).shape == (3, 0)
-
-
-@pytest.mark.parametrize(("impl", "p"), slow_on_triton(["cpu", TRITON], [1e-9, 0.1, 0.5, 0.999], [0.1]))
-def test_all_implementations_keep_the_same_columns(impl, p):
-    for dim in (1, 2, 3, 4, 5, 37):
-        ids, positions = places(12)
-        positions[-1] = -1  # stands for its low 32 bits
-        assert torch.equal(
-            mask_of(impl, ids, positions, dim, p), mask_of("reference", ids, positions, dim, p)
-        )
-
-
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
 def test_the_rate_is_that_asked_for(p):
     ids, positions = torch.arange(400) // 20, torch.arange(400) % 20
@@ -181,59 +158,6 @@ def test_a_constant_row_without_eps_is_nan_and_the_others_are_not(impl):
         assert torch.equal(got[others], before[others]) and not before.isnan().any()
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("impl", ["cpu", TRITON])
-def test_a_row_keeps_its_bits_in_any_batch(impl, gated):
-    tensors = case("odd_dim")
-    ids, positions = places(13)
-    sites = on(impl, ids), on(impl, positions)
-
-    def run(rows):
-        x, u, weight, bias, dy = (on(impl, tensor) for tensor in tensors)
-        some, gate = x[rows], u[rows] if gated else None
-        at = [site[rows] for site in sites]
-        y, means, rstds = NORM_MUL_DROPOUT.launch(some, gate, weight, bias, 1e-6, P, SEED, *at, impl=impl)
-        terms = NORM_MUL_DROPOUT_BACKWARD.launch(
-            dy[rows], some, gate, weight, bias, P, SEED, *at, means, rstds, impl=impl
-        )
-        return y, means, rstds, *(term for term in terms if len(term) == len(rows))
-
-    whole = run(on(impl, torch.arange(13)))
-    generator = torch.Generator().manual_seed(2)
-    for count in (1, 2, 5, 12):
-        rows = on(impl, torch.randperm(13, generator=generator)[:count])
-        some = run(rows)
-        assert len(some) == len(whole) == (7 if gated else 6)
-        for one, every in zip(some, whole, strict=True):
-            assert torch.equal(one, every[rows]), count
-
-
-def test_threads_change_no_bit(threads_one_and_two):
-    generator = torch.Generator().manual_seed(3)
-    x, u, dy = torch.randn(3, 4001, 130, generator=generator)
-    weight, bias = torch.randn(2, 130, generator=generator)
-    one, two = threads_one_and_two(lambda: gradients("cpu", (x, u, weight, bias, dy), *places(4001)))
-    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
-
-
-@pytest.mark.parametrize("impl", ["cpu", TRITON])
-def test_strided_inputs(impl):
-    tensors = case("odd_dim")
-    ids, positions = places(13)
-    expected = gradients(impl, tensors, ids, positions)[0]
-    x, u, weight, bias, _ = (on(impl, tensor) for tensor in tensors)
-    sites = [on(impl, site.repeat_interleave(2))[::2] for site in (ids, positions)]
-    wide = torch.full((13, 90), float("nan"), device=x.device)
-    wide[:, 1:38], wide[:, 50:87] = x, u
-    for one, gate in ((wide[:, 1:38], wide[:, 50:87]), (x.t().contiguous().t(), u.t().contiguous().t())):
-        y = norm_mul_dropout(one, gate, weight, bias, 1e-6, P, SEED, *sites, impl=impl)
-        assert torch.equal(y.cpu(), expected)
-    dy = tensors[4][:, :1].expand(13, 37)
-    one = gradients(impl, (*tensors[:4], dy), ids, positions)
-    other = gradients(impl, (*tensors[:4], dy.contiguous()), ids, positions)
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 @pytest.mark.parametrize("impl", IMPLS)
 def test_no_dropout_outside_training(impl):
     x, u, weight, bias, _ = (on(impl, tensor) for tensor in case("odd_dim"))
@@ -278,16 +202,7 @@ def test_a_row_alone(dim, ids, position, p, at):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x": torch.zeros(3)}, r"x must be \(L, D\) float32, bfloat16 or float16, got \(3,\)"),
-        ({"x": torch.zeros(4, 3).double()}, "float64"),
-        ({"u": torch.zeros(4, 2)}, r"u must be \(4, 3\).*got \(4, 2\)"),
-        ({"weight": torch.zeros(4)}, r"weight and bias must be \(3,\), got \(4,\) and \(3,\)"),
-        ({"bias": torch.zeros(1)}, r"got \(3,\) and \(1,\)"),
         ({"dropout": 1.0}, r"dropout must lie in \[0, 1\), got 1.0"),
-        ({"dropout": 0.5}, r"with dropout, sample_ids must be \(4,\) int64, got None"),
-        ({"dropout": 0.5, "sample_ids": torch.arange(4)}, "positions must be"),
-        ({"dropout": 0.5, "sample_ids": torch.arange(3)}, r"got \(\(3,\), torch.int64\)"),
-        ({"dropout": 0.5, "sample_ids": torch.arange(4).int()}, "int32"),
     ],
 )
 def test_bad_arguments_are_named(change, message):
@@ -299,63 +214,6 @@ def test_bad_arguments_are_named(change, message):
     }
     with pytest.raises(ValueError, match=message):
         norm_mul_dropout(**(arguments | change))
-
-
-@pytest.mark.parametrize("gated", [False, True])
-def test_compiles_without_a_graph_break(gated):
-    x, u, weight, bias, dy = case("odd_dim")
-    sites = places(13)
-
-    def run(call):
-        leaves = [tensor.clone().requires_grad_() for tensor in (x, u, weight, bias)]
-        y = call(leaves[0], leaves[1] if gated else None, *leaves[2:], 1e-6, P, 5, *sites)
-        return y.detach(), *torch.autograd.grad(y, leaves if gated else [leaves[0], *leaves[2:]], dy)
-
-    compiled = torch.compile(norm_mul_dropout, fullgraph=True, backend="aot_eager")
-    for got, expected in zip(run(compiled), run(norm_mul_dropout), strict=True):
-        assert torch.equal(got, expected)
-
-
-@pytest.mark.parametrize("gated", [False, True])
-def test_registration(gated):
-    x, u, weight, bias, dy = case("odd_dim")
-    gate, sites = u if gated else None, places(13)
-    _, means, rstds = NORM_MUL_DROPOUT.launch(x, gate, weight, bias, 1e-6, P, 5, *sites, impl="cpu")
-    torch.library.opcheck(
-        torch.ops.tritonrec.norm_mul_dropout_backward.default,
-        (dy, x, gate, weight, bias, P, 5, *sites, means, rstds, "cpu"),
-    )
-    torch.library.opcheck(
-        torch.ops.tritonrec.norm_mul_dropout.default, (x, gate, weight, bias, 1e-6, P, 5, *sites, "cpu")
-    )
-
-
-@pytest.mark.parametrize("name", ["odd_dim", "one_column", "empty", "no_columns"])
-@pytest.mark.parametrize("impl", IMPLS)
-def test_du_written_into_a_view(impl, name):
-    """The bits of the op that allocates; the columns beside the view stay what they were."""
-    x, u, weight, bias, dy = (on(impl, tensor) for tensor in case(name))
-    tokens, dim = x.shape
-    sites = [on(impl, site) for site in places(tokens)]
-    _, means, rstds = NORM_MUL_DROPOUT.launch(x, u, weight, bias, 1e-6, P, SEED, *sites, impl=impl)
-    rest = (dy, x, u, weight, bias, P, SEED, *sites, means, rstds, impl)
-    dx, du, dweight, dbias = NORM_MUL_DROPOUT_BACKWARD.launch(*rest[:-1], impl=impl)
-    buffer = torch.full((tokens, dim + 5), float("nan"), device=x.device)
-    terms = torch.ops.tritonrec.norm_mul_dropout_backward_into(buffer[:, 2 : 2 + dim], *rest)
-    assert torch.equal(buffer[:, 2 : 2 + dim], du) and int(buffer.isnan().sum()) == 5 * tokens
-    assert all(map(torch.equal, terms, (dx, dweight, dbias)))
-
-
-def test_a_view_that_does_not_fit_is_named():
-    x, u, weight, bias, dy = case("odd_dim")
-    _, means, rstds = NORM_MUL_DROPOUT.launch(x, u, weight, bias, 1e-6, 0.0, 0, None, None, impl="cpu")
-    rest = (dy, x, u, weight, bias, 0.0, 0, None, None, means, rstds, "cpu")
-    into = torch.ops.tritonrec.norm_mul_dropout_backward_into
-    with pytest.raises(ValueError, match=r"du must be \(13, 37\) torch.float32, got \(12, 37\)"):
-        into(torch.empty(12, 37), *rest)
-    with pytest.raises(ValueError, match="du is written in place and must have contiguous rows"):
-        into(torch.empty(37, 13).t(), *rest)
-    torch.library.opcheck(into.default, (torch.empty(13, 37), *rest))
 
 
 @pytest.mark.parametrize("dim", [130, 256])

@@ -33,39 +33,6 @@ def table():
     return slots
 
 
-# op -> the tensors that it writes to, and a call of the public function
-WRITING = {
-    "hash_insert": (
-        lambda: [*table(), torch.tensor(2), torch.tensor(0)],
-        lambda keys, rows, after, lost: ops.hash_insert(keys, rows, LIST, after, status=lost),
-    ),
-    "hash_assign": (
-        lambda: [table()[1]],
-        lambda rows: ops.hash_assign(table()[0], rows, LIST, LIST.abs()),
-    ),
-    "hash_erase": (lambda: [table()[1]], lambda rows: ops.hash_erase(table()[0], rows, LIST)),
-    "scatter_rows": (
-        lambda: [some(7, 3)],
-        lambda out: ops.scatter_rows(out, ROWS, some(5, 3), source=SEGMENTS),
-    ),
-    "segment_sum_into": (
-        lambda: [torch.zeros(6, 3, dtype=torch.int64), torch.tensor(0)],
-        lambda out, lost: ops.segment_sum(some(4, 3), SEGMENTS, 6, consistency="batch", out=out, status=lost),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRITING)
-def test_autograd_learns_of_what_is_written(name):
-    make, call = WRITING[name]
-    written = make()
-    before = [tensor._version for tensor in written]
-    with DispatchedOps() as dispatched:
-        call(*written)
-    assert name in dispatched.names
-    assert all(tensor._version > version for tensor, version in zip(written, before, strict=True))
-
-
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("name", ["scatter_rows", "segment_sum_into"])
 def test_a_value_that_backward_kept_is_not_overwritten_unseen(name, alone):
@@ -132,12 +99,6 @@ def test_a_compiled_functions_graphs_hold_no_part_of_an_implementation():
     (keys, *_), doubled = torch.compile(between, backend=backend)(x := some(3))
     assert torch.equal(doubled, x * 2) and torch.equal(keys, ops.unique(KEYS)[0])
     assert found == ["mul"]
-
-
-def test_fake_tensors_have_shapes_only():
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        found = ops.gather_rows(mode.from_tensor(some(7, 3)), mode.from_tensor(ROWS))
-    assert found.shape == (4, 3)
 
 
 def attention():

@@ -4,14 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from impls import GPU, IMPLS, TRITON, on
 from poison import poisoned_memory
 
 from tritonrec import ops
 from tritonrec.kernels.padding import report
 
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
-IMPLS = ["reference", "cpu", TRITON]
 SMALLEST, LARGEST = -(2**63), 2**63 - 1
 POISON = 77  # a key and a row number that padding must not bring in
 
@@ -24,10 +22,6 @@ def poisoned(request):
     else:
         with poisoned_memory():
             yield
-
-
-def on(impl, tensor):
-    return tensor.cuda() if impl == "triton" and GPU else tensor
 
 
 def scalar(impl, value):
@@ -375,55 +369,6 @@ KEYS = torch.arange(4)
 def test_bad_counts_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_compiles_without_a_graph_break():
-    def chain(keys, slot_keys, slot_rows, next_row, status, values):
-        distinct, inverse, _, found = ops.unique(keys, padded=True)
-        rows, inserted = ops.hash_insert(slot_keys, slot_rows, distinct, next_row, count=found, status=status)
-        sums = ops.segment_sum(values, inverse, 9, consistency="batch", status=status, count=found)
-        here, there, common = ops.intersect(distinct, values[:, 0].long(), padded=True, left_count=found)
-        grid = ops.to_fixed_point(values, status=status)
-        return rows, inserted, sums, here, there, common, ops.gather_rows(values, rows, count=found), grid
-
-    def arguments():
-        keys = torch.tensor([5, 5, -1, 9, 5, -1, 7, 7, 7])
-        values = torch.arange(27.0).view(9, 3)
-        return keys, *table("cpu", 16), torch.tensor(0), torch.tensor(0), values
-
-    compiled = torch.compile(chain, fullgraph=True, backend="aot_eager")
-    one, other = arguments(), arguments()
-    for got, expected in zip(compiled(*one), chain(*other), strict=True):
-        assert torch.equal(got, expected)
-    assert int(one[3]) == int(other[3]) == 4 and dict_of(*one[1:3]) == dict_of(*other[1:3])
-
-
-def test_registration():
-    keys, count, status = torch.arange(5), torch.tensor(3), torch.tensor(0)
-    ours, values = table("cpu", 16), torch.zeros(5, 2)
-    library = torch.ops.tritonrec
-    for op, arguments in (
-        (library.unique_padded, (keys, count, "cpu")),
-        (library.unique_table, (keys, count, "cpu")),
-        (library.intersect_padded, (keys, keys, count, None, None, "cpu")),
-        (library.bucketize, (keys, 3, count, "cpu")),
-        (library.counting_sort, (keys, 7, count, "cpu")),
-        (library.hash_insert, (*ours, keys, 0, None, count, torch.tensor(0), status, None, "cpu")),
-        (library.hash_find, (*ours, keys, count, "cpu")),
-        (library.hash_assign, (*ours, keys, keys, count, "cpu")),
-        (library.hash_erase, (*ours, keys, count, torch.tensor(5), "cpu")),
-        (library.gather_rows, (values, keys, count, "cpu")),
-        (library.scatter_rows, (torch.zeros(5, 2), keys, torch.ones(5, 2), None, count, "cpu")),
-        (library.segment_sum, (values, keys, 5, "window", 36, "rows", count, None, "cpu")),
-        (
-            library.segment_sum_into,
-            (torch.zeros(5, 2), values, keys, 5, "window", 36, "rows", count, None, status, "cpu"),
-        ),
-        (library.to_fixed_point_status, (values, 36, "rows", status, "cpu")),
-        (library.sum_of_squares, (values, count, "cpu")),
-        (library.sparse_sgd, (torch.zeros(5, 2), keys, values, 0.1, 0.0, 0.0, 0.0, 0.0, 1, count, "cpu")),
-    ):
-        torch.library.opcheck(op.default, arguments)
 
 
 def test_a_status_keeps_the_first_code():

@@ -2,13 +2,11 @@
 
 import pytest
 import torch
+from impls import GPU, TRITON
 
 from tritonrec import ops
 from tritonrec.kernels.gradients import remembered
 from tritonrec.kernels.offsets import check_lengths, check_offsets
-
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
 
 
 def active():

@@ -8,14 +8,11 @@ import torch
 from float_error import assert_error_at_most_twice
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from impls import IMPLS, TRITON, on
 
 from tritonrec.kernels.accumulator import GradientAccumulator
 from tritonrec.kernels.fixed_point import ExactSumError
 from tritonrec.kernels.linear import linear, linear_weight_grad
-
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
-IMPLS = ["reference", "cpu", TRITON]
 
 # name: rows, inputs, outputs
 SHAPES = {
@@ -29,10 +26,6 @@ SHAPES = {
     "block_plus_one": (65, 9, 33),
     "wide": (5, 67, 66),
 }
-
-
-def on(impl, tensor):
-    return tensor.cuda() if impl == "triton" and GPU else tensor
 
 
 def case(name, seed=0):

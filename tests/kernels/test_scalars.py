@@ -3,42 +3,17 @@
 import pytest
 import torch
 from hash_tables import EXTREMES, contents, empty, keys_of
-from test_arguments import CALLS, call, label
+from impls import IMPLS
 
 from tritonrec import ops
 from tritonrec.kernels.hash_table import op as hash_table
 
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
-IMPLS = ["reference", "cpu", TRITON]
-SCALARS = [(op, n) for op, (tensors, _) in CALLS.items() for n, tensor in tensors.items() if not tensor.dim()]
-SCALARS += [(ops.hash_insert, "next_row")]
 DOORS = {
     "public": lambda *given, **rest: ops.hash_insert(*given[:-1], impl=given[-1], **rest),
     "registered": lambda keys, rows, new, next_row, free=None, impl="auto", *, status=None: (
         torch.ops.tritonrec.hash_insert(keys, rows, new, 0, free, None, next_row, status, None, impl)
     ),
 }
-
-
-def test_every_scalar_is_here():
-    assert len(SCALARS) > 14 and {name for _, name in SCALARS} == {
-        "count", "left_count", "right_count", "status", "next_row", "used"
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(("op", "name"), SCALARS, ids=label)
-def test_another_dtype_shape_or_device_is_refused_by_name(op, name):
-    for other in (
-        torch.tensor(1.0),
-        torch.tensor(1, dtype=torch.int32),
-        torch.tensor(True),
-        torch.tensor([1]),
-    ):
-        with pytest.raises(ValueError, match=rf"^{name} must be \(\) int64, got shape \S+ {other.dtype}"):
-            call(op, **{name: other})
-    with pytest.raises(ValueError, match=rf"^\w+ is on cpu, {name} on meta: move one of them"):
-        call(op, **{name: torch.tensor(1, device="meta")})
 
 
 @pytest.mark.parametrize("next_row", [-1, -3, -(2**63), 2**31 + 1, 2**62, 2**63 - 1])
@@ -62,14 +37,6 @@ def test_a_counter_may_run_out(impl):
     with pytest.raises(ValueError, match="1 new keys from row 2147483648 pass the last int32 row"):
         ops.hash_insert(*table, keys_of([7]), counter, impl=impl)
     assert len(contents(*table)) == 2
-
-
-@pytest.mark.parametrize("next_row", [-1, 2**31])
-def test_the_registered_op_checks_a_number_too(next_row):
-    with pytest.raises(ValueError, match=rf"next_row must be in \[0, 2\*\*31\), got {next_row}$"):
-        torch.ops.tritonrec.hash_insert(
-            *empty(8), keys_of([1]), next_row, None, None, None, None, None, "cpu"
-        )
 
 
 def test_an_accelerator_asserts_without_a_wait(monkeypatch):

@@ -5,17 +5,11 @@ import torch
 from float_error import assert_error_at_most_twice
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from impls import IMPLS, TRITON, on
 
 from tritonrec.kernels.silu import silu
 
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
-IMPLS = ["reference", "cpu", TRITON]
 SHAPES = [(), (0,), (3, 0), (1,), (7, 13), (1023,), (1024,), (1025,), (2, 3, 5)]
-
-
-def on(impl, tensor):
-    return tensor.cuda() if impl == "triton" and GPU else tensor
 
 
 def numbers(shape, seed=0):
@@ -59,23 +53,6 @@ def test_triton_has_the_bits_of_the_cpu(impl):
         assert torch.equal(one.cpu(), other)
 
 
-@pytest.mark.parametrize("impl", ["cpu", TRITON])
-def test_a_value_keeps_its_bits_in_any_place(impl):
-    x, dy = (on(impl, tensor) for tensor in numbers((37, 41), 2))
-    y, dx = both(lambda t: silu(t, impl=impl), x, dy)
-    generator = torch.Generator().manual_seed(3)
-    for count in (1, 2, 3, 17, 36):
-        rows = on(impl, torch.randperm(37, generator=generator)[:count])
-        some = both(lambda t: silu(t, impl=impl), x[rows, 3:], dy[rows, 3:])
-        assert torch.equal(some[0], y[rows, 3:]) and torch.equal(some[1], dx[rows, 3:]), count
-
-
-def test_threads_change_no_bit(threads_one_and_two):
-    x, dy = numbers((2_100_001,), 4)
-    one, two = threads_one_and_two(lambda: both(silu, x, dy))
-    assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
-
-
 @pytest.mark.parametrize("impl", IMPLS)
 def test_non_contiguous_and_not_a_number(impl):
     x, _ = numbers((12, 34), 5)
@@ -101,16 +78,3 @@ def test_an_element_alone(values, at):
 def test_another_dtype_is_refused():
     with pytest.raises(ValueError, match=r"x must be float32, bfloat16 or float16, got torch.float64"):
         silu(torch.zeros(3).double())
-
-
-def test_compiles_without_a_graph_break():
-    x, dy = numbers((7, 13))
-    compiled = torch.compile(silu, fullgraph=True, backend="aot_eager")
-    for got, expected in zip(both(compiled, x, dy), both(silu, x, dy), strict=True):
-        assert torch.equal(got, expected)
-
-
-def test_registration():
-    x, dy = numbers((7, 13))
-    torch.library.opcheck(torch.ops.tritonrec.silu.default, (x, "cpu"))
-    torch.library.opcheck(torch.ops.tritonrec.silu_backward.default, (dy, x, "cpu"))

@@ -7,17 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from impls import IMPLS, TRITON, on
 
 from tritonrec.kernels.sum_of_squares import sum_of_squares
 
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
-IMPLS = ["reference", "cpu", TRITON]
 MOST = 2**50
-
-
-def on(impl, tensor):
-    return tensor.cuda() if impl == "triton" and GPU else tensor
 
 
 def some(*shape, seed=0):
@@ -53,15 +47,6 @@ def test_the_limbs_are_the_digits_of_the_square(impl):
         assert tuple(got.tolist()) == limbs
 
 
-@pytest.mark.parametrize("shape", [(0,), (1,), (), (3, 0), (1023,), (1024,), (1025,), (50, 70), (3, 5, 7)])
-@pytest.mark.parametrize("impl", ["cpu", TRITON])
-def test_equals_the_reference(impl, shape):
-    values = some(*shape)
-    got = sum_of_squares(on(impl, values), impl=impl)
-    assert got.shape == (3,) and got.dtype == torch.int64
-    assert torch.equal(got.cpu(), sum_of_squares(values, impl="reference"))
-
-
 @pytest.mark.parametrize("impl", IMPLS)
 def test_no_order_and_no_split_shows(impl):
     values = on(impl, some(40, 60))
@@ -82,13 +67,6 @@ def test_rows_behind_the_count_are_not_read(impl, count):
     values[valid:] = math.nan
     got = sum_of_squares(on(impl, values), on(impl, torch.tensor(count)), impl=impl)
     assert torch.equal(got.cpu(), sum_of_squares(values[:valid], impl="reference"))
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_non_contiguous_values(impl):
-    wide = on(impl, some(6, 12))
-    for view in (wide[:, 1:9], wide.t(), wide[::2, ::3], wide[:1].expand(4, 12)):
-        assert torch.equal(sum_of_squares(view, impl=impl), sum_of_squares(view.clone(), impl="reference"))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 2.0**25, -3e38])
@@ -141,8 +119,6 @@ def test_any_floats(values):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: sum_of_squares(torch.zeros(2, dtype=torch.float64)), "values must be float32"),
-        (lambda: sum_of_squares(torch.zeros(2), torch.tensor([1])), r"count must be \(\) int64"),
         (lambda: sum_of_squares(torch.zeros(()), torch.tensor(1)), r"values of shape \(\)"),
         (lambda: sum_of_squares(torch.zeros(1).expand(2**31)), r"fewer than 2\*\*31 elements"),
     ],
@@ -150,10 +126,3 @@ def test_any_floats(values):
 def test_bad_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_compiles_without_a_graph_break():
-    values, count = some(4, 3), torch.tensor(3)
-    compiled = torch.compile(lambda x: sum_of_squares(x, count) * 2, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(values), sum_of_squares(values, count) * 2)
-    torch.library.opcheck(torch.ops.tritonrec.sum_of_squares.default, (values, count, "cpu"))

@@ -5,19 +5,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from impls import GPU, IMPLS, on
 from murmur_inverse import key_with_hash
 
 from tritonrec.kernels.unique import unique
 from tritonrec.kernels.unique.numba_unique import FIRST_KEYS
 
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
-IMPLS = ["reference", "cpu", TRITON]
 SMALLEST, LARGEST = -(2**63), 2**63 - 1
-
-
-def on(impl, tensor):
-    return tensor.cuda() if impl == "triton" and GPU else tensor
 
 
 def oracle(keys):
@@ -97,19 +91,6 @@ def test_a_burst_of_new_keys_after_few():
         assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_any_stride_and_the_input_untouched(impl):
-    wide = torch.full((90, 3), -99)
-    wide[:, 1] = torch.arange(90) % 7
-    before = wide.clone()
-    wide = on(impl, wide)
-    got = unique(wide[:, 1], impl=impl)
-    assert torch.equal(got[0].cpu(), torch.arange(7)) and torch.equal(got[1].cpu(), torch.arange(90) % 7)
-    assert torch.equal(wide.cpu(), before)
-    same = unique(wide[4, 1].expand(5), impl=impl)
-    assert [part.tolist() for part in same] == [[4], [0] * 5, [5]]
-
-
 @settings(max_examples=100, deadline=None)
 @given(
     keys=st.lists(st.one_of(st.integers(-3, 3), st.integers(SMALLEST, LARGEST)), max_size=60),
@@ -117,27 +98,6 @@ def test_any_stride_and_the_input_untouched(impl):
 )
 def test_is_the_dict_for_any_keys(keys, impl):
     check(torch.tensor(keys, dtype=torch.int64), impl)
-
-
-@pytest.mark.parametrize("keys", [torch.zeros(3), torch.zeros(2, 2, dtype=torch.int64), torch.tensor(3)])
-def test_bad_keys_are_named(keys):
-    with pytest.raises(ValueError, match=r"keys must be \(K,\) int64"):
-        unique(keys)
-
-
-def test_compiles_without_a_graph_break():
-    def plus_one(keys):
-        distinct, inverse, counts = unique(keys)
-        return distinct + 1, inverse + 1, counts + 1
-
-    compiled = torch.compile(plus_one, fullgraph=True, backend="aot_eager")
-    for name in ("skewed", "all_distinct", "extremes"):
-        for got, expected in zip(compiled(case(name)), plus_one(case(name)), strict=True):
-            assert torch.equal(got, expected)
-
-
-def test_registration():
-    torch.library.opcheck(torch.ops.tritonrec.unique.default, (case("skewed"), None, "cpu"))
 
 
 @pytest.mark.parametrize("size", [2**31, 2**31 - 1])

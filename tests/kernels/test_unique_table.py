@@ -4,12 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_intersect import IMPLS, LARGEST, SMALLEST, TRITON, on
+from impls import GPU, IMPLS, TRITON, on
+from test_intersect import LARGEST, SMALLEST
 from test_unique import case, colliding
 
 from tritonrec import ops
-
-GPU = torch.cuda.is_available()
 
 
 def check(left, keys, impl, count=None):
@@ -99,15 +98,3 @@ def test_a_bad_table_is_named(change, message):
 def test_a_table_without_padding_is_refused():
     with pytest.raises(ValueError, match=r"^unique gives its table with padded=True"):
         ops.unique(torch.arange(3), table=True)
-
-
-def test_compiles_without_a_graph_break():
-    def common(left, keys):
-        right, _, _, number, table = ops.unique(keys, padded=True, table=True)
-        return ops.intersect(left, right, padded=True, right_count=number, table=table)
-
-    compiled = torch.compile(common, fullgraph=True, backend="aot_eager")
-    for name in ("skewed", "extremes"):
-        arguments = torch.arange(-5, 5), case(name)
-        for got, expected in zip(compiled(*arguments), common(*arguments), strict=True):
-            assert torch.equal(got, expected)

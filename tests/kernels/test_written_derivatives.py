@@ -3,19 +3,11 @@
 import pytest
 import torch
 from dispatched import DispatchedOps
+from impls import TRITON, on
 
 from tritonrec import ops
-from tritonrec.kernels.hstu_attention.call import Call
-from tritonrec.kernels.op import OPS
-from tritonrec.kernels.sparse_optimizers.op import STATES
 
-GPU = torch.cuda.is_available()
-TRITON = pytest.param("triton", marks=pytest.mark.gpu if GPU else pytest.mark.interpreter)
 GENERATOR = torch.Generator().manual_seed(11)
-
-
-def on(impl, tensor):
-    return tensor.cuda() if impl == "triton" and GPU else tensor
 
 
 def some(*shape, dtype=torch.float32):
@@ -174,137 +166,7 @@ def test_a_move_is_differentiated_wherever_torch_does(way):
         assert want.any()
 
 
-def table(*shape):
-    return some(*shape).abs()
-
-
-def zeros(*shape):
-    return torch.zeros(shape, dtype=torch.int64)
-
-
-OFFSETS = whole(0, 2, 3)
 NORM = (some(3, 4), some(4), some(4), some(2, 4), some(2), 1e-6)
-ATTENTION = (*Call(OFFSETS, 2, 0.5, 2), "cpu")
-KEYS = (torch.zeros(8, dtype=torch.int64), torch.full((8,), -1, dtype=torch.int32))
-
-# registered op -> arguments; those that are floats and tensors are tried one by one
-WRITING = {
-    "segment_sum_into": (some(4, 3), some(2, 3), whole(1, 2), 4, "window", 36, "t", None, None, None, "cpu"),
-    **{
-        f"sparse_{rule}": (
-            some(4, 3),
-            *(table(4, 1 if rule.startswith("rowwise") and name == names[-1] else 3) for name in names),
-            whole(1, 2), some(2, 3), 0.1, 1e-8, 0.9, 0.99, 0.1, 1, None, "cpu",
-        )
-        for rule, names in STATES.items()
-    },
-    "sparse_lazy_decay": (some(4, 3), table(4, 1), whole(1, 2), table(5), 5, None, "cpu"),
-    "norm_linear_silu_backward_into": (
-        some(3, 2), *NORM, some(3, 2), some(3, 4), some(3), table(3), "cpu"
-    ),
-    "norm_mul_dropout_backward_into": (
-        some(3, 4), some(3, 4), some(3, 4), some(3, 4), some(4), some(4), 0.0, 0, None, None, some(3),
-        table(3), "cpu",
-    ),
-    "hstu_attention_backward_into": (*(some(3, 1, 2) for _ in range(7)), *ATTENTION),
-    "norm_linear_silu_backward_exact": (
-        zeros(4), zeros(4), zeros(2, 4), zeros(2), some(3, 2), *NORM, some(3, 2), some(3, 4), some(3),
-        table(3), OFFSETS, 36, ["a", "b", "c", "d"], "cpu",
-    ),
-    "norm_mul_dropout_backward_exact": (
-        zeros(4), zeros(4), some(3, 4), some(3, 4), some(3, 4), some(3, 4), some(4), some(4), 0.0, 0, None,
-        None, some(3), table(3), 36, ["a", "b"], "cpu",
-    ),
-}  # fmt: skip
-OF_INTEGERS = {  # which have no derivative
-    "segment_sum_into": (
-        torch.zeros(4, 3, dtype=torch.int64), some(2, 3), whole(1, 2), 4, "batch", 36, "t", None,
-        None, torch.tensor(0), "cpu",
-    ),
-    "to_fixed_point_status": (some(4), 36, "t", torch.tensor(0), "cpu"),
-    "linear_weight_grad": (
-        torch.zeros(2, 4, dtype=torch.int64), some(3, 2), some(3, 4), OFFSETS, 36, "t", None, "", "cpu"
-    ),
-    "add_packed_rows": (
-        torch.zeros(4, 3, dtype=torch.int64), whole(1), *ops.pack_rows(whole(5, 6, 7)[None], whole(0)),
-        "t", 36, "cpu",
-    ),
-    "hash_insert": (*KEYS, whole(4), 0, None, None, torch.tensor(0), torch.tensor(0), "cpu"),
-    "hash_assign": (*KEYS, whole(4), whole(2), None, "cpu"),
-    "hash_erase": (*KEYS, whole(4), None, "cpu"),
-}  # fmt: skip
-
-
-def copies(arguments):
-    return [value.clone() if isinstance(value, torch.Tensor) else value for value in arguments]
-
-
-def floats(arguments):
-    return [i for i, x in enumerate(arguments) if isinstance(x, torch.Tensor) and x.is_floating_point()]
-
-
-def test_these_are_all_ops_that_write():
-    writing = {
-        name
-        for name, op in OPS.items()
-        if any(each.alias_info is not None for each in op.registered.default._schema.arguments)
-    }
-    assert writing - {"scatter_rows"} == WRITING.keys() | OF_INTEGERS.keys()
-
-
-CHANGED = [(name, at) for name, arguments in WRITING.items() for at in floats(arguments)]
-
-
-def call(name):
-    """The op with its derivative, taking the arguments of the registered one."""
-    return lambda *arguments: OPS[name](*arguments[:-1], impl=arguments[-1])
-
-
-@pytest.mark.parametrize(("name", "at"), CHANGED)
-def test_an_op_that_writes_to_floats_refuses_gradients_by_name(name, at):
-    op = call(name)
-    arguments = copies(WRITING[name])
-    before = copies(arguments)
-    arguments[at].requires_grad_()
-    argument = getattr(torch.ops.tritonrec, name).default._schema.arguments[at].name
-    with pytest.raises(
-        RuntimeError, match=rf"tritonrec::{name} writes to .*, and {argument} requires a grad"
-    ):
-        op(*arguments)
-    assert all(torch.equal(arguments[i], before[i]) for i in floats(arguments)), "nothing was written"
-    with torch.no_grad():
-        op(*arguments)
-
-
-@pytest.mark.parametrize("name", OF_INTEGERS)
-def test_integers_have_no_derivative(name):
-    plain, traced = copies(OF_INTEGERS[name]), copies(OF_INTEGERS[name])
-    for at in floats(traced):
-        traced[at].requires_grad_()
-    op = call(name)
-    op(*plain)
-    op(*traced)
-    tensors = [(a, b) for a, b in zip(plain, traced, strict=True) if isinstance(a, torch.Tensor)]
-    assert all(torch.equal(a, b) for a, b in tensors)
-
-
-@pytest.mark.parametrize("call", [
-    lambda w, g: ops.sparse_sgd(w, whole(1, 2), g, 0.1),
-    lambda w, g: ops.sparse_rowwise_adagrad(w, table(4, 1), whole(1, 2), g, 0.1),
-    lambda w, g: ops.sparse_momentum_sgd(w, table(4, 3), whole(1, 2), g, 0.1),
-    lambda w, g: ops.sparse_adagrad(w, table(4, 3), whole(1, 2), g, 0.1),
-    lambda w, g: ops.sparse_adam(w, table(4, 3), table(4, 3), whole(1, 2), g, 0.1),
-    lambda w, g: ops.sparse_adamw(w, table(4, 3), table(4, 3), whole(1, 2), g, 0.1),
-    lambda w, g: ops.sparse_rowwise_adam(w, table(4, 3), table(4, 1), whole(1, 2), g, 0.1),
-    lambda w, g: ops.sparse_lazy_decay(w, table(4, 1), whole(1, 2), g[0], 3),
-])  # fmt: skip
-def test_an_update_is_no_step_of_a_graph(call):
-    weight, grad = some(4, 3), some(2, 3)
-    for arguments in ((weight.clone().requires_grad_(), grad), (weight, grad.clone().requires_grad_())):
-        with pytest.raises(RuntimeError, match=r"requires a gradient: call it under torch\.no_grad"):
-            call(*arguments)
-        with torch.no_grad():
-            call(*arguments)
 
 
 @pytest.mark.parametrize("recompute", [(), ("norm",), ("linear",), ("norm", "linear")])
