@@ -1,4 +1,4 @@
-"""An `EmbeddingTable` without a key index, chunks or tiers: dictionaries, and handles in no order."""
+"""A `StoredTable` without a key index, chunks or tiers: dictionaries, and handles in no order."""
 
 from __future__ import annotations
 

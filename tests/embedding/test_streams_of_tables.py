@@ -13,7 +13,7 @@ from tritonrec.embedding import DynamicTable, Placement, PrecisionTiers, TablePo
 from tritonrec.embedding.pinned import PinnedRows
 from tritonrec.embedding.row_column import RowColumn
 from tritonrec.embedding.row_storage import Chunks
-from tritonrec.embedding.turn import Replaceable, Turn
+from tritonrec.embedding.stream_lock import Replaceable, StreamLock
 
 SOMEWHERE = torch.device("meta")  # a device that is not the host
 
@@ -111,7 +111,7 @@ def test_a_lookup_waits_for_an_update_before_it_only_where_both_write_metadata(o
     with on("retrieval"):
         handles = table.lookup(keys, 0).handles
     for owner, name in ((table, "_updating"), (table, "_lock"), (table._rows, "_lock")):
-        setattr(owner, name, Turn(SOMEWHERE))
+        setattr(owner, name, StreamLock(SOMEWHERE))
     with on("write_back"):
         table.update(handles, torch.ones(4, 3))
     with on("retrieval") as stream:

@@ -2,7 +2,6 @@
 
 from .features import FeatureConfig, HashTableCollection, TableGroup
 from .hash_optimizer import HashOptimizer
-from .interface import EmbeddingTable
 from .key_layout import KeyLayout
 from .learning_rate import Constant, Schedule, StepDecay, WarmupCosine, WarmupLinear
 from .modules import HashEmbeddingCollection
@@ -10,13 +9,13 @@ from .policy import Eviction, Placement, PrecisionTiers, Storage, TablePolicy
 from .row_optimizer import OptimizerName, RowOptimizer
 from .rows_parameter import RowsParameter
 from .single_table import HashEmbedding, HashEmbeddingBag
+from .stored_table import StoredTable
 from .table import DynamicTable
 from .warm_start import WarmStart, load_table_weights
 
 __all__ = [
     "Constant",
     "DynamicTable",
-    "EmbeddingTable",
     "Eviction",
     "FeatureConfig",
     "HashEmbedding",
@@ -33,6 +32,7 @@ __all__ = [
     "Schedule",
     "StepDecay",
     "Storage",
+    "StoredTable",
     "TableGroup",
     "TablePolicy",
     "WarmStart",

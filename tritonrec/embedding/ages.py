@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .interface import EmbeddingTable
 from .row_column import RowColumn
+from .stored_table import StoredTable
 
 FACTOR = 4
 """Between the ages, in steps with a lookup, at which a bucket is cleared."""
@@ -49,7 +49,7 @@ class LastSteps:
         self._buckets: list[Bucket] = []  # of ascending steps
 
     @classmethod
-    def of_all(cls, rows: EmbeddingTable, last: RowColumn) -> LastSteps:
+    def of_all(cls, rows: StoredTable, last: RowColumn) -> LastSteps:
         """Of a table with rows; reads all of them."""
         made = cls(last)
         keys, handles = rows.items()
@@ -80,7 +80,7 @@ class LastSteps:
             self._clear(self._buckets[-1 - age])
             age *= FACTOR
 
-    def oldest(self, rows: EmbeddingTable) -> Iterator[Bucket]:
+    def oldest(self, rows: StoredTable) -> Iterator[Bucket]:
         """Buckets from the oldest on, with rows that are there and were not used since."""
         gone = 0
         try:

@@ -7,7 +7,7 @@ import torch
 from .row_column import RowColumn
 from .row_storage import RowStorage, stored_low
 from .selection import select
-from .turn import Turn
+from .stream_lock import StreamLock
 
 
 class CachedStorage(RowStorage):
@@ -45,8 +45,8 @@ class CachedStorage(RowStorage):
         self._found = torch.zeros((), dtype=torch.int64, device=device)
         # to float32, to 16 bits; in host memory a cached row moves when it leaves
         self._moved = torch.zeros(2, dtype=torch.int64, device=device)
-        self._lock = Turn(device)  # for columns that grow
-        self._moving = Turn(device)  # for rows that move while another lane reads the table's state
+        self._lock = StreamLock(device)  # for columns that grow
+        self._moving = StreamLock(device)  # for rows that move while another lane reads the table's state
 
     @property
     def cached(self) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from .device_index import DeviceIndex
-from .interface import EmbeddingTable
 from .key_index import KeyIndex
 from .row_column import RowColumn
 from .selection import trimmed
+from .stored_table import StoredTable
 
 
 class ChangeLog:
@@ -66,7 +66,7 @@ class ChangeLog:
             self._erased.append((keys, count))
 
     def take(
-        self, rows: EmbeddingTable | KeyIndex | DeviceIndex
+        self, rows: StoredTable | KeyIndex | DeviceIndex
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What changed in `rows` since the start or the last call.
 

@@ -13,7 +13,7 @@ from ..kernels import launch, murmur
 from .device_pool import DevicePool
 from .key_index import LOAD_FACTOR
 from .selection import select, valid
-from .turn import use_here
+from .stream_lock import use_here
 
 _KEYS, _ERASED = 2, 3  # of the pool's numbers: keys in the structure, keys erased since it was made
 MAX_ERASED = 0.125
@@ -99,7 +99,7 @@ class DeviceIndex:
         return self._keys[used] ^ murmur.SECRET, self._rows[used].to(dtype)
 
     def slots_in_order(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `EmbeddingTable.slots_in_order`."""
+        """See `StoredTable.slots_in_order`."""
         return self._keys ^ murmur.SECRET, self._rows.clamp(min=-1).to(torch.int64)
 
     def grow(self, keys: int) -> None:

@@ -7,7 +7,7 @@ import torch
 from ..kernels.dispatch import on_host
 from .device_numbers import DeviceNumbers
 from .index_pool import MAX_ROWS
-from .turn import use_here
+from .stream_lock import use_here
 
 END, FREE = range(2)
 

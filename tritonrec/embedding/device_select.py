@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import torch
 
-from .interface import EmbeddingTable
 from .select import AllReduce
 from .selection import select, valid
+from .stored_table import StoredTable
 
 DIGITS = 256
 _FIRST, _LAST = -(2**63), 2**63 - 1
 
 
 def unpinned_slots(
-    rows: EmbeddingTable, pinned: torch.Tensor
+    rows: StoredTable, pinned: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Keys (S,) and handles (S,) of all slots of a padded table, and which (S,) bool have a row that is not
     among the handles `pinned` (P,).

@@ -7,12 +7,12 @@ import torch
 from .ages import LastSteps
 from .device_numbers import Arriving
 from .device_select import chosen_slots, in_order_of_keys, smallest_slots, unpinned_slots
-from .interface import EmbeddingTable
 from .key_layout import KeyLayout
 from .policy import Eviction
 from .row_column import RowColumn
 from .select import AllReduce, select_smallest, unpinned_rows
 from .selection import trimmed
+from .stored_table import StoredTable
 
 NO_TIMESTAMP = -1
 """Score of a row that no step has used."""
@@ -72,7 +72,7 @@ class Evictor:
         """Loaded rows may lack a timestamp: the next `stamp` searches for them."""
         self._missing_timestamps, self._ages = True, None
 
-    def stamp(self, rows: EmbeddingTable, step: int) -> torch.Tensor:
+    def stamp(self, rows: StoredTable, step: int) -> torch.Tensor:
         """Give rows without a timestamp the timestamp `step`; returns their handles (n,), or -1."""
         if self._counts or not self._missing_timestamps:
             return torch.empty(0, dtype=torch.int64, device=self._device)
@@ -83,7 +83,7 @@ class Evictor:
         return handles
 
     def choose(
-        self, rows: EmbeddingTable, pinned: torch.Tensor, step: int, all_reduce: AllReduce | None
+        self, rows: StoredTable, pinned: torch.Tensor, step: int, all_reduce: AllReduce | None
     ) -> torch.Tensor:
         """Keys (n,) int64, ascending, to evict at `step`, except those of the `pinned` handles (P,).
 
@@ -107,7 +107,7 @@ class Evictor:
         return keys[select_smallest(scores, ids, members, excess, all_reduce)].sort().values
 
     def _unpinned_oldest(
-        self, rows: EmbeddingTable, pinned: torch.Tensor, before: int | None, enough: torch.Tensor
+        self, rows: StoredTable, pinned: torch.Tensor, before: int | None, enough: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (n,) and last steps (n,) of rows that are not `pinned` (P,), from the oldest step on: all
         `before` a step, or `enough` (m,) of each logical table and the rest of the last step that is read.
@@ -130,7 +130,7 @@ class Evictor:
         keys, steps = (torch.cat(parts) for parts in zip(*found, strict=True))
         return keys, steps
 
-    def foresee(self, rows: EmbeddingTable, step: int, all_reduce: AllReduce | None) -> Arriving:
+    def foresee(self, rows: StoredTable, step: int, all_reduce: AllReduce | None) -> Arriving:
         """Of the pass at `step`, by a table that is padded: how many rows each logical table has too many,
         all ranks together, or how many rows of this rank have an access too long ago.
 
@@ -147,7 +147,7 @@ class Evictor:
 
     def choose_padded(
         self,
-        rows: EmbeddingTable,
+        rows: StoredTable,
         pinned: torch.Tensor,
         step: int,
         most: list[int],
@@ -168,7 +168,7 @@ class Evictor:
             positions, count = smallest_slots(scores, keys, members, among, most, all_reduce)
         return in_order_of_keys(keys[positions], positions, count)[0], count
 
-    def keep(self, rows: EmbeddingTable, keys: torch.Tensor, count: torch.Tensor | None = None) -> None:
+    def keep(self, rows: StoredTable, keys: torch.Tensor, count: torch.Tensor | None = None) -> None:
         """Copy the rows of `keys` (n,) before their eviction, if `Eviction.keep`."""
         if self.eviction.keep:
             self._kept.append((keys, rows.gather(rows.find(keys, count)), count))

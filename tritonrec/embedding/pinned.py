@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .turn import use_here
+from .stream_lock import use_here
 
 
 class PinnedRows:

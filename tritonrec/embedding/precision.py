@@ -11,11 +11,11 @@ from ..kernels.dispatch import on_host
 from ..kernels.padding import report
 from .device_numbers import Arriving
 from .device_select import chosen_slots, in_order_of_keys, unpinned_slots
-from .interface import EmbeddingTable
 from .policy import PrecisionTiers
 from .row_column import RowColumn
 from .select import unpinned_rows
 from .selection import valid
+from .stored_table import StoredTable
 
 
 class AccessCounter:
@@ -61,7 +61,7 @@ class AccessCounter:
         """Halve all counts."""
         self.values.rows.bitwise_right_shift_(1)
 
-    def demotable(self, rows: EmbeddingTable, pinned: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def demotable(self, rows: StoredTable, pinned: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (n,), ascending, and handles (n,) of float32 rows below the threshold, none `pinned`."""
         keys, handles, counts = unpinned_rows(rows, pinned, self.values)
         below = counts < self.tiers.threshold
@@ -70,7 +70,7 @@ class AccessCounter:
         keys, order = keys[full].sort()  # a table's own order differs from process to process
         return keys, handles[full][order]
 
-    def foresee(self, rows: EmbeddingTable, in_buffers: int) -> Arriving:
+    def foresee(self, rows: StoredTable, in_buffers: int) -> Arriving:
         """Of the next halving, by a table that is padded: at most how many rows it makes `demotable`.
 
         Updates of the rows `in_buffers` may come before it, which store any of them in float32.
@@ -80,7 +80,7 @@ class AccessCounter:
         return Arriving((below & ~rows.in_low_precision(handles)).sum().view(1) + in_buffers)
 
     def demotable_padded(
-        self, rows: EmbeddingTable, pinned: torch.Tensor, most: int
+        self, rows: StoredTable, pinned: torch.Tensor, most: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`demotable` for a table that is padded, without a wait: handles are -1 behind the last."""
         keys, handles, among = unpinned_slots(rows, pinned)

@@ -8,7 +8,7 @@ from ..kernels.checksums import first_other_row, row_checksums, write_row_checks
 from ..kernels.deferred import NONE
 from ..kernels.dispatch import on_host
 from .row_column import RowColumn
-from .turn import Turn
+from .stream_lock import StreamLock
 
 
 class RowChecksums:
@@ -21,7 +21,7 @@ class RowChecksums:
     def __init__(self, device: torch.device):
         self._device = device
         self._sums = RowColumn(torch.int64, device=device)
-        self._lock = Turn(device)  # a column that grows loses what is written meanwhile
+        self._lock = StreamLock(device)  # a column that grows loses what is written meanwhile
 
     @property
     def nbytes(self) -> int:

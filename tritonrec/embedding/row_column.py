@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .turn import Replaceable
+from .stream_lock import Replaceable
 
 
 class RowColumn:

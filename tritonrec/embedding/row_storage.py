@@ -9,7 +9,7 @@ from ..kernels.chunked_rows import LOW
 from .device_pool import DevicePool, most_of
 from .index_pool import MAX_ROWS
 from .row_column import RowColumn
-from .turn import Replaceable, Turn
+from .stream_lock import Replaceable, StreamLock
 
 
 class Chunks:
@@ -103,31 +103,31 @@ class RowStorage:
         """Free the rows of `handles` (K,), which were erased; -1 is left out."""
 
     def gather(self, handles: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """See `EmbeddingTable.gather`; a handle of -1 leaves the row of `out` as it is."""
+        """See `StoredTable.gather`; a handle of -1 leaves the row of `out` as it is."""
         locations = self._locate(handles)  # first: a concurrent update may move rows to new chunks
         return chunked_rows.read_rows(self._kernel_chunks(), locations, out)
 
     def update(
         self, handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None = None
     ) -> None:
-        """See `EmbeddingTable.update`."""
+        """See `StoredTable.update`."""
         chunked_rows.write_rows(self._kernel_chunks(), self._locate(handles), values.contiguous())
 
     def prefetch(self, handles: torch.Tensor) -> None:
-        """See `EmbeddingTable.prefetch`."""
+        """See `StoredTable.prefetch`."""
 
     def in_low_precision(self, handles: torch.Tensor) -> torch.Tensor:
-        """See `EmbeddingTable.in_low_precision`."""
+        """See `StoredTable.in_low_precision`."""
         return torch.zeros(len(handles), dtype=torch.bool, device=self.device)
 
     @property
     def moved(self) -> tuple[int, int]:
-        """See `EmbeddingTable.moved`."""
+        """See `StoredTable.moved`."""
         return 0, 0
 
     @property
     def cached(self) -> int:
-        """See `EmbeddingTable.cached`."""
+        """See `StoredTable.cached`."""
         return 0
 
     def memory(self) -> dict[str, int]:
@@ -171,7 +171,7 @@ class TieredStorage(RowStorage):
         self._pools = DevicePool(self.device), DevicePool(self.device)  # of float32 rows, of 16-bit rows
         self._locations = RowColumn(torch.int32, absent=-1, device=self.device)
         self._moved = torch.zeros(2, dtype=torch.int64, device=self.device)  # to float32, to 16 bits
-        self._lock = Turn(self.device)  # for pools and locations
+        self._lock = StreamLock(self.device)  # for pools and locations
 
     def grow(self, end: int) -> None:
         with self._lock:

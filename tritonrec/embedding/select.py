@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from . import numba_select
-from .interface import EmbeddingTable
 from .row_column import RowColumn
+from .stored_table import StoredTable
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
 """Collective: sums an int64 tensor over the ranks, with equal shapes on all of them."""
@@ -72,7 +72,7 @@ def select_smallest(
 
 
 def unpinned_rows(
-    rows: EmbeddingTable, pinned: torch.Tensor, metadata: RowColumn
+    rows: StoredTable, pinned: torch.Tensor, metadata: RowColumn
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Keys (n,), handles (n,) and metadata (n,) of every row of a table in host memory, but those of the
     handles `pinned` (P,).

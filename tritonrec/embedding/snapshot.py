@@ -16,9 +16,9 @@ from contextlib import AbstractContextManager
 import numpy as np
 import torch
 
-from .interface import EmbeddingTable
 from .key_index import KeyIndex
 from .row_storage import RowStorage
+from .stored_table import StoredTable
 
 READ = 8192
 """Rows read under one lock; this bounds the wait of an update."""
@@ -40,7 +40,7 @@ class Snapshot:
 
     def __init__(
         self,
-        rows: EmbeddingTable,
+        rows: StoredTable,
         row_width: int,
         metadata: Mapping[str, torch.Tensor],
         turn: AbstractContextManager[object],

@@ -13,11 +13,25 @@ from .key_index import KeyIndex
 from .policy import Placement
 from .row_checksums import RowChecksums
 from .row_storage import RowStorage, TieredStorage
-from .turn import Turn
+from .stream_lock import StreamLock
 
 
 class StoredTable:
-    """An `EmbeddingTable` of a key index and a row storage, which grow without moving a row.
+    """Rows of float32 values (weights and optimizer state) by int64 key, which grow without moving a row.
+
+    A *handle* is an int64 number of a row of this table. It stays valid until the row is erased: growth,
+    moves and inserts do not change it. -1 means no row. The storage location of a row is known to the table
+    only. Keys, handles and values are on the table's device.
+
+        keys     [ 7,  -3, 2**63-1]       find_or_insert
+        handles  [ 0,   1,   2]           gather, update
+        erase([-3]) -> [1]                void, and reserved until release([1])
+
+    One thread may find, insert and gather while another one updates; a gather may then read a row that is
+    half updated. All other calls exclude each other.
+
+    A `count` () int64 is the number of valid keys where only the device knows it (`kernels.padding`); handles
+    behind it are -1.
 
     Args:
         index, storage: on one device.
@@ -31,30 +45,33 @@ class StoredTable:
         initial_rows: Callable[[torch.Tensor], torch.Tensor],
     ):
         self._index, self._storage, self._initial_rows = index, storage, initial_rows
-        self.device, self.padded = storage.device, isinstance(index, DeviceIndex)
-        self._lock = Turn(self.device)  # for the index
+        self.device = storage.device
+        self.padded = isinstance(index, DeviceIndex)
+        """Whether lookups leave their lengths on the device, so that the host does not wait for them."""
+        self._lock = StreamLock(self.device)  # for the index
         self._checksums: RowChecksums | None = None
-        # calls that do not need the index
-        self.gather, self.update = storage.gather, storage.update
-        self.in_low_precision, self.prefetch = storage.in_low_precision, storage.prefetch
 
     def __len__(self) -> int:
         return len(self._index)
 
     @property
     def end(self) -> int:
-        """See `EmbeddingTable.end`."""
+        """Upper bound of all handles so far: the length of row metadata."""
         return self._index.end
 
     def find(self, keys: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
-        """See `EmbeddingTable.find`."""
+        """Handles (K,) of `keys` (K,), repeats allowed; -1 where absent."""
         with self._lock:
             return self._index.find(keys, count)
 
     def find_or_insert(
         self, keys: torch.Tensor, count: torch.Tensor | None = None, initial: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `EmbeddingTable.find_or_insert`."""
+        """Handles (K,) of `keys` (K,), distinct, and which are new, (K,) bool; new rows hold initial values,
+        anything without `initial`, where the caller writes them next.
+
+        Raises MemoryError, or the allocator's error, where they do not fit; the table is then unchanged.
+        """
         with self._lock:
             handles, inserted = self._index.find_or_insert(keys, count)
             if self.padded:
@@ -73,69 +90,96 @@ class StoredTable:
                     self.update(new, self._initial_rows(new_keys))
         return handles, inserted
 
+    def prefetch(self, handles: torch.Tensor) -> None:
+        """Bring the rows of a lookup's `handles` (K,), distinct or -1, to where `gather` is fast.
+
+        Call it once a lookup, after the update of the rows of the lookup before the last one.
+        """
+        self._storage.prefetch(handles)
+
+    def gather(self, handles: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Copies of rows (K, row_width) float32, repeats allowed, in `out` if given; undefined where a handle
+        is -1.
+        """
+        return self._storage.gather(handles, out)
+
+    def update(
+        self, handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None = None
+    ) -> None:
+        """Overwrite the rows of `handles` (K,), distinct, -1 left out, with `values` (K, row_width) float32.
+
+        `low_precision` (K,) bool marks rows to store in 16 bits where 16 bits hold their values exactly; the
+        values never change.
+        """
+        self._storage.update(handles, values, low_precision)
+        if self._checksums is not None:
+            self._checksums.write(handles, values, self.end)
+
     def erase(self, keys: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
-        """See `EmbeddingTable.erase`."""
+        """Erase the rows of `keys` (K,), distinct; returns their handles (K,), -1 where absent.
+
+        An update of such a handle changes no other row until `release`.
+        """
         with self._lock:
             handles = self._index.erase(keys, count)
             self._storage.release(handles)
             return handles
 
     def release(self, handles: torch.Tensor, count: torch.Tensor | None = None) -> None:
-        """See `EmbeddingTable.release`."""
+        """Let new rows reuse the `handles` (K,), distinct, of erased rows; a padded table leaves out -1."""
         with self._lock:
             self._index.release(handles, count)
 
     def items(self, dtype: torch.dtype = torch.int64) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `EmbeddingTable.items`."""
+        """All keys (n,) and their handles (n,) of `dtype`, in no particular order."""
         with self._lock:
             return self._index.items(dtype)
 
     def slots_in_order(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `EmbeddingTable.slots_in_order`."""
+        """Of a padded table: the key of every slot (S,) and its handle (S,), -1 where the slot has none."""
         assert isinstance(self._index, DeviceIndex)
         with self._lock:
             return self._index.slots_in_order()
 
     def grow(self, rows: int) -> None:
-        """See `EmbeddingTable.grow`."""
+        """Reserve memory for `rows` more rows. Raises MemoryError."""
         with self._lock:
             self._index.grow(rows)
             self._storage.grow(self._index.end + rows)
 
+    def in_low_precision(self, handles: torch.Tensor) -> torch.Tensor:
+        """(K,) bool, which rows of `handles` (K,) are stored in 16 bits; False where a handle is -1."""
+        return self._storage.in_low_precision(handles)
+
     def keep_checksums(self) -> None:
-        """See `EmbeddingTable.keep_checksums`."""
+        """Keep a checksum of every row from now on, 8 bytes each; no other call may run meanwhile."""
         if self._checksums is None:
             self._checksums = RowChecksums(self.device)
             _keys, handles = self.items()
             self._checksums.write(handles, self.gather(handles), self.end)
-            self.update = self._update_with_checksums
 
     def first_changed(
         self, handles: torch.Tensor, values: torch.Tensor, skipped: torch.Tensor
     ) -> torch.Tensor | int:
-        """See `EmbeddingTable.first_changed`."""
+        """1 + the first of the rows `values` (K, row_width) that is not as it was written; 0: none.
+
+        See `RowChecksums.first_changed`; `keep_checksums` comes first.
+        """
         assert self._checksums is not None
         return self._checksums.first_changed(handles, values, skipped)
 
-    def _update_with_checksums(
-        self, handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None = None
-    ) -> None:
-        assert self._checksums is not None
-        self._storage.update(handles, values, low_precision)
-        self._checksums.write(handles, values, self.end)
-
     @property
     def moved(self) -> tuple[int, int]:
-        """See `EmbeddingTable.moved`."""
+        """Rows moved so far to float32, and to 16 bits."""
         return self._storage.moved
 
     @property
     def cached(self) -> int:
-        """See `EmbeddingTable.cached`."""
+        """Rows that `prefetch` found in a cache so far; waits for a device."""
         return self._storage.cached
 
     def memory(self) -> dict[str, int]:
-        """See `EmbeddingTable.memory`: key_structure, metadata, fp32_values, fp16_values, saved_by_fp16."""
+        """Bytes allocated, by purpose."""
         stored = self._storage.memory()
         stored["metadata"] += self._index.free_nbytes
         if self._checksums is not None:

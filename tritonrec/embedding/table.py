@@ -12,8 +12,8 @@ import torch
 from .in_flight import InFlight
 from .snapshot import Snapshot
 from .state_check import check_distinct, check_state
+from .stream_lock import StreamLock
 from .trained_table import TrainedTable
-from .turn import Turn
 
 State = dict[str, dict[str, torch.Tensor]]
 
@@ -21,7 +21,7 @@ State = dict[str, dict[str, torch.Tensor]]
 class DynamicTable(TrainedTable):
     """Rows (weights and optimizer state) by int64 key; any of the 2**64 keys is legal.
 
-    An `EmbeddingTable` stores the rows; each policy is an object of its own. A new key gets weights that are
+    A `StoredTable` stores the rows; each policy is an object of its own. A new key gets weights that are
     a function of (seed, table, key, column), and zero state: the order of arrival, the rank, a restart or an
     eviction do not change them. Policies depend on step numbers and keys only.
 
@@ -160,7 +160,7 @@ class DynamicTable(TrainedTable):
         """A table like this one without rows, sized for `rows`, for `adopt` to take its rows."""
         made = copy.copy(self)
         made.in_flight = InFlight(str(self.layout))
-        made._updating, made._lock = Turn(self.device), Turn(self.device)
+        made._updating, made._lock = StreamLock(self.device), StreamLock(self.device)
         made._begin(self.initial_rows)
         if self._rank is not None:
             made._rows.keep_checksums()

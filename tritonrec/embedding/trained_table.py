@@ -12,7 +12,6 @@ from .candidates import Candidates
 from .device_numbers import Arriving
 from .evictor import Evictor
 from .in_flight import InFlight
-from .interface import EmbeddingTable
 from .key_layout import KeyLayout
 from .lookup import Counters, Lookup
 from .metadata import RowMetadata, RowPolicy
@@ -21,8 +20,8 @@ from .precision import AccessCounter, round_low
 from .select import AllReduce
 from .selection import select, valid
 from .snapshot import Snapshot
-from .stored_table import make_table
-from .turn import Turn
+from .stored_table import StoredTable, make_table
+from .stream_lock import StreamLock
 
 BLOCK = 4096
 """Rows evicted or demoted under one lock; this bounds the wait of an update."""
@@ -63,12 +62,12 @@ class TrainedTable:
         self._before = [0, 0, 0]
         # `_updating` is held while rows that exist are updated, moved or erased; `_lock` briefly, for
         # metadata, candidates and counters. In this order.
-        self._updating, self._lock = Turn(self.device), Turn(self.device)
+        self._updating, self._lock = StreamLock(self.device), StreamLock(self.device)
 
     def _begin(self, initial_rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Make all that depends on rows, for a table without any."""
         policy, slots = self.policy, self._slots
-        self._rows: EmbeddingTable = make_table(
+        self._rows: StoredTable = make_table(
             self.placement, self.dim, self.row_width, initial_rows, slots, self._chunk_rows,
             bool(policy.precision),
         )  # fmt: skip
@@ -235,7 +234,7 @@ class TrainedTable:
 
     def _validate(
         self,
-        rows: EmbeddingTable,
+        rows: StoredTable,
         handles: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
@@ -351,7 +350,7 @@ class TrainedTable:
         low_precision = None
         if (
             self._metadata.changes.active or self._precision is not None
-        ):  # a turn costs the overlap: see `Turn`
+        ):  # a turn costs the overlap: see `StreamLock`
             with self._lock:
                 self._metadata.changes.mark(handles, keys)
                 low_precision = self.in_low_precision(handles)

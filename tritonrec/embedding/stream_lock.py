@@ -7,8 +7,8 @@ import threading
 import torch
 
 
-class Turn:
-    """A lock for state on `device`: whoever takes it queues work behind that of whoever had it before.
+class StreamLock:
+    """A lock that also orders device work: each holder's stream waits for the previous holder's.
 
     A lane of the pipeline queues its work on a stream of its own. Without the order two lanes that hold the
     lock one after the other may still change the state at the same time. The order takes in everything that
