@@ -65,6 +65,8 @@ class SizedDraw(Draw):
 
 @lru_cache(None)
 def drawn(op: str, size: str) -> Arguments:
+    if op not in DRAWN:
+        raise LookupError(f"{op} has no cases: DRAWN of ci/attack/doors.py says how its arguments are drawn")
     rng = np.random.default_rng([11, zlib.crc32(op.encode()), SIZES.index(size)])
     given = DRAWN[op](SizedDraw(rng, *PLANS[size]) if size in PLANS else Draw(rng))
     if "table" in NAMES[op] and op.startswith("intersect"):
