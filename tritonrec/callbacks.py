@@ -1,4 +1,4 @@
-"""Beside a training loop: when it should end, and how fast it is. Plain objects, called where they belong."""
+"""Early stopping and throughput measurement: plain objects that a training loop calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings: fields of dataclasses whose help and range stand beside the default, for whoever asks a user."""
+"""Settings: fields of dataclasses whose help and range stand beside the default."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ import triton.runtime.jit
 import tritonrec.kernels
 from tritonrec import ops
 from tritonrec.kernels import chunked_rows, dispatch
-from tritonrec.kernels.deferred import Deferred
+from tritonrec.kernels.deferred import DeferredErrors
 from tritonrec.kernels.dropout.op import DROPOUT_ROWS
 from tritonrec.kernels.hstu_attention import triton_attention
 from tritonrec.kernels.norm_linear_silu.op import NORM_LINEAR_SILU_BACKWARD_EXACT
@@ -464,7 +464,7 @@ def _exact_gradients(dim):
     names = ["norm weight", "norm bias", "weight", "bias"]
     rest = keys(), keys(), rows, rows, 36, names[:2]
     front = x, vector, vector, weight, bias, 1e-6, z, x[:0], rows, rows, offsets(), 36, names
-    with Deferred().active():  # no error ends a call before its last launch
+    with DeferredErrors().active():  # no error ends a call before its last launch
         run(NORM_MUL_DROPOUT_BACKWARD_EXACT.launch, *sums[:2], du, x, x, u, vector, vector, 0.2, 7, *rest)
         given = du, x, x, u, vector, vector, 0.2, device_seed()
         run(NORM_MUL_DROPOUT_BACKWARD_EXACT.launch, *sums[:2], *given, *rest)
@@ -584,5 +584,5 @@ def _lower_precision():
     y, bias = run(ops.norm_linear_silu, x, vector, vector, weight), ones(128, dtype=torch.bfloat16)
     sums = [torch.zeros(shape, dtype=torch.int64) for shape in ((50,), (50,), (128, 50), (128,))]
     front = x, vector, vector, weight, bias, 1e-6, y[:0], weight[:0], rows, rows, cuts, 36, list("abcd")
-    with Deferred().active():
+    with DeferredErrors().active():
         run(NORM_LINEAR_SILU_BACKWARD_EXACT.launch, *sums, y, *front)

@@ -32,7 +32,7 @@ from steps import DOCS, markdown, show  # noqa: E402
 from tritonrec import ops  # noqa: E402
 from tritonrec.harness.emulator import Emulation, Session, emulated  # noqa: E402
 from tritonrec.kernels import chunked_rows, launch  # noqa: E402
-from tritonrec.kernels.deferred import Deferred  # noqa: E402
+from tritonrec.kernels.deferred import DeferredErrors  # noqa: E402
 from tritonrec.kernels.norm_linear_silu.op import NORM_LINEAR_SILU_BACKWARD_EXACT  # noqa: E402
 from tritonrec.kernels.norm_mul_dropout.op import NORM_MUL_DROPOUT_BACKWARD_EXACT  # noqa: E402
 from tritonrec.nn import GradientAccumulator  # noqa: E402
@@ -464,7 +464,7 @@ def main() -> int:
     quiet = Emulation("sm_90", races=False, uninitialised=False)
     with emulated(quiet) as session, pretended() as gpu:
         session.keep_history = True
-        with GradientAccumulator(torch.nn.Module(), BITS).active(), Deferred().active():  # as in a step
+        with GradientAccumulator(torch.nn.Module(), BITS).active(), DeferredErrors().active():  # as in a step
             for names in CASES:
                 if not options.only or any(options.only in name for name in names):
                     rows += measure(names, session, gpu)

@@ -20,7 +20,7 @@ from tritonrec.embedding import FeatureConfig, HashTableCollection, Placement, R
 from tritonrec.harness.emulator.graph import EmulatedRecorder  # noqa: E402
 from tritonrec.harness.job import dense_optimizer  # noqa: E402
 from tritonrec.kernels import dispatch  # noqa: E402
-from tritonrec.kernels.deferred import Deferred  # noqa: E402
+from tritonrec.kernels.deferred import DeferredErrors  # noqa: E402
 from tritonrec.nn import (  # noqa: E402
     HSTU,
     Dropout,
@@ -198,7 +198,7 @@ def test_no_constant_of_the_recorded_work_depends_on_the_samples():
 
 
 def test_a_micro_batch_is_recorded_and_replayed_without_a_wait(gpu):
-    net, (made, _), errors = model(), graphs(), Deferred()
+    net, (made, _), errors = model(), graphs(), DeferredErrors()
     parts = [batch(MICRO_BATCHES["some"]), batch(MICRO_BATCHES["all"])]
     rows = [rows_of(part) for part in parts]
     accumulator = GradientAccumulator(net)
@@ -246,7 +246,7 @@ def test_what_evaluates_drops_nothing_and_is_recorded():
 
 def test_an_error_of_a_replay_is_put_off_with_its_name():
     net, (made, _) = model(), graphs()
-    accumulator, errors, part = GradientAccumulator(net), Deferred(), batch([0, 4])
+    accumulator, errors, part = GradientAccumulator(net), DeferredErrors(), batch([0, 4])
     with use_impl("triton"), errors.active():
         for scale in 1.0, float("inf"), 1.0:
             rows = (rows_of(part).detach() * scale).requires_grad_()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tritonrec import ops
-from tritonrec.kernels.deferred import NONE, Deferred
+from tritonrec.kernels.deferred import NONE, DeferredErrors
 from tritonrec.kernels.fixed_point.errors import late_error
 
 
@@ -20,7 +20,7 @@ def add(row, column, name, impl="triton"):
 
 @pytest.mark.interpreter
 def test_the_first_of_several_errors_is_raised_by_the_check_and_once():
-    errors = Deferred()
+    errors = DeferredErrors()
     with errors.active():
         ops.segment_sum(torch.ones(5, 3), torch.zeros(5).long(), 1, consistency="batch", impl="triton")
         add(150, 2, "first")
@@ -33,7 +33,7 @@ def test_the_first_of_several_errors_is_raised_by_the_check_and_once():
 
 @pytest.mark.interpreter
 def test_without_a_bad_value_the_check_is_silent():
-    errors = Deferred()
+    errors = DeferredErrors()
     with errors.active():
         ops.segment_sum(torch.ones(5, 3), torch.zeros(5).long(), 2, consistency="batch", impl="triton")
         ops.to_fixed_point(torch.ones(7), impl="triton")
@@ -42,7 +42,7 @@ def test_without_a_bad_value_the_check_is_silent():
 
 @pytest.mark.interpreter
 def test_outside_and_on_other_threads_errors_are_raised_at_once():
-    errors, raised = Deferred(), []
+    errors, raised = DeferredErrors(), []
 
     def elsewhere():
         try:
@@ -62,12 +62,12 @@ def test_outside_and_on_other_threads_errors_are_raised_at_once():
 
 @pytest.mark.parametrize("impl", ["cpu", "reference"])
 def test_an_implementation_that_knows_the_value_raises_it_at_once(impl):
-    with Deferred().active(), pytest.raises(ops.ExactSumError, match=r"^here\[7, 2\] = nan"):
+    with DeferredErrors().active(), pytest.raises(ops.ExactSumError, match=r"^here\[7, 2\] = nan"):
         add(7, 2, "here", impl)
 
 
 def test_an_error_that_is_dropped_is_told_once():
-    errors = Deferred(drops=True)
+    errors = DeferredErrors(drops=True)
     errors.refuse(OverflowError())
     assert [bool(errors.dropped(torch.device("cpu"))) for _ in range(2)] == [True, False]
     with pytest.raises(ValueError):
@@ -80,7 +80,7 @@ def test_an_error_whose_value_is_gone_has_its_place():
 
 
 def test_errors_that_are_dropped_are_told_of_once_and_others_are_kept():
-    errors = Deferred(drops=True)
+    errors = DeferredErrors(drops=True)
     fine, bad = torch.full((3,), NONE), torch.tensor([NONE, 4, NONE])
     errors.add(fine, ArithmeticError)
     assert not errors.dropped(torch.device("cpu"))
@@ -95,10 +95,10 @@ def test_errors_that_are_dropped_are_told_of_once_and_others_are_kept():
 
 
 def test_errors_are_put_off_again_by_what_the_positions_are_now():
-    made, positions = Deferred(), torch.full((3,), NONE)
+    made, positions = DeferredErrors(), torch.full((3,), NONE)
     made.add(positions, KeyError)
     positions[1] = 7
-    again = Deferred()
+    again = DeferredErrors()
     with again.active():
         made.repeat()
     positions.fill_(NONE)

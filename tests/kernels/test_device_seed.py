@@ -4,7 +4,7 @@ import pytest
 import torch
 from impls import GPU
 
-from tritonrec.kernels.deferred import Deferred
+from tritonrec.kernels.deferred import DeferredErrors
 from tritonrec.kernels.dropout.op import DROPOUT_ROWS
 from tritonrec.kernels.norm_mul_dropout.op import (
     NORM_MUL_DROPOUT,
@@ -44,7 +44,7 @@ def gradients(seed):
 def exact_gradients(seed):
     du, given = torch.empty_like(X), (X, X * 2, X * 3, VECTOR, VECTOR, 0.4, seed, IDS, IDS, LINE, LINE)
     sums = [torch.zeros(6, dtype=torch.int64, device=DEVICE) for _ in range(2)]
-    with Deferred().active():
+    with DeferredErrors().active():
         dx = NORM_MUL_DROPOUT_BACKWARD_EXACT.launch(*sums, du, *given, 36, ["w", "b"], impl="triton")
     return [dx, du, *sums]
 

@@ -6,7 +6,7 @@ from impls import IMPLS, TRITON, on
 
 from tritonrec.kernels import dispatch
 from tritonrec.kernels.accumulator import GradientAccumulator
-from tritonrec.kernels.deferred import Deferred
+from tritonrec.kernels.deferred import DeferredErrors
 from tritonrec.kernels.fixed_point import ExactSumError, to_fixed_point
 from tritonrec.kernels.gradients import targets_of
 from tritonrec.kernels.linear import linear_weight_grad
@@ -191,7 +191,7 @@ def test_errors_are_put_off_without_the_terms(impl):
     dy, *rest = norm_arguments(impl, 21, 6, True, 0.0)
     dy = dy.clone()
     dy[4, 5] = NAN
-    totals, later = [on(impl, sums(6)), on(impl, sums(6))], Deferred()
+    totals, later = [on(impl, sums(6)), on(impl, sums(6))], DeferredErrors()
     with later.active():
         given = torch.empty_like(dy), dy, *rest
         NORM_MUL_DROPOUT_BACKWARD_EXACT.launch(*totals, *given, BITS, NAMES, impl=impl)

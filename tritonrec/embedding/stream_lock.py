@@ -34,7 +34,7 @@ class StreamLock:
 class Replaceable:
     """A tensor that one lane replaces while others use it.
 
-    Whoever gets it queues work behind what filled it, and its memory lasts until that work is done.
+    Work that uses it is queued behind what filled it, and its memory lasts until that work is done.
     """
 
     def __init__(self, values: torch.Tensor):

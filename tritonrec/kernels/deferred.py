@@ -1,8 +1,8 @@
 """Errors that ops find in values on a device, put off to one read for many ops.
 
-An op that adds in fixed point knows only on the device whether a value was too large. Where a `Deferred` is
-active, the host does not wait to raise: it collects the positions of bad values, and `check` looks at all of
-them at once.
+An op that adds in fixed point knows only on the device whether a value was too large. Where a
+`DeferredErrors` is active, the host does not wait to raise: it collects the positions of bad values, and
+`check` looks at all of them at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def first_bad(positions: torch.Tensor) -> torch.Tensor:
     return torch.where(first == NONE, 0, first + 1)
 
 
-class Deferred:
+class DeferredErrors:
     """Positions of bad values that ops found, in the order of their calls; threads may share it.
 
     Args:
@@ -72,7 +72,7 @@ class Deferred:
 
         For work that wrote the same tensors a second time. Where nothing collects, errors are raised.
         """
-        collecting = current() or Deferred()
+        collecting = current() or DeferredErrors()
         for positions, error in self._found:
             collecting.add(positions.clone(), error)
         if collecting is not current():
@@ -88,7 +88,7 @@ class _Active:
 
     __slots__ = ("_before", "_deferred")
 
-    def __init__(self, deferred: Deferred) -> None:
+    def __init__(self, deferred: DeferredErrors) -> None:
         self._deferred = deferred
 
     def __enter__(self) -> None:
@@ -98,7 +98,7 @@ class _Active:
         _of_thread.deferred = self._before
 
 
-def current() -> Deferred | None:
+def current() -> DeferredErrors | None:
     """What collects codes on this thread."""
     return getattr(_of_thread, "deferred", None)
 

@@ -31,7 +31,7 @@ _of_thread = _OfThread()
 def use_impl(impl: Impl) -> Iterator[None]:
     """Inside, on this thread, ops that are given no `impl` run on this one; ``"auto"`` goes by device again.
 
-    A derivative runs where its forward ran, whoever calls backward. A compiled function decides each time it
+    A derivative runs where its forward ran. A compiled function decides each time it
     runs, on the thread that runs it: enter this outside of ``torch.compile``. What cannot run on it raises as
     for an explicit choice (`implementation`).
 

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """Arrays of a kernel by their addresses: numba unpacks an array for as much time as a small loop takes.
 
-A kernel with many arguments takes one int64 array of addresses and sizes. Whoever fills it keeps the memory
-behind it, and has checked that it is as large as the kernel takes it to be.
+A kernel with many arguments takes one int64 array of addresses and sizes. The caller that fills it keeps
+the memory behind it, and has checked that it is as large as the kernel takes it to be.
 """
 
 import numpy as np

@@ -96,7 +96,7 @@ class Op:
             they get widened arguments, and their results are rounded to the dtypes that `fake` gives.
         options: keyword arguments of every implementation, for ops that share their implementations.
 
-    `fake`, `check` and `check_memory` get those arguments that their parameters name; ``*rest`` gets all that
+    Callbacks (`fake`, `check`, `check_memory`) receive arguments by parameter name; ``*rest`` gets all that
     come after the named ones in the schema. So ops with the same arguments share a check.
     """
 

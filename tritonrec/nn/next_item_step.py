@@ -89,7 +89,7 @@ class Plan:
     def stands(self) -> bool:
         """Whether this holds still: no part has other hooks or another `forward`, no parameter other memory.
 
-        Modes are looked at by whoever calls.
+        The caller looks at modes.
         """
         return (
             list(map(len, self._hooks)) == self._counts

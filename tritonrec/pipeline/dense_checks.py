@@ -36,7 +36,7 @@ def listed(one_or_many: T | Sequence[T] | None) -> tuple[T, ...]:
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is distributed; whoever has one has imported the class, which takes half a second."""
+    """Whether a tensor is distributed; only then is its class imported, which takes half a second."""
     loaded = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and isinstance(tensor, loaded.DTensor)
 

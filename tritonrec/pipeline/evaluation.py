@@ -56,7 +56,7 @@ def next_item_scores(
         rows = tables.peek({"item": Lookup(history.ids)})["item"]
         with torch.no_grad(), autocast(precision, device):
             hidden = model.encode(history, rows).to(torch.float32)
-        # The last token of each sequence stands for the user; the linear op keeps a user's scores his own.
+        # the last token of each sequence stands for the user; the linear op scores each user alone
         return ops.linear(hidden[history.offsets[1:] - 1], items, None)
 
     return scores

@@ -1,8 +1,7 @@
 """From the first window in flight to the last: what belongs to the lanes meanwhile, and how it is given back.
 
-Outside of a flight model, tables and optimizer are the caller's: he may read, change, load or evaluate them,
-and train the model with an optimizer of torch. Inside, what he could see or change would be that of no step,
-or of one that depends on the timing. So whoever tries gets an error.
+Between runs the caller owns the model, tables and optimizer. During a run the trainer does, and any other
+access raises RuntimeError: its values would belong to no step, or to one that depends on timing.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..data import Batch, JaggedBatch
-from ..kernels.deferred import Deferred
+from ..kernels.deferred import DeferredErrors
 from ..kernels.philox import DeviceSeeds
 from ..nn import GRU, Dropout, GradientAccumulator
 from ..nn.context import has_hooks
@@ -177,7 +177,7 @@ class _Graph:
         self._rows = rows.new_zeros(self._tokens * (2 + self._negatives), rows.shape[1])
         self._dlosses = rows.new_zeros(self._samples)
         self._pad_offsets(zeros(1))
-        self._errors: Deferred
+        self._errors: DeferredErrors
         self._dropped = _shares(model)
         self._seeds = DeviceSeeds(device, MOST_SEEDS)
 
@@ -196,7 +196,7 @@ class _Graph:
         """Record the call for a batch of padding alone, which adds 0 to every sum."""
 
         def call() -> tuple[torch.Tensor, torch.Tensor]:
-            self._errors = Deferred()
+            self._errors = DeferredErrors()
             leaf = self._rows.detach().requires_grad_()
             with self._errors.active(), self._accumulator.active(), _RefusedDraws():
                 seed = self._seeds.root()

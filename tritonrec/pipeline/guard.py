@@ -24,7 +24,7 @@ from ..data import Batch
 from ..embedding import HashTableCollection
 from ..kernels import launch
 from ..kernels.compilation import is_first_rank
-from ..kernels.deferred import Deferred
+from ..kernels.deferred import DeferredErrors
 from ..kernels.philox import Seed
 from ..nn import GradientAccumulator
 from ..nn.context import hooks_of
@@ -194,7 +194,7 @@ class Guard:
             rows.append(known)
         calls = _Calls(self._model, self._tables, self._config, rows, seed, window.settings, scale_exponent)
         self.checks += 1
-        deferred = Deferred()  # which drops no error
+        deferred = DeferredErrors()  # which drops no error
         try:
             with deferred.active():
                 self._constant |= calls.compare(together, generator, deferred.check, most == FEW_SAMPLES)

@@ -22,7 +22,7 @@ from ..distributed import Communicator
 from ..embedding import HashTableCollection
 from ..embedding.selection import trimmed
 from ..embedding.table import DynamicTable
-from ..kernels.deferred import Deferred
+from ..kernels.deferred import DeferredErrors
 from .dense import DenseModel
 from .dist_plan import InputDist, RowDist, Splits
 from .exchange_groups import ExchangeGroups
@@ -291,7 +291,7 @@ class WindowPlaces:
     Args:
         window: what it is.
         previous: the places of the window before, while the pipeline has not run empty since.
-        drops: errors of arithmetic are dropped (`Deferred`).
+        drops: errors of arithmetic are dropped (`DeferredErrors`).
 
     Attributes:
         errors: that its stages found on a device; read once, at the end.
@@ -301,7 +301,7 @@ class WindowPlaces:
         self.window, self.previous = window, previous
         self._values: dict[Any, Any] = {kind: make() for kind, make in filled_places()}
         self._counts: dict[tuple[str, int | None], LookupCounts] = {}
-        self.errors = Deferred(drops)
+        self.errors = DeferredErrors(drops)
 
     def __getitem__(self, kind: Callable[..., T]) -> T:
         """The value of a place. Raises KeyError where no stage has written it."""

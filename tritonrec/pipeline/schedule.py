@@ -187,7 +187,7 @@ class Schedule:
         return self._with(stage, after=tuple(e for e in self[stage].after if e != edge))
 
     def without_stage(self, name: str, instead: str) -> Schedule:
-        """The same schedule without a stage; whoever waited for it waits for `instead` of the same batch."""
+        """The same schedule without a stage; what waited for it waits for `instead` of the same batch."""
         left = []
         for stage in (each for each in self.stages if each.name != name):
             after = [Edge(instead) if e == Edge(name, e.micro_batch) else e for e in stage.after]

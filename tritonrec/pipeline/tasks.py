@@ -13,8 +13,7 @@ Template = tuple[str, int | None]
 class Tasks:
     """The tasks of a schedule in windows of N micro-batches, some of which share a task.
 
-    A shared task runs once, accesses the places of all micro-batches whose work it does, and waits for what
-    it would wait for alone; who waits for one of the others waits for it.
+    A merged task inherits the dependencies and dependents of every micro-batch it covers.
 
     Args:
         schedule: the table.

@@ -55,7 +55,7 @@ class Verifier:
         try:
             reports = self._run(case, fault)
         except RankDiedError as error:
-            # Ranks may still wait for each other; fresh ones owe nobody anything.
+            # Restart: surviving ranks may still block in a collective.
             self._pool.restart()
             return CaseResult(case, False, error=str(error))
         first = earliest([report.first_difference for report in reports])

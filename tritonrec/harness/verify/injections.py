@@ -500,7 +500,7 @@ def bit_of_a_gradient(program: Program) -> None:
 
 
 def slow(stage: str, micro_batch: int | None = None) -> Callable[[Task], float]:
-    """Hold `stage` back long enough for whoever fails to wait for it to overtake."""
+    """Hold `stage` back long enough for a stage that fails to wait for it to overtake."""
 
     def delay(task: Task) -> float:
         return 0.15 if task.stage == stage and micro_batch in (None, task.micro_batch) else 0.0

@@ -1,4 +1,4 @@
-"""Traces of every mode: recorded, checked, drawn, and described for whoever opens them."""
+"""Traces of every mode: recorded, checked, drawn, and described."""
 
 from __future__ import annotations
 

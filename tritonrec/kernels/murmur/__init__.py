@@ -5,7 +5,7 @@ result in three disjoint ways: the *high* half chooses the owner rank (`owner_of
 home group in a hash table, and bits 32 and up choose the step between groups, so that the keys one rank
 owns still spread over its whole table.
 
-The function is known and runs backwards, so whoever chooses ids can choose thousands with one home, and
+The function is known and runs backwards, so a client that chooses ids can choose thousands with one home, and
 every insert walks past all the others. Tables whose slots nobody sees therefore mix ``key ^ SECRET``, which
 no result shows: the scratch tables of `unique` and `intersect`, and the key index of an embedding table.
 Owners, and tables that a caller holds (`hash_insert`), are the same in every process, and cannot.
