@@ -23,7 +23,6 @@ checks, runs and differentiates without the dispatcher.
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -79,7 +78,7 @@ class Op:
     Args:
         schema: ``"name(Tensor a, Tensor? b, int c) -> (Tensor, Tensor)"`` as torch.library takes it, without
             `impl`, which is added as the last argument. An argument that is written to is marked
-            ``Tensor(a!)``. An op that writes and is differentiable returns ``()``.
+            ``Tensor(a!)``. An op that writes and is differentiable returns ``()``. torch parses it.
         reference: the plain implementation. It takes the schema's arguments, and so do the others.
         cpu, triton: ``"module:function"`` beside `reference`, imported when they run.
         fake: outputs of the right shapes and dtypes, without values; by default none.
@@ -116,15 +115,13 @@ class Op:
         widens: bool = False,
         **options: Any,
     ):
-        found = re.fullmatch(r"(\w+)\((.*)\) -> (.*)", schema)
-        if found is None:
-            raise ValueError(f"expected 'name(arguments) -> results', got {schema!r}")
-        self.name, arguments, results = found.groups()
+        parsed = torch._C.parse_schema(f"tritonrec::{schema}")
+        self.name = parsed.name.removeprefix("tritonrec::")
         self._options = options
         self._modules: dict[str, ModuleType] = {}  # those that are imported to their end
         self._reference, package = reference, reference.__module__.rpartition(".")[0]
         self._places = {"cpu": f"{package}.{cpu}".split(":"), "triton": f"{package}.{triton}".split(":")}
-        parameters = [_Parameter(text) for text in re.split(r",\s*(?![^\[]*\])", arguments)]
+        parameters = [_Parameter(each) for each in parsed.arguments]
         self._tensors = [(at, each) for at, each in enumerate(parameters) if each.is_tensor]
         self._written = [(at, each) for at, each in self._tensors if each.is_written]
         self._read = [(at, each) for at, each in self._tensors if not each.is_written]
@@ -153,14 +150,14 @@ class Op:
             validate(inputs)
             return None if outputs is None else outputs(inputs[:-1])
 
-        # a number that differs from call to call has torch.compile make one graph, not one a number
-        symbolic = re.sub(r"\bint\b", "SymInt", arguments)
+        # of a number that differs from call to call torch.compile makes one graph, not one a number
+        arguments = schema.removeprefix(self.name).replace("int ", "SymInt ")
         torch.library.custom_op(
             f"tritonrec::{self.name}",
             body,
             mutates_args=[each.name for _, each in self._written],
             device_types=(),
-            schema=f"({symbolic}, str impl) -> {results}",
+            schema=arguments.replace(") ->", ", str impl) ->"),
         ).register_fake(fake_kernel)
         torch.library.impl(f"tritonrec::{self.name}", "default", _untraced(body))
         self.registered = getattr(torch.ops.tritonrec, self.name)
@@ -428,10 +425,10 @@ def _again(impl: Impl, gradients: tuple[Any, ...]) -> AbstractContextManager[Any
 
 
 class _Parameter:
-    """One argument of a schema."""
+    """One argument of a schema, as torch has parsed it."""
 
-    def __init__(self, text: str):
-        kind, self.name = text.split()
-        self.is_tensor = kind.startswith("Tensor")
-        self.is_optional = kind.endswith("?")
-        self.is_written = "!" in kind
+    def __init__(self, argument: Any):
+        kind, self.name = argument.type, argument.name
+        self.is_optional = kind.kind() == "OptionalType"
+        self.is_tensor = (kind.getElementType() if self.is_optional else kind).kind() == "TensorType"
+        self.is_written = argument.is_write
