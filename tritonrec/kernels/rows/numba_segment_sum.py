@@ -24,7 +24,7 @@ from tritonrec.kernels.fixed_point.numba_fixed_point import (
 from tritonrec.kernels.numba_intrinsics import bits_of, prefetch
 from tritonrec.kernels.padding import first_valid, report
 from tritonrec.kernels.row_layout import contiguous_rows, flat, flat_rows
-from tritonrec.kernels.rows.op import into_zeros
+from tritonrec.kernels.rows.sums import into_zeros
 
 from ..caches import njit
 

@@ -17,7 +17,6 @@ never a wrap-around.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -30,6 +29,7 @@ from tritonrec.kernels.gradients import Terms
 from tritonrec.kernels.op import Op
 from tritonrec.kernels.padding import check_scalar, first_valid
 from tritonrec.kernels.row_layout import check_matrix, check_rows
+from tritonrec.kernels.rows.sums import check_room, into_zeros, zero_sums
 
 Consistency = Literal["window", "batch"]
 
@@ -186,32 +186,6 @@ def scatter_rows_reference(
     """See `scatter_rows`."""
     for position, row in enumerate(first_valid(rows, count).tolist()):
         destination[row] = values[position if source is None else source[position]]
-
-
-def zero_sums(values: torch.Tensor, num_segments: int, consistency: str) -> torch.Tensor:
-    """(S, D) zeros to add `values` to: float32 for consistency "window", int64 for "batch"."""
-    if not isinstance(values, torch.Tensor) or values.dim() != 2:
-        check_matrix("values", values, torch.float32)
-    check_room(num_segments, values.shape[1])
-    dtype = torch.float32 if consistency == "window" else torch.int64
-    return torch.zeros(num_segments, values.shape[1], dtype=dtype, device=values.device)
-
-
-def check_room(num_segments: int, dim: int) -> None:
-    """Refuse a number of sums that no memory has room for; torch's error would not name it."""
-    if not 0 <= num_segments * dim < 1 << 60:
-        raise ValueError(f"num_segments = {num_segments} rows of {dim} columns fit no memory")
-
-
-def into_zeros(add: Callable[..., None]) -> Callable[..., torch.Tensor]:
-    """The `segment_sum` of an implementation, from its `segment_sum_into`."""
-
-    def segment_sum(values, segments, num_segments, consistency, *rest) -> torch.Tensor:
-        out = zero_sums(values, num_segments, consistency)
-        add(out, values, segments, num_segments, consistency, *rest)
-        return out
-
-    return segment_sum
 
 
 def segment_sum_into_reference(

@@ -33,7 +33,7 @@ from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, add_atomicall
 from tritonrec.kernels.padding import padding, report
 from tritonrec.kernels.races import declared
 from tritonrec.kernels.row_layout import contiguous_rows
-from tritonrec.kernels.rows.op import into_zeros
+from tritonrec.kernels.rows.sums import into_zeros
 from tritonrec.kernels.rows.triton_walks import add_rows, add_rows_checked, load_row
 from tritonrec.kernels.triton_padding import num_valid
 
