@@ -53,6 +53,11 @@ def run(installed, tmp, code=USE, **environment):
     )
 
 
+def warnings_of(done):
+    """What was said beside the notice that a slow machine gives while it compiles."""
+    return [line for line in done.stderr.splitlines() if "compiling kernels" not in line]
+
+
 @pytest.mark.parametrize(
     "variable",
     [pytest.param({}, marks=pytest.mark.slow), {"NUMBA_CACHE_DIR": "/proc/nowhere"}],
@@ -92,13 +97,13 @@ def test_without_any_writable_folder_kernels_are_compiled_in_each_process(instal
 
 def test_a_folder_that_is_set_is_used_without_a_word(installed, tmp_path):
     done = run(installed, tmp_path, NUMBA_CACHE_DIR=str(tmp_path / "mine"))
-    assert done.returncode == 0 and done.stderr == ""
+    assert done.returncode == 0 and not warnings_of(done)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_only_the_first_rank_warns(installed, tmp_path):
     done = run(installed, tmp_path, RANK="1")
-    assert done.returncode == 0 and done.stderr == ""
+    assert done.returncode == 0 and not warnings_of(done)
 
 
 def test_a_folder_of_somebody_else_is_not_taken(tmp_path, monkeypatch):
