@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -252,7 +253,7 @@ def no_keys_crash(program: Program) -> None:
 def cache_keeps_the_row_before_its_update(program: Program) -> None:
     """An update goes to host memory while the row is being cached, and the cache keeps the old one."""
     for group in program.tables.groups:
-        storage = group.table._rows._storage  # type: ignore[attr-defined]
+        storage: Any = group.table._rows._storage
         group.table._rows.update = storage._home.update  # type: ignore[method-assign]
 
 
@@ -260,7 +261,7 @@ def cache_keeps_the_row_before_its_update(program: Program) -> None:
 def cache_misses_counted_as_hits(program: Program) -> None:
     """Wrong statistics of misses: rows that are not cached are read from the cache."""
     for group in program.tables.groups:
-        storage = group.table._rows._storage  # type: ignore[attr-defined]
+        storage: Any = group.table._rows._storage
         place = storage._place
         gather = storage.gather
 
