@@ -71,7 +71,7 @@ def ranks_begin_with_other_parameters(program: Program) -> None:
             next(iter(program.dense.parameters.values())).mul_(1.5)
 
 
-@bug("flashlight/flashlight#143", case())
+@bug("flashlight/flashlight#143", case(), says="state step of parameter ")
 def step_counted_for_each_parameter(program: Program) -> None:
     """The counter of Adam moves with every parameter instead of with every step."""
     step = program.dense.step
