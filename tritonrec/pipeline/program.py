@@ -1,6 +1,6 @@
 """A rank's program: the stages of a schedule, bound to the places of a run.
 
-A stage is passed the places that its table grants it and nothing else. Binding reads signatures once, when
+A stage is passed the places that its schedule grants it and nothing else. Binding reads signatures once, when
 the program is made; a task then only looks its arguments up.
 """
 
@@ -50,7 +50,7 @@ class Program:
     """The stages of a schedule by name: ``actions[stage](places, micro_batch)``.
 
     Args:
-        schedule: its table says what each stage is passed.
+        schedule: says what each stage is passed.
         tables: this rank's shard; an id belongs to ``ops.owner_of(id, world_size)``.
         dense: the dense model and its optimizer, the same on every rank.
         communicators: one for each lane that communicates.

@@ -16,7 +16,7 @@ class Tasks:
     A merged task inherits the dependencies and dependents of every micro-batch it covers.
 
     Args:
-        schedule: the table.
+        schedule: the stages.
         micro_batches: N.
         doers: by stage, [i] the micro-batch whose task does the work of i too. In stages that are not named
             each micro-batch has a task of its own.
@@ -66,7 +66,7 @@ class Tasks:
         return [Task(stage, batch, micro_batch) for stage, micro_batch in self._order]
 
     def waits_for(self, task: Task) -> list[Task]:
-        """Those that the table orders before `task`, as far as they exist."""
+        """Those that the schedule orders before `task`, as far as they exist."""
         waits = self._waits[task.stage, task.micro_batch]
         return [Task(stage, task.batch - back, i) for (stage, i), back in waits if back <= task.batch]
 

@@ -190,7 +190,7 @@ class _Worker:
 
 
 def _work(connection: Connection, enough: Any, asked: Any, fault: str | None) -> None:
-    """Rounds, until the search is over; a stop is asked for at the end of a round."""
+    """Rounds, until the search is over. Signals are the parent's, which asks for the end of a round."""
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)
     with Fuzzer(connection.send, fault) as fuzzer, suppress(EOFError, BrokenPipeError):

@@ -111,7 +111,7 @@ def simulate(
     """Run `batches` batches of a schedule on all workers.
 
     Args:
-        schedule: the table; it need not pass the check, since only its times are wanted.
+        schedule: it need not pass the check, since only its times are wanted.
         cost: seconds of a task; its batch number may be looked at.
         micro_batches: N.
         batches: batches run; the pipeline fills during the first ``batches_in_flight``.

@@ -1,4 +1,4 @@
-"""The zeros that every `segment_sum` begins with."""
+"""The zeros that each implementation of `segment_sum` adds to."""
 
 from __future__ import annotations
 
