@@ -347,7 +347,7 @@ def test_every_fault_that_ends_in_an_error_says_so():
         "bit-of-a-row-at-rest", "bit-of-a-message", "bit-of-a-gradient", "no-keys-crash",
         "new-rows-are-not-initialised", "shard-read-by-two-ranks", "window-read-by-two-ranks",
         "dense-sums-over-the-wrong-group", "one-parameter-not-exchanged", "ranks-begin-with-other-parameters",
-        "a-copy-updated-by-another-rule",
+        "a-copy-updated-by-another-rule", "step-counted-for-each-parameter",
     }  # fmt: skip
     assert all(len(fault.says) > 12 for fault in SELECTIONS[True, True] if fault.says)
 
