@@ -11,9 +11,9 @@ from tritonrec.kernels.normed_losses import cpu_normed_losses
 from tritonrec.kernels.rows.numba_segment_sum import segment_sum_into
 from tritonrec.kernels.token_rows.cpu_token_rows import place_rows
 from tritonrec.nn import HSTU, GradientAccumulator, HSTUConfig, next_item_step
-from tritonrec.nn.context import only_refuses
-from tritonrec.pipeline import WindowConfig
-from tritonrec.pipeline.sums import Sums
+from tritonrec.nn.context import only_refuses, samples
+from tritonrec.nn.next_item import NextItemModel
+from tritonrec.nn.next_item_step import RowGradients
 
 CONFIG = HSTUConfig(
     dim=7, layers=2, heads=2, qk_dim=3, v_dim=5, max_seq_len=9, dropout=0.3, time_buckets=6, temperature=0.5
@@ -74,21 +74,50 @@ def shuffled(rows):
 def by_occurrence(gradients):
     """The gradient of each occurrence, where a window's sums have every occurrence alone."""
     sums = torch.zeros(len(gradients.rows), gradients.values.shape[1])
-    apart = gradients._replace(rows=torch.arange(len(gradients.rows)))
-    Sums(WindowConfig(1, "window"), torch.device("cpu")).add_gradients(apart, sums, "gradient")
+    at = torch.arange(len(gradients.rows))
+    RowGradients(at, gradients.values, gradients.hidden, gradients.slopes).add_in_order(sums)
     return sums
 
 
+def plan_of(model, accumulator=None):
+    with torch.no_grad():
+        return next_item_step.plan(model, accumulator or GradientAccumulator(model))
+
+
+def train(plan, batch, rows, accumulator):
+    """Losses and the gradients of the rows; those of parameters go to the plan's accumulator."""
+    with samples(plan.model, batch.sample_ids, batch.offsets, SEED):
+        step = plan.step(batch, shuffled(rows), SEED)
+        losses = step.forward()
+        return losses, step.backward(accumulator, torch.ones_like(losses))[0]
+
+
 def by_plan(model, batch, rows, exactly=True):
-    """`by_modules` without them, None where they have to be called."""
+    """`by_modules` without them, None where they have to be called; the exact sums of rows are left out."""
     accumulator = GradientAccumulator(model, ops.FRACTION_BITS if exactly else None)
-    with accumulator.active(), torch.no_grad():
-        plan = next_item_step.plan(model, accumulator)
-        step = None if plan is None else plan.step(batch, shuffled(rows), SEED)
-        if step is None:
+    item, found = shuffled(rows), []
+    item = item._replace(values=item.values.requires_grad_())
+    sums = torch.zeros(item.values.shape, dtype=torch.int64 if exactly else torch.float32)
+    with (
+        accumulator.active(),
+        accumulator.rows([item.values], [sums], "item"),
+        samples(model, batch.sample_ids, batch.offsets, SEED),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        add = accumulator.add
+        patch.setattr(accumulator, "add", lambda to, terms: add(to, terms) or found.append((to, terms)))
+        patch.setattr(NextItemModel, "forward", lambda *arguments: None)
+        losses = model(batch, {"item": item}, SEED)
+        if losses is None:
             return None
-        losses, gradients = step.train()
-    return {"losses": losses, "rows": by_occurrence(gradients), **accumulator.take()}
+        losses.sum().backward()
+        (gradients,) = (terms for to, terms in found if to is item.values)
+        own = by_occurrence(gradients)
+    want = torch.zeros_like(sums)
+    options = {"consistency": "batch" if exactly else "window", "out": want}
+    ops.segment_sum(own, item.rows, len(want), **options)
+    assert torch.equal(sums, want)
+    return {"losses": losses.detach(), "rows": own, **accumulator.take()}
 
 
 def assert_same_bits(*arguments):
@@ -127,12 +156,12 @@ def test_bits_of_other_batches(case):
 def test_a_plan_serves_many_batches_and_every_value_of_the_parameters():
     model, accumulator = make_model(relative_bias=True), None
     accumulator = GradientAccumulator(model)
+    plan = plan_of(model, accumulator)
     with torch.no_grad():
-        plan = next_item_step.plan(model, accumulator)
         for number, case in enumerate([(LENGTHS, 2), ([1], 3), ([9, 9], 1)]):
             batch, rows = make_batch(*case)
             with accumulator.active():
-                losses, gradients = plan.step(batch, shuffled(rows), SEED).train()
+                losses, gradients = train(plan, batch, rows, accumulator)
             got = {"losses": losses, "rows": by_occurrence(gradients), **accumulator.take()}
             with torch.enable_grad():
                 want = by_modules(model, batch, rows)
@@ -145,8 +174,7 @@ def test_a_plan_serves_many_batches_and_every_value_of_the_parameters():
 def test_a_plan_ends_with_the_memory_of_a_parameter():
     model = make_model(relative_bias=True)
     for parameter in model.parameters():
-        with torch.no_grad():
-            plan = next_item_step.plan(model, GradientAccumulator(model))
+        plan = plan_of(model)
         assert plan.stands()
         parameter.data = parameter.data.clone()
         assert not plan.stands()
@@ -154,8 +182,7 @@ def test_a_plan_ends_with_the_memory_of_a_parameter():
 
 def test_a_plan_ends_with_a_hook_or_another_forward():
     model = make_model()
-    with torch.no_grad():
-        plan = next_item_step.plan(model, GradientAccumulator(model))
+    plan = plan_of(model)
     everywhere = torch.nn.modules.module.register_module_forward_hook
     for part in (model, model.layers[0], model.norm, model.positions, model.drop):
         for add in (part.register_forward_hook, part.register_full_backward_hook, everywhere):
@@ -278,8 +305,7 @@ def test_a_batch_that_does_not_fit_has_the_errors_of_the_modules(change, message
 ])  # fmt: skip
 def test_rows_that_do_not_fit_are_left_to_the_modules(rows):
     model, (batch, whole) = make_model(), make_batch()
-    with torch.no_grad():
-        plan = next_item_step.plan(model, GradientAccumulator(model))
+    plan = plan_of(model)
     assert plan.step(batch, shuffled(whole), SEED) is not None
     assert plan.step(batch, rows(shuffled(whole)), SEED) is None
 
@@ -288,19 +314,43 @@ def test_rows_that_do_not_fit_are_left_to_the_modules(rows):
 @pytest.mark.parametrize("number", [-1, 17 * 4 + 1])
 def test_numbers_of_rows_outside_of_the_matrix_are_left_to_the_modules(at, number):
     model, (batch, rows) = make_model(), make_batch()
-    with torch.no_grad():
-        plan = next_item_step.plan(model, GradientAccumulator(model))
+    plan = plan_of(model)
     item = shuffled(rows)
     item.rows[at] = number
-    assert len(item.values) == 17 * 4 + 1 and plan.step(batch, item, SEED) is None
+    with samples(model, batch.sample_ids, batch.offsets, SEED):
+        assert len(item.values) == 17 * 4 + 1 and plan.step(batch, item, SEED) is None
+
+
+def test_a_plan_ends_with_its_accumulator():
+    model, (batch, rows) = make_model(), make_batch()
+    before = len(next_item_step._plans)
+    for _ in range(3):
+        by_plan(model, batch, rows)
+    assert len(next_item_step._plans) == before
+
+
+def test_a_call_inside_of_a_call_has_memory_of_its_own():
+    model, (batch, rows) = make_model(), make_batch()
+    plan = plan_of(model, accumulator := GradientAccumulator(model))
+    with torch.no_grad(), accumulator.active(), samples(model, batch.sample_ids, batch.offsets, SEED):
+        first, second = (plan.step(batch, shuffled(each), SEED) for each in (rows, 2 * rows))
+        assert (type(first), type(second)) == (next_item_step.SharedStep, next_item_step.Step)
+        losses, others = first.forward(), second.forward()
+        found = [each.backward(accumulator, torch.ones_like(losses))[0] for each in (second, first)]
+    want = []
+    for each in (2 * rows, rows):
+        again = plan_of(model, accumulator)
+        want.append(train(again, batch, each, accumulator))
+    assert torch.equal(others, want[0][0]) and torch.equal(losses, want[1][0])
+    assert torch.equal(by_occurrence(found[1]), by_occurrence(want[1][1]))
+    assert torch.equal(by_occurrence(found[0]), by_occurrence(want[0][1]))
 
 
 @pytest.mark.parametrize("name", ["labels", "negatives", "offsets", "sample_ids", "timestamps"])
 @pytest.mark.parametrize("change", [torch.Tensor.int, lambda each: each.repeat_interleave(2, -1)[..., ::2]])
 def test_lists_of_other_kinds_are_left_to_the_modules(name, change):
     model, (batch, rows) = make_model(relative_bias=True), make_batch()
-    with torch.no_grad():
-        plan = next_item_step.plan(model, GradientAccumulator(model))
+    plan = plan_of(model)
     assert plan.step(batch, shuffled(rows), SEED) is not None
     assert plan.step(replace(batch, **{name: change(getattr(batch, name))}), shuffled(rows), SEED) is None
 
@@ -310,8 +360,7 @@ def test_small_micro_batches_share_memory_and_larger_ones_get_more():
     with torch.no_grad(), (accumulator := GradientAccumulator(model)).active():
         plan, seen = next_item_step.plan(model, accumulator), []
         for lengths in ([3, 2], [1], [9] * 5, [4, 4]):
-            batch, rows = make_batch(lengths)
-            _, found = plan.step(batch, shuffled(rows), SEED).train()
+            _, found = train(plan, *make_batch(lengths), accumulator)
             seen.append((found.values.data_ptr(), found.hidden.data_ptr(), found.slopes.data_ptr()))
     assert seen[0] == seen[1] != seen[2] == seen[3]
 
@@ -321,7 +370,7 @@ def test_a_row_without_an_exact_sum_is_named_by_its_occurrence(bad):
     """As if the gradients of all occurrences were added one after the other."""
     model, (batch, rows) = make_model(), make_batch()
     with torch.no_grad(), (accumulator := GradientAccumulator(model)).active():
-        _, found = next_item_step.plan(model, accumulator).step(batch, shuffled(rows), SEED).train()
+        _, found = train(next_item_step.plan(model, accumulator), batch, rows, accumulator)
     sums = torch.zeros(len(rows) + 1, CONFIG.dim, dtype=torch.int64)
     if bad == "label":
         found.values[20, 3] = torch.inf
@@ -332,7 +381,7 @@ def test_a_row_without_an_exact_sum_is_named_by_its_occurrence(bad):
         at = 2 * 17 + int(apart[2 * 17 :].ne(0).all(1).nonzero()[3])
         sums[found.rows[at]] = torch.where(apart[at] > 0, 2**63 - 1, -(2**63))
     for add in (
-        lambda sums: Sums(WindowConfig(1), torch.device("cpu")).add_gradients(found, sums, "gradient"),
+        lambda sums: found.add_to(sums, 36, "gradient"),
         lambda sums: segment_sum_into(
             sums, apart, found.rows, len(sums), "batch", 36, "gradient", None, None
         ),

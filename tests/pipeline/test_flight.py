@@ -469,8 +469,25 @@ def test_rows_that_are_not_gathered_are_for_the_model_s_own_call(graphs, compile
     class Reads(torch.nn.Module):
         forward = takes_indexed_rows(lambda self, batch, rows, seed: None)
 
-    flight = SimpleNamespace(_graphs=graphs, _compilation=SimpleNamespace(compiles=compiles), model=Reads())
-    assert Flight.reads_indexed_rows.fget(flight) == (graphs is None and not compiles)
+    class ReadsByOneOp(torch.nn.Module):
+        forward = takes_indexed_rows(lambda self, batch, rows, seed: None, on_the_cpu=True)
+
+    flight = SimpleNamespace(
+        _graphs=graphs,
+        _compilation=SimpleNamespace(compiles=compiles),
+        dense=SimpleNamespace(shards=None),
+        model=Reads(),
+    )
+    own = graphs is None and not compiles
+    assert Flight.reads_indexed_rows(flight, {"triton"}) == own
+    assert not Flight.reads_indexed_rows(flight, {"cpu"})
+    flight.model = ReadsByOneOp()
+    for impls in ({"triton"}, {"cpu"}, {"cpu", "triton"}):
+        assert Flight.reads_indexed_rows(flight, impls) == own
+    assert not Flight.reads_indexed_rows(flight, {"reference"})
+    flight.dense.shards = object()
+    assert Flight.reads_indexed_rows(flight, {"triton"}) == own
+    assert not Flight.reads_indexed_rows(flight, {"cpu"})
 
 
 def test_an_optimizer_of_parameters_without_memory_is_not_probed():

@@ -24,9 +24,8 @@ class GradientAccumulator(Accumulator):
         fraction_bits: sums are int64 multiples of ``2**-fraction_bits``; None: float32, in ``.grad``.
 
     Attributes:
-        sums: by parameter name, of the parameter's shape, int64; empty for float32 sums.
-        scale_exponent: gradients come ``2**scale_exponent`` times too large, from a scaled loss; sums are
-            those of unscaled ones. It stays the same from one `take` to the next.
+        sums: by parameter name, of the parameter's shape, int64; of float32 ones those of `rows` alone.
+        scale_exponent: see `Accumulator`. It stays the same from one `take` to the next.
 
     Example::
 
@@ -61,10 +60,12 @@ class GradientAccumulator(Accumulator):
 
     @contextmanager
     def rows(self, values: Sequence[torch.Tensor], sums: Sequence[torch.Tensor], name: str) -> Iterator[None]:
-        """Inside, terms of the gradients of `values` (R, D) are added to int64 `sums` of the same shapes.
+        """Inside, terms of the gradients of `values` (R, D) are added to `sums` of the same shapes.
+
+        These are int64, or float32 for float32 sums: in the order in which backward gives the terms.
 
         Args:
-            name: of each, for errors. Exact sums only.
+            name: of each, for errors.
         """
         names = {id(each): f"{name} {number}" for number, each in enumerate(values)}
         self._names |= names
@@ -81,7 +82,7 @@ class GradientAccumulator(Accumulator):
         self.addresses = frozenset(parameter.data_ptr() for parameter in self._parameters.values())
 
     def holds(self, tensor: Any) -> bool:
-        """Whether this is a parameter with an exact sum here."""
+        """Whether this is a parameter with an exact sum here, or of `rows`."""
         return id(tensor) in self._names
 
     def add(self, parameter: torch.Tensor, terms: Terms) -> None:
@@ -89,11 +90,14 @@ class GradientAccumulator(Accumulator):
 
         Raises RuntimeError in a backward pass that is to be differentiated again.
         """
+        if self.fraction_bits is None:
+            terms.add_in_order(self.sums[self._names[id(parameter)]], self.scale_exponent)
+            return
         (sums,), fraction_bits, (name,) = self.targets(parameter)
         terms.add_to(sums, fraction_bits, name)
 
     def targets(self, *parameters: torch.Tensor) -> Targets:
-        """Where kernels add the terms of parameters that it `holds`; RuntimeError as `add`."""
+        """Where kernels add the terms of parameters with exact sums; RuntimeError as `add`."""
         names = [self._names[id(parameter)] for parameter in parameters]
         if torch.is_grad_enabled():
             raise RuntimeError(

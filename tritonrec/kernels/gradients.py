@@ -33,6 +33,10 @@ class Terms:
         """
         raise NotImplementedError
 
+    def add_in_order(self, sums: torch.Tensor, scale_exponent: int = 0) -> None:
+        """Add the terms to float32 `sums` one after the other, each times ``2**-scale_exponent``."""
+        raise NotImplementedError
+
 
 class Targets(NamedTuple):
     """Where an accumulator adds the terms of some parameters, for kernels that sum what they compute."""
@@ -46,10 +50,13 @@ class Accumulator:
     """Takes terms in autograd's place; see `kernels.accumulator.GradientAccumulator`.
 
     Attributes:
+        scale_exponent: gradients come ``2**scale_exponent`` times too large, from a scaled loss; sums are
+            those of unscaled ones.
         addresses: of the parameters.
         of_window: what kernels made of them, while they are frozen; None outside of a window.
     """
 
+    scale_exponent: int = 0
     addresses: frozenset[int] = frozenset()
     of_window: dict[Hashable, tuple[int, Any]] | None = None
 

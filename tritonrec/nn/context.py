@@ -223,16 +223,23 @@ def has_hooks(module: torch.nn.Module) -> bool:
     return False
 
 
-def takes_indexed_rows(forward: Forward) -> Forward:
-    """A model's `forward` that takes a feature's rows as `ops.IndexedRows`, too."""
-    forward.takes_indexed_rows = True  # type: ignore[attr-defined]
+def takes_indexed_rows(forward: Forward, on_the_cpu: bool = False) -> Forward:
+    """A model's `forward` that takes a feature's rows as `ops.IndexedRows`, too, on an accelerator.
+
+    Args:
+        on_the_cpu: it takes them there as well, and reads those of a feature by one op, which adds gradients
+            in the order of the occurrences: float32 sums depend on it.
+    """
+    forward.takes_indexed_rows = ("triton", "cpu")[: 1 + on_the_cpu]  # type: ignore[attr-defined]
     return forward
 
 
-def reads_indexed_rows(model: torch.nn.Module) -> bool:
-    """Whether a call of the model is a `takes_indexed_rows` one, and nobody else sees its rows."""
-    marked = getattr(type(model).forward, "takes_indexed_rows", False)
-    return marked and "forward" not in vars(model) and not has_hooks(model)
+def reads_indexed_rows(model: torch.nn.Module, impls: Iterable[str]) -> bool:
+    """Whether a call of the model takes `ops.IndexedRows` where its rows' ops are computed by `impls`, and
+    nobody else sees its rows.
+    """
+    where = getattr(type(model).forward, "takes_indexed_rows", ())
+    return {*impls} <= {*where} and "forward" not in vars(model) and not has_hooks(model)
 
 
 def sums_exactly(parameter: torch.Tensor) -> bool:

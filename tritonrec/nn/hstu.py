@@ -14,13 +14,18 @@ Dimensions: L tokens, H heads, d model dimension.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
+from .. import ops
 from ..settings import setting
+from .context import takes_indexed_rows
 from .hstu_layer import hstu_layer
 from .modules import GatedNorm, LayerNorm, Linear, RelativeBias
 from .next_item import LayerConfig, NextItemInput, NextItemModel
+from .next_item_step import losses_by_one_op
 from .tokens import Tokens
 
 
@@ -77,3 +82,14 @@ class HSTU(NextItemModel):
         """Where the batch's tokens stand, and when they ask."""
         tokens = super().place(batch)
         return tokens.with_next_query_timestamps() if self.config.relative_bias else tokens
+
+    @partial(takes_indexed_rows, on_the_cpu=True)
+    def forward(self, batch: NextItemInput, rows: dict[str, Any], seed: int) -> torch.Tensor:
+        """Losses (B,); see `NextItemModel`."""
+        item = rows["item"]
+        if type(self) is HSTU and isinstance(item, ops.IndexedRows) and item.values.is_cpu:
+            losses = losses_by_one_op(self, batch, item, seed)
+            if losses is not None:
+                return losses
+            rows = {**rows, "item": item.gathered()}
+        return super().forward(batch, rows, seed)

@@ -1,9 +1,9 @@
-"""A next-item model of HSTU layers in a trainer on the CPU: a micro-batch's forward and backward in one call.
+"""A call of a next-item model of HSTU layers on the CPU, as one node of autograd's graph.
 
-A micro-batch of a few hundred tokens pays for each module, op and node of autograd's graph more than for its
-loops. Here kernels follow each other without them, with the same bits. `plan` says whether a model fits,
-once for many micro-batches, and `Plan.step` whether a batch does; what does not fit takes the modules one by
-one, with their errors. Where one thread computes and sums are exact, micro-batches share their memory, too
+A micro-batch of a few hundred tokens pays for each module, op and node more than for its loops. Here kernels
+follow each other without them, with the same bits. `plan` says whether a model fits, once for many
+micro-batches, and `Plan.step` whether a batch does; what does not fit takes the modules one by one, with
+their errors. Where one thread computes and sums are exact, micro-batches share their memory, too
 (`kernels.next_item`).
 
 Dimensions: L tokens, B samples, K negatives, d model dimension.
@@ -11,39 +11,99 @@ Dimensions: L tokens, B samples, K negatives, d model dimension.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
 from .. import ops
+from ..kernels.autocast import autocast_dtype
 from ..kernels.dispatch import implementation
-from ..kernels.gradients import Accumulator, Targets, sum_terms, targets_of
+from ..kernels.gradients import Accumulator, Targets, Terms, current, sum_terms, targets_of
 from ..kernels.hstu_layer import cpu_hstu_layer
-from ..kernels.next_item.cpu_next_item import SPARE, Parts, Room, Sizes
+from ..kernels.next_item.cpu_next_item import SPARE, Parts, Room, Sizes, add_row_gradients
 from ..kernels.normed_losses import cpu_normed_losses
 from ..kernels.op import annotation
 from ..kernels.row_terms import RowTerms
 from ..kernels.rows.op import IndexedTerms
 from ..kernels.token_rows.cpu_token_rows import TokenRows, place_rows
-from .context import has_global_hooks, has_hooks, hooks_of
-from .hstu import HSTU
+from .context import Samples, has_global_hooks, has_hooks, hooks_of
+from .context import current as samples_now
 from .hstu_layer import Parameters, prepared_layer, whole_backward
 from .modules import LayerNorm, PositionalEmbedding, TokenDropout
 
+if TYPE_CHECKING:
+    from .hstu import HSTU
 
-class RowGradients(NamedTuple):
+_plans: WeakKeyDictionary[Accumulator, Plan] = WeakKeyDictionary()
+
+
+def losses_by_one_op(model: HSTU, batch: Any, item: ops.IndexedRows, seed: int) -> torch.Tensor | None:
+    """Losses (B,) of a call of the model, or None where its modules have to be called one by one.
+
+    They are where no accumulator takes the gradients of the rows: outside of a trainer.
+    """
+    accumulator = current()
+    if accumulator is None or not accumulator.holds(item.values) or accumulator.scale_exponent:
+        return None
+    if autocast_dtype(item.values.device) is not None:
+        return None
+    with torch.no_grad():
+        found = _plans.get(accumulator)
+        if found is None or found.model is not model or not found.stands():
+            found = plan(model, accumulator)
+            if found is None:
+                return None
+            _plans[accumulator] = found
+        step = found.step(batch, item, seed)
+    if step is None:
+        return None
+    given = [each for each in found.parameters if each.requires_grad and not accumulator.holds(each)]
+    return _Call.apply(step, item.values, *given)
+
+
+class _Call(torch.autograd.Function):
+    """Losses (B,) of a `Step`; `given` are the parameters whose gradients autograd takes."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Step | SharedStep, values: torch.Tensor, *given: torch.Tensor):
+        ctx.step, ctx.accumulator, ctx.given = step, current(), [id(each) for each in given]
+        return step.forward()
+
+    @staticmethod
+    def backward(ctx: Any, dlosses: torch.Tensor):
+        if torch.is_grad_enabled():
+            raise RuntimeError("a call of HSTU by one op has no second derivative: leave create_graph out")
+        step: Step | SharedStep = ctx.step
+        rows, found = step.backward(ctx.accumulator, dlosses.contiguous())
+        ctx.accumulator.add(step.item.values, rows)
+        of = {id(each): gradient for each, gradient in zip(step.plan.parameters, found, strict=False)}
+        return None, None, *map(of.__getitem__, ctx.given)
+
+
+class RowGradients(Terms):
     """The gradients of a micro-batch's rows, occurrence by occurrence; the next one may overwrite them.
 
     Args:
-        rows: (L + L + L*K,) int64, of ids, labels and negatives.
+        rows: (L + L + L*K,) int64, of ids, labels and negatives, which are taken to be right.
         values: (L + L, d), of ids and labels.
         hidden: (L, d), slopes: (L * K,): a negative's is its slope times its token's hidden state.
     """
 
-    rows: torch.Tensor
-    values: torch.Tensor
-    hidden: torch.Tensor
-    slopes: torch.Tensor
+    def __init__(self, rows: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor, slopes: torch.Tensor):
+        self.rows, self.values, self.hidden, self.slopes = rows, values, hidden, slopes
+
+    def add_to(self, sums: torch.Tensor, fraction_bits: int, name: str) -> None:
+        """As `Terms.add_to`."""
+        add_row_gradients(sums, self.rows, self.values, self.hidden, self.slopes, fraction_bits, name)
+
+    def add_in_order(self, sums: torch.Tensor, scale_exponent: int = 0) -> None:
+        """As `Terms.add_in_order`; the loss is not scaled."""
+        from ..kernels.rows.numba_segment_sum import add_products, segment_sum_into
+
+        count, options = len(self.values), ("window", 0, "gradient")
+        segment_sum_into(sums, self.values, self.rows[:count], len(sums), *options, None, None)
+        add_products(sums, self.hidden, self.slopes, self.rows[count:], *options, count)
 
 
 class _Layer(NamedTuple):
@@ -56,12 +116,12 @@ class Plan:
     """What the micro-batches of a model share, while its parts and its parameters' memory stay as they are.
 
     Args:
-        accumulator: takes the gradients of the parameters.
+        accumulator: takes the gradients of the parameters. It has the plan (`_plans`), which holds its sums.
         ends: the weights of positions, and weight and bias of the norm.
     """
 
     def __init__(self, model: HSTU, accumulator: Accumulator, ends: list[torch.Tensor], layers: list[_Layer]):
-        self.model, self.accumulator, self.layers = model, accumulator, layers
+        self.model, self.layers = model, layers
         self.factor, self.scale = model.config.dim**0.5, 1 / model.config.temperature
         self.positions, *norm = ends
         self.norm = norm[0], norm[1]
@@ -72,8 +132,11 @@ class Plan:
         parts = _parts(model)
         self._own, self._hooks = list(map(vars, parts)), hooks_of(parts)
         self._counts = list(map(len, self._hooks))
+        self._modules = list(model.modules())
+        self._switches = self._now()
         self._parts = self._exact_parts()
         self._room: Room | None = None
+        self._user: Samples | None = None  # the call of the model that has the room
 
     def _exact_parts(self) -> Parts | None:
         """What micro-batches that share memory need; None where a gradient is not summed exactly."""
@@ -87,16 +150,20 @@ class Plan:
         )  # fmt: skip
 
     def stands(self) -> bool:
-        """Whether this holds still: no part has other hooks or another `forward`, no parameter other memory.
-
-        The caller looks at modes.
+        """Whether this holds still: no part has other hooks, another `forward` or mode, no parameter other
+        memory.
         """
         return (
             list(map(len, self._hooks)) == self._counts
+            and self._now() == self._switches
             and not has_global_hooks()
             and not any("forward" in own for own in self._own)
             and [each.data_ptr() for each in self.parameters] == self._addresses
         )
+
+    def _now(self) -> list[bool]:
+        trained = [each.requires_grad for each in self.parameters]
+        return trained + [module.training for module in self._modules]
 
     def step(self, batch: Any, item: ops.IndexedRows, seed: int) -> Step | SharedStep | None:
         """The micro-batch's call, or None where the modules have to be called one by one.
@@ -125,10 +192,10 @@ class Plan:
             and (timed is None or _is_list(timed, (tokens,)))
         ):  # fmt: skip
             return None
-        if self._parts is not None and self._is_small(tokens):
+        if self._parts is not None and self._takes_room() and self._is_small(tokens):
             room = self._room_for(Sizes(tokens, samples, tokens * count))
             fits = room.begin(offsets, ids, timed, labels, negatives, matrix, rows_at, seed)
-            return SharedStep(room, item) if fits else None
+            return SharedStep(self, room, item) if fits else None
         rows = torch.index_select(matrix, 0, rows_at[: 2 * tokens])  # which looks at the numbers
         placed = place_rows(rows, self.positions, self.factor, offsets, ids, timed)
         if placed is None or placed.x.shape[0] != tokens:
@@ -143,6 +210,12 @@ class Plan:
         ]
         losses = cpu_normed_losses.Bound(*self.norm, self.model.norm.eps, valid, offsets, self.scale)
         return Step(self, placed, layers, losses, item, rows, offsets)
+
+    def _takes_room(self) -> bool:
+        """Whether nobody has the room: a trainer ends a call's backward before the next call begins."""
+        now, before = samples_now(), self._user
+        self._user = now
+        return now is not None and now is not before
 
     def _is_small(self, tokens: int) -> bool:
         return all(cpu_hstu_layer.is_small(layer.prepared.shape, tokens) for layer in self.layers)
@@ -160,13 +233,18 @@ class Plan:
 class SharedStep:
     """The call of one micro-batch in memory that it shares with others."""
 
-    def __init__(self, room: Room, item: ops.IndexedRows):
-        self._room, self._item = room, item
+    def __init__(self, plan: Plan, room: Room, item: ops.IndexedRows):
+        self.plan, self.item, self._room = plan, item, room
 
-    def train(self) -> tuple[torch.Tensor, RowGradients]:
-        """As `Step.train`."""
-        losses, *found = self._room.train()
-        return losses, RowGradients(self._item.rows, *found)
+    def forward(self) -> torch.Tensor:
+        """As `Step.forward`."""
+        return self._room.forward()
+
+    def backward(
+        self, accumulator: Accumulator, dlosses: torch.Tensor
+    ) -> tuple[RowGradients, list[torch.Tensor | None]]:
+        """As `Step.backward`; the accumulator takes the gradients of all parameters."""
+        return RowGradients(self.item.rows, *self._room.backward(dlosses)), []
 
 
 class Step:
@@ -182,90 +260,80 @@ class Step:
         rows: torch.Tensor,
         offsets: torch.Tensor,
     ):
-        self._plan, self._placed, self._layers, self._losses = plan, placed, layers, losses
-        self._item, self._rows, self._offsets, self._tokens = item, rows, offsets, placed.x.shape[0]
+        self.plan, self.item, self._placed, self._layers, self._losses = plan, item, placed, layers, losses
+        self._rows, self._offsets, self._tokens = rows, offsets, placed.x.shape[0]
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # by layer its input and what it keeps
 
-    def train(self) -> tuple[torch.Tensor, RowGradients]:
-        """Losses (B,), and the gradient of their sum by the rows.
-
-        Those of the parameters go to the accumulator, or are added to their ``.grad``.
-        """
-        with torch.no_grad(), self._plan.accumulator.active():
-            losses, kept, ends = self._forward()
-            gradients, found = self._backward(torch.ones_like(losses), kept, ends)
-            pairs = zip(self._plan.parameters, found, strict=True)
-            left = [(own, each) for own, each in pairs if each is not None and own.requires_grad]
-            if left:
-                torch.autograd.backward([own for own, _ in left], [each for _, each in left])
-            return losses, gradients
-
-    def _forward(self) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]], list[torch.Tensor]]:
-        x, kept = self._placed.x, []
+    def forward(self) -> torch.Tensor:
+        """Losses (B,)."""
+        x = self._placed.x
         for bound in self._layers:
             with annotation("hstu_layer"):
                 out, of_layer = bound.forward(x)
-            kept.append((x, of_layer))
+            self._kept.append((x, of_layer))
             x = out
         with annotation("normed_losses"):
-            negatives = self._item.rows[2 * self._tokens :]
-            losses, self._hidden, ends = self._losses.forward(
-                x, self._rows[self._tokens :], self._item.values, negatives
+            negatives = self.item.rows[2 * self._tokens :]
+            losses, self._hidden, self._ends = self._losses.forward(
+                x, self._rows[self._tokens :], self.item.values, negatives
             )
-        return losses, kept, ends
+        return losses
 
-    def _backward(
-        self,
-        dlosses: torch.Tensor,
-        kept: list[tuple[torch.Tensor, torch.Tensor]],
-        ends: list[torch.Tensor],
+    def backward(
+        self, accumulator: Accumulator, dlosses: torch.Tensor
     ) -> tuple[RowGradients, list[torch.Tensor | None]]:
-        plan, tokens = self._plan, self._tokens
+        """The gradients of the rows and of each parameter, which is None where the accumulator took it.
+
+        Args:
+            accumulator: of the plan. dlosses: (B,) the gradients of the losses.
+        """
+        plan, tokens = self.plan, self._tokens
         drows = torch.empty_like(self._rows)
         with annotation("normed_losses_backward"):
-            slopes, dx, *terms = self._losses.backward(dlosses, drows[tokens:], ends)
-            of_norm = self._take_norm(terms)
+            slopes, dx, *terms = self._losses.backward(dlosses, drows[tokens:], self._ends)
+            of_norm = self._take_norm(accumulator, terms)
         of_layers: list[torch.Tensor | None] = []
         for layer, bound in zip(reversed(plan.layers), reversed(self._layers), strict=True):
-            x, of_layer = kept.pop()
+            x, of_layer = self._kept.pop()
             with annotation("hstu_layer_backward"):
                 dx, found = whole_backward(
-                    plan.accumulator, layer.own, bound, dx, x, of_layer, self._offsets, layer.targets
+                    accumulator, layer.own, bound, dx, x, of_layer, self._offsets, layer.targets
                 )
             of_layers[:0] = (each for each, own in zip(found, layer.own, strict=True) if own is not None)
         torch.mul(dx, plan.factor, out=drows[:tokens])
-        gradients = RowGradients(self._item.rows, drows, self._hidden, slopes)
-        return gradients, [self._take_positions(dx), *of_norm, *of_layers]
+        gradients = RowGradients(self.item.rows, drows, self._hidden, slopes)
+        return gradients, [self._take_positions(accumulator, dx), *of_norm, *of_layers]
 
-    def _take_positions(self, dx: torch.Tensor) -> torch.Tensor | None:
-        plan, positions = self._plan, self._placed.positions
+    def _take_positions(self, accumulator: Accumulator, dx: torch.Tensor) -> torch.Tensor | None:
+        plan, positions = self.plan, self._placed.positions
         if plan.position_targets is None:
             terms = IndexedTerms(dx, positions, len(plan.positions))
-            return sum_terms(plan.accumulator, plan.positions, terms)
+            return sum_terms(accumulator, plan.positions, terms)
         from ..kernels.rows.numba_segment_sum import segment_sum_into
 
         (sums,), bits, (name,) = plan.position_targets
         segment_sum_into(sums, dx, positions, len(sums), "batch", bits, f"gradient of {name}", None, None)
         return None
 
-    def _take_norm(self, terms: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        plan = self._plan
+    def _take_norm(self, accumulator: Accumulator, terms: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        plan = self.plan
         if plan.norm_targets is not None:
             self._losses.add_terms(terms, plan.norm_targets)
             return [None, None]
         pairs = zip(plan.norm, terms, strict=True)
-        return [sum_terms(plan.accumulator, own, RowTerms(values)) for own, values in pairs]
+        return [sum_terms(accumulator, own, RowTerms(values)) for own, values in pairs]
 
 
 def _is_list(tensor: torch.Tensor, shape: tuple[int, ...]) -> bool:
     return tensor.shape == shape and tensor.dtype == torch.int64 and tensor.is_contiguous() and tensor.is_cpu
 
 
-def plan(model: torch.nn.Module, accumulator: Accumulator) -> Plan | None:
+def plan(model: HSTU, accumulator: Accumulator) -> Plan | None:
     """The plan of a model, or None where its modules have to be called one by one.
 
     That is on an accelerator, and with modules or hooks of others, or a parameter in two places.
     """
-    if type(model) is not HSTU or not _has_plain_parts(model):
+    if not _has_plain_parts(model):
         return None
     config, ends = model.config, list[torch.Tensor]()
     if implementation("auto", model.positions.weight) != "cpu" or config.temperature <= 0:
@@ -293,7 +361,7 @@ def _has_plain_parts(model: HSTU) -> bool:
         return False
     if model.drop.training and model.drop.p:
         return False
-    kinds = HSTU, PositionalEmbedding, TokenDropout, LayerNorm, *(model.layer for _ in model.layers)
+    kinds = type(model), PositionalEmbedding, TokenDropout, LayerNorm, *(model.layer for _ in model.layers)
     return all(
         type(part) is kind and "forward" not in vars(part) and not has_hooks(part)
         for part, kind in zip(_parts(model), kinds, strict=True)

@@ -7,7 +7,7 @@ access raises RuntimeError: its values would belong to no step, or to one that d
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from weakref import WeakKeyDictionary
 
@@ -18,7 +18,7 @@ from ..data import Batch
 from ..embedding import HashTableCollection
 from ..embedding.in_flight import InFlight, as_lane, in_flight_message, is_lane
 from ..kernels.dispatch import computes_eagerly, is_compiling
-from ..nn import GradientAccumulator, next_item_step
+from ..nn import GradientAccumulator
 from ..nn.context import only_refuses, reads_indexed_rows
 from .caller_state import refusal, structure_of
 from .compiled import Compilation
@@ -73,7 +73,6 @@ class Flight:
         self.reader = 0  # the thread that reads the caller's batches
         self.under_way = False
         self._compilation = Compilation(dense.model, bits)
-        self._plan: next_item_step.Plan | None = None
         self.accumulator: GradientAccumulator  # of the dense gradients in flight
 
     @property
@@ -133,7 +132,7 @@ class Flight:
 
     def end(self) -> None:
         """Give model, tables and optimizer back as they were, but for what was trained."""
-        self.under_way, self._plan = False, None
+        self.under_way = False
         self._inside.close()
 
     def train_micro_batch(
@@ -166,35 +165,17 @@ class Flight:
         self.check_modes()
         self._written = versions(each for _, each in self._buffers)
 
-    @property
-    def reads_indexed_rows(self) -> bool:
-        """Whether the model takes rows that are not gathered (`nn.context.takes_indexed_rows`)."""
+    def reads_indexed_rows(self, impls: Collection[str]) -> bool:
+        """Whether the model takes rows that are not gathered (`nn.context.takes_indexed_rows`).
+
+        Args:
+            impls: that compute ops of the rows.
+        """
         if self._graphs is not None or self._compilation.compiles:
             return False
-        return reads_indexed_rows(self.model)
-
-    def has_plan(self, batch: Batch, settings: CallerSettings, scale_exponent: int) -> bool:
-        """Whether a model's call may be done by `train_by_plan`: an HSTU of plain parts on the CPU."""
-        if self._graphs is not None or self._compilation.compiles or self.dense.shards is not None:
+        if "cpu" in impls and self.dense.shards is not None:  # parameters move between calls
             return False
-        if scale_exponent or not (settings.plain and batch.loss_terms):
-            return False
-        if self._plan is None or self._plan.accumulator is not self.accumulator or not self._plan.stands():
-            with torch.no_grad(), self.accumulator.active():
-                self._plan = next_item_step.plan(self.model, self.accumulator)
-        return self._plan is not None
-
-    def train_by_plan(
-        self, batch: Batch, item: ops.IndexedRows, seed: int
-    ) -> tuple[torch.Tensor, next_item_step.RowGradients] | None:
-        """`train_micro_batch` without modules and autograd, where there `has_plan`.
-
-        Returns the losses (B,) and the gradients of the rows, or None where the batch needs the modules.
-        """
-        assert self._plan is not None
-        with self._model_call(0):
-            step = self._plan.step(batch, item, seed)
-            return None if step is None else step.train()
+        return reads_indexed_rows(self.model, impls)
 
     @contextmanager
     def beside(self, random: torch.Tensor) -> Iterator[GradientAccumulator]:

@@ -6,9 +6,10 @@ carries what held where it was read, and its micro-batches are computed under th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -53,26 +54,26 @@ class CallerSettings:
         default = torch.get_default_device()
         return cls(tuple(autocast.items()), None if default.type == "cpu" else default)
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """This thread computes as the caller's would.
+    def applied(self) -> AbstractContextManager[object]:
+        """Inside, this thread computes as the caller's would.
 
         autocast keeps no cast weights: they would outlive the update that changes the weights.
         """
-        with ExitStack() as stack:
-            for kind, dtype in self.autocast:
-                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
-            if self.device is not None:
-                stack.enter_context(self.device)
-            yield
+        inside = [torch.autocast(kind, dtype, cache_enabled=False) for kind, dtype in self.autocast]
+        return _all_of([*inside, self.device] if self.device is not None else inside)
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
+    def backward(self) -> AbstractContextManager[object]:
         """Inside of `applied`, as torch advises: gradients have the dtypes that autocast gave the forward."""
-        with ExitStack() as stack:
-            for kind, _dtype in self.autocast:
-                stack.enter_context(torch.autocast(kind, enabled=False))
-            yield
+        return _all_of([torch.autocast(kind, enabled=False) for kind, _dtype in self.autocast])
+
+
+def _all_of(contexts: list[Any]) -> AbstractContextManager[object]:
+    if not contexts:  # as nearly always: a small micro-batch feels each context
+        return nullcontext()
+    stack = ExitStack()
+    for each in contexts:
+        stack.enter_context(each)
+    return stack
 
 
 def check_gradients_are_on() -> None:
@@ -113,7 +114,8 @@ def train_micro_batch(
     """
     if not batch.num_samples:
         return torch.zeros(0, dtype=torch.float32, device=batch.sample_ids.device)
-    before = versions(batch.tensors())
+    tensors = list(batch.tensors())
+    before = versions(tensors)
     with computes_eagerly(False), settings.applied(), samples_of(model, batch, seed) as now:
         losses = model(batch, rows, seed)
         check_losses(losses, batch)
@@ -121,7 +123,7 @@ def train_micro_batch(
         if batch.loss_terms:
             with settings.backward():
                 losses.backward(torch.full_like(losses, 2.0**scale_exponent) if dlosses is None else dlosses)
-    if versions(batch.tensors()) != before:
+    if versions(tensors) != before:
         raise ValueError(
             "the model changes its batch in place, which is the caller's, or a copy, by the cut into "
             "micro-batches: let it work on a copy of the tensor (tensor.clone())"

@@ -24,9 +24,7 @@ from ..kernels import launch
 from ..kernels.compilation import is_first_rank
 from ..kernels.deferred import NONE, first_bad
 from ..kernels.dispatch import on_host
-from ..kernels.next_item.cpu_next_item import add_row_gradients
 from ..kernels.padding import report
-from ..nn.next_item_step import RowGradients
 from .reduce_scatter import ReduceScatter
 from .streams import to_device, to_host
 from .window import LookupCounts, WindowConfig
@@ -70,23 +68,6 @@ class Sums:
         """out[rows[k]] += values[k], of gradients (K, dim) or of sums."""
         config = self.config
         launch.segment_sum_into(out, values, rows, len(out), config.consistency, config.fraction_bits, name)
-
-    def add_gradients(self, found: RowGradients, out: torch.Tensor, name: str) -> None:
-        """Add the gradients of a micro-batch's rows, occurrence by occurrence in their order.
-
-        The numbers of rows are those of the window's plan, and are not looked at again.
-        """
-        config = self.config
-        if self.exact:
-            add_row_gradients(out, *found, config.fraction_bits, name)
-            return
-        from ..kernels.rows.numba_segment_sum import add_products, segment_sum_into
-
-        count = found.values.shape[0]
-        own, products = found.rows[:count], found.rows[count:]
-        options = config.consistency, config.fraction_bits, name
-        segment_sum_into(out, found.values, own, out.shape[0], *options, None, None)
-        add_products(out, found.hidden, found.slopes, products, *options, count)
 
     def send_to_owners(
         self,

@@ -19,7 +19,6 @@ from ...data import JaggedBatch
 from ...distributed import Communicator
 from ...nn import RMSNorm
 from ...nn.modules import GatedNorm
-from ...nn.next_item_step import RowGradients
 from ...pipeline import Program, Schedule, Task, Window
 from ...pipeline.dist_plan import RowDist
 from ...pipeline.places import (
@@ -145,12 +144,9 @@ def float_sums(program: Program) -> None:
         else:
             out += ops.to_fixed_point(ops.segment_sum(values, rows, len(out), consistency="window"))
 
-    def add_gradients(found: RowGradients, out: torch.Tensor, name: str) -> None:
-        products = found.slopes.view(len(found.hidden), -1, 1) * found.hidden.unsqueeze(1)
-        add_rows(torch.cat([found.values, products.flatten(0, 1)]), found.rows, out, name)
-
     program.sums.add = add_rows  # type: ignore[method-assign]
-    program.sums.add_gradients = add_gradients  # type: ignore[method-assign]
+    flight = program.run_places[Dense].flight
+    flight.reads_indexed_rows = lambda impls: False  # type: ignore[method-assign]  # so all are added above
 
 
 def sums_of_four_bytes(program: Program) -> None:
@@ -269,14 +265,14 @@ def dropout_by_position(program: Program) -> None:
 
 
 def plan_of_the_first_window(program: Program) -> None:
-    flight, seeds = program.run_places[Dense].flight, []
-    train_by_plan = flight.train_by_plan
+    flight, seeds = program.run_places[Dense].flight, list[int]()
+    train = flight.train_micro_batch
 
-    def by_the_first(batch: JaggedBatch, item: ops.IndexedRows, seed: int) -> Any:
+    def by_the_first(batch: JaggedBatch, rows: dict[str, Any], seed: int, *rest: Any) -> torch.Tensor:
         seeds.append(seed)
-        return train_by_plan(batch, item, seeds[0])
+        return train(batch, rows, seeds[0] if isinstance(rows["item"], ops.IndexedRows) else seed, *rest)
 
-    flight.train_by_plan = by_the_first
+    flight.train_micro_batch = by_the_first  # type: ignore[method-assign, assignment]
 
 
 def padded_to_the_longest(program: Program) -> None:

@@ -58,7 +58,7 @@ class Parts(NamedTuple):
 
 
 class Room:
-    """Memory for one micro-batch at a time: `begin`, then `train`.
+    """Memory for one micro-batch at a time: `begin`, `forward`, then `backward`.
 
     Args:
         parts: whose memory stays where it is.
@@ -83,9 +83,6 @@ class Room:
         self._hidden, self._slopes = _new((room, dim)), _new((sizes.pairs,))
         self._terms = [_new((room, dim)) for _ in range(2)]  # of the norm's weight and bias
         self._dhidden, self._statistics = _new((room, dim)), _new((2, room))
-        self._ones = torch.ones(
-            sizes.samples, dtype=torch.float32, device="cpu"
-        )  # the gradients of the losses
         self._tokens = self._table_of_tokens()
         self._layers = self._table_of_layers()
         self._losses = self._table_of_losses()
@@ -159,7 +156,7 @@ class Room:
                 are taken to be right. All but the matrix are int64, and all are contiguous.
             seed: of dropout.
 
-        They stay until the end of `train`.
+        They stay until the end of `backward`.
         """
         tokens, count = negatives.shape
         self._now = now = Sizes(tokens, sample_ids.shape[0], tokens * count)
@@ -191,41 +188,50 @@ class Room:
         table[losses.MATRIX : losses.SLOPES] = values, height, first + 16 * tokens
         return True
 
-    def train(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Losses (B,), and of their sum the gradients: values (L + L, D) of tokens and labels, hidden states
-        (L, D) and slopes (L * K,) of negatives. Those of parameters are added to their sums.
-
-        All but the losses are views of memory that the next micro-batch writes to. Raises `ExactSumError`.
-        """
+    def forward(self) -> torch.Tensor:
+        """Losses (B,)."""
         losses = _new((self._now.samples,))
         of_layers, of_losses, samples = self._of_layers, self._of_losses, self._now.samples
-        numbers = [layer.numbers for layer in self._parts.layers]
-        for table, own in zip(self._layers, numbers, strict=True):
+        for table, layer in zip(self._layers, self._parts.layers, strict=True):
             with annotation("hstu_layer"):
-                of_layers.forward(table, own, 0, samples)
+                of_layers.forward(table, layer.numbers, 0, samples)
         table, eps, scale = self._losses, np.float32(self._parts.eps), np.float32(self._parts.scale)
-        tokens, pairs, dim = self._now.tokens, self._now.pairs, self._dim
-        labels, dlabels = (each.data_ptr() + 4 * tokens * dim for each in (self._rows, self._drows))
+        labels = self._rows.data_ptr() + 4 * self._now.tokens * self._dim
         with annotation("normed_losses"):
             table[of_losses.ITEMS], table[of_losses.LOSSES] = labels, losses.data_ptr()
             of_losses.forward(table, eps, scale, 0, samples)
+        return losses
+
+    def backward(self, dlosses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """By the gradients of the losses (B,), contiguous: values (L + L, D) of tokens and labels, hidden
+        states (L, D) and slopes (L * K,) of negatives. Those of parameters are added to their sums.
+
+        All are views of memory that the next micro-batch writes to. Raises `ExactSumError`.
+        """
+        of_layers, of_losses, samples = self._of_layers, self._of_losses, self._now.samples
+        tokens, pairs, dim = self._now.tokens, self._now.pairs, self._dim
+        table, scale = self._losses, np.float32(self._parts.scale)
+        dlabels = self._drows.data_ptr() + 4 * tokens * dim
         with annotation("normed_losses_backward"):
-            table[of_losses.LOSSES], table[of_losses.DITEMS] = self._ones.data_ptr(), dlabels
+            table[of_losses.LOSSES], table[of_losses.DITEMS] = dlosses.data_ptr(), dlabels
             of_losses.backward(table, scale, 0, samples)
             targets = self._parts.sums_of_norm
             found = of_losses.add_terms(table, *_limits(targets.fraction_bits))
             if found != (-1, -1):
                 report_terms(found, [each[:tokens] for each in self._terms], targets)
-        for number in reversed(range(len(numbers))):
+        for number in reversed(range(len(self._layers))):
             with annotation("hstu_layer_backward"):
                 if of_layers.backward_exact(
-                    self._layers[number], numbers[number], *self._limits[number], *self._bad
+                    self._layers[number],
+                    self._parts.layers[number].numbers,
+                    *self._limits[number],
+                    *self._bad,
                 ):
                     self._report_layer(number)
         self._add_positions()
         first = self._first_dx[: tokens * dim]
         np.multiply(first, np.float32(self._parts.factor), out=self._first_drows[: tokens * dim])
-        return losses, self._drows[: 2 * tokens], self._hidden[:tokens], self._slopes[:pairs]
+        return self._drows[: 2 * tokens], self._hidden[:tokens], self._slopes[:pairs]
 
     def _report_layer(self, number: int) -> None:
         bad, values = (each.copy() for each in self._bad)

@@ -293,6 +293,14 @@ class IndexedTerms(Terms):
         values = self._values.detach()
         SEGMENT_SUM_INTO.launch(sums, values, self._rows, self._num_rows, *options, impl=self._impl)
 
+    def add_in_order(self, sums: torch.Tensor, scale_exponent: int = 0) -> None:
+        """As `Terms.add_in_order`."""
+        options = "window", FRACTION_BITS, "gradient", self._count, self._source
+        values = self._values.detach()
+        if scale_exponent:
+            values = values * 2.0**-scale_exponent
+        SEGMENT_SUM_INTO.launch(sums, values, self._rows, self._num_rows, *options, impl=self._impl)
+
 
 class ProductTerms(Terms):
     """Terms ``factors[l, k] * values[l]`` of rows ``rows[l, k]`` of a parameter (R, D); all are (L, K).

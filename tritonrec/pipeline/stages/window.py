@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from ... import ops
-from ...data import Batch, JaggedBatch
 from ...kernels import launch
 from ..flight import Flight
 from ..places import (
@@ -90,10 +88,9 @@ def compute(
 ) -> None:
     """Forward and backward of one micro-batch; backward adds to `dense_gradient` by itself.
 
-    Where gradients are summed exactly, pooled features are pooled from rows where they lie, and a model that
-    takes `ops.IndexedRows` gets them on an accelerator: backward adds the gradients of rows, too, to the same
-    sums, which have no order. On the CPU a next-item model is trained by a plan, which reads rows where they
-    lie and says what to add.
+    A model that takes `ops.IndexedRows` gets them. Where gradients are summed exactly, pooled features are
+    pooled from rows where they lie. Then backward adds the gradients of rows, too, to `gradients`. Otherwise
+    rows are gathered, and each occurrence's gradient is added after backward.
     """
     part, flight = samples[micro_batch], dense.flight
     if not gradients:
@@ -105,73 +102,40 @@ def compute(
     flight.dense.gather()  # also before the guard calls the model
     if micro_batch == 0 and context.config.window_micro_batches > 1:
         flight.accumulator.begin_window()
+    indexed = _takes_indexed_rows(context, flight, embeddings)
+    pools = context.sums.exact and any(map(context.tables.pools, context.tables.groups))
     with flight.guard.around(window, micro_batch, part, embeddings, inverses, seed, exponent):
-        item = None
-        if flight.has_plan(part, window.settings, exponent):
-            item = _only_feature(context, part, embeddings, inverses)
-        found = None if item is None else flight.train_by_plan(part, item, seed)
-        if found is not None:
-            losses[micro_batch], of_rows = found
-            context.sums.add_gradients(of_rows, gradients[0], NAME)
-            return
-        losses[micro_batch] = _by_autograd(
-            context, window, part, embeddings, inverses, flight, gradients, seed, exponent
-        )
-
-
-def _by_autograd(
-    context: Context,
-    window: Window,
-    part: Batch,
-    embeddings: Embeddings,
-    inverses: list[torch.Tensor],
-    flight: Flight,
-    gradients: Gradients,
-    seed: int,
-    exponent: int,
-) -> torch.Tensor:
-    """Losses (B,) of a micro-batch, whose gradients of rows are added to `gradients`."""
-    takes_indexed = flight.reads_indexed_rows and not _on_the_cpu(embeddings)
-    pools = any(map(context.tables.pools, context.tables.groups))
-    indexed = context.sums.exact and (takes_indexed or pools)
-    if indexed:
-        # `data`: the exchange writes later micro-batches' rows meanwhile, which autograd would take for these
-        leaves = [received.data.to(torch.float32).requires_grad_() for received in embeddings]
-        rows: list[Any] = list(map(ops.IndexedRows, leaves, inverses))
-    else:
-        taken = map(launch.gather_rows, embeddings, inverses)
-        rows = leaves = [occurrences.to(torch.float32).requires_grad_() for occurrences in taken]
-    with flight.accumulator.rows(leaves, gradients, "embedding rows") if indexed else nullcontext():
-        with flight.accumulator.active():
-            by_feature = context.tables.by_feature(rows, part.lookups(), indexed=takes_indexed)
-        losses = flight.train_micro_batch(part, by_feature, seed, window.settings, exponent)
+        if indexed or pools:
+            # `data`: the exchange writes later micro-batches' rows meanwhile, which autograd takes for these
+            leaves = [received.data.to(torch.float32).requires_grad_() for received in embeddings]
+            rows: list[Any] = list(map(ops.IndexedRows, leaves, inverses))
+        else:
+            taken = map(launch.gather_rows, embeddings, inverses)
+            rows = leaves = [occurrences.to(torch.float32).requires_grad_() for occurrences in taken]
+        summed = flight.accumulator.rows(leaves, gradients, "embedding rows")
+        with summed if indexed or pools else nullcontext():
+            with flight.accumulator.active():
+                by_feature = context.tables.by_feature(rows, part.lookups(), indexed=indexed)
+            losses[micro_batch] = flight.train_micro_batch(part, by_feature, seed, window.settings, exponent)
     for leaf, inverse, sums in zip(leaves, inverses, gradients, strict=True):
         if leaf.grad is not None:
-            if indexed:
+            if indexed or pools:
                 raise TypeError(
                     "the model read ops.IndexedRows.values by itself, whose gradient has no exact sum: read "
                     "them by an op (ops.gather_rows, ops.sampled_softmax)"
                 )
             context.sums.add(unscaled(leaf.grad, exponent), inverse, sums, NAME)
-    return losses
 
 
-def _only_feature(
-    context: Context, part: Batch, embeddings: Embeddings, inverses: list[torch.Tensor]
-) -> ops.IndexedRows | None:
-    """The rows of the only feature, where they lie; None where there are more, or they are pooled."""
-    if [len(group.features) for group in context.tables.groups] != [1]:
-        return None
-    indexed = ops.IndexedRows(embeddings[0], inverses[0])
-    if type(part) is JaggedBatch and not context.tables.pools(context.tables.groups[0]):
-        return indexed  # without making its lookups again
-    (rows,) = context.tables.by_feature([indexed], part.lookups(), indexed=True).values()
-    return rows if rows is indexed else None
-
-
-def _on_the_cpu(embeddings: Iterable[torch.Tensor]) -> bool:
-    """Whether kernels of the CPU compute, which read gathered rows faster."""
-    return any(ops.implementation("auto", each) != "triton" for each in embeddings)
+def _takes_indexed_rows(context: Context, flight: Flight, embeddings: Embeddings) -> bool:
+    """Whether the model gets `ops.IndexedRows`. Float32 sums have an order, which one op per table keeps."""
+    impls = {ops.implementation("auto", each) for each in embeddings}
+    if not flight.reads_indexed_rows(impls):
+        return False
+    if "triton" in impls:
+        return context.sums.exact
+    tables = context.tables
+    return all(len(group.features) == 1 and not tables.pools(group) for group in tables.groups)
 
 
 @stage(lane="communication", after=(Edge("compute", "same"),))
