@@ -11,7 +11,7 @@ Dimensions: L tokens, B samples, K negatives, d model dimension.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,14 +31,14 @@ from .context import Samples, has_global_hooks, has_hooks, hooks_of
 from .context import current as samples_now
 from .hstu_layer import Parameters, prepared_layer, whole_backward
 from .modules import LayerNorm, PositionalEmbedding, TokenDropout
-
-if TYPE_CHECKING:
-    from .hstu import HSTU
+from .next_item import NextItemModel
 
 _plans: WeakKeyDictionary[Accumulator, Plan] = WeakKeyDictionary()
 
 
-def losses_by_one_op(model: HSTU, batch: Any, item: ops.IndexedRows, seed: int) -> torch.Tensor | None:
+def losses_by_one_op(
+    model: NextItemModel, batch: Any, item: ops.IndexedRows, seed: int
+) -> torch.Tensor | None:
     """Losses (B,) of a call of the model, or None where its modules have to be called one by one.
 
     They are where no accumulator takes the gradients of the rows: outside of a trainer.
@@ -120,7 +120,9 @@ class Plan:
         ends: the weights of positions, and weight and bias of the norm.
     """
 
-    def __init__(self, model: HSTU, accumulator: Accumulator, ends: list[torch.Tensor], layers: list[_Layer]):
+    def __init__(
+        self, model: NextItemModel, accumulator: Accumulator, ends: list[torch.Tensor], layers: list[_Layer]
+    ):
         self.model, self.layers = model, layers
         self.factor, self.scale = model.config.dim**0.5, 1 / model.config.temperature
         self.positions, *norm = ends
@@ -328,7 +330,7 @@ def _is_list(tensor: torch.Tensor, shape: tuple[int, ...]) -> bool:
     return tensor.shape == shape and tensor.dtype == torch.int64 and tensor.is_contiguous() and tensor.is_cpu
 
 
-def plan(model: HSTU, accumulator: Accumulator) -> Plan | None:
+def plan(model: NextItemModel, accumulator: Accumulator) -> Plan | None:
     """The plan of a model, or None where its modules have to be called one by one.
 
     That is on an accelerator, and with modules or hooks of others, or a parameter in two places.
@@ -355,7 +357,7 @@ def plan(model: HSTU, accumulator: Accumulator) -> Plan | None:
     return found if len(set(map(id, found.parameters))) == len(found.parameters) else None
 
 
-def _has_plain_parts(model: HSTU) -> bool:
+def _has_plain_parts(model: NextItemModel) -> bool:
     """Whether a call of the model and of each part is that of its class, with nothing around it."""
     if not isinstance(model.norm.weight, torch.nn.Parameter) or {"encode", "place"} & vars(model).keys():
         return False
@@ -368,6 +370,6 @@ def _has_plain_parts(model: HSTU) -> bool:
     )
 
 
-def _parts(model: HSTU) -> list[torch.nn.Module]:
+def _parts(model: NextItemModel) -> list[torch.nn.Module]:
     """The modules that a call of the model calls in turn, itself first."""
     return [model, model.positions, model.drop, model.norm, *model.layers]
