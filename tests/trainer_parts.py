@@ -13,6 +13,7 @@ from tritonrec.data import NextItemLoader, load
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import FeatureConfig, HashTableCollection, RowOptimizer, TablePolicy
 from tritonrec.pipeline import MODES, DenseModel, Trainer, WindowConfig
+from tritonrec.settings import with_values
 
 DIM = 6
 ONE_DRAWS = Lock()
@@ -81,7 +82,7 @@ def optimizer_of(model, name="adam", lr=0.05):
 
 def trainer(made, mode="nestpipe", consistency="batch", communicators=None, trust_model=False, **window):
     window.setdefault("micro_batches", 1 if mode == "reference" else 3)
-    config = WindowConfig(consistency=consistency, seed=4, **window)
+    config = with_values(WindowConfig(consistency=consistency, seed=4), window)
     return Trainer(*made, communicators or Communicators.local(), mode, config, trust_model=trust_model)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
+from typing import Any, TypeVar
 
 MOST = 2**31 - 1
 """Of a count, where no smaller number is absurd."""
 MOST_SEED = 2**63 - 1
 KEY = "setting"
+Plan = TypeVar("Plan")
 
 
 @dataclass(frozen=True)
@@ -44,3 +46,39 @@ def setting(
 def seed_setting() -> Any:
     """The seed of a run; dataclasses that have one are given the same."""
     return setting(0, "Of everything that is drawn.", -MOST_SEED, MOST_SEED)
+
+
+def values_by_option(plan: Any) -> dict[str, Any]:
+    """The values of a dataclass, and of those inside it that are no setting themselves, by option."""
+    found: dict[str, Any] = {}
+    for each in fields(plan):
+        value = getattr(plan, each.name)
+        found |= values_by_option(value) if _holds_settings(each, value) else {_option_of(each): value}
+    return found
+
+
+def with_values(plan: Plan, values: Mapping[str, Any]) -> Plan:
+    """`plan` with other values by option, as `values_by_option` names them, or with other records in it.
+
+    Raises TypeError for an unknown name.
+    """
+    changes, left = dict[str, Any](), dict(values)
+    for each in fields(plan):  # type: ignore[arg-type]
+        value = getattr(plan, each.name)
+        if _option_of(each) in left:
+            changes[each.name] = left.pop(_option_of(each))
+        elif _holds_settings(each, value):
+            inner = values_by_option(value).keys() & left.keys()
+            changes[each.name] = with_values(value, {option: left.pop(option) for option in inner})
+    if left:
+        raise TypeError(f"{type(plan).__name__} has no {', '.join(sorted(left))}")
+    return replace(plan, **changes)  # type: ignore[type-var]
+
+
+def _option_of(each: Field) -> str:
+    known: Setting | None = each.metadata.get(KEY)
+    return (known and known.option) or each.name
+
+
+def _holds_settings(each: Field, value: Any) -> bool:
+    return KEY not in each.metadata and is_dataclass(value)

@@ -28,7 +28,7 @@ import torch
 from tritonrec.distributed import Communicators, RankPool
 from tritonrec.harness.job import Job
 from tritonrec.nn import GRM_SIZES, HSTUConfig
-from tritonrec.pipeline import Trainer, WindowConfig
+from tritonrec.pipeline import ExchangeConfig, Trainer, WindowConfig
 
 SIZES = {"small": {"dim": 64, "layers": 1, "heads": 2, "qk_dim": 32, "v_dim": 32}, **GRM_SIZES}
 SETTINGS: dict[str, tuple[bool, str, bool]] = {
@@ -47,7 +47,7 @@ def run_rank(communicators: Communicators, job: Job, dedup: str, steps: int) -> 
     model, tables, optimizer = job.build("adam")
     loader = job.loader(communicators.rank, communicators.world_size)
     batches = [loader.batch(step) for step in range(steps + 1)]
-    window = WindowConfig(1, seed=job.seed, dedup=dedup)
+    window = WindowConfig(1, seed=job.seed, exchange=ExchangeConfig(dedup=dedup))
     losses: list[tuple[int, float]] = []
     with Trainer(model, tables, optimizer, communicators, "sequential", window) as trainer:
         for number, batch in enumerate(batches):

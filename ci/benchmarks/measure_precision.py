@@ -26,6 +26,7 @@ from tritonrec.distributed import Communicators, RankPool
 from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import Trainer, WindowConfig
+from tritonrec.settings import with_values
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "sasrec.py"
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -58,7 +59,7 @@ def train(communicators: Communicators, model: str, setting: str, seed: int, epo
     """Metrics and the CPU seconds of a step; of `steps` steps, only the counts."""
     made, tables, optimizer, job = parts_of(model, seed)
     loader = job.epochs(communicators.rank, communicators.world_size)
-    config = WindowConfig(4, seed=seed, max_grad_norm=1.0, **SETTINGS[setting])
+    config = with_values(WindowConfig(4, seed=seed, max_grad_norm=1.0), SETTINGS[setting])
     count = steps or epochs * loader.steps_per_epoch
     with Trainer(made, tables, optimizer, communicators, "nestpipe", config) as trainer:
         clock, skipped, loss = time.process_time(), 0, []

@@ -21,7 +21,8 @@ from rich.table import Table
 from tritonrec.distributed import Communicators, RankPool
 from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
-from tritonrec.pipeline import LookupCounts, Trainer, WindowConfig
+from tritonrec.pipeline import ExchangeConfig, LookupCounts, Trainer, WindowConfig
+from tritonrec.settings import with_values
 
 MODEL = HSTUConfig(dim=64, layers=2, heads=2, qk_dim=32, v_dim=32, max_seq_len=50, dropout=0.2)
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -74,7 +75,8 @@ class Measured:
         return found
 
     def _run(self, count: int, replicas: int, switches: dict[str, Any]):
-        config = WindowConfig(count, seed=self.job.seed, exchanges="each", **switches)
+        plain = WindowConfig(count, seed=self.job.seed, exchange=ExchangeConfig(sharing="each"))
+        config = with_values(plain, switches)
         parts = self.pool.run(train_rank, self.ranks, self.job, config, self.steps, replicas=replicas)
         counts = sum((Counter(each) for each, _, _ in parts), Counter())
         ids = torch.cat([ids for _, _, (ids, _) in parts[::replicas]])

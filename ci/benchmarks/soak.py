@@ -20,7 +20,7 @@ from pathlib import Path
 from tritonrec.distributed import Communicators, RankPool
 from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
-from tritonrec.pipeline import Trainer, WindowConfig
+from tritonrec.pipeline import ExchangeConfig, Trainer, WindowConfig
 
 SIZES = HSTUConfig(dim=8, layers=1, heads=1, qk_dim=8, v_dim=8, max_seq_len=8, dropout=0.1)
 JOB = Job(
@@ -30,7 +30,7 @@ JOB = Job(
     num_negatives=1,
     sizes=SIZES,
 )
-WINDOW = WindowConfig(2, first_use=True, taper=0.5, skip_fetch=True)
+WINDOW = WindowConfig(2, exchange=ExchangeConfig(first_use=True, taper=0.5, skip_fetch=True))
 ALLOWED = 0.02
 """Growth of resident memory that the allocator's own arenas may show."""
 

@@ -71,7 +71,7 @@ def measure(
     from tritonrec.harness.job import Job, dense_optimizer
     from tritonrec.harness.verify.thread_ranks import run_ranks
     from tritonrec.nn import HSTUConfig
-    from tritonrec.pipeline import Trainer, WindowConfig
+    from tritonrec.pipeline import ExchangeConfig, Trainer, WindowConfig
 
     sizes = HSTUConfig(dim=16, layers=2)
     job = Job(
@@ -85,7 +85,8 @@ def measure(
     if storage != "host":
         placed = {"placement": replace(job.placement, storage=storage, device="cuda", cache_rows=300)}
     config = WindowConfig(
-        MICRO_BATCHES, first_use=True, skip_fetch=skip_fetch, exchange_sums=sums, exchanges="each"
+        MICRO_BATCHES,
+        exchange=ExchangeConfig(first_use=True, skip_fetch=skip_fetch, sums=sums, sharing="each"),
     )
     quiet = Emulation("sm_90", races=False, uninitialised=False)
     sent = dict.fromkeys(STAGES, 0)

@@ -24,7 +24,7 @@ from tritonrec.embedding import Placement
 from tritonrec.harness.devices import Target
 from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
-from tritonrec.pipeline import Trainer, WindowConfig
+from tritonrec.pipeline import ExchangeConfig, Trainer, WindowConfig
 from tritonrec.trace import Recorder
 
 MODEL = HSTUConfig(dim=64, layers=2, heads=2, qk_dim=32, v_dim=32, max_seq_len=50, dropout=0.2)
@@ -35,8 +35,8 @@ def run(job: Job, mode: str, storage: str, steps: int, device: str, trace: Path 
     placement = Placement(storage, cache_rows=1 << 16)
     model, tables, dense = replace(job, placement=placement, target=Target(device=device)).build("adam")
     recorder = Recorder(0, 1) if trace else None
-    switches = {"skip_fetch": True} if mode == "nestpipe" else {}
-    config = WindowConfig(4, "batch", first_use=True, taper=0.7, seed=job.seed, **switches)
+    exchange = ExchangeConfig(first_use=True, taper=0.7, skip_fetch=mode == "nestpipe")
+    config = WindowConfig(4, "batch", seed=job.seed, exchange=exchange)
     loader, losses, times = job.loader(), [], []
     with Trainer(
         model, tables, dense, Communicators.local(), mode, config, recorder, device=device

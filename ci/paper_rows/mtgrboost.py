@@ -172,7 +172,7 @@ ROWS = [
         "Mixed precision: dense FP16, cold rows FP16 (5.2)",
         "differs",
         "Dense bfloat16 or float16 by autocast. Cold rows are stored in 16 bits and computed in float32; the "
-        "paper computes in FP16. `exchange_precision` sends all rows in 16 bits, not cold ones alone",
+        "paper computes in FP16. `ExchangeConfig.precision` sends all rows in 16 bits, not cold ones alone",
         link="embedding.md#policies",
     ),
     Row("Gradient accumulation (5.2)", "works", "", link="embedding.md#accumulation-and-balancing"),

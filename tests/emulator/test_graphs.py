@@ -33,7 +33,7 @@ from tritonrec.nn import (  # noqa: E402
     sum_by_sample,
 )
 from tritonrec.ops import ExactSumError, use_impl  # noqa: E402
-from tritonrec.pipeline import MicroBatchGraphs, Trainer, WindowConfig  # noqa: E402
+from tritonrec.pipeline import ExchangeConfig, MicroBatchGraphs, Trainer, WindowConfig  # noqa: E402
 from tritonrec.pipeline.model_call import CallerSettings, train_micro_batch  # noqa: E402
 
 pytestmark = pytest.mark.skipif(dispatch.emulated is None, reason="needs pytest --emulate")
@@ -262,7 +262,7 @@ def trained(gpu, made, **changes):
     tables = HashTableCollection([feature], rule, seed=2, slots=8, chunk_rows=32, placement=placement)
     optimizer = dense_optimizer(net.parameters(), "adam", 0.05)
     parts = [NextItemLoader(LOG, 7, 9, 2, 3).batch(step) for step in range(4)]
-    config = WindowConfig(2, first_use=True)
+    config = WindowConfig(2, exchange=ExchangeConfig(first_use=True))
     parts_of = net, tables, optimizer, Communicators.local(), "nestpipe", config
     with Trainer(*parts_of, device="cuda", graphs=made) as trainer:
         actions = trainer.program.actions

@@ -31,11 +31,12 @@ from tritonrec.embedding import (  # noqa: E402
 )
 from tritonrec.harness.job import dense_optimizer  # noqa: E402
 from tritonrec.harness.verify.thread_ranks import run_ranks  # noqa: E402
-from tritonrec.pipeline import StageFailedError, Trainer, WindowConfig  # noqa: E402
+from tritonrec.pipeline import ExchangeConfig, StageFailedError, Trainer, WindowConfig  # noqa: E402
 from tritonrec.pipeline.places import Embeddings  # noqa: E402
 from tritonrec.pipeline.stage import Read  # noqa: E402
 from tritonrec.pipeline.sums import Sums  # noqa: E402
 from tritonrec.pipeline.window import Window  # noqa: E402
+from tritonrec.settings import with_values  # noqa: E402
 
 STEPS, MEASURED = 4, 2
 WITHOUT = (
@@ -80,7 +81,7 @@ def run(storage, policy, window, change=None, device="cuda", mode="nestpipe", wo
             tables = HashTableCollection([feature], rule, seed=2, slots=8, chunk_rows=32, placement=placement)
             optimizer = dense_optimizer(model.parameters(), "adam", 0.05)
             count = 1 if mode == "reference" else 4
-            config = WindowConfig(count, seed=4, **{"first_use": True, **window})
+            config = with_values(WindowConfig(count, seed=4), {"first_use": True, **window})
             parts = model, tables, optimizer, ranks  # trusted: a comparison of the first window waits
             with Trainer(*parts, mode, config, device=device, trust_model=True) as trainer:
                 actions = {} if mode == "reference" else trainer.program.actions
@@ -204,7 +205,7 @@ def test_a_wait_in_a_stage_is_seen_with_its_line(read):
 
 @pytest.mark.parametrize(("sums", "reads"), [("packed", 1), ("whole", 0), ("auto", 0)])
 def test_two_ranks_read_the_sizes_of_packed_sums_once_and_nothing_of_whole_ones(sums, reads):
-    config, counts = WindowConfig(4, exchange_sums=sums), torch.tensor([[2, 3], [1, 2]])
+    config, counts = WindowConfig(4, exchange=ExchangeConfig(sums=sums)), torch.tensor([[2, 3], [1, 2]])
 
     def exchanged(ranks, gpu, device):
         rank, here, there = ranks.rank, counts[ranks.rank], counts[:, ranks.rank]

@@ -14,7 +14,7 @@ from tritonrec.kernels import dispatch
 from tritonrec.nn.context import takes_indexed_rows
 from tritonrec.nn.next_item import NextItemModel
 from tritonrec.nn.padding import PaddedNextItem
-from tritonrec.pipeline import StageFailedError, Trainer, WindowConfig
+from tritonrec.pipeline import ExchangeConfig, StageFailedError, Trainer, WindowConfig
 
 pytestmark = pytest.mark.skipif(dispatch.emulated is None, reason="needs pytest --emulate")
 BATCHES = [NextItemLoader(load("zipf:users=60,items=80,seed=1"), 7, 9, 1, 3).batch(step) for step in range(3)]
@@ -66,7 +66,9 @@ def train(make, mode, count, consistency="batch", precision="float32", hook=None
     if hook is not None:
         model.register_forward_pre_hook(hook)
     tables = HashTableCollection([FeatureConfig("item", 6)], RowOptimizer("adam", lr=0.05), seed=2, slots=64)
-    config = WindowConfig(count, seed=4, consistency=consistency, exchange_precision=precision)
+    config = WindowConfig(
+        count, seed=4, consistency=consistency, exchange=ExchangeConfig(precision=precision)
+    )
     seen.clear()
     with Trainer(model, tables, None, Communicators.local(), mode, config, impl="triton") as trainer:
         losses = [loss_state(each.sample_ids, each.losses) for each in trainer.run(BATCHES)]

@@ -33,7 +33,7 @@ def test_the_best_plan_becomes_a_setting(tmp_path):
     plain = read_plan(written(tmp_path, depth=None, replicas=1, taper=1.0, first_use=False))
     assert plain.setting == Setting("nestpipe", 6)
     window = planned.setting.window(seed=0)
-    assert (window.taper, window.depth, planned.setting.replicas) == (0.65, 3, 2)
+    assert (window.exchange.taper, window.depth, planned.setting.replicas) == (0.65, 3, 2)
     assert schedule_of("nestpipe", window).batches_in_flight == 3
 
 

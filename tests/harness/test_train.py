@@ -11,7 +11,7 @@ from tritonrec.distributed import Communicators
 from tritonrec.embedding import Eviction, PrecisionTiers, TablePolicy
 from tritonrec.harness.train.loop import train
 from tritonrec.harness.train.run import Run
-from tritonrec.pipeline import Trainer, WindowConfig
+from tritonrec.pipeline import ExchangeConfig, Trainer, WindowConfig
 
 pytestmark = pytest.mark.multi_rank
 
@@ -61,7 +61,7 @@ def train_with_a_slow_caller(communicators, run):
 def test_two_copies_of_the_tables_with_every_switch_give_the_digits_of_the_reference_and_save_one(
     pool, job, reference, tmp_path
 ):
-    switches = WindowConfig(3, first_use=True, taper=0.5, skip_fetch=True, depth=3)
+    switches = WindowConfig(3, depth=3, exchange=ExchangeConfig(first_use=True, taper=0.5, skip_fetch=True))
     run = Run(job, "nestpipe", switches, steps=4, checkpoint=str(tmp_path), save_every=2, full_every=2)
     pool.run(train, 2, run, True, replicas=2)
     resumed = pool.run(train, 2, replace(run, steps=7, resume=True), True, replicas=2)

@@ -14,6 +14,7 @@ from tritonrec.harness.train.loop import train
 from tritonrec.harness.train.reports import line_of
 from tritonrec.harness.train.run import Run
 from tritonrec.pipeline import LossScaling, WindowConfig
+from tritonrec.settings import with_values
 
 FP16 = {
     "precision": "fp16",
@@ -31,9 +32,9 @@ def same(one, other):
 @pytest.mark.parametrize("precision", slow_except(["fp16"], WINDOWS))
 def test_ranks_and_a_restart_change_nothing(pool, job, tmp_path, precision):
     shared = WINDOWS[precision]
-    alone = Run(job, "reference", WindowConfig(**shared), steps=7)
+    alone = Run(job, "reference", with_values(WindowConfig(), shared), steps=7)
     reference = train(Communicators.local(), alone, quiet=True)
-    run = Run(job, "nestpipe", WindowConfig(3, **shared), steps=4, checkpoint=str(tmp_path))
+    run = Run(job, "nestpipe", with_values(WindowConfig(3), shared), steps=4, checkpoint=str(tmp_path))
     pool.run(train, 2, run, True)
     log = tmp_path / "log.jsonl"
     resumed = replace(run, mode="dbp", steps=7, resume=True, json_lines=log)

@@ -21,6 +21,7 @@ from tritonrec.pipeline import PIPELINED, DenseModel, StageFailedError, Trainer,
 from tritonrec.pipeline.model_call import CallerSettings
 from tritonrec.pipeline.run_agreement import RunAgreement
 from tritonrec.pipeline.words import LOWEST, Words, may_differ, words_of
+from tritonrec.settings import with_values
 
 pytestmark = pytest.mark.multi_rank
 
@@ -88,7 +89,7 @@ def own_rule(model, tables, optimizer):
 
 
 def config(**options):
-    return {"window": WindowConfig(**{"micro_batches": 2, **options})}
+    return {"window": with_values(WindowConfig(), {"micro_batches": 2, **options})}
 
 
 def job(**options):

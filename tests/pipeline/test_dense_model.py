@@ -18,6 +18,7 @@ from tritonrec.checkpoint import flatten, unflatten
 from tritonrec.distributed import Communicators
 from tritonrec.embedding.in_flight import as_lane
 from tritonrec.pipeline import DenseModel, Trainer, WindowConfig
+from tritonrec.settings import with_values
 
 
 class OwnRule(torch.optim.Optimizer):
@@ -86,7 +87,7 @@ def made(optimizer="adamw in groups, fused", scheduler="none", average=False):
 def trainer(of, mode="nestpipe", consistency="batch", **window):
     (model, tables, optimizer), options = of
     window.setdefault("micro_batches", 1 if mode == "reference" else 3)
-    config = WindowConfig(consistency=consistency, seed=4, **window)
+    config = with_values(WindowConfig(consistency=consistency, seed=4), window)
     return Trainer(model, tables, optimizer, Communicators.local(), mode, config, **options)
 
 

@@ -9,7 +9,7 @@ import trainer_parts as parts
 from speeds import slow_except
 
 from tritonrec.harness.verify.thread_ranks import run_ranks
-from tritonrec.pipeline import Trainer, WindowConfig
+from tritonrec.pipeline import ExchangeConfig, Trainer, WindowConfig
 from tritonrec.pipeline.exchange_groups import each_alone, joined_groups
 from tritonrec.trace import Recorder
 
@@ -162,7 +162,10 @@ def test_a_trace_says_which_exchanges_run_and_why(mode, exchanges, one_machine, 
 
     def rank(communicators):
         communicators = replace(communicators, one_machine=one_machine)
-        recorder, config = Recorder(communicators.rank, 2), WindowConfig(8, exchanges=exchanges)
+        recorder, config = (
+            Recorder(communicators.rank, 2),
+            WindowConfig(8, exchange=ExchangeConfig(sharing=exchanges)),
+        )
         with Trainer(*made[communicators.rank], communicators, mode, config, recorder):
             return recorder.metadata["exchanges"]
 
@@ -170,5 +173,5 @@ def test_a_trace_says_which_exchanges_run_and_why(mode, exchanges, one_machine, 
 
 
 def test_other_words_are_refused():
-    with pytest.raises(ValueError, match="exchanges must be auto, once, joined or each, got 'one'"):
-        WindowConfig(exchanges="one")
+    with pytest.raises(ValueError, match="sharing must be auto, once, joined or each, got 'one'"):
+        WindowConfig(exchange=ExchangeConfig(sharing="one"))

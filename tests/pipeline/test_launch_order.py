@@ -39,6 +39,7 @@ from tritonrec.pipeline import (
     with_replicas,
 )
 from tritonrec.pipeline.streams import launches_in_turn
+from tritonrec.settings import with_values
 
 TABLES = {**SCHEDULES, "keep_rows": keep_rows(NESTPIPE), "replicas": with_replicas(NESTPIPE)}
 COUNT = 4
@@ -197,7 +198,7 @@ def test_only_ranks_of_an_accelerator_take_turns():
 def train(communicators, mode, in_turn, seed=0, **window):
     """On an accelerator made of threads, which runs everything later."""
     made, loader = JOB.build("adam"), JOB.loader(communicators.rank, communicators.world_size)
-    window = WindowConfig(**{"micro_batches": 3, "seed": 4, "first_use": True, **window})
+    window = with_values(WindowConfig(3, seed=4), {"first_use": True, **window})
     with (
         mock.patch("tritonrec.pipeline.trainer.launches_in_turn", lambda device, world_size: in_turn),
         Trainer(*made, communicators, mode, window, streams=FakeAccelerator(seed)) as trainer,

@@ -17,6 +17,7 @@ from tritonrec.pipeline import MicroBatchGraphs, Trainer, WindowConfig
 from tritonrec.pipeline import graphs as graphs_module
 from tritonrec.pipeline.graphs import CudaRecorder, share_of
 from tritonrec.pipeline.model_call import CallerSettings, train_micro_batch
+from tritonrec.settings import with_values
 
 SIZES = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9, dropout=0.0)
 LOG, DIM = load("zipf:users=60,items=80,seed=1"), 6
@@ -136,7 +137,7 @@ REFUSED = {
 def test_what_cannot_be_recorded_is_refused_with_its_reason(case):
     make, changes, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
-        graphs().validate(make(), WindowConfig(**changes), torch.device("cpu"))
+        graphs().validate(make(), with_values(WindowConfig(), changes), torch.device("cpu"))
 
 
 def test_what_drops_nothing_or_by_the_seed_is_recorded():

@@ -25,6 +25,7 @@ from tritonrec.embedding import (
     TablePolicy,
 )
 from tritonrec.pipeline import DenseModel, StageFailedError, Trainer, WindowConfig
+from tritonrec.settings import with_values
 
 PLACES = {
     "host": Placement(),
@@ -87,7 +88,7 @@ def batch(step, kind="mixed", size=5):
 
 
 def trained(made, mode, batches, **window):
-    config = WindowConfig(seed=4, **window)
+    config = with_values(WindowConfig(seed=4), window)
     with Trainer(*made, Communicators.local(), mode, config) as training:
         return [result.losses for result in training.run(batches)]
 
@@ -123,7 +124,7 @@ def test_a_model_of_tables_here_and_there_has_the_bits_of_the_reference(data):
 )
 def test_rows_loaded_and_erased_between_runs_are_seen_by_the_next(place, skip_fetch):
     def run(made, mode, **window):
-        config = WindowConfig(seed=4, **window)
+        config = with_values(WindowConfig(seed=4), window)
         with Trainer(*made, Communicators.local(), mode, config) as training:
             for first in (0, 4, 8):
                 list(training.run(batch(step) for step in range(first, first + 4)))

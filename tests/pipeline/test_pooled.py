@@ -8,6 +8,7 @@ from trainer_parts import same, state
 from tritonrec import ops
 from tritonrec.distributed import Communicators
 from tritonrec.pipeline import StageFailedError, Trainer, WindowConfig
+from tritonrec.settings import with_values
 
 MODES = ["sequential", "nestpipe"]
 
@@ -60,7 +61,7 @@ def infinite(monkeypatch):
 
 def run(mode, **options):
     made, micro_batches = parts(), 1 if mode == "reference" else 2
-    config = WindowConfig(micro_batches, seed=4, **options)
+    config = with_values(WindowConfig(micro_batches, seed=4), options)
     with Trainer(*made, Communicators.local(), mode, config) as training:
         skipped = [result.skipped for result in training.run(batch(step, size=9) for step in range(4))]
     return [*state(made), skipped]

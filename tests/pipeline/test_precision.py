@@ -16,9 +16,9 @@ from tritonrec.distributed import Communicators
 from tritonrec.embedding import Placement
 from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
-from tritonrec.pipeline import STAGED, DenseModel, LossScaling, Trainer, WindowConfig
+from tritonrec.pipeline import STAGED, DenseModel, ExchangeConfig, LossScaling, Trainer, WindowConfig
 from tritonrec.pipeline.precision import LossScaler, rounded_rows, unscaled
-from tritonrec.settings import KEY
+from tritonrec.settings import KEY, with_values
 
 SIZES = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9, dropout=0.2)
 JOB = Job(
@@ -206,8 +206,8 @@ SHARED = {
     ),
 )
 def test_any_number_of_ranks_is_the_reference(pool, world_size, replicas, options):
-    window = WindowConfig(3, seed=4, **SHARED[options])
-    alone = replace(window, micro_batches=1, first_use=False, skip_fetch=False)
+    window = with_values(WindowConfig(3, seed=4), SHARED[options])
+    alone = with_values(window, {"micro_batches": 1, "first_use": False, "skip_fetch": False})
     expected, weights, (ids, rows), _ = of_ranks(Communicators.local(), JOB, alone, "reference")
     assert len({end[2] for end in expected}) == (2 if options == "fp16" else 1)
     for ends, own, (own_ids, own_rows), _ in pool.run(of_ranks, world_size, JOB, window, replicas=replicas):
@@ -222,7 +222,7 @@ def test_rows_in_16_bits_take_half_the_bytes(pool, replicas):
     """And gradients those that they take without."""
     found = {}
     for precision in ("float32", "bf16"):
-        window = WindowConfig(3, seed=4, exchange_precision=precision)
+        window = WindowConfig(3, seed=4, exchange=ExchangeConfig(precision=precision))
         ranks = pool.run(of_ranks, 2 * replicas, JOB, window, "fwp", 1, replicas=replicas)
         found[precision] = [rank[3] for rank in ranks]
     for float32, bf16 in zip(found["float32"], found["bf16"], strict=True):
@@ -232,9 +232,9 @@ def test_rows_in_16_bits_take_half_the_bytes(pool, replicas):
 
 @pytest.mark.parametrize("storage", slow_except(["cached"], ["device", "cached"]))
 def test_rows_are_rounded_wherever_they_are_stored(storage):
-    window = WindowConfig(3, seed=4, exchange_precision="fp16", skip_fetch=True)
+    window = WindowConfig(3, seed=4, exchange=ExchangeConfig(precision="fp16", skip_fetch=True))
     job = replace(JOB, placement=Placement(storage, cache_rows=20))
-    alone = WindowConfig(seed=4, exchange_precision="fp16")
+    alone = WindowConfig(seed=4, exchange=ExchangeConfig(precision="fp16"))
     expected = of_ranks(Communicators.local(), JOB, alone, "reference")
     got = of_ranks(Communicators.local(), job, window)
     assert got[0] == expected[0] and same(got[1], expected[1]) and same(got[2], expected[2])
@@ -255,13 +255,13 @@ def test_rows_are_rounded_to_even_and_stay_finite():
     ("options", "said"),
     [
         ({"precision": "fp8"}, "precision must be float32, bf16, fp16, got 'fp8'"),
-        ({"exchange_precision": "int8"}, "exchange_precision must be float32, bf16, fp16"),
+        ({"exchange_precision": "int8"}, "precision of exchanges must be float32, bf16, fp16"),
         ({"precision": "fp16", "average_every": 2}, "use 'bf16', or exact replicas"),
     ],
 )
 def test_what_is_no_precision_is_refused(options, said):
     with pytest.raises(ValueError, match=said):
-        WindowConfig(**options)
+        with_values(WindowConfig(), options)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from tritonrec.pipeline import (
     NESTPIPE,
     SCHEDULES,
     Edge,
+    ExchangeConfig,
     LookupCounts,
     ScheduleError,
     Trainer,
@@ -119,10 +120,17 @@ def replica_bytes(communicators, window, steps):
 
 @pytest.mark.parametrize("consistency", slow_except(["batch"], ["batch", "window"]))
 def test_with_first_use_replicas_reduce_a_row_as_soon_as_it_has_seen_its_last_micro_batch(pool, consistency):
-    plain = WindowConfig(2, seed=4, consistency=consistency, exchanges="joined")
+    plain = WindowConfig(2, seed=4, consistency=consistency, exchange=ExchangeConfig(sharing="joined"))
+    first = replace(plain, exchange=replace(plain.exchange, first_use=True))
     for world, replicas in ((2, 2), (4, 2)):
         late = pool.run(replica_bytes, world, plain, 4, replicas=replicas)
-        early = pool.run(replica_bytes, world, replace(plain, first_use=True), 4, replicas=replicas)
+        early = pool.run(
+            replica_bytes,
+            world,
+            first,
+            4,
+            replicas=replicas,
+        )
         for (sent, _, rows), (sooner, total, same) in zip(late, early, strict=True):
             assert sent[0] == 0 and min(sooner) > 0
             assert 0.8 < sum(sooner) / sent[1] < 1.2, "packed rows of other groups have other widths"
@@ -133,7 +141,7 @@ def test_with_first_use_replicas_reduce_a_row_as_soon_as_it_has_seen_its_last_mi
 
 @pytest.mark.parametrize("late", slow_except(["replica"], ["communication", "replica"]))
 def test_on_an_accelerator_that_is_late_replicas_reduce_all_the_same(pool, late):
-    window = WindowConfig(3, seed=4, first_use=True, skip_fetch=True)
+    window = WindowConfig(3, seed=4, exchange=ExchangeConfig(first_use=True, skip_fetch=True))
     expected = pool.run(train, 4, window, 4, replicas=2)
     found = pool.run(train, 4, window, 4, False, JOB, late, replicas=2)
     for (ids, rows, dense, sent), same in zip(expected, found, strict=True):
@@ -258,7 +266,11 @@ def refused(communicators, window, **changes):
 def test_what_replicas_cannot_do_is_refused(pool):
     evicts = TablePolicy(Eviction("lru", capacity=9))
     cases = [
-        (WindowConfig(dedup="exchange"), {}, "need dedup before the lookup, got 'exchange'"),
+        (
+            WindowConfig(exchange=ExchangeConfig(dedup="exchange")),
+            {},
+            "need dedup before the lookup, got 'exchange'",
+        ),
         (WindowConfig(average_every=2), {"policy": evicts}, "table item has a policy"),
         (WindowConfig(average_every=2), {"lazy_weight_decay": True}, "table item has lazy weight decay"),
     ]
@@ -317,7 +329,7 @@ def test_a_device_mesh_makes_the_same_groups_and_ranks_must_ascend_in_it():
 @pytest.mark.parametrize("storage", slow_except(["cached"], ["device", "cached"]))
 def test_replicas_of_tables_that_are_elsewhere_have_the_same_bits(pool, storage):
     def tables(ranks, job, **mesh):
-        window = WindowConfig(2, first_use=True, skip_fetch=True, depth=3)
+        window = WindowConfig(2, depth=3, exchange=ExchangeConfig(first_use=True, skip_fetch=True))
         found = pool.run(train, ranks, window, 6, False, job, **mesh)
         rows = {}  # of each id on every rank that has it
         for ids, values, _dense, _bytes in found:

@@ -26,10 +26,11 @@ from tritonrec.pipeline import (
     schedule_of,
     streams,
 )
+from tritonrec.settings import with_values
 
 
 def run_on(accelerator, mode, made, schedule=None, **window):
-    config = WindowConfig(3, seed=4, **window)
+    config = with_values(WindowConfig(3, seed=4), window)
     with Trainer(
         *made, Communicators.local(), mode, config, schedule=schedule, checked=schedule is None,
         streams=accelerator,

@@ -14,7 +14,7 @@ from tritonrec.distributed import Communicators
 from tritonrec.ops import ExactSumError
 from tritonrec.pipeline.reduce_scatter import ReduceScatter, even_reduce_scatter
 from tritonrec.pipeline.sums import Sums
-from tritonrec.pipeline.window import LookupCounts, WindowConfig
+from tritonrec.pipeline.window import ExchangeConfig, LookupCounts, WindowConfig
 
 BITS = 36
 
@@ -90,7 +90,7 @@ def test_every_sum_arrives_at_its_owner(world_size, seed, consistency, exchange)
     if consistency == "window":
         values = [v.to(torch.float32) / 2**BITS for v in values]
     start = magnitudes(torch.Generator().manual_seed(seed + 1), 7, 5)
-    config = WindowConfig(consistency=consistency, exchange_sums=exchange)
+    config = WindowConfig(consistency=consistency, exchange=ExchangeConfig(sums=exchange))
     sums = Sums(config, torch.device("cpu"))
 
     def run(end):
@@ -132,14 +132,14 @@ def test_means_are_those_of_the_whole_sum_on_every_rank(world_size, count, seed)
 
 def test_sums_are_packed_over_links_between_hosts_alone():
     def is_packed(choice, device, copied):
-        return Sums(WindowConfig(exchange_sums=choice), torch.device(device), copied).packed
+        return Sums(WindowConfig(exchange=ExchangeConfig(sums=choice)), torch.device(device), copied).packed
 
     places = [(device, copied) for device in ("cpu", "cuda") for copied in (False, True)]
     assert [place for place in places if is_packed("auto", *place)] == [("cpu", False)]
     assert all(is_packed("packed", *place) and not is_packed("whole", *place) for place in places)
     assert not Sums(WindowConfig(consistency="window"), torch.device("cpu")).packed
-    with pytest.raises(ValueError, match="exchange_sums must be auto, packed or whole, got 'some'"):
-        WindowConfig(exchange_sums="some")
+    with pytest.raises(ValueError, match="sums must be auto, packed or whole, got 'some'"):
+        WindowConfig(exchange=ExchangeConfig(sums="some"))
 
 
 def test_float_means_are_summed_in_rank_order():
@@ -173,7 +173,7 @@ def test_rows_that_few_ranks_hold_are_reduced_by_one_of_them():
 @pytest.mark.parametrize("exchange", ["packed", "whole"])
 @pytest.mark.parametrize("send", [[[2]], [[0, 2], [2, 0]]])
 def test_a_sum_that_leaves_int64_names_its_tensor(send, exchange):
-    sums = Sums(WindowConfig(exchange_sums=exchange), torch.device("cpu"))
+    sums = Sums(WindowConfig(exchange=ExchangeConfig(sums=exchange)), torch.device("cpu"))
 
     def run(end):
         values, rows = torch.full((2, 3), 2**62), torch.tensor([0, 1])

@@ -27,6 +27,7 @@ from tritonrec.pipeline import (
     NESTPIPE,
     PIPELINED,
     Edge,
+    ExchangeConfig,
     Executor,
     ScheduleError,
     Trainer,
@@ -38,6 +39,7 @@ from tritonrec.pipeline import (
 from tritonrec.pipeline.places import Buffer, KeptRows
 from tritonrec.pipeline.program import Program
 from tritonrec.pipeline.stages.update import update_rows
+from tritonrec.settings import with_values
 
 CONFIG = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9, dropout=0.2)
 POLICY = TablePolicy(Eviction("lru", capacity=40, every=2), admission=2, precision=PrecisionTiers(3, every=3))
@@ -59,7 +61,7 @@ def batches(count=6):
 
 def run(mode, made=None, step_by_step=False, **window):
     made = made or parts()
-    with Trainer(*made, Communicators.local(), mode, WindowConfig(seed=4, **window)) as training:
+    with Trainer(*made, Communicators.local(), mode, with_values(WindowConfig(seed=4), window)) as training:
         if step_by_step:
             for batch in batches():
                 training.step(batch)
@@ -123,7 +125,7 @@ def test_between_single_steps_all_rows_are_home(mode):
 def test_rows_loaded_between_runs_are_seen():
     made, other = parts(), parts()
     for each in (made, other):
-        switches = WindowConfig(2, seed=4, skip_fetch=each is made)
+        switches = WindowConfig(2, seed=4, exchange=ExchangeConfig(skip_fetch=each is made))
         with Trainer(*each, Communicators.local(), "nestpipe", switches) as training:
             list(training.run(batches()[:3]))
             ids, rows = each[1].export()["item"]
@@ -178,7 +180,9 @@ def test_keeping_rows_needs_two_buffers():
         keep_rows(FWP)
     for mode in ("reference", "sequential"):
         with pytest.raises(ValueError, match="keeps no rows between batches"):
-            Trainer(*parts(), Communicators.local(), mode, WindowConfig(skip_fetch=True))
+            Trainer(
+                *parts(), Communicators.local(), mode, WindowConfig(exchange=ExchangeConfig(skip_fetch=True))
+            )
     assert Edge("write_back", batch=1) in KEEPING["retrieve"].after
 
 
@@ -195,7 +199,7 @@ def test_keeping_rows_needs_two_buffers():
 )
 def test_switches_that_cannot_be_are_refused(wrong):
     with pytest.raises(ValueError, match="got"):
-        WindowConfig(**wrong)
+        with_values(WindowConfig(), wrong)
 
 
 @pytest.mark.parametrize(
@@ -205,14 +209,23 @@ def test_a_schedule_that_does_not_go_with_the_window_is_refused(schedule):
     with pytest.raises(ValueError, match="it must be made by schedule_of"):
         Trainer(*parts(), Communicators.local(), "nestpipe", WindowConfig(2), schedule=schedule)
     with pytest.raises(ValueError, match=r"keeps rows: False.*skip_fetch=True"):
-        Trainer(*parts(), Communicators.local(), "nestpipe", WindowConfig(skip_fetch=True), schedule=NESTPIPE)
+        Trainer(
+            *parts(),
+            Communicators.local(),
+            "nestpipe",
+            WindowConfig(exchange=ExchangeConfig(skip_fetch=True)),
+            schedule=NESTPIPE,
+        )
 
 
 def test_an_interrupt_while_waiting_loses_nothing(monkeypatch):
     expected, _ = run("reference")
     made, wait = parts(), Executor.wait
     with Trainer(
-        *made, Communicators.local(), "nestpipe", WindowConfig(2, seed=4, skip_fetch=True)
+        *made,
+        Communicators.local(),
+        "nestpipe",
+        WindowConfig(2, seed=4, exchange=ExchangeConfig(skip_fetch=True)),
     ) as training:
         source, results = iter(batches()), []
         for _ in range(5):

@@ -22,6 +22,7 @@ from tritonrec.embedding import (
 from tritonrec.embedding.key_index import KeyIndex
 from tritonrec.nn import HSTU, HSTUConfig
 from tritonrec.pipeline import PIPELINED, StageFailedError, Trainer, WindowConfig
+from tritonrec.settings import with_values
 
 DIM = 6
 CONFIG = HSTUConfig(dim=DIM, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9, dropout=0.2)
@@ -42,7 +43,7 @@ def batches(count, seed=3):
 
 def run(mode, run_batches, made=None, **window):
     made = made or parts()
-    config = WindowConfig(seed=4, **window)
+    config = with_values(WindowConfig(seed=4), window)
     with Trainer(*made, Communicators.local(), mode, config) as training:
         results = list(training.run(run_batches))
         counts = training.counts
@@ -175,4 +176,4 @@ def test_a_low_precision_weight_beyond_float16_is_an_error_that_names_it(mode):
 @pytest.mark.parametrize("wrong", [{"accumulate": 0}, {"dedup": "twice"}])
 def test_a_bad_window_is_refused(wrong):
     with pytest.raises(ValueError, match="got"):
-        WindowConfig(**wrong)
+        with_values(WindowConfig(), wrong)

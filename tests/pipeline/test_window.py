@@ -14,11 +14,13 @@ from tritonrec.nn import HSTU, HSTUConfig
 from tritonrec.pipeline import (
     MODES,
     PIPELINED,
+    ExchangeConfig,
     NotBatchInvariantError,
     StageFailedError,
     Trainer,
     WindowConfig,
 )  # fmt: skip
+from tritonrec.settings import with_values
 
 DIM = 8
 CONFIG = HSTUConfig(dim=DIM, layers=1, heads=2, qk_dim=3, v_dim=5, max_seq_len=9, dropout=0.1)
@@ -203,7 +205,7 @@ def test_sync_is_one_rank_one_micro_batch_batch_level():
         Trainer(*parts(), Communicators.local(), "reference", WindowConfig(1, "window"))
     for options in ({"depth": 2}, {"average_every": 2}):
         with pytest.raises(ValueError, match="no depth, no average_every"):
-            Trainer(*parts(), Communicators.local(), "reference", WindowConfig(1, **options))
+            Trainer(*parts(), Communicators.local(), "reference", with_values(WindowConfig(1), options))
     with pytest.raises(ValueError, match="mode must be one of"):
         trainer("fast")
 
@@ -211,7 +213,7 @@ def test_sync_is_one_rank_one_micro_batch_batch_level():
 @pytest.mark.parametrize("options", [{"micro_batches": 0}, {"consistency": "exact"}])
 def test_a_bad_window_is_refused(options):
     with pytest.raises(ValueError, match="got"):
-        WindowConfig(**options)
+        with_values(WindowConfig(), options)
 
 
 @pytest.mark.parametrize("mode", ["reference", "nestpipe"])
@@ -232,6 +234,6 @@ def test_a_model_loaded_after_its_optimizer_was_made_is_trained_from_what_was_lo
 
 
 def test_a_window_with_first_use_has_as_many_micro_batches_as_a_byte_has_numbers():
-    assert WindowConfig(256, first_use=True).window_micro_batches == 256
+    assert WindowConfig(256, exchange=ExchangeConfig(first_use=True)).window_micro_batches == 256
     with pytest.raises(ValueError, match="first_use takes at most 256 micro-batches in a window, got 257"):
-        WindowConfig(257, first_use=True)
+        WindowConfig(257, exchange=ExchangeConfig(first_use=True))

@@ -8,7 +8,7 @@ from slip_kit import CONFIG, LOG, expected_changes, follow, hot_of, loader
 
 from tritonrec.data import ClickLoader
 from tritonrec.embedding import Eviction, PrecisionTiers, TablePolicy
-from tritonrec.pipeline import Window, WindowConfig
+from tritonrec.pipeline import ExchangeConfig, Window, WindowConfig
 from tritonrec.pipeline.places import Buffer, OwnedRows
 from tritonrec.pipeline.stage import Read
 from tritonrec.slipstream import HotRows, Judgement, RemainingLoader, Slipstream, SlipstreamConfig, hot_rows
@@ -47,10 +47,13 @@ def test_hot_rows_of_a_run_are_those_of_the_warm_up():
 MODES = {
     "nestpipe": {},
     "sequential": {"mode": "sequential"},
-    "skip_fetch": {"window": WindowConfig(3, skip_fetch=True, clustering=True)},
-    "first_use": {"window": WindowConfig(4, first_use=True, taper=0.5), "mode": "fwp"},
+    "skip_fetch": {"window": WindowConfig(3, clustering=True, exchange=ExchangeConfig(skip_fetch=True))},
+    "first_use": {
+        "window": WindowConfig(4, exchange=ExchangeConfig(first_use=True, taper=0.5)),
+        "mode": "fwp",
+    },
     "unmerged": {"merge": False, "mode": "dbp", "window": WindowConfig(1)},
-    "no_dedup": {"window": WindowConfig(2, dedup="none")},
+    "no_dedup": {"window": WindowConfig(2, exchange=ExchangeConfig(dedup="none"))},
 }
 
 

@@ -16,7 +16,7 @@ from tritonrec.harness.train.loop import train
 from tritonrec.harness.train.run import Run
 from tritonrec.harness.verify.cases import Case
 from tritonrec.harness.verify.run_case import record_reference, run_case
-from tritonrec.pipeline import WindowConfig
+from tritonrec.pipeline import ExchangeConfig, WindowConfig
 from tritonrec.slipstream import SlipstreamConfig
 
 STEPS = 40  # of 19 an epoch
@@ -73,7 +73,7 @@ def test_all_inputs_end_where_plain_training_ends(alone):
 @pytest.mark.multi_rank
 def test_what_is_dropped_depends_neither_on_mode_nor_on_world_size(pool, alone):
     two = pool.run(train_slipstream, 2, a_run("nestpipe", WindowConfig(2, clustering=True)), PLAN, True)
-    window = WindowConfig(2, skip_fetch=True)
+    window = WindowConfig(2, exchange=ExchangeConfig(skip_fetch=True))
     replicas = pool.run(train_slipstream, 2, a_run("nestpipe", window), PLAN, True, replicas=2)
     for summary in (*two, *replicas):
         assert same(summary, alone)

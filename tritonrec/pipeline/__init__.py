@@ -32,7 +32,7 @@ from .schedule import (
 )
 from .tasks import Tasks
 from .trainer import Trainer
-from .window import Consistency, Dedup, LookupCounts, Model, Window, WindowConfig
+from .window import Consistency, Dedup, ExchangeConfig, LookupCounts, Model, Window, WindowConfig
 
 __all__ = [
     "DBP",
@@ -49,6 +49,7 @@ __all__ = [
     "Dedup",
     "DenseModel",
     "Edge",
+    "ExchangeConfig",
     "Executor",
     "LookupCounts",
     "LossScaling",

@@ -10,7 +10,7 @@ import os
 import platform
 import re
 import warnings
-from dataclasses import asdict, is_dataclass
+from dataclasses import is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from ..distributed import Communicators, RanksDisagreeError, check_ranks_agree
 from ..embedding import HashTableCollection
 from ..kernels.checksums import as_bytes
 from ..ops import Impl
+from ..settings import values_by_option
 from ..version import __version__
 from .dense import DenseModel
 from .dense_checks import is_sharded
@@ -98,7 +99,7 @@ def settings_of(
         "torch": torch.__version__,
         **_of_libraries(device, impl),
         "mode": mode,
-        **asdict(config),
+        **values_by_option(config),
         "schedule": schedule and f"{schedule.name} {_digest(repr(schedule).encode())}",
         "device": device.type,
         "impl": impl,

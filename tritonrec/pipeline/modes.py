@@ -33,12 +33,12 @@ def base_schedule(mode: Mode) -> Schedule:
 def schedule_of(mode: Mode, config: WindowConfig, replicas: int = 1) -> Schedule:
     """The schedule of a mode with the switches of `config`; ``reference`` has none.
 
-    Raises ValueError where the mode has no buffer in which ``config.skip_fetch`` could keep rows, and where
+    Raises ValueError where the mode has no buffer in which ``skip_fetch`` could keep rows, and where
     it cannot have several batches in flight.
     """
     schedule = base_schedule(mode)
     able = " and ".join(TWO_BUFFERS)
-    if config.skip_fetch:
+    if config.exchange.skip_fetch:
         if not schedule.dual_buffer:
             raise ValueError(f"mode {mode!r} keeps no rows between batches: skip_fetch is for {able}")
         schedule = keep_rows(schedule)
@@ -60,7 +60,7 @@ def validate_reference(config: WindowConfig, communicators: Communicators) -> No
         )
     if config.consistency != "batch":
         raise ValueError("mode 'reference' is the reference of 'batch' consistency")
-    if config.skip_fetch:
+    if config.exchange.skip_fetch:
         able = " and ".join(TWO_BUFFERS)
         raise ValueError(f"mode 'reference' keeps no rows between batches: skip_fetch is for {able}")
     if config.depth or config.average_every:
@@ -69,11 +69,11 @@ def validate_reference(config: WindowConfig, communicators: Communicators) -> No
 
 def validate_schedule(schedule: Schedule, config: WindowConfig, replicas: int) -> None:
     """Raise ValueError for a schedule that goes with another configuration."""
-    fits = schedule.keeps_rows == config.skip_fetch and schedule.clips == config.clips
+    fits = schedule.keeps_rows == config.exchange.skip_fetch and schedule.clips == config.clips
     if not fits or schedule.replicated != config.adds_up_replicas(replicas):
         raise ValueError(
             f"schedule {schedule.name!r} keeps rows: {schedule.keeps_rows}, adds up replicas: "
-            f"{schedule.replicated}, clips: {schedule.clips}; with skip_fetch={config.skip_fetch}, "
+            f"{schedule.replicated}, clips: {schedule.clips}; with skip_fetch={config.exchange.skip_fetch}, "
             f"{replicas} replicas and limits of gradients: {config.clips} it must be made by schedule_of or "
             "its parts"
         )

@@ -103,7 +103,7 @@ class Program:
 
     def _exchange_groups(self) -> tuple[ExchangeGroups, str]:
         """Which micro-batches share an exchange, and why."""
-        chosen, count = self.config.exchanges, self.config.window_micro_batches
+        chosen, count = self.config.exchange.sharing, self.config.window_micro_batches
         if self.communicators.communication.world_size == 1:
             return each_alone(count), "no table has its rows on several ranks, and nothing is sent"
         if chosen == "each":
@@ -209,7 +209,7 @@ class Program:
         Raises `RanksDisagreeError` where another rank goes on, which gets it in its `route`. Collective.
         """
         groups, each = self.communicators, self.context
-        kinds = 2 if self.config.first_use or each.groups.joined else 1
+        kinds = 2 if self.config.exchange.first_use or each.groups.joined else 1
         sizes = len(self.tables.groups) * kinds * self.config.window_micro_batches
         nothing = torch.zeros(groups.shards, sizes, dtype=torch.int64)
         header = Header(each.rank, step, each.stop.is_set(), ended=batches)

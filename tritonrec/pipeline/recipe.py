@@ -65,7 +65,7 @@ def recipe_of(tables: HashTableCollection, dense: DenseModel, config: WindowConf
     found["accumulate"][""] = config.accumulate
     for name in ("max_grad_norm", "max_grad_value", "skip_nonfinite"):
         found["clipping"][name] = str(getattr(config, name))
-    found["precision"] = {"model": config.precision, "exchange": config.exchange_precision}
+    found["precision"] = {"model": config.precision, "exchange": config.exchange.precision}
     if config.precision == "fp16":
         found["precision"]["loss_scaling"] = asdict(config.loss_scaling)
     return found

@@ -89,7 +89,7 @@ class ReferenceTrainer:
             places = inverse.split([len(keys[index]) for keys in asked])
             shards.append((group, keys, found, values, sums, places))
 
-        losses, precision = [], self.config.exchange_precision
+        losses, precision = [], self.config.exchange.precision
         exponent = accumulator.scale_exponent = self.dense.scale_exponent(int(terms), self.fraction_bits)
         for number, batch in enumerate(batches):
             rows = []

@@ -23,8 +23,10 @@ def validate_replicable(communicators: Communicators, config: WindowConfig) -> N
     """Raise ValueError where replicas of the tables do not go with the rest."""
     if config.average_every and communicators.replicas == 1:
         raise ValueError("average_every averages replicas of the tables, and there is one copy only")
-    if communicators.replicas > 1 and config.dedup not in ("lookup", "both"):
-        raise ValueError(f"replicas of the tables need dedup before the lookup, got {config.dedup!r}")
+    if communicators.replicas > 1 and config.exchange.dedup not in ("lookup", "both"):
+        raise ValueError(
+            f"replicas of the tables need dedup before the lookup, got {config.exchange.dedup!r}"
+        )
 
 
 class ReplicaAverage:

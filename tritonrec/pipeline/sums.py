@@ -54,7 +54,7 @@ class Sums:
     @property
     def packed(self) -> bool:
         """Whether ranks send each other sums in the bytes they need."""
-        choice, over_links = self.config.exchange_sums, self.device.type == "cpu" and not self.copied
+        choice, over_links = self.config.exchange.sums, self.device.type == "cpu" and not self.copied
         return self.exact and (choice == "packed" or (choice == "auto" and over_links))
 
     def zeros(self, rows: int, dim: int) -> torch.Tensor:

@@ -101,6 +101,69 @@ class Window:
 
 
 @dataclass(frozen=True)
+class ExchangeConfig:
+    """What the lookups of a window send, read and share: no bit changes, but by `precision`.
+
+    docs/scale.md has figures of each.
+
+    Args:
+        dedup: where repeated keys are dropped: before the exchange, before the owner's lookup, at both places
+            or at none (MTGRBoost, section 4.3).
+        first_use: a row is sent once in a window, with the first micro-batch that uses it, and its gradient
+            once, with the last.
+        taper: a micro-batch's samples over those of its neighbour nearer to the middle of the window: nothing
+            hides the exchanges at both ends.
+        skip_fetch: rows that consecutive batches use stay in the buffers: they are neither fetched for the
+            next batch nor written back while they stay. Needs two buffers (`Schedule.dual_buffer`).
+        sharing: which micro-batches share an exchange. ``"once"``: rows come in one before the first
+            micro-batch, gradients leave in one after the last. ``"joined"``: micro-batches share exchanges
+            where that costs no overlap (`exchange_groups`). ``"each"``: each has its own, as in NestPipe.
+            ``"auto"``: once where ranks are processes on the CPU of one machine, whose processors copy the
+            messages; else joined. Micro-batches that share both ways get a row once.
+        sums: how gradient sums in fixed point are sent. ``"packed"``: each row in the bytes it needs, 4 to 5
+            a value; the host of an accelerator waits to learn how many. ``"whole"``: in 8 bytes a value, and
+            no host waits. ``"auto"``: packed where ranks compute on the CPUs of several machines, else whole.
+        precision: of the rows that owners send: each is rounded once, also for the owner's own samples, and
+            computed from as it was received (``QCommsConfig.forward_precision`` in TorchRec). Tables stay
+            float32, and gradients are exchanged as they are.
+    """
+
+    dedup: Dedup = setting("both", "Drop repeated keys before the exchange, the lookup, or both.")
+    first_use: bool = setting(False, "Send a row once a window, and its gradient once.")
+    taper: float = setting(1.0, "Micro-batch over its neighbour nearer to the middle.", 0, 1)
+    skip_fetch: bool = setting(False, "Rows of consecutive batches stay in the buffers.")
+    sharing: Exchanges = setting(
+        "auto", "Exchanges of a window: once, shared by micro-batches, or each.", option="exchanges"
+    )
+    sums: ExchangeSums = setting(
+        "auto", "Exact sums: packed, or 8 bytes a value and no wait.", option="exchange_sums"
+    )
+    precision: Precision = setting(
+        "float32", "Of the rows that owners send; tables stay float32.", option="exchange_precision"
+    )
+
+    def __post_init__(self) -> None:
+        if self.dedup not in ("none", "exchange", "lookup", "both"):
+            raise ValueError(f"dedup must be none, exchange, lookup or both, got {self.dedup!r}")
+        if self.sums not in ("auto", "packed", "whole"):
+            raise ValueError(f"sums must be auto, packed or whole, got {self.sums!r}")
+        if self.sharing not in ("auto", "once", "joined", "each"):
+            raise ValueError(f"sharing must be auto, once, joined or each, got {self.sharing!r}")
+        if self.precision not in DTYPES:
+            raise ValueError(f"precision of exchanges must be {', '.join(DTYPES)}, got {self.precision!r}")
+        if not 0 < self.taper <= 1:
+            raise ValueError(f"taper is a ratio of sizes in (0, 1], got {self.taper}")
+        if self.first_use and self.dedup not in ("exchange", "both"):
+            raise ValueError(
+                f"first_use sends a key once, so it needs dedup before the exchange, got {self.dedup!r}"
+            )
+        if self.skip_fetch and self.dedup not in ("lookup", "both"):
+            raise ValueError(
+                f"skip_fetch reads a row at most once: it needs dedup before the lookup, got {self.dedup!r}"
+            )
+
+
+@dataclass(frozen=True)
 class WindowConfig:
     """How a batch is cut and added up.
 
@@ -111,10 +174,6 @@ class WindowConfig:
         clustering: group samples that share keys (NestPipe, section V.C) instead of cutting in order.
         accumulate: batches of one update; their gradients are summed, by key and densely (MTGRBoost,
             section 5.2).
-        dedup: where repeated keys are dropped: before the exchange, before the owner's lookup, at both places
-            or at none (MTGRBoost, section 4.3).
-        skip_fetch: rows that consecutive batches use stay in the buffers: they are neither fetched for the
-            next batch nor written back while they stay. Needs two buffers (`Schedule.dual_buffer`).
         depth: batches in flight, for pipelined modes; 0: as many as the schedule of the mode says. Each holds
             the samples and buffers of a batch.
         average_every: with several replicas of the tables, updates after which rows and optimizer states are
@@ -129,18 +188,7 @@ class WindowConfig:
             `torch.autocast`, and the backward pass outside. Parameters, optimizers and tables stay float32.
             ``"fp16"`` scales the loss, and leaves out updates as `skip_nonfinite` does.
         loss_scaling: of precision ``"fp16"``.
-        exchange_precision: of the rows that owners send: each is rounded once, also for the owner's own
-            samples, and computed from as it was received (``QCommsConfig.forward_precision`` in TorchRec).
-            Tables stay float32, and gradients are exchanged as they are.
-        exchange_sums: how gradient sums in fixed point are sent. ``"packed"``: each row in the bytes it
-            needs, 4 to 5 a value; the host of an accelerator waits to learn how many. ``"whole"``: in 8 bytes
-            a value, and no host waits. ``"auto"``: packed where ranks compute on the CPUs of several
-            machines, else whole. No bit changes.
-        exchanges: of ranks. ``"once"``: rows come in one exchange before the first micro-batch, gradients
-            leave in one after the last. ``"joined"``: micro-batches share exchanges where that costs no
-            overlap (`exchange_groups`). ``"each"``: each has its own, as in NestPipe. ``"auto"``: once where
-            ranks are processes on the CPU of one machine, whose processors copy the messages; else joined.
-            Micro-batches that share both ways get a row once. No bit changes.
+        exchange: of lookups, for studies of it.
         fraction_bits: of gradient sums in fixed point.
         seed: of dropout.
     """
@@ -149,10 +197,6 @@ class WindowConfig:
     consistency: Consistency = setting("batch", "batch: the bits of synchronous training.")
     clustering: bool = setting(False, "Group samples that share keys.")
     accumulate: int = setting(1, "Batches of one update.", 1, 65_536)
-    dedup: Dedup = setting("both", "Drop repeated keys before the exchange, the lookup, or both.")
-    first_use: bool = setting(False, "Send a row once a window, and its gradient once.")
-    taper: float = setting(1.0, "Micro-batch over its neighbour nearer to the middle.", 0, 1)
-    skip_fetch: bool = setting(False, "Rows of consecutive batches stay in the buffers.")
     depth: int = setting(0, "Batches in flight, for dbp and nestpipe; 0: the mode's own number.", 0, 1024)
     average_every: int = setting(
         0, "APPROXIMATE: average replicas every n updates and before a save or evaluation; 0: exact.", 0, MOST
@@ -164,9 +208,7 @@ class WindowConfig:
     skip_nonfinite: bool = setting(False, "Leave out an update whose gradients are not finite.")
     precision: Precision = setting("float32", "Of the model's arithmetic; weights and tables stay float32.")
     loss_scaling: LossScaling = field(default_factory=LossScaling)
-    exchange_precision: Precision = setting("float32", "Of the rows that owners send; tables stay float32.")
-    exchange_sums: ExchangeSums = setting("auto", "Exact sums: packed, or 8 bytes a value and no wait.")
-    exchanges: Exchanges = setting("auto", "Exchanges of a window: once, shared by micro-batches, or each.")
+    exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
     fraction_bits: int = ops.FRACTION_BITS
     seed: int = seed_setting()
 
@@ -177,13 +219,7 @@ class WindowConfig:
             raise ValueError(f"consistency must be 'window' or 'batch', got {self.consistency!r}")
         if self.accumulate < 1:
             raise ValueError(f"gradients are accumulated over at least one batch, got {self.accumulate}")
-        if self.dedup not in ("none", "exchange", "lookup", "both"):
-            raise ValueError(f"dedup must be none, exchange, lookup or both, got {self.dedup!r}")
-        if self.exchange_sums not in ("auto", "packed", "whole"):
-            raise ValueError(f"exchange_sums must be auto, packed or whole, got {self.exchange_sums!r}")
-        if self.exchanges not in ("auto", "once", "joined", "each"):
-            raise ValueError(f"exchanges must be auto, once, joined or each, got {self.exchanges!r}")
-        if self.skip_fetch and self.depth == 1:
+        if self.exchange.skip_fetch and self.depth == 1:
             raise ValueError("skip_fetch keeps rows for the next batch, which depth 1 does not read ahead")
         if self.depth < 0:
             raise ValueError(f"depth counts the batches in flight, got {self.depth}")
@@ -192,9 +228,8 @@ class WindowConfig:
         for name in ("max_grad_norm", "max_grad_value"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is a size, 0 for no limit, got {getattr(self, name)}")
-        for name in ("precision", "exchange_precision"):
-            if getattr(self, name) not in DTYPES:
-                raise ValueError(f"{name} must be {', '.join(DTYPES)}, got {getattr(self, name)!r}")
+        if self.precision not in DTYPES:
+            raise ValueError(f"precision must be {', '.join(DTYPES)}, got {self.precision!r}")
         if self.precision == "fp16" and self.average_every:
             raise ValueError(
                 "precision 'fp16' leaves an update out on all ranks together, and averaged replicas update "
@@ -202,17 +237,7 @@ class WindowConfig:
             )
         if self.clips and self.average_every:
             raise ValueError("replicas that are averaged have gradients of their own: clip none of them")
-        if not 0 < self.taper <= 1:
-            raise ValueError(f"taper is a ratio of sizes in (0, 1], got {self.taper}")
-        if self.first_use and self.dedup not in ("exchange", "both"):
-            raise ValueError(
-                f"first_use sends a key once, so it needs dedup before the exchange, got {self.dedup!r}"
-            )
-        if self.skip_fetch and self.dedup not in ("lookup", "both"):
-            raise ValueError(
-                f"skip_fetch reads a row at most once: it needs dedup before the lookup, got {self.dedup!r}"
-            )
-        if self.first_use and self.window_micro_batches > MAX_FIRST_USE:
+        if self.exchange.first_use and self.window_micro_batches > MAX_FIRST_USE:
             raise ValueError(
                 f"first_use takes at most {MAX_FIRST_USE} micro-batches in a window, "
                 f"got {self.window_micro_batches}"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...files.places import read_document
 from ...pipeline import NESTPIPE, Mode, Program, WindowConfig, WindowPlaces, base_schedule
 from ...pipeline.places import Samples
+from ...settings import values_by_option, with_values
 from .network import LabError
 
 LOOKUP_SHARES = {"prefetch": 1 / 6, "h2d": 1 / 6, "route": 1 / 6, "retrieve": 1 / 2}
@@ -41,12 +42,12 @@ class Setting:
         chosen = {name: value for name, value in self.switches.items() if name != REPLICAS}
         try:
             own = {"micro_batches": self.micro_batches, "seed": seed, "exchanges": "each"}  # as simulated
-            window = WindowConfig(**{**own, **chosen})
+            window = with_values(WindowConfig(), {**own, **chosen})
         except ValueError as error:
             raise LabError(f"{self}: {error}") from error
         if window.average_every and self.replicas == 1:
             raise LabError(f"{self}: there is one copy of the tables: say replicas=2 as well")
-        if self.replicas > 1 and window.dedup not in ("lookup", "both"):
+        if self.replicas > 1 and window.exchange.dedup not in ("lookup", "both"):
             raise LabError(f"{self}: replicas need dedup before the lookup: lookup or both")
         return window
 
@@ -128,7 +129,7 @@ def read_plan(path: Path) -> Planned:
         switches = {"taper": best["taper"], "depth": best["depth"] or 0, REPLICAS: best["replicas"]}
         switches |= {"clustering": best["clustered"], "first_use": best["first_use"]}
         switches |= {"skip_fetch": best["skip_fetch"]}
-        plain = {**{each.name: each.default for each in fields(WindowConfig)}, REPLICAS: 1}
+        plain = {**values_by_option(WindowConfig()), REPLICAS: 1}
         chosen = {name: value for name, value in switches.items() if value != plain[name]}
         setting = Setting(best["pipeline"], best["micro_batches"], chosen)
         return Planned(setting, *(float(best[name]) for name in ("step", "gain", "exposed", "sent")))
@@ -140,8 +141,8 @@ def read_plan(path: Path) -> Planned:
 
 def parse_switches(words: Iterable[str]) -> dict[str, Any]:
     """Switches from ``name`` or ``name=value``; a LabError lists them for an unknown one."""
-    known = {each.name: each.default for each in fields(WindowConfig) if each.default is not MISSING}
-    for own in ("micro_batches", "seed"):  # options of their own
+    known = values_by_option(plain := WindowConfig())
+    for own in ("micro_batches", "seed", *values_by_option(plain.loss_scaling)):  # options of their own
         known.pop(own)
     known[REPLICAS] = 1
     chosen = {}

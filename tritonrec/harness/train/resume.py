@@ -11,6 +11,7 @@ from ... import checkpoint
 from ...data import DynamicStream
 from ...pipeline import SupportsState, Trainer
 from ...resilience import PeerCopies
+from ...settings import values_by_option
 from ..job import Job
 from .config import CONFIG, tables_of, to_toml
 from .run import Run
@@ -51,7 +52,8 @@ def with_saved_words(run: Run) -> Run:
 def metadata(run: Run, loader: Any = None) -> dict[str, Any]:
     """Settings saved with every checkpoint, and what the batches of a `loader` depend on."""
     compared = {"optimizer": run.optimizer, "job": run.job.as_json(), "accumulate": run.window.accumulate}
-    compared |= {name: getattr(run.window, name) for name in PRECISIONS}
+    window = values_by_option(run.window)
+    compared |= {name: window[name] for name in PRECISIONS}
     log = {} if loader is None else {LOG: loader.state_dict()}
     return {**compared, **log, CONFIG: to_toml(tables_of(run))}
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...embedding import OptimizerName, Placement, Storage
 from ...pipeline import PIPELINED, Consistency, Mode, WindowConfig
+from ...settings import with_values
 from ..job import Job
 from .variants import CPU_BITS, LOST_RANK, OWN_LOOP, RESTART, STREAM, VARIANTS, Variant
 
@@ -102,7 +103,8 @@ class Case:
         """How it cuts its batches."""
         # as on several machines, where micro-batches share exchanges in every way
         window = {"exchanges": "joined", **self._variant.window}
-        return WindowConfig(self.micro_batches, self.consistency, self.clustering, seed=seed, **window)
+        plain = WindowConfig(self.micro_batches, self.consistency, self.clustering, seed=seed)
+        return with_values(plain, window)
 
     def reference(self, job: Job) -> Reference:
         """The run it is compared with."""

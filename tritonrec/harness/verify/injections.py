@@ -146,7 +146,7 @@ def float_sums(program: Program) -> None:
 
     program.sums.add = add_rows  # type: ignore[method-assign]
     flight = program.run_places[Dense].flight
-    flight.reads_indexed_rows = lambda impls: False  # type: ignore[method-assign]  # so all are added above
+    flight.reads_indexed_rows = lambda impls: False  # so all are added above
 
 
 def sums_of_four_bytes(program: Program) -> None:
@@ -272,7 +272,7 @@ def plan_of_the_first_window(program: Program) -> None:
         seeds.append(seed)
         return train(batch, rows, seeds[0] if isinstance(rows["item"], ops.IndexedRows) else seed, *rest)
 
-    flight.train_micro_batch = by_the_first  # type: ignore[method-assign, assignment]
+    flight.train_micro_batch = by_the_first
 
 
 def padded_to_the_longest(program: Program) -> None:
@@ -361,7 +361,7 @@ def own_rows_not_rounded(program: Program) -> None:
             parts = [*rows[own.sent.rows[micro_batch], : group.table.dim].split(splits)]
             for rank, part in enumerate(parts):
                 if rank != communication.rank:
-                    parts[rank] = rounded_rows(part, context.config.exchange_precision).float()
+                    parts[rank] = rounded_rows(part, context.config.exchange.precision).float()
             slots = embeddings[number][table.slots(micro_batch)]
             communication.all_to_all(torch.cat(parts), splits, table.splits[micro_batch], slots)
 

@@ -27,6 +27,7 @@ from ...pipeline import Task, Trainer, Window, WindowConfig, WindowPlaces, sched
 from ...pipeline.places import Buffer, KeptRows, OwnedRows
 from ...pipeline.stage import Previous, Read
 from ...resilience import Replay
+from ...settings import with_values
 from ...slipstream import RemainingLoader, Slipstream
 from ...trace import SupportsRecording
 from ..devices import kernels_of
@@ -87,7 +88,7 @@ def _reference_states(reference: Reference, steps: int) -> State:
     model, tables, optimizer = job.build(reference.optimizer)
     loader = job.loader(0, reference.ranks)
     shared: dict[str, Any] = dict(reference.window)
-    config = WindowConfig(accumulate=reference.accumulate, seed=job.seed, **shared)
+    config = with_values(WindowConfig(accumulate=reference.accumulate, seed=job.seed), shared)
     states: dict[str, torch.Tensor] = {}
     read: list[Batch] = []  # a stream gives each batch once
 
@@ -360,7 +361,7 @@ def compare_run(
         comparison.compare(step, expected(step), table_state(program.tables), final=True)
 
     after("dense_update", lambda: dense_state(program.dense))
-    if program.config.skip_fetch:
+    if program.config.exchange.skip_fetch:
         program.after("write_back", settled)
         finish = program.finish
         program.finish = finished  # type: ignore[method-assign]
@@ -394,9 +395,11 @@ def prepared(
     model, tables, optimizer = job.build(case.optimizer, partial(wrap, job, communicators))
     config = case.window(job.seed)
     if case.mode == "sequential":
-        config = replace(config, skip_fetch=False, depth=0)  # the reference keeps and reads ahead nothing
+        config = with_values(
+            config, {"skip_fetch": False, "depth": 0}
+        )  # the reference keeps and reads ahead nothing
     if injected.alone:
-        config = replace(config, exchanges="each")
+        config = with_values(config, {"exchanges": "each"})
     schedule = None
     if injected.schedule is not None:
         schedule = injected.schedule(schedule_of(case.mode, config, communicators.replicas))

@@ -43,17 +43,17 @@ def route(
     groups = context.tables.groups
     padded = [context.device.type != "cpu" or group.table.padded for group in groups]
     by_table = zip(*(context.tables.keys(part.lookups()) for part in samples), strict=True)
-    dedup, plans = config.dedup in ("exchange", "both"), []
+    dedup, plans = config.exchange.dedup in ("exchange", "both"), []
     # On one rank nothing travels. Float32 sums have an order: that of the micro-batches' sums.
     alone = world == 1 and not context.replicated and (context.sums.exact or len(samples) == 1)
-    at_once = alone and config.dedup == "both" and not config.first_use and not any(padded)
+    at_once = alone and config.exchange.dedup == "both" and not config.exchange.first_use and not any(padded)
     joined = context.groups if context.groups.joined else None
     for group, pads, keys in zip(groups, padded, by_table, strict=True):
         if at_once:
             plans.append(plan_lookups_of_one_rank(list(keys)))
         else:
             ids = group.layout.ids
-            plans.append(plan_lookups(list(keys), ids, world, dedup, config.first_use, pads, joined))
+            plans.append(plan_lookups(list(keys), ids, world, dedup, config.exchange.first_use, pads, joined))
         counts.occurrences += sum(map(len, keys))
     sizes = to_host(torch.stack([plan.sizes for plan in plans]))  # (tables, 1 or 2, M, W)
     tables = [plan.input_dist(each) for plan, each in zip(plans, sizes.tolist(), strict=True)]

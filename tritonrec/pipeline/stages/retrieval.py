@@ -139,7 +139,7 @@ def _retrieve(
         if before is not None:
             kept.append(_common(before.tables[number], every, padded))
             counts.kept += len(kept[-1].now) if kept[-1].count is None else kept[-1].count
-        if context.config.dedup in ("lookup", "both"):
+        if context.config.exchange.dedup in ("lookup", "both"):
             table_keys = TableKeys(keys, found.handles, kept[-1] if kept else None)
             buffer.append(fetch(context, table, table_keys, counts))
         else:

@@ -18,7 +18,7 @@ def prefetch(context: Context, window: Window) -> Samples:
         batch.validate()
         if context.device.type != "cpu":  # keys are made there, and their values are not looked at
             context.tables.validate(batch.lookups())
-        cut = split(batch, config.micro_batches, config.clustering, config.taper)
+        cut = split(batch, config.micro_batches, config.clustering, config.exchange.taper)
         parts += batch.parts(cut)
     missing = config.window_micro_batches - len(parts)  # a run's last window
     nothing = window.batches[-1].select(torch.arange(0))

@@ -51,7 +51,7 @@ def exchange(
     In ``exchange_precision``, which rounds this rank's rows for itself too: no bit depends on who owns a row.
     """
     dims = [group.table.dim for group in context.tables.groups]
-    precision = context.config.exchange_precision
+    precision = context.config.exchange.precision
     if not embeddings:
         sizes = zip(buffer, routes.tables, dims, strict=True)
         embeddings.extend(
