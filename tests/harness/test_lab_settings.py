@@ -61,7 +61,8 @@ def test_switches_are_the_fields_of_the_window():
 
 
 def test_an_unknown_switch_lists_those_there_are():
-    names = {each.name for each in PLAIN} - {"micro_batches", "seed"} | {"replicas"}
+    record = {"dedup", "first_use", "taper", "skip_fetch", "exchanges", "exchange_sums", "exchange_precision"}
+    names = {each.name for each in PLAIN} - {"micro_batches", "seed"} | {"replicas"} | record
     known = re.escape(", ".join(sorted(names)))
     with pytest.raises(LabError, match=f"--switch 'clusterin': unknown; the switches are {known}$"):
         parse_switches(["clusterin"])
