@@ -12,14 +12,15 @@ from tritonrec.harness.cli import app
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-EMULATED = "test_training.py", "test_graphs.py", "test_threads.py", "test_hot_keys.py"
-SPLIT = "test_split_products.py"
-KERNELS = [str(HERE / name) for name in ("test_triton_kernels.py", SPLIT, *EMULATED[2:])]
+FEW = "test_split_products.py", "test_threads.py", "test_hot_keys.py"
+KERNELS = [str(HERE / name) for name in ("test_triton_kernels.py", *FEW)]
 QUICK = [
-    *(str(HERE / name) for name in (*EMULATED, SPLIT)),
+    *(str(HERE / name) for name in FEW),
     str(ROOT / "tests/kernels/test_hash_table_used.py::test_kernels_read_as_many_bytes_of_any_table"),
 ]
 """What only an emulation can run, in every `make test`."""
+TRAINING = [str(HERE / name) for name in ("test_training.py", "test_graphs.py")]
+"""Whose sixty kernels take minutes to compile."""
 
 
 def run(*command, **changes):
@@ -41,12 +42,20 @@ def test_small_triton_kernels_pass_in_three_schedules(arch):
     assert "product_kernel" in done.stdout
 
 
-@pytest.mark.timeout(900)  # with cold caches it compiles sixty kernels, for minutes on a shared core
-def test_the_command_runs_a_training_step_on_emulated_kernels():
-    done = run("tritonrec", "emulate", "--", "pytest", "-q", "-m", "not slow", *QUICK)
+@pytest.mark.timeout(900)  # with cold caches, on a shared core
+@pytest.mark.parametrize(
+    ("tests", "kernel"),
+    [
+        (QUICK, "segment_sum.segment_sum_kernel"),
+        pytest.param(TRAINING, "sparse_optimizers.elementwise_kernel", marks=pytest.mark.slow),
+    ],
+    ids=["kernels", "training"],
+)
+def test_the_command_runs_tests_on_emulated_kernels(tests, kernel):
+    done = run("tritonrec", "emulate", "--", "pytest", "-q", "-m", "not slow", *tests)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout and "emulated sm_90" in done.stdout
-    assert "sparse_optimizers.elementwise_kernel" in done.stdout
+    assert kernel in done.stdout
 
 
 @pytest.mark.slow
