@@ -49,3 +49,17 @@ def test_a_first_call_loads_no_compiler_of_torch():
 
 def test_the_command_line_starts_without_torch():
     assert loaded_by(["import tritonrec.harness.cli"], ("torch", *HEAVY)) == [[]]
+
+
+def test_a_training_step_loads_no_tool():
+    """What stands around the core is imported by whoever uses it."""
+    step = (
+        "from tritonrec.harness.job import Job; from tritonrec.distributed import Communicators; "
+        "from tritonrec.pipeline import Trainer; job = Job('zipf:users=20,items=20'); "
+        "_ = Trainer(*job.build('adam'), Communicators.local()).step(job.loader().batch(0))"
+    )
+    tools = tuple(f"tritonrec.{name}" for name in ("resilience", "serving", "slipstream", "torchrec"))
+    harness = tuple(
+        f"tritonrec.harness.{name}" for name in ("emulator", "fuzz", "lab", "simulator", "verify")
+    )
+    assert loaded_by([step, f"import {tools[2]}"], tools + harness) == [[], [tools[2]]]

@@ -47,7 +47,6 @@ from ..embedding import (
 )  # fmt: skip
 from ..nn import DLRM, GRM, HSTU, DLRMConfig, FuXi, FuXiConfig, GRMConfig, HSTUConfig, LayerConfig
 from ..settings import MOST, seed_setting, setting
-from ..slipstream import SlipstreamConfig
 from .devices import Target
 from .streams import SHARDS, clicks, grouped, known_words, sequences, windows
 
@@ -89,7 +88,7 @@ class Job:
         stream: a log in files is written once as shards, which are streamed; else it is read whole.
         dynamic: cut batches by tokens instead of samples (MTGRBoost, Algorithm 1); they depend on the world
             size then.
-        slipstream: of `verify`'s cases only: dropped inputs are trained on no more.
+        slipstream: a `SlipstreamConfig`, of `verify`'s cases only: dropped inputs are trained on no more.
         wrapping: of `verify`'s cases only: what of torch is around the layers of the dense model: FSDP2's
             `fully_shard`, or `torch.utils.checkpoint.checkpoint`.
         fused: the dense optimizer is a fused one.
@@ -134,7 +133,7 @@ class Job:
     balance: bool = setting(False, "Deal a batch's samples to ranks by cost; no bit changes.")
     stream: bool = setting(True, "Stream a log in files, and do not read it whole.")
     dynamic: bool = setting(False, "Cut batches by tokens instead of samples.")
-    slipstream: SlipstreamConfig | None = None
+    slipstream: Any = None
     wrapping: Wrapping = ""
     fused: bool = True
     split: str = setting(
