@@ -1,7 +1,20 @@
 """From the first window in flight to the last: what belongs to the lanes meanwhile, and how it is given back.
 
 Between runs the caller owns the model, tables and optimizer. During a run the trainer does, and any other
-access raises RuntimeError: its values would belong to no step, or to one that depends on timing.
+access raises RuntimeError: its values would belong to no step, or to one that depends on timing. Four objects
+share this, each for as long as it is there::
+
+    BatchReader      of a run        reads the batches of the next window on its own lane
+    PendingWindows   of a trainer    the windows that were read and are not finished, oldest first
+    Flight           of a trainer    begins with the first of these and ends with the last: takes over the
+                                     model, tables and optimizer, checks what the caller does, gives them back
+    InFlight         of each table,  what others ask before they touch it: is it in flight, and in which steps
+                     model, optimizer
+
+    time ---->  window 4 ------------.        read, begun, finished
+                      window 5 ------------.
+                            window 6 ------------.
+                |<------- one flight ----------->|<- the caller's turn: save, load, evaluate, change rates
 """
 
 from __future__ import annotations
