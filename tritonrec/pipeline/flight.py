@@ -4,7 +4,7 @@ Between runs the caller owns the model, tables and optimizer. During a run the t
 access raises RuntimeError: its values would belong to no step, or to one that depends on timing. Four objects
 share this, each for as long as it is there::
 
-    BatchReader      of a run        reads the batches of the next window on its own lane
+    BatchReader      of a trainer    reads the batches of the next window on its own lane
     PendingWindows   of a trainer    the windows that were read and are not finished, oldest first
     Flight           of a trainer    begins with the first of these and ends with the last: takes over the
                                      model, tables and optimizer, checks what the caller does, gives them back
