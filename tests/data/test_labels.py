@@ -31,7 +31,7 @@ def rated(low: float, high: float, step: float = 1.0) -> Interactions:
 
 SCALES = {
     "0 or 1": (rated(0, 1), r"none of \d+ ratings are at least 4.*from 0 to 1; set label_threshold", 1),
-    "0 to 100": (rated(10, 100, 10), r"all of \d+ ratings are at least 4.*from 10 to 100; set", 60),
+    "0 to 100": (rated(10, 100, 10), r"ratings go up to 100, .*set label_threshold", 60),
     "one value": (rated(3, 3), r"none of \d+ ratings are at least 4", None),
 }
 

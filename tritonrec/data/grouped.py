@@ -88,7 +88,7 @@ def windows_of(
         buckets = buckets_of(log.rows())
         write_windows(log.parts(), scratch, *sizes, report, buckets, *log.features(), split)
 
-    other = () if split == LEAVE_ONE_OUT else (str(split),)
+    other = ("label rule",) if split == LEAVE_ONE_OUT else ("label rule", str(split))
     return _events_made("windows", source, format, words, write, *sizes, *other)
 
 

@@ -32,6 +32,13 @@ COUNTED_STEPS = 256
 Metrics = dict[str, float]
 
 
+def label_rule(loader: Epochs) -> str:
+    """What the labels were made of, where nobody has chosen it; empty otherwise."""
+    if isinstance(loader, ClickLoader):
+        return loader.log.label_rule
+    return loader.label_rule if isinstance(loader, (ImpressionLoader, ImpressionStream)) else ""
+
+
 def metric_names(loader: Epochs) -> list[str]:
     """Of what `evaluate_model` gives."""
     if isinstance(loader, (ClickLoader, ClickStream)):
