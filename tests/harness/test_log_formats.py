@@ -119,6 +119,18 @@ def test_ratings_on_a_larger_scale_need_a_threshold(tmp_path, model, stream):
     rows = [f"{n % 9},{n % 30},{1_600_000_000 + n},{n % 10 + 1}" for n in range(200)]
     (tmp_path / "log.csv").write_text("\n".join(["user,item,timestamp,rating", *rows]) + "\n")
     job = Job(f"csv:{tmp_path}/log.csv", model, batch_size=8, max_exposed=2, stream=stream)
-    with pytest.raises(ValueError, match="ratings go up to 10.*set label_threshold"):
+    with pytest.raises(ValueError, match=r"ratings go up to 10.*set label_threshold"):
         job.loader()
     assert replace(job, format=LogFormat(label_threshold=7)).loader().batch(0).num_samples == 8
+
+
+@pytest.mark.parametrize("model", ["hstu", "grm"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_split_that_holds_nothing_out_is_refused_before_training(log, model, stream):
+    job = Job(f"csv:{log}?{SETTINGS}&rating=stars", model, batch_size=8, max_exposed=2, stream=stream)
+    late = replace(job, split="time:1700000000000")
+    with pytest.raises(ValueError, match=r"held out for test: .*\(--split time:1700000000000\)"):
+        train(Communicators.local(), Run(late, steps=99), quiet=True)
+    if stream:
+        with pytest.raises(ValueError, match=r"goes by all events of the log.*--no-stream"):
+            replace(job, split="time:0.8,0.1,0.1").loader()

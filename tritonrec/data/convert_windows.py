@@ -82,8 +82,9 @@ def write_windows(
         report: called with the numbers of interactions that are dealt to buckets.
         buckets: users are divided into so many, and one is in memory at a time.
 
-    Raises the errors of `ImpressionLoader`.
+    Raises the errors of `ImpressionLoader`, and ValueError for a split by shares of all events.
     """
+    split.check_streamed()  # a bucket has times of its own
     held_out: dict[Part, pq.ParquetWriter] = {}
     written, about = 0, dict[str, Any]()
     events, positive = 0, np.zeros(1, dtype=np.int64)
