@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from datetime import timedelta
 from itertools import product
 from types import SimpleNamespace
 from unittest import mock
@@ -13,7 +14,7 @@ import torch
 from speeds import slow_except
 
 from tritonrec.data import JaggedBatch
-from tritonrec.distributed import Communicators, RanksDisagreeError, check_ranks_agree
+from tritonrec.distributed import Communicators, RankPool, RanksDisagreeError, check_ranks_agree
 from tritonrec.embedding import Eviction, HashTableCollection, RowOptimizer, TablePolicy
 from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
@@ -327,6 +328,66 @@ def test_ranks_that_change_nothing_or_the_same_go_on(pool):
         assert pool.run(message_between_runs, 2, None, "nestpipe", single) == [([0, 1, 2, 3, 4], "")] * 2
 
 
+def message_of_rates(communicators, mode, of_rows, update):
+    """The error of a run in which the last rank has another rate in an update, that no probe sees."""
+    differs = communicators.rank == communicators.world_size - 1
+
+    def rate(number):
+        return 0.025 if differs and number == update else 0.05
+
+    model, tables, optimizer = JOB.build("adam")
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: rate(done + 1) / 0.05)
+    if of_rows:
+        scheduler = None
+        tables = HashTableCollection(JOB.features(), RowOptimizer("adam", rate), seed=JOB.seed)
+    loader, done = JOB.loader(communicators.rank, communicators.world_size), []
+    try:
+        with Trainer(
+            model, tables, optimizer, communicators, mode, WindowConfig(2), scheduler=scheduler
+        ) as trainer:
+            done.extend(result.step for result in trainer.run(map(loader.batch, range(6))))
+    except (RanksDisagreeError, StageFailedError) as error:
+        return done, str(error)
+    return done, ""
+
+
+@pytest.mark.parametrize("mode", ["nestpipe", "fwp"])
+@pytest.mark.parametrize(
+    "of_rows, update", slow_except([(False, 3), (True, 3)], [*product((False, True), (3, 6))])
+)
+def test_a_rate_of_one_rank_in_the_middle_of_a_run_is_named(pool, mode, of_rows, update):
+    outcomes = pool.run(message_of_rates, 2, mode, of_rows, update)
+    named = (
+        "the learning rate of table item"
+        if of_rows
+        else "the learning rate of group 0"
+        if mode == "nestpipe" or update == 6
+        else "group 0 of optimizer="
+    )
+    for done, message in outcomes:
+        assert f"rank 1 has {named}" in message and "give every rank the same" in message, (done, message)
+    assert outcomes[0][0] == outcomes[1][0]
+
+
+def other_rate_in_flight(communicators):
+    model, tables, optimizer = JOB.build("adam")
+    loader = JOB.loader(communicators.rank, communicators.world_size)
+    try:
+        with Trainer(model, tables, optimizer, communicators, "nestpipe", WindowConfig(2)) as trainer:
+            for result in trainer.run(map(loader.batch, range(6))):
+                if result.step == 1 and communicators.rank == 1:
+                    optimizer.param_groups[0]["lr"] = 0.04
+    except (RuntimeError, StageFailedError) as error:
+        return str(error)
+
+
+def test_a_rate_that_one_rank_changes_in_flight_is_named_on_the_others():
+    with RankPool([(2, 1)], timedelta(seconds=6)) as pool:
+        refused = "lr of group 0 of Adam was changed from 0.05 to 0.04 while steps"
+        others, own = pool.run(other_rate_in_flight, 2)
+    assert own.startswith(refused) and f"rank 1 has failed: RuntimeError: {refused}" in others
+
+
 def autocast_of_one(communicators):
     model, tables, optimizer = JOB.build("adam")
     loader = JOB.loader(communicators.rank, communicators.world_size)
@@ -403,22 +464,24 @@ def differ(*ranks):
 
 def test_words_of_samples_tell_those_that_are_shared():
     plain, other = CallerSettings(), CallerSettings((("cpu", torch.bfloat16),))
-    first = words_of(plain, 7, [some(1, 2), some(-5)])
-    assert first == words_of(plain, 7, [some(-5, 1), some(2)]) and differ(first, first)
-    assert differ(first, words_of(plain, 7, [some(9, 2, 4)]))  # a part, in a run's first window
-    assert not differ(first, words_of(plain, 7, [some(9, 3, 4)]))
-    assert differ(first, words_of(plain, 8, [some(9, 3, 4)]))  # another state
-    assert differ(first, words_of(other, 7, [some(9, 3, 4)]))
-    assert not differ(first, words_of(plain, 0, [some(9, 3, 4)]))  # elsewhere no run begins
-    later = words_of(plain, 0, [some(1, 2, 3)])
-    assert not differ(later, words_of(plain, 0, [some(3, 4, 5)]))  # as the end of an epoch may be filled up
-    assert differ(later, words_of(plain, 0, [some(3, 2, 1)]))
-    empty = words_of(plain, 7, [some()])
+    first = words_of(plain, 7, [some(1, 2), some(-5)], {})
+    assert first == words_of(plain, 7, [some(-5, 1), some(2)], {}) and differ(first, first)
+    assert differ(first, words_of(plain, 7, [some(9, 2, 4)], {}))  # a part, in a run's first window
+    assert not differ(first, words_of(plain, 7, [some(9, 3, 4)], {}))
+    assert differ(first, words_of(plain, 8, [some(9, 3, 4)], {}))  # another state
+    assert differ(first, words_of(other, 7, [some(9, 3, 4)], {}))
+    assert not differ(first, words_of(plain, 0, [some(9, 3, 4)], {}))  # elsewhere no run begins
+    later = words_of(plain, 0, [some(1, 2, 3)], {})
+    assert not differ(
+        later, words_of(plain, 0, [some(3, 4, 5)], {})
+    )  # as the end of an epoch may be filled up
+    assert differ(later, words_of(plain, 0, [some(3, 2, 1)], {}))
+    empty = words_of(plain, 7, [some()], {})
     assert empty.samples == 0 and not differ(empty, empty, first)  # ranks without samples
     assert not differ(Words(), Words(), first)
-    many = words_of(plain, 7, [some(*range(1000))])
+    many = words_of(plain, 7, [some(*range(1000))], {})
     assert len(many.lowest) == LOWEST and all(many.lowest)
-    assert differ(many, words_of(plain, 7, [some(*range(500))]))
+    assert differ(many, words_of(plain, 7, [some(*range(500))], {}))
 
 
 class Running(torch.nn.Module):

@@ -4,7 +4,8 @@ Between runs the model, its optimizer and its buffers are the caller's, on each 
 that every window exchanges anyway carries digests of them, and of the samples: no rank waits for more. Where
 two ranks' digests differ, all ranks exchange words, and say which rank has what::
 
-    settings   in every window          what holds on the caller's thread: autocast, the default device
+    settings   in every window          what holds on the caller's thread: autocast, the default device;
+                                        rates of its rows, and of dense updates done since the last one
     state      in a run's first window  thread counts and flags of torch, modes of modules, learning rates;
                                         sums of the bits of parameters, buffers and optimizer states
     samples    in every window          of all ids; in a run's first window also the smallest hashes of ids
@@ -109,10 +110,14 @@ class RunAgreement:
                 _moving.setdefault(self.dense.model, set()).update(moved)
             self._versions = {}
 
-    def settle(self, words: Words, settings: CallerSettings, step: int, sample_ids: torch.Tensor) -> None:
+    def settle(
+        self, words: Words, settings: CallerSettings | None, step: int, sample_ids: torch.Tensor
+    ) -> None:
         """Raise `RanksDisagreeError` on every rank where ranks differ. Collective over all ranks."""
         own: dict[str, Any] = {"rank": self.communicators.rank, "here": {}, "samples": None}
-        own["thread"] = {"autocast": str(settings.autocast), "default device": str(settings.device)}
+        own["thread"] = {name: str(rate) for name, rate in words.rates.items()}
+        if settings is not None:
+            own["thread"] |= {"autocast": str(settings.autocast), "default device": str(settings.device)}
         if words.state:
             here = {**self.describe(), **self._here}
             own["here"] = {name: str(value) for name, value in here.items()}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,14 @@ class Words:
 
     Args:
         lowest: `LOWEST` hashes of the window's samples, ascending, then zeros.
+        rates: learning rates by what to call them, which are in the digest `settings`.
     """
 
     settings: int = 0
     state: int = 0
     samples: int = 0
     lowest: tuple[int, ...] = (0,) * LOWEST
+    rates: Mapping[str, float | None] = field(default_factory=dict)
 
     @property
     def row(self) -> list[int]:
@@ -54,7 +56,9 @@ def may_differ(rows: Sequence[Sequence[int]]) -> bool:
     return len({*samples}) < len(samples) or len({*lowest}) < len(lowest)
 
 
-def words_of(settings: CallerSettings, state: int, batches: Sequence[Any]) -> Words:
+def words_of(
+    settings: CallerSettings, state: int, batches: Sequence[Any], rates: Mapping[str, float | None]
+) -> Words:
     """The words of a window of these batches; `state` as of `RunAgreement.begin`, 0 in a later window."""
     hashes = _hashes([batch.sample_ids for batch in batches])
     lowest = [0] * LOWEST
@@ -62,7 +66,12 @@ def words_of(settings: CallerSettings, state: int, batches: Sequence[Any]) -> Wo
         smallest = np.unique(hashes)[:LOWEST].tolist()
         lowest[: len(smallest)] = smallest
     samples = int(hashes.sum(dtype=np.int64)) | 1 if len(hashes) else 0
-    return Words(digest(repr(settings)), state, samples, tuple(lowest))
+    return Words(digest(repr((settings, rates))), state, samples, tuple(lowest), rates)
+
+
+def words_of_end(rates: Mapping[str, float | None]) -> Words:
+    """The words of a rank whose batches have ended."""
+    return Words(settings=digest(repr(rates)), rates=rates)
 
 
 def _hashes(ids: Sequence[torch.Tensor]) -> np.ndarray:
