@@ -361,7 +361,7 @@ def test_a_rate_of_one_rank_in_the_middle_of_a_run_is_named(pool, mode, of_rows,
         "the learning rate of table item"
         if of_rows
         else "the learning rate of group 0"
-        if mode == "nestpipe" or update == 6
+        if mode == "nestpipe"
         else "group 0 of optimizer="
     )
     for done, message in outcomes:
