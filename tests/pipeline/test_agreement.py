@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import replace
 from datetime import timedelta
@@ -271,7 +272,9 @@ LATER = {
 QUICK_CHANGES = ["buffer", "parameter's data", "learning rate", "frozen rows", "threads"]
 
 
-def message_between_runs(communicators, change, mode="nestpipe", single=False, before=2, consistency="batch"):
+def message_between_runs(
+    communicators, change, mode="nestpipe", single=False, before=2, consistency="batch", everyone=False
+):
     """The error of a second run, before which the last rank does `change`; results there were."""
     model, tables, optimizer = JOB.build("adam")
     model.register_buffer("shift", torch.arange(4, dtype=torch.float32))
@@ -288,7 +291,7 @@ def message_between_runs(communicators, change, mode="nestpipe", single=False, b
                     done.extend(result.step for result in trainer.run(map(loader.batch, steps)))
 
             run(range(before))
-            if change is not None and communicators.rank == communicators.world_size - 1:
+            if change is not None and (everyone or communicators.rank == communicators.world_size - 1):
                 change(trainer)
             run(range(before, before + 3))
     except (RanksDisagreeError, StageFailedError) as error:
@@ -321,6 +324,78 @@ def test_every_mode_and_single_steps_compare_too(pool, mode, single):
 def test_replicas_compare_too_and_name_the_rank_among_all(pool):
     outcomes = pool.run(message_between_runs, 4, change_buffer, replicas=2)
     assert all("rank 3 has buffer shift=" in message and "rank 0 has" in message for _, message in outcomes)
+
+
+def load_rows(trainer):
+    ids, rows = trainer.tables.export()["item"]
+    trainer.tables.load("item", ids[2:4], rows[2:4] * 0.5)
+
+
+def load_all_rows(trainer):
+    _ids, rows = trainer.tables.export()["item"]
+    state = trainer.tables.state()
+    state["item"]["rows"] = rows * 0.5
+    trainer.tables.load_state(state)
+
+
+def erase_rows(trainer):
+    (group,) = trainer.tables.groups
+    group.table.erase(group.table.keys()[3:5])
+
+
+def update_rows(trainer):
+    (group,) = trainer.tables.groups
+    keys = group.table.keys()[:1]
+    group.table.update(group.table.find(keys), torch.ones(1, group.table.row_width))
+
+
+def load_the_same_rows(trainer):
+    ids, rows = trainer.tables.export()["item"]
+    trainer.tables.load("item", ids[:5], rows[:5])
+
+
+ROWS = {"load": load_rows, "load_state": load_all_rows, "erase": erase_rows, "update": update_rows}
+
+
+@pytest.mark.parametrize("name", slow_except(["load", "update"], ROWS))
+@pytest.mark.parametrize("single", [True, False])
+def test_rows_that_one_replica_s_caller_writes_are_named(pool, name, single):
+    outcomes = pool.run(message_between_runs, 4, ROWS[name], "nestpipe", single, replicas=2)
+    for done, message in outcomes:
+        assert done == [0, 1], message
+        assert re.search(
+            r"step 2: rank 3 has row of id \d+ of table item=values with sum \w{16} and rank 2", message
+        )
+
+
+def test_rows_that_all_write_alike_or_that_stay_as_they_are_pass(pool):
+    for change, everyone in ((load_rows, True), (update_rows, True), (load_the_same_rows, False)):
+        outcomes = pool.run(
+            message_between_runs, 4, change, "nestpipe", False, 2, "batch", everyone, replicas=2
+        )
+        assert outcomes == [([0, 1, 2, 3, 4], "")] * 4
+
+
+def other_rows_at_first(communicators):
+    model, tables, optimizer = JOB.build("adam")
+    loader = JOB.loader(communicators.rank, communicators.world_size)
+    tables.load("item", torch.tensor([7]), torch.full((1, tables.groups[0].table.row_width), 1.0))
+    if communicators.rank == 1:
+        load_rows_of(tables)
+    try:
+        with Trainer(model, tables, optimizer, communicators, "fwp", WindowConfig(2)) as trainer:
+            list(trainer.run(map(loader.batch, range(2))))
+    except (RanksDisagreeError, StageFailedError) as error:
+        return str(error)
+
+
+def load_rows_of(tables):
+    tables.load("item", torch.tensor([7]), torch.full((1, tables.groups[0].table.row_width), 2.0))
+
+
+def test_rows_that_differ_from_the_start_are_named(pool):
+    for message in pool.run(other_rows_at_first, 2, replicas=2):
+        assert "rank 1 has row of id 7 of table item=values with sum" in message
 
 
 def test_ranks_that_change_nothing_or_the_same_go_on(pool):

@@ -22,6 +22,7 @@ from .selection import select, valid
 from .snapshot import Snapshot
 from .stored_table import StoredTable, make_table
 from .stream_lock import StreamLock
+from .written_rows import WrittenRows
 
 BLOCK = 4096
 """Rows evicted or demoted under one lock; this bounds the wait of an update."""
@@ -59,10 +60,15 @@ class TrainedTable:
             torch.zeros(size, dtype=torch.int64, device=self.device if self.padded else None)
             for size in (3, ())
         )
+        self.written: WrittenRows | None = None  # of a table with copies on other ranks
         self._before = [0, 0, 0]
         # `_updating` is held while rows that exist are updated, moved or erased; `_lock` briefly, for
         # metadata, candidates and counters. In this order.
         self._updating, self._lock = StreamLock(self.device), StreamLock(self.device)
+
+    def _note_written(self, keys: torch.Tensor | None) -> None:
+        if self.written is not None:
+            self.written.add(keys)
 
     def _begin(self, initial_rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Make all that depends on rows, for a table without any."""
@@ -199,6 +205,7 @@ class TrainedTable:
         float32 otherwise.
         """
         self.in_flight.check("update")
+        self._note_written(None)
         self._check_device("handles", handles)
         self._check_device("values", values)
         self._check_values(len(handles), values)
@@ -260,6 +267,7 @@ class TrainedTable:
         Later updates of the old handle are dropped. Admission counts are erased too.
         """
         self.in_flight.check("erase")
+        self._note_written(keys)
         self._check_device("keys", keys)
         with self._updating, self._lock:
             if self._candidates is not None:

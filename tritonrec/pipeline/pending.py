@@ -144,7 +144,10 @@ class PendingWindows:
                 state = self.agreement.begin(self.single) if begins else 0
                 # The same on all ranks: windows begin and end in one order, whatever the lanes have done.
                 rates = self.take_used() | row_rates(self._tables, window.update + 1)
-                window = replace(window, words=words_of(window.settings, state, window.batches, rates))
+                words = words_of(window.settings, state, window.batches, rates)
+                if begins:
+                    words = replace(words, **self.agreement.written_rows())
+                window = replace(window, words=words)
             except BaseException:
                 if begins:
                     self._end_flight()
@@ -159,6 +162,8 @@ class PendingWindows:
     def loaded(self) -> None:
         """A state was loaded: steps may begin at any."""
         self._used = {}
+        if self.agreement is not None:
+            self.agreement.loaded()
         self._read = -1
 
     def note_used(self, rates: Sequence[float], window: Window) -> None:

@@ -177,8 +177,9 @@ class Trainer:
         if communicators.world_size > 1:
             given = tables, self.dense, mode, self.config, self._schedule, self._device, self.impl
             self._pending.agreement = RunAgreement(
-                communicators, tables, self.dense, partial(settings_of, *given)
-            )
+                communicators, tables, self.dense, partial(settings_of, *given),
+                communicators.replicas > 1 and not self.config.average_every,
+            )  # fmt: skip
         self._program = Program(
             self._schedule, tables, self.dense, communicators, self.config, self._pending.flight,
             self._device, self._pending.agreement,
