@@ -146,7 +146,8 @@ class PendingWindows:
                 rates = self.take_used() | row_rates(self._tables, window.update + 1)
                 words = words_of(window.settings, state, window.batches, rates)
                 if begins:
-                    words = replace(words, **self.agreement.written_rows())
+                    rows, shard = self.agreement.written_rows()
+                    words = replace(words, rows=rows, shard=shard)
                 window = replace(window, words=words)
             except BaseException:
                 if begins:

@@ -73,7 +73,6 @@ class RunAgreement:
     _begun: int = 0  # runs of a single step
     _here: dict[str, object] = field(default_factory=dict)  # of the caller's thread, when the run began
     _versions: dict[str, int] = field(default_factory=dict)  # of the buffers, when the run began
-
     _written: list[torch.Tensor] = field(default_factory=list)  # keys (n,) of each group, before this run
 
     def __post_init__(self) -> None:
@@ -99,11 +98,11 @@ class RunAgreement:
             sums = self._sums(thorough)
         return digest(repr((self._here, modules, trained, numbers, rows, epochs, self.tables.seed, sums)))
 
-    def written_rows(self) -> dict[str, int]:
-        """The words of rows that the caller of this rank has written; none without exact replicas."""
+    def written_rows(self) -> tuple[int, int]:
+        """A sum of the rows that the caller of this rank has written, and its shard; 0 without replicas."""
         self._written = []
         if not self.compares_rows:
-            return {}
+            return 0, 0
         found = 0
         with as_lane():
             for place, group in enumerate(self.tables.groups):
@@ -112,7 +111,7 @@ class RunAgreement:
                 self._written.append(keys)
                 found += int(((keys * 2 + 2 * place + 1) * (sums_of(group.table, keys) | 1)).sum())
         found = (found + 2**63) % 2**64 - 2**63
-        return {"rows": found, "shard": self.communicators.shard}
+        return found, self.communicators.shard
 
     def loaded(self) -> None:
         """All ranks have loaded one state."""

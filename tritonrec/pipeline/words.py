@@ -41,7 +41,7 @@ class Words:
     @classmethod
     def of_row(cls, row: Sequence[int]) -> Words:
         """The words of a `row`."""
-        return cls(*row[:5], tuple(row[5:]))
+        return cls(row[0], row[1], row[2], row[3], row[4], tuple(row[5:]))
 
 
 WIDTH = len(Words().row)
