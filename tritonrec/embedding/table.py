@@ -69,6 +69,7 @@ class DynamicTable(TrainedTable):
 
     def keys(self) -> torch.Tensor:
         """(n,) int64, ascending."""
+        self.in_flight.check("keys")
         with self._updating:
             return self._items()[0]
 

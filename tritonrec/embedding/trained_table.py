@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ..distributed import CorruptionError
+from ..kernels.checksums import row_checksums
 from ..kernels.padding import report
 from .candidates import Candidates
 from .device_numbers import Arriving
@@ -167,6 +168,13 @@ class TrainedTable:
         if bool(absent.any()):
             values[absent] = self.initial_rows(keys[absent])
         return values
+
+    def row_sums(self, keys: torch.Tensor) -> torch.Tensor:
+        """(K,) int64 on the host: checksums of the rows of `keys` (K,), of an absent one's initial row."""
+        sums = [torch.empty(0, dtype=torch.int64)]
+        for part in keys.to(self.device).split(1 << 16) if len(keys) else ():
+            sums.append(row_checksums(self.gather(self.find(part), part)).cpu())
+        return torch.cat(sums)
 
     @property
     def admits_all(self) -> bool:

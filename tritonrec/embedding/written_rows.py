@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 
-from ..kernels.checksums import row_checksums
 from .in_flight import is_lane
-
-if TYPE_CHECKING:
-    from .table import DynamicTable
-
-CHUNK = 1 << 16
-"""Rows that are read at a time."""
 
 
 class WrittenRows:
@@ -32,22 +25,12 @@ class WrittenRows:
         elif not self._all:
             self._keys.append(keys.cpu().clone())
 
-    def take(self, table: DynamicTable) -> torch.Tensor:
-        """Their keys (n,) int64 on the host, ascending."""
-        keys = (
-            table.keys().cpu() if self._all else torch.cat([torch.empty(0, dtype=torch.int64), *self._keys])
-        )
+    def take(self, keys: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Their keys (n,) int64 on the host, ascending, of a table with these `keys`."""
+        known = [keys().cpu()] if self._all else [torch.empty(0, dtype=torch.int64), *self._keys]
         self.clear()
-        return keys.unique()
+        return torch.cat(known).unique()
 
     def clear(self) -> None:
         """Forget them: all ranks have written the same."""
         self._keys, self._all = [], False
-
-
-def sums_of(table: DynamicTable, keys: torch.Tensor) -> torch.Tensor:
-    """(n,) int64 on the host: checksums of the rows of `keys` (n,), of an absent one's initial row."""
-    sums = [torch.empty(0, dtype=torch.int64)]
-    for part in keys.to(table.device).split(CHUNK) if len(keys) else ():
-        sums.append(row_checksums(table.gather(table.find(part), part)).cpu())
-    return torch.cat(sums)

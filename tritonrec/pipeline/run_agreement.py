@@ -27,7 +27,7 @@ from ..distributed import Communicators, RanksDisagreeError
 from ..distributed.agreement import differences
 from ..embedding import HashTableCollection
 from ..embedding.in_flight import as_lane
-from ..embedding.written_rows import WrittenRows, sums_of
+from ..embedding.written_rows import WrittenRows
 from ..kernels.checksums import checksum, sums_of_bits
 from .dense import DenseModel
 from .dense_checks import is_sharded
@@ -107,9 +107,9 @@ class RunAgreement:
         with as_lane():
             for place, group in enumerate(self.tables.groups):
                 assert group.table.written is not None
-                keys = group.table.written.take(group.table)
+                keys = group.table.written.take(group.table.keys)
                 self._written.append(keys)
-                found += int(((keys * 2 + 2 * place + 1) * (sums_of(group.table, keys) | 1)).sum())
+                found += int(((keys * 2 + 2 * place + 1) * (group.table.row_sums(keys) | 1)).sum())
         found = (found + 2**63) % 2**64 - 2**63
         return found, self.communicators.shard
 
@@ -125,7 +125,7 @@ class RunAgreement:
         for group, written in zip(self.tables.groups, self._written, strict=True):
             keys = torch.cat(replicas.all_gather(written)).unique()
             with as_lane():
-                sums = sums_of(group.table, keys)
+                sums = group.table.row_sums(keys)
             differ = torch.stack(replicas.all_gather(sums)).ne(sums).any(0)
             for place in differ.nonzero().flatten()[:SHOWN].tolist():
                 name = f"row of {group.layout.describe(keys[place])}"
