@@ -71,8 +71,7 @@ def words_of(
         smallest = np.unique(hashes)[:LOWEST].tolist()
         lowest[: len(smallest)] = smallest
     samples = int(hashes.sum(dtype=np.int64)) | 1 if len(hashes) else 0
-    lowest_of = tuple(lowest)
-    return Words(digest(repr((settings, rates))), state, samples, lowest=lowest_of, rates=rates)
+    return Words(digest(repr((settings, rates))), state, samples, lowest=tuple(lowest), rates=rates)
 
 
 def words_of_end(rates: Mapping[str, float | None]) -> Words:
