@@ -189,3 +189,71 @@ def test_settings_win_over_the_preset_and_each_other(tmp_path):
     assert described(f"amazon-2014:{path}?ids=integers", LogFormat(ids="hashed")).endswith("?ids=integers")
     with pytest.raises(FileNotFoundError, match=r"the folder holds no ratings\.csv"):
         load(f"movielens-25m:{tmp_path}/published")
+
+
+AMAZON = "A2SUAM1J3GNN3B,0000013714,5.0,1394496000\nAKM1MP6P0OYPR,B00005N7P0,1.0,1394496001\n"
+
+
+def test_ratings_of_amazon_with_user_and_item_the_other_way_round_are_refused(tmp_path):
+    path = written(tmp_path, "ratings_Beauty.csv", AMAZON)
+    assert load(f"amazon-2014:{path}").words["item"].words.to_pylist() == ["0000013714", "B00005N7P0"]
+    for place in (path, path.parent):
+        with pytest.raises(ValueError, match=r"ratings_Beauty\.csv: .* other way round"):
+            load(f"amazon-2018:{place}")
+    with pytest.raises(ValueError, match="other way round"):
+        sequences_of(f"amazon-2018:{path}")
+    swapped = "\n".join(
+        ",".join([b, a, *rest]) for a, b, *rest in (line.split(",") for line in AMAZON.split())
+    )
+    path = written(tmp_path / "later", "All_Beauty.csv.gz", swapped)
+    assert load(f"amazon-2018:{path}").words["user"].words.to_pylist() == ["A2SUAM1J3GNN3B", "AKM1MP6P0OYPR"]
+    with pytest.raises(ValueError, match="other way round"):
+        load(f"amazon-2014:{path}")
+
+
+@pytest.mark.parametrize(
+    "word, names",
+    [
+        ("amazon-2018-reviews", ["All_Beauty.json.gz", "All_Beauty_5.json"]),
+        ("amazon-2014-reviews", ["reviews_Beauty.json", "reviews_Beauty_5.json.gz"]),
+        ("amazon-2018-reviews", ["All_Beauty.json.gz", "All_Beauty.json"]),
+        ("movielens-25m", ["ratings.csv", "ratings.csv.gz"]),
+    ],
+)
+def test_files_that_hold_the_same_events_are_not_read_twice(tmp_path, word, names):
+    text = "userId,movieId,rating,timestamp\n" + MOVIES if word == "movielens-25m" else REVIEWS
+    folder, _ = (written(tmp_path, name, text).parent for name in names)
+    with pytest.raises(ValueError, match="hold the same events: name one of them"):
+        load(f"{word}:{folder}")
+    assert len(load(f"{word}:{folder}/{names[1]}")) == 2
+
+
+REVIEW_2018 = (
+    '{"overall": 5.0, "vote": "1,234", "verified": true, "reviewTime": "09 1, 2016", "reviewerID": "A3CIUOJXQ5VDQ2", '
+    '"asin": "B0000530HU", "style": {"Size:": " 7.0 oz"}, "image": ["https://a"], "unixReviewTime": 1472688000}\n'
+    '{"overall": 2.0, "verified": false, "reviewerID": "A3H7T87S984REU", "asin": "0000013714", '
+    '"unixReviewTime": 1472688001}\n'
+)
+META = (
+    '{"category": ["All Beauty"], "also_buy": ["B00"], "price": "$12.99", "asin": "B0000530HU", "title": "x", '
+    '"categories": [["All"]], "rank": "1,234 in Beauty"}\n'
+)
+
+
+def test_fields_of_amazon_that_are_no_numbers_are_errors(tmp_path):
+    path = written(tmp_path, "All_Beauty.json", REVIEW_2018)
+    log = load(f"amazon-2018-reviews:{path}")
+    assert log.rating.tolist() == [5.0, 2.0] and log.words["item"].words.to_pylist()[1] == "0000013714"
+    assert load(f"amazon-2018-reviews:{path}?label=verified").feedback["verified"].tolist() == [1, 0]
+    with pytest.raises(ValueError, match="line 1: column vote has '1,234', expected a finite number"):
+        load(f"amazon-2018-reviews:{path}?rating=vote")
+    meta = written(tmp_path / "meta", "meta_All_Beauty.json", META)
+    with pytest.raises(ValueError, match=r"meta_All_Beauty\.json: no column 'reviewerID'; found category"):
+        load(f"amazon-2018-reviews:{meta}")
+    for settings, message in {
+        "dense=price&categories=asin": "line 1: column price has '\\$12.99', expected a finite number",
+        "dense=rank&categories=asin": "column rank has '1,234 in Beauty', expected a finite number",
+        "categories=also_buy": "column 'also_buy' is of type .*list.*, expected words",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            load(f"json:{meta}?label=title&label_threshold=1&{settings}&ids=words")

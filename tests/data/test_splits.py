@@ -151,8 +151,14 @@ def test_a_stream_has_the_parts_of_the_loader(rule, tmp_path):
 
 def test_shares_of_all_events_need_the_whole_log(tmp_path):
     write_sequences([LOG], tmp_path, rows_per_file=13, rows_per_group=4)
-    with pytest.raises(ValueError, match=r"goes by all events of the log, .* give times"):
-        NextItemStream(tmp_path, 8, 6, 2, seed=1, split=Split.parse("time:0.6,0.2,0.2"))
+    split, refusal = Split.parse("time:0.6,0.2,0.2"), r"goes by all events of the log, .*--no-stream"
+    with pytest.raises(ValueError, match=refusal):
+        NextItemStream(tmp_path, 8, 6, 2, seed=1, split=split)
+    with pytest.raises(ValueError, match=refusal):
+        NextItemStream(tmp_path, 8, 6, 2, seed=1, split=split, catalogue=torch.arange(9))
+    for buckets in (1, 4):  # each has times of its own
+        with pytest.raises(ValueError, match=refusal):
+            write_windows([LOG], tmp_path, 4, 3, rows_per_group=5, split=split, buckets=buckets)
 
 
 def some_score(batch):

@@ -7,8 +7,11 @@ import pytest
 from commands import invoke
 
 from tritonrec.data import ClickStream, LogFormat
+from tritonrec.distributed import Communicators
 from tritonrec.harness import streams
 from tritonrec.harness.job import Job
+from tritonrec.harness.train.loop import train
+from tritonrec.harness.train.run import Run
 
 HEADER = "when;who;what;stars"
 OPTIONS = ["--user-column", "who", "--item-column", "what", "--time-column", "when", "--time-unit", "ms"]
@@ -92,3 +95,42 @@ def test_a_log_without_a_header_is_described_by_options(tmp_path):
             "train", "--data", f"csv:{tmp_path}/log.dat", *more, *words, option, value
         )
         assert code == 2 and message in output
+
+
+@pytest.mark.parametrize(
+    "model, stream, said",
+    [
+        ("grm", True, "a rating of at least 4 is a click, of 5 a conversion"),
+        ("grm", False, "a rating of at least 4 is a click, of 5 a conversion"),
+        ("dlrm", False, "a rating of at least 4 is a click;"),
+    ],
+)
+def test_a_threshold_that_nobody_has_chosen_is_printed(log, capsys, model, stream, said):
+    chosen = replace(FORMAT, rating="stars")
+    job = Job(f"csv:{log}", model, batch_size=8, max_seq_len=8, max_exposed=2, format=chosen, stream=stream)
+    train(Communicators.local(), Run(job, steps=1))
+    assert f"labels: {said}" in capsys.readouterr().out
+    train(Communicators.local(), Run(replace(job, format=replace(chosen, label_threshold=3)), steps=1))
+    assert "labels:" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("model, stream", [("grm", True), ("grm", False), ("dlrm", False)])
+def test_ratings_on_a_larger_scale_need_a_threshold(tmp_path, model, stream):
+    rows = [f"{n % 9},{n % 30},{1_600_000_000 + n},{n % 10 + 1}" for n in range(200)]
+    (tmp_path / "log.csv").write_text("\n".join(["user,item,timestamp,rating", *rows]) + "\n")
+    job = Job(f"csv:{tmp_path}/log.csv", model, batch_size=8, max_exposed=2, stream=stream)
+    with pytest.raises(ValueError, match=r"ratings go up to 10.*set label_threshold"):
+        job.loader()
+    assert replace(job, format=LogFormat(label_threshold=7)).loader().batch(0).num_samples == 8
+
+
+@pytest.mark.parametrize("model", ["hstu", "grm"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_split_that_holds_nothing_out_is_refused_before_training(log, model, stream):
+    job = Job(f"csv:{log}?{SETTINGS}&rating=stars", model, batch_size=8, max_exposed=2, stream=stream)
+    late = replace(job, split="time:1700000000000")
+    with pytest.raises(ValueError, match=r"held out for test: .*\(--split time:1700000000000\)"):
+        train(Communicators.local(), Run(late, steps=99), quiet=True)
+    if stream:
+        with pytest.raises(ValueError, match=r"goes by all events of the log.*--no-stream"):
+            replace(job, split="time:0.8,0.1,0.1").loader()

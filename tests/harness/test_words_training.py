@@ -3,9 +3,13 @@
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+from pyarrow import csv
 
+from tritonrec.data import ClickStream
 from tritonrec.distributed import Communicators
 from tritonrec.harness.job import Job
 from tritonrec.harness.train.loop import train
@@ -96,6 +100,47 @@ def test_clicks_of_rated_words_train_and_keep_their_words(days, tmp_path):
     assert torch.equal(predictor.predict(dense, words), predictor.predict(dense, ids))
     with pytest.raises(ValueError, match="'no such' in row 1"):
         predictor.predict(dense, {**words, "user": ["U4", "no such"]})
+
+
+def write_clicks(path, seed, sites):
+    """Text, or Parquet by the path's suffix; a category's name is no name of a file."""
+    rng = np.random.default_rng(seed)
+    columns = {
+        "clicked": rng.integers(2, size=200),
+        "age": rng.random(200).round(3),
+        "site/page": [f"s{n}" for n in rng.integers(sites, size=200)],
+        "device": [f"d{n}" for n in rng.integers(5, size=200)],
+    }
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table(columns), path, row_group_size=20)
+    else:
+        csv.write_csv(pa.table(columns), path)
+    return f"{path}?label=clicked&dense=age&categories=site/page,device&ids=words"
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_streamed_clicks_of_words_go_on_with_the_next_day(days, tmp_path, suffix):
+    data = [write_clicks(tmp_path / f"{day}.{suffix}", day, 20 + 20 * day) for day in (1, 2)]
+    first = run_of(data[0], tmp_path / "run", model="dlrm", bottom=(4,), top=(4,))
+    assert isinstance(first.job.loader(), ClickStream)
+    train(Communicators.local(), first, quiet=True)
+    words = saved_vocabularies(tmp_path / "run")
+    assert words == replace(first.job, stream=False).vocabularies()
+    assert words.keys() == {"site/page", "device"}
+    second = replace(first, job=replace(first.job, data=data[1]), resume=True, steps=12, new_data=True)
+    train(Communicators.local(), second, quiet=True)
+    later = saved_vocabularies(tmp_path / "run")
+    later["site/page"].check_extends(words["site/page"])
+    assert len(later["site/page"]) > len(words["site/page"])
+    again = replace(second.job, words=str(tmp_path / "run"))
+    assert rows_of(again.loader()) == rows_of(replace(again, stream=False).loader())
+
+
+def rows_of(loader):
+    batches = [loader.global_batch(step) for step in range(loader.steps_per_epoch)]
+    ids = torch.cat([torch.stack([each.ids for each in batch.lookups().values()], 1) for batch in batches])
+    labels = torch.cat([batch.labels for batch in batches])
+    return sorted(zip(ids.tolist(), labels.tolist(), strict=True))
 
 
 def test_a_log_that_has_changed_is_not_gone_on_with(days, tmp_path):

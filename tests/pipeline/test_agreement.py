@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import replace
+from datetime import timedelta
 from itertools import product
 from types import SimpleNamespace
 from unittest import mock
@@ -13,7 +15,7 @@ import torch
 from speeds import slow_except
 
 from tritonrec.data import JaggedBatch
-from tritonrec.distributed import Communicators, RanksDisagreeError, check_ranks_agree
+from tritonrec.distributed import Communicators, RankPool, RanksDisagreeError, check_ranks_agree
 from tritonrec.embedding import Eviction, HashTableCollection, RowOptimizer, TablePolicy
 from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
@@ -271,7 +273,9 @@ LATER = {
 QUICK_CHANGES = ["buffer", "parameter's data", "learning rate", "frozen rows", "threads"]
 
 
-def message_between_runs(communicators, change, mode="nestpipe", single=False, before=2, consistency="batch"):
+def message_between_runs(
+    communicators, change, mode="nestpipe", single=False, before=2, consistency="batch", everyone=False
+):
     """The error of a second run, before which the last rank does `change`; results there were."""
     model, tables, optimizer = JOB.build("adam")
     model.register_buffer("shift", torch.arange(4, dtype=torch.float32))
@@ -288,7 +292,7 @@ def message_between_runs(communicators, change, mode="nestpipe", single=False, b
                     done.extend(result.step for result in trainer.run(map(loader.batch, steps)))
 
             run(range(before))
-            if change is not None and communicators.rank == communicators.world_size - 1:
+            if change is not None and (everyone or communicators.rank == communicators.world_size - 1):
                 change(trainer)
             run(range(before, before + 3))
     except (RanksDisagreeError, StageFailedError) as error:
@@ -323,9 +327,144 @@ def test_replicas_compare_too_and_name_the_rank_among_all(pool):
     assert all("rank 3 has buffer shift=" in message and "rank 0 has" in message for _, message in outcomes)
 
 
+def load_rows(trainer):
+    ids, rows = trainer.tables.export()["item"]
+    trainer.tables.load("item", ids[2:4], rows[2:4] * 0.5)
+
+
+def load_all_rows(trainer):
+    _ids, rows = trainer.tables.export()["item"]
+    state = trainer.tables.state()
+    state["item"]["rows"] = rows * 0.5
+    trainer.tables.load_state(state)
+
+
+def erase_rows(trainer):
+    (group,) = trainer.tables.groups
+    group.table.erase(group.table.keys()[3:5])
+
+
+def update_rows(trainer):
+    (group,) = trainer.tables.groups
+    keys = group.table.keys()[:1]
+    group.table.update(group.table.find(keys), torch.ones(1, group.table.row_width))
+
+
+def load_the_same_rows(trainer):
+    ids, rows = trainer.tables.export()["item"]
+    trainer.tables.load("item", ids[:5], rows[:5])
+
+
+ROWS = {"load": load_rows, "load_state": load_all_rows, "erase": erase_rows, "update": update_rows}
+
+
+@pytest.mark.parametrize("name", slow_except(["load", "update"], ROWS))
+@pytest.mark.parametrize("single", [True, False])
+def test_rows_that_one_replica_s_caller_writes_are_named(pool, name, single):
+    outcomes = pool.run(message_between_runs, 4, ROWS[name], "nestpipe", single, replicas=2)
+    for done, message in outcomes:
+        assert done == [0, 1], message
+        assert re.search(
+            r"step 2: rank 3 has row of id \d+ of table item=values with sum \w{16} and rank 2", message
+        )
+
+
+def test_rows_that_all_write_alike_or_that_stay_as_they_are_pass(pool):
+    for change, everyone in ((load_rows, True), (update_rows, True), (load_the_same_rows, False)):
+        outcomes = pool.run(
+            message_between_runs, 4, change, "nestpipe", False, 2, "batch", everyone, replicas=2
+        )
+        assert outcomes == [([0, 1, 2, 3, 4], "")] * 4
+
+
+def other_rows_at_first(communicators):
+    model, tables, optimizer = JOB.build("adam")
+    loader = JOB.loader(communicators.rank, communicators.world_size)
+    tables.load("item", torch.tensor([7]), torch.full((1, tables.groups[0].table.row_width), 1.0))
+    if communicators.rank == 1:
+        load_rows_of(tables)
+    try:
+        with Trainer(model, tables, optimizer, communicators, "fwp", WindowConfig(2)) as trainer:
+            list(trainer.run(map(loader.batch, range(2))))
+    except (RanksDisagreeError, StageFailedError) as error:
+        return str(error)
+
+
+def load_rows_of(tables):
+    tables.load("item", torch.tensor([7]), torch.full((1, tables.groups[0].table.row_width), 2.0))
+
+
+def test_rows_that_differ_from_the_start_are_named(pool):
+    for message in pool.run(other_rows_at_first, 2, replicas=2):
+        assert "rank 1 has row of id 7 of table item=values with sum" in message
+
+
 def test_ranks_that_change_nothing_or_the_same_go_on(pool):
     for single in (False, True):
         assert pool.run(message_between_runs, 2, None, "nestpipe", single) == [([0, 1, 2, 3, 4], "")] * 2
+
+
+def message_of_rates(communicators, mode, of_rows, update):
+    """The error of a run in which the last rank has another rate in an update, that no probe sees."""
+    differs = communicators.rank == communicators.world_size - 1
+
+    def rate(number):
+        return 0.025 if differs and number == update else 0.05
+
+    model, tables, optimizer = JOB.build("adam")
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: rate(done + 1) / 0.05)
+    if of_rows:
+        scheduler = None
+        tables = HashTableCollection(JOB.features(), RowOptimizer("adam", rate), seed=JOB.seed)
+    loader, done = JOB.loader(communicators.rank, communicators.world_size), []
+    try:
+        with Trainer(
+            model, tables, optimizer, communicators, mode, WindowConfig(2), scheduler=scheduler
+        ) as trainer:
+            done.extend(result.step for result in trainer.run(map(loader.batch, range(6))))
+    except (RanksDisagreeError, StageFailedError) as error:
+        return done, str(error)
+    return done, ""
+
+
+@pytest.mark.parametrize("mode", ["nestpipe", "fwp"])
+@pytest.mark.parametrize(
+    "of_rows, update", slow_except([(False, 3), (True, 3)], [*product((False, True), (3, 6))])
+)
+def test_a_rate_of_one_rank_in_the_middle_of_a_run_is_named(pool, mode, of_rows, update):
+    if mode == "fwp":
+        outcomes = pool.run(message_of_rates, 2, mode, of_rows, update)
+    else:  # the groups of a pool are of no use after windows that ranks have left half done
+        with RankPool([(2, 1)], timedelta(seconds=20)) as own:
+            outcomes = own.run(message_of_rates, 2, mode, of_rows, update)
+    named = (
+        "the learning rate of table item"
+        if of_rows
+        else "the learning rate of group 0"
+        if mode == "nestpipe"
+        else "group 0 of optimizer="
+    )
+    for _done, message in outcomes:
+        assert f"rank 1 has {named}" in message and "give every rank the same" in message
+
+
+def other_rate_in_flight(communicators):
+    model, tables, optimizer = JOB.build("adam")
+    loader = JOB.loader(communicators.rank, communicators.world_size)
+    try:
+        with Trainer(model, tables, optimizer, communicators, "nestpipe", WindowConfig(2)) as trainer:
+            for result in trainer.run(map(loader.batch, range(6))):
+                if result.step == 1 and communicators.rank == 1:
+                    optimizer.param_groups[0]["lr"] = 0.04
+    except (RuntimeError, StageFailedError) as error:
+        return str(error)
+
+
+def test_a_rate_that_one_rank_changes_in_flight_is_named_on_the_others():
+    with RankPool([(2, 1)], timedelta(seconds=6)) as pool:
+        refused = "lr of group 0 of Adam was changed from 0.05 to 0.04 while steps"
+        others, own = pool.run(other_rate_in_flight, 2)
+    assert own.startswith(refused) and f"rank 1 has failed: RuntimeError: {refused}" in others
 
 
 def autocast_of_one(communicators):
@@ -404,22 +543,24 @@ def differ(*ranks):
 
 def test_words_of_samples_tell_those_that_are_shared():
     plain, other = CallerSettings(), CallerSettings((("cpu", torch.bfloat16),))
-    first = words_of(plain, 7, [some(1, 2), some(-5)])
-    assert first == words_of(plain, 7, [some(-5, 1), some(2)]) and differ(first, first)
-    assert differ(first, words_of(plain, 7, [some(9, 2, 4)]))  # a part, in a run's first window
-    assert not differ(first, words_of(plain, 7, [some(9, 3, 4)]))
-    assert differ(first, words_of(plain, 8, [some(9, 3, 4)]))  # another state
-    assert differ(first, words_of(other, 7, [some(9, 3, 4)]))
-    assert not differ(first, words_of(plain, 0, [some(9, 3, 4)]))  # elsewhere no run begins
-    later = words_of(plain, 0, [some(1, 2, 3)])
-    assert not differ(later, words_of(plain, 0, [some(3, 4, 5)]))  # as the end of an epoch may be filled up
-    assert differ(later, words_of(plain, 0, [some(3, 2, 1)]))
-    empty = words_of(plain, 7, [some()])
+    first = words_of(plain, 7, [some(1, 2), some(-5)], {})
+    assert first == words_of(plain, 7, [some(-5, 1), some(2)], {}) and differ(first, first)
+    assert differ(first, words_of(plain, 7, [some(9, 2, 4)], {}))  # a part, in a run's first window
+    assert not differ(first, words_of(plain, 7, [some(9, 3, 4)], {}))
+    assert differ(first, words_of(plain, 8, [some(9, 3, 4)], {}))  # another state
+    assert differ(first, words_of(other, 7, [some(9, 3, 4)], {}))
+    assert not differ(first, words_of(plain, 0, [some(9, 3, 4)], {}))  # elsewhere no run begins
+    later = words_of(plain, 0, [some(1, 2, 3)], {})
+    assert not differ(
+        later, words_of(plain, 0, [some(3, 4, 5)], {})
+    )  # as the end of an epoch may be filled up
+    assert differ(later, words_of(plain, 0, [some(3, 2, 1)], {}))
+    empty = words_of(plain, 7, [some()], {})
     assert empty.samples == 0 and not differ(empty, empty, first)  # ranks without samples
     assert not differ(Words(), Words(), first)
-    many = words_of(plain, 7, [some(*range(1000))])
+    many = words_of(plain, 7, [some(*range(1000))], {})
     assert len(many.lowest) == LOWEST and all(many.lowest)
-    assert differ(many, words_of(plain, 7, [some(*range(500))]))
+    assert differ(many, words_of(plain, 7, [some(*range(500))], {}))
 
 
 class Running(torch.nn.Module):

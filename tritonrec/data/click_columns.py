@@ -234,6 +234,8 @@ class Clicks:
             self.name = str(source)
             title = "Parquet file" if kind == "parquet" else "file"
             self.place = place = files_at(self.name, title, patterns=preset.files if preset else ())
+            if preset:
+                preset.check_files(place.files)
             self.opened: list[File] = open_files(place, kind, format)
         else:
             self.opened = [Frame(source)]

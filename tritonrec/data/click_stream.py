@@ -72,7 +72,8 @@ class ClickStream(Stream[ClickBatch]):
         if columns.format.ids == "words":
             raise ValueError(
                 f"{rows.path}: a stream reads its rows in an order of its own, and words are numbered in "
-                "that of the log: read it whole (load, ClickLoader), or take ids='hashed'"
+                "that of the log: stream the folder of clicks_of(source, words=), which numbers them once, "
+                "read the log whole (load, ClickLoader), or take ids='hashed'"
             )
         self.whole, self._columns = rows, columns
         count = rows.num_rows

@@ -8,7 +8,7 @@
                                label                        list of integers: exposed items by tasks
     OUT/_held_out.parquet      the same, the windows for test, by default the last one of each user
     OUT/_validation.parquet    the same, the windows for validation, if there are any
-    OUT/_windows.json          names of the context and the tasks
+    OUT/_windows.json          names of the context and the tasks; the rule of the labels
     OUT/_items.parquet         genres of items, if there are any
 
 The windows are those that `tritonrec.data.impression_loader` cuts, each with its history.
@@ -82,10 +82,11 @@ def write_windows(
         report: called with the numbers of interactions that are dealt to buckets.
         buckets: users are divided into so many, and one is in memory at a time.
 
-    Raises the errors of `ImpressionLoader`.
+    Raises the errors of `ImpressionLoader`, and ValueError for a split by shares of all events.
     """
+    split.check_streamed()  # a bucket has times of its own
     held_out: dict[Part, pq.ParquetWriter] = {}
-    written, about = 0, {}
+    written, about = 0, dict[str, Any]()
     events, positive = 0, np.zeros(1, dtype=np.int64)
     with Buckets(out, buckets) as scratch:
         for rows in joined(log):
@@ -99,7 +100,7 @@ def write_windows(
             cut = _Cut(own, 1, max_history, max_exposed, seed=0, split=split)
             labels = cut.labels()
             events, positive = events + len(labels), positive + labels.sum(0)
-            about = {"context": list(cut.context), "tasks": list(cut.tasks)}
+            about = {"context": list(cut.context), "tasks": list(cut.tasks), "label_rule": cut.label_rule}
             chunks = torch.arange(cut.num_samples).split(CHUNK) if cut.num_samples else ()
             tables = (table_of(cut.make_batch(0, samples)) for samples in chunks)
             written += _write(tables, out / f"part-{bucket:05}.parquet", rows_per_group)

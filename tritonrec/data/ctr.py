@@ -28,13 +28,11 @@ from tritonrec.data.batch import Batch, check_binary, per_sample
 from tritonrec.data.epochs import EpochLoader, check_at_least
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.jagged import KeyedJaggedTensor, Lookup
-from tritonrec.data.labels import check_labels, check_ratings, rating_labels
+from tritonrec.data.labels import check_labels, check_ratings, default_rule, default_threshold, rating_labels
 from tritonrec.data.loader import LEAVE_ONE_OUT
 from tritonrec.data.ranking import auc
 from tritonrec.data.splits import NO_PART, Part, Split, check_part, rows_of
 
-CLICK_RATING = 4.0
-"""Smallest rating that counts as a click, as in `tritonrec.data.impression_loader`."""
 HELD_OUT = 0.1
 """Share of a log that is held out."""
 
@@ -42,6 +40,8 @@ HELD_OUT = 0.1
 @dataclass(frozen=True)
 class ClickLog:
     """Impressions in the order of time: rows for training, `validated` for validation, the rest for test.
+
+    `label_rule` says what the labels were made of, where nobody has chosen it.
 
     Raises ValueError naming a column of another shape or dtype, a label that is neither 0 nor 1, a dense
     value that is not finite, and parts that are not in the log.
@@ -53,6 +53,7 @@ class ClickLog:
     features: tuple[str, ...]  # C names
     trained: int
     validated: int = 0
+    label_rule: str = ""
 
     def __post_init__(self) -> None:
         rows = len(self.labels)
@@ -221,13 +222,14 @@ def clicks_from_ratings(
 
     Args:
         label_threshold: by default the log's feedback ``click`` says what was clicked, where it has one, and
-            else `CLICK_RATING` is the threshold.
+            else 4 is the threshold, of ratings of up to 5.
         split: by default the last `HELD_OUT` of every user's ratings are for test, with validation as many
             before.
 
-    Raises ValueError for a log without ratings, and where all labels are alike.
+    Raises ValueError for a log without ratings, for higher ones without a threshold, and where all labels are
+    alike.
     """
-    labels = _clicks_of(log, label_threshold)
+    labels, rule = _clicks_of(log, label_threshold)
     in_time = log.in_time()
     user, item, labels = log.user[in_time], log.item[in_time], labels[in_time]
     earlier = [_earlier(ids) for ids in (item, user)]
@@ -256,18 +258,20 @@ def clicks_from_ratings(
         names,
         int((part == 0).sum()),
         int((part == 1).sum()),
+        rule,
     )
 
 
-def _clicks_of(log: Interactions, label_threshold: float | None) -> np.ndarray:
-    """(N,) int64: whether each row is a click."""
+def _clicks_of(log: Interactions, label_threshold: float | None) -> tuple[np.ndarray, str]:
+    """(N,) int64: whether each row is a click; and the rule, where nobody has chosen it."""
     if label_threshold is None and "click" in log.feedback:
-        return log.feedback["click"]
+        return log.feedback["click"], ""
     if log.rating is None:
         raise ValueError("the log has no ratings, which are needed as clicks: give it a column 'rating'")
-    threshold = CLICK_RATING if label_threshold is None else label_threshold
+    threshold = default_threshold(log.rating) if label_threshold is None else label_threshold
     check_ratings(log.rating, threshold)
-    return rating_labels(log.rating, threshold).astype(np.int64)
+    rule = default_rule() if label_threshold is None else ""
+    return rating_labels(log.rating, threshold).astype(np.int64), rule
 
 
 def _earlier(ids: np.ndarray) -> np.ndarray:

@@ -69,6 +69,8 @@ class EventLog:
             self.name = source
             title = "Parquet file" if kind == "parquet" else "file"
             self.place = files_at(source, title, patterns=preset.files if preset else ())
+            if preset:
+                preset.check_files(self.place.files)
         else:
             self._frame = Frame(source)
             self.name = self._frame.path
@@ -145,7 +147,9 @@ class EventLog:
                     f"{file.path}: has the columns {', '.join(sorted(columns))}, but {self.opened[0].path} "
                     f"has {', '.join(sorted(roles[0]))}"
                 )
-            for part, table in file.tables(list(dict.fromkeys(columns.values()))):
+            for number, (part, table) in enumerate(file.tables(list(dict.fromkeys(columns.values())))):
+                if self.preset and self.preset.item_length and not number:
+                    _check_order(file.path, table, columns, self.preset.item_length)
                 yield self._part(part, table, columns, seen)
         if not seen.rows:
             raise ValueError(f"{self.name}: holds no interactions")
@@ -297,6 +301,19 @@ def _unit_of(table: pa.Table, name: str) -> str | None:
     """The unit that the converter has written beside a column."""
     about = table.schema.field(name).metadata or {}
     return about[TIME_UNIT].decode() if TIME_UNIT in about else None
+
+
+def _check_order(path: str, table: pa.Table, columns: dict[str, str], item_length: int) -> None:
+    """Raise ValueError where users' ids have the length of items' ids, and items' ids another."""
+    ids = [plain(table.column(columns[role])) for role in ("user", "item")]
+    if not len(table) or not all(pa.types.is_string(each.type) for each in ids):
+        return
+    users, items = (pc.mean(pc.equal(pc.utf8_length(each), item_length)).as_py() or 0 for each in ids)
+    if users > 0.9 and items < 0.1:
+        raise ValueError(
+            f"{path}: an item's id has {item_length} characters in this log, and here a user's has: user and "
+            "item are the other way round; take the preset of the file's year, or name the columns (columns=)"
+        )
 
 
 def _without_missing(

@@ -88,7 +88,7 @@ def windows_of(
         buckets = buckets_of(log.rows())
         write_windows(log.parts(), scratch, *sizes, report, buckets, *log.features(), split)
 
-    other = () if split == LEAVE_ONE_OUT else (str(split),)
+    other = ("label rule",) if split == LEAVE_ONE_OUT else ("label rule", str(split))
     return _events_made("windows", source, format, words, write, *sizes, *other)
 
 
@@ -102,16 +102,30 @@ def _events_made(
 ) -> Path:
     """The folder of a log of events; `words` get those of the log."""
     known = {} if words is None else words
-    before = [(role, _digest(known[role])) for role in sorted(known)]
     log = _in_files(source, format).events(known)
+    assert log.filesystem is not None
+    place = (log.filesystem, log.files)
+    return _made_with(known, kind, source, *place, lambda scratch: write(log, scratch), *settings, log.format)
+
+
+def _made_with(
+    known: dict[str, Vocabulary],
+    kind: str,
+    source: str,
+    filesystem: pafs.FileSystem,
+    files: list[str],
+    write: Callable[[Path], None],
+    *settings: object,
+) -> Path:
+    """As `_made`, of words that `write` numbers: `known` get those of the log, and they are beside it."""
+    before = [(role, _digest(known[role])) for role in sorted(known)]
 
     def write_all(scratch: Path) -> None:
-        write(log, scratch)
-        save_words(log.words, scratch)
+        write(scratch)
+        save_words(known, scratch)
 
-    assert log.filesystem is not None
     with kept_on_error(known):
-        folder = _made(kind, source, log.filesystem, log.files, write_all, *settings, log.format, before)
+        folder = _made(kind, source, filesystem, files, write_all, *settings, before)
     for role, vocabulary in words_of(folder).items():
         known.setdefault(role, vocabulary).load_state_dict(vocabulary.state_dict())
     return folder
@@ -125,30 +139,33 @@ def _digest(vocabulary: Vocabulary) -> str:
 
 
 def clicks_of(
-    source: str, report: Callable[[int], None] = lambda rows: None, format: LogFormat | None = None
+    source: str,
+    report: Callable[[int], None] = lambda rows: None,
+    format: LogFormat | None = None,
+    words: dict[str, Vocabulary] | None = None,
 ) -> Path:
     """The folder with clicks as Parquet in plain columns, for `ClickStream`, as `sequences_of`.
 
     Args:
         source, format: of a log of clicks in files.
+        words: for ``ids="words"`` a vocabulary of each category.
     """
     from tritonrec.data import ali_ccp
     from tritonrec.data.convert_clicks import write_clicks
 
-    found = _in_files(source, format)
+    found, known = _in_files(source, format), {} if words is None else words
     if found.word == "ali-ccp":
         place, parts = ali_ccp.place(found.where), lambda: ali_ccp.parts(found.where)
     else:
-        log = found.clicks()
+        log = found.clicks(known)
         assert log.place is not None
         place, parts = log.place, log.tables
 
     def write(scratch: Path) -> None:
         write_clicks(parts(), scratch, FILE_CLICKS, GROUP_CLICKS, report)
 
-    return _made(
-        "clicks", source, place.filesystem, place.files, write, FILE_CLICKS, GROUP_CLICKS, found.format
-    )
+    about = "clicks", source, place.filesystem, place.files, write, FILE_CLICKS, GROUP_CLICKS, found.format
+    return _made_with(known, *about) if found.format.ids == "words" else _made(*about)
 
 
 def _in_files(source: str, format: LogFormat | None) -> Source:

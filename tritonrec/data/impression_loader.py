@@ -29,11 +29,17 @@ from tritonrec.data.epochs import EpochLoader, check_at_least
 from tritonrec.data.impressions import ImpressionBatch
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.jagged import KeyedJaggedTensor, Lookup, token_indices
-from tritonrec.data.labels import check_labels, check_ratings, rating_labels
+from tritonrec.data.labels import (
+    CLICK_RATING,
+    CONVERSION_RATING,
+    check_labels,
+    check_ratings,
+    default_rule,
+    default_threshold,
+    rating_labels,
+)
 from tritonrec.data.loader import LEAVE_ONE_OUT
 from tritonrec.data.splits import NO_PART, Part, Split, check_part
-
-CLICK_RATING, CONVERSION_RATING = 4.0, 5.0
 
 
 class ImpressionLoader(EpochLoader[ImpressionBatch]):
@@ -53,8 +59,11 @@ class ImpressionLoader(EpochLoader[ImpressionBatch]):
             test. Those of each part are cut into windows of their own.
         label_threshold: a rating of at least this is a click, and there is no task ``conversion``.
 
-    Raises ValueError for a number out of range, for a log without labels, for a task whose labels are all
-    alike, and when no user has more than `max_exposed` events.
+    Attributes:
+        label_rule: what the labels were made of, where nobody has chosen it.
+
+    Raises ValueError for a number out of range, for a log without labels, for ratings above 5 without a
+    threshold, for a task whose labels are all alike, and when no user has more than `max_exposed` events.
     """
 
     def __init__(
@@ -77,6 +86,8 @@ class ImpressionLoader(EpochLoader[ImpressionBatch]):
         rows = sequences.rows
         labels, actions, self.tasks = _feedback(interactions, label_threshold)
         of_ratings = interactions.rating if label_threshold is not None or not interactions.feedback else None
+        is_default = of_ratings is not None and label_threshold is None
+        self.label_rule = default_rule(with_conversions=True) if is_default else ""
         self._check_tasks(labels, of_ratings, CLICK_RATING if label_threshold is None else label_threshold)
         self._items = torch.from_numpy(sequences.items)
         self._timestamps = torch.from_numpy(sequences.timestamps)
@@ -214,7 +225,7 @@ def _feedback(
     if not ((rating >= 0) & (rating < 2**53)).all():
         row = int((~((rating >= 0) & (rating < 2**53))).nonzero()[0][0])
         raise ValueError(f"ratings are ids of actions and must be in [0, 2**53): row {row} has {rating[row]}")
-    tasks = {"click": rating_labels(rating, CLICK_RATING if threshold is None else threshold)}
+    tasks = {"click": rating_labels(rating, default_threshold(rating) if threshold is None else threshold)}
     if threshold is None:
         tasks["conversion"] = rating == CONVERSION_RATING
     labels = np.stack(list(tasks.values()), 1).astype(np.int64)

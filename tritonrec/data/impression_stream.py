@@ -38,7 +38,7 @@ class ImpressionStream(Stream[ImpressionBatch]):
         batch_size, seed, rank, world_size, shuffle, buffer_rows, readers: see `Stream`.
 
     Attributes:
-        context, tasks: names.
+        context, tasks: names. label_rule: as `ImpressionLoader`.
 
     Raises the errors of `Stream`, and ValueError for a folder without windows or with other columns; while
     reading, ValueError naming the folder and the column of lists that do not fit each other.
@@ -59,7 +59,7 @@ class ImpressionStream(Stream[ImpressionBatch]):
         from tritonrec.data.parquet import features_beside  # pyarrow is slow to import
 
         self.folder = Path(folder)
-        self.context, self.tasks = _names(self.folder / ABOUT_FILE)
+        self.context, self.tasks, self.label_rule = _about(self.folder / ABOUT_FILE)
         self._genres = features_beside(files_at(str(folder)))[1]
         super().__init__(
             self._rows(folder), self._collate, batch_size, seed, rank, world_size, shuffle, buffer_rows,
@@ -135,8 +135,8 @@ class ImpressionStream(Stream[ImpressionBatch]):
         )
 
 
-def _names(file: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of the context and of the tasks, of the file of a folder."""
+def _about(file: Path) -> tuple[tuple[str, ...], tuple[str, ...], str]:
+    """Names of the context and of the tasks, and the rule of the labels, of the file of a folder."""
     try:
         about = json.loads(file.read_text())
         found = [about[name] for name in ("context", "tasks")]
@@ -148,7 +148,7 @@ def _names(file: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ValueError(f"{file}: names of context and tasks must be lists of texts, got {names!r}")
     context, tasks = map(tuple, found)
-    return context, tasks
+    return context, tasks, str(about.get("label_rule", ""))
 
 
 def _bags(genres: ItemGenres, items: Tensor) -> KeyedJaggedTensor:

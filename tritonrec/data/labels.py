@@ -4,6 +4,25 @@ from __future__ import annotations
 
 import numpy as np
 
+CLICK_RATING, CONVERSION_RATING = 4.0, 5.0
+"""Of ratings of up to 5: the smallest one that is a click where nobody says which, and a conversion's."""
+
+
+def default_threshold(rating: np.ndarray) -> float:
+    """`CLICK_RATING`. Raises ValueError for ratings (N,) on a larger scale, of which it says nothing."""
+    if (rating > CONVERSION_RATING).any():
+        raise ValueError(
+            f"ratings go up to {np.nanmax(rating):g}, and which are clicks is known of ratings of up to "
+            f"{CONVERSION_RATING:g} only: set label_threshold"
+        )
+    return CLICK_RATING
+
+
+def default_rule(with_conversions: bool = False) -> str:
+    """What `default_threshold` makes of ratings, in words."""
+    conversion = f", of {CONVERSION_RATING:g} a conversion" if with_conversions else ""
+    return f"a rating of at least {CLICK_RATING:g} is a click{conversion}; label_threshold sets another"
+
 
 def rating_labels(rating: np.ndarray, threshold: float) -> np.ndarray:
     """(N,) bool: ratings (N,) of at least `threshold`. Raises ValueError for a missing one."""

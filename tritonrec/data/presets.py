@@ -8,9 +8,12 @@ A path is the file itself, or a folder with it. A setting behind the path wins o
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from tritonrec.data.log_files import PACKED
 from tritonrec.data.log_format import LogFormat
 
 
@@ -22,6 +25,8 @@ class Preset:
         about: what it is. files: patterns of the names of its files, the first of which there are any.
         format: its settings. kind: of its files.
         features: the module that reads features of users and items beside the log.
+        selected: what a file's name has more where the file holds some of another one's events, a regex.
+        item_length: of every item's id, where users' ids have others; 0: any.
     """
 
     about: str
@@ -29,6 +34,20 @@ class Preset:
     format: LogFormat
     kind: str = "csv"
     features: Literal["", "kuairand"] = ""
+    selected: str = ""
+    item_length: int = 0
+
+    def check_files(self, files: Sequence[str]) -> None:
+        """Raise ValueError where two of a folder's files hold the same events."""
+        known: dict[str, str] = {}
+        for file in files:
+            folder, _, name = file.rpartition("/")
+            for end in PACKED:
+                name = name.removesuffix(end)
+            name = f"{folder}/{re.sub(self.selected, '', name)}"
+            if name in known:
+                raise ValueError(f"{known[name]} and {file} hold the same events: name one of them")
+            known[name] = file
 
 
 def _columns(text: str) -> tuple[str, ...]:
@@ -53,6 +72,10 @@ _KUAIREC = LogFormat(
     rating="watch_ratio",
     drop_missing=True,
 )
+ASIN = 10
+"""Characters of an item's id at Amazon; a user's has more."""
+CORE = r"_5(?=\.)"
+"""In the names of Amazon's reviews of users and items that have five."""
 CRITEO_COUNTS = tuple(f"I{number}" for number in range(1, 14))
 CRITEO_CATEGORIES = tuple(f"C{number}" for number in range(1, 27))
 CRITEO = LogFormat(
@@ -81,17 +104,23 @@ PRESETS: dict[str, Preset] = {
         "Amazon 2014, ratings only",
         ("ratings_*.csv",),
         replace(_RATINGS, delimiter="comma", ids="words"),
+        item_length=ASIN,
     ),
-    "amazon-2014-reviews": Preset("Amazon 2014, reviews", ("*.json",), _REVIEWS, "json"),
+    "amazon-2014-reviews": Preset(
+        "Amazon 2014, reviews", ("reviews_*.json", "*.json"), _REVIEWS, "json", selected=CORE
+    ),
     "amazon-2018": Preset(
         "Amazon 2018, ratings only",
-        ("*.csv",),
+        ("all_csv_files.csv", "*.csv"),
         LogFormat(
             columns=_columns("item user rating timestamp"), header="no", time_unit="s", delimiter="comma",
             ids="words",
         ),
+        item_length=ASIN,
     ),
-    "amazon-2018-reviews": Preset("Amazon 2018, reviews", ("*.json",), _REVIEWS, "json"),
+    "amazon-2018-reviews": Preset(
+        "Amazon 2018, reviews", ("All_Amazon_Review.json", "*.json"), _REVIEWS, "json", selected=CORE
+    ),
     "amazon-2023": Preset("Amazon 2023, ratings only", ("*.csv",), _AMAZON),
     "amazon-2023-reviews": Preset("Amazon 2023, reviews", ("*.jsonl",), _AMAZON, "json"),
     "yelp": Preset(

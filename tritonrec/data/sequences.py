@@ -84,6 +84,7 @@ class NextItemStream(Stream[JaggedBatch]):
 
         check_at_least("max_seq_len", max_seq_len, 1)
         check_at_least("num_negatives", num_negatives, 0)
+        split.check_streamed()
         rows = rows if isinstance(rows, ParquetRows) else ParquetRows(rows, COLUMNS)
         rows.check(COLUMNS, (), HINT)
         super().__init__(

@@ -136,6 +136,14 @@ class Split:
         ]
         return Split.time(int(second), int(first) if validation and first < second else None)
 
+    def check_streamed(self) -> None:
+        """Raise ValueError for shares of all events, of which a stream has some at a time."""
+        if self.shares:
+            raise ValueError(
+                f"{self} goes by all events of the log, which a stream does not have: give times as "
+                "time:VALIDATION,TEST, or read the log whole (--no-stream; NextItemLoader, ImpressionLoader)"
+            )
+
     def counts(
         self, offsets: np.ndarray, timestamps: np.ndarray, unit: int = 1, least: int = 1
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -156,10 +164,7 @@ class Split:
             assert self.validation is not None
             validation = share_of(lengths, self.validation)
             return lengths - validation - share_of(lengths, self.test), validation
-        if self.shares:
-            raise ValueError(
-                f"{self} goes by all events of the log, which a stream does not have: give times"
-            )
+        self.check_streamed()
         first = self.test if self.validation is None else self.validation
         before = [_counts(timestamps < time, offsets) for time in (first, self.test)]
         return before[0], before[1] - before[0]

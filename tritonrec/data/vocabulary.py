@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
+from urllib.parse import quote, unquote
 
 import numpy as np
 import torch
@@ -38,7 +39,7 @@ ROWS = 1 << 18
 PREFIX = "vocabulary/"
 """How the names of its tensors begin in a checkpoint."""
 WORDS_FILE = "_{}_words.parquet"
-"""The vocabulary of users or items, beside shards whose ids are numbers of its words."""
+"""The vocabulary of a column, as user or item, beside shards whose ids are numbers of its words."""
 COLUMN = "word"
 """The column of a saved vocabulary."""
 
@@ -252,14 +253,16 @@ class Vocabulary:
 
 def words_of(folder: Path) -> dict[str, Vocabulary]:
     """The vocabularies beside converted or grouped shards, by column; {} where ids are numbers."""
-    files = {role: folder / WORDS_FILE.format(role) for role in ("user", "item")}
-    return {role: Vocabulary.load(file) for role, file in files.items() if file.exists()}
+    before, behind = WORDS_FILE.split("{}")
+    files = sorted(folder.glob(WORDS_FILE.format("*")))
+    names = [unquote(file.name.removeprefix(before).removesuffix(behind)) for file in files]
+    return dict(zip(names, map(Vocabulary.load, files), strict=True))
 
 
 def save_words(vocabularies: Mapping[str, Vocabulary], folder: Path) -> None:
     """Write what `words_of` reads."""
     for role, vocabulary in vocabularies.items():
-        vocabulary.save(folder / WORDS_FILE.format(role))
+        vocabulary.save(folder / WORDS_FILE.format(quote(role, safe="")))
 
 
 @contextmanager

@@ -59,12 +59,19 @@ class DynamicTable(TrainedTable):
         last one (lru, ttl). Raises ValueError for a key that is given twice.
         """
         self.in_flight.check("load")
+        self._note_written(keys)
         self._check_values(len(keys), values)
         check_distinct(keys, "the rows to load")
         with self._whole_rows(keys.to(self.device)), self._updating:
             with self._lock:
                 handles = self._load(keys.to(self.device))
             self._update(handles, values.to(self.device), keys.to(self.device))
+
+    def keys(self) -> torch.Tensor:
+        """(n,) int64, ascending."""
+        self.in_flight.check("keys")
+        with self._updating:
+            return self._items()[0]
 
     def state(self) -> State:
         """Complete state by group and column, on the host; each group has ``keys`` (n,) int64, ascending.
@@ -123,6 +130,7 @@ class DynamicTable(TrainedTable):
         """
         self.in_flight.check("load_state")
         check_state(state, self.empty_state())
+        self._note_written(state["rows"]["keys"])
         self._check_values(len(state["rows"]["keys"]), state["rows"]["rows"])
         with self._lock:
             self._rows.grow(len(state["rows"]["keys"]))
@@ -186,6 +194,7 @@ class DynamicTable(TrainedTable):
     def adopt(self, other: DynamicTable) -> None:
         """Take the rows of a `successor`, and no others; the log of changes has both."""
         self.in_flight.check("adopt")
+        self._note_written(None)
         with self._updating, self._lock:
             if self._metadata.changes.active:
                 other._metadata.changes.erase(self._rows.items()[0])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ..distributed import CorruptionError
+from ..kernels.checksums import row_checksums
 from ..kernels.padding import report
 from .candidates import Candidates
 from .device_numbers import Arriving
@@ -22,6 +23,7 @@ from .selection import select, valid
 from .snapshot import Snapshot
 from .stored_table import StoredTable, make_table
 from .stream_lock import StreamLock
+from .written_rows import WrittenRows
 
 BLOCK = 4096
 """Rows evicted or demoted under one lock; this bounds the wait of an update."""
@@ -59,10 +61,15 @@ class TrainedTable:
             torch.zeros(size, dtype=torch.int64, device=self.device if self.padded else None)
             for size in (3, ())
         )
+        self.written: WrittenRows | None = None  # of a table with copies on other ranks
         self._before = [0, 0, 0]
         # `_updating` is held while rows that exist are updated, moved or erased; `_lock` briefly, for
         # metadata, candidates and counters. In this order.
         self._updating, self._lock = StreamLock(self.device), StreamLock(self.device)
+
+    def _note_written(self, keys: torch.Tensor | None) -> None:
+        if self.written is not None:
+            self.written.add(keys)
 
     def _begin(self, initial_rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Make all that depends on rows, for a table without any."""
@@ -162,6 +169,13 @@ class TrainedTable:
             values[absent] = self.initial_rows(keys[absent])
         return values
 
+    def row_sums(self, keys: torch.Tensor) -> torch.Tensor:
+        """(K,) int64 on the host: checksums of the rows of `keys` (K,), of an absent one's initial row."""
+        sums = [torch.empty(0, dtype=torch.int64)]
+        for part in keys.to(self.device).split(1 << 16) if len(keys) else ():
+            sums.append(row_checksums(self.gather(self.find(part), part)).cpu())
+        return torch.cat(sums)
+
     @property
     def admits_all(self) -> bool:
         """Whether every key that is looked up has a row."""
@@ -199,6 +213,7 @@ class TrainedTable:
         float32 otherwise.
         """
         self.in_flight.check("update")
+        self._note_written(None)
         self._check_device("handles", handles)
         self._check_device("values", values)
         self._check_values(len(handles), values)
@@ -260,6 +275,7 @@ class TrainedTable:
         Later updates of the old handle are dropped. Admission counts are erased too.
         """
         self.in_flight.check("erase")
+        self._note_written(keys)
         self._check_device("keys", keys)
         with self._updating, self._lock:
             if self._candidates is not None:

@@ -202,13 +202,21 @@ class Job:
         """Of the log's words by column; {} where its ids are numbers."""
         if self.model == "dlrm":
             split = Split.parse(self.split)
-            return {} if self._streamed(0, 1) else _clicks(self.source, self.words, split)[1]
+            if (clicks := self._streamed(0, 1)) is None:
+                return _clicks(self.source, self.words, split)[1]
+            assert isinstance(clicks, ClickStream)
+            return words_of(Path(clicks.whole.path)) if self._has_words else {}
         stream = self._streamed(0, 1)
         if isinstance(stream, NextItemStream):
             return words_of(Path(stream.rows.path))
         if isinstance(stream, ImpressionStream):
             return words_of(stream.folder)
         return _interactions(self.source, self.words).words
+
+    @property
+    def _has_words(self) -> bool:
+        source = None if self.data.startswith(SHARDS) else source_of(self.source)
+        return source is not None and source.format.ids == "words"
 
     def _streamed(self, rank: int, world_size: int) -> Streamed | None:
         """The stream of the data; None for data that is read whole."""
@@ -220,10 +228,7 @@ class Job:
         if not (self.stream or self.data.startswith(SHARDS)):
             return None
         if self.model == "dlrm":
-            source = None if self.data.startswith(SHARDS) else source_of(self.source)
-            if source is not None and source.format.ids == "words":
-                return None  # words are numbered in the order of the log, by one reader
-            found = clicks(self.source)
+            found = clicks(self.source, self.words)
             if found is None:
                 return None
             return ClickStream(found[0], self.batch_size, *shard, columns=found[1], split=split)

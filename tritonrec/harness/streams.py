@@ -121,16 +121,18 @@ def _told(spec: str, make: Callable[[Callable[[int], None]], Path], done: str = 
     return folder
 
 
-def clicks(spec: str) -> tuple[ParquetRows, ClickColumns] | None:
+def clicks(spec: str, words: str = "") -> tuple[ParquetRows, ClickColumns] | None:
     """The rows of clicks as Parquet, and their format; None for any other data.
 
-    Text is written as Parquet when it is first read, which standard error tells.
+    Text and words are written as numbers in Parquet when they are first read, which standard error tells.
+
+    words: see `grouped`.
     """
-    return _clicks(spec)[0]
+    return _clicks(spec, words)[0]
 
 
 @lru_cache(maxsize=4)
-def _clicks(spec: str) -> tuple[tuple[ParquetRows, ClickColumns] | None, ScratchFolder | None]:
+def _clicks(spec: str, words: str) -> tuple[tuple[ParquetRows, ClickColumns] | None, ScratchFolder | None]:
     """The rows and their format, and the folder of this process that holds them, which lives as long."""
     from ..data.click_columns import ClickColumns
     from ..data.grouped import clicks_of
@@ -142,9 +144,12 @@ def _clicks(spec: str) -> tuple[tuple[ParquetRows, ClickColumns] | None, Scratch
         return _columns(ParquetRows(folder.name), CRITEO), folder
     if (found := _source(spec)) is None or not found.is_clicks:
         return None, None
-    if found.is_parquet:
+    has_words = found.format.ids == "words"
+    if found.is_parquet and not has_words:
         return _columns(ParquetRows(found.where), found.format), None
-    rows = ParquetRows(_told(spec, lambda report: clicks_of(spec, report), "written as Parquet"))
+    known = known_words(words) if has_words else {}
+    made = _told(spec, lambda report: clicks_of(spec, report, words=known), "written as Parquet")
+    rows = ParquetRows(made)
     dense = [name for name in rows.schema.names if str(rows.schema.field(name).type) == "float"]
     label, *names = rows.schema.names
     features = tuple(name for name in names if name not in dense)

@@ -76,6 +76,11 @@ def globals_of_torch() -> Noted:
     }
 
 
+def dense_rates(rates: Sequence[float], update: int) -> Noted:
+    """The learning rates of the optimizers' groups that an update has used, counted from 1."""
+    return {f"the learning rate of group {n} in update {update}": rate for n, rate in enumerate(rates)}
+
+
 def row_rates(tables: HashTableCollection, update: int) -> Noted:
     """The learning rates of an update by functions of the caller's, counted from 1."""
     found: Noted = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from ..data import Batch
 from ..embedding import HashTableCollection
 from .attributes import noted
-from .caller_state import Noted, first_change, globals_of_torch, refusal, row_rates
+from .caller_state import Noted, dense_rates, first_change, globals_of_torch, refusal, row_rates
 from .dense import DenseModel
 from .flight import Flight
 from .graphs import MicroBatchGraphs
@@ -55,6 +55,7 @@ class PendingWindows:
         self._written: set[str] = set()  # of that, what calls change
         self._rates: dict[int, Noted] = {}  # by update in flight
         self.agreement: RunAgreement | None = None  # of several ranks
+        self._used: Noted = {}  # dense learning rates of updates that are done, which ranks have to compare
         self.single = False  # a run of one step is under way
         self._windows: deque[WindowPlaces] = deque()
         self._number = 0
@@ -141,7 +142,13 @@ class PendingWindows:
         if self.agreement is not None:
             try:
                 state = self.agreement.begin(self.single) if begins else 0
-                window = replace(window, words=words_of(window.settings, state, window.batches))
+                # The same on all ranks: windows begin and end in one order, whatever the lanes have done.
+                rates = self.take_used() | row_rates(self._tables, window.update + 1)
+                words = words_of(window.settings, state, window.batches, rates)
+                if begins:
+                    rows, shard = self.agreement.written_rows()
+                    words = replace(words, rows=rows, shard=shard)
+                window = replace(window, words=words)
             except BaseException:
                 if begins:
                     self._end_flight()
@@ -155,7 +162,20 @@ class PendingWindows:
 
     def loaded(self) -> None:
         """A state was loaded: steps may begin at any."""
+        self._used = {}
+        if self.agreement is not None:
+            self.agreement.loaded()
         self._read = -1
+
+    def note_used(self, rates: Sequence[float], window: Window) -> None:
+        """The update of a `window` that is done has used these learning rates of the optimizers' groups."""
+        if self.agreement is not None:
+            self._used |= dense_rates(rates, window.update + 1)
+
+    def take_used(self) -> Noted:
+        """What `note_used` has noted since the last call."""
+        used, self._used = self._used, {}
+        return used
 
     def end(self) -> None:
         """The oldest window is done."""

@@ -16,6 +16,7 @@ from ..distributed import Communicators
 from ..embedding import HashTableCollection
 from ..kernels.dispatch import usable_device
 from . import places as at
+from .caller_state import Noted
 from .dense import DenseModel
 from .exchange_groups import ExchangeGroups, each_alone, joined_groups
 from .flight import Flight
@@ -29,6 +30,7 @@ from .stages import write_back
 from .sums import Sums
 from .tasks import Tasks
 from .window import LookupCounts, Window, WindowConfig
+from .words import words_of_end
 
 Action = Callable[[WindowPlaces, int | None], None]
 """What the executor calls for a task: the places of its window, and its micro-batch."""
@@ -203,14 +205,20 @@ class Program:
         if self.schedule.keeps_rows:
             self._write_back(places, None)
 
-    def end_run(self, step: int, batches: int) -> None:
+    def end_run(self, step: int, batches: int, rates: Noted) -> None:
         """Agree with all ranks that the run ends after `step` and so many batches; no stage may be under way.
 
-        Raises `RanksDisagreeError` where another rank goes on, which gets it in its `route`. Collective.
+        Raises `RanksDisagreeError` where another rank goes on, which gets it in its `route`, and where the
+        `rates` of the last updates differ. Collective.
         """
         groups, each = self.communicators, self.context
         kinds = 2 if self.config.exchange.first_use or each.groups.joined else 1
         sizes = len(self.tables.groups) * kinds * self.config.window_micro_batches
         nothing = torch.zeros(groups.shards, sizes, dtype=torch.int64)
         header = Header(each.rank, step, each.stop.is_set(), ended=batches)
-        exchange(groups.routing, groups.replica_routing, nothing, header)
+        agreement, words = each.agreement, words_of_end(rates)
+        if agreement is None:
+            exchange(groups.routing, groups.replica_routing, nothing, header)
+            return
+        settle = partial(agreement.settle, words, None, step, nothing)
+        exchange(groups.routing, groups.replica_routing, nothing, header, words, settle)

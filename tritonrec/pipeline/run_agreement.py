@@ -4,9 +4,12 @@ Between runs the model, its optimizer and its buffers are the caller's, on each 
 that every window exchanges anyway carries digests of them, and of the samples: no rank waits for more. Where
 two ranks' digests differ, all ranks exchange words, and say which rank has what::
 
-    settings   in every window          what holds on the caller's thread: autocast, the default device
+    settings   in every window          what holds on the caller's thread: autocast, the default device;
+                                        rates of its rows, and of dense updates done since the last one
     state      in a run's first window  thread counts and flags of torch, modes of modules, learning rates;
                                         sums of the bits of parameters, buffers and optimizer states
+    rows       in a run's first window  sums of those that the caller has written since the last run: alike on
+                                        the ranks that have copies of a part of the tables
     samples    in every window          of all ids; in a run's first window also the smallest hashes of ids
 """
 
@@ -24,6 +27,7 @@ from ..distributed import Communicators, RanksDisagreeError
 from ..distributed.agreement import differences
 from ..embedding import HashTableCollection
 from ..embedding.in_flight import as_lane
+from ..embedding.written_rows import WrittenRows
 from ..kernels.checksums import checksum, sums_of_bits
 from .dense import DenseModel
 from .dense_checks import is_sharded
@@ -58,15 +62,22 @@ class RunAgreement:
         communicators: the exchange of words runs on its routing groups, in the stage that saw the difference.
         tables: their seed, which may change while they are empty. dense: model and optimizers.
         describe: all that must agree, in words (`agreement.settings_of`).
+        compares_rows: tables have copies, which are exact.
     """
 
     communicators: Communicators
     tables: HashTableCollection
     dense: DenseModel
     describe: Callable[[], dict[str, object]]
+    compares_rows: bool = False
     _begun: int = 0  # runs of a single step
     _here: dict[str, object] = field(default_factory=dict)  # of the caller's thread, when the run began
     _versions: dict[str, int] = field(default_factory=dict)  # of the buffers, when the run began
+    _written: list[torch.Tensor] = field(default_factory=list)  # keys (n,) of each group, before this run
+
+    def __post_init__(self) -> None:
+        for group in self.tables.groups if self.compares_rows else ():
+            group.table.written = WrittenRows()
 
     def begin(self, single: bool) -> int:
         """The digest of this rank's state as a run begins, of one step if `single`."""
@@ -86,6 +97,40 @@ class RunAgreement:
         with as_lane(), torch.no_grad():
             sums = self._sums(thorough)
         return digest(repr((self._here, modules, trained, numbers, rows, epochs, self.tables.seed, sums)))
+
+    def written_rows(self) -> tuple[int, int]:
+        """A sum of the rows that the caller of this rank has written, and its shard; 0 without replicas."""
+        self._written = []
+        if not self.compares_rows:
+            return 0, 0
+        found = 0
+        with as_lane():
+            for place, group in enumerate(self.tables.groups):
+                assert group.table.written is not None
+                keys = group.table.written.take(group.table.keys)
+                self._written.append(keys)
+                found += int(((keys * 2 + 2 * place + 1) * (group.table.row_sums(keys) | 1)).sum())
+        found = (found + 2**63) % 2**64 - 2**63
+        return found, self.communicators.shard
+
+    def loaded(self) -> None:
+        """All ranks have loaded one state."""
+        for group in self.tables.groups if self.compares_rows else ():
+            if group.table.written is not None:
+                group.table.written.clear()
+
+    def _compared_rows(self) -> dict[str, str]:
+        """What this rank has in rows that some copy's caller has written and that differ. Collective."""
+        found, replicas = {}, self.communicators.replica_routing
+        for group, written in zip(self.tables.groups, self._written, strict=True):
+            keys = torch.cat(replicas.all_gather(written)).unique()
+            with as_lane():
+                sums = group.table.row_sums(keys)
+            differ = torch.stack(replicas.all_gather(sums)).ne(sums).any(0)
+            for place in differ.nonzero().flatten()[:SHOWN].tolist():
+                name = f"row of {group.layout.describe(keys[place])}"
+                found[name] = f"values with sum {sums[place].item() % 2**64:016x}"
+        return found
 
     def _sums(self, thorough: bool) -> list[int]:
         """Of the bits of parameters and buffers, and of optimizer states if `thorough`."""
@@ -109,10 +154,17 @@ class RunAgreement:
                 _moving.setdefault(self.dense.model, set()).update(moved)
             self._versions = {}
 
-    def settle(self, words: Words, settings: CallerSettings, step: int, sample_ids: torch.Tensor) -> None:
+    def settle(
+        self, words: Words, settings: CallerSettings | None, step: int, sample_ids: torch.Tensor
+    ) -> None:
         """Raise `RanksDisagreeError` on every rank where ranks differ. Collective over all ranks."""
-        own: dict[str, Any] = {"rank": self.communicators.rank, "here": {}, "samples": None}
-        own["thread"] = {"autocast": str(settings.autocast), "default device": str(settings.device)}
+        own: dict[str, Any] = {"rank": self.communicators.rank, "here": {}, "samples": None, "rows": {}}
+        own["shard"] = self.communicators.shard
+        if words.state and self.compares_rows:
+            own["rows"] = self._compared_rows()
+        own["thread"] = {name: str(rate) for name, rate in words.rates.items()}
+        if settings is not None:
+            own["thread"] |= {"autocast": str(settings.autocast), "default device": str(settings.device)}
         if words.state:
             here = {**self.describe(), **self._here}
             own["here"] = {name: str(value) for name, value in here.items()}
@@ -124,6 +176,10 @@ class RunAgreement:
         ranks = dict(sorted(every.items()))
         begun = {rank: _without_moving(each["here"], ranks) for rank, each in ranks.items() if each["here"]}
         found = differences({rank: each["thread"] for rank, each in ranks.items()}) + differences(begun)
+        for shard in dict.fromkeys(each["shard"] for each in ranks.values()):
+            found += differences(
+                {rank: each["rows"] for rank, each in ranks.items() if each["shard"] == shard}
+            )
         if found:
             raise RanksDisagreeError(f"step {step}: {'; '.join(found)}: give every rank the same")
         _check_samples({rank: each["samples"] for rank, each in ranks.items() if each["samples"]}, step)

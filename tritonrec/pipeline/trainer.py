@@ -177,8 +177,9 @@ class Trainer:
         if communicators.world_size > 1:
             given = tables, self.dense, mode, self.config, self._schedule, self._device, self.impl
             self._pending.agreement = RunAgreement(
-                communicators, tables, self.dense, partial(settings_of, *given)
-            )
+                communicators, tables, self.dense, partial(settings_of, *given),
+                communicators.replicas > 1 and not self.config.average_every,
+            )  # fmt: skip
         self._program = Program(
             self._schedule, tables, self.dense, communicators, self.config, self._pending.flight,
             self._device, self._pending.agreement,
@@ -264,7 +265,11 @@ class Trainer:
         """Fill the pipeline from `iterator` and finish its oldest batch; StopIteration when none is left."""
         if not self._results:
             self._check_whole()
-            self._pending.check_caller()
+            try:
+                self._pending.check_caller()
+            except RuntimeError as error:
+                self._communicators.watch.fail(error)  # by name for the other ranks, which wait for this one
+                raise
             try:
                 if self._executor is None:
                     self._plain(iterator)
@@ -553,7 +558,7 @@ class Trainer:
         if batches and self._program is not None:
             ending = self._communicators.watch.doing(f"the end of its run, after {batches} batches")
             with ending, on_the_callers_thread(self.impl):
-                self._program.end_run(self._finished, batches)
+                self._program.end_run(self._finished, batches, self._pending.take_used())
 
     def _finish(self, places: WindowPlaces) -> None:
         window, routes = places.window, places[Routes]
@@ -564,7 +569,9 @@ class Trainer:
             self._average.note(places[OwnedRows])
             if self._averages_after(window):
                 self.sync()
-        self._results += results_of(places, self._sums, self.dense)
+        results = results_of(places, self._sums, self.dense)
+        self._pending.note_used(results[-1].learning_rates, window)
+        self._results += results
         places.retire()
 
     @contextmanager

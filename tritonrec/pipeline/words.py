@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,22 +21,27 @@ class Words:
     """A rank's digests in the header of a window; 0: nothing to compare.
 
     Args:
+        rows: of those that the caller has written, in a run's first window; alike on the ranks of a `shard`.
         lowest: `LOWEST` hashes of the window's samples, ascending, then zeros.
+        rates: learning rates by what to call them, which are in the digest `settings`.
     """
 
     settings: int = 0
     state: int = 0
     samples: int = 0
+    rows: int = 0
+    shard: int = 0
     lowest: tuple[int, ...] = (0,) * LOWEST
+    rates: Mapping[str, float | None] = field(default_factory=dict)
 
     @property
     def row(self) -> list[int]:
-        return [self.settings, self.state, self.samples, *self.lowest]
+        return [self.settings, self.state, self.samples, self.rows, self.shard, *self.lowest]
 
     @classmethod
     def of_row(cls, row: Sequence[int]) -> Words:
         """The words of a `row`."""
-        return cls(row[0], row[1], row[2], tuple(row[3:]))
+        return cls(row[0], row[1], row[2], row[3], row[4], tuple(row[5:]))
 
 
 WIDTH = len(Words().row)
@@ -49,12 +54,16 @@ def may_differ(rows: Sequence[Sequence[int]]) -> bool:
     for of_ranks in ([each.settings for each in found], [each.state for each in found]):
         if len({*of_ranks} - {0}) > 1:
             return True
+    if len({(each.shard, each.rows) for each in found}) > len({each.shard for each in found}):
+        return True
     samples = [each.samples for each in found if each.samples]
     lowest = [value for each in found for value in each.lowest if value]
     return len({*samples}) < len(samples) or len({*lowest}) < len(lowest)
 
 
-def words_of(settings: CallerSettings, state: int, batches: Sequence[Any]) -> Words:
+def words_of(
+    settings: CallerSettings, state: int, batches: Sequence[Any], rates: Mapping[str, float | None]
+) -> Words:
     """The words of a window of these batches; `state` as of `RunAgreement.begin`, 0 in a later window."""
     hashes = _hashes([batch.sample_ids for batch in batches])
     lowest = [0] * LOWEST
@@ -62,7 +71,12 @@ def words_of(settings: CallerSettings, state: int, batches: Sequence[Any]) -> Wo
         smallest = np.unique(hashes)[:LOWEST].tolist()
         lowest[: len(smallest)] = smallest
     samples = int(hashes.sum(dtype=np.int64)) | 1 if len(hashes) else 0
-    return Words(digest(repr(settings)), state, samples, tuple(lowest))
+    return Words(digest(repr((settings, rates))), state, samples, lowest=tuple(lowest), rates=rates)
+
+
+def words_of_end(rates: Mapping[str, float | None]) -> Words:
+    """The words of a rank whose batches have ended."""
+    return Words(settings=digest(repr(rates)), rates=rates)
 
 
 def _hashes(ids: Sequence[torch.Tensor]) -> np.ndarray:

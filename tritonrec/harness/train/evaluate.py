@@ -13,12 +13,13 @@ from ...data import (
     ImpressionStream,
     NextItemLoader,
     NextItemStream,
+    Split,
     evaluate,
     evaluate_clicks,
     evaluate_impressions,
     popularity_scores,
 )  # fmt: skip
-from ...data.splits import Part
+from ...data.splits import NO_PART, Part
 from ...embedding import HashTableCollection
 from ...nn import DLRM, GRM, NextItemModel
 from ...pipeline import Precision, autocast, rank_held_out
@@ -32,6 +33,13 @@ COUNTED_STEPS = 256
 Metrics = dict[str, float]
 
 
+def label_rule(loader: Epochs) -> str:
+    """What the labels were made of, where nobody has chosen it; empty otherwise."""
+    if isinstance(loader, ClickLoader):
+        return loader.log.label_rule
+    return loader.label_rule if isinstance(loader, (ImpressionLoader, ImpressionStream)) else ""
+
+
 def metric_names(loader: Epochs) -> list[str]:
     """Of what `evaluate_model` gives."""
     if isinstance(loader, (ClickLoader, ClickStream)):
@@ -39,6 +47,18 @@ def metric_names(loader: Epochs) -> list[str]:
     if isinstance(loader, (ImpressionLoader, ImpressionStream)):
         return [f"{kind}/{task}" for task in loader.tasks for kind in ("GAUC", "AUC")]
     return [f"{kind}@{k}" for k in KS for kind in ("HR", "NDCG")]
+
+
+def check_held_out(loader: Epochs, split: Split) -> None:
+    """Raise ValueError where nothing is held out for a part of the split, before a run is spent on it."""
+    parts: list[Part] = ["test", "validation"] if split.has_validation else ["test"]
+    for part in parts:
+        try:
+            empty = next(iter(loader.evaluation_batches(part=part)), None) is None
+        except ValueError as error:
+            raise ValueError(f"{error} (--split {split})") from error
+        if empty:
+            raise ValueError(f"no event is held out for {part}: {NO_PART} (--split {split})")
 
 
 def evaluate_model(

@@ -22,7 +22,7 @@ from ...resilience import Replay
 from ...trace import NullRecorder, Recorder
 from ..devices import kernels_of
 from .elastic import Memory, lacks_evaluation
-from .evaluate import baseline, evaluate_model, metric_names
+from .evaluate import baseline, check_held_out, evaluate_model, label_rule, metric_names
 from .gather import save_trace, state_digest, table_totals, totals
 from .reports import Reports, log_files
 from .resume import EARLY_STOPPING, metadata, resume, with_saved_words
@@ -71,6 +71,10 @@ def train(
         run = with_saved_words(run)
     model, tables, optimizer = run.job.build(run.optimizer)
     loader, held_out = run.job.loader(communicators.rank, communicators.world_size), run.job.epochs()
+    check_held_out(held_out, split)
+    rule = label_rule(held_out)
+    if rule and not called_again:
+        console.print(f"labels: {rule}", highlight=False, soft_wrap=True)
     recorder = Recorder(communicators.rank, communicators.world_size) if run.trace else NullRecorder()
     loss, stopped = float("nan"), False
     part: Part = "validation" if split.has_validation else "test"
