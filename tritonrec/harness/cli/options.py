@@ -33,6 +33,7 @@ PANELS = {
     "Target": "Data and training",
     "HSTUConfig": "Sizes of the model",
     "WindowConfig": "Windows and exchanges",
+    "ExchangeConfig": "Windows and exchanges",
     "LossScaling": "Windows and exchanges",
     "TablePolicy": "Policies of tables",
     "Placement": "Policies of tables",
