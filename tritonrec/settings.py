@@ -48,12 +48,18 @@ def seed_setting() -> Any:
     return setting(0, "Of everything that is drawn.", -MOST_SEED, MOST_SEED)
 
 
+def option_of(each: Field) -> str:
+    """The name under which a field of a dataclass is an option."""
+    known: Setting | None = each.metadata.get(KEY)
+    return (known and known.option) or each.name
+
+
 def values_by_option(plan: Any) -> dict[str, Any]:
     """The values of a dataclass, and of those inside it that are no setting themselves, by option."""
     found: dict[str, Any] = {}
     for each in fields(plan):
         value = getattr(plan, each.name)
-        found |= values_by_option(value) if _holds_settings(each, value) else {_option_of(each): value}
+        found |= values_by_option(value) if _holds_settings(each, value) else {option_of(each): value}
     return found
 
 
@@ -65,19 +71,14 @@ def with_values(plan: Plan, values: Mapping[str, Any]) -> Plan:
     changes, left = dict[str, Any](), dict(values)
     for each in fields(plan):  # type: ignore[arg-type]
         value = getattr(plan, each.name)
-        if _option_of(each) in left:
-            changes[each.name] = left.pop(_option_of(each))
+        if option_of(each) in left:
+            changes[each.name] = left.pop(option_of(each))
         elif _holds_settings(each, value):
             inner = values_by_option(value).keys() & left.keys()
             changes[each.name] = with_values(value, {option: left.pop(option) for option in inner})
     if left:
         raise TypeError(f"{type(plan).__name__} has no {', '.join(sorted(left))}")
     return replace(plan, **changes)  # type: ignore[type-var]
-
-
-def _option_of(each: Field) -> str:
-    known: Setting | None = each.metadata.get(KEY)
-    return (known and known.option) or each.name
 
 
 def _holds_settings(each: Field, value: Any) -> bool:

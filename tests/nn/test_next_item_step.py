@@ -321,6 +321,34 @@ def test_numbers_of_rows_outside_of_the_matrix_are_left_to_the_modules(at, numbe
         assert len(item.values) == 17 * 4 + 1 and plan.step(batch, item, SEED) is None
 
 
+def test_a_plan_ends_with_a_mode_and_with_what_is_trained():
+    model = make_model()
+    plan = plan_of(model)
+    for module in (model, model.layers[1].gate, model.norm):
+        module.train(False)
+        assert not plan.stands()
+        module.train(True)
+        assert plan.stands()
+    for parameter in (model.positions.weight, model.layers[0].uvqk.weight):
+        parameter.requires_grad_(False)
+        assert not plan.stands()
+        parameter.requires_grad_(True)
+        assert plan.stands()
+
+
+@pytest.mark.parametrize("exactly", [False, True])
+def test_a_second_derivative_is_refused(exactly):
+    model, (batch, rows) = make_model(), make_batch()
+    accumulator = GradientAccumulator(model, ops.FRACTION_BITS if exactly else None)
+    item = shuffled(rows)
+    item.values.requires_grad_()
+    sums = torch.zeros(item.values.shape, dtype=torch.int64 if exactly else torch.float32)
+    with accumulator.active(), accumulator.rows([item.values], [sums], "item"):
+        losses = model(batch, {"item": item}, SEED)
+        with pytest.raises(RuntimeError, match="no second derivative: leave create_graph out"):
+            losses.sum().backward(create_graph=True)
+
+
 def test_a_plan_ends_with_its_accumulator():
     model, (batch, rows) = make_model(), make_batch()
     before = len(next_item_step._plans)
@@ -381,9 +409,9 @@ def test_a_row_without_an_exact_sum_is_named_by_its_occurrence(bad):
         at = 2 * 17 + int(apart[2 * 17 :].ne(0).all(1).nonzero()[3])
         sums[found.rows[at]] = torch.where(apart[at] > 0, 2**63 - 1, -(2**63))
     for add in (
-        lambda sums: found.add_to(sums, 36, "gradient"),
+        lambda sums: found.add_to(sums, 36, "item"),
         lambda sums: segment_sum_into(
-            sums, apart, found.rows, len(sums), "batch", 36, "gradient", None, None
+            sums, apart, found.rows, len(sums), "batch", 36, "gradient of item", None, None
         ),
     ):
         with pytest.raises(ops.ExactSumError) as caught:

@@ -1,11 +1,14 @@
 """Promise: a trainer computes HSTU by one op wherever that has the bits of the modules."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from trainer_parts import DIM, batches, optimizer_of, same, state, trainer
 
 from tritonrec.embedding import FeatureConfig, HashTableCollection, RowOptimizer
 from tritonrec.nn import HSTU, HSTUConfig, next_item_step
+from tritonrec.pipeline.stages import window
 
 CONFIG = HSTUConfig(dim=DIM, layers=2, heads=2, qk_dim=3, v_dim=4, max_seq_len=20, dropout=0.3)
 
@@ -126,3 +129,21 @@ def test_an_update_that_is_not_finite_is_left_out(mode, bad, steps):
         found.append([*state(made), [result.skipped for result in results]])
     assert any(found[0][-1]) and found[0][-1] == found[1][-1]
     assert same(found[0][:-1], found[1][:-1]) and len(steps) == 4 * 3
+
+
+@pytest.mark.parametrize(
+    ("features", "whole"),
+    [
+        ([FeatureConfig("item", DIM)], True),
+        ([FeatureConfig("item", DIM), FeatureConfig("other", DIM)], True),
+        ([FeatureConfig("item", DIM), FeatureConfig("other", DIM, table="item")], False),
+        ([FeatureConfig("item", DIM, pooling="sum")], False),
+    ],
+    ids=["one", "apart", "shared", "pooled"],
+)
+def test_rows_on_the_cpu_lie_where_one_op_reads_each_table(features, whole):
+    """Float32 sums have an order, and two ops over one table would add in another."""
+    tables = HashTableCollection(features, RowOptimizer("adam"), seed=2, merge=False)
+    flight = SimpleNamespace(reads_indexed_rows=lambda impls: impls == {"cpu"})
+    context = SimpleNamespace(tables=tables, sums=SimpleNamespace(exact=False))
+    assert window._takes_indexed_rows(context, flight, [torch.zeros(2, DIM)]) == whole

@@ -105,30 +105,7 @@ def _events_made(
     log = _in_files(source, format).events(known)
     assert log.filesystem is not None
     place = (log.filesystem, log.files)
-    return _made_with(known, kind, source, *place, lambda scratch: write(log, scratch), *settings, log.format)
-
-
-def _made_with(
-    known: dict[str, Vocabulary],
-    kind: str,
-    source: str,
-    filesystem: pafs.FileSystem,
-    files: list[str],
-    write: Callable[[Path], None],
-    *settings: object,
-) -> Path:
-    """As `_made`, of words that `write` numbers: `known` get those of the log, and they are beside it."""
-    before = [(role, _digest(known[role])) for role in sorted(known)]
-
-    def write_all(scratch: Path) -> None:
-        write(scratch)
-        save_words(known, scratch)
-
-    with kept_on_error(known):
-        folder = _made(kind, source, filesystem, files, write_all, *settings, before)
-    for role, vocabulary in words_of(folder).items():
-        known.setdefault(role, vocabulary).load_state_dict(vocabulary.state_dict())
-    return folder
+    return _made(known, kind, source, *place, lambda scratch: write(log, scratch), *settings, log.format)
 
 
 def _digest(vocabulary: Vocabulary) -> str:
@@ -164,8 +141,8 @@ def clicks_of(
     def write(scratch: Path) -> None:
         write_clicks(parts(), scratch, FILE_CLICKS, GROUP_CLICKS, report)
 
-    about = "clicks", source, place.filesystem, place.files, write, FILE_CLICKS, GROUP_CLICKS, found.format
-    return _made_with(known, *about) if found.format.ids == "words" else _made(*about)
+    about = place.filesystem, place.files, write, FILE_CLICKS, GROUP_CLICKS, found.format
+    return _made(known, "clicks", source, *about)
 
 
 def _in_files(source: str, format: LogFormat | None) -> Source:
@@ -176,6 +153,7 @@ def _in_files(source: str, format: LogFormat | None) -> Source:
 
 
 def _made(
+    words: dict[str, Vocabulary],
     kind: str,
     source: str,
     filesystem: pafs.FileSystem,
@@ -183,24 +161,30 @@ def _made(
     write: Callable[[Path], None],
     *settings: object,
 ) -> Path:
-    """The folder of the cache for these files and settings, made by `write` where it is missing."""
+    """The folder of the cache for these files and settings, made by `write` where it is missing.
+
+    `write` numbers `words`, which are kept beside what it writes; they get those of the folder.
+    """
     from tritonrec.data.convert import new_folder
 
-    name = _name(filesystem, files, settings)
+    before = [(role, _digest(words[role])) for role in sorted(words)]
+    name = _name(filesystem, files, (*settings, before))
     folder = cache_directory() / kind / name
-    if folder.is_dir():
-        return folder
-    check_writable(folder, folder=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{folder}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.is_dir():
-            with new_folder(folder) as scratch:
-                write(scratch)
-                if _name(filesystem, files, settings) != name:
-                    raise ValueError(
-                        f"{source} has changed while it was read: begin again when it is complete"
-                    )
+    if not folder.is_dir():
+        check_writable(folder, folder=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with kept_on_error(words), open(f"{folder}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not folder.is_dir():
+                with new_folder(folder) as scratch:
+                    write(scratch)
+                    save_words(words, scratch)
+                    if _name(filesystem, files, (*settings, before)) != name:
+                        raise ValueError(
+                            f"{source} has changed while it was read: begin again when it is complete"
+                        )
+    for role, vocabulary in words_of(folder).items():
+        words.setdefault(role, vocabulary).load_state_dict(vocabulary.state_dict())
     return folder
 
 

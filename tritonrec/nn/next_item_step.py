@@ -95,7 +95,8 @@ class RowGradients(Terms):
 
     def add_to(self, sums: torch.Tensor, fraction_bits: int, name: str) -> None:
         """As `Terms.add_to`."""
-        add_row_gradients(sums, self.rows, self.values, self.hidden, self.slopes, fraction_bits, name)
+        parts = self.rows, self.values, self.hidden, self.slopes
+        add_row_gradients(sums, *parts, fraction_bits, f"gradient of {name}")
 
     def add_in_order(self, sums: torch.Tensor, scale_exponent: int = 0) -> None:
         """As `Terms.add_in_order`; the loss is not scaled."""

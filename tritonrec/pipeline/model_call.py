@@ -6,8 +6,8 @@ carries what held where it was read, and its micro-batches are computed under th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,21 +59,24 @@ class CallerSettings:
 
         autocast keeps no cast weights: they would outlive the update that changes the weights.
         """
+        if self.plain:  # as nearly always: a small micro-batch feels each context
+            return nullcontext()
         inside = [torch.autocast(kind, dtype, cache_enabled=False) for kind, dtype in self.autocast]
-        return _all_of([*inside, self.device] if self.device is not None else inside)
+        return _all_of(inside if self.device is None else [*inside, self.device])
 
     def backward(self) -> AbstractContextManager[object]:
         """Inside of `applied`, as torch advises: gradients have the dtypes that autocast gave the forward."""
+        if not self.autocast:
+            return nullcontext()
         return _all_of([torch.autocast(kind, enabled=False) for kind, _dtype in self.autocast])
 
 
-def _all_of(contexts: list[Any]) -> AbstractContextManager[object]:
-    if not contexts:  # as nearly always: a small micro-batch feels each context
-        return nullcontext()
-    stack = ExitStack()
-    for each in contexts:
-        stack.enter_context(each)
-    return stack
+@contextmanager
+def _all_of(contexts: list[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each)
+        yield
 
 
 def check_gradients_are_on() -> None:

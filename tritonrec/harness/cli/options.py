@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
-from ...settings import KEY, Setting
+from ...settings import KEY, Setting, option_of
 from ..train.config import read_config
 from .outputs import checked
 from .words import PARSERS
@@ -135,10 +135,6 @@ def _choice(name: str, words: tuple[str, ...]) -> Any:
     return StrEnum(name, [(word, word) for word in words])
 
 
-def _name(each: Field, setting: Setting) -> str:
-    return setting.option or each.name
-
-
 def _parameters(plan: Any) -> Iterator[tuple[str, inspect.Parameter]]:
     """The parameters of a command that stand for the settings of `plan`, by name."""
     for each, setting, written in _settings(type(plan)):
@@ -148,7 +144,7 @@ def _parameters(plan: Any) -> Iterator[tuple[str, inspect.Parameter]]:
             if is_dataclass(value):
                 yield from _parameters(value)
             continue
-        name = _name(each, setting)
+        name = option_of(each)
         panel = setting.panel or PANELS.get(type(plan).__name__)
         flag = f"--{name.replace('_', '-')}"
         if kind is bool:
@@ -210,8 +206,8 @@ def _filled(plan: Any, values: dict[str, Any]) -> Any:
             if is_dataclass(value):
                 changes[each.name] = _filled(value, values)
         elif kind is bool:
-            changes[each.name] = _switched(_name(each, setting), values, value)
-        elif (name := _name(each, setting)) in values:
+            changes[each.name] = _switched(option_of(each), values, value)
+        elif (name := option_of(each)) in values:
             given = values[name]
             if kind in PARSERS:
                 given = PARSERS[kind].parse(given, f"--{name.replace('_', '-')}", setting)

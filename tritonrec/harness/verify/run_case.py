@@ -395,9 +395,7 @@ def prepared(
     model, tables, optimizer = job.build(case.optimizer, partial(wrap, job, communicators))
     config = case.window(job.seed)
     if case.mode == "sequential":
-        config = with_values(
-            config, {"skip_fetch": False, "depth": 0}
-        )  # the reference keeps and reads ahead nothing
+        config = with_values(config, {"skip_fetch": False, "depth": 0})  # it keeps and reads ahead nothing
     if injected.alone:
         config = with_values(config, {"exchanges": "each"})
     schedule = None

@@ -103,9 +103,10 @@ def compute(
     if micro_batch == 0 and context.config.window_micro_batches > 1:
         flight.accumulator.begin_window()
     indexed = _takes_indexed_rows(context, flight, embeddings)
-    pools = context.sums.exact and any(map(context.tables.pools, context.tables.groups))
+    pools = any(map(context.tables.pools, context.tables.groups))
+    in_place = indexed or (pools and context.sums.exact)
     with flight.guard.around(window, micro_batch, part, embeddings, inverses, seed, exponent):
-        if indexed or pools:
+        if in_place:
             # `data`: the exchange writes later micro-batches' rows meanwhile, which autograd takes for these
             leaves = [received.data.to(torch.float32).requires_grad_() for received in embeddings]
             rows: list[Any] = list(map(ops.IndexedRows, leaves, inverses))
@@ -113,13 +114,13 @@ def compute(
             taken = map(launch.gather_rows, embeddings, inverses)
             rows = leaves = [occurrences.to(torch.float32).requires_grad_() for occurrences in taken]
         summed = flight.accumulator.rows(leaves, gradients, "embedding rows")
-        with summed if indexed or pools else nullcontext():
+        with summed if in_place else nullcontext():
             with flight.accumulator.active():
                 by_feature = context.tables.by_feature(rows, part.lookups(), indexed=indexed)
             losses[micro_batch] = flight.train_micro_batch(part, by_feature, seed, window.settings, exponent)
     for leaf, inverse, sums in zip(leaves, inverses, gradients, strict=True):
         if leaf.grad is not None:
-            if indexed or pools:
+            if in_place:
                 raise TypeError(
                     "the model read ops.IndexedRows.values by itself, whose gradient has no exact sum: read "
                     "them by an op (ops.gather_rows, ops.sampled_softmax)"
