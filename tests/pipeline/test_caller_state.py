@@ -1,6 +1,7 @@
 """Promise: what a caller changes between results has the same bits in every mode, or is refused by name."""
 
 import signal
+import time
 
 import pytest
 import torch
@@ -159,6 +160,43 @@ def test_a_change_between_results_is_seen_alike_or_refused(what, mode):
         return
     with pytest.raises((RuntimeError, StageFailedError), match=message):
         run(mode, change)
+
+
+class Passing(Ranker):
+    """A call changes the model in `ways`, and puts it back when it ends, later than the caller looks."""
+
+    ways = {
+        "an attribute": lambda model: (setattr(model, "seen", []), lambda: delattr(model, "seen"))[1],
+        "a method": lambda model: (
+            setattr(model.mix, "forward", model.mix.forward), lambda: delattr(model.mix, "forward")
+        )[1],
+        "a hook": lambda model: model.norm.register_forward_hook(lambda *given: None).remove,
+        "eval": lambda model: (model.norm.eval(), model.norm.train)[1],
+    }  # fmt: skip
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+
+    def forward(self, batch, rows, seed):
+        put_back = self.ways[self.way](self)
+        try:
+            time.sleep(0.02)
+            return super().forward(batch, rows, seed)
+        finally:
+            put_back()
+
+
+@pytest.mark.parametrize("way", Passing.ways)
+def test_what_a_call_keeps_until_it_ends_is_no_change_of_the_caller_s(way):
+    def run(mode):
+        trained = made(lambda: Passing(way))
+        with trainer(trained, mode) as training:
+            for _ in training.run(batches(5)):
+                time.sleep(0.01)
+        return state(trained)
+
+    assert same(run("nestpipe"), run("reference"))
 
 
 @pytest.mark.parametrize("after", [3, 4])

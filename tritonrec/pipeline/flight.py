@@ -85,6 +85,7 @@ class Flight:
         self._caller: int  # the thread of the trainer's caller
         self.reader = 0  # the thread that reads the caller's batches
         self.under_way = False
+        self.calls = threading.RLock()  # a lane holds it while it calls the model
         self._compilation = Compilation(dense.model, bits)
         self.accumulator: GradientAccumulator  # of the dense gradients in flight
 

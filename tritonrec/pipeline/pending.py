@@ -74,6 +74,13 @@ class PendingWindows:
 
     def check_caller(self) -> None:
         """Raise RuntimeError where the caller has changed in flight what lanes may have used, or will."""
+        try:
+            self._check_caller()
+        except Exception:  # a call under way may keep something on the model, a hook, say, until it ends
+            with self.flight.calls:
+                self._check_caller()
+
+    def _check_caller(self) -> None:
         self.flight.check_caller()
         if not (self._shared and self._windows):
             return
@@ -84,20 +91,24 @@ class PendingWindows:
         for places in self._windows if change is None else ():
             update = places.window.update
             change = change or first_change(self._rates[update], row_rates(self._tables, update + 1))
-        change = change or first_change(self._model, self._of_model())
+        of_model = {name: value for name, value in self._noted().items() if name not in self._written}
+        change = change or first_change(self._model, of_model)
         if change is not None:
             raise refusal(change, self._described())
 
     def note_caller(self) -> None:
         """The caller's turn begins; what changed since the flight began, calls of the model have changed."""
         if self._shared and self._windows:
-            now = noted(self.flight.model)
-            self._written |= {name for name, value in now.items() if self._model.get(name, value) != value}
+            now, before = self._noted(), self._model
+            self._written |= {name for name in {**now, **before} if now.get(name) != before.get(name)}
             self._model = {name: value for name, value in now.items() if name not in self._written}
 
-    def _of_model(self) -> Noted:
-        now = noted(self.flight.model)
-        return {name: value for name, value in now.items() if name not in self._written}
+    def _noted(self) -> Noted:
+        try:
+            return noted(self.flight.model)
+        except (KeyError, RuntimeError):  # a call under way has changed what this went through
+            with self.flight.calls:
+                return noted(self.flight.model)
 
     def steps(self) -> list[int]:
         """Of the batches in flight, oldest first."""
@@ -136,7 +147,7 @@ class PendingWindows:
         self.flight.begin()
         if self._shared:
             if begins:
-                self._model, self._written = noted(self.flight.model), set()
+                self._model, self._written = self._noted(), set()
             self._globals = globals_of_torch()
             self._rates[window.update] = row_rates(self._tables, window.update + 1)
         if self.agreement is not None:

@@ -105,7 +105,7 @@ def compute(
     indexed = _takes_indexed_rows(context, flight, embeddings)
     pools = any(map(context.tables.pools, context.tables.groups))
     in_place = indexed or (pools and context.sums.exact)
-    with flight.guard.around(window, micro_batch, part, embeddings, inverses, seed, exponent):
+    with flight.calls, flight.guard.around(window, micro_batch, part, embeddings, inverses, seed, exponent):
         if in_place:
             # `data`: the exchange writes later micro-batches' rows meanwhile, which autograd takes for these
             leaves = [received.data.to(torch.float32).requires_grad_() for received in embeddings]
