@@ -297,6 +297,7 @@ def test_a_signal_ends_a_search_in_processes(processes):
     assert processes(fake_searches.waits).identical <= 2
 
 
+@pytest.mark.slow
 def test_the_command_searches_in_processes(tmp_path):
     """As many as it needs."""
     code, output, _ = commands.invoke(
