@@ -2,6 +2,7 @@
 
 import signal
 import time
+from typing import ClassVar
 
 import pytest
 import torch
@@ -165,7 +166,7 @@ def test_a_change_between_results_is_seen_alike_or_refused(what, mode):
 class Passing(Ranker):
     """A call changes the model in `ways`, and puts it back when it ends, later than the caller looks."""
 
-    ways = {
+    ways: ClassVar = {
         "an attribute": lambda model: (setattr(model, "seen", []), lambda: delattr(model, "seen"))[1],
         "a method": lambda model: (
             setattr(model.mix, "forward", model.mix.forward), lambda: delattr(model.mix, "forward")
