@@ -12,10 +12,16 @@ from tritonrec import nn
 from tritonrec.data import NextItemLoader, load
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import FeatureConfig, HashTableCollection, RowOptimizer, TablePolicy
+from tritonrec.harness.job import Job
 from tritonrec.pipeline import MODES, DenseModel, Trainer, WindowConfig
 from tritonrec.settings import with_values
 
 DIM = 6
+JOB = Job(
+    "zipf:users=60,items=200,seed=1", batch_size=8, max_seq_len=9, num_negatives=1,
+    sizes=nn.HSTUConfig(dim=DIM, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9, dropout=0.2), lr=0.05,
+)  # fmt: skip
+"""An HSTU, where ranks have to build what they train."""
 ONE_DRAWS = Lock()
 """Ranks that are threads share torch's generator: one at a time seeds it and draws its parameters."""
 EVERY = slow_except(

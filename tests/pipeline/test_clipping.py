@@ -6,20 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 from speeds import slow_except
-from trainer_parts import EVERY, batches, parts, same, trained, trainer
+from trainer_parts import EVERY, JOB, batches, parts, same, trained, trainer
 
 from tritonrec import ops
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import TablePolicy
-from tritonrec.harness.job import Job
-from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import NESTPIPE, Edge, ScheduleError, Trainer, WindowConfig, check, schedule_of
 from tritonrec.pipeline.clipping import clamp, norm_of, squares
 
-SIZES = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9, dropout=0.2)
-JOB = Job(
-    "zipf:users=60,items=200,seed=1", batch_size=8, max_seq_len=9, num_negatives=1, sizes=SIZES, lr=0.05
-)
 LIMITS = [{"max_grad_norm": 0.02}, {"max_grad_norm": 0.01, "max_grad_value": 0.002}]
 
 

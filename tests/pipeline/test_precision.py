@@ -10,20 +10,14 @@ import torch
 from speeds import slow_except
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
-from trainer_parts import Ranker, batches, parts, same, trained, trainer
+from trainer_parts import JOB, Ranker, batches, parts, same, trained, trainer
 
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import Placement
-from tritonrec.harness.job import Job
-from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import STAGED, DenseModel, ExchangeConfig, LossScaling, Trainer, WindowConfig
 from tritonrec.pipeline.precision import LossScaler, rounded_rows, unscaled
 from tritonrec.settings import KEY, with_values
 
-SIZES = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9, dropout=0.2)
-JOB = Job(
-    "zipf:users=60,items=200,seed=1", batch_size=8, max_seq_len=9, num_negatives=1, sizes=SIZES, lr=0.05
-)
 MOVING = LossScaling(2.0**24, growth_interval=2)
 """Too large at the start, so that it falls, and then rises again."""
 FALLING = LossScaling(2.0**18, 4.0, 0.25, 2)

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from speeds import slow_except
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from trainer_parts import JOB
 
 from tritonrec.distributed import Communicators, RankPool
 from tritonrec.embedding import Eviction, Placement, TablePolicy
 from tritonrec.harness.job import Job
 from tritonrec.harness.verify.thread_ranks import run_ranks
-from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import (
     NESTPIPE,
     SCHEDULES,
@@ -36,11 +36,6 @@ from tritonrec.pipeline.reduce_scatter import ReduceScatter, plan_replica_reduct
 from tritonrec.pipeline.replicas import ReplicaAverage
 from tritonrec.pipeline.stage import Read
 from tritonrec.trace import Recorder
-
-SIZES = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9, dropout=0.2)
-JOB = Job(
-    "zipf:users=60,items=200,seed=1", batch_size=8, max_seq_len=9, num_negatives=1, sizes=SIZES, lr=0.05
-)
 
 
 def where(communicators):

@@ -5,17 +5,11 @@ import math
 import pytest
 import torch
 from speeds import slow_except
-from trainer_parts import EVERY, Ranker, batches, parts, same, trained, trainer
+from trainer_parts import EVERY, JOB, Ranker, batches, parts, same, trained, trainer
 
 from tritonrec.distributed import Communicators
-from tritonrec.harness.job import Job
-from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import StageFailedError, Trainer, WindowConfig
 
-SIZES = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9, dropout=0.2)
-JOB = Job(
-    "zipf:users=60,items=200,seed=1", batch_size=8, max_seq_len=9, num_negatives=1, sizes=SIZES, lr=0.05
-)
 BAD = {
     "infinite rows' gradient": lambda losses, hidden: losses * math.inf,
     "infinite dense gradient": lambda losses, hidden: losses + (hidden * 1e30 * 1e30).sum() * 1e-30,
