@@ -1,6 +1,6 @@
 # make verify   install into .venv, fetch MovieLens-100K, prove every mode bit for bit, leave traces
 # make smoke    a few hundred tests in a minute: every op, the schedule check, each mode against its reference
-# make test     the test suite, about seven minutes on two cores: of slow tests their quick counterparts
+# make test     the test suite: of slow tests their quick counterparts, of tests with many cases some
 # make test-all    every test: all mutants and injected faults, compilations, kernels on emulated GPUs
 # make emulate  Triton kernels on emulated sm_80 and sm_90: their tests in three schedules, and training steps
 # make lint     ruff, mypy, and the workflows against GitHub's schema
@@ -20,7 +20,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TRACES ?= out/traces
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Python compiles what it imports; pip would compile all of torch, which takes a minute.
+PIP := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile
 # Processes of tests and their ranks share the cores: OpenMP's threads sleep while they wait, and do not spin. Many
 # tests wait for a rank that stalls, so that a third process has cores to use.
@@ -39,7 +40,7 @@ smoke: .venv/installed
 	$(PYTEST) -m "smoke and not slow" $$(grep -rlw mark.smoke tests)
 
 test: .venv/installed
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow" --most-cases 4
 
 test-all: .venv/installed
 	$(PYTEST)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+from speeds import thinned
 
 from tritonrec.kernels import dispatch
 
@@ -22,6 +23,23 @@ for name, handler in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.
 
 settings.register_profile("tests", deadline=None)  # a busy machine fails no test
 settings.load_profile("tests")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--most-cases", type=int, metavar="N",
+        help="of a test with more than N parametrized cases run N of them and an eighth of the others",
+    )  # fmt: skip
+
+
+@pytest.hookimpl(trylast=True)  # behind `-m` and `-k`, whose choice is thinned out
+def pytest_collection_modifyitems(config, items):
+    if (most := config.getoption("--most-cases")) is None:
+        return
+    kept = thinned(items, most)
+    if len(kept) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
 
 
 def pytest_collection():

@@ -1,8 +1,10 @@
 """Parameters in two speeds: `make test` runs the quick ones, `make test-all` also those marked slow."""
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable
 from itertools import product
 from typing import Any
+from zlib import crc32
 
 import pytest
 
@@ -26,6 +28,21 @@ def slow_on_triton(impls: Iterable[Any], names: Iterable[Any], quick: Collection
             marks = [*impl.marks, *([] if name in quick else [pytest.mark.slow])]
             pairs.append(pytest.param(*impl.values, name, marks=marks))
     return pairs
+
+
+def thinned(items: Iterable[pytest.Item], most: int) -> set[pytest.Item]:
+    """Of the cases of a test, and of an op in it, `most` and an eighth of the others.
+
+    They are spread over the parameters, and stay the same while their names do.
+    """
+    cases, kept = defaultdict(list), set()
+    for item in items:
+        op = item.callspec.params.get("op") if hasattr(item, "callspec") else None
+        cases[item.nodeid.partition("[")[0], op].append(item)
+    for each in cases.values():
+        each.sort(key=lambda item: (crc32(item.nodeid.encode()), item.nodeid))
+        kept.update(each[: most + max(0, len(each) - most) // 8])
+    return kept
 
 
 def _slow(value: Any) -> Any:

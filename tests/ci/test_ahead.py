@@ -52,6 +52,7 @@ def test_nothing_is_compiled_on_a_processor_of_a_target(package, tmp_path, targe
 DOCTOR = "from tritonrec.harness.doctor import facts; print(facts()['kernels of the CPU'])"
 
 
+@pytest.mark.slow
 def test_the_doctor_says_whether_there_are_any(package):
     def said():
         done = subprocess.run(
@@ -72,6 +73,7 @@ def test_files_hold_no_path_of_the_machine_that_compiled_and_can_be_read_by_othe
         assert str(ROOT).encode() not in file.read_bytes()
 
 
+@pytest.mark.slow
 def test_without_a_folder_that_can_be_written_they_are_read_too(package, tmp_path):
     for folder in (package, *(path for path in package.rglob("*") if path.is_dir())):
         (folder / "__pycache__").write_text("")  # in the way of numba's own folders, of root's too

@@ -55,6 +55,11 @@ def flat(tensor: torch.Tensor) -> np.ndarray:
     return tensor.contiguous().numpy().reshape(-1)
 
 
+def flat_int64(tensor: torch.Tensor) -> np.ndarray:
+    """`flat` of whole numbers, widened: for another dtype a kernel would be compiled once more."""
+    return flat(tensor.to(torch.int64))
+
+
 def flat_rows(matrix: torch.Tensor) -> tuple[np.ndarray, np.uintp]:
     """A CPU matrix with contiguous rows as a flat array and a row stride: row r starts at r * stride.
 

@@ -12,6 +12,7 @@ import torch
 from tritonrec.kernels.head_layout import flat_heads
 from tritonrec.kernels.hstu_attention import numba_attention
 from tritonrec.kernels.hstu_attention.call import Call, is_zero
+from tritonrec.kernels.row_layout import flat, flat_int64
 from tritonrec.kernels.workers import over_ranges
 
 Tensors = tuple[torch.Tensor, ...]
@@ -49,8 +50,12 @@ def hstu_attention_backward_into(
 _NO_TIMES, _NO_WEIGHTS = np.empty(0, np.int64), np.empty(0, np.float32)
 
 
-def _array(tensor: torch.Tensor | None, absent: np.ndarray) -> np.ndarray:
-    return absent if tensor is None else tensor.detach().contiguous().numpy()
+def _integers(tensor: torch.Tensor | None, absent: np.ndarray) -> np.ndarray:
+    return absent if tensor is None else flat_int64(tensor)
+
+
+def _weights(tensor: torch.Tensor | None) -> np.ndarray:
+    return _NO_WEIGHTS if tensor is None else flat(tensor)
 
 
 @lru_cache(maxsize=8)
@@ -72,25 +77,25 @@ def _launch(kernel: Callable, inputs: Tensors, call: Call, outs: Tensors, weight
             f"hstu_attention on the CPU takes float32, bfloat16 or float16, got {q.dtype}: convert q, k and "
             "v with .float(), or take impl='reference'"
         )
-    offsets = call.seq_offsets.contiguous().numpy()
-    row_offsets = _array(call.delta_offsets, offsets)
+    offsets = flat_int64(call.seq_offsets)
+    row_offsets = _integers(call.delta_offsets, offsets)
     none = _zeros(call.num_sequences)
     if call.attn_scale is None:
         scales = np.array([1 / call.scaling_seqlen], np.float32)
     else:
-        scales = call.attn_scale.contiguous().view(-1).numpy()
+        scales = flat(call.attn_scale)
     base, sign = call.position_index
     rules = call.mask
     mask = np.array(
         [rules.target_group_size, rules.max_attn_len, rules.min_full_attn_seq_len, rules.attn_prefix_len],
         np.int64,
     )
-    times = _array(call.timestamps, _NO_TIMES)
+    times = _integers(call.timestamps, _NO_TIMES)
     described = (
-        offsets, row_offsets, _array(call.num_targets, none), _array(call.num_contexts, none),
+        offsets, row_offsets, _integers(call.num_targets, none), _integers(call.num_contexts, none),
         mask, scales, np.uintp(len(scales) > 1), np.float32(call.alpha),
-        _array(call.pos_weights, _NO_WEIGHTS), base, sign, _array(call.ts_weights, _NO_WEIGHTS),
-        _array(call.query_timestamps, times), times, np.float32(call.bias_factor),
+        _weights(call.pos_weights), base, sign, _weights(call.ts_weights),
+        _integers(call.query_timestamps, times), times, np.float32(call.bias_factor),
     )  # fmt: skip
     lengths = (offsets[1:] - offsets[:-1]).astype(np.float64)
     heads, dim_qk, dim_v = q.shape[1], q.shape[2], v.shape[2]

@@ -15,7 +15,7 @@ from tritonrec.kernels.gradients import made_once
 from tritonrec.kernels.linear.numba_row_products import add_row_products
 from tritonrec.kernels.linear.op import no_sum
 from tritonrec.kernels.numba_matmul import add_products
-from tritonrec.kernels.row_layout import contiguous_rows, flat, flat_rows
+from tritonrec.kernels.row_layout import contiguous_rows, flat, flat_int64, flat_rows
 from tritonrec.kernels.row_terms import add_rows
 from tritonrec.kernels.workers import over_ranges
 
@@ -187,7 +187,7 @@ def _add_products(
 ) -> None:  # fmt: skip
     arrays = (*flat_rows(accumulator), *flat_rows(contiguous_rows(dy)), *flat_rows(contiguous_rows(x)))
     tokens, inner, scale, limit = U(x.shape[0]), U(x.shape[1]), 2.0**bits, 2.0 ** (62 - bits)
-    offsets = None if seq_offsets is None else flat(seq_offsets)
+    offsets = None if seq_offsets is None else flat_int64(seq_offsets)
 
     def run(start: int, stop: int) -> tuple[int, int, int, float]:
         if offsets is None:

@@ -13,7 +13,7 @@ import torch
 from tritonrec.kernels.head_layout import flat_heads
 from tritonrec.kernels.numba_matmul import add_products
 from tritonrec.kernels.numba_sequences import log2_of_difference, transpose
-from tritonrec.kernels.row_layout import flat
+from tritonrec.kernels.row_layout import flat, flat_int64
 from tritonrec.kernels.workers import over_ranges
 
 from ..caches import njit
@@ -155,8 +155,8 @@ def _plan(
     v: torch.Tensor, table: torch.Tensor, seq_offsets: torch.Tensor, timestamps: torch.Tensor | None
 ) -> tuple[np.ndarray, np.ndarray, tuple[np.uintp, ...], float]:
     """Offsets, times, sizes of the loops, and about how many operations a forward takes."""
-    offsets = flat(seq_offsets)
-    times = NO_TIMES if timestamps is None else flat(timestamps)
+    offsets = flat_int64(seq_offsets)
+    times = NO_TIMES if timestamps is None else flat_int64(timestamps)
     lengths = np.diff(offsets).astype(np.float64)
     (_, heads, dim), buckets = v.shape, table.shape[1]
     sizes = tuple(map(U, (heads, dim, buckets, int(lengths.max()))))

@@ -16,7 +16,7 @@ from tritonrec.kernels.numba_matmul import add_products
 from tritonrec.kernels.numba_sequences import transpose
 from tritonrec.kernels.philox import DROPOUT
 from tritonrec.kernels.philox.reference import halves
-from tritonrec.kernels.row_layout import flat
+from tritonrec.kernels.row_layout import flat, flat_int64
 from tritonrec.kernels.softmax_attention.op import Call
 from tritonrec.kernels.workers import over_ranges
 
@@ -235,7 +235,7 @@ def _flat_bias(bias: torch.Tensor | None) -> tuple[np.ndarray, tuple[np.uintp, .
 
 def _plan(q: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[tuple, tuple[np.uintp, ...], float]:
     """Arguments that forward and backward share, sizes of the loops, and about how many operations."""
-    q_offsets, k_offsets = flat(call.q_offsets), flat(call.k_offsets)
+    q_offsets, k_offsets = flat_int64(call.q_offsets), flat_int64(call.k_offsets)
     k0, k1 = halves(call.seed)
     draws = (
         np.uint32(k0), np.uint32(k1), np.int64(DROPOUT), np.uint64(int(call.p * 2**32)),
@@ -246,6 +246,6 @@ def _plan(q: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[tuple, tuple[np
     sizes = tuple(map(U, (heads, dim, dim_v, int(keys.max()))))
     rest = (
         q_offsets, k_offsets, F32(call.scale), call.causal, *_flat_bias(call.bias), draws,
-        NO_IDS if call.sample_ids is None else flat(call.sample_ids),
+        NO_IDS if call.sample_ids is None else flat_int64(call.sample_ids),
     )  # fmt: skip
     return rest, sizes, float((queries * keys).sum()) * heads * (2 * (dim + dim_v) + 20)

@@ -1,0 +1,35 @@
+"""Promise: `make test` leaves out cases of a test with many, and no test."""
+
+from types import SimpleNamespace
+
+from speeds import thinned
+
+
+def case(number, test="test_a", op=None):
+    params = {"number": number} | ({} if op is None else {"op": op})
+    return SimpleNamespace(
+        nodeid=f"tests/a.py::{test}[{number}-{op}]", callspec=SimpleNamespace(params=params)
+    )
+
+
+def numbers(items, **of):
+    return sorted(item.callspec.params["number"] for item in thinned(map(hashable, items), **of))
+
+
+def hashable(item):
+    return type("Item", (), vars(item))()
+
+
+def test_few_cases_stay_and_of_many_some_of_all_parts():
+    assert numbers([case(n) for n in range(6)], most=6) == [*range(6)]
+    many = numbers([case(n) for n in range(166)], most=6)
+    assert len(many) == 6 + 160 // 8 and {n // 42 for n in many} == {0, 1, 2, 3}
+    assert numbers([case(n) for n in reversed(range(166))], most=6) == many  # in whatever order they come
+
+
+def test_every_test_and_every_op_has_its_own():
+    alone = type("Item", (), {"nodeid": "tests/a.py::test_alone"})()
+    items = [*map(hashable, (case(n, test, op) for test in "ab" for op in "cd" for n in range(9))), alone]
+    kept = thinned(items, 2)
+    assert alone in kept and len(kept) == 4 * 2 + 1
+    assert len({(item.nodeid[:14], item.callspec.params["op"]) for item in kept - {alone}}) == 4
