@@ -1,6 +1,7 @@
 # make verify   install into .venv, fetch MovieLens-100K, prove every mode bit for bit, leave traces
 # make smoke    a few hundred tests in a minute: every op, the schedule check, each mode against its reference
-# make test     the test suite: of slow tests their quick counterparts, of tests with many cases some
+# make test     the test suite: of slow tests their quick counterparts, of tests with many cases some; of a tool around
+#               the core (emulator, serving, ...) where it, or what it imports, differs from the upstream branch
 # make test-all    every test: all mutants and injected faults, compilations, kernels on emulated GPUs
 # make emulate  Triton kernels on emulated sm_80 and sm_90: their tests in three schedules, and training steps
 # make lint     ruff, mypy, and the workflows against GitHub's schema
@@ -40,7 +41,7 @@ smoke: .venv/installed
 	$(PYTEST) -m "smoke and not slow" $$(grep -rlw mark.smoke tests)
 
 test: .venv/installed
-	$(PYTEST) -m "not slow" --most-cases 4
+	$(PYTEST) -m "not slow" --most-cases 4 $$(ci/changed_since.sh)
 
 test-all: .venv/installed
 	$(PYTEST)

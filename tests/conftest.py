@@ -3,9 +3,12 @@
 import gc
 import os
 import signal
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
+import changed
 import pytest
 import torch
 from hypothesis import settings
@@ -25,11 +28,51 @@ settings.register_profile("tests", deadline=None)  # a busy machine fails no tes
 settings.load_profile("tests")
 
 
+ROOT = Path(__file__).resolve().parent.parent
+LEFT_OUT = pytest.StashKey[dict[str, list[str]]]()
+
+
 def pytest_addoption(parser):
+    parser.addoption(
+        "--changed-since", metavar="REF",
+        help="leave out tests of tools of which no file, and no import, differs from this commit",
+    )  # fmt: skip
     parser.addoption(
         "--most-cases", type=int, metavar="N",
         help="of a test with more than N parametrized cases run N of them and an eighth of the others",
     )  # fmt: skip
+
+
+def pytest_configure(config):
+    config.stash[LEFT_OUT] = {}
+    if hasattr(config, "workerinput"):
+        config.stash[LEFT_OUT] = config.workerinput["left_out"]
+    elif reference := config.getoption("--changed-since"):
+        try:
+            config.stash[LEFT_OUT] = changed.left_out(ROOT, changed.changed_files(ROOT, reference))
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise pytest.UsageError(f"--changed-since {reference}: {error}") from None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Of pytest-xdist, whose processes read no sources again."""
+    node.workerinput["left_out"] = node.config.stash[LEFT_OUT]
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Not even imported."""
+    files = {file for each in config.stash[LEFT_OUT].values() for file in each}
+    return True if files and collection_path.relative_to(ROOT).as_posix() in files else None
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if tools := config.stash[LEFT_OUT]:
+        listed = ", ".join(f"{tool} ({len(files)} files)" for tool, files in tools.items())
+        since = config.getoption("--changed-since")
+        terminalreporter.write_line(
+            f"left out, as nothing that they import has changed since {since}: tests of {listed}"
+        )
 
 
 @pytest.hookimpl(trylast=True)  # behind `-m` and `-k`, whose choice is thinned out
