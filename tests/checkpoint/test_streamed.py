@@ -328,6 +328,7 @@ def test_a_crash_between_parts_leaves_the_checkpoint_before(tmp_path, small_part
     assert load(target).step == 2 and len(list((target / "step-000000000002").iterdir())) > 6
 
 
+@pytest.mark.slow
 def test_neither_a_save_nor_a_load_holds_the_table_once_more(tmp_path):
     """Payloads beyond the table, at the peak of a process of its own; 80 MiB of rows, parts and threads."""
     measure = [sys.executable, ROOT / "ci/benchmarks/measure_checkpoint.py", "--folder", tmp_path]

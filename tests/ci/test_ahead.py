@@ -43,6 +43,7 @@ def compiled(package, tmp_path, target="", **changed):
     return ahead.counted(UNIQUE, package, tmp_path / "cache", target, **changed)["compiled"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", slow_except([""], ["", *HERE]))
 def test_nothing_is_compiled_on_a_processor_of_a_target(package, tmp_path, target):
     assert compiled(package, tmp_path, target) == []
@@ -66,6 +67,7 @@ def test_the_doctor_says_whether_there_are_any(package):
     assert said() == "compiled at their first call, and kept\n"
 
 
+@pytest.mark.slow
 def test_files_hold_no_path_of_the_machine_that_compiled_and_can_be_read_by_others(files):
     assert len(files) == len(KERNELS) * len(TARGETS)
     for file in files:
@@ -84,6 +86,7 @@ def test_without_a_folder_that_can_be_written_they_are_read_too(package, tmp_pat
     assert sorted(ahead.counted(code, package, **nowhere)["compiled"]) == KERNELS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", slow_except(["source"], ["source", "processor", "damage"]))
 def test_kernels_of_other_sources_or_processors_and_damaged_ones_are_compiled_again(
     package, tmp_path, change

@@ -302,6 +302,7 @@ def test_mutants_of_compiled_code_alone(tmp_path):
     assert {each.line for each in edits} == {9}
 
 
+@pytest.mark.slow
 def test_a_triton_kernel_is_judged_by_its_checks(tmp_path):
     """One mutant of the smallest file, after the file as it is."""
     out = tmp_path / "triton.jsonl"

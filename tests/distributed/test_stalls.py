@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,14 @@ def test_rank_0_is_named_at_any_place_though_it_serves_the_store(tmp_path, where
     assert "rank 0 has not " in message and ("s ago" in message or "never seen" in message)
 
 
+def stop_process(number):
+    """Stop it, and wait until none of its threads runs."""
+    os.kill(number, signal.SIGSTOP)
+    threads = Path(f"/proc/{number}/task")
+    while any(path.read_text().rpartition(")")[2].split()[0] != "T" for path in threads.glob("*/stat")):
+        time.sleep(0.001)
+
+
 def serve_reports(connection):
     """A process that serves a store, and sends its port."""
     store = start_store()
@@ -129,7 +138,7 @@ def stopped(monkeypatch):
     here, there = multiprocessing.Pipe()
     process = start_process("store", serve_reports, (there,))
     store = dist.TCPStore("127.0.0.1", here.recv(), None, False, wait_for_workers=False)
-    yield store, lambda: os.kill(process.pid, signal.SIGSTOP)
+    yield store, partial(stop_process, process.pid)
     process.kill()
     for (
         each

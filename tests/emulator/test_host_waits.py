@@ -140,7 +140,7 @@ def test_tables_on_the_host_wait_for_keys_and_rows_alone():
     assert losses == run(*CASES["host"], device="cpu")[1]
 
 
-@pytest.mark.parametrize("storage", ["host", "device", "cached"])
+@pytest.mark.parametrize("storage", slow_except(["cached"], ["host", "device", "cached"]))
 def test_the_reference_run_has_its_bits_on_a_gpu(storage):
     here, there = (run(storage, {}, {}, device=each, mode="reference")[1] for each in ("cpu", "cuda"))
     assert here == there
@@ -164,7 +164,7 @@ REPLICAS = {
 }
 
 
-@pytest.mark.parametrize("case", slow_except(["device", "cached_window"], REPLICAS))
+@pytest.mark.parametrize("case", slow_except(["cached_window"], REPLICAS))
 def test_replicas_wait_once_for_their_reductions_beside_their_routes(case):
     gpu, found = run(*REPLICAS[case], world_size=2, replicas=2)
     stages = {stage: gpu.waits_of(stage) for stage in ("route", "replica_reduce", *WITHOUT)}

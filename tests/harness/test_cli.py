@@ -73,6 +73,7 @@ def test_help_begins_with_what_most_runs_need():
     assert options[: len(FIRST)] == [f"--{name.replace('_', '-')}" for name in FIRST]
 
 
+@pytest.mark.slow
 def test_commands_run_without_docstrings():
     """Under ``python -OO`` there are none."""
     code = "from tritonrec.harness.cli import main; main()"
