@@ -1,7 +1,8 @@
 """Promise: the thinned contract table leaves no three conditions together untried."""
 
+import math
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 from typing import get_args
 
 import pytest
@@ -16,7 +17,7 @@ from tritonrec.harness.verify.cases import (
     Case,
     contract_table,
 )
-from tritonrec.harness.verify.variants import CPU_BITS, VARIANTS
+from tritonrec.harness.verify.variants import CPU_BITS, EACH, VARIANTS
 from tritonrec.pipeline import PIPELINED
 
 pytestmark = pytest.mark.smoke
@@ -36,10 +37,7 @@ def test_full_is_the_whole_product():
     full = [c for c in contract_table("full") if not c.data and not c.variant and c.replicas == 1]
     full = [c for c in full if c.storage == "host"]
     sizes = (PIPELINED, CONSISTENCIES, WORLD_SIZES, MICRO_BATCHES, (False, True), OPTIMIZERS)
-    product = 1
-    for size in sizes:
-        product *= len(size)
-    assert len(full) == len(set(full)) == product == 540
+    assert len(full) == len(set(full)) == math.prod(map(len, sizes)) == 540
 
 
 def test_default_covers_every_triple_and_the_longest_case():
@@ -47,6 +45,8 @@ def test_default_covers_every_triple_and_the_longest_case():
     assert triples(default) == triples(contract_table("full"))
     longest = Case("nestpipe", "batch", 4, 8, True, "adam", steps=30)
     assert longest in default
+    own = {(c.mode, c.world_size, c.micro_batches) for c in default if c.variant == EACH}
+    assert own == set(product(PIPELINED, WORLD_SIZES[1:], MICRO_BATCHES))  # as in NestPipe
     assert len([case for case in default if not case.variant]) < 96
 
 

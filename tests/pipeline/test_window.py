@@ -21,6 +21,7 @@ from tritonrec.pipeline import (
     WindowConfig,
 )  # fmt: skip
 from tritonrec.settings import with_values
+from tritonrec.trace import Recorder
 
 DIM = 8
 CONFIG = HSTUConfig(dim=DIM, layers=1, heads=2, qk_dim=3, v_dim=5, max_seq_len=9, dropout=0.1)
@@ -210,7 +211,28 @@ def test_sync_is_one_rank_one_micro_batch_batch_level():
         trainer("fast")
 
 
-@pytest.mark.parametrize("options", [{"micro_batches": 0}, {"consistency": "exact"}])
+@pytest.mark.parametrize("said", [0, 2])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_window_is_frozen_for_four_micro_batches_where_they_overlap_unless_said_otherwise(mode, said):
+    model, tables, optimizer = parts()
+    if mode == "reference" and said:
+        return
+    recorder = Recorder(0, 1)
+    config, calls = WindowConfig(said) if said else None, []
+    model.register_forward_hook(lambda *given: calls.append(given))
+    with Trainer(
+        model, tables, optimizer, Communicators.local(), mode, config, recorder, trust_model=True
+    ) as training:
+        result = training.step(batch_of(0, 3, 2, 1, 4, 2))
+    expected = said or (4 if mode in ("fwp", "nestpipe") else 1)
+    assert len(calls) == expected
+    assert training.config.micro_batches == recorder.metadata["micro_batches"] == expected
+    assert result.exchanges == recorder.metadata.get("exchanges", "")
+    if mode != "reference":
+        assert f"a window of {expected} micro-batches: no table has its rows on several" in result.exchanges
+
+
+@pytest.mark.parametrize("options", [{"micro_batches": -1}, {"consistency": "exact"}])
 def test_a_bad_window_is_refused(options):
     with pytest.raises(ValueError, match="got"):
         with_values(WindowConfig(), options)

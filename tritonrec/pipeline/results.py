@@ -30,6 +30,8 @@ class StepResult:
             is infinite and `loss` is not a number.
         learning_rates: of the optimizers' groups, those that the update used; nan for a group without one.
         loss_scale: that the update used; None unless the precision is ``"fp16"``.
+        exchanges: how many a window has, which micro-batches share them, and why, in words; empty in mode
+            ``"reference"``, which has none.
     """
 
     step: int
@@ -41,6 +43,7 @@ class StepResult:
     skipped: bool = False
     learning_rates: tuple[float, ...] = ()
     loss_scale: float | None = None
+    exchanges: str = ""
 
     def values(self) -> dict[str, float]:
         """What the step says of itself, the same on all ranks, by the names of loggers' columns.
@@ -58,7 +61,7 @@ class StepResult:
         return values
 
 
-def results_of(places: WindowPlaces, sums: Sums, dense: DenseModel) -> list[StepResult]:
+def results_of(places: WindowPlaces, sums: Sums, dense: DenseModel, exchanges: str) -> list[StepResult]:
     """Of the batches of a window that is done, in order; copies, before the lanes use the places again."""
     window, routes, config = places.window, places[Routes], sums.config
     samples, losses, count = places[DeviceSamples], places[Losses], config.micro_batches
@@ -74,6 +77,8 @@ def results_of(places: WindowPlaces, sums: Sums, dense: DenseModel) -> list[Step
         loss = math.nan
     rates, scale = tuple(map(float, dense.rates.popleft())), dense.scales.popleft()
     return [
-        StepResult(batch.step, ids, of_batch, routes.loss_normalizer, loss, norm, skipped, rates, scale)
+        StepResult(
+            batch.step, ids, of_batch, routes.loss_normalizer, loss, norm, skipped, rates, scale, exchanges
+        )
         for batch, (ids, of_batch) in zip(window.batches, copied, strict=True)
     ]

@@ -147,10 +147,12 @@ class Trainer:
         self._results: deque[StepResult] = deque()  # of the batches of an update that is done
         self.counts = LookupCounts()
         self._program: Program | None = None
+        self._exchanges = ""  # in words
         self.reference: ReferenceTrainer | None = None
         self._schedule = None if mode == "reference" else schedule
         if mode != "reference" and schedule is None:
             self._schedule = schedule_of(mode, self.config, communicators.replicas)
+        self.config = self.config.cut(self._schedule is not None and self._schedule.overlaps_window)
         shared = self._schedule is not None and self._schedule.overlaps_batches
         if graphs is not None:
             graphs.validate(model, self.config, self._device)
@@ -186,7 +188,7 @@ class Trainer:
         )  # fmt: skip
         tasks = self._program.tasks
         self.recorder.metadata["done_by"] = {stage: list(each) for stage, each in tasks.doers.items()}
-        self.recorder.metadata["exchanges"] = self._program.exchanges
+        self._exchanges = self.recorder.metadata["exchanges"] = self._program.exchanges
         if self.config.average_every:
             self._average = ReplicaAverage(tables, communicators.replica)
         if self._schedule.concurrent:
@@ -569,7 +571,7 @@ class Trainer:
             self._average.note(places[OwnedRows])
             if self._averages_after(window):
                 self.sync()
-        results = results_of(places, self._sums, self.dense)
+        results = results_of(places, self._sums, self.dense, self._exchanges)
         self._pending.note_used(results[-1].learning_rates, window)
         self._results += results
         places.retire()

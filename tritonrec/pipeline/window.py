@@ -7,7 +7,7 @@ and dense parameters are frozen inside it, and updated once at its end (NestPipe
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import torch
@@ -23,6 +23,8 @@ from .words import Words
 Consistency = Literal["window", "batch"]
 Dedup = Literal["none", "exchange", "lookup", "both"]
 ExchangeSums = Literal["auto", "packed", "whole"]
+FROZEN_WINDOW = 4
+"""Micro-batches of a frozen window unless said otherwise."""
 Exchanges = Literal["auto", "once", "joined", "each"]
 
 
@@ -168,7 +170,8 @@ class WindowConfig:
     """How a batch is cut and added up.
 
     Args:
-        micro_batches: N; more micro-batches than samples leaves some empty, which is legal.
+        micro_batches: N; more micro-batches than samples leaves some empty, which is legal. 0:
+            `FROZEN_WINDOW` where the schedule overlaps them, as in modes fwp and nestpipe, elsewhere 1.
         consistency: ``"batch"`` adds gradients in fixed point, so that the result does not depend on the
             cut; ``"window"`` adds in float32 in the order of the micro-batches.
         clustering: group samples that share keys (NestPipe, section V.C) instead of cutting in order.
@@ -193,7 +196,7 @@ class WindowConfig:
         seed: of dropout.
     """
 
-    micro_batches: int = setting(1, "N, micro-batches per window.", 1, 65_536)
+    micro_batches: int = setting(0, "N, micro-batches per window; 0: 4 where they overlap.", 0, 65_536)
     consistency: Consistency = setting("batch", "batch: the bits of synchronous training.")
     clustering: bool = setting(False, "Group samples that share keys.")
     accumulate: int = setting(1, "Batches of one update.", 1, 65_536)
@@ -213,8 +216,8 @@ class WindowConfig:
     seed: int = seed_setting()
 
     def __post_init__(self) -> None:
-        if self.micro_batches < 1:
-            raise ValueError(f"a batch has at least one micro-batch, got {self.micro_batches}")
+        if self.micro_batches < 0:
+            raise ValueError(f"micro_batches is N, or 0 for the mode's, got {self.micro_batches}")
         if self.consistency not in ("window", "batch"):
             raise ValueError(f"consistency must be 'window' or 'batch', got {self.consistency!r}")
         if self.accumulate < 1:
@@ -242,6 +245,10 @@ class WindowConfig:
                 f"first_use takes at most {MAX_FIRST_USE} micro-batches in a window, "
                 f"got {self.window_micro_batches}"
             )
+
+    def cut(self, overlaps: bool) -> WindowConfig:
+        """With a number of micro-batches, for a schedule that overlaps them or not."""
+        return self if self.micro_batches else replace(self, micro_batches=FROZEN_WINDOW if overlaps else 1)
 
     def adds_up_replicas(self, replicas: int) -> bool:
         """Whether gradients are added up over that many replicas of the tables in every update."""

@@ -13,7 +13,7 @@ from ...embedding import OptimizerName, Placement, Storage
 from ...pipeline import PIPELINED, Consistency, Mode, WindowConfig
 from ...settings import with_values
 from ..job import Job
-from .variants import CPU_BITS, LOST_RANK, OWN_LOOP, RESTART, STREAM, VARIANTS, Variant
+from .variants import CPU_BITS, EACH, LOST_RANK, OWN_LOOP, RESTART, STREAM, VARIANTS, Variant
 
 WORLD_SIZES = (1, 2, 4)
 MICRO_BATCHES = (1, 2, 3, 4, 8)
@@ -22,8 +22,9 @@ OPTIMIZERS: tuple[OptimizerName, ...] = ("sgd", "rowwise_adagrad", "adam")
 HOSTILE = "zipf:users=35,items=300,extreme_ids=1,seed=11"
 """A log that a tame one does not replace: both ends of int64 and negative ids, and a last batch of three
 samples, so that ranks and micro-batches stay empty."""
-ALONE = (RESTART, LOST_RANK, CPU_BITS)
-"""Variants with cases of their own: two change the world size, one is for other kernels than the CPU's."""
+ALONE = (RESTART, LOST_RANK, CPU_BITS, EACH)
+"""Variants with cases of their own: two change the world size, one is for other kernels than the CPU's, one
+is a factor of the table."""
 VARIANT_STEPS = 6
 """Fewer would show nothing: rows have to come, go unused, be evicted and return."""
 CONSISTENCIES: tuple[Consistency, ...] = ("window", "batch")
@@ -226,8 +227,9 @@ def contract_table(
 ) -> list[Case]:
     """Cases of a run of `tritonrec verify`.
 
-    ``"full"`` is the whole product. ``"default"`` covers every triple of three factors' values, and adds the
-    longest case: thirty steps at the largest world size and window. ``"quick"`` covers every value of every
+    ``"full"`` is the whole product. ``"default"`` covers every triple of three factors' values, and every
+    mode, world size and N with an exchange for each micro-batch, as NestPipe has them; it adds the longest
+    case: thirty steps at the largest world size and window. ``"quick"`` covers every value of every
     factor, and every mode at both levels. Each adds cases on `HOSTILE`, and `extra_cases`. The choice is
     deterministic.
     """
@@ -238,17 +240,19 @@ def contract_table(
         tuple(micro_batches),
         (False, True),
         OPTIMIZERS,
+        ("", EACH),
     )
     everything = [
-        Case(*values, steps=steps or {"quick": 3}.get(size, 6), delay_seed=index if index % 2 else None)
-        for index, values in enumerate(product(*factors))
+        Case(*values, steps or {"quick": 3}.get(size, 6), index if index % 2 else None, variant=sharing)
+        for index, (*values, sharing) in enumerate(product(*factors))
+        if not sharing or values[2] > 1  # one rank sends nothing
     ]
     if size == "full":
         chosen = everything
     elif size == "quick":
         chosen = _cover(everything, lambda case: {*enumerate(_values(case)), (case.mode, case.consistency)})
     elif size == "default":
-        chosen = _cover(everything, lambda case: set(combinations(enumerate(_values(case)), 3)))
+        chosen = _cover(everything, _triples)
         longest = Case(
             factors[0][-1],
             "batch",
@@ -281,7 +285,8 @@ def contract_table(
         if c.restart:
             return 2, c.world_size, c.restart
         plain = (c.consistency, c.world_size, c.micro_batches, c.steps)
-        return (1, c.variant, order[c.mode], *plain) if c.variant else (0, order[c.mode], *plain)
+        factor = c.variant in ("", EACH)
+        return (0, order[c.mode], *plain) if factor else (1, c.variant, order[c.mode], *plain)
 
     return sorted(chosen, key=place)
 
@@ -428,8 +433,15 @@ def _values(case: Case) -> tuple[Any, ...]:
         case.micro_batches,
         case.clustering,
         case.optimizer,
+        case.variant,
         case.delay_seed is not None,
     )
+
+
+def _triples(case: Case) -> set[tuple[Any, ...]]:
+    values = set(combinations(enumerate(_values(case)), 3))
+    # the paper's own form, in every mode and window and at every world size
+    return values | ({(case.mode, case.world_size, case.micro_batches)} if case.variant == EACH else set())
 
 
 def _cover(cases: list[Case], covers) -> list[Case]:

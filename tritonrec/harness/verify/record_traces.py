@@ -19,6 +19,7 @@ from ..devices import kernels_of, rank_pool
 from ..job import Job
 from .cases import Case
 from .run_case import prepared
+from .variants import EACH
 
 WORLD_SIZE, MICRO_BATCHES, STEPS = 2, 4, 8
 MODES = STAGED
@@ -50,7 +51,7 @@ def record_traces(job: Job, directory: str, console: Console | None = None) -> b
     sound = True
     with rank_pool(job.target.device, [(WORLD_SIZE, 1)], TIMEOUT) as pool, ScratchFolder() as scratch:
         for mode in MODES:
-            case = Case(mode, "batch", WORLD_SIZE, MICRO_BATCHES, False, "adam", STEPS)
+            case = Case(mode, "batch", WORLD_SIZE, MICRO_BATCHES, False, "adam", STEPS, variant=EACH)
             part = f"{scratch}/{mode}"
             pool.run(trace_rank, WORLD_SIZE, job, case, part)
             path = save_joined([f"{part}.{rank}" for rank in range(WORLD_SIZE)], target / f"{mode}.pftrace")

@@ -18,7 +18,7 @@ from .cases import CACHE_ROWS, Case
 from .corpus import SOURCES
 from .faults import Fault
 from .state import Difference, as_json
-from .variants import VARIANTS
+from .variants import EACH, VARIANTS
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def _table_of(case: Case) -> Callable[[Job, list[CaseResult]], Table]:
         return _replicas
     if case.storage != "host":
         return _storages
-    return _embedding if case.variant else _contract
+    return _contract if case.variant in ("", EACH) else _embedding
 
 
 def _contract(job: Job, results: list[CaseResult]) -> Table:
@@ -146,19 +146,20 @@ def _contract(job: Job, results: list[CaseResult]) -> Table:
         title=f"Contract table on {job.data}{_kernels(job.target)}: bit-identical to the reference?",
         caption="batch: equal to synchronous training of the whole batch in one process. window: equal to "
         "the same micro-batches on the same ranks, one stage after another. W ranks, N micro-batches, "
-        "C key-centric clustering, D random delays, MB and s of comparison. * on a made log of 35 users "
-        "with negative and extreme ids.",
+        "E an exchange for each micro-batch (else they share some), C key-centric clustering, D random "
+        "delays, MB and s of comparison. * on a made log of 35 users with negative and extreme ids.",
         padding=(0, 0, 0, 1),
     )
-    for name in ("mode", "consistency", "W", "N", "C", "D", "optimizer", "steps", "MB", "s", "result"):
+    for name in ("mode", "consistency", "W", "N", "E", "C", "D", "optimizer", "steps", "MB", "s", "result"):
         number = name in ("W", "N", "steps", "MB", "s")
         table.add_column(name, justify="right" if number else "left", no_wrap=True)
     for result in results:
         case = result.case
         table.add_row(
             case.mode + "*" * bool(case.data), case.consistency, str(case.world_size),
-            str(case.micro_batches), _mark(case.clustering), _mark(case.delay_seed is not None),
-            case.optimizer.removeprefix("rowwise_"), str(case.steps), f"{result.bytes_compared / 1e6:.1f}",
+            str(case.micro_batches), _mark(case.variant == EACH), _mark(case.clustering),
+            _mark(case.delay_seed is not None), case.optimizer.removeprefix("rowwise_"), str(case.steps),
+            f"{result.bytes_compared / 1e6:.1f}",
             f"{result.seconds:.1f}", _outcome(result),
         )  # fmt: skip
     return table

@@ -26,6 +26,7 @@ RESTART = "restart"
 LOST_RANK = "lost-rank"
 """The variant of which a rank is killed."""
 OWN_LOOP = "hash-embedding"
+EACH = "exchanges-each"
 """The variant without a trainer, and so without a mode."""
 
 
@@ -283,7 +284,7 @@ VARIANTS: dict[str, Variant] = {
         window={"exchanges": "once"},
         shows=("exchanged",),
     ),
-    "exchanges-each": Variant(
+    EACH: Variant(
         "each micro-batch has exchanges of its own", window={"exchanges": "each"}, shows=("exchanged",)
     ),
     "exchange-bf16": Variant(
