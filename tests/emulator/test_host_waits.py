@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ import trainer_parts  # noqa: E402
 from pretended import pretended, without_kernels  # noqa: E402
 from speeds import slow_except  # noqa: E402
 
+from tritonrec.distributed import Communicators  # noqa: E402
 from tritonrec.embedding import (  # noqa: E402
     Eviction,
     FeatureConfig,
@@ -240,6 +242,26 @@ def test_a_parameter_that_was_changed_in_flight_is_refused_without_a_wait():
         StageFailedError, match=r"step 2 failed: RuntimeError: parameter mix\.weight was changed"
     ):
         run(*CASES["device"], change)
+
+
+def test_tables_are_cached_by_default_and_a_collection_that_does_not_know_the_gpu_is_named():
+    features = [FeatureConfig("item", trainer_parts.DIM)]
+    with pretended() as gpu, without_kernels(gpu):
+
+        def train(tables):
+            model = trainer_parts.Ranker().to("cuda")
+            optimizer = dense_optimizer(model.parameters(), "adam", 0.05)
+            Trainer(model, tables, optimizer, Communicators.local(), device="cuda").close()
+
+        cached = HashTableCollection(features, placement=Placement(device="cuda", cache_rows=40))
+        assert cached.groups[0].table.padded and cached.groups[0].table.device.type == "cuda"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            train(cached)
+            train(HashTableCollection(features, placement=Placement("host")))
+        said = r"table item has keys and rows in host memory, .* on cuda:0: .*Placement\(device='cuda:0'\)"
+        with pytest.warns(UserWarning, match=said):
+            train(HashTableCollection(features))
 
 
 def test_tensors_of_host_and_gpu_do_not_mix():

@@ -208,13 +208,22 @@ def test_tables_can_be_emptied_and_loaded_after_a_step_that_failed_half_way(skip
 
 
 WRONG = [
-    (lambda: Placement("cuda"), "storage must be host, device or cached, got 'cuda'"),
+    (lambda: Placement("cuda"), "storage must be auto, host, device, cached, got 'cuda'"),
     (lambda: Placement("cached", cache_rows=0), "cache_rows"),
     (lambda: Placement("cached", cache_rows=2**29 + 1), "cache_rows"),
     (lambda: DynamicTable(3, placement=Placement("device", "nowhere")), "device 'nowhere'"),
     (lambda: DynamicTable(3, placement=Placement("device", "")), "device ''"),
+    (lambda: DynamicTable(3, placement=Placement(device="nowhere")), "device 'nowhere'"),
     (lambda: DynamicTable(3, placement=Placement("cached", "meta")), "device 'meta' is not usable"),
 ]
+
+
+def test_tables_are_cached_beside_an_accelerator_unless_said_otherwise():
+    assert Placement().chosen() == Placement("host") and Placement(device="cpu:0").chosen().storage == "host"
+    for device in ("cuda", "cuda:1", "npu:0"):
+        assert Placement(device=device, cache_rows=9).chosen() == Placement("cached", device, 9)
+        for storage in ("host", "device", "cached"):
+            assert Placement(storage, device).chosen() == Placement(storage, device)
 
 
 @pytest.mark.parametrize(("make", "message"), WRONG)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from ..settings import MOST, setting
 
 EvictionPolicy = Literal["lru", "lfu", "ttl"]
-Storage = Literal["host", "device", "cached"]
+Storage = Literal["auto", "host", "device", "cached"]
 MAX_CACHE_ROWS = 1 << 29
 
 
@@ -21,19 +21,40 @@ class Placement:
             ``"device"``: all of it in the memory of `device`, lookups and updates by its kernels.
             ``"cached"``: keys and metadata on `device`, rows in page-locked host memory, and those of recent
             lookups in a cache on `device` (NestPipe, section IV.A: they are known a batch ahead).
+            ``"auto"``: host where `device` is a CPU, cached beside an accelerator, as in NestPipe.
         device: of the tables that are not ``"host"``; a lookup's keys are given there.
         cache_rows: rows of a ``"cached"`` table on the device. Two batches' rows should fit.
     """
 
-    storage: Storage = setting("host", "Where tables are: in host memory, on the device, or cached there.")
+    storage: Storage = setting(
+        "auto", "Tables in host memory, on the device, or cached there; auto: cached beside a GPU."
+    )
     device: str = "cpu"
     cache_rows: int = setting(1 << 20, "Rows of a cached table on the device.", 1, MAX_CACHE_ROWS)
 
     def __post_init__(self) -> None:
-        if self.storage not in ("host", "device", "cached"):
-            raise ValueError(f"storage must be host, device or cached, got {self.storage!r}")
+        if self.storage not in get_args(Storage):
+            raise ValueError(f"storage must be {', '.join(get_args(Storage))}, got {self.storage!r}")
         if not 1 <= self.cache_rows <= MAX_CACHE_ROWS:
             raise ValueError(f"a cache has 1 to {MAX_CACHE_ROWS} rows, got cache_rows={self.cache_rows}")
+
+    def chosen(self) -> Placement:
+        """This, with the storage that ``"auto"`` means."""
+        if self.storage != "auto":
+            return self
+        return replace(self, storage="host" if self.device.partition(":")[0] == "cpu" else "cached")
+
+    def __str__(self) -> str:
+        """What runs where."""
+        chosen = self.chosen()
+        if chosen.storage == "host":
+            return "keys and rows in host memory, looked up by the host"
+        if chosen.storage == "device":
+            return f"keys and rows on {self.device}, looked up there"
+        return (
+            f"keys on {self.device}, looked up there; rows in host memory, {self.cache_rows:,} of recent "
+            f"lookups on {self.device}"
+        )
 
 
 @dataclass(frozen=True)

@@ -200,6 +200,7 @@ def make_table(
 
     Raises ValueError for a device that is not on this machine.
     """
+    placement = placement.chosen()
     device = usable_device("cpu" if placement.storage == "host" else placement.device)
     kind = TieredStorage if tiers else RowStorage
     storage = kind(dim, row_width, chunk_rows, device, on_host=placement.storage == "cached")

@@ -20,6 +20,7 @@ share this, each for as long as it is there::
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from weakref import WeakKeyDictionary
@@ -308,9 +309,19 @@ def validate_model_place(model: torch.nn.Module, device: torch.device) -> None:
 
 
 def validate_places(tables: HashTableCollection, device: torch.device) -> None:
-    """Raise ValueError naming a table on another device, unless it is in host memory."""
+    """Raise ValueError naming a table on another device, unless it is in host memory.
+
+    Warns of one that is there because nobody said where.
+    """
     for group in tables.groups:
         table = group.table
+        if device.type != "cpu" and not table.padded and table.placement.storage == "auto":
+            warnings.warn(
+                f"{group.layout} has {table.placement}, while the trainer works on {device}: "
+                f"HashTableCollection(placement=Placement(device={str(device)!r})) keeps its keys there, and "
+                'Placement("host") says that they stay',
+                stacklevel=3,
+            )
         if table.padded and table.device != device:
             raise ValueError(
                 f"{group.layout} is on {table.device}, and the trainer works on {device}: make them with "
