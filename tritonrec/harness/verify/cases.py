@@ -242,10 +242,11 @@ def contract_table(
         OPTIMIZERS,
         ("", EACH),
     )
+    length = steps or {"quick": 3}.get(size, 6)
     everything = [
-        Case(*values, steps or {"quick": 3}.get(size, 6), index if index % 2 else None, variant=sharing)
-        for index, (*values, sharing) in enumerate(product(*factors))
-        if not sharing or values[2] > 1  # one rank sends nothing
+        Case(mode, level, ranks, count, clustered, rule, length, index if index % 2 else None, "", sharing)
+        for index, (mode, level, ranks, count, clustered, rule, sharing) in enumerate(product(*factors))
+        if not sharing or ranks > 1  # one rank sends nothing
     ]
     if size == "full":
         chosen = everything

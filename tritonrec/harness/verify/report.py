@@ -150,19 +150,23 @@ def _contract(job: Job, results: list[CaseResult]) -> Table:
         "delays, MB and s of comparison. * on a made log of 35 users with negative and extreme ids.",
         padding=(0, 0, 0, 1),
     )
-    for name in ("mode", "consistency", "W", "N", "E", "C", "D", "optimizer", "steps", "MB", "s", "result"):
+    for name in ("mode", "consistency", "W", "N", "ECD", "optimizer", "steps", "MB", "s", "result"):
         number = name in ("W", "N", "steps", "MB", "s")
         table.add_column(name, justify="right" if number else "left", no_wrap=True)
     for result in results:
         case = result.case
         table.add_row(
             case.mode + "*" * bool(case.data), case.consistency, str(case.world_size),
-            str(case.micro_batches), _mark(case.variant == EACH), _mark(case.clustering),
-            _mark(case.delay_seed is not None), case.optimizer.removeprefix("rowwise_"), str(case.steps),
+            str(case.micro_batches), _letters(case), case.optimizer.removeprefix("rowwise_"), str(case.steps),
             f"{result.bytes_compared / 1e6:.1f}",
             f"{result.seconds:.1f}", _outcome(result),
         )  # fmt: skip
     return table
+
+
+def _letters(case: Case) -> str:
+    has = {"E": case.variant == EACH, "C": case.clustering, "D": case.delay_seed is not None}
+    return "".join(letter if there else " " for letter, there in has.items())
 
 
 def _embedding(_job: Job, results: list[CaseResult]) -> Table:
