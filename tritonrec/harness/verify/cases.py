@@ -112,9 +112,8 @@ class Case:
         accumulate = self._variant.window.get("accumulate", 1)
         ranks, window = self.world_size if self._variant.per_world else 1, self._variant.window
         shared = tuple((name, value) for name, value in window.items() if name in OF_REFERENCES)
-        return Reference(
-            self._variant.reference_job(job.on(self.data)), self.optimizer, accumulate, ranks, shared
-        )
+        own = replace(self._variant.reference_job(job.on(self.data)), placement=Placement("host"))
+        return Reference(own, self.optimizer, accumulate, ranks, shared)
 
     @property
     def shows(self) -> tuple[str, ...]:

@@ -265,7 +265,3 @@ def _kernels(target: Target) -> str:
     words += [f"emulated {ARCHITECTURE}"] if target.emulated else []
     words += [] if target.device == "cpu" else [target.device]
     return f" ({', '.join(words)})" if words else ""
-
-
-def _mark(value: bool) -> str:
-    return "x" if value else ""
