@@ -109,8 +109,7 @@ def train_rank(
     loader = NextItemLoader(log, BATCH, LENGTH, NEGATIVES, seed, communicators.rank, communicators.world_size)
     pipelined = method == "nestpipe"
     every = average_every(method)
-    averaged = {"average_every": every, "dedup": "both"} if every else {}
-    window = tritonrec.WindowConfig(4 if pipelined else 1, seed=seed, **averaged)
+    window = tritonrec.WindowConfig(4 if pipelined else 1, seed=seed, average_every=every)
     mode = "nestpipe" if pipelined else "sequential"
     kind = torch.optim.Adam if rule == "adam" else torch.optim.Adagrad
     optimizer = kind(dense.parameters(), lr=lr)
@@ -121,7 +120,7 @@ def train_rank(
         for epoch in range(epochs):
             steps = range(epoch * loader.steps_per_epoch, (epoch + 1) * loader.steps_per_epoch)
             losses = [result.losses.double().sum() for result in trainer.run(map(loader.batch, steps))]
-            if averaged:
+            if every:
                 trainer.sync()
             state = {name: value.detach().clone() for name, value in dense.state_dict().items()}
             ids, rows = tables.export()["item"]

@@ -1,5 +1,6 @@
 """Promise: replicas of the tables are exact where their gradients are added up, and equal once averaged."""
 
+import math
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from trainer_parts import JOB
 
 from tritonrec.distributed import Communicators, RankPool
-from tritonrec.embedding import Eviction, Placement, TablePolicy
+from tritonrec.embedding import Eviction, HashTableCollection, Placement, RowOptimizer, TablePolicy
 from tritonrec.harness.job import Job
 from tritonrec.harness.verify.thread_ranks import run_ranks
 from tritonrec.pipeline import (
@@ -268,10 +269,49 @@ def test_what_replicas_cannot_do_is_refused(pool):
         ),
         (WindowConfig(average_every=2), {"policy": evicts}, "table item has a policy"),
         (WindowConfig(average_every=2), {"lazy_weight_decay": True}, "table item has lazy weight decay"),
+        (WindowConfig(average_every=2, moment_scaling=True), {}, "and the rows have adam: leave"),
     ]
     for window, changes, message in cases:
         assert message in pool.run(partial(refused, **changes), 2, window, replicas=2)[0]
     assert "one copy only" in pool.run(refused, 2, WindowConfig(average_every=2))[0]
+
+
+def train_adagrad(communicators, window, scaled_by_hand):
+    factor = math.sqrt(2) if scaled_by_hand else 1.0
+    model, _, optimizer = JOB.build("rowwise_adagrad")
+    rule = RowOptimizer("rowwise_adagrad", factor * 0.05, factor * 1e-3)
+    tables = HashTableCollection(JOB.features(), rule, seed=JOB.seed, slots=8)
+    loader = JOB.loader(communicators.rank, communicators.world_size)
+    with Trainer(model, tables, optimizer, communicators, "nestpipe", window) as trainer:
+        list(trainer.run(map(loader.batch, range(4))))
+        trainer.sync()
+    return tables.export()["item"]
+
+
+def test_moment_scaling_takes_adagrads_moment_over_the_replicas(pool):
+    plain = WindowConfig(2, seed=4, average_every=2)
+    scaled = pool.run(train_adagrad, 2, replace(plain, moment_scaling=True), False, replicas=2)
+    by_hand = pool.run(train_adagrad, 2, plain, True, replicas=2)
+    for (ids, rows), (others, expected) in zip(scaled, by_hand, strict=True):
+        assert torch.equal(ids, others) and torch.equal(rows, expected)
+    assert not torch.equal(scaled[0][1], pool.run(train_adagrad, 2, plain, False, replicas=2)[0][1])
+    with pytest.raises(ValueError, match="of replicas that are averaged: set average_every"):
+        WindowConfig(moment_scaling=True)
+
+
+@pytest.mark.parametrize("rule", ["adagrad", "rowwise_adagrad"])
+def test_a_rule_over_copies_divides_the_moment(rule):
+    """Against the formula in float64."""
+    generator = torch.Generator().manual_seed(3)
+    plain = RowOptimizer(rule, lr=lambda update: 0.1 / update, eps=0.02)
+    rows = torch.rand(5, plain.row_width(4), generator=generator)
+    gradient = torch.randn(5, 4, generator=generator)
+    squares = gradient.double() ** 2
+    moment = rows[:, 4:].double() + (squares if rule == "adagrad" else squares.mean(1, keepdim=True))
+    expected = rows[:, :4] - 0.1 / 2 * gradient.double() / ((moment / 3).sqrt() + 0.02)
+    plain.over_copies(3).update(rows, torch.arange(5), gradient, 2)
+    torch.testing.assert_close(rows[:, :4].double(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(rows[:, 4:].double(), moment, rtol=1e-6, atol=1e-6)
 
 
 def sync_now(communicators):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from threading import Lock
 from typing import Literal, get_args
@@ -14,9 +14,10 @@ import torch
 from ..kernels import launch
 from ..kernels.sparse_optimizers.op import MOST_UPDATES, STATES, decay_factor, is_row_wise
 from .custom_update import CustomUpdate, UpdateFunction
-from .learning_rate import Schedule, comparable, rate_at
+from .learning_rate import Schedule, comparable, rate_at, scaled
 
 OptimizerName = Literal["sgd", "momentum_sgd", "adagrad", "rowwise_adagrad", "adam", "adamw", "rowwise_adam"]
+SCALED_BY_MOMENT = "adagrad", "rowwise_adagrad"
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,25 @@ class RowOptimizer:
         return cls(
             name, lr, weight_decay=weight_decay, lazy_weight_decay=lazy_weight_decay, custom_update=rule
         )
+
+    def over_copies(self, copies: int) -> RowOptimizer:
+        """Adagrad's rule for one of `copies` tables that are averaged: its moment is taken over their number.
+
+        Each copy sees a part of the samples, so its gradients scatter more than those of one table, and the
+        sum of their squares slows all copies down (arXiv 2508.03854). States stay those of the plain rule::
+
+            w -= lr * g / (sqrt(s / copies) + eps)
+               = (lr * sqrt(copies)) * g / (sqrt(s) + eps * sqrt(copies))
+
+        Raises ValueError for other rules.
+        """
+        if self.name not in SCALED_BY_MOMENT or self.custom_update is not None:
+            raise ValueError(
+                f"moment_scaling is of {' and '.join(SCALED_BY_MOMENT)}, and the rows have {self.name}: "
+                "leave it out, or give their tables one of these"
+            )
+        root = math.sqrt(copies)
+        return replace(self, lr=scaled(self.lr, root), eps=root * self.eps)
 
     def row_width(self, dim: int) -> int:
         """float32 values of one row: its weights and its state."""

@@ -48,6 +48,7 @@ class Context:
         replica: which of them this rank is.
         rank: of this process among all. stop: set where it was asked to stop.
         groups: of micro-batches that share an exchange. agreement: of several ranks, about their runs.
+        copies: over whose number Adagrad's moments are taken.
     """
 
     config: WindowConfig
@@ -60,6 +61,7 @@ class Context:
     stop: threading.Event
     groups: ExchangeGroups
     agreement: RunAgreement | None = None
+    copies: int = 1
 
 
 # Per run.

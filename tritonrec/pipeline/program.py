@@ -72,7 +72,7 @@ class Program:
         device: str | torch.device = "cpu",
         agreement: RunAgreement | None = None,
     ):
-        validate_replicable(communicators, config)
+        validate_replicable(tables, communicators, config)
         self.schedule, self.communicators, self.config = schedule, communicators, config
         self.model, self.tables, self.dense = dense.model, tables, dense
         device = usable_device(device)
@@ -83,6 +83,7 @@ class Program:
         self.context = Context(
             config, device, tables, self.sums, schedule.replicated,
             communicators.replica.rank, communicators.rank, communicators.stop, groups, agreement,
+            communicators.replicas if config.moment_scaling else 1,
         )  # fmt: skip
         self.run_places: Mapping[Any, Any] = {
             at.Tables: [group.table for group in tables.groups],

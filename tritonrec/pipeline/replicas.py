@@ -19,8 +19,12 @@ from .places import OwnedRows
 from .window import WindowConfig
 
 
-def validate_replicable(communicators: Communicators, config: WindowConfig) -> None:
+def validate_replicable(
+    tables: HashTableCollection, communicators: Communicators, config: WindowConfig
+) -> None:
     """Raise ValueError where replicas of the tables do not go with the rest."""
+    for group in tables.groups if config.moment_scaling else ():
+        group.optimizer.over_copies(communicators.replicas)
     if config.average_every and communicators.replicas == 1:
         raise ValueError("average_every averages replicas of the tables, and there is one copy only")
     if communicators.replicas > 1 and config.exchange.dedup not in ("lookup", "both"):

@@ -182,6 +182,8 @@ class WindowConfig:
         average_every: with several replicas of the tables, updates after which rows and optimizer states are
             averaged over them; each replica trains on its own samples in between (2D sparse parallelism).
             **Approximate.** 0: the replicas' gradients are added up in every update, which is exact.
+        moment_scaling: of replicas that are averaged, with rows of Adagrad or row-wise Adagrad: the moment
+            is taken over the number of replicas (`RowOptimizer.over_copies`).
         max_grad_norm: gradients are scaled down to this norm, of dense parameters and rows together, which
             has the same bits for any cut and any number of ranks; infinity measures it alone; 0: neither.
         max_grad_value: every value of a gradient is clamped to this size, before the norm; 0: none.
@@ -204,6 +206,7 @@ class WindowConfig:
     average_every: int = setting(
         0, "APPROXIMATE: average replicas every n updates and before a save or evaluation; 0: exact.", 0, MOST
     )
+    moment_scaling: bool = setting(False, "Averaged replicas: Adagrad's moment over their number.")
     max_grad_norm: float = setting(
         0.0, "Scale gradients down to this norm; inf: report it only; 0: neither.", 0, math.inf
     )
@@ -228,6 +231,8 @@ class WindowConfig:
             raise ValueError(f"depth counts the batches in flight, got {self.depth}")
         if self.average_every < 0:
             raise ValueError(f"replicas are averaged every so many updates, got {self.average_every}")
+        if self.moment_scaling and not self.average_every:
+            raise ValueError("moment_scaling is of replicas that are averaged: set average_every")
         for name in ("max_grad_norm", "max_grad_value"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is a size, 0 for no limit, got {getattr(self, name)}")

@@ -177,7 +177,8 @@ def update_rows(
             indices, count = to_device(admitted.positions, context.device), admitted.count
             mean = launch.gather_rows(mean, indices)
         if group.table.requires_grad:
-            group.optimizer.update(rows, indices, mean, step, count)
+            rule = group.optimizer if context.copies == 1 else group.optimizer.over_copies(context.copies)
+            rule.update(rows, indices, mean, step, count)
         if table.low_precision is not None:
             group.table.round_low_precision(rows, table.low_precision)
 
