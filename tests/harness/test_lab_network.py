@@ -2,7 +2,10 @@
 
 import io
 import os
+import shutil
 import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +13,16 @@ from typer.testing import CliRunner
 
 from tritonrec.harness.cli import app
 from tritonrec.harness.lab import network
-from tritonrec.harness.lab.network import LabError, Network, built, clean, existing, remove, require_tools
+from tritonrec.harness.lab.network import (
+    LabError,
+    Network,
+    built,
+    clean,
+    existing,
+    remove,
+    require_tools,
+    why_no_user_namespace,
+)  # fmt: skip
 
 GONE = 2**22 + 1
 """No process has this number: Linux counts to 2**22."""
@@ -134,14 +146,15 @@ class _Pipe(io.BytesIO):
 @pytest.mark.parametrize(
     ("user", "tools", "message"),
     [
-        (1000, ("ip", "tc"), "root"),
+        (1000, ("ip", "tc"), r"root, or namespaces of its user's, .* forbids \(not permitted\)"),
         (0, ("ip",), "the command 'tc'"),
         (0, ("tc",), "the command 'ip'"),
-        (1000, (), "root, .*, and the command 'ip' .*, and the command 'tc'"),
+        (1000, (), "the command 'ip' .*, and the command 'tc'"),
     ],
 )
 def test_what_is_missing_is_named_and_nothing_created(monkeypatch, user, tools, message):
     monkeypatch.setattr(network.os, "geteuid", lambda: user)
+    monkeypatch.setattr(network, "why_no_user_namespace", lambda: "not permitted")
     monkeypatch.setattr(network.shutil, "which", lambda name: name if name in tools else None)
     with pytest.raises(LabError, match=f"needs {message}.*nothing was created"):
         require_tools()
@@ -150,6 +163,45 @@ def test_what_is_missing_is_named_and_nothing_created(monkeypatch, user, tools, 
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 2
         assert "a lab needs" in result.output and "Traceback" not in result.output
+
+
+def test_without_root_the_command_runs_again_in_namespaces_of_the_user(monkeypatch):
+    monkeypatch.setattr(network.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(network.shutil, "which", lambda name: f"/sbin/{name}")
+    monkeypatch.setattr(network, "why_no_user_namespace", lambda: "")
+    monkeypatch.setattr(network.sys, "argv", ["tritonrec", "lab", "--rate", "50"])
+    ran = []
+    monkeypatch.setattr(network.os, "execvp", lambda *given: ran.append(given))
+    require_tools()
+    ((name, command),) = ran
+    assert name == command[0] == "unshare"
+    assert command[-6:] == [sys.executable, "-m", "tritonrec", "lab", "--rate", "50"]
+
+
+def test_a_machine_without_user_namespaces_says_why(monkeypatch):
+    monkeypatch.setattr(
+        network, "in_user_namespace", lambda command: ["sh", "-c", "echo no; echo room >&2; exit 1"]
+    )
+    assert network.why_no_user_namespace() == "room"
+    monkeypatch.setattr(network, "in_user_namespace", lambda command: ["/nowhere/unshare"])
+    assert network.why_no_user_namespace() == "unshare of util-linux: No such file or directory"
+
+
+@pytest.mark.skipif(
+    not shutil.which("tc") or bool(why_no_user_namespace()),
+    reason="needs iproute2, and may make user namespaces",
+)
+def test_in_a_user_s_namespaces_a_lab_is_built_and_taken_down():
+    program = """
+import os
+from tritonrec.harness.lab.network import Network, built, existing
+with built(Network(2, 100.0, os.getpid())):
+    print(os.geteuid(), len(existing()))
+print(len(existing()))
+"""
+    command = network.in_user_namespace([sys.executable, "-c", program])
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.split() == ["0", "3", "0"], done.stderr
 
 
 @pytest.mark.parametrize(("ranks", "rate"), [(1, 100.0), (201, 100.0), (2, 0.0), (2, -5.0), (2, 1e6)])

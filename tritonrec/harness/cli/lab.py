@@ -66,10 +66,10 @@ def lab(
     ] = False,
     timeout: TimeoutOption = 60,
 ) -> None:
-    """Run every mode over rate-limited links; print exposed, hidden and sent parts. Needs root.
+    """Run every mode over rate-limited links; print exposed, hidden and sent parts.
 
-    Ranks live in network namespaces of this machine, joined by links of the given rate, and everything is
-    removed at the end. Losses are compared before any figure is printed.
+    Ranks live in network namespaces of this machine, without root in a user's own, joined by links of the
+    given rate, and everything is removed at the end. Losses are compared before any figure is printed.
     """
     console = Console()
     require_writable({"--json": json_file, "--png": png}, {"--trace": trace})

@@ -118,12 +118,37 @@ def execute(command: Command) -> str:
 
 
 def require_tools() -> None:
-    """Raise `LabError` naming what a lab needs and this process lacks; nothing has been created then."""
+    """Raise `LabError` naming what a lab needs and this process lacks; nothing has been created then.
+
+    Without root this command is run again, in this process, in namespaces of its user's: there it may make
+    others, and they end with it.
+    """
     missing = [f"the command {name!r} (package iproute2)" for name in ("ip", "tc") if not shutil.which(name)]
-    if not hasattr(os, "geteuid") or os.geteuid() != 0:
-        missing.insert(0, "root, to make network namespaces (run it with sudo)")
+    is_root = hasattr(os, "geteuid") and os.geteuid() == 0
+    forbidden = "" if is_root or missing else why_no_user_namespace()
+    if forbidden:
+        missing.append(f"root, or namespaces of its user's, which this machine forbids ({forbidden})")
     if missing:
         raise LabError(f"a lab needs {', and '.join(missing)}; nothing was created")
+    if not is_root:
+        command = in_user_namespace([sys.executable, "-m", "tritonrec", *sys.argv[1:]])
+        os.execvp(command[0], command)
+
+
+def in_user_namespace(command: list[str]) -> list[str]:
+    """The command that runs `command` as root of user, network and mount namespaces of its own."""
+    # `ip netns` keeps its files below /run
+    steps = 'mount -t tmpfs none /run && ip link set lo up && exec "$0" "$@"'
+    return ["unshare", "--user", "--map-root-user", "--net", "--mount", "sh", "-c", steps, *command]
+
+
+def why_no_user_namespace() -> str:
+    """What forbids them; empty where they can be made."""
+    try:
+        done = subprocess.run(in_user_namespace(["true"]), capture_output=True, text=True)
+    except OSError as error:
+        return f"unshare of util-linux: {error.strerror}"
+    return (done.stderr or done.stdout).strip().replace("\n", "; ") if done.returncode else ""
 
 
 def existing(run: Runner = execute) -> list[str]:
