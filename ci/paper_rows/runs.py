@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from tritonrec.harness.lab.network import why_no_user_namespace
+
 ROOT = Path(__file__).resolve().parents[2]
 Document = dict[str, Any]
 
@@ -31,7 +33,7 @@ class Run:
         command: what to type for it alone; ``OUT`` is the JSON file that it writes. Empty: `made` computes.
         figures: of the JSON that the command writes, the part that is kept.
         made: the figures, where there is no command.
-        root: whether it needs to be root.
+        root: whether it makes network namespaces, for which a user needs some of his own.
     """
 
     command: str = ""
@@ -43,8 +45,8 @@ class Run:
         """The figures; raises UnavailableError, or RuntimeError with the end of a failed command's output."""
         if self.made is not None:
             return self.made()
-        if self.root and os.geteuid() != 0:
-            raise UnavailableError("needs root, for network namespaces")
+        if self.root and os.geteuid() != 0 and (why := why_no_user_namespace()):
+            raise UnavailableError(f"needs root, for network namespaces ({why})")
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "out.json"
             words = [str(out) if word == "OUT" else word for word in self.command.split()]

@@ -101,6 +101,7 @@ def test_a_run_that_cannot_be_done_leaves_its_record(tmp_path, monkeypatch, caps
     file = tmp_path / "papers.json"
     file.write_text(json.dumps({"rows": {"lab": RECORD["rows"]["lab"]}}))
     monkeypatch.setattr(runs.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(runs, "why_no_user_namespace", lambda: "not permitted")
     monkeypatch.setattr(sys, "argv", ["papers.py", "--only", "lab", "--only", "growth", "--json", str(file)])
     assert papers.main() == 0
     record = json.loads(file.read_text())["rows"]
