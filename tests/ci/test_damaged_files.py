@@ -42,7 +42,7 @@ def test_damaged_files_are_refused_equal_or_legible(made, tmp_path, name, count)
     assert len(ends) > 1 or name == "csv-gz"  # whose checksum leaves a few bytes of its head alone
 
 
-FOUND = [("export-parquet", 1229), ("export-parquet", 1758), ("trace", 871)]
+FOUND = [("export-parquet", 1229), ("export-parquet", 1758)]
 
 
 @pytest.mark.parametrize(("name", "number"), FOUND)
