@@ -118,6 +118,7 @@ def test_commits_and_files_that_are_not_committed_count(clone):
     assert option(clone) == f"--changed-since {head}\n"
 
 
+@pytest.mark.slow
 def test_pytest_leaves_them_out_and_says_so(clone):
     for name in ("changed.py", "conftest.py", "interpreter.py", "speeds.py"):
         shutil.copy(ROOT / "tests" / name, clone / "tests")
