@@ -263,7 +263,7 @@ def test_rows_of_keys_that_are_not_admitted_stay_as_they_began():
         table=SimpleNamespace(admits_all=False, requires_grad=True), optimizer=RowOptimizer("sgd", lr=1.0)
     )
     owned = SimpleNamespace(keys=handles, handles=handles, count=None, low_precision=None)
-    context = SimpleNamespace(device=rows.device, tables=SimpleNamespace(groups=[group]))
+    context = SimpleNamespace(device=rows.device, copies=1, tables=SimpleNamespace(groups=[group]))
     update_rows(context, 1, SimpleNamespace(tables=[owned]), [torch.ones(3, 2)], [rows])
     assert rows.tolist() == [[-1.0, -1.0], [0.0, 0.0], [-1.0, -1.0]]
 

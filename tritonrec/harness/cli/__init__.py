@@ -24,7 +24,7 @@ COMMANDS = {
     "bench": "Time the kernels beside their peers; print ratios, losses as plainly as wins.",
     "report": "Recorded figures on one page: contract, faults, benchmarks over commits, kernels, traces.",
     "profile": "Show where a training step goes: a trace with lanes and operators, and a flame graph.",
-    "lab": "Run every mode over rate-limited links; print exposed, hidden and sent parts. Needs root.",
+    "lab": "Run every mode over rate-limited links; print exposed, hidden and sent parts.",
     "simulate": "Model the cluster of the NestPipe paper; print paper, model and error side by side.",
     "plan": "Choose micro-batches, taper, batches in flight, copies of the tables, first_use and skip_fetch.",
     "serve-bench": "Serve a DLRM whose lookups have a bounded lag; print latency and throughput by bound.",
