@@ -1,6 +1,7 @@
 """Promise: what a caller changes between results has the same bits in every mode, or is refused by name."""
 
 import signal
+import threading
 import time
 from typing import ClassVar
 
@@ -195,6 +196,36 @@ def test_what_a_call_keeps_until_it_ends_is_no_change_of_the_caller_s(way):
         with trainer(trained, mode) as training:
             for _ in training.run(batches(5)):
                 time.sleep(0.01)
+        return state(trained)
+
+    assert same(run("nestpipe"), run("reference"))
+
+
+def test_what_the_first_call_changes_is_no_change_of_the_caller_s():
+    """The source of batches ends in an error before any call of the model has begun."""
+
+    def run(mode):
+        trained = made()
+        hidden = trained[0].hidden
+
+        def late(batch, rows):
+            if mode != "reference":
+                assert failed.wait(60)
+            return hidden(batch, rows)
+
+        failed = threading.Event()
+        trained[0].hidden = late
+
+        def source():
+            yield batches(1)[0]
+            raise OSError("no more")
+
+        with trainer(trained, mode) as training:
+            with pytest.raises(OSError):
+                list(training.run(source()))
+            failed.set()
+            time.sleep(0.2)  # the call counts itself
+            list(training.run([]))
         return state(trained)
 
     assert same(run("nestpipe"), run("reference"))

@@ -87,6 +87,7 @@ class Flight:
         self.reader = 0  # the thread that reads the caller's batches
         self.under_way = False
         self.calls = threading.RLock()  # a lane holds it while it calls the model
+        self.called = 0  # how often lanes have, in this flight
         self._compilation = Compilation(dense.model, bits)
         self.accumulator: GradientAccumulator  # of the dense gradients in flight
 
@@ -105,6 +106,7 @@ class Flight:
         if self.under_way:
             return
         self._validate()
+        self.called = 0
         with ExitStack() as inside:
             for guard in [_models.setdefault(self.model, InFlight("the model")), *self._tables]:
                 guard.begin(self._steps)
@@ -159,6 +161,7 @@ class Flight:
         scale_exponent: int,
     ) -> torch.Tensor:
         """`train_micro_batch` of the model; RuntimeError where somebody has changed the model meanwhile."""
+        self.called += 1
         with self._model_call(scale_exponent):
             if self._graphs is not None:
                 return self._graphs.train(self.model, self.accumulator, batch, rows, seed, settings)

@@ -53,6 +53,7 @@ class PendingWindows:
         self._globals: Noted = {}
         self._model: Noted = {}  # what its calls read, when the caller's turn began
         self._written: set[str] = set()  # of that, what calls change
+        self._called = 0  # calls of the model before that turn
         self._rates: dict[int, Noted] = {}  # by update in flight
         self.agreement: RunAgreement | None = None  # of several ranks
         self._used: Noted = {}  # dense learning rates of updates that are done, which ranks have to compare
@@ -91,14 +92,16 @@ class PendingWindows:
         for places in self._windows if change is None else ():
             update = places.window.update
             change = change or first_change(self._rates[update], row_rates(self._tables, update + 1))
-        of_model = {name: value for name, value in self._noted().items() if name not in self._written}
-        change = change or first_change(self._model, of_model)
+        if self._called or not self.flight.called:  # else the first call may have changed it
+            of_model = {name: value for name, value in self._noted().items() if name not in self._written}
+            change = change or first_change(self._model, of_model)
         if change is not None:
             raise refusal(change, self._described())
 
     def note_caller(self) -> None:
         """The caller's turn begins; what changed since the flight began, calls of the model have changed."""
         if self._shared and self._windows:
+            self._called = self.flight.called
             now, before = self._noted(), self._model
             self._written |= {name for name in {**now, **before} if now.get(name) != before.get(name)}
             self._model = {name: value for name, value in now.items() if name not in self._written}
@@ -147,7 +150,7 @@ class PendingWindows:
         self.flight.begin()
         if self._shared:
             if begins:
-                self._model, self._written = self._noted(), set()
+                self._model, self._written, self._called = self._noted(), set(), 0
             self._globals = globals_of_torch()
             self._rates[window.update] = row_rates(self._tables, window.update + 1)
         if self.agreement is not None:
