@@ -161,7 +161,6 @@ class Flight:
         scale_exponent: int,
     ) -> torch.Tensor:
         """`train_micro_batch` of the model; RuntimeError where somebody has changed the model meanwhile."""
-        self.called += 1
         with self._model_call(scale_exponent):
             if self._graphs is not None:
                 return self._graphs.train(self.model, self.accumulator, batch, rows, seed, settings)
@@ -170,6 +169,7 @@ class Flight:
 
     @contextmanager
     def _model_call(self, scale_exponent: int) -> Iterator[None]:
+        self.called += 1
         self.check_modes()
         self._check_buffers()
         self.accumulator.scale_exponent = scale_exponent
