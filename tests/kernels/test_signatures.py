@@ -4,7 +4,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from speeds import slow_except
+
+from tritonrec import ops
+from tritonrec.kernels.hstu_attention import numba_attention
+from tritonrec.kernels.linear import numba_linear
+from tritonrec.kernels.relative_aggregate import numba_relative
+from tritonrec.kernels.softmax_attention import numba_softmax_attention
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "ci" / "compile"))
 import ahead
@@ -43,3 +50,35 @@ def test_a_kernel_has_one_signature(program):
     several = {name: types for name, types in kernels.items() if len(types) > OTHERS.get(name, 1)}
     listing = "\n".join("\n    ".join([name, *types]) for name, types in several.items())
     assert not several, f"compiled once for each combination of types, so give the kernel one:\n{listing}"
+
+
+def results_with_offsets(dtype):
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(5, 2, 4, generator=generator)
+    table, offsets, counts = (
+        torch.randn(2, 6, generator=generator),
+        torch.tensor([0, 2, 5]),
+        torch.tensor([1, 0]),
+    )
+    mask = ops.HSTUMask(num_targets=counts.to(dtype))
+    sums, flat_rows = torch.zeros(8, 8, dtype=torch.int64), rows.view(5, 8)
+    offsets = offsets.to(dtype)
+    ops.linear_weight_grad(sums, flat_rows, flat_rows, offsets, impl="cpu")
+    return [
+        ops.hstu_attention(rows, rows, rows, offsets, 5, alpha=0.5, scaling_seqlen=5, mask=mask, impl="cpu"),
+        ops.softmax_attention(rows, rows, rows, offsets, 5, impl="cpu"),
+        ops.relative_aggregate(rows, table, offsets, 5, impl="cpu"),
+        sums,
+    ]
+
+
+def test_integers_of_another_width_compile_nothing_again_and_change_no_bit():
+    kernels = [
+        numba_attention.forward, numba_softmax_attention.forward, numba_relative.forward,
+        numba_linear.add_weight_gradients,
+    ]  # fmt: skip
+    wide = results_with_offsets(torch.int64)
+    before = [{*kernel.signatures} for kernel in kernels]
+    narrow = results_with_offsets(torch.int32)
+    assert all(map(torch.equal, wide, narrow))
+    assert [{*kernel.signatures} for kernel in kernels] == before and all(before)
