@@ -32,7 +32,9 @@ from tritonrec.pipeline import (
     schedule_of,
     with_replicas,
 )
+from tritonrec.pipeline.dense import DenseModel
 from tritonrec.pipeline.places import Routes
+from tritonrec.pipeline.recipe import recipe_of, require_same
 from tritonrec.pipeline.reduce_scatter import ReduceScatter, plan_replica_reductions
 from tritonrec.pipeline.replicas import ReplicaAverage
 from tritonrec.pipeline.stage import Read
@@ -297,6 +299,21 @@ def test_moment_scaling_takes_adagrads_moment_over_the_replicas(pool):
     assert not torch.equal(scaled[0][1], pool.run(train_adagrad, 2, plain, False, replicas=2)[0][1])
     with pytest.raises(ValueError, match="of replicas that are averaged: set average_every"):
         WindowConfig(moment_scaling=True)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_state_of_another_moment_scaling_is_refused(before):
+    model, tables, optimizer = JOB.build("rowwise_adagrad")
+    dense = DenseModel(model, optimizer)
+    saved, here = (
+        recipe_of(tables, dense, WindowConfig(2, average_every=2, moment_scaling=scaled))
+        for scaled in (before, not before)
+    )
+    require_same(saved, saved)
+    with pytest.raises(
+        ValueError, match=f"moment_scaling is {before} in the checkpoint and {not before} here"
+    ):
+        require_same(saved, here)
 
 
 @pytest.mark.parametrize("rule", ["adagrad", "rowwise_adagrad"])

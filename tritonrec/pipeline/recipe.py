@@ -62,8 +62,7 @@ def recipe_of(tables: HashTableCollection, dense: DenseModel, config: WindowConf
     if config.consistency == "batch":
         found["consistency"]["fraction_bits"] = config.fraction_bits
     found["consistency"]["average_every"] = config.average_every
-    if config.moment_scaling:
-        found["consistency"]["moment_scaling"] = True
+    found["consistency"]["moment_scaling"] = config.moment_scaling
     found["accumulate"][""] = config.accumulate
     for name in ("max_grad_norm", "max_grad_value", "skip_nonfinite"):
         found["clipping"][name] = str(getattr(config, name))
