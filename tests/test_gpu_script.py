@@ -13,6 +13,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "ci" / "gpu"))
+import first  # noqa: E402
 import launch_all  # noqa: E402
 import pipeline  # noqa: E402
 
@@ -28,9 +29,10 @@ def script(*arguments, out, **more):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="rehearses what this machine can run")
 def test_the_rehearsal_passes_and_leaves_its_files(tmp_path):
     # verify has tests of its own and takes longer than the others together
-    done = script("--rehearse", "correctness", "bench", "tune", "pipeline", "profile", out=tmp_path)
+    done = script("--rehearse", "first", "correctness", "bench", "tune", "pipeline", "profile", out=tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     names = {path.name for path in tmp_path.iterdir()}
+    assert "hstu_attention" in first.page(json.loads((tmp_path / "first.json").read_text()))
     assert {"tests.xml", "launches.json", "bench.json", "bench.md", "roofs.json", "pipeline.json"} <= names
     assert {"pipeline.pftrace", "kernels.trace.json", "profile.json"} <= names
     pipeline = json.loads((tmp_path / "pipeline.json").read_text())
@@ -90,4 +92,30 @@ def test_other_losses_in_a_mode_or_storage_fail(tmp_path, monkeypatch, other):
     assert [name for name, same in found["identical"].items() if not same] == [
         *([other] if other in found["identical"] else [])
     ]
-    assert ("error" in found) is (other == "an error")
+    assert ("errors" in found) is (other == "an error")
+
+
+def test_rows_that_are_wrong_fail_and_the_others_are_kept(tmp_path, monkeypatch, capsys):
+    """An output that differs, and a group of rows that breaks off."""
+
+    def rows(device, size):
+        yield "right", 8, "bytes", lambda: None, None, lambda: 0.0
+        yield "wrong", 8, "flop", lambda: None, lambda: None, lambda: float("nan")
+
+    def broken(device, size):
+        raise RuntimeError("a kernel that does not compile")
+        yield
+
+    file = tmp_path / "first.json"
+    for name in ("on_keys", "on_rows", "on_tokens", "on_attention"):
+        monkeypatch.setattr(first, name, broken if name == "on_keys" else lambda *_: iter(()))
+    monkeypatch.setattr(first, "on_attention", rows)
+    monkeypatch.setattr(sys, "argv", ["first.py", "--device", "cpu", "--json", str(file)])
+    assert first.main() == 1 and "does not compile" in capsys.readouterr().err
+    assert list(json.loads(file.read_text())["rows"]) == ["right", "wrong"]
+    monkeypatch.setattr(first, "on_keys", lambda *_: iter(()))
+    assert first.main() == 1  # for the wrong row alone
+    monkeypatch.setattr(first, "on_attention", lambda *_: iter([next(rows("", 1))]))
+    assert first.main() == 0
+    monkeypatch.setattr(sys, "argv", ["first.py", "--json", str(file), "--page"])
+    assert first.main() == 0 and "| right |" in capsys.readouterr().out

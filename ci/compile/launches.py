@@ -260,8 +260,13 @@ def count_of(number: int) -> torch.Tensor:
     return torch.tensor(number)
 
 
+def here() -> torch.device:
+    """Where tensors are made: the caller's `with torch.device(...)`."""
+    return torch.empty(0).device
+
+
 def device_seed() -> DeviceSeed:
-    return DeviceSeeds(torch.device("cpu"), 1).root()
+    return DeviceSeeds(here(), 1).root()
 
 
 def offsets() -> torch.Tensor:
@@ -380,8 +385,8 @@ def _rows(dim):
 
 @case("chunked_rows", dim=(50, 128))
 def _chunked_rows(dim):
-    full = chunked_rows.addresses([ones(size, dim)], torch.device("cpu"))
-    low = chunked_rows.addresses([ones(size, dim, dtype=torch.int16)], torch.device("cpu"))
+    full = chunked_rows.addresses([ones(size, dim)], here())
+    low = chunked_rows.addresses([ones(size, dim, dtype=torch.int16)], here())
     for low_rows in (0, size):
         places = chunked_rows.Chunks(full, low, size, low_rows, size, dim // 2, dim)
         rows = run(chunked_rows.read_rows, places, keys())

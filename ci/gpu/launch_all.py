@@ -27,6 +27,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="cases whose label contains this")
+    parser.add_argument("--part", default="0/1", help="K/N: every Nth case from the Kth on")
     parser.add_argument("--rows", type=int, help="size of the cases; small without --profile")
     parser.add_argument("--profile", type=Path, help="write a Chrome trace here")
     parser.add_argument("--json", type=Path, required=True)
@@ -45,7 +46,10 @@ def main() -> int:
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if device == "cuda" else []
     failed = []
-    cases = {label: case for label, case in launches.CASES.items() if arguments.only in label}
+    part, parts = (int(each) for each in arguments.part.split("/"))
+    chosen = [label for label in launches.CASES if arguments.only in label][part::parts]
+    cases = {label: launches.CASES[label] for label in chosen}
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
     with launches.sized(rows, 512 if rows > 10_000 else 64), torch.device(device):
         profiler = torch.profiler.profile(activities=activities) if arguments.profile else None
         if profiler:
@@ -58,6 +62,9 @@ def main() -> int:
             seconds = round(time.perf_counter() - began, 4)
             report["cases"][label] = {"seconds": seconds, **({"error": error} if error else {})}
             failed += [label] if error else []
+            arguments.json.write_text(json.dumps(report, indent=1) + "\n")  # kept if time runs out
+            if error:
+                print(f"{label}: {error}", flush=True)
         if profiler:
             profiler.stop()
             arguments.profile.parent.mkdir(parents=True, exist_ok=True)

@@ -75,11 +75,12 @@ def main() -> int:
             losses, took = run(job, mode, storage, arguments.steps, arguments.device, trace)
         except Exception as error:
             traceback.print_exc()
-            report["error"] = f"{name}: {type(error).__name__}: {error}"
+            report.setdefault("errors", {})[name] = f"{type(error).__name__}: {error}"
             code = 1
-            break
+            continue
         expected = losses if expected is None else expected
         report["seconds"][name] = round(took, 5)
+        print(f"{name}: {took:.5f} s a step", flush=True)
         report.setdefault("identical", {})[name] = bool(torch.equal(losses, expected))
         code |= not report["identical"][name]
     if arguments.device != "cpu" and expected is not None:

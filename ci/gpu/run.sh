@@ -2,6 +2,7 @@
 # Everything that needs an NVIDIA GPU, in stages of under ten minutes each: no network, torch >= 2.11 and
 # Triton >= 3.6 installed, a checkout of this repository.
 #
+#   ci/gpu/run.sh first         kernels at sizes of work: device and host time, share of the roof, error, a peer
 #   ci/gpu/run.sh correctness   kernel tests with Triton on the GPU; memcheck and racecheck of every launch
 #   ci/gpu/run.sh bench         every kernel beside its peers, roofs of this GPU; then the ratios as Markdown
 #   ci/gpu/run.sh tune          times the candidates of ci/compile/tune.py, one kernel after another, until time is up
@@ -37,25 +38,33 @@ within() { # seconds that are left of the stage, then the command
 }
 
 correctness() {
+    local code=0 processes=$(($(nproc) > 2 ? $(nproc) - 2 : 1))
     if $rehearse; then
         within "$PYTHON" -m pytest -q -m interpreter -k "bits_of_the_cpu" tests/kernels/test_silu.py \
             --junit-xml "$OUT/tests.xml" || return 1
     else
-        within "$PYTHON" -m pytest -q -m gpu tests/kernels --junit-xml "$OUT/tests.xml" || return 1
+        within "$PYTHON" -m pytest -q -n "$processes" --dist worksteal -m "gpu and not slow" \
+            --most-cases 6 tests/kernels --junit-xml "$OUT/tests.xml" 2>&1 | tee "$OUT/tests.log"
+        code=${PIPESTATUS[0]}
     fi
     local sanitizer
     sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -1)
     if $rehearse || [ -z "$sanitizer" ]; then
         echo "no compute-sanitizer: the launches run without it, races are not looked for"
-        within "$PYTHON" ci/gpu/launch_all.py --json "$OUT/launches.json" $($rehearse && echo --only silu)
-        return
+        within "$PYTHON" ci/gpu/launch_all.py --json "$OUT/launches.json" $($rehearse && echo --only silu) || code=1
+        return $code
     fi
     # racecheck sees races in shared memory; those between blocks in global memory no tool here sees
     local tool
     for tool in memcheck racecheck; do
         within "$sanitizer" --tool "$tool" --error-exitcode 9 --log-file "$OUT/$tool.log" \
-            "$PYTHON" ci/gpu/launch_all.py --json "$OUT/launches_$tool.json" || return 1
+            "$PYTHON" ci/gpu/launch_all.py --json "$OUT/launches_$tool.json" || code=1
     done
+    return $code  # the sanitizers ran whatever came before
+}
+
+first() {
+    within "$PYTHON" ci/gpu/first.py --json "$OUT/first.json" $($rehearse && echo --device cpu)
 }
 
 bench() {
@@ -97,11 +106,11 @@ profile() {
 }
 
 stages=("${@:-all}")
-[ "${stages[0]}" = all ] && stages=(correctness bench tune pipeline verify profile)
+[ "${stages[0]}" = all ] && stages=(first correctness bench tune pipeline verify profile)
 failed=()
 for stage in "${stages[@]}"; do
     case $stage in
-        correctness | bench | tune | pipeline | verify | profile) ;;
+        first | correctness | bench | tune | pipeline | verify | profile) ;;
         *) echo "ci/gpu/run.sh: no stage $stage (see the head of this file)" >&2; exit 2 ;;
     esac
     echo "== $stage"

@@ -283,3 +283,9 @@ def test_a_table_of_addresses_keeps_its_chunks_which_are_contiguous():
     assert all(one is two for one, two in zip(address_table.chunks_behind(table), chunks, strict=True))
     with pytest.raises(ValueError, match=r"chunk 1 of shape \(4,\) has strides \(2,\)"):
         addresses([torch.zeros(4), torch.zeros(8)[::2]], torch.device("cpu"))
+
+
+def test_chunks_on_a_device_without_its_number():
+    """ "cuda" means the current one, where tensors say "cuda:0"; so does "cpu:0" mean the CPU."""
+    chunk = torch.zeros(4, 3)
+    assert addresses([chunk], torch.device("cpu:0")).tolist() == [chunk.data_ptr()]

@@ -399,3 +399,14 @@ def test_anything_else_has_no_place_in_a_checkpoint(value):
 def test_values_that_no_tree_gave_are_refused(plain, said):
     with pytest.raises(ValueError, match=said):
         unflatten(plain, {})
+
+
+@pytest.mark.parametrize("name", ["adagrad", "rowwise_adagrad", "adam", "sgd"])
+def test_a_fused_optimizer_of_the_harness_is_one_that_torch_has_on_the_device(name):
+    """Adagrad's is on CPUs alone: elsewhere torch refuses it."""
+    from tritonrec.harness.job import dense_optimizer
+
+    parameters = {device: [torch.nn.Parameter(torch.zeros(3, device=device))] for device in ("cpu", "meta")}
+    assert dense_optimizer(parameters["cpu"], name, 0.1).param_groups[0]["fused"]
+    if "adagrad" in name:
+        assert not dense_optimizer(parameters["meta"], name, 0.1).param_groups[0]["fused"]

@@ -355,11 +355,13 @@ def dense_optimizer(
 ) -> torch.optim.Optimizer | None:
     """torch's optimizer nearest to the rule of rows, whose row-wise forms it lacks; None for no parameters.
 
-    A `fused` one updates all parameters in one call.
+    A `fused` one updates all parameters in one call, where torch has it: Adagrad's runs on the CPU alone.
     """
     parameters = list(parameters)
     if not parameters:
         return None
+    if name in ("adagrad", "rowwise_adagrad") and any(each.device.type != "cpu" for each in parameters):
+        fused = False
     options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "fused": fused}
     if name in ("sgd", "momentum_sgd"):
         return torch.optim.SGD(parameters, momentum=0.9 if name == "momentum_sgd" else 0.0, **options)
