@@ -5,10 +5,10 @@ python ci/gpu/first.py --json out/gpu/first.json --page      the rows as Markdow
 
 `seconds` is triton's `do_bench` between two events (median; the L2 cache is cleared before each call): where
 the host is slower than the device it is the host's time, and `kernel_seconds`, what the profiler saw kernels
-take, is less. An output is compared
-with a float64 reference before it is timed: `error` is the norm of the difference over the reference's, and
-0.0 where no arithmetic happens. `share` is of the roof measured in the same run: bytes of a copy, operations
-of a bf16 product. Rows are written as they are measured. --device cpu runs them small.
+take, is less. An output is compared with a float64 reference before it is timed: `error` is the norm of the
+difference over the reference's, and 0.0 where no arithmetic happens. `share` is of the roof measured in the
+same run: bytes of a copy, operations of a bf16 product. Rows are written as they are measured. --device cpu
+runs them small.
 """
 
 from __future__ import annotations
