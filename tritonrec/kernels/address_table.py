@@ -19,9 +19,8 @@ def addresses(chunks: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     Raises:
         ValueError: a chunk is not contiguous, or lies where kernels on `device` cannot read it.
     """
-    device = torch.empty(
-        0, dtype=torch.int64, device=device
-    ).device  # "cuda" is "cuda:0" once something lies there
+    # "cuda" is "cuda:0" once something lies there
+    device = torch.empty(0, dtype=torch.int64, device=device).device
     for number, chunk in enumerate(chunks):
         if not chunk.is_contiguous():
             raise ValueError(f"chunk {number} of shape {tuple(chunk.shape)} has strides {chunk.stride()}")
