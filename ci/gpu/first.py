@@ -17,7 +17,7 @@ import argparse
 import json
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ def different(*pairs: tuple[torch.Tensor, torch.Tensor]) -> float:
     return 0.0 if all(torch.equal(a, b) for a, b in pairs) else float("inf")
 
 
-def on_keys(device: str, size: int):
+def on_keys(device: str, size: int) -> Iterator[Row]:
     keys, slots = keys_of(size, 10 * size, device), 1 << (16 * size - 1).bit_length()
     distinct = keys.unique()
     distinct = distinct[torch.randperm(len(distinct), device=device)]
@@ -89,7 +89,7 @@ def on_keys(device: str, size: int):
     )  # fmt: skip
 
 
-def on_rows(device: str, size: int):
+def on_rows(device: str, size: int) -> Iterator[Row]:
     table = torch.randn(16 * size, 128, device=device)
     rows = torch.randint(16 * size, (size,), device=device)
     yield (
@@ -121,7 +121,7 @@ def on_rows(device: str, size: int):
         )  # fmt: skip
 
 
-def on_tokens(device: str, size: int):
+def on_tokens(device: str, size: int) -> Iterator[Row]:
     for dtype in (torch.bfloat16, torch.float32):
         name = str(dtype).removeprefix("torch.")
         x = torch.randn(size, 1024 if size > 9999 else 64, device=device, dtype=dtype)
@@ -148,7 +148,7 @@ def on_tokens(device: str, size: int):
         )  # fmt: skip
 
 
-def on_attention(device: str, size: int):
+def on_attention(device: str, size: int) -> Iterator[Row]:
     for dtype, batch, heads, dim, length in (
         (torch.bfloat16, 32, 4, 128, 4096),
         (torch.bfloat16, 64, 4, 64, 1024),
@@ -201,7 +201,7 @@ def on_attention(device: str, size: int):
 
 
 def seconds(call: Callable[[], Any], device: str) -> float:
-    """Median device time of a call."""
+    """Of a call, between two events: the median."""
     if device == "cpu":
         began = time.perf_counter()
         call()
