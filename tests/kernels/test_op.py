@@ -1,7 +1,7 @@
 """The record of an op: what torch sees of a call, what is written, and which arguments are refused."""
 
 import threading
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -276,6 +276,75 @@ def test_a_race_is_declared_of_an_argument_that_the_kernel_has():
     assert declared(races=("out_ptr",))(kernel).declared == {"out_ptr": (True, False)}
     with pytest.raises(ValueError, match=r"no arguments named \['in_ptr'\]: the kernel has out_ptr, count"):
         declared(races=("out_ptr",), varies=("in_ptr",))(kernel)
+
+
+class Marked(torch.Tensor):
+    pass
+
+
+@contextmanager
+def scripted():
+    """Inside of a trace by torch.jit."""
+    inside = []
+    torch.jit.trace(lambda x: (inside.append(gathered()), x + 1)[1], (some(2),), check_trace=False)
+    yield inside[0]
+
+
+@contextmanager
+def mapped():
+    """Inside of torch.func.vmap, of a tensor that is mapped and one that is not."""
+    inside, source = [], some(7, 3)
+    torch.func.vmap(lambda x: (inside.append(gathered(source)), x)[1])(some(2))
+    yield inside[0]
+
+
+def gathered(source=None, rows=None, **given):
+    with torch.no_grad():
+        return ops.gather_rows(
+            some(7, 3) if source is None else source, ROWS if rows is None else rows, **given
+        )
+
+
+@contextmanager
+def within(context, *source):
+    with context:
+        yield gathered(*source)
+
+
+SEEN = {
+    "a mode": lambda: within(DispatchedOps()),
+    "torch's profiler": lambda: within(torch.profiler.profile()),
+    "inference": lambda: within(torch.inference_mode()),
+    "torch.jit.trace": scripted,
+    "vmap": mapped,
+    "a subclass": lambda: within(nullcontext(), some(7, 3).as_subclass(Marked)),
+    "negation": lambda: within(nullcontext(), torch.complex(some(7, 3), -some(7, 3)).conj().imag),
+    "meta": lambda: within(nullcontext(), some(7, 3).to("meta"), ROWS.to("meta")),
+}
+
+
+@pytest.mark.parametrize("case", ["plain", "a parameter", "autocast", *SEEN])
+def test_a_call_passes_the_dispatcher_where_somebody_would_see_it(case, monkeypatch):
+    record, calls = OPS["gather_rows"], []
+    registered = record.registered
+    monkeypatch.setattr(record, "registered", lambda *given: (calls.append(1), registered(*given))[1])
+    if case in SEEN:
+        with SEEN[case]() as got:
+            assert calls
+    else:
+        source = torch.nn.Parameter(some(7, 3)) if case == "a parameter" else some(7, 3)
+        with torch.autocast("cpu", torch.bfloat16) if case == "autocast" else nullcontext():
+            got = gathered(source)
+        assert not calls
+    assert got.is_meta or torch.equal(got, some(7, 3)[ROWS])
+
+
+def test_a_number_of_another_type_is_the_dispatchers_to_judge(monkeypatch):
+    record, calls = OPS["owner_of"], []
+    registered = record.registered
+    monkeypatch.setattr(record, "registered", lambda *given: (calls.append(1), registered(*given))[1])
+    plain = ops.owner_of(KEYS, 3)
+    assert not calls and torch.equal(ops.owner_of(KEYS, torch.tensor(3)), plain) and len(calls) == 1
 
 
 def test_launches_are_named_for_a_profiler_on_request():

@@ -16,8 +16,9 @@ in None for optional tensors that are left out at the end:
 - ``INTERSECT.launch(left, right, impl="auto")`` is the implementation alone, without torch's dispatcher, for
   callers inside the package (`kernels.launch`) whose tensors are plain and fit by construction.
 
-While a `kernels.gradients.Accumulator` is active, as in a trainer's forward and backward, ``INTERSECT(...)``
-checks, runs and differentiates without the dispatcher.
+Where nobody looks on, ``INTERSECT(...)`` checks, runs and differentiates without the dispatcher, which costs
+more than a small op: tensors are plain ones (`_is_plain`), or a `kernels.gradients.Accumulator` is active, as
+in a trainer's forward and backward.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from operator import itemgetter
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 from torch.autograd.forward_ad import unpack_dual
 
 from tritonrec.kernels.arguments import check_tensors, not_a_tensor
@@ -68,6 +70,7 @@ def annotation(name: str) -> AbstractContextManager[Any]:
     return torch.profiler.record_function(f"tritonrec::{name}") if _annotated else _NO_ANNOTATION
 
 
+_PLAIN = torch.Tensor, torch.nn.Parameter
 OPS: dict[str, Op] = {}
 """Every record by its name, for tests and tools."""
 
@@ -123,6 +126,7 @@ class Op:
         self._places = {"cpu": f"{package}.{cpu}".split(":"), "triton": f"{package}.{triton}".split(":")}
         parameters = [_Parameter(each) for each in parsed.arguments]
         self._tensors = [(at, each) for at, each in enumerate(parameters) if each.is_tensor]
+        self._numbers = [(at, each.kind) for at, each in enumerate(parameters) if not each.is_tensor]
         self._written = [(at, each) for at, each in self._tensors if each.is_written]
         self._read = [(at, each) for at, each in self._tensors if not each.is_written]
         self._first = self._tensors[0][0]
@@ -186,12 +190,14 @@ class Op:
         casts = casts_of(self._rules, arguments, arguments[self._first].device) if self._rules else ()
         if impl == "auto" and not is_compiling():
             impl = default_impl()  # the derivative gets it too, which may run on another thread
-        if not is_compiling() and current() is not None:
+        if not is_compiling() and (current() is not None or self._is_plain(arguments)):
             if not (has_floats and torch.is_grad_enabled() and self._requires_grad(arguments)):
                 arguments = cast(arguments, casts)
                 self._validate((*arguments, impl))
                 return self.launch(*arguments, impl=impl)
             if self._step is not None:
+                if current() is None:
+                    arguments, casts = cast(arguments, casts), ()
                 return self._step.apply(*arguments, impl, casts)
         arguments = cast(arguments, casts)
         if has_floats and torch.is_grad_enabled():
@@ -217,6 +223,30 @@ class Op:
             with annotation(self.name):
                 return self._run(arguments, impl)
         return self._run(arguments, impl)
+
+    def _is_plain(self, arguments: tuple[Any, ...]) -> bool:
+        """Whether the dispatcher would do nothing but call: autograd alone looks on, and all types are exact.
+
+        There is no mode, trace or profiler, and no tensor but plain ones: no subclass, none of torch.func,
+        none that is negated lazily, of inference or meta. A number of another type the dispatcher judges.
+        """
+        if (
+            torch._C._len_torch_dispatch_stack()
+            or torch._C._functorch.peek_interpreter_stack() is not None
+            or torch._C._get_tracing_state() is not None
+            or profiler._is_profiler_enabled
+        ):
+            return False
+        plain = _plain_keys(arguments[self._first].device.type)
+        if plain is None or any(type(arguments[at]) is not kind for at, kind in self._numbers):
+            return False
+        for at, _ in self._tensors:
+            tensor = arguments[at]
+            if tensor is not None and (
+                type(tensor) not in _PLAIN or torch._C._dispatch_keys(tensor) != plain
+            ):
+                return False
+        return True
 
     def _requires_grad(self, arguments: tuple[Any, ...]) -> bool:
         return any(arguments[at] is not None and arguments[at].requires_grad for at, _ in self._tensors)
@@ -297,6 +327,14 @@ class Op:
                 f"has no derivative, and {', '.join(traced)} requires a gradient: call it under "
                 f"torch.no_grad(), or with .detach()"
             )
+
+
+@cache
+def _plain_keys(device: str) -> Any:
+    """The dispatch keys of a plain tensor on a device of this type; None where fake kernels are needed."""
+    if device == "meta":
+        return None
+    return torch._C._dispatch_keys(torch.empty(0, dtype=torch.float32, device=device))
 
 
 def _selecting(function: Callable[..., Any], names: list[str]) -> Callable[[tuple[Any, ...]], Any]:
@@ -382,7 +420,7 @@ def _function(
 def _step(
     op: Op, save: Callable[..., None] | None, backward: Callable[..., Any]
 ) -> type[torch.autograd.Function]:
-    """The op as a step of autograd without the dispatcher, for a thread with an accumulator.
+    """The op as a step of autograd without the dispatcher.
 
     The older form, whose `forward` has the context: torch binds a signature at each call of the other one.
     """
@@ -428,7 +466,9 @@ class _Parameter:
     """One argument of a schema, as torch has parsed it."""
 
     def __init__(self, argument: Any):
-        kind, self.name = argument.type, argument.name
-        self.is_optional = kind.kind() == "OptionalType"
-        self.is_tensor = (kind.getElementType() if self.is_optional else kind).kind() == "TensorType"
+        declared, self.name = argument.type, argument.name
+        self.is_optional = declared.kind() == "OptionalType"
+        kind = (declared.getElementType() if self.is_optional else declared).kind()
+        self.is_tensor = kind == "TensorType"
+        self.kind = {"IntType": int, "FloatType": float, "BoolType": bool, "StringType": str}.get(kind)
         self.is_written = argument.is_write
