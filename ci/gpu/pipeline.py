@@ -1,8 +1,9 @@
 """NestPipe steps on a GPU beside other modes, with tables in host memory, in its memory, and cached there.
 
 Samples, buffers of looked-up rows, the model and its gradients are on the device. Lookups, dedup and updates
-of rows run where the tables are. Every mode and storage must give the losses of the sequential one with
-tables in host memory, bit for bit; against the CPU they agree to rounding only.
+of rows run where the tables are. Every mode and storage, with graphs of micro-batches and without, must give
+the losses of the sequential one with tables in host memory, bit for bit; against the CPU they agree to
+rounding only.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ from tritonrec.embedding import Placement
 from tritonrec.harness.devices import Target
 from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
-from tritonrec.pipeline import ExchangeConfig, Trainer, WindowConfig
+from tritonrec.pipeline import ExchangeConfig, MicroBatchGraphs, Trainer, WindowConfig
 from tritonrec.trace import Recorder
 
 MODEL = HSTUConfig(dim=64, layers=2, heads=2, qk_dim=32, v_dim=32, max_seq_len=50, dropout=0.2)
 
 
-def run(job: Job, mode: str, storage: str, steps: int, device: str, trace: Path | None):
+def run(
+    job: Job, mode: str, storage: str, steps: int, device: str, trace: Path | None = None,
+    graphs: MicroBatchGraphs | None = None,
+):  # fmt: skip
     """Losses of all steps, in float64, and the median seconds of a step."""
     placement = Placement(storage, cache_rows=1 << 16)
     model, tables, dense = replace(job, placement=placement, target=Target(device=device)).build("adam")
@@ -39,7 +43,7 @@ def run(job: Job, mode: str, storage: str, steps: int, device: str, trace: Path 
     config = WindowConfig(4, "batch", seed=job.seed, exchange=exchange)
     loader, losses, times = job.loader(), [], []
     with Trainer(
-        model, tables, dense, Communicators.local(), mode, config, recorder, device=device
+        model, tables, dense, Communicators.local(), mode, config, recorder, device=device, graphs=graphs
     ) as trainer:
         began = time.perf_counter()
         for result in trainer.run(loader.batch(step) for step in range(steps)):
@@ -69,11 +73,15 @@ def main() -> int:
     }
     code, expected = 0, None
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    for storage, mode in product(("host", "device", "cached"), ("sequential", "dbp", "fwp", "nestpipe")):
+    modes = ("sequential", "dbp", "fwp", "nestpipe", "nestpipe graphs")
+    for storage, mode in product(("host", "device", "cached"), modes):
         name = f"{mode} {storage}"
         trace = arguments.trace if name == "nestpipe device" else None
+        graphs = MicroBatchGraphs() if mode.endswith("graphs") and arguments.device != "cpu" else None
         try:
-            losses, took = run(job, mode, storage, arguments.steps, arguments.device, trace)
+            losses, took = run(
+                job, mode.split()[0], storage, arguments.steps, arguments.device, trace, graphs
+            )
         except Exception as error:
             traceback.print_exc()
             report.setdefault("errors", {})[name] = f"{type(error).__name__}: {error}"
@@ -86,7 +94,7 @@ def main() -> int:
         code |= not report["identical"][name]
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")  # kept if time runs out
     if arguments.device != "cpu" and expected is not None:
-        on_cpu, _ = run(job, "sequential", "host", arguments.steps, "cpu", None)
+        on_cpu, _ = run(job, "sequential", "host", arguments.steps, "cpu")
         report["largest_difference_to_cpu"] = float((on_cpu - expected).abs().max())
     arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report))

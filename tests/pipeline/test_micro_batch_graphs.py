@@ -100,6 +100,20 @@ def test_a_graph_that_is_full_has_no_padding_and_the_same_bits():
     assert all(map(torch.equal, called(net, [part]), called(net, [part], graphs(7, part.num_tokens))))
 
 
+def test_sizes_that_are_not_given_grow_with_the_micro_batches_and_keep_the_bits():
+    net, made = model(), MicroBatchGraphs(recorder=Repeating)
+    parts = [batch(samples) for samples in MICRO_BATCHES.values()]
+    large = NextItemLoader(LOG, 80, 9, 2, 3).batch(0)
+    assert parts[2].num_tokens > 9 and large.num_tokens > 64
+    parts = [parts[0], large, *parts, large]
+    assert all(map(torch.equal, called(net, parts), called(net, parts, made)))
+    assert (made.recorded, made.replayed) == (2, 6) and made.samples >= large.num_samples
+    most = 9 * large.num_tokens / 8  # in 64s
+    assert most <= made.tokens < most + 64
+    with pytest.raises(ValueError, match="and 70 tokens, and a micro-batch has"):
+        called(net, [large], MicroBatchGraphs(tokens=70, recorder=Repeating))
+
+
 def test_another_accumulator_or_number_of_negatives_is_recorded_anew():
     net, made = model(), graphs()
     for negatives, recorded in ((2, 1), (2, 2), (3, 3)):

@@ -72,10 +72,12 @@ class CudaRecorder:
 class MicroBatchGraphs:
     """Runs forward and backward of a `NextItemModel` by one graph, for ``Trainer(..., graphs=...)``.
 
-    The graph is recorded at the first micro-batch of each run of the pipeline.
+    The graph is recorded at the first micro-batch of each run of the pipeline, and at one that is larger than
+    all before.
 
     Args:
-        samples, tokens: of a micro-batch at most.
+        samples, tokens: of a micro-batch at most; None: an eighth more than the largest so far. Padding costs
+            time as tokens do.
         recorder: makes what records a graph.
 
     Attributes:
@@ -84,10 +86,16 @@ class MicroBatchGraphs:
     Raises ValueError for a size below 1.
     """
 
-    def __init__(self, samples: int, tokens: int, recorder: Callable[[], Recorder] = CudaRecorder):
-        if samples < 1 or tokens < 1:
+    def __init__(
+        self,
+        samples: int | None = None,
+        tokens: int | None = None,
+        recorder: Callable[[], Recorder] = CudaRecorder,
+    ):
+        if any(each is not None and each < 1 for each in (samples, tokens)):
             raise ValueError(f"samples and tokens of a graph must be at least 1, got {samples} and {tokens}")
-        self.samples, self.tokens = samples, tokens
+        self._grows = samples is None, tokens is None
+        self.samples, self.tokens = samples or 0, tokens or 0
         self.recorded = self.replayed = 0
         self._recorder = recorder
         self._graph: _Graph | None = None
@@ -123,10 +131,16 @@ class MicroBatchGraphs:
     ) -> torch.Tensor:
         """`train_micro_batch` by the graph.
 
-        Raises ValueError for a batch of another kind, or with more samples or tokens than the graph has.
+        Raises ValueError for a batch of another kind, or with more samples or tokens than were given.
         """
         if type(batch) is not JaggedBatch:
             raise _refusal(f"it pads a JaggedBatch, got {type(batch).__name__}")
+        for name, grows, size in zip(
+            ("samples", "tokens"), self._grows, (batch.num_samples, batch.num_tokens), strict=True
+        ):
+            if grows and size > getattr(self, name):
+                setattr(self, name, -(-9 * size // 512) * 64)
+                self._graph = None
         if batch.num_samples > self.samples or batch.num_tokens > self.tokens:
             raise _refusal(
                 f"it has {self.samples} samples and {self.tokens} tokens, and a micro-batch has "
