@@ -34,7 +34,7 @@ from tritonrec.kernels.padding import padding, report
 from tritonrec.kernels.races import declared
 from tritonrec.kernels.row_layout import contiguous_rows
 from tritonrec.kernels.rows.sums import into_zeros
-from tritonrec.kernels.rows.triton_walks import add_rows, add_rows_checked, load_row
+from tritonrec.kernels.rows.triton_walks import add_rows, add_rows_checked, fold_rows
 from tritonrec.kernels.triton_padding import num_valid
 
 MOST_PROGRAMS = 65535
@@ -185,12 +185,10 @@ def segment_sum_kernel(
         total, owned = sum_before(to, mine, column, dim)
         if ADD == "floats":
             # the sort is stable, so rows come in order of occurrence and the left fold is the CPU's
-            for i in range(begin, end):
-                value, _occurrence = load_row(
-                    i, values_ptr, source_ptr, factors_ptr, order_ptr, value_stride, scale, column, inside,
-                    GROUP, UPPER,
-                )  # fmt: skip
-                total += value.to(tl.float32)
+            total = fold_rows(
+                total, begin, end, values_ptr, source_ptr, factors_ptr, order_ptr, value_stride, scale,
+                column, inside, GROUP, UPPER,
+            )  # fmt: skip
         else:
             far = is_far(total)
             total, loud = add_rows(

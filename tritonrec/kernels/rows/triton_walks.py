@@ -23,6 +23,10 @@ CALM_BITS = tl.constexpr(55)
 """Bits of terms of which 128 move a sum by no more than 2**62."""
 
 
+AHEAD = tl.constexpr(32)
+"""Rows of a float sum that are on their way from memory at once."""
+
+
 @triton.jit
 def load_row(
     i, values_ptr, source_ptr, factors_ptr, order_ptr, value_stride, scale, column, inside,
@@ -43,6 +47,30 @@ def load_row(
         value = tl.load(values_ptr + row // GROUP * value_stride + column, mask=inside, other=0.0)
         value = tl.load(factors_ptr + row) * value
     return value, occurrence
+
+
+@triton.jit
+def fold_rows(
+    total, begin, end, values_ptr, source_ptr, factors_ptr, order_ptr, value_stride, scale, column, inside,
+    GROUP: tl.constexpr, UPPER: tl.constexpr,
+):  # fmt: skip
+    """The left fold of float rows: ((total + first) + second) + ..., each widened to float32."""
+    grouped = begin + (tl.maximum(end - begin, 0) // AHEAD) * AHEAD
+    for first in range(begin, grouped, AHEAD):
+        # unrolled: additions wait for one another, and the loads of all these rows for none of them
+        for ahead in tl.static_range(AHEAD):
+            value, _occurrence = load_row(
+                first + ahead, values_ptr, source_ptr, factors_ptr, order_ptr, value_stride, scale, column,
+                inside, GROUP, UPPER,
+            )  # fmt: skip
+            total += value.to(tl.float32)
+    for i in range(grouped, end):
+        value, _occurrence = load_row(
+            i, values_ptr, source_ptr, factors_ptr, order_ptr, value_stride, scale, column, inside, GROUP,
+            UPPER,
+        )  # fmt: skip
+        total += value.to(tl.float32)
+    return total
 
 
 @triton.jit
