@@ -225,3 +225,83 @@ def test_a_trainer_refuses_graphs_that_its_device_cannot_record():
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="records on CUDA, and the trainer works on cpu"):
         Trainer(net, tables, optimizer, Communicators.local(), "nestpipe", graphs=MicroBatchGraphs(2, 9))
+
+
+class Failing:
+    def record(self, work):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def by_default(monkeypatch, net=None, recorder=Repeating, **changes):
+    """The graphs that a trainer takes by itself, on a machine with CUDA."""
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_available", lambda: True)
+        patched.setattr(graphs_module, "CudaRecorder", recorder)
+        config = with_values(WindowConfig(4), changes)
+        return MicroBatchGraphs.by_default(model() if net is None else net, config, torch.device("cuda"))
+
+
+def trained(graphs, steps=3, alone=False):
+    """Losses of all steps and what the model has become."""
+    net = model()
+    tables = HashTableCollection([FeatureConfig("item", DIM)], RowOptimizer("adam"), seed=2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    batches = [NextItemLoader(LOG, 7, 9, 2, 3).batch(step) for step in range(steps)]
+    given = net, tables, optimizer, Communicators.local(), "nestpipe", WindowConfig(4)
+    with Trainer(*given, graphs=graphs) as trainer:
+        results = [trainer.step(each) for each in batches] if alone else list(trainer.run(batches))
+    return [each.losses for each in results] + [each.detach() for each in net.parameters()]
+
+
+def test_a_run_records_by_itself_behind_its_first_window_and_a_step_alone_does_not(monkeypatch, capsys):
+    graphs_module._say_recorded.cache_clear()
+    expected = trained(None)
+    made = by_default(monkeypatch)
+    assert all(map(torch.equal, trained(made, alone=True), expected)) and made.recorded == 0
+    assert "CUDA graph" not in capsys.readouterr().err
+    assert all(map(torch.equal, trained(made), expected))
+    assert (made.recorded, made.replayed) == (1, 2 * 4)
+    assert capsys.readouterr().err.count("micro-batches run as one CUDA graph; Trainer(graphs=None)") == 1
+
+
+def test_a_recording_that_fails_is_told_once_and_the_run_goes_on(monkeypatch):
+    made = by_default(monkeypatch, recorder=Failing)
+    with pytest.warns(UserWarning, match=r"whose recording failed \(operation not permitted") as warned:
+        got = trained(made)
+    assert len([each for each in warned if "recording failed" in str(each.message)]) == 1
+    assert all(map(torch.equal, got, trained(None))) and made.replayed == 0
+
+
+def test_a_batch_that_no_graph_takes_goes_without(monkeypatch):
+    made, net = by_default(monkeypatch), model()
+    part = batch([0, 4, 5])
+    given = net, GradientAccumulator(net), part, {"item": rows_of(part)}
+    assert made.takes(*given, CallerSettings(), 5) and not made.takes(*given, CallerSettings(), 4)
+    assert not made.takes(*given, CallerSettings((("cpu", torch.bfloat16),)), 5)
+    assert not made.takes(*given[:2], batch([]), *given[3:], CallerSettings(), 5)
+    assert not made.takes(*given[:2], SimpleNamespace(num_samples=2), *given[3:], CallerSettings(), 5)
+    assert graphs().takes(
+        *given, CallerSettings(), 1
+    )  # those that a caller gave refuse what they cannot take
+
+
+class Own(torch.nn.Module):
+    def forward(self, x):
+        return x if float(x.sum()) else x + 1  # waits for the device
+
+
+def test_no_model_is_recorded_by_itself_of_which_a_part_is_unknown(monkeypatch):
+    def patched():
+        net = model()
+        net.norm.forward = net.norm.forward
+        return net
+
+    assert by_default(monkeypatch) is not None
+    assert by_default(monkeypatch, consistency="window") is None
+    assert by_default(monkeypatch, with_module(torch.nn.ReLU())) is not None
+    for net in (with_module(Own()), with_module(torch.nn.Dropout(0.1)), patched()):
+        assert by_default(monkeypatch, net) is None
+    compiled = model()
+    compiled.compile(backend="eager")
+    assert by_default(monkeypatch, compiled) is None
+    assert MicroBatchGraphs.by_default(model(), WindowConfig(4), torch.device("cuda")) is None  # no CUDA here

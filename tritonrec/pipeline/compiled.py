@@ -27,7 +27,7 @@ class Compilation:
     """
 
     def __init__(self, model: torch.nn.Module, bits: int | None):
-        self._model, self._bits, self.compiles = model, bits, _is_compiled(model)
+        self._model, self._bits, self.compiles = model, bits, is_compiled(model)
         self._seen: tuple[set[int], set[int]] = set(), set()  # numbers of samples and of tokens
 
     @contextmanager
@@ -131,7 +131,7 @@ class _Compilations:
 _COMPILATIONS = _Compilations()
 
 
-def _is_compiled(model: torch.nn.Module) -> bool:
+def is_compiled(model: torch.nn.Module) -> bool:
     """Whether a module is the result of torch.compile, or was compiled in place."""
     for module in model.modules():
         wraps = "_orig_mod" in dict(module.named_children())  # as torch.compile names what it wraps

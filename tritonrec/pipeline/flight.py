@@ -162,8 +162,9 @@ class Flight:
     ) -> torch.Tensor:
         """`train_micro_batch` of the model; RuntimeError where somebody has changed the model meanwhile."""
         with self._model_call(scale_exponent):
-            if self._graphs is not None:
-                return self._graphs.train(self.model, self.accumulator, batch, rows, seed, settings)
+            graphs, call = self._graphs, (self.model, self.accumulator, batch, rows)
+            if graphs is not None and graphs.takes(*call, settings, self.called):
+                return graphs.train(*call, seed, settings)
             with self._compilation.call(batch, rows, seed, settings), self.accumulator.active():
                 return train_micro_batch(self.model, batch, rows, seed, settings, scale_exponent)
 

@@ -14,19 +14,24 @@ before each replay (`kernels.philox.device_seed`). No bit changes.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..data import Batch, JaggedBatch
+from ..kernels.compilation import is_first_rank
 from ..kernels.deferred import DeferredErrors
 from ..kernels.philox import DeviceSeeds
 from ..nn import GRU, Dropout, GradientAccumulator
 from ..nn.context import has_hooks
 from ..nn.modules import GatedNorm, TokenDropout
 from ..nn.next_item import NextItemModel
+from .compiled import is_compiled
 from .model_call import CallerSettings, train_micro_batch
 from .window import WindowConfig
 
@@ -48,7 +53,7 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """`torch.cuda.graph`. It has not been run: no test of ours has a GPU."""
+    """`torch.cuda.graph`; run on an H100 (docs/platforms.md), where no test of ours runs."""
 
     def __init__(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
@@ -99,6 +104,70 @@ class MicroBatchGraphs:
         self.recorded = self.replayed = 0
         self._recorder = recorder
         self._graph: _Graph | None = None
+        self._after: int | None = None  # calls that go without one, where no caller asked for graphs
+
+    @classmethod
+    def by_default(
+        cls, model: torch.nn.Module, config: WindowConfig, device: torch.device
+    ) -> MicroBatchGraphs | None:
+        """Those of a trainer whose caller asked for nothing.
+
+        None where a graph cannot have the bits, or a part of the model is neither of `tritonrec.nn` nor of
+        torch, and may wait for the device.
+
+        The first window of a run goes without, so a step alone never records. A call that no graph can take
+        goes without too, and so do all after a recording has failed, of which a warning tells.
+        """
+        parts = [*model.modules()]
+        if (
+            not torch.cuda.is_available()
+            or is_compiled(model)
+            or not all(type(each).__module__.startswith(("tritonrec.nn.", "torch.nn.")) for each in parts)
+            or any("forward" in vars(each) for each in parts)
+        ):
+            return None
+        made = cls(recorder=CudaRecorder)
+        made._after = config.micro_batches
+        try:
+            made.validate(model, config, device)
+        except ValueError:
+            return None
+        return made
+
+    def takes(
+        self,
+        model: torch.nn.Module,
+        accumulator: GradientAccumulator,
+        batch: Batch,
+        rows: dict[str, torch.Tensor],
+        settings: CallerSettings,
+        calls: int,
+    ) -> bool:
+        """Whether `train` is to be called: always, unless they are those `by_default`.
+
+        Args:
+            calls: of the model in this run, this one included.
+        """
+        if self._after is None:
+            return True
+        if type(batch) is not JaggedBatch or settings.autocast or not batch.num_samples:
+            return False
+        self._grow(batch)
+        if calls <= self._after:
+            return False
+        assert isinstance(model, NextItemModel)
+        try:
+            self._prepare(model, accumulator, batch, rows["item"], settings)
+        except (RuntimeError, ValueError) as error:  # CUDA's, say, of what cannot be recorded
+            self._after = sys.maxsize
+            warnings.warn(
+                f"micro-batches run without a CUDA graph, whose recording failed ({error}): graphs=None of "
+                "Trainer leaves it out",
+                stacklevel=2,
+            )
+            return False
+        _say_recorded()
+        return True
 
     def validate(self, model: torch.nn.Module, config: WindowConfig, device: torch.device) -> None:
         """Raise ValueError, with the reason, where a graph cannot have the bits of the model's calls."""
@@ -135,12 +204,7 @@ class MicroBatchGraphs:
         """
         if type(batch) is not JaggedBatch:
             raise _refusal(f"it pads a JaggedBatch, got {type(batch).__name__}")
-        for name, grows, size in zip(
-            ("samples", "tokens"), self._grows, (batch.num_samples, batch.num_tokens), strict=True
-        ):
-            if grows and size > getattr(self, name):
-                setattr(self, name, -(-9 * size // 512) * 64)
-                self._graph = None
+        self._grow(batch)
         if batch.num_samples > self.samples or batch.num_tokens > self.tokens:
             raise _refusal(
                 f"it has {self.samples} samples and {self.tokens} tokens, and a micro-batch has "
@@ -151,13 +215,49 @@ class MicroBatchGraphs:
             raise _refusal("a batch was read under torch.autocast: read it outside")
         if not batch.num_samples:
             return train_micro_batch(model, batch, rows, seed, settings)
-        leaf = rows["item"]
-        if self._graph is None or not self._graph.fits(model, accumulator, batch, leaf):
-            self._graph = _Graph(self, model, accumulator, batch, leaf)
-            self._graph.record(self._recorder(), settings)
-            self.recorded += 1
         self.replayed += 1
-        return self._graph.replay(batch, leaf, seed)
+        return self._prepare(model, accumulator, batch, rows["item"], settings).replay(
+            batch, rows["item"], seed
+        )
+
+    def _grow(self, batch: JaggedBatch) -> None:
+        """Make room for the batch where no size was given."""
+        samples, tokens = self._grows
+        if samples and batch.num_samples > self.samples:
+            self.samples, self._graph = _more(batch.num_samples), None
+        if tokens and batch.num_tokens > self.tokens:
+            self.tokens, self._graph = _more(batch.num_tokens), None
+
+    def _prepare(
+        self,
+        model: NextItemModel,
+        accumulator: GradientAccumulator,
+        batch: JaggedBatch,
+        rows: torch.Tensor,
+        settings: CallerSettings,
+    ) -> _Graph:
+        """The graph that takes this batch, recorded if need be."""
+        if self._graph is None or not self._graph.fits(model, accumulator, batch, rows):
+            graph = _Graph(self, model, accumulator, batch, rows)
+            graph.record(self._recorder(), settings)
+            self._graph = graph
+            self.recorded += 1
+        return self._graph
+
+
+def _more(size: int) -> int:
+    """An eighth more, in 64s."""
+    return -(-9 * size // 512) * 64
+
+
+@cache
+def _say_recorded() -> None:
+    if is_first_rank():
+        print(
+            "tritonrec: micro-batches run as one CUDA graph; Trainer(graphs=None) launches their kernels one "
+            "by one, with the same bits (docs/launches.md)",
+            file=sys.stderr,
+        )
 
 
 class _Graph:

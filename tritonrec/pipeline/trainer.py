@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
@@ -73,7 +73,8 @@ class Trainer:
         checked: False skips the check, for injected faults only.
         scheduler: of the optimizer's learning rates; it makes a step after each update.
         average: of the model's weights; it takes them up after each update.
-        graphs: of the model's calls; None: kernels are launched one after the other.
+        graphs: of the model's calls. None: kernels are launched one after the other. ``"auto"``: where they
+            have the bits and the model is one of `tritonrec.nn` on CUDA (`MicroBatchGraphs.by_default`).
         trust_model: no call of the model is compared (`pipeline.guard`): at consistency ``"batch"`` a model
             whose samples see each other trains too, with bits that depend on the cut. It is printed.
 
@@ -109,7 +110,7 @@ class Trainer:
         impl: ops.Impl = "auto",
         scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         average: AveragedModel | None = None,
-        graphs: MicroBatchGraphs | None = None,
+        graphs: MicroBatchGraphs | Literal["auto"] | None = "auto",
         trust_model: bool = False,
     ):
         if mode not in MODES:
@@ -154,7 +155,9 @@ class Trainer:
             self._schedule = schedule_of(mode, self.config, communicators.replicas)
         self.config = self.config.cut(self._schedule is not None and self._schedule.overlaps_window)
         shared = self._schedule is not None and self._schedule.overlaps_batches
-        if graphs is not None:
+        if graphs == "auto":
+            graphs = MicroBatchGraphs.by_default(model, self.config, self._device)
+        elif graphs is not None:
             graphs.validate(model, self.config, self._device)
         self.guard = guard = Guard(model, tables, self.config, trust_model)
         self._pending = PendingWindows(tables, self.dense, self.config, self._device, shared, graphs, guard)
