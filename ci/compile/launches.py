@@ -2,7 +2,7 @@
 
 The public ops are called on small CPU tensors while `JITFunction.run` takes notes instead of launching, so a
 kernel is compiled later with the signature, constants, alignment and options that its launcher gives it.
-An op of a new kernel is added to `CASES`; `uncovered` names every ``@triton.jit`` function no case reaches.
+An op of a new kernel is added to `CASES`; `uncovered` names every function of Triton's that no case reaches.
 """
 
 from __future__ import annotations
@@ -100,7 +100,9 @@ def note(kernel: Any, label: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     aligned: list[tuple[int, ...]] = []
 
     def align(value: int, path: tuple[int, ...]) -> None:
-        if value % 16 == 0 and not kernel.params[path[0]].do_not_specialize_on_alignment:
+        parameter = kernel.params[path[0]]
+        free = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
+        if value % 16 == 0 and not free:
             aligned.append(path)
 
     def kind(value: Any, path: tuple[int, ...]) -> Any:
@@ -114,7 +116,7 @@ def note(kernel: Any, label: str, args: tuple[Any, ...], kwargs: dict[str, Any])
             return "i1"
         if isinstance(value, float):
             return "fp32"
-        if isinstance(value, int) and value != 1:
+        if isinstance(value, int) and (value != 1 or kernel.params[path[0]].do_not_specialize):
             align(value, path)
             return "i32" if -(2**31) <= value < 2**31 else "i64" if value < 2**63 else "u64"
         constants[path] = value

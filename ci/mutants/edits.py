@@ -25,7 +25,7 @@ ARITHMETIC = {
     ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "//",
     ast.BitAnd: "|", ast.BitOr: "&", ast.LShift: ">>", ast.RShift: "<<",
 }  # fmt: skip
-COMPILED = {"jit", "overload", "intrinsic", "jit_for_any_alignment"}
+COMPILED = {"jit", "overload", "intrinsic", "jit_kernel", "jit_for_any_alignment"}
 """Decorators of functions that neither Python runs nor numba compiles as they are."""
 
 

@@ -12,7 +12,7 @@ import sum_layouts
 import triton
 import triton.language as tl
 
-from tritonrec.kernels.triton_alignment import jit_for_any_alignment
+from tritonrec.kernels.triton_jit import jit_for_any_alignment
 
 
 @triton.jit

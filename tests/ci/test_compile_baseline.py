@@ -9,12 +9,12 @@ KERNELS = ROOT / "tritonrec" / "kernels"
 
 
 def launched(source: str) -> list[str]:
-    """Functions under ``@triton.jit`` that end in ``_kernel``: those that Python launches."""
+    """Functions that Triton compiles and whose names end in ``_kernel``: those that Python launches."""
     return [
         node.name
         for node in ast.parse(source).body
         if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
-        if any(ast.unparse(each) == "triton.jit" for each in node.decorator_list)
+        if {"triton.jit", "jit_kernel", "jit_for_any_alignment"} & {*map(ast.unparse, node.decorator_list)}
     ]
 
 

@@ -166,6 +166,21 @@ def test_no_stage_falls_back_to_the_cpu(monkeypatch, mode, storage, world_size):
     assert called - {"<module>"} <= CHECKS | (HOST if storage == "host" else set())
 
 
+def test_later_steps_compile_nothing():
+    """`tests/ci/test_programs.py` asks launches; here Triton decides, also by seeds and by the tables."""
+    job, programs, sizes = hstu_job("device", 1), [], set()
+    batches = [job.loader().batch(step) for step in range(8)]
+    with Trainer(
+        *job.build("adam"), Communicators.local(), config=WindowConfig(4, seed=4), impl="triton"
+    ) as running:
+        for result, batch in zip(running.run(batches), batches, strict=True):
+            programs.append({name: row.programs for name, row in current().rows.items()})
+            sizes.add((result.step, batch.num_tokens))
+    assert len({tokens for _, tokens in sizes}) > 2
+    # of the tiles there is one for each power of two of a batch's blocks
+    assert {n: k for n, k in programs[-1].items() if programs[2][n] != k and n != "tiles.order_kernel"} == {}
+
+
 class Unbounded(Scores):
     """Its losses are infinite from the second step on."""
 

@@ -15,6 +15,7 @@ import triton.language as tl
 from tritonrec.kernels import murmur
 from tritonrec.kernels.murmur.triton_murmur import mix64
 from tritonrec.kernels.races import declared
+from tritonrec.kernels.triton_jit import jit_kernel
 from tritonrec.kernels.triton_padding import num_valid
 
 BLOCK, NUM_WARPS = 256, 4
@@ -22,7 +23,7 @@ BLOCK, NUM_WARPS = 256, 4
 
 # any of equal keys may hold a slot until all have, and which slots neighbours get depends on who comes first
 @declared(races=("holders_ptr",), varies=("holders_ptr", "slots_ptr"))
-@triton.jit
+@jit_kernel
 def _build_kernel(
     keys_ptr, holders_ptr, slots_ptr, num_keys, count_ptr, num_slots, secret, BLOCK: tl.constexpr
 ):
@@ -58,7 +59,7 @@ def _build_kernel(
     tl.store(slots_ptr + offsets, slot, mask=inside)
 
 
-@triton.jit
+@jit_kernel
 def _lookup_kernel(
     keys_ptr,
     table_keys_ptr,

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from tritonrec.kernels.murmur.triton_murmur import mix64
 from tritonrec.kernels.padding import padding
+from tritonrec.kernels.triton_jit import jit_kernel
 from tritonrec.kernels.triton_padding import num_valid
 
 # A block adds a count for each bucket to the scan between the passes; a large block keeps the scan short.
@@ -22,7 +23,7 @@ def _owner(key, world_size):
     return (((mix64(key) >> 32) & 0xFFFFFFFF) * world_size) >> 32
 
 
-@triton.jit
+@jit_kernel
 def _owner_kernel(keys_ptr, owners_ptr, num_keys, world_size, BLOCK: tl.constexpr):
     # int64 before the product: the positions of 2**31 keys and more do not fit into int32
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -42,7 +43,7 @@ def _bucket(keys_ptr, offsets, num_keys, count_ptr, num_buckets, GIVEN: tl.const
     return inside, tl.where(inside, key if GIVEN else _owner(key, num_buckets), -1)
 
 
-@triton.jit
+@jit_kernel
 def _count_kernel(
     keys_ptr, histogram_ptr, num_keys, count_ptr, num_buckets, num_blocks,
     GIVEN: tl.constexpr, BLOCK: tl.constexpr,
@@ -56,7 +57,7 @@ def _count_kernel(
         tl.store(histogram_ptr + bucket * num_blocks + block, count)
 
 
-@triton.jit
+@jit_kernel
 def _place_kernel(
     keys_ptr, starts_ptr, permutation_ptr, num_keys, count_ptr, num_buckets, num_blocks,
     GIVEN: tl.constexpr, BLOCK: tl.constexpr,

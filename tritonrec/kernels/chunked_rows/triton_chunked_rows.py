@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonrec.kernels.triton_jit import jit_kernel
+
 BLOCK_ROWS, BLOCK_DIM, NUM_WARPS = 16, 128, 4
 _LOW = tl.constexpr(1 << 30)
 
@@ -53,7 +55,7 @@ def _narrow(bits):
     return tl.where(magnitude >= 0x47800000, special, word) | ((bits >> 16) & -0x8000)
 
 
-@triton.jit
+@jit_kernel
 def _read_kernel(
     full_ptr, low_ptr, locations_ptr, out_ptr, num_rows, full_rows, low_rows, chunk_rows, dim, width,
     TIERED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
@@ -79,7 +81,7 @@ def _read_kernel(
         tl.store(out_ptr + places, bits, mask=mask)
 
 
-@triton.jit
+@jit_kernel
 def _write_kernel(
     full_ptr, low_ptr, locations_ptr, values_ptr, num_rows, full_rows, low_rows, chunk_rows, dim, width,
     TIERED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
@@ -100,7 +102,7 @@ def _write_kernel(
         tl.store(start[:, None] + columns[None, :], word.to(tl.int16), mask=mask)
 
 
-@triton.jit
+@jit_kernel
 def _fits_kernel(
     values_ptr, exact_ptr, num_rows, dim, width, num_blocks,
     BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,

@@ -9,12 +9,13 @@ import triton.language as tl
 
 from tritonrec.kernels.norm_mul_dropout.triton_norm import draw_kept
 from tritonrec.kernels.philox import DROPOUT, Seed, in_kernel
+from tritonrec.kernels.triton_jit import jit_kernel
 
 MOST_PROGRAMS = 65535  # a launch may have no more along an axis
 MOST_COLUMNS = 1024
 
 
-@triton.jit
+@jit_kernel
 def drop_kernel(
     x_ptr, samples_ptr, positions_ptr, y_ptr, x_row, x_column, seed, seed_ptr, tag, threshold, factor, rows,
     dim,

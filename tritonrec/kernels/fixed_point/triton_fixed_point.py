@@ -14,6 +14,7 @@ import triton.language as tl
 
 from tritonrec.kernels import deferred
 from tritonrec.kernels.fixed_point.errors import report_value
+from tritonrec.kernels.triton_jit import jit_kernel
 
 BLOCK, NUM_WARPS = 1024, 4
 NONE = tl.constexpr(deferred.NONE)  # the identity of a minimum
@@ -90,7 +91,7 @@ def add_atomically(to, term, position, mask):
     return worst
 
 
-@triton.jit
+@jit_kernel
 def to_fixed_point_kernel(values_ptr, terms_ptr, bad_ptr, scale, limit, length, BLOCK: tl.constexpr):
     """terms = round(values * scale), and the block's first position that does not fit, or NONE."""
     # int64 before the product, or the positions of tensors of 2**31 values wrap
@@ -102,7 +103,7 @@ def to_fixed_point_kernel(values_ptr, terms_ptr, bad_ptr, scale, limit, length, 
     tl.store(bad_ptr + tl.program_id(0), tl.min(tl.where(fits, NONE, position), axis=0))
 
 
-@triton.jit
+@jit_kernel
 def from_fixed_point_kernel(sums_ptr, values_ptr, divisor_ptr, unit, length, BLOCK: tl.constexpr):
     """values = sums * unit / divisor in float64, rounded to float32 at the end."""
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -14,6 +14,7 @@ from tritonrec.kernels.hash_table.errors import finish_insert
 from tritonrec.kernels.murmur.triton_murmur import mix64
 from tritonrec.kernels.padding import padding
 from tritonrec.kernels.races import declared
+from tritonrec.kernels.triton_jit import jit_kernel
 from tritonrec.kernels.triton_padding import num_valid
 
 # A lane loads a group of 8 slots, so 128 keys make tiles of 1,024 elements.
@@ -22,7 +23,7 @@ BLOCK, NUM_WARPS = 128, 4
 
 # a row that another program assigns or frees is no row of this program's keys
 @declared(races=("slot_rows_ptr",))
-@triton.jit
+@jit_kernel
 def _find_kernel(
     slot_keys_ptr,
     slot_rows_ptr,
@@ -79,7 +80,7 @@ def _find_kernel(
 
 # the slot of a key depends on who claims first, its row does not
 @declared(races=("slot_rows_ptr",), varies=("slot_keys_ptr", "slot_rows_ptr"))
-@triton.jit
+@jit_kernel
 def _claim_kernel(
     slot_keys_ptr, slot_rows_ptr, keys_ptr, rows_ptr, wanted_ptr, num_keys, num_groups, BLOCK: tl.constexpr
 ):

@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 
 from tritonrec.kernels import triton_scratch
+from tritonrec.kernels.triton_jit import jit_kernel
 
 BLOCK, NUM_WARPS = 256, 4
 
 
-@triton.jit
+@jit_kernel
 def _list_kernel(
     matched_ptr, rank_ptr, left_ptr, right_ptr, num_common_ptr, num_keys, length, BLOCK: tl.constexpr
 ):

@@ -42,6 +42,7 @@ from tritonrec.kernels.linear.op import no_sum
 from tritonrec.kernels.linear.triton_row_products import add_row_products
 from tritonrec.kernels.padding import report
 from tritonrec.kernels.races import declared
+from tritonrec.kernels.triton_jit import jit_kernel
 
 NEVER: tl.constexpr = tl.constexpr(2**31 - 1)  # behind every sample
 MOST_PROGRAMS = 65535  # a launch may have no more along an axis
@@ -70,7 +71,7 @@ def multiply_add(a, b, total, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr
         return tl.dot(a, b, total, input_precision="ieee")
 
 
-@triton.jit
+@jit_kernel
 def rows_times_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, x_row, x_column, weight_row, weight_column, tokens, inner, columns,
     BLOCK: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -209,7 +210,7 @@ def multiply_sample(
 
 # which program sees a sum leave int64 depends on who comes first; without such a sum nothing varies
 @declared(varies=("bad_ptr", "value_ptr"))
-@triton.jit
+@jit_kernel
 def add_weight_gradients_kernel(
     accumulator_ptr, bias_ptr, dy_ptr, x_ptr, means_ptr, rstds_ptr, norm_weight_ptr, norm_bias_ptr,
     offsets_ptr, bad_ptr, value_ptr, accumulator_row, accumulator_column, dy_row, dy_column, x_row, x_column,

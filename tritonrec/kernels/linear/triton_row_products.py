@@ -29,6 +29,7 @@ from tritonrec.kernels.linear.op import no_sum
 from tritonrec.kernels.padding import report
 from tritonrec.kernels.races import declared
 from tritonrec.kernels.row_terms import add_rows
+from tritonrec.kernels.triton_jit import jit_kernel
 
 BLOCK, NUM_WARPS = 64, 8  # edge of a tile: 32 registers of float64 sums and as many of integers a thread
 ROWS = 64  # whose sum stays below 2**51 units; see `room`
@@ -62,7 +63,7 @@ def round_away(values, scale):
 
 # which program sees a sum leave int64 depends on who comes first; without such a sum nothing varies
 @declared(varies=("bad_ptr", "value_ptr"))
-@triton.jit
+@jit_kernel
 def add_row_products_kernel(
     accumulator_ptr, dy_ptr, x_ptr, bad_ptr, value_ptr, accumulator_row, accumulator_column, dy_row,
     dy_column, x_row, x_column, rows, rows_of_share, outputs, inputs, scale, limit, room,

@@ -32,9 +32,10 @@ from tritonrec.kernels.norm_mul_dropout.triton_norm import (
 )
 from tritonrec.kernels.silu.triton_silu import backward_in_place as silu_backward_in_place
 from tritonrec.kernels.triton_float import exp
+from tritonrec.kernels.triton_jit import jit_kernel
 
 
-@triton.jit
+@jit_kernel
 def forward_kernel(
     x_ptr, norm_weight_ptr, norm_bias_ptr, means_ptr, rstds_ptr, weight_ptr, bias_ptr, y_ptr, z_ptr,
     x_row, x_column, weight_row, weight_column, tokens, inner, columns,

@@ -32,8 +32,8 @@ from tritonrec.kernels.norm_mul_dropout.op import by_terms
 from tritonrec.kernels.philox import DROPOUT, Seed, in_kernel
 from tritonrec.kernels.philox.triton_philox import high_word, low_word, philox4x32
 from tritonrec.kernels.races import declared
-from tritonrec.kernels.triton_alignment import jit_for_any_alignment
 from tritonrec.kernels.triton_float import divide
+from tritonrec.kernels.triton_jit import jit_for_any_alignment
 
 MOST_PROGRAMS = 65535  # a launch may have no more along an axis
 ROWS_OF_PROGRAM = 8  # whose exact gradients are added up before an atomic addition

@@ -25,6 +25,7 @@ from tritonrec.kernels.rows.triton_segment_sum import (
     sum_before,
 )
 from tritonrec.kernels.rows.triton_walks import sum_after
+from tritonrec.kernels.triton_jit import jit_kernel
 
 BLOCK_ROWS, BLOCK_DIM, NUM_WARPS = 4, 128, 8
 # Four planes, and the byte's top bit as the mark of a float.
@@ -35,7 +36,7 @@ CALM_PLANES, CALM_SIZE = tl.constexpr(7), tl.constexpr((127 + 55) << 23)
 TOO_BIG, LEAST = tl.constexpr((127 + 63) << 23), tl.constexpr(-0x21000000)
 
 
-@triton.jit
+@jit_kernel
 def _widths_kernel(
     values_ptr,
     rows_ptr,
@@ -76,7 +77,7 @@ def _widths_kernel(
     tl.store(widths_ptr + sent, width.to(tl.int8), mask=sent < num_rows)
 
 
-@triton.jit
+@jit_kernel
 def _pack_kernel(
     values_ptr,
     rows_ptr,
@@ -136,7 +137,7 @@ def _load_row(i, widths_ptr, places_ptr, packed_ptr, order_ptr, column, inside, 
 
 # which program sees a sum leave int64 depends on who comes first; without such a sum nothing varies
 @declared(varies=("bad_ptr",))
-@triton.jit
+@jit_kernel
 def _add_kernel(
     out_ptr,
     parts_ptr,

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from tritonrec.kernels.philox import reference
 from tritonrec.kernels.philox.reference import derive_seed
+from tritonrec.kernels.triton_jit import jit_kernel
 
 # A counter block is four words, so a program draws 1,024 words.
 COUNTERS, NUM_WARPS = 256, 4
@@ -56,7 +57,7 @@ def bounded(word, upper):
     return ((word.to(tl.uint64) * upper.to(tl.uint64)) >> 32).to(tl.int64)
 
 
-@triton.jit
+@jit_kernel
 def initial_rows_kernel(
     keys_ptr, rows_ptr, seed, table, tag, scale, num_rows, dim, ROWS: tl.constexpr, BLOCKS: tl.constexpr
 ):
@@ -83,7 +84,7 @@ def initial_rows_kernel(
     tl.store(out + 3, signed_unit(w3) * scale, mask=(row < num_rows) & (column + 3 < dim))
 
 
-@triton.jit
+@jit_kernel
 def random_indices_kernel(
     sample_ids_ptr,
     positions_ptr,

@@ -26,6 +26,7 @@ import triton.language as tl
 
 from tritonrec.kernels import dispatch
 from tritonrec.kernels.head_layout import contiguous_heads
+from tritonrec.kernels.triton_jit import jit_kernel
 from tritonrec.kernels.triton_sequences import load_rows, locate, store_rows
 
 MOST_PROGRAMS = 65535  # a launch may have no more along an axis
@@ -66,7 +67,7 @@ def bucket_of(query, key, query_time, key_time, buckets, HAS_TIMES: tl.constexpr
     return tl.minimum(bucket, buckets - 1)
 
 
-@triton.jit
+@jit_kernel
 def forward_kernel(
     v_ptr, out_ptr, v_row, v_head, out_row, out_head, table_ptr, times_ptr, offsets_ptr, num_tiles,
     num_sequences, num_heads, dim, buckets,
@@ -95,7 +96,7 @@ def forward_kernel(
             store_rows(acc, out_ptr, out_row, out_head, begin, head, row, length, dim, BLOCK_D)
 
 
-@triton.jit
+@jit_kernel
 def values_kernel(
     do_ptr, dv_ptr, do_row, do_head, dv_row, dv_head, table_ptr, times_ptr, offsets_ptr, num_tiles,
     num_sequences, num_heads, dim, buckets,
@@ -123,7 +124,7 @@ def values_kernel(
             store_rows(acc, dv_ptr, dv_row, dv_head, begin, head, column, length, dim, BLOCK_D)
 
 
-@triton.jit
+@jit_kernel
 def table_kernel(
     do_ptr, v_ptr, do_row, do_head, v_row, v_head, dtable_ptr, times_ptr, offsets_ptr, num_tiles,
     num_sequences, num_heads, dim, buckets,

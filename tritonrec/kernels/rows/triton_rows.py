@@ -5,12 +5,13 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonrec.kernels.triton_jit import jit_kernel
 from tritonrec.kernels.triton_padding import num_valid
 
 BLOCK_ROWS, BLOCK_DIM, NUM_WARPS = 16, 128, 4
 
 
-@triton.jit
+@jit_kernel
 def _move_kernel(
     source_ptr,
     source_rows_ptr,

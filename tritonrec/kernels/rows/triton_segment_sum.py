@@ -35,6 +35,7 @@ from tritonrec.kernels.races import declared
 from tritonrec.kernels.row_layout import contiguous_rows
 from tritonrec.kernels.rows.sums import into_zeros
 from tritonrec.kernels.rows.triton_walks import add_rows, add_rows_checked, fold_rows
+from tritonrec.kernels.triton_jit import jit_kernel
 from tritonrec.kernels.triton_padding import num_valid
 
 MOST_PROGRAMS = 65535
@@ -117,7 +118,7 @@ def put_sum(
 
 # which program sees a sum leave int64 depends on who comes first; without such a sum nothing varies
 @declared(varies=("bad_ptr",))
-@triton.jit
+@jit_kernel
 def segment_sum_kernel(
     out_ptr,
     parts_ptr,

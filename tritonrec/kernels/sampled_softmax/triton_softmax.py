@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from tritonrec.kernels.row_layout import contiguous_rows
-from tritonrec.kernels.triton_alignment import jit_for_any_alignment
 from tritonrec.kernels.triton_float import divide, exp
+from tritonrec.kernels.triton_jit import jit_for_any_alignment
 
 MOST_PROGRAMS = 65535  # a launch may have no more along an axis
 TILE = 4096  # elements of a tile of negatives

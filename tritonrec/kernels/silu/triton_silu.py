@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from tritonrec.kernels.triton_float import exp
+from tritonrec.kernels.triton_jit import jit_kernel
 
 MOST_PROGRAMS = 65535  # a launch may have no more along an axis
 BLOCK = 1024
@@ -19,7 +20,7 @@ def sigmoid(x):
     return tl.div_rn(one, one + exp(-x))
 
 
-@triton.jit
+@jit_kernel
 def forward_kernel(x_ptr, y_ptr, length, BLOCK: tl.constexpr):
     """y = x / (1 + exp(-x))."""
     first = tl.program_id(0).to(tl.int64)  # an int64 bound makes the loop's variable int64
@@ -32,7 +33,7 @@ def forward_kernel(x_ptr, y_ptr, length, BLOCK: tl.constexpr):
         tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=place < length)
 
 
-@triton.jit
+@jit_kernel
 def backward_kernel(dy_ptr, x_ptr, dx_ptr, length, BLOCK: tl.constexpr):
     """dx = dy * s * (1 + x * (1 - s)), with s = sigmoid(x)."""
     first = tl.program_id(0).to(tl.int64)

@@ -27,8 +27,8 @@ from tritonrec.kernels.linear.triton_linear import INTERPRETED
 from tritonrec.kernels.philox import DROPOUT
 from tritonrec.kernels.philox.triton_philox import high_word, low_word, philox4x32
 from tritonrec.kernels.softmax_attention.op import Call
-from tritonrec.kernels.triton_alignment import jit_for_any_alignment
 from tritonrec.kernels.triton_float import exp
+from tritonrec.kernels.triton_jit import jit_for_any_alignment
 from tritonrec.kernels.triton_sequences import load_rows, locate, store_rows
 
 MOST_PROGRAMS = 65535  # a launch may have no more along an axis

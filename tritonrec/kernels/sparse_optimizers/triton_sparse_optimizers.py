@@ -14,6 +14,7 @@ import triton.language as tl
 
 from tritonrec.kernels.row_layout import contiguous_rows
 from tritonrec.kernels.sparse_optimizers.op import is_row_wise, scalars
+from tritonrec.kernels.triton_jit import jit_kernel
 from tritonrec.kernels.triton_padding import num_valid
 
 ELEMENTS, BLOCK_D, NUM_WARPS = 1024, 128, 4
@@ -31,7 +32,7 @@ def tile_of(indices_ptr, num_rows, count_ptr, dim, ROWS: tl.constexpr, BLOCK_D: 
     return occurrence, row, column, inside & (column < dim)
 
 
-@triton.jit
+@jit_kernel
 def elementwise_kernel(
     weight_ptr,
     weight_stride,
@@ -104,7 +105,7 @@ def add_halves(lanes, ROWS: tl.constexpr, HALF: tl.constexpr):
     return low + high
 
 
-@triton.jit
+@jit_kernel
 def rowwise_kernel(
     weight_ptr,
     weight_stride,
@@ -177,7 +178,7 @@ def rowwise_kernel(
         tl.store(place, weight - change, mask=mask)
 
 
-@triton.jit(do_not_specialize=["step"])
+@jit_kernel
 def lazy_decay_kernel(
     weight_ptr,
     weight_stride,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from tritonrec.kernels.sum_of_squares import op
+from tritonrec.kernels.triton_jit import jit_kernel
 from tritonrec.kernels.triton_padding import num_valid
 
 BLOCK, NUM_WARPS = 1024, 4
@@ -19,7 +20,7 @@ PROGRAMS = 1024
 MOST = tl.constexpr(op.MOST)
 
 
-@triton.jit
+@jit_kernel
 def sum_kernel(values_ptr, limbs_ptr, num_rows, count_ptr, dim, num_parts, BLOCK: tl.constexpr):
     """``limbs[:, p]`` = the limbs of every P-th block of values from block p on."""
     length = tl.cast(num_valid(num_rows, count_ptr), tl.int64) * dim
@@ -51,7 +52,7 @@ def sum_kernel(values_ptr, limbs_ptr, num_rows, count_ptr, dim, num_parts, BLOCK
     tl.store(limb_ptr + 2 * num_parts, tl.sum(low, axis=0))
 
 
-@triton.jit
+@jit_kernel
 def join_kernel(limbs_ptr, out_ptr, num_parts, PARTS: tl.constexpr):
     """``out`` = the sums of each row of the limbs, the first one at most 2**50."""
     part = tl.arange(0, PARTS)

@@ -10,13 +10,14 @@ import triton
 import triton.language as tl
 
 from tritonrec.kernels import triton_scratch
+from tritonrec.kernels.triton_jit import jit_kernel
 from tritonrec.kernels.triton_padding import num_valid
 from tritonrec.kernels.unique.op import pad_unique
 
 BLOCK, NUM_WARPS = 256, 4
 
 
-@triton.jit
+@jit_kernel
 def _mark_kernel(
     slots_ptr, holders_ptr, representative_ptr, is_first_ptr, unique_ptr, counts_ptr, num_keys, count_ptr,
     BLOCK: tl.constexpr,
@@ -33,7 +34,7 @@ def _mark_kernel(
     tl.store(counts_ptr + offsets, tl.zeros((BLOCK,), tl.int32), mask=offsets < num_keys)
 
 
-@triton.jit
+@jit_kernel
 def _emit_kernel(
     keys_ptr, representative_ptr, rank_ptr, slots_ptr, unique_ptr, inverse_ptr, counts_ptr, table_ptr,
     num_unique_ptr, num_keys, BLOCK: tl.constexpr,
