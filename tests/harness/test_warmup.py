@@ -6,10 +6,17 @@ import sys
 
 import pytest
 from speeds import slow_except
+from triton import knobs
+from typer.testing import CliRunner
 
 from tritonrec.embedding import TablePolicy
 from tritonrec.harness import warmup
-from tritonrec.kernels import compilation
+from tritonrec.harness.cli import app
+from tritonrec.harness.job import Job
+from tritonrec.harness.train.run import Run
+from tritonrec.kernels import compilation, dispatch
+from tritonrec.nn import HSTUConfig
+from tritonrec.pipeline import WindowConfig
 from tritonrec.version import __version__
 
 COUNTED = """
@@ -43,6 +50,48 @@ def test_every_model_is_run_with_one_rule_and_one_model_with_every_rule(monkeypa
     assert runs == [("hstu", "adam"), ("dlrm", "adam"), ("hstu", "sgd"), ("hstu", "adam", "policies")]
     assert lines[1] == "dlrm with adam" and len(lines) == 5
     assert found.compiled == 5 and compilation.compiling == before
+
+
+def test_for_a_gpu_the_run_of_a_config_is_compiled(monkeypatch, tmp_path):
+    asked = []
+
+    def warm_up_gpu(arch, runs, report):
+        asked.append((arch, [(run.job.model, run.optimizer, run.job.sizes.dim) for run in runs]))
+        return warmup.Warmed(3, 1.0)
+
+    monkeypatch.setattr(warmup, "warm_up_gpu", warm_up_gpu)
+    file = tmp_path / "run.toml"
+    file.write_text('optimizer = "sgd"\n[job]\nmodel = "fuxi"\n[job.sizes]\ndim = 40\n')
+    run = CliRunner().invoke
+    done = run(app, ["warmup", "--target", "sm_80", "--config", str(file)])
+    assert done.exit_code == 0 and "compiled 3 programs for sm_80 in 1 s" in done.output, done.output
+    default = HSTUConfig().dim
+    words = "warmup --target sm_90 --models grm,dlrm --optimizers adam,sgd"
+    assert run(app, words.split()).exit_code == 0
+    assert asked == [
+        ("sm_80", [("fuxi", "sgd", 40)]),
+        ("sm_90", [("grm", "adam", default), ("dlrm", "adam", default), ("grm", "sgd", default)]),
+    ]
+    done = run(app, ["warmup", "--config", str(file)])
+    assert done.exit_code == 2 and "--target too" in " ".join(done.output.replace("│", "").split())
+    done = run(app, ["warmup", "--target", "sm_90", "--config", str(tmp_path / "none.toml")])
+    assert done.exit_code == 2 and "none.toml" in done.output
+
+
+def test_the_run_of_a_gpu_is_short_and_emulated_with_its_own_sizes_and_window(monkeypatch):
+    runs, lines = [], []
+    monkeypatch.setattr(warmup.loop, "train", lambda ranks, run, quiet: runs.append((run, dispatch.emulated)))
+    job = Job("ml-100k", "hstu", batch_size=999, sizes=HSTUConfig(dim=40), stream=True)
+    given = Run(job, "fwp", WindowConfig(5), "adagrad", steps=70, log_every=3)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(knobs.runtime, "interpret", False)
+        warmup.warm_up_gpu("sm_80", [given], lines.append)
+    assert [run.job.placement.storage for run, _ in runs] == ["device", "cached"] and len(lines) == 2
+    for run, emulated in runs:
+        assert emulated == (8, 0) and dispatch.emulated is None
+        assert (run.mode, run.window, run.optimizer, run.steps) == ("fwp", WindowConfig(5), "adagrad", 3)
+        assert run.job.sizes.dim == 40 and run.job.batch_size == 16 and run.job.target.emulated
 
 
 @pytest.mark.slow

@@ -1,25 +1,30 @@
 """Compiling the kernels of training and serving beforehand, as in the build of an image.
 
-Kernels are compiled for types, not for sizes: a small run of each model and update rule compiles what a large
-one needs.
+The CPU's kernels are compiled for types, not for sizes: a small run of each model and update rule compiles
+what a large one needs. A GPU's are compiled for the dimensions of the model too, so the run is that of a
+config file, with little data: it goes through the emulator, which has each of its programs compiled for the
+GPU itself.
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from ..data import Vocabulary, hashed_ids
+from ..data import LogFormat, Vocabulary, hashed_ids
 from ..distributed import Communicators
-from ..embedding import Eviction, OptimizerName, PrecisionTiers, TablePolicy
+from ..embedding import Eviction, OptimizerName, Placement, PrecisionTiers, Storage, TablePolicy
 from ..kernels.compilation import compiling
 from ..nn import HSTUConfig
 from ..pipeline import WindowConfig
 from .devices import Target
+from .emulator import Emulation, emulated
+from .emulator.settings import Architecture
 from .job import Job, ModelName
 from .train import loop
 from .train.run import Run
@@ -27,6 +32,7 @@ from .train.run import Run
 MODELS: tuple[ModelName, ...] = get_args(ModelName)
 OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
 DATA = "zipf:users=40,items=60,ratings=1,seed=5"
+STORAGES: tuple[Storage, ...] = ("device", "cached")
 POLICY = TablePolicy(Eviction("lru", capacity=20), admission=2, precision=PrecisionTiers(2, every=2))
 SIZES = HSTUConfig(dim=8, layers=1, heads=2, qk_dim=4, v_dim=4, max_seq_len=8, relative_bias=True)
 
@@ -60,9 +66,8 @@ def warm_up(
 
     compiling.append(compiled)
     target = target or Target()
-    runs = [(model, optimizers[0]) for model in models] + [(models[0], rule) for rule in optimizers[1:]]
     try:
-        for model, rule in runs:
+        for model, rule in pairs(models, optimizers):
             report(f"{model} with {rule}")
             _train(model, rule, target, TablePolicy())
         report(f"{models[0]} with policies of tables")
@@ -72,6 +77,41 @@ def warm_up(
     finally:
         compiling.remove(compiled)
     return Warmed(count, time.perf_counter() - began)
+
+
+def pairs(
+    models: Sequence[ModelName], optimizers: Sequence[OptimizerName]
+) -> list[tuple[ModelName, OptimizerName]]:
+    """Each model with the first rule, and the first model with each other rule."""
+    return [(model, optimizers[0]) for model in models] + [(models[0], rule) for rule in optimizers[1:]]
+
+
+def warm_up_gpu(
+    arch: Architecture, runs: Sequence[Run], report: Callable[[str], None] = lambda line: None
+) -> Warmed:
+    """Compile into Triton's cache what steps of these runs launch on a GPU, on a machine without one.
+
+    Each run makes three steps on few samples, its kernels emulated, with tables on the device and cached
+    there. A GPU finds the programs where the same wheel of Triton runs.
+
+    Args:
+        arch: of the GPU. report: gets the name of each run.
+
+    Raises ValueError where ``TRITON_INTERPRET=1`` is set.
+    """
+    began = time.perf_counter()
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as Triton does; it warns where it is not said
+    with emulated(Emulation(arch, races=False, uninitialised=False, assemble=True)) as session:
+        for run in runs:
+            for storage in STORAGES:
+                report(f"{run.job.model} with {run.optimizer}, tables {storage}")
+                job = replace(
+                    run.job, data=DATA, format=LogFormat(), words="", split=Job().split, batch_size=16,
+                    stream=False, target=Target("triton"), placement=Placement(storage, cache_rows=1024),
+                )  # fmt: skip
+                short = replace(Run(job), mode=run.mode, window=run.window, optimizer=run.optimizer, steps=3)
+                loop.train(Communicators.local(), short, quiet=True)
+    return Warmed(session.assembled, time.perf_counter() - began)
 
 
 def _train(model: ModelName, rule: OptimizerName, target: Target, policy: TablePolicy) -> None:

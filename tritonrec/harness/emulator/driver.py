@@ -28,12 +28,14 @@ class Session:
 
     Args:
         rows: by kernel. launches: since `restart`, by which the schedules are drawn.
+        assembled: programs that were compiled for the GPU itself.
         history: (kernel, counts) of every launch, where `keep_history`.
     """
 
     settings: Emulation
     rows: dict[str, Row] = field(default_factory=dict)
     launches: int = 0
+    assembled: int = 0
     keep_history: bool = False
     history: list[tuple[str, Counts]] = field(default_factory=list)
     fresh: set[int] = field(default_factory=set)
@@ -78,6 +80,9 @@ class Launcher:
             self.program = compile_program(ptx)
             row.programs += 1
             row.compiled += not self.program.cached
+            if session.settings.assemble:
+                _assemble(self.source, self.metadata)
+                session.assembled += 1
         values: list[Any] = []
         tensors: list[Argument] = []
         declared = getattr(kernel, "declared", {})
@@ -178,6 +183,33 @@ def _without_assembler(*arguments: Any) -> tuple[str, str] | None:
         return "tritonrec emulator", "tritonrec emulator"
     arguments[1]["cubin"] = lambda ptx, _metadata: ptx.encode()
     return None
+
+
+def _assemble(source: Any, metadata: Any) -> None:
+    """Compile a program as on a GPU, under the key by which a launch there looks for it in Triton's cache.
+
+    The key holds Triton's own files, so the same wheel of Triton has to run there.
+    """
+    import triton
+    from triton import knobs
+    from triton.compiler.compiler import make_backend
+
+    backend = make_backend(metadata.target)
+    given = backend.parse_options({})
+    options = {name: _hashable(getattr(metadata, name)) for name in vars(given)}
+    # the hook on the stages stands behind the arguments, as one more
+    attributes = {path: each for path, each in source.attrs.items() if path[0] < len(source.fn.params)}
+    real = type(source)(source.fn, source.signature, source.constants, attributes)
+    before, knobs.runtime.add_stages_inspection_hook = knobs.runtime.add_stages_inspection_hook, None
+    try:
+        triton.compile(real, target=metadata.target, options=options)
+    finally:
+        knobs.runtime.add_stages_inspection_hook = before
+
+
+def _hashable(value: Any) -> Any:
+    """An option as Triton's parser gives it: JSON has made lists of tuples."""
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
 @contextlib.contextmanager

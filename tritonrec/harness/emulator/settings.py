@@ -23,6 +23,10 @@ class Emulation:
     uninitialised: bool = setting(
         True, "Look for reads of what torch.empty left as it was: it is filled with a NaN."
     )
+    assemble: bool = setting(
+        False,
+        "Also compile each kernel for the GPU itself, into Triton's cache, where a run there finds it.",
+    )
     patience: int = setting(4_000_000, "Accesses that change nothing after which warps hang.", 1_000, 10**12)
 
     @property
