@@ -107,7 +107,7 @@ def measure(
                 return stage if (step, rank) == (MEASURED, 0) else "another step"
 
             with Trainer(
-                model, tables, optimizer, communicators, "nestpipe", config, device="cuda"
+                model, tables, optimizer, communicators, "nestpipe", config, device="cuda", trust_model=True
             ) as trainer:
 
                 def seen(name: str, action: Any) -> Any:

@@ -18,7 +18,8 @@ WORDS = {
     ("train", "--evict"), ("train", "--precision-tiers"), ("lab", "--switch"), ("lab", "--emulate"),
     ("lab", "--proportions"), ("train", "--early-stopping"), ("train", "--split"),
     ("train", "--changed"),
-    ("warmup", "--models"), ("warmup", "--optimizers"), ("warmup", "--target"), ("fuzz", "--configuration"), ("fuzz", "--inject"),
+    ("warmup", "--models"), ("warmup", "--optimizers"), ("warmup", "--target"),
+    ("fuzz", "--configuration"), ("fuzz", "--inject"),
 }  # fmt: skip
 FREE = {  # tested below, in test_cli and in test_urls
     ("bench", "--only"), ("simulate", "--table"), ("train", "--drop"), ("train", "--resume"),

@@ -1,4 +1,4 @@
-"""The error of an insert that does not fit, and the end of an insert that every implementation shares."""
+"""The error of an insert that does not fit."""
 
 from __future__ import annotations
 
@@ -11,20 +11,16 @@ class HashTableFullError(RuntimeError):
     """The new keys do not fit into the free slots; the table is unchanged."""
 
 
-def finish_insert(
+def report_refused(
     slot_rows: torch.Tensor,
     keys: torch.Tensor,
-    free_rows: torch.Tensor,
+    free: int,
     next_row: int | torch.Tensor,
-    taken: torch.Tensor | int,
     refused: torch.Tensor | int,
     status: torch.Tensor | None,
 ) -> None:
-    """Report how many keys were refused (`padding.report`), and move a counter on by the rows taken."""
-    free = free_rows.numel()
+    """Report how many keys were refused (`padding.report`); `free`: rows that were given to be reused."""
     report(refused, status, lambda new: _refusal(slot_rows, keys.numel(), new, int(next_row), free))
-    if isinstance(next_row, torch.Tensor):
-        next_row += taken
 
 
 def _refusal(slot_rows: torch.Tensor, keys: int, new: int, next_row: int, free: int) -> Exception:

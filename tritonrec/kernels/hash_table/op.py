@@ -32,7 +32,7 @@ from collections.abc import Callable
 import torch
 
 from tritonrec.kernels.dispatch import Impl, on_host
-from tritonrec.kernels.hash_table.errors import HashTableFullError, finish_insert
+from tritonrec.kernels.hash_table.errors import HashTableFullError, report_refused
 from tritonrec.kernels.murmur.reference import mix64
 from tritonrec.kernels.op import Op
 from tritonrec.kernels.padding import check_scalar, check_status, first_valid, pad, padding
@@ -289,7 +289,9 @@ def insert_on_host(
     rows, inserted = pad(placed[0], keys.numel(), -1), pad(placed[1], keys.numel(), False)
     new = int(inserted.sum())
     start = first_row if next_row is None else next_row
-    finish_insert(slot_rows, keys, free, start, max(new - free.numel(), 0), refused, status)
+    report_refused(slot_rows, keys, free.numel(), start, refused, status)
+    if isinstance(start, torch.Tensor):
+        start += max(new - free.numel(), 0)
     if used is not None:
         used += new
     return rows, inserted

@@ -10,9 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonrec.kernels.hash_table.errors import finish_insert
+from tritonrec.kernels.hash_table.errors import report_refused
 from tritonrec.kernels.murmur.triton_murmur import mix64
-from tritonrec.kernels.padding import padding
 from tritonrec.kernels.races import declared
 from tritonrec.kernels.triton_jit import jit_kernel
 from tritonrec.kernels.triton_padding import num_valid
@@ -30,6 +29,7 @@ def _find_kernel(
     keys_ptr,
     new_rows_ptr,
     rows_ptr,
+    missing_ptr,
     num_keys,
     count_ptr,
     num_groups,
@@ -38,6 +38,8 @@ def _find_kernel(
     BLOCK: tl.constexpr,
 ):
     """The row of every key, -1 behind the count; then that row becomes the new one, or its slot is freed.
+
+    With `missing`, the keys before the count that have none are noted there.
 
     Erasing keys side by side does not depend on the schedule: a group with an empty slot keeps it, and one
     without gets only tombstones. No search is misled meanwhile, since paths stay as they are.
@@ -76,15 +78,74 @@ def _find_kernel(
         group = (group + step) & (num_groups - 1)
         visit += 1
     tl.store(rows_ptr + offsets, found.to(tl.int64), mask=offsets < num_keys)
+    if missing_ptr is not None:
+        tl.store(missing_ptr + offsets, inside & (found < 0), mask=offsets < num_keys)
+
+
+@jit_kernel
+def _number_kernel(
+    rows_ptr, wanted_ptr, numbers_ptr, free_rows_ptr, next_row_ptr, occupied_ptr, outcome_ptr, first_row,
+    num_free, num_keys, num_slots, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows for the wanted keys by their numbers, the sums of `wanted`: the free rows first, then new ones.
+
+    All are wanted, or none, where they do not fit: into the slots, or into int32 as rows. `outcome` is (rows
+    taken behind the free ones, keys that do not fit, keys that are inserted).
+    """
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < num_keys
+    new = tl.load(numbers_ptr + num_keys - 1).to(tl.int64)
+    taken = tl.maximum(new - num_free, 0)
+    if next_row_ptr is not None:
+        start = tl.load(next_row_ptr)
+    else:
+        start = tl.cast(first_row, tl.int64)
+    # a slot holds its row as int32, so rows end at 2**31
+    fits = (tl.load(occupied_ptr) + new <= num_slots) & (taken + start <= 1 << 31)
+    number = tl.load(numbers_ptr + offsets, mask=inside, other=1).to(tl.int64)
+    # numbers count from 1, and the first of them take the free rows
+    row = number + start - (num_free + 1)
+    # a block, since the interpreter takes a block and a scalar bool for integers
+    all_fit = number * 0 < fits.to(tl.int64)
+    wanted = (tl.load(wanted_ptr + offsets, mask=inside, other=0) != 0) & all_fit
+    if free_rows_ptr is not None:
+        reuses = wanted & (number <= num_free)
+        row = tl.where(reuses, tl.load(free_rows_ptr + number - 1, mask=reuses, other=0).to(tl.int64), row)
+    found = tl.load(rows_ptr + offsets, mask=inside, other=0)
+    tl.store(rows_ptr + offsets, tl.where(wanted, row, found), mask=inside)
+    tl.store(wanted_ptr + offsets, wanted, mask=inside)
+    if tl.program_id(0) == 0:
+        tl.store(outcome_ptr, tl.where(fits, taken, 0))
+        tl.store(outcome_ptr + 1, tl.where(fits, 0, new))
+        tl.store(outcome_ptr + 2, tl.where(fits, new, 0))
 
 
 # the slot of a key depends on who claims first, its row does not
 @declared(races=("slot_rows_ptr",), varies=("slot_keys_ptr", "slot_rows_ptr"))
 @jit_kernel
 def _claim_kernel(
-    slot_keys_ptr, slot_rows_ptr, keys_ptr, rows_ptr, wanted_ptr, num_keys, num_groups, BLOCK: tl.constexpr
-):
-    """Give every wanted key the first free slot on its path; the table has room for all of them."""
+    slot_keys_ptr, slot_rows_ptr, keys_ptr, rows_ptr, wanted_ptr, outcome_ptr, next_row_ptr, used_ptr,
+    status_ptr, num_keys, num_groups, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Give every wanted key the first free slot on its path; the table has room for all of them.
+
+    With an `outcome` of `_number_kernel` the counters are moved on that are given.
+    """
+    if outcome_ptr is not None:  # noqa: SIM102 (known when Triton compiles, and the other one is not)
+        if tl.program_id(0) == 0:
+            taken, refused = tl.load(outcome_ptr), tl.load(outcome_ptr + 1)
+            inserted = tl.load(outcome_ptr + 2)
+            next_row = taken if next_row_ptr is None else tl.load(next_row_ptr) + taken
+            used = inserted if used_ptr is None else tl.load(used_ptr) + inserted
+            status = refused if status_ptr is None else tl.load(status_ptr)
+            # every thread loads the counters, and none may load one that another has changed
+            tl.debug_barrier()
+            if next_row_ptr is not None:
+                tl.store(next_row_ptr, next_row)
+            if used_ptr is not None:
+                tl.store(used_ptr, used)
+            if status_ptr is not None:
+                tl.store(status_ptr, tl.where(status == 0, refused, status))
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < num_keys
     key = tl.load(keys_ptr + offsets, mask=inside, other=0)
@@ -122,7 +183,7 @@ def _claim_kernel(
         visit += 1
 
 
-def _launch_find(slot_keys, slot_rows, keys, count, new_rows=None, erase=False):
+def _launch_find(slot_keys, slot_rows, keys, count, new_rows=None, erase=False, missing=None):
     keys = keys.contiguous()
     rows = torch.empty_like(keys)
     if keys.numel():
@@ -137,6 +198,7 @@ def _launch_find(slot_keys, slot_rows, keys, count, new_rows=None, erase=False):
             keys,
             new_rows,
             rows,
+            missing,
             keys.numel(),
             count,
             num_groups,
@@ -180,12 +242,17 @@ def hash_erase(
     return rows
 
 
-def _claim(slot_keys, slot_rows, keys, rows, wanted) -> None:
+def _claim(
+    slot_keys, slot_rows, keys, rows, wanted, outcome=None, next_row=None, used=None, status=None
+) -> None:
     if keys.numel():
         grid = (triton.cdiv(keys.numel(), BLOCK),)
         num_groups = slot_keys.numel() // 8
+        counters = outcome, next_row, used, status
         config = {"BLOCK": BLOCK, "num_warps": NUM_WARPS}
-        _claim_kernel[grid](slot_keys, slot_rows, keys, rows, wanted, keys.numel(), num_groups, **config)
+        _claim_kernel[grid](
+            slot_keys, slot_rows, keys, rows, wanted, *counters, keys.numel(), num_groups, **config
+        )
 
 
 def hash_insert(
@@ -205,33 +272,24 @@ def hash_insert(
     and keys that do not fit are not wanted.
     """
     keys = keys.contiguous()
-    found = hash_find(slot_keys, slot_rows, keys, count)
-    wanted = found < 0
+    wanted = torch.empty(keys.shape, dtype=torch.bool, device=keys.device)
+    rows = _launch_find(slot_keys, slot_rows, keys, count, missing=wanted)
     if keys.numel() == 0:
-        return found, wanted
-    if count is not None:
-        wanted &= ~padding(keys.numel(), count)
-    start = first_row if next_row is None else next_row
-    free_rows = keys.new_empty(0) if free_rows is None else free_rows[: keys.numel()].long()
+        return rows, wanted
+    free_rows = None if free_rows is None else free_rows[: keys.numel()].contiguous()
+    free = 0 if free_rows is None else free_rows.numel()
     # numbered by a prefix sum before any slot is touched, so rows do not depend on who wins which slot
-    number = torch.cumsum(wanted, 0)
-    new, free = number[-1], free_rows.numel()
-    taken = (new - free).clamp(min=0)
+    numbers = torch.cumsum(wanted, 0, dtype=torch.int32)
     occupied = (slot_rows >= 0).sum() if used is None else used
-    # a slot holds its row as int32, so rows end at 2**31
-    fits = (occupied + new <= slot_rows.numel()) & (taken + start <= 1 << 31)
-    wanted &= fits
-    # numbers count from 1, and the first of them take the free rows
-    rows = number + start - (free + 1)
-    if free:
-        reused = free_rows[(number - 1).clamp(0, free - 1)]
-        rows = torch.where(number <= free, reused, rows)
-    rows = torch.where(wanted, rows, found)
-    _claim(slot_keys, slot_rows, keys, rows, wanted)
-    taken, refused = torch.where(fits, taken, 0), torch.where(fits, 0, new)
-    finish_insert(slot_rows, keys, free_rows, start, taken, refused, status)
-    if used is not None:
-        used += new - refused
+    outcome = keys.new_empty(3)
+    _number_kernel[(triton.cdiv(keys.numel(), BLOCK),)](
+        rows, wanted, numbers, free_rows if free else None, next_row, occupied, outcome, first_row, free,
+        keys.numel(), slot_rows.numel(), BLOCK=BLOCK, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    _claim(slot_keys, slot_rows, keys, rows, wanted, outcome, next_row, used, status)
+    if status is None:
+        start = first_row if next_row is None else next_row
+        report_refused(slot_rows, keys, free, start, outcome[1], None)
     return rows, wanted
 
 
