@@ -10,10 +10,12 @@ from dispatched import DispatchedOps
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 
 from tritonrec import ops
 from tritonrec.kernels import dispatch, launch
-from tritonrec.kernels.op import OPS, Op, annotated_launches, annotation
+from tritonrec.kernels.op import OPS, Op, _plain_keys, annotated_launches, annotation
 from tritonrec.kernels.races import declared
 
 
@@ -311,8 +313,14 @@ def within(context, *source):
         yield gathered(*source)
 
 
+class Functions(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
 SEEN = {
     "a mode": lambda: within(DispatchedOps()),
+    "a mode of functions": lambda: within(Functions()),
     "torch's profiler": lambda: within(torch.profiler.profile()),
     "inference": lambda: within(torch.inference_mode()),
     "torch.jit.trace": scripted,
@@ -337,6 +345,21 @@ def test_a_call_passes_the_dispatcher_where_somebody_would_see_it(case, monkeypa
             got = gathered(source)
         assert not calls
     assert got.is_meta or torch.equal(got, some(7, 3)[ROWS])
+
+
+def test_a_trace_before_dispatch_holds_the_op():
+    traced = make_fx(lambda keys: ops.unique(keys)[0], pre_dispatch=True)(KEYS)
+    assert torch.ops.tritonrec.unique.default in {node.target for node in traced.graph.nodes}
+    assert torch.equal(traced(torch.tensor([4, 2, 4, 9, 9, 9, 1, 1])), torch.tensor([4, 2, 9, 1]))
+
+
+def test_a_first_call_in_inference_mode_leaves_later_calls_plain():
+    _plain_keys.cache_clear()
+    with torch.inference_mode():
+        gathered()
+    assert OPS["gather_rows"]._is_plain((some(7, 3), ROWS, None))
+    with torch.inference_mode():
+        assert not OPS["gather_rows"]._is_plain((some(7, 3), ROWS, None))
 
 
 def test_a_number_of_another_type_is_the_dispatchers_to_judge(monkeypatch):

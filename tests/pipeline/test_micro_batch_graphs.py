@@ -3,6 +3,8 @@
 Without an accelerator, work is repeated here by calling it again; `tests/emulator/test_graphs.py` records it.
 """
 
+import gc
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -241,14 +243,14 @@ def by_default(monkeypatch, net=None, recorder=Repeating, **changes):
         return MicroBatchGraphs.by_default(model() if net is None else net, config, torch.device("cuda"))
 
 
-def trained(graphs, steps=3, alone=False):
+def trained(graphs, steps=3, alone=False, mode="nestpipe", net=None, **changes):
     """Losses of all steps and what the model has become."""
-    net = model()
+    net = model() if net is None else net
     tables = HashTableCollection([FeatureConfig("item", DIM)], RowOptimizer("adam"), seed=2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     batches = [NextItemLoader(LOG, 7, 9, 2, 3).batch(step) for step in range(steps)]
-    given = net, tables, optimizer, Communicators.local(), "nestpipe", WindowConfig(4)
-    with Trainer(*given, graphs=graphs) as trainer:
+    config = with_values(WindowConfig(4), changes)
+    with Trainer(net, tables, optimizer, Communicators.local(), mode, config, graphs=graphs) as trainer:
         results = [trainer.step(each) for each in batches] if alone else list(trainer.run(batches))
     return [each.losses for each in results] + [each.detach() for each in net.parameters()]
 
@@ -270,6 +272,67 @@ def test_a_recording_that_fails_is_told_once_and_the_run_goes_on(monkeypatch):
         got = trained(made)
     assert len([each for each in warned if "recording failed" in str(each.message)]) == 1
     assert all(map(torch.equal, got, trained(None))) and made.replayed == 0
+
+
+@pytest.mark.parametrize(("mode", "size", "accumulate"), [("fwp", 4, 2), ("sequential", 1, 4)])
+def test_no_graph_is_recorded_where_a_run_is_one_window(monkeypatch, mode, size, accumulate):
+    made = by_default(monkeypatch, micro_batches=size, accumulate=accumulate)
+    changes = {"mode": mode, "micro_batches": size, "accumulate": accumulate}
+    got = trained(made, 2 * accumulate, **changes)
+    assert all(map(torch.equal, got, trained(None, 2 * accumulate, **changes)))
+    assert made.recorded <= 1
+
+
+def test_what_becomes_of_a_model_after_its_trainer_was_made_is_not_left_out(monkeypatch):
+    calls, made, net = [], by_default(monkeypatch), model()
+    assert len(trained(made, net=net)) and made.replayed
+    before = made.replayed
+    hook = net.norm.register_forward_hook(lambda *given: calls.append(1))
+    part = batch([0, 4])
+    given = net, GradientAccumulator(net), part, {"item": rows_of(part)}
+    assert not made.takes(*given, CallerSettings(), 99)
+    with pytest.raises(ValueError, match="norm has hooks, which a graph would not call"):
+        graphs().train(*given, 7, CallerSettings())
+    hook.remove()
+    assert made.takes(*given, CallerSettings(), 99)
+    net.norm.__class__ = type("Mine", (type(net.norm),), {})
+    assert not made.takes(*given, CallerSettings(), 99) and made.replayed == before
+
+
+def test_a_graph_s_memory_is_free_before_the_next_one_is_recorded_and_after_a_run(monkeypatch):
+    alive, at_record = weakref.WeakSet(), []
+
+    class Counted(Repeating):
+        def __init__(self):
+            gc.collect()  # of this stand-in, which keeps the work that keeps it
+            at_record.append(len(alive))
+            alive.add(self)
+
+    made = by_default(monkeypatch, recorder=Counted)
+    for _ in range(2):
+        trained(made)
+        gc.collect()
+        assert not alive
+    small, large = batch([2]), NextItemLoader(LOG, 80, 9, 2, 3).batch(0)
+    called(model(), [small, large], MicroBatchGraphs(recorder=Counted))
+    assert at_record == [0] * 4
+
+
+def test_a_call_beside_the_step_goes_without(monkeypatch):
+    made, net = by_default(monkeypatch), model()
+    tables = HashTableCollection([FeatureConfig("item", DIM)], RowOptimizer("adam"), seed=2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    config = WindowConfig(4)
+    with Trainer(net, tables, optimizer, Communicators.local(), "sequential", config, graphs=made) as trainer:
+        flight, part = trainer._pending.flight, batch([0, 4])
+        flight.begin()
+        flight.called = 99
+        with flight.beside(torch.get_rng_state()):
+            flight.train_micro_batch(part, {"item": rows_of(part)}, 7, CallerSettings(), 0)
+        assert made.recorded == 0
+        flight.train_micro_batch(part, {"item": rows_of(part)}, 7, CallerSettings(), 0)
+        assert made.recorded == 1
+        flight.end()
 
 
 def test_a_batch_that_no_graph_takes_goes_without(monkeypatch):

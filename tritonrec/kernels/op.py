@@ -232,6 +232,7 @@ class Op:
         """
         if (
             torch._C._len_torch_dispatch_stack()
+            or torch._C._len_torch_function_stack()
             or torch._C._functorch.peek_interpreter_stack() is not None
             or torch._C._get_tracing_state() is not None
             or profiler._is_profiler_enabled
@@ -334,7 +335,8 @@ def _plain_keys(device: str) -> Any:
     """The dispatch keys of a plain tensor on a device of this type; None where fake kernels are needed."""
     if device == "meta":
         return None
-    return torch._C._dispatch_keys(torch.empty(0, dtype=torch.float32, device=device))
+    with torch.inference_mode(False):  # the first call may be one of serving
+        return torch._C._dispatch_keys(torch.empty(0, dtype=torch.float32, device=device))
 
 
 def _selecting(function: Callable[..., Any], names: list[str]) -> Callable[[tuple[Any, ...]], Any]:

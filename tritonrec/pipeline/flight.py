@@ -150,6 +150,8 @@ class Flight:
     def end(self) -> None:
         """Give model, tables and optimizer back as they were, but for what was trained."""
         self.under_way = False
+        if self._graphs is not None:
+            self._graphs.release()
         self._inside.close()
 
     def train_micro_batch(
@@ -207,6 +209,7 @@ class Flight:
             random: of ``torch.get_rng_state()``, where the call starts from.
         """
         own, buffers = self.accumulator, [each.clone() for each in self.model.buffers()]
+        graphs, self._graphs = self._graphs, None  # a graph adds to the accumulator that it was recorded with
         active, self.guard.active = self.guard.active, False
         self.accumulator = GradientAccumulator(self.model, self._bits)
         try:
@@ -214,7 +217,7 @@ class Flight:
                 torch.set_rng_state(random.cpu().clone())  # a view of a message ends the process
                 yield self.accumulator
         finally:
-            self.accumulator, self.guard.active = own, active
+            self.accumulator, self.guard.active, self._graphs = own, active, graphs
             with torch.no_grad():
                 for each, before in zip(self.model.buffers(), buffers, strict=True):
                     each.copy_(before)

@@ -118,16 +118,10 @@ class MicroBatchGraphs:
         The first window of a run goes without, so a step alone never records. A call that no graph can take
         goes without too, and so do all after a recording has failed, of which a warning tells.
         """
-        parts = [*model.modules()]
-        if (
-            not torch.cuda.is_available()
-            or is_compiled(model)
-            or not all(type(each).__module__.startswith(("tritonrec.nn.", "torch.nn.")) for each in parts)
-            or any("forward" in vars(each) for each in parts)
-        ):
+        if not torch.cuda.is_available() or not _is_known(model):
             return None
         made = cls(recorder=CudaRecorder)
-        made._after = config.micro_batches
+        made._after = config.window_micro_batches
         try:
             made.validate(model, config, device)
         except ValueError:
@@ -153,7 +147,7 @@ class MicroBatchGraphs:
         if type(batch) is not JaggedBatch or settings.autocast or not batch.num_samples:
             return False
         self._grow(batch)
-        if calls <= self._after:
+        if calls <= self._after or not _is_known(model) or _reason_against(model):
             return False
         assert isinstance(model, NextItemModel)
         try:
@@ -178,14 +172,8 @@ class MicroBatchGraphs:
                 "padding changes no bit with consistency 'batch' and precision 'float32', got "
                 f"{config.consistency!r} and {config.precision!r}"
             )
-        for name, module in model.named_modules():
-            if share_of(module) and not isinstance(module, DRAWS_BY_SEED):
-                raise _refusal(
-                    f"{name} is a {type(module).__name__}, whose draws a graph would repeat: take "
-                    "tritonrec.nn.Dropout, or set its probability to 0"
-                )
-        if hooked := [name for name, module in model.named_modules() if has_hooks(module)]:
-            raise _refusal(f"{hooked[0] or 'the model'} has hooks, which a graph would not call")
+        if reason := _reason_against(model):
+            raise _refusal(reason)
         if device.type != "cuda" and self._recorder is CudaRecorder:
             raise _refusal(f"torch.cuda.graph records on CUDA, and the trainer works on {device}")
 
@@ -200,8 +188,11 @@ class MicroBatchGraphs:
     ) -> torch.Tensor:
         """`train_micro_batch` by the graph.
 
-        Raises ValueError for a batch of another kind, or with more samples or tokens than were given.
+        Raises ValueError for a batch of another kind, or with more samples or tokens than were given, and
+        where the model has become one that `validate` refuses.
         """
+        if reason := _reason_against(model):
+            raise _refusal(reason)
         if type(batch) is not JaggedBatch:
             raise _refusal(f"it pads a JaggedBatch, got {type(batch).__name__}")
         self._grow(batch)
@@ -219,6 +210,10 @@ class MicroBatchGraphs:
         return self._prepare(model, accumulator, batch, rows["item"], settings).replay(
             batch, rows["item"], seed
         )
+
+    def release(self) -> None:
+        """Let the graph and its memory go: none fits another run."""
+        self._graph = None
 
     def _grow(self, batch: JaggedBatch) -> None:
         """Make room for the batch where no size was given."""
@@ -238,11 +233,33 @@ class MicroBatchGraphs:
     ) -> _Graph:
         """The graph that takes this batch, recorded if need be."""
         if self._graph is None or not self._graph.fits(model, accumulator, batch, rows):
+            self._graph = None  # its memory is free before the next one takes as much
             graph = _Graph(self, model, accumulator, batch, rows)
             graph.record(self._recorder(), settings)
             self._graph = graph
             self.recorded += 1
         return self._graph
+
+
+def _is_known(model: torch.nn.Module) -> bool:
+    """Whether all parts are of `tritonrec.nn` or torch, as they wrote them, and nothing is compiled."""
+    return not is_compiled(model) and all(
+        type(each).__module__.startswith(("tritonrec.nn.", "torch.nn.")) and "forward" not in vars(each)
+        for each in model.modules()
+    )
+
+
+def _reason_against(model: torch.nn.Module) -> str:
+    """Why a graph would leave out, or repeat, what the model's call does; empty where it would not."""
+    for name, module in model.named_modules():
+        if share_of(module) and not isinstance(module, DRAWS_BY_SEED):
+            return (
+                f"{name} is a {type(module).__name__}, whose draws a graph would repeat: take "
+                "tritonrec.nn.Dropout, or set its probability to 0"
+            )
+        if has_hooks(module):
+            return f"{name or 'the model'} has hooks, which a graph would not call"
+    return ""
 
 
 def _more(size: int) -> int:
