@@ -167,7 +167,7 @@ def test_no_stage_falls_back_to_the_cpu(monkeypatch, mode, storage, world_size):
 
 
 def test_later_steps_compile_nothing():
-    """`tests/ci/test_programs.py` asks launches; here Triton decides, also by seeds and by the tables."""
+    """`tests/ci/test_specialised.py` asks launches; here Triton decides, also by seeds and by the tables."""
     job, programs, sizes = hstu_job("device", 1), [], set()
     batches = [job.loader().batch(step) for step in range(8)]
     with Trainer(
