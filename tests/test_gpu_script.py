@@ -52,8 +52,8 @@ def test_an_unknown_stage_is_refused(tmp_path):
 
 
 def test_a_stage_that_fails_is_named_and_the_others_run(tmp_path):
-    done = script("--rehearse", "tune", "bench", out=tmp_path, PYTHON="false")
-    assert done.returncode == 1 and "failed: tune bench" in done.stdout
+    done = script("--rehearse", "tune", "bench", "verify", out=tmp_path, PYTHON="false")
+    assert done.returncode == 1 and "failed: tune bench verify" in done.stdout
 
 
 @pytest.mark.parametrize("broken", [None, "silu", "unique"])

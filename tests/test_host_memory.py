@@ -11,8 +11,8 @@ import torch
 from tritonrec import host_memory
 from tritonrec.embedding.key_index import KeyIndex
 from tritonrec.host_memory import keep_freed_memory, return_freed_memory
+from tritonrec.kernels.compilation import say_once
 from tritonrec.pipeline import WindowConfig
-from tritonrec.pipeline import sums as sums_module
 from tritonrec.pipeline.sums import Sums
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -102,7 +102,7 @@ def test_an_index_gives_the_smaller_one_back(monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's setting")
 def test_large_buffers_that_are_given_back_are_said_once(capsys):
-    sums_module._say_given_back.cache_clear()
+    say_once.cache_clear()
     sums = Sums(WindowConfig(), torch.device("cpu"))
     sums.zeros(1 << 10, 64)
     assert capsys.readouterr().err == ""
@@ -110,7 +110,7 @@ def test_large_buffers_that_are_given_back_are_said_once(capsys):
         sums.zeros(1 << 16, 64)
     text = capsys.readouterr().err
     assert text.count("\n") == 1 and "blocks of over 32 MiB" in text and "keep_freed_memory()" in text
-    sums_module._say_given_back.cache_clear()
+    say_once.cache_clear()
     keep_freed_memory()
     sums.zeros(1 << 16, 64)
     assert capsys.readouterr().err == ""

@@ -74,6 +74,9 @@ def test_for_a_gpu_the_run_of_a_config_is_compiled(monkeypatch, tmp_path):
     ]
     done = run(app, ["warmup", "--config", str(file)])
     assert done.exit_code == 2 and "--target too" in " ".join(done.output.replace("│", "").split())
+    for words in ("--target sm_90 --impl cpu", f"--target sm_90 --config {file} --models hstu"):
+        done = run(app, ["warmup", *words.split()])
+        assert done.exit_code == 2 and "leave" in done.output and len(asked) == 2, done.output
     done = run(app, ["warmup", "--target", "sm_90", "--config", str(tmp_path / "none.toml")])
     assert done.exit_code == 2 and "none.toml" in done.output
 

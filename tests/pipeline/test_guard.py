@@ -15,6 +15,7 @@ from trainer_parts import DIM, NoParameters, Ranker, batches, parts, same, state
 from tritonrec import nn, ops
 from tritonrec.distributed import Communicators
 from tritonrec.harness.verify.thread_ranks import run_ranks
+from tritonrec.kernels.compilation import say_once
 from tritonrec.pipeline import NotBatchInvariantError, StageFailedError, Trainer, WindowConfig, guard
 
 tnn = torch.nn
@@ -535,7 +536,7 @@ def test_samples_that_see_each_other_in_larger_batches_alone_are_found(mode):
 
 @pytest.mark.parametrize("mode", ["reference", "nestpipe"])
 def test_a_trusted_model_trains_and_it_is_said(mode, capsys):
-    guard._say_trusted.cache_clear()
+    say_once.cache_clear()
     with trainer(parts(model(loss=in_batch_softmax)), mode, trust_model=True) as training:
         assert len(list(training.run(batches(2)))) == 2
         assert training.recorder.metadata["trust_model"] is True

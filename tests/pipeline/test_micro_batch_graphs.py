@@ -14,6 +14,8 @@ import torch
 from tritonrec.data import NextItemLoader, load
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import FeatureConfig, HashTableCollection, RowOptimizer
+from tritonrec.harness.verify.thread_ranks import run_ranks
+from tritonrec.kernels.compilation import say_once
 from tritonrec.nn import HSTU, Dropout, GradientAccumulator, HSTUConfig, MultiheadAttention
 from tritonrec.pipeline import MicroBatchGraphs, Trainer, WindowConfig
 from tritonrec.pipeline import graphs as graphs_module
@@ -256,7 +258,7 @@ def trained(graphs, steps=3, alone=False, mode="nestpipe", net=None, **changes):
 
 
 def test_a_run_records_by_itself_behind_its_first_window_and_a_step_alone_does_not(monkeypatch, capsys):
-    graphs_module._say_recorded.cache_clear()
+    say_once.cache_clear()
     expected = trained(None)
     made = by_default(monkeypatch)
     assert all(map(torch.equal, trained(made, alone=True), expected)) and made.recorded == 0
@@ -264,6 +266,22 @@ def test_a_run_records_by_itself_behind_its_first_window_and_a_step_alone_does_n
     assert all(map(torch.equal, trained(made), expected))
     assert (made.recorded, made.replayed) == (1, 2 * 4)
     assert capsys.readouterr().err.count("micro-batches run as one CUDA graph; Trainer(graphs=None)") == 1
+
+
+def test_a_trainer_of_several_ranks_takes_none_by_itself(monkeypatch):
+    made, taken, models = by_default(monkeypatch), [], [model(), model()]
+    monkeypatch.setattr(MicroBatchGraphs, "by_default", lambda *given: made)
+
+    def rank(communicators):
+        net = models[communicators.rank]
+        tables = HashTableCollection([FeatureConfig("item", DIM)], RowOptimizer("adam"), seed=2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with Trainer(net, tables, optimizer, communicators) as trainer:
+            taken.append(trainer._pending.flight._graphs)
+
+    run_ranks(1, rank)
+    run_ranks(2, rank)
+    assert taken == [made, None, None]
 
 
 def test_a_recording_that_fails_is_told_once_and_the_run_goes_on(monkeypatch):
@@ -314,8 +332,9 @@ def test_a_graph_s_memory_is_free_before_the_next_one_is_recorded_and_after_a_ru
         gc.collect()
         assert not alive
     small, large = batch([2]), NextItemLoader(LOG, 80, 9, 2, 3).batch(0)
-    called(model(), [small, large], MicroBatchGraphs(recorder=Counted))
-    assert at_record == [0] * 4
+    one = MicroBatchGraphs(recorder=Counted)
+    called(model(), [small, large, batch([2], negatives=3)], one)
+    assert at_record == [0] * 5 and one.recorded == 3
 
 
 def test_a_call_beside_the_step_goes_without(monkeypatch):
@@ -343,9 +362,8 @@ def test_a_batch_that_no_graph_takes_goes_without(monkeypatch):
     assert not made.takes(*given, CallerSettings((("cpu", torch.bfloat16),)), 5)
     assert not made.takes(*given[:2], batch([]), *given[3:], CallerSettings(), 5)
     assert not made.takes(*given[:2], SimpleNamespace(num_samples=2), *given[3:], CallerSettings(), 5)
-    assert graphs().takes(
-        *given, CallerSettings(), 1
-    )  # those that a caller gave refuse what they cannot take
+    # those that a caller gave refuse what they cannot take
+    assert graphs().takes(*given, CallerSettings(), 1)
 
 
 class Own(torch.nn.Module):

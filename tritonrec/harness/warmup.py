@@ -8,9 +8,9 @@ GPU itself.
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -92,7 +92,7 @@ def warm_up_gpu(
     """Compile into Triton's cache what steps of these runs launch on a GPU, on a machine without one.
 
     Each run makes three steps on few samples, its kernels emulated, with tables on the device and cached
-    there. A GPU finds the programs where the same wheel of Triton runs.
+    there. A GPU finds the programs where the same wheel of Triton runs under the same variables of Triton's.
 
     Args:
         arch: of the GPU. report: gets the name of each run.
@@ -100,8 +100,10 @@ def warm_up_gpu(
     Raises ValueError where ``TRITON_INTERPRET=1`` is set.
     """
     began = time.perf_counter()
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as Triton does; it warns where it is not said
-    with emulated(Emulation(arch, races=False, uninitialised=False, assemble=True)) as session:
+    emulation = Emulation(arch, races=False, uninitialised=False, assemble=True)
+    with warnings.catch_warnings(), emulated(emulation) as session:
+        # set here, as other emulations do, it would be in the keys and on the GPU it would not
+        warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION is unset")
         for run in runs:
             for storage in STORAGES:
                 report(f"{run.job.model} with {run.optimizer}, tables {storage}")

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 
 compiling: list[Callable[[], None]] = []
 """Called once each, when numba compiles a kernel that it does not find in its cache."""
@@ -69,6 +70,13 @@ class Announcement:
 
 
 announcement = Announcement()
+
+
+@cache
+def say_once(line: str) -> None:
+    """Print a line on standard error, once a process, in the first rank alone."""
+    if is_first_rank():
+        print(f"tritonrec: {line}", file=sys.stderr)
 
 
 def is_first_rank() -> bool:

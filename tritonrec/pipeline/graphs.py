@@ -17,14 +17,13 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
-from functools import cache
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..data import Batch, JaggedBatch
-from ..kernels.compilation import is_first_rank
+from ..kernels.compilation import say_once
 from ..kernels.deferred import DeferredErrors
 from ..kernels.philox import DeviceSeeds
 from ..nn import GRU, Dropout, GradientAccumulator
@@ -160,7 +159,10 @@ class MicroBatchGraphs:
                 stacklevel=2,
             )
             return False
-        _say_recorded()
+        say_once(
+            "micro-batches run as one CUDA graph; Trainer(graphs=None) launches their kernels one by one, "
+            "with the same bits (docs/launches.md)"
+        )
         return True
 
     def validate(self, model: torch.nn.Module, config: WindowConfig, device: torch.device) -> None:
@@ -265,16 +267,6 @@ def _reason_against(model: torch.nn.Module) -> str:
 def _more(size: int) -> int:
     """An eighth more, in 64s."""
     return -(-9 * size // 512) * 64
-
-
-@cache
-def _say_recorded() -> None:
-    if is_first_rank():
-        print(
-            "tritonrec: micro-batches run as one CUDA graph; Trainer(graphs=None) launches their kernels one "
-            "by one, with the same bits (docs/launches.md)",
-            file=sys.stderr,
-        )
 
 
 class _Graph:

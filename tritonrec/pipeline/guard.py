@@ -9,11 +9,9 @@ buffers are as before, and nothing is drawn.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,7 +21,7 @@ from .. import ops
 from ..data import Batch
 from ..embedding import HashTableCollection
 from ..kernels import launch
-from ..kernels.compilation import is_first_rank
+from ..kernels.compilation import say_once
 from ..kernels.deferred import DeferredErrors
 from ..kernels.philox import Seed
 from ..nn import GradientAccumulator
@@ -80,7 +78,7 @@ class Guard:
     ):
         self.active = config.consistency == "batch" and not trusted
         if config.consistency == "batch" and trusted:
-            _say_trusted()
+            say_once("trust_model: nobody checks that samples do not see each other")
         self.checks = 0
         self._model, self._tables, self._config = model, tables, config
         self._path: Any = None
@@ -412,13 +410,6 @@ class _Calls:
             for name, each in self.model.named_buffers():
                 if name in buffers and not _same_bits(each, buffers[name]):
                     each.copy_(buffers[name])
-
-
-@lru_cache(maxsize=1)
-def _say_trusted() -> None:
-    """Once a process, of the first rank alone."""
-    if is_first_rank():
-        print("tritonrec: trust_model: nobody checks that samples do not see each other", file=sys.stderr)
 
 
 def _size(batch: Batch) -> tuple[int, int]:

@@ -9,10 +9,8 @@ are those of processes on one machine, to which a copy of more bytes costs less 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import torch
@@ -21,7 +19,7 @@ from .. import ops
 from ..distributed import Communicator
 from ..host_memory import gives_back
 from ..kernels import launch
-from ..kernels.compilation import is_first_rank
+from ..kernels.compilation import say_once
 from ..kernels.deferred import NONE, first_bad
 from ..kernels.dispatch import on_host
 from ..kernels.padding import report
@@ -61,7 +59,10 @@ class Sums:
         """(rows, dim), of the type that sums have."""
         dtype = torch.int64 if self.exact else torch.float32
         if self.device.type == "cpu" and gives_back(rows * dim * dtype.itemsize):
-            _say_given_back()
+            say_once(
+                "steps free blocks of over 32 MiB, which the kernel takes and zeroes each time: call "
+                "tritonrec.host_memory.keep_freed_memory() first (docs/embedding.md#memory)"
+            )
         return torch.zeros(rows, dim, dtype=dtype, device=self.device)
 
     def add(self, values: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, name: str) -> None:
@@ -191,16 +192,6 @@ class Sums:
         first = torch.where(bad.any(), bad.to(torch.int8).argmax(), NONE).view(1)
         report(first_bad(first) if on_host(means) else first, None, error, late)
         return means
-
-
-@cache
-def _say_given_back() -> None:
-    if is_first_rank():
-        print(
-            "tritonrec: steps free blocks of over 32 MiB, which the kernel takes and zeroes each time: call "
-            "tritonrec.host_memory.keep_freed_memory() first (docs/embedding.md#memory)",
-            file=sys.stderr,
-        )
 
 
 def _index(position: int, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -74,7 +74,7 @@ class Trainer:
         scheduler: of the optimizer's learning rates; it makes a step after each update.
         average: of the model's weights; it takes them up after each update.
         graphs: of the model's calls. None: kernels are launched one after the other. ``"auto"``: where they
-            have the bits and the model is one of `tritonrec.nn` on CUDA (`MicroBatchGraphs.by_default`).
+            have the bits, on one rank with a model of `tritonrec.nn` on CUDA (`MicroBatchGraphs.by_default`).
         trust_model: no call of the model is compared (`pipeline.guard`): at consistency ``"batch"`` a model
             whose samples see each other trains too, with bits that depend on the cut. It is printed.
 
@@ -155,8 +155,9 @@ class Trainer:
             self._schedule = schedule_of(mode, self.config, communicators.replicas)
         self.config = self.config.cut(self._schedule is not None and self._schedule.overlaps_window)
         shared = self._schedule is not None and self._schedule.overlaps_batches
-        if graphs == "auto":
-            graphs = MicroBatchGraphs.by_default(model, self.config, self._device)
+        if graphs == "auto":  # on several GPUs nobody has run them
+            alone = communicators.world_size == 1
+            graphs = MicroBatchGraphs.by_default(model, self.config, self._device) if alone else None
         elif graphs is not None:
             graphs.validate(model, self.config, self._device)
         self.guard = guard = Guard(model, tables, self.config, trust_model)

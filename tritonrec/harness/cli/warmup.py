@@ -21,15 +21,14 @@ from .outputs import checked
 from .words import names
 
 TARGET = Target()
+ALL_MODELS, ALL_RULES = ", ".join(warming.MODELS), ", ".join(warming.OPTIMIZERS)
 
 
 @with_options()
 def warmup(
     target: Target = TARGET,
-    models: Annotated[str, typer.Option(help="Models, separated by commas.")] = ", ".join(warming.MODELS),
-    optimizers: Annotated[str, typer.Option(help="Update rules, separated by commas.")] = ", ".join(
-        warming.OPTIMIZERS
-    ),
+    models: Annotated[str, typer.Option(help="Models, separated by commas.")] = ALL_MODELS,
+    optimizers: Annotated[str, typer.Option(help="Update rules, separated by commas.")] = ALL_RULES,
     gpu: Annotated[
         Architecture | None,
         typer.Option("--target", help="Compile Triton's kernels for this GPU, which need not be here."),
@@ -48,10 +47,14 @@ def warmup(
     console = Console(highlight=False, soft_wrap=True)
     chosen = names(models, warming.MODELS, "--models")
     rules = names(optimizers, warming.OPTIMIZERS, "--optimizers")
-    if config is not None and gpu is None:
-        raise typer.BadParameter(
-            "it says what to compile for a GPU: give --target too", param_hint="--config"
-        )
+    named = (models, optimizers) != (ALL_MODELS, ALL_RULES)
+    for wrong, option, reason in (
+        (gpu and target != TARGET, "--target", "emulates its kernels: leave --impl and --device out"),
+        (config and named, "--config", "has model and rule: leave --models and --optimizers out"),
+        (config and not gpu, "--config", "is a GPU's run: give --target too"),
+    ):
+        if wrong:
+            raise typer.BadParameter(f"{option} {reason}", param_hint=option)
 
     def warm(report: Callable[[str], None]) -> warming.Warmed:
         if gpu is None:

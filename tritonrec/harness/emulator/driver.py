@@ -188,7 +188,8 @@ def _without_assembler(*arguments: Any) -> tuple[str, str] | None:
 def _assemble(source: Any, metadata: Any) -> None:
     """Compile a program as on a GPU, under the key by which a launch there looks for it in Triton's cache.
 
-    The key holds Triton's own files, so the same wheel of Triton has to run there.
+    The key holds Triton's own files, so the same wheel of Triton has to run there; and variables of Triton's,
+    so what the caller has not set is not set here either.
     """
     import triton
     from triton import knobs

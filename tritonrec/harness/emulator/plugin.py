@@ -47,10 +47,11 @@ def pytest_configure(config: pytest.Config) -> None:
     from .settings import Emulation, options
 
     os.environ.pop("TRITON_INTERPRET", None)
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     values = {name: config.getoption(_key(name)) for name, _, _ in options()}
     turned = {name for name, default, _ in options() if default is True}
     settings = Emulation(arch, **{name: not v if name in turned else v for name, v in values.items()})
+    if not settings.assemble:  # it would be in the keys, and on the GPU it would not
+        os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     stack = ExitStack()
     config.stash[_SESSION] = stack.enter_context(emulated(settings))
     config.stash[_STACK] = stack
