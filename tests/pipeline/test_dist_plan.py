@@ -1,5 +1,7 @@
 """Promise: every row is there when a micro-batch uses it; every gradient reaches its owner once, complete."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,7 +24,8 @@ def micro_batches(parts):
 
 
 def plan_input_dist(keys, world, dedup, first_use, padded=False, groups=None) -> InputDist:
-    lookups = plan_lookups(keys, lambda k: k, world, dedup, first_use, padded, groups)
+    owners = partial(ops.owner_of, world_size=world)
+    lookups = plan_lookups(keys, owners, world, dedup, first_use, padded, groups)
     return lookups.input_dist(lookups.sizes.tolist())
 
 

@@ -46,9 +46,17 @@ class Communicators:
         replicas 2                   4                  5
         replicas 3                   6                  7
 
+    With H nodes of L ranks each, lookups go in two steps (`tritonrec.pipeline.relays`): within the node, and
+    over the *rail* of the ranks that have one number in their nodes. T = 4, H = 2::
+
+                      rail 0   rail 1
+        node 0             0        1
+        node 1             2        3       rank r is rank r % L of node r // L
+
     Args:
         routing, retrieval, communication, checkpoint, shard_control: over this rank's sharding group.
         replica_routing, replica: over its replica group.
+        node_routing, node: over its node. rail_routing, rail: over its rail. Of one rank without nodes.
         reduce, control: over all ranks.
         stop: set on a rank that has to stop after its step; ranks may see it at different steps, see
             `Trainer.stopping`.
@@ -63,6 +71,10 @@ class Communicators:
     shard_control: Communicator
     replica_routing: Communicator
     replica: Communicator
+    node_routing: Communicator
+    node: Communicator
+    rail_routing: Communicator
+    rail: Communicator
     reduce: Communicator
     control: Communicator
     stop: threading.Event = field(default_factory=threading.Event)
@@ -99,6 +111,11 @@ class Communicators:
         return self.replica.world_size
 
     @property
+    def nodes(self) -> int:
+        """H, nodes between which lookups go in a step of their own; 1: they go in one step."""
+        return self.rail.world_size
+
+    @property
     def saves(self) -> bool:
         """Whether this rank saves its shard, one rank of each replica group."""
         return self.replica.rank == 0
@@ -119,21 +136,24 @@ class Communicators:
         replicas: int = 1,
         backend: str = "gloo",
         watch: Watch | None = None,
+        nodes: int = 1,
     ) -> Communicators | None:
         """Groups over `ranks`, `replicas` of which own the same shard; collective over the whole world.
 
-        None on other ranks. Raises ValueError unless the replicas divide the ranks, and `RanksDisagreeError`
-        on all ranks where they give different arguments.
+        None on other ranks. Raises ValueError unless the replicas and the nodes divide the ranks, or where
+        there are several of both, and `RanksDisagreeError` on all ranks where they give different arguments.
 
         Args:
             backend: of `torch.distributed`. Training on accelerators needs gloo for the host and another
                 backend for the device: ``"cpu:gloo,cuda:nccl"``, ``"cpu:gloo,npu:hccl"``.
             watch: names a rank that is missing; by default one over the store of torchrun's variables, if
                 they are set.
+            nodes: of as many consecutive `ranks` each. A row then crosses between two nodes once, however
+                many ranks of one look it up; 1: every rank asks every owner itself.
         """
-        if replicas < 1 or len(ranks) % replicas:
-            raise ValueError(f"{replicas} replicas do not divide {len(ranks)} ranks")
-        return cls._of(torch.tensor(ranks, dtype=torch.int64).view(-1, replicas), timeout, backend, watch)
+        validate_division(len(ranks), replicas, nodes)
+        mesh = torch.tensor(ranks, dtype=torch.int64).view(-1, replicas)
+        return cls._of(mesh, timeout, backend, watch, nodes)
 
     @classmethod
     def on(
@@ -150,7 +170,7 @@ class Communicators:
 
     @classmethod
     def _of(
-        cls, mesh: torch.Tensor, timeout: timedelta, backend: str, watch: Watch | None
+        cls, mesh: torch.Tensor, timeout: timedelta, backend: str, watch: Watch | None, nodes: int = 1
     ) -> Communicators | None:
         """Groups on a mesh (L, G) of ranks; process groups count their ranks in ascending order."""
         if bool((mesh.diff(dim=0) <= 0).any()) or bool((mesh.diff(dim=1) <= 0).any()):
@@ -176,13 +196,17 @@ class Communicators:
         groups(torch.tensor([all_ranks], dtype=torch.int64), "control")
         if control := found.get("control"):
             check_ranks_agree(
-                control, {"replicas": mesh.shape[1], "ranks": mesh.tolist(), "backend": backend}
+                control,
+                {"replicas": mesh.shape[1], "nodes": nodes, "ranks": mesh.tolist(), "backend": backend},
             )
             watch = control.watch = watch or _watch_from_environment(control, timeout)
             together = is_one(control.all_gather_texts(machine()))
         groups(mesh.t(), "routing", "retrieval", "communication")
         groups(mesh.t(), "checkpoint", monitored=True)
         groups(mesh, "replica_routing", "replica")
+        by_node = mesh.view(nodes, -1) if nodes > 1 else mesh.view(-1, 1)
+        groups(by_node, "node_routing", "node")
+        groups(by_node.t() if nodes > 1 else by_node, "rail_routing", "rail")
         groups(torch.tensor([all_ranks], dtype=torch.int64), "reduce")
         if mesh.shape[1] == 1:
             found.update({"shard_control": found["control"]} if found else {})
@@ -191,6 +215,17 @@ class Communicators:
         if not found:
             return None
         return cls(**found, watch=watch or Watch(None, 0, 1, timeout), one_machine=together)
+
+
+def validate_division(ranks: int, replicas: int, nodes: int) -> None:
+    """Raise ValueError unless that many ranks are of so many replicas of the tables, and on so many nodes."""
+    for number, what in ((replicas, "replicas"), (nodes, "nodes")):
+        if number < 1 or ranks % number:
+            raise ValueError(f"{number} {what} do not divide {ranks} ranks")
+    if replicas > 1 and nodes > 1:
+        raise ValueError(
+            f"{replicas} replicas of the tables and {nodes} nodes: lookups in two steps have no replicas"
+        )
 
 
 def _watch_from_environment(control: Communicator, timeout: timedelta) -> Watch | None:

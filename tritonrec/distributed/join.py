@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from .communicator import PEER_FAILURE, TIMEOUT
 from .environment import check_address, is_loopback, rank_here, settle
-from .groups import Communicators
+from .groups import Communicators, validate_division
 from .limits import LATE, within
 from .stores import LOOPBACK, loopback_interface, serve_store
 from .watch import RankDiedError
@@ -21,10 +21,10 @@ Result = TypeVar("Result")
 
 
 @contextmanager
-def from_environment(timeout: timedelta = TIMEOUT, replicas: int = 1, backend: str = "gloo"):
+def from_environment(timeout: timedelta = TIMEOUT, replicas: int = 1, backend: str = "gloo", nodes: int = 1):
     """Yield this process's `Communicators` by the variables of torchrun, SLURM or MPI (`environment`).
 
-    `replicas` ranks own the same shard of the tables; they divide the world size. `backend` as in
+    `replicas` ranks own the same shard of the tables; they divide the world size. `backend` and `nodes` as in
     `Communicators.over`.
 
     Without these variables, or with one rank, the communicators are local. The process groups are destroyed
@@ -32,15 +32,14 @@ def from_environment(timeout: timedelta = TIMEOUT, replicas: int = 1, backend: s
     ValueError for variables that do not fit together, an unknown machine, or a port that is in use.
     """
     world_size = rank_here().world_size
-    if world_size % replicas:
-        raise ValueError(f"{replicas} replicas do not divide {world_size} ranks")
+    validate_division(world_size, replicas, nodes)
     if world_size == 1:
         yield Communicators.local()
         return
     join_environment(timeout)
     try:
         communicators = made_within(
-            timeout, lambda: Communicators.over(range(world_size), timeout, replicas, backend)
+            timeout, lambda: Communicators.over(range(world_size), timeout, replicas, backend, nodes=nodes)
         )
         assert communicators is not None
         try:

@@ -35,12 +35,23 @@ IMPORTING = "importing its modules"
 READING = "reading its task"
 
 
+Mesh = tuple[int, int, int]
+"""World size, replicas of the tables, nodes."""
+
+
+def whole_mesh(given: int | tuple[int, ...]) -> Mesh:
+    """A world size alone, or with its first further numbers, the others being 1."""
+    size, *more = (given,) if isinstance(given, int) else given
+    replicas, nodes = (*more, 1, 1)[:2]
+    return size, replicas, nodes
+
+
 class RankPool:
     """Local processes, one per rank, that stay up and run functions on the first `world_size` of them.
 
     Args:
-        world_sizes: of later calls of `run`: world sizes, or pairs (world size, replicas). The largest one
-            decides the number of processes.
+        world_sizes: of later calls of `run`: world sizes, (world size, replicas) or (world size, replicas,
+            nodes). The largest one decides the number of processes.
         timeout: of collectives: a rank that waits longer for another one raises.
         enter: called in each process with its rank, before the rendezvous; picklable.
         start_timeout: for all ranks to start, run `enter` and join, and later to read the task of `run`.
@@ -66,13 +77,13 @@ class RankPool:
 
     def __init__(
         self,
-        world_sizes: Iterable[int | tuple[int, int]],
+        world_sizes: Iterable[int | tuple[int, ...]],
         timeout: timedelta = TIMEOUT,
         enter: Callable[[int], None] | None = None,
         start_timeout: timedelta = START_TIMEOUT,
         backend: str = "gloo",
     ):
-        meshes = {(size, 1) if isinstance(size, int) else size for size in world_sizes}
+        meshes = {whole_mesh(size) for size in world_sizes}
         if not meshes or min(min(mesh) for mesh in meshes) < 1:
             raise ValueError(f"world sizes must be 1 or more, got {tuple(world_sizes)}")
         self.meshes = tuple(sorted(meshes))
@@ -106,16 +117,25 @@ class RankPool:
         self._tasks = [0] * ranks  # number of tasks sent to each rank
         self._sending: list[threading.Thread] = []  # by rank; a rank that does not read blocks its thread
 
-    def run(self, function: Callable[..., Any], world_size: int, *args: Any, replicas: int = 1) -> list[Any]:
+    def run(
+        self,
+        function: Callable[..., Any],
+        world_size: int,
+        *args: Any,
+        replicas: int = 1,
+        nodes: int = 1,
+    ) -> list[Any]:
         """Call ``function(communicators, *args)`` on ranks 0..world_size-1 and return their results in order.
 
-        `replicas` ranks own the same shard of the tables. `function` must be importable (it is pickled by
+        `replicas` and `nodes` as in `Communicators.over`. `function` must be importable (it is pickled by
         name). Raises `RankDiedError` naming the ranks that raised, died, or did not answer within the class's
         limits, with their phase or stage.
         """
-        mesh = (world_size, replicas)
+        mesh = (world_size, replicas, nodes)
         if mesh not in self.meshes:
-            raise ValueError(f"this pool was started for (world size, replicas) {self.meshes}, not {mesh}")
+            raise ValueError(
+                f"this pool was started for (world size, replicas, nodes) {self.meshes}, not {mesh}"
+            )
         for rank in range(world_size):
             self._tasks[rank] += 1
         if not self._ready:

@@ -32,13 +32,13 @@ class RankTask:
     """Settings of a pool's rank.
 
     Args:
-        rank: in the pool. meshes: (world size, replicas) of the groups to create.
+        rank: in the pool. meshes: (world size, replicas, nodes) of the groups to create.
         timeout, start_timeout, enter: see `RankPool`. store_port: of the launcher's `TCPStore`.
         backend: of the groups. token: in the names of the store's keys.
     """
 
     rank: int
-    meshes: tuple[tuple[int, int], ...]
+    meshes: tuple[tuple[int, int, int], ...]
     timeout: timedelta
     start_timeout: timedelta
     enter: Callable[[int], None] | None
@@ -119,12 +119,13 @@ def connect_store(task: RankTask) -> dist.Store:
 
 
 def _groups(
-    mesh: tuple[int, int], task: RankTask, watch: Watch, stop: threading.Event
+    mesh: tuple[int, int, int], task: RankTask, watch: Watch, stop: threading.Event
 ) -> Communicators | None:
     """This rank's groups; None where the mesh does not include it."""
-    if mesh == (1, 1):
+    if mesh == (1, 1, 1):
         return replace(Communicators.local(), stop=stop)
-    groups = Communicators.over(range(mesh[0]), task.timeout, mesh[1], task.backend, watch)
+    world_size, replicas, nodes = mesh
+    groups = Communicators.over(range(world_size), task.timeout, replicas, task.backend, watch, nodes)
     return groups and replace(groups, stop=stop)
 
 

@@ -134,7 +134,7 @@ class Lookups:
 
 def plan_lookups(
     keys: list[torch.Tensor],
-    ids_of: Callable[[torch.Tensor], torch.Tensor],
+    owners: Callable[[torch.Tensor], torch.Tensor],
     world_size: int,
     dedup: bool,
     first_use: bool,
@@ -145,7 +145,7 @@ def plan_lookups(
 
     Args:
         keys: [i] (n,) int64, the occurrences of micro-batch i.
-        ids_of: keys -> the ids that decide who owns them.
+        owners: keys -> the rank, below `world_size`, that each is sent to.
         dedup: look a key up once that a micro-batch repeats, or micro-batches that share their exchanges.
         first_use: look a key up once that the window repeats, when it is used first.
         padded: the host waits for no number of keys.
@@ -187,7 +187,7 @@ def plan_lookups(
             for with_, each in ((groups.rows_with, first), (groups.gradients_with, last))
         )
     bins = count * world_size  # and a last one of padding
-    owner = launch.owner_of(ids_of(rows), world_size)
+    owner = owners(rows)
     group = torch.where(here, first * world_size + owner, bins)
     source, sizes = launch.counting_sort(group, bins + 1)  # stored row -> which of `rows`
     sizes = sizes[:-1].view(count, world_size)

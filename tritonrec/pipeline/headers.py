@@ -49,9 +49,11 @@ def exchange(
 ) -> tuple[torch.Tensor, Headers]:
     """Send row r of `counts` (L, n) int64 and the header to rank r of this sharding group. Collective.
 
-    With replicas of the tables each rank gets the headers of all ranks, not only of its sharding group.
+    With replicas of the tables, or ranks on other nodes, each rank gets the headers of all ranks.
 
     Args:
+        routing, replica_routing: over the ranks that get counts, and over those that are in their places
+            elsewhere: all ranks are in one of the first with one of the second.
         words: of this rank (`run_agreement`). settle: called on all ranks where theirs may differ.
 
     Returns:

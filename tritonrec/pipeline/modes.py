@@ -6,7 +6,15 @@ from dataclasses import replace
 from typing import Literal, get_args
 
 from ..distributed import Communicators
-from .schedule import SCHEDULES, SEQUENTIAL, Schedule, keep_rows, with_norm, with_replicas
+from .schedule import (
+    SCHEDULES,
+    SEQUENTIAL,
+    Schedule,
+    keep_rows,
+    over_nodes,
+    with_norm,
+    with_replicas,
+)
 from .window import WindowConfig
 
 Mode = Literal["reference", "sequential", "dbp", "fwp", "nestpipe"]
@@ -30,11 +38,11 @@ def base_schedule(mode: Mode) -> Schedule:
     return SCHEDULES.get(mode, SEQUENTIAL)
 
 
-def schedule_of(mode: Mode, config: WindowConfig, replicas: int = 1) -> Schedule:
+def schedule_of(mode: Mode, config: WindowConfig, replicas: int = 1, nodes: int = 1) -> Schedule:
     """The schedule of a mode with the switches of `config`; ``reference`` has none.
 
-    Raises ValueError where the mode has no buffer in which ``skip_fetch`` could keep rows, and where
-    it cannot have several batches in flight.
+    Raises ValueError where the mode has no buffer in which ``skip_fetch`` could keep rows, where it cannot
+    have several batches in flight, and where gradients that are added up by node would have other bits.
     """
     schedule = base_schedule(mode)
     able = " and ".join(TWO_BUFFERS)
@@ -48,6 +56,13 @@ def schedule_of(mode: Mode, config: WindowConfig, replicas: int = 1) -> Schedule
         schedule = replace(schedule, batches_in_flight=config.depth)
     if config.adds_up_replicas(replicas):
         schedule = with_replicas(schedule)
+    if nodes > 1:
+        if config.consistency != "batch":
+            raise ValueError(
+                f"{nodes} nodes add gradients up within a node first: float32 sums, of consistency "
+                f"{config.consistency!r}, would have other bits; use 'batch', or nodes=1"
+            )
+        schedule = over_nodes(schedule)
     return with_norm(schedule) if config.clips else schedule
 
 
@@ -67,13 +82,14 @@ def validate_reference(config: WindowConfig, communicators: Communicators) -> No
         raise ValueError("mode 'reference' has one batch in flight and one copy: no depth, no average_every")
 
 
-def validate_schedule(schedule: Schedule, config: WindowConfig, replicas: int) -> None:
+def validate_schedule(schedule: Schedule, config: WindowConfig, replicas: int, nodes: int) -> None:
     """Raise ValueError for a schedule that goes with another configuration."""
     fits = schedule.keeps_rows == config.exchange.skip_fetch and schedule.clips == config.clips
+    fits &= schedule.relays == (nodes > 1)
     if not fits or schedule.replicated != config.adds_up_replicas(replicas):
         raise ValueError(
             f"schedule {schedule.name!r} keeps rows: {schedule.keeps_rows}, adds up replicas: "
-            f"{schedule.replicated}, clips: {schedule.clips}; with skip_fetch={config.exchange.skip_fetch}, "
-            f"{replicas} replicas and limits of gradients: {config.clips} it must be made by schedule_of or "
-            "its parts"
+            f"{schedule.replicated}, clips: {schedule.clips}, relays: {schedule.relays}; with skip_fetch="
+            f"{config.exchange.skip_fetch}, {replicas} replicas, {nodes} nodes and limits of gradients: "
+            f"{config.clips} it must be made by schedule_of or its parts"
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NewType, TypeVar
 
 import torch
@@ -28,6 +28,7 @@ from .dist_plan import InputDist, RowDist, Splits
 from .exchange_groups import ExchangeGroups
 from .flight import Flight
 from .reduce_scatter import ReplicaReduction
+from .relays import Relay
 from .run_agreement import RunAgreement
 from .stage import filled_places, place
 from .sums import Sums
@@ -110,11 +111,18 @@ RetrievalGroup = NewType("RetrievalGroup", Communicator)
 CommunicationGroup = NewType("CommunicationGroup", Communicator)
 ReplicaGroup = NewType("ReplicaGroup", Communicator)
 ReduceGroup = NewType("ReduceGroup", Communicator)
+NodeRoutingGroup = NewType("NodeRoutingGroup", Communicator)
+RailRoutingGroup = NewType("RailRoutingGroup", Communicator)
+NodeGroup = NewType("NodeGroup", Communicator)
+RailGroup = NewType("RailGroup", Communicator)
 Buffer = NewType("Buffer", list[torch.Tensor])
 """By table (K, row width) float32, the rows of a window. Windows alternate between the two buffers."""
 
 place("run", has_rows=True)(Tables)
-for group in (RoutingGroup, ReplicaRoutingGroup, CommunicationGroup, ReplicaGroup, ReduceGroup):
+for group in (
+    RoutingGroup, ReplicaRoutingGroup, CommunicationGroup, ReplicaGroup, ReduceGroup,
+    NodeRoutingGroup, RailRoutingGroup, NodeGroup, RailGroup,
+):  # fmt: skip
     place("run", group="device")(group)
 place("run", group="host")(RetrievalGroup)  # it counts the rows of tables
 place("run", has_rows=True)(Buffer)
@@ -183,6 +191,7 @@ class Routes:
         loss_normalizer: terms of the loss, every rank's samples together.
         row_normalizer: what gradients of rows are divided by: the same, unless replicas train on their own.
         stop: a rank was asked to stop before its keys were routed.
+        relays: by table what this rank hands on to its node; [] where lookups go in one step.
     """
 
     tables: list[InputDist]
@@ -190,6 +199,7 @@ class Routes:
     loss_normalizer: int
     row_normalizer: int
     stop: bool
+    relays: list[Relay] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -276,13 +286,17 @@ Embeddings = NewType("Embeddings", list[torch.Tensor])
 """By table (S, dim), the rows received so far, in the precision of the exchange."""
 Gradients = NewType("Gradients", list[torch.Tensor])
 """By table (S, dim), sums of the gradients of these rows, float32 or fixed-point."""
+Relayed = NewType("Relayed", list[torch.Tensor])
+"""By table, on a relay, the rows of its node received so far, as `Embeddings`."""
+RelaySums = NewType("RelaySums", list[torch.Tensor])
+"""By table, on a relay, sums of the gradients of these rows over the ranks of its node, in fixed point."""
 RowGradient = NewType("RowGradient", list[torch.Tensor])
 """By table (distinct keys received, dim), sums on the owner, float32 or fixed-point."""
 MeanGradient = NewType("MeanGradient", list[torch.Tensor])
 """By table (K, dim) float32, the gradients of the mean loss, from the sums of all ranks."""
 Losses = NewType("Losses", dict[int, torch.Tensor])
 """By micro-batch (B,) float32, the losses of its samples."""
-for filled in (Embeddings, Gradients, RowGradient, MeanGradient):
+for filled in (Embeddings, Gradients, Relayed, RelaySums, RowGradient, MeanGradient):
     place("micro_batch", make=list)(filled)
 place("micro_batch", make=dict)(Losses)
 

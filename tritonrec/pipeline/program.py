@@ -95,6 +95,10 @@ class Program:
             at.CommunicationGroup: communicators.communication,
             at.ReplicaGroup: communicators.replica,
             at.ReduceGroup: communicators.reduce,
+            at.NodeRoutingGroup: communicators.node_routing,
+            at.RailRoutingGroup: communicators.rail_routing,
+            at.NodeGroup: communicators.node,
+            at.RailGroup: communicators.rail,
         }
         self.tasks = Tasks(schedule, config.window_micro_batches, groups.doers)
         self.actions: dict[str, Action] = {}
@@ -215,11 +219,14 @@ class Program:
         groups, each = self.communicators, self.context
         kinds = 2 if self.config.exchange.first_use or each.groups.joined else 1
         sizes = len(self.tables.groups) * kinds * self.config.window_micro_batches
-        nothing = torch.zeros(groups.shards, sizes, dtype=torch.int64)
+        over, others = groups.routing, groups.replica_routing
+        if self.schedule.relays:
+            over, others = groups.node_routing, groups.rail_routing
+        nothing = torch.zeros(over.world_size, sizes, dtype=torch.int64)
         header = Header(each.rank, step, each.stop.is_set(), ended=batches)
         agreement, words = each.agreement, words_of_end(rates)
         if agreement is None:
-            exchange(groups.routing, groups.replica_routing, nothing, header)
+            exchange(over, others, nothing, header)
             return
         settle = partial(agreement.settle, words, None, step, nothing)
-        exchange(groups.routing, groups.replica_routing, nothing, header, words, settle)
+        exchange(over, others, nothing, header, words, settle)

@@ -37,7 +37,8 @@ from .stage import Access, Edge, Feature, Stage, Which
 
 __all__ = [
     "DBP", "FWP", "NESTPIPE", "SCHEDULES", "SEQUENTIAL",
-    "Access", "Edge", "Schedule", "Stage", "Task", "Which", "keep_rows", "with_norm", "with_replicas",
+    "Access", "Edge", "Schedule", "Stage", "Task", "Which", "keep_rows", "over_nodes", "with_norm",
+    "with_replicas",
 ]  # fmt: skip
 
 
@@ -91,6 +92,11 @@ class Schedule:
     def keeps_rows(self) -> bool:
         """Whether rows stay in a buffer while consecutive batches use them; see `keep_rows`."""
         return any(access.rows == "new" for stage in self.stages for access in stage.touches)
+
+    @property
+    def relays(self) -> bool:
+        """Whether lookups go within a node and between nodes, a step each; see `over_nodes`."""
+        return any(access.place == "relayed" for stage in self.stages for access in stage.touches)
 
     @property
     def replicated(self) -> bool:
@@ -311,6 +317,13 @@ def keep_rows(schedule: Schedule) -> Schedule:
     if not schedule.dual_buffer:
         raise ValueError(f"schedule {schedule.name!r} has no second buffer, so no row can stay in one")
     return schedule.with_stages(stages.retrieve_new_rows, stages.write_back_dropped_rows)
+
+
+def over_nodes(schedule: Schedule) -> Schedule:
+    """The schedule whose lookups go within a node and between nodes, a step each (`relays`)."""
+    return schedule.with_stages(
+        stages.route_over_nodes, stages.exchange_over_nodes, stages.gradient_exchange_over_nodes
+    )
 
 
 def with_replicas(schedule: Schedule) -> Schedule:

@@ -51,6 +51,7 @@ class LookupCounts:
         rows: embeddings that left this rank, and gradients.
         key_bytes, row_bytes: what left this rank: keys, and embeddings and gradients together.
         embedding_bytes: of `row_bytes`, the embeddings.
+        node_bytes: of `key_bytes` and `row_bytes`, what stayed in the node, of lookups in two steps.
     """
 
     occurrences: int = 0
@@ -64,6 +65,7 @@ class LookupCounts:
     key_bytes: int = 0
     row_bytes: int = 0
     embedding_bytes: int = 0
+    node_bytes: int = 0
 
     def add(self, other: LookupCounts) -> None:
         """Add another's counts to these."""

@@ -10,11 +10,13 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
+from itertools import product
 from typing import Any, TypeVar
 
 import torch
 
 from ...distributed import Communicator, Communicators, RankDiedError
+from ...distributed.groups import validate_division
 
 Result = TypeVar("Result")
 TIMEOUT = 120.0
@@ -72,20 +74,21 @@ class ThreadCommunicator(Communicator):
 
 
 def run_ranks(
-    world_size: int, function: Callable[[Communicators], Result], replicas: int = 1
+    world_size: int, function: Callable[[Communicators], Result], replicas: int = 1, nodes: int = 1
 ) -> list[Result]:
     """Call ``function(communicators)`` on every rank at once; results in order, or the first rank's error.
 
-    A rank that fails ends the others, whose errors say so and are not raised. `replicas` ranks own the same
-    shard of the tables, as in `Communicators`.
+    A rank that fails ends the others, whose errors say so and are not raised. `replicas` and `nodes` are
+    as in `Communicators`.
     """
     if world_size == 1:
         return [function(Communicators.local())]
+    validate_division(world_size, replicas, nodes)
     mesh = torch.arange(world_size, dtype=torch.int64).view(-1, replicas)
     groups: list[dict[str, Communicator]] = [{} for _ in range(world_size)]
     tables: list[_Table] = []
     for name in (each.name for each in fields(Communicators) if each.type == "Communicator"):
-        for ranks in _members(name, mesh):
+        for ranks in _members(name, mesh, nodes):
             tables.append(_Table(len(ranks)))
             for place, number in enumerate(ranks):
                 alone = len(ranks) == 1
@@ -111,10 +114,15 @@ def run_ranks(
     return [future.result() for future in futures]
 
 
-def _members(name: str, mesh: torch.Tensor) -> list[list[int]]:
+def _members(name: str, mesh: torch.Tensor, nodes: int) -> list[list[int]]:
     """The groups of a name on a mesh (L, G) of ranks, as `Communicators` has them."""
     if name in ("reduce", "control"):
         return [mesh.flatten().tolist()]
+    if name.startswith(("node", "rail")):
+        if nodes == 1:
+            return mesh.view(-1, 1).tolist()
+        by_node = mesh.view(nodes, -1)
+        return by_node.tolist() if name.startswith("node") else by_node.t().tolist()
     return mesh.tolist() if name in ("replica_routing", "replica") else mesh.t().tolist()
 
 
@@ -125,13 +133,22 @@ class ThreadPool:
     """
 
     meshes = tuple(
-        (world, replicas) for world in range(1, 9) for replicas in range(1, 9) if world % replicas == 0
+        (world, replicas, nodes)
+        for world, replicas, nodes in product(range(1, 9), repeat=3)
+        if world % replicas == world % nodes == 0 and 1 in (replicas, nodes)
     )
 
-    def run(self, function: Callable[..., Any], world_size: int, *args: Any, replicas: int = 1) -> list[Any]:
+    def run(
+        self,
+        function: Callable[..., Any],
+        world_size: int,
+        *args: Any,
+        replicas: int = 1,
+        nodes: int = 1,
+    ) -> list[Any]:
         """As `RankPool.run`; RankDiedError with the first error's text, from that error."""
         try:
-            return run_ranks(world_size, lambda ranks: function(ranks, *args), replicas)
+            return run_ranks(world_size, lambda ranks: function(ranks, *args), replicas, nodes)
         except Exception as error:
             raise RankDiedError(f"{type(error).__name__}: {error}") from error
 

@@ -1,6 +1,6 @@
 """The stages of a batch, each a function beside its declaration; `tritonrec.pipeline.schedule` draws them."""
 
-from .input_dist import route
+from .input_dist import route, route_over_nodes
 from .retrieval import copy_kept_rows, retrieve, retrieve_new_rows
 from .samples import h2d, prefetch
 from .update import (
@@ -11,7 +11,14 @@ from .update import (
     write_back,
     write_back_dropped_rows,
 )
-from .window import compute, exchange, gradient_exchange, replica_reduce
+from .window import (
+    compute,
+    exchange,
+    exchange_over_nodes,
+    gradient_exchange,
+    gradient_exchange_over_nodes,
+    replica_reduce,
+)
 
 __all__ = [
     "compute",
@@ -19,7 +26,9 @@ __all__ = [
     "dense_reduce",
     "dense_update",
     "exchange",
+    "exchange_over_nodes",
     "gradient_exchange",
+    "gradient_exchange_over_nodes",
     "gradient_norm",
     "h2d",
     "prefetch",
@@ -27,6 +36,7 @@ __all__ = [
     "retrieve",
     "retrieve_new_rows",
     "route",
+    "route_over_nodes",
     "sparse_update",
     "write_back",
     "write_back_dropped_rows",

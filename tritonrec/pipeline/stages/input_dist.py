@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -9,19 +10,24 @@ import torch
 
 from ...distributed import Communicator
 from ...kernels import launch
-from ..dist_plan import InputDist, Splits, column_sums, plan_lookups, plan_lookups_of_one_rank
-from ..headers import Header, exchange
+from ..dist_plan import InputDist, Lookups, Splits, column_sums, plan_lookups, plan_lookups_of_one_rank
+from ..headers import Header, Headers, exchange
 from ..places import (
     Context,
     DeviceSamples,
+    NodeRoutingGroup,
+    RailRoutingGroup,
     ReceivedKeys,
     ReplicaRoutingGroup,
     Routes,
     RoutingGroup,
 )
+from ..relays import plan_relay
 from ..stage import Edge, Read, Update, stage
 from ..streams import to_host
 from ..window import LookupCounts, Window
+
+Ids = Callable[[torch.Tensor], torch.Tensor]
 
 
 @stage(lane="routing", after=(Edge("h2d"),))
@@ -39,44 +45,137 @@ def route(
     up over replicas of the tables, all replicas of a shard get the keys that each of them received, so that
     they hold, update and keep the same rows.
     """
-    config, world = context.config, routing.world_size
-    groups = context.tables.groups
+    world = routing.world_size
+    alone = world == 1 and not context.replicated  # nothing travels
+
+    def owner(ids: torch.Tensor) -> torch.Tensor:
+        return launch.owner_of(ids, world)
+
+    plans, padded = _planned(context, samples, counts, world, owner, alone)
+    sizes = to_host(torch.stack([plan.sizes for plan in plans]))  # (tables, 1 or 2, M, W)
+    tables = _tables(plans, sizes)
+    counts.exchanged += sum(table.num_rows for table in tables)
+    answers, agreed = _agree(context, window, routing, replica_routing, sizes)
+    received = []
+    for pads, table, table_sizes in zip(padded, tables, answers, strict=True):
+        each = _send_keys(table, table_sizes, routing, counts)
+        if context.replicated:
+            each = _share_with_replicas(each, replica_routing, counts, pads)
+        received.append(each)
+    normalizer = agreed.shard_loss_terms if context.config.average_every else agreed.loss_terms
+    return Routes(tables, received, agreed.loss_terms, normalizer, agreed.stop)
+
+
+@stage(lane="routing", after=(Edge("h2d"),), name="route")
+def route_over_nodes(
+    context: Context,
+    window: Window,
+    samples: Read[DeviceSamples],
+    node: Update[NodeRoutingGroup],
+    rail: Update[RailRoutingGroup],
+    counts: LookupCounts,
+) -> Routes:
+    """`route` in two steps: to the relays of this node, and from there to the owners (`relays`).
+
+    The host waits for the sizes of both.
+    """
+    ranks, nodes = node.world_size, rail.world_size
+
+    def owner(ids: torch.Tensor) -> torch.Tensor:
+        return launch.owner_of(ids, ranks * nodes)
+
+    plans, padded = _planned(context, samples, counts, ranks, lambda ids: owner(ids) % ranks)
+    sizes = to_host(torch.stack([plan.sizes for plan in plans]))
+    tables = _tables(plans, sizes)
+    counts.exchanged += sum(table.num_rows for table in tables)
+    answers, agreed = _agree(context, window, node, rail, sizes)
+    dedup, joined = _dedup(context), context.groups if context.groups.joined else None
+    relays = []
+    for group, pads, table, table_sizes in zip(context.tables.groups, padded, tables, answers, strict=True):
+        near = _send_keys(table, table_sizes, node, counts)
+        owners = partial(_of_ids, lambda ids: owner(ids) // ranks, group.layout.ids)
+        relays.append(
+            plan_relay(
+                near.keys, near.last_use, near.splits, near.gradient_splits,
+                owners, nodes, dedup, pads, joined,
+            )
+        )  # fmt: skip
+    counts.node_bytes = counts.key_bytes
+    sizes = to_host(torch.stack([plan.lookups.sizes for plan in relays]))  # (tables, 1 or 2, M, H)
+    planned = [plan.relay(each) for plan, each in zip(relays, sizes.tolist(), strict=True)]
+    answers = _by_table(rail.all_to_all_equal(_by_rank(sizes)), sizes)
+    received = [_send_keys(each.dist, far, rail, counts) for each, far in zip(planned, answers, strict=True)]
+    return Routes(tables, received, agreed.loss_terms, agreed.loss_terms, agreed.stop, planned)
+
+
+def _dedup(context: Context) -> bool:
+    """Whether repeated keys are dropped before they are sent."""
+    return context.config.exchange.dedup in ("exchange", "both")
+
+
+def _planned(
+    context: Context,
+    samples: DeviceSamples,
+    counts: LookupCounts,
+    world: int,
+    owners: Ids,
+    alone: bool = False,
+) -> tuple[list[Lookups], list[bool]]:
+    """By table the plan of the window's lookups, and whether its host waits for no number of keys.
+
+    Args:
+        owners: ids -> the rank, of `world`, that their keys are sent to. alone: there is one rank.
+    """
+    config, groups = context.config, context.tables.groups
     padded = [context.device.type != "cpu" or group.table.padded for group in groups]
     by_table = zip(*(context.tables.keys(part.lookups()) for part in samples), strict=True)
-    dedup, plans = config.exchange.dedup in ("exchange", "both"), []
-    # On one rank nothing travels. Float32 sums have an order: that of the micro-batches' sums.
-    alone = world == 1 and not context.replicated and (context.sums.exact or len(samples) == 1)
-    at_once = alone and config.exchange.dedup == "both" and not config.exchange.first_use and not any(padded)
+    plans = []
+    # Float32 sums have an order: that of the micro-batches' sums.
+    at_once = alone and (context.sums.exact or len(samples) == 1)
+    at_once &= config.exchange.dedup == "both" and not config.exchange.first_use and not any(padded)
     joined = context.groups if context.groups.joined else None
     for group, pads, keys in zip(groups, padded, by_table, strict=True):
         if at_once:
             plans.append(plan_lookups_of_one_rank(list(keys)))
         else:
-            ids = group.layout.ids
-            plans.append(plan_lookups(list(keys), ids, world, dedup, config.exchange.first_use, pads, joined))
+            to = partial(_of_ids, owners, group.layout.ids)
+            first_use = config.exchange.first_use
+            plans.append(plan_lookups(list(keys), to, world, _dedup(context), first_use, pads, joined))
         counts.occurrences += sum(map(len, keys))
-    sizes = to_host(torch.stack([plan.sizes for plan in plans]))  # (tables, 1 or 2, M, W)
-    tables = [plan.input_dist(each) for plan, each in zip(plans, sizes.tolist(), strict=True)]
-    counts.exchanged += sum(table.num_rows for table in tables)
+    return plans, padded
+
+
+def _of_ids(owners: Ids, ids_of: Ids, keys: torch.Tensor) -> torch.Tensor:
+    return owners(ids_of(keys))
+
+
+def _tables(plans: list[Lookups], sizes: torch.Tensor) -> list[InputDist]:
+    return [plan.input_dist(each) for plan, each in zip(plans, sizes.tolist(), strict=True)]
+
+
+def _agree(
+    context: Context, window: Window, over: Communicator, others: Communicator, sizes: torch.Tensor
+) -> tuple[list[list[Splits]], Headers]:
+    """Send sizes (tables, 1 or 2, M, W) to the ranks of `over`; by table those received, and all headers."""
     header = Header(context.rank, window.step, context.stop.is_set(), loss_terms=window.loss_terms)
-    # One row for each rank: sizes of every table and micro-batch.
-    counted = sizes.permute(3, 0, 1, 2).flatten(1)
     agreed_by, words = context.agreement, window.words
     if agreed_by is None or words is None:
-        answers, agreed = exchange(routing, replica_routing, counted, header)
+        answers, agreed = exchange(over, others, _by_rank(sizes), header)
     else:
         trained = torch.cat([batch.sample_ids for batch in window.batches])
         settle = partial(agreed_by.settle, words, window.settings, window.step, trained)
-        answers, agreed = exchange(routing, replica_routing, counted, header, words, settle)
-    received_sizes = answers.view(world, *sizes.shape[:3]).permute(1, 2, 3, 0).tolist()
-    received = []
-    for pads, table, table_sizes in zip(padded, tables, received_sizes, strict=True):
-        each = _send_keys(table, table_sizes, routing, counts)
-        if context.replicated:
-            each = _share_with_replicas(each, replica_routing, counts, pads)
-        received.append(each)
-    normalizer = agreed.shard_loss_terms if config.average_every else agreed.loss_terms
-    return Routes(tables, received, agreed.loss_terms, normalizer, agreed.stop)
+        answers, agreed = exchange(over, others, _by_rank(sizes), header, words, settle)
+    return _by_table(answers, sizes), agreed
+
+
+def _by_rank(sizes: torch.Tensor) -> torch.Tensor:
+    """One row for each rank: sizes of every table and micro-batch."""
+    return sizes.permute(3, 0, 1, 2).flatten(1)
+
+
+def _by_table(answers: torch.Tensor, sizes: torch.Tensor) -> list[list[Splits]]:
+    """The reverse, of what came from each rank."""
+    return answers.view(sizes.shape[3], *sizes.shape[:3]).permute(1, 2, 3, 0).tolist()
 
 
 def _send_keys(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from ... import ops
+from ...distributed import Communicator
 from ...kernels import launch
+from ..dist_plan import InputDist, RowDist
 from ..flight import Flight
 from ..places import (
     Buffer,
@@ -21,7 +24,11 @@ from ..places import (
     Gradients,
     Losses,
     MeanGradient,
+    NodeGroup,
     OwnedRows,
+    RailGroup,
+    Relayed,
+    RelaySums,
     ReplicaGroup,
     Routes,
     RowGradient,
@@ -50,27 +57,75 @@ def exchange(
 
     In ``exchange_precision``, which rounds this rank's rows for itself too: no bit depends on who owns a row.
     """
-    dims = [group.table.dim for group in context.tables.groups]
-    precision = context.config.exchange.precision
-    if not embeddings:
-        sizes = zip(buffer, routes.tables, dims, strict=True)
-        embeddings.extend(
-            rows.new_empty(table.num_rows, dim, dtype=DTYPES[precision]) for rows, table, dim in sizes
-        )
+    _received(embeddings, context, routes.tables)
     if context.groups.rows_with[micro_batch] != micro_batch:
         return
-    for number, (table, dim) in enumerate(zip(routes.tables, dims, strict=True)):
+    precision = context.config.exchange.precision
+    for number, table in enumerate(routes.tables):
         sent, slots = owned.tables[number].sent, embeddings[number][table.slots(micro_batch)]
+        own = buffer[number][:, : slots.shape[1]]
         if communication.world_size == 1 and slots.is_cpu and precision == "float32":
             if not len(slots):
                 continue
-            torch.index_select(buffer[number][:, :dim], 0, sent.rows[micro_batch], out=slots)
+            torch.index_select(own, 0, sent.rows[micro_batch], out=slots)
             continue
-        rows = rounded_rows(launch.gather_rows(buffer[number][:, :dim], sent.rows[micro_batch]), precision)
-        splits = sent.splits[micro_batch]
-        counted_all_to_all(counts, communication, rows, splits, table.splits[micro_batch], out=slots)
-        counts.rows += sum(splits) - splits[communication.rank]
+        rows = rounded_rows(launch.gather_rows(own, sent.rows[micro_batch]), precision)
+        _send(counts, communication, rows, sent.splits[micro_batch], table.splits[micro_batch], slots)
     counts.embedding_bytes = counts.row_bytes
+
+
+# A row that one rank of the node has later than another is here since the first of them.
+@stage(lane="communication", after=(Edge("copy_kept_rows"),), name="exchange")
+def exchange_over_nodes(
+    micro_batch: int,
+    context: Context,
+    routes: Read[Routes],
+    owned: Read[OwnedRows],
+    buffer: Read[Buffer],
+    node: Update[NodeGroup],
+    rail: Update[RailGroup],
+    relayed: Update[UpTo[Relayed]],
+    embeddings: Write[Embeddings],
+    counts: LookupCounts,
+) -> None:
+    """`exchange` in two steps: over the rail to the relays, and from these to the ranks of their node."""
+    _received(embeddings, context, routes.tables)
+    _received(relayed, context, [relay.dist for relay in routes.relays])
+    if context.groups.rows_with[micro_batch] != micro_batch:
+        return
+    precision = context.config.exchange.precision
+    for number, relay in enumerate(routes.relays):
+        sent, slots = owned.tables[number].sent, relayed[number][relay.dist.slots(micro_batch)]
+        own = buffer[number][:, : slots.shape[1]]
+        rows = rounded_rows(launch.gather_rows(own, sent.rows[micro_batch]), precision)
+        _send(counts, rail, rows, sent.splits[micro_batch], relay.dist.splits[micro_batch], slots)
+    between = counts.row_bytes
+    for number, (relay, table) in enumerate(zip(routes.relays, routes.tables, strict=True)):
+        slots = embeddings[number][table.slots(micro_batch)]
+        rows = launch.gather_rows(relayed[number], relay.sent.rows[micro_batch])
+        _send(counts, node, rows, relay.sent.splits[micro_batch], table.splits[micro_batch], slots)
+    counts.embedding_bytes, counts.node_bytes = counts.row_bytes, counts.row_bytes - between
+
+
+def _received(rows: list[torch.Tensor], context: Context, tables: Sequence[InputDist]) -> None:
+    """Make what the exchanges of a window fill, once: by table (S, dim) in the precision of the exchange."""
+    if rows:
+        return
+    for group, table in zip(context.tables.groups, tables, strict=True):
+        dtype = DTYPES[context.config.exchange.precision]
+        rows.append(torch.empty(table.num_rows, group.table.dim, dtype=dtype, device=context.device))
+
+
+def _send(
+    counts: LookupCounts,
+    over: Communicator,
+    rows: torch.Tensor,
+    splits: list[int],
+    receive: list[int],
+    slots: torch.Tensor,
+) -> None:
+    counted_all_to_all(counts, over, rows, splits, receive, out=slots)
+    counts.rows += sum(splits) - splits[over.rank]
 
 
 @stage(lane="compute", after=(Edge("exchange", "same"), Edge("dense_update", batch=1)))
@@ -161,13 +216,56 @@ def gradient_exchange(
             own = sent.of(sums, micro_batch)
             context.sums.add(own, received.rows[micro_batch], row_gradient[number], NAME)
             continue
-        splits = sent.splits[micro_batch]
-        context.sums.send_to_owners(
-            counts, communication,
-            sums, sent.rows[micro_batch], splits,
-            row_gradient[number], received.rows[micro_batch], received.splits[micro_batch],
-        )  # fmt: skip
-        counts.rows += sum(splits) - splits[communication.rank]
+        _add(context, counts, communication, sums, sent, row_gradient[number], received, micro_batch)
+
+
+# Sums leave a relay after the last micro-batch of any rank of the node that uses their row.
+@stage(lane="communication", after=(Edge("compute", "same"),), name="gradient_exchange")
+def gradient_exchange_over_nodes(
+    micro_batch: int,
+    context: Context,
+    routes: Read[Routes],
+    owned: Read[OwnedRows],
+    gradients: Read[Gradients],
+    node: Update[NodeGroup],
+    rail: Update[RailGroup],
+    relay_sums: Update[From[RelaySums]],
+    row_gradient: Update[From[RowGradient]],
+    counts: LookupCounts,
+) -> None:
+    """`gradient_exchange` in two steps: relays add up those of their node, and send the sums on."""
+    if not relay_sums:
+        relays = zip(routes.relays, gradients, strict=True)
+        relay_sums.extend(context.sums.zeros(relay.dist.num_rows, sums.shape[1]) for relay, sums in relays)
+    if context.groups.gradients_with[micro_batch] != micro_batch:
+        return
+    for number, relay in enumerate(routes.relays):
+        sent = routes.tables[number].gradients
+        _add(context, counts, node, gradients[number], sent, relay_sums[number], relay.gradients, micro_batch)
+    counts.node_bytes = counts.row_bytes
+    for number, relay in enumerate(routes.relays):
+        sent, received = relay.dist.gradients, owned.tables[number].gradients
+        _add(context, counts, rail, relay_sums[number], sent, row_gradient[number], received, micro_batch)
+
+
+def _add(
+    context: Context,
+    counts: LookupCounts,
+    over: Communicator,
+    sums: torch.Tensor,
+    sent: RowDist,
+    out: torch.Tensor,
+    received: RowDist,
+    micro_batch: int,
+) -> None:
+    """Send the sums of a micro-batch, and add them to those of the ranks that they are sent to."""
+    splits = sent.splits[micro_batch]
+    context.sums.send_to_owners(
+        counts, over,
+        sums, sent.rows[micro_batch], splits,
+        out, received.rows[micro_batch], received.splits[micro_batch],
+    )  # fmt: skip
+    counts.rows += sum(splits) - splits[over.rank]
 
 
 @stage(lane="replica", after=(Edge("gradient_exchange", "same"),), feature="replicated")
