@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from ..distributed import RankPool
+from ..distributed.launch import Mesh
 from ..kernels import dispatch
 from ..ops import Impl
 from ..settings import setting
@@ -67,7 +68,7 @@ def validate_device(device: Device, ranks: int) -> None:
         raise ValueError(f"{ranks} ranks need a GPU each, and torch finds {count} here")
 
 
-def rank_pool(device: Device, meshes: Iterable[tuple[int, int]], timeout: timedelta) -> RankPool:
+def rank_pool(device: Device, meshes: Iterable[Mesh], timeout: timedelta) -> RankPool:
     """Ranks that compute on `device`; on GPUs each has one of its own."""
     return RankPool(
         meshes, timeout, enter=take_own_gpu if device == "cuda" else None, backend=BACKENDS[device]

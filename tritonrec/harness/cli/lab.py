@@ -27,7 +27,7 @@ DATA = "zipf:users=8000,items=40000,median_length=40,seed=1"
 PLAN = LabConfig(Job(DATA, batch_size=256, num_negatives=2, sizes=HSTUConfig(dim=32, layers=1, dropout=0.0)))
 OFFERED = (
     "data", "batch_size", "max_seq_len", "negatives", "dim", "layers", "heads", "seed", "world_size",
-    "rate", "micro_batches", "steps", "rounds",
+    "nodes", "rate", "micro_batches", "steps", "rounds",
 )  # fmt: skip
 
 
@@ -40,8 +40,8 @@ def lab(
     switch: Annotated[
         list[str] | None,
         typer.Option(
-            help="Field of WindowConfig, or replicas=R for R copies of the tables (2D): NAME or NAME=VALUE. "
-            "Nestpipe runs once more with them all."
+            help="Field of WindowConfig, replicas=R for R copies of the tables (2D), nodes=H for lookups in two "
+            "steps: NAME or NAME=VALUE. Nestpipe runs once more with them all."
         ),
     ] = None,
     emulate: Annotated[

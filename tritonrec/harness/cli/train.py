@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from ...distributed.environment import rank_here
+from ...distributed.groups import validate_division
 from ...files import save_json
 from ...loggers import require_no_log
 from ...pipeline import WindowConfig
@@ -85,6 +86,15 @@ def train(
             rich_help_panel=PANELS["WindowConfig"],
         ),
     ] = 1,
+    nodes: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=MOST_RANKS,
+            help="Machines of as many consecutive ranks each: a row crosses to each once; 1: to each rank.",
+            rich_help_panel=PANELS["WindowConfig"],
+        ),
+    ] = 1,
     json_file: Annotated[
         Path | None,
         typer.Option("--json", help="Write the summary to this file.", rich_help_panel=PANELS["Run"]),
@@ -144,8 +154,11 @@ def train(
     _check_elastic(run, slipstream, ranks_of_all)
     if png and not slipstream:
         raise typer.BadParameter("--png goes with --slipstream")
-    if ranks_of_all % replicas:
-        raise typer.BadParameter(f"{replicas} replicas do not divide {ranks_of_all} ranks")
+    checked(lambda: validate_division(ranks_of_all, replicas, nodes))
+    if nodes > 1 and run.elastic:
+        raise typer.BadParameter(
+            "--nodes does not go with --elastic: ranks that are left make no equal nodes"
+        )
     if not run.resume:
         for log in log_files(run):
             checked(lambda log=log: require_no_log(log))
@@ -156,7 +169,7 @@ def train(
     if print_config:
         print(to_toml(tables_of(run)), end="")
         return
-    ranks = Launch(world_size, replicas, timedelta(seconds=timeout))
+    ranks = Launch(world_size, replicas, timedelta(seconds=timeout), nodes)
     if slipstream:
         work = partial(ranks.run, slipstream_run.train_slipstream, run, comparison)
     else:

@@ -32,6 +32,7 @@ class Figures:
             reduction.
         replica, exposed_replica, replica_bytes: communication, its exposed part and bytes between copies of
             the tables (2D sparse parallelism); they are part of the figures above.
+        link_bytes: of all kinds that left a machine over its link, per step, mean over the machines.
         kept: share of a batch's rows that the buffer of the batch before has, with two buffers; otherwise 0.
     """
 
@@ -51,6 +52,7 @@ class Figures:
     replica: float
     exposed_replica: float
     replica_bytes: float
+    link_bytes: float
     kept: float
 
     @property
@@ -108,6 +110,7 @@ def figures(run: LabRun) -> Figures:
         replica=per_step([rank.communication_ns for rank in reductions]),
         exposed_replica=per_step([rank.exposed_ns for rank in reductions]),
         replica_bytes=sum(s.args.get("bytes", 0) for s in trace.spans if s.lane == "replica") / done,
+        link_bytes=run.link_bytes / run.steps,
         kept=run.counts["kept"] / later if later else 0.0,
     )
 

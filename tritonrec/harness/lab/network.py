@@ -1,8 +1,11 @@
 """Network namespaces joined by rate-limited links, and their removal whatever happens.
 
-    rank 0: eth0 10.77.0.1 --- rank0 |        |
-    rank 1: eth0 10.77.0.2 --- rank1 | bridge |  in a hub namespace of its own
-    rank 2: eth0 10.77.0.3 --- rank2 |        |
+    rank 0: eth0 10.77.0.1 --- node0 |        |
+    rank 1: eth0 10.77.0.2 --- node1 | bridge |  in a hub namespace of its own
+    rank 2: eth0 10.77.0.3 --- node2 |        |
+
+With fewer nodes than ranks as many consecutive ranks share a namespace and its link, as those of a machine
+do: what they send each other passes no link.
 
 Both ends of every link carry a token bucket (``tc tbf``), so a rank sends and receives at the rate and no
 faster. Nothing is created in the namespace of the machine itself. A namespace's name tells the process that
@@ -49,18 +52,24 @@ class Network:
     """A lab as data: its commands.
 
     Args:
-        ranks: namespaces to join.
+        ranks: that are joined.
         rate: Mbit/s of every link, each way.
         owner: process whose lab it is.
+        nodes: namespaces, of as many ranks each; 0: one for each rank.
     """
 
     ranks: int
     rate: float
     owner: int
+    nodes: int = 0
 
     def __post_init__(self) -> None:
         if not 2 <= self.ranks <= MAX_RANKS:
             raise LabError(f"a lab joins 2 to {MAX_RANKS} ranks, got {self.ranks}")
+        if self.nodes < 0 or self.nodes == 1 or self.ranks % (self.nodes or self.ranks):
+            raise LabError(
+                f"a lab has 2 nodes or more, which divide its {self.ranks} ranks, got {self.nodes}"
+            )
         if not 0.1 <= self.rate <= 100_000:
             raise LabError(f"the rate of a link is 0.1 to 100000 Mbit/s, got {self.rate:g}")
 
@@ -69,14 +78,23 @@ class Network:
         """The namespace of the bridge."""
         return f"{PREFIX}-{self.owner}-hub"
 
-    def namespace(self, rank: int) -> str:
-        """The namespace of a rank."""
-        return f"{PREFIX}-{self.owner}-{rank}"
+    @property
+    def links(self) -> int:
+        """How many namespaces of ranks there are."""
+        return self.nodes or self.ranks
+
+    def namespace(self, node: int) -> str:
+        """The namespace of a node."""
+        return f"{PREFIX}-{self.owner}-{node}"
+
+    def namespace_of(self, rank: int) -> str:
+        """The namespace that a rank is in."""
+        return self.namespace(rank * self.links // self.ranks)
 
     @property
     def namespaces(self) -> list[str]:
         """All of them, in the order in which they are made."""
-        return [self.hub, *(self.namespace(rank) for rank in range(self.ranks))]
+        return [self.hub, *(self.namespace(node) for node in range(self.links))]
 
     def setup(self) -> list[Command]:
         """Commands that build it, in order."""
@@ -86,15 +104,15 @@ class Network:
             ("ip", "-n", hub, "link", "add", "bridge", "type", "bridge"),
             ("ip", "-n", hub, "link", "set", "bridge", "up"),
         ]
-        for rank in range(self.ranks):
-            own, far = self.namespace(rank), f"rank{rank}"
+        for node in range(self.links):
+            own, far = self.namespace(node), f"node{node}"
             peer = ("peer", "name", INTERFACE, "netns", own)
             commands += [
                 ("ip", "netns", "add", own),
                 ("ip", "-n", hub, "link", "add", far, "type", "veth", *peer),
                 ("ip", "-n", hub, "link", "set", far, "master", "bridge", "up"),
                 ("ip", "-n", own, "link", "set", "lo", "up"),
-                ("ip", "-n", own, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", INTERFACE),
+                ("ip", "-n", own, "addr", "add", f"10.77.0.{node + 1}/24", "dev", INTERFACE),
                 ("ip", "-n", own, "link", "set", INTERFACE, "up"),
                 self._limit(own, INTERFACE),
                 self._limit(hub, far),
@@ -223,13 +241,21 @@ class Enter:
 
     def __call__(self, rank: int) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
-        place = os.open(f"/run/netns/{self.network.namespace(rank)}", os.O_RDONLY)
+        own = self.network.namespace_of(rank)
+        place = os.open(f"/run/netns/{own}", os.O_RDONLY)
         try:
             if libc.setns(place, CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), f"cannot enter {self.network.namespace(rank)}")
+                raise OSError(ctypes.get_errno(), f"cannot enter {own}")
         finally:
             os.close(place)
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+
+
+def sent_bytes() -> int:
+    """Bytes that this process's namespace has sent over its link since it was made; 0 outside of a lab."""
+    with open("/proc/self/net/dev") as file:
+        fields = [line.split() for line in file]
+    return next((int(each[9]) for each in fields if each[0] == f"{INTERFACE}:"), 0)
 
 
 def _start_watchdog(network: Network) -> subprocess.Popen[bytes]:

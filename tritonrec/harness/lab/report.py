@@ -28,7 +28,8 @@ HOW_EMULATED = (
 def print_report(result: Result, console: Console) -> None:
     """The tables, what their columns mean, and what in them is emulated."""
     plan, baseline = result.plan, result.rows[0]
-    console.print(f"{plan.ranks} ranks, links of {plan.rate:g} Mbit/s, {plan.job.data}", highlight=False)
+    ranks = f"{plan.ranks} ranks" + f" on {plan.nodes} machines" * bool(plan.nodes)
+    console.print(f"{ranks}, links of {plan.rate:g} Mbit/s, {plan.job.data}", highlight=False)
     console.print(_table("Latency, ms per step", result.rows, LATENCY, baseline))
     console.print(_table("Hidden time, and sent bytes", result.rows, HIDING, baseline))
     if copied := [row for row in result.rows if row.setting.replicas > 1]:
@@ -55,6 +56,7 @@ HIDING: Columns = {
     "overlap": lambda row, _: f"{row.figures.overlap:.0%}",
     "payload": lambda row, baseline: f"{payload(row, baseline):.3f}",
     "MB": lambda row, _: f"{(row.figures.row_bytes + row.figures.key_bytes) / 1e6:.2f}",
+    "link MB": lambda row, _: f"{row.figures.link_bytes / 1e6:.2f}",
 }
 COPIES: Columns = {
     "copies": lambda row, _: str(row.setting.replicas),
@@ -96,7 +98,8 @@ def notes(result: Result) -> list[str]:
         "lookup, comm.: exposed time. copy: of kept rows between the buffers. physical: a rank communicates, "
         "waits for others included. exposed: its share in which the rank does not compute. hidden: share of "
         "the lookup beside other work. overlap: exchanges beside computation. payload: rows sent, over those "
-        "of the deduplicated batch. MB: sent by a rank per step.",
+        "of the deduplicated batch. MB: sent by a rank per step. link MB: all that leaves a machine over "
+        "its link.",
         f"sequential training spends {first.lookup / first.step:.1%} of a step in lookups and "
         f"{first.communication / first.step:.1%} in exchanges; {first.row_bytes / 1e6:.2f} MB of rows and "
         f"{first.key_bytes / 1e6:.2f} MB of keys leave a rank per step",
@@ -172,6 +175,7 @@ def as_json(result: Result) -> dict[str, Any]:
                 "micro_batches": row.setting.micro_batches,
                 "switches": dict(row.setting.switches),
                 "replicas": row.setting.replicas,
+                "nodes": row.setting.nodes,
                 "approximate": row.setting.approximate,
                 **asdict(row.figures),
                 "speedup": median(row.ratios),
@@ -197,6 +201,7 @@ def _environment(plan: LabConfig) -> dict[str, Any]:
         **environment(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "world_size": plan.ranks,
+        "machines": plan.nodes or plan.ranks,
         "link_mbit_per_second": plan.rate,
         "steps": plan.steps,
         "rounds": plan.rounds,

@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.progress import TimeElapsedColumn
 
 from ...distributed import TIMEOUT, RankPool
+from ...distributed.groups import validate_division
 from ...files import ScratchFolder
-from ...pipeline import PIPELINED, Mode
+from ...pipeline import PIPELINED, Mode, schedule_of
 from ...settings import MOST
 from ...settings import setting as user_setting
 from ...trace import read
@@ -36,6 +37,7 @@ class LabConfig:
 
     Args:
         job: data, model and batches. ranks: world size. rate: Mbit/s of each link, each way.
+        nodes: machines of as many ranks each, with one link; 0: one for each rank.
         modes, micro_batches, switches: see `settings`.
         seconds: emulated stages, seconds per step. proportions: shares of ``lookup`` and ``communication`` in
             a sequential step; the seconds are then found from the real communication. Empty: nothing.
@@ -46,6 +48,7 @@ class LabConfig:
     job: Job
     ranks: int = user_setting(4, "Ranks, each in a network namespace.", 2, 1024, option="world_size")
     rate: float = user_setting(100.0, "Mbit/s of each rank's link, each way.", 0.1, 100_000)
+    nodes: int = user_setting(0, "Machines of as many ranks each behind one link; 0: one a rank.", 0, 1024)
     modes: Sequence[Mode] = PIPELINED
     micro_batches: tuple[int, ...] = user_setting((4, 8), "Values of N; dbp runs whole batches.")
     switches: Mapping[str, object] = field(default_factory=dict)
@@ -62,8 +65,11 @@ class LabConfig:
             raise LabError("--emulate gives the seconds that --proportions would find: give one of them")
         for setting in self.settings:  # a wrong switch is an error before anything is created
             window = setting.window(self.job.seed)
-            if setting.replicas < 1 or self.ranks % setting.replicas:
-                raise LabError(f"{setting}: {setting.replicas} replicas do not divide {self.ranks} ranks")
+            try:
+                validate_division(self.ranks, setting.replicas, setting.nodes)
+                schedule_of(setting.mode, window, setting.replicas, setting.nodes)
+            except ValueError as error:
+                raise LabError(f"{setting}: {error}") from error
             every = window.average_every * window.accumulate
             if every and (left := (self.steps - WARMUP * window.accumulate) % every):
                 raise LabError(
@@ -122,15 +128,15 @@ class Result:
 
 
 @contextmanager
-def ranks_in(network: Network, timeout: timedelta = TIMEOUT, replicas: Iterable[int] = (1,)):
+def ranks_in(network: Network, timeout: timedelta = TIMEOUT, meshes: Iterable[tuple[int, int]] = ((1, 1),)):
     """A `RankPool` whose ranks live in the network's namespaces, built before and removed after.
 
     Args:
-        replicas: what runs on the pool will ask for.
+        meshes: replicas and nodes of the runs on the pool.
     """
     require_tools()
-    meshes = [(network.ranks, each) for each in replicas]
-    with built(network), RankPool(meshes, timeout, Enter(network)) as pool:
+    whole = [(network.ranks, *each) for each in meshes]
+    with built(network), RankPool(whole, timeout, Enter(network)) as pool:
         yield pool
 
 
@@ -146,13 +152,13 @@ def run_lab(
         LabError: the lab cannot be built here, losses differ, an edge of a schedule was not honoured, or a
             stage is slower than what it stands for.
     """
-    network = Network(plan.ranks, plan.rate, os.getpid())
-    replicas = {setting.replicas for setting in plan.settings}
+    network = Network(plan.ranks, plan.rate, os.getpid(), plan.nodes)
+    meshes = {(setting.replicas, setting.nodes) for setting in plan.settings}
     require_tools()
     if traces:
         traces.mkdir(parents=True, exist_ok=True)
     kept = nullcontext(str(traces)) if traces else ScratchFolder("tritonrec-lab-")
-    with kept as folder, ranks_in(network, timeout, replicas) as pool, _progress(console) as progress:
+    with kept as folder, ranks_in(network, timeout, meshes) as pool, _progress(console) as progress:
         bar = progress.add_task(
             "starting ranks", total=1 + PROBES * bool(plan.proportions) + len(plan.settings) * plan.rounds
         )

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 
 import numpy as np
 import torch
 
 from ...distributed import Communicators, RankPool
+from ...distributed.machine import machine
 from ...embedding import OptimizerName
 from ...files.places import place_of
 from ...pipeline import Trainer
 from ...trace import Recorder, save_joined
 from ..job import Job
-from .network import LabError
+from .network import LabError, sent_bytes
 from .settings import Emulation, Setting
 
 OPTIMIZER: OptimizerName = "adam"
@@ -28,12 +30,17 @@ Losses = dict[int, tuple[np.ndarray, np.ndarray]]
 
 @dataclass(frozen=True)
 class RankRun:
-    """The results of one rank: its losses by step, `LookupCounts` as a dict, emulated tasks."""
+    """The results of one rank: its losses by step, `LookupCounts` as a dict, emulated tasks.
+
+    `machine` is where it ran, whose link has `sent` so many bytes in all, before and after.
+    """
 
     losses: Losses
     counts: dict[str, int]
     tasks: int
     overruns: int
+    machine: str
+    sent: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,7 @@ class LabRun:
     counts: dict[str, int]
     tasks: int
     overruns: int
+    link_bytes: float = 0.0  # that left a machine, mean over the machines
 
 
 def run_rank(
@@ -67,10 +75,12 @@ def run_rank(
     with Trainer(model, tables, optimizer, communicators, setting.mode, window, recorder) as trainer:
         emulation.install(trainer.program)
         communicators.control.all_reduce(torch.zeros(1, dtype=torch.float32), "start together")
+        before = sent_bytes()
         for result in trainer.run(batches):
             losses[result.step] = (result.sample_ids.numpy(), result.losses.numpy())
     recorder.save(f"{path}.{communicators.rank}")
-    return RankRun(losses, vars(trainer.counts), emulation.tasks, emulation.overruns)
+    sent = before, sent_bytes()
+    return RankRun(losses, vars(trainer.counts), emulation.tasks, emulation.overruns, machine(), sent)
 
 
 def run_once(
@@ -83,9 +93,8 @@ def run_once(
     path: Path,
 ) -> LabRun:
     """Run a setting on all ranks of the pool; its joined trace goes to `path`."""
-    homes: list[RankRun] = pool.run(
-        run_rank, ranks, job, setting, seconds, steps, str(path), replicas=setting.replicas
-    )
+    args, mesh = (job, setting, seconds, steps, str(path)), (setting.replicas, setting.nodes)
+    homes: list[RankRun] = pool.run(run_rank, ranks, *args, replicas=mesh[0], nodes=mesh[1])
     parts = [f"{path}.{rank}" for rank in range(ranks)]
     save_joined(parts, path)
     for part in parts:
@@ -97,7 +106,9 @@ def run_once(
         losses[step] = (ids[order], values[order])
     counts = {name: sum(home.counts[name] for home in homes) for name in homes[0].counts}
     tasks, overruns = sum(home.tasks for home in homes), sum(home.overruns for home in homes)
-    return LabRun(setting, steps, path, losses, counts, tasks, overruns)
+    links = [[home.sent for home in homes if home.machine == each] for each in {h.machine for h in homes}]
+    sent = mean(max(after for _, after in link) - min(before for before, _ in link) for link in links)
+    return LabRun(setting, steps, path, losses, counts, tasks, overruns, sent)
 
 
 def compare_losses(run: LabRun, reference: LabRun, tolerance: float) -> str:

@@ -25,13 +25,16 @@ PAPER = {"lookup": 0.496, "communication": 0.208}
 REPLICAS = "replicas"
 """The switch that is no field of `WindowConfig`: ranks that hold the same part of the tables (2D)."""
 
+NODES = "nodes"
+"""Another one: the nodes over which lookups go in two steps (`Communicators.over`)."""
+
 AVERAGE = "average_every"
 """The switch that makes copies of the tables approximate."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One row of the report; `switches` are fields of `WindowConfig`, and `REPLICAS`."""
+    """One row of the report; `switches` are fields of `WindowConfig`, `REPLICAS` and `NODES`."""
 
     mode: Mode
     micro_batches: int = 1
@@ -39,7 +42,7 @@ class Setting:
 
     def window(self, seed: int) -> WindowConfig:
         """How it cuts its batches; a ValueError of the configuration becomes a `LabError` naming the row."""
-        chosen = {name: value for name, value in self.switches.items() if name != REPLICAS}
+        chosen = {name: value for name, value in self.switches.items() if name not in (REPLICAS, NODES)}
         try:
             own = {"micro_batches": self.micro_batches, "seed": seed, "exchanges": "each"}  # as simulated
             window = with_values(WindowConfig(), {**own, **chosen})
@@ -73,6 +76,11 @@ class Setting:
     def replicas(self) -> int:
         """Ranks that hold the same part of the tables."""
         return int(self.switches.get(REPLICAS, 1))
+
+    @property
+    def nodes(self) -> int:
+        """Nodes over which lookups go in two steps; 1: in one step."""
+        return int(self.switches.get(NODES, 1))
 
     @property
     def switch_words(self) -> list[str]:
@@ -144,7 +152,7 @@ def parse_switches(words: Iterable[str]) -> dict[str, Any]:
     known = values_by_option(plain := WindowConfig())
     for own in ("micro_batches", "seed", *values_by_option(plain.loss_scaling)):  # options of their own
         known.pop(own)
-    known[REPLICAS] = 1
+    known[REPLICAS] = known[NODES] = 1
     chosen = {}
     for word in words:
         name, equals, value = word.partition("=")

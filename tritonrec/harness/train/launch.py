@@ -28,12 +28,13 @@ class Launch:
 
     Args:
         world_size: ranks to start; under torchrun, srun or mpirun their own count.
-        replicas, timeout: of `Communicators`.
+        replicas, timeout, nodes: of `Communicators`.
     """
 
     world_size: int
     replicas: int
     timeout: timedelta
+    nodes: int = 1
 
     def train(self, run: Run) -> Summary:
         """`train` on all ranks; signals stop it after its step."""
@@ -69,13 +70,14 @@ class Launch:
     def _run(self, stoppable: Stoppable, function: Callable[..., dict[str, Any]], *args: Any) -> Summary:
         if self._is_here:
             with (
-                distributed.from_environment(self.timeout, self.replicas) as communicators,
+                distributed.from_environment(self.timeout, self.replicas, nodes=self.nodes) as communicators,
                 stoppable(communicators.stop.set) as stop,
             ):
                 return function(communicators, *args), communicators.rank == 0, stop
         with (
-            distributed.RankPool([(self.world_size, self.replicas)], self.timeout) as pool,
+            distributed.RankPool([(self.world_size, self.replicas, self.nodes)], self.timeout) as pool,
             stoppable(pool.request_stop) as stop,
         ):
-            results = pool.run(function, self.world_size, *args, replicas=self.replicas)
+            mesh = {"replicas": self.replicas, "nodes": self.nodes}
+            results = pool.run(function, self.world_size, *args, **mesh)
             return results[0], True, stop

@@ -9,6 +9,7 @@ from itertools import combinations, product
 from random import Random
 from typing import Any
 
+from ...distributed.launch import Mesh
 from ...embedding import OptimizerName, Placement, Storage
 from ...pipeline import PIPELINED, Consistency, Mode, WindowConfig
 from ...settings import with_values
@@ -66,7 +67,8 @@ class Case:
     than the job's, `variant` an entry of `VARIANTS`; where it accumulates, `steps` are rounded up to
     whole updates. With `restart` the run is saved half way, and goes on at that world size in fresh
     tables and with fresh optimizers. `replicas` ranks hold the same part of the tables (2D sparse
-    parallelism), before a restart; after it there is one copy. `storage` is where the tables are, those of
+    parallelism), and lookups go over `nodes` in two steps, before a restart; after it there is one copy, and
+    one step. `storage` is where the tables are, those of
     the reference are in host memory; after a restart they are in another one.
     """
 
@@ -83,6 +85,7 @@ class Case:
     restart: int = 0
     replicas: int = 1
     storage: Storage = "host"
+    nodes: int = 1
 
     def __post_init__(self) -> None:
         # A last update of fewer batches would have to be the reference's last one too, and others share that.
@@ -117,8 +120,14 @@ class Case:
 
     @property
     def shows(self) -> tuple[str, ...]:
-        """Counts that tell what the variant did."""
-        return (*self._variant.shows, "cached") if self.storage == "cached" else self._variant.shows
+        """Counts that tell what the variant did, a cache, and relays of several ranks."""
+        cached = ("cached",) * (self.storage == "cached")
+        return *self._variant.shows, *cached, *("node_bytes",) * (1 < self.nodes < self.world_size)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks that it runs on."""
+        return self.world_size, self.replicas, self.nodes
 
     @property
     def max_delay(self) -> float:
@@ -157,7 +166,8 @@ class Case:
     def __str__(self) -> str:
         return (
             f"{self.mode} {self.consistency} world_size={self.world_size} "
-            f"{f'replicas={self.replicas} ' if self.replicas > 1 else ''}N={self.micro_batches} "
+            f"{f'replicas={self.replicas} ' if self.replicas > 1 else ''}"
+            f"{f'nodes={self.nodes} ' if self.nodes > 1 else ''}N={self.micro_batches} "
             f"{f'storage={self.storage} ' if self.storage != 'host' else ''}"
             f"clustering={'on' if self.clustering else 'off'} {self.optimizer} steps={self.steps}"
             f"{' on ' + self.data if self.data else ''}{' ' + self.variant if self.variant else ''}"
@@ -175,8 +185,8 @@ class Case:
             yield replace(self, variant="")
         if self.storage != "host":
             yield replace(self, storage="host")
-        if self.replicas > 1:
-            yield replace(self, replicas=1)
+        if self.replicas > 1 or self.nodes > 1:
+            yield replace(self, replicas=1, nodes=1)
         elif self.world_size > 1 and not self.loses:
             yield replace(self, world_size=1)
             yield replace(self, world_size=self.world_size // 2)
@@ -278,8 +288,8 @@ def contract_table(
     order = {mode: place for place, mode in enumerate(("sequential", *factors[0]))}
 
     def place(c: Case) -> tuple[Any, ...]:
-        if c.replicas > 1:
-            return 3, c.variant, c.world_size, c.replicas, order[c.mode]
+        if c.replicas > 1 or c.nodes > 1:
+            return 3, c.nodes, c.variant, c.world_size, c.replicas, order[c.mode]
         if c.storage != "host":
             return 4, c.storage, c.restart, c.variant, order[c.mode]
         if c.restart:
@@ -329,6 +339,7 @@ def extra_cases(
         cases += rule_cases(modes, largest, length)
     cases += storage_cases(size, modes, largest, micro_batches, length)
     cases += replica_cases(size, modes, largest, micro_batches, length)
+    cases += node_cases(size, modes, largest, micro_batches, length)
     every = range(1, largest + 1)
     pairs = [(largest, 1)] if size == "quick" else [*product(every, every)]
     if size != "quick":
@@ -422,6 +433,39 @@ def replica_cases(
             cases.append(replace(both, variant="scale", world_size=2 * largest, replicas=largest))
             cases.append(replace(both, variant="packed-sums", replicas=2))
         cases.append(replace(both, variant=RESTART, replicas=2, restart=1))
+    return cases
+
+
+def node_cases(
+    size: str, modes: Sequence[Mode], largest: int, micro_batches: Sequence[int], steps: int
+) -> list[Case]:
+    """Lookups in two steps: the largest world size on nodes of two ranks and of one, and twice as many ranks.
+
+    Each in the last mode and without any overlap; ``"quick"`` runs one. Then cases with all switches, without
+    dedup before the exchange, with packed sums and rows in 16 bits, with tables on the device, and one that
+    goes on at another world size in one step.
+    """
+    if largest < 4 or largest % 2:
+        return []
+    cuts = [(largest, largest // 2), (largest, largest), (2 * largest, 2), (2 * largest, largest)]
+    optimizers = OPTIMIZERS[::-1]
+    cases = [
+        Case(
+            mode, "batch", world, micro_batches[index % len(micro_batches)], True,
+            optimizers[index % 3], steps, index if mode in PIPELINED else None, nodes=nodes,
+        )
+        for index, (world, nodes) in enumerate(cuts[:1] if size == "quick" else cuts)
+        for mode in (modes[-1], "sequential")
+    ]  # fmt: skip
+    if "nestpipe" in modes:
+        both = Case("nestpipe", "batch", largest, max(micro_batches), True, "adam", steps, 5, nodes=2)
+        cases.append(replace(both, variant="scale"))
+        if size != "quick":
+            cases.append(replace(both, variant="scale", world_size=2 * largest))
+            names = ("dedup-lookup", "packed-sums", "exchange-bf16", EACH, "accumulate")
+            cases += [replace(both, variant=name) for name in names]
+            cases += [replace(both, storage=storage) for storage in ("device", "cached")]
+        cases.append(replace(both, variant=RESTART, restart=1))
     return cases
 
 

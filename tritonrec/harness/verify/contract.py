@@ -35,7 +35,7 @@ class Verifier:
 
     Args:
         job: the training job.
-        pool: of the world sizes and replicas of the cases, processes or threads. It is restarted when a rank
+        pool: of the meshes of the cases, processes or threads. It is restarted when a rank
             has died.
         timeout: of the collectives of cases that lose a rank, which have processes of their own.
     """
@@ -77,20 +77,21 @@ class Verifier:
 
     def _run(self, case: Case, fault: str | None) -> list[RankReport]:
         args = (self.job, case, self._references.path, fault)
+        ranks = {"replicas": case.replicas, "nodes": case.nodes}
         if case.loses:
             left = case.world_size - 1
-            with ElasticPool(case.world_size, self._timeout, case.replicas, min_ranks=left) as ranks:
-                return ranks.run(run_losing, *args, Memory())
+            with ElasticPool(case.world_size, self._timeout, case.replicas, min_ranks=left) as pool:
+                return pool.run(run_losing, *args, Memory())
         if case.exports:
             with ScratchFolder() as folder:
                 stretch = Stretch(0, case.steps, export=folder)
-                return self._pool.run(run_case, case.world_size, *args, stretch, replicas=case.replicas)
+                return self._pool.run(run_case, case.world_size, *args, stretch, **ranks)
         if not case.restart:
-            return self._pool.run(run_case, case.world_size, *args, replicas=case.replicas)
+            return self._pool.run(run_case, case.world_size, *args, **ranks)
         half = case.steps // 2
         with ScratchFolder() as saved:
             stretch = Stretch(0, half, save=saved)
-            before = self._pool.run(run_case, case.world_size, *args, stretch, replicas=case.replicas)
+            before = self._pool.run(run_case, case.world_size, *args, stretch, **ranks)
             rest = Stretch(half, case.steps, load=saved)
             args = (self.job, case.resumed(), self._references.path, fault)
             return before + self._pool.run(run_case, case.restart, *args, rest)
@@ -105,7 +106,7 @@ class Verifier:
         while progress and tries < MAX_SHRINKS:
             progress = False
             for simpler in smallest.case.simpler():
-                if (simpler.world_size, simpler.replicas) not in self._pool.meshes:
+                if simpler.mesh not in self._pool.meshes:
                     continue
                 tries += 1
                 result = self.run(simpler)
@@ -127,7 +128,9 @@ class Verifier:
         by, evidence, where = [], [], ""
         if fault.injection.schedule is not None:
             try:
-                schedule = schedule_of(fault.case.mode, fault.case.window(0), fault.case.replicas)
+                schedule = schedule_of(
+                    fault.case.mode, fault.case.window(0), fault.case.replicas, fault.case.nodes
+                )
                 check(fault.injection.schedule(schedule), fault.case.micro_batches)
             except ScheduleError as error:
                 by.append("check")
@@ -178,8 +181,8 @@ def verify_contract(
     """Run the contract table and inject `faults`; prints progress and tables on `console`."""
     console = console or Console()
     every = [*cases, *(fault.case for fault in faults)]
-    meshes = {(case.world_size, case.replicas) for case in every}
-    meshes |= {(case.restart, 1) for case in every if case.restart}
+    meshes = {case.mesh for case in every}
+    meshes |= {(case.restart, 1, 1) for case in every if case.restart}
     report = Report(job)
     with (
         rank_pool(job.target.device, meshes, timeout) as pool,

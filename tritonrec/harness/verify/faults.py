@@ -336,6 +336,24 @@ FAULTS = [
         ),
     ),
     Fault(
+        "relay-hands-on-in-reverse",
+        "a relay hands the rows of its node on in the wrong order",
+        replace(_case(world_size=4), nodes=2),
+        Injection(injections.relay_in_reverse),
+    ),
+    Fault(
+        "relay-adds-to-another-row",
+        "a relay adds the gradients of one rank of its node to one row",
+        replace(_case(world_size=4), nodes=2),
+        Injection(injections.relay_adds_to_another_row),
+    ),
+    Fault(
+        "sums-of-a-node-rounded",
+        "sums that wait in a relay for a later micro-batch are rounded to float32",
+        replace(_case(world_size=4), variant="first-use", nodes=2),
+        Injection(injections.node_sums_rounded),
+    ),
+    Fault(
         "export-of-a-stale-row",
         "a row is exported from the step of an earlier checkpoint",
         replace(_case(), variant="export", steps=8),

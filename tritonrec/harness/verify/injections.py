@@ -34,6 +34,7 @@ from ...pipeline.places import (
     MeanGradient,
     OwnedRows,
     ReduceGroup,
+    RelaySums,
     Routes,
     RowGradient,
 )
@@ -432,6 +433,32 @@ def replicas_in_different_orders(program: Program) -> None:
         return replace(routes, received=received)
 
     program.after("route", own_order)
+
+
+def relay_in_reverse(program: Program) -> None:
+    def reverse(routes: Update[Routes]) -> None:
+        for relay in routes.relays:
+            for rows in relay.sent.rows:
+                rows.copy_(rows.flip(0))
+
+    program.after("route", reverse)
+
+
+def relay_adds_to_another_row(program: Program) -> None:
+    def another(routes: Update[Routes]) -> None:
+        for relay in routes.relays:
+            for rows, splits in zip(relay.gradients.rows, relay.gradients.splits, strict=True):
+                rows[len(rows) - splits[-1] :] = rows[:1]
+
+    program.after("route", another)
+
+
+def node_sums_rounded(program: Program) -> None:
+    def rounded(relay_sums: Update[From[RelaySums]], micro_batch: int) -> None:
+        for sums in relay_sums:
+            sums.copy_(sums.float())
+
+    program.before("gradient_exchange", rounded)
 
 
 def means_begin_at_zero(program: Program) -> None:

@@ -49,7 +49,7 @@ def record_traces(job: Job, directory: str, console: Console | None = None) -> b
     for name in ("mode", "step ms", "exposed", "hidden", "edges"):
         table.add_column(name, justify="left" if name == "mode" else "right")
     sound = True
-    with rank_pool(job.target.device, [(WORLD_SIZE, 1)], TIMEOUT) as pool, ScratchFolder() as scratch:
+    with rank_pool(job.target.device, [(WORLD_SIZE, 1, 1)], TIMEOUT) as pool, ScratchFolder() as scratch:
         for mode in MODES:
             case = Case(mode, "batch", WORLD_SIZE, MICRO_BATCHES, False, "adam", STEPS, variant=EACH)
             part = f"{scratch}/{mode}"

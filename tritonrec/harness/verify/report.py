@@ -109,7 +109,7 @@ class Report:
 def print_report(report: Report, console: Console) -> None:
     """The contract table, the injected faults, and the first difference if there is one."""
     tables: dict[Callable[[Job, list[CaseResult]], Table], list[CaseResult]] = {
-        _contract: [], _embedding: [], _storages: [], _replicas: [],
+        _contract: [], _embedding: [], _storages: [], _meshes: [],
     }  # fmt: skip
     for result in report.cases:
         tables[_table_of(result.case)].append(result)
@@ -134,8 +134,8 @@ def print_report(report: Report, console: Console) -> None:
 
 def _table_of(case: Case) -> Callable[[Job, list[CaseResult]], Table]:
     """The table that shows a case."""
-    if case.replicas > 1:
-        return _replicas
+    if case.replicas > 1 or case.nodes > 1:
+        return _meshes
     if case.storage != "host":
         return _storages
     return _contract if case.variant in ("", EACH) else _embedding
@@ -211,21 +211,25 @@ def _ranks(case: Case) -> str:
     return f"{case.world_size} > {case.restart}" if case.restart else str(case.world_size)
 
 
-def _replicas(_job: Job, results: list[CaseResult]) -> Table:
+def _meshes(_job: Job, results: list[CaseResult]) -> Table:
     table = Table(
-        title="2D sparse parallelism, exact gradients: bit-identical to the reference?",
-        caption="parts x copies: ranks that hold parts of the tables, times ranks that hold the same part. "
-        "> W': saved half way, continued by W' ranks with one copy.",
+        title="Copies of the tables, and lookups over nodes: bit-identical to the reference?",
+        caption="parts x copies: ranks that hold parts of the tables, times ranks that hold the same part "
+        "(2D sparse parallelism, exact). nodes x ranks: lookups in two steps. "
+        "> W': saved half way, continued by W' ranks with one copy, in one step.",
         padding=(0, 0, 0, 1),
     )
-    for name in ("mode", "parts x copies", "N", "optimizer", "variant", "counts", "s", "result"):
+    for name in ("mode", "ranks", "N", "optimizer", "variant", "counts", "s", "result"):
         table.add_column(name, justify="right" if name in ("N", "s") else "left", no_wrap=name != "counts")
     for result in results:
         case = result.case
-        mesh = f"{case.world_size // case.replicas} x {case.replicas}"
+        mesh = f"{case.world_size // case.replicas} parts x {case.replicas} copies"
+        if case.nodes > 1:
+            mesh = f"{case.nodes} nodes x {case.world_size // case.nodes}"
+        variant = " ".join(filter(None, (case.variant, case.storage.removeprefix("host"))))
         table.add_row(
             case.mode, mesh + f" > {case.restart}" * bool(case.restart), str(case.micro_batches),
-            case.optimizer.removeprefix("rowwise_"), case.variant, _counts(result), f"{result.seconds:.1f}",
+            case.optimizer.removeprefix("rowwise_"), variant, _counts(result), f"{result.seconds:.1f}",
             _outcome(result),
         )  # fmt: skip
     return table

@@ -400,7 +400,9 @@ def prepared(
         config = with_values(config, {"exchanges": "each"})
     schedule = None
     if injected.schedule is not None:
-        schedule = injected.schedule(schedule_of(case.mode, config, communicators.replicas))
+        schedule = injected.schedule(
+            schedule_of(case.mode, config, communicators.replicas, communicators.nodes)
+        )
     delay = injected.delay or _delays(case, communicators.rank)
     with Trainer(
         model, tables, optimizer, communicators, case.mode, config, recorder, delay, schedule,
