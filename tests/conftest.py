@@ -108,7 +108,7 @@ def quick_interpreter():
         interpreter.quicken()
 
 
-MESHES = (1, 2, 3, 4, (2, 2), (4, 2), (4, 4))
+MESHES = (1, 2, 3, 4, (2, 2), (4, 2), (4, 4), (4, 1, 2))
 
 
 @pytest.fixture(scope="session")

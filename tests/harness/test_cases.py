@@ -34,7 +34,7 @@ def triples(cases):
 
 
 def test_full_is_the_whole_product():
-    full = [c for c in contract_table("full") if not c.data and not c.variant and c.replicas == 1]
+    full = [c for c in contract_table("full") if not c.data and not c.variant and c.mesh[1:] == (1, 1)]
     full = [c for c in full if c.storage == "host"]
     sizes = (PIPELINED, CONSISTENCIES, WORLD_SIZES, MICRO_BATCHES, (False, True), OPTIMIZERS)
     assert len(full) == len(set(full)) == math.prod(map(len, sizes)) == 540
@@ -102,6 +102,17 @@ def test_every_grouping_of_four_and_eight_ranks_is_tried_with_and_without_pipeli
         ("restart", 1),
     }
     assert not any(case.replicas > 1 for case in contract_table("quick", world_sizes=[1]))
+
+
+def test_lookups_over_nodes_are_tried_with_and_without_pipeline_and_in_every_form():
+    cases = [case for case in contract_table("default") if case.nodes > 1]
+    for mode in ("nestpipe", "sequential"):
+        plain = {(c.world_size, c.nodes) for c in cases if c.mode == mode and not c.variant}
+        assert plain == {(4, 2), (4, 4), (8, 2), (8, 4)}
+    assert {c.variant for c in cases} >= {"scale", "dedup-lookup", "packed-sums", "exchange-bf16", EACH}
+    assert {c.storage for c in cases} == {"host", "device", "cached"} and {c.restart for c in cases} == {0, 1}
+    assert all("node_bytes" in c.shows for c in cases if c.nodes < c.world_size)
+    assert not any(case.nodes > 1 for case in contract_table("default", world_sizes=[1, 2, 3]))
 
 
 def test_a_case_that_accumulates_ends_with_a_whole_update():

@@ -128,7 +128,7 @@ def test_shrinking_keeps_to_the_world_sizes_asked_for(job):
     failed = CaseResult(
         Case("nestpipe", "batch", 3, 1, False, "sgd", 1), identical=False, error="a rank died"
     )
-    with Verifier(job, SimpleNamespace(meshes=((3, 1),))) as verifier:
+    with Verifier(job, SimpleNamespace(meshes=((3, 1, 1),))) as verifier:
         verifier.run = lambda case, fault=None: pytest.fail(f"{case} cannot run here")
         assert verifier.shrink(failed) is failed
 

@@ -38,12 +38,12 @@ def found(first=None, tensors=10, nbytes=100, seconds=1.0, **counts):
 class Pool:
     """Ranks whose reports, or error, are given, call by call."""
 
-    meshes = ((1, 1), (2, 1))
+    meshes = ((1, 1, 1), (2, 1, 1))
 
     def __init__(self, *calls):
         self.calls, self.asked, self.restarted = [*calls], [], 0
 
-    def run(self, function, world_size, *args, replicas=1):
+    def run(self, function, world_size, *args, replicas=1, nodes=1):
         self.asked.append((world_size, *args))
         call = self.calls.pop(0)
         if isinstance(call, Exception):

@@ -28,6 +28,8 @@ from tritonrec.pipeline.places import (
     Losses,
     MeanGradient,
     OwnedRows,
+    Relayed,
+    RelaySums,
     Routes,
     RowGradient,
     Tables,
@@ -237,11 +239,16 @@ def rows_of(kind, which, places, micro_batch):
     """By table the rows of a place per micro-batch that belong to `which` micro-batches; None for all."""
     count = len(places[Routes].tables[0].splits)
     own = {"own": [micro_batch], "up_to": range(micro_batch + 1), "from": range(micro_batch, count)}[which]
-    if kind is Embeddings:
-        slots = [[table.slots(i) for i in own] for table in places[Routes].tables]
+    if kind in (Embeddings, Relayed):
+        relays = [relay.dist for relay in places[Routes].relays]
+        tables = places[Routes].tables if kind is Embeddings else relays
+        slots = [[table.slots(i) for i in own] for table in tables]
         return [torch.cat([torch.arange(s.start, s.stop) for s in each]) for each in slots]
     if kind is Gradients:
         return [torch.cat([table.gradients.rows[i] for i in own]) for table in places[Routes].tables]
+    if kind is RelaySums:  # that leave with these micro-batches
+        relays = places[Routes].relays
+        return [torch.cat([relay.dist.gradients.rows[i] for i in own]) for relay in relays]
     owned = places[OwnedRows].tables
     if kind is MeanGradient:
         return [torch.cat([table.reductions[i].rows for i in own]) for table in owned]
@@ -262,7 +269,7 @@ def allowed_rows(kind, access, places, micro_batch):
         sizes = [len(rows) for rows in places.previous[Buffer]]
         every = zip(sizes, kept, strict=True)
         return [torch.arange(size)[~torch.isin(torch.arange(size), rows)] for size, rows in every]
-    per_rows = kind in (Embeddings, Gradients, RowGradient, MeanGradient)
+    per_rows = kind in (Embeddings, Gradients, Relayed, RelaySums, RowGradient, MeanGradient)
     if per_rows and micro_batch is not None and access.micro_batches != "all":
         return rows_of(kind, access.micro_batches, places, micro_batch)
     return None

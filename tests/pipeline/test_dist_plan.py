@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planned_exchange import exchange, micro_batches
 
 from tritonrec import ops
 from tritonrec.pipeline.dist_plan import (
@@ -19,27 +20,10 @@ from tritonrec.pipeline.exchange_groups import joined_groups
 KEYS = st.sampled_from([-(2**63), -5, -1, 0, 1, 2, 3, 4, 5, 6, 7, 2**31, 2**63 - 1])
 
 
-def micro_batches(parts):
-    return [torch.tensor(part, dtype=torch.int64) for part in parts]
-
-
 def plan_input_dist(keys, world, dedup, first_use, padded=False, groups=None) -> InputDist:
     owners = partial(ops.owner_of, world_size=world)
     lookups = plan_lookups(keys, owners, world, dedup, first_use, padded, groups)
     return lookups.input_dist(lookups.sizes.tolist())
-
-
-def exchange(asked: list[InputDist]):
-    """What each owner gets in the key exchange: keys, last uses, and the sizes of what follows, both ways."""
-    world = len(asked)
-    for owner in range(world):
-        parts = [one.keys.split(one.input_splits)[owner] for one in asked]
-        uses = [one.last_use.split(one.input_splits)[owner] for one in asked if one.last_use is not None]
-        receive, back = (
-            [[splits[i][owner] for splits in each] for i in range(len(asked[0].splits))]
-            for each in ([one.splits for one in asked], [one.gradients.splits for one in asked])
-        )
-        yield torch.cat(parts), torch.cat(uses) if uses else None, receive, back
 
 
 @settings(deadline=None)

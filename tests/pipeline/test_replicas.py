@@ -81,7 +81,7 @@ def test_groups_are_those_of_the_source(pool):
 
 
 def test_a_mesh_that_was_not_asked_for_and_replicas_that_do_not_divide_are_refused(pool):
-    with pytest.raises(ValueError, match=r"not \(3, 3\)"):
+    with pytest.raises(ValueError, match=r"not \(3, 3, 1\)"):
         pool.run(where, 3, replicas=3)
     with pytest.raises(ValueError, match="3 replicas do not divide 4 ranks"):
         Communicators.over(range(4), replicas=3)

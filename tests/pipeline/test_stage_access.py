@@ -107,6 +107,8 @@ def test_every_declared_access_happens_and_replicas_keep_to_theirs(local, pool):
         assert same(ranks[0][0], ranks[1][0])
     for window in ({}, {"skip_fetch": True}):  # a replica of one rank asks nobody for rows or sizes
         touched |= set().union(*(accesses for _, accesses in pool.run(on_ranks, 2, window, POLICY)))
+    for window in ({}, {"first_use": True}):
+        touched |= set().union(*(accesses for _, accesses in pool.run(on_ranks, 4, window, POLICY, nodes=2)))
     declared = {(each.function.__name__, access) for each in FORMS for access in each.touches}
     never = sorted(f"{name}: {access}" for name, access in declared - touched)
     assert not never, never

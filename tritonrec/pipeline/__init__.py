@@ -27,6 +27,7 @@ from .schedule import (
     Stage,
     Task,
     keep_rows,
+    over_nodes,
     with_norm,
     with_replicas,
 )
@@ -78,6 +79,7 @@ __all__ = [
     "check",
     "keep_rows",
     "next_item_scores",
+    "over_nodes",
     "rank_held_out",
     "restore",
     "run_sequentially",

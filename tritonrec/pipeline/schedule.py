@@ -320,10 +320,12 @@ def keep_rows(schedule: Schedule) -> Schedule:
 
 
 def over_nodes(schedule: Schedule) -> Schedule:
-    """The schedule whose lookups go within a node and between nodes, a step each (`relays`)."""
-    return schedule.with_stages(
-        stages.route_over_nodes, stages.exchange_over_nodes, stages.gradient_exchange_over_nodes
-    )
+    """The schedule whose lookups go within a node and between nodes, a step each (`relays`).
+
+    The stages wait for what they waited for.
+    """
+    forms = stages.route_over_nodes, stages.exchange_over_nodes, stages.gradient_exchange_over_nodes
+    return schedule.with_stages(*(replace(form, after=schedule[form.name].after) for form in forms))
 
 
 def with_replicas(schedule: Schedule) -> Schedule:

@@ -40,8 +40,8 @@ def lab(
     switch: Annotated[
         list[str] | None,
         typer.Option(
-            help="Field of WindowConfig, replicas=R for R copies of the tables (2D), nodes=H for lookups in two "
-            "steps: NAME or NAME=VALUE. Nestpipe runs once more with them all."
+            help="Field of WindowConfig, replicas=R for R copies of the tables (2D), nodes=H for lookups "
+            "in two steps: NAME or NAME=VALUE. Nestpipe runs once more with them all."
         ),
     ] = None,
     emulate: Annotated[

@@ -215,7 +215,7 @@ def _meshes(_job: Job, results: list[CaseResult]) -> Table:
     table = Table(
         title="Copies of the tables, and lookups over nodes: bit-identical to the reference?",
         caption="parts x copies: ranks that hold parts of the tables, times ranks that hold the same part "
-        "(2D sparse parallelism, exact). nodes x ranks: lookups in two steps. "
+        "(2D sparse parallelism, exact). ranks of nodes, M x L nodes: lookups in two steps. "
         "> W': saved half way, continued by W' ranks with one copy, in one step.",
         padding=(0, 0, 0, 1),
     )
@@ -223,9 +223,9 @@ def _meshes(_job: Job, results: list[CaseResult]) -> Table:
         table.add_column(name, justify="right" if name in ("N", "s") else "left", no_wrap=name != "counts")
     for result in results:
         case = result.case
-        mesh = f"{case.world_size // case.replicas} parts x {case.replicas} copies"
+        mesh = f"{case.world_size // case.replicas} x {case.replicas} copies"
         if case.nodes > 1:
-            mesh = f"{case.nodes} nodes x {case.world_size // case.nodes}"
+            mesh = f"{case.nodes} x {case.world_size // case.nodes} nodes"
         variant = " ".join(filter(None, (case.variant, case.storage.removeprefix("host"))))
         table.add_row(
             case.mode, mesh + f" > {case.restart}" * bool(case.restart), str(case.micro_batches),
