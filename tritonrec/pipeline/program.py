@@ -78,7 +78,8 @@ class Program:
         device = usable_device(device)
         self.sums = Sums(config, device, communicators.copies_messages(device))
         groups, reason = self._exchange_groups()
-        self.exchanges = f"{groups}: {reason}"
+        steps = f", each within a node and between {communicators.nodes}" if schedule.relays else ""
+        self.exchanges = f"{groups}{steps}: {reason}"
         """How many exchanges a window has, and why, in words."""
         self.context = Context(
             config, device, tables, self.sums, schedule.replicated,

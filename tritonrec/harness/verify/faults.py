@@ -422,6 +422,13 @@ FAULTS = [
         says="a message from rank 0 has other bits at rank 1",
     ),
     Fault(
+        "bit-of-a-message-between-nodes",
+        "a bit of the rows that rank 1 sends to rank 3, of another node, flips on the way",
+        replace(_case(world_size=4), variant="replay", steps=8, nodes=2),
+        Injection(injections.bit_of_a_message),
+        says="a message from rank 1 has other bits at rank 3",
+    ),
+    Fault(
         "bit-of-a-gradient",
         "rank 1 computes a bit of its gradients wrongly",
         replace(_case(world_size=3), variant="replay", steps=8),

@@ -493,18 +493,20 @@ def replica_reduction_after_the_first_use(program: Program) -> None:
 
 
 def bit_of_a_message(program: Program) -> None:
-    communication = program.communicators.communication
-    exchange, rows = communication.exchange, list[int]()
+    """Of one to the last rank of a shard's or rail's two."""
+    groups = program.communicators
+    over = groups.rail if groups.nodes > 1 else groups.communication
+    exchange, rows = over.exchange, list[int]()
 
     def flipped(values, send, receive, out=None):
         received = exchange(values, send, receive, out)
-        if values.dtype == torch.float32 and communication.rank == 1 and receive[0]:
+        if values.dtype == torch.float32 and groups.rank == groups.world_size - 1 and receive[0]:
             rows.append(receive[0])
             if len(rows) > 4:
-                received.view(torch.int32)[0, 1] ^= 1 << 12  # of those from rank 0
+                received.view(torch.int32)[0, 1] ^= 1 << 12  # of those from the first one
         return received
 
-    communication.exchange = flipped  # type: ignore[method-assign]
+    over.exchange = flipped  # type: ignore[method-assign]
 
 
 def bit_of_a_gradient(program: Program) -> None:

@@ -55,7 +55,10 @@ from .work import (
 ONE_IN, LEDGER = 16, 8
 """All-to-alls of a group of which one at least is looked at, and how many of these are compared together."""
 LEAST_SHARE = 1e-9
-MOVING = ("routing", "replica_routing", "communication", "replica", "reduce")
+MOVING = (
+    "routing", "replica_routing", "communication", "replica", "reduce",
+    "node_routing", "rail_routing", "node", "rail",
+)  # fmt: skip
 """Groups that move keys, rows and gradients."""
 
 ADVICE = "check processor and memory there, and go on from a checkpoint before this step"
