@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fake_accelerator import FakeAccelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned_exchange import exchange, micro_batches
@@ -16,6 +17,7 @@ from tritonrec.pipeline import NESTPIPE, PIPELINED, Trainer, WindowConfig, check
 from tritonrec.pipeline.dist_plan import plan_lookups, plan_output_dist
 from tritonrec.pipeline.exchange_groups import joined_groups
 from tritonrec.pipeline.relays import plan_relay
+from tritonrec.settings import with_values
 
 KEYS = st.integers(-6, 6)
 
@@ -166,10 +168,13 @@ WINDOWS = [
 POLICY = TablePolicy(Eviction("lru", capacity=40, every=2), admission=2)
 
 
-def ran(communicators, mode, window, policy=None):
+def ran(communicators, mode, window, policy=None, late=None):
+    """`late`: an accelerator made of threads, whose lane of that name is slow."""
     made = parts(policy=policy)
     own = {"rank": communicators.rank, "world_size": communicators.world_size}
-    with trainer(made, mode, communicators=communicators, **window) as training:
+    config = with_values(WindowConfig(3, seed=4), window)
+    streams = None if late is None else FakeAccelerator(communicators.rank, slow=late)
+    with Trainer(*made, communicators, mode, config, streams=streams) as training:
         losses = [result.loss for result in training.run(batches(6, 9, **own))]
         return state(made), losses, training.counts
 
@@ -188,6 +193,15 @@ def test_two_steps_have_the_bits_of_one(mode, window, policy):
             assert plain.node_bytes == 0 and (counts.node_bytes > 0) == (nodes == 2)
             if nodes == 4:  # a relay of one rank hands nothing on
                 assert counts.key_bytes == plain.key_bytes and counts.rows == plain.rows
+
+
+@pytest.mark.parametrize("late", ["communication", "routing", "compute"])
+def test_on_an_accelerator_whose_lanes_run_late_nothing_is_used_before_it_is_there(late):
+    window = {"first_use": True, "skip_fetch": True}
+    one = run_ranks(4, lambda ranks: ran(ranks, "nestpipe", window))
+    two = run_ranks(4, lambda ranks: ran(ranks, "nestpipe", window, late=late), nodes=2)
+    for (expected, losses, _), (got, own_losses, _) in zip(one, two, strict=True):
+        assert same(got, expected) and own_losses == losses
 
 
 def sent_between_nodes(counts):
