@@ -119,7 +119,7 @@ def test_figures_are_those_of_the_trace(plan, runs, result):
         spans = read(run.trace).spans
         seen = row.figures
         sent = sum(span.args.get("bytes", 0) for span in spans) / 2 / plan.steps
-        assert seen.row_bytes == sent > 0
+        assert seen.row_bytes == sent > 0 and seen.link_bytes == 0  # there is no link
         assert seen.compute >= 0.03  # emulated
         assert 0 <= seen.exposed <= seen.communication and 0 <= seen.exposed_lookup <= seen.lookup
         assert row.tasks == 2 * plan.rounds * plan.steps * row.setting.micro_batches
@@ -282,6 +282,23 @@ def test_ratios_are_of_runs_of_one_round(plan):
     found = rows(plan, rounds)
     assert found[0].ratios == [1.0, 1.0, 1.0] and found[1].ratios == [2.0, 3.0, 9.0]
     assert found[1].figures.step == 3.0 and (found[1].tasks, found[1].overruns) == (15, 6)
+
+
+def test_bytes_of_shared_links_have_a_table_beside_those_of_sequential_training(job):
+    plan = LabConfig(job, 4, 100.0, ["nestpipe"], [4], {"nodes": 2}, nodes=2)
+    plain = Measurement(Figures(*([1.0] * len(fields(Figures)))), {}, "identical", 0, 0)
+    sent = [replace(plain, figures=replace(plain.figures, link_bytes=each)) for each in (4e6, 6e6, 3e6)]
+    console = Console(record=True, width=80, file=io.StringIO())
+    report.print_report(Result(plan, rows(plan, [sent]), {}), console)
+    text = console.export_text()
+    assert "4 ranks on 2 machines" in text
+    lines = [
+        line.split("│")[1:-1] for line in text.partition("left a machine")[2].splitlines() if "│" in line
+    ]
+    assert [[cell.strip() for cell in line[-3:]] for line in lines if line[-1].strip()] == [
+        ["1", "4.00", "1.00"], ["1", "6.00", "1.50"], ["2", "3.00", "0.75"],
+    ]  # fmt: skip
+    assert report.as_json(Result(plan, rows(plan, [sent]), {}))["rows"][2]["nodes"] == 2
 
 
 def test_costs_are_of_the_steps_behind_the_warm_up():

@@ -67,12 +67,22 @@ def test_both_ends_of_every_link_are_limited():
     lab = Network(3, 12.5, owner=77)
     limited = {(c[2], c[c.index("dev") + 1]): c for c in lab.setup() if c[0] == "tc"}
     own = {(lab.namespace(rank), "eth0") for rank in range(3)}
-    assert limited.keys() == own | {(lab.hub, f"rank{rank}") for rank in range(3)}
+    assert limited.keys() == own | {(lab.hub, f"node{node}") for node in range(3)}
     for command in limited.values():
         assert command[command.index("rate") + 1] == "12500000bit" and "tbf" in command
         assert int(command[command.index("burst") + 1].removesuffix("b")) >= 3028  # two packets pass at once
     addresses = [c[c.index("add") + 1] for c in lab.setup() if "addr" in c]
     assert addresses == ["10.77.0.1/24", "10.77.0.2/24", "10.77.0.3/24"]
+
+
+def test_ranks_of_a_node_share_its_namespace_and_its_link():
+    lab = Network(6, 100.0, owner=77, nodes=2)
+    assert lab.namespaces == [f"tritonrec-lab-77-{part}" for part in ("hub", 0, 1)]
+    assert [lab.namespace_of(rank)[-1] for rank in range(6)] == ["0", "0", "0", "1", "1", "1"]
+    assert sum(command[0] == "tc" for command in lab.setup()) == 4
+    for nodes in (1, 4, -2):
+        with pytest.raises(LabError, match=f"2 nodes or more, which divide its 6 ranks, got {nodes}"):
+            Network(6, 100.0, 77, nodes)
 
 
 @pytest.mark.parametrize("step", range(len(Network(2, 100.0, 77).setup())))

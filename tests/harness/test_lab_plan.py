@@ -17,7 +17,7 @@ BEST = {
     "pipeline": "nestpipe", "micro_batches": 6, "depth": 3, "replicas": 2, "clustered": False, "taper": 0.65,
     "first_use": True, "skip_fetch": False, "step": 0.5, "gain": 2.0, "exposed": 0.1, "sent": 5e5,
 }  # fmt: skip
-FIGURES = Figures(0.4, 0.2, 0.0, 0.3, 0.12, 0.3, 0.001, 12, 11, 1e6, 1e3, 50, 0.4, 0, 0, 0, 0)
+FIGURES = Figures(0.4, 0.2, 0.0, 0.3, 0.12, 0.3, 0.001, 12, 11, 1e6, 1e3, 50, 0.4, 0, 0, 0, 0, 0)
 
 
 def written(tmp_path, **changes):

@@ -99,6 +99,27 @@ def test_an_exchange_takes_the_time_of_its_bytes():
         assert seconds >= 0.9 * 4 * count * 8 / (rate * 1e6)
 
 
+@pytest.mark.slow
+@pytest.mark.multi_rank
+def test_ranks_of_one_machine_send_nothing_over_its_link():
+    with rounds.ranks_in(Network(4, 10.0, os.getpid(), nodes=2), meshes=[(1, 2)]) as pool:
+        inside, between = zip(*pool.run(sent_over_links, 4, 250_000, nodes=2), strict=True)
+    assert max(inside) < 50_000 and min(between) > 1_000_000  # what two ranks of a machine have sent
+
+
+def sent_over_links(communicators, count):
+    sent, values = [], torch.ones(count, dtype=torch.float32)
+    for over in (communicators.node, communicators.rail):
+        counts = [0, 0]
+        counts[1 - over.rank] = count
+        communicators.control.all_reduce(torch.zeros(1, dtype=torch.float32), "start together")
+        before = network.sent_bytes()
+        over.all_to_all(values, counts, counts)
+        communicators.control.all_reduce(torch.zeros(1, dtype=torch.float32), "end together")
+        sent.append(network.sent_bytes() - before)
+    return sent
+
+
 def timed_exchange(communicators, count):
     values, counts = torch.ones(count), [0, 0]
     counts[1 - communicators.rank] = count

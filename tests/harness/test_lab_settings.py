@@ -62,7 +62,7 @@ def test_switches_are_the_fields_of_the_window():
 
 def test_an_unknown_switch_lists_those_there_are():
     record = {"dedup", "first_use", "taper", "skip_fetch", "exchanges", "exchange_sums", "exchange_precision"}
-    names = {each.name for each in PLAIN} - {"micro_batches", "seed"} | {"replicas"} | record
+    names = {each.name for each in PLAIN} - {"micro_batches", "seed"} | {"replicas", "nodes"} | record
     known = re.escape(", ".join(sorted(names)))
     with pytest.raises(LabError, match=f"--switch 'clusterin': unknown; the switches are {known}$"):
         parse_switches(["clusterin"])
@@ -169,7 +169,7 @@ def test_micro_batches_share_by_samples(job):
 
 
 def test_proportions_follow_from_the_probe(job):
-    seen = Figures(1.0, 0.1, 0.1, 0.2, 0.2, 0.65, 0.0, 1, 0, 1, 1, 1, 1.0, 0, 0, 0, 0)
+    seen = Figures(1.0, 0.1, 0.1, 0.2, 0.2, 0.65, 0.0, 1, 0, 1, 1, 1, 1.0, 0, 0, 0, 0, 0)
     costs = {"compute": rounds.StageCost("compute", 1.0, 0.6, None)}
     probe = rounds.Measurement(seen, costs, "identical", 0, 0)
     plan = LabConfig(job, proportions={"lookup": 0.5, "communication": 0.2})

@@ -32,6 +32,9 @@ def print_report(result: Result, console: Console) -> None:
     console.print(f"{ranks}, links of {plan.rate:g} Mbit/s, {plan.job.data}", highlight=False)
     console.print(_table("Latency, ms per step", result.rows, LATENCY, baseline))
     console.print(_table("Hidden time, and sent bytes", result.rows, HIDING, baseline))
+    if plan.nodes:
+        title = "All that left a machine over its link, per step"
+        console.print(_table(title, result.rows, LINKS, baseline))
     if copied := [row for row in result.rows if row.setting.replicas > 1]:
         title = "Replica reduction: part of comm., of physical and of MB"
         console.print(_table(title, copied, COPIES, baseline))
@@ -56,7 +59,11 @@ HIDING: Columns = {
     "overlap": lambda row, _: f"{row.figures.overlap:.0%}",
     "payload": lambda row, baseline: f"{payload(row, baseline):.3f}",
     "MB": lambda row, _: f"{(row.figures.row_bytes + row.figures.key_bytes) / 1e6:.2f}",
-    "link MB": lambda row, _: f"{row.figures.link_bytes / 1e6:.2f}",
+}
+LINKS: Columns = {
+    "steps of a lookup": lambda row, _: "2" if row.setting.nodes > 1 else "1",
+    "MB": lambda row, _: f"{row.figures.link_bytes / 1e6:.2f}",
+    "over sequential": lambda row, baseline: f"{row.figures.link_bytes / baseline.figures.link_bytes:.2f}",
 }
 COPIES: Columns = {
     "copies": lambda row, _: str(row.setting.replicas),
@@ -98,8 +105,7 @@ def notes(result: Result) -> list[str]:
         "lookup, comm.: exposed time. copy: of kept rows between the buffers. physical: a rank communicates, "
         "waits for others included. exposed: its share in which the rank does not compute. hidden: share of "
         "the lookup beside other work. overlap: exchanges beside computation. payload: rows sent, over those "
-        "of the deduplicated batch. MB: sent by a rank per step. link MB: all that leaves a machine over "
-        "its link.",
+        "of the deduplicated batch. MB: sent by a rank per step.",
         f"sequential training spends {first.lookup / first.step:.1%} of a step in lookups and "
         f"{first.communication / first.step:.1%} in exchanges; {first.row_bytes / 1e6:.2f} MB of rows and "
         f"{first.key_bytes / 1e6:.2f} MB of keys leave a rank per step",

@@ -37,18 +37,17 @@ class LabConfig:
 
     Args:
         job: data, model and batches. ranks: world size. rate: Mbit/s of each link, each way.
-        nodes: machines of as many ranks each, with one link; 0: one for each rank.
         modes, micro_batches, switches: see `settings`.
         seconds: emulated stages, seconds per step. proportions: shares of ``lookup`` and ``communication`` in
             a sequential step; the seconds are then found from the real communication. Empty: nothing.
         steps: steps of a run, `WARMUP` of them not measured. rounds: runs of each setting.
         planned: what `tritonrec plan` has chosen, to be run as well.
+        nodes: machines of as many ranks each, with one link; 0: one for each rank.
     """
 
     job: Job
     ranks: int = user_setting(4, "Ranks, each in a network namespace.", 2, 1024, option="world_size")
     rate: float = user_setting(100.0, "Mbit/s of each rank's link, each way.", 0.1, 100_000)
-    nodes: int = user_setting(0, "Machines of as many ranks each behind one link; 0: one a rank.", 0, 1024)
     modes: Sequence[Mode] = PIPELINED
     micro_batches: tuple[int, ...] = user_setting((4, 8), "Values of N; dbp runs whole batches.")
     switches: Mapping[str, object] = field(default_factory=dict)
@@ -57,6 +56,7 @@ class LabConfig:
     steps: int = user_setting(8, "Steps of a run, at least 4; two of them warm up.", 1, MOST)
     rounds: int = user_setting(3, "Interleaved runs of each setting.", 1, 10_000)
     planned: Planned | None = None
+    nodes: int = user_setting(0, "Machines of as many ranks each behind one link; 0: one a rank.", 0, 1024)
 
     def __post_init__(self) -> None:
         if self.steps < WARMUP + 2:
