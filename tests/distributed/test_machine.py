@@ -6,20 +6,20 @@ from tritonrec.distributed import RankPool, machine
 
 
 def of_rank(communicators):
-    return communicators.one_machine
+    return communicators.machines
 
 
 def test_processes_of_this_machine_are():
     assert machine.machine()
     with RankPool([2]) as pool:
-        assert pool.run(of_rank, 2) == [True, True]
+        assert pool.run(of_rank, 2) == [1, 1]
 
 
 @pytest.mark.parametrize("missing", ["BOOT", "NETWORK"])
 def test_without_a_name_none_are(missing, monkeypatch, tmp_path):
     monkeypatch.setattr(machine, missing, tmp_path / "none")
     assert machine.machine() == ""
-    assert not machine.is_one([machine.machine()] * 2)
+    assert machine.count_machines([machine.machine()] * 2) == 0
 
 
 def test_another_boot_or_network_is_another_machine(monkeypatch, tmp_path):
@@ -31,5 +31,5 @@ def test_another_boot_or_network_is_another_machine(monkeypatch, tmp_path):
     (tmp_path / "net").symlink_to("net:[1]")
     names.append(machine.machine())
     for name in names:
-        assert machine.is_one([name, name])
-        assert [machine.is_one([name, other]) for other in names].count(True) == 1
+        assert machine.count_machines([name, name]) == 1
+    assert machine.count_machines([*names, *names]) == 3

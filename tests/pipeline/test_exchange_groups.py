@@ -66,12 +66,12 @@ def test_rows_that_can_be_hidden_are_not_late(count, rows):
     assert end(joined_groups(count, True, False)) == pytest.approx(end(each_alone(count)))
 
 
-def trained(mode, consistency="batch", one_machine=False, **window):
+def trained(mode, consistency="batch", machines=2, **window):
     """State, exchanged parts and counts of each of two ranks."""
     made = [parts.parts() for _ in range(2)]
 
     def rank(communicators):
-        communicators = replace(communicators, one_machine=one_machine)
+        communicators = replace(communicators, machines=machines)
         own, over, sent = made[communicators.rank], communicators.communication, []
         exchange = over.exchange
 
@@ -118,9 +118,9 @@ def test_ranks_of_one_machine_exchange_a_windows_rows_once(consistency):
     alone, *runs = (
         trained("nestpipe", consistency, **how)
         for how in (
-            {"exchanges": "each", "one_machine": True},
-            {"exchanges": "once"}, {"one_machine": True},
-            {"exchanges": "joined", "one_machine": True}, {},
+            {"exchanges": "each", "machines": 1},
+            {"exchanges": "once"}, {"machines": 1},
+            {"exchanges": "joined", "machines": 1}, {},
         )
     )  # fmt: skip
     # packed sums and their lengths are two messages; on one machine sums are sent whole
@@ -133,35 +133,35 @@ def test_ranks_of_one_machine_exchange_a_windows_rows_once(consistency):
 
 
 @pytest.mark.parametrize(
-    ("mode", "exchanges", "one_machine", "said"),
+    ("mode", "exchanges", "machines", "said"),
     [
         (
             "nestpipe",
             "auto",
-            True,
+            1,
             "1 of rows and 1 of gradients a window of 8 micro-batches: the ranks' own",
         ),
-        ("nestpipe", "auto", False, "4 of rows and 4 of gradients a window of 8 micro-batches: they travel"),
+        ("nestpipe", "auto", 2, "4 of rows and 4 of gradients a window of 8 micro-batches: they travel"),
         (
             "nestpipe",
             "each",
-            True,
+            1,
             "8 of rows and 8 of gradients a window of 8 micro-batches: exchanges is 'e",
         ),
         (
             "nestpipe",
             "once",
-            False,
+            2,
             "1 of rows and 1 of gradients a window of 8 micro-batches: exchanges is 'o",
         ),
-        ("dbp", "auto", False, "1 of rows and 1 of gradients a window of 8 micro-batches: dbp overlaps none"),
+        ("dbp", "auto", 2, "1 of rows and 1 of gradients a window of 8 micro-batches: dbp overlaps none"),
     ],
 )
-def test_a_trace_says_which_exchanges_run_and_why(mode, exchanges, one_machine, said):
+def test_a_trace_says_which_exchanges_run_and_why(mode, exchanges, machines, said):
     made = [parts.parts() for _ in range(2)]
 
     def rank(communicators):
-        communicators = replace(communicators, one_machine=one_machine)
+        communicators = replace(communicators, machines=machines)
         recorder, config = (
             Recorder(communicators.rank, 2),
             WindowConfig(8, exchange=ExchangeConfig(sharing=exchanges)),
@@ -170,6 +170,18 @@ def test_a_trace_says_which_exchanges_run_and_why(mode, exchanges, one_machine, 
             return recorder.metadata["exchanges"]
 
     assert all(each.startswith(said) for each in run_ranks(2, rank))
+
+
+def test_a_trace_says_where_a_machine_could_get_a_row_once():
+    def rank(communicators):
+        communicators = replace(communicators, machines=2)
+        with parts.trainer(parts.parts(), communicators=communicators) as training:
+            return training.program.exchanges
+
+    said = "nodes=2 would send a row once to a machine, and not to each rank"
+    assert all(each.endswith(said) for each in run_ranks(4, rank))
+    for world, options in ((4, {"nodes": 2}), (2, {}), (3, {}), (4, {"replicas": 2})):
+        assert not any(said in each for each in run_ranks(world, rank, **options))
 
 
 def test_other_words_are_refused():

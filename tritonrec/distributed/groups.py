@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .agreement import check_ranks_agree
 from .communicator import SAVE_TIMEOUT, TIMEOUT, Communicator
 from .limits import within
-from .machine import is_one, machine
+from .machine import count_machines, machine
 from .watch import Watch
 
 CONNECT_TIMEOUT = timedelta(seconds=10)
@@ -61,7 +61,7 @@ class Communicators:
         stop: set on a rank that has to stop after its step; ranks may see it at different steps, see
             `Trainer.stopping`.
         watch: reports this rank's stage, so that others can name it if it stalls.
-        one_machine: all ranks are known to be processes of one.
+        machines: that the ranks are processes of; 0: nobody can tell.
     """
 
     routing: Communicator
@@ -79,11 +79,11 @@ class Communicators:
     control: Communicator
     stop: threading.Event = field(default_factory=threading.Event)
     watch: Watch = field(default_factory=lambda: Watch(None, 0, 1, TIMEOUT))
-    one_machine: bool = False
+    machines: int = 0
 
     def copies_messages(self, device: torch.device) -> bool:
         """Whether messages of tensors on `device` are copies, made by the processors that compute."""
-        return device.type == "cpu" and self.one_machine
+        return device.type == "cpu" and self.machines == 1
 
     @property
     def rank(self) -> int:
@@ -179,7 +179,7 @@ class Communicators:
             )
         here, all_ranks = dist.get_rank(), sorted(mesh.flatten().tolist())
         found: dict[str, Any] = {}
-        together = True
+        machines = 1
 
         def groups(parts: torch.Tensor, *names: str, monitored: bool = False) -> None:
             """For each name a communicator over this rank's row of `parts`."""
@@ -200,7 +200,7 @@ class Communicators:
                 {"replicas": mesh.shape[1], "nodes": nodes, "ranks": mesh.tolist(), "backend": backend},
             )
             watch = control.watch = watch or _watch_from_environment(control, timeout)
-            together = is_one(control.all_gather_texts(machine()))
+            machines = count_machines(control.all_gather_texts(machine()))
         groups(mesh.t(), "routing", "retrieval", "communication")
         groups(mesh.t(), "checkpoint", monitored=True)
         groups(mesh, "replica_routing", "replica")
@@ -214,7 +214,7 @@ class Communicators:
             groups(mesh.t(), "shard_control")
         if not found:
             return None
-        return cls(**found, watch=watch or Watch(None, 0, 1, timeout), one_machine=together)
+        return cls(**found, watch=watch or Watch(None, 0, 1, timeout), machines=machines)
 
 
 def validate_division(ranks: int, replicas: int, nodes: int) -> None:

@@ -21,6 +21,6 @@ def machine() -> str:
         return ""
 
 
-def is_one(machines: Sequence[str]) -> bool:
-    """Whether processes on these `machine`s share one for sure."""
-    return "" not in machines and len(set(machines)) == 1
+def count_machines(machines: Sequence[str]) -> int:
+    """On how many processes with these `machine`s are; 0 where one of them cannot tell."""
+    return 0 if "" in machines else len(set(machines))

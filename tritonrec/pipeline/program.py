@@ -81,6 +81,9 @@ class Program:
         steps = f", each within a node and between {communicators.nodes}" if schedule.relays else ""
         self.exchanges = f"{groups}{steps}: {reason}"
         """How many exchanges a window has, and why, in words."""
+        ranks, machines = communicators.shards, communicators.machines
+        if not schedule.relays and self.sums.exact and 1 < machines < ranks and ranks % machines == 0:
+            self.exchanges += f"; nodes={machines} would send a row once to a machine, and not to each rank"
         self.context = Context(
             config, device, tables, self.sums, schedule.replicated,
             communicators.replica.rank, communicators.rank, communicators.stop, groups, agreement,
