@@ -231,8 +231,14 @@ def test_ranks_that_torchrun_never_started_are_reported_within_the_timeout(monke
 
 
 def test_a_world_size_the_pool_was_not_started_for(pool):
-    with pytest.raises(ValueError, match=r"not \(7, 1\)"):
+    with pytest.raises(ValueError, match=r"not \(7, 1, 1\)"):
         pool.run(exchange, 7, 0)
+
+
+@pytest.mark.parametrize("mesh", [0, (0, 1), (4, 3), (4, 1, 3), (4, 1, 0), (4, 2, 2), (4, 1, 2, 1)])
+def test_a_pool_of_no_ranks_is_refused_before_it_starts(mesh):
+    with pytest.raises(ValueError, match=r"must be 1 or more|do not divide|no replicas"):
+        RankPool([mesh])
 
 
 def test_one_rank_needs_no_process_group():
@@ -317,7 +323,7 @@ def test_the_groups_of_an_environment_are_destroyed_at_the_end(monkeypatch, fail
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(join, "join_environment", lambda timeout: log.append("joined"))
-    monkeypatch.setattr(Communicators, "over", lambda *given: types.SimpleNamespace(watch=watch))
+    monkeypatch.setattr(Communicators, "over", lambda *given, **named: types.SimpleNamespace(watch=watch))
     monkeypatch.setattr(join.dist, "destroy_process_group", lambda: log.append("destroyed"))
     error = KeyError("of the work")
     with pytest.raises(KeyError) if fails else nullcontext(), from_environment():

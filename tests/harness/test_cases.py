@@ -109,7 +109,7 @@ def test_lookups_over_nodes_are_tried_with_and_without_pipeline_and_in_every_for
     for mode in ("nestpipe", "sequential"):
         plain = {(c.world_size, c.nodes) for c in cases if c.mode == mode and not c.variant}
         assert plain == {(4, 2), (4, 4), (8, 2), (8, 4)}
-    assert {c.variant for c in cases} >= {"scale", "dedup-lookup", "packed-sums", "exchange-bf16", EACH}
+    assert {c.variant for c in cases} >= {"scale", "dedup-exchange", "packed-sums", "exchange-bf16", EACH}
     assert {c.storage for c in cases} == {"host", "device", "cached"} and {c.restart for c in cases} == {0, 1}
     assert all("node_bytes" in c.shows for c in cases if c.nodes < c.world_size)
     assert not any(case.nodes > 1 for case in contract_table("default", world_sizes=[1, 2, 3]))

@@ -243,6 +243,7 @@ def without(document, *path):
         (lambda d: d | {"link": {"bytes_per_second": 0}}, "must be positive"),
         (lambda d: d | {"measured": []}, "at least one measured run"),
         (lambda d: d | {"rows": [], "environment": {}}, "no sequential row"),
+        (lambda d: d | {"rows": [], "environment": {"world_size": 4, "machines": 2}}, "share the links of 2"),
         (lambda d: [d], "holds a list"),
     ],
 )

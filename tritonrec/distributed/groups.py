@@ -190,7 +190,7 @@ class Communicators:
                     group = None if len(ranks) == 1 else dist.new_group(ranks, own, backend)
                     if here in ranks:
                         peers = [all_ranks.index(rank) for rank in ranks]
-                        unique = f"{name} of {' x '.join(map(str, mesh.shape))} ranks {peers}"
+                        unique = f"{name} of {' x '.join(map(str, (*mesh.shape, nodes)))} ranks {peers}"
                         found[name] = Communicator(group, unique, watch, peers, monitored)
 
         groups(torch.tensor([all_ranks], dtype=torch.int64), "control")
@@ -204,9 +204,9 @@ class Communicators:
         groups(mesh.t(), "routing", "retrieval", "communication")
         groups(mesh.t(), "checkpoint", monitored=True)
         groups(mesh, "replica_routing", "replica")
-        by_node = mesh.view(nodes, -1) if nodes > 1 else mesh.view(-1, 1)
+        by_node, by_rail = nodes_and_rails(mesh, nodes)
         groups(by_node, "node_routing", "node")
-        groups(by_node.t() if nodes > 1 else by_node, "rail_routing", "rail")
+        groups(by_rail, "rail_routing", "rail")
         groups(torch.tensor([all_ranks], dtype=torch.int64), "reduce")
         if mesh.shape[1] == 1:
             found.update({"shard_control": found["control"]} if found else {})
@@ -217,15 +217,24 @@ class Communicators:
         return cls(**found, watch=watch or Watch(None, 0, 1, timeout), machines=machines)
 
 
+NO_REPLICAS = "lookups in two steps have no replicas"
+
+
+def nodes_and_rails(mesh: torch.Tensor, nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ranks of each node, and of each rail, as rows; each rank alone where there is one node."""
+    if nodes == 1:
+        return mesh.view(-1, 1), mesh.view(-1, 1)
+    by_node = mesh.view(nodes, -1)
+    return by_node, by_node.t()
+
+
 def validate_division(ranks: int, replicas: int, nodes: int) -> None:
     """Raise ValueError unless that many ranks are of so many replicas of the tables, and on so many nodes."""
     for number, what in ((replicas, "replicas"), (nodes, "nodes")):
         if number < 1 or ranks % number:
             raise ValueError(f"{number} {what} do not divide {ranks} ranks")
     if replicas > 1 and nodes > 1:
-        raise ValueError(
-            f"{replicas} replicas of the tables and {nodes} nodes: lookups in two steps have no replicas"
-        )
+        raise ValueError(f"{replicas} replicas of the tables and {nodes} nodes: {NO_REPLICAS}")
 
 
 def _watch_from_environment(control: Communicator, timeout: timedelta) -> Watch | None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from .communicator import TIMEOUT
 from .fork_server import ForkedProcess, start_process
+from .groups import validate_division
 from .rank_process import RENDEZVOUS, WORKING, RankTask, serve, start_store
 from .reports import Report, read_reports
 from .stores import loopback_interface, token
@@ -40,9 +41,15 @@ Mesh = tuple[int, int, int]
 
 
 def whole_mesh(given: int | tuple[int, ...]) -> Mesh:
-    """A world size alone, or with its first further numbers, the others being 1."""
-    size, *more = (given,) if isinstance(given, int) else given
-    replicas, nodes = (*more, 1, 1)[:2]
+    """A world size alone, or with replicas, or with replicas and nodes.
+
+    Raises ValueError for other numbers, and for those that make no ranks.
+    """
+    numbers = (given,) if isinstance(given, int) else given
+    if not 1 <= len(numbers) <= 3 or numbers[0] < 1:
+        raise ValueError(f"world sizes must be 1 or more, with replicas and nodes, got {given}")
+    size, replicas, nodes = (*numbers, 1, 1)[:3]
+    validate_division(size, replicas, nodes)
     return size, replicas, nodes
 
 
@@ -84,8 +91,8 @@ class RankPool:
         backend: str = "gloo",
     ):
         meshes = {whole_mesh(size) for size in world_sizes}
-        if not meshes or min(min(mesh) for mesh in meshes) < 1:
-            raise ValueError(f"world sizes must be 1 or more, got {tuple(world_sizes)}")
+        if not meshes:
+            raise ValueError("a pool needs a world size, got none")
         self.meshes = tuple(sorted(meshes))
         self.timeout, self.start_timeout, self._enter = timeout, start_timeout, enter
         self._backend = backend

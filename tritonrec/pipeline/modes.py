@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Literal, get_args
 
 from ..distributed import Communicators
+from ..distributed.groups import NO_REPLICAS
 from .schedule import (
     SCHEDULES,
     SEQUENTIAL,
@@ -42,7 +43,7 @@ def schedule_of(mode: Mode, config: WindowConfig, replicas: int = 1, nodes: int 
     """The schedule of a mode with the switches of `config`; ``reference`` has none.
 
     Raises ValueError where the mode has no buffer in which ``skip_fetch`` could keep rows, where it cannot
-    have several batches in flight, and where gradients that are added up by node would have other bits.
+    have several batches in flight, and where lookups over nodes do not go with the rest.
     """
     schedule = base_schedule(mode)
     able = " and ".join(TWO_BUFFERS)
@@ -62,6 +63,13 @@ def schedule_of(mode: Mode, config: WindowConfig, replicas: int = 1, nodes: int 
                 f"{nodes} nodes add gradients up within a node first: float32 sums, of consistency "
                 f"{config.consistency!r}, would have other bits; use 'batch', or nodes=1"
             )
+        if config.exchange.dedup not in ("exchange", "both"):
+            raise ValueError(
+                f"{nodes} nodes send a key once from each, so they need dedup before the exchange, got "
+                f"{config.exchange.dedup!r}"
+            )
+        if replicas > 1:
+            raise ValueError(f"{replicas} replicas of the tables and {nodes} nodes: {NO_REPLICAS}")
         schedule = over_nodes(schedule)
     return with_norm(schedule) if config.clips else schedule
 

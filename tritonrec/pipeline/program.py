@@ -78,7 +78,7 @@ class Program:
         device = usable_device(device)
         self.sums = Sums(config, device, communicators.copies_messages(device))
         groups, reason = self._exchange_groups()
-        steps = f", each within a node and between {communicators.nodes}" if schedule.relays else ""
+        steps = f", each within a node and between {communicators.nodes} nodes" if schedule.relays else ""
         self.exchanges = f"{groups}{steps}: {reason}"
         """How many exchanges a window has, and why, in words."""
         ranks, machines = communicators.shards, communicators.machines

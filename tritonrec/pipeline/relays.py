@@ -11,8 +11,9 @@ rank 3 owns::
     rank 1: b c
 
 A relay is the owner to the ranks of its node, and a rank that looks rows up to the owners on its rail: both
-steps have the plans of `dist_plan`. Sums in fixed point have no order, so the bits are those of one step;
-float32 sums have one, and consistency "window" is refused (`modes.schedule_of`).
+steps have the plans of `dist_plan`. Sums in fixed point have no order, so the bits are those of one step,
+as far as no part of a sum leaves 64 bits. Float32 sums have one, and consistency "window" is refused
+(`modes.schedule_of`), as are lookups without dedup before the exchange: relays would drop nothing.
 
 The ranks of a node share links to other nodes, so bytes between nodes are what costs: at least the distinct
 ids that a node looks up at another one. In one step they are those of every rank. The step within a node is
@@ -83,7 +84,6 @@ def plan_relay(
     gradient_splits: Splits,
     owners: Callable[[torch.Tensor], torch.Tensor],
     nodes: int,
-    dedup: bool,
     padded: bool = False,
     groups: ExchangeGroups | None = None,
 ) -> RelayPlan:
@@ -92,17 +92,17 @@ def plan_relay(
     Args:
         keys, last_use, splits, gradient_splits: received from the ranks of the node (`ReceivedKeys`).
         owners: keys -> the node of the owner, which has this rank's number there.
-        nodes, dedup, padded, groups: as `world_size` and the others of `plan_lookups`.
+        nodes, padded, groups: as `world_size` and the others of `plan_lookups`.
 
     A key that several ranks look up comes with the first of their micro-batches, and its gradient leaves with
     the last. So of ``first_use`` it is listed in both.
     """
-    count, ranks, device = len(splits), len(splits[0]), keys.device
+    count, device = len(splits), keys.device
 
     def numbers(splits: Splits) -> torch.Tensor:
         """(R,) the micro-batch of each key, in host memory."""
-        columns = ([splits[i][r] for i in range(count)] for r in range(ranks))
-        return torch.cat([repeated(column, torch.device("cpu")) for column in columns])
+        by_rank = zip(*splits, strict=True)
+        return torch.cat([repeated(list(sizes), torch.device("cpu")) for sizes in by_rank])
 
     used = numbers(splits)
     if last_use is None and groups is not None:
@@ -114,7 +114,7 @@ def plan_relay(
         by_last, _counts = launch.counting_sort(last_use.long(), count)
         again = keys[by_last].split([sum(each) for each in gradient_splits])
         listed = [torch.cat(both) for both in zip(listed, again, strict=True)]
-    lookups = plan_lookups(listed, owners, nodes, dedup, last_use is not None, padded, groups)
+    lookups = plan_lookups(listed, owners, nodes, True, last_use is not None, padded, groups)
     inverse = [part[:size] for part, size in zip(lookups.inverse, sizes, strict=True)]
     rows = torch.empty_like(order).index_copy_(0, order, torch.cat(inverse))
     return RelayPlan(lookups, rows, splits, gradient_splits, last_use)

@@ -42,13 +42,14 @@ class LookupCounts:
 
     Args:
         occurrences: ids that the samples look up.
-        exchanged: keys sent to their owners, this rank's own among them, after dedup before the exchange.
+        exchanged: keys sent to their owners, or to relays, this rank's own among them, after dedup before the
+            exchange.
         received: keys that this owner received.
         read: rows read from the table, after dedup before the lookup.
         kept: rows that the last window's buffer handed on.
         written: rows written back to the table.
         lookups: table lookups made, one for each table that is not merged into another.
-        rows: embeddings that left this rank, and gradients.
+        rows: embeddings that left this rank, and gradients; in both steps, where lookups take two.
         key_bytes, row_bytes: what left this rank: keys, and embeddings and gradients together.
         embedding_bytes: of `row_bytes`, the embeddings.
         node_bytes: of `key_bytes` and `row_bytes`, what stayed in the node, of lookups in two steps.

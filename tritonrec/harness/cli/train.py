@@ -16,7 +16,7 @@ from ...distributed.environment import rank_here
 from ...distributed.groups import validate_division
 from ...files import save_json
 from ...loggers import require_no_log
-from ...pipeline import WindowConfig
+from ...pipeline import WindowConfig, schedule_of
 from ...pipeline.recipe import SETTINGS
 from ..job import Job
 from ..slipstream import report
@@ -151,14 +151,16 @@ def train(
         raise typer.BadParameter("--replay does not go with --slipstream")
     here = checked(rank_here)
     ranks_of_all = here.world_size if here.world_size > 1 else world_size
-    _check_elastic(run, slipstream, ranks_of_all)
-    if png and not slipstream:
-        raise typer.BadParameter("--png goes with --slipstream")
-    checked(lambda: validate_division(ranks_of_all, replicas, nodes))
     if nodes > 1 and run.elastic:
         raise typer.BadParameter(
             "--nodes does not go with --elastic: ranks that are left make no equal nodes"
         )
+    _check_elastic(run, slipstream, ranks_of_all)
+    if png and not slipstream:
+        raise typer.BadParameter("--png goes with --slipstream")
+    checked(lambda: validate_division(ranks_of_all, replicas, nodes))
+    if run.mode != "reference":
+        checked(lambda: schedule_of(run.mode, run.window, replicas, nodes))
     if not run.resume:
         for log in log_files(run):
             checked(lambda log=log: require_no_log(log))

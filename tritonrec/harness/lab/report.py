@@ -28,8 +28,7 @@ HOW_EMULATED = (
 def print_report(result: Result, console: Console) -> None:
     """The tables, what their columns mean, and what in them is emulated."""
     plan, baseline = result.plan, result.rows[0]
-    ranks = f"{plan.ranks} ranks" + f" on {plan.nodes} machines" * bool(plan.nodes)
-    console.print(f"{ranks}, links of {plan.rate:g} Mbit/s, {plan.job.data}", highlight=False)
+    console.print(f"{_ranks(plan)}, links of {plan.rate:g} Mbit/s, {plan.job.data}", highlight=False)
     console.print(_table("Latency, ms per step", result.rows, LATENCY, baseline))
     console.print(_table("Hidden time, and sent bytes", result.rows, HIDING, baseline))
     if plan.nodes:
@@ -82,6 +81,10 @@ def _table(title: str, rows: Sequence[Row], columns: Columns, baseline: Row) -> 
         cells = (cell(row, baseline) for cell in columns.values())
         table.add_row(row.setting.label, str(row.setting.micro_batches), *cells)
     return table
+
+
+def _ranks(plan: LabConfig) -> str:
+    return f"{plan.ranks} ranks" + f" on {plan.nodes} machines" * bool(plan.nodes)
 
 
 def payload(row: Row, baseline: Row) -> float:
@@ -273,9 +276,7 @@ def draw_report(result: Result, path: Path) -> None:
         axes.invert_yaxis()
         axes.set_xlabel("milliseconds per step; thin bars: what runs beside the step")
         emulated = "; emulated: " + ", ".join(result.seconds) if result.seconds else ""
-        axes.set_title(
-            f"{plan.ranks} ranks, links of {plan.rate:g} Mbit/s{emulated}", fontsize=10, loc="left"
-        )
+        axes.set_title(f"{_ranks(plan)}, links of {plan.rate:g} Mbit/s{emulated}", fontsize=10, loc="left")
         axes.spines[["top", "right"]].set_visible(False)
         figure.legend(loc="outside lower center", ncols=len(PARTS) + len(HIDDEN), fontsize=8, frameon=False)
         with atomic_write(path) as part:

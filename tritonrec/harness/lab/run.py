@@ -93,8 +93,9 @@ def run_once(
     path: Path,
 ) -> LabRun:
     """Run a setting on all ranks of the pool; its joined trace goes to `path`."""
-    args, mesh = (job, setting, seconds, steps, str(path)), (setting.replicas, setting.nodes)
-    homes: list[RankRun] = pool.run(run_rank, ranks, *args, replicas=mesh[0], nodes=mesh[1])
+    args = job, setting, seconds, steps, str(path)
+    mesh = {"replicas": setting.replicas, "nodes": setting.nodes}
+    homes: list[RankRun] = pool.run(run_rank, ranks, *args, **mesh)
     parts = [f"{path}.{rank}" for rank in range(ranks)]
     save_joined(parts, path)
     for part in parts:

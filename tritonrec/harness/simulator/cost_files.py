@@ -74,6 +74,11 @@ def from_lab(document: Mapping[str, Any]) -> StageCosts:
     A row of a mode with two buffers tells which share of the rows stays.
     """
     about = document["environment"]
+    if "machines" in about and about["machines"] != about["world_size"]:
+        raise ValueError(
+            f"in this report of the lab {about['world_size']} ranks share the links of {about['machines']} "
+            "machines, which the model does not know: run the lab without --nodes"
+        )
     plain = [row for row in document["rows"] if not row["switches"]]
     timed = [_run(row["micro_batches"], row["stages"]) for row in plain if row["mode"] == "sequential"]
     if not timed:

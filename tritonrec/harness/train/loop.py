@@ -51,8 +51,8 @@ def train(
     where no step was left), ``metrics`` of the test part and ``baseline`` (`evaluate_model`; empty where
     stopped), ``validation`` (the last metrics of that part, where the split has one),
     ``seconds_per_step`` (None where too few steps were run to time them), ``tables`` (rows, bytes and counts
-    of all ranks), ``lookups`` (keys and bytes, see `LookupCounts`), and ``digest``, the SHA-256 of all
-    parameters, rows and states.
+    of all ranks), ``lookups`` (keys and bytes, see `LookupCounts`), ``nodes``, and ``digest``, the SHA-256 of
+    all parameters, rows and states.
     """
     called_again = memory is not None and memory.called
     if not called_again:
@@ -196,6 +196,7 @@ def train(
         "seconds_per_step": reports.pace.seconds_per_step,
         "tables": table_totals(communicators, tables),
         "lookups": totals(communicators.control, vars(trainer.counts)),
+        "nodes": communicators.nodes,
         "digest": state_digest(communicators, tables, trainer.dense.tensors()),
     }
     if stopped:

@@ -64,6 +64,13 @@ def tables_line(summary: dict[str, Any]) -> str:
             f"lookups: {lookups['lookups'] / steps / summary['world_size']:.0f} per step and rank; of "
             f"{lookups['occurrences'] / steps:,.0f} ids a step {sent:.1%} are exchanged, {read:.1%} read"
         )
+    if summary["nodes"] > 1:
+        inside = lookups["node_bytes"]
+        between = lookups["key_bytes"] + lookups["row_bytes"] - inside
+        lines.append(
+            f"{summary['nodes']} nodes: {between / steps / 1e6:.2f} MB a step between them, "
+            f"{inside / steps / 1e6:.2f} MB inside"
+        )
     return "\n".join(lines)
 
 

@@ -442,8 +442,8 @@ def node_cases(
     """Lookups in two steps: the largest world size on nodes of two ranks and of one, and twice as many ranks.
 
     Each in the last mode and without any overlap; ``"quick"`` runs one. Then cases with all switches, without
-    dedup before the exchange, with packed sums and rows in 16 bits, with tables on the device, and one that
-    goes on at another world size in one step.
+    dedup at the owner, with packed sums and rows in 16 bits, with tables on the device, and one that goes on
+    at another world size in one step.
     """
     if largest < 4 or largest % 2:
         return []
@@ -462,7 +462,7 @@ def node_cases(
         cases.append(replace(both, variant="scale"))
         if size != "quick":
             cases.append(replace(both, variant="scale", world_size=2 * largest))
-            names = ("dedup-lookup", "packed-sums", "exchange-bf16", EACH, "accumulate")
+            names = ("dedup-exchange", "packed-sums", "exchange-bf16", EACH, "accumulate")
             cases += [replace(both, variant=name) for name in names]
             cases += [replace(both, storage=storage) for storage in ("device", "cached")]
         cases.append(replace(both, variant=RESTART, restart=1))

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from ...distributed import Communicator, Communicators, RankDiedError
-from ...distributed.groups import validate_division
+from ...distributed.groups import nodes_and_rails, validate_division
 
 Result = TypeVar("Result")
 TIMEOUT = 120.0
@@ -119,10 +119,7 @@ def _members(name: str, mesh: torch.Tensor, nodes: int) -> list[list[int]]:
     if name in ("reduce", "control"):
         return [mesh.flatten().tolist()]
     if name.startswith(("node", "rail")):
-        if nodes == 1:
-            return mesh.view(-1, 1).tolist()
-        by_node = mesh.view(nodes, -1)
-        return by_node.tolist() if name.startswith("node") else by_node.t().tolist()
+        return nodes_and_rails(mesh, nodes)[name.startswith("rail")].tolist()
     return mesh.tolist() if name in ("replica_routing", "replica") else mesh.t().tolist()
 
 

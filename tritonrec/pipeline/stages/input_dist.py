@@ -89,7 +89,7 @@ def route_over_nodes(
     tables = _tables(plans, sizes)
     counts.exchanged += sum(table.num_rows for table in tables)
     answers, agreed = _agree(context, window, node, rail, sizes)
-    dedup, joined = _dedup(context), context.groups if context.groups.joined else None
+    joined = context.groups if context.groups.joined else None
     relays = []
     for group, pads, table, table_sizes in zip(context.tables.groups, padded, tables, answers, strict=True):
         near = _send_keys(table, table_sizes, node, counts)
@@ -97,7 +97,7 @@ def route_over_nodes(
         relays.append(
             plan_relay(
                 near.keys, near.last_use, near.splits, near.gradient_splits,
-                owners, nodes, dedup, pads, joined,
+                owners, nodes, pads, joined,
             )
         )  # fmt: skip
     counts.node_bytes = counts.key_bytes
