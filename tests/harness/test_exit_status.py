@@ -22,6 +22,8 @@ from tritonrec.harness.verify.user_model import ModelReport
 from tritonrec.nn import Linear
 from tritonrec.pipeline.diagnosis import LAST_BITS, Diagnosis, _Change, _reason
 
+pytestmark = pytest.mark.every_case
+
 CASE = Case("nestpipe", "batch", 2, 3, False, "adam", 2)
 OTHER = Difference(1, "loss", [7], 0.5, 0.25, 4)
 FAILURE = Failure({"mode": "dbp"}, "step 0, loss[3]", "tritonrec fuzz", 3)

@@ -23,6 +23,8 @@ from tritonrec.harness.verify.run_case import RankReport, record_reference, requ
 from tritonrec.harness.verify.served import SERVED_PARTS
 from tritonrec.harness.verify.state import Comparison, Difference
 
+pytestmark = pytest.mark.every_case
+
 WINDOW = Case("nestpipe", "window", 2, 3, False, "adam", 6)
 BATCH = replace(WINDOW, consistency="batch")
 
