@@ -3,6 +3,7 @@ one of its figures did; docs/results.md is what it makes of the committed files.
 
 import copy
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -75,6 +76,12 @@ def test_a_browser_shows_the_page(tmp_path):
     assert invoke("--folder", tmp_path, "--html", file).exit_code == 0
     shown = opened(file, "--enable-logging=stderr", "--dump-dom")
     assert contract_digest(VERIFIED) in shown.stdout and "Content Security Policy" not in shown.stderr
+
+
+def test_the_mark_of_each_section_says_whether_it_passed():
+    found = [Section(str(passed), "", "x", passed=passed) for passed in (True, False, True)]
+    marks = re.findall(r'<h2><span class="(passed|failed)">&#(\d+);</span>', html.page("x", found))
+    assert marks == [("passed", "10003"), ("failed", "10007"), ("passed", "10003")]
 
 
 def test_docs_results_is_made_from_the_committed_files():

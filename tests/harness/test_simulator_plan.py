@@ -12,7 +12,7 @@ from tritonrec.harness.cli import app
 from tritonrec.harness.simulator import Link, Plan, StageCosts, from_trace, load, search
 from tritonrec.harness.simulator.cost_files import as_json
 from tritonrec.harness.simulator.measured import predict_costs, replay_lab, replay_traces
-from tritonrec.harness.simulator.planner import divisors
+from tritonrec.harness.simulator.planner import TIE, _ranked, divisors
 from tritonrec.harness.simulator.stage_costs import STAGES, Measured
 from tritonrec.pipeline.schedule import Task
 from tritonrec.trace import read
@@ -294,3 +294,11 @@ def test_a_measured_run_is_told_from_an_unseen_one_and_its_error_has_the_model_s
     )
     rows = replay_traces(["a", "b", "c"])
     assert [(row.fitted, row.error) for row in rows] == [(True, 0.0), (False, 0.5), (False, -0.25)]
+
+
+def test_of_plans_as_fast_as_the_fastest_the_simplest_comes_first():
+    """Twice the micro-batches have to save more than a tie."""
+    simple, fast = Plan("nestpipe", 2), Plan("nestpipe", 4)
+    for slower, first in ((1 + TIE / 2, simple), (1 + 2 * TIE, fast)):
+        steps = {fast: SimpleNamespace(step=1.0), simple: SimpleNamespace(step=slower)}
+        assert _ranked(steps)[0] == first and {*_ranked(steps)} == {simple, fast}

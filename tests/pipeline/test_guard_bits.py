@@ -36,7 +36,11 @@ class Priced(JaggedBatch):
 
 
 def priced(price):
-    return [Priced(**vars(each), price=torch.full((each.num_samples,), price, dtype=torch.float32)) for each in batches(2)]
+    """Batches whose samples all cost as much."""
+    return [
+        Priced(**vars(each), price=torch.full((each.num_samples,), price, dtype=torch.float32))
+        for each in batches(2)
+    ]
 
 
 class OfPrice(NoParameters):
