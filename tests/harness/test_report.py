@@ -15,6 +15,8 @@ from tritonrec.harness.cli import app
 from tritonrec.harness.report import Step, build, contract_digest, html, markdown, sections, steps
 from tritonrec.harness.report.section import Section, Table
 
+pytestmark = pytest.mark.every_case
+
 ROOT = Path(__file__).resolve().parents[2]
 VERIFIED = json.loads((ROOT / "ci/baselines/verify.json").read_text())
 EMPTY = {"area", "br", "circle", "col", "hr", "img", "input", "link", "meta", "polyline"}
