@@ -244,9 +244,7 @@ def test_exports_and_served_predictions_are_compared(recorded, job, tmp_path, mo
         ("bounded-lag", BoundedLagAllToAll, "start", "predictions, served with k = 0"),
     ],
 )
-def test_what_is_served_is_what_is_compared(
-    recorded, job, tmp_path, monkeypatch, variant, of, name, tensor
-):
+def test_what_is_served_is_what_is_compared(recorded, job, tmp_path, monkeypatch, variant, of, name, tensor):
     """Not the trainer's own scores with themselves: other ones of the export, or other messages, differ."""
     serve = getattr(of, name)
     changed = (
