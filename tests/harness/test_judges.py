@@ -257,6 +257,13 @@ def test_what_is_served_is_what_is_compared(recorded, job, tmp_path, monkeypatch
     assert first is not None and (first.step, first.tensor) == (1, tensor)
 
 
+def test_predictions_are_served_with_every_bound(recorded, job, monkeypatch):
+    bounds = []
+    injection = Injection(exchange=lambda *of: bounds.append(of[1]) or BoundedLagAllToAll(*of))
+    report = run(recorded, job, replace(PLAIN, variant="bounded-lag"), None, injection, monkeypatch)
+    assert report.first_difference is None and bounds == [0, 1, 3]
+
+
 def one_row_more(tables):
     tables.groups[0].table.lookup(torch.tensor([12345]), 0)
 

@@ -6,14 +6,16 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from browser import BROWSER, opened
 from typer.testing import CliRunner
 
 from tritonrec.harness.cli import app
-from tritonrec.harness.report import Step, build, contract_digest, html, markdown, sections, steps
+from tritonrec.harness.report import Step, build, contract_digest, html, markdown, sections, steps, traced
 from tritonrec.harness.report.section import Section, Table
+from tritonrec.trace.analysis import EdgeReport
 
 pytestmark = pytest.mark.every_case
 
@@ -241,3 +243,20 @@ def test_a_step_is_flagged_and_drawn():
         assert sections.over_commits([*runs[:3], *moved], "x").passed
     up = [{**run, "ratios": {"unique / pandas": 1 / run["ratios"]["unique / pandas"]}} for run in runs]
     assert sections.over_commits(up, "x").passed
+
+
+@pytest.mark.parametrize("broken", [None, 0, 1])
+def test_a_trace_that_proves_nothing_fails_as_one_that_breaks_its_order(monkeypatch, broken):
+    """An edge was never exercised in it, so there is no violation either."""
+    edge = ("compute", "exchange", 0, "same")
+    trace = SimpleNamespace(metadata={"world_size": 2}, spans=[])
+    monkeypatch.setattr(traced, "read", lambda file: trace)
+    reports = [EdgeReport({edge: int(place != broken)}, [], [edge] * (place == broken)) for place in (0, 1)]
+    monkeypatch.setattr(traced, "check_trace", lambda _: reports.pop(0))
+    figures = SimpleNamespace(step_ns=1, exposed_ratio=None, hidden_lookup_ratio=None)
+    monkeypatch.setattr(traced, "summarise", lambda _: [figures])
+    found = traced.traces([Path("a.pftrace"), Path("b.pftrace")], "x")
+    assert found.passed is (broken is None) and found.tables[0].bad == {broken} - {None}
+    assert [row[-1] for row in found.tables[0].rows] == [
+        "VIOLATED" if place == broken else "1 honoured" for place in (0, 1)
+    ]

@@ -90,3 +90,16 @@ def test_a_buffer_whose_sign_each_call_turns_is_state():
     ):
         list(training.run(batches(1)))
     assert not made[0].sign.signbit().any()  # as it was
+
+
+class OwnNoise(NoParameters):
+    """The same noise in each call, of a generator of its own."""
+
+    def forward(self, batch, rows, seed):
+        noise = torch.rand(1, generator=torch.Generator().manual_seed(3), dtype=torch.float32)
+        return super().forward(batch, rows, seed) * (1 + noise)
+
+
+def test_a_generator_of_ones_own_is_not_torchs():
+    with trainer(parts(OwnNoise), "sequential", micro_batches=1) as training:
+        assert len(list(training.run(batches(2)))) == 2 and training.guard.checks > 0
