@@ -33,10 +33,14 @@ def slow_on_triton(impls: Iterable[Any], names: Iterable[Any], quick: Collection
 def thinned(items: Iterable[pytest.Item], most: int) -> set[pytest.Item]:
     """Of the cases of a test, and of an op in it, `most` and an eighth of the others.
 
-    They are spread over the parameters, and stay the same while their names do.
+    They are spread over the parameters, and stay the same while their names do. Those marked ``every_case``
+    stay whole: a case of a judge that is left out is a judge that nobody watches.
     """
     cases, kept = defaultdict(list), set()
     for item in items:
+        if item.get_closest_marker("every_case"):
+            kept.add(item)
+            continue
         op = item.callspec.params.get("op") if hasattr(item, "callspec") else None
         cases[item.nodeid.partition("[")[0], op].append(item)
     for each in cases.values():

@@ -15,6 +15,8 @@ from tritonrec import optional
 from tritonrec.harness import bench
 from tritonrec.harness.cli import app
 
+pytestmark = pytest.mark.every_case
+
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -5,10 +5,12 @@ from types import SimpleNamespace
 from speeds import thinned
 
 
-def case(number, test="test_a", op=None):
+def case(number, test="test_a", op=None, marks=()):
     params = {"number": number} | ({} if op is None else {"op": op})
     return SimpleNamespace(
-        nodeid=f"tests/a.py::{test}[{number}-{op}]", callspec=SimpleNamespace(params=params)
+        nodeid=f"tests/a.py::{test}[{number}-{op}]",
+        callspec=SimpleNamespace(params=params),
+        get_closest_marker=lambda name: name if name in marks else None,
     )
 
 
@@ -17,7 +19,7 @@ def numbers(items, **of):
 
 
 def hashable(item):
-    return type("Item", (), vars(item))()
+    return type("Item", (), {**vars(item), "get_closest_marker": staticmethod(item.get_closest_marker)})()
 
 
 def test_few_cases_stay_and_of_many_some_of_all_parts():
@@ -28,8 +30,14 @@ def test_few_cases_stay_and_of_many_some_of_all_parts():
 
 
 def test_every_test_and_every_op_has_its_own():
-    alone = type("Item", (), {"nodeid": "tests/a.py::test_alone"})()
+    alone = hashable(SimpleNamespace(nodeid="tests/a.py::test_alone", get_closest_marker=lambda name: None))
     items = [*map(hashable, (case(n, test, op) for test in "ab" for op in "cd" for n in range(9))), alone]
     kept = thinned(items, 2)
     assert alone in kept and len(kept) == 4 * 2 + 1
     assert len({(item.nodeid[:14], item.callspec.params["op"]) for item in kept - {alone}}) == 4
+
+
+def test_a_test_of_which_every_case_counts_stays_whole():
+    judge = [case(n, "test_judge", marks=["every_case"]) for n in range(30)]
+    assert numbers([*judge, *(case(100 + n) for n in range(10))], most=2)[:30] == [*range(30)]
+    assert len(numbers([*judge, *(case(100 + n) for n in range(10))], most=2)) == 30 + 3

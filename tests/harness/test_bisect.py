@@ -140,16 +140,17 @@ def test_logs_are_compared_without_what_is_measured(tmp_path):
     assert bisect(left, log(tmp_path / "c.jsonl", (2, 0.25))).step is None
 
 
-def test_values_that_one_run_lacks_are_named_and_two_nan_are_equal(tmp_path):
+def test_values_that_one_run_lacks_are_named_and_only_equal_bits_are_equal(tmp_path):
     def values(name, **values):
         (tmp_path / name).write_text(json.dumps({"step": 1, **values}) + "\n")
         return tmp_path / name
 
-    left = values("a", loss=float("nan"), auc=0.5, only=1)
-    right = values("b", loss=float("nan"), auc=float("nan"), more=2)
+    left = values("a", loss=float("nan"), auc=0.5, zero=0.0, only=1)
+    right = values("b", loss=float("nan"), auc=float("nan"), zero=-0.0, more=2)
     parts = bisect(left, right).parts
-    assert [(part.name, part.values[0]) for part in parts] == [("auc", 0.5), ("only", 1), ("more", "missing")]
-    assert parts[1].values == (1, "missing") and parts[2].values == ("missing", 2)
+    assert [part.name for part in parts] == ["auc", "zero", "only", "more"]
+    assert parts[0].values[0] == 0.5 and str(parts[1].values) == "(0.0, -0.0)"
+    assert parts[2].values == (1, "missing") and parts[3].values == ("missing", 2)
 
 
 def test_nothing_is_compared_behind_the_first_difference(tmp_path):

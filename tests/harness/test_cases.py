@@ -147,4 +147,6 @@ def test_simpler_cases_are_simpler():
     case = Case("dbp", "batch", 4, 8, True, "adam", 6, delay_seed=3)
     simpler = list(case.simpler())
     assert len(simpler) == len(set(simpler)) and case not in simpler
+    changed = {name for each in simpler for name, value in vars(each).items() if value != vars(case)[name]}
+    assert changed == {"world_size", "micro_batches", "clustering", "optimizer", "delay_seed"}
     assert list(Case("dbp", "batch", 1, 1, False, "sgd", 6).simpler()) == []

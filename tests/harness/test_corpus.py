@@ -40,7 +40,14 @@ def test_every_bug_has_a_thread_and_a_name_of_its_own():
     assert len(set(SOURCES.values())) == len(SOURCES)
     for source in SOURCES.values():
         assert re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", source)
-    assert all(fault in SELECTIONS[True, True] for fault in FAULTS)
+    of_both = [fault for fault in FAULTS if fault.name in SOURCES]
+    assert of_both and [fault for fault in PUBLIC if fault in FAULTS] == of_both
+    assert SELECTIONS[True, True] == [*FAULTS, *(fault for fault in PUBLIC if fault not in FAULTS)]
+    assert (SELECTIONS[False, False], SELECTIONS[True, False], SELECTIONS[False, True]) == (
+        [],
+        FAULTS,
+        PUBLIC,
+    )
 
 
 @pytest.mark.parametrize("size", ["--quick", "--full"])

@@ -14,13 +14,17 @@ from tritonrec.harness.cli import app
 from tritonrec.harness.fuzz.report import Failure, FuzzReport
 from tritonrec.harness.verify import user_model
 from tritonrec.harness.verify.cases import Case
+from tritonrec.harness.verify.corpus import SELECTIONS
 from tritonrec.harness.verify.record_traces import MODES, record_traces
 from tritonrec.harness.verify.report import CaseResult, Report
 from tritonrec.harness.verify.state import Difference
 from tritonrec.harness.verify.thread_ranks import run_ranks
 from tritonrec.harness.verify.user_model import ModelReport
 from tritonrec.nn import Linear
+from tritonrec.ops import ExactSumError
 from tritonrec.pipeline.diagnosis import LAST_BITS, Diagnosis, _Change, _reason
+
+pytestmark = pytest.mark.every_case
 
 CASE = Case("nestpipe", "batch", 2, 3, False, "adam", 2)
 OTHER = Difference(1, "loss", [7], 0.5, 0.25, 4)
@@ -43,6 +47,19 @@ def test_verify(monkeypatch, job, tmp_path, identical, sound, expected):
     monkeypatch.setattr("tritonrec.harness.cli.verify.record_traces", lambda *_: sound)
     traced = [] if sound is None else ["--trace", tmp_path]
     assert status("verify", "--data", "zipf:users=60,items=80,seed=3", "--quick", *traced) == expected
+
+
+@pytest.mark.parametrize("faults", [False, True])
+@pytest.mark.parametrize("corpus", [False, True])
+def test_verify_injects_the_faults_that_were_chosen(monkeypatch, job, faults, corpus):
+    given = []
+    monkeypatch.setattr(
+        "tritonrec.harness.cli.verify.verify_contract",
+        lambda job, cases, injected, *_: given.append(injected) or Report(job, [CaseResult(CASE, True)]),
+    )
+    words = ["--inject-faults"] * faults + ["--corpus"] * corpus
+    assert status("verify", "--data", "zipf:users=60,items=80,seed=3", *words) == 0
+    assert given == [SELECTIONS[faults, corpus]]
 
 
 @pytest.mark.parametrize(("failures", "expected"), [([], 0), ([FAILURE], 1)])
@@ -192,3 +209,12 @@ def test_who_is_to_blame(monkeypatch, consistency, wrong, first, second, module)
     report = user_model.verify(lambda: None, batches, [], consistency=consistency)
     assert report.not_invariant == module
     assert report.passed is (wrong is None and module is None)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_ranks_that_are_threads_refuse_a_sum_that_overflows(sign):
+    def summed(ranks):
+        return ranks.control.all_reduce(torch.tensor([sign << 62], dtype=torch.int64), "sums")
+
+    with pytest.raises(ExactSumError, match=r"sums\[0\]"):
+        run_ranks(2, summed)

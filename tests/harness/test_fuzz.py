@@ -132,6 +132,18 @@ def test_a_difference_is_evidence_though_a_check_refuses(fuzzer, monkeypatch):
         assert "expected" in faulty.evidence(SMALL)
 
 
+def test_the_reference_has_plain_tables_that_never_grow():
+    """Of the same model on the same batches; else both could lose the same rows."""
+    drawn = replace(SMALL, slots=8, chunk_rows=8, merge=True, balance=True, wrapping="checkpoint")
+    drawn = replace(drawn, recompute=("norm",), storage="cached")
+    found = drawn.case.reference(Job()).job
+    assert (found.slots, found.chunk_rows, found.merge, found.balance, found.wrapping) == (
+        1024, 1024, False, False, "",
+    )  # fmt: skip
+    assert found.placement == Job().placement and found.sizes == SMALL.sizes and found.data == SMALL.data
+    assert drawn.case.job(Job()).slots == 8 and drawn.case.job(Job()).merge
+
+
 def test_every_setting_reaches_the_run():
     plain = Configuration(mode="nestpipe", evict="lru:9:1")
     others = {"delay_seed": 1, "restart": 2, "evict": "lfu:9:1", "tiers": "1:1", "recompute": ("norm",)}

@@ -22,6 +22,10 @@ from tritonrec.harness.verify.report import CaseResult, FaultResult, Report, pri
 from tritonrec.harness.verify.run_case import RankReport, record_reference, require_compared
 from tritonrec.harness.verify.served import SERVED_PARTS
 from tritonrec.harness.verify.state import Comparison, Difference
+from tritonrec.serving import Predictor
+from tritonrec.serving.bounded_lag import BoundedLagAllToAll
+
+pytestmark = pytest.mark.every_case
 
 WINDOW = Case("nestpipe", "window", 2, 3, False, "adam", 6)
 BATCH = replace(WINDOW, consistency="batch")
@@ -230,6 +234,34 @@ def test_exports_and_served_predictions_are_compared(recorded, job, tmp_path, mo
     report = run(recorded, job, replace(PLAIN, variant=variant), tmp_path)
     assert report.first_difference is None and report.tensors_compared > 0
     assert report.counts["served"] == sum(lengths) and bool(lengths) is (variant == "bounded-lag")
+
+
+@pytest.mark.parametrize(
+    ("variant", "of", "name", "tensor"),
+    [
+        ("export", Predictor, "scores", "scores, exported"),
+        ("export-grm", Predictor, "predict", "scores, exported"),
+        ("bounded-lag", BoundedLagAllToAll, "start", "predictions, served with k = 0"),
+    ],
+)
+def test_what_is_served_is_what_is_compared(recorded, job, tmp_path, monkeypatch, variant, of, name, tensor):
+    """Not the trainer's own scores with themselves: other ones of the export, or other messages, differ."""
+    serve = getattr(of, name)
+    changed = (
+        (lambda self, values, send: serve(self, values + 1, send))
+        if variant == "bounded-lag"
+        else (lambda *given: serve(*given) + 1)
+    )
+    monkeypatch.setattr(of, name, changed)
+    first = run(recorded, job, replace(PLAIN, variant=variant), tmp_path).first_difference
+    assert first is not None and (first.step, first.tensor) == (1, tensor)
+
+
+def test_predictions_are_served_with_every_bound(recorded, job, monkeypatch):
+    bounds = []
+    injection = Injection(exchange=lambda *of: bounds.append(of[1]) or BoundedLagAllToAll(*of))
+    report = run(recorded, job, replace(PLAIN, variant="bounded-lag"), None, injection, monkeypatch)
+    assert report.first_difference is None and bounds == [0, 1, 3]
 
 
 def one_row_more(tables):

@@ -3,16 +3,21 @@ one of its figures did; docs/results.md is what it makes of the committed files.
 
 import copy
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from browser import BROWSER, opened
 from typer.testing import CliRunner
 
 from tritonrec.harness.cli import app
-from tritonrec.harness.report import Step, build, contract_digest, html, markdown, sections, steps
+from tritonrec.harness.report import Step, build, contract_digest, html, markdown, sections, steps, traced
 from tritonrec.harness.report.section import Section, Table
+from tritonrec.trace.analysis import EdgeReport
+
+pytestmark = pytest.mark.every_case
 
 ROOT = Path(__file__).resolve().parents[2]
 VERIFIED = json.loads((ROOT / "ci/baselines/verify.json").read_text())
@@ -75,6 +80,12 @@ def test_a_browser_shows_the_page(tmp_path):
     assert invoke("--folder", tmp_path, "--html", file).exit_code == 0
     shown = opened(file, "--enable-logging=stderr", "--dump-dom")
     assert contract_digest(VERIFIED) in shown.stdout and "Content Security Policy" not in shown.stderr
+
+
+def test_the_mark_of_each_section_says_whether_it_passed():
+    found = [Section(str(passed), "", "x", passed=passed) for passed in (True, False, True)]
+    marks = re.findall(r'<h2><span class="(passed|failed)">&#(\d+);</span>', html.page("x", found))
+    assert marks == [("passed", "10003"), ("failed", "10007"), ("passed", "10003")]
 
 
 def test_docs_results_is_made_from_the_committed_files():
@@ -232,3 +243,20 @@ def test_a_step_is_flagged_and_drawn():
         assert sections.over_commits([*runs[:3], *moved], "x").passed
     up = [{**run, "ratios": {"unique / pandas": 1 / run["ratios"]["unique / pandas"]}} for run in runs]
     assert sections.over_commits(up, "x").passed
+
+
+@pytest.mark.parametrize("broken", [None, 0, 1])
+def test_a_trace_that_proves_nothing_fails_as_one_that_breaks_its_order(monkeypatch, broken):
+    """An edge was never exercised in it, so there is no violation either."""
+    edge = ("compute", "exchange", 0, "same")
+    trace = SimpleNamespace(metadata={"world_size": 2}, spans=[])
+    monkeypatch.setattr(traced, "read", lambda file: trace)
+    reports = [EdgeReport({edge: int(place != broken)}, [], [edge] * (place == broken)) for place in (0, 1)]
+    monkeypatch.setattr(traced, "check_trace", lambda _: reports.pop(0))
+    figures = SimpleNamespace(step_ns=1, exposed_ratio=None, hidden_lookup_ratio=None)
+    monkeypatch.setattr(traced, "summarise", lambda _: [figures])
+    found = traced.traces([Path("a.pftrace"), Path("b.pftrace")], "x")
+    assert found.passed is (broken is None) and found.tables[0].bad == {broken} - {None}
+    assert [row[-1] for row in found.tables[0].rows] == [
+        "VIOLATED" if place == broken else "1 honoured" for place in (0, 1)
+    ]

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from tritonrec.data.zipf import _zipf_rank
 from tritonrec.harness.cli import app
 from tritonrec.harness.simulator import Cluster, KeyModel, Plan, Workers, Workload, predict
-from tritonrec.harness.simulator.closed_forms import closed_forms, step_seconds
+from tritonrec.harness.simulator.closed_forms import _paper_step, closed_forms, step_seconds
 from tritonrec.harness.simulator.cluster import costs
 from tritonrec.harness.simulator.curves import scaling
 from tritonrec.harness.simulator.engine import simulate
@@ -261,3 +261,12 @@ def test_bad_input_is_one_clear_error(arguments, message):
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_closed_form_stands_beside_the_papers_step_of_its_own_size():
+    printed = {(c.row, c.cluster, c.workers): c.value / 1e3 for c in CELLS if c.column == "step ms"}
+    assert len({workers for _, _, workers in printed}) > 1
+    for cell in CELLS:
+        place = cell.row, cell.cluster, cell.workers
+        assert _paper_step(*place) == printed.get(place)
+    assert None in {_paper_step(c.row, c.cluster, c.workers) for c in CELLS}

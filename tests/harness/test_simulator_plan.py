@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from tritonrec.harness.cli import app
-from tritonrec.harness.simulator import Link, Plan, StageCosts, from_trace, load, search
+from tritonrec.harness.simulator import Link, Plan, StageCosts, from_trace, load, planner, search
 from tritonrec.harness.simulator.cost_files import as_json
 from tritonrec.harness.simulator.measured import predict_costs, replay_lab, replay_traces
-from tritonrec.harness.simulator.planner import divisors
+from tritonrec.harness.simulator.planner import TIE, Saving, _ranked, divisors
 from tritonrec.harness.simulator.stage_costs import STAGES, Measured
 from tritonrec.pipeline.schedule import Task
 from tritonrec.trace import read
@@ -295,3 +295,27 @@ def test_a_measured_run_is_told_from_an_unseen_one_and_its_error_has_the_model_s
     )
     rows = replay_traces(["a", "b", "c"])
     assert [(row.fitted, row.error) for row in rows] == [(True, 0.0), (False, 0.5), (False, -0.25)]
+
+
+def test_of_plans_as_fast_as_the_fastest_the_simplest_comes_first():
+    """Twice the micro-batches have to save more than a tie."""
+    simple, fast = Plan("nestpipe", 2), Plan("nestpipe", 4)
+    for slower, first in ((1 + TIE / 2, simple), (1 + 2 * TIE, fast)):
+        steps = {fast: SimpleNamespace(step=1.0), simple: SimpleNamespace(step=slower)}
+        assert _ranked(steps)[0] == first and {*_ranked(steps)} == {simple, fast}
+
+
+def test_gains_are_of_simulations_with_the_ranks_scatter_and_savings_of_their_means(monkeypatch):
+    """Scatter costs sequential training half, and each other plan as much as its batches in flight."""
+
+    def step(costs, plan, world):
+        scatter = (1.5 if plan.pipeline == "sequential" else plan.depth) if costs.jitter else 1.0
+        return SimpleNamespace(step=scatter / plan.micro_batches)
+
+    monkeypatch.setattr(planner, "predict_costs", step)
+    advice = search(replace(COSTS, jitter=0.1), 2)
+    assert advice.sequential.step == 1.5 and advice.candidates
+    for each in advice.candidates:
+        assert each.outcome.step == each.plan.depth / each.plan.micro_batches
+        assert each.gain == 1.5 / each.outcome.step
+    assert Saving("first_use", True, SimpleNamespace(step=4.0), SimpleNamespace(step=3.0)).step == 0.25

@@ -15,6 +15,8 @@ from tritonrec.harness.verify.state import (
 from tritonrec.ops import owner_of
 from tritonrec.pipeline import DenseModel
 
+pytestmark = pytest.mark.every_case
+
 KEYS = torch.tensor([5, -9, 2**63 - 1, 40, -(2**63), 0])
 
 

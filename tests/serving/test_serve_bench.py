@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from tritonrec.data.sources import load_clicks
 from tritonrec.harness.cli import app
-from tritonrec.harness.serve import mpi, report
+from tritonrec.harness.serve import collectives, mpi, report
 from tritonrec.harness.serve import rounds as bench
 from tritonrec.harness.serve import run as on_ranks
 from tritonrec.harness.serve import served as served_module
@@ -210,6 +210,49 @@ def test_other_predictions_end_the_run():
     bench._measure(plan, Pool(), first, 0, digests, SERVED)
     with pytest.raises(RuntimeError, match="delays, bls, k = 1: predictions are not those"):
         bench._measure(plan, Pool(), second, 0, digests, SERVED)
+
+
+@pytest.mark.parametrize("wrong", [None, 0, 1])
+def test_what_arrives_by_a_backend_is_compared_in_each_buffer(monkeypatch, wrong):
+    """gloo's own messages are what is expected; one byte of a later one of bls is another."""
+    calls = []
+
+    def exchange(out, values, group=None):
+        out.copy_(values)
+        if group == "bls":
+            out[3] += len(calls) == wrong
+            calls.append(group)
+
+    monkeypatch.setattr(collectives, "_bls_group", lambda timeout: "bls")
+    monkeypatch.setattr(collectives.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(collectives.dist, "all_to_all_single", exchange)
+    given = 4, 0, None, bench.TIMEOUT
+    if wrong is None:
+        assert [*collectives._calls(*given)] == ["gloo", "bls"]
+        return
+    with pytest.raises(RuntimeError, match="bls and gloo disagree on what arrives, at 4 bytes to each rank"):
+        collectives._calls(*given)
+
+
+@pytest.mark.parametrize(
+    ("possible", "said"),
+    [
+        (0.004, "all of it is masked"),
+        (0.0049, "the interval allows all of it"),
+        (0.0054, "the interval allows all of it"),
+        (0.008, "part of it is masked"),
+    ],
+)
+def test_the_verdict_says_how_much_of_the_delays_is_masked(possible, said):
+    """A saving of 5 ms a batch, and an interval of just under half a millisecond on both sides."""
+    saved = [0.0048, 0.0050, 0.0052]
+    settings = [
+        bench.Series("delays", "bls", 0, [0.010] * 3, [1.0] * 3, [0.010] * 3, [possible] * 3),
+        bench.Series("delays", "bls", 4, [0.010 - each for each in saved], [1.0] * 3, [0.01] * 3, [0.0] * 3),
+    ]
+    plan = bench.ServeConfig(bounds=(0, 4), scenarios=("delays",), sizes=())
+    text = report.verdict(bench.Result(plan, settings, {}), "delays", "bls")
+    assert f"; the others' delays cost {possible * 1e3:.2f} ms, {said} (" in text
 
 
 def test_the_verdict_claims_nothing_inside_the_interval():

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from slip_kit import CONFIG, DATA, job
@@ -10,8 +11,9 @@ from typer.testing import CliRunner
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import Eviction, TablePolicy
 from tritonrec.harness.cli import app
+from tritonrec.harness.devices import Target
 from tritonrec.harness.slipstream.report import net_speedup, speedup, whole_speedup
-from tritonrec.harness.slipstream.run import SlipstreamRun, train_slipstream
+from tritonrec.harness.slipstream.run import SlipstreamRun, _validate, train_slipstream
 from tritonrec.harness.train.loop import train
 from tritonrec.harness.train.run import Run
 from tritonrec.harness.verify.cases import Case
@@ -163,3 +165,19 @@ def test_the_command_prints_what_was_dropped_saved_and_lost_and_draws_it(tmp_pat
     assert bad.exit_code == 2 and "--drop takes shares from 0 to 1" in bad.output
     bare = CliRunner().invoke(app, ["train", "--png", "x.png", "--model", "dlrm", "--data", DATA])
     assert bare.exit_code == 2 and "--png goes with --slipstream" in bare.output
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"checkpoint": Path("x")}, "checkpoint"), ({"evaluate_every": 2}, "evaluate_every"),
+        ({"log_every": 1}, "log_every"), ({"trace": Path("x")}, "trace"),
+        ({"job": replace(job(), balance=True)}, "balance"),
+        ({"job": replace(job(), target=Target("reference"))}, "impl"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_with_a_comparison_is_refused(change, name):
+    run = Run(job(), steps=STEPS)
+    _validate(run)
+    with pytest.raises(ValueError, match=f"does not go with {name}$"):
+        _validate(replace(run, **change))

@@ -224,7 +224,7 @@ def _named_values(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[Par
     found = []
     for name in [*left, *(name for name in right if name not in left)]:
         a, b = left.get(name, "missing"), right.get(name, "missing")
-        if a != b and not (a != a and b != b):  # two NaN are the same
+        if repr(a) != repr(b):  # two NaN are the same, and zeros of two signs are not
             found.append(Part(name, 1, 1, (), (a, b)))
     return found
 

@@ -90,7 +90,8 @@ def first_variance(linear: Linear, threads: list[int]) -> str | None:
                     # Below five rows BLAS libraries switch kernels; around 16 and 64 they switch tiles.
                     for rows in (1, 2, 3, 4, 5, 8, 15, 17, 63, 65, 169):
                         got = linear(x[first : first + rows].clone(), weight, bias)
-                        same = (got == expected[first : first + rows]).all(dim=1)
+                        there = expected[first : first + rows]
+                        same = (got.view(torch.int32) == there.view(torch.int32)).all(dim=1)
                         if not same.all():
                             row = first + int((~same).nonzero()[0])
                             return (

@@ -293,7 +293,7 @@ class _Calls:
             except _DrawError as error:
                 self._refuse(f"which draws from torch's global generator ({error})", batch)
             edited = zip(batch.tensors(), original.tensors(), strict=True)
-            if not all(torch.equal(one, other) for one, other in edited):
+            if not all(_same_bits(one, other) for one, other in edited):
                 self._refuse("which changes its batch in place: give it a copy", batch)
             own = dict(self.model.named_buffers())
             written = {name for name, old in moves.items() if versions([own[name]]) != old}
@@ -439,8 +439,5 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are equal in shape, dtype and bits."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    return bool(torch.equal(one, other)) or bool(
-        torch.equal(
-            one.contiguous().reshape(-1).view(torch.uint8), other.contiguous().reshape(-1).view(torch.uint8)
-        )
-    )
+    one, other = (each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
+    return bool(torch.equal(one, other))

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...embedding import OptimizerName, Placement, Storage, TablePolicy
 from ...nn import HSTUConfig
-from ...pipeline import Consistency, LossScaling, Mode, Precision, WindowConfig
+from ...pipeline import Consistency, LossScaling, Mode, Precision
 from ...pipeline.window import Dedup, Exchanges, ExchangeSums
 from ...settings import MOST
 from ..cli.words import eviction, precision_tiers
@@ -214,10 +214,6 @@ class DrawnCase(Case):
         """That of the configuration, whatever the harness's `job`."""
         placement = Placement(self.storage, cache_rows=self.configuration.cache_rows)
         return replace(self.configuration.job, placement=placement)
-
-    def window(self, seed: int) -> WindowConfig:
-        """As of its base, with the seed of the configuration."""
-        return super().window(self.configuration.seed)
 
     def reference(self, job: Job) -> Reference:
         """The run it is compared with, with tables of one feature each that never grow."""
