@@ -136,7 +136,7 @@ class Rounds:
     stats = None
 
     def __init__(self, log):
-        self.log = log
+        self.log, self.extra_info = log, {}
 
     def pedantic(self, target, setup, teardown, rounds):
         self.log.clear()
