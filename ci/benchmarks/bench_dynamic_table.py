@@ -12,8 +12,9 @@ contender gets its keys in the form it likes best: the dict a list.
 
 Contenders are what installs from PyPI for Python 3.11, answers for a whole array at once, and can take keys
 later: Python's dict, numba's typed dict, pandas' hash table (through its factorizer, the only part of it that
-grows), hirola and cykhash. Tried and left out: arraymap (0.6 to 1.5 us a key); pyarrow's index_in, polars and
-duckdb, which build a table for every call; vaex-core (wants the rest of vaex); getpy (does not install).
+grows), hirola and cykhash; and two maps of C++ where a compiler finds them (`cpp_maps`). Tried and left out:
+arraymap (0.6 to 1.5 us a key); pyarrow's index_in, polars and duckdb, which build a table for every call;
+vaex-core (wants the rest of vaex); getpy (does not install).
 """
 
 from __future__ import annotations
@@ -29,12 +30,17 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import cpp_maps
 import numba
 import numpy as np
 import pytest
 import torch
+from cpp_maps import CppMap
 from honest import Given, Round, Rounds, by_turns, refuse_impossible, time_rounds
 from numba.typed import Dict
 
@@ -174,6 +180,7 @@ CONTENDERS = {
     "pandas": Pandas,
     "hirola": Hirola,
     "cykhash": Cykhash,
+    **{name: partial(CppMap, name) for name in cpp_maps.NAMES},
 }
 PACKAGES = ("tritonrec", "torch", "numba", "numpy", "pandas", "hirola", "cykhash")
 
@@ -184,8 +191,8 @@ def installed() -> list[str]:
         try:
             contender()
             names.append(name)
-        except ImportError:
-            print(f"{name} is not installed", file=sys.stderr)
+        except ImportError as error:
+            print(f"{name} is not there: {error}", file=sys.stderr)
     return names
 
 
@@ -204,7 +211,7 @@ def random_keys(count: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed + 1).permutation(keys)[:count]
 
 
-def filled(contender: type, keys: np.ndarray):
+def filled(contender: Callable[[], Any], keys: np.ndarray):
     table = contender()
     for start in range(0, len(keys), BATCH):
         table.insert(table.prepare(keys[start : start + BATCH]))
@@ -275,8 +282,9 @@ def give_back() -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
-def insert_all(contender: type, count: int) -> dict[str, object]:
+def insert_all(name: str, count: int) -> dict[str, object]:
     """Insert `count` new keys batch by batch; run in a process of its own."""
+    contender = CONTENDERS[name]
     warm = filled(contender, random_keys(3 * BATCH, 7))
     warm.find(warm.prepare(random_keys(BATCH, 7)))
     del warm
@@ -302,9 +310,7 @@ def insert_all(contender: type, count: int) -> dict[str, object]:
     sample = np.random.default_rng(2).integers(0, count, BATCH)
     assert np.array_equal(np.asarray(table.find(table.prepare(keys[sample]))), sample)
     full_calls = calls[: count // BATCH]
-    refuse_impossible(
-        contender.__name__, min(full_calls), 24 * BATCH
-    )  # keys in, rows out, keys into the table
+    refuse_impossible(name, min(full_calls), 24 * BATCH)  # keys in, rows out, keys into the table
     longest = max(range(len(calls)), key=calls.__getitem__)
     return {
         "ns_per_key": 1e9 * sum(calls) / count,
@@ -354,7 +360,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.insert:
-        print(json.dumps(insert_all(CONTENDERS[arguments.insert], arguments.keys)))
+        print(json.dumps(insert_all(arguments.insert, arguments.keys)))
         return
     names = installed()
     np.ones(1 << 28)  # so that a virtual machine's host has backed the memory before anyone is timed

@@ -7,6 +7,7 @@ check of an output. Cases of other seeds differ in values, not in the amount of 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +60,13 @@ def case(*peers: str, workloads: dict[str, tuple[Any, ...]] | None = None):
         return build
 
     return add
+
+
+def where_installed(make: Callable[[], dict[str, Callable[..., Any]]]) -> dict[str, Callable[..., Any]]:
+    """What `make` gives; nothing where it raises ImportError."""
+    with suppress(ImportError):
+        return make()
+    return {}
 
 
 def randn(*shape: int, scale: float = 1.0, offset: float = 0.1, seed: int = SEED) -> torch.Tensor:

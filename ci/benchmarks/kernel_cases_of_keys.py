@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import cpp_maps
 import numpy as np
 import pandas as pd
 import torch
-from kernel_cases import Case, case, moved, randperm, same, zipf
+from kernel_cases import Case, case, moved, randperm, same, where_installed, zipf
 
 from tritonrec import ops
 
@@ -19,7 +20,7 @@ def random_keys(count: int, seed: int) -> torch.Tensor:
 
 
 @case(
-    "torch_unique", "numpy_unique", "pandas_factorize",
+    "torch_unique", "numpy_unique", "pandas_factorize", *cpp_maps.NAMES,
     workloads={
         "zipf_1m": (1_000_000, 10_000_000, True), "distinct_1m": (1_000_000, 1_000_000, False),
         "micro_batch_50k": (50_000, 10_000_000, True),
@@ -38,6 +39,10 @@ def unique(device, seed, count, catalogue, repeated):
         counts = np.bincount(inverse, minlength=len(distinct))
         return tuple(map(torch.from_numpy, (distinct, inverse, counts)))
 
+    def by_map(name):
+        cpp_maps.library(name)
+        return {name: lambda keys: tuple(map(torch.from_numpy, cpp_maps.unique(name, keys.numpy())))}
+
     def check(got, keys):
         distinct, inverse, counts = got
         order = torch.argsort(distinct)
@@ -50,6 +55,8 @@ def unique(device, seed, count, catalogue, repeated):
     }
     if device.type == "cpu":
         calls |= {"numpy_unique": by_numpy, "pandas_factorize": by_pandas}
+        for name in cpp_maps.NAMES:
+            calls |= where_installed(lambda name=name: by_map(name))
     workload = f"{count:,} keys, {len(expected[0]):,} distinct"
     return Case(workload, (keys,), calls, check, moved(keys, keys, *expected))
 

@@ -7,19 +7,36 @@ from functools import partial
 import numpy as np
 import pandas as pd
 import torch
-from kernel_cases import Case, case, close, moved, randn, randperm, rows_moved, same, zipf
+from fbgemm import fbgemm_table
+from kernel_cases import Case, case, close, moved, randn, randperm, rows_moved, same, where_installed, zipf
 from torch.nn import functional
 
 from tritonrec import ops
 
 
-@case("torch_index_select", "torch_embedding")
+def by_fbgemm(device, pooling, weight, offsets):
+    """FBGEMM's lookup of rows in a table of these weights, on a CPU where it is installed."""
+
+    def made():
+        table = fbgemm_table(pooling, weight)
+
+        def lookup(_weight, rows):
+            with torch.no_grad():
+                return table(rows, offsets)
+
+        return {"fbgemm": lookup}
+
+    return where_installed(made) if device.type == "cpu" else {}
+
+
+@case("torch_index_select", "torch_embedding", "fbgemm")
 def gather_rows(device, seed):
     source, rows = randn(200_000, 64, seed=seed).to(device), zipf(65_536, 200_000, seed=seed).to(device)
     calls = {
         "tritonrec": ops.gather_rows,
         "torch_index_select": lambda source, rows: source.index_select(0, rows),
         "torch_embedding": lambda source, rows: functional.embedding(rows, source),
+        **by_fbgemm(device, "NONE", source, torch.arange(65_537)),
     }
     exact = source[rows]
     least_bytes = rows_moved(source, rows) + moved(exact)
@@ -87,7 +104,7 @@ BAG = 8
 POOLED = f"65,536 Zipf rows of 64 out of 200,000, bags of {BAG}"
 
 
-@case("two_calls", "torch_embedding_bag")
+@case("two_calls", "torch_embedding_bag", "fbgemm")
 def pooled_lookup(device, seed):
     weight, ids = randn(200_000, 64, seed=seed).to(device), zipf(65_536, 200_000, seed=seed).to(device)
     bags, offsets = torch.arange(65_536, device=device) // BAG, torch.arange(0, 65_536, BAG, device=device)
@@ -103,6 +120,7 @@ def pooled_lookup(device, seed):
         return functional.embedding_bag(ids, weight, offsets, mode="sum")
 
     calls = {"tritonrec": one_pass, "two_calls": two_calls, "torch_embedding_bag": embedding_bag}
+    calls |= by_fbgemm(device, "SUM", weight, torch.arange(0, 65_537, BAG))
     least_bytes = rows_moved(weight, ids) + 4 * exact.numel()
     return Case(POOLED, (weight, ids), calls, close(exact), least_bytes)
 
@@ -318,6 +336,52 @@ def optimizer(device, seed, ours, theirs, states):
     return Case(
         "8,192 of 100,000 rows of 64", (*tables, rows, grad), calls, check, least_bytes,
         writes=tuple(range(len(tables))),
+    )  # fmt: skip
+
+
+@case("exact_sums", "fbgemm")
+def update_of_gradients(device, seed):
+    """The gradient of each looked-up row, summed by id, then one row-wise Adagrad update of each row."""
+    weight, ids = randn(200_000, 64, seed=seed).to(device), zipf(65_536, 200_000, seed=seed).to(device)
+    gradient = randn(65_536, 64, scale=0.1, offset=0.0, seed=seed).to(device)
+    state = torch.zeros(len(weight), 1, device=device)
+    sums = torch.zeros_like(weight, dtype=torch.float64).index_add_(0, ids, gradient.double())
+    exact = weight - 0.1 * sums / (sums.square().mean(1, keepdim=True).sqrt() + 1e-8)
+
+    def ours(weight, state, gradient, ids, consistency="window"):
+        distinct, inverse, _ = ops.unique(ids)
+        sums = ops.segment_sum(gradient, inverse, len(distinct), consistency=consistency)
+        if consistency == "batch":
+            sums = ops.from_fixed_point(sums)
+        ops.sparse_rowwise_adagrad(weight, state, distinct, sums, 0.1)
+        return weight
+
+    calls, prepare = {"tritonrec": ours, "exact_sums": partial(ours, consistency="batch")}, {}
+
+    def by_backward():
+        table = fbgemm_table("NONE", weight)
+        own, sums = table.split_embedding_weights()[0], table.split_optimizer_states()[0][0]
+
+        def looked_up(*_):
+            own.copy_(weight)
+            sums.zero_()
+            return table(ids, torch.arange(65_537)), gradient.clone()
+
+        def backward(rows, gradient):
+            rows.backward(gradient)
+            return own
+
+        prepare["fbgemm"] = looked_up
+        return {"fbgemm": backward}
+
+    calls |= where_installed(by_backward) if device.type == "cpu" else {}
+
+    def check(got, *_):
+        torch.testing.assert_close(got.double(), exact, rtol=1e-3, atol=1e-4)
+
+    return Case(
+        "65,536 gradients of Zipf rows of 200,000, dim 64", (weight, state, gradient, ids), calls, check,
+        moved(gradient) + 2 * rows_moved(weight, ids), writes=(0, 1), prepare=prepare,
     )  # fmt: skip
 
 
