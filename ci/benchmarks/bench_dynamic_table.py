@@ -20,8 +20,6 @@ vaex-core (wants the rest of vaex); getpy (does not install).
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import importlib.metadata
 import json
 import os
@@ -43,6 +41,7 @@ import torch
 from cpp_maps import CppMap
 from honest import Given, Round, Rounds, by_turns, refuse_impossible, time_rounds
 from numba.typed import Dict
+from resident import give_back, peak_from_here, resident
 
 from tritonrec.embedding.key_index import KeyIndex
 
@@ -268,20 +267,6 @@ def test_find(benchmark, contender, asked):
     time_rounds(benchmark, questions.rounds(table, asked), 16 * LOOKUPS)
 
 
-def resident(field: str = "VmRSS") -> int:
-    """Bytes of this process in memory, or at most so far (VmHWM)."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise LookupError(field)
-
-
-def give_back() -> None:
-    """Return freed memory to the system, so that what is resident is in use."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-
-
 def insert_all(name: str, count: int) -> dict[str, object]:
     """Insert `count` new keys batch by batch; run in a process of its own."""
     contender = CONTENDERS[name]
@@ -291,7 +276,7 @@ def insert_all(name: str, count: int) -> dict[str, object]:
     keys = random_keys(count, 0)
     give_back()
     before, table, calls = resident(), contender(), []
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    peak_from_here()
     for start in range(0, count, BATCH):
         batch = keys[start : start + BATCH]
         expected = np.arange(start, start + len(batch))

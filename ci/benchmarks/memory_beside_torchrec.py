@@ -16,9 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench_dynamic_table import give_back, resident
 from bench_torchrec import Run, System, compare, find_torchrec, job_of, model_options, systems, train
-from measure_memory import peak_from_here
+from resident import give_back, peak_from_here, resident
 
 from tritonrec.distributed import Communicators, RankPool
 from tritonrec.files import save_json
