@@ -16,12 +16,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench_torchrec import Run, System, compare, find_torchrec, job_of, model_options, systems, train
+from bench_torchrec import Run, System, compare, job_of, model_options, systems, train
 from resident import give_back, peak_from_here, resident
+from torchrec_peer import environment_beside_torchrec, find_torchrec
 
 from tritonrec.distributed import Communicators, RankPool
 from tritonrec.files import save_json
-from tritonrec.harness.environment import environment_of_times
 from tritonrec.harness.job import Job
 from tritonrec.harness.lab.settings import parse_switches
 
@@ -74,7 +74,9 @@ def main() -> None:
     rows = measure(options)
     if options.json:
         chosen = {key: value for key, value in vars(options).items() if key != "json"}
-        save_json({"environment": environment_of_times(), "options": chosen, "rows": rows}, options.json)
+        save_json(
+            {"environment": environment_beside_torchrec(), "options": chosen, "rows": rows}, options.json
+        )
 
 
 if __name__ == "__main__":
