@@ -28,6 +28,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from record import record
 from rich.console import Console
 from rich.table import Table
 from torchrec_peer import environment_beside_torchrec, find_torchrec, fused, sharded
@@ -35,7 +36,6 @@ from torchrec_peer import environment_beside_torchrec, find_torchrec, fused, sha
 from tritonrec import ops
 from tritonrec.data import JaggedBatch
 from tritonrec.distributed import Communicators, RankDiedError, RankPool
-from tritonrec.files import save_json
 from tritonrec.harness.job import Job, dense_optimizer
 from tritonrec.harness.lab.network import LabError, Network
 from tritonrec.harness.lab.rounds import ranks_in
@@ -339,11 +339,7 @@ def main() -> None:
         raise SystemExit(f"error: {error}\n{error.details}") from None
     except LabError as error:
         raise SystemExit(f"error: {error}") from None
-    if args.json:
-        arguments = {name: str(value) for name, value in vars(args).items()}
-        environment = {**environment_beside_torchrec(), "arguments": arguments}
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        save_json({"environment": environment, "rows": rows}, args.json)
+    record(args, environment_beside_torchrec(), rows=rows)
 
 
 if __name__ == "__main__":

@@ -29,13 +29,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from bench_torchrec import Run, compare
+from record import record
 from torch import nn
 from torchrec_peer import TORCHREC, environment_beside_torchrec, find_torchrec, fused, sharded
 
 from tritonrec import ops
 from tritonrec.data import ClickBatch, ClickLoader, ClickLog
 from tritonrec.distributed import Communicators, RankPool
-from tritonrec.files import save_json
 from tritonrec.harness.job import Job
 from tritonrec.nn import DLRM, HSTUConfig
 from tritonrec.pipeline import Trainer, WindowConfig
@@ -316,8 +316,7 @@ def main() -> None:
         for ranks in options.ranks.split(",")
         for batch in options.batch_size.split(",")
     ]
-    if options.json:
-        save_json({"environment": environment_beside_torchrec(), "rows": rows}, options.json)
+    record(options, environment_beside_torchrec(), rows=rows)
 
 
 if __name__ == "__main__":

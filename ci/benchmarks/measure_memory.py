@@ -20,11 +20,10 @@ from pathlib import Path
 
 import torch
 from fbgemm import fbgemm_table
+from record import record
 from resident import give_back, peak_from_here, resident
 
 from tritonrec.embedding.table import DynamicTable
-from tritonrec.files import save_json
-from tritonrec.harness.environment import environment_of_times
 
 DIM, BATCH = 64, 1 << 16
 Fill = Callable[[int], tuple[object, dict[str, float]]]
@@ -85,9 +84,7 @@ def main() -> None:
             continue
         rows[name] = json.loads(done.stdout.splitlines()[-1])
         print(f"{name}: {', '.join(f'{key} {value:,.1f}' for key, value in rows[name].items())}", flush=True)
-    if options.json:
-        environment = {**environment_of_times(), "rows": options.rows}
-        save_json({"environment": environment, "rows": rows}, options.json)
+    record(options, rows=rows)
 
 
 if __name__ == "__main__":

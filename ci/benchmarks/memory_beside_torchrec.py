@@ -17,11 +17,11 @@ from statistics import median
 from typing import Any
 
 from bench_torchrec import Run, System, compare, job_of, model_options, systems, train
+from record import record
 from resident import give_back, peak_from_here, resident
 from torchrec_peer import environment_beside_torchrec, find_torchrec
 
 from tritonrec.distributed import Communicators, RankPool
-from tritonrec.files import save_json
 from tritonrec.harness.job import Job
 from tritonrec.harness.lab.settings import parse_switches
 
@@ -72,11 +72,7 @@ def main() -> None:
     options = parser.parse_args()
     find_torchrec()
     rows = measure(options)
-    if options.json:
-        chosen = {key: value for key, value in vars(options).items() if key != "json"}
-        save_json(
-            {"environment": environment_beside_torchrec(), "options": chosen, "rows": rows}, options.json
-        )
+    record(options, environment_beside_torchrec(), rows=rows)
 
 
 if __name__ == "__main__":
