@@ -1,13 +1,21 @@
-"""A table of FBGEMM on the CPU; `bash ci/benchmarks/torchrec.sh` puts it into out/torchrec."""
+"""A table of FBGEMM on the CPU; `bash ci/benchmarks/torchrec.sh` puts it into out/torchrec.
+
+Its library is loaded by the first table: not every process that lists its peers can have it.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
 import torch
 
 FOLDER = Path(__file__).resolve().parents[2] / "out" / "torchrec"
+
+
+def installed() -> bool:
+    return (FOLDER / "fbgemm_gpu").is_dir() or importlib.util.find_spec("fbgemm_gpu") is not None
 
 
 def fbgemm_table(pooling: str, weight: torch.Tensor, rate: float = 0.1, eps: float = 1e-8):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
+import fbgemm
 import numpy as np
 import pandas as pd
 import torch
 from fbgemm import fbgemm_table
-from kernel_cases import Case, case, close, moved, randn, randperm, rows_moved, same, where_installed, zipf
+from kernel_cases import Case, case, close, moved, randn, randperm, rows_moved, same, zipf
 from torch.nn import functional
 
 from tritonrec import ops
@@ -16,17 +17,13 @@ from tritonrec import ops
 
 def by_fbgemm(device, pooling, weight, offsets):
     """FBGEMM's lookup of rows in a table of these weights, on a CPU where it is installed."""
+    table = cache(lambda: fbgemm_table(pooling, weight))
 
-    def made():
-        table = fbgemm_table(pooling, weight)
+    def lookup(_weight, rows):
+        with torch.no_grad():
+            return table()(rows, offsets)
 
-        def lookup(_weight, rows):
-            with torch.no_grad():
-                return table(rows, offsets)
-
-        return {"fbgemm": lookup}
-
-    return where_installed(made) if device.type == "cpu" else {}
+    return {"fbgemm": lookup} if device.type == "cpu" and fbgemm.installed() else {}
 
 
 @case("torch_index_select", "torch_embedding", "fbgemm")
@@ -34,9 +31,9 @@ def gather_rows(device, seed):
     source, rows = randn(200_000, 64, seed=seed).to(device), zipf(65_536, 200_000, seed=seed).to(device)
     calls = {
         "tritonrec": ops.gather_rows,
+        **by_fbgemm(device, "NONE", source, torch.arange(65_537)),
         "torch_index_select": lambda source, rows: source.index_select(0, rows),
         "torch_embedding": lambda source, rows: functional.embedding(rows, source),
-        **by_fbgemm(device, "NONE", source, torch.arange(65_537)),
     }
     exact = source[rows]
     least_bytes = rows_moved(source, rows) + moved(exact)
@@ -356,32 +353,28 @@ def update_of_gradients(device, seed):
         ops.sparse_rowwise_adagrad(weight, state, distinct, sums, 0.1)
         return weight
 
-    calls, prepare = {"tritonrec": ours, "exact_sums": partial(ours, consistency="batch")}, {}
+    table = cache(lambda: fbgemm_table("NONE", weight))
 
-    def by_backward():
-        table = fbgemm_table("NONE", weight)
-        own, sums = table.split_embedding_weights()[0], table.split_optimizer_states()[0][0]
+    def looked_up(*_):
+        """What comes before the clock starts, in a table as it was."""
+        table().split_embedding_weights()[0].copy_(weight)
+        table().split_optimizer_states()[0][0].zero_()
+        return table()(ids, torch.arange(65_537)), gradient.clone()
 
-        def looked_up(*_):
-            own.copy_(weight)
-            sums.zero_()
-            return table(ids, torch.arange(65_537)), gradient.clone()
+    def backward(rows, gradient):
+        rows.backward(gradient)
+        return table().split_embedding_weights()[0]
 
-        def backward(rows, gradient):
-            rows.backward(gradient)
-            return own
-
-        prepare["fbgemm"] = looked_up
-        return {"fbgemm": backward}
-
-    calls |= where_installed(by_backward) if device.type == "cpu" else {}
+    calls = {"tritonrec": ours, "exact_sums": partial(ours, consistency="batch")}
+    if device.type == "cpu" and fbgemm.installed():
+        calls["fbgemm"] = backward
 
     def check(got, *_):
         torch.testing.assert_close(got.double(), exact, rtol=1e-3, atol=1e-4)
 
     return Case(
         "65,536 gradients of Zipf rows of 200,000, dim 64", (weight, state, gradient, ids), calls, check,
-        moved(gradient) + 2 * rows_moved(weight, ids), writes=(0, 1), prepare=prepare,
+        moved(gradient) + 2 * rows_moved(weight, ids), writes=(0, 1), prepare={"fbgemm": looked_up},
     )  # fmt: skip
 
 
