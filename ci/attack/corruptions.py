@@ -12,19 +12,13 @@ Anything else is a defect: another state, an error of a library, a crash, a wait
 Out of reach are changes of values alone whose checksums fit again, of tensors or of `meta`: such a checkpoint
 is one that another run could have saved.
 
-    python ci/attack/corruptions.py [--count 2000] [--seed 0] [--only NUMBER] [--json FILE]
-
-A case is a function of seed and number. With ``--json`` counts are added to those of the file, which may be
-that of `files.py`, and the numbers go on where it ends. After a defect the exit status is 1.
+    python ci/attack/files.py --format checkpoint --count 2000
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import shutil
-import sys
-import tempfile
 import threading
 import traceback
 from concurrent.futures import ThreadPoolExecutor
@@ -66,12 +60,16 @@ class Original:
 
 
 def originals(folder: Path) -> list[Original]:
-    """For one to three ranks a directory of full checkpoints and one of incremental ones."""
+    """For one to three ranks a directory of full checkpoints and one of incremental ones, which all load."""
     before, slices.PART_BYTES = slices.PART_BYTES, 2048  # several files a rank
     try:
-        return [_original(folder, ranks, kind) for ranks in (1, 2, 3) for kind in ("full", "incremental")]
+        made = [_original(folder, ranks, kind) for ranks in (1, 2, 3) for kind in ("full", "incremental")]
     finally:
         slices.PART_BYTES = before
+    for each in made:
+        for step in each.states:
+            assert _end(each.directory, step, 2, each.states, False) == "equal", each.name
+    return made
 
 
 def _original(folder: Path, ranks: int, kind: str) -> Original:
@@ -221,43 +219,3 @@ def _same(left: Table, right: Table) -> bool:
         .equal(right[name].contiguous().view(-1).view(torch.uint8))
         for name, values in left.items()
     )
-
-
-# Many of them, in a process of their own.
-
-
-def work(numbers: range, seed: int) -> None:
-    """Print the number of each case before it begins, and its line after."""
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="tritonrec-") as name:
-        made = originals(Path(name))
-        for original in made:
-            for step in original.states:
-                assert _end(original.directory, step, 2, original.states, False) == "equal", original.name
-        case_runner.run_all(numbers, lambda number: run_case(number, seed, made, Path(name)))
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--count", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, help="this case alone")
-    parser.add_argument("--json", type=Path, help="counts, to which this run adds")
-    parser.add_argument("--work", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.work:
-        work(case_runner.range_of(args.work), args.seed)
-        return 0
-    counts = case_runner.Counts(args.json if args.only is None else None, args.seed)
-    first = counts.done("checkpoint") if args.only is None else args.only
-    numbers = range(first, first + args.count if args.only is None else first + 1)
-    defects, ends = counts.add("checkpoint", [__file__], numbers, show=args.only is not None)
-    loads = ", ".join(f"{count:,} {end}" for end, count in ends.most_common())
-    print(f"{len(numbers):,} damaged directories, seed {counts.seed}; loads: {loads}; {defects} defects")
-    return 1 if defects else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Damaged files of every format but checkpoints: each is refused by name, equal, or legibly another file.
+"""Damaged files of every format: each is refused by name, equal, or legibly another file.
 
 Exports, Parquet logs, shards of sequences, text and traces (`formats.py`) are damaged: bits, ranges and ends
 of files, files swapped, copied, removed or replaced by what is no file, fields of text, values of the
@@ -14,7 +14,8 @@ crash, a wait, more memory than a limit.
     python ci/attack/files.py [--format NAME] [--count 1000] [--seed 0] [--only NUMBER] [--json FILE]
 
 A case is a function of format, seed and number. With ``--json`` counts are added to those of the file, and
-the numbers go on where it ends. After a defect the exit status is 1. Checkpoints: `corruptions.py`.
+the numbers go on where it ends. After a defect the exit status is 1. What checkpoints have of their own is in
+`corruptions.py`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import case_runner
+import corruptions
 import torch
 from damage import BYTES, exchange_files, files_of, places_of, strange_values
 from formats import FORMATS, Format
@@ -55,6 +57,7 @@ WORDS = [
     "-9223372036854775809",
 ]
 """In the place of a field of text."""
+CHECKPOINT = "checkpoint"
 
 
 def damage_bytes(folder: Path, draw: random.Random, others: list[Path]) -> str | None:
@@ -165,33 +168,37 @@ def _where(error: Exception) -> str:
     return "at " + ", ".join(f"{Path(each.filename).name}:{each.lineno}" for each in [*ours[-2:], frames[-1]])
 
 
-def work(format: Format, numbers: range, seed: int) -> None:
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="tritonrec-") as name:
-        made = {}
-        for each in FORMATS.values():
-            if each in (format, FORMATS["csv"], FORMATS["export-parquet"]):  # the others: foreign files
-                made[each.name] = Path(name, each.name)
-                made[each.name].mkdir()
-                each.write(made[each.name], random.Random(seed))
-        assert _end(format, made[format.name], made[format.name], False) == "equal"
-        case_runner.run_all(numbers, lambda number: run_case(format, number, seed, made, Path(name)))
+def prepared(name: str, seed: int, folder: Path) -> Callable[[int], dict[str, Any]]:
+    """Writes the originals of a format; gives what runs the case of a number."""
+    if name == CHECKPOINT:
+        checkpoints = corruptions.originals(folder)
+        return lambda number: corruptions.run_case(number, seed, checkpoints, folder)
+    format, made = FORMATS[name], {}
+    for each in FORMATS.values():
+        if each in (format, FORMATS["csv"], FORMATS["export-parquet"]):  # the others: foreign files
+            made[each.name] = Path(folder, each.name)
+            made[each.name].mkdir()
+            each.write(made[each.name], random.Random(seed))
+    assert _end(format, made[name], made[name], False) == "equal"
+    return lambda number: run_case(format, number, seed, made, folder)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--format", action="append", choices=list(FORMATS), help="by default all")
+    parser.add_argument("--format", action="append", choices=[*FORMATS, CHECKPOINT], help="by default all")
     parser.add_argument("--count", type=int, default=1000, help="of cases of each format")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="this case alone")
     parser.add_argument("--json", type=Path, help="counts, to which this run adds")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    names = args.format or list(FORMATS)
+    names = args.format or [*FORMATS, CHECKPOINT]
     if args.work:
-        work(FORMATS[names[0]], case_runner.range_of(args.work), args.seed)
+        torch.set_num_threads(1)
+        with tempfile.TemporaryDirectory(prefix="tritonrec-") as folder:
+            case_runner.run_all(case_runner.range_of(args.work), prepared(names[0], args.seed, Path(folder)))
         return 0
     counts = case_runner.Counts(args.json if args.only is None else None, args.seed)
     defects = 0

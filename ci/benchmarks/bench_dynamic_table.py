@@ -12,15 +12,14 @@ contender gets its keys in the form it likes best: the dict a list.
 
 Contenders are what installs from PyPI for Python 3.11, answers for a whole array at once, and can take keys
 later: Python's dict, numba's typed dict, pandas' hash table (through its factorizer, the only part of it that
-grows), hirola and cykhash. Tried and left out: arraymap (0.6 to 1.5 us a key); pyarrow's index_in, polars and
-duckdb, which build a table for every call; vaex-core (wants the rest of vaex); getpy (does not install).
+grows), hirola and cykhash; and two maps of C++ where a compiler finds them (`cpp_maps`). Tried and left out:
+arraymap (0.6 to 1.5 us a key); pyarrow's index_in, polars and duckdb, which build a table for every call;
+vaex-core (wants the rest of vaex); getpy (does not install).
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import importlib.metadata
 import json
 import os
@@ -29,14 +28,20 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import cpp_maps
 import numba
 import numpy as np
 import pytest
 import torch
+from cpp_maps import CppMap
 from honest import Given, Round, Rounds, by_turns, refuse_impossible, time_rounds
 from numba.typed import Dict
+from resident import give_back, peak_from_here, resident
 
 from tritonrec.embedding.key_index import KeyIndex
 
@@ -174,6 +179,7 @@ CONTENDERS = {
     "pandas": Pandas,
     "hirola": Hirola,
     "cykhash": Cykhash,
+    **{name: partial(CppMap, name) for name in cpp_maps.NAMES},
 }
 PACKAGES = ("tritonrec", "torch", "numba", "numpy", "pandas", "hirola", "cykhash")
 
@@ -184,8 +190,8 @@ def installed() -> list[str]:
         try:
             contender()
             names.append(name)
-        except ImportError:
-            print(f"{name} is not installed", file=sys.stderr)
+        except ImportError as error:
+            print(f"{name} is not there: {error}", file=sys.stderr)
     return names
 
 
@@ -204,7 +210,7 @@ def random_keys(count: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed + 1).permutation(keys)[:count]
 
 
-def filled(contender: type, keys: np.ndarray):
+def filled(contender: Callable[[], Any], keys: np.ndarray):
     table = contender()
     for start in range(0, len(keys), BATCH):
         table.insert(table.prepare(keys[start : start + BATCH]))
@@ -261,29 +267,16 @@ def test_find(benchmark, contender, asked):
     time_rounds(benchmark, questions.rounds(table, asked), 16 * LOOKUPS)
 
 
-def resident(field: str = "VmRSS") -> int:
-    """Bytes of this process in memory, or at most so far (VmHWM)."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise LookupError(field)
-
-
-def give_back() -> None:
-    """Return freed memory to the system, so that what is resident is in use."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-
-
-def insert_all(contender: type, count: int) -> dict[str, object]:
+def insert_all(name: str, count: int) -> dict[str, object]:
     """Insert `count` new keys batch by batch; run in a process of its own."""
+    contender = CONTENDERS[name]
     warm = filled(contender, random_keys(3 * BATCH, 7))
     warm.find(warm.prepare(random_keys(BATCH, 7)))
     del warm
     keys = random_keys(count, 0)
     give_back()
     before, table, calls = resident(), contender(), []
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    peak_from_here()
     for start in range(0, count, BATCH):
         batch = keys[start : start + BATCH]
         expected = np.arange(start, start + len(batch))
@@ -302,9 +295,7 @@ def insert_all(contender: type, count: int) -> dict[str, object]:
     sample = np.random.default_rng(2).integers(0, count, BATCH)
     assert np.array_equal(np.asarray(table.find(table.prepare(keys[sample]))), sample)
     full_calls = calls[: count // BATCH]
-    refuse_impossible(
-        contender.__name__, min(full_calls), 24 * BATCH
-    )  # keys in, rows out, keys into the table
+    refuse_impossible(name, min(full_calls), 24 * BATCH)  # keys in, rows out, keys into the table
     longest = max(range(len(calls)), key=calls.__getitem__)
     return {
         "ns_per_key": 1e9 * sum(calls) / count,
@@ -354,7 +345,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.insert:
-        print(json.dumps(insert_all(CONTENDERS[arguments.insert], arguments.keys)))
+        print(json.dumps(insert_all(arguments.insert, arguments.keys)))
         return
     names = installed()
     np.ones(1 << 28)  # so that a virtual machine's host has backed the memory before anyone is timed

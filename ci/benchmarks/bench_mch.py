@@ -16,18 +16,16 @@ once.
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 import torch
 from honest import Given, Round, refuse_impossible
+from record import record
 
 from tritonrec.embedding.key_index import KeyIndex
-from tritonrec.files import save_json
 
 DIM = 64
 
@@ -196,15 +194,7 @@ def main() -> None:
             f"{row['ours_bytes'] / 1e6:.0f} and {row['peer_bytes'] / 1e6:.0f} MB",
             flush=True,
         )
-    if args.json:
-        environment = {
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-            "torch": torch.__version__,
-            "date": datetime.now(UTC).date().isoformat(),
-            "plan": {name: value for name, value in vars(args).items() if name != "json"},
-        }
-        save_json({"environment": environment, "rows": rows}, args.json)
+    record(args, rows=rows)
 
 
 if __name__ == "__main__":

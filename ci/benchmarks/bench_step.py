@@ -58,9 +58,9 @@ def rounds_of(training, consistency, batches, expected) -> Rounds:
     return rounds
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4])
-def test_batch_consistency_over_window(benchmark, one_thread, micro_batches):
-    job = Job("ml-100k", batch_size=128, max_seq_len=50, num_negatives=32, sizes=MODEL)
+@pytest.mark.parametrize("samples, micro_batches", [(128, 1), (128, 4), (64, 1), (64, 8)])
+def test_batch_consistency_over_window(benchmark, one_thread, samples, micro_batches):
+    job = Job("ml-100k", batch_size=samples, max_seq_len=50, num_negatives=32, sizes=MODEL)
     loader = job.loader()
     batches = [loader.batch(step) for step in range(STEPS)]
     expected = expected_losses(job, batches)
@@ -80,7 +80,7 @@ def test_batch_consistency_over_window(benchmark, one_thread, micro_batches):
     warm = 3  # and the turn that is not counted
     ratios = sorted(b / w for b, w in zip(times["batch"][warm:], times["window"][warm:], strict=True))
     benchmark.extra_info.update(
-        workload=f"ml-100k, 128 samples, dim 64, 2 layers, 32 negatives, N={micro_batches}",
+        workload=f"ml-100k, {samples} samples, dim 64, 2 layers, 32 negatives, N={micro_batches}",
         window_ms=round(median(times["window"][warm:]) * 1e3, 2),
         batch_ms=round(median(times["batch"][warm:]) * 1e3, 2),
         batch_over_window=round(median(ratios), 3),

@@ -17,24 +17,23 @@ Losses of every step are compared before any time is printed.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
-import sys
 import time
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 import torch
+from record import record
 from rich.console import Console
 from rich.table import Table
+from torchrec_peer import environment_beside_torchrec, find_torchrec, fused, sharded
 
-from tritonrec import __version__, ops
+from tritonrec import ops
 from tritonrec.data import JaggedBatch
 from tritonrec.distributed import Communicators, RankDiedError, RankPool
 from tritonrec.harness.job import Job, dense_optimizer
@@ -44,8 +43,6 @@ from tritonrec.harness.lab.settings import Setting, parse_switches
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import Trainer, WindowConfig
 
-ROOT = Path(__file__).resolve().parents[2]
-TORCHREC = ROOT / "out" / "torchrec"
 WARMUP = 4
 TOLERANCE = 1e-4
 """Relative, of a step's mean loss: the sums' order differs."""
@@ -190,12 +187,9 @@ class Dense(torch.nn.Module):
 
 def torchrec_model(job: Job, items: int, optimizer: str, world: int):
     """The sharded model holding the same rows as ours, and its dense optimizer."""
-    from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec import EmbeddingCollection, EmbeddingConfig
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
-    from torchrec.distributed.model_parallel import DistributedModelParallel
-    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
-    from torchrec.distributed.types import ShardingPlan
+    from torchrec.distributed.sharding_plan import row_wise
 
     class Whole(torch.nn.Module):
         def __init__(self):
@@ -209,23 +203,10 @@ def torchrec_model(job: Job, items: int, optimizer: str, world: int):
         def forward(self, features: Features):
             return self.dense(features, self.embeddings(features.features))
 
-    kinds = {"sgd": EmbOptimType.EXACT_SGD, "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
-    fused = {"optimizer": kinds[optimizer], "learning_rate": job.lr, "eps": job.eps}
-    sharder = EmbeddingCollectionSharder(fused_params=fused)
-    whole = Whole()
-    rows = construct_module_sharding_plan(
-        whole.embeddings, {"item_table": row_wise(compute_kernel="fused")}, sharder, local_size=world,
-        world_size=world, device_type="cpu",
-    )  # fmt: skip
-    plan = ShardingPlan({"embeddings": rows})
-    model = DistributedModelParallel(whole, device=torch.device("cpu"), plan=plan, sharders=[sharder])
+    sharder = EmbeddingCollectionSharder(fused_params=fused(optimizer, job.lr, job.eps))
     initial = job.tables("sgd").initial_rows("item", torch.arange(items))
-    for name, tensor in model.state_dict().items():
-        if "embeddings" in name:
-            for shard in tensor.local_shards():
-                first = shard.metadata.shard_offsets[0]
-                shard.tensor.copy_(initial[first : first + shard.tensor.shape[0]])
-    dense = [p for name, p in model.named_parameters() if "embeddings" not in name]
+    tables = {"item_table": row_wise(compute_kernel="fused")}
+    model, dense = sharded(Whole(), sharder, tables, lambda _table: initial, world)
     return model, dense_optimizer(dense, optimizer, job.lr, job.eps)
 
 
@@ -340,14 +321,6 @@ def model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=1)
 
 
-def find_torchrec() -> None:
-    """Let this process and its ranks import TorchRec."""
-    if not (TORCHREC / "torchrec").is_dir():
-        raise SystemExit(f"no TorchRec under {TORCHREC}: run bash ci/benchmarks/torchrec.sh first")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(TORCHREC), os.environ.get("PYTHONPATH"))))
-    sys.path.insert(0, str(TORCHREC))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     model_options(parser)
@@ -366,17 +339,7 @@ def main() -> None:
         raise SystemExit(f"error: {error}\n{error.details}") from None
     except LabError as error:
         raise SystemExit(f"error: {error}") from None
-    if args.json:
-        environment = {
-            "tritonrec": __version__,
-            "torch": torch.__version__,
-            "torchrec": "1.8.0",
-            "processors": os.cpu_count(),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "arguments": {name: str(value) for name, value in vars(args).items()},
-        }
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"environment": environment, "rows": rows}, indent=2) + "\n")
+    record(args, environment_beside_torchrec(), rows=rows)
 
 
 if __name__ == "__main__":

@@ -17,23 +17,22 @@ import argparse
 import importlib.util
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
+from torchrec_peer import TORCHREC, environment_beside_torchrec
 
 import tritonrec
 from tritonrec import data
+from tritonrec.files import save_json
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
-TORCHREC = ROOT / "out" / "torchrec"
 SYSTEMS = {
     "TorchRec": ("torchrec_sasrec", {}),
     "nestpipe, N = 1": ("sasrec", {"mode": "nestpipe", "micro_batches": 1}),
@@ -184,17 +183,10 @@ def main() -> None:
         return
     found = measure(args)
     earlier = json.loads(args.json.read_text())["environment"] if args.json and args.json.exists() else {}
-    environment = {
-        "tritonrec": tritonrec.__version__,
-        "torch": torch.__version__,
-        "torchrec": "1.8.0",
-        "python": platform.python_version(),
-        "processors": os.cpu_count(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commands": [*earlier.get("commands", []), " ".join(sys.argv)],
-    }
+    commands = [*earlier.get("commands", []), " ".join(sys.argv)]
+    environment = {**environment_beside_torchrec(), "commands": commands}
     if args.json:
-        args.json.write_text(json.dumps({"environment": environment, **found}, indent=1) + "\n")
+        save_json({"environment": environment, **found}, args.json)
     report(found)
 
 

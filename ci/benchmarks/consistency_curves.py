@@ -24,13 +24,12 @@ sent, and the newer ones back before they are updated.
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 import torch
+from record import record
 from torch import Tensor
 
 import tritonrec
@@ -38,7 +37,6 @@ from tritonrec import nn, ops
 from tritonrec.data import Interactions, JaggedBatch, NextItemLoader, evaluate, load_interactions
 from tritonrec.distributed import Communicators, RankPool
 from tritonrec.embedding import OptimizerName
-from tritonrec.files import save_json
 from tritonrec.pipeline.places import Buffer, OwnedRows
 from tritonrec.pipeline.program import Program
 from tritonrec.pipeline.stage import Read, Update
@@ -257,20 +255,10 @@ def main() -> None:
                     rows.append({"model": model, "seed": seed, "method": method, "points": run["points"]})
                     last = ", ".join(f"{name} {value:.4f}" for name, value in run["points"][-1].items())
                     print(f"{model} seed {seed} {method:12} {last}", flush=True)
-    document = {
-        "environment": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "date": datetime.now(UTC).date().isoformat(),
-            "plan": {name: value for name, value in vars(args).items() if name not in ("json", "png")},
-        },
-        "summary": summary(rows),
-        "rows": rows,
-    }
-    if args.json:
-        save_json(document, args.json)
+    found = {"summary": summary(rows), "rows": rows}
+    record(args, **found)
     if args.png:
-        draw(document, args.png)
+        draw(found, args.png)
 
 
 if __name__ == "__main__":

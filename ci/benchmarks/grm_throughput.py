@@ -14,16 +14,14 @@ this machine, so an exchange costs copies and no network.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import time
 from collections import Counter
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
+from record import record
 
 from tritonrec.distributed import Communicators, RankPool
 from tritonrec.harness.job import Job
@@ -146,14 +144,7 @@ def main() -> None:
                         f"{row['longest_over_mean']:.3f}",
                         flush=True,
                     )
-    if args.json:
-        environment = {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "date": datetime.now(UTC).date().isoformat(),
-            "plan": {name: value for name, value in vars(args).items() if name != "json"},
-        }
-        args.json.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
+    record(args, rows=rows)
 
 
 if __name__ == "__main__":

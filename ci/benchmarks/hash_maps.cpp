@@ -1,4 +1,4 @@
-// Hash maps of C++ behind the calls of the key index, for strong_peers.py; with -DBOOST or -DANKERL.
+// Hash maps of C++ behind the calls of the key index, for cpp_maps.py; with -DBOOST or -DANKERL.
 // Each map hashes as it does by default. A map of key to row number; rows are numbered in order of insertion.
 #include <cstdint>
 #ifdef BOOST

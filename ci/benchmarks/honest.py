@@ -165,7 +165,8 @@ def time_rounds(benchmark: Any, rounds: Rounds, least_bytes: int, device: torch.
     count = max(LEAST_ROUNDS, min(MOST_ROUNDS, count))
     benchmark.pedantic(timed, setup=setup, teardown=teardown, rounds=count)
     best = benchmark.stats.stats.min if getattr(benchmark, "stats", None) else took
-    refuse_impossible(now["name"], best, least_bytes, device)
+    share = refuse_impossible(now["name"], best, least_bytes, device)
+    benchmark.extra_info["of_a_copy"] = round(share, 3)
 
 
 def by_turns(
@@ -226,14 +227,16 @@ def _fill_cache() -> None:
 
 def refuse_impossible(
     name: str, seconds: float, least_bytes: int, device: torch.device | str = "cpu"
-) -> None:
-    """Raise `CheatError` for a time in which not even `SLACK` times the bytes of a copy can move."""
-    least = copy_seconds(least_bytes, device) / SLACK
+) -> float:
+    """The share of a copy's speed; `CheatError` where it is more than `SLACK`."""
+    as_a_copy = copy_seconds(least_bytes, device)
+    least = as_a_copy / SLACK
     if seconds < least:
         raise CheatError(
             f"{name} took {seconds * 1e6:.2f} us for {least_bytes:,} bytes, which need "
             f"{least * 1e6:.2f} us here at {SLACK:g} times the speed of a copy: it cannot have moved them"
         )
+    return as_a_copy / seconds
 
 
 def copy_seconds(size: int, device: torch.device | str = "cpu") -> float:

@@ -7,6 +7,7 @@ check of an output. Cases of other seeds differ in values, not in the amount of 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,17 +41,32 @@ class Case:
 
 
 CASES: dict[str, Callable[[torch.device, int], Case]] = {}
-ON_GPU_ONLY = set()
+PEERS: dict[str, tuple[str, ...]] = {}
+"""The peers of each case, known before it is built so that a test each can be collected."""
 
 
-def case(function=None, *, gpu_only: bool = False):
+def case(*peers: str, workloads: dict[str, tuple[Any, ...]] | None = None):
+    """Register what builds a case under its name; of several `workloads` under that and theirs.
+
+    It gets a device, a seed, and the values of the workload. A peer that is not on this device is left out
+    of the calls. One peer is called ``torch`` unless told otherwise.
+    """
+
     def add(build):
-        CASES[build.__name__] = build
-        if gpu_only:
-            ON_GPU_ONLY.add(build.__name__)
+        for words, given in (workloads or {"": ()}).items():
+            name = f"{build.__name__} {words}".strip()
+            CASES[name] = lambda device, seed, given=given: build(device, seed, *given)
+            PEERS[name] = peers or ("torch",)
         return build
 
-    return add(function) if function else add
+    return add
+
+
+def where_installed(make: Callable[[], dict[str, Callable[..., Any]]]) -> dict[str, Callable[..., Any]]:
+    """What `make` gives; nothing where it raises ImportError."""
+    with suppress(ImportError):
+        return make()
+    return {}
 
 
 def randn(*shape: int, scale: float = 1.0, offset: float = 0.1, seed: int = SEED) -> torch.Tensor:

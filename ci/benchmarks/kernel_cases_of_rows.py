@@ -1,59 +1,37 @@
-"""Cases of `bench_kernels` on ids and rows: keys, tables, exact sums, optimizers."""
+"""Cases of `bench_kernels` on rows: moves, sums in order and exact, draws, optimizers."""
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
+import fbgemm
 import numpy as np
+import pandas as pd
 import torch
+from fbgemm import fbgemm_table
 from kernel_cases import Case, case, close, moved, randn, randperm, rows_moved, same, zipf
 from torch.nn import functional
 
 from tritonrec import ops
 
 
-def murmur_torch(keys: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3's finaliser in int64 arithmetic, whose products wrap as unsigned ones do."""
-    h = keys
-    for factor in (0xFF51AFD7ED558CCD - 2**64, 0xC4CEB9FE1A85EC53 - 2**64):
-        h = (h ^ ((h >> 33) & 0x7FFFFFFF)) * factor
-    return h ^ ((h >> 33) & 0x7FFFFFFF)
+def by_fbgemm(device, pooling, weight, offsets):
+    """FBGEMM's lookup of rows in a table of these weights, on a CPU where it is installed."""
+    table = cache(lambda: fbgemm_table(pooling, weight))
+
+    def lookup(_weight, rows):
+        with torch.no_grad():
+            return table()(rows, offsets)
+
+    return {"fbgemm": lookup} if device.type == "cpu" and fbgemm.installed() else {}
 
 
-def owners_torch(keys: torch.Tensor, world_size: int) -> torch.Tensor:
-    return (((murmur_torch(keys) >> 32) & 0xFFFFFFFF) * world_size) >> 32
-
-
-@case
-def bucketize(device, seed):
-    keys = zipf(200_000, 1_000_000, seed=seed).to(device)
-    owners = ops.owner_of(keys.cpu(), 8, impl="reference").to(device)
-    order, counts = torch.sort(owners, stable=True).indices, torch.bincount(owners, minlength=8)
-
-    def by_sort(keys):
-        rank = owners_torch(keys, 8)
-        return torch.sort(rank, stable=True).indices, torch.bincount(rank, minlength=8)
-
-    def check(got, keys):
-        assert torch.equal(got[0], order) and torch.equal(got[1], counts)
-
-    calls = {"tritonrec": lambda keys: ops.bucketize(keys, 8), "torch_stable_sort": by_sort}
-    return Case("200,000 Zipf keys to 8 ranks", (keys,), calls, check, moved(keys, order, counts))
-
-
-@case
-def murmur(device, seed):
-    keys = zipf(200_000, 1_000_000, seed=seed).to(device)
-    exact = ops.owner_of(keys.cpu(), 8, impl="reference").to(device)
-    calls = {"tritonrec": lambda keys: ops.owner_of(keys, 8), "torch": lambda keys: owners_torch(keys, 8)}
-    return Case("owners of 200,000 keys", (keys,), calls, same(exact), moved(keys, exact))
-
-
-@case
+@case("torch_index_select", "torch_embedding", "fbgemm")
 def gather_rows(device, seed):
     source, rows = randn(200_000, 64, seed=seed).to(device), zipf(65_536, 200_000, seed=seed).to(device)
     calls = {
         "tritonrec": ops.gather_rows,
+        **by_fbgemm(device, "NONE", source, torch.arange(65_537)),
         "torch_index_select": lambda source, rows: source.index_select(0, rows),
         "torch_embedding": lambda source, rows: functional.embedding(rows, source),
     }
@@ -62,7 +40,7 @@ def gather_rows(device, seed):
     return Case("65,536 Zipf rows of 200,000, dim 64", (source, rows), calls, same(exact), least_bytes)
 
 
-@case
+@case("torch_index_copy")
 def scatter_rows(device, seed):
     target, values = randn(200_000, 64, seed=seed).to(device), randn(65_536, 64, seed=seed).to(device)
     rows = randperm(200_000, seed)[:65_536].to(device)
@@ -88,7 +66,147 @@ def scatter_rows(device, seed):
     )
 
 
-@case
+@case(
+    "gather_then_scatter", "torch_copies",
+    workloads={f"{count}x{dim}": (count, dim) for count in (5_000, 50_000) for dim in (64, 192)},
+)  # fmt: skip
+def scatter_from_rows(device, seed, count, dim):
+    """As the dual buffers are synchronised: rows of one matrix into another, in one pass."""
+    height = 60_000
+    values, destination = (randn(height, dim, seed=2 * seed + n).to(device) for n in range(2))
+    source = randperm(height, seed)[:count].sort().values.to(device)  # as `intersect` has them
+    rows = randperm(height, seed + 1)[:count].to(device)
+    exact = destination.clone()
+    exact[rows] = values[source]
+
+    def one_pass(destination, rows, values, source):
+        ops.scatter_rows(destination, rows, values, source=source)
+        return destination
+
+    def two_calls(destination, rows, values, source):
+        ops.scatter_rows(destination, rows, ops.gather_rows(values, source))
+        return destination
+
+    def copies(destination, rows, values, source):
+        return destination.index_copy_(0, rows, values.index_select(0, source))
+
+    calls = {"tritonrec": one_pass, "gather_then_scatter": two_calls, "torch_copies": copies}
+    workload = f"{count:,} rows of {dim} out of {height:,}"
+    least_bytes = moved(rows, source, values[:count], values[:count])
+    arguments = destination, rows, values, source
+    return Case(workload, arguments, calls, same(exact), least_bytes, writes=(0,))
+
+
+BAG = 8
+POOLED = f"65,536 Zipf rows of 64 out of 200,000, bags of {BAG}"
+
+
+@case("two_calls", "torch_embedding_bag", "fbgemm")
+def pooled_lookup(device, seed):
+    weight, ids = randn(200_000, 64, seed=seed).to(device), zipf(65_536, 200_000, seed=seed).to(device)
+    bags, offsets = torch.arange(65_536, device=device) // BAG, torch.arange(0, 65_536, BAG, device=device)
+    exact = weight.double()[ids].view(-1, BAG, 64).sum(1)
+
+    def one_pass(weight, ids):
+        return ops.segment_sum(weight, bags, len(offsets), source=ids)
+
+    def two_calls(weight, ids):
+        return ops.segment_sum(ops.gather_rows(weight, ids), bags, len(offsets))
+
+    def embedding_bag(weight, ids):
+        return functional.embedding_bag(ids, weight, offsets, mode="sum")
+
+    calls = {"tritonrec": one_pass, "two_calls": two_calls, "torch_embedding_bag": embedding_bag}
+    calls |= by_fbgemm(device, "SUM", weight, torch.arange(0, 65_537, BAG))
+    least_bytes = rows_moved(weight, ids) + 4 * exact.numel()
+    return Case(POOLED, (weight, ids), calls, close(exact), least_bytes)
+
+
+@case("two_calls")
+def pooled_gradient(device, seed):
+    """The exact sums of a pooled lookup's gradient by row."""
+    keys, rows, _ = ops.unique(zipf(65_536, 200_000, seed=seed).to(device))
+    bags = torch.arange(65_536, device=device) // BAG
+    gradient = randn(65_536 // BAG, 64, seed=seed).to(device)
+    terms = (gradient.double() * 2.0**36).round().long()[bags]
+    exact = torch.zeros(len(keys), 64, dtype=torch.int64, device=device).index_add_(0, rows, terms)
+
+    def one_pass(gradient, rows):
+        return ops.segment_sum(gradient, rows, len(keys), source=bags, consistency="batch")
+
+    def two_calls(gradient, rows):
+        return ops.segment_sum(ops.gather_rows(gradient, bags), rows, len(keys), consistency="batch")
+
+    calls = {"tritonrec": one_pass, "two_calls": two_calls}
+    return Case(POOLED, (gradient, rows), calls, same(exact), moved(gradient, rows, bags, exact))
+
+
+SUMMED = {
+    "micro_batch": (8_192, 1_682, 64, 1.05), "wide_rows": (8_192, 4_096, 256, 1.05),
+    "large_batch": (262_144, 131_072, 64, 1.05), "hot_keys": (65_536, 16_384, 64, 1.5),
+}  # fmt: skip
+"""Occurrences, segments, dim, Zipf exponent of the keys."""
+
+
+def summed(device, seed, occurrences, segments, dim, exponent):
+    """Values, the segment of each, and the workload in words."""
+    values = randn(occurrences, dim, seed=seed).to(device)
+    of = zipf(occurrences, segments, exponent, seed).to(device)
+    return values, of, f"{occurrences:,} rows of {dim} into {segments:,}, Zipf exponent {exponent}"
+
+
+@case(
+    "torch_index_add", "torch_index_add_all_threads", "numpy_add_at", "pandas_groupby", workloads=SUMMED
+)  # fmt: skip
+def segment_sum_window(device, seed, *sizes):
+    """Sums in a fixed order; the sums of torch on a GPU have none."""
+    values, of, workload = summed(device, seed, *sizes)
+    segments, dim = sizes[1:3]
+
+    def by_torch(values, of):
+        return torch.zeros(segments, dim, device=device, dtype=values.dtype).index_add_(0, of, values)
+
+    def by_numpy(values, of):
+        out = np.zeros((segments, dim), np.float32)
+        np.add.at(out, of.numpy(), values.numpy())
+        return torch.from_numpy(out)
+
+    def by_pandas(values, of):
+        sums = pd.DataFrame(values.numpy()).groupby(of.numpy(), sort=False).sum()
+        out = torch.zeros(segments, dim)
+        out[torch.tensor(sums.index.to_numpy())] = torch.tensor(sums.to_numpy())
+        return out
+
+    calls = {
+        "tritonrec": lambda values, of: ops.segment_sum(values, of, segments),
+        "torch_index_add": by_torch,
+    }
+    if device.type == "cpu":
+        calls |= {"torch_index_add_all_threads": by_torch, "numpy_add_at": by_numpy}
+        calls["pandas_groupby"] = by_pandas
+    check = close(by_torch(values.double(), of), atol=1e-1)
+    return Case(workload, (values, of), calls, check, moved(values, of) + 4 * segments * dim)
+
+
+@case("torch_int64_index_add", workloads=SUMMED)
+def segment_sum_batch(device, seed, *sizes):
+    """Exact sums, and what torch needs for the same integers."""
+    values, of, workload = summed(device, seed, *sizes)
+    segments, dim = sizes[1:3]
+
+    def by_torch(values, of):
+        terms = values.double().mul_(2.0**36).round_().long()
+        return torch.zeros(segments, dim, dtype=torch.int64, device=device).index_add_(0, of, terms)
+
+    calls = {
+        "tritonrec": lambda values, of: ops.segment_sum(values, of, segments, consistency="batch"),
+        "torch_int64_index_add": by_torch,
+    }
+    check = same(by_torch(values, of))
+    return Case(workload, (values, of), calls, check, moved(values, of) + 8 * segments * dim)
+
+
+@case()
 def to_fixed_point(device, seed):
     values = randn(1 << 20, seed=seed).to(device)
     calls = {
@@ -99,7 +217,7 @@ def to_fixed_point(device, seed):
     return Case("1,048,576 float32", (values,), calls, same(exact), moved(values, exact))
 
 
-@case
+@case()
 def from_fixed_point(device, seed):
     sums = (randn(1 << 20, seed=seed).double() * 2.0**40).long().to(device)
     calls = {
@@ -110,7 +228,7 @@ def from_fixed_point(device, seed):
     return Case("1,048,576 sums", (sums,), calls, same(exact), moved(sums, exact))
 
 
-@case
+@case("int64_rows", "torch_int64")
 def packed_rows(device, seed):
     """Sums of a batch's gradients, from the rank that made them into those of their owner."""
     distinct, inverse, _ = ops.unique(zipf(50_000, 1_000_000, seed=seed))
@@ -144,7 +262,7 @@ def by_reference(exact: torch.Tensor, keys: torch.Tensor, reference) -> torch.Te
     return exact
 
 
-@case
+@case("torch_uniform", "numpy_philox")
 def initial_rows(device, seed):
     keys = torch.arange(16_384 * seed, 16_384 * (seed + 1))
     exact = by_reference(
@@ -169,7 +287,7 @@ def initial_rows(device, seed):
     return Case(workload, (keys,), calls, check, moved(exact), checks={"tritonrec": same(exact)})
 
 
-@case
+@case("torch_randint")
 def random_indices(device, seed):
     ids = torch.arange(6_400 * seed, 6_400 * (seed + 1))
     exact = by_reference(
@@ -218,7 +336,49 @@ def optimizer(device, seed, ours, theirs, states):
     )  # fmt: skip
 
 
-@case
+@case("exact_sums", "fbgemm")
+def update_of_gradients(device, seed):
+    """The gradient of each looked-up row, summed by id, then one row-wise Adagrad update of each row."""
+    weight, ids = randn(200_000, 64, seed=seed).to(device), zipf(65_536, 200_000, seed=seed).to(device)
+    gradient = randn(65_536, 64, scale=0.1, offset=0.0, seed=seed).to(device)
+    state = torch.zeros(len(weight), 1, device=device)
+    sums = torch.zeros_like(weight, dtype=torch.float64).index_add_(0, ids, gradient.double())
+    exact = weight - 0.1 * sums / (sums.square().mean(1, keepdim=True).sqrt() + 1e-8)
+
+    def ours(weight, state, gradient, ids, consistency="window"):
+        distinct, inverse, _ = ops.unique(ids)
+        sums = ops.segment_sum(gradient, inverse, len(distinct), consistency=consistency)
+        if consistency == "batch":
+            sums = ops.from_fixed_point(sums)
+        ops.sparse_rowwise_adagrad(weight, state, distinct, sums, 0.1)
+        return weight
+
+    table = cache(lambda: fbgemm_table("NONE", weight))
+
+    def looked_up(*_):
+        """What comes before the clock starts, in a table as it was."""
+        table().split_embedding_weights()[0].copy_(weight)
+        table().split_optimizer_states()[0][0].zero_()
+        return table()(ids, torch.arange(65_537)), gradient.clone()
+
+    def backward(rows, gradient):
+        rows.backward(gradient)
+        return table().split_embedding_weights()[0]
+
+    calls = {"tritonrec": ours, "exact_sums": partial(ours, consistency="batch")}
+    if device.type == "cpu" and fbgemm.installed():
+        calls["fbgemm"] = backward
+
+    def check(got, *_):
+        torch.testing.assert_close(got.double(), exact, rtol=1e-3, atol=1e-4)
+
+    return Case(
+        "65,536 gradients of Zipf rows of 200,000, dim 64", (weight, state, gradient, ids), calls, check,
+        moved(gradient) + 2 * rows_moved(weight, ids), writes=(0, 1), prepare={"fbgemm": looked_up},
+    )  # fmt: skip
+
+
+@case()
 def sparse_sgd(device, seed):
     def theirs(weight, rows, grad):
         weight.index_add_(0, rows, grad, alpha=-0.1)
@@ -226,7 +386,7 @@ def sparse_sgd(device, seed):
     return optimizer(device, seed, lambda w, rows, grad: ops.sparse_sgd(w, rows, grad, 0.1), theirs, ())
 
 
-@case
+@case()
 def sparse_rowwise_adagrad(device, seed):
     def ours(weight, state, rows, grad):
         ops.sparse_rowwise_adagrad(weight, state, rows, grad, 0.1)
@@ -239,7 +399,7 @@ def sparse_rowwise_adagrad(device, seed):
     return optimizer(device, seed, ours, theirs, (1,))
 
 
-@case
+@case()
 def sparse_adam(device, seed):
     def ours(weight, mean, square, rows, grad):
         ops.sparse_adam(weight, mean, square, rows, grad, 0.1, step=3)
@@ -253,87 +413,3 @@ def sparse_adam(device, seed):
         weight.index_add_(0, rows, m / ((s / (1 - 0.999**3)).sqrt() + 1e-8), alpha=-rate)
 
     return optimizer(device, seed, ours, theirs, (64, 64))
-
-
-@case(gpu_only=True)
-def unique(device, seed):
-    keys = zipf(1_000_000, 10_000_000, seed=seed).to(device)
-    expected = torch.unique(keys, return_counts=True)
-
-    def check(got, keys):
-        distinct, inverse, counts = got
-        order = torch.argsort(distinct)
-        assert torch.equal(distinct[inverse], keys)
-        assert torch.equal(distinct[order], expected[0]) and torch.equal(counts[order], expected[1])
-
-    calls = {
-        "tritonrec": ops.unique,
-        "torch_unique": lambda keys: torch.unique(keys, return_inverse=True, return_counts=True),
-    }
-    return Case("1,000,000 Zipf keys", (keys,), calls, check, moved(keys, keys, *expected))
-
-
-@case(gpu_only=True)
-def intersect(device, seed):
-    keys = randperm(1 << 20, seed).to(device)
-    left, right = keys[:100_000].clone(), keys[50_000:150_000].clone()
-
-    def by_sort(left, right):
-        ascending, order = torch.sort(right)
-        place = torch.searchsorted(ascending, left).clamp_(max=len(right) - 1)
-        positions = (ascending[place] == left).nonzero().flatten()
-        return positions, order[place[positions]]
-
-    def check(got, left, right):
-        assert torch.equal(left[got[0]], right[got[1]])
-        assert torch.equal(got[0].sort().values, torch.arange(50_000, 100_000, device=device))
-
-    calls = {"tritonrec": ops.intersect, "torch_searchsorted": by_sort}
-    return Case(
-        "100,000 and 100,000 keys, 50,000 common",
-        (left, right),
-        calls,
-        check,
-        moved(left, right) + 16 * 50_000,
-    )
-
-
-@case(gpu_only=True)
-def hash_find(device, seed):
-    keys = torch.arange(786_432, device=device) * 0x9E3779B97F4A7C1
-    slots = 1 << 20
-    table = (
-        torch.zeros(slots, dtype=torch.int64, device=device),
-        torch.full((slots,), -1, dtype=torch.int32, device=device),
-    )
-    rows, _ = ops.hash_insert(*table, keys, 0)
-    wanted = randperm(len(keys), seed)[:262_144].to(device)
-    query = torch.cat([keys[wanted[:131_072]], -1 - keys[wanted[131_072:]]])
-    ascending, order = torch.sort(keys)
-    exact = torch.cat([rows[wanted[:131_072]], torch.full_like(rows[:131_072], -1)])
-
-    def by_search(slots, found, query):
-        place = torch.searchsorted(ascending, query).clamp_(max=len(keys) - 1)
-        return torch.where(ascending[place] == query, rows[order[place]], -1)
-
-    calls = {"tritonrec": ops.hash_find, "torch_searchsorted": by_search}
-    workload = "262,144 lookups, half absent, 786,432 keys, load 0.75"
-    return Case(workload, (*table, query), calls, same(exact), moved(query, exact))
-
-
-@case(gpu_only=True)
-def segment_sum(device, seed):
-    values, segments = randn(262_144, 64, seed=seed).to(device), zipf(262_144, 131_072, seed=seed).to(device)
-
-    def plain(values, segments):
-        return torch.zeros(131_072, 64, device=device, dtype=values.dtype).index_add_(0, segments, values)
-
-    calls = {
-        "tritonrec": lambda values, segments: ops.segment_sum(values, segments, 131_072),
-        "torch_index_add": plain,
-    }
-    exact = plain(values.double(), segments)
-    return Case(
-        "262,144 rows of 64 into 131,072 (the peer's sums have no order)", (values, segments), calls,
-        close(exact, atol=1e-1), moved(values, segments) + 4 * exact.numel(),
-    )  # fmt: skip

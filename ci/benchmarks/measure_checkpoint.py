@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from resident import peak_from_here, resident
 from safetensors.torch import save_file
 
 from tritonrec import Communicators, FeatureConfig, HashTableCollection, RowOptimizer, Trainer
@@ -175,10 +176,6 @@ def speeds(place: Path, rows: int, dim: int, rounds: int, with_peers: bool) -> d
 def peak(what: str, place: Path, rows: int, dim: int) -> float:
     """In this process: bytes at most beyond those of the table, over the saved tensors' bytes."""
 
-    def kilobytes(name: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith(name)).split()[1])
-
     small = trainer_of(dim)  # what a first call imports and compiles
     fill(small.tables, 1000)
     with small.saver(place / f"small-{what}", full_every=2) as saver:
@@ -189,13 +186,13 @@ def peak(what: str, place: Path, rows: int, dim: int) -> float:
     trainer = trainer_of(dim)
     if what != "load":
         fill(trainer.tables, rows)
-    before, stored = kilobytes("VmRSS"), bytes_of(trainer)
-    Path("/proc/self/clear_refs").write_text("5")
+    before, stored = resident(), bytes_of(trainer)
+    peak_from_here()
     if what == "save":
         trainer.save(place / "kept")
     else:
         trainer.load(place / "kept")
-    beyond = (kilobytes("VmHWM") - before) * 1024 - (bytes_of(trainer) - stored)
+    beyond = resident("VmHWM") - before - (bytes_of(trainer) - stored)
     return beyond / (rows * (8 + 4 * trainer.tables.groups[0].table.row_width))
 
 

@@ -16,7 +16,6 @@ over several ranks it is that of all. Above 1 is faster.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import time
 import warnings
@@ -28,15 +27,15 @@ from statistics import median
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from bench_torchrec import TORCHREC, Run, compare, find_torchrec
+from bench_torchrec import Run, compare
+from record import record
 from torch import nn
+from torchrec_peer import TORCHREC, environment_beside_torchrec, find_torchrec, fused, sharded
 
 from tritonrec import ops
 from tritonrec.data import ClickBatch, ClickLoader, ClickLog
 from tritonrec.distributed import Communicators, RankPool
-from tritonrec.harness.environment import environment_of_times
 from tritonrec.harness.job import Job
 from tritonrec.nn import DLRM, HSTUConfig
 from tritonrec.pipeline import Trainer, WindowConfig
@@ -171,36 +170,24 @@ class TorchRec:
     """Whole tables dealt to the ranks, in a plain loop or `TrainPipelineSparseDist`."""
 
     def __init__(self, job: Job, sizes: dict[str, int], world: int, pipelined: bool):
-        from fbgemm_gpu.split_embedding_configs import EmbOptimType
         from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-        from torchrec.distributed.model_parallel import DistributedModelParallel
-        from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
-        from torchrec.distributed.types import ShardingPlan
+        from torchrec.distributed.sharding_plan import table_wise
         from torchrec.streamable import Pipelineable
 
         Pipelineable.register(Features)
         built, tables, _ = job.build("sgd")
-        whole = TorchRecModel(built, sizes)
-        fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": job.lr}
-        sharder = EmbeddingBagCollectionSharder(fused_params=fused)
+        sharder = EmbeddingBagCollectionSharder(fused_params=fused("sgd", job.lr, job.eps))
         # in blocks, so that rows come back in the order of the features
-        ranks = [at * world // len(sizes) for at in range(len(sizes))]
         dealt = {
-            f"t_{name}": table_wise(rank=rank, compute_kernel="fused")
-            for name, rank in zip(sizes, ranks, strict=True)
+            f"t_{name}": table_wise(rank=at * world // len(sizes), compute_kernel="fused")
+            for at, name in enumerate(sizes)
         }
-        plan = construct_module_sharding_plan(
-            whole.embeddings, dealt, sharder, local_size=world, world_size=world, device_type="cpu"
-        )
-        self.model = DistributedModelParallel(
-            whole, device=torch.device("cpu"), plan=ShardingPlan({"embeddings": plan}), sharders=[sharder]
-        )
-        for name, tensor in self.model.state_dict().items():
-            if "embeddings" in name:
-                feature = name.split(".t_")[1].removesuffix(".weight")
-                for shard in tensor.local_shards():
-                    shard.tensor.copy_(tables.initial_rows(feature, torch.arange(sizes[feature])))
-        dense = [value for name, value in self.model.named_parameters() if "embeddings" not in name]
+
+        def initial(table: str) -> torch.Tensor:
+            feature = table.removeprefix("t_")
+            return tables.initial_rows(feature, torch.arange(sizes[feature]))
+
+        self.model, dense = sharded(TorchRecModel(built, sizes), sharder, dealt, initial, world)
         self.optimizer, self.pipelined = torch.optim.SGD(dense, lr=job.lr), pipelined
 
     def prepare(self, batches: list[ClickBatch]) -> list[Features]:
@@ -252,8 +239,6 @@ def measure_rank(
     sizes = dict(zip(log.features, (1 + log.categories.max(0)).tolist(), strict=True))
     contenders: dict[str, Ours | Torch | TorchRec] = {}
     if TORCHREC.is_dir():
-        if not dist.is_initialized():  # a rank on its own
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         contenders["TorchRec"] = TorchRec(job, sizes, world, False)
         contenders["TorchRec, SparseDist"] = TorchRec(job, sizes, world, True)
     if world == 1:
@@ -331,8 +316,7 @@ def main() -> None:
         for ranks in options.ranks.split(",")
         for batch in options.batch_size.split(",")
     ]
-    if options.json:
-        options.json.write_text(json.dumps({"environment": environment_of_times(), "rows": rows}, indent=1))
+    record(options, environment_beside_torchrec(), rows=rows)
 
 
 if __name__ == "__main__":

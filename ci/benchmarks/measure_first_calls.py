@@ -11,7 +11,6 @@ folder into which `pip install --target` has put a wheel, whose kernels are then
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tritonrec.harness.environment import environment_of_times
+from record import record
 
 ROOT = Path(__file__).resolve().parents[2]
 COUNTED = """
@@ -101,9 +100,7 @@ def main() -> None:
     named = dict(each.split("=", 1) for each in options.checkouts) or {"here": ROOT}
     checkouts = {name: Path(path).resolve() for name, path in named.items()}
     found = measure(checkouts, options.repetitions, options.only)
-    if options.json:
-        recorded = {"environment": environment_of_times(), "processor_seconds": found}
-        options.json.write_text(json.dumps(recorded, indent=1) + "\n")
+    record(options, processor_seconds=found)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -23,9 +22,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from record import record
 
 from tritonrec.data import NextItemLoader, auc, evaluate, gauc, load
-from tritonrec.harness.environment import environment_of_times
 from tritonrec.host_memory import keep_freed_memory
 from tritonrec.serving import ExportedTable, Predictor
 
@@ -203,8 +202,7 @@ def main() -> None:
         rows["evaluate"] = evaluation(1500, 100_000, 4)
     if "auc" in only:
         rows |= areas(options.count, 4)
-    if options.json:
-        options.json.write_text(json.dumps({"environment": environment_of_times(), "rows": rows}, indent=1))
+    record(options, rows=rows)
 
 
 if __name__ == "__main__":

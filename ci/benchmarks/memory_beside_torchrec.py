@@ -16,13 +16,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench_dynamic_table import give_back, resident
-from bench_torchrec import Run, System, compare, find_torchrec, job_of, model_options, systems, train
-from measure_memory import peak_from_here
+from bench_torchrec import Run, System, compare, job_of, model_options, systems, train
+from record import record
+from resident import give_back, peak_from_here, resident
+from torchrec_peer import environment_beside_torchrec, find_torchrec
 
 from tritonrec.distributed import Communicators, RankPool
-from tritonrec.files import save_json
-from tritonrec.harness.environment import environment_of_times
 from tritonrec.harness.job import Job
 from tritonrec.harness.lab.settings import parse_switches
 
@@ -73,9 +72,7 @@ def main() -> None:
     options = parser.parse_args()
     find_torchrec()
     rows = measure(options)
-    if options.json:
-        chosen = {key: value for key, value in vars(options).items() if key != "json"}
-        save_json({"environment": environment_of_times(), "options": chosen, "rows": rows}, options.json)
+    record(options, environment_beside_torchrec(), rows=rows)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import math
 import time
 from pathlib import Path
@@ -25,12 +24,12 @@ from statistics import mean, median
 import torch
 from honest import Given, Rounds, by_turns, clocked, copied
 from kernel_cases import moved
+from record import record
 
 import tritonrec
 from tritonrec import nn
 from tritonrec.data import JaggedBatch, NextItemLoader, load_interactions
 from tritonrec.distributed import Communicators
-from tritonrec.harness.environment import environment_of_times
 from tritonrec.host_memory import keep_freed_memory
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "sasrec.py"
@@ -140,10 +139,7 @@ def main() -> None:
     for name, row in rows.items():
         took, loss = row.values()
         print(f"{name:22s} {took:7.1f} ms, {took / ours:.2f} of ours with batch, loss {loss:.4f}")
-    if options.json:
-        options.json.write_text(
-            json.dumps({"environment": environment_of_times(), "rows": rows}, indent=1) + "\n"
-        )
+    record(options, rows=rows)
 
 
 if __name__ == "__main__":

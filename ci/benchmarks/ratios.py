@@ -2,7 +2,8 @@
 
 Reads pytest-benchmark's JSON and prints Markdown. In a group, the row with ``extra_info["ours"]`` is ours and
 every other row is a peer on the same input. A ratio is the peer's median over ours; below 1 we lose, and the
-row says so. Groups without a row of ours compare nothing and are left out. Rows that measured a ratio
+row says so. Groups without a row of ours compare nothing and are left out. "Of a copy" is the time of a copy
+of the bytes that any implementation moves at least, over the best time. Rows that measured a ratio
 themselves, by alternating calls, carry it in ``extra_info`` under a name like ``batch_over_window``.
 """
 
@@ -49,7 +50,9 @@ def groups(report: dict[str, Any]) -> dict[str, list[Row]]:
 
 
 def contender(row: Row) -> str:
-    """The parameters of a row without those that already name its group."""
+    """What a row says, or its parameters without those that already name its group."""
+    if name := row["extra_info"].get("contender"):
+        return str(name)
     parts = [part for part in (row["param"] or row["name"]).split("-") if part not in row["group"].split()]
     return "-".join(parts) or "ours"
 
@@ -69,13 +72,16 @@ def table(group: str, rows: list[Row]) -> list[str]:
     """The lines of one group's table; `rows` as `groups` orders them."""
     ours, *peers = rows
     lines = [f"### {group}", "", str(ours["extra_info"].get("workload", "")), ""]
-    lines += ["| | threads | median | spread (IQR) | ours is faster by |", "|---|--:|--:|--:|--:|"]
+    lines += ["| | threads | median | spread (IQR) | of a copy | ours is faster by |"]
+    lines += ["|---|--:|--:|--:|--:|--:|"]
     for row in rows:
-        stats, threads = row["stats"], row["extra_info"].get("threads", "")
+        stats, extra = row["stats"], row["extra_info"]
+        threads, share = extra.get("threads", ""), extra.get("of_a_copy", "")
         ratio = stats["median"] / ours["stats"]["median"]
         verdict = "" if row is ours else f"{ratio:.2f}" if ratio >= 1 else f"{ratio:.2f} (loss)"
         name = f"**{contender(row)}**" if row is ours else contender(row)
-        lines.append(f"| {name} | {threads} | {_time(stats['median'])} | {_time(stats['iqr'])} | {verdict} |")
+        times = f"{_time(stats['median'])} | {_time(stats['iqr'])}"
+        lines.append(f"| {name} | {threads} | {times} | {share} | {verdict} |")
     return [*lines, "" if peers else "No peer was timed.\n"]
 
 

@@ -17,6 +17,8 @@ import sys
 import time
 from pathlib import Path
 
+from resident import resident
+
 from tritonrec.distributed import Communicators, RankPool
 from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
@@ -38,13 +40,8 @@ ALLOWED = 0.02
 def state() -> dict[str, int]:
     """Resident bytes, open files and threads of this process."""
     gc.collect()
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    resident = int(fields["VmRSS"].split()[0]) * 1024
-    return {
-        "resident": resident,
-        "files": len(os.listdir("/proc/self/fd")),
-        "threads": int(fields["Threads"]),
-    }
+    files, threads = (len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task"))
+    return {"resident": resident(), "files": files, "threads": threads}
 
 
 def soak(communicators: Communicators, steps: int) -> dict[str, dict[str, int]]:

@@ -4,7 +4,7 @@
 #
 #   ci/gpu/run.sh first         kernels at sizes of work: device and host time, share of the roof, error, a peer
 #   ci/gpu/run.sh correctness   kernel tests with Triton on the GPU; memcheck and racecheck of every launch
-#   ci/gpu/run.sh bench         every kernel beside its peers, roofs of this GPU; then the ratios as Markdown
+#   ci/gpu/run.sh bench         every kernel beside its peers and a copy; then the ratios as Markdown
 #   ci/gpu/run.sh tune          times the candidates of ci/compile/tune.py, one kernel after another, until time is up
 #   ci/gpu/run.sh pipeline      NestPipe steps: dense model on the GPU, tables on the host, on the GPU, cached there
 #   ci/gpu/run.sh verify        `tritonrec verify --quick --device cuda`: every mode and storage, one rank
@@ -71,9 +71,7 @@ bench() {
     if $rehearse; then
         within "$PYTHON" -m pytest -q ci/benchmarks/bench_kernels.py -k "murmur or silu" --benchmark-max-time=0.02 \
             --benchmark-min-rounds=2 --benchmark-json "$OUT/bench.json" || return 1
-        within "$PYTHON" ci/gpu/roofs.py --device cpu --json "$OUT/roofs.json" || return 1
     else
-        within "$PYTHON" ci/gpu/roofs.py --json "$OUT/roofs.json" || return 1
         within "$PYTHON" -m pytest -q -m gpu ci/benchmarks/bench_*.py $(ls "${PEERS:-/none}"/bench_*.py 2>/dev/null) \
             --benchmark-max-time=0.3 --benchmark-json "$OUT/bench.json" || return 1
     fi

@@ -56,17 +56,14 @@ class Mutant:
         return source[: self.start] + self.after + source[self.end :]
 
 
-def mutants_of(root: Path, file: str, compiled: bool = False) -> list[Mutant]:
-    """Every mutant of `file`, relative to `root`; a few are no program, or the same one (`is_one`).
+def mutants_of(root: Path, file: str) -> list[Mutant]:
+    """Every mutant of `file`, relative to `root`, but for functions that Triton compiles.
 
-    Those of functions that Triton compiles, where `compiled`; else those of all other code.
+    A few are no program, or the same one (`is_one`).
     """
     source = Path(root, file).read_text()
-    tree = ast.parse(source)
-    if compiled:
-        functions = [each for each in tree.body if isinstance(each, ast.FunctionDef) and _compiled(each)]
-        tree = ast.Module([statement for each in functions for statement in each.body], [])
-    edits = {(each.start, each.end, each.after): each for each in _Finder(file, source).of(tree)}
+    found_at = _Finder(file, source).of(ast.parse(source))
+    edits = {(each.start, each.end, each.after): each for each in found_at}
     found, seen = [], Counter[tuple[str, str, str]]()
     for each in edits.values():
         alike = each.operator, each.lines, each.after

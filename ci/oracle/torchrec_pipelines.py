@@ -21,28 +21,26 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import platform
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-import tritonrec
 from tritonrec.distributed import Communicators, RankPool
+from tritonrec.files import save_json
 from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import Trainer, WindowConfig
 
-ROOT = Path(__file__).resolve().parents[2]
-TORCHREC = ROOT / "out" / "torchrec"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+from torchrec_peer import environment_beside_torchrec, find_torchrec, fused, sharded
+
 DATA = "avazu:samples=4000"
 DIM, RATE, EPS = 8, 0.05, 1e-8
 
@@ -125,15 +123,12 @@ def ours(communicators, system: System, job: Job, batches: list, optimizer: str)
 
 def theirs(communicators, system: System, job: Job, batches: list, optimizer: str) -> Iterator[State]:
     """The states of TorchRec's plain loop or of one of its pipelines."""
-    sys.path.append(str(TORCHREC))
     from torchrec.distributed.train_pipeline import experimental_pipelines, train_pipelines
     from torchrec.streamable import Pipelineable
 
     Pipelineable.register(Clicks)
     torch.Tensor.record_stream = lambda self, stream: None
     torch.cuda.current_stream = lambda device=None: None
-    if not dist.is_initialized():  # one rank
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     log = job.loader().log
     ids = {name: torch.from_numpy(log.categories[:, at]).unique() for at, name in enumerate(log.features)}
     model, dense = torchrec_model(job, ids, log.dense.shape[1], optimizer, communicators.world_size)
@@ -206,41 +201,20 @@ class ClickModel(torch.nn.Module):
 
 def torchrec_model(job: Job, ids: dict[str, torch.Tensor], features: int, optimizer: str, world: int):
     """The model with row-wise sharded tables of the job's initial rows, and its dense optimizer."""
-    from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-    from torchrec.distributed.model_parallel import DistributedModelParallel
-    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
-    from torchrec.distributed.types import ShardingPlan
+    from torchrec.distributed.sharding_plan import row_wise
 
     configs = [
         EmbeddingBagConfig(num_embeddings=len(rows), embedding_dim=DIM, name=name, feature_names=[name])
         for name, rows in ids.items()
     ]
-    kinds = {"sgd": EmbOptimType.EXACT_SGD, "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
-    sharder = EmbeddingBagCollectionSharder(
-        fused_params={"optimizer": kinds[optimizer], "learning_rate": RATE, "eps": EPS}
-    )
+    sharder = EmbeddingBagCollectionSharder(fused_params=fused(optimizer, RATE, EPS))
     torch.manual_seed(0)
-    whole = ClickModel(
-        EmbeddingBagCollection(configs, device=torch.device("meta")), features + DIM * len(ids)
-    )
-    plan = construct_module_sharding_plan(
-        whole.embeddings, {name: row_wise(compute_kernel="fused") for name in ids}, sharder,
-        local_size=world, world_size=world, device_type="cpu",
-    )  # fmt: skip
-    model = DistributedModelParallel(
-        whole, device=torch.device("cpu"), plan=ShardingPlan({"embeddings": plan}), sharders=[sharder]
-    )
-    tables = job.tables("sgd")
-    for name, tensor in model.state_dict().items():
-        if name.startswith("embeddings"):
-            table = name.split(".")[-2]
-            initial = tables.initial_rows(table, ids[table])
-            for shard in tensor.local_shards():
-                first = shard.metadata.shard_offsets[0]
-                shard.tensor.copy_(initial[first : first + shard.tensor.shape[0]])
-    dense = [p for name, p in model.named_parameters() if "embeddings" not in name]
+    embeddings = EmbeddingBagCollection(configs, device=torch.device("meta"))
+    whole, tables = ClickModel(embeddings, features + DIM * len(ids)), job.tables("sgd")
+    rows = {name: row_wise(compute_kernel="fused") for name in ids}
+    model, dense = sharded(whole, sharder, rows, lambda name: tables.initial_rows(name, ids[name]), world)
     if optimizer == "sgd":
         return model, torch.optim.SGD(dense, lr=RATE)
     return model, torch.optim.Adagrad(dense, lr=RATE, eps=EPS)
@@ -366,18 +340,11 @@ def main() -> None:
     if args.table:
         report(json.loads(args.table.read_text()))
         return
-    environment = {
-        "tritonrec": tritonrec.__version__,
-        "torch": torch.__version__,
-        "torchrec": "1.8.0",
-        "python": platform.python_version(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "steps": args.steps,
-        "data": DATA,
-    }
+    find_torchrec()
+    environment = {**environment_beside_torchrec(), "steps": args.steps, "data": DATA}
     found = {"environment": environment, "rows": measure(args)}
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        save_json(found, args.json)
     report(found)
 
 

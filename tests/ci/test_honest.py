@@ -25,7 +25,7 @@ class Rounds:
     """As much of pytest-benchmark's fixture as `honest` uses; the best time is given."""
 
     def __init__(self, seconds=1.0):
-        self.stats = SimpleNamespace(stats=SimpleNamespace(min=seconds))
+        self.stats, self.extra_info = SimpleNamespace(stats=SimpleNamespace(min=seconds)), {}
         self.rounds = 0
 
     def pedantic(self, target, setup, teardown, rounds):

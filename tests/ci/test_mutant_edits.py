@@ -293,23 +293,3 @@ def test_a_session_that_a_signal_ends_is_told_from_one_that_ends_by_itself(tmp_p
         run, "run_warm", lambda *given: None if ends else os.kill(os.getpid(), signal.SIGKILL)
     )
     assert run.judge_warm(tmp_path / "copy", [], CoverageMap(), False, 0.0, print) == ends
-
-
-def test_mutants_of_compiled_code_alone(tmp_path):
-    Path(tmp_path, "module.py").write_text(SOURCE)
-    edits = mutants_of(tmp_path, "module.py", compiled=True)
-    assert {(each.before, each.after) for each in edits} == {("+", "-"), ("1", "2"), ("a + 1", "None")}
-    assert {each.line for each in edits} == {9}
-
-
-@pytest.mark.slow
-def test_a_triton_kernel_is_judged_by_its_checks(tmp_path):
-    """One mutant of the smallest file, after the file as it is."""
-    out = tmp_path / "triton.jsonl"
-    command = [sys.executable, str(ROOT / "ci" / "mutants" / "triton_kernels.py"), "--out", str(out)]
-    only = ["--only", "tritonrec/kernels/silu/triton_silu.py:arithmetic", "--sample", "1"]
-    done = subprocess.run([*command, *only], capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    (line,) = map(json.loads, out.read_text().splitlines())
-    assert line["status"] == "killed" and line["by"].endswith("test_silu.test_error_is_that_of_plain_float32")
-    assert "killed or hung, of those not equivalent: 100.0%" in done.stdout
