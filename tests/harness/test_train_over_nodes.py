@@ -1,4 +1,4 @@
-"""Promise: `tritonrec train --nodes` has the bits of one step, says what crosses, and refuses before it starts."""
+"""Promise: `tritonrec train --nodes` has the bits of one step, and refuses what cannot be before it starts."""
 
 import json
 
