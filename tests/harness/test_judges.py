@@ -294,6 +294,18 @@ def test_what_a_rank_found_before_another_was_lost_counts(recorded, job, monkeyp
         lost.run_losing(*arguments, lost.Memory(comparisons=[Comparison(TABLES, 0, 1)]))
 
 
+def test_updates_that_were_left_out_are_counted():
+    one = torch.ones(1, dtype=torch.int64)
+    results = [
+        SimpleNamespace(step=step, sample_ids=one, losses=one.float(), skipped=step > 0) for step in range(3)
+    ]
+    config = SimpleNamespace(exchange=SimpleNamespace(skip_fetch=False))
+    program = SimpleNamespace(after=lambda *_: None, config=config)
+    trainer = SimpleNamespace(program=program, run=lambda batches: (results[step] for step in batches))
+    comparison = SimpleNamespace(compare=lambda *_, **__: None)
+    assert run_case.compare_run(trainer, [[0, 1], [2]], comparison, lambda step: {}, 2) == 2
+
+
 class MadeError(Exception):
     """A trainer was made, and its arguments are known."""
 
@@ -313,6 +325,21 @@ def test_random_delays_differ_by_rank_and_reach_the_trainer(job, monkeypatch):
     assert seen[None] is None
     waits = [run_case._delays(case, rank)(task) for rank in (0, 0, 1)]
     assert seen[3](task) == waits[0] == waits[1] != waits[2] and 0 < max(waits) <= case.max_delay
+
+
+@pytest.mark.parametrize("schedule", [None, lambda schedule: schedule])
+def test_the_schedule_of_a_case_is_checked_unless_a_fault_changes_it(job, monkeypatch, schedule):
+    def made(*_, checked, **__):
+        raise MadeError(checked)
+
+    monkeypatch.setattr(run_case, "Trainer", made)
+    injected = Injection(schedule=schedule)
+    with (
+        pytest.raises(MadeError) as raised,
+        run_case.prepared(Communicators.local(), job, PLAIN, injected=injected),
+    ):
+        pass
+    assert raised.value.args[0] is (schedule is None)
 
 
 # --- a fault

@@ -1,11 +1,12 @@
-"""Promise: the guard compares bits: the last one of a loss counts, and NaN and the sign of zero are bits."""
+"""Promise: the guard compares every bit: of losses, of all gradients, of batches and of buffers."""
 
 from dataclasses import dataclass, field
 
 import pytest
 import torch
-from trainer_parts import NoParameters, batches, parts, trainer
+from trainer_parts import DIM, NoParameters, batches, parts, trainer
 
+from tritonrec import nn
 from tritonrec.data import JaggedBatch
 from tritonrec.data.batch import per_sample
 from tritonrec.pipeline import NotBatchInvariantError
@@ -103,3 +104,37 @@ class OwnNoise(NoParameters):
 def test_a_generator_of_ones_own_is_not_torchs():
     with trainer(parts(OwnNoise), "sequential", micro_batches=1) as training:
         assert len(list(training.run(batches(2)))) == 2 and training.guard.checks > 0
+
+
+class MeanGradient(torch.autograd.Function):
+    """Its value is the argument, its gradient the mean over the batch."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dx):
+        return dx.mean(0).expand_as(dx)
+
+
+class ParametersByCut(torch.nn.Module):
+    """Losses and gradients of rows are those of a sample; parameters' gradients are means over the batch."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.mix = nn.Linear(DIM, DIM)
+
+    def forward(self, batch, rows, seed):
+        rows, tokens = rows["item"], batch.num_tokens
+        hidden = MeanGradient.apply(self.mix(rows[:tokens].detach(), batch.offsets))
+        return nn.sum_by_sample(1 - torch.tanh((hidden * rows[tokens : 2 * tokens]).sum(1)), batch.offsets)
+
+
+def test_gradients_of_parameters_alone_are_compared():
+    with (
+        trainer(parts(ParametersByCut), "sequential", micro_batches=1) as training,
+        pytest.raises(NotBatchInvariantError, match=r"whose gradient of mix\.\w+ depends on the cut"),
+    ):
+        list(training.run(batches(1)))
