@@ -11,6 +11,7 @@ from tritonrec.embedding import OptimizerName
 from tritonrec.harness.job import Job
 from tritonrec.harness.verify.cases import (
     CONSISTENCIES,
+    HOSTILE,
     MICRO_BATCHES,
     OPTIMIZERS,
     WORLD_SIZES,
@@ -63,6 +64,14 @@ def test_every_rule_is_tried_in_the_nested_pipeline_and_decays():
     new = set(get_args(OptimizerName)) - set(OPTIMIZERS)
     assert {("nestpipe", 2, 4, rule) for rule in new} <= tried
     assert not any(case.optimizer in new for case in contract_table("quick"))
+
+
+@pytest.mark.parametrize(("size", "modes"), [("quick", PIPELINED[-1:]), ("default", PIPELINED)])
+def test_the_hostile_log_is_tried_in_every_mode_on_few_and_on_many_ranks(size, modes):
+    cases = [case for case in contract_table(size) if case.data == HOSTILE and not case.variant]
+    ranks = min(WORLD_SIZES), max(WORLD_SIZES)
+    tried = {(case.mode, case.consistency, case.world_size) for case in cases}
+    assert tried == {*product(modes, CONSISTENCIES, ranks)}
 
 
 @pytest.mark.parametrize("size", ["default", "full"])

@@ -306,16 +306,16 @@ def test_of_plans_as_fast_as_the_fastest_the_simplest_comes_first():
 
 
 def test_gains_are_of_simulations_with_the_ranks_scatter_and_savings_of_their_means(monkeypatch):
-    """Scatter costs sequential training half, and each other plan as much as its batches in flight."""
+    """Scatter costs sequential training half, and other plans a step more for each batch in flight."""
 
     def step(costs, plan, world):
-        scatter = (1.5 if plan.pipeline == "sequential" else plan.depth) if costs.jitter else 1.0
+        scatter = (1.5 if plan.pipeline == "sequential" else 1.0 + plan.depth) if costs.jitter else 1.0
         return SimpleNamespace(step=scatter / plan.micro_batches)
 
     monkeypatch.setattr(planner, "predict_costs", step)
     advice = search(replace(COSTS, jitter=0.1), 2)
     assert advice.sequential.step == 1.5 and advice.candidates
     for each in advice.candidates:
-        assert each.outcome.step == each.plan.depth / each.plan.micro_batches
+        assert each.outcome.step == (1.0 + each.plan.depth) / each.plan.micro_batches
         assert each.gain == 1.5 / each.outcome.step
     assert Saving("first_use", True, SimpleNamespace(step=4.0), SimpleNamespace(step=3.0)).step == 0.25
