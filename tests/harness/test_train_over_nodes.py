@@ -1,4 +1,4 @@
-"""Promise: `tritonrec train --nodes` has the bits of one step, and refuses what cannot be before it starts."""
+"""Promise: `tritonrec train --nodes` has the bits of one step; what cannot be is refused before it starts."""
 
 import json
 
