@@ -60,13 +60,13 @@ def measure(tokens: int, users: int, timed: bool, rounds: int) -> dict[str, Any]
     for number in range(rounds + 1):
         for user in range(users):
             cached.replace(user, ids[user, :old], times[user, :old])
-        cached.encode(range_of(users))
+        cached.encode(range(users))
         began = now()
         want = full.retrieve(histories, K, timestamps=stamps)
         between = now()
         for user in range(users):
             cached.append(user, ids[user, old:], times[user, old:])
-        got = cached.retrieve(range_of(users), K)
+        got = cached.retrieve(range(users), K)
         ended = now()
         if not all(map(torch.equal, got, want)):
             raise SystemExit(f"{tokens} tokens, {users} users: the results differ; no time is printed")
@@ -94,10 +94,6 @@ def measure(tokens: int, users: int, timed: bool, rounds: int) -> dict[str, Any]
 def now() -> tuple[float, float]:
     """Milliseconds of the processor and of wall clock."""
     return time.process_time() * 1e3, time.perf_counter() * 1e3
-
-
-def range_of(users: int) -> list[int]:
-    return list(range(users))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -363,7 +363,7 @@ def _listed(users: Any) -> list[User]:
     """The users of a call."""
     if isinstance(users, Tensor) and users.dim() == 1:
         return users.tolist()
-    if not isinstance(users, (list, tuple)):
+    if not isinstance(users, (list, tuple, range)):
         raise ValueError(f"users must be a list, got {type(users).__name__}: [user] is one")
     for user in users:
         _check_user(user)
