@@ -377,11 +377,12 @@ def test_pages_go_to_one_user_and_the_least_recently_used_loses_them():
         *(second.pages[1] * PAGE + at for at in range(2)),
     ]
     pages.take("a", PAGE, ())
-    third = pages.take("c", 1, {"a"})
+    third = pages.take("c", 1, ())
     assert pages.find("b") is None and pages.find("a") is first and pages.evicted == 1
     assert not {*first.pages} & {*third.pages} and pages.used == 2
+    pages.take("a", PAGE, ())
     pages.take("d", 3 * PAGE, {"c"})
-    assert pages.find("a") is None and pages.used == 4
+    assert pages.find("a") is None and pages.find("c") is third and pages.used == 4
 
 
 def test_other_models_are_refused_by_name(made, tmp_path):

@@ -17,7 +17,7 @@ from ...nn import HSTU
 from ...pipeline import Trainer, next_item_scores
 from ...serving import Predictor, export
 from ...serving.cached import CachedPredictor
-from ...serving.cached.pages import Cached, Pages, pages_of
+from ...serving.cached.pages import Pages, pages_of
 from ..job import Loader
 from .exported import USERS
 from .state import Comparison
@@ -141,11 +141,6 @@ class PositionOffByOne(CachedPredictor):
 
 class LastTimeForgotten(CachedPredictor):
     """The last token goes on asking at its own time, when the next one's is known."""
-
-    def _compute(self, entries: dict[Hashable, Cached]) -> None:
-        super()._compute(entries)
-        for entry in entries.values():
-            entry.known += 1
 
     def _put(self, user: Hashable, whole: Any) -> None:
         cached = self._pages.find(user)

@@ -48,7 +48,7 @@ class Cached:
     """What is cached of a user.
 
     Args:
-        pages: in the order of the tokens. known: tokens whose keys and values no later event changes.
+        pages: in the order of the tokens. known: first tokens whose keys and values are those of the history.
         vector: (d,) of the whole history, None before it is computed.
     """
 

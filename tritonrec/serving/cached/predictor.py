@@ -139,7 +139,7 @@ class CachedPredictor:
             raise ValueError(
                 f"the export takes {dense['max_seq_len']} events, the model {config.max_seq_len}"
             )
-        model = copy.deepcopy(model).eval().requires_grad_(False)
+        model = copy.deepcopy(model).cpu().eval().requires_grad_(False)
         give_weights(model, predictor.program)
         precision = dense.get("precision", "float32")
         check_equal(model, precision, predictor.program, config.dim)
@@ -335,7 +335,7 @@ class CachedPredictor:
         rows = self.predictor.rows("item", new)
         vectors = encode_new(self._model, self._precision, rows, step, self._pages.store)
         for entry, length, vector in zip(entries.values(), lengths, vectors, strict=True):
-            entry.known, entry.vector = length - self._timed, vector.clone()
+            entry.known, entry.vector = length, vector.clone()
         self._computed += len(new)
         self._reused += sum(known)
 
