@@ -210,6 +210,7 @@ def run(recorded, job, case, tmp_path=None, injection=None, monkeypatch=None):
         (OWN, "_table", "(0, 'table item'), (1, 'table item')"),
         (replace(PLAIN, variant="export"), "compare_weights", "(1, 'export of item')"),
         (replace(PLAIN, variant="export"), "compare_scores", "(1, 'scores')"),
+        (replace(PLAIN, variant="cached"), "compare_cached", "(1, 'scores, cached')"),
         (
             replace(PLAIN, variant="bounded-lag"),
             "compare_predictions",

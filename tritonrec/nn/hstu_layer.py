@@ -28,7 +28,7 @@ from ..kernels.hstu_attention.call import Call as AttentionCall
 from ..kernels.hstu_attention.call import HSTUBias, HSTUMask, describe
 from ..kernels.hstu_attention.op import HSTU_ATTENTION, HSTU_ATTENTION_BACKWARD_INTO
 from ..kernels.hstu_layer import cpu_hstu_layer as whole
-from ..kernels.linear.op import ProductTerms, add_gradients
+from ..kernels.linear.op import LINEAR, ProductTerms, add_gradients
 from ..kernels.norm_linear_silu.op import (
     NORM_LINEAR_SILU,
     NORM_LINEAR_SILU_BACKWARD_EXACT,
@@ -159,6 +159,46 @@ def described(layer: Any, tokens: Tokens, seed: int, **tables: torch.Tensor) -> 
         channels=1 + sum(name in CHANNELS for name in tables),
     )  # fmt: skip
     return call, parameters
+
+
+def hstu_layer_over(
+    layer: Any,
+    x: torch.Tensor,
+    tokens: Tokens,
+    fresh_offsets: torch.Tensor,
+    keep: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    wanted: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Rows of `hstu_layer`, to the bit, for the last tokens of each sample; the others are keys and values.
+
+    No gradients and no dropout.
+
+    Args:
+        x: (M, d), the last tokens of each sample, ``fresh_offsets`` (B + 1,).
+        tokens: all L tokens of the samples.
+        keep: takes the keys (M, H, qk_dim) and values (M, H, v_dim) of x, and gives those of all tokens,
+            (L, H, qk_dim) and (L, H, v_dim).
+        wanted: (B,) int64, one row of x for each sample whose output is wanted: that of its last token.
+    Returns:
+        (M, d), or (B, d) of the `wanted` rows.
+    """
+    call, own = described(layer, tokens, 0, **layer.tables())
+    if call.channels > 1 or call.dropout or call.norm_product:
+        raise ValueError("hstu_layer_over has no dropout, no norm_product and no channels beside attention")
+    low = autocast_dtype(x.device)
+    with torch.no_grad(), without_autocast(x.device):
+        p, x = own.cast(low), x if low is None else to_dtype(x, torch.float32)
+        front = x, p.norm_weight, p.norm_bias, p.uvqk_weight, p.uvqk_bias, call.eps, False, False
+        u, v, q, k = call.parts(NORM_LINEAR_SILU.launch(*front)[0])
+        k, v = keep(k, v)
+        if wanted is not None:
+            x, u, q = x[wanted], u[wanted], q[wanted]
+            fresh_offsets = torch.arange(fresh_offsets.shape[0], device=x.device)
+        attention = call.attention(p)._replace(delta_offsets=fresh_offsets)
+        attended = HSTU_ATTENTION.launch(q, k, v, *attention).flatten(1)
+        gate = attended, u, p.gate_weight, p.gate_bias, call.gate_eps, *call.draws()
+        out = LINEAR.launch(NORM_MUL_DROPOUT.launch(*gate)[0], p.output_weight, p.output_bias)
+        return out.add_(x) if out.dtype == x.dtype else x + out
 
 
 def bind(accumulator: Accumulator | None, call: Call, x: torch.Tensor, p: Parameters) -> whole.Bound | None:

@@ -150,7 +150,7 @@ class Predictor:
         Raises ValueError for an empty, a too long or a weighted history, an unknown word, and for missing
         timestamps.
         """
-        dense = self._dense(NEXT_ITEM, "encode")
+        dense = self.dense_of(NEXT_ITEM, "encode")
         ids, offsets, _ = self._ids(history)
         timestamps = times_of(timestamps, history, ids, dense["timestamps"])
         lengths, longest = offsets.diff(), dense["max_seq_len"]
@@ -163,8 +163,12 @@ class Predictor:
 
     def scores(self, history: Any, items: Tensor | None = None, timestamps: Tensor | None = None) -> Tensor:
         """(B, I) float32, of `items` (I,) int64, or of all of the table in ascending order (`item_ids`)."""
+        return self.scores_of(self.encode(history, timestamps), items)
+
+    def scores_of(self, vectors: Tensor, items: Tensor | None = None) -> Tensor:
+        """`scores` from user vectors (B, d) of `encode`."""
         weights = self._items().weights if items is None else self.rows("item", items)
-        return ops.linear(self.encode(history, timestamps), weights, None)
+        return ops.linear(vectors, weights, None)
 
     def retrieve(
         self, history: Any, k: int, timestamps: Any = None, exclude: Any = "history"
@@ -181,8 +185,11 @@ class Predictor:
 
         Raises ValueError as `encode`, and for a k outside [1, items that are left to a user].
         """
-        table, given = self._items(), self._ids(history)
-        vectors = self.encode(history, timestamps)
+        return self.best_of(self.encode(history, timestamps), k, exclude, self._ids(history))
+
+    def best_of(self, vectors: Tensor, k: int, exclude: Any, given: Ids) -> tuple[Any, Tensor]:
+        """`retrieve` from user vectors (B, d) of `encode`; `given` are the histories."""
+        table = self._items()
         check_k(k, len(table.ids))
         seen = seen_places(table.ids, *self._excluded(exclude, given), k)
         places, scores = best_items(vectors, table.weights, k, *seen)
@@ -226,7 +233,7 @@ class Predictor:
         """
         if isinstance(batch, ImpressionBatch):
             return self._predict_impressions(batch)
-        names = self._dense(CLICK, "predict")["features"]
+        names = self.dense_of(CLICK, "predict")["features"]
         dense = batch if isinstance(batch, Tensor) else getattr(batch, "dense", batch)
         check_tensor("dense features", dense, torch.float32, 2)
         if features is None:
@@ -250,7 +257,7 @@ class Predictor:
             return sigmoid(self.program(dense, torch.stack(rows, 1))).squeeze(1)
 
     def _predict_impressions(self, batch: ImpressionBatch) -> Tensor:
-        dense = self._dense(IMPRESSION, "predict of an ImpressionBatch")
+        dense = self.dense_of(IMPRESSION, "predict of an ImpressionBatch")
         lookups = batch.validate().lookups()
         wanted = ["item", "action", *dense["context"], *(["genre"] if dense["genres"] else [])]
         if missing := [name for name in wanted if name not in lookups]:
@@ -270,10 +277,10 @@ class Predictor:
             )
 
     def _items(self) -> ExportedTable:
-        self._dense(NEXT_ITEM, "retrieve")
+        self.dense_of(NEXT_ITEM, "retrieve")
         return self.tables[self.manifest["features"]["item"]["table"]]
 
-    def _dense(self, kind: str, what: str) -> dict[str, Any]:
+    def dense_of(self, kind: str, what: str) -> dict[str, Any]:
         """The manifest's part of the dense model, which must be of a kind."""
         dense = self.manifest["dense"]
         if dense is None:

@@ -140,6 +140,11 @@ class Case:
         return self._variant.exports
 
     @property
+    def caches(self) -> bool:
+        """Whether its export is served with cached keys and values, and the scores compared."""
+        return self._variant.caches
+
+    @property
     def replay(self) -> float:
         """The share of its work that is computed again."""
         return self._variant.replay

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ...pipeline import Edge
-from . import injections, kept_state
+from . import cached, injections, kept_state
 from .cases import Case
 from .injections import Injection
 from .variants import LOST_RANK, OWN_LOOP, RESTART, STREAM
@@ -376,6 +376,36 @@ FAULTS = [
         "all exchanges in flight arrive in one buffer, and a batch is served with the rows of the newest",
         replace(_case(), variant="bounded-lag"),
         Injection(exchange=injections.OneBufferForAll),
+    ),
+    Fault(
+        "page-reused-early",
+        "a page of cached keys and values goes to another user while its user still reads it",
+        replace(_case(), variant="cached", steps=8),
+        Injection(cached=cached.PageReusedEarly),
+    ),
+    Fault(
+        "cache-of-the-old-version",
+        "keys and values of the model before are used with a new one",
+        replace(_case(), variant="cached", steps=8),
+        Injection(cached=cached.OldVersionUsed),
+    ),
+    Fault(
+        "append-lost",
+        "a user's cached vector stays when events come",
+        replace(_case(), variant="cached", steps=8),
+        Injection(cached=cached.AppendLost),
+    ),
+    Fault(
+        "cached-position-off-by-one",
+        "tokens behind cached ones stand one place late",
+        replace(_case(), variant="cached", steps=8),
+        Injection(cached=cached.PositionOffByOne),
+    ),
+    Fault(
+        "last-time-forgotten",
+        "the last cached token goes on asking at its own time when the next one's is known",
+        replace(_case(), variant="cached", steps=8),
+        Injection(cached=cached.LastTimeForgotten),
     ),
     Fault(
         "norm-before-the-gate",

@@ -44,6 +44,7 @@ from ...pipeline.stages import gradient_norm
 from ...resilience import PeerCopies
 from ...serving import export
 from ...serving.bounded_lag import BoundedLagAllToAll, Exchange
+from ...serving.cached import CachedPredictor
 from ..job import Loader
 from .own_code import OwnLoop
 
@@ -54,8 +55,8 @@ class Injection:
     loader of a rank.
 
     `copies` changes the copies in a rank's memory. `export` takes the place of `tritonrec.serving.export`,
-    `exchange` that of the exchange of a served model. With `alone` no two micro-batches share an exchange,
-    for faults of a single one's.
+    `exchange` that of the exchange of a served model, `cached` that of cached inference.
+    With `alone` no two micro-batches share an exchange, for faults of a single one's.
     `loop` changes an `OwnLoop`, which has none of these.
     """
 
@@ -66,6 +67,7 @@ class Injection:
     copies: Callable[[PeerCopies], None] | None = None
     export: Callable[..., object] = export
     exchange: Callable[..., BoundedLagAllToAll] = BoundedLagAllToAll
+    cached: type[CachedPredictor] = CachedPredictor
     loop: Callable[[OwnLoop], None] | None = None
     alone: bool = False
 

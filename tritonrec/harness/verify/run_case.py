@@ -32,6 +32,7 @@ from ...slipstream import RemainingLoader, Slipstream
 from ...trace import SupportsRecording
 from ..devices import kernels_of
 from ..job import Job, Loader
+from .cached import CACHED_PART, compare_cached
 from .cases import Case, Reference
 from .corpus import injection_of
 from .exported import compare_export, exported_parts, saved_between
@@ -216,17 +217,23 @@ def _compared(
         if stretch.export:
             last = steps[-1]
             compare_export(trainer, loader, comparison, expected(last), last, stretch.export, injected.export)
-        served = 0
+        served = reused = 0
+        if case.caches:
+            half = steps[0] + len(steps) // 2
+            reused = compare_cached(
+                trainer, loader, comparison, steps[-1], stretch.export, half, injected.cached
+            )
         if case.serves:
             served = compare_served(trainer, loader, comparison, steps[-1], injected.exchange)
         if stretch.save:
             trainer.save(stretch.save, loader=stream)
     more = exported_parts(tables.table_names, communicators.rank) if stretch.export else []
     more += SERVED_PARTS if case.serves else []
+    more += [CACHED_PART] if case.caches and communicators.rank == 0 else []
     require_compared(case, comparison, steps, program.config.accumulate, more)
     seconds = time.perf_counter() - started
     counts = Counter(vars(trainer.counts))
-    counts["skipped"], counts["served"] = skipped, served
+    counts["skipped"], counts["served"], counts["reused_tokens"] = skipped, served, reused
     for group in tables.groups:
         counts.update(vars(group.table.counters))
     if watch is not None:

@@ -95,7 +95,7 @@ class Comparison:
 
     Attributes:
         steps_seen: (step, part) of all that was compared: "loss", "dense", "table NAME", and what
-            `compare_weights`, `compare_scores` and `compare_predictions` add.
+            `compare_weights`, `compare_scores`, `compare_cached` and `compare_predictions` add.
     """
 
     tables: HashTableCollection
@@ -153,6 +153,11 @@ class Comparison:
         """Compare an export's scores (B, I) after `step`."""
         self.steps_seen.add((step, "scores"))
         self._keep(step, len(_ORDER), self._values(step, "scores, exported", expected, got))
+
+    def compare_cached(self, step: int, expected: torch.Tensor, got: torch.Tensor) -> None:
+        """Compare scores (B, I) of cached inference after `step`."""
+        self.steps_seen.add((step, "scores, cached"))
+        self._keep(step, len(_ORDER), self._values(step, "scores, cached", expected, got))
 
     def compare_predictions(self, step: int, bound: int, expected: torch.Tensor, got: torch.Tensor) -> None:
         """Compare the predictions (b,) that this rank served with a bound, after `step`."""

@@ -50,6 +50,7 @@ class Variant:
         modes: those that can do it.
         exports: a full checkpoint half way and one of changes at the end are exported, and the export's rows
             and scores compared.
+        caches: with `exports`: both exports are served one after the other with cached keys and values.
         replay: the share of the work that other ranks compute again.
         loses: a rank is killed in the middle of a step, and the others go on from copies in memory.
         serves: the trained model and tables are served with a bounded lag, and the predictions compared.
@@ -65,6 +66,7 @@ class Variant:
     shows: tuple[str, ...] = ()
     modes: tuple[Mode, ...] = PIPELINED
     exports: bool = False
+    caches: bool = False
     replay: float = 0.0
     loses: bool = False
     serves: bool = False
@@ -203,6 +205,13 @@ VARIANTS: dict[str, Variant] = {
         {"model": "dlrm", "batch_size": 9, "data": CRITEO},
         shows=("served",),
         serves=True,
+    ),
+    "cached": Variant(
+        "an export of HSTU with biases of position and time is served with cached keys and values",
+        {"sizes": HSTUConfig(relative_bias=True), "data": MADE},
+        shows=("reused_tokens",),
+        exports=True,
+        caches=True,
     ),
     "slipstream-0": Variant(
         "Slipstream with threshold 0: rows are judged, and no input is dropped",

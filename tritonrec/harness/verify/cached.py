@@ -1,0 +1,150 @@
+"""Whether inference with cached keys and values scores as the trainer's own model does, and faults of it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from copy import deepcopy
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...data import NextItemLoader
+from ...nn import HSTU
+from ...pipeline import Trainer, next_item_scores
+from ...serving import Predictor, export
+from ...serving.cached import CachedPredictor
+from ...serving.cached.pages import Pages, pages_of
+from ..job import Loader
+from .exported import USERS
+from .state import Comparison
+
+CACHED_PART = "scores, cached"
+"""What rank 0 compares."""
+PAGES = 5
+"""Of the memory: less than the users need, so that they take pages from each other."""
+
+
+def compare_cached(
+    trainer: Trainer,
+    loader: Loader,
+    comparison: Comparison,
+    step: int,
+    folder: str,
+    half: int,
+    cached: type[CachedPredictor],
+) -> int:
+    """Serve held-out users in pieces, over two versions, and compare their scores with the trainer's.
+
+    They begin with the export of the checkpoint of step `half`, get some events, are scored, go on with
+    `folder`'s export of the last one, and get the others between further scores. Scores on the way are
+    compared with those of `Predictor`, the last ones with the trainer's. `cached` is `CachedPredictor`, or
+    breaks it. Collective; rank 0 serves, and the others return 0. Returns how many tokens were not computed
+    again.
+    """
+    trained, tables = trainer.dense.evaluated, trainer.whole_tables()
+    if trainer.program.communicators.rank:
+        return 0
+    assert isinstance(loader, NextItemLoader) and isinstance(trained, HSTU)
+    model, before, after = deepcopy(trained).cpu(), Path(folder, "before"), Path(folder, "export")
+    export(Path(folder, "checkpoint"), before, model, step=half)
+    history = next(iter(loader.evaluation_batches(USERS))).history
+    events = [
+        (history.ids[first:last], history.timestamps[first:last])
+        for first, last in pairwise(history.offsets.tolist())
+    ]
+    draw, users, seen = Random(step), range(len(events)), [0] * len(events)
+    pages = PAGES * pages_of(model.config.max_seq_len)
+    served = cached.load(before, model, memory="64MiB")
+    served = cached.load(before, model, memory=pages * served.stats().page_bytes)
+    want: list[Tensor] = []
+    got: list[Tensor] = []
+
+    def append(user: int, count: int) -> None:
+        (ids, times), first = events[user], seen[user]
+        seen[user] = min(first + count, len(ids))
+        served.append(user, ids[first : seen[user]], times[first : seen[user]])
+
+    def score(full: Predictor, users: Sequence[int]) -> None:
+        ids, times = ([events[user][part][: seen[user]] for user in users] for part in (0, 1))
+        want.append(full.scores(ids, loader.catalogue, torch.cat(times)))
+        got.append(served.scores(users, loader.catalogue))
+
+    full = Predictor.load(before)
+    for user in users:
+        append(user, draw.randint(1, 4))
+    score(full, users[: PAGES - 1])
+    served.reload(after)
+    full = Predictor.load(after)
+    score(full, users[: PAGES - 1])
+    score(full, draw.sample(users, len(users)))
+    for user in users:
+        score(full, [user])
+        while seen[user] < len(events[user][0]):
+            append(user, draw.randint(1, 9))
+            score(full, [user, *draw.sample(users, 2)])
+    score(full, users)
+    scores = next_item_scores(trained.eval(), tables, loader.catalogue, trainer.config.precision)
+    want[-1] = scores(history)
+    trained.train()
+    comparison.compare_cached(step, torch.cat(want), torch.cat(got))
+    return served.stats().reused
+
+
+class PageReusedEarly(CachedPredictor):
+    """A page goes to another user while its user still reads it."""
+
+    def _use(self, *arguments: Any) -> None:
+        super()._use(*arguments)
+        pages = self._pages
+
+        def lent(user: Hashable) -> None:
+            pages._free += pages._cached[user].pages
+            pages._cached.move_to_end(user)
+
+        pages.drop = lent  # type: ignore[method-assign]
+
+
+class OldVersionUsed(CachedPredictor):
+    """Keys and values of the version before are used with a new one."""
+
+    def reload(self, *arguments: Any, **options: Any) -> None:
+        pages: Pages = self._pages
+        super().reload(*arguments, **options)
+        self._pages = pages
+
+
+class AppendLost(CachedPredictor):
+    """A user's vector stays when events come."""
+
+    def _put(self, user: Hashable, whole: Any) -> None:
+        cached = self._pages.find(user)
+        vector = None if cached is None else cached.vector
+        super()._put(user, whole)
+        if cached is not None:
+            cached.vector = vector
+
+
+class PositionOffByOne(CachedPredictor):
+    """New tokens stand one place late."""
+
+    def _use(self, predictor: Predictor, model: HSTU) -> None:
+        model = deepcopy(model)
+        model.positions._forward_pre_hooks.clear()  # of the version before
+        super()._use(predictor, model)
+        last = self._longest - 1
+        self._model.positions.register_forward_pre_hook(lambda _, given: ((given[0] + 1).clamp(max=last),))
+
+
+class LastTimeForgotten(CachedPredictor):
+    """The last token goes on asking at its own time, when the next one's is known."""
+
+    def _put(self, user: Hashable, whole: Any) -> None:
+        cached = self._pages.find(user)
+        known = 0 if cached is None else cached.known
+        super()._put(user, whole)
+        if cached is not None:
+            cached.known = known

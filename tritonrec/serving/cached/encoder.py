@@ -1,0 +1,119 @@
+"""The user vectors of an HSTU from new tokens alone, over keys and values of the tokens before them.
+
+Every op of the model is one of rows, but attention; and a row of attention is a sum over keys in their order,
+in chains that begin at multiples of 64 whatever rows are computed. So the rows of new tokens have the bits
+that they have when all are computed, and so have their keys and values in the next layer.
+
+Dimensions: B users, L tokens, M new ones of them, d model dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ...data.jagged import offsets_of
+from ...kernels.autocast import Precision, autocast, widen
+from ...kernels.checksums import as_bytes
+from ...nn import HSTU
+from ...nn.hstu_layer import hstu_layer_over
+from ..programs import InPrecision, NextItemEncoder, Program, scorer_of
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is computed for B users, who have a new token each.
+
+    Args:
+        lengths: (B,) int64, of the histories. known: (B,) int64, tokens whose keys and values are stored.
+        timestamps: (L,) int64. places: (L,) int64, the tokens' rows of the store.
+    """
+
+    lengths: Tensor
+    known: Tensor
+    timestamps: Tensor
+    places: Tensor
+
+    @property
+    def offsets(self) -> Tensor:
+        """(B + 1,), of the tokens."""
+        return offsets_of(self.lengths)
+
+    @property
+    def sample_ids(self) -> Tensor:
+        """(B,), for dropout, which is off."""
+        return torch.zeros_like(self.lengths)
+
+    @property
+    def new(self) -> Tensor:
+        """(M,) int64: numbers of the new tokens among all."""
+        starts = torch.repeat_interleave(self.offsets[:-1] + self.known, self.lengths)
+        return (torch.arange(len(starts)) >= starts).nonzero().squeeze(1)
+
+
+def encode_new(model: HSTU, precision: Precision, rows: Tensor, step: Step, store: Tensor) -> Tensor:
+    """Vectors (B, d) float32 of the users; writes the new tokens' keys and values to the store.
+
+    Args:
+        model: in evaluation mode. rows: (M, d) float32, embeddings of the new tokens.
+        store: (layers, rows, heads * (qk_dim + v_dim)).
+
+    Raises ValueError for keys or values that are not finite: with them rows of attention depend on the rows
+    that are computed beside them.
+    """
+    tokens, new, fresh = model.place(step), step.new, offsets_of(step.lengths - step.known)  # type: ignore[arg-type]
+    with torch.no_grad(), autocast(precision, rows.device):
+        x = rows * model.config.dim**0.5 + model.positions(tokens.positions[new])
+        for number, layer in enumerate(model.layers):
+            keep = partial(_keep, store[number], step, new)
+            wanted = fresh[1:] - 1 if number == len(model.layers) - 1 else None
+            x = hstu_layer_over(layer, x, tokens, fresh, keep, wanted)
+        return widen(model.norm(x))
+
+
+def _keep(store: Tensor, step: Step, new: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Store the keys and values (M, H, D) of the new tokens; those of all tokens (L, H, D)."""
+    written = torch.cat([keys.flatten(1), values.flatten(1)], 1)
+    if not bool(written.isfinite().all()):
+        raise ValueError("a key or value is not finite: no cache can be exact with it")
+    store[step.places[new]] = written
+    if len(new) < len(step.places):
+        width = keys.shape[1] * keys.shape[2]
+        of_all = store.index_select(0, step.places)
+        keys = of_all[:, :width].unflatten(1, keys.shape[1:])
+        values = of_all[:, width:].unflatten(1, values.shape[1:])
+    return keys, values
+
+
+def give_weights(model: HSTU, program: Program) -> None:
+    """Give `model` the weights of a `NextItemEncoder`'s program; ValueError where their shapes differ."""
+    holder = InPrecision(NextItemEncoder(model), "float32")
+    theirs, own = program.state_dict(), holder.state_dict()  # type: ignore[attr-defined]
+    for name in sorted({*theirs, *own}):
+        shapes = [tuple(each[name].shape) if name in each else "missing" for each in (theirs, own)]
+        if shapes[0] != shapes[1]:
+            short = name.removeprefix("module.model.")
+            raise ValueError(f"{short} is {shapes[0]} in the export and {shapes[1]} in the model")
+    holder.load_state_dict(theirs)
+
+
+def check_equal(model: HSTU, precision: Precision, program: Program, dim: int) -> None:
+    """Raise ValueError unless the model has the bits of the export's program.
+
+    Numbers of a configuration that no shape shows, as that of heads, are found in this way.
+    """
+    scorer = scorer_of(model, dim)
+    module = InPrecision(scorer.module, precision).eval()
+    for arguments in scorer.examples:
+        if len(arguments[0]) > 1024:
+            continue
+        with torch.no_grad():
+            got, want = module(*arguments), program(*arguments)
+        if not torch.equal(as_bytes(got), as_bytes(want)):
+            raise ValueError(
+                f"the {type(model).__name__} has other bits than the export's program: it was built from "
+                f"another configuration than the trained one (heads?), {model.config}"
+            )
