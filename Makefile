@@ -41,7 +41,7 @@ smoke: .venv/installed
 	$(PYTEST) -m "smoke and not slow" $$(grep -rlw mark.smoke tests)
 
 test: .venv/installed
-	$(PYTEST) -m "not slow" --most-cases 4 $$(ci/changed_since.sh)
+	$(PYTEST) -m "not slow" --most-cases 2 $$(ci/changed_since.sh)
 
 test-all: .venv/installed
 	$(PYTEST)

@@ -100,6 +100,14 @@ def test_the_reference_of_a_table_elsewhere_is_one_on_the_host(storage):
     assert case.reference(job).job.placement.storage == "host"
 
 
+@pytest.mark.parametrize(
+    ("storage", "after"), [("auto", "auto"), ("host", "host"), ("device", "cached"), ("cached", "device")]
+)
+def test_after_a_restart_tables_of_a_device_are_in_another_place_there(storage, after):
+    case = Case("nestpipe", "batch", 2, 4, True, "adam", 6, restart=1, storage=storage)
+    assert case.resumed() == replace(case, storage=after)
+
+
 @pytest.mark.parametrize("size", ["default", "full"])
 def test_every_grouping_of_four_and_eight_ranks_is_tried_with_and_without_pipeline(size):
     cases = [case for case in contract_table(size) if case.replicas > 1 and not case.variant]

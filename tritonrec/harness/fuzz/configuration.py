@@ -28,8 +28,8 @@ class Configuration:
 
     Args:
         mode, consistency, world_size, micro_batches, clustering, optimizer, steps, delay_seed, restart,
-            replicas, storage: of `Case`. `steps` of a restart are rounded up, so that its halves are whole
-            updates.
+            replicas, nodes, storage: of `Case`. `steps` of a restart are rounded up, so that its halves are
+            whole updates.
         users, items, median_length, extreme_ids, data_seed: of a log made by ``zipf``.
         streamed: the log is streamed from shards.
         evict, tiers: a table's policies in the words of `tritonrec train`, empty for none.
@@ -48,6 +48,7 @@ class Configuration:
     delay_seed: int | None = None
     restart: int = 0
     replicas: int = 1
+    nodes: int = 1
     storage: Storage = "host"
     users: int = 8
     items: int = 3

@@ -49,7 +49,7 @@ class Fuzzer:
         if refusal := _refusal_of_settings(configuration):
             return refusal
         try:
-            run_ranks(configuration.world_size, make, configuration.replicas)
+            run_ranks(configuration.world_size, make, configuration.replicas, configuration.nodes)
         except Exception as error:
             refused = isinstance(error, ValueError) and not isinstance(error, RanksDisagreeError)
             return str(error) if refused else ""
@@ -93,7 +93,7 @@ def _refusal_of_settings(configuration: Configuration) -> str:
     """The message of a check that needs no trainer, empty where all pass. Makes the data, for all ranks."""
     try:
         case = configuration.case
-        schedule_of(case.mode, case.window(configuration.seed), case.replicas)
+        schedule_of(case.mode, case.window(configuration.seed), case.replicas, case.nodes)
         configuration.job.loader()
     except ValueError as error:
         return str(error)

@@ -50,6 +50,7 @@ def configurations(draw: st.DrawFn, mode: Mode | None = None) -> Configuration:
     Every setting is drawn, also one that another leaves without effect: draws of one kind shrink best.
     """
     world_size, replicas = draw(st.sampled_from(MESHES))
+    nodes = draw(_seldom(st.sampled_from([each for each in (2, 3, 4) if world_size % each == 0] or [1]), 1))
     consistency = draw(_words("consistency", Consistency))
     dynamic = draw(_seldom(st.just(True), False, 6))
     # The cut of another world size has other bits at "window" consistency, and other batches if `dynamic`.
@@ -62,6 +63,7 @@ def configurations(draw: st.DrawFn, mode: Mode | None = None) -> Configuration:
         consistency=consistency,
         world_size=world_size,
         replicas=replicas,
+        nodes=nodes,
         micro_batches=draw(st.sampled_from((1, 2, 3, 4, 5, 8))),
         clustering=draw(st.booleans()),
         optimizer=draw(_words("optimizer", OptimizerName)),

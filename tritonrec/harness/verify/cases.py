@@ -99,9 +99,9 @@ class Case:
         )
 
     def resumed(self) -> Case:
-        """The case after its restart: with the tables elsewhere, unless they are in host memory."""
-        after: dict[Storage, Storage] = {"host": "host", "device": "cached", "cached": "device"}
-        return replace(self, storage=after[self.storage])
+        """The case after its restart: with tables of a device in another place there."""
+        after: dict[Storage, Storage] = {"device": "cached", "cached": "device"}
+        return replace(self, storage=after.get(self.storage, self.storage))
 
     def window(self, seed: int) -> WindowConfig:
         """How it cuts its batches."""
