@@ -12,7 +12,8 @@ from .configuration import Configuration
 COVERED = (
     "mode", "consistency", "world_size", "replicas", "nodes", "micro_batches", "optimizer", "storage",
     "restart", "model", "precision", "exchange_precision", "exchange_sums", "dedup", "accumulate",
-    "first_use", "exchanges", "skip_fetch", "clustering", "depth", "dynamic", "streamed", "balance", "merge", "replay",
+    "first_use", "exchanges", "skip_fetch", "clustering", "depth", "dynamic", "streamed", "balance",
+    "merge", "replay",
 )  # fmt: skip
 """Settings whose values are counted."""
 
