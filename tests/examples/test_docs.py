@@ -289,6 +289,7 @@ def check(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("page", sorted({page for page, _ in ALL_COMMANDS}))
+@pytest.mark.every_case
 def test_the_commands_of_a_page_exist_with_their_options(page, elsewhere):
     for name in FILES:
         Path(name).touch()
