@@ -66,7 +66,7 @@ def route(
     return Routes(tables, received, agreed.loss_terms, normalizer, agreed.stop)
 
 
-@stage(lane="routing", after=(Edge("h2d"),), name="route")
+@stage(lane="routing", name="route")  # it waits for what `route` waits for (`over_nodes`)
 def route_over_nodes(
     context: Context,
     window: Window,

@@ -74,8 +74,9 @@ def exchange(
     counts.embedding_bytes = counts.row_bytes
 
 
-# A row that one rank of the node has later than another is here since the first of them.
-@stage(lane="communication", after=(Edge("copy_kept_rows"),), name="exchange")
+# They wait for what the forms of one step wait for (`over_nodes`). A row that one rank of the node has later
+# than another is `relayed` since the first of them.
+@stage(lane="communication", name="exchange")
 def exchange_over_nodes(
     micro_batch: int,
     context: Context,
@@ -220,7 +221,7 @@ def gradient_exchange(
 
 
 # Sums leave a relay after the last micro-batch of any rank of the node that uses their row.
-@stage(lane="communication", after=(Edge("compute", "same"),), name="gradient_exchange")
+@stage(lane="communication", name="gradient_exchange")
 def gradient_exchange_over_nodes(
     micro_batch: int,
     context: Context,
