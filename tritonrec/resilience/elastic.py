@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ..distributed.communicator import TIMEOUT, Communicator
 from ..distributed.environment import rank_here
-from ..distributed.groups import Communicators
+from ..distributed.groups import Communicators, validate_division
 from ..distributed.join import from_environment, join_environment, made_within
 from ..distributed.limits import LATE, READ_TIMEOUT, within
 from ..distributed.stores import serve_store, token
@@ -120,8 +120,7 @@ class _Ranks:
         self.patience = timeout.total_seconds() + LAG
         self.generation = 0
         world_size = rank_here().world_size
-        if world_size % replicas:
-            raise ValueError(f"{replicas} replicas do not divide {world_size} ranks")
+        validate_division(world_size, replicas, nodes=1)
         join_environment(timeout)
         self.store: dist.Store | None
         self.members = made_within(timeout, self._tell)
