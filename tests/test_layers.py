@@ -42,6 +42,7 @@ MAY_IMPORT = {
     "slipstream": {"ops", "kernels", "data", "distributed", "embedding", "pipeline"},
     "resilience": {"ops", "kernels", "data", "distributed", "embedding", "checkpoint", "pipeline"},
     "torchrec": {"ops", "data", "embedding"},
+    "capacity": {"embedding", "pipeline"},
     "harness": {
         "ops",
         "kernels",
@@ -49,6 +50,7 @@ MAY_IMPORT = {
         "slipstream",
         "resilience",
         "torchrec",
+        "capacity",
         "serving",
         "callbacks",
         "loggers",
@@ -57,7 +59,7 @@ MAY_IMPORT = {
     "__main__": {"harness"},
 }
 
-TOOLS = {"harness", "resilience", "serving", "slipstream", "torchrec", "__main__"}
+TOOLS = {"harness", "capacity", "resilience", "serving", "slipstream", "torchrec", "__main__"}
 
 
 def package_of(module: str) -> str | None:

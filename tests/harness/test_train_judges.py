@@ -8,6 +8,7 @@ import torch
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import FeatureConfig, HashTableCollection
 from tritonrec.harness.job import Job
+from tritonrec.harness.train import gather
 from tritonrec.harness.train.elastic import Memory, lacks_evaluation
 from tritonrec.harness.train.gather import state_digest
 from tritonrec.harness.train.loop import _outcome
@@ -71,3 +72,20 @@ def test_a_setting_that_a_checkpoint_lacks_had_its_usual_value():
     usual = f"context_dim {Job().context_dim} in the checkpoint, 5 now"
     with pytest.raises(ValueError, match=f"made with other settings: {usual};"):
         resumed(**older)
+
+
+@pytest.mark.parametrize("part", [1, 3, 1 << 16])
+def test_a_digest_in_parts_of_any_size_is_that_of_one_rank(monkeypatch, part):
+    draw = torch.Generator().manual_seed(4)
+    ids, rows = torch.randperm(50, generator=draw), torch.randn(50, 9, generator=draw, dtype=torch.float32)
+
+    def digest(ranks):
+        tables = HashTableCollection([FeatureConfig(name, 3) for name in "abc"], seed=1)
+        for name in "ab":  # the third has no rows
+            own = ids % ranks.world_size == ranks.rank
+            tables.load(name, ids[own], rows[own] + ord(name))
+        return state_digest(ranks, tables, {})
+
+    whole = digest(Communicators.local())
+    monkeypatch.setattr(gather, "DIGEST_ROWS", part)
+    assert [*run_ranks(1, digest), *run_ranks(3, digest)] == [whole] * 4

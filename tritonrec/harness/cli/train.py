@@ -182,5 +182,7 @@ def train(
     if png and first:
         checked(lambda: report.draw_slipstream(summary, png))
         Console().print(f"picture: {png}")
+    if summary.get("out_of_memory"):
+        raise typer.Exit(1)
     if summary.get("stopped"):
         raise typer.Exit(stop.exit_code or 128 + signal.SIGTERM)  # another rank may have got the signal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -13,12 +14,14 @@ from rich.console import Console
 
 from ... import checkpoint
 from ...callbacks import EarlyStopping, unknown_metric
+from ...capacity import MemoryWatch
 from ...data import DynamicStream, Split, Stream
 from ...data.splits import Part
 from ...distributed import Communicators, check_ranks_agree
 from ...loggers import require_no_log
 from ...pipeline import Trainer
 from ...resilience import Replay
+from ...settings import bytes_of
 from ...trace import NullRecorder, Recorder
 from ..devices import kernels_of
 from .elastic import Memory, lacks_evaluation
@@ -46,7 +49,8 @@ def train(
     An elastic run has a `memory` on each rank; called again with it (`run_elastic`), the ranks go on from the
     newest state that all of them have.
 
-    The summary has ``step``, ``stopped`` (asked to, before `run.steps`), ``early_stopping`` (metric, best
+    The summary has ``step``, ``stopped`` (asked to, before `run.steps`), ``out_of_memory`` (stopped by
+    this rank's `MemoryWatch`), ``early_stopping`` (metric, best
     value with its step, and whether it ended the run; None without), ``loss`` (mean of the last update; None
     where no step was left), ``metrics`` of the test part and ``baseline`` (`evaluate_model`; empty where
     stopped), ``validation`` (the last metrics of that part, where the split has one),
@@ -126,6 +130,7 @@ def train(
         known = memory.evaluated_by_all(communicators) if memory else 0
         step = saved = start
         reports = stack.enter_context(Reports(run, console, start, loader, writes))
+        watch = _memory_watch(run, trainer, console)
 
         def evaluate() -> None:
             nonlocal metrics
@@ -163,6 +168,8 @@ def train(
                 before, clock = clock, time.perf_counter()
                 loss, step = result.loss, result.step + 1
                 reports.on_step_end(result, clock - before)
+                if watch:
+                    watch.on_step_end(step)
             stopped = trainer.stopping and step < run.steps
             if run.window.average_every:
                 trainer.sync()
@@ -186,6 +193,7 @@ def train(
     summary = {
         "step": step,
         "stopped": stopped,
+        "out_of_memory": watch is not None and stopped and bool(watch.ended),
         "early_stopping": stopping and _outcome(stopping, step < run.steps),
         "steps_run": reports.steps_run,
         "world_size": communicators.world_size,
@@ -233,6 +241,22 @@ def _goes_on(run: Run, communicators: Communicators) -> bool:
         return bool(run.resume)
     found = str(checkpoint.steps(run.checkpoint) or "") if run.checkpoint else ""
     return bool(communicators.control.all_gather_texts(found)[0])
+
+
+def _memory_watch(run: Run, trainer: Trainer, console: Console) -> MemoryWatch | None:
+    """Of this rank; rank 0 prints what all see, and each rank what it sees of its own limit."""
+    if run.memory_limit == "none":
+        return None
+    own = run.memory_limit != "auto"
+    here = trainer.communicators
+
+    def say(line: str) -> None:
+        if here.rank == 0:
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        elif own:
+            print(f"rank {here.rank}: {line}", file=sys.stderr)
+
+    return MemoryWatch(trainer, bytes_of(run.memory_limit) if own else None, say=say)
 
 
 def _stretches(start: int, steps: int, *intervals: int) -> Iterator[tuple[int, int]]:

@@ -11,7 +11,7 @@ from ...data import Split
 from ...embedding import OptimizerName
 from ...pipeline import Mode, WindowConfig
 from ...resilience import Replay
-from ...settings import MOST, setting
+from ...settings import MOST, bytes_of, setting
 from ..job import Job
 
 Resume = bool | Literal["auto"]
@@ -54,6 +54,8 @@ class Run:
         log_dir: log to ``metrics.csv`` in this folder, and for TensorBoard where it is installed.
         json_lines: log an object per step to this file; ``-`` is standard output.
         log_every: steps between printed lines; 0: a bar on a terminal, and a line now and then elsewhere.
+        memory_limit: of each rank's process, such as ``"20GiB"``; ``"auto"``: what the machine or the
+            container leaves; ``"none"``: nobody looks (`MemoryWatch`).
     """
 
     job: Job
@@ -93,8 +95,13 @@ class Run:
     log_dir: Path | None = setting(None, "Log every step to metrics.csv here, and for TensorBoard.")
     json_lines: Path | None = setting(None, "Log an object per step to this file; -: standard output.")
     log_every: int = setting(0, "Steps between printed lines; 0: a bar, or a line now and then.", 0, MOST)
+    memory_limit: str = setting(
+        "auto", "Save and stop before a rank takes so much, as 20GiB; auto: what there is; none: never."
+    )
 
     def __post_init__(self) -> None:
+        if self.memory_limit not in ("auto", "none"):
+            bytes_of(self.memory_limit, "memory_limit")
         if self.replay:
             Replay(self.replay)
 

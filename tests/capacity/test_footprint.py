@@ -1,0 +1,63 @@
+"""Promise: what a table will take for more rows is no less than what it then takes, and not far above."""
+
+import pytest
+import torch
+
+from tritonrec.capacity import bytes_added, tables_added
+from tritonrec.embedding import (
+    DynamicTable,
+    Eviction,
+    FeatureConfig,
+    HashTableCollection,
+    Placement,
+    RowOptimizer,
+    TablePolicy,
+)
+
+CHUNK = 64
+
+
+def taken(table):
+    """Bytes of all that is in use: of rows those that exist, of the rest what is allocated."""
+    sizes = table.memory()
+    return sizes["key_structure"] + sizes["metadata"] + len(table) * 4 * table.row_width
+
+
+@pytest.mark.parametrize("evicting", [False, True])
+@pytest.mark.parametrize("before", [0, 1, 700, 769, 3000])
+def test_bytes_of_a_table_that_grows(before, evicting):
+    policy = TablePolicy(Eviction("lru", capacity=1 << 20)) if evicting else None
+    table = DynamicTable(5, 11, slots=8, chunk_rows=CHUNK, policy=policy)
+    if before:
+        table.lookup(torch.arange(before, dtype=torch.int64), 0)
+    at_first, bounds = taken(table), {}
+    for more in (1, 10, 300, 1000, 5000):
+        bounds[more] = bytes_added(table, more), bytes_added(table, more, at_peak=False)
+    highest, step = at_first, 1
+    for first in range(before, before + 5000, 50):
+        table.lookup(torch.arange(first, first + 50, dtype=torch.int64), step)
+        step, highest = step + 1, max(highest, taken(table))
+        more = len(table) - before
+        if more in bounds:
+            peak, end = bounds[more]
+            assert highest - at_first <= peak
+            assert end <= peak
+            rows = more * 4 * table.row_width
+            assert rows <= end and peak <= rows + 12 * 8 * len(table) + 32 * evicting * len(table) + 512
+
+
+def test_where_the_rows_are_decides():
+    added = {}
+    for storage in ("host", "device", "cached"):
+        placement = Placement(storage, cache_rows=64)
+        table = DynamicTable(4, 12, slots=8, chunk_rows=CHUNK, placement=placement)
+        added[storage] = bytes_added(table, 1000)
+    assert added["device"] == 0 and added["cached"] == 1000 * 12 * 4
+    assert added["host"] == 1000 * 12 * 4 + 12 * 2048
+
+
+def test_of_all_tables_of_a_rank():
+    rule = RowOptimizer("adam", lr=0.1)
+    tables = HashTableCollection([FeatureConfig("a", 4), FeatureConfig("b", 8)], rule, slots=8)
+    by_table = [bytes_added(group.table, rows) for group, rows in zip(tables.groups, (10, 5), strict=True)]
+    assert tables_added(tables, (10, 5)) == sum(by_table) > max(by_table)
