@@ -480,3 +480,33 @@ def test_the_forecast_of_demotions_counts_rows_that_may_be_widened_before(in_buf
         slots_in_order=lambda: (handles, handles), in_low_precision=lambda handles: handles == 4
     )
     assert counter.foresee(rows, in_buffers).take() == [2 + in_buffers]
+
+
+@pytest.mark.parametrize(("size", "rows"), [("108", 1), ("2KiB", 18), ("1MiB", 9709)])
+def test_a_capacity_in_bytes_holds_as_many_rows(size, rows):
+    """15 values of a row, its keys and its metadata are 108 bytes."""
+    assert Eviction("lru", capacity=size).rows_of(15) == rows
+    by_size, by_rows = (
+        DynamicTable(5, 15, slots=8, policy=TablePolicy(Eviction("lfu", capacity=capacity)))
+        for capacity in (size, rows)
+    )
+    for step in range(9):
+        keys = torch.randperm(40, generator=torch.Generator().manual_seed(step))[:13]
+        for table in (by_size, by_rows):
+            table.lookup(keys, step)
+    assert by_size.keys().tolist() == by_rows.keys().tolist()
+    assert (by_rows.counters.evicted > 0) == (rows < 40)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "named"),
+    [("1GB", "capacity must be bytes, or such as"), ("0MiB", "needs capacity of at least 1, got 0")],
+)
+def test_another_capacity_is_refused(capacity, named):
+    with pytest.raises(ValueError, match=named):
+        Eviction("lru", capacity=capacity)
+
+
+def test_a_row_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="no row of 108 bytes fits into a capacity of 107"):
+        DynamicTable(5, 15, policy=TablePolicy(Eviction("lru", capacity="107")))

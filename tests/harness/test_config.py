@@ -65,6 +65,13 @@ def test_one_key_sets_the_fields_of_one_option(tmp_path):
     assert (run.job.seed, run.window.seed, run.job.max_seq_len, run.job.sizes.max_seq_len) == (5, 5, 9, 9)
 
 
+@pytest.mark.parametrize("capacity", [300, "2GiB"])
+def test_a_value_of_either_type(tmp_path, capacity):
+    policy = TablePolicy(Eviction("lfu", capacity=capacity, every=3))
+    run = replace(RUN, job=replace(RUN.job, policy=policy))
+    assert read(tmp_path, to_toml(tables_of(run))).job.policy == policy
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -93,6 +100,8 @@ def test_one_key_sets_the_fields_of_one_option(tmp_path):
         ("[job.policy.eviction]\nsize = 3", "unknown key job.policy.eviction.size; did you mean "),
         ("[job.policy.eviction]\nevery = 3", "job.policy.eviction: missing 1 required positional argument"),
         ("[job.policy.eviction]\npolicy = 'lru'", "needs capacity"),
+        ("[job.policy.eviction]\npolicy = 'lru'\ncapacity = '2GB'", "capacity must be bytes, or such as"),
+        ("[job.policy.eviction]\npolicy = 'lru'\ncapacity = 2.5", "capacity takes a whole number, got 2.5"),
         ("[early_stopping]\nmetric = 'AUC'\npatience = 0", "patience must be at least 1"),
         ("checkpoint = 3", "checkpoint takes a path, got 3"),
         ("mode = ", "is no TOML file"),

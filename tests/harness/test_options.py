@@ -129,6 +129,8 @@ pytestmark = pytest.mark.smoke
         ("lru:500", Eviction("lru", capacity=500)),
         ("lfu:500:20", Eviction("lfu", capacity=500, every=20)),
         ("ttl:7:2", Eviction("ttl", ttl=7, every=2)),
+        ("lru:2GiB", Eviction("lru", capacity="2GiB")),
+        ("lfu:64MiB:3", Eviction("lfu", capacity="64MiB", every=3)),
     ],
 )
 def test_words_become_an_eviction(words, expected):
@@ -147,6 +149,9 @@ def test_words_become_precision_tiers(words, expected):
         (eviction, "fifo:3", "--evict takes"),
         (eviction, "lru:many", "--evict takes whole numbers, got 'lru:many'"),
         (eviction, "lru:0", "needs capacity of at least 1, got 0"),
+        (eviction, "lru:0GiB", "needs capacity of at least 1, got 0"),
+        (eviction, "lru:2ZiB", "capacity must be bytes, or such as '512MiB' or '2GiB', got '2ZiB'"),
+        (eviction, "ttl:2GiB", "--evict takes whole numbers, got 'ttl:2GiB'"),
         (precision_tiers, "3", "--precision-tiers takes THRESHOLD:EVERY, got '3'"),
         (precision_tiers, "300:2", "threshold must be 1 to 255, got 300"),
     ],

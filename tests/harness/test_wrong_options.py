@@ -17,7 +17,7 @@ WORDS = {
     ("verify", "--modes"), ("lab", "--modes"), ("serve-bench", "--scenarios"), ("train", "--recompute"),
     ("train", "--evict"), ("train", "--precision-tiers"), ("lab", "--switch"), ("lab", "--emulate"),
     ("lab", "--proportions"), ("train", "--early-stopping"), ("train", "--split"),
-    ("train", "--changed"),
+    ("train", "--changed"), ("train", "--memory-limit"),
     ("warmup", "--models"), ("warmup", "--optimizers"), ("warmup", "--target"),
     ("fuzz", "--configuration"), ("fuzz", "--inject"),
 }  # fmt: skip

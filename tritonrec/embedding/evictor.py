@@ -27,12 +27,19 @@ class Evictor:
         eviction: see `Eviction`.
         layout: maps keys to logical tables.
         device: of the table.
+        capacity: of `eviction` in rows.
     """
 
     column = "score"
 
-    def __init__(self, eviction: Eviction, layout: KeyLayout, device: torch.device | None = None):
-        self.eviction, self._layout, self._device = eviction, layout, device
+    def __init__(
+        self,
+        eviction: Eviction,
+        layout: KeyLayout,
+        device: torch.device | None = None,
+        capacity: int | None = None,
+    ):
+        self.eviction, self._layout, self._device, self._capacity = eviction, layout, device, capacity
         self.values = RowColumn(torch.int32, device=device)
         # rows of each logical table
         self._sizes = torch.zeros(len(layout.names), dtype=torch.int64, device=device)
@@ -90,7 +97,7 @@ class Evictor:
         Of a table that is not padded. Collective over the ranks that share the table, where `all_reduce` is
         given.
         """
-        ttl, capacity = self.eviction.ttl, self.eviction.capacity
+        ttl, capacity = self.eviction.ttl, self._capacity
         excess = torch.zeros_like(self._sizes)
         if capacity is not None:
             sizes = self._sizes if all_reduce is None else all_reduce(self._sizes.clone())
@@ -136,7 +143,7 @@ class Evictor:
 
         Pinned rows are among them. Collective where `all_reduce` is given and there is a capacity.
         """
-        ttl, capacity = self.eviction.ttl, self.eviction.capacity
+        ttl, capacity = self.eviction.ttl, self._capacity
         if capacity is not None:
             sizes = self._sizes.clone() if all_reduce is None else all_reduce(self._sizes.clone())
             return Arriving((sizes - capacity).clamp(min=0))

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from ..settings import MOST, setting
+from ..settings import MOST, bytes_of, setting
 
 EvictionPolicy = Literal["lru", "lfu", "ttl"]
 Storage = Literal["auto", "host", "device", "cached"]
 MAX_CACHE_ROWS = 1 << 29
+ROW_BYTES = 48
+"""Of keys and metadata of a row at most: 12 a slot, of which three eighths are in use at least, and 16."""
 
 
 @dataclass(frozen=True)
@@ -68,15 +70,16 @@ class Eviction:
         policy: ``"lru"`` and ``"lfu"`` keep each logical table, all ranks together, at `capacity` rows. They
             evict the rows with the oldest last access, or with the fewest steps that used them; of equal
             ones the smaller id first. ``"ttl"`` evicts rows whose last access is more than `ttl` steps ago.
-        capacity: rows of a logical table, over all ranks. A step's new keys are inserted after its eviction
-            pass, so the table may exceed the capacity by their number.
+        capacity: rows of a logical table, over all ranks; or a size such as ``"2GiB"``: as many rows as that
+            holds, with their optimizer state and `ROW_BYTES` of keys and metadata each. A step's new keys are
+            inserted after its eviction pass, so the table may exceed the capacity by their number.
         ttl: steps.
         every: steps between eviction passes, which run at multiples of it.
         keep: keep evicted rows until `DynamicTable.take_evicted` is called, to publish or archive them.
     """
 
     policy: EvictionPolicy
-    capacity: int | None = None
+    capacity: int | str | None = None
     ttl: int | None = None
     every: int = 1
     keep: bool = False
@@ -86,6 +89,8 @@ class Eviction:
             raise ValueError(f"eviction policy must be lru, lfu or ttl, got {self.policy!r}")
         required, other = ("ttl", "capacity") if self.policy == "ttl" else ("capacity", "ttl")
         value = getattr(self, required)
+        if isinstance(value, str):
+            value = bytes_of(value, required)
         if value is None or value < 1:
             raise ValueError(f"eviction by {self.policy} needs {required} of at least 1, got {value}")
         if getattr(self, other) is not None:
@@ -94,6 +99,15 @@ class Eviction:
             )
         if self.every < 1:
             raise ValueError(f"every must be at least 1 step between eviction passes, got {self.every}")
+
+    def rows_of(self, row_width: int) -> int | None:
+        """The `capacity` in rows of `row_width` float32 values; ValueError where not one fits."""
+        if not isinstance(self.capacity, str):
+            return self.capacity
+        size = 4 * row_width + ROW_BYTES
+        if bytes_of(self.capacity) < size:
+            raise ValueError(f"no row of {size} bytes fits into a capacity of {self.capacity}")
+        return bytes_of(self.capacity) // size
 
 
 @dataclass(frozen=True)
@@ -135,7 +149,7 @@ class TablePolicy:
 
     eviction: Eviction | None = setting(
         None,
-        "lru:ROWS, lfu:ROWS or ttl:STEPS; :EVERY behind it sets the steps between sweeps.",
+        "lru:ROWS, lfu:ROWS (or a size, as 2GiB), ttl:STEPS; :EVERY behind it: steps between sweeps.",
         option="evict",
     )
     admission: int = setting(1, "Give a key a row at its n-th step.", 1, MOST)

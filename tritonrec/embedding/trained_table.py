@@ -83,7 +83,11 @@ class TrainedTable:
         self._candidates: Candidates | None = None
         if policy.admission > 1:
             self._candidates = Candidates(policy.admission, policy.admission_window, slots, device)
-        self._evictor = Evictor(policy.eviction, self.layout, device) if policy.eviction else None
+        self._evictor = None
+        if policy.eviction:
+            self._evictor = Evictor(
+                policy.eviction, self.layout, device, policy.eviction.rows_of(self.row_width)
+            )
         self._precision = AccessCounter(policy.precision, device) if policy.precision else None
         policies = [each for each in (self._evictor, self._precision) if each is not None]
         self._metadata = RowMetadata(policies, device)

@@ -10,6 +10,7 @@ import typer
 
 from ...callbacks import Direction
 from ...embedding import Eviction, PrecisionTiers
+from ...embedding.policy import EvictionPolicy
 from ...settings import Setting
 from ..train.run import Resume, StoppingRule
 
@@ -50,16 +51,20 @@ def numbers(text: str, option: str, least: float = 1, most: float = MOST_NUMBER)
 
 
 def eviction(text: str, option: str = "--evict") -> Eviction | None:
-    """``lru:ROWS``, ``lfu:ROWS`` or ``ttl:STEPS``, with ``:EVERY`` behind it; an empty string is none."""
+    """``lru:ROWS``, ``lfu:2GiB`` or ``ttl:STEPS``, with ``:EVERY`` behind it; an empty string is none."""
     if not text:
         return None
     kind, *amounts = text.split(":")
     if kind not in ("lru", "lfu", "ttl") or len(amounts) not in (1, 2):
         raise ValueError(f"{option} takes lru:ROWS, lfu:ROWS or ttl:STEPS, and maybe :EVERY, got {text!r}")
+    policy: EvictionPolicy = "lru" if kind == "lru" else "lfu"
+    if kind != "ttl" and amounts[0].endswith("iB"):
+        (every,) = _whole(option, text, amounts[1:] or ["1"])
+        return Eviction(policy, capacity=amounts[0], every=every)
     amount, every = [*_whole(option, text, amounts), 1][:2]
     if kind == "ttl":
         return Eviction("ttl", ttl=amount, every=every)
-    return Eviction("lru" if kind == "lru" else "lfu", capacity=amount, every=every)
+    return Eviction(policy, capacity=amount, every=every)
 
 
 def precision_tiers(text: str, option: str = "--precision-tiers") -> PrecisionTiers | None:

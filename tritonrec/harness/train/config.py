@@ -177,7 +177,8 @@ def _unknown(keys: Mapping[str, Key], name: str, last: str) -> str:
 def _value(name: str, kind: Any, value: Any, setting: Setting | None) -> Any:
     """`value` as a field of type `kind` has it; ValueError naming the key otherwise."""
     if get_origin(kind) in (Union, UnionType):
-        (kind,) = (each for each in get_args(kind) if each is not type(None))
+        kinds = [each for each in get_args(kind) if each is not type(None)]
+        kind = next((each for each in kinds[1:] if type(value) is each), kinds[0])
     if is_dataclass(kind) and isinstance(kind, type):
         return _made(name, kind, value)
     if get_origin(kind) is tuple:
