@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tritonrec.capacity import bytes_added, tables_added
+from tritonrec.capacity import sizes_of, tables_added
 from tritonrec.embedding import (
     DynamicTable,
     Eviction,
@@ -32,7 +32,7 @@ def test_bytes_of_a_table_that_grows(before, evicting):
         table.lookup(torch.arange(before, dtype=torch.int64), 0)
     at_first, bounds = taken(table), {}
     for more in (1, 10, 300, 1000, 5000):
-        bounds[more] = bytes_added(table, more), bytes_added(table, more, at_peak=False)
+        bounds[more] = sizes_of(table).added(more), sizes_of(table).added(more, at_peak=False)
     highest, step = at_first, 1
     for first in range(before, before + 5000, 50):
         table.lookup(torch.arange(first, first + 50, dtype=torch.int64), step)
@@ -51,7 +51,7 @@ def test_where_the_rows_are_decides():
     for storage in ("host", "device", "cached"):
         placement = Placement(storage, cache_rows=64)
         table = DynamicTable(4, 12, slots=8, chunk_rows=CHUNK, placement=placement)
-        added[storage] = bytes_added(table, 1000)
+        added[storage] = sizes_of(table).added(1000)
     assert added["device"] == 0 and added["cached"] == 1000 * 12 * 4
     assert added["host"] == 1000 * 12 * 4 + 12 * 2048
 
@@ -59,5 +59,5 @@ def test_where_the_rows_are_decides():
 def test_of_all_tables_of_a_rank():
     rule = RowOptimizer("adam", lr=0.1)
     tables = HashTableCollection([FeatureConfig("a", 4), FeatureConfig("b", 8)], rule, slots=8)
-    by_table = [bytes_added(group.table, rows) for group, rows in zip(tables.groups, (10, 5), strict=True)]
+    by_table = [sizes_of(group.table).added(rows) for group, rows in zip(tables.groups, (10, 5), strict=True)]
     assert tables_added(tables, (10, 5)) == sum(by_table) > max(by_table)

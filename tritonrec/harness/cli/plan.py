@@ -2,29 +2,66 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ...distributed.groups import validate_division
+from ...settings import bytes_of
 from ..simulator import run
+from ..train.config import read_config
+from .options import MOST_RANKS, TimeoutOption
 from .outputs import checked, require_writable
 
 
 def plan(
+    config: Annotated[
+        Path | None,
+        typer.Argument(help="Settings of a run, as train --print-config writes them."),
+    ] = None,
     costs: Annotated[
         Path | None, typer.Option(help="Stage costs (docs/simulator.md), or a report of lab --json.")
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Measure the costs from this trace instead.")] = None,
     world_size: Annotated[
-        int | None, typer.Option(min=1, max=2**20, help="Ranks to plan for; default: those measured.")
+        int | None, typer.Option(min=1, max=2**20, help="Ranks to plan for; default: those measured, or one.")
     ] = None,
+    replicas: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Copies of the tables.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Nodes that ranks are treated as.")] = 1,
+    trial_steps: Annotated[int, typer.Option(min=4, max=10_000, help="Steps of the run to try.")] = 12,
+    memory: Annotated[
+        str | None, typer.Option(help="Of the machine for all ranks, as 64GiB; default: what is left here.")
+    ] = None,
+    timeout: TimeoutOption = 60,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the plans to this file.")] = None,
     save_costs: Annotated[Path | None, typer.Option(help="Write the stage costs to this file.")] = None,
 ) -> None:
-    """Choose micro-batches, taper, batches in flight, copies of the tables, first_use and skip_fetch.
+    """Tell what a run will need of memory and time, or which switches suit measured costs.
 
-    Every choice is simulated on measured stage costs. Prints the gain of each switch, and the assumptions.
+    With the settings of a run a few of its steps are tried here on all ranks, its batches are read to count
+    rows, and memory by kind, time and bytes of the whole are printed, with what would make it fit.
+
+    With --costs or --trace every choice of micro-batches, taper, batches in flight, copies of the tables,
+    first_use and skip_fetch is simulated. Prints the gain of each switch, and the assumptions.
     """
     require_writable({"--json": json_file, "--save-costs": save_costs})
-    checked(lambda: run.plan(costs, trace, world_size, json_file, save_costs))
+    if config is None:
+        checked(lambda: run.plan(costs, trace, world_size, json_file, save_costs))
+        return
+    for option, given in {"--costs": costs, "--trace": trace, "--save-costs": save_costs}.items():
+        if given:
+            raise typer.BadParameter(f"{option} does not go with the settings of a run")
+    from ..plan.report import plan_run
+    from .job import ready
+    from .train import RUN
+
+    size = None if memory is None else checked(lambda: bytes_of(memory, "--memory"))
+    planned = checked(lambda: ready(read_config(config, RUN)))
+    planned = replace(planned, steps=planned.steps or 20 * planned.job.loader().steps_per_epoch)
+    ranks = world_size or 1
+    checked(lambda: validate_division(ranks, replicas, nodes))
+    limit = timedelta(seconds=timeout)
+    checked(lambda: plan_run(planned, ranks, replicas, nodes, trial_steps, size, limit, json_file))

@@ -1,0 +1,192 @@
+"""Memory, time and bytes of a whole run, from the trial of its first steps."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+from ...capacity import Room, Sizes, memory_left
+from ...capacity.footprint import SLOT_BYTES
+from ...embedding.key_index import LOAD_FACTOR, KeyIndex
+from ...settings import in_bytes
+from ..train.run import Run
+from .trial import Rank
+
+COUNT_SECONDS = 20.0
+SNAPSHOT_BYTES = 16
+"""Of a row while a checkpoint is written: its key, handle and a mark (`tritonrec.embedding.snapshot`)."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Rows of each table, over all ranks, that a run of so many steps looks up.
+
+    Args:
+        rows: at its end. steps: whose batches were counted; beyond them rows go on growing as over the
+            second half of these, by a power of the steps.
+    """
+
+    rows: list[int]
+    steps: int
+
+
+def count_rows(run: Run, seconds: float = COUNT_SECONDS) -> Counted:
+    """Read batches of the run for `seconds` at most, without training; capacities of eviction bound rows."""
+    tables, loader = run.job.tables(run.optimizer), run.job.loader()
+    indices = [KeyIndex() for _ in tables.groups]
+    counts: list[list[int]] = []
+    began = time.monotonic()
+    while len(counts) < run.steps and (not counts or time.monotonic() - began < seconds):
+        for index, keys in zip(indices, tables.keys(loader.batch(len(counts)).lookups()), strict=True):
+            index.find_or_insert(keys.unique())
+        counts.append([len(index) for index in indices])
+    steps = len(counts)
+    rows = []
+    for group, now, half in zip(tables.groups, counts[-1], counts[max(steps // 2 - 1, 0)], strict=True):
+        if steps < run.steps:
+            power = math.log(now / half, steps / max(steps // 2, 1)) if half and steps > 1 else 1.0
+            now = int(now * (run.steps / steps) ** power)
+        eviction = group.table.policy.eviction
+        capacity = eviction and eviction.rows_of(group.table.row_width)
+        if capacity:
+            now = min(now, capacity * len(group.layout.names) + max(after[0] for after in counts[:2]))
+        rows.append(now)
+    return Counted(rows, steps)
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of one rank's process at the end of the run.
+
+    Args:
+        process: libraries, log, dense model and its optimizer. work: windows in flight, activations.
+        values: of rows, with optimizer states. keys: with scores and counts. doubling: of the key structure,
+            for a while. evaluation, saving: what these take beyond training.
+        peak: at most at one time.
+    """
+
+    process: int
+    work: int
+    values: int
+    keys: int
+    doubling: int
+    evaluation: int
+    saving: int
+    peak: int
+
+    @property
+    def tables(self) -> int:
+        """What goes by rows."""
+        return self.values + self.keys + self.doubling
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of a run whose ranks are all on this machine.
+
+    Args:
+        ranks: what each needs. room: bytes that the machine has for all of them.
+        rows: of all tables and ranks at the end. steps, steps_counted: of the run, and see `Counted`.
+        step_seconds, seconds: of a step, and of all with evaluations and saves, beyond the start.
+        link_bytes: sent by a rank in a step. checkpoint: bytes of a whole one.
+    """
+
+    ranks: list[Need]
+    room: Room
+    rows: int
+    steps: int
+    steps_counted: int
+    step_seconds: float
+    seconds: float
+    link_bytes: float
+    checkpoint: int
+
+    @property
+    def lacking(self) -> int:
+        """Bytes that the machine lacks; not positive where all fits."""
+        return sum(rank.peak for rank in self.ranks) - self.room.left
+
+    def advice(self) -> list[str]:
+        """What would make it fit; empty where it does."""
+        if self.lacking <= 0:
+            return []
+        tables = sum(rank.tables for rank in self.ranks)
+        rest = sum(rank.peak for rank in self.ranks) - tables
+        left = self.room.left - rest
+        if left <= 0:
+            return [
+                f"{in_bytes(rest)} of it are no tables: fewer ranks here, smaller batches or more "
+                "micro-batches (--batch-size, --micro-batches)"
+            ]
+        machines = -(-tables // left)
+        half = sum(rank.values for rank in self.ranks) // 2
+        return [
+            f"tables on {machines} machines of {len(self.ranks)} ranks each",
+            f"--evict lru:{left >> 20}MiB, which keeps the rows used last",
+            f"--precision-tiers, which stores seldom used rows in 16 bits: up to {in_bytes(half)} less"
+            + ("" if half >= self.lacking else ", not enough alone"),
+        ]
+
+
+def forecast(run: Run, ranks: list[Rank], counted: Counted, room: Room | None = None) -> Forecast:
+    """Of a run from what a trial found on each of its ranks."""
+    needs = [_need(run, rank, counted, len(ranks)) for rank in ranks]
+    evaluations, saves = _count(run.steps, run.evaluate_every), _count(run.steps, run.save_every)
+    beside = max(
+        rank.evaluation_seconds * evaluations + rank.save_seconds * saves * bool(run.checkpoint)
+        for rank in ranks
+    )
+    step = max(rank.step_seconds for rank in ranks)
+    tables = zip(counted.rows, ranks[0].tables, strict=True)
+    return Forecast(
+        needs, room or memory_left(), sum(counted.rows), run.steps, counted.steps, step,
+        run.steps * step + beside, max(rank.link_bytes for rank in ranks),
+        ranks[0].dense_bytes + sum(rows * (table.row_bytes + 8) for rows, table in tables),
+    )  # fmt: skip
+
+
+def _need(run: Run, rank: Rank, counted: Counted, world_size: int) -> Need:
+    """Of a rank that has the same share of the rows as the others."""
+    at_the_end = [
+        (table, max(-(-rows // world_size) - table.rows, 0))
+        for rows, table in zip(counted.rows, rank.tables, strict=True)
+    ]
+    had = sum(table.rows * table.row_bytes + table.keys + table.metadata for table in rank.tables)
+    added = sum(table.added(more, at_peak=False) for table, more in at_the_end)
+    peak = sum(table.added(more) for table, more in at_the_end)
+    values = sum((table.rows + more) * table.row_bytes for table, more in at_the_end)
+    training = rank.trained + peak
+    evaluating = (
+        rank.evaluated
+        + added
+        + sum(
+            _copy(dim, table.rows * world_size).added(more * world_size)
+            for (table, more), dim in zip(at_the_end, rank.dims, strict=True)
+        )
+    )
+    saving = rank.saved + added + SNAPSHOT_BYTES * sum(more for _, more in at_the_end)
+    highest = max(training, evaluating, saving if run.checkpoint else 0)
+    return Need(
+        process=rank.began,
+        work=max(rank.trained - rank.began - had, 0),
+        values=values,
+        keys=had + added - values,
+        doubling=peak - added,
+        evaluation=max(evaluating - training, 0),
+        saving=max(saving - training, 0) if run.checkpoint else 0,
+        peak=highest,
+    )
+
+
+def _copy(dim: int, rows: int) -> Sizes:
+    """The weights of all ranks' rows, which an evaluation has in one table."""
+    slots = 1024
+    while rows > LOAD_FACTOR * slots:
+        slots *= 2
+    return Sizes(rows, 4 * dim, SLOT_BYTES * slots, 0, 0)
+
+
+def _count(steps: int, every: int) -> int:
+    """Times in a run of `steps` that something comes `every` so many, and at the end."""
+    return -(-steps // every) if every else 1

@@ -1,0 +1,87 @@
+"""`tritonrec plan CONFIG`: the trial, and the forecast as a table."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from ... import distributed
+from ...capacity import Room, Sizes
+from ...files import save_json
+from ...settings import in_bytes
+from ..train.run import Run
+from .forecast import Forecast, count_rows, forecast
+from .trial import Rank, trial
+
+KINDS = {
+    "process": "libraries, log, dense model",
+    "work": "windows in flight, activations",
+    "values": "rows and optimizer states",
+    "keys": "keys, scores, counts",
+    "doubling": "key structure while it doubles",
+    "evaluation": "more in an evaluation",
+    "saving": "more in a save",
+    "peak": "at most at one time",
+}
+"""By field of `Need` what it is."""
+
+
+def plan_run(
+    run: Run,
+    world_size: int,
+    replicas: int = 1,
+    nodes: int = 1,
+    trial_steps: int = 12,
+    memory: int | None = None,
+    timeout: timedelta = timedelta(seconds=60),
+    json_file: Path | None = None,
+    console: Console | None = None,
+) -> Forecast:
+    """Try `trial_steps` steps of a run on all of its ranks here, and print what the whole will need.
+
+    Args:
+        memory: bytes of the machine for all ranks; those that are left here by default.
+    """
+    console = console or Console()
+    mesh = {"replicas": replicas, "nodes": nodes}
+    with distributed.RankPool([(world_size, replicas, nodes)], timeout) as pool:
+        found = pool.run(trial, world_size, run, min(trial_steps, run.steps), **mesh)
+    ranks = [Rank(**{**each, "tables": [Sizes(**table) for table in each["tables"]]}) for each in found]
+    if replicas > 1:  # each holds a share of the rows of as many ranks
+        ranks = ranks[: world_size // replicas] * replicas
+    room = None if memory is None else Room(memory, memory, "--memory")
+    result = forecast(run, ranks, count_rows(run), room)
+    print_forecast(result, console)
+    if json_file:
+        save_json({**asdict(result), "lacking": result.lacking, "advice": result.advice()}, json_file)
+    return result
+
+
+def print_forecast(found: Forecast, console: Console) -> None:
+    """Memory of the rank that needs most, time, bytes, and what would make it fit."""
+    most = max(found.ranks, key=lambda rank: rank.peak)
+    table = Table(title=f"Memory of a rank at the end of {found.steps:,} steps")
+    table.add_column("")
+    table.add_column("size", justify="right")
+    for name, words in KINDS.items():
+        table.add_row(words, in_bytes(getattr(most, name)), end_section=name == "saving")
+    console.print(table)
+    counted = f", going by the batches of {found.steps_counted:,} steps" * (found.steps_counted < found.steps)
+    hours, minutes = divmod(found.seconds / 60, 60)
+    lines = [
+        f"rows: {found.rows:,} at the end{counted}; a checkpoint has {in_bytes(found.checkpoint)}",
+        f"time: {found.step_seconds * 1e3:.1f} ms a step, {hours:.0f} h {minutes:.1f} min without the start",
+        f"links: {found.link_bytes / 1e6:.2f} MB a step and rank",
+    ]
+    needed = sum(rank.peak for rank in found.ranks)
+    of = f"{in_bytes(found.room.left)} are left of {in_bytes(found.room.limit)} of {found.room.of}"
+    if found.lacking > 0:
+        lines.append(f"DOES NOT FIT: all ranks need {in_bytes(needed)}, {of}: {in_bytes(found.lacking)} lack")
+    else:
+        lines.append(f"fits: all ranks need {in_bytes(needed)}, {of}")
+    for line in [*lines, *(f"  - {each}" for each in found.advice())]:
+        console.print(line, highlight=False, soft_wrap=True)

@@ -1,0 +1,104 @@
+"""A few steps of a run on all of its ranks, with memory and time measured on each."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...capacity import Sizes, resident_bytes, sizes_of
+from ...distributed import Communicators
+from ...pipeline import Trainer
+from ..devices import kernels_of
+from ..train.evaluate import evaluate_model
+from ..train.run import Run
+
+SAMPLE_SECONDS = 0.005
+WARMING_STEPS = 3
+"""Steps at first that are not timed: they compile kernels, fill the pipeline and find the model's path."""
+
+
+@dataclass
+class Rank:
+    """What a rank's process took. Bytes are resident.
+
+    Args:
+        began: before its first step, with libraries, log and dense model. trained: at most while it trained,
+            with `rows` by table. evaluated, saved: at most in an evaluation and a save; 0 without one.
+        tables: `Sizes` of each table after the steps. row_width, dim: of each. dense_bytes: of parameters
+            and optimizer states.
+        step_seconds, evaluation_seconds, save_seconds: time. link_bytes: sent a step.
+    """
+
+    began: int = 0
+    trained: int = 0
+    evaluated: int = 0
+    saved: int = 0
+    tables: list[Sizes] = field(default_factory=list)
+    dims: list[int] = field(default_factory=list)
+    dense_bytes: int = 0
+    step_seconds: float = 0.0
+    evaluation_seconds: float = 0.0
+    save_seconds: float = 0.0
+    link_bytes: float = 0.0
+
+
+def trial(communicators: Communicators, run: Run, steps: int) -> dict[str, Any]:
+    """`Rank` of this rank as plain values: `steps` steps, an evaluation, and a save if the run saves."""
+    job, found = run.job, Rank()
+    model, tables, optimizer = job.build(run.optimizer)
+    loader, held_out = job.loader(communicators.rank, communicators.world_size), job.epochs()
+    with (
+        kernels_of(job.target),
+        Trainer(
+            model, tables, optimizer, communicators, run.mode, run.window, trust_model=run.trust_model,
+            **job.recipe(model, optimizer), **vars(job.target),
+        ) as trainer,
+    ):  # fmt: skip
+        found.began = resident_bytes()
+        ends: list[float] = []
+        with _highest() as trained:
+            for _ in trainer.run(loader.batch(step) for step in range(steps)):
+                ends.append(time.perf_counter())
+        first, last = min(WARMING_STEPS, len(ends) - 1), len(ends) - 1
+        found.step_seconds = (ends[last] - ends[first - 1]) / (last - first + 1) if first else 0.0
+        sent = trainer.counts
+        found.link_bytes = (sent.key_bytes + sent.row_bytes) / steps / communicators.world_size
+        found.trained, found.tables = trained[0], [sizes_of(group.table) for group in tables.groups]
+        found.dims = [group.table.dim for group in tables.groups]
+        found.dense_bytes = sum(each.nbytes for each in trainer.dense.tensors().values())
+        began = time.perf_counter()
+        with _highest() as evaluated:
+            evaluate_model(trainer.dense.evaluated, trainer.whole_tables(), held_out, run.window.precision)
+        found.evaluated, found.evaluation_seconds = evaluated[0], time.perf_counter() - began
+        if run.checkpoint:
+            began = time.perf_counter()
+            with tempfile.TemporaryDirectory() as folder, _highest() as saved:
+                name = communicators.control.all_gather_texts(folder)[0]
+                trainer.save(Path(name))
+            found.saved, found.save_seconds = saved[0], time.perf_counter() - began
+    return asdict(found)
+
+
+@contextmanager
+def _highest() -> Iterator[list[int]]:
+    """Inside, the first item becomes the most resident bytes that were seen."""
+    most, over = [resident_bytes()], threading.Event()
+
+    def watch() -> None:
+        while not over.wait(SAMPLE_SECONDS):
+            most[0] = max(most[0], resident_bytes())
+
+    thread = threading.Thread(target=watch, name="memory", daemon=True)
+    thread.start()
+    try:
+        yield most
+    finally:
+        over.set()
+        thread.join()
+        most[0] = max(most[0], resident_bytes())
