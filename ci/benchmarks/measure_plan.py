@@ -26,23 +26,23 @@ from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import WindowConfig
 
 WIDE = Job(
-    "zipf:users=20000,items=400000,exponent=0.4,seed=3", batch_size=64, max_seq_len=20, num_negatives=20,
+    "zipf:users=3000,items=300000,exponent=0.4,seed=3", batch_size=64, max_seq_len=20, num_negatives=20,
     sizes=HSTUConfig(dim=128, max_seq_len=20),
 )  # fmt: skip
 NARROW = Job("zipf:users=2000,items=20000,seed=3", batch_size=64, sizes=HSTUConfig(dim=32, max_seq_len=50))
 CLICKS = Job("criteo:samples=60000", model="dlrm", batch_size=512, sizes=HSTUConfig(dim=32))
-LRU, TIERS = TablePolicy(Eviction("lru", 60_000)), TablePolicy(precision=PrecisionTiers(4, 50))
+LRU, TIERS = TablePolicy(Eviction("lru", 40_000)), TablePolicy(precision=PrecisionTiers(4, 50))
 CACHED, DEVICE = Placement("cached", cache_rows=1 << 16), Placement("device")
 
 CASES: list[tuple[str, tuple[int, ...], Run]] = [
-    ("wide rows", (1, 2, 4), Run(WIDE, steps=400)),
-    ("wide rows, sgd", (1,), Run(WIDE, optimizer="sgd", steps=400)),
-    ("wide rows, sequential", (1,), Run(WIDE, mode="sequential", steps=400)),
-    ("wide rows, lru", (1, 2), Run(replace(WIDE, policy=LRU), steps=400)),
-    ("wide rows, tiers", (1,), Run(replace(WIDE, policy=TIERS), steps=400)),
-    ("wide rows, cached", (1, 2), Run(replace(WIDE, placement=CACHED), steps=400)),
-    ("wide rows, device", (1, 2), Run(replace(WIDE, placement=DEVICE), steps=400)),
-    ("wide rows, saved", (1, 2), Run(WIDE, steps=400, checkpoint=Path("checkpoint"))),
+    ("wide rows", (1, 2, 4), Run(WIDE, steps=200)),
+    ("wide rows, sgd", (1,), Run(WIDE, optimizer="sgd", steps=200)),
+    ("wide rows, sequential", (1,), Run(WIDE, mode="sequential", steps=200)),
+    ("wide rows, lru", (1, 2), Run(replace(WIDE, policy=LRU), steps=200)),
+    ("wide rows, tiers", (1,), Run(replace(WIDE, policy=TIERS), steps=200)),
+    ("wide rows, cached", (1, 2), Run(replace(WIDE, placement=CACHED), steps=200)),
+    ("wide rows, device", (1, 2), Run(replace(WIDE, placement=DEVICE), steps=200)),
+    ("wide rows, saved", (1, 2), Run(WIDE, steps=200, checkpoint=Path("checkpoint"))),
     ("narrow rows", (1, 2, 4), Run(NARROW, steps=300)),
     ("clicks", (1, 2, 4), Run(CLICKS, steps=100)),
 ]
