@@ -72,6 +72,7 @@ class Variant:
     serves: bool = False
     kind: type[Job] = Job
     own_loop: bool = False
+    follows: bool = False
 
     def job(self, job: Job) -> Job:
         """The case's job."""
@@ -212,6 +213,12 @@ VARIANTS: dict[str, Variant] = {
         shows=("reused_tokens",),
         exports=True,
         caches=True,
+    ),
+    "deltas": Variant(
+        "a replica follows the training by deltas with tombstones, between full snapshots",
+        {**SMALL, "data": MADE, "policy": POLICIES},
+        shows=("applied", "evicted"),
+        follows=True,
     ),
     "slipstream-0": Variant(
         "Slipstream with threshold 0: rows are judged, and no input is dropped",

@@ -49,6 +49,8 @@ class Follower:
         self._sink, self._unknown, self._namespaces = sink, unknown, namespaces
         self._lock = threading.Lock()
         self._at: Header | None = None
+        self._tables: dict[str, LiveTable] = {}
+        self.predictor: Predictor
         found = sink.snapshots()
         if not found:
             raise LiveError(f"{sink.name} has no snapshot: nothing was published there yet")
@@ -200,8 +202,9 @@ class Follower:
             raise OtherRunError(f"{name} is of another model or other tables than those that are followed")
         if (header.epoch, header.before_writer, header.before) != (at.epoch, at.writer, at.step):
             raise OtherRunError(
-                f"{name} leads on from step {header.before} of epoch {header.epoch}, writer {header.before_writer}, and "
-                f"step {at.step} of epoch {at.epoch}, writer {at.writer}, is served: do two publishers write there?"
+                f"{name} leads on from step {header.before} of epoch {header.epoch}, writer "
+                f"{header.before_writer}, and step {at.step} of epoch {at.epoch}, writer {at.writer}, is "
+                "served: do two publishers write there?"
             )
 
     def _apply(self, parts: list[Part]) -> None:
@@ -215,12 +218,7 @@ class Follower:
                 ids, weights, erased = _rows_of(left, table, live.table.weights, name)
                 if len(ids) or len(erased):
                     tables[table] = live.prepare(ids, weights, erased)
-            for names, rows in header.rows:
-                got = sum(len(tables[each].ids) for each in names)
-                if got != rows:
-                    raise CorruptDeltaError(
-                        f"{name} leaves {got} rows of {', '.join(names)}, its trainer has {rows}"
-                    )
+            self._check_rows(header, tables, name)
             program = self._program_of(left[0], before.program, header, name)
             words = _words_of(left[0], before.vocabularies, header, name)
             if unknown := next((each for own in left for each in own), None):
@@ -234,22 +232,33 @@ class Follower:
         manifest = _manifest_of(before.manifest, header, tables)
         self._at, self.predictor = header, Predictor(manifest, tables, program, words)
 
+    def _check_rows(self, header: Header, tables: Mapping[str, ExportedTable], name: str) -> None:
+        for names, rows in header.rows:
+            got = sum(len(tables[each].ids) for each in names)
+            if got != rows:
+                raise CorruptDeltaError(
+                    f"{name} leaves {got} rows of {', '.join(names)}, its trainer has {rows}"
+                )
+
+    def _check_dense(self, header: Header, values: Mapping[str, Tensor], name: str) -> None:
+        if digest_of(values) != header.dense:
+            raise CorruptDeltaError(f"{name} leaves other dense values than its trainer has")
+
     def _program_of(self, own: dict[str, Tensor], program: Any, header: Header, name: str) -> Any:
         values = program.state_dict()
         changed = {each: own.pop(f"dense/{each}") for each in values if f"dense/{each}" in own}
         for each, value in changed.items():
             if (value.dtype, value.shape) != (values[each].dtype, values[each].shape):
                 raise CorruptDeltaError(f"{name} has {each} as {value.dtype} {tuple(value.shape)}")
-        if digest_of({**values, **changed}) != header.dense:
-            raise CorruptDeltaError(f"{name} leaves other dense values than its trainer has")
+        self._check_dense(header, {**values, **changed}, name)
         return with_values(program, changed) if changed else program
 
     def _load(self, sequence: int) -> None:
         header, predictor = self._snapshot(sequence)
         if self._at is not None and header.run != self._at.run:
             raise OtherRunError(
-                f"snapshot {sequence} in {self._sink.name} is of run {header.run}, and run {self._at.run} is followed: "
-                "open it anew"
+                f"snapshot {sequence} in {self._sink.name} is of run {header.run}, and run {self._at.run} is "
+                "followed: open it anew"
             )
         if self._at is not None and header.schema != self._at.schema:
             raise OtherRunError(f"snapshot {sequence} in {self._sink.name} is of another model: open it anew")

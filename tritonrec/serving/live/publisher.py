@@ -63,7 +63,7 @@ class Publisher:
         patience: seconds for which a write is tried again; then the next publication raises.
 
     Attributes:
-        run: its id. epoch, sequence, step: of the last publication.
+        run_id: of the run. epoch, sequence, step: of the last publication.
 
     Raises ValueError for arguments out of range, `OtherRunError` where the sink has publications of another
     model, and the errors of `export` for a model that cannot be exported.
@@ -172,15 +172,16 @@ class Publisher:
             )
         rows = [(list(group.layout.names), len(group.table)) for group in tables.groups]
         note = {"failed": self._settled(), "lost": self._lost, "busy": self._is_busy(), "rows": rows}
+        note["saves"] = self._groups.saves
         notes = [json.loads(text) for text in self._groups.control.all_gather_texts(json.dumps(note))]
         for rank, each in enumerate(notes):
             if each["failed"]:
                 self._fresh = True
                 raise SinkError(
-                    f"rank {rank} could not publish: {each['failed']}; the next publication begins a new epoch"
+                    f"rank {rank} could not publish: {each['failed']}; the next publication begins an epoch"
                 )
-        total = [[names, sum(each["rows"][at][1] for each in notes[:: self._groups.replicas])]
-                 for at, (names, _) in enumerate(rows)]  # fmt: skip
+        owners = [each for each in notes if each["saves"]]
+        total = [(names, sum(each["rows"][at][1] for each in owners)) for at, (names, _) in enumerate(rows)]
         words = {name: len(each) for name, each in trainer.vocabularies.items()}
         renumbered = any(words.get(name, 0) < count for name, count in self._words.items())
         fresh = self._fresh or renumbered or any(each["lost"] for each in notes)
@@ -208,17 +209,23 @@ class Publisher:
                 self._begin_snapshot(header)
         return header.sequence
 
+    def flush(self) -> None:
+        """Wait until all of this rank's publications are in the sink, for `patience` seconds at most.
+
+        Raises `SinkError` where one is not.
+        """
+        wait([*self._under_way, *filter(None, [self._snapshot])], self._patience + 1)
+        if failed := self._settled(0):
+            raise SinkError(f"the last publications are not complete: {failed}")
+
     def close(self) -> None:
-        """Wait until everything is published, for `patience` seconds at most, and raise what went wrong."""
+        """`flush`, and end the threads."""
         try:
-            wait([*self._under_way, *filter(None, [self._snapshot])], self._patience + 1)
-            failed = self._settled(0)
+            self.flush()
         finally:
             self._closing.set()
             for pool in (self._deltas, self._snapshots):
                 pool.shutdown(cancel_futures=True)
-        if failed:
-            raise SinkError(f"the last publications are not complete: {failed}")
 
     def __enter__(self) -> Publisher:
         return self
@@ -252,9 +259,10 @@ class Publisher:
             state: Mapping[str, Any] = dense.evaluated.state_dict()
         else:
             state = dense.state_dict()["model"]
-        now = {name: state[own].detach().cpu() for name, own in self._names.items()}
-        changed = {name: each.clone(memory_format=torch.contiguous_format)
-                   for name, each in now.items() if not same_bits(each.contiguous(), self._values[name])}  # fmt: skip
+        now = {name: state[own].detach().cpu().contiguous() for name, own in self._names.items()}
+        changed = {
+            name: each.clone() for name, each in now.items() if not same_bits(each, self._values[name])
+        }
         self._values |= changed
         return changed
 
@@ -357,9 +365,9 @@ class Publisher:
 
     def _resumed(self) -> Header:
         """What this publisher goes on from; rank 0 looks, and all do the same. Collective."""
-        rows = [len(group.table) for group in self._trainer.tables.groups]
+        rows = [len(group.table) * self._groups.saves for group in self._trainer.tables.groups]
         gather = self._groups.control.all_gather_texts
-        counts = [json.loads(text) for text in gather(json.dumps(rows))][:: self._groups.replicas]
+        counts = [json.loads(text) for text in gather(json.dumps(rows))]
         found: dict[str, Any] = {}
         if self._groups.rank == 0:
             try:
@@ -372,9 +380,11 @@ class Publisher:
         header, self._fresh = Header(**found["header"]), found["why"] is not None
         if found["why"] and self._groups.rank == 0:
             warnings.warn(
-                f"{self._sink.name} ends with step {header.step}, and this training begins epoch {header.epoch + 1} at step "
-                f"{self._trainer.next_step}: {found['why']}", RuntimeWarning, stacklevel=3,
-            )  # fmt: skip
+                f"{self._sink.name} ends with step {header.step}, and this training begins epoch "
+                f"{header.epoch + 1} at step {self._trainer.next_step}: {found['why']}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         if not self._fresh:
             self._trainer.tables.track_changes(READER)
             self._complete, self._words = [found["snapshot"]], dict(header.words)

@@ -9,9 +9,9 @@ differs, and the two change places::
     3            rows of 3, served    rows of 2            to A the rows of deltas 2 and 3
     4            rows of 3            rows of 4, served    to B the rows of deltas 3 and 4
 
-Where somebody still has version 2 when 4 is made, B is left to him, and a new buffer is filled. Ids stay
-sorted, since exact search takes equal scores by ascending ids: new ids behind the last one are appended, others
-and erased rows move the rows behind them, in one pass without a sort.
+Where somebody still has version 2 when 4 is made, B is left to them, and a new buffer is filled. Ids
+stay sorted, since exact search takes equal scores by ascending ids: new ids behind the last one are appended,
+others and erased rows move the rows behind them, in one pass without a sort.
 """
 
 from __future__ import annotations
@@ -129,8 +129,12 @@ def with_values(program: Any, values: Mapping[str, Tensor]) -> Any:
     """A copy of a program with other tensors of these names; the others are shared."""
     own = program.state_dict(keep_vars=True)
     kept: dict[int, Any] = {id(each): each for each in [*program.parameters(), *program.buffers()]}
-    for name, value in values.items():
-        before = own[name]
-        parameter = isinstance(before, torch.nn.Parameter)
-        kept[id(before)] = torch.nn.Parameter(value, before.requires_grad) if parameter else value
+    kept |= {id(own[name]): in_place_of(own[name], value) for name, value in values.items()}
     return copy.deepcopy(program, kept)
+
+
+def in_place_of(before: Tensor, value: Tensor) -> Tensor:
+    """`value` as what a module had before: a parameter, or a buffer."""
+    return (
+        torch.nn.Parameter(value, before.requires_grad) if isinstance(before, torch.nn.Parameter) else value
+    )

@@ -22,12 +22,13 @@ from ...version import __version__
 from ..exporter import SHARD_BYTES, entry_of, labels_of
 from ..manifest import FORMAT, MANIFEST, VERSION
 from ..programs import Scorer, write_program
-from ..shards import SUFFIXES, write_shard
+from ..shards import SUFFIXES, Format, write_shard
+from .replica import in_place_of
 from .sinks import Sink
 
 Tables = Mapping[str, Mapping[str, Tensor] | Rows]
 Files = dict[str, list[dict[str, Any]]]
-_FORMAT = "safetensors"
+_FORMAT: Format = "safetensors"
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def write_manifest(
     with tempfile.TemporaryDirectory(prefix="tritonrec-") as name:
         folder = Path(name)
         for each, value in dense.values.items():
-            dense.program.state_dict[each] = value
+            dense.program.state_dict[each] = in_place_of(dense.program.state_dict[each], value)
         write_program(dense.program, folder / "dense.pt2")
         scorer, vocabularies = dense.scorer, {}
         for (word, state), label in zip(dense.words.items(), labels_of(dense.words), strict=True):

@@ -9,8 +9,8 @@
     dense/NAME                                                                 changed values of the program
     words/NAME/bytes, words/NAME/offsets                                       words that the vocabulary got
 
-Each shard of the trainer's tables is one part; dense values and words are in part 0. A delta is there when all
-of its parts are.
+Each shard of the trainer's tables is one part; dense values and words are in part 0. A delta is there when
+all of its parts are.
 """
 
 from __future__ import annotations
