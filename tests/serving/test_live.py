@@ -12,6 +12,7 @@ import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -35,12 +36,26 @@ from tritonrec.serving.live import (
     RedisSink,
     SinkError,
 )
+from tritonrec.serving.live import publisher as publisher_module
 from tritonrec.serving.live.replica import LiveTable
 from tritonrec.serving.live.wire import pack, unpack
 
 LONGEST, DIM = 6, 6
 SIZES = {"dim": DIM, "layers": 1, "heads": 2, "qk_dim": 3, "v_dim": 4, "max_seq_len": LONGEST}
-PART = Path(__file__).with_name("live_publisher.py")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def traced_once():
+    """Tracing takes seconds, and each snapshot sets all values of the program."""
+    programs, trace = {}, publisher_module.save_program
+
+    def traced(scorer, path):
+        if scorer.precision not in programs:
+            programs[scorer.precision] = trace(scorer, path)
+        return programs[scorer.precision]
+
+    with patch.object(publisher_module, "save_program", traced):
+        yield
 
 
 class Training:
@@ -464,7 +479,7 @@ def test_a_sink_that_stays_down_is_an_error_and_then_a_new_epoch(tmp_path):
         sink.down = True
         training.run(publisher, 2)
         time.sleep(0.5)
-        with pytest.raises(SinkError, match="rank 0 could not publish.*is down"):
+        with pytest.raises(SinkError, match=r"rank 0 could not publish.*is down"):
             training.run(publisher, 2)
         sink.down = False
         publisher.publish()

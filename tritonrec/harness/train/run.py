@@ -93,6 +93,10 @@ class Run:
     log_dir: Path | None = setting(None, "Log every step to metrics.csv here, and for TensorBoard.")
     json_lines: Path | None = setting(None, "Log an object per step to this file; -: standard output.")
     log_every: int = setting(0, "Steps between printed lines; 0: a bar, or a line now and then.", 0, MOST)
+    publish: str = setting(
+        "", "Publish live deltas to this folder, URL, or redis://HOST:PORT/DB?key=KEY, for replicas."
+    )
+    publish_every: int = setting(0, "Steps between publications; with --publish.", 0, MOST)
 
     def __post_init__(self) -> None:
         if self.replay:

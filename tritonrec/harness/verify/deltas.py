@@ -1,4 +1,4 @@
-"""Whether a replica that follows a training has its rows and scores at every published step, and faults of it."""
+"""Whether a replica has the rows and scores of the training that it follows at every step, and its faults."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def followed(
     follower: type[Follower],
     counts: Counter[str],
 ) -> Iterator[Sequence[Batch]]:
-    """`batches` in stretches, after each of which the training is published, and a replica on each rank follows.
+    """`batches` in stretches; after each the training is published, and a replica on each rank follows.
 
     Every rank compares the replica's weights of its own rows with those of the reference, rank 0 its scores
     with those of the trainer's model. `follower` is `Follower`, or breaks it. Collective.

@@ -215,8 +215,8 @@ def _compared(
         more_counts: Counter[str] = Counter()
         if case.follows:
             stretches = followed(
-                trainer, loader, comparison, expected, [*batches], steps[0], stretch.export, injected.follower,
-                more_counts,
+                trainer, loader, comparison, expected, [*batches], steps[0], stretch.export,
+                injected.follower, more_counts,
             )  # fmt: skip
         elif stretch.export:
             stretches = saved_between(trainer, [*batches], stretch.export, steps[0])

@@ -55,6 +55,7 @@ class Variant:
         loses: a rank is killed in the middle of a step, and the others go on from copies in memory.
         serves: the trained model and tables are served with a bounded lag, and the predictions compared.
         kind: of the jobs. own_loop: train by `OwnLoop` in place of a trainer.
+        follows: a replica follows the training, and its rows and scores are compared at each published step.
     """
 
     what: str
