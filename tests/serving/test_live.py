@@ -490,7 +490,7 @@ def test_a_sink_that_stays_down_is_an_error_and_then_a_new_epoch(tmp_path):
 
 
 def test_ranks_publish_their_own_parts(pool, tmp_path):
-    assert all(pool.run(2, _two_ranks, str(tmp_path)))
+    assert all(pool.run(_two_ranks, 2, str(tmp_path)))
 
 
 def _two_ranks(communicators, folder):
