@@ -21,6 +21,9 @@ import torch
 from tritonrec import Communicators, FeatureConfig, HashTableCollection, RowOptimizer, Trainer
 from tritonrec.data import NextItemLoader, Vocabulary, load
 from tritonrec.embedding import Eviction, TablePolicy
+from tritonrec.harness.job import Job
+from tritonrec.harness.train.loop import train
+from tritonrec.harness.train.run import Run
 from tritonrec.nn import HSTU, HSTUConfig
 from tritonrec.pipeline import WindowConfig
 from tritonrec.serving import ExportedTable, Predictor, export
@@ -50,9 +53,10 @@ def traced_once():
     programs, trace = {}, publisher_module.save_program
 
     def traced(scorer, path):
-        if scorer.precision not in programs:
-            programs[scorer.precision] = trace(scorer, path)
-        return programs[scorer.precision]
+        key = scorer.kind, scorer.precision
+        if key not in programs:
+            programs[key] = trace(scorer, path)
+        return programs[key]
 
     with patch.object(publisher_module, "save_program", traced):
         yield
@@ -442,6 +446,41 @@ def test_words_are_published_as_they_come(tmp_path):
         assert follower.poll() and follower.predictor.vocabularies["item"].words.to_pylist() == ["other"]
         assert publisher.epoch == 2
     training.close()
+
+
+def test_training_by_command_publishes_and_dlrm_is_followed(tmp_path):
+    job = Job("criteo:samples=400,scale=0.0001,seed=3", model="dlrm", batch_size=9, merge=True)
+    place, saved = str(tmp_path / "sink"), str(tmp_path / "saved")
+    run = Run(job, "nestpipe", WindowConfig(2), steps=7, checkpoint=saved, publish=place, publish_every=3)
+    train(Communicators.local(), run, quiet=True)
+    follower = Follower.open(place)
+    assert (follower.step, follower.sequence) == (7, 4)
+    model, _, _ = job.build("adam")
+    export(saved, tmp_path / "export", model)
+    full, batch = Predictor.load(tmp_path / "export"), job.loader(0, 1).batch(20)
+    for name, table in full.tables.items():
+        own = follower.predictor.tables[name]
+        assert torch.equal(own.ids, table.ids) and torch.equal(own.weights, table.weights), name
+    assert torch.equal(follower.predictor.predict(batch), full.predict(batch))
+    for wrong in (replace(run, publish_every=0), replace(run, publish="")):
+        with pytest.raises(ValueError, match="go together"):
+            train(Communicators.local(), replace(wrong, checkpoint=None), quiet=True)
+
+
+def test_publications_by_time_and_another_model_in_the_same_place(tmp_path):
+    training = Training("sequential")
+    with opened(training, tmp_path / "sink", every=0, seconds=0.01) as publisher:
+        training.run(publisher, 6)
+    assert publisher.sequence > 2
+    follower = Follower.open(tmp_path / "sink")
+    assert follower.step == 6
+    assert_has(follower.predictor, state_of(training.trainer))
+    training.close()
+    other = Training("sequential")
+    other.trainer.config = replace(other.trainer.config, precision="bf16")
+    with pytest.raises(OtherRunError, match="another model"):
+        opened(other, tmp_path / "sink")
+    other.close()
 
 
 class Flaky(DirectorySink):

@@ -117,9 +117,7 @@ class Publisher:
         self._values: dict[str, Tensor] = {}
         self._names: dict[str, str] = {}
         self._schema = ""
-        if self._groups.rank == 0:
-            self._trace(copied)
-        self._header = self._resumed()
+        self._header = self._resumed(copied)
         if self._fresh:
             self.publish()
 
@@ -195,7 +193,7 @@ class Publisher:
         header = replace(
             before, sequence=before.sequence + 1, epoch=before.epoch + fresh, writer=self._writer,
             before_writer=before.writer, before=before.step, step=trainer.next_step, published_at=time.time(),
-            rows=total, dense=digest_of(self._values), words=words, part=self._groups.shard,
+            rows=total, dense="", words=words, part=self._groups.shard,
             parts=self._groups.shards,
         )  # fmt: skip
         if not fresh:
@@ -204,7 +202,9 @@ class Publisher:
         self._lost = self._broken = False
         if self._groups.saves:
             if not fresh:
-                self._under_way.append(self._deltas.submit(self._put_delta, header, content))
+                self._under_way.append(
+                    self._deltas.submit(self._put_delta, header, content, dict(self._values))
+                )
             if due:
                 self._begin_snapshot(header)
         return header.sequence
@@ -285,10 +285,11 @@ class Publisher:
                 found[f"table/{name}/erased"] = erased[name]
         return found
 
-    def _put_delta(self, header: Header, tensors: Mapping[str, Tensor]) -> None:
+    def _put_delta(self, header: Header, tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
         if self._broken:
             return  # it would follow on one that is missing
         try:
+            header = replace(header, dense=digest_of(values))
             self._persist(self._sink.put, header.part, header.sequence, pack(header, tensors))
             if header.part == 0 and self._complete:
                 self._lost = self._persist(self._sink.document, self._complete[-1]) is None
@@ -314,7 +315,7 @@ class Publisher:
             return
         files += [self._files_of(sequence, part) for part in range(1, header.parts)]
         manifest = write_manifest(sink, sequence, header.step, files, self._described, dense, self._persist)
-        body = add_checksum({**asdict(header), "manifest": manifest})
+        body = add_checksum({**asdict(header), "dense": digest_of(dense.values), "manifest": manifest})
         self._persist(sink.put_document, sequence, json.dumps(body))
         self._complete = [*self._complete[-1:], sequence]
         self._persist(sink.prune, header.parts, self._complete[0])
@@ -363,20 +364,24 @@ class Publisher:
         text = self._groups.control.all_gather_texts(str(max(multiple, wanted - wanted % multiple)))[0]
         return int(text)
 
-    def _resumed(self) -> Header:
-        """What this publisher goes on from; rank 0 looks, and all do the same. Collective."""
+    def _resumed(self, copied: torch.nn.Module) -> Header:
+        """What this publisher goes on from; rank 0 traces and looks, and all do the same. Collective."""
         rows = [len(group.table) * self._groups.saves for group in self._trainer.tables.groups]
         gather = self._groups.control.all_gather_texts
         counts = [json.loads(text) for text in gather(json.dumps(rows))]
         found: dict[str, Any] = {}
+        failure: Exception | None = None
         if self._groups.rank == 0:
             try:
+                self._trace(copied)
                 found = self._found([sum(each) for each in zip(*counts, strict=True)])
             except Exception as error:
-                found = {"error": str(error)}
+                failure, found = error, {"error": str(error)}
         found = json.loads(gather(json.dumps(found))[0])
+        if failure is not None:
+            raise failure
         if "error" in found:
-            raise OtherRunError(found["error"])
+            raise ValueError(f"nothing is published, because rank 0 cannot: {found['error']}")
         header, self._fresh = Header(**found["header"]), found["why"] is not None
         if found["why"] and self._groups.rank == 0:
             warnings.warn(
