@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "checkpoint": {"ops", "kernels"},
     "loggers": set(),
     "callbacks": {"distributed"},
-    "serving": {"ops", "kernels", "nn", "distributed", "checkpoint", "data", "embedding", "trace"},
+    "serving": {"ops", "kernels", "pipeline", *BELOW_PIPELINE},
     "pipeline": {"ops", "kernels", *BELOW_PIPELINE},
     "slipstream": {"ops", "kernels", "data", "distributed", "embedding", "pipeline"},
     "resilience": {"ops", "kernels", "data", "distributed", "embedding", "checkpoint", "pipeline"},

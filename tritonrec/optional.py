@@ -11,6 +11,7 @@ EXTRAS = {
     "perfetto": "traces",
     "pytest": "test",
     "pytest_benchmark": "bench",
+    "redis": "redis",
     "tensorboard": "logging",
 }
 """By package the extra of tritonrec that installs it."""

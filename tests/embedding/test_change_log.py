@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tritonrec.embedding import DynamicTable
 from tritonrec.embedding.change_log import ChangeLog
 
 
@@ -39,3 +40,40 @@ def test_a_mark_stays_where_the_log_grows():
     log.add(ids(), 50)
     log.mark(ids(49))
     assert log.changed(ids(*range(50))).nonzero().flatten().tolist() == [1, 49]
+
+
+def test_each_reader_takes_every_change_once():
+    table = DynamicTable(2, slots=8)
+    table.track_changes("checkpoint")
+    table.track_changes("deltas")
+    table.load(ids(1, 2, 3), torch.randn(3, 2, dtype=torch.float32))
+    assert taken(table, "deltas") == ([1, 2, 3], [])
+    table.load(ids(2, 4), torch.randn(2, 2, dtype=torch.float32))
+    table.erase(ids(3))
+    assert taken(table, "checkpoint") == ([1, 2, 4], [3])
+    assert taken(table, "checkpoint") == ([], [])
+    table.load(ids(3), torch.randn(1, 2, dtype=torch.float32))
+    assert taken(table, "deltas") == ([2, 3, 4], [])
+    table.erase(ids(1))
+    table.track_changes("checkpoint")  # which forgets for itself alone
+    assert taken(table, "checkpoint") == ([], [])
+    assert taken(table, "deltas") == ([], [1])
+
+
+def test_readers_of_a_table_that_adopts_rows_take_what_they_had_not():
+    table = DynamicTable(2, slots=8)
+    table.load(ids(1, 2), torch.randn(2, 2, dtype=torch.float32))
+    for reader in ("checkpoint", "deltas"):
+        table.track_changes(reader)
+    table.erase(ids(1))
+    assert taken(table, "checkpoint") == ([], [1])
+    other = table.successor()
+    other.load(ids(5), torch.randn(1, 2, dtype=torch.float32))
+    table.adopt(other)
+    assert taken(table, "checkpoint") == ([5], [2])
+    assert taken(table, "deltas") == ([5], [1, 2])
+
+
+def taken(table, reader):
+    state, erased = table.take_changes(reader)
+    return state["rows"]["keys"].tolist(), erased["rows"].tolist()

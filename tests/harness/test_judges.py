@@ -197,7 +197,7 @@ def run(recorded, job, case, tmp_path=None, injection=None, monkeypatch=None):
     """`run_case`, with its export if it has one, and with a fault."""
     if injection is not None:
         monkeypatch.setattr(run_case, "Injection", lambda: injection)
-    stretch = run_case.Stretch(0, case.steps, export=str(tmp_path)) if case.exports else None
+    stretch = run_case.Stretch(0, case.steps, export=str(tmp_path)) if case.exports or case.follows else None
     return run_case.run_case(Communicators.local(), job, case, recorded(job, case), stretch=stretch)
 
 
@@ -211,6 +211,8 @@ def run(recorded, job, case, tmp_path=None, injection=None, monkeypatch=None):
         (replace(PLAIN, variant="export"), "compare_weights", "(1, 'export of item')"),
         (replace(PLAIN, variant="export"), "compare_scores", "(1, 'scores')"),
         (replace(PLAIN, variant="cached"), "compare_cached", "(1, 'scores, cached')"),
+        (replace(PLAIN, variant="deltas"), "compare_weights", "(1, 'export of item')"),
+        (replace(PLAIN, variant="deltas"), "compare_scores", "(1, 'scores')"),
         (
             replace(PLAIN, variant="bounded-lag"),
             "compare_predictions",

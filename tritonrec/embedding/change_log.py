@@ -1,4 +1,4 @@
-"""Rows changed and keys erased since the last checkpoint."""
+"""Rows changed and keys erased since a reader, such as a checkpoint, last took them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from .row_column import RowColumn
 from .selection import trimmed
 from .stored_table import StoredTable
 
+CHECKPOINT = "checkpoint"
+"""The reader that saves checkpoints of changes."""
+
 
 class ChangeLog:
     """Changed rows and erased keys; off until `start`.
 
     In host memory the log has each changed row once, with its key: what `take` costs goes by the changed
     rows. Where a key is not known to who marks a row, `take` searches all rows, as on a device.
+
+    Each reader gets every change once: what one takes, the others have still to take, by its keys.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -23,6 +28,7 @@ class ChangeLog:
         self._changed: RowColumn | None = None
         self._marked: list[tuple[torch.Tensor | None, torch.Tensor]] = []  # in host memory: keys, handles
         self._erased: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._left: dict[str, list[torch.Tensor]] = {}  # by reader, keys that others have taken since
 
     @property
     def nbytes(self) -> int:
@@ -33,6 +39,11 @@ class ChangeLog:
     def active(self) -> bool:
         """Whether changes are recorded."""
         return self._changed is not None
+
+    @property
+    def readers(self) -> list[str]:
+        """Who takes changes."""
+        return list(self._left)
 
     def start(self, end: int) -> None:
         """Clear the log and record changes from now on; all handles so far are below `end`."""
@@ -65,15 +76,44 @@ class ChangeLog:
         if self._changed is not None:
             self._erased.append((keys, count))
 
+    def restart(self, rows: StoredTable | KeyIndex | DeviceIndex, reader: str = CHECKPOINT) -> None:
+        """As `start`, for one `reader`: others keep what they have not taken."""
+        if any(other != reader for other in self._left):
+            self.take(rows, reader)
+        else:
+            self.start(rows.end)
+        self._left[reader] = []
+
+    def continue_from(self, other: ChangeLog) -> None:
+        """Take over what readers of another log have still to take; all its rows are erased here."""
+        for reader, keys in other._left.items():
+            self._left[reader] += keys
+
     def take(
-        self, rows: StoredTable | KeyIndex | DeviceIndex
+        self, rows: StoredTable | KeyIndex | DeviceIndex, reader: str = CHECKPOINT
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What changed in `rows` since the start or the last call.
+        """What changed in `rows` since the start or the last call of this `reader`.
 
         Returns:
             keys (n,) int64, ascending, and handles (n,) of changed rows that are there, and erased keys (m,)
             int64, ascending, that are not.
         """
+        keys, handles, erased = self._take(rows)
+        for other, left in self._left.items():
+            if other != reader:
+                left += [keys, erased]
+        missed = self._left.get(reader)
+        if missed:
+            self._left[reader] = []
+            known = torch.cat([keys, erased, *missed]).unique()
+            handles = rows.find(known)
+            there = handles >= 0
+            keys, handles, erased = known[there], handles[there], known[~there]
+        return keys, handles, erased
+
+    def _take(
+        self, rows: StoredTable | KeyIndex | DeviceIndex
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         erased = self.erased()
         erased = erased[rows.find(erased) < 0]
         none = torch.empty(0, dtype=torch.int64)

@@ -12,6 +12,7 @@ import torch
 
 from .. import ops
 from ..kernels import launch
+from .change_log import CHECKPOINT
 from .key_layout import KeyLayout
 from .learning_rate import scaled
 from .policy import Placement, TablePolicy
@@ -393,16 +394,16 @@ class HashTableCollection:
 
         return load
 
-    def track_changes(self) -> None:
-        """Log changes from now on, for `take_changes`."""
+    def track_changes(self, reader: str = CHECKPOINT) -> None:
+        """Log changes from now on, for `take_changes` of the same `reader`."""
         for group in self.groups:
-            group.table.track_changes()
+            group.table.track_changes(reader)
 
     def take_changes(
-        self,
+        self, reader: str = CHECKPOINT
     ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
-        """Changes since the last call: `state` of changed and new keys, and by table the erased keys."""
-        changes = [group.table.take_changes() for group in self.groups]
+        """Changes since the reader's last call: `state` of changed and new keys, and by table erased keys."""
+        changes = [group.table.take_changes(reader) for group in self.groups]
         changed = self._by_table([columns for columns, _ in changes])
         erased = self._by_table(
             [{part: {"keys": keys} for part, keys in parts.items()} for _, parts in changes]

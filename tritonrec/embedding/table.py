@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from .change_log import CHECKPOINT
 from .in_flight import InFlight
 from .snapshot import Snapshot
 from .state_check import check_distinct, check_state
@@ -172,8 +173,8 @@ class DynamicTable(TrainedTable):
         made._begin(self.initial_rows)
         if self._rank is not None:
             made._rows.keep_checksums()
-        if self._metadata.changes.active:
-            made.track_changes()
+        for reader in self._metadata.changes.readers:
+            made.track_changes(reader)
         made._rows.grow(rows)
         return made
 
@@ -198,6 +199,7 @@ class DynamicTable(TrainedTable):
         with self._updating, self._lock:
             if self._metadata.changes.active:
                 other._metadata.changes.erase(self._rows.items()[0])
+                other._metadata.changes.continue_from(self._metadata.changes)
                 if self._candidates is not None and other._candidates is not None:
                     other._candidates.erase(self._candidates.state()["keys"])
             if self._evictor is not None and other._evictor is not None:
@@ -209,16 +211,18 @@ class DynamicTable(TrainedTable):
             self._snapshots, self._foreseen = (), (-1, -1, {})
         self._step, self.in_flight.update = None, -1
 
-    def track_changes(self) -> None:
-        """Log changes from now on, for `take_changes`."""
+    def track_changes(self, reader: str = CHECKPOINT) -> None:
+        """Log changes from now on, for `take_changes` of the same `reader`."""
         self.in_flight.check("track_changes")
-        with self._lock:
-            self._metadata.changes.start(self._rows.end)
-            if self._candidates is not None:
+        with self._updating, self._lock:
+            self._metadata.changes.restart(self._rows, reader)
+            if self._candidates is not None and reader == CHECKPOINT:
                 self._candidates.track_changes()
 
-    def take_changes(self) -> tuple[State, dict[str, torch.Tensor]]:
-        """Changes since the last call or `track_changes`.
+    def take_changes(self, reader: str = CHECKPOINT) -> tuple[State, dict[str, torch.Tensor]]:
+        """Changes since the last call or `track_changes` of this `reader`.
+
+        ``"candidates"`` are of checkpoints alone.
 
         Returns:
             `state` of changed and new keys, and by the same groups the erased keys (n,) int64, ascending.
@@ -228,9 +232,10 @@ class DynamicTable(TrainedTable):
         self.in_flight.check("take_changes")
         with self._updating:
             with self._lock:
-                keys, handles, erased_keys = self._metadata.changes.take(self._rows)
+                keys, handles, erased_keys = self._metadata.changes.take(self._rows, reader)
                 erased = {"rows": erased_keys}
-                candidates = None if self._candidates is None else self._candidates.take_changes()
+                counted = self._candidates if reader == CHECKPOINT else None
+                candidates = None if counted is None else counted.take_changes()
             state = {"rows": self._columns(keys, handles)}
         if candidates is not None:
             state["candidates"], erased["candidates"] = candidates

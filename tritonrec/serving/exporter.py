@@ -124,7 +124,7 @@ def export(
                 **_export_table(stream, partial, name, label, table, format, metadata, shard_rows),
             }
             for (name, table), label in zip(
-                described["tables"].items(), _labels(described["tables"]), strict=True
+                described["tables"].items(), labels_of(described["tables"]), strict=True
             )
         }
         body = add_checksum(
@@ -167,14 +167,14 @@ def _export_vocabularies(stream: CheckpointStream, folder: Path) -> dict[str, An
     """Write the vocabularies; the manifest's part of them, where there are any."""
     found = vocabularies_of(stream.dense())
     entries = {}
-    for (name, vocabulary), label in zip(found.items(), _labels(found), strict=True):
+    for (name, vocabulary), label in zip(found.items(), labels_of(found), strict=True):
         path = folder / f"words-{label}.parquet"
         vocabulary.save(path)
-        entries[name] = {**_file(path), "words": len(vocabulary)}
+        entries[name] = {**entry_of(path), "words": len(vocabulary)}
     return {"vocabularies": entries} if entries else {}
 
 
-def _labels(names: Mapping[str, Any]) -> Iterator[str]:
+def labels_of(names: Mapping[str, Any]) -> Iterator[str]:
     """For each table how its files begin: its name in safe characters, with a number where two share it."""
     seen: set[str] = set()
     for number, name in enumerate(names):
@@ -201,7 +201,7 @@ def _export_table(
     for columns in _shards(stream, name, table["dim"], metadata, rows):
         path = folder / f"{label}.{len(files):05d}{SUFFIXES[format]}"
         write_shard(path, columns, format)
-        files.append({**_file(path), "rows": len(columns["ids"])})
+        files.append({**entry_of(path), "rows": len(columns["ids"])})
     return {"format": format, "rows": sum(each["rows"] for each in files), "files": files}
 
 
@@ -286,16 +286,28 @@ def _scorer(
     described: Mapping[str, Any],
 ) -> Scorer:
     """The scorer with the checkpoint's values, in evaluation mode."""
+    model, made = copied_scorer(model, scorer, examples, described)
+    load_weights(stream, model)
+    return made
+
+
+def copied_scorer(
+    model: torch.nn.Module,
+    scorer: torch.nn.Module | None,
+    examples: Sequence[Arguments],
+    described: Mapping[str, Any],
+) -> tuple[torch.nn.Module, Scorer]:
+    """A copy of `model`, and a scorer in evaluation mode that holds the copy."""
     if scorer is not None and not any(each is model for each in scorer.modules()):
         raise ValueError("scorer must hold model as a module, or be it: its values are loaded there")
     model, scorer = copy.deepcopy((model, scorer))
-    load_weights(stream, model)
     if scorer is not None:
-        return Scorer(SCORER, scorer.eval(), examples, {})
+        return model, Scorer(SCORER, scorer.eval(), examples, {})
     tables, features = described["tables"], described["features"]
     dims = {tables[feature["table"]]["dim"] for feature in features.values()}
     model.eval()
-    return scorer_of(model, tables[features["item"]["table"]]["dim"] if "item" in features else max(dims))
+    dim = tables[features["item"]["table"]]["dim"] if "item" in features else max(dims)
+    return model, scorer_of(model, dim)
 
 
 def _export_dense(scorer: Scorer, folder: Path, compiled: bool) -> dict[str, Any]:
@@ -307,16 +319,16 @@ def _export_dense(scorer: Scorer, folder: Path, compiled: bool) -> dict[str, Any
         **scorer.facts,
         "precision": scorer.precision,
         "torch": torch.__version__,
-        "program": _file(path),
+        "program": entry_of(path),
     }
     if compiled:
         path = folder / "dense.compiled.pt2"
         compile_program(scorer, program, path)
-        found["compiled"] = _file(path)
+        found["compiled"] = entry_of(path)
     return found
 
 
-def _file(path: Path) -> dict[str, Any]:
+def entry_of(path: Path) -> dict[str, Any]:
     """A file's entry of the manifest, flushed to the disk."""
     flush(path)
     return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256_of(path)}

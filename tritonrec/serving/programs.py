@@ -247,10 +247,8 @@ def save_program(scorer: Scorer, path: Path) -> torch.export.ExportedProgram:
             program = torch.export.export(
                 scorer.program(), scorer.examples[0], dynamic_shapes=(tuple(shapes),)
             )
-            torch.export.save(program, path)
-            called = _namespaces(program)
-            path.write_bytes(vetted(path.read_bytes(), called, drop_samples=True))
-            loaded = load_program(path, called)
+            write_program(program, path)
+            loaded = load_program(path, _namespaces(program))
     except (torch._dynamo.exc.UserError, RuntimeError) as error:
         raise ValueError(
             f"torch.export cannot trace {type(scorer.module).__name__}: {_told(error)}; TransformerEncoder "
@@ -258,6 +256,13 @@ def save_program(scorer: Scorer, path: Path) -> torch.export.ExportedProgram:
         ) from error
     compare(scorer, loaded, "the exported program")
     return program
+
+
+def write_program(program: torch.export.ExportedProgram, path: Path) -> None:
+    """Write a program that `save_program` traced, with the values that it has now."""
+    with _quiet():
+        torch.export.save(program, path)
+    path.write_bytes(vetted(path.read_bytes(), _namespaces(program), drop_samples=True))
 
 
 def _sizes(arguments: Arguments) -> list[torch.Size]:

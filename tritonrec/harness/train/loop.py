@@ -112,8 +112,13 @@ def train(
         if memory or _goes_on(run, communicators):
             copies = memory.copies if memory else None
             start, state = resume(trainer, run, position, copies, None if called_again else whole)
+        publisher = None
         if run.warm_start and not start:
             console.print(str(trainer.warm_start(run.warm_start)), highlight=False, markup=False)
+        if run.publish:
+            from ...serving.live import Publisher  # with torch.export, which costs a second of import
+
+            publisher = stack.enter_context(Publisher(trainer, run.publish, every=run.publish_every))
         if stopping and state:
             stopping.load_state_dict(state)
         has_ended = run.resume == "auto" and start == run.steps
@@ -158,7 +163,9 @@ def train(
             stopping and start and (stopping.should_stop or _was_not_evaluated(stopping, run, start))
         ):
             evaluate()
-        for first, last in _stretches(start, run.steps, run.save_every, run.evaluate_every, run.peer_copies):
+        for first, last in _stretches(
+            start, run.steps, run.save_every, run.evaluate_every, run.peer_copies, run.publish_every
+        ):
             if stopping and stopping.should_stop:
                 save()
                 break
@@ -173,6 +180,10 @@ def train(
             stopped = trainer.stopping and step < run.steps
             if run.window.average_every:
                 trainer.sync()
+            if publisher and publisher.step < step:
+                at_the_end = stopped or step == run.steps
+                if at_the_end or step % run.publish_every == 0:
+                    publisher.publish()
             if stopped or step == run.steps or (run.save_every and step % run.save_every == 0):
                 save()
             if stopped:
@@ -223,6 +234,12 @@ def _check_outputs(run: Run) -> None:
     if saved and not run.resume:
         raise ValueError(
             f"{run.checkpoint} holds checkpoints of another run: resume it, or choose another place"
+        )
+    if bool(run.publish) != bool(run.publish_every):
+        raise ValueError("--publish PLACE and --publish-every STEPS go together")
+    if run.publish_every % run.window.accumulate:
+        raise ValueError(
+            f"--publish-every {run.publish_every} is inside an update of {run.window.accumulate} batches"
         )
     if run.warm_start and not checkpoint.steps(run.warm_start):
         raise ValueError(f"{run.warm_start} holds no checkpoint to begin with")

@@ -145,6 +145,11 @@ class Case:
         return self._variant.caches
 
     @property
+    def follows(self) -> bool:
+        """Whether a replica follows it, and is compared at every published step."""
+        return self._variant.follows
+
+    @property
     def replay(self) -> float:
         """The share of its work that is computed again."""
         return self._variant.replay

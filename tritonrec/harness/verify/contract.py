@@ -82,7 +82,7 @@ class Verifier:
             left = case.world_size - 1
             with ElasticPool(case.world_size, self._timeout, case.replicas, min_ranks=left) as pool:
                 return pool.run(run_losing, *args, Memory())
-        if case.exports:
+        if case.exports or case.follows:
             with ScratchFolder() as folder:
                 stretch = Stretch(0, case.steps, export=folder)
                 return self._pool.run(run_case, case.world_size, *args, stretch, **ranks)

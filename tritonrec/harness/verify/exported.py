@@ -61,10 +61,10 @@ def compare_export(
         comparison.compare_weights(step, expected, name, table.ids, table.weights)
     whole = trainer.whole_tables()
     if communicators.rank == 0:
-        comparison.compare_scores(step, *_scores(trainer, whole, predictor, loader))
+        comparison.compare_scores(step, *scores_of(trainer, whole, predictor, loader))
 
 
-def _scores(
+def scores_of(
     trainer: Trainer, tables: HashTableCollection, predictor: Predictor, loader: Loader
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores of the first held-out users: the trainer's, and the predictor's."""

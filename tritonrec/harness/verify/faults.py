@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ...pipeline import Edge
-from . import cached, injections, kept_state
+from . import cached, deltas, injections, kept_state
 from .cases import Case
 from .injections import Injection
 from .variants import LOST_RANK, OWN_LOOP, RESTART, STREAM
@@ -406,6 +406,37 @@ FAULTS = [
         "the last cached token goes on asking at its own time when the next one's is known",
         replace(_case(), variant="cached", steps=8),
         Injection(cached=cached.LastTimeForgotten),
+    ),
+    Fault(
+        "delta-applied-twice",
+        "a replica applies the delta before again behind each one",
+        replace(_case(), variant="deltas", steps=8),
+        Injection(follower=deltas.AppliedTwice),
+    ),
+    Fault(
+        "tombstone-lost",
+        "a replica keeps rows that were evicted",
+        replace(_case(), variant="deltas", steps=8),
+        Injection(follower=deltas.TombstoneLost),
+    ),
+    Fault(
+        "half-applied-snapshot",
+        "a replica begins with the first half of a snapshot's rows",
+        replace(_case(), variant="deltas", steps=8),
+        Injection(follower=deltas.HalfSnapshot),
+    ),
+    Fault(
+        "delta-of-another-run",
+        "a replica gets the deltas of another run",
+        replace(_case(), variant="deltas", steps=8),
+        Injection(follower=deltas.OfAnotherRun),
+        says="is of run another",
+    ),
+    Fault(
+        "dense-values-of-the-step-before",
+        "a replica's rows go on, and its dense values follow one delta late",
+        replace(_case(), variant="deltas", steps=8),
+        Injection(follower=deltas.DenseOfTheStepBefore),
     ),
     Fault(
         "norm-before-the-gate",

@@ -45,6 +45,7 @@ from ...resilience import PeerCopies
 from ...serving import export
 from ...serving.bounded_lag import BoundedLagAllToAll, Exchange
 from ...serving.cached import CachedPredictor
+from ...serving.live import Follower
 from ..job import Loader
 from .own_code import OwnLoop
 
@@ -55,7 +56,8 @@ class Injection:
     loader of a rank.
 
     `copies` changes the copies in a rank's memory. `export` takes the place of `tritonrec.serving.export`,
-    `exchange` that of the exchange of a served model, `cached` that of cached inference.
+    `exchange` that of the exchange of a served model, `cached` that of cached inference,
+    `follower` that of a replica.
     With `alone` no two micro-batches share an exchange, for faults of a single one's.
     `loop` changes an `OwnLoop`, which has none of these.
     """
@@ -70,6 +72,7 @@ class Injection:
     cached: type[CachedPredictor] = CachedPredictor
     loop: Callable[[OwnLoop], None] | None = None
     alone: bool = False
+    follower: type[Follower] = Follower
 
 
 def nothing() -> None:

@@ -12,6 +12,7 @@ import torch
 
 from ... import ops
 from ...data import Stream
+from ...embedding.change_log import CHECKPOINT
 from ...pipeline import Program
 from ...pipeline.places import OwnedRows
 from ...pipeline.stage import Read
@@ -76,8 +77,8 @@ def stale_row_in_changes(program: Program) -> None:
     table = program.tables.groups[0].table
     take_changes = table.take_changes
 
-    def without_one():
-        state, erased = take_changes()
+    def without_one(reader=CHECKPOINT):
+        state, erased = take_changes(reader)
         rows = state["rows"]
         return {**state, "rows": {name: values[1:] for name, values in rows.items()}}, erased
 

@@ -35,6 +35,7 @@ from ..job import Job, Loader
 from .cached import CACHED_PART, compare_cached
 from .cases import Case, Reference
 from .corpus import injection_of
+from .deltas import followed
 from .exported import compare_export, exported_parts, saved_between
 from .injections import Injection
 from .own_code import OwnLoop
@@ -211,10 +212,16 @@ def _compared(
         stretches: Iterable[Iterable[Batch]] = [batches]
         if watch is not None:
             stretches = _classified(watch, loader, steps)
-        if stretch.export:
+        more_counts: Counter[str] = Counter()
+        if case.follows:
+            stretches = followed(
+                trainer, loader, comparison, expected, [*batches], steps[0], stretch.export,
+                injected.follower, more_counts,
+            )  # fmt: skip
+        elif stretch.export:
             stretches = saved_between(trainer, [*batches], stretch.export, steps[0])
         skipped = compare_run(trainer, stretches, comparison, expected, steps[-1])
-        if stretch.export:
+        if stretch.export and not case.follows:
             last = steps[-1]
             compare_export(trainer, loader, comparison, expected(last), last, stretch.export, injected.export)
         served = reused = 0
@@ -232,7 +239,7 @@ def _compared(
     more += [CACHED_PART] if case.caches and communicators.rank == 0 else []
     require_compared(case, comparison, steps, program.config.accumulate, more)
     seconds = time.perf_counter() - started
-    counts = Counter(vars(trainer.counts))
+    counts = Counter(vars(trainer.counts)) + more_counts
     counts["skipped"], counts["served"], counts["reused_tokens"] = skipped, served, reused
     for group in tables.groups:
         counts.update(vars(group.table.counters))

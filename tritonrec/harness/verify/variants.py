@@ -55,6 +55,7 @@ class Variant:
         loses: a rank is killed in the middle of a step, and the others go on from copies in memory.
         serves: the trained model and tables are served with a bounded lag, and the predictions compared.
         kind: of the jobs. own_loop: train by `OwnLoop` in place of a trainer.
+        follows: a replica follows the training, and its rows and scores are compared at each published step.
     """
 
     what: str
@@ -72,6 +73,7 @@ class Variant:
     serves: bool = False
     kind: type[Job] = Job
     own_loop: bool = False
+    follows: bool = False
 
     def job(self, job: Job) -> Job:
         """The case's job."""
@@ -212,6 +214,12 @@ VARIANTS: dict[str, Variant] = {
         shows=("reused_tokens",),
         exports=True,
         caches=True,
+    ),
+    "deltas": Variant(
+        "a replica follows the training by deltas with tombstones, between full snapshots",
+        {**SMALL, "data": MADE, "policy": POLICIES},
+        shows=("applied", "evicted"),
+        follows=True,
     ),
     "slipstream-0": Variant(
         "Slipstream with threshold 0: rows are judged, and no input is dropped",

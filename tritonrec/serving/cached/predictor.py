@@ -122,7 +122,10 @@ class CachedPredictor:
         Raises as `load`, and ValueError where the histories here are not those that the export needs: cut
         shorter than it takes, without timestamps, or of words with other ids. The old version stays then.
         """
-        predictor = Predictor.load(path, unknown=unknown)
+        self.use(Predictor.load(path, unknown=unknown), model)
+
+    def use(self, predictor: Predictor, model: HSTU | None = None) -> None:
+        """`reload` of an export that is in memory, such as the ``predictor`` of a `live.Follower`."""
         with self._lock:
             self._check_histories(predictor)
             evicted = self._pages.evicted

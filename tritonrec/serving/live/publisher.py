@@ -1,0 +1,440 @@
+"""Publishing a training: what changed since the last publication, and now and then everything."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+from secrets import token_hex
+from tempfile import TemporaryDirectory
+from threading import Event
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...checkpoint.manifest import add_checksum
+from ...data import Batch
+from ...files.places import Place
+from ...pipeline import StepResult, Trainer
+from ..exporter import copied_scorer
+from ..programs import Arguments, save_program
+from .follower import read_document
+from .sinks import Sink, sink_of
+from .snapshot import Dense, Files, name_of_part, write_manifest, write_tables
+from .wire import Header, LiveError, OtherRunError, SinkError, digest_of, pack, same_bits, schema_of, unpack
+
+READER = "deltas"
+"""Of the tables' changes, beside checkpoints."""
+QUEUED = 2
+"""Deltas that wait for the sink; a further publication waits for it."""
+LONGEST_STRETCH = 1000
+"""Steps between two publications by time, at most."""
+
+
+class Publisher:
+    """Publishes a trainer's state for `Follower`: deltas every few steps, and full snapshots among them::
+
+        with Publisher(trainer, "s3://bucket/live", every=100) as publisher:
+            for result in publisher.run(loader.batch(step) for step in range(steps)):
+                ...
+
+    All calls are collective. Each rank that owns a shard writes its own part, on threads beside the training;
+    what is published holds up a step for its copy. The pipeline drains before each publication, as before a
+    checkpoint.
+
+    A publisher on a sink that has publications of the same model goes on with the next sequence number where
+    the trainer is at exactly the last published step with the same dense values, numbers of rows and ranks;
+    else it begins a new epoch of that run, by a new snapshot, with a warning.
+
+    Args:
+        trainer: between runs; loaded already, where it goes on from a checkpoint.
+        sink: see `sink_of`. every: steps between publications. seconds: or about as many seconds, by the pace
+            of rank 0.
+        model, scorer, examples: as of `export`; the trainer's model by default, of the average where there is
+            one.
+        snapshot_every: publications from a full snapshot to the next; the last two snapshots are kept.
+        patience: seconds for which a write is tried again; then the next publication raises.
+
+    Attributes:
+        run_id: of the run. epoch, sequence, step: of the last publication.
+
+    Raises ValueError for arguments out of range, `OtherRunError` where the sink has publications of another
+    model, and the errors of `export` for a model that cannot be exported.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        sink: str | Place | Sink,
+        *,
+        every: int = 0,
+        seconds: float = 0.0,
+        model: torch.nn.Module | None = None,
+        scorer: torch.nn.Module | None = None,
+        examples: Sequence[Arguments] = (),
+        snapshot_every: int = 64,
+        patience: float = 60.0,
+    ):
+        config = trainer.config
+        if every < 0 or seconds < 0 or bool(every) == bool(seconds):
+            raise ValueError(f"give every= steps or seconds=, above 0, got {every} and {seconds}")
+        if every % config.accumulate:
+            raise ValueError(
+                f"every is {every} steps, and an update takes {config.accumulate}: give a multiple"
+            )
+        if snapshot_every < 1 or patience <= 0:
+            raise ValueError(
+                f"snapshot_every must be 1 at least and patience above 0, got {snapshot_every}, {patience}"
+            )
+        if config.average_every:
+            raise ValueError(
+                "replicas that are averaged now and then have no one state to publish: average_every=0"
+            )
+        self._trainer, self._groups, self._sink = trainer, trainer.communicators, sink_of(sink)
+        self._every, self._seconds, self._stretch = every, seconds, every or config.accumulate
+        self._snapshot_every, self._patience = snapshot_every, patience
+        self._described = trainer.tables.describe()
+        self._writer = self._groups.control.all_gather_texts(token_hex(4))[0]
+        self._closing, self._broken, self._lost, self._fresh = Event(), False, False, True
+        self._deltas, self._snapshots = (
+            ThreadPoolExecutor(1, f"publisher-{each}") for each in ("delta", "snapshot")
+        )
+        self._under_way: deque[Future[None]] = deque()
+        self._snapshot: Future[None] | None = None
+        self._complete: list[int] = []  # sequence numbers of this publisher's snapshots
+        self._began, self._steps = time.monotonic(), 0
+        self._words: dict[str, int] = {}
+        own = model or trainer.dense.model
+        copied, made = copied_scorer(own, scorer, examples, self._described)
+        self._scorer = replace(made, precision=config.precision)
+        self._values: dict[str, Tensor] = {}
+        self._names: dict[str, str] = {}
+        self._schema = ""
+        self._header = self._resumed(copied)
+        if self._fresh:
+            self.publish()
+
+    @property
+    def run_id(self) -> str:
+        """Of the publications in the sink, through all epochs."""
+        return self._header.run
+
+    @property
+    def epoch(self) -> int:
+        """Of the last publication."""
+        return self._header.epoch
+
+    @property
+    def sequence(self) -> int:
+        """Of the last publication."""
+        return self._header.sequence
+
+    @property
+    def step(self) -> int:
+        """Steps of the last published state."""
+        return self._header.step
+
+    def run(self, batches: Iterable[Batch]) -> Iterator[StepResult]:
+        """`Trainer.run`, with a publication after every stretch, and one at the end."""
+        source, every = iter(batches), self._trainer.config.accumulate
+        while True:
+            done = 0
+            for result in self._trainer.run(islice(source, self._stretch)):
+                done += 1
+                yield result
+            self._steps += done
+            if self._trainer.next_step != self.step:
+                self.publish()
+            if done < self._stretch:
+                return
+            if self._seconds:
+                self._stretch = self._paced(every)
+
+    def publish(self) -> int:
+        """Publish the trainer's state now; returns its sequence number. Collective.
+
+        Raises RuntimeError while batches are in flight, and `SinkError` where what was published before could
+        not be written; the next call begins a new epoch then.
+        """
+        trainer, tables = self._trainer, self._trainer.tables
+        if trainer.in_flight():
+            raise RuntimeError(
+                f"batches are in flight: publish when run() has ended, not at {trainer.in_flight()}"
+            )
+        rows = [(list(group.layout.names), len(group.table)) for group in tables.groups]
+        note = {"failed": self._settled(), "lost": self._lost, "busy": self._is_busy(), "rows": rows}
+        note["saves"] = self._groups.saves
+        notes = [json.loads(text) for text in self._groups.control.all_gather_texts(json.dumps(note))]
+        for rank, each in enumerate(notes):
+            if each["failed"]:
+                self._fresh = True
+                raise SinkError(
+                    f"rank {rank} could not publish: {each['failed']}; the next publication begins an epoch"
+                )
+        owners = [each for each in notes if each["saves"]]
+        total = [(names, sum(each["rows"][at][1] for each in owners)) for at, (names, _) in enumerate(rows)]
+        words = {name: len(each) for name, each in trainer.vocabularies.items()}
+        renumbered = any(words.get(name, 0) < count for name, count in self._words.items())
+        fresh = self._fresh or renumbered or any(each["lost"] for each in notes)
+        before = self._header
+        since = before.sequence + 1 - (self._complete[-1] if self._complete else before.sequence + 1)
+        due = fresh or (since >= self._snapshot_every and not any(each["busy"] for each in notes))
+        changed = self._changed_values()
+        if fresh:
+            self._wait_for_snapshot()
+            tables.track_changes(READER)
+        header = replace(
+            before, sequence=before.sequence + 1, epoch=before.epoch + fresh, writer=self._writer,
+            before_writer=before.writer, before=before.step, step=trainer.next_step, published_at=time.time(),
+            rows=total, dense="", words=words, part=self._groups.shard,
+            parts=self._groups.shards,
+        )  # fmt: skip
+        if not fresh:
+            content = self._delta(changed)
+        self._words, self._header, self._fresh = words, header, False
+        self._lost = self._broken = False
+        if self._groups.saves:
+            if not fresh:
+                self._under_way.append(
+                    self._deltas.submit(self._put_delta, header, content, dict(self._values))
+                )
+            if due:
+                self._begin_snapshot(header)
+        return header.sequence
+
+    def flush(self) -> None:
+        """Wait until all of this rank's publications are in the sink, for `patience` seconds at most.
+
+        Raises `SinkError` where one is not.
+        """
+        wait([*self._under_way, *filter(None, [self._snapshot])], self._patience + 1)
+        if failed := self._settled(0):
+            raise SinkError(f"the last publications are not complete: {failed}")
+
+    def close(self) -> None:
+        """`flush`, and end the threads."""
+        try:
+            self.flush()
+        finally:
+            self._closing.set()
+            for pool in (self._deltas, self._snapshots):
+                pool.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: Any) -> None:
+        try:
+            self.close()
+        except LiveError as failure:
+            if error is None:
+                raise
+            error.add_note(f"Besides: {failure}")
+
+    def _trace(self, copied: torch.nn.Module) -> None:
+        """Trace the program, and find which of its tensors are the model's."""
+        with TemporaryDirectory(prefix="tritonrec-") as folder:
+            self._program = save_program(self._scorer, Path(folder, "dense.pt2"))
+        own = {id(each): name for name, each in copied.state_dict(keep_vars=True).items()}
+        for name, each in self._scorer.program().state_dict(keep_vars=True).items():
+            if name in self._program.state_dict:
+                self._values[name] = each.detach().clone()
+                if id(each) in own:
+                    self._names[name] = own[id(each)]
+        dense = {"kind": self._scorer.kind, **self._scorer.facts, "precision": self._scorer.precision}
+        described = self._described
+        self._schema = schema_of(described["tables"], described["features"], dense, self._values)
+
+    def _changed_values(self) -> dict[str, Tensor]:
+        """Dense values that are others than at the last publication; collective where they are sharded."""
+        dense = self._trainer.dense
+        if dense.shards is None:
+            state: Mapping[str, Any] = dense.evaluated.state_dict()
+        else:
+            state = dense.state_dict()["model"]
+        now = {name: state[own].detach().cpu().contiguous() for name, own in self._names.items()}
+        changed = {
+            name: each.clone() for name, each in now.items() if not same_bits(each, self._values[name])
+        }
+        self._values |= changed
+        return changed
+
+    def _delta(self, dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of this rank's part; see `wire`."""
+        found = {f"dense/{name}": each for name, each in dense.items()}
+        if self._groups.rank == 0:
+            for name, vocabulary in self._trainer.vocabularies.items():
+                known, state = self._words.get(name, 0), vocabulary.state_dict()
+                offsets = state["offsets"][known:]
+                if len(offsets) > 1:
+                    found[f"words/{name}/offsets"] = offsets - offsets[0]
+                    found[f"words/{name}/bytes"] = state["bytes"][int(offsets[0]) : int(offsets[-1])].clone()
+        changed, erased = self._trainer.tables.take_changes(READER)
+        for name, told in self._described["tables"].items():
+            if len(changed[name]["keys"]):
+                found[f"table/{name}/ids"] = changed[name]["keys"]
+                found[f"table/{name}/weights"] = changed[name]["rows"][:, : told["dim"]].contiguous()
+            if len(erased[name]):
+                found[f"table/{name}/erased"] = erased[name]
+        return found
+
+    def _put_delta(self, header: Header, tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+        if self._broken:
+            return  # it would follow on one that is missing
+        try:
+            header = replace(header, dense=digest_of(values))
+            self._persist(self._sink.put, header.part, header.sequence, pack(header, tensors))
+            if header.part == 0 and self._complete:
+                self._lost = self._persist(self._sink.document, self._complete[-1]) is None
+        except BaseException:
+            self._broken = True
+            raise
+
+    def _begin_snapshot(self, header: Header) -> None:
+        rows = {name: each for name, each in self._trainer.tables.snapshot().items()}
+        for name in rows.keys() - self._described["tables"].keys():  # of keys that are not admitted
+            rows.pop(name)
+        dense = None
+        if self._groups.rank == 0:
+            words = {name: each.state_dict() for name, each in self._trainer.vocabularies.items()}
+            dense = Dense(self._scorer, self._program, dict(self._values), words)
+        self._snapshot = self._snapshots.submit(self._put_snapshot, header, rows, dense)
+
+    def _put_snapshot(self, header: Header, rows: Any, dense: Dense | None) -> None:
+        sequence, sink = header.sequence, self._sink
+        files = [write_tables(sink, sequence, header.part, rows, self._described["tables"], self._persist)]
+        if dense is None:
+            self._complete = [*self._complete[-1:], sequence]
+            return
+        files += [self._files_of(sequence, part) for part in range(1, header.parts)]
+        manifest = write_manifest(sink, sequence, header.step, files, self._described, dense, self._persist)
+        body = add_checksum({**asdict(header), "dense": digest_of(dense.values), "manifest": manifest})
+        self._persist(sink.put_document, sequence, json.dumps(body))
+        self._complete = [*self._complete[-1:], sequence]
+        self._persist(sink.prune, header.parts, self._complete[0])
+
+    def _files_of(self, sequence: int, part: int) -> Files:
+        """The shards of another rank, when they are there."""
+        until = time.monotonic() + self._patience
+        while (content := self._persist(self._sink.get_file, sequence, name_of_part(part))) is None:
+            if time.monotonic() > until or self._closing.wait(0.02):
+                raise SinkError(f"rank {part} did not write its shards of snapshot {sequence}")
+        return json.loads(content)
+
+    def _persist(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """A call of the sink, again until it succeeds or patience ends."""
+        until, pause = time.monotonic() + self._patience, 0.02
+        while True:
+            try:
+                return call(*arguments)
+            except SinkError:
+                if time.monotonic() + pause > until or self._closing.wait(pause):
+                    raise
+                pause = min(2 * pause, 1.0)
+
+    def _settled(self, queued: int = QUEUED) -> str | None:
+        """Wait until at most `queued` deltas are under way; the error of one that failed, in words."""
+        failed = None
+        if self._snapshot is not None and self._snapshot.done():
+            failed, self._snapshot = self._snapshot.exception(), None
+        while self._under_way and (self._under_way[0].done() or len(self._under_way) > queued - 1):
+            failed = self._under_way.popleft().exception(self._patience + 10) or failed
+        return None if failed is None else f"{type(failed).__name__}: {failed}"
+
+    def _is_busy(self) -> bool:
+        return self._snapshot is not None and not self._snapshot.done()
+
+    def _wait_for_snapshot(self) -> None:
+        if self._snapshot is not None:
+            wait([self._snapshot], self._patience + 10)
+            self._snapshot = None
+
+    def _paced(self, multiple: int) -> int:
+        """Steps of the next stretch, the same on all ranks."""
+        pace = (time.monotonic() - self._began) / max(self._steps, 1)
+        self._began, self._steps = time.monotonic(), 0
+        wanted = min(LONGEST_STRETCH, 2 * self._stretch, max(1, round(self._seconds / max(pace, 1e-9))))
+        text = self._groups.control.all_gather_texts(str(max(multiple, wanted - wanted % multiple)))[0]
+        return int(text)
+
+    def _resumed(self, copied: torch.nn.Module) -> Header:
+        """What this publisher goes on from; rank 0 traces and looks, and all do the same. Collective."""
+        rows = [len(group.table) * self._groups.saves for group in self._trainer.tables.groups]
+        gather = self._groups.control.all_gather_texts
+        counts = [json.loads(text) for text in gather(json.dumps(rows))]
+        found: dict[str, Any] = {}
+        failure: Exception | None = None
+        if self._groups.rank == 0:
+            try:
+                self._trace(copied)
+                found = self._found([sum(each) for each in zip(*counts, strict=True)])
+            except Exception as error:
+                failure, found = error, {"error": str(error)}
+        found = json.loads(gather(json.dumps(found))[0])
+        if failure is not None:
+            raise failure
+        if "error" in found:
+            raise ValueError(f"nothing is published, because rank 0 cannot: {found['error']}")
+        header, self._fresh = Header(**found["header"]), found["why"] is not None
+        if found["why"] and self._groups.rank == 0:
+            warnings.warn(
+                f"{self._sink.name} ends with step {header.step}, and this training begins epoch "
+                f"{header.epoch + 1} at step {self._trainer.next_step}: {found['why']}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        if not self._fresh:
+            self._trainer.tables.track_changes(READER)
+            self._complete, self._words = [found["snapshot"]], dict(header.words)
+        if self._groups.saves:
+            self._persist(self._sink.truncate, self._groups.shard, header.sequence)
+        gather("")  # nobody writes before all have removed what was left
+        return header
+
+    def _found(self, rows: list[int]) -> dict[str, Any]:
+        sink, parts = self._sink, self._groups.shards
+        snapshots = self._persist(sink.snapshots)
+        if not snapshots:
+            last = max(sink.last(part) for part in range(parts))
+            new = Header(
+                token_hex(8), 0, self._writer, self._writer, last, 0, parts, self._trainer.next_step, 0,
+                self._schema, 0.0, [], "", {},
+            )  # fmt: skip
+            return {"header": asdict(new), "why": ""}
+        header, _ = read_document(sink, snapshots[-1])
+        if header.schema != self._schema:
+            raise OtherRunError(
+                f"{sink.name} has publications of another model or other tables: choose another place"
+            )
+        try:
+            while all(contents := [sink.get(part, header.sequence + 1) for part in range(header.parts)]):
+                headers = [unpack(each, "a part")[0] for each in contents if each is not None]
+                if len({each.writer for each in headers}) > 1 or headers[0].before_writer != header.writer:
+                    break
+                header = headers[0]
+        except LiveError:
+            pass  # a damaged one is no end to go on from, and is written anew
+        self._changed_values()
+        words = {name: len(each) for name, each in self._trainer.vocabularies.items()}
+        last = max([header.sequence, *(sink.last(part) for part in range(header.parts))])
+        why = None
+        if header.parts != parts:
+            why = f"it has {parts} shards, and that had {header.parts}"
+        elif header.step != self._trainer.next_step:
+            why = "steps were published that it does not go on from"
+        elif (header.dense, [count for _, count in header.rows], header.words) != (
+            digest_of(self._values),
+            rows,
+            words,
+        ):
+            why = "its state is another one"
+        if why is not None:
+            header = replace(header, sequence=last)
+        return {"header": asdict(header), "why": why, "snapshot": snapshots[-1]}
