@@ -327,6 +327,7 @@ def test_a_full_queue_refuses_and_a_late_answer_is_given_up(made):
         assert {error_of(each.result()) for each in (first, *waiting)} == {"timeout"}
         for _ in range(9):
             slow.go.release()
+        until(lambda: there.app.state.batcher.waiting == 0)
         assert there.post("/retrieve", json=body).status_code == 200
         assert there.get("/health").status_code == 200
 

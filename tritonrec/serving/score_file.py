@@ -1,8 +1,8 @@
 """Scores of a Parquet file of histories into another one, which goes on where a killed run has ended.
 
 The rows of the file are cut into parts. Each is a file of a folder beside the output, renamed when it is
-whole, and at the end they become the output, which is renamed too. A part depends on its rows and the model alone, so a
-run that was killed and goes on leaves the bytes of one that was not.
+whole, and at the end they become the output, which is renamed too. A part depends on its rows and the
+model alone, so a run that was killed and goes on leaves the bytes of one that was not.
 """
 
 from __future__ import annotations

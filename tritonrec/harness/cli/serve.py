@@ -41,7 +41,8 @@ def serve(
 ) -> None:
     """Serve an exported model over HTTP, with the bits of its Predictor.
 
-    Items and scores, in batches of all that ask at one time; users' events; clicks of a DLRM.     SIGTERM ends it when all requests are answered, SIGHUP reads the folder again. A page to try it is at /,
+    Items and scores, in batches of all that ask at one time; users' events; clicks of a DLRM.
+    SIGTERM ends it when all requests are answered, SIGHUP reads the folder again. A page to try it is at /,
     the description of all paths at /docs. Python: tritonrec.serving.server.
     """
 

@@ -47,6 +47,12 @@ from ...serving.bounded_lag import BoundedLagAllToAll, Exchange
 from ...serving.cached import CachedPredictor
 from ..job import Loader
 from .own_code import OwnLoop
+from .server import Answer
+
+
+def as_it_is(answer: Answer) -> Answer:
+    """No change."""
+    return answer
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ class Injection:
     `copies` changes the copies in a rank's memory. `export` takes the place of `tritonrec.serving.export`,
     `exchange` that of the exchange of a served model, `cached` that of cached inference.
     With `alone` no two micro-batches share an exchange, for faults of a single one's.
-    `loop` changes an `OwnLoop`, which has none of these.
+    `loop` changes an `OwnLoop`, which has none of these. `answers` changes how the server answers a batch.
     """
 
     program: Callable[[Program], None] | None = None
@@ -70,6 +76,7 @@ class Injection:
     cached: type[CachedPredictor] = CachedPredictor
     loop: Callable[[OwnLoop], None] | None = None
     alone: bool = False
+    answers: Callable[[Answer], Answer] = as_it_is
 
 
 def nothing() -> None:

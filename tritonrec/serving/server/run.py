@@ -7,6 +7,8 @@ import os
 import signal
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import parent_process
+from threading import Thread
 from typing import Any
 
 import torch
@@ -54,8 +56,17 @@ def _app(source: Source, config: ServerConfig, token: str | None, served: Served
     """Of one worker."""
     if config.workers > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.workers))
+        Thread(target=_end_with_parent, daemon=True).start()
     follow = None if source.follow is None else partial(open_follower, source.follow)
     return create_app(lambda: served or source.open(config), config, token, follow)
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would keep the port."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Workers(Multiprocess):

@@ -1,0 +1,204 @@
+"""Promise: the process of the server starts, stops and reloads as signals say, and slow clients are let go.
+
+`test_server.py` has the answers, without a port.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import pytest
+import uvicorn
+from served_models import export_hstu
+from typer.testing import CliRunner
+
+from tritonrec.harness.cli import app as commands
+from tritonrec.serving import Predictor
+from tritonrec.serving.server import ServerConfig
+from tritonrec.serving.server.app import create_app
+from tritonrec.serving.server.guard import Impatient
+from tritonrec.serving.server.model import Served
+
+ROOT = Path(__file__).resolve().parents[2]
+BODY = json.dumps({"histories": [[3, 7]], "k": 3}).encode()
+HEAD = b"POST /retrieve HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    return export_hstu(tmp_path_factory.mktemp("process"))
+
+
+def ask(port, path="retrieve", body=BODY):
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/{path}", body, {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.loads(answer.read())
+
+
+@contextmanager
+def listening(path, config):
+    """The port of a server in a thread."""
+    full = Predictor.load(path)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            create_app(lambda: Served(lambda: full), config), port=0, http=partial(Impatient, limits=config),
+            log_level="error", timeout_keep_alive=1,
+        )
+    )  # fmt: skip
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    until(lambda: server.started)
+    try:
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(60)
+
+
+def until(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def sent(port, data):
+    """What comes back until the server closes the connection."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(data)
+        parts = []
+        while part := connection.recv(65536):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def test_slow_and_many_clients_are_let_go_and_others_are_answered(paths):
+    config = ServerConfig(timeout=0.5, max_connections=5)
+    with listening(paths[0], config) as port:
+        for begun in (b"", b"POST /ret", HEAD, HEAD + b"content-length: 100\r\n\r\n{"):
+            answer = sent(port, begun)
+            assert answer.startswith(b"HTTP/1.1 408") and b'"slow_client"' in answer, begun
+        assert ask(port)["step"] == 1
+        kept = HEAD + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
+        answer = sent(port, kept + b"POST /again")  # behind a whole request a slow one
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert sent(port, b"nonsense\r\n\r\n").startswith(b"HTTP/1.1 400 malformed")
+        several = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(5)]
+        answer = sent(port, b"GET /health HTTP/1.1\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 503") and b'"too_many_connections"' in answer
+        for each in several:
+            each.close()
+        until(
+            lambda: (
+                b"200 OK"
+                in sent(port, b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+            )
+        )
+
+
+@contextmanager
+def process(*words):
+    """A server in a process of its own, and its port."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tritonrec", "serve", *words, "--port", "0"]
+    running = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        line = running.stdout.readline()
+        found = re.match(r"serving at http://127.0.0.1:(\d+)", line)
+        assert found, running.stderr.read()
+        yield running, int(found[1])
+    finally:
+        running.kill()
+        running.communicate()
+
+
+def test_signals(paths, tmp_path):
+    """SIGHUP serves another version, or the old one where it fails; SIGTERM answers what is there first."""
+    link = tmp_path / "current"
+    link.symlink_to(paths[0])
+    with process(str(link), "--latency", "1500") as (running, port):
+        assert ask(port)["step"] == 1
+        link.unlink()
+        running.send_signal(signal.SIGHUP)
+        assert "was not reloaded" in running.stderr.readline()
+        assert ask(port)["step"] == 1
+        link.symlink_to(paths[1])
+        running.send_signal(signal.SIGHUP)
+        assert "reloaded, step 2" in running.stderr.readline()
+        answers = []
+        last = threading.Thread(target=lambda: answers.append(ask(port)))
+        last.start()
+        until(
+            lambda: (
+                b"tritonrec_queue_users 1.0"
+                in urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read()
+            )
+        )
+        running.send_signal(signal.SIGTERM)
+        last.join(60)
+        assert answers[0]["step"] == 2 and running.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_replaced(paths, tmp_path):
+    """Others answer meanwhile; all of them count together, and reload."""
+    link = tmp_path / "current"
+    link.symlink_to(paths[0])
+    with process(str(link), "--workers", "2") as (running, port):
+        until(lambda: workers_of(running.pid) and len(workers_of(running.pid)) == 2)
+        assert ask(port)["step"] == 1
+        os.kill(workers_of(running.pid)[0], signal.SIGKILL)
+        for _ in range(30):
+            with suppress(OSError):  # a connection of the worker that died
+                assert ask(port)["step"] == 1
+        link.unlink()
+        link.symlink_to(paths[1])
+        until(lambda: len(workers_of(running.pid)) == 2)
+        running.send_signal(signal.SIGHUP)
+        until(lambda: {ask(port)["step"] for _ in range(20)} == {2}, 120)
+        with pytest.raises(OSError, match="409"):
+            ask(port, "user/ann/events", b'{"items": [1]}')
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(120) == 0
+
+
+def workers_of(parent):
+    """Processes that serve, without the resource tracker."""
+    found = subprocess.run(
+        ["ps", "--ppid", str(parent), "-o", "pid=,args="], capture_output=True, text=True
+    ).stdout
+    return [int(line.split()[0]) for line in found.splitlines() if "spawn_main" in line]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "give a MODEL, or --follow URL"),
+        (["nowhere"], "is no export"),
+        (["MODEL", "--host", "0.0.0.0"], "give --token-file or the variable TRITONREC_TOKEN"),
+        (["MODEL", "--token-file", "nowhere"], "cannot be read"),
+        (["MODEL", "--cached", "nowhere"], "nowhere"),
+    ],
+)
+def test_what_cannot_be_served_is_one_sentence(paths, tmp_path, monkeypatch, words, says):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TRITONREC_TOKEN", raising=False)
+    words = [str(paths[0]) if word == "MODEL" else word for word in words]
+    result = CliRunner(env={"COLUMNS": "400"}).invoke(commands, ["serve", *words])
+    assert result.exit_code == 2 and says in " ".join(result.output.split()), result.output
