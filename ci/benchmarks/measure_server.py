@@ -7,9 +7,9 @@ The same exported HSTU (2 layers, 64 dimensions, 50 events, 10,000 items) and th
 of 20 to 50 events, the best 10 items without it. The peer has one process too, computes each request in
 FastAPI's threads by the exported program, one product with all items and topk, and has no batches. Answers of
 both are compared with the Predictor's before a time counts, ours during all runs too, in every bit. Servers
-take turns. Saturation is wrk's closed loop over `CONNECTIONS`; at half load each connection pauses so that half
-of the smaller of both saturated rates comes. Then the same load on ours with slow clients and hostile bodies
-beside it, and with two workers of which one is killed.
+take turns. Saturation is wrk's closed loop over `CONNECTIONS`; at half load each connection pauses so that
+half of the smaller of both saturated rates comes. Then the same load on ours with slow clients and hostile
+bodies beside it, and with two workers of which one is killed.
 """
 
 from __future__ import annotations
@@ -258,7 +258,9 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def kill_one(parent: int) -> None:
-    found = subprocess.run(["ps", "--ppid", str(parent), "-o", "pid=,args="], capture_output=True, text=True)
+    found = subprocess.run(
+        ["ps", "--ppid", str(parent), "-o", "pid=", "-o", "args="], capture_output=True, text=True
+    )
     workers = [int(line.split()[0]) for line in found.stdout.splitlines() if "spawn_main" in line]
     os.kill(workers[-1], signal.SIGKILL)
 
@@ -284,8 +286,8 @@ def show(title: str, row: dict[str, dict[str, float]]) -> None:
     for name, each in row.items():
         print(
             f"{title:20s} {name:5s} {each['rate']:8.1f} requests/s  p50 {each['p50']:7.1f}  "
-            f"p99 {each['p99']:7.1f}  p99.9 {each['p99_9']:7.1f} ms  errors {each['socket_errors']:.0f} of sockets, "
-            f"{each['other_status']:.0f} other statuses",
+            f"p99 {each['p99']:7.1f}  p99.9 {each['p99_9']:7.1f} ms  "
+            f"errors {each['socket_errors']:.0f} of sockets, {each['other_status']:.0f} other statuses",
             flush=True,
         )
 

@@ -58,6 +58,8 @@ CASES = [
     Case("fwp", "batch", 4, 3, True, "sgd", 3, variant="bounded-lag"),
     # two versions served with cached keys and values
     Case("nestpipe", "batch", 2, 3, True, "adam", 8, 1, variant="cached"),
+    # a server of two versions, asked by all at one time
+    Case("fwp", "batch", 2, 3, True, "adam", 4, 1, variant="served"),
     # a rank dies, and the others go on
     Case("nestpipe", "batch", 2, 3, True, "adam", 6, delay_seed=1, variant="lost-rank"),
     Case("dbp", "batch", 3, 2, False, "sgd", 7, variant="lost-rank", storage="cached"),
@@ -73,6 +75,7 @@ QUICK_FAULTS = (
     "no-copy-of-kept-rows", "read-before-write-back", "gradient-added-twice", "float-sums",
     "missed-decay-forgotten", "stale-dense-parameter", "norm-of-one-rank", "replicas-keep-their-gradients",
     "overflow-of-one-rank", "own-rows-not-rounded", "gradients-of-the-last-pass", "page-reused-early",
+    "answer-of-another-request",
 )  # fmt: skip
 
 

@@ -15,13 +15,14 @@ import sys
 import threading
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
 import uvicorn
-from served_models import export_hstu
+from served_models import SIZES, export_hstu
 from typer.testing import CliRunner
 
 from tritonrec.harness.cli import app as commands
@@ -30,6 +31,7 @@ from tritonrec.serving.server import ServerConfig
 from tritonrec.serving.server.app import create_app
 from tritonrec.serving.server.guard import Impatient
 from tritonrec.serving.server.model import Served
+from tritonrec.serving.server.run import Source, serve
 
 ROOT = Path(__file__).resolve().parents[2]
 BODY = json.dumps({"histories": [[3, 7]], "k": 3}).encode()
@@ -53,6 +55,7 @@ def ask(port, path="retrieve", body=BODY):
 def listening(path, config):
     """The port of a server in a thread."""
     full = Predictor.load(path)
+    full.retrieve([3, 7], 3)  # compiles
     server = uvicorn.Server(
         uvicorn.Config(
             create_app(lambda: Served(lambda: full), config), port=0, http=partial(Impatient, limits=config),
@@ -87,11 +90,11 @@ def sent(port, data):
 
 
 def test_slow_and_many_clients_are_let_go_and_others_are_answered(paths):
-    config = ServerConfig(timeout=0.5, max_connections=5)
-    with listening(paths[0], config) as port:
-        for begun in (b"", b"POST /ret", HEAD, HEAD + b"content-length: 100\r\n\r\n{"):
-            answer = sent(port, begun)
-            assert answer.startswith(b"HTTP/1.1 408") and b'"slow_client"' in answer, begun
+    config = ServerConfig(timeout=2.0, max_connections=5)
+    begun = [b"", b"POST /ret", HEAD, HEAD + b"content-length: 100\r\n\r\n{"]
+    with listening(paths[0], config) as port, ThreadPoolExecutor(4) as pool:
+        for answer in pool.map(lambda each: sent(port, each), begun):
+            assert answer.startswith(b"HTTP/1.1 408") and b'"slow_client"' in answer
         assert ask(port)["step"] == 1
         kept = HEAD + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
         answer = sent(port, kept + b"POST /again")  # behind a whole request a slow one
@@ -181,7 +184,7 @@ def test_a_killed_worker_is_replaced(paths, tmp_path):
 def workers_of(parent):
     """Processes that serve, without the resource tracker."""
     found = subprocess.run(
-        ["ps", "--ppid", str(parent), "-o", "pid=,args="], capture_output=True, text=True
+        ["ps", "--ppid", str(parent), "-o", "pid=", "-o", "args="], capture_output=True, text=True
     ).stdout
     return [int(line.split()[0]) for line in found.splitlines() if "spawn_main" in line]
 
@@ -194,11 +197,23 @@ def workers_of(parent):
         (["MODEL", "--host", "0.0.0.0"], "give --token-file or the variable TRITONREC_TOKEN"),
         (["MODEL", "--token-file", "nowhere"], "cannot be read"),
         (["MODEL", "--cached", "nowhere"], "nowhere"),
+        (
+            ["MODEL", "--cached", "RUN"],
+            "was not saved by this version of tritonrec train: serve without --cached",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_one_sentence(paths, tmp_path, monkeypatch, words, says):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TRITONREC_TOKEN", raising=False)
-    words = [str(paths[0]) if word == "MODEL" else word for word in words]
+    known = {"MODEL": paths[0], "RUN": paths[0].parent / "run"}
+    words = [str(known.get(word, word)) for word in words]
     result = CliRunner(env={"COLUMNS": "400"}).invoke(commands, ["serve", *words])
     assert result.exit_code == 2 and says in " ".join(result.output.split()), result.output
+
+
+def test_what_a_cache_cannot_be(paths):
+    with pytest.raises(ValueError, match="much"):
+        Source(paths[0], SIZES, "much").open(ServerConfig())
+    with pytest.raises(ValueError, match="needs one worker"):
+        serve(Source(paths[0], SIZES), ServerConfig(workers=2))

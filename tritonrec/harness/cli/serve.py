@@ -8,12 +8,11 @@ from typing import Annotated
 
 import typer
 
-from ...checkpoint import CheckpointStream
 from ...nn import HSTU
 from ...optional import require
 from ...serving.server import ServerConfig
 from ...serving.server.settings import token_of
-from .export import _model
+from .export import trained_model
 from .options import with_options
 from .outputs import checked
 
@@ -55,11 +54,11 @@ def serve(
 
         sizes = None
         if cached is not None:
-            trained = _model(CheckpointStream(cached, None), cached)
+            trained = trained_model(cached, None, "serve without --cached")
             if not isinstance(trained, HSTU):
                 raise ValueError(f"--cached serves HSTU, and {cached} has {type(trained).__name__}")
             sizes = trained.config
-        source = Source(None if model is None else model, sizes, memory, follow)
+        source = Source(model, sizes, memory, follow)
         serve(source, replace(config, host=host), token_of(token_file))
 
     checked(run)

@@ -104,6 +104,7 @@ def serve(source: Source, config: ServerConfig = DEFAULTS, token: str | None = N
         read_manifest(place_of(source.path))
     server = uvicorn.Config(partial(_app, source, config, token, served), **options)
     listening = server.bind_socket()
+    listening.listen(2048)  # who comes before the workers are there waits
     print(f"serving at http://{config.host}:{listening.getsockname()[1]}", flush=True)
     signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again when all is answered
     if config.workers == 1:
