@@ -1,13 +1,21 @@
-"""Small exported models for tests of the server: two versions of an HSTU on ids or words, and a DLRM."""
+"""Small exported models for tests of the server, two versions of an HSTU and a DLRM; a server in a thread."""
 
+import threading
+import time
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
+import uvicorn
 
 from tritonrec import Communicators, FeatureConfig, HashTableCollection, RowOptimizer, Trainer
 from tritonrec.data import ClickLoader, NextItemLoader, Vocabulary, load, load_clicks
 from tritonrec.nn import DLRM, HSTU, DLRMConfig, HSTUConfig
-from tritonrec.serving import export
+from tritonrec.serving import Predictor, export
+from tritonrec.serving.server.app import create_app
+from tritonrec.serving.server.guard import Impatient
+from tritonrec.serving.server.model import Served
 
 LONGEST = 12
 SIZES = HSTUConfig(dim=16, layers=1, heads=2, qk_dim=8, v_dim=8, max_seq_len=LONGEST)
@@ -46,3 +54,31 @@ def export_dlrm(folder: Path) -> tuple[Path, ClickLoader]:
         trainer.save(folder / "run")
     export(folder / "run", folder / "clicks", model)
     return folder / "clicks", loader
+
+
+@contextmanager
+def listening(path, config):
+    """The port of a server in a thread."""
+    full = Predictor.load(path)
+    full.retrieve([3, 7], 3)  # compiles
+    server = uvicorn.Server(
+        uvicorn.Config(
+            create_app(lambda: Served(lambda: full), config), port=0, http=partial(Impatient, limits=config),
+            log_level="error", timeout_keep_alive=1,
+        )
+    )  # fmt: skip
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    until(lambda: server.started)
+    try:
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(60)
+
+
+def until(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)

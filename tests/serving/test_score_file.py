@@ -76,7 +76,7 @@ def test_candidates_words_and_no_rows(models, tmp_path):
     assert pq.read_table(tmp_path / "w-out.parquet")["items"].to_pylist() == worded.retrieve(words, 5)[0]
     empty = pa.table({"history": pa.array([], pa.list_(pa.int64()))})
     pq.write_table(empty, tmp_path / "none.parquet")
-    assert score_file(tmp_path / "none.parquet", tmp_path / "none-out.parquet", full) == 0
+    assert score_file(tmp_path / "none.parquet", tmp_path / "none-out.parquet", full, SMALL) == 0
     assert pq.read_table(tmp_path / "none-out.parquet").column_names == ["items", "scores"]
 
 
@@ -127,7 +127,7 @@ def test_parts_of_another_run_are_refused(models, tmp_path, monkeypatch):
         ([[1], None], {}, [], "row 1: column 'history' has no history"),
         ([[1]], {}, ["--history", "events"], "no column 'events'"),
         ([[1]], {"scores": [1.0]}, [], "has a column 'scores' already"),
-        ([[1]], {}, ["--k", "61"], "k must be in [1, 60]"),
+        ([[1]], {}, ["--k", "61"], "error: k must be in [1, 59]"),
         ([[1]], {"at": [[1, 2]]}, ["--timestamps", "at"], "lists of other lengths"),
     ],
 )

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from fastapi.testclient import TestClient
-from served_models import LONGEST, SIZES, export_dlrm, export_hstu
+from served_models import LONGEST, SIZES, export_dlrm, export_hstu, until
 
 from tritonrec.nn import HSTU
 from tritonrec.serving import Predictor
@@ -481,14 +481,6 @@ class Trainer:
 
     def lag_seconds(self):
         return 0.25 if self.coming else 0.0
-
-
-def until(condition):
-    for _ in range(6000):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it never came true")
 
 
 def test_a_trainer_is_followed(made):

@@ -13,24 +13,17 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 import pytest
-import uvicorn
-from served_models import SIZES, export_hstu
+from served_models import SIZES, export_hstu, listening, until
 from typer.testing import CliRunner
 
 from tritonrec.harness.cli import app as commands
-from tritonrec.serving import Predictor
 from tritonrec.serving.server import ServerConfig
-from tritonrec.serving.server.app import create_app
-from tritonrec.serving.server.guard import Impatient
-from tritonrec.serving.server.model import Served
 from tritonrec.serving.server.run import Source, serve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,34 +42,6 @@ def ask(port, path="retrieve", body=BODY):
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.loads(answer.read())
-
-
-@contextmanager
-def listening(path, config):
-    """The port of a server in a thread."""
-    full = Predictor.load(path)
-    full.retrieve([3, 7], 3)  # compiles
-    server = uvicorn.Server(
-        uvicorn.Config(
-            create_app(lambda: Served(lambda: full), config), port=0, http=partial(Impatient, limits=config),
-            log_level="error", timeout_keep_alive=1,
-        )
-    )  # fmt: skip
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    until(lambda: server.started)
-    try:
-        yield server.servers[0].sockets[0].getsockname()[1]
-    finally:
-        server.should_exit = True
-        thread.join(60)
-
-
-def until(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def sent(port, data):

@@ -21,6 +21,7 @@ from ..files import atomic_write, check_writable, save_json
 from ..settings import MOST, setting
 from .histories import array_of
 from .predictor import Predictor
+from .retrieval import check_k
 
 PLAN = "plan.json"
 
@@ -59,6 +60,8 @@ def score_file(
     parts of another run: of another file, model or configuration.
     """
     check_writable(out)
+    if not config.candidates:
+        check_k(config.k, len(predictor.item_ids))
     file = _opened(source)
     names = file.schema_arrow.names
     wanted = [each for each in (config.history, config.timestamps, config.candidates) if each]

@@ -99,11 +99,12 @@ def compare_server(
         first = ask_all()
         client.post("/reload")
         last = ask_all()
-    full = Predictor.load(before)
+    full, exported = Predictor.load(before), Predictor.load(after)
     scores = next_item_scores(trained.eval(), tables, loader.catalogue, trainer.config.precision)(history)
     trained.train()
     expected = [full.scores(history, loader.catalogue), scores]
-    best = [_best(each, history, loader.catalogue) for each in expected]
+    there = [torch.isin(loader.catalogue, each.item_ids) for each in (full, exported)]
+    best = [_best(each, history, loader.catalogue, rows) for each, rows in zip(expected, there, strict=True)]
     want = torch.cat([each.flatten() for each in (*expected, *(scores for _, scores in best))])
     got = torch.cat([each.flatten() for each in (first[0], last[0], first[1], last[1])])
     comparison.compare_answers(step, SERVER_PARTS[0], want, got)
@@ -113,9 +114,9 @@ def compare_server(
     return together[0]
 
 
-def _best(scores: Tensor, history: Any, catalogue: Tensor) -> tuple[Tensor, Tensor]:
-    """The best items without those of the history, and their scores, from the scores of all."""
-    scores = scores.clone()
+def _best(scores: Tensor, history: Any, catalogue: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
+    """The best items with a row without those of the history, and their scores, from the scores of all."""
+    scores = scores.masked_fill(~there, -torch.inf)
     for user, (first, last) in enumerate(pairwise(history.offsets.tolist())):
         scores[user, torch.isin(catalogue, history.ids[first:last])] = -torch.inf
     places, found = top_k(scores, K)

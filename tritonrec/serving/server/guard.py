@@ -117,12 +117,15 @@ class Impatient(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        if len(self.connections) > self._limits.max_connections:
-            self.send_error("too_many_connections", 503, "all connections are taken: come back later")
-            return
-        self._timer = self.loop.call_later(self._limits.timeout, self._too_late)
+        self._refused = len(self.connections) > self._limits.max_connections
+        # Who is refused is told so when the request comes: after a close its sender would see a reset alone.
+        seconds = min(self._limits.timeout, 1.0) if self._refused else self._limits.timeout
+        self._timer = self.loop.call_later(seconds, self._too_late)
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            self.send_error("too_many_connections", 503, "all connections are taken: come back later")
+            return
         if self._timer is None:  # the next request of a connection that is kept
             self._timer = self.loop.call_later(self._limits.timeout, self._too_late)
         super().data_received(data)
