@@ -39,8 +39,8 @@ NOT_RUN = {
 }
 """Python blocks that are only looked at."""
 SLOW = {
-    "README.md", "data", "dlrm", "emulator", "models", "server", "serving", "slipstream", "training", "tutorial",
-    "verifying",
+    "README.md", "data", "dlrm", "emulator", "models", "server", "serving", "slipstream", "training",
+    "tutorial", "verifying",
 }  # fmt: skip
 """Pages of more than a second or two; `make test` compiles their blocks."""
 OWN_PROCESS = {"emulator"}

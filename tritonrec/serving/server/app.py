@@ -52,7 +52,7 @@ def create_app(
         description="Items and scores of an exported model, with the bits of `tritonrec.serving.Predictor`. "
         "Every error is `{\"error\": {\"name\": ..., \"message\": ...}}`.",
     )  # fmt: skip
-    app.add_middleware(Guard, config=config, token=token, metrics=metrics)  # type: ignore[arg-type]
+    app.add_middleware(Guard, config=config, token=token, metrics=metrics)
     state = app.state
 
     async def ask(request: Any, size: int = 1, values: int = 0) -> JSONResponse:

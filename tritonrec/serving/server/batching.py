@@ -104,7 +104,8 @@ class Batcher:
             until = self._jobs[0].came + self._latency
             while self._waiting < self._most and not self._closed and (left := until - time.monotonic()) > 0:
                 self._changed.wait(left)
-            batch, users = [], 0
+            batch: list[Job] = []
+            users = 0
             while self._jobs and (not batch or users + self._jobs[0].size <= self._most):
                 batch.append(job := self._jobs.popleft())
                 users += job.size

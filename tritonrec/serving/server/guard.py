@@ -41,7 +41,8 @@ class Guard:
             if message["type"] == "http.response.start":
                 status[0] = message["status"]
             # Raises for a client that does not read, and the connection is closed.
-            await asyncio.wait_for(send(message), self._config.timeout)
+            async with asyncio.timeout(self._config.timeout):
+                await send(message)
 
         try:
             headers = dict(scope["headers"])
