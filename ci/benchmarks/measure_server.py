@@ -259,7 +259,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def kill_one(parent: int) -> None:
     found = subprocess.run(
-        ["ps", "--ppid", str(parent), "-o", "pid=", "-o", "args="], capture_output=True, text=True
+        ["ps", "-ww", "--ppid", str(parent), "-o", "pid=", "-o", "args="], capture_output=True, text=True
     )
     workers = [int(line.split()[0]) for line in found.stdout.splitlines() if "spawn_main" in line]
     os.kill(workers[-1], signal.SIGKILL)

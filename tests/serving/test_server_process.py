@@ -149,7 +149,7 @@ def test_a_killed_worker_is_replaced(paths, tmp_path):
 def workers_of(parent):
     """Processes that serve, without the resource tracker."""
     found = subprocess.run(
-        ["ps", "--ppid", str(parent), "-o", "pid=", "-o", "args="], capture_output=True, text=True
+        ["ps", "-ww", "--ppid", str(parent), "-o", "pid=", "-o", "args="], capture_output=True, text=True
     ).stdout
     return [int(line.split()[0]) for line in found.splitlines() if "spawn_main" in line]
 
