@@ -26,6 +26,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -34,6 +35,9 @@ from statistics import median
 from typing import Any
 
 import torch
+import uvicorn
+from fastapi import FastAPI
+from pydantic import BaseModel
 from record import record
 
 from tritonrec import Communicators, FeatureConfig, HashTableCollection, RowOptimizer, Trainer
@@ -76,19 +80,16 @@ def make(folder: Path) -> Path:
     return folder / "out"
 
 
+class Body(BaseModel):
+    histories: list[list[int]]
+    k: int = K
+
+
 def serve_plainly(path: Path, port: int) -> None:
     """The peer."""
-    import uvicorn
-    from fastapi import FastAPI
-    from pydantic import BaseModel
-
     full = Predictor.load(path)
     ids, weights = full.item_ids, full.tables["item"].weights
     app = FastAPI()
-
-    class Body(BaseModel):
-        histories: list[list[int]]
-        k: int = K
 
     @app.post("/retrieve")
     def retrieve(body: Body) -> dict[str, Any]:
@@ -110,11 +111,13 @@ def serve_plainly(path: Path, port: int) -> None:
 def running(words: list[str], port: int) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL)
     try:
-        for _ in range(1200):
-            with suppress(OSError):
+        for _ in range(120):
+            with suppress(ConnectionError, urllib.error.URLError):
                 post(port, {"histories": [[1, 2]], "k": K})
                 break
-            time.sleep(0.1)
+            time.sleep(0.5)
+        else:
+            raise SystemExit(f"{words} does not serve")
         yield process
     finally:
         process.send_signal(signal.SIGTERM)

@@ -26,10 +26,10 @@ class Follows(Protocol):
     published_at: float
 
     def poll(self) -> bool:
-        """Whether there is another version since the last call."""
+        """Take what is new; whether there was something. May raise with a part of it taken."""
 
     def lag_seconds(self) -> float:
-        """How old is what the trainer has published since."""
+        """Age of the state that is served."""
 
 
 def open_follower(url: str) -> Follows:
@@ -49,6 +49,7 @@ class Following:
         self._served, self._open, self._seconds = served, open, seconds
         self.follower: Follows | None = None
         self.error: str | None = None
+        self._taken: int | None = None
         self._stop = Event()
         self._thread = Thread(target=self._run, name="tritonrec follows", daemon=True)
         self._thread.start()
@@ -64,18 +65,23 @@ class Following:
         self._thread.join(timeout=5)
 
     def _run(self) -> None:
-        wait, due = 0.0, False
+        wait = 0.0
         while not self._stop.wait(wait):
             try:
-                if self.follower is None:
-                    self.follower, due = self._open(), True
-                due = self.follower.poll() or due  # what could not be taken over is tried again
-                if due:
-                    self._served.use(
-                        self.follower.predictor, self.follower.sequence, self.follower.published_at
-                    )
-                due, self.error, wait = False, None, self._seconds
+                self._advance()
+                self.error, wait = None, self._seconds
             except Exception as error:
                 if str(error) != self.error:
                     log.error("the trainer cannot be followed now: %s", error)
                 self.error, wait = str(error) or type(error).__name__, 1.0
+
+    def _advance(self) -> None:
+        if self.follower is None:
+            self.follower = self._open()
+        try:
+            self.follower.poll()
+        finally:  # also what came before a failure, and what could not be taken over the last time
+            now = self.follower
+            if now.sequence != self._taken:
+                self._served.use(now.predictor, now.sequence, now.published_at)
+                self._taken = now.sequence
