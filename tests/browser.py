@@ -39,12 +39,12 @@ next();
 </script>"""
 
 
-def opened(page: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """The browser's output and errors as it opens a page of ours."""
+def opened(page: Path | str, *options: str) -> subprocess.CompletedProcess[str]:
+    """The browser's output and errors as it opens a page of ours, a file or a URL."""
     always = ["--headless", "--disable-gpu", "--disable-dev-shm-usage"]
     if os.geteuid() == 0:  # as in a container, where it starts with this option of its own alone
         always.append("--no-sandbox")
-    command = [BROWSER, *always, *options, page.as_uri()]
+    command = [BROWSER, *always, *options, page.as_uri() if isinstance(page, Path) else page]
     return subprocess.run(command, capture_output=True, text=True, timeout=280)
 
 

@@ -48,6 +48,7 @@ def test_an_absence_is_one_sentence_before_any_work(tmp_path):
         (["simulate", "--png", "curve.png"], "matplotlib", "traces"),
         (["bench", "--chart", "chart.png"], "matplotlib", "traces"),
         (["fuzz"], "hypothesis", "fuzz"),
+        (["serve", "nowhere"], "fastapi", "serve"),
         (["emulate", "pytest"], "pytest", "test"),
     ]
     lines = without(tmp_path, *(arguments for arguments, *_ in expected))

@@ -6,13 +6,16 @@ from importlib.util import find_spec
 from typing import Any
 
 EXTRAS = {
+    "fastapi": "serve",
     "hypothesis": "fuzz",
     "matplotlib": "traces",
     "perfetto": "traces",
+    "prometheus_client": "serve",
     "pytest": "test",
     "pytest_benchmark": "bench",
     "redis": "redis",
     "tensorboard": "logging",
+    "uvicorn": "serve",
 }
 """By package the extra of tritonrec that installs it."""
 

@@ -39,8 +39,8 @@ NOT_RUN = {
 }
 """Python blocks that are only looked at."""
 SLOW = {
-    "README.md", "data", "dlrm", "emulator", "models", "serving", "slipstream", "training", "tutorial",
-    "verifying",
+    "README.md", "data", "dlrm", "emulator", "models", "server", "serving", "slipstream", "training",
+    "tutorial", "verifying",
 }  # fmt: skip
 """Pages of more than a second or two; `make test` compiles their blocks."""
 OWN_PROCESS = {"emulator"}
@@ -52,6 +52,7 @@ LEFT = {
     "faults": "result.step == 2 and __import__('pathlib').Path('checkpoints').is_dir() and last_step == 20",
     "migrate": "ebc.fused_optimizer.updates == table.fused_optimizer.updates == 1 and len(pooled) == 2",
     "ops": "inserted.tolist() == [True] * 3 and own_sums.tolist() == [[3, -300], [0, 0], [2**40, -(2**62)]]",
+    "server": "answer['step'] == 1 and len(items) == 2",
     "serving": "probabilities.shape == (8,) and rows.shape == (5, 4)",
     "slipstream": "left.num_steps > 0 and found.kept is not None",
     "traces": "__import__('pathlib').Path('run.pftrace').stat().st_size > 1000",

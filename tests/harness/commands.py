@@ -10,6 +10,7 @@ SMALL = "zipf:users=60,items=80,seed=3"
 NEEDED = {
     "train": ["--data", SMALL], "verify": ["--data", SMALL], "lab": ["--data", SMALL],
     "profile": ["--data", SMALL], "trace": ["nowhere.pftrace"],
+    "serve": ["nowhere"], "score": ["nowhere", "nowhere-else", "--model", "nowhere"],
     "export": ["nowhere", "nowhere-else"], "bisect": ["nowhere", "nowhere-else"],
 }  # fmt: skip
 

@@ -60,6 +60,8 @@ CASES = [
     Case("nestpipe", "batch", 2, 3, True, "adam", 8, 1, variant="cached"),
     # a replica follows
     Case("nestpipe", "batch", 2, 3, True, "adam", 8, 1, variant="deltas"),
+    # a server of two versions, asked by all at one time
+    Case("fwp", "batch", 2, 3, True, "adam", 4, 1, variant="served"),
     # a rank dies, and the others go on
     Case("nestpipe", "batch", 2, 3, True, "adam", 6, delay_seed=1, variant="lost-rank"),
     Case("dbp", "batch", 3, 2, False, "sgd", 7, variant="lost-rank", storage="cached"),
@@ -76,6 +78,7 @@ QUICK_FAULTS = (
     "missed-decay-forgotten", "stale-dense-parameter", "norm-of-one-rank", "replicas-keep-their-gradients",
     "overflow-of-one-rank", "own-rows-not-rounded", "gradients-of-the-last-pass", "page-reused-early",
     "delta-applied-twice",
+    "answer-of-another-request",
 )  # fmt: skip
 
 

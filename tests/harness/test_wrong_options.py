@@ -25,6 +25,10 @@ FREE = {  # tested below, in test_cli and in test_urls
     ("bench", "--only"), ("simulate", "--table"), ("train", "--drop"), ("train", "--resume"),
     ("train", "--warm-start"),
 }  # fmt: skip
+FREE |= {  # tested in test_score_file and test_server_process
+    ("score", "--history"), ("score", "--timestamps"), ("score", "--candidates"),
+    ("serve", "--host"), ("serve", "--follow"), ("serve", "--memory"),
+}  # fmt: skip
 FREE |= {  # tested in test_log_formats
     ("train", f"--{name}")
     for name in ("user-column", "item-column", "time-column", "time-format", "rating-column", "label-columns",

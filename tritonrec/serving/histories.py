@@ -103,7 +103,7 @@ def array_of(value: Any, what: str, vocabulary: Vocabulary | None) -> tuple[Tens
             f"ids of the {what} must be int64 or words, got {got}: give (n,), or a list of these for users"
         )
     if vocabulary is None:
-        name = what if what not in ("history", "exclude") else "'item'"
+        name = what if what.startswith("feature") else "'item'"
         raise ValueError(f"the {what} has words, and the export has no vocabulary of {name}: give int64 ids")
     try:
         ids = vocabulary.encode(list(value), unknown=-1)

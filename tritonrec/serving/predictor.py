@@ -150,14 +150,24 @@ class Predictor:
         Raises ValueError for an empty, a too long or a weighted history, an unknown word, and for missing
         timestamps.
         """
+        given, times = self.read(history, timestamps)
+        return self.vectors(given.ids, given.offsets, times)
+
+    def read(self, history: Any, timestamps: Any = None) -> tuple[Ids, Tensor]:
+        """Histories and timestamps (L,) int64 of `encode`, checked, with its errors."""
         dense = self.dense_of(NEXT_ITEM, "encode")
-        ids, offsets, _ = self._ids(history)
+        given = ids_of(history, "history", self.vocabularies.get("item"))
+        ids, offsets, _ = given
         timestamps = times_of(timestamps, history, ids, dense["timestamps"])
         lengths, longest = offsets.diff(), dense["max_seq_len"]
         wrong = ((lengths < 1) | (lengths > longest)).nonzero()
         if len(wrong):
             at = int(wrong[0])
             raise ValueError(f"history {at} has {int(lengths[at])} items, the model takes 1 to {longest}")
+        return given, timestamps
+
+    def vectors(self, ids: Tensor, offsets: Tensor, timestamps: Tensor) -> Tensor:
+        """User vectors (B, d) of what `read` has checked."""
         with torch.no_grad():
             return self.program(self.rows("item", ids), offsets, timestamps)
 
@@ -185,22 +195,30 @@ class Predictor:
 
         Raises ValueError as `encode`, and for a k outside [1, items that are left to a user].
         """
-        return self.best_of(self.encode(history, timestamps), k, exclude, self._ids(history))
+        given, times = self.read(history, timestamps)
+        return self.best_of(self.vectors(given.ids, given.offsets, times), k, exclude, given)
 
     def best_of(self, vectors: Tensor, k: int, exclude: Any, given: Ids) -> tuple[Any, Tensor]:
         """`retrieve` from user vectors (B, d) of `encode`; `given` are the histories."""
-        table = self._items()
-        check_k(k, len(table.ids))
-        seen = seen_places(table.ids, *self._excluded(exclude, given), k)
-        places, scores = best_items(vectors, table.weights, k, *seen)
-        ids = table.ids[places]
-        if not given.words:
-            return ids, scores
-        words = self.vocabularies["item"].decode(ids.flatten()).to_pylist()
-        return [words[first : first + k] for first in range(0, len(words), k)], scores
+        ids, scores = self.best_without(vectors, k, *self.left_out(k, exclude, given))
+        return (self.words_of(ids) if given.words else ids), scores
 
-    def _ids(self, history: Any) -> Ids:
-        return ids_of(history, "history", self.vocabularies.get("item"))
+    def left_out(self, k: int, exclude: Any, given: Ids) -> tuple[Tensor, Tensor]:
+        """Places of the items that `retrieve` leaves out, and offsets (B + 1,), with its errors."""
+        ids = self.item_ids
+        check_k(k, len(ids))
+        return seen_places(ids, *self._excluded(exclude, given), k)
+
+    def best_without(self, vectors: Tensor, k: int, places: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids (B, k) int64 and scores (B, k) of `best_of`, without what `left_out` gives."""
+        table = self._items()
+        best, scores = best_items(vectors, table.weights, k, places, offsets)
+        return table.ids[best], scores
+
+    def words_of(self, ids: Tensor) -> list[list[str]]:
+        """The words of items (B, k) int64."""
+        words, k = self.vocabularies["item"].decode(ids.flatten()).to_pylist(), ids.shape[1]
+        return [words[first : first + k] for first in range(0, len(words), k)]
 
     def _excluded(self, exclude: Any, history: Ids) -> tuple[Tensor, Tensor]:
         """Ids and offsets of the items that are left out."""

@@ -57,7 +57,8 @@ def export(
     """
 
     def run() -> dict[str, Any]:
-        model = None if tables_only else _model(CheckpointStream(checkpoint, step), checkpoint)
+        hint = "give --tables-only, or call tritonrec.serving.export with the model"
+        model = None if tables_only else trained_model(checkpoint, step, hint)
         return export_to(
             checkpoint, out, model, step=step, format=format.value, metadata=metadata, shard_rows=shard_rows,
             compiled=compiled,
@@ -79,14 +80,11 @@ def export(
     )
 
 
-def _model(stream: CheckpointStream, checkpoint: Path) -> torch.nn.Module:
-    """The model of `tritonrec train` that saved a checkpoint."""
-    text = stream.meta.get(CONFIG)
+def trained_model(checkpoint: Path, step: int | None, hint: str) -> torch.nn.Module:
+    """The model of `tritonrec train` that saved a checkpoint; `hint` says what to do where there is none."""
+    text = CheckpointStream(checkpoint, step).meta.get(CONFIG)
     if text is None:
-        raise ValueError(
-            f"{checkpoint} was not saved by this version of tritonrec train: give --tables-only, or call "
-            "tritonrec.serving.export with the model"
-        )
+        raise ValueError(f"{checkpoint} was not saved by this version of tritonrec train: {hint}")
     run = from_tables(Run(Job()), tomllib.loads(text), checkpoint)
     job = run.job if run.job.model == "dlrm" else replace(run.job, sizes=with_head_width(run.job.sizes))
     return job.build(run.optimizer)[0]

@@ -14,7 +14,8 @@ from ...embedding import OptimizerName, Placement, Storage
 from ...pipeline import PIPELINED, Consistency, Mode, WindowConfig
 from ...settings import with_values
 from ..job import Job
-from .variants import CPU_BITS, EACH, LOST_RANK, OWN_LOOP, RESTART, STREAM, VARIANTS, Variant
+from .server import ABSENT
+from .variants import CPU_BITS, EACH, LOST_RANK, OWN_LOOP, RESTART, SERVED, STREAM, VARIANTS, Variant
 
 WORLD_SIZES = (1, 2, 4)
 MICRO_BATCHES = (1, 2, 3, 4, 8)
@@ -23,7 +24,7 @@ OPTIMIZERS: tuple[OptimizerName, ...] = ("sgd", "rowwise_adagrad", "adam")
 HOSTILE = "zipf:users=35,items=300,extreme_ids=1,seed=11"
 """A log that a tame one does not replace: both ends of int64 and negative ids, and a last batch of three
 samples, so that ranks and micro-batches stay empty."""
-ALONE = (RESTART, LOST_RANK, CPU_BITS, EACH)
+ALONE = (RESTART, LOST_RANK, CPU_BITS, EACH, *([SERVED] if ABSENT else []))
 """Variants with cases of their own: two change the world size, one is for other kernels than the CPU's, one
 is a factor of the table."""
 VARIANT_STEPS = 6
@@ -148,6 +149,11 @@ class Case:
     def follows(self) -> bool:
         """Whether a replica follows it, and is compared at every published step."""
         return self._variant.follows
+
+    @property
+    def answers(self) -> bool:
+        """Whether a server of its export is asked, and the answers compared."""
+        return self._variant.answers
 
     @property
     def replay(self) -> float:

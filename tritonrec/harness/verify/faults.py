@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ...pipeline import Edge
-from . import cached, deltas, injections, kept_state
+from . import cached, deltas, injections, kept_state, server
 from .cases import Case
 from .injections import Injection
 from .variants import LOST_RANK, OWN_LOOP, RESTART, STREAM
@@ -439,6 +439,24 @@ FAULTS = [
         Injection(follower=deltas.DenseOfTheStepBefore),
     ),
     Fault(
+        "answer-of-another-request",
+        "the server gives each answer of a batch to the request before",
+        replace(_case(), variant="served"),
+        Injection(answers=server.to_the_next_request),
+    ),
+    Fault(
+        "answers-of-the-old-version",
+        "the server keeps answers, and gives them when another version is served",
+        replace(_case(), variant="served"),
+        Injection(answers=server.answers_kept),
+    ),
+    Fault(
+        "history-not-left-out",
+        "the server finds items of the history among the best",
+        replace(_case(), variant="served"),
+        Injection(answers=server.history_not_left_out),
+    ),
+    Fault(
         "norm-before-the-gate",
         "the layers of GRM norm attention alone, before the gate multiplies it",
         replace(_case(), variant="grm-product"),
@@ -521,3 +539,4 @@ FAULTS = [
         Injection(injections.lost_gradient, alone=True),
     ),
 ]
+FAULTS = [fault for fault in FAULTS if not (server.ABSENT and fault.case.answers)]

@@ -48,6 +48,12 @@ from ...serving.cached import CachedPredictor
 from ...serving.live import Follower
 from ..job import Loader
 from .own_code import OwnLoop
+from .server import Answer
+
+
+def as_it_is(answer: Answer) -> Answer:
+    """No change."""
+    return answer
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ class Injection:
     `exchange` that of the exchange of a served model, `cached` that of cached inference,
     `follower` that of a replica.
     With `alone` no two micro-batches share an exchange, for faults of a single one's.
-    `loop` changes an `OwnLoop`, which has none of these.
+    `loop` changes an `OwnLoop`, which has none of these. `answers` changes how the server answers a batch.
     """
 
     program: Callable[[Program], None] | None = None
@@ -73,6 +79,7 @@ class Injection:
     loop: Callable[[OwnLoop], None] | None = None
     alone: bool = False
     follower: type[Follower] = Follower
+    answers: Callable[[Answer], Answer] = as_it_is
 
 
 def nothing() -> None:

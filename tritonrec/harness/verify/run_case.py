@@ -40,6 +40,7 @@ from .exported import compare_export, exported_parts, saved_between
 from .injections import Injection
 from .own_code import OwnLoop
 from .served import SERVED_PARTS, compare_served
+from .server import SERVER_PARTS, compare_server
 from .state import Comparison, Difference, State, dense_state, loss_state, overlay, table_state, used_state
 from .wrapping import wrap
 
@@ -230,17 +231,25 @@ def _compared(
             reused = compare_cached(
                 trainer, loader, comparison, steps[-1], stretch.export, half, injected.cached
             )
+        together = 0
+        if case.answers:
+            half = steps[0] + len(steps) // 2
+            together = compare_server(
+                trainer, loader, comparison, steps[-1], stretch.export, half, injected.answers
+            )
         if case.serves:
             served = compare_served(trainer, loader, comparison, steps[-1], injected.exchange)
         if stretch.save:
             trainer.save(stretch.save, loader=stream)
     more = exported_parts(tables.table_names, communicators.rank) if stretch.export else []
     more += SERVED_PARTS if case.serves else []
+    more += SERVER_PARTS if case.answers and communicators.rank == 0 else []
     more += [CACHED_PART] if case.caches and communicators.rank == 0 else []
     require_compared(case, comparison, steps, program.config.accumulate, more)
     seconds = time.perf_counter() - started
     counts = Counter(vars(trainer.counts)) + more_counts
     counts["skipped"], counts["served"], counts["reused_tokens"] = skipped, served, reused
+    counts["answered_together"] = together
     for group in tables.groups:
         counts.update(vars(group.table.counters))
     if watch is not None:

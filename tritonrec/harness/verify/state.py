@@ -95,7 +95,8 @@ class Comparison:
 
     Attributes:
         steps_seen: (step, part) of all that was compared: "loss", "dense", "table NAME", and what
-            `compare_weights`, `compare_scores`, `compare_cached` and `compare_predictions` add.
+            `compare_weights`, `compare_scores`, `compare_cached`, `compare_answers` and
+            `compare_predictions` add.
     """
 
     tables: HashTableCollection
@@ -158,6 +159,11 @@ class Comparison:
         """Compare scores (B, I) of cached inference after `step`."""
         self.steps_seen.add((step, "scores, cached"))
         self._keep(step, len(_ORDER), self._values(step, "scores, cached", expected, got))
+
+    def compare_answers(self, step: int, part: str, expected: torch.Tensor, got: torch.Tensor) -> None:
+        """Compare what the server answered after `step`."""
+        self.steps_seen.add((step, part))
+        self._keep(step, len(_ORDER), self._values(step, part, expected, got))
 
     def compare_predictions(self, step: int, bound: int, expected: torch.Tensor, got: torch.Tensor) -> None:
         """Compare the predictions (b,) that this rank served with a bound, after `step`."""

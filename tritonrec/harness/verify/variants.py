@@ -25,6 +25,8 @@ RESTART = "restart"
 """The variant that is saved half way and goes on at another world size."""
 LOST_RANK = "lost-rank"
 """The variant of which a rank is killed."""
+SERVED = "served"
+"""The variant whose server needs packages of its own."""
 OWN_LOOP = "hash-embedding"
 EACH = "exchanges-each"
 """The variant without a trainer, and so without a mode."""
@@ -56,6 +58,7 @@ class Variant:
         serves: the trained model and tables are served with a bounded lag, and the predictions compared.
         kind: of the jobs. own_loop: train by `OwnLoop` in place of a trainer.
         follows: a replica follows the training, and its rows and scores are compared at each published step.
+        answers: with `exports`: a server of both exports is asked, and its answers compared.
     """
 
     what: str
@@ -74,6 +77,7 @@ class Variant:
     kind: type[Job] = Job
     own_loop: bool = False
     follows: bool = False
+    answers: bool = False
 
     def job(self, job: Job) -> Job:
         """The case's job."""
@@ -220,6 +224,13 @@ VARIANTS: dict[str, Variant] = {
         {**SMALL, "data": MADE, "policy": POLICIES},
         shows=("applied", "evicted"),
         follows=True,
+    ),
+    SERVED: Variant(
+        "a server of an export of HSTU with biases of position and time, asked by all users at one time",
+        {"sizes": HSTUConfig(relative_bias=True), "data": MADE},
+        shows=("answered_together",),
+        exports=True,
+        answers=True,
     ),
     "slipstream-0": Variant(
         "Slipstream with threshold 0: rows are judged, and no input is dropped",

@@ -1,0 +1,316 @@
+"""Requests per second and latency of `tritonrec serve` beside plain FastAPI with eager torch, by wrk.
+
+    python ci/benchmarks/measure_server.py                         # needs wrk (apt-get install wrk)
+    python ci/benchmarks/measure_server.py --seconds 3 --rounds 1 --json FILE
+
+The same exported HSTU (2 layers, 64 dimensions, 50 events, 10,000 items) and the same requests: one history
+of 20 to 50 events, the best 10 items without it. The peer has one process too, computes each request in
+FastAPI's threads by the exported program, one product with all items and topk, and has no batches. Answers of
+both are compared with the Predictor's before a time counts, ours during all runs too, in every bit. Servers
+take turns. Saturation is wrk's closed loop over `CONNECTIONS`; at half load each connection pauses so that
+half of the smaller of both saturated rates comes. Then the same load on ours with slow clients and hostile
+bodies beside it, and with two workers of which one is killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import uvicorn
+from fastapi import FastAPI
+from pydantic import BaseModel
+from record import record
+
+from tritonrec import Communicators, FeatureConfig, HashTableCollection, RowOptimizer, Trainer
+from tritonrec.data import NextItemLoader, load
+from tritonrec.nn import HSTU, HSTUConfig
+from tritonrec.serving import Predictor, export
+
+ITEMS, K, LONGEST, CONNECTIONS = 10_000, 10, 50, 32
+SCRIPT = """
+local bodies, at = {}, 0
+for line in io.lines("BODIES") do bodies[#bodies + 1] = line end
+function init(args) at = math.random(#bodies) end
+function delay() return PAUSE end
+function request()
+  at = at % #bodies + 1
+  return wrk.format("POST", "/retrieve", {["content-type"] = "application/json"}, bodies[at])
+end
+function done(summary, latency, requests)
+  local e = summary.errors
+  io.write(string.format("FOUND %d %d %f %f %f %d %d\\n", summary.requests, summary.duration,
+    latency:percentile(50), latency:percentile(99), latency:percentile(99.9),
+    e.connect + e.read + e.write + e.timeout, e.status))
+end
+"""
+HOSTILE = (b"[" * 100_000, b'{"histories": [[NaN]]}', b'{"histories": [["\xff"]]}', b" " * (2**20 + 1))
+
+
+def make(folder: Path) -> Path:
+    """An export that has been trained for a step."""
+    torch.manual_seed(5)
+    model = HSTU(HSTUConfig(max_seq_len=LONGEST))
+    loader = NextItemLoader(load(f"zipf:users=400,items={ITEMS},exponent=0.2,seed=3"), 256, LONGEST, 64, 0)
+    tables = HashTableCollection([FeatureConfig("item", 64)], RowOptimizer("adam", lr=1e-2))
+    with Trainer(
+        model, tables, torch.optim.Adam(model.parameters(), lr=1e-2), Communicators.local()
+    ) as trainer:
+        trainer.step(loader.batch(0))
+        trainer.save(folder / "run")
+    export(folder / "run", folder / "out", model)
+    return folder / "out"
+
+
+class Body(BaseModel):
+    histories: list[list[int]]
+    k: int = K
+
+
+def serve_plainly(path: Path, port: int) -> None:
+    """The peer."""
+    full = Predictor.load(path)
+    ids, weights = full.item_ids, full.tables["item"].weights
+    app = FastAPI()
+
+    @app.post("/retrieve")
+    def retrieve(body: Body) -> dict[str, Any]:
+        places = [torch.searchsorted(ids, torch.tensor(each)) for each in body.histories]
+        lengths = torch.tensor([0, *map(len, places)]).cumsum(0)
+        flat = torch.cat(places)
+        with torch.inference_mode():
+            vectors = full.program(weights[flat], lengths, torch.zeros_like(flat))
+            scores = vectors @ weights.t()
+            for row, each in enumerate(places):
+                scores[row, each] = -torch.inf
+            best = scores.topk(body.k)
+        return {"items": ids[best.indices].tolist(), "scores": best.values.tolist()}
+
+    uvicorn.run(app, port=port, log_level="error")
+
+
+@contextmanager
+def running(words: list[str], port: int) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL)
+    try:
+        for _ in range(120):
+            with suppress(ConnectionError, urllib.error.URLError):
+                post(port, {"histories": [[1, 2]], "k": K})
+                break
+            time.sleep(0.5)
+        else:
+            raise SystemExit(f"{words} does not serve")
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+
+
+def post(port: int, body: Any, raw: bytes | None = None) -> Any:
+    data = raw if raw is not None else json.dumps(body).encode()
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/retrieve", data, {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.loads(answer.read())
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+def wrk(port: int, folder: Path, seconds: float, pause: float = 0) -> dict[str, float]:
+    """Requests per second, milliseconds, and errors. pause: of a connection, in milliseconds."""
+    script = folder / "wrk.lua"
+    script.write_text(SCRIPT.replace("BODIES", str(folder / "bodies")).replace("PAUSE", str(int(pause))))
+    command = ["wrk", "-t1", f"-c{CONNECTIONS}", f"-d{seconds:.0f}s", "--timeout", "30s", "-s", str(script)]
+    shown = subprocess.run([*command, f"http://127.0.0.1:{port}"], capture_output=True, text=True, check=True)
+    found = re.search(r"FOUND (.*)", shown.stdout)
+    assert found, shown.stdout + shown.stderr
+    count, micros, *times, socket_errors, other_status = map(float, found[1].split())
+    return {
+        "rate": count / micros * 1e6, "p50": times[0] / 1e3, "p99": times[1] / 1e3, "p99_9": times[2] / 1e3,
+        "socket_errors": socket_errors, "other_status": other_status,
+    }  # fmt: skip
+
+
+class Checks:
+    """Asks ours all the while and compares each answer with the Predictor's."""
+
+    def __init__(self, port: int, bodies: list[dict[str, Any]], full: Predictor):
+        self.port, self.bodies, self.full, self.right, self.lost = port, bodies, full, 0, 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Checks:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        for body in self.bodies * 1000:
+            if self._stop.wait(0.05):
+                return
+            try:
+                answer = post(self.port, body)
+            except OSError:
+                self.lost += 1
+                continue
+            items, scores = self.full.retrieve(body["histories"], K)
+            same = answer["items"] == items.tolist() and torch.equal(torch.tensor(answer["scores"]), scores)
+            if not same:
+                print("A WRONG ANSWER", body, answer, flush=True)
+                os._exit(1)
+            self.right += 1
+
+
+def hostile(port: int, stop: threading.Event) -> None:
+    """Bodies that nobody should send, and clients that never end their request."""
+    slow = []
+    while not stop.wait(0.1):
+        for body in HOSTILE:
+            with suppress(OSError):
+                post(port, None, body)
+        if len(slow) < 100:
+            with suppress(OSError):
+                slow.append(socket.create_connection(("127.0.0.1", port)))
+                slow[-1].sendall(b"POST /retrieve HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99\r\n\r\n{")
+    for each in slow:
+        each.close()
+
+
+def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    path = make(folder)
+    full = Predictor.load(path)
+    draw = torch.Generator().manual_seed(1)
+    known = full.item_ids
+    bodies = [
+        {"histories": [known[torch.randint(0, len(known), (n,), generator=draw)].unique().tolist()], "k": K}
+        for n in torch.randint(20, LONGEST + 1, (500,), generator=draw).tolist()
+    ]
+    (folder / "bodies").write_text("\n".join(map(json.dumps, bodies)) + "\n")
+    ours, peer = free_port(), free_port()
+    command = ["-m", "tritonrec", "serve", str(path), "--port", str(ours)]
+    rows: dict[str, Any] = {}
+    with (
+        running(command, ours),
+        running([__file__, "--peer", str(path), str(peer)], peer),
+    ):
+        for body in bodies[:20]:
+            want = full.retrieve(body["histories"], K)
+            for port in (ours, peer):
+                answer = post(port, body)
+                close = torch.allclose(torch.tensor(answer["scores"]), want[1], rtol=1e-4, atol=1e-4)
+                if not close or (port == ours and not torch.equal(torch.tensor(answer["scores"]), want[1])):
+                    raise SystemExit(f"port {port} gives something else; no time is printed")
+        ports = {"ours": ours, "peer": peer}
+        with Checks(ours, bodies, full) as checks:
+            for each in ports.values():
+                wrk(each, folder, 2)
+            rows |= turns("saturated", ports, folder, options, lambda name: 0)
+            rate = min(rows["saturated"][name]["rate"] for name in ports) / 2
+            rows |= turns(
+                "half load", ports, folder, options,
+                lambda name: CONNECTIONS / rate * 1e3 - rows["saturated"][name]["p50"] / 8,
+            )  # fmt: skip
+            stop = threading.Event()
+            attack = threading.Thread(target=hostile, args=(ours, stop))
+            attack.start()
+            rows |= turns("saturated, attacked", {"ours": ours}, folder, options, lambda name: 0)
+            stop.set()
+            attack.join()
+        print(
+            f"{checks.right} answers of ours were compared meanwhile, none was wrong, {checks.lost} were lost"
+        )
+        rows["compared"], rows["lost"] = checks.right, checks.lost
+    two = free_port()
+    command[-1] = str(two)
+    with running([*command, "--workers", "2"], two) as parent, Checks(two, bodies, full) as checks:
+        wrk(two, folder, 2)
+        rows |= turns("two workers", {"ours": two}, folder, options, lambda name: 0)
+        killer = threading.Timer(options.seconds / 3, kill_one, [parent.pid])
+        killer.start()
+        rows["a worker killed"] = {"ours": wrk(two, folder, options.seconds)}
+        show("a worker killed", rows["a worker killed"])
+    print(f"{checks.right} answers were compared meanwhile, none was wrong, {checks.lost} were lost")
+    rows["workers_compared"], rows["workers_lost"] = checks.right, checks.lost
+    return rows
+
+
+def kill_one(parent: int) -> None:
+    found = subprocess.run(
+        ["ps", "-ww", "--ppid", str(parent), "-o", "pid=", "-o", "args="], capture_output=True, text=True
+    )
+    workers = [int(line.split()[0]) for line in found.stdout.splitlines() if "spawn_main" in line]
+    os.kill(workers[-1], signal.SIGKILL)
+
+
+def turns(
+    title: str,
+    ports: dict[str, int],
+    folder: Path,
+    options: argparse.Namespace,
+    pause: Callable[[str], float],
+) -> dict[str, Any]:
+    """Medians over rounds, in which the servers take turns."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in ports}
+    for number in range(options.rounds):
+        for name in ports if number % 2 else reversed(ports):
+            found[name].append(wrk(ports[name], folder, options.seconds, max(pause(name), 0)))
+    row = {name: {key: median(each[key] for each in rows) for key in rows[0]} for name, rows in found.items()}
+    show(title, row)
+    return {title: row}
+
+
+def show(title: str, row: dict[str, dict[str, float]]) -> None:
+    for name, each in row.items():
+        print(
+            f"{title:20s} {name:5s} {each['rate']:8.1f} requests/s  p50 {each['p50']:7.1f}  "
+            f"p99 {each['p99']:7.1f}  p99.9 {each['p99_9']:7.1f} ms  "
+            f"errors {each['socket_errors']:.0f} of sockets, {each['other_status']:.0f} other statuses",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=10)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--peer", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.peer:
+        serve_plainly(Path(options.peer[0]), int(options.peer[1]))
+        return
+    if shutil.which("wrk") is None:
+        raise SystemExit("wrk is not installed: apt-get install wrk")
+    with tempfile.TemporaryDirectory() as folder:
+        rows = run(options, Path(folder))
+    record(options, rows=rows)
+
+
+if __name__ == "__main__":
+    main()

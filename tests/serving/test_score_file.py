@@ -1,0 +1,147 @@
+"""Promise: `tritonrec score` writes what `Predictor` gives, row by row; a run killed at any part goes on, and
+leaves the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from served_models import LONGEST, export_hstu
+from typer.testing import CliRunner
+
+from tritonrec.harness.cli import app
+from tritonrec.serving import Predictor
+from tritonrec.serving.score_file import ScoreConfig, score_file
+
+SMALL = ScoreConfig(batch=3, part=4, k=5)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scored")
+    (folder / "words").mkdir()
+    paths = [*export_hstu(folder), export_hstu(folder / "words", words=True)[0]]
+    return paths, [Predictor.load(path) for path in paths]
+
+
+def histories(count, seed=1):
+    draw = np.random.default_rng(seed)
+    return [draw.choice(60, draw.integers(1, LONGEST + 1), replace=False).tolist() for _ in range(count)]
+
+
+def written(path, rows, **columns):
+    table = pa.table({"user": [f"user {n}" for n in range(len(rows))], "history": rows, **columns})
+    pq.write_table(table, path, row_group_size=3)
+    return path
+
+
+def digest(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("count", [1, 4, 11])
+def test_the_best_items_of_each_row(models, tmp_path, count):
+    full, rows = models[1][0], histories(count)
+    out = tmp_path / "out.parquet"
+    assert score_file(written(tmp_path / "in.parquet", rows), out, full, SMALL) == count
+    table = pq.read_table(out)
+    assert (
+        table.column_names == ["user", "items", "scores"]
+        and table["user"].to_pylist()[-1] == f"user {count - 1}"
+    )
+    items, scores = full.retrieve(rows, 5)
+    assert table["items"].to_pylist() == items.tolist()
+    found = torch.from_numpy(table["scores"].combine_chunks().flatten().to_numpy().copy()).reshape(-1, 5)
+    assert torch.equal(found, scores)
+    assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".")] == []
+
+
+def test_candidates_words_and_no_rows(models, tmp_path):
+    full, worded = models[1][0], models[1][2]
+    rows, candidates = histories(7), [*histories(6, seed=2), []]
+    source = written(tmp_path / "in.parquet", rows, wanted=candidates)
+    score_file(source, tmp_path / "out.parquet", full, ScoreConfig(candidates="wanted", batch=3, part=4))
+    table = pq.read_table(tmp_path / "out.parquet")
+    assert table.column_names == ["user", "scores"]
+    for row, items, scores in zip(rows, candidates, table["scores"].to_pylist(), strict=True):
+        want = full.scores(row, torch.tensor(items, dtype=torch.int64))[0]
+        assert torch.equal(torch.tensor(scores, dtype=torch.float32), want)
+    words = [[f"item {n}" for n in row] for row in rows]
+    score_file(written(tmp_path / "w.parquet", words), tmp_path / "w-out.parquet", worded, SMALL)
+    assert pq.read_table(tmp_path / "w-out.parquet")["items"].to_pylist() == worded.retrieve(words, 5)[0]
+    empty = pa.table({"history": pa.array([], pa.list_(pa.int64()))})
+    pq.write_table(empty, tmp_path / "none.parquet")
+    assert score_file(tmp_path / "none.parquet", tmp_path / "none-out.parquet", full, SMALL) == 0
+    assert pq.read_table(tmp_path / "none-out.parquet").column_names == ["items", "scores"]
+
+
+@pytest.mark.parametrize("killed_at", [0, 1, 2, 3])
+def test_a_killed_run_goes_on_with_the_same_bytes(models, tmp_path, monkeypatch, killed_at):
+    full, source = models[1][0], written(tmp_path / "in.parquet", histories(14))
+    score_file(source, tmp_path / "whole.parquet", full, SMALL)
+    best, calls = Predictor.best_of, []
+
+    def dies(self, *given):
+        calls.append(1)
+        if len(calls) == 2 * killed_at + 1:  # two batches a part
+            raise KeyboardInterrupt
+        return best(self, *given)
+
+    monkeypatch.setattr(Predictor, "best_of", dies)
+    out = tmp_path / "out.parquet"
+    with pytest.raises(KeyboardInterrupt):
+        score_file(source, out, full, SMALL)
+    assert not out.exists()
+    calls.clear()
+    monkeypatch.setattr(Predictor, "best_of", lambda self, *given: calls.append(1) or best(self, *given))
+    score_file(source, out, full, SMALL)
+    assert len(calls) == 7 - 2 * killed_at and digest(out) == digest(tmp_path / "whole.parquet")
+
+
+def test_parts_of_another_run_are_refused(models, tmp_path, monkeypatch):
+    source, out = written(tmp_path / "in.parquet", histories(9)), tmp_path / "out.parquet"
+    with monkeypatch.context() as broken:
+        broken.setattr("tritonrec.serving.score_file._join", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            score_file(source, out, models[1][0], SMALL)
+    for model, config, name in (
+        (models[1][1], SMALL, "model"), (models[1][0], ScoreConfig(batch=3, part=4, k=6), "settings"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"another {name}: remove it"):
+            score_file(source, out, model, config)
+    written(source, histories(9, seed=5))
+    with pytest.raises(ValueError, match=r"another .*modified"):
+        score_file(source, out, models[1][0], SMALL)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "options", "says"),
+    [
+        ([[1], [2], [*range(LONGEST + 1)]], {}, [], "row 2: history 0 has 13 items"),
+        ([[1], [], [3]], {}, [], "row 1: history 0 has 0 items"),
+        ([[1], None], {}, [], "row 1: column 'history' has no history"),
+        ([[1]], {}, ["--history", "events"], "no column 'events'"),
+        ([[1]], {"scores": [1.0]}, [], "has a column 'scores' already"),
+        ([[1]], {}, ["--k", "61"], "error: k must be in [1, 59]"),
+        ([[1]], {"at": [[1, 2]]}, ["--timestamps", "at"], "lists of other lengths"),
+    ],
+)
+def test_what_cannot_be_scored_is_named(models, tmp_path, rows, columns, options, says):
+    source, out = written(tmp_path / "in.parquet", rows, **columns), tmp_path / "out.parquet"
+    words = ["score", str(source), str(out), "--model", str(models[0][0]), *options]
+    result = CliRunner(env={"COLUMNS": "400"}).invoke(app, words)
+    assert result.exit_code == 2 and says in " ".join(result.output.split()), result.output
+    assert not out.exists()
+
+
+def test_the_command(models, tmp_path):
+    source, out = written(tmp_path / "in.parquet", histories(5)), tmp_path / "out.parquet"
+    words = ["score", str(source), str(out), "--model", str(models[0][0]), "--k", "3"]
+    result = CliRunner(env={"COLUMNS": "400"}).invoke(app, words)
+    assert result.exit_code == 0 and "scored 5 rows" in result.output, result.output
+    assert pq.read_table(out)["items"].to_pylist() == models[1][0].retrieve(histories(5), 3)[0].tolist()

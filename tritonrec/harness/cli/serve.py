@@ -1,0 +1,64 @@
+"""The command `serve`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...nn import HSTU
+from ...optional import require
+from ...serving.server import ServerConfig
+from ...serving.server.settings import token_of
+from .export import trained_model
+from .options import with_options
+from .outputs import checked
+
+CONFIG = ServerConfig()
+
+
+@with_options(first=("port",))
+def serve(
+    model: Annotated[Path | None, typer.Argument(help="Folder or URL of tritonrec export.")] = None,
+    config: ServerConfig = CONFIG,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; one that others reach needs a token.")
+    ] = "127.0.0.1",
+    token_file: Annotated[
+        Path | None, typer.Option(help="File of the token; by default the variable TRITONREC_TOKEN.")
+    ] = None,
+    follow: Annotated[
+        str | None, typer.Option(help="URL that a trainer publishes to; its versions are served.")
+    ] = None,
+    cached: Annotated[
+        Path | None,
+        typer.Option(help="Checkpoint of the training, for HSTU: keep keys and values of users' events."),
+    ] = None,
+    memory: Annotated[str, typer.Option(help="Of --cached, such as 512MiB.")] = "2GiB",
+) -> None:
+    """Serve an exported model over HTTP, with the bits of its Predictor.
+
+    Items and scores, in batches of all that ask at one time; users' events; clicks of a DLRM.
+    SIGTERM ends it when all requests are answered, SIGHUP reads the folder again. A page to try it is at /,
+    the description of all paths at /docs. Python: tritonrec.serving.server.
+    """
+
+    def run() -> None:
+        for package in ("fastapi", "uvicorn", "prometheus_client"):
+            require(package, "tritonrec serve")
+        if model is None and follow is None:
+            raise ValueError("give a MODEL, or --follow URL")
+        from ...serving.server.run import Source, serve
+
+        sizes = None
+        if cached is not None:
+            trained = trained_model(cached, None, "serve without --cached")
+            if not isinstance(trained, HSTU):
+                raise ValueError(f"--cached serves HSTU, and {cached} has {type(trained).__name__}")
+            sizes = trained.config
+        source = Source(model, sizes, memory, follow)
+        serve(source, replace(config, host=host), token_of(token_file))
+
+    checked(run)

@@ -1,0 +1,156 @@
+"""Whether the server answers as the trainer's model scores, whatever asks at one time, and faults of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...data import NextItemLoader
+from ...nn import HSTU
+from ...pipeline import Trainer, next_item_scores
+from ...serving import Predictor, export, top_k
+from ..job import Loader
+from .exported import USERS
+from .state import Comparison
+
+PACKAGES = ("fastapi", "httpx", "prometheus_client", "uvicorn")
+ABSENT = [name for name in PACKAGES if find_spec(name) is None]
+"""Packages without which the server cannot be verified."""
+SERVER_PARTS = ["scores, answered", "items, answered"]
+"""What rank 0 compares."""
+K = 5
+Answer = Callable[[Sequence[Any]], list[Any]]
+"""Of a batch of requests, `tritonrec.serving.server.model.Served.answer`."""
+
+
+def compare_server(
+    trainer: Trainer,
+    loader: Loader,
+    comparison: Comparison,
+    step: int,
+    folder: str,
+    half: int,
+    answers: Callable[[Answer], Answer],
+) -> int:
+    """Ask a server in this process for held-out users, over two versions, and compare with the trainer.
+
+    All users ask at one time: half of them by their history, half by events that were sent before, whose keys
+    and values are cached. The server begins with the export of the checkpoint of step `half`, and is told to
+    reload when `folder`'s export of the last one is there. The answers of the first version are compared with
+    those of `Predictor`, the last ones with scores of the trainer's model. `answers` changes how a batch is
+    answered. Collective; rank 0 serves, and the others return 0. Returns how many requests were answered
+    together with others.
+    """
+    trained, tables = trainer.dense.evaluated, trainer.whole_tables()
+    if trainer.program.communicators.rank:
+        return 0
+    from fastapi.testclient import TestClient
+
+    from ...serving.server import ServerConfig
+    from ...serving.server.app import create_app
+    from ...serving.server.model import Served
+
+    assert isinstance(loader, NextItemLoader) and isinstance(trained, HSTU)
+    before, after = Path(folder, "before-server"), Path(folder, "export")
+    export(Path(folder, "checkpoint"), before, deepcopy(trained).cpu(), step=half)
+    history = next(iter(loader.evaluation_batches(USERS))).history
+    events = [
+        {"items": history.ids[first:last].tolist(), "timestamps": history.timestamps[first:last].tolist()}
+        for first, last in pairwise(history.offsets.tolist())
+    ]
+    paths, together = [before, after], [0]
+    served = Served(lambda: Predictor.load(paths.pop(0)), deepcopy(trained).cpu(), "64MiB")
+    answer = answers(served.answer)
+
+    def counted(requests: Sequence[Any]) -> list[Any]:
+        together[0] += len(requests) * (len(requests) > 1)
+        return answer(requests)
+
+    served.answer = counted  # type: ignore[method-assign]
+    app = create_app(lambda: served, ServerConfig(latency=100.0, timeout=600.0), "token")
+    with TestClient(app, base_url="http://localhost") as client, ThreadPoolExecutor(USERS) as pool:
+        client.headers["authorization"] = "Bearer token"
+
+        def ask(path: str, more: dict[str, Any]) -> list[dict[str, Any]]:
+            """What all users are answered at one time."""
+            bodies = [
+                {"users": [str(user)]} if user % 2 else
+                {"histories": [each["items"]], "timestamps": [each["timestamps"]]}
+                for user, each in enumerate(events)
+            ]  # fmt: skip
+            return [*pool.map(lambda body: client.post(path, json=body | more).json(), bodies)]
+
+        def ask_all() -> tuple[Tensor, Tensor, Tensor]:
+            scores = ask("/score", {"items": loader.catalogue.tolist()})
+            best = ask("/retrieve", {"k": K})
+            of_best, items = (torch.tensor([each[name][0] for each in best]) for name in ("scores", "items"))
+            return torch.tensor([each["scores"][0] for each in scores]), of_best, items
+
+        for user, each in enumerate(events):
+            client.put(f"/user/{user}/events", json=each)
+        first = ask_all()
+        client.post("/reload")
+        last = ask_all()
+    full, exported = Predictor.load(before), Predictor.load(after)
+    scores = next_item_scores(trained.eval(), tables, loader.catalogue, trainer.config.precision)(history)
+    trained.train()
+    expected = [full.scores(history, loader.catalogue), scores]
+    there = [torch.isin(loader.catalogue, each.item_ids) for each in (full, exported)]
+    best = [_best(each, history, loader.catalogue, rows) for each, rows in zip(expected, there, strict=True)]
+    want = torch.cat([each.flatten() for each in (*expected, *(scores for _, scores in best))])
+    got = torch.cat([each.flatten() for each in (first[0], last[0], first[1], last[1])])
+    comparison.compare_answers(step, SERVER_PARTS[0], want, got)
+    comparison.compare_answers(
+        step, SERVER_PARTS[1], torch.cat([i for i, _ in best]), torch.cat([first[2], last[2]])
+    )
+    return together[0]
+
+
+def _best(scores: Tensor, history: Any, catalogue: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
+    """The best items with a row without those of the history, and their scores, from the scores of all."""
+    scores = scores.masked_fill(~there, -torch.inf)
+    for user, (first, last) in enumerate(pairwise(history.offsets.tolist())):
+        scores[user, torch.isin(catalogue, history.ids[first:last])] = -torch.inf
+    places, found = top_k(scores, K)
+    return catalogue[places], found
+
+
+def to_the_next_request(answer: Answer) -> Answer:
+    """Each answer of a batch goes to the request before."""
+
+    def wrong(requests: Sequence[Any]) -> list[Any]:
+        found = answer(requests)
+        return found[1:] + found[:1]
+
+    return wrong
+
+
+def answers_kept(answer: Answer) -> Answer:
+    """An answer is kept for all that ask the same, also when another version is served."""
+    kept: dict[str, Any] = {}
+
+    def wrong(requests: Sequence[Any]) -> list[Any]:
+        found = answer(requests)
+        return [kept.setdefault(repr(request), each) for request, each in zip(requests, found, strict=True)]
+
+    return wrong
+
+
+def history_not_left_out(answer: Answer) -> Answer:
+    """Items of the history are among the best."""
+
+    def wrong(requests: Sequence[Any]) -> list[Any]:
+        for request in requests:
+            if hasattr(request, "exclude"):
+                request.exclude = None
+        return answer(requests)
+
+    return wrong

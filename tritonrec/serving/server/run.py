@@ -1,0 +1,115 @@
+"""The server as processes: uvicorn, its workers, and signals."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import parent_process
+from threading import Thread
+from typing import Any
+
+import torch
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.supervisors import Multiprocess
+
+from ...files import ScratchFolder
+from ...files.places import Place, place_of
+from ...nn import HSTU, HSTUConfig
+from ..manifest import read_manifest
+from ..predictor import Predictor
+from .app import DEFAULTS, create_app
+from .follow import open_follower
+from .guard import Impatient
+from .metrics import DIRECTORY
+from .model import Served
+from .settings import ServerConfig
+
+log = logging.getLogger("tritonrec.server")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the model is.
+
+    Args:
+        path: of the export; None where `follow` is alone. sizes: of the HSTU, for cached inference within
+            `memory`. follow: the URL that a trainer publishes to.
+    """
+
+    path: Place | str | None
+    sizes: HSTUConfig | None = None
+    memory: str = "2GiB"
+    follow: str | None = None
+
+    def open(self, config: ServerConfig) -> Served:
+        """Read it."""
+        load = None if self.path is None else partial(Predictor.load, self.path)
+        model = None if self.sizes is None else HSTU(self.sizes)
+        return Served(load, model, self.memory, config.workers == 1, config.max_users)
+
+
+def _app(source: Source, config: ServerConfig, token: str | None, served: Served | None = None) -> FastAPI:
+    """Of one worker."""
+    if config.workers > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.workers))
+        Thread(target=_end_with_parent, daemon=True).start()
+    follow = None if source.follow is None else partial(open_follower, source.follow)
+    return create_app(lambda: served or source.open(config), config, token, follow)
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would keep the port."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Workers(Multiprocess):
+    """Starts a worker in the place of one that has died. SIGHUP is for each of them."""
+
+    def handle_hup(self) -> None:
+        """As of its base."""
+        for worker in self.processes:
+            if worker.pid is not None:
+                os.kill(worker.pid, signal.SIGHUP)
+
+
+def serve(source: Source, config: ServerConfig = DEFAULTS, token: str | None = None) -> None:
+    """Serve until SIGTERM or SIGINT; requests that are there are answered, new ones refused.
+
+    Raises ValueError for a host that others reach where there is no `token`, and as `Predictor.load`.
+    """
+    if token is None and not config.is_loopback:
+        raise ValueError(
+            f"{config.host} can be reached by others: give --token-file or the variable TRITONREC_TOKEN"
+        )
+    if config.workers > 1 and source.sizes is not None:
+        raise ValueError("a cache of users' keys and values needs one worker: each would have its own")
+    options: dict[str, Any] = {
+        "host": config.host, "port": config.port, "workers": config.workers, "factory": True,
+        "http": partial(Impatient, limits=config), "ws": "none", "lifespan": "on",
+        "log_level": "warning", "access_log": False, "server_header": False,
+        "timeout_keep_alive": 5, "timeout_graceful_shutdown": int(config.timeout) + 5,
+        "timeout_worker_healthcheck": 120,  # a worker that loads is no dead one
+    }  # fmt: skip
+    served = None
+    if config.workers == 1:
+        served = source.open(config)  # before there is a socket, and an error is one sentence
+    elif source.path is not None:
+        read_manifest(place_of(source.path))
+    server = uvicorn.Config(partial(_app, source, config, token, served), **options)
+    listening = server.bind_socket()
+    listening.listen(2048)  # who comes before the workers are there waits
+    print(f"serving at http://{config.host}:{listening.getsockname()[1]}", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again when all is answered
+    if config.workers == 1:
+        uvicorn.Server(server).run([listening])
+        return
+    with ScratchFolder() as folder:
+        os.environ[DIRECTORY] = folder
+        Workers(server, [listening]).run()
