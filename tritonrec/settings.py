@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ MOST = 2**31 - 1
 """Of a count, where no smaller number is absurd."""
 MOST_SEED = 2**63 - 1
 KEY = "setting"
+_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 Plan = TypeVar("Plan")
 
 
@@ -83,3 +85,13 @@ def with_values(plan: Plan, values: Mapping[str, Any]) -> Plan:
 
 def _holds_settings(each: Field, value: Any) -> bool:
     return KEY not in each.metadata and is_dataclass(value)
+
+
+def bytes_of(memory: int | str) -> int:
+    """A number of bytes, or ``"2GiB"``; ValueError for anything else."""
+    if isinstance(memory, int) and not isinstance(memory, bool) and memory >= 0:
+        return memory
+    found = re.fullmatch(r"(\d+) ?([KMGT]iB|)", memory) if isinstance(memory, str) else None
+    if found is None:
+        raise ValueError(f"memory must be bytes, or such as '512MiB' or '2GiB', got {memory!r}")
+    return int(found[1]) * _UNITS[found[2]]

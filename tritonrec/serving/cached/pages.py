@@ -11,7 +11,6 @@ Where no page is free, the users who were not used for longest lose all of their
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
@@ -21,21 +20,10 @@ from torch import Tensor
 
 PAGE = 64
 """Tokens of a page."""
-_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 class CacheMemoryError(ValueError):
     """The memory of a cache is less than what one user needs."""
-
-
-def bytes_of(memory: int | str) -> int:
-    """A number of bytes, or ``"2GiB"``; ValueError for anything else."""
-    if isinstance(memory, int) and not isinstance(memory, bool) and memory >= 0:
-        return memory
-    found = re.fullmatch(r"(\d+) ?([KMGT]iB|)", memory) if isinstance(memory, str) else None
-    if found is None:
-        raise ValueError(f"memory must be bytes, or such as '512MiB' or '2GiB', got {memory!r}")
-    return int(found[1]) * _UNITS[found[2]]
 
 
 def pages_of(tokens: int) -> int:

@@ -18,11 +18,12 @@ from ...data.jagged import offsets_of
 from ...files.places import Place
 from ...kernels.autocast import DTYPES
 from ...nn import HSTU
+from ...settings import bytes_of
 from ..histories import Ids, array_of, times_of, told
 from ..predictor import Predictor, UnknownIds
 from ..programs import NEXT_ITEM
 from .encoder import Step, check_equal, encode_new, give_weights
-from .pages import Cached, Pages, bytes_of, pages_of
+from .pages import Cached, Pages, pages_of
 
 GROUP_TOKENS = 16384
 """Tokens of the users that are computed together, at most, unless one has more."""
