@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import mmap
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -48,12 +49,10 @@ class Slots:
 
     def __init__(self, path, rows, size, threads=1, ahead=False):
         self.size, self.threads, self.ahead = size, threads, ahead
-        self.file = open(path / "rows", "w+b", buffering=0)
+        self.file = os.fdopen(os.open(path / "rows", os.O_RDWR | os.O_CREAT), "r+b", buffering=0)
         block = bytes(np.ones(size << 14, np.uint8))
-        for start in range(0, rows * size, len(block)):
+        for start in range(os.fstat(self.file.fileno()).st_size, rows * size, len(block)):
             self.file.write(block[: rows * size - start])
-        os.fsync(self.file.fileno())
-        os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         self.pool = ThreadPoolExecutor(threads)
 
@@ -78,7 +77,7 @@ class Direct(Slots):
 
     def __init__(self, path, rows, size, threads):
         super().__init__(path, rows, size, threads)
-        self.file = open(os.open(path / "rows", os.O_RDWR | os.O_DIRECT), "r+b", buffering=0)
+        self.file = os.fdopen(os.open(path / "rows", os.O_RDWR | os.O_DIRECT), "r+b", buffering=0)
         self.memory = mmap.mmap(-1, PAGE << 15)
         self.pages = np.frombuffer(self.memory, np.uint8).reshape(-1, PAGE)
 
@@ -120,7 +119,7 @@ class Lmdb:
 
         self.size = size
         self.base = lmdb.open(str(path), map_size=rows * size * 4, sync=False, writemap=True, readahead=False)
-        for start in range(0, rows, 1 << 16):
+        for start in range(self.base.stat()["entries"], rows, 1 << 16):
             with self.base.begin(write=True) as to:
                 values = (
                     (i.to_bytes(8, "big"), b"1" * size) for i in range(start, min(start + (1 << 16), rows))
@@ -144,10 +143,10 @@ class Rocks:
     def __init__(self, path, rows, size):
         from rocksdict import Options, Rdict, WriteBatch, WriteOptions
 
-        options = Options(raw_mode=True)
+        there, options = (path / "rocks").exists(), Options(raw_mode=True)
         self.base, self.batch, self.how = Rdict(str(path / "rocks"), options), WriteBatch, WriteOptions()
         self.how.disable_wal = True
-        for start in range(0, rows, 1 << 16):
+        for start in range(0, 0 if there else rows, 1 << 16):
             batch = WriteBatch(raw_mode=True)
             for i in range(start, min(start + (1 << 16), rows)):
                 batch.put(i.to_bytes(8, "big"), b"1" * size)
@@ -207,11 +206,20 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
     random = np.random.default_rng(1)
     made = batches(options.rows, options.steps + 3, options.batch, random)
     with tempfile.TemporaryDirectory(dir=options.path) as folder:
-        warm = Slots(Path(folder), 64, options.bytes)
-        warm._run(False, np.arange(4), np.empty((4, options.bytes), np.uint8))
-        store = STORES[name](Path(folder), options.rows, options.bytes)
-        os.sync()
+        with tempfile.TemporaryDirectory() as small:  # compiles
+            warm = Slots(Path(small), 64, options.bytes)
+            warm._run(False, np.arange(4), np.empty((4, options.bytes), np.uint8))
+        made_by = multiprocessing.get_context("fork").Process(
+            target=STORES[name], args=(Path(folder), options.rows, options.bytes)
+        )
+        made_by.start()
+        made_by.join()
+        for file in (each for each in Path(folder).rglob("*") if each.is_file()):  # none of it in memory
+            with file.open("r+b") as opened:
+                os.fsync(opened.fileno())
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         under = limited(options.memory)
+        store = STORES[name](Path(folder), options.rows, options.bytes)
         read, write, before = [], [], io()
         for number, rows in enumerate(made):
             if number == 3:

@@ -18,17 +18,17 @@ PLACE_BYTES = 4 + 8 + 1 + 1
 class DiskStorage(RowStorage):
     """Each handle has a row in a file. While a row is in memory, memory has its value.
 
-    A lookup brings the rows of its batch into memory (NestPipe, section IV.A: they are known a batch ahead).
-    Other rows leave: those that the hand of a clock comes to, which passes a row over once for each of its last
-    uses, and the rows of the last two lookups always, since they are in the pipeline's buffers::
+    A lookup brings the rows of its batch into memory (NestPipe, section IV.A: they are known a batch
+    ahead). Other rows leave: those that the hand of a clock comes to, which passes a row over once for each
+    of its last uses, and the rows of the last two lookups always, since they are in the pipeline's buffers::
 
         place             0   1   2   3   4         lookup 10 misses row 9, the hand is at 1
         row               4   7   1   0   2
         last lookup       8   9   6   7   3         place 1 is of the last lookup, 2 was used once more,
         uses              0   2   1   0   0    ->   and row 0 leaves place 3; it is written if it was updated
 
-    A new row gets a place at once, and is written when it leaves. Rows that find no place are read and written
-    in the file. Which rows are in memory changes no value. A call that fails leaves every row as it was.
+    A new row gets a place at once, and is written when it leaves. Rows that find no place are read and
+    written in the file. Which rows are in memory changes no value. A lookup that fails changes none.
 
     Args:
         path: the directory of the file; see `RowFile`. memory: bytes of the rows in memory.
@@ -43,8 +43,8 @@ class DiskStorage(RowStorage):
         count = memory // (size + PLACE_BYTES)
         if count < 1:
             raise ValueError(
-                f"memory={memory} bytes of a table on disk hold no row of {size + PLACE_BYTES} bytes: two batches' "
-                "rows should fit"
+                f"memory={memory} bytes of a table on disk hold no row of {size + PLACE_BYTES} bytes: two "
+                "batches' rows should fit"
             )
         self._file = RowFile(path, size)
         self._memory = torch.empty(count, row_width, dtype=torch.float32)
@@ -133,8 +133,8 @@ class DiskStorage(RowStorage):
             self._outside = missing[self._place(missing) < 0]
 
     def _bring(self, handles: torch.Tensor, before: int, new: bool = False) -> torch.Tensor:
-        """Give places to rows of `handles` (K,), of those that no lookup since `before` has used, and read them
-        unless they are `new`; returns the handles of the first ones, for which there were places.
+        """Give places to rows of `handles` (K,), of rows that no lookup since `before` has used, and read
+        them unless they are `new`; returns the handles of the first ones, for which there were places.
         """
         places = torch.empty(len(handles), dtype=torch.int64)
         count, hand = numba_disk.choose(

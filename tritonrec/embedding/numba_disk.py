@@ -21,8 +21,8 @@ _WILLNEED = 3  # of POSIX_FADV_*, on Linux
 
 @njit(cache=True, nogil=True)
 def announce(file, rows, size):
-    """Begin to read the pages of the rows (K,) of `size` bytes, all at once: a disk has many queues, and a call
-    that reads or changes a part of a page waits for it.
+    """Begin to read the pages of the rows (K,) of `size` bytes, all at once: a disk has many queues, and a
+    call that reads or changes a part of a page waits for it.
     """
     if len(rows) < 2:
         return

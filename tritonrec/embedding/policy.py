@@ -69,8 +69,8 @@ class Placement:
             return f"keys and rows on {self.device}, looked up there"
         if chosen.storage == "disk":
             return (
-                f"keys in host memory, looked up by the host; rows in a file in {self.path}, {self.memory} of "
-                "recent lookups in host memory"
+                f"keys in host memory, looked up by the host; rows in a file in {self.path}, {self.memory} "
+                "of recent lookups in host memory"
             )
         return (
             f"keys on {self.device}, looked up there; rows in host memory, {self.cache_rows:,} of recent "

@@ -291,8 +291,8 @@ class TrainedTable:
         """Bytes allocated on this rank, by purpose, and bytes saved by low precision.
 
         key_structure, candidates (keys, counts and steps of keys that are not admitted yet), metadata
-        (scores, access counts, locations, free rows), fp32_values, fp16_values, saved_by_fp16 (rows in use), and
-        disk, which are bytes of a file.
+        (scores, access counts, locations, free rows), fp32_values, fp16_values, saved_by_fp16 (rows in use),
+        and disk, which are bytes of a file.
         """
         stored, candidates = self._rows.memory(), self._candidates
         stored["metadata"] += self._metadata.nbytes
