@@ -16,7 +16,7 @@ class DictTable:
     """
 
     device, padded = torch.device("cpu"), False
-    cached = 0
+    cached, disk_rows = 0, (0, 0)
 
     def __init__(self, placement, dim, row_width, initial_rows, slots, chunk_rows, tiers):
         self.dim, self.row_width, self.initial_rows = dim, row_width, initial_rows
@@ -90,4 +90,5 @@ class DictTable:
 
     def memory(self):
         saved = 2 * self.row_width * len(self.low)
-        return {"key_structure": 0, "metadata": 0, "fp32_values": 0, "fp16_values": 0, "saved_by_fp16": saved}
+        none = dict.fromkeys(("key_structure", "metadata", "fp32_values", "fp16_values", "disk"), 0)
+        return {**none, "saved_by_fp16": saved}

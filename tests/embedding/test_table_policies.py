@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from itertools import product
+from tempfile import gettempdir
 from types import SimpleNamespace
 
 import numpy as np
@@ -417,14 +418,18 @@ def test_policies_equal_the_naive_table(eviction, admission, window, tiers):
     )
 
 
-@pytest.mark.parametrize("storage", ["device", "cached"])
+ON_DISK = Placement("disk", path=gettempdir(), memory="150")
+
+
+@pytest.mark.parametrize("storage", ["device", "cached", "disk"])
 @pytest.mark.parametrize(
     ("eviction", "admission", "tiers"),
     slow_except([("lru", 2, "tiers")], product(EVICTIONS, (1, 2), TIERS)),
 )
 def test_policies_are_the_same_wherever_the_rows_are(storage, eviction, admission, tiers):
     policy = TablePolicy(EVICTIONS[eviction], admission, TIERS[tiers], 3)
-    placements = Placement(storage, cache_rows=5), Placement(), Placement("cached", cache_rows=5)
+    other = Placement(storage, cache_rows=5) if storage != "disk" else ON_DISK
+    placements = other, Placement(), Placement("cached", cache_rows=5)
     attributes = {"policy": policy, "placements": placements}
     machine = type("Machine", (TableAgainstRules,), attributes)
     run_state_machine_as_test(

@@ -1,6 +1,7 @@
 """Promise: where tables are changes no bit, however small caches and chunks; what cannot run is named."""
 
 from itertools import product
+from tempfile import gettempdir
 
 import pytest
 import torch
@@ -32,6 +33,8 @@ PLACES = {
     "device": Placement("device"),
     "cached": Placement("cached", cache_rows=6),
     "one_row_cached": Placement("cached", cache_rows=1),
+    "disk": Placement("disk", path=gettempdir(), memory="600"),
+    "one_row_on_disk": Placement("disk", path=gettempdir(), memory="100"),
 }
 POLICIES = {
     "none": TablePolicy(),
@@ -118,8 +121,8 @@ def test_a_model_of_tables_here_and_there_has_the_bits_of_the_reference(data):
 @pytest.mark.parametrize(
     ("place", "skip_fetch"),
     slow_except(
-        [("device", True), ("one_row_cached", False)],
-        product(["device", "cached", "one_row_cached"], [False, True]),
+        [("device", True), ("one_row_cached", False), ("one_row_on_disk", True)],
+        product(["device", "cached", "one_row_cached", "disk", "one_row_on_disk"], [False, True]),
     ),
 )
 def test_rows_loaded_and_erased_between_runs_are_seen_by_the_next(place, skip_fetch):
@@ -150,7 +153,7 @@ def by_key(tables):
 @pytest.mark.parametrize(
     "places",
     [
-        ("host", "device", "cached", "host"),
+        ("host", "device", "cached", "disk", "host"),
         pytest.param(("cached", "host", "device"), marks=pytest.mark.slow),
     ],
 )
@@ -184,7 +187,7 @@ def test_checkpoints_and_deltas_move_between_storages(tmp_path, places):
 @pytest.mark.parametrize("skip_fetch", slow_except([True], [False, True]))
 def test_tables_can_be_emptied_and_loaded_after_a_step_that_failed_half_way(skip_fetch):
     window = {"micro_batches": 2, "skip_fetch": skip_fetch}
-    places = "device", "cached", "one_row_cached"
+    places = "device", "disk", "one_row_cached"
     saved, made = parts(*places), parts(*places)
     trained(saved, "nestpipe", [batch(step) for step in range(3)], **window)
     forward = made[0].forward
@@ -208,9 +211,16 @@ def test_tables_can_be_emptied_and_loaded_after_a_step_that_failed_half_way(skip
 
 
 WRONG = [
-    (lambda: Placement("cuda"), "storage must be auto, host, device, cached, got 'cuda'"),
+    (lambda: Placement("cuda"), "storage must be auto, host, device, cached, disk, got 'cuda'"),
     (lambda: Placement("cached", cache_rows=0), "cache_rows"),
     (lambda: Placement("cached", cache_rows=2**29 + 1), "cache_rows"),
+    (lambda: Placement("disk"), "tables on disk need a directory, .* got storage='disk' with path=''"),
+    (lambda: Placement(path="here"), "others take none: got storage='auto' with path='here'"),
+    (lambda: Placement("disk", path="here", memory="much"), "memory must be bytes, .* got 'much'"),
+    (
+        lambda: DynamicTable(3, placement=Placement("disk", path=gettempdir(), memory="25")),
+        "memory=25 bytes of a table on disk hold no row of 26 bytes",
+    ),
     (lambda: DynamicTable(3, placement=Placement("device", "nowhere")), "device 'nowhere'"),
     (lambda: DynamicTable(3, placement=Placement("device", "")), "device ''"),
     (lambda: DynamicTable(3, placement=Placement(device="nowhere")), "device 'nowhere'"),

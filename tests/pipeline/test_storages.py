@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from tempfile import gettempdir
 from types import SimpleNamespace
 
 import pytest
@@ -36,6 +37,7 @@ OVER_RANKS = {
     "lfu": TablePolicy(Eviction("lfu", capacity=30)),
     "ttl": TablePolicy(Eviction("ttl", ttl=1)),
 }
+OF_CACHES = "cached", "disk_read", "disk_written"
 WINDOWS = {
     "plain": {},
     "first_use": {"first_use": True},
@@ -46,7 +48,7 @@ WINDOWS = {
 }
 CASES = [
     (storage, mode, policy, window)
-    for storage in ("device", "cached")
+    for storage in ("device", "cached", "disk")
     for mode in ("sequential", "dbp", "fwp", "nestpipe")
     for policy in POLICIES
     for window, config in WINDOWS.items()
@@ -56,7 +58,14 @@ QUICK = [
     ("device", "nestpipe", "none", "both"), ("cached", "nestpipe", "none", "both"),
     ("device", "dbp", "all", "skip_fetch"), ("cached", "nestpipe", "all", "first_use"),
     ("device", "fwp", "admission", "no_dedup"), ("cached", "sequential", "lru", "plain"),
+    ("disk", "nestpipe", "all", "both"), ("disk", "dbp", "tiers", "plain"), ("disk", "nestpipe", "lru", "no_dedup"),
 ]  # fmt: skip
+
+
+def at(storage):
+    if storage == "disk":
+        return Placement("disk", path=gettempdir(), memory="2KiB")
+    return Placement(storage, cache_rows=25)
 
 
 def parts(policy, placement=None):
@@ -69,23 +78,24 @@ def parts(policy, placement=None):
 @pytest.mark.parametrize(("storage", "mode", "policy", "window"), slow_except(QUICK, CASES))
 def test_every_place_ends_at_the_bits_of_the_reference(storage, mode, policy, window):
     expected, losses = trained(parts(policy), "reference", "batch", batches())
-    made = parts(policy, Placement(storage, cache_rows=25))
+    made = parts(policy, at(storage))
     got, results = trained(made, mode, "batch", batches(), **WINDOWS[window])
     assert same(got, expected)
     assert all(torch.equal(a.losses, b.losses) for a, b in zip(losses, results, strict=True))
     counters = made[1].groups[0].table.counters
-    assert (counters.cached > 0) == (storage == "cached")
+    assert (counters.cached > 0) == (storage in ("cached", "disk"))
+    assert (counters.disk_read > 0 and counters.disk_written > 0) == (storage == "disk")
 
 
-@pytest.mark.parametrize("storage", ["device", "cached"])
+@pytest.mark.parametrize("storage", ["device", "cached", "disk"])
 def test_what_a_device_counts_is_what_the_host_counts(storage):
     """One stage after another: in a pipeline moves between the tiers depend on the timing."""
     seen = []
-    for placement in (None, Placement(storage, cache_rows=25)):
+    for placement in (None, at(storage)):
         made = parts("all", placement)
         trained(made, "sequential", "batch", batches())
         counters = vars(made[1].groups[0].table.counters)
-        seen.append({name: count for name, count in counters.items() if name != "cached"})
+        seen.append({name: count for name, count in counters.items() if name not in OF_CACHES})
     assert seen[0] == seen[1]
 
 
@@ -113,7 +123,7 @@ def test_two_ranks_choose_as_one_and_foresee_how_many_rows(storage, policy, monk
 
     monkeypatch.setattr(DynamicTable, "_number", noted)
     monkeypatch.setattr(DynamicTable, "_foreseen_by", looks)
-    made = [parts(policy, Placement(storage, cache_rows=25)) for _ in range(2)]
+    made = [parts(policy, at(storage)) for _ in range(2)]
 
     def rank(communicators):
         own = made[communicators.rank]
@@ -132,8 +142,8 @@ def test_two_ranks_choose_as_one_and_foresee_how_many_rows(storage, policy, monk
 def test_a_state_moves_from_place_to_place_in_the_middle_of_a_run():
     expected, _ = trained(parts("all"), "reference", "batch", batches())
     state, dense, done = None, None, 0
-    for storage, count in (("host", 2), ("device", 1), ("cached", 2), ("host", 1)):
-        made = parts("all", Placement(storage, cache_rows=25))
+    for storage, count in (("host", 2), ("device", 1), ("disk", 1), ("cached", 1), ("host", 1)):
+        made = parts("all", at(storage))
         if state is not None:
             made[1].load_state(state)
             DenseModel(made[0], made[2]).load_state_dict(dense)

@@ -17,7 +17,8 @@ from tritonrec.nn import HSTU, FuXi, FuXiConfig, HSTUConfig
 from tritonrec.pipeline import WindowConfig
 from tritonrec.serving import Predictor, export
 from tritonrec.serving.cached import CachedPredictor, CacheMemoryError, encoder
-from tritonrec.serving.cached.pages import PAGE, Pages, bytes_of
+from tritonrec.serving.cached.pages import PAGE, Pages
+from tritonrec.settings import bytes_of
 
 LONGEST = PAGE + 6
 SIZES = {"dim": 16, "layers": 2, "heads": 2, "qk_dim": 8, "v_dim": 12, "max_seq_len": LONGEST}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .row_column import RowColumn
-from .row_storage import RowStorage, stored_low
+from .row_storage import RowStorage, TierMarks
 from .selection import select
 from .stream_lock import StreamLock
 
@@ -36,15 +36,13 @@ class CachedStorage(RowStorage):
         # of a row, by handle: 1 + its cache row, the last lookup that used it, whether to store it in 16 bits
         self._places = RowColumn(torch.int32, device=device)
         self._used = RowColumn(torch.int32, device=device)
-        self._low = RowColumn(torch.bool, device=device)
+        self._low = TierMarks(self.dim, device)
         # of a cache row: 1 + its handle, the last lookup that used it
         self._handles = RowColumn(torch.int32, end=cache_rows, device=device)
         self._recent = RowColumn(torch.int32, end=cache_rows, device=device)
         self._hand = torch.zeros((), dtype=torch.int64, device=device)
         self._lookup, self._size = 1, 0  # lookups so far, and keys of the last one
         self._found = torch.zeros((), dtype=torch.int64, device=device)
-        # to float32, to 16 bits; in host memory a cached row moves when it leaves
-        self._moved = torch.zeros(2, dtype=torch.int64, device=device)
         self._lock = StreamLock(device)  # for columns that grow
         self._moving = StreamLock(device)  # for rows that move while another lane reads the table's state
 
@@ -55,14 +53,15 @@ class CachedStorage(RowStorage):
     def grow(self, end: int) -> None:
         with self._lock:
             self._home.grow(end)
-            for column in (self._places, self._used, self._low):
+            for column in (self._places, self._used):
                 column.grow(end)
 
     def add(self, handles: torch.Tensor, end: int) -> None:
         self.grow(end)
         self._home.add(handles, end)
+        self._low.add(handles, end)
         with self._lock:
-            for column in (self._places, self._used, self._low):
+            for column in (self._places, self._used):
                 column[handles] = 0
 
     def release(self, handles: torch.Tensor) -> None:
@@ -81,11 +80,7 @@ class CachedStorage(RowStorage):
     ) -> None:
         values = values.contiguous()
         if self.tiered:
-            low_precision = stored_low(handles, values, low_precision, self.dim)
-            with self._lock:
-                before = self._low[handles]
-                self._low[handles] = low_precision
-            self._moved += torch.stack([before & ~low_precision, low_precision & ~before]).sum(1)
+            low_precision = self._low.update(handles, values, low_precision)
         places = self._place(handles)
         super().update(places, values)
         self._home.update(torch.where(places < 0, handles, -1), values, low_precision)
@@ -133,8 +128,7 @@ class CachedStorage(RowStorage):
 
     @property
     def moved(self) -> tuple[int, int]:
-        to_full, to_low = self._moved.tolist()
-        return to_full, to_low
+        return self._low.moved  # in host memory a cached row moves when it leaves
 
     def memory(self) -> dict[str, int]:
         columns = (self._places, self._used, self._low, self._handles, self._recent)

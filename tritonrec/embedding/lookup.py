@@ -27,7 +27,8 @@ class Counters:
 
     found: keys looked up that had a row. inserted: rows made for new keys. rejected: lookups of keys that
     are not admitted yet. evicted: rows erased by eviction. promoted, demoted: rows moved to float32 and to
-    16 bits; a new row moves at its first update. cached: rows looked up that were in a device's cache.
+    16 bits; a new row moves at its first update. cached: rows looked up that were in a device's cache, or in
+    the memory of a table on disk. disk_read, disk_written: rows read from a disk, and written to it.
     """
 
     found: int
@@ -37,3 +38,5 @@ class Counters:
     promoted: int
     demoted: int
     cached: int
+    disk_read: int
+    disk_written: int

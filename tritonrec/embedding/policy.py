@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from ..settings import MOST, bytes_of, setting
 
 EvictionPolicy = Literal["lru", "lfu", "ttl"]
-Storage = Literal["auto", "host", "device", "cached"]
+Storage = Literal["auto", "host", "device", "cached", "disk"]
 MAX_CACHE_ROWS = 1 << 29
 ROW_BYTES = 48
 """Of keys and metadata of a row at most: 12 a slot, of which three eighths are in use at least, and 16."""
@@ -23,22 +23,38 @@ class Placement:
             ``"device"``: all of it in the memory of `device`, lookups and updates by its kernels.
             ``"cached"``: keys and metadata on `device`, rows in page-locked host memory, and those of recent
             lookups in a cache on `device` (NestPipe, section IV.A: they are known a batch ahead).
+            ``"disk"``: keys and metadata in host memory, rows in a file, and those of recent lookups in host
+            memory.
             ``"auto"``: host where `device` is a CPU, cached beside an accelerator, as in NestPipe.
-        device: of the tables that are not ``"host"``; a lookup's keys are given there.
+        device: of ``"device"`` and ``"cached"`` tables; a lookup's keys are given there.
         cache_rows: rows of a ``"cached"`` table on the device. Two batches' rows should fit.
+        path: an existing directory, for the files of ``"disk"`` tables. They have no names there and are gone
+            with the process; what lasts is the last checkpoint.
+        memory: of the rows of a ``"disk"`` table in memory, one of each merged table and rank, such as
+            ``"2GiB"``. Two batches' rows should fit.
     """
 
     storage: Storage = setting(
-        "auto", "Tables in host memory, on the device, or cached there; auto: cached beside a GPU."
+        "auto", "Tables in host memory, on the device, cached there, or on disk; auto: cached beside a GPU."
     )
     device: str = "cpu"
     cache_rows: int = setting(1 << 20, "Rows of a cached table on the device.", 1, MAX_CACHE_ROWS)
+    path: str = setting("", "Directory for the files of tables on disk.", option="disk_path")
+    memory: str = setting(
+        "1GiB", "Memory for the rows of each table on disk, such as 512MiB.", option="disk_memory"
+    )
 
     def __post_init__(self) -> None:
         if self.storage not in get_args(Storage):
             raise ValueError(f"storage must be {', '.join(get_args(Storage))}, got {self.storage!r}")
         if not 1 <= self.cache_rows <= MAX_CACHE_ROWS:
             raise ValueError(f"a cache has 1 to {MAX_CACHE_ROWS} rows, got cache_rows={self.cache_rows}")
+        if (self.storage == "disk") != bool(self.path):
+            raise ValueError(
+                f"tables on disk need a directory, and others take none: got storage={self.storage!r} with "
+                f"path={self.path!r}"
+            )
+        bytes_of(self.memory)
 
     def chosen(self) -> Placement:
         """This, with the storage that ``"auto"`` means."""
@@ -53,6 +69,11 @@ class Placement:
             return "keys and rows in host memory, looked up by the host"
         if chosen.storage == "device":
             return f"keys and rows on {self.device}, looked up there"
+        if chosen.storage == "disk":
+            return (
+                f"keys in host memory, looked up by the host; rows in a file in {self.path}, {self.memory} "
+                "of recent lookups in host memory"
+            )
         return (
             f"keys on {self.device}, looked up there; rows in host memory, {self.cache_rows:,} of recent "
             f"lookups on {self.device}"

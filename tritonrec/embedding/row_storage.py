@@ -130,9 +130,15 @@ class RowStorage:
         """See `StoredTable.cached`."""
         return 0
 
+    @property
+    def disk_rows(self) -> tuple[int, int]:
+        """See `StoredTable.disk_rows`."""
+        return 0, 0
+
     def memory(self) -> dict[str, int]:
         """Bytes of values and of locations; `saved_by_fp16` counts rows in use."""
-        return {"metadata": 0, "fp32_values": self._full.nbytes, "fp16_values": 0, "saved_by_fp16": 0}
+        values = {"fp32_values": self._full.nbytes, "fp16_values": 0, "saved_by_fp16": 0}
+        return {"metadata": 0, **values, "disk": 0}
 
     def _locate(self, handles: torch.Tensor) -> torch.Tensor:
         """Locations (K,) int64 of the rows of `handles` (K,); -1 for a handle of -1."""
@@ -225,6 +231,7 @@ class TieredStorage(RowStorage):
             "fp32_values": self._full.nbytes,
             "fp16_values": self._low.nbytes,
             "saved_by_fp16": 2 * self.row_width * len(self._pools[1]),
+            "disk": 0,
         }
 
     def _reserve(self, tier: int, which: torch.Tensor) -> None:
@@ -249,6 +256,50 @@ class TieredStorage(RowStorage):
         return chunked_rows.Chunks(
             full.addresses, low.addresses, full.rows, low.rows, self._chunk_rows, self.dim, self.row_width
         )
+
+
+class TierMarks:
+    """Which rows are to be stored in 16 bits, by handle, of a storage that holds them in float32 meanwhile.
+
+    Args:
+        dim: weights of a row.
+    """
+
+    def __init__(self, dim: int, device: torch.device):
+        self._dim, self._low = dim, RowColumn(torch.bool, device=device)
+        self._moved = torch.zeros(2, dtype=torch.int64, device=device)  # to float32, to 16 bits
+        self._lock = StreamLock(device)  # a column that grows loses what is written meanwhile
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self._low.nbytes
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """See `StoredTable.moved`."""
+        to_full, to_low = self._moved.tolist()
+        return to_full, to_low
+
+    def add(self, handles: torch.Tensor, end: int) -> None:
+        """New rows at `handles` (K,), or -1, below `end`."""
+        with self._lock:
+            self._low.grow(end)
+            self._low[handles] = False
+
+    def update(
+        self, handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Note an update as `StoredTable.update` has it; (K,) bool, the rows to store in 16 bits."""
+        low = stored_low(handles, values, low_precision, self._dim)
+        with self._lock:
+            before = self._low[handles]
+            self._low[handles] = low
+        self._moved += torch.stack([before & ~low, low & ~before]).sum(1)
+        return low
+
+    def __getitem__(self, handles: torch.Tensor) -> torch.Tensor:
+        return self._low[handles]
 
 
 def stored_low(

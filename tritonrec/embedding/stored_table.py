@@ -7,8 +7,10 @@ from collections.abc import Callable
 import torch
 
 from ..kernels.dispatch import usable_device
+from ..settings import bytes_of
 from .cached_storage import CachedStorage
 from .device_index import DeviceIndex
+from .disk_storage import DiskStorage
 from .key_index import KeyIndex
 from .policy import Placement
 from .row_checksums import RowChecksums
@@ -178,6 +180,11 @@ class StoredTable:
         """Rows that `prefetch` found in a cache so far; waits for a device."""
         return self._storage.cached
 
+    @property
+    def disk_rows(self) -> tuple[int, int]:
+        """Rows read from a disk so far, and written to it."""
+        return self._storage.disk_rows
+
     def memory(self) -> dict[str, int]:
         """Bytes allocated, by purpose."""
         stored = self._storage.memory()
@@ -198,9 +205,12 @@ def make_table(
 ) -> StoredTable:
     """A table where `placement` says; `tiers`: with rows in 16 bits.
 
-    Raises ValueError for a device that is not on this machine.
+    Raises ValueError for a device that is not on this machine, OSError for a directory that takes no file.
     """
     placement = placement.chosen()
+    if placement.storage == "disk":
+        rows = DiskStorage(dim, row_width, placement.path, bytes_of(placement.memory), tiers)
+        return StoredTable(KeyIndex(slots), rows, initial_rows)
     device = usable_device("cpu" if placement.storage == "host" else placement.device)
     kind = TieredStorage if tiers else RowStorage
     storage = kind(dim, row_width, chunk_rows, device, on_host=placement.storage == "cached")

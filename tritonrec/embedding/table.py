@@ -204,8 +204,7 @@ class DynamicTable(TrainedTable):
                     other._candidates.erase(self._candidates.state()["keys"])
             if self._evictor is not None and other._evictor is not None:
                 other._evictor.take_over(self._evictor)
-            moved = (*self._rows.moved, self._rows.cached)
-            self._before = [sum(each) for each in zip(self._before, moved, strict=True)]
+            self._before = self._moves()
             self._rows, self._metadata, self._candidates = other._rows, other._metadata, other._candidates
             self._evictor, self._precision = other._evictor, other._precision
             self._snapshots, self._foreseen = (), (-1, -1, {})

@@ -56,13 +56,13 @@ class TrainedTable:
         self.requires_grad = True  # else updates leave the rows as they are
         self._rank: int | None = None  # of a table with checksums, for errors
         self._begin(self.initial_rows)
-        # keys found, inserted, rejected; rows evicted; of tables before this one: rows moved and cached
+        # keys found, inserted, rejected; rows evicted; of tables before this one: `_moves`
         self._looked_up, self._evicted = (
             torch.zeros(size, dtype=torch.int64, device=self.device if self.padded else None)
             for size in (3, ())
         )
         self.written: WrittenRows | None = None  # of a table with copies on other ranks
-        self._before = [0, 0, 0]
+        self._before = [0] * 5
         # `_updating` is held while rows that exist are updated, moved or erased; `_lock` briefly, for
         # metadata, candidates and counters. In this order.
         self._updating, self._lock = StreamLock(self.device), StreamLock(self.device)
@@ -102,10 +102,12 @@ class TrainedTable:
     def counters(self) -> Counters:
         """Rows and lookups on this rank since the table was made; waits for a device."""
         found, inserted, rejected = self._looked_up.tolist()
-        to_full, to_low, cached = (
-            sum(each) for each in zip(self._before, (*self._rows.moved, self._rows.cached), strict=True)
-        )
-        return Counters(found, inserted, rejected, int(self._evicted), to_full, to_low, cached)
+        return Counters(found, inserted, rejected, int(self._evicted), *self._moves())
+
+    def _moves(self) -> list[int]:
+        """Rows moved to float32, and to 16 bits; found in a cache; read from a disk, and written to it."""
+        moves = (*self._rows.moved, self._rows.cached, *self._rows.disk_rows)
+        return [sum(each) for each in zip(self._before, moves, strict=True)]
 
     def lookup(
         self,
@@ -143,8 +145,8 @@ class TrainedTable:
             present = (handles >= 0).sum()
             rejected = (len(keys) if count is None else count) - present
             self._looked_up += torch.stack([present - new, new, rejected])
-            self._rows.prefetch(handles)
             result = Lookup(handles, self.in_low_precision(handles))
+        self._rows.prefetch(handles)  # without the lock: updates do not wait for a disk
         if self.padded and self.in_flight.active and self._metadata.policies:
             self._foresee(step + 1, all_reduce)
         return result
@@ -293,7 +295,8 @@ class TrainedTable:
         """Bytes allocated on this rank, by purpose, and bytes saved by low precision.
 
         key_structure, candidates (keys, counts and steps of keys that are not admitted yet), metadata
-        (scores, access counts, locations, free rows), fp32_values, fp16_values, saved_by_fp16 (rows in use).
+        (scores, access counts, locations, free rows), fp32_values, fp16_values, saved_by_fp16 (rows in use),
+        and disk, which are bytes of a file.
         """
         stored, candidates = self._rows.memory(), self._candidates
         stored["metadata"] += self._metadata.nbytes

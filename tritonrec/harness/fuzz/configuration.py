@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from ...embedding import OptimizerName, Placement, Storage, TablePolicy
+from ...embedding import OptimizerName, Storage, TablePolicy
 from ...nn import HSTUConfig
 from ...pipeline import Consistency, LossScaling, Mode, Precision
 from ...pipeline.window import Dedup, Exchanges, ExchangeSums
@@ -213,8 +213,7 @@ class DrawnCase(Case):
 
     def job(self, job: Job) -> Job:
         """That of the configuration, whatever the harness's `job`."""
-        placement = Placement(self.storage, cache_rows=self.configuration.cache_rows)
-        return replace(self.configuration.job, placement=placement)
+        return replace(self.configuration.job, placement=self.placement(self.configuration.cache_rows))
 
     def reference(self, job: Job) -> Reference:
         """The run it is compared with, with tables of one feature each that never grow."""

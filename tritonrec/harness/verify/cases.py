@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from itertools import combinations, product
 from random import Random
+from tempfile import gettempdir
 from typing import Any
 
 from ...distributed.launch import Mesh
@@ -31,12 +32,16 @@ VARIANT_STEPS = 6
 """Fewer would show nothing: rows have to come, go unused, be evicted and return."""
 CONSISTENCIES: tuple[Consistency, ...] = ("window", "batch")
 STORAGES: tuple[Storage, ...] = ("host", "device", "cached")
+"""With the kernels of a device; `storage_cases` has those on disk."""
 OF_REFERENCES = (
     "max_grad_norm", "max_grad_value", "precision", "loss_scaling", "exchange_precision"
 )  # fmt: skip
 """Fields of `WindowConfig` that change what training computes."""
 CACHE_ROWS = 40
 """Of a cached table: fewer than a batch's rows, so that rows also bypass the cache and leave it."""
+DISK: tuple[Storage, ...] = ("disk",)
+DISK_MEMORY = "6KiB"
+"""Of a table on disk: as much."""
 
 
 @dataclass(frozen=True)
@@ -95,13 +100,17 @@ class Case:
 
     def job(self, job: Job) -> Job:
         """The job of the case, where the harness has `job`."""
-        return replace(
-            self._variant.job(job.on(self.data)), placement=Placement(self.storage, cache_rows=CACHE_ROWS)
-        )
+        return replace(self._variant.job(job.on(self.data)), placement=self.placement(CACHE_ROWS))
+
+    def placement(self, cache_rows: int) -> Placement:
+        """Of its tables; `cache_rows` of cached ones."""
+        if self.storage == "disk":
+            return Placement("disk", path=gettempdir(), memory=DISK_MEMORY)
+        return Placement(self.storage, cache_rows=cache_rows)
 
     def resumed(self) -> Case:
-        """The case after its restart: with tables of a device in another place there."""
-        after: dict[Storage, Storage] = {"device": "cached", "cached": "device"}
+        """The case after its restart: with tables of a device or on disk in another place there."""
+        after: dict[Storage, Storage] = {"device": "cached", "cached": "device", "disk": "host"}
         return replace(self, storage=after.get(self.storage, self.storage))
 
     def window(self, seed: int) -> WindowConfig:
@@ -121,8 +130,8 @@ class Case:
 
     @property
     def shows(self) -> tuple[str, ...]:
-        """Counts that tell what the variant did, a cache, and relays of several ranks."""
-        cached = ("cached",) * (self.storage == "cached")
+        """Counts that tell what the variant did, a cache, a disk, and relays of several ranks."""
+        cached = ("cached",) * (self.storage == "cached") + ("disk_read",) * (self.storage == "disk")
         return *self._variant.shows, *cached, *("node_bytes",) * (1 < self.nodes < self.world_size)
 
     @property
@@ -399,13 +408,13 @@ def rule_cases(modes: Sequence[Mode], largest: int, steps: int) -> list[Case]:
 def storage_cases(
     size: str, modes: Sequence[Mode], largest: int, micro_batches: Sequence[int], steps: int
 ) -> list[Case]:
-    """Tables in device memory and cached there: every mode, all policies, and a restart elsewhere.
+    """Tables in device memory, cached there, and on disk: every mode, all policies, and a restart elsewhere.
 
     The device is that of the job; on the CPU the same tables and stages run, with its kernels. ``"quick"``
-    runs two cases.
+    runs a case of each.
     """
     cases = []
-    for storage in STORAGES[1:]:
+    for storage in (*STORAGES[1:], *DISK):
         plain = Case(modes[-1], "batch", largest, max(micro_batches), True, "adam", steps, 3, storage=storage)
         variants = [name for name in ("scale", "policies") if modes[-1] in VARIANTS[name].modes]
         cases.append(replace(plain, variant=variants[0], steps=2 * steps))  # updates of three steps

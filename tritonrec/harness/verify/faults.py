@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ...pipeline import Edge
-from . import cached, deltas, injections, kept_state, server
+from . import cached, deltas, disk, injections, kept_state, server
 from .cases import Case
 from .injections import Injection
 from .variants import LOST_RANK, OWN_LOOP, RESTART, STREAM
@@ -33,6 +33,10 @@ class Fault:
 
 def _case(mode="nestpipe", world_size=2, micro_batches=3, optimizer="adam", consistency="batch") -> Case:
     return Case(mode, consistency, world_size, micro_batches, False, optimizer, steps=5)
+
+
+def _disk() -> Case:
+    return replace(_case(), storage="disk", steps=8)
 
 
 FAULTS = [
@@ -513,6 +517,37 @@ FAULTS = [
         replace(_case(world_size=3), variant="replay", steps=8),
         Injection(injections.bit_of_a_gradient),
         says="rank 1 has other bits of the gradient of",
+    ),
+    Fault(
+        "disk-stale-page",
+        "some rows are read from disk as they were at the write before the last one",
+        _disk(),
+        Injection(disk.stale_page),
+    ),
+    Fault(
+        "disk-torn-write",
+        "a row is written to disk but for its second half",
+        _disk(),
+        Injection(disk.torn_write),
+    ),
+    Fault(
+        "disk-lost-write-back",
+        "a row leaves memory and is not written to disk",
+        _disk(),
+        Injection(disk.lost_write_back),
+    ),
+    Fault(
+        "disk-wrong-offset",
+        "rows are read from disk one row too far",
+        _disk(),
+        Injection(disk.wrong_offset),
+    ),
+    Fault(
+        "disk-torn-write-at-rest",
+        "as above, with checksums of rows",
+        replace(_disk(), variant="replay"),
+        Injection(disk.torn_write),
+        says="has other bits than when it was written",
     ),
     Fault(
         "copy-one-keep-late",

@@ -14,7 +14,7 @@ from ...files import save_json
 from ..devices import ARCHITECTURE, Target
 from ..environment import environment
 from ..job import Job
-from .cases import CACHE_ROWS, Case
+from .cases import CACHE_ROWS, DISK_MEMORY, Case
 from .corpus import SOURCES
 from .faults import Fault
 from .state import Difference, as_json
@@ -189,10 +189,12 @@ def _embedding(_job: Job, results: list[CaseResult]) -> Table:
 
 def _storages(job: Job, results: list[CaseResult]) -> Table:
     table = Table(
-        title=f"Tables on the device or cached there{_kernels(job.target)}: bit-identical to the reference?",
+        title=f"Tables on the device, cached there{_kernels(job.target)}, or on disk: bit-identical to the "
+        "reference?",
         caption="device: keys, rows and optimizer state in the device's memory. cached: rows on the host, "
-        f"{CACHE_ROWS} of them on the device. > W': saved half way by W ranks, continued by W' with the "
-        "other storage. Reference: tables in host memory. Batch consistency, * consistency `window`.",
+        f"{CACHE_ROWS} of them on the device. disk: rows in a file, {DISK_MEMORY} of them in memory. > W': "
+        "saved half way by W ranks, continued by W' with another storage. Reference: tables in host memory. "
+        "Batch consistency, * consistency `window`.",
         padding=(0, 0, 0, 1),
     )
     for name in ("storage", "mode", "W", "N", "optimizer", "variant", "counts", "s", "result"):

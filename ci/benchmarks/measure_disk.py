@@ -1,0 +1,169 @@
+"""A step with a table on disk beside the same table in memory: time, bytes read and written, memory.
+
+    python ci/benchmarks/measure_disk.py --rows 400000 --shares 1,0.3,0.1,0.05 --json FILE
+
+A table of rows of 64 weights and Adam's state (768 bytes) is filled, then trained in mode ``nestpipe`` on bags
+of ids that are Zipf-distributed; popular ids lie anywhere in the file. Each placement has a process of its own,
+in a memory cgroup (root and cgroup v1's memory controller; without it there is no limit, and the output says
+so) of what it has before the table, the table's own memory and `--slack` MiB, the page cache included. They
+take turns. All end at the same bits, which is checked first. A ratio is the median over rounds of that within a
+round, of wall clock. `read` and `written`: bytes that reached the device, from ``/proc/self/io``, by those of
+the rows that missed the memory, which is the least that can be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import multiprocessing
+import os
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from measure_stores import CGROUP, io
+from record import record
+from resident import give_back, resident
+
+from tritonrec import Communicators, FeatureConfig, HashTableCollection, RowOptimizer, Trainer, nn
+from tritonrec.data import Batch, KeyedJaggedTensor
+from tritonrec.data.jagged import Lookup, offsets_of
+from tritonrec.embedding import Placement
+from tritonrec.embedding.disk_storage import PLACE_BYTES
+
+DIM, WIDTH = 64, 192
+
+
+class Bags(torch.nn.Module):
+    def __init__(self, depth: int):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = torch.nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(depth))
+
+    def forward(self, batch: Batch, rows: dict[str, torch.Tensor], seed: int) -> torch.Tensor:
+        values, samples = rows["item"], torch.arange(batch.num_samples + 1)
+        for layer in self.layers:
+            values = torch.tanh(layer(values, samples))
+        return values.sum(1)
+
+
+def batch(step: int, options: argparse.Namespace, sums: np.ndarray) -> Batch:
+    random = np.random.default_rng(step)
+    ranks = np.searchsorted(sums, random.random(options.batch * options.bag) * sums[-1])
+    ids = torch.from_numpy(ranks * 7_368_787 % options.rows)  # a prime: popular ids are anywhere
+    lengths = torch.full((options.batch,), options.bag)
+    lookup = Lookup(ids, offsets_of(lengths))
+    samples = torch.arange(options.batch) + step * options.batch
+    return Batch(step, samples, KeyedJaggedTensor.from_dict({"item": lookup}))
+
+
+def limit(mebibytes: int) -> bool:
+    try:
+        group = CGROUP / f"tritonrec-{os.getpid()}"
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(mebibytes << 20))
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        return True
+    except OSError:
+        return False
+
+
+def placed(pipe: Connection, share: float, options: argparse.Namespace) -> None:
+    """The process of one placement: it trains so many steps whenever it is told to."""
+    torch.set_num_threads(1)
+    whole = options.rows * (4 * WIDTH + PLACE_BYTES)
+    placement = Placement("host")
+    if share:
+        placement = Placement("disk", path=str(options.path), memory=str(int(whole * share)))
+    feature = [FeatureConfig("item", DIM, pooling="sum")]
+    tables = HashTableCollection(feature, RowOptimizer("adam", lr=0.01), placement=placement)
+    model = Bags(options.depth)
+    sums = np.cumsum(np.arange(1, options.rows + 1) ** -options.skew)
+    index = 40 * options.rows  # bytes of keys and places, also while they grow
+    limited = bool(share) and limit((int(whole * share) + index >> 20) + options.slack)
+    before = resident()
+    for start in range(0, options.rows, 1 << 14):
+        ids = torch.arange(start, min(start + (1 << 14), options.rows))
+        tables.load("item", ids, tables.initial_rows("item", ids))
+    table = tables.groups[0].table
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    with Trainer(model, tables, optimizer, Communicators.local(), "nestpipe") as trainer:
+        steps = trainer.run(batch(step, options, sums) for step in range(1 << 20))
+        pipe.send(limited)
+        for count in iter(pipe.recv, 0):
+            counters, bytes_, began = table.counters, io(), time.perf_counter()
+            for _ in range(count):
+                next(steps)
+            seconds = time.perf_counter() - began
+            after, now = table.counters, io()
+            looked = after.found - counters.found
+            missed = (after.disk_read - counters.disk_read) * 4 * WIDTH
+            pipe.send({
+                "seconds": seconds / count, "rows": looked / count,
+                "missed": (looked - after.cached + counters.cached) / looked if share else 0.0,
+                "read": (now["read_bytes"] - bytes_["read_bytes"]) / max(missed, 1),
+                "written": (now["write_bytes"] - bytes_["write_bytes"]) / max(missed, 1),
+                "resident_mib": (resident() - before) / 2**20,
+            })  # fmt: skip
+    give_back()
+    digest = hashlib.sha256()
+    for part in torch.arange(options.rows).split(1 << 14):
+        digest.update(table.gather(table.find(part), part).numpy().tobytes())
+    pipe.send(digest.hexdigest())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--rows", type=int, default=400_000)
+    parser.add_argument("--shares", default="1,0.3,0.1,0.05")
+    parser.add_argument("--skew", type=float, default=1.05)
+    parser.add_argument("--batch", type=int, default=2048)
+    parser.add_argument("--bag", type=int, default=4)
+    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=10, help="of a round")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--slack", type=int, default=300, help="MiB of a process beside its table")
+    options = parser.parse_args()
+    shares, fresh = [0.0, *map(float, options.shares.split(","))], multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for share in shares:
+        ours, theirs = fresh.Pipe()
+        processes.append(fresh.Process(target=placed, args=(theirs, share, options)))
+        processes[-1].start()
+        theirs.close()  # so that a process that was killed shows
+        pipes.append(ours)
+        limited = ours.recv()
+    rounds: list[list[dict[str, Any]]] = []
+    for _ in range(options.rounds + 1):
+        rounds.append([])
+        for pipe in pipes:
+            pipe.send(options.steps)
+            rounds[-1].append(pipe.recv())
+    for pipe in pipes:
+        pipe.send(0)
+    digests = {pipe.recv() for pipe in pipes}
+    for process in processes:
+        process.join()
+    if len(digests) > 1:
+        raise SystemExit("the tables differ; no time is printed")
+    print(f"all rows equal in every bit; {'under' if limited else 'WITHOUT'} a memory limit")
+    found = []
+    for number, share in enumerate(shares):
+        each = [one[number] for one in rounds[1:]]  # the first round compiles
+        row = {name: median(one[name] for one in each) for name in each[0]}
+        ratios = [one[number]["seconds"] / one[0]["seconds"] for one in rounds[1:]]
+        row |= {"share": share, "ratio": median(ratios), "least": min(ratios), "most": max(ratios)}
+        found.append(row)
+        print("in memory" if not share else f"{share:9.0%}", "  ".join(f"{k} {v:.4g}" for k, v in row.items()))
+    record(options, limited=limited, placements=found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Promise: rows on disk are those that were written, within their memory; what fails is named and loses none."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from trainer_parts import DIM, Ranker, batches, optimizer_of, same, state, trainer
+
+from tritonrec import checkpoint
+from tritonrec.embedding import DynamicTable, FeatureConfig, HashTableCollection, Placement, RowOptimizer
+from tritonrec.embedding.disk_storage import PLACE_BYTES, DiskStorage
+from tritonrec.embedding.numba_disk import MOST_USES, choose
+from tritonrec.embedding.row_file import RowFile
+from tritonrec.pipeline import StageFailedError
+
+WIDTH, PLACES = 6, 10
+
+
+def on_disk(path, places=PLACES):
+    return Placement("disk", path=str(path), memory=str(places * (4 * WIDTH + PLACE_BYTES)))
+
+
+def stepped(table, steps, first=0):
+    """Rows after steps of 4 keys of 40, each of which changes them."""
+    for step in range(first, first + steps):
+        keys = torch.randperm(40, generator=torch.Generator().manual_seed(step))[:4] * 7 - 100
+        found = table.lookup(keys, step)
+        rows = table.gather(found.handles, keys)
+        table.update(found.handles, rows * 0.5 + torch.arange(WIDTH) + step)
+    return table
+
+
+def broken(table, file):
+    """The table's file is another one from here on; returns the file that it was."""
+    own = table._rows._storage._file
+    before, own._file = own._file, file
+    return before
+
+
+def test_memory_holds_as_many_rows_as_fit_and_files_have_no_names(tmp_path):
+    table = stepped(DynamicTable(WIDTH, placement=on_disk(tmp_path)), 60)
+    memory = table.memory()
+    assert memory["fp32_values"] == PLACES * 4 * WIDTH and len(table) == 40
+    assert memory["disk"] >= 40 * 4 * WIDTH and os.listdir(tmp_path) == []
+    counters = table.counters
+    assert counters.disk_read and counters.disk_written and counters.found > counters.cached - 40 > 0
+    assert same(table.export(), stepped(DynamicTable(WIDTH), 60).export())
+
+
+def test_nothing_is_left_in_the_directory_by_a_process_that_was_killed(tmp_path):
+    code = (
+        "import os, signal; from tritonrec.embedding import DynamicTable, Placement\n"
+        f"t = DynamicTable(4, placement=Placement('disk', path={str(tmp_path)!r}))\n"
+        "t._rows._storage.grow(1 << 16); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code])
+    assert ended.returncode == -signal.SIGKILL and os.listdir(tmp_path) == []
+
+
+def test_rows_that_were_not_updated_are_not_written_again(tmp_path):
+    table = stepped(DynamicTable(WIDTH, placement=on_disk(tmp_path)), 60)
+    for first in range(0, 40, 4):  # the last rows of these updates leave
+        table.lookup(torch.arange(first, first + 4) * 7 - 100, 60 + first)
+    written = table.counters.disk_written
+    for first in range(0, 40, 4):
+        table.lookup(torch.arange(first, first + 4) * 7 - 100, 100 + first)
+    assert table.counters.disk_written == written and table.counters.disk_read > 100
+
+
+def test_rows_lie_beyond_four_gibibytes(tmp_path):
+    """In a file with holes, whose rows are in places that a number of 32 bits does not reach."""
+    row_bytes = 4 << 10
+    file = RowFile(str(tmp_path), row_bytes)
+    rows = torch.tensor(
+        [3, 2**32 // row_bytes + 3, 2**33 // row_bytes + 3, 2**33 // row_bytes + 4, 2**21 + 7]
+    )
+    values = torch.randn(5, row_bytes // 4, dtype=torch.float32)
+    file.write(rows, values, torch.arange(5))
+    order = torch.tensor([4, 2, 3, 0, 1])
+    got = torch.zeros_like(values)
+    file.read(rows[order], got, order)
+    assert torch.equal(got, values)
+    assert os.fstat(file._file.fileno()).st_size > 2**33 and os.fstat(file._file.fileno()).st_blocks < 2**12
+
+
+def test_a_storage_reaches_them_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "posix_fallocate", lambda file, start, size: os.ftruncate(file, start + size))
+    storage = DiskStorage(512, 512, str(tmp_path), 1 << 13)
+    handles = torch.tensor([5, 2**21 + 5, 2**22 + 5, 2**22 + 6])
+    storage.add(handles, 2**22 + 7)
+    values = torch.randn(4, 512, dtype=torch.float32)
+    storage.update(handles, values)  # of the first ones in memory, of the others in the file
+    assert storage.disk_rows == (0, 1)
+    assert torch.equal(storage.gather(handles.flip(0)), values.flip(0))
+
+
+def test_a_full_disk_is_named_and_loses_no_row(tmp_path):
+    table = stepped(DynamicTable(WIDTH, placement=on_disk(tmp_path)), 60)
+    expected = table.export()
+    before = broken(table, open("/dev/full", "r+b", buffering=0))  # noqa: SIM115
+    message = r"in '.*' has a row at byte .* written: No space left on device; free space"
+    with pytest.raises(OSError, match=message) as full:
+        for first in range(0, 40, 4):
+            table.lookup(torch.arange(first, first + 4) * 7 - 100, 60 + first)
+    assert full.value.errno == errno.ENOSPC
+    broken(table, before)
+    assert same(table.export(), expected)
+
+
+def test_a_table_that_cannot_grow_has_no_new_row(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    table = stepped(DynamicTable(WIDTH, placement=on_disk(tmp_path)), 60)
+    expected = table.export()
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=r"cannot grow to .* bytes: No space left"):
+        table.lookup(torch.arange(10_000) + 1000, 60)
+    assert same(table.export(), expected)
+
+
+def test_a_file_that_ends_early_is_named(tmp_path):
+    table = stepped(DynamicTable(WIDTH, placement=on_disk(tmp_path)), 60)
+    os.ftruncate(table._rows._storage._file._file.fileno(), 4 * WIDTH * 20 + 2)
+    with pytest.raises(OSError, match="cannot be read: the file ends before it; check that disk"):
+        table.export()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("absent", "made: No such file .*; make the directory first"), ("file", "Not a directory; name a")],
+)
+def test_a_directory_that_takes_no_file_is_named(tmp_path, name, message):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=message):
+        DynamicTable(WIDTH, placement=on_disk(tmp_path / name))
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    def refused(**_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refused)
+    with pytest.raises(
+        OSError, match="Read-only file system; name a directory on a disk that can be written"
+    ):
+        DynamicTable(WIDTH, placement=on_disk(tmp_path))
+
+
+def parts(placement):
+    rule, model = RowOptimizer("adam", lr=0.05), Ranker()
+    tables = HashTableCollection([FeatureConfig("item", DIM)], rule, seed=2, slots=8, placement=placement)
+    return model, tables, optimizer_of(model, rule.name, rule.lr)
+
+
+def test_training_stops_at_a_full_disk_and_goes_on_from_the_last_checkpoint_elsewhere(tmp_path):
+    placement = Placement("disk", path=str(tmp_path), memory="700")
+    expected = parts(None)
+    with trainer(expected, "nestpipe") as training:
+        list(training.run(batches()))
+    made = parts(placement)
+    with trainer(made, "nestpipe") as training:
+        list(training.run(batches()[:3]))
+        training.save(tmp_path / "saved")
+        broken(made[1].groups[0].table, open("/dev/full", "r+b", buffering=0))  # noqa: SIM115
+        with pytest.raises(StageFailedError, match="No space left on device; free space there"):
+            list(training.run(batches()[3:]))
+    assert checkpoint.steps(tmp_path / "saved")
+    made = parts(placement)
+    with trainer(made, "nestpipe") as training:
+        training.load(tmp_path / "saved")
+        list(training.run(batches()[3:]))
+    assert same(state(made), state(expected))
+
+
+def test_the_hand_passes_over_a_row_for_each_use_and_over_the_last_lookups():
+    recent, uses = np.array([8, 9, 6, 7, 3], np.int32), np.array([0, 2, 1, 0, 0], np.uint8)
+    chosen = np.empty(9, np.int64)
+    count, hand = choose(recent, uses, 1, 9, chosen[:1])
+    assert (count, chosen[0], hand) == (1, 3, 4) and uses.tolist() == [0, 2, 0, 0, 0]
+    count, hand = choose(recent, uses, hand, 9, chosen)  # all but place 1, each once
+    assert chosen[:count].tolist() == [4, 0, 2] and recent.tolist() == [9, 9, 9, 9, 9]
+    recent, uses = np.zeros(3, np.int32), np.full(3, MOST_USES, np.uint8)
+    assert choose(recent, uses, 0, 1, chosen[:3])[0] == 3  # however often they were used

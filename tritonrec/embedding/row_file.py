@@ -1,0 +1,100 @@
+"""Rows of one width in a file without a name, which is gone with the process, however that ends."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import tempfile
+
+import torch
+
+from . import numba_disk
+
+_PAGE, _MOST_AHEAD = 1 << 16, 1 << 28
+
+
+class RowFile:
+    """Row i is at byte ``i * row_bytes``. Rows in memory are float32, of a tensor that is contiguous.
+
+    The file is an anonymous one in the directory: no other process sees it, and the system frees its space
+    when this one ends or is killed. What survives is the last checkpoint.
+
+    Args:
+        path: an existing directory. row_bytes: of one row.
+
+    Raises:
+        OSError: it is missing or cannot be written, and at any later call, full or broken; the message says
+            which, where, and what to do.
+    """
+
+    def __init__(self, path: str, row_bytes: int):
+        self.path, self.row_bytes, self.nbytes = path, row_bytes, 0
+        self.read_rows, self.written_rows = 0, 0
+        try:
+            self._file = tempfile.TemporaryFile(dir=path, buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise self._named(error, "cannot be made") from error
+        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no row tells of the next one
+
+    def reserve(self, rows: int) -> None:
+        """Reserve space for rows below `rows`, so that a full disk shows before a row depends on it."""
+        needed = -(-rows * self.row_bytes // _PAGE) * _PAGE
+        if needed > self.nbytes:
+            end = max(needed, self.nbytes + min(self.nbytes, _MOST_AHEAD))
+            try:
+                os.posix_fallocate(self._file.fileno(), self.nbytes, end - self.nbytes)
+            except OSError as error:
+                raise self._named(error, f"cannot grow to {end:,} bytes") from error
+            self.nbytes = end
+
+    def read(self, rows: torch.Tensor, memory: torch.Tensor, places: torch.Tensor) -> None:
+        """``memory[places[i]]`` = row ``rows[i]``, both (K,) int64; `places` are distinct."""
+        self._move(False, rows, memory, places)
+        self.read_rows += len(rows)
+
+    def write(self, rows: torch.Tensor, memory: torch.Tensor, places: torch.Tensor) -> None:
+        """Row ``rows[i]`` = ``memory[places[i]]``, both (K,) int64; `rows` are distinct."""
+        self._move(True, rows, memory, places)
+        self.written_rows += len(rows)
+
+    def _move(self, write: bool, rows: torch.Tensor, memory: torch.Tensor, places: torch.Tensor) -> None:
+        assert memory.is_contiguous() and memory[:1].nbytes in (0, self.row_bytes)
+        file, size, at = self._file.fileno(), self.row_bytes, 0
+        arrays, address = (rows.numpy(), places.numpy()), memory.data_ptr()
+        numba_disk.announce(file, arrays[0], size)
+        while True:
+            at = numba_disk.move(write, file, *arrays, address, size, at)
+            if at == len(rows):
+                return
+            self._again(write, address + int(arrays[1][at]) * size, int(arrays[0][at]) * size)
+            at += 1
+
+    def _again(self, write: bool, address: int, offset: int) -> None:
+        """Copy one row, by a call that says why it cannot be, or that nothing but a signal was the reason."""
+        row, done = memoryview((ctypes.c_char * self.row_bytes).from_address(address)).cast("B"), 0
+        while done < self.row_bytes:
+            try:
+                call = os.pwritev if write else os.preadv
+                moved = call(self._file.fileno(), [row[done:]], offset + done)
+                if not moved:
+                    raise OSError(errno.EIO, "the file ends before it")
+            except OSError as error:
+                verb = "written" if write else "read"
+                raise self._named(error, f"has a row at byte {offset:,} that cannot be {verb}") from error
+            done += moved
+
+    def _named(self, error: OSError, what: str) -> OSError:
+        advice = {
+            errno.ENOSPC: "free space there or name a larger disk",
+            errno.EDQUOT: "raise the quota there or name another disk",
+            errno.ENOENT: "make the directory first",
+            errno.ENOTDIR: "name a directory",
+            errno.EACCES: "name a directory that this user may write to",
+            errno.EROFS: "name a directory on a disk that can be written",
+        }.get(error.errno or 0, "check that disk")
+        return OSError(
+            error.errno,
+            f"a table's file of rows in {self.path!r} {what}: {error.strerror}; {advice}, and go on from the "
+            "last checkpoint",
+        )
