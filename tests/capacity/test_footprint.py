@@ -56,6 +56,18 @@ def test_where_the_rows_are_decides():
     assert added["host"] == 1000 * 12 * 4 + 12 * 2048
 
 
+def test_rows_on_disk_take_the_memory_of_recent_ones(tmp_path):
+    placement = Placement("disk", path=str(tmp_path), memory="8KiB")
+    table = DynamicTable(4, 12, slots=8, chunk_rows=CHUNK, placement=placement)
+    table.lookup(torch.arange(20, dtype=torch.int64), 0)
+    assert sizes_of(table).values(20) == 20 * 48
+    keys_of_host = DynamicTable(4, 12, slots=8, chunk_rows=CHUNK)
+    keys_of_host.lookup(torch.arange(20, dtype=torch.int64), 0)
+    keys = sizes_of(keys_of_host).added(5000) - 5000 * 48
+    more = sizes_of(table).added(5000) - (8192 - 20 * 48)
+    assert keys <= more <= keys + 16 * table.memory()["metadata"] * 16
+
+
 def test_of_all_tables_of_a_rank():
     rule = RowOptimizer("adam", lr=0.1)
     tables = HashTableCollection([FeatureConfig("a", 4), FeatureConfig("b", 8)], rule, slots=8)

@@ -114,8 +114,9 @@ def test_what_lacks_and_what_would_fit():
     needed = sum(rank.peak for rank in fits.ranks)
     short = of(*ranks, rows=10_000_000, left=needed - 300 * MIB)
     assert short.lacking == 300 * MIB
-    machines, evicting, tiers = short.advice()
+    machines, evicting, disk, tiers = short.advice()
     assert machines == "tables on 2 machines of 2 ranks each" and tiers.endswith("less")
+    assert disk.startswith("--storage disk")
     size = int(evicting.partition("lru:")[2].partition("MiB")[0]) * MIB
     rows = Eviction("lru", capacity=f"{size}").rows_of(25)
     assert of(*ranks, rows=rows, left=needed - 300 * MIB).lacking <= 0

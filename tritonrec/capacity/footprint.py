@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..embedding import DynamicTable, HashTableCollection
 from ..embedding.key_index import LOAD_FACTOR
+from ..settings import bytes_of
 
 SLOT_BYTES = 12
 """Of the key structure, see `tritonrec.embedding.key_index`."""
@@ -22,7 +23,7 @@ class Sizes:
     Args:
         rows: of the shard. row_bytes: of a row's float32 values.
         keys: of the key structure; 0 where it is on a device. metadata: of scores, counts and locations.
-        policies: that keep metadata.
+        policies: that keep metadata. most: of values, where other rows are on disk; None: no bound.
     """
 
     rows: int
@@ -30,6 +31,12 @@ class Sizes:
     keys: int
     metadata: int
     policies: int
+    most: int | None = None
+
+    def values(self, rows: int) -> int:
+        """Bytes of the values of so many rows."""
+        size = rows * self.row_bytes
+        return size if self.most is None else min(size, self.most)
 
     def added(self, rows: int, at_peak: bool = True) -> int:
         """Bytes that `rows` more rows add; a bound from above for rows in two tiers of precision.
@@ -46,13 +53,16 @@ class Sizes:
         doublings = max((then - 1).bit_length() - max(self.rows - 1, 1).bit_length(), 0)
         by_rows = self.policies * METADATA_BYTES * then - self.metadata
         metadata = max(self.metadata * (2**doublings - 1), by_rows, 0)
-        return rows * self.row_bytes + keys + metadata
+        return self.values(then) - self.values(self.rows) + keys + metadata
 
 
 def sizes_of(table: DynamicTable) -> Sizes:
-    """Of a shard. On a device nothing is in host memory; a ``"cached"`` table has its rows there."""
-    storage, memory = table.placement.chosen().storage, table.memory()
-    host = storage == "host"
+    """Of a shard. On a device nothing is in host memory; a ``"cached"`` table has its rows there, and one
+    on disk those of recent lookups.
+    """
+    placement, memory = table.placement.chosen(), table.memory()
+    storage = placement.storage
+    host = storage in ("host", "disk")
     policies = sum(each is not None for each in (table.policy.eviction, table.policy.precision))
     return Sizes(
         len(table),
@@ -60,6 +70,7 @@ def sizes_of(table: DynamicTable) -> Sizes:
         memory["key_structure"] if host else 0,
         memory["metadata"] if host else 0,
         policies if host else 0,
+        bytes_of(placement.memory) if storage == "disk" else None,
     )
 
 

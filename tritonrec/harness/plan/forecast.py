@@ -124,6 +124,7 @@ class Forecast:
         return [
             f"tables on {machines} machines of {len(self.ranks)} ranks each",
             f"--evict lru:{left >> 20}MiB, which keeps the rows used last",
+            "--storage disk, which keeps rows of recent lookups in memory, and the others in a file",
             f"--precision-tiers, which stores seldom used rows in 16 bits: up to {in_bytes(half)} less"
             + ("" if half >= self.lacking else ", not enough alone"),
         ]
@@ -152,10 +153,10 @@ def _need(run: Run, rank: Rank, counted: Counted, world_size: int) -> Need:
         (table, max(-(-rows // world_size) - table.rows, 0))
         for rows, table in zip(counted.rows, rank.tables, strict=True)
     ]
-    had = sum(table.rows * table.row_bytes + table.keys + table.metadata for table in rank.tables)
+    had = sum(table.values(table.rows) + table.keys + table.metadata for table in rank.tables)
     added = sum(table.added(more, at_peak=False) for table, more in at_the_end)
     peak = sum(table.added(more) for table, more in at_the_end)
-    values = sum((table.rows + more) * table.row_bytes for table, more in at_the_end)
+    values = sum(table.values(table.rows + more) for table, more in at_the_end)
     training = rank.trained + peak
     evaluating = (
         rank.evaluated
