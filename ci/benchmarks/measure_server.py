@@ -26,7 +26,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -111,8 +110,8 @@ def serve_plainly(path: Path, port: int) -> None:
 def running(words: list[str], port: int) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL)
     try:
-        for _ in range(120):
-            with suppress(ConnectionError, urllib.error.URLError):
+        for _ in range(480):
+            with suppress(OSError):
                 post(port, {"histories": [[1, 2]], "k": K})
                 break
             time.sleep(0.5)

@@ -91,8 +91,8 @@ def compare_server(
         def ask_all() -> tuple[Tensor, Tensor, Tensor]:
             scores = ask("/score", {"items": loader.catalogue.tolist()})
             best = ask("/retrieve", {"k": K})
-            of_best, items = (torch.tensor([each[name][0] for each in best]) for name in ("scores", "items"))
-            return torch.tensor([each["scores"][0] for each in scores]), of_best, items
+            items = torch.tensor([each["items"][0] for each in best], dtype=torch.int64)
+            return _scores(scores), _scores(best), items
 
         for user, each in enumerate(events):
             client.put(f"/user/{user}/events", json=each)
@@ -112,6 +112,10 @@ def compare_server(
         step, SERVER_PARTS[1], torch.cat([i for i, _ in best]), torch.cat([first[2], last[2]])
     )
     return together[0]
+
+
+def _scores(answers: list[dict[str, Any]]) -> Tensor:
+    return torch.tensor([each["scores"][0] for each in answers], dtype=torch.float32)
 
 
 def _best(scores: Tensor, history: Any, catalogue: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:

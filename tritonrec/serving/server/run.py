@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.supervisors import Multiprocess
+from uvicorn.config import STARTUP_FAILURE
+from uvicorn.supervisors.multiprocess import Multiprocess, Process
 
 from ...files import ScratchFolder
 from ...files.places import Place, place_of
@@ -70,7 +71,23 @@ def _end_with_parent() -> None:
 
 
 class Workers(Multiprocess):
-    """Starts a worker in the place of one that has died. SIGHUP is for each of them."""
+    """SIGHUP is for each worker, and one that has ended is replaced.
+
+    None is asked whether it is well: uvicorn waits for the answer of one that loads, or has just died.
+    """
+
+    def keep_subprocess_alive(self) -> None:
+        """As of its base."""
+        for at, worker in enumerate(self.processes):
+            if worker.process.is_alive():
+                continue
+            if worker.exitcode == STARTUP_FAILURE:
+                log.error("worker %s could not start, so the server ends", worker.pid)
+                self.should_exit.set()
+                return
+            log.warning("worker %s has ended (%s), another one starts", worker.pid, worker.exitcode)
+            self.processes[at] = Process(self.config, self.sockets)
+            self.processes[at].start()
 
     def handle_hup(self) -> None:
         """As of its base."""
@@ -95,7 +112,6 @@ def serve(source: Source, config: ServerConfig = DEFAULTS, token: str | None = N
         "http": partial(Impatient, limits=config), "ws": "none", "lifespan": "on",
         "log_level": "warning", "access_log": False, "server_header": False,
         "timeout_keep_alive": 5, "timeout_graceful_shutdown": int(config.timeout) + 5,
-        "timeout_worker_healthcheck": 120,  # a worker that loads is no dead one
     }  # fmt: skip
     served = None
     if config.workers == 1:
