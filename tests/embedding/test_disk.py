@@ -76,7 +76,9 @@ def test_rows_lie_beyond_four_gibibytes(tmp_path):
     """In a file with holes, whose rows are in places that a number of 32 bits does not reach."""
     row_bytes = 4 << 10
     file = RowFile(str(tmp_path), row_bytes)
-    rows = torch.tensor([3, 2**32 // row_bytes + 3, 2**33 // row_bytes + 3, 2**33 // row_bytes + 4, 2**21 + 7])
+    rows = torch.tensor(
+        [3, 2**32 // row_bytes + 3, 2**33 // row_bytes + 3, 2**33 // row_bytes + 4, 2**21 + 7]
+    )
     values = torch.randn(5, row_bytes // 4, dtype=torch.float32)
     file.write(rows, values, torch.arange(5))
     order = torch.tensor([4, 2, 3, 0, 1])
@@ -144,7 +146,9 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path, monkeypatch):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr("tempfile.TemporaryFile", refused)
-    with pytest.raises(OSError, match="Read-only file system; name a directory on a disk that can be written"):
+    with pytest.raises(
+        OSError, match="Read-only file system; name a directory on a disk that can be written"
+    ):
         DynamicTable(WIDTH, placement=on_disk(tmp_path))
 
 
