@@ -161,7 +161,9 @@ def main() -> None:
         ratios = [one[number]["seconds"] / one[0]["seconds"] for one in rounds[1:]]
         row |= {"share": share, "ratio": median(ratios), "least": min(ratios), "most": max(ratios)}
         found.append(row)
-        print("in memory" if not share else f"{share:9.0%}", "  ".join(f"{k} {v:.4g}" for k, v in row.items()))
+        print(
+            "in memory" if not share else f"{share:9.0%}", "  ".join(f"{k} {v:.4g}" for k, v in row.items())
+        )
     record(options, limited=limited, placements=found)
 
 
