@@ -1,6 +1,7 @@
 """Promise: consistency "batch" refuses models whose samples see each other, by module; no bit moves."""
 
 import random
+from collections import deque
 from itertools import product
 from types import SimpleNamespace
 
@@ -105,6 +106,12 @@ class FirstMeanInAList(FirstMean):
         if not self.means:
             self.means.append(x.detach().mean(0))
         return x - self.means[0]
+
+
+class FirstMeanInAQueue(FirstMeanInAList):
+    def __init__(self):
+        super().__init__()
+        self.means = deque(maxlen=3)
 
 
 class FirstMeanInAnObject(FirstMeanInAList):
@@ -225,6 +232,7 @@ MIXING = {
     "deviation": (part("scaled", ByDeviation), "scaled", "values of other samples"),
     "first mean": (part("first", FirstMean), "first", "attribute mean is state"),
     "first mean in a list": (part("first", FirstMeanInAList), "first", "attribute means is state"),
+    "first mean in a queue": (part("first", FirstMeanInAQueue), "first", "attribute means is state"),
     "first mean in an object": (part("first", FirstMeanInAnObject), "first", "attribute kept is state"),
     "longest": (
         model(body=lambda self, batch, x: 0.2 * x * int(batch.offsets.diff().max())),
@@ -479,6 +487,26 @@ def test_some_micro_batches_are_drawn_and_compared(monkeypatch):
         with pytest.raises(NotBatchInvariantError, match="values of other samples"):
             list(training.run(batches(60, 5)[12:]))
     assert seen[0] == 1 and 2 <= seen[-1] < 12
+
+
+class LateCounter(Model):
+    """From its twentieth call on a loss depends on how often the model was called."""
+
+    calls = 0
+
+    def body(self, batch, x):
+        self.calls += 1
+        return x / (1 + max(0, self.calls - 20) * 0.1)
+
+
+def test_what_calls_keep_is_found_where_it_shows_late():
+    with (
+        trainer(parts(LateCounter, lr=1e-3), "sequential", micro_batches=1) as training,
+        pytest.raises(NotBatchInvariantError, match="whose loss of sample"),
+    ):
+        for result in training.run(batches(40)):
+            last = result.step
+    assert last == 31  # the window before the next power of two
 
 
 def test_an_early_window_is_compared_too():
