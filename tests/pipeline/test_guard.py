@@ -2,6 +2,7 @@
 
 import random
 from collections import deque
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
@@ -515,6 +516,20 @@ def test_an_early_window_is_compared_too():
     assert seen[0] == 1 and seen[16] == seen[15] + 1
 
 
+def test_what_calls_keep_is_that_of_training_alone():
+    made = parts(LateCounter)
+    with trainer(made, "sequential", micro_batches=1) as training:
+        list(training.run(batches(3)))
+        assert made[0].calls == 3 and training.guard.checks
+
+
+def test_a_batch_that_comes_again_has_no_sample_twice():
+    each = batches(1, 1)[0]
+    with trainer(parts(Ranker), "sequential", micro_batches=1) as training:
+        list(training.run([replace(each, step=step) for step in range(3)]))
+        assert training.guard.checks == 1  # alone: its company of earlier windows is itself
+
+
 def test_micro_batches_of_one_sample_are_compared_in_company():
     with (
         pytest.raises(NotBatchInvariantError),
@@ -590,6 +605,21 @@ def test_a_gradient_without_an_exact_sum_is_no_verdict():
 
     with pytest.raises(ArithmeticError), trainer(parts(model(loss=loss)), "reference") as training:
         list(training.run(batches(1)))
+
+
+def test_a_size_without_a_verdict_is_compared_again(monkeypatch):
+    made = parts(Ranker)
+    with trainer(made, "sequential", micro_batches=1) as training:
+        with monkeypatch.context() as patched:
+            patched.setattr(guard._Calls, "_judge", _no_exact_sum)
+            list(training.run(batches(2)))
+        assert training.guard.checks == 2
+        list(training.run(batches(4)[2:]))
+        assert training.guard.checks == 3
+
+
+def _no_exact_sum(*arguments):
+    raise ArithmeticError("no exact sum")
 
 
 def test_a_compiled_model_is_compared_without_compilation():
