@@ -13,8 +13,9 @@ import torch
 
 from tritonrec import checkpoint
 from tritonrec.checkpoint import CheckpointError, CheckpointStream, Saver
+from tritonrec.data.log_files import filesystem_of
 from tritonrec.files import atomic_write, check_writable, save_json
-from tritonrec.files.places import GrowingText, RemotePath, local_path, place_of, read_document
+from tritonrec.files.places import GrowingText, RemotePath, local_path, place_of, read_document, with_limit
 from tritonrec.loggers import CSVLogger, JSONLinesLogger
 from tritonrec.serving import Predictor, export
 from tritonrec.trace import Recorder, read, save_joined
@@ -249,6 +250,25 @@ def test_a_url_without_slashes_is_refused_and_makes_no_folder(url, tmp_path, mon
             checkpoint.save(path, 1, {}, {}, {})
     assert not list(tmp_path.iterdir())
     assert place_of(tmp_path / url) == tmp_path / url
+
+
+def test_a_store_that_does_not_answer_has_a_limit(monkeypatch):
+    assert with_limit("gs://b/x") == "gs://b/x?retry_limit_seconds=60"
+    assert with_limit("gs://b/x?anonymous=true") == "gs://b/x?anonymous=true&retry_limit_seconds=60"
+    for own in ("gs://b/x?retry_limit_seconds=5", "s3://b/x"):
+        assert with_limit(own) == own
+    given = []
+
+    class Opened:
+        def from_uri(url):
+            given.append(url)
+            raise OSError("no answer")
+
+    monkeypatch.setattr("pyarrow.fs.FileSystem", Opened)
+    for opens in (lambda: filesystem_of("gs://b/x/*.csv"), lambda: place_of("gs://b/x").is_dir()):
+        with pytest.raises((OSError, ValueError), match="no answer"):
+            opens()
+    assert given == ["gs://b/x?retry_limit_seconds=60"] * 2
 
 
 def test_a_chain_of_protocols_is_a_url():

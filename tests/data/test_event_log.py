@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -449,6 +450,26 @@ def test_a_value_that_is_none_is_named_by_its_row(tmp_path, case, how):
         return
     with pytest.raises(ValueError, match=message):
         load(source)
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("float16", 11), ("float32", 24), ("float64", 53)])
+def test_a_float_that_several_integers_share_is_no_id(kind, bits):
+    users = [np.array([last, 1, 2], kind) for last in (2**bits - 1, 2**bits)]
+    assert load(pa.table(arrays(user=users[0])), LogFormat(whole_floats=True)).user[0] == 2**bits - 1
+    with pytest.raises(ValueError, match=rf"an integer of less than 2\*\*{bits}"):
+        load(pa.table(arrays(user=users[1])), LogFormat(whole_floats=True))
+
+
+def test_whole_floats_in_text_name_the_setting(tmp_path):
+    (tmp_path / "a.csv").write_text("user,item,time\n3.0,2,4\n5.0,2,4\n")
+    with pytest.raises(ValueError, match=r"'3\.0'.*whole_floats=true"):
+        load(tmp_path / "a.csv")
+
+
+def test_a_pipe_is_no_file_of_a_log(tmp_path):
+    os.mkfifo(tmp_path / "a.csv")
+    with pytest.raises(ValueError, match=r"a\.csv: neither a file nor a folder"):
+        load(tmp_path / "a.csv")
 
 
 def test_whole_floats_are_ids_by_choice(tmp_path):

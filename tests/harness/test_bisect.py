@@ -1,12 +1,14 @@
 """Promise: `bisect` names the first step, tensor, key and column at which two runs differ, and no other."""
 
 import json
+import sys
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from tritonrec import checkpoint
+from tritonrec.checkpoint import CheckpointStream
 from tritonrec.harness.bisect import Part, bisect
 from tritonrec.harness.cli import app
 
@@ -92,6 +94,30 @@ def test_missing_rows_states_and_metadata_are_named(tmp_path):
         save(tmp_path / column, of=(dense, tables))
         (part,) = bisect(tmp_path / "a", tmp_path / column).parts
         assert part.place == (key, name) and part.count == 1
+
+
+@pytest.mark.parametrize("lacks", ["a", "b"])
+def test_a_row_that_one_run_alone_has_is_named_whichever_it_is(tmp_path, lacks):
+    dense, tables = state()
+    fewer = {name: values[1:] for name, values in tables["item"].items()}
+    for name in ("a", "b"):
+        save(tmp_path / name, of=(dense, {"item": fewer}) if name == lacks else None)
+    (part,) = bisect(tmp_path / "a", tmp_path / "b").parts
+    assert part.place == (int(tables["item"]["keys"][0]),) and part.count == 1
+    assert part.values == (("missing", "present") if lacks == "a" else ("present", "missing"))
+
+
+def test_world_sizes_are_among_the_settings_that_differ(tmp_path, monkeypatch):
+    class OfRanks(CheckpointStream):
+        def __init__(self, path, *step):
+            super().__init__(path, *step)
+            self.world_size = 2 if path.name == "b" else 1
+
+    monkeypatch.setattr(sys.modules[bisect.__module__], "CheckpointStream", OfRanks)
+    for name in ("a", "b"):
+        save(tmp_path / name)
+    assert bisect(tmp_path / "a", tmp_path / "a").settings == {}
+    assert bisect(tmp_path / "a", tmp_path / "b").settings == {"world_size": (1, 2)}
 
 
 def test_dense_tensors_come_before_tables_and_the_model_before_its_optimizer(tmp_path):

@@ -1,6 +1,8 @@
 """Promise: consistency "batch" refuses models whose samples see each other, by module; no bit moves."""
 
 import random
+from collections import deque
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
@@ -105,6 +107,12 @@ class FirstMeanInAList(FirstMean):
         if not self.means:
             self.means.append(x.detach().mean(0))
         return x - self.means[0]
+
+
+class FirstMeanInAQueue(FirstMeanInAList):
+    def __init__(self):
+        super().__init__()
+        self.means = deque(maxlen=3)
 
 
 class FirstMeanInAnObject(FirstMeanInAList):
@@ -225,6 +233,7 @@ MIXING = {
     "deviation": (part("scaled", ByDeviation), "scaled", "values of other samples"),
     "first mean": (part("first", FirstMean), "first", "attribute mean is state"),
     "first mean in a list": (part("first", FirstMeanInAList), "first", "attribute means is state"),
+    "first mean in a queue": (part("first", FirstMeanInAQueue), "first", "attribute means is state"),
     "first mean in an object": (part("first", FirstMeanInAnObject), "first", "attribute kept is state"),
     "longest": (
         model(body=lambda self, batch, x: 0.2 * x * int(batch.offsets.diff().max())),
@@ -481,10 +490,44 @@ def test_some_micro_batches_are_drawn_and_compared(monkeypatch):
     assert seen[0] == 1 and 2 <= seen[-1] < 12
 
 
+class LateCounter(Model):
+    """From its twentieth call on a loss depends on how often the model was called."""
+
+    calls = 0
+
+    def body(self, batch, x):
+        self.calls += 1
+        return x / (1 + max(0, self.calls - 20) * 0.1)
+
+
+def test_what_calls_keep_is_found_where_it_shows_late():
+    with (
+        trainer(parts(LateCounter, lr=1e-3), "sequential", micro_batches=1) as training,
+        pytest.raises(NotBatchInvariantError, match="whose loss of sample"),
+    ):
+        for result in training.run(batches(40)):
+            last = result.step
+    assert last == 31  # the window before the next power of two
+
+
 def test_an_early_window_is_compared_too():
     with trainer(parts(LateMixer), "sequential", micro_batches=1) as training:
         seen = [training.guard.checks for _ in training.run(batches(18, 5))]
     assert seen[0] == 1 and seen[16] == seen[15] + 1
+
+
+def test_what_calls_keep_is_that_of_training_alone():
+    made = parts(LateCounter)
+    with trainer(made, "sequential", micro_batches=1) as training:
+        list(training.run(batches(3)))
+        assert made[0].calls == 3 and training.guard.checks
+
+
+def test_a_batch_that_comes_again_has_no_sample_twice():
+    each = batches(1, 1)[0]
+    with trainer(parts(Ranker), "sequential", micro_batches=1) as training:
+        list(training.run([replace(each, step=step) for step in range(3)]))
+        assert training.guard.checks == 1  # alone: its company of earlier windows is itself
 
 
 def test_micro_batches_of_one_sample_are_compared_in_company():
@@ -562,6 +605,21 @@ def test_a_gradient_without_an_exact_sum_is_no_verdict():
 
     with pytest.raises(ArithmeticError), trainer(parts(model(loss=loss)), "reference") as training:
         list(training.run(batches(1)))
+
+
+def test_a_size_without_a_verdict_is_compared_again(monkeypatch):
+    made = parts(Ranker)
+    with trainer(made, "sequential", micro_batches=1) as training:
+        with monkeypatch.context() as patched:
+            patched.setattr(guard._Calls, "_judge", _no_exact_sum)
+            list(training.run(batches(2)))
+        assert training.guard.checks == 2
+        list(training.run(batches(4)[2:]))
+        assert training.guard.checks == 3
+
+
+def _no_exact_sum(*arguments):
+    raise ArithmeticError("no exact sum")
 
 
 def test_a_compiled_model_is_compared_without_compilation():

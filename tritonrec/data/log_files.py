@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tritonrec.files import natural_order
+from tritonrec.files.places import with_limit
 
 if TYPE_CHECKING:
     import pyarrow.fs as pafs
@@ -65,6 +66,8 @@ def files_at(path: str, kind: str = "file", filesystem: Any = None, patterns: Se
             raise FileNotFoundError(f"{path}: no such file or folder")
         if about.type == FileType.File and not wild:
             return LogFiles(path, fs, base.rpartition("/")[0], [base])
+        if about.type == FileType.Unknown:  # a pipe, a socket, a device
+            raise ValueError(f"{path}: neither a file nor a folder: write what it holds into a file")
         found = fs.get_file_info(FileSelector(base or "/", recursive=True))
     except pa.ArrowException as error:
         raise ValueError(f"{path}: {error}") from error
@@ -119,7 +122,7 @@ def filesystem_of(path: str, filesystem: Any = None) -> tuple[pafs.FileSystem, s
         return pafs.LocalFileSystem(), str(local.absolute() if is_bare else local)
     base, wild = without_wildcards(path)
     try:
-        found, place = pafs.FileSystem.from_uri(base)
+        found, place = pafs.FileSystem.from_uri(with_limit(base))
         return found, "/".join([place.rstrip("/"), *wild])
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
         pass

@@ -16,8 +16,8 @@ import pyarrow.compute as pc
 
 from tritonrec.data.arrow_types import Column, is_integer, is_list, is_number, plain
 
-MOST_WHOLE = 2.0**53
-"""Floating numbers from here on are not all integers' own."""
+MOST_WHOLE_BITS = {16: 11, 32: 24, 64: 53}
+"""By the bits of a floating number: from 2**n on several integers have one."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,10 @@ def integers(part: Part, name: str, values: Column, whole_floats: bool = False) 
         return _of_text(part, name, values)
     if pa.types.is_floating(kind):
         found = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
-        wrong = ~(np.abs(found) < MOST_WHOLE) | (np.floor(found) != found)  # a missing value is NaN
+        bits = MOST_WHOLE_BITS[kind.bit_width]
+        wrong = ~(np.abs(found) < 2**bits) | (np.floor(found) != found)  # a missing value is NaN
         if wrong.any():
-            part.fail(name, values, wrong, "an integer of less than 2**53")
+            part.fail(name, values, wrong, f"an integer of less than 2**{bits}")
         if not whole_floats:
             part.fail_type(
                 name, kind, "integers: cast the column, or take whole numbers by whole_floats=true"
@@ -125,7 +126,10 @@ def _of_text(part: Part, name: str, values: pa.Array) -> np.ndarray:
         same = pa.array([ok and -(2**63) <= int(word) < 2**63 for ok, word in every])
     if not pc.all(same, min_count=0).as_py():
         wrong = ~same.to_numpy(zero_copy_only=False)
-        part.fail(name, values, wrong, "an int64; ids that are words take ids=words or ids=hashed")
+        advice = "ids that are words take ids=words or ids=hashed"
+        if pc.all(pc.match_substring_regex(values.filter(wrong), r"^\s*-?[0-9]+\.0*\s*$")).as_py():
+            advice = "whole numbers with a point take whole_floats=true"
+        part.fail(name, values, wrong, f"an int64; {advice}")
     return found.to_numpy()
 
 

@@ -32,6 +32,9 @@ WRITABLE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "memory"}
 UPLOAD_SECONDS = 30.0
 """Between two uploads of a log that grows at a URL."""
 
+STORE_SECONDS = 60
+"""After which a store of Google's that does not answer is an error; pyarrow goes on for 15 minutes."""
+
 LARGEST_DOCUMENT = 1 << 30
 """Bytes of a document that is read at once."""
 
@@ -333,6 +336,13 @@ def staged(target: RemotePath, name: str) -> Iterator[Path]:
         target.upload(local)
 
 
+def with_limit(url: str) -> str:
+    """A URL for pyarrow, where it waits for `STORE_SECONDS` at most; a limit in the URL stays."""
+    if not url.startswith(("gs://", "gcs://")) or "retry_limit_seconds=" in url:
+        return url
+    return f"{url}{'&' if '?' in url else '?'}retry_limit_seconds={STORE_SECONDS}"
+
+
 def _filesystem_of(url: str) -> tuple[Any, str]:
     """A file system of fsspec's interface, and the path there."""
     try:
@@ -341,7 +351,7 @@ def _filesystem_of(url: str) -> tuple[Any, str]:
         from pyarrow.fs import FileSystem
 
         try:
-            filesystem, place = FileSystem.from_uri(url)
+            filesystem, place = FileSystem.from_uri(with_limit(url))
             return ArrowFSWrapper(filesystem), place
         except (ArrowInvalid, ArrowNotImplementedError):
             import fsspec

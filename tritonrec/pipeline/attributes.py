@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import is_dataclass
 from operator import is_not
 from types import FunctionType, MethodType
@@ -41,7 +42,7 @@ class Attributes:
         for path, _, values in own:
             for name, value in values.items():
                 holds = vars(value) if _is_of_the_caller(value) else value
-                if type(holds) in (dict, list, set):
+                if type(holds) in (dict, list, set, deque):
                     self._kept.append((path, name, holds, holds.copy()))
         self.blamed: Diagnosis | None = None
 
@@ -62,6 +63,9 @@ class Attributes:
                 self._note(path, attribute)
                 if isinstance(holds, list):
                     holds[:] = before
+                elif isinstance(holds, deque):
+                    holds.clear()
+                    holds.extend(before)
                 else:
                     holds.symmetric_difference_update(holds ^ before)
 

@@ -27,6 +27,7 @@ from ..kernels.philox import Seed
 from ..nn import GradientAccumulator
 from ..nn.context import hooks_of
 from .attributes import Attributes
+from .by_place import Call, first_by_place
 from .compiled import Compilation
 from .diagnosis import Diagnosis, blame_buffer, blame_gradient, diagnose_with
 from .model_call import CallerSettings, train_micro_batch, versions
@@ -37,7 +38,8 @@ STREAM = 0x67756172  # one Philox stream for draws of the guard
 EARLY = 16
 """The window of a run in which a micro-batch is compared too: by then parameters have moved."""
 EVERY = 2000
-"""In one of so many windows a micro-batch is drawn, and compared."""
+"""In one of so many windows a micro-batch is drawn, and compared. Of a model that keeps something between
+its calls so is one in every window from `EARLY` on whose number is a power of two."""
 MOST_SAMPLES, FEW_SAMPLES = 512, 8
 """That are compared at most: the first time and of a new size; of a micro-batch that was drawn."""
 NAME = "embedding gradient"
@@ -82,6 +84,7 @@ class Guard:
         self.checks = 0
         self._model, self._tables, self._config = model, tables, config
         self._path: Any = None
+        self._keeps = False  # whether calls change attributes of modules
         self._sizes: set[tuple[int, int]] = set()  # that were compared
         self._company: list[Batch] = []  # of one sample each, of small batches
         self._constant: set[str] = set()  # buffers that calls write, each the same values
@@ -148,7 +151,10 @@ class Guard:
         if _size(batch) not in self._sizes:
             return MOST_SAMPLES
         drawn = ops.derive_seed(self._config.seed, STREAM, window.update)
-        if drawn % EVERY and window.number != EARLY:
+        number = window.number
+        # what calls keep may show late, as a queue does once it is full
+        early = number == EARLY or (self._keeps and number > EARLY and not number & (number - 1))
+        if drawn % EVERY and not early:
             return 0
         return FEW_SAMPLES if drawn // EVERY % self._config.window_micro_batches == micro_batch else 0
 
@@ -195,7 +201,9 @@ class Guard:
         deferred = DeferredErrors()  # which drops no error
         try:
             with deferred.active():
-                self._constant |= calls.compare(together, generator, deferred.check, most == FEW_SAMPLES)
+                written, keeps = calls.compare(together, generator, deferred.check, most == FEW_SAMPLES)
+                self._constant |= written
+                self._keeps |= keeps
         except ArithmeticError:  # a gradient without an exact sum, which training reports by itself
             return
         self._sizes.add(size)
@@ -270,9 +278,10 @@ class _Calls:
 
     def compare(
         self, batch: Batch, generator: torch.Generator, check: Callable[[], None], again: bool
-    ) -> set[str]:
-        """Names of the buffers that calls write, and each the same values. `check` raises errors put off.
-        A model that is compared `again` is not looked at for draws, which costs as much as a call.
+    ) -> tuple[set[str], bool]:
+        """Names of the buffers that calls write, and each the same values; and whether calls change
+        attributes. `check` raises errors put off. A model that is compared `again` is not looked at op by
+        op, which costs as much as a call.
 
         Raises `NotBatchInvariantError`, and what the model raises for the whole batch, ArithmeticError for a
         gradient without an exact sum among it.
@@ -287,7 +296,7 @@ class _Calls:
             original = batch.select(torch.arange(count, dtype=torch.int64))
             moves = {name: versions([each]) for name, each in self.model.named_buffers()}
             try:
-                with nullcontext() if again else _NoDraws():
+                with nullcontext() if again else _Ops() as ops_of_whole:
                     whole = self._outcome([batch])
                 check()
             except _DrawError as error:
@@ -300,8 +309,10 @@ class _Calls:
             if count > 1:  # a sample without others is called twice on end instead
                 self._put_back(buffers)
                 attributes.put_back()
+            watch = ops_of_whole is not None and ops_of_whole.by_place
             try:
-                cut = self._outcome([batch.select(part) for part in parts])
+                with _Ops() if watch else nullcontext() as ops_of_cut:
+                    cut = self._outcome([batch.select(part) for part in parts])
                 check()
             except NotBatchInvariantError:
                 raise
@@ -310,13 +321,30 @@ class _Calls:
                     f"which raises {type(error).__name__} for some samples of a batch ({error})", batch
                 )
             self._judge(batch, order, whole, cut, attributes.blamed)
+            if ops_of_whole is not None and ops_of_cut is not None:
+                self._judge_places(ops_of_whole.by_place, ops_of_cut.by_place)
             for name in buffers:
                 after, *others = (each[name] for each in [*whole.buffers, *cut.buffers])
                 if not all(_same_bits(after, each) for each in others):
                     raise NotBatchInvariantError(
                         f"whose calls change buffer {name}", blame_buffer(self.model, name)
                     )
-            return written
+            return written, attributes.blamed is not None
+
+    def _judge_places(self, whole: list[Call], cut: list[Call]) -> None:
+        found = first_by_place(whole, cut)
+        if found is None:
+            return
+        names = {module: name for name, module in self.model.named_modules()}
+        kind = type(self.model).__name__
+        name = found.func.overloadpacket.__name__
+        reason = (
+            "of some values its last bit depends on where in its array a value stands, and so on the cut: "
+            "take tritonrec.nn's (sigmoid, SiLU, GELU, binary_cross_entropy, convert), or exp and log1p"
+        )
+        module = kind if found.module is None else names.get(found.module) or kind
+        where = "" if found.module is not None else " in its backward pass"
+        raise NotBatchInvariantError(f"which calls torch's {name}{where}", Diagnosis(None, module, reason))
 
     def _judge(
         self, batch: Batch, order: torch.Tensor, whole: _Outcome, cut: _Outcome, otherwise: Diagnosis | None
@@ -421,8 +449,16 @@ class _DrawError(Exception):
     """The op that draws."""
 
 
-class _NoDraws(TorchDispatchMode):
-    """On this thread no op draws from a global generator; a reader of batches may, meanwhile."""
+class _Ops(TorchDispatchMode):
+    """On this thread no op draws from a global generator; a reader of batches may, meanwhile.
+
+    Attributes:
+        by_place: calls of functions whose bits may depend on the place of a value.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_place: list[Call] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -432,7 +468,10 @@ class _NoDraws(TorchDispatchMode):
             idle = any(given.get(name) == 0 for name in ("p", "dropout_p", "dropout", "train", "training"))
             if not idle and given.get("generator") is None:
                 raise _DrawError(str(func))
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if call := Call.of(func, args, kwargs or {}, out):
+            self.by_place.append(call)
+        return out
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
