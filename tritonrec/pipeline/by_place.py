@@ -45,7 +45,7 @@ class Call:
         name = func.overloadpacket.__name__.removesuffix("_").removesuffix("_backward")
         if name not in NAMES or not isinstance(out, torch.Tensor) or out.device.type != "cpu":
             return None
-        given = [*enumerate(args), *kwargs.items()]
+        given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         tensors = [each for _, each in given if isinstance(each, torch.Tensor)]
         if any((each.shape, each.dtype) != (out.shape, out.dtype) for each in tensors):
             return None
