@@ -6,7 +6,8 @@ A table of rows of 64 weights and Adam's state (768 bytes) is filled, then train
 bags of ids that are Zipf-distributed; popular ids lie anywhere in the file. Each placement has a process of
 its own, in a memory cgroup (root and cgroup v1's memory controller; without it there is no limit, and the
 output says so) of what it has before the table, the table's own memory and `--slack` MiB, the page cache
-included. They take turns. All end at the same bits, which is checked first. A ratio is the median over rounds of that within a
+included. They take turns. All end at the same bits, which is checked first. A ratio is the median over
+rounds of that within a
 round, of wall clock. `read` and `written`: bytes that reached the device, from ``/proc/self/io``, by those of
 the rows that missed the memory, which is the least that can be read.
 """

@@ -1,4 +1,4 @@
-"""Promise: rows on disk are those that were written, within their memory; a failure is named and loses none."""
+"""Promise: rows on disk are those that were written, within their memory; a failure loses none of them."""
 
 import errno
 import os
