@@ -7,7 +7,7 @@ from speeds import slow_except
 from tritonrec import nn, verify
 from tritonrec.data import NextItemLoader, load
 from tritonrec.embedding import FeatureConfig
-from tritonrec.harness.verify.user_model import first_not_invariant
+from tritonrec.harness.verify.user_model import ModelReport, first_not_invariant
 from tritonrec.pipeline.diagnosis import diagnose
 
 DIM = 6
@@ -114,3 +114,7 @@ def test_a_model_that_needs_neighbours_is_named(batches):
     found = diagnose(FailsAlone(), batches[0], FEATURES)
     assert found.module == "FailsAlone" and found.error is None
     assert "it fails for one sample alone" in found.reason and "has no neighbour" in found.reason
+
+
+def test_a_report_without_a_case_proves_nothing():
+    assert not ModelReport([], None).passed
