@@ -83,16 +83,16 @@ def test_every_variant_and_every_change_of_the_world_size_is_tried(size):
 
 
 def test_tables_elsewhere_are_tried_in_every_mode_with_all_policies_and_across_a_restart():
-    for storage in ("device", "cached"):
+    for storage in ("device", "cached", "disk"):
         cases = [case for case in contract_table() if case.storage == storage]
         assert {case.mode for case in cases} == set(PIPELINED)
         assert {case.variant for case in cases} >= {"", "scale", "policies", "first-use", "restart"}
         assert all(case.resumed().storage != storage for case in cases)
     quick = {(case.storage, case.variant) for case in contract_table("quick")}
-    assert quick >= {("device", "scale"), ("cached", "scale")}
+    assert quick >= {("device", "scale"), ("cached", "scale"), ("disk", "scale")}
 
 
-@pytest.mark.parametrize("storage", ["device", "cached"])
+@pytest.mark.parametrize("storage", ["device", "cached", "disk"])
 def test_the_reference_of_a_table_elsewhere_is_one_on_the_host(storage):
     case, job = Case("nestpipe", "batch", 2, 4, True, "adam", 6, storage=storage), Job()
     assert case.job(job).placement.storage == storage

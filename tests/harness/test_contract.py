@@ -65,6 +65,7 @@ CASES = [
     # a rank dies, and the others go on
     Case("nestpipe", "batch", 2, 3, True, "adam", 6, delay_seed=1, variant="lost-rank"),
     Case("dbp", "batch", 3, 2, False, "sgd", 7, variant="lost-rank", storage="cached"),
+    Case("nestpipe", "batch", 2, 3, True, "adam", 8, 1, variant="policies", storage="disk", restart=1),
     # what a user writes: a model of torch's modules, and a loop without a trainer, in which ranks stay empty
     Case("nestpipe", "batch", 2, 3, True, "adam", 4, delay_seed=5, variant="converted"),
     Case("fwp", "window", 1, 4, False, "sgd", 4, variant="converted"),
@@ -72,13 +73,14 @@ CASES = [
     Case("sequential", "batch", 4, 20, False, "rowwise_adagrad", 6, variant="hash-embedding"),
 ]
 # each mode, both consistencies, on one and two ranks; a rank that dies; both of what a user writes
-QUICK = [CASES[1], CASES[4], CASES[5], CASES[-6], CASES[-4], CASES[-2]]
+QUICK = [CASES[1], CASES[4], CASES[5], CASES[-7], CASES[-5], CASES[-4], CASES[-2]]
 QUICK_FAULTS = (
     "no-copy-of-kept-rows", "read-before-write-back", "gradient-added-twice", "float-sums",
     "missed-decay-forgotten", "stale-dense-parameter", "norm-of-one-rank", "replicas-keep-their-gradients",
     "overflow-of-one-rank", "own-rows-not-rounded", "gradients-of-the-last-pass", "page-reused-early",
     "delta-applied-twice",
     "answer-of-another-request",
+    "disk-lost-write-back",
 )  # fmt: skip
 
 
