@@ -2,13 +2,13 @@
 
     python ci/benchmarks/measure_disk.py --rows 400000 --shares 1,0.3,0.1,0.05 --json FILE
 
-A table of rows of 64 weights and Adam's state (768 bytes) is filled, then trained in mode ``nestpipe`` on bags
-of ids that are Zipf-distributed; popular ids lie anywhere in the file. Each placement has a process of its own,
-in a memory cgroup (root and cgroup v1's memory controller; without it there is no limit, and the output says
-so) of what it has before the table, the table's own memory and `--slack` MiB, the page cache included. They
-take turns. All end at the same bits, which is checked first. A ratio is the median over rounds of that within a
-round, of wall clock. `read` and `written`: bytes that reached the device, from ``/proc/self/io``, by those of
-the rows that missed the memory, which is the least that can be read.
+A table of rows of 64 weights and Adam's state (768 bytes) is filled, then trained in mode ``nestpipe`` on
+bags of ids that are Zipf-distributed; popular ids lie anywhere in the file. Each placement has a process of
+its own, in a memory cgroup (root and cgroup v1's memory controller; without it there is no limit, and the
+output says so) of what it has before the table, the table's own memory and `--slack` MiB, the page cache
+included. They take turns. All end at the same bits, which is checked first. A ratio is the median over
+rounds of that within a round, of wall clock. `read` and `written`: bytes that reached the device, from
+``/proc/self/io``, by those of the rows that missed the memory, which is the least that can be read.
 """
 
 from __future__ import annotations
@@ -161,7 +161,9 @@ def main() -> None:
         ratios = [one[number]["seconds"] / one[0]["seconds"] for one in rounds[1:]]
         row |= {"share": share, "ratio": median(ratios), "least": min(ratios), "most": max(ratios)}
         found.append(row)
-        print("in memory" if not share else f"{share:9.0%}", "  ".join(f"{k} {v:.4g}" for k, v in row.items()))
+        print(
+            "in memory" if not share else f"{share:9.0%}", "  ".join(f"{k} {v:.4g}" for k, v in row.items())
+        )
     record(options, limited=limited, placements=found)
 
 

@@ -95,6 +95,6 @@ class RowFile:
         }.get(error.errno or 0, "check that disk")
         return OSError(
             error.errno,
-            f"a table's file of rows in {self.path!r} {what}: {error.strerror}; {advice}, and go on from the "
-            "last checkpoint",
+            f"a table's file of rows in {self.path!r} {what}: {error.strerror}; {advice}"
+            + (", and go on from the last checkpoint" if self.nbytes else ""),
         )
