@@ -58,7 +58,8 @@ QUICK = [
     ("device", "nestpipe", "none", "both"), ("cached", "nestpipe", "none", "both"),
     ("device", "dbp", "all", "skip_fetch"), ("cached", "nestpipe", "all", "first_use"),
     ("device", "fwp", "admission", "no_dedup"), ("cached", "sequential", "lru", "plain"),
-    ("disk", "nestpipe", "all", "both"), ("disk", "dbp", "tiers", "plain"), ("disk", "nestpipe", "lru", "no_dedup"),
+    ("disk", "nestpipe", "all", "both"), ("disk", "dbp", "tiers", "plain"),
+    ("disk", "nestpipe", "lru", "no_dedup"),
 ]  # fmt: skip
 
 
