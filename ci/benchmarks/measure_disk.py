@@ -7,9 +7,8 @@ bags of ids that are Zipf-distributed; popular ids lie anywhere in the file. Eac
 its own, in a memory cgroup (root and cgroup v1's memory controller; without it there is no limit, and the
 output says so) of what it has before the table, the table's own memory and `--slack` MiB, the page cache
 included. They take turns. All end at the same bits, which is checked first. A ratio is the median over
-rounds of that within a
-round, of wall clock. `read` and `written`: bytes that reached the device, from ``/proc/self/io``, by those of
-the rows that missed the memory, which is the least that can be read.
+rounds of that within a round, of wall clock. `read` and `written`: bytes that reached the device, from
+``/proc/self/io``, by those of the rows that missed the memory, which is the least that can be read.
 """
 
 from __future__ import annotations

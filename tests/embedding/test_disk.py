@@ -1,4 +1,4 @@
-"""Promise: rows on disk are those that were written, within their memory; a failure loses none of them."""
+"""Promise: rows on disk are as they were written, within their memory; what fails is named and loses none."""
 
 import errno
 import os
