@@ -40,7 +40,7 @@ def ask(port, path="retrieve", body=BODY):
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/{path}", body, {"content-type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=240) as answer:
         return json.loads(answer.read())
 
 
@@ -124,6 +124,7 @@ def test_signals(paths, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_killed_worker_is_replaced(paths, tmp_path):
     """Others answer meanwhile; all of them count together, and reload."""
     link = tmp_path / "current"
