@@ -11,7 +11,7 @@ from tritonrec import files
 INPUTS = {
     ("bench", "--compare"), ("lab", "--plan"), ("plan", "--costs"), ("plan", "--trace"),
     ("report", "--folder"), ("serve-bench", "--checkpoint"), ("train", "--config"),
-    ("score", "--model"), ("serve", "--cached"), ("serve", "--token-file"),
+    ("score", "--model"), ("serve", "--cached"), ("serve", "--token-file"), ("warmup", "--config"),
 }  # fmt: skip
 FOLDERS = {
     ("fuzz", "--database"), ("lab", "--trace"), ("profile", "--out"), ("serve-bench", "--trace"),
