@@ -24,6 +24,7 @@ TOOLS = {
     "serving": ([f"{PACKAGE}/serving", f"{HARNESS}/serve"], ["tests/serving/*.py"]),
     "slipstream": ([f"{PACKAGE}/slipstream", f"{HARNESS}/slipstream"], ["tests/slipstream/*.py"]),
     "resilience": ([f"{PACKAGE}/resilience"], ["tests/resilience/*.py"]),
+    "capacity": ([f"{PACKAGE}/capacity"], ["tests/capacity/*.py"]),
     "torchrec": ([f"{PACKAGE}/torchrec"], ["tests/torchrec_names/*.py"]),
 }
 """Name -> folders of its code, and its files of tests."""

@@ -17,13 +17,13 @@ WORDS = {
     ("verify", "--modes"), ("lab", "--modes"), ("serve-bench", "--scenarios"), ("train", "--recompute"),
     ("train", "--evict"), ("train", "--precision-tiers"), ("lab", "--switch"), ("lab", "--emulate"),
     ("lab", "--proportions"), ("train", "--early-stopping"), ("train", "--split"),
-    ("train", "--changed"), ("train", "--memory-limit"),
+    ("train", "--changed"), ("train", "--memory-limit"), ("train", "--disk-memory"), ("plan", "--memory"),
     ("warmup", "--models"), ("warmup", "--optimizers"), ("warmup", "--target"),
     ("fuzz", "--configuration"), ("fuzz", "--inject"),
 }  # fmt: skip
 FREE = {  # tested below, in test_cli and in test_urls
     ("bench", "--only"), ("simulate", "--table"), ("train", "--drop"), ("train", "--resume"),
-    ("train", "--warm-start"),
+    ("train", "--warm-start"), ("train", "--disk-path"), ("train", "--publish"),
 }  # fmt: skip
 FREE |= {  # tested in test_score_file and test_server_process
     ("score", "--history"), ("score", "--timestamps"), ("score", "--candidates"),

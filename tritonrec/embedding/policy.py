@@ -54,7 +54,7 @@ class Placement:
                 f"tables on disk need a directory, and others take none: got storage={self.storage!r} with "
                 f"path={self.path!r}"
             )
-        bytes_of(self.memory)
+        bytes_of(self.memory, "memory of tables on disk (disk_memory)")
 
     def chosen(self) -> Placement:
         """This, with the storage that ``"auto"`` means."""

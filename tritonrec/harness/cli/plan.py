@@ -48,7 +48,10 @@ def plan(
     first_use and skip_fetch is simulated. Prints the gain of each switch, and the assumptions.
     """
     require_writable({"--json": json_file, "--save-costs": save_costs})
+    size = None if memory is None else checked(lambda: bytes_of(memory, "--memory"))
     if config is None:
+        if size is not None:
+            raise typer.BadParameter("--memory goes with the settings of a run")
         checked(lambda: run.plan(costs, trace, world_size, json_file, save_costs))
         return
     for option, given in {"--costs": costs, "--trace": trace, "--save-costs": save_costs}.items():
@@ -58,7 +61,6 @@ def plan(
     from .job import ready
     from .train import RUN
 
-    size = None if memory is None else checked(lambda: bytes_of(memory, "--memory"))
     planned = checked(lambda: ready(read_config(config, RUN)))
     planned = replace(planned, steps=planned.steps or 20 * planned.job.loader().steps_per_epoch)
     ranks = world_size or 1
