@@ -483,7 +483,10 @@ class HashTableCollection:
         """Rows (n, row_width) float32 of `ids` (n,) of a logical table, initial where there is none."""
         group, member = self._group(table)
         keys = group.layout.pack(member, ids.to(group.table.device), table)
-        return group.table.gather(group.table.find(keys), keys)
+        handles = group.table.find(keys)
+        rows = group.table.gather(handles, keys)
+        group.table.validate_rows(handles, keys, rows)
+        return rows
 
     def policy_of(self, table: str) -> TablePolicy:
         """Of a logical table."""

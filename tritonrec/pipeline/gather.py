@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -9,17 +10,44 @@ import torch
 from ..distributed import Communicators
 from ..embedding import HashTableCollection, RowOptimizer, TablePolicy
 
+PART_ROWS = 1 << 16
+"""Rows that are gathered at a time."""
 
-def whole_rows(
+
+def whole_ids(
     communicators: Communicators, tables: HashTableCollection
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """By logical table every rank's ids (n,), ascending, and rows (n, row width), in host memory."""
+    """By logical table this rank's ids, and those of all ranks, (n,) int64 ascending. Collective."""
     whole = {}
-    for name, part in tables.export().items():
-        ids, rows = (torch.cat(communicators.shard_control.all_gather(values.cpu())) for values in part)
-        ids, order = torch.sort(ids)
-        whole[name] = ids, rows[order]
+    for group in tables.groups:
+        members, ids = group.layout.unpack(group.table.keys().cpu())
+        for member, name in enumerate(group.layout.names):
+            own = ids[members == member]
+            whole[name] = own, torch.cat(communicators.shard_control.all_gather(own)).sort()[0]
     return whole
+
+
+def rows_in_parts(
+    communicators: Communicators,
+    tables: HashTableCollection,
+    table: str,
+    own: torch.Tensor,
+    ids: torch.Tensor,
+    width: int | None = None,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """`PART_ROWS` ids at a time in ascending order, and their rows (n, width) in host memory. Collective.
+
+    Args:
+        own, ids: of the table, from `whole_ids`.
+        width: values of a row; all with the optimizer state by default.
+    """
+    for part in ids.split(PART_ROWS) if len(ids) else ():
+        first, end = torch.searchsorted(own, part[:1]), torch.searchsorted(own, part[-1:], right=True)
+        here = own[int(first) : int(end)]
+        values = tables.current_rows(table, here)[:, :width].cpu().contiguous()
+        found = torch.cat(communicators.shard_control.all_gather(here))
+        rows = torch.cat(communicators.shard_control.all_gather(values))
+        yield part, rows[found.argsort()]
 
 
 def whole_tables(communicators: Communicators, tables: HashTableCollection) -> HashTableCollection:
@@ -29,7 +57,7 @@ def whole_tables(communicators: Communicators, tables: HashTableCollection) -> H
         for feature in tables.features.values()
     ]
     whole = HashTableCollection(features, RowOptimizer("sgd"), merge=False, seed=tables.seed)
-    for name, (ids, rows) in whole_rows(communicators, tables).items():
-        dim = whole.initial_rows(name, ids[:0]).shape[1]
-        whole.load(name, ids, rows[:, :dim].contiguous())
+    for name, (own, ids) in whole_ids(communicators, tables).items():
+        for part, weights in rows_in_parts(communicators, tables, name, own, ids, tables.dim_of(name)):
+            whole.load(name, part, weights)
     return whole

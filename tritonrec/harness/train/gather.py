@@ -11,10 +11,8 @@ import torch
 from ...distributed import Communicator, Communicators
 from ...embedding import HashTableCollection
 from ...files.places import place_of
+from ...pipeline import rows_in_parts, whole_ids
 from ...trace import save_joined
-
-DIGEST_ROWS = 1 << 16
-"""Rows of a table that a digest reads at a time."""
 
 
 def totals(communicator: Communicator, counts: dict[str, int]) -> dict[str, int]:
@@ -51,38 +49,18 @@ def save_trace(communicators: Communicators, recorder, path: str | Path) -> None
 def state_digest(
     communicators: Communicators, tables: HashTableCollection, dense: dict[str, torch.Tensor]
 ) -> str:
-    """SHA-256 over dense parameters, keys and rows with their states, independent of the sharding.
-
-    Collective. Each rank holds the ids of all ranks, and of their rows `DIGEST_ROWS` at a time.
-    """
+    """SHA-256 over dense parameters, keys and rows with states, independent of the sharding. Collective."""
     digest = hashlib.sha256()
     for name in sorted(dense):
         digest.update(name.encode())
         _add(digest, dense[name])
-    for name, own in sorted(_ids(tables).items()):
+    for name, (own, ids) in sorted(whole_ids(communicators, tables).items()):
         digest.update(name.encode())
-        ids = torch.cat(communicators.shard_control.all_gather(own)).sort()[0]
         _add(digest, ids)
-        for part in ids.split(DIGEST_ROWS) if len(ids) else ():
-            first, last = torch.searchsorted(own, part[[0, -1]])
-            here = own[first : last + int(torch.isin(part[-1:], own))]
-            rows = tables.current_rows(name, here).cpu()
-            found, rows = (
-                torch.cat(communicators.shard_control.all_gather(values)) for values in (here, rows)
-            )
-            _add(digest, rows[found.argsort(stable=True)])
+        for _, rows in rows_in_parts(communicators, tables, name, own, ids):
+            _add(digest, rows)
     return digest.hexdigest()
 
 
 def _add(digest: hashlib._Hash, values: torch.Tensor) -> None:
     digest.update(values.cpu().contiguous().numpy().data)
-
-
-def _ids(tables: HashTableCollection) -> dict[str, torch.Tensor]:
-    """By logical table this rank's ids (n,) int64, ascending."""
-    found = {}
-    for group in tables.groups:
-        members, ids = group.layout.unpack(group.table.keys().cpu())
-        for member, name in enumerate(group.layout.names):
-            found[name] = ids[members == member]
-    return found
