@@ -340,7 +340,7 @@ class _Calls:
         name = found.func.overloadpacket.__name__
         reason = (
             "of some values its last bit depends on where in its array a value stands, and so on the cut: "
-            "take tritonrec.nn's (sigmoid, SiLU, GELU, binary_cross_entropy, convert), or exp and log1p"
+            "take tritonrec.nn's Sigmoid, SiLU, GELU (nn.convert) or binary_cross_entropy, or exp and log1p"
         )
         module = kind if found.module is None else names.get(found.module) or kind
         where = "" if found.module is not None else " in its backward pass"
