@@ -30,8 +30,6 @@ from .sinks import Sink, sink_of
 from .snapshot import Dense, Files, name_of_part, write_manifest, write_tables
 from .wire import Header, LiveError, OtherRunError, SinkError, digest_of, pack, same_bits, schema_of, unpack
 
-READER = "deltas"
-"""Of the tables' changes, beside checkpoints."""
 QUEUED = 2
 """Deltas that wait for the sink; a further publication waits for it."""
 LONGEST_STRETCH = 1000
@@ -102,6 +100,7 @@ class Publisher:
         self._snapshot_every, self._patience = snapshot_every, patience
         self._described = trainer.tables.describe()
         self._writer = self._groups.control.all_gather_texts(token_hex(4))[0]
+        self._reader = f"deltas of {id(self)}"  # each publisher of a trainer gets every change
         self._closing, self._broken, self._lost, self._fresh = Event(), False, False, True
         self._deltas, self._snapshots = (
             ThreadPoolExecutor(1, f"publisher-{each}") for each in ("delta", "snapshot")
@@ -189,7 +188,7 @@ class Publisher:
         changed = self._changed_values()
         if fresh:
             self._wait_for_snapshot()
-            tables.track_changes(READER)
+            tables.track_changes(self._reader)
         header = replace(
             before, sequence=before.sequence + 1, epoch=before.epoch + fresh, writer=self._writer,
             before_writer=before.writer, before=before.step, step=trainer.next_step, published_at=time.time(),
@@ -226,6 +225,7 @@ class Publisher:
             self._closing.set()
             for pool in (self._deltas, self._snapshots):
                 pool.shutdown(cancel_futures=True)
+            self._trainer.tables.forget_changes(self._reader)
 
     def __enter__(self) -> Publisher:
         return self
@@ -276,7 +276,7 @@ class Publisher:
                 if len(offsets) > 1:
                     found[f"words/{name}/offsets"] = offsets - offsets[0]
                     found[f"words/{name}/bytes"] = state["bytes"][int(offsets[0]) : int(offsets[-1])].clone()
-        changed, erased = self._trainer.tables.take_changes(READER)
+        changed, erased = self._trainer.tables.take_changes(self._reader)
         for name, told in self._described["tables"].items():
             if len(changed[name]["keys"]):
                 found[f"table/{name}/ids"] = changed[name]["keys"]
@@ -391,7 +391,7 @@ class Publisher:
                 stacklevel=3,
             )
         if not self._fresh:
-            self._trainer.tables.track_changes(READER)
+            self._trainer.tables.track_changes(self._reader)
             self._complete, self._words = [found["snapshot"]], dict(header.words)
         if self._groups.saves:
             self._persist(self._sink.truncate, self._groups.shard, header.sequence)
