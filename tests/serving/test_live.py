@@ -445,6 +445,16 @@ def test_words_are_published_as_they_come(tmp_path):
         settled(publisher)
         assert follower.poll() and follower.predictor.vocabularies["item"].words.to_pylist() == ["other"]
         assert publisher.epoch == 2
+        more = ["more", "and", "more of them"]
+        training.trainer.vocabularies["item"] = Vocabulary(more)  # as long or longer, and other words
+        training.run(publisher, 2)
+        settled(publisher)
+        assert follower.poll() and follower.predictor.vocabularies["item"].words.to_pylist() == more
+        assert publisher.epoch == 3
+    training.trainer.vocabularies["item"] = Vocabulary(more[::-1])
+    with pytest.warns(RuntimeWarning, match="its state is another one"):
+        opened(training, "memory://live-words").close()
+    assert follower.poll() and follower.predictor.vocabularies["item"].words.to_pylist() == more[::-1]
     training.close()
 
 
