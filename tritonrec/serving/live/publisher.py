@@ -28,7 +28,18 @@ from ..programs import Arguments, save_program
 from .follower import read_document
 from .sinks import Sink, sink_of
 from .snapshot import Dense, Files, name_of_part, write_manifest, write_tables
-from .wire import Header, LiveError, OtherRunError, SinkError, digest_of, pack, same_bits, schema_of, spelling, unpack
+from .wire import (
+    Header,
+    LiveError,
+    OtherRunError,
+    SinkError,
+    digest_of,
+    pack,
+    same_bits,
+    schema_of,
+    spelling,
+    unpack,
+)
 
 QUEUED = 2
 """Deltas that wait for the sink; a further publication waits for it."""
