@@ -445,6 +445,16 @@ def test_words_are_published_as_they_come(tmp_path):
         settled(publisher)
         assert follower.poll() and follower.predictor.vocabularies["item"].words.to_pylist() == ["other"]
         assert publisher.epoch == 2
+        more = ["more", "and", "more of them"]
+        training.trainer.vocabularies["item"] = Vocabulary(more)  # as long or longer, and other words
+        training.run(publisher, 2)
+        settled(publisher)
+        assert follower.poll() and follower.predictor.vocabularies["item"].words.to_pylist() == more
+        assert publisher.epoch == 3
+    training.trainer.vocabularies["item"] = Vocabulary(more[::-1])
+    with pytest.warns(RuntimeWarning, match="its state is another one"):
+        opened(training, "memory://live-words").close()
+    assert follower.poll() and follower.predictor.vocabularies["item"].words.to_pylist() == more[::-1]
     training.close()
 
 
@@ -465,6 +475,48 @@ def test_training_by_command_publishes_and_dlrm_is_followed(tmp_path):
     for wrong in (replace(run, publish_every=0), replace(run, publish="")):
         with pytest.raises(ValueError, match="go together"):
             train(Communicators.local(), replace(wrong, checkpoint=None), quiet=True)
+
+
+def test_two_publishers_of_one_trainer_have_all_changes_each(tmp_path):
+    training = Training("sequential")
+    with opened(training, tmp_path / "a") as first:
+        with opened(training, tmp_path / "b") as second:
+            for _ in range(3):
+                training.run(first, 2)
+                second.publish()
+        training.run(first, 2)
+        want = state_of(training.trainer)
+    followers = [Follower.open(tmp_path / name) for name in ("a", "b")]
+    assert [each.step for each in followers] == [8, 6]
+    assert_has(followers[0].predictor, want)
+    log = training.tables.groups[0].table._metadata.changes
+    assert not log.readers and not log.active  # who has closed is owed nothing
+    training.close()
+
+
+def test_a_snapshot_that_is_pruned_while_it_is_loaded(tmp_path, monkeypatch):
+    training, load, overtaken = Training("sequential"), Predictor.load, []
+
+    def slow(place, **options):
+        if not overtaken:
+            overtaken.append(place)
+            for _ in range(3):
+                training.run(publisher, 2)
+                settled(publisher)
+        return load(place, **options)
+
+    monkeypatch.setattr(Predictor, "load", slow)
+    with opened(training, tmp_path / "sink", snapshot_every=1) as publisher:
+        settled(publisher)
+        follower = Follower.open(tmp_path / "sink")
+        assert not overtaken[0].exists()
+        assert_has(follower.predictor, state_of(training.trainer))
+        training.run(publisher, 6)
+        settled(publisher)
+        overtaken.clear()
+        assert follower.poll() and not overtaken[0].exists()
+        assert_has(follower.predictor, state_of(training.trainer))
+    training.close()
 
 
 def test_publications_by_time_and_another_model_in_the_same_place(tmp_path):

@@ -126,6 +126,8 @@ def test_parts_of_another_run_are_refused(models, tmp_path, monkeypatch):
         ([[1], [], [3]], {}, [], "row 1: history 0 has 0 items"),
         ([[1], None], {}, [], "row 1: column 'history' has no history"),
         ([[1]], {}, ["--history", "events"], "no column 'events'"),
+        ([1, 2], {}, [], "column 'history' of"),
+        ([[1]], {}, ["--candidates", "history"], "named twice"),
         ([[1]], {"scores": [1.0]}, [], "has a column 'scores' already"),
         ([[1]], {}, ["--k", "61"], "error: k must be in [1, 59]"),
         ([[1]], {"at": [[1, 2]]}, ["--timestamps", "at"], "lists of other lengths"),

@@ -84,6 +84,12 @@ class ChangeLog:
             self.start(rows.end)
         self._left[reader] = []
 
+    def stop(self, reader: str) -> None:
+        """Keep nothing for `reader` any more; off after the last one."""
+        self._left.pop(reader, None)
+        if not self._left:
+            self._changed, self._marked, self._erased = None, [], []
+
     def continue_from(self, other: ChangeLog) -> None:
         """Take over what readers of another log have still to take; all its rows are erased here."""
         for reader, keys in other._left.items():

@@ -399,6 +399,11 @@ class HashTableCollection:
         for group in self.groups:
             group.table.track_changes(reader)
 
+    def forget_changes(self, reader: str) -> None:
+        """Log nothing for this `reader` any more."""
+        for group in self.groups:
+            group.table.forget_changes(reader)
+
     def take_changes(
         self, reader: str = CHECKPOINT
     ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, torch.Tensor]]:

@@ -218,6 +218,11 @@ class DynamicTable(TrainedTable):
             if self._candidates is not None and reader == CHECKPOINT:
                 self._candidates.track_changes()
 
+    def forget_changes(self, reader: str) -> None:
+        """Log nothing for this `reader` any more."""
+        with self._updating, self._lock:
+            self._metadata.changes.stop(reader)
+
     def take_changes(self, reader: str = CHECKPOINT) -> tuple[State, dict[str, torch.Tensor]]:
         """Changes since the last call or `track_changes` of this `reader`.
 

@@ -67,6 +67,15 @@ def score_file(
     wanted = [each for each in (config.history, config.timestamps, config.candidates) if each]
     if missing := [name for name in wanted if name not in names]:
         raise ValueError(f"{source} has no column {missing[0]!r}, but {', '.join(names)}")
+    if twice := next(
+        (each for each in [*names, *wanted] if names.count(each) > 1 or wanted.count(each) > 1), ""
+    ):
+        raise ValueError(f"column {twice!r} is there or named twice: give each a name and a use of its own")
+    lists = pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list
+    for name in wanted:
+        kind = file.schema_arrow.field(name).type
+        if not any(fits(kind) for fits in lists):
+            raise ValueError(f"column {name!r} of {source} has {kind}: give a list for each row")
     made = {"scores"} if config.candidates else {"items", "scores"}
     if clash := made & ({*names} - {*wanted}):
         raise ValueError(f"{source} has a column {min(clash)!r} already, which the output makes: rename it")

@@ -51,10 +51,9 @@ class Follower:
         self._at: Header | None = None
         self._tables: dict[str, LiveTable] = {}
         self.predictor: Predictor
-        found = sink.snapshots()
-        if not found:
+        if not sink.snapshots():
             raise LiveError(f"{sink.name} has no snapshot: nothing was published there yet")
-        self._load(found[-1])
+        self._load_newest()
 
     @classmethod
     def open(
@@ -164,7 +163,7 @@ class Follower:
                 warnings.warn(
                     f"{problem}; snapshot {newer[-1]} is loaded instead", RuntimeWarning, stacklevel=4
                 )
-            self._load(newer[-1])
+            self._load_newest()
             return True
         if problem is not None:
             raise problem
@@ -252,6 +251,17 @@ class Follower:
                 raise CorruptDeltaError(f"{name} has {each} as {value.dtype} {tuple(value.shape)}")
         self._check_dense(header, {**values, **changed}, name)
         return with_values(program, changed) if changed else program
+
+    def _load_newest(self) -> None:
+        """Load the last snapshot; the next one, where that was pruned meanwhile."""
+        while True:
+            newest = self._sink.snapshots()[-1]
+            try:
+                return self._load(newest)
+            except LiveError:
+                left = self._sink.snapshots()
+                if newest in left or not left or left[-1] < newest:
+                    raise
 
     def _load(self, sequence: int) -> None:
         header, predictor = self._snapshot(sequence)

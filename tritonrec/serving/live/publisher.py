@@ -28,10 +28,19 @@ from ..programs import Arguments, save_program
 from .follower import read_document
 from .sinks import Sink, sink_of
 from .snapshot import Dense, Files, name_of_part, write_manifest, write_tables
-from .wire import Header, LiveError, OtherRunError, SinkError, digest_of, pack, same_bits, schema_of, unpack
+from .wire import (
+    Header,
+    LiveError,
+    OtherRunError,
+    SinkError,
+    digest_of,
+    pack,
+    same_bits,
+    schema_of,
+    spelling,
+    unpack,
+)
 
-READER = "deltas"
-"""Of the tables' changes, beside checkpoints."""
 QUEUED = 2
 """Deltas that wait for the sink; a further publication waits for it."""
 LONGEST_STRETCH = 1000
@@ -102,6 +111,7 @@ class Publisher:
         self._snapshot_every, self._patience = snapshot_every, patience
         self._described = trainer.tables.describe()
         self._writer = self._groups.control.all_gather_texts(token_hex(4))[0]
+        self._reader = f"deltas of {id(self)}"  # each publisher of a trainer gets every change
         self._closing, self._broken, self._lost, self._fresh = Event(), False, False, True
         self._deltas, self._snapshots = (
             ThreadPoolExecutor(1, f"publisher-{each}") for each in ("delta", "snapshot")
@@ -181,7 +191,12 @@ class Publisher:
         owners = [each for each in notes if each["saves"]]
         total = [(names, sum(each["rows"][at][1] for each in owners)) for at, (names, _) in enumerate(rows)]
         words = {name: len(each) for name, each in trainer.vocabularies.items()}
-        renumbered = any(words.get(name, 0) < count for name, count in self._words.items())
+        spelled = {name: spelling(each, len(each)) for name, each in trainer.vocabularies.items()}
+        renumbered = any(
+            words.get(name, 0) < count
+            or spelling(trainer.vocabularies[name], count) != self._header.spelled[name]
+            for name, count in self._words.items()
+        )
         fresh = self._fresh or renumbered or any(each["lost"] for each in notes)
         before = self._header
         since = before.sequence + 1 - (self._complete[-1] if self._complete else before.sequence + 1)
@@ -189,12 +204,12 @@ class Publisher:
         changed = self._changed_values()
         if fresh:
             self._wait_for_snapshot()
-            tables.track_changes(READER)
+            tables.track_changes(self._reader)
         header = replace(
             before, sequence=before.sequence + 1, epoch=before.epoch + fresh, writer=self._writer,
             before_writer=before.writer, before=before.step, step=trainer.next_step, published_at=time.time(),
             rows=total, dense="", words=words, part=self._groups.shard,
-            parts=self._groups.shards,
+            parts=self._groups.shards, spelled=spelled,
         )  # fmt: skip
         if not fresh:
             content = self._delta(changed)
@@ -226,6 +241,7 @@ class Publisher:
             self._closing.set()
             for pool in (self._deltas, self._snapshots):
                 pool.shutdown(cancel_futures=True)
+            self._trainer.tables.forget_changes(self._reader)
 
     def __enter__(self) -> Publisher:
         return self
@@ -276,7 +292,7 @@ class Publisher:
                 if len(offsets) > 1:
                     found[f"words/{name}/offsets"] = offsets - offsets[0]
                     found[f"words/{name}/bytes"] = state["bytes"][int(offsets[0]) : int(offsets[-1])].clone()
-        changed, erased = self._trainer.tables.take_changes(READER)
+        changed, erased = self._trainer.tables.take_changes(self._reader)
         for name, told in self._described["tables"].items():
             if len(changed[name]["keys"]):
                 found[f"table/{name}/ids"] = changed[name]["keys"]
@@ -391,7 +407,7 @@ class Publisher:
                 stacklevel=3,
             )
         if not self._fresh:
-            self._trainer.tables.track_changes(READER)
+            self._trainer.tables.track_changes(self._reader)
             self._complete, self._words = [found["snapshot"]], dict(header.words)
         if self._groups.saves:
             self._persist(self._sink.truncate, self._groups.shard, header.sequence)
@@ -405,7 +421,7 @@ class Publisher:
             last = max(sink.last(part) for part in range(parts))
             new = Header(
                 token_hex(8), 0, self._writer, self._writer, last, 0, parts, self._trainer.next_step, 0,
-                self._schema, 0.0, [], "", {},
+                self._schema, 0.0, [], "", {}, {},
             )  # fmt: skip
             return {"header": asdict(new), "why": ""}
         header, _ = read_document(sink, snapshots[-1])
@@ -422,14 +438,14 @@ class Publisher:
         except LiveError:
             pass  # a damaged one is no end to go on from, and is written anew
         self._changed_values()
-        words = {name: len(each) for name, each in self._trainer.vocabularies.items()}
+        words = {name: spelling(each, len(each)) for name, each in self._trainer.vocabularies.items()}
         last = max([header.sequence, *(sink.last(part) for part in range(header.parts))])
         why = None
         if header.parts != parts:
             why = f"it has {parts} shards, and that had {header.parts}"
         elif header.step != self._trainer.next_step:
             why = "steps were published that it does not go on from"
-        elif (header.dense, [count for _, count in header.rows], header.words) != (
+        elif (header.dense, [count for _, count in header.rows], header.spelled) != (
             digest_of(self._values),
             rows,
             words,

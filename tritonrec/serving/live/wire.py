@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from ...data.vocabulary import Vocabulary
 from ...kernels.checksums import as_bytes
 
 MAGIC = b"tritonrec-live-1\n"
@@ -67,7 +68,8 @@ class Header:
         step, before: steps of the state that it leads to, and of that it is applied to.
         schema: `schema_of`. published_at: seconds since 1970, when the state was taken.
         rows: numbers of rows after it: for each merged table its names, and this part's rows.
-        dense: `digest_of` all dense values after it. words: by vocabulary, after it.
+        dense: `digest_of` all dense values after it. words: by vocabulary, after it; and
+        spelled: `spelling` of these.
     """
 
     run: str
@@ -84,6 +86,7 @@ class Header:
     rows: list[tuple[list[str], int]]
     dense: str
     words: dict[str, int]
+    spelled: dict[str, str]
 
 
 def pack(header: Header, tensors: Mapping[str, Tensor]) -> bytes:
@@ -117,6 +120,13 @@ def digest_of(values: Mapping[str, Tensor]) -> str:
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
         digest.update(as_bytes(value.detach().cpu().contiguous()).numpy().data)
     return digest.hexdigest()
+
+
+def spelling(vocabulary: Vocabulary, count: int) -> str:
+    """SHA-256 of the first `count` words, and of their ids."""
+    state = vocabulary.state_dict()
+    offsets = state["offsets"][: count + 1]
+    return digest_of({"bytes": state["bytes"][: int(offsets[-1])], "offsets": offsets})
 
 
 def schema_of(
