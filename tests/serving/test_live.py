@@ -382,7 +382,7 @@ def test_a_damaged_snapshot_is_refused(copied, name):
         Follower.open(folder)
 
 
-def test_a_trainer_that_goes_on_at_the_published_step_continues_the_sequence(tmp_path):
+def test_a_trainer_that_starts_again_begins_an_epoch_and_warns_where_it_is_elsewhere(tmp_path):
     first = Training()
     with opened(first, tmp_path / "sink") as publisher:
         first.run(publisher, 4)
@@ -397,21 +397,40 @@ def test_a_trainer_that_goes_on_at_the_published_step_continues_the_sequence(tmp
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with opened(again, tmp_path / "sink") as publisher:
-            assert (publisher.run_id, publisher.sequence, publisher.epoch) == (run, sequence, 1)
+            assert (publisher.run_id, publisher.sequence, publisher.epoch) == (run, sequence + 1, 2)
             again.run(publisher, 2)
-    assert publisher.sequence == sequence + 1
-    assert follower.poll() and follower.sequence == sequence + 1
+    assert publisher.sequence == sequence + 2
+    assert follower.poll() and follower.sequence == sequence + 2
     assert_has(follower.predictor, state_of(again.trainer))
 
     again.trainer.load(tmp_path / "checkpoint")  # two steps back
-    with pytest.warns(RuntimeWarning, match="begins epoch 2 at step 4: steps were published"):
+    with pytest.warns(RuntimeWarning, match="begins epoch 3 at step 4: steps were published"):
         publisher = opened(again, tmp_path / "sink")
     with publisher:
         settled(publisher)
-        assert follower.poll() and (follower.step, follower.sequence) == (4, sequence + 2)
+        assert follower.poll() and (follower.step, follower.sequence) == (4, sequence + 3)
         assert_has(follower.predictor, state_of(again.trainer))
         again.run(publisher, 2)
     assert follower.poll() and follower.step == 6
+    assert_has(follower.predictor, state_of(again.trainer))
+    again.close()
+
+
+def test_rows_that_are_others_at_the_published_step_reach_a_replica(tmp_path):
+    """Of as many rows, which no step has trained since: a replica would keep those that it has."""
+    first = Training()
+    with opened(first, tmp_path / "sink") as publisher:
+        first.run(publisher, 4)
+    follower = Follower.open(tmp_path / "sink")
+    first.trainer.save(tmp_path / "checkpoint")
+    first.close()
+    again = Training()
+    again.trainer.load(tmp_path / "checkpoint")
+    ids, weights = again.tables.weights()["item"]
+    again.tables.load_weights("item", ids, weights + 1)
+    with opened(again, tmp_path / "sink"):
+        pass
+    assert follower.poll()
     assert_has(follower.predictor, state_of(again.trainer))
     again.close()
 

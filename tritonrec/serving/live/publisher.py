@@ -58,9 +58,9 @@ class Publisher:
     what is published holds up a step for its copy. The pipeline drains before each publication, as before a
     checkpoint.
 
-    A publisher on a sink that has publications of the same model goes on with the next sequence number where
-    the trainer is at exactly the last published step with the same dense values, numbers of rows and ranks;
-    else it begins a new epoch of that run, by a new snapshot, with a warning.
+    A publisher on a sink that has publications of the same model begins a new epoch of that run, by a new
+    snapshot: nobody has compared all rows with those that were published. It warns where the trainer is not
+    at the last published step, or its dense values, words, numbers of rows or ranks are others.
 
     Args:
         trainer: between runs; loaded already, where it goes on from a checkpoint.
@@ -128,8 +128,7 @@ class Publisher:
         self._names: dict[str, str] = {}
         self._schema = ""
         self._header = self._resumed(copied)
-        if self._fresh:
-            self.publish()
+        self.publish()
 
     @property
     def run_id(self) -> str:
@@ -398,7 +397,7 @@ class Publisher:
             raise failure
         if "error" in found:
             raise ValueError(f"nothing is published, because rank 0 cannot: {found['error']}")
-        header, self._fresh = Header(**found["header"]), found["why"] is not None
+        header = Header(**found["header"])
         if found["why"] and self._groups.rank == 0:
             warnings.warn(
                 f"{self._sink.name} ends with step {header.step}, and this training begins epoch "
@@ -406,9 +405,6 @@ class Publisher:
                 RuntimeWarning,
                 stacklevel=3,
             )
-        if not self._fresh:
-            self._trainer.tables.track_changes(self._reader)
-            self._complete, self._words = [found["snapshot"]], dict(header.words)
         if self._groups.saves:
             self._persist(self._sink.truncate, self._groups.shard, header.sequence)
         gather("")  # nobody writes before all have removed what was left
@@ -440,7 +436,7 @@ class Publisher:
         self._changed_values()
         words = {name: spelling(each, len(each)) for name, each in self._trainer.vocabularies.items()}
         last = max([header.sequence, *(sink.last(part) for part in range(header.parts))])
-        why = None
+        why = ""  # rows may still be others, which only reading all of them would show: an epoch begins
         if header.parts != parts:
             why = f"it has {parts} shards, and that had {header.parts}"
         elif header.step != self._trainer.next_step:
@@ -451,6 +447,6 @@ class Publisher:
             words,
         ):
             why = "its state is another one"
-        if why is not None:
+        if why:
             header = replace(header, sequence=last)
-        return {"header": asdict(header), "why": why, "snapshot": snapshots[-1]}
+        return {"header": asdict(header), "why": why}
