@@ -11,7 +11,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).parents[2] / "ci" / "emulator")]
 from pretended import GPU, pretended, without_kernels  # noqa: E402
 
-from tritonrec.embedding import cached_storage  # noqa: E402
+from tritonrec.embedding import cached_storage, row_storage  # noqa: E402
 from tritonrec.embedding.cached_storage import CachedStorage  # noqa: E402
 from tritonrec.embedding.row_column import RowColumn  # noqa: E402
 from tritonrec.embedding.row_storage import RowStorage, TieredStorage  # noqa: E402
@@ -75,7 +75,8 @@ def test_every_column_is_in_the_memory_of_the_device(monkeypatch):
             devices.append(device)
             super().__init__(*arguments, device=device, **rest)
 
-    monkeypatch.setattr(cached_storage, "RowColumn", Column)
+    for module in (cached_storage, row_storage):
+        monkeypatch.setattr(module, "RowColumn", Column)
     CachedStorage(home, 2)
     assert devices == [home.device] * 5 and home.device is not None
 
@@ -83,7 +84,8 @@ def test_every_column_is_in_the_memory_of_the_device(monkeypatch):
 def test_every_number_is_in_the_memory_of_the_device():
     with pretended() as gpu, without_kernels(gpu):
         made = CachedStorage(RowStorage(2, 2, 8, GPU), 2)
-        numbers = [each.device for each in vars(made).values() if isinstance(each, torch.Tensor)]
+        values = [*vars(made).values(), *vars(made._low).values()]
+        numbers = [each.device for each in values if isinstance(each, torch.Tensor)]
     assert numbers == [GPU] * 3
 
 

@@ -407,7 +407,7 @@ def test_every_fault_that_ends_in_an_error_says_so():
     says = {fault.name for fault in SELECTIONS[True, True] if fault.says}
     assert says == {
         "bit-of-a-row-at-rest", "bit-of-a-message", "bit-of-a-message-between-nodes", "bit-of-a-gradient",
-        "no-keys-crash",
+        "no-keys-crash", "disk-torn-write-at-rest", "delta-of-another-run",
         "new-rows-are-not-initialised", "shard-read-by-two-ranks", "window-read-by-two-ranks",
         "dense-sums-over-the-wrong-group", "one-parameter-not-exchanged", "ranks-begin-with-other-parameters",
         "a-copy-updated-by-another-rule", "step-counted-for-each-parameter",
