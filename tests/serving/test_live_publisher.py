@@ -9,8 +9,10 @@ import subprocess
 import sys
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -31,7 +33,8 @@ from tritonrec.harness.job import Job
 from tritonrec.harness.train.loop import train
 from tritonrec.harness.train.run import Run
 from tritonrec.pipeline import WindowConfig
-from tritonrec.serving import ExportedTable, Predictor, export
+from tritonrec.serving import ExportedTable, Predictor, export, programs
+from tritonrec.serving.exporter import copied_scorer
 from tritonrec.serving.live import (
     DirectorySink,
     Follower,
@@ -171,6 +174,27 @@ def test_two_publishers_of_one_trainer_have_all_changes_each(tmp_path):
     assert_has(followers[0].predictor, want)
     log = training.tables.groups[0].table._metadata.changes
     assert not log.readers and not log.active  # who has closed is owed nothing
+    training.close()
+
+
+def test_programs_are_written_and_read_by_several_threads(tmp_path):
+    """What torch saves and loads by is the whole process's."""
+    training, start = Training(), Barrier(3)
+    described = training.tables.describe()
+    program = programs.save_program(
+        copied_scorer(training.model, None, (), described)[1], tmp_path / "program.pt2"
+    )
+
+    def write_and_read(number):
+        path = tmp_path / f"{number}.pt2"
+        start.wait()
+        for _ in range(3):
+            programs.write_program(program, path)
+            programs.load_program(path)
+        return path.stat().st_size
+
+    with ThreadPoolExecutor(3) as pool:
+        assert len(set(pool.map(write_and_read, range(3)))) == 1
     training.close()
 
 
@@ -413,6 +437,7 @@ def test_redis_is_killed_and_started_again(redis_server):
     training.close()
 
 
+@pytest.mark.slow
 @pytest.mark.multi_rank
 def test_a_publisher_killed_at_any_byte_leaves_whole_states(tmp_path):
     """A handful of kills; ci/attack/kill_publisher.py has hundreds."""

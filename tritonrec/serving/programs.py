@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import torch
@@ -242,7 +243,7 @@ def save_program(scorer: Scorer, path: Path) -> torch.export.ExportedProgram:
         scorer.program()(*scorer.examples[0])  # its own errors, before torch tells them in another way
     shapes = [_dynamic(sizes) for sizes in zip(*map(_sizes, scorer.examples), strict=True)]
     try:
-        with _quiet(), torch.no_grad(), symbolic_shapes.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+        with _alone(), torch.no_grad(), symbolic_shapes.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
             # without the option a size of the first example that is not 1 could never be 1
             program = torch.export.export(
                 scorer.program(), scorer.examples[0], dynamic_shapes=(tuple(shapes),)
@@ -260,7 +261,7 @@ def save_program(scorer: Scorer, path: Path) -> torch.export.ExportedProgram:
 
 def write_program(program: torch.export.ExportedProgram, path: Path) -> None:
     """Write a program that `save_program` traced, with the values that it has now."""
-    with _quiet():
+    with _alone():
         torch.export.save(program, path)
     path.write_bytes(vetted(path.read_bytes(), _namespaces(program), drop_samples=True))
 
@@ -283,7 +284,7 @@ def _dynamic(sizes: Sequence[torch.Size]) -> dict[int, Any]:
 
 def compile_program(scorer: Scorer, program: torch.export.ExportedProgram, path: Path) -> None:
     """Compile by AOTInductor to a file, and compare with the scorer as `save_program` does."""
-    with _quiet(), torch.no_grad():
+    with _alone(), torch.no_grad():
         torch._inductor.aoti_compile_and_package(program, package_path=str(path))
     compare(scorer, load_compiled(path), "the program that AOTInductor compiled")
 
@@ -311,7 +312,7 @@ def load_program(path: Path, namespaces: Collection[str] = ()) -> Program:
     """
     try:
         content = vetted(path.read_bytes(), namespaces)
-        with _quiet():
+        with _alone():
             return torch.export.load(io.BytesIO(content)).module()
     except RefusedProgramError as error:
         raise RefusedProgramError(f"{path} is refused: {error}") from None
@@ -321,7 +322,7 @@ def load_program(path: Path, namespaces: Collection[str] = ()) -> Program:
 
 def load_compiled(path: Path) -> Program:
     """The program of `compile_program`: machine code, which runs."""
-    with _quiet():
+    with _alone():
         return torch._inductor.aoti_load_package(str(path))
 
 
@@ -347,9 +348,14 @@ def _told(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
+_ALONE = RLock()
+
+
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's warnings about its own future."""
-    with warnings.catch_warnings():
+def _alone() -> Iterator[None]:
+    """By one thread at a time, because what torch traces, saves and loads by is the whole process's, as are
+    the filters of warnings; without those about torch's own future.
+    """
+    with _ALONE, warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield
