@@ -15,7 +15,7 @@ from ...capacity import Sizes, resident_bytes, sizes_of
 from ...distributed import Communicators
 from ...pipeline import Trainer
 from ..devices import kernels_of
-from ..train.evaluate import evaluate_model
+from ..train.evaluate import baseline, evaluate_model
 from ..train.run import Run
 
 SAMPLE_SECONDS = 0.005
@@ -75,6 +75,7 @@ def trial(communicators: Communicators, run: Run, steps: int) -> dict[str, Any]:
         began = time.perf_counter()
         with _highest() as evaluated:
             evaluate_model(trainer.dense.evaluated, trainer.whole_tables(), held_out, run.window.precision)
+            baseline(held_out)
         found.evaluated, found.evaluation_seconds = evaluated[0], time.perf_counter() - began
         if run.checkpoint:
             began = time.perf_counter()
