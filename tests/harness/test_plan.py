@@ -14,6 +14,7 @@ from tritonrec.harness.plan.forecast import Counted, count_rows, forecast
 from tritonrec.harness.plan.trial import Rank, trial
 from tritonrec.harness.train.loop import train
 from tritonrec.harness.train.run import Run
+from tritonrec.harness.verify.thread_ranks import run_ranks
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import WindowConfig
 
@@ -58,8 +59,9 @@ def tried(**changes):
     return replace(found, **changes)
 
 
-def of(*ranks, rows=1_000_000, left=1 << 40, **run):
-    return forecast(replace(RUN, steps=90, **run), list(ranks), Counted([rows], 90), Room(left, left, "it"))
+def of(*ranks, rows=1_000_000, left=1 << 40, replicas=1, **run):
+    room = Room(left, left, "it")
+    return forecast(replace(RUN, steps=90, **run), list(ranks), Counted([rows], 90), room, replicas)
 
 
 def test_the_parts_of_a_rank():
@@ -84,6 +86,21 @@ def test_ranks_share_the_rows(world_size):
     assert [rank.values for rank in found.ranks] == [-(-1_000_003 // world_size) * 100] * world_size
     assert found.rows == 1_000_003
     assert found.checkpoint == 7 + 1_000_003 * 108
+
+
+def test_copies_of_the_tables_are_shared_by_fewer_ranks():
+    found = of(*[tried() for _ in range(4)], replicas=2)
+    assert [rank.values for rank in found.ranks] == [500_000 * 100] * 4
+    assert found.checkpoint == 7 + 1_000_000 * 108
+
+
+def test_bytes_sent_are_those_of_one_rank():
+    run = replace(RUN, steps=6, mode="sequential")
+    found = run_ranks(2, lambda communicators: trial(communicators, run, 6))
+    whole = run_ranks(2, lambda communicators: train(communicators, run, quiet=True))
+    sent = whole[0]["lookups"]["key_bytes"] + whole[0]["lookups"]["row_bytes"]
+    assert sum(each["link_bytes"] for each in found) * 6 == pytest.approx(sent)
+    assert sent > 0
 
 
 def test_a_run_that_has_fewer_rows_than_its_trial():

@@ -125,6 +125,7 @@ def test_parts_of_another_run_are_refused(models, tmp_path, monkeypatch):
         ([[1], [2], [*range(LONGEST + 1)]], {}, [], "row 2: history 0 has 13 items"),
         ([[1], [], [3]], {}, [], "row 1: history 0 has 0 items"),
         ([[1], None], {}, [], "row 1: column 'history' has no history"),
+        ([[1], [2]], {"c": [[3], None]}, ["--candidates", "c"], "row 1: column 'c' has no list"),
         ([[1]], {}, ["--history", "events"], "no column 'events'"),
         ([1, 2], {}, [], "column 'history' of"),
         ([[1]], {}, ["--candidates", "history"], "named twice"),

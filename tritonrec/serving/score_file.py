@@ -182,8 +182,10 @@ def _answers(columns: dict[str, list[Any]], predictor: Predictor, config: ScoreC
         exclude = "history" if config.exclude_history else None
         ids, found = predictor.best_of(vectors, config.k, exclude, given)
         return (ids if isinstance(ids, list) else ids.tolist()), found.tolist()
+    if None in columns[config.candidates]:
+        raise ValueError(f"column {config.candidates!r} has no list of candidates here")
     words = predictor.vocabularies.get("item")
-    wanted = [array_of(each or [], "list of candidates", words)[0] for each in columns[config.candidates]]
+    wanted = [array_of(each, "list of candidates", words)[0] for each in columns[config.candidates]]
     rows = zip(vectors.split(1), wanted, strict=True)
     return [], [predictor.scores_of(vector, ids)[0].tolist() for vector, ids in rows]
 

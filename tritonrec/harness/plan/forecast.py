@@ -130,9 +130,11 @@ class Forecast:
         ]
 
 
-def forecast(run: Run, ranks: list[Rank], counted: Counted, room: Room | None = None) -> Forecast:
-    """Of a run from what a trial found on each of its ranks."""
-    needs = [_need(run, rank, counted, len(ranks)) for rank in ranks]
+def forecast(
+    run: Run, ranks: list[Rank], counted: Counted, room: Room | None = None, replicas: int = 1
+) -> Forecast:
+    """Of a run from what a trial found on each of its ranks; `replicas` copies of the tables share them."""
+    needs = [_need(run, rank, counted, len(ranks) // replicas) for rank in ranks]
     evaluations, saves = _count(run.steps, run.evaluate_every), _count(run.steps, run.save_every)
     beside = max(
         rank.evaluation_seconds * evaluations + rank.save_seconds * saves * bool(run.checkpoint)
@@ -147,10 +149,10 @@ def forecast(run: Run, ranks: list[Rank], counted: Counted, room: Room | None = 
     )  # fmt: skip
 
 
-def _need(run: Run, rank: Rank, counted: Counted, world_size: int) -> Need:
-    """Of a rank that has the same share of the rows as the others."""
+def _need(run: Run, rank: Rank, counted: Counted, shards: int) -> Need:
+    """Of a rank that has one of so many equal shards of the rows."""
     at_the_end = [
-        (table, max(-(-rows // world_size) - table.rows, 0))
+        (table, max(-(-rows // shards) - table.rows, 0))
         for rows, table in zip(counted.rows, rank.tables, strict=True)
     ]
     had = sum(table.values(table.rows) + table.keys + table.metadata for table in rank.tables)
@@ -162,7 +164,7 @@ def _need(run: Run, rank: Rank, counted: Counted, world_size: int) -> Need:
         rank.evaluated
         + added
         + sum(
-            _copy(dim, table.rows * world_size).added(more * world_size)
+            _copy(dim, table.rows * shards).added(more * shards)
             for (table, more), dim in zip(at_the_end, rank.dims, strict=True)
         )
     )

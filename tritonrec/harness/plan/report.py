@@ -51,10 +51,8 @@ def plan_run(
     with distributed.RankPool([(world_size, replicas, nodes)], timeout) as pool:
         found = pool.run(trial, world_size, run, min(trial_steps, run.steps), **mesh)
     ranks = [Rank(**{**each, "tables": [Sizes(**table) for table in each["tables"]]}) for each in found]
-    if replicas > 1:  # each holds a share of the rows of as many ranks
-        ranks = ranks[: world_size // replicas] * replicas
     room = None if memory is None else Room(memory, memory, "--memory")
-    result = forecast(run, ranks, count_rows(run), room)
+    result = forecast(run, ranks, count_rows(run), room, replicas)
     print_forecast(result, console)
     if json_file:
         save_json({**asdict(result), "lacking": result.lacking, "advice": result.advice()}, json_file)

@@ -68,7 +68,7 @@ def trial(communicators: Communicators, run: Run, steps: int) -> dict[str, Any]:
         first, last = min(WARMING_STEPS, len(ends) - 1), len(ends) - 1
         found.step_seconds = (ends[last] - ends[first - 1]) / (last - first + 1) if first else 0.0
         sent = trainer.counts
-        found.link_bytes = (sent.key_bytes + sent.row_bytes) / steps / communicators.world_size
+        found.link_bytes = (sent.key_bytes + sent.row_bytes) / steps  # of this rank
         found.trained, found.tables = trained[0], [sizes_of(group.table) for group in tables.groups]
         found.dims = [group.table.dim for group in tables.groups]
         found.dense_bytes = sum(each.nbytes for each in trainer.dense.tensors().values())
