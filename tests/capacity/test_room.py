@@ -75,6 +75,11 @@ def test_of_this_process(tmp_path):
     assert (room.left, room.limit, room.own) == (3 * PAGE, 10 * PAGE, True)
 
 
+def test_a_kernel_that_does_not_tell(tmp_path):
+    with pytest.raises(OSError, match="does not tell"):
+        memory_left(root=machine(tmp_path, **{"proc/meminfo": "MemTotal: 4194304 kB\n"}))
+
+
 def test_here():
     assert 0 < memory_left().left <= memory_left().limit
     before = resident_bytes()

@@ -37,3 +37,14 @@ def test_train_saves_and_goes_on_with_the_same_bits(monkeypatch, tmp_path):
 def test_a_limit_is_a_size(value):
     code, output, _ = commands.invoke("train", "--memory-limit", value)
     assert code == 2 and "memory_limit must be bytes, or such as '512MiB'" in output
+
+
+def test_where_the_kernel_does_not_tell_training_goes_on(monkeypatch):
+    def unknown(limit):
+        raise OSError("no /proc here")
+
+    monkeypatch.setattr(watching, "memory_left", unknown)
+    code, output, _ = commands.invoke("train", *TRAIN, "--steps", 3)
+    assert code == 0 and "memory is not watched: no /proc here" in output
+    code, output, _ = commands.invoke("train", *TRAIN, "--steps", 3, "--memory-limit", "1GiB")
+    assert code == 2 and "no /proc here" in output

@@ -38,6 +38,8 @@ def memory_left(limit: int | None = None, root: Path = Path("/")) -> Room:
     if limit is not None:
         return Room(limit - resident_bytes(root), limit, "this process", own=True)
     sizes = dict(_sizes(root / "proc/meminfo", ":"))
+    if not {"MemAvailable", "MemTotal"} <= sizes.keys():
+        raise OSError(f"{root / 'proc/meminfo'} does not tell what memory is available")
     rooms = [Room(sizes["MemAvailable"] << 10, sizes["MemTotal"] << 10, "the machine"), *_of_cgroups(root)]
     return min(rooms, key=lambda room: room.left)
 

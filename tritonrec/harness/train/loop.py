@@ -273,7 +273,13 @@ def _memory_watch(run: Run, trainer: Trainer, console: Console) -> MemoryWatch |
         elif own:
             print(f"rank {here.rank}: {line}", file=sys.stderr)
 
-    return MemoryWatch(trainer, bytes_of(run.memory_limit) if own else None, say=say)
+    try:
+        return MemoryWatch(trainer, bytes_of(run.memory_limit) if own else None, say=say)
+    except OSError as error:
+        if own:
+            raise
+        say(f"memory is not watched: {error}")
+        return None
 
 
 def _stretches(start: int, steps: int, *intervals: int) -> Iterator[tuple[int, int]]:
