@@ -71,29 +71,55 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+@pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_rows_that_change_during_a_save_are_saved_as_they_were(
-    tmp_path, monkeypatch, small_parts, policy, world_size, merge
+    tmp_path, monkeypatch, small_parts, policy, world_size, merge, delta
 ):
     """Byte for byte the files of a save with nothing beside it, at every point of which rows change."""
-    trainings = [Training(POLICIES[policy], rank, world_size, merge) for rank in range(world_size)]
+    trainings, stills = (
+        [Training(POLICIES[policy], rank, world_size, merge) for rank in range(world_size)] for _ in "ab"
+    )
+
+    def save_all(rank, gather, folder, step, tables, **options):
+        options |= {"rank": rank, "world_size": world_size, "gather": gather}
+        return save(tmp_path / folder, step, {}, tables, {}, **options)
+
+    def based(rank, gather, folder):
+        """Options of a delta on a full checkpoint in the folder."""
+        return {"base": save_all(rank, gather, folder, 4, bases[rank])} if delta else {}
+
+    bases = [each.tables.state() for each in trainings]
+    for each in trainings + stills if delta else []:
+        each.tables.track_changes()
+        each.train(500)
+        each.erase(150)
     states = [each.tables.state() for each in trainings]
 
     def still(rank, gather):
-        return save(tmp_path / "a", 5, {}, states[rank], {}, rank=rank, world_size=world_size, gather=gather)
+        options = based(rank, gather, "a")
+        tables = states[rank]
+        if delta:
+            tables, options["erased"] = stills[rank].tables.take_changes()
+        return save_all(rank, gather, "a", 5, tables, **options)
 
-    on_ranks(world_size, still)
+    for result in on_ranks(world_size, still):
+        assert not isinstance(result, Exception), result
     reads, read = [], SnapshotRows.read
 
     def busy(rank, gather):
-        snapshot = trainings[rank].tables.snapshot()
+        options, tables = based(rank, gather, "b"), trainings[rank].tables
+        if delta:
+            snapshot, options["erased"] = tables.snapshot_of_changes()
+        else:
+            snapshot = tables.snapshot()
         mine = [rows for rows in snapshot.values() if isinstance(rows, SnapshotRows)]
         for rows in mine:
             rows.read = lambda part, order, rows=rows: change(rank, read(rows, part, order))
         trainings[rank].train(40)
-        return save(tmp_path / "b", 5, {}, snapshot, {}, rank=rank, world_size=world_size, gather=gather)
+        return save_all(rank, gather, "b", 5, snapshot, **options)
 
     def change(rank, columns):
         reads.append(rank)
@@ -185,10 +211,11 @@ def test_a_delta_reads_and_sorts_the_changed_rows_alone(tmp_path, monkeypatch, p
             sorted_keys.clear()
             with monkeypatch.context() as patch:
                 patch.setattr(KeyIndex, "items", lambda *_: pytest.fail("a search of the whole table"))
-                changed, erased = tables.take_changes()
+                changed, erased = tables.snapshot_of_changes()
             saver.save(step, {}, changed, {}, erased=erased, owned=True)
             saver.wait()
-            expected = sum(len(each["keys"]) for each in changed.values()) + sum(map(len, erased.values()))
+            expected = sum(len(each["keys"] if isinstance(each, dict) else each) for each in changed.values())
+            expected += sum(map(len, erased.values()))
             assert sum(sorted_keys) == expected and 40 < expected < rows / 4
     loaded = load(tmp_path)
     assert loaded.step == 3 and loaded.tables.keys() == tables.state().keys()

@@ -141,6 +141,7 @@ READERS_AND_WRITERS = {
     "load_state": lambda model, tables, dense: tables.groups[0].table.load_state({}),
     "track_changes": lambda model, tables, dense: tables.track_changes(),
     "take_changes": lambda model, tables, dense: tables.take_changes(),
+    "snapshot_of_changes": lambda model, tables, dense: tables.snapshot_of_changes(),
     "lookup": lambda model, tables, dense: tables.groups[0].table.lookup(ids_of(tables), 9),
     "find": lambda model, tables, dense: tables.groups[0].table.find(ids_of(tables)),
     "gather": lambda model, tables, dense: tables.groups[0].table.gather(NO_ROWS, ids_of(tables)),

@@ -215,8 +215,9 @@ def test_a_snapshot_that_is_pruned_while_it_is_loaded(tmp_path, monkeypatch):
         follower = Follower.open(tmp_path / "sink")
         assert not overtaken[0].exists()
         assert_has(follower.predictor, state_of(training.trainer))
-        training.run(publisher, 6)
-        settled(publisher)
+        for _ in range(3):  # a snapshot with each
+            training.run(publisher, 2)
+            settled(publisher)
         overtaken.clear()
         assert follower.poll() and not overtaken[0].exists()
         assert_has(follower.predictor, state_of(training.trainer))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
 
 from .. import ops
 from ..kernels import launch
+from .by_table import columns_by_table, keys_by_table, part_name, rows_by_table
 from .change_log import CHECKPOINT
 from .key_layout import KeyLayout
 from .learning_rate import scaled
@@ -308,7 +308,7 @@ class HashTableCollection:
         ``"keys"`` (n,) int64 are the ids of the logical table, merged or not. Keys that are not admitted yet
         are in a further table, ``"NAME.candidates"``.
         """
-        return self._by_table([group.table.state() for group in self.groups])
+        return self._by_table(lambda table: table.state())
 
     def snapshot(self) -> dict[str, dict[str, torch.Tensor] | SnapshotRows]:
         """`state` of this moment for `checkpoint.save`, which reads the rows while training goes on.
@@ -318,21 +318,38 @@ class HashTableCollection:
         tables: dict[str, dict[str, torch.Tensor] | SnapshotRows] = {}
         for group in self.groups:
             if group.table.padded:
-                tables |= self._by_table([group.table.state()], [group])
+                tables |= columns_by_table(group.layout, group.table.state())
                 continue
             rows, keys, handles, rest = group.table.snapshot()
-            tables |= self._by_table([rest], [group])
-            for member, name in enumerate(group.layout.names):
-                ids, own = keys, handles
-                if len(group.layout.names) > 1:
-                    members, ids = group.layout.unpack(keys)
-                    ids, own = ids[members == member], handles[members == member]
-                tables[name] = rows.part(ids, own, partial(group.layout.pack, member, feature=name))
+            tables |= columns_by_table(group.layout, rest)
+            tables |= rows_by_table(group.layout, rows, keys, handles)
         return tables
+
+    def snapshot_of_changes(
+        self, reader: str = CHECKPOINT
+    ) -> tuple[dict[str, dict[str, torch.Tensor] | SnapshotRows], dict[str, torch.Tensor]]:
+        """`take_changes` of this moment, whose rows are read while training goes on, as in `snapshot`."""
+        tables: dict[str, dict[str, torch.Tensor] | SnapshotRows] = {}
+        gone: dict[str, torch.Tensor] = {}
+        for group in self.groups:
+            if group.table.padded:
+                rest, erased = group.table.take_changes(reader)
+            else:
+                rows, keys, handles, rest, erased = group.table.snapshot_of_changes(reader)
+                tables |= rows_by_table(group.layout, rows, keys, handles)
+            tables |= columns_by_table(group.layout, rest)
+            gone |= keys_by_table(group.layout, erased)
+        return tables, gone
 
     def empty_state(self) -> dict[str, dict[str, torch.Tensor]]:
         """`state` of no rows: the columns that `load_state` takes."""
-        return self._by_table([group.table.empty_state() for group in self.groups])
+        return self._by_table(lambda table: table.empty_state())
+
+    def _by_table(self, state: Callable[[DynamicTable], State]) -> State:
+        tables: State = {}
+        for group in self.groups:
+            tables |= columns_by_table(group.layout, state(group.table))
+        return tables
 
     def load_state(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Load a `state` of all tables, or the part of it whose keys this rank owns.
@@ -344,16 +361,15 @@ class HashTableCollection:
 
     def prepare_state(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> Callable[[], None]:
         """Check a `state` as `load_state` does, and change nothing; the function returned loads it."""
-        parts = [group.table.empty_state() for group in self.groups]
-        check_state(state, self._by_table(parts))
+        check_state(state, self.empty_state())
         prepared: list[tuple[DynamicTable, dict[str, dict[str, torch.Tensor]]]] = []
-        for group, own in zip(self.groups, parts, strict=True):
+        for group in self.groups:
             group.table.in_flight.check("load_state")
             columns: dict[str, dict[str, torch.Tensor]] = {}
-            for part, empty in own.items():
+            for part, empty in group.table.empty_state().items():
                 members = []
                 for member, name in enumerate(group.layout.names):
-                    saved = dict(state[_part_name(name, part)])
+                    saved = dict(state[part_name(name, part)])
                     members.append({**saved, "keys": group.layout.pack(member, saved["keys"], name)})
                 columns[part] = {name: torch.cat([saved[name] for saved in members]) for name in empty}
             prepared.append((group.table, columns))
@@ -384,7 +400,7 @@ class HashTableCollection:
             new = group.table.successor(sum(rows[name] for name in group.layout.names))
             for part in group.table.empty_state():
                 for member, name in enumerate(group.layout.names):
-                    for each in parts(_part_name(name, part)):
+                    for each in parts(part_name(name, part)):
                         new.add_part({part: {**each, "keys": group.layout.pack(member, each["keys"], name)}})
             made.append((group.table, new))
 
@@ -408,27 +424,13 @@ class HashTableCollection:
         self, reader: str = CHECKPOINT
     ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
         """Changes since the reader's last call: `state` of changed and new keys, and by table erased keys."""
-        changes = [group.table.take_changes(reader) for group in self.groups]
-        changed = self._by_table([columns for columns, _ in changes])
-        erased = self._by_table(
-            [{part: {"keys": keys} for part, keys in parts.items()} for _, parts in changes]
-        )
-        return changed, {name: columns["keys"] for name, columns in erased.items()}
-
-    def _by_table(self, states: Sequence[State], groups: Sequence[TableGroup] | None = None) -> State:
-        """Columns of the groups' tables, split into logical tables."""
-        tables = {}
-        for group, parts in zip(self.groups if groups is None else groups, states, strict=True):
-            for part, columns in parts.items():
-                if len(group.layout.names) == 1:
-                    tables[_part_name(group.layout.names[0], part)] = dict(columns)
-                    continue
-                members, ids = group.layout.unpack(columns["keys"])
-                for member, name in enumerate(group.layout.names):
-                    here = members == member
-                    own = {column: values[here] for column, values in columns.items()}
-                    tables[_part_name(name, part)] = {**own, "keys": ids[here]}
-        return tables
+        changed: State = {}
+        gone: dict[str, torch.Tensor] = {}
+        for group in self.groups:
+            columns, erased = group.table.take_changes(reader)
+            changed |= columns_by_table(group.layout, columns)
+            gone |= keys_by_table(group.layout, erased)
+        return changed, gone
 
     def weights(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """For each logical table ids (n,) int64 ascending and weights (n, dim), without optimizer state."""
@@ -597,10 +599,6 @@ def _parts(
     if isinstance(rows, ops.IndexedRows):
         return [ops.IndexedRows(rows.values, part) for part in rows.rows.split(sizes)]
     return rows.split(sizes)
-
-
-def _part_name(table: str, part: str) -> str:
-    return table if part == "rows" else f"{table}.{part}"
 
 
 def _table_settings(feature: FeatureConfig) -> FeatureConfig:

@@ -91,6 +91,14 @@ class RowMetadata:
             columns["recent"] = torch.isin(handles, self.pinned.last)
         return columns
 
+    def read_by_handle(self, handles: torch.Tensor, end: int) -> dict[str, torch.Tensor]:
+        """As `read`, by column values (end,) by handle, of which only those of `handles` are written."""
+        columns = {}
+        for name, values in self.read(handles).items():
+            columns[name] = torch.empty(end, dtype=values.dtype, device=values.device)
+            columns[name][handles] = values
+        return columns
+
     def copy(self, end: int) -> dict[str, torch.Tensor]:
         """By column of a checkpoint a copy of the values (end,) by handle."""
         columns = {policy.column: policy.values.rows[:end].clone() for policy in self.policies}

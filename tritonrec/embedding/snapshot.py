@@ -36,6 +36,7 @@ class Snapshot:
         turn: taken by a read, and held by who calls `preserve`.
         check: raises where rows of some handles, keys and values are damaged.
         closed: is called once no row is copied any more.
+        handles: (n,) of those that are to be read; all by default.
     """
 
     def __init__(
@@ -46,11 +47,12 @@ class Snapshot:
         turn: AbstractContextManager[object],
         check: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None],
         closed: Callable[[Snapshot], None],
+        handles: torch.Tensor | None = None,
     ):
         self.row_width, self.metadata = row_width, metadata
         self._rows, self._turn, self._check, self._closed = rows, turn, check, closed
-        self._pending = np.ones(rows.end + 1, bool)  # by handle, in use or not
-        self._pending[-1] = False  # of -1 and of newer rows
+        self._pending = np.zeros(rows.end + 1, bool)  # by handle, in use or not; the last is of -1 and newer
+        self._pending[slice(rows.end) if handles is None else handles.numpy()] = True
         self._places = KeyIndex()  # of the copies, by handle
         self._copies = RowStorage(row_width, row_width, READ)
         self._readers = 0

@@ -106,12 +106,30 @@ class DynamicTable(TrainedTable):
             with self._lock:
                 metadata = self._metadata.copy(self._rows.end)
                 rest = {} if self._candidates is None else {"candidates": self._candidates.state()}
-            made = Snapshot(
-                self._rows, self.row_width, metadata, self._updating, partial(self._validate, self._rows),
-                self._close,
-            )  # fmt: skip
-            self._snapshots += (made,)
-        return made, keys, handles, rest
+            return self._snapshot(metadata), keys, handles, rest
+
+    def snapshot_of_changes(
+        self, reader: str = CHECKPOINT
+    ) -> tuple[Snapshot, torch.Tensor, torch.Tensor, State, dict[str, torch.Tensor]]:
+        """`take_changes` of this moment in host memory, whose rows are read while updates go on.
+
+        Returns:
+            as `snapshot`, of the changed and new keys alone, and the erased keys.
+        """
+        self.in_flight.check("snapshot_of_changes")
+        with self._updating:
+            with self._lock:
+                keys, handles, rest, erased = self._take_changes(reader)
+                metadata = self._metadata.read_by_handle(handles, self._rows.end)
+            return self._snapshot(metadata, handles), keys, handles.int(), rest, erased
+
+    def _snapshot(self, metadata: dict[str, torch.Tensor], handles: torch.Tensor | None = None) -> Snapshot:
+        made = Snapshot(
+            self._rows, self.row_width, metadata, self._updating, partial(self._validate, self._rows),
+            self._close, handles,
+        )  # fmt: skip
+        self._snapshots += (made,)
+        return made
 
     def _close(self, snapshot: Snapshot) -> None:
         self._snapshots = tuple(each for each in self._snapshots if each is not snapshot)
@@ -236,14 +254,17 @@ class DynamicTable(TrainedTable):
         self.in_flight.check("take_changes")
         with self._updating:
             with self._lock:
-                keys, handles, erased_keys = self._metadata.changes.take(self._rows, reader)
-                erased = {"rows": erased_keys}
-                counted = self._candidates if reader == CHECKPOINT else None
-                candidates = None if counted is None else counted.take_changes()
-            state = {"rows": self._columns(keys, handles)}
-        if candidates is not None:
-            state["candidates"], erased["candidates"] = candidates
+                keys, handles, rest, erased = self._take_changes(reader)
+            state = {"rows": self._columns(keys, handles), **rest}
         return _on_host(state), {group: keys.cpu() for group, keys in erased.items()}
+
+    def _take_changes(self, reader: str) -> tuple[torch.Tensor, torch.Tensor, State, dict[str, torch.Tensor]]:
+        """Keys and handles (n,) of changed rows, the changes of other groups, and the erased keys."""
+        keys, handles, gone = self._metadata.changes.take(self._rows, reader)
+        if self._candidates is None or reader != CHECKPOINT:
+            return keys, handles, {}, {"rows": gone}
+        candidates, erased = self._candidates.take_changes()
+        return keys, handles, {"candidates": candidates}, {"rows": gone, "candidates": erased}
 
     def _items(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (n,) in ascending order and their handles (n,)."""

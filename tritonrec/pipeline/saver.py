@@ -98,7 +98,7 @@ class TrainingSaver:
                 self.tables.track_changes()
             self._saver.save(step, dense, self.tables.snapshot(), values, owned=True)
         else:
-            changed, erased = self.tables.take_changes()
+            changed, erased = self.tables.snapshot_of_changes()
             self._saver.save(step, dense, changed, values, erased=erased, owned=True)
 
     def wait(self) -> None:

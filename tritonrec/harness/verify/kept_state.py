@@ -12,7 +12,6 @@ import torch
 
 from ... import ops
 from ...data import Stream
-from ...embedding.change_log import CHECKPOINT
 from ...pipeline import Program
 from ...pipeline.places import OwnedRows
 from ...pipeline.stage import Read
@@ -75,14 +74,13 @@ def restart_without_loss_scale(program: Program) -> None:
 
 def stale_row_in_changes(program: Program) -> None:
     table = program.tables.groups[0].table
-    take_changes = table.take_changes
+    take_changes = table._take_changes
 
-    def without_one(reader=CHECKPOINT):
-        state, erased = take_changes(reader)
-        rows = state["rows"]
-        return {**state, "rows": {name: values[1:] for name, values in rows.items()}}, erased
+    def without_one(reader):
+        keys, handles, rest, erased = take_changes(reader)
+        return keys[1:], handles[1:], rest, erased
 
-    table.take_changes = without_one  # type: ignore[method-assign]
+    table._take_changes = without_one  # type: ignore[method-assign]
 
 
 exported_in_float32 = partial(export, precision="float32")

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoint.manifest import add_checksum
+from ...checkpoint.rows import close_rows
 from ...data import Batch
 from ...files.places import Place
 from ...pipeline import StepResult, Trainer
@@ -27,7 +28,7 @@ from ..exporter import copied_scorer
 from ..programs import Arguments, save_program
 from .follower import read_document
 from .sinks import Sink, sink_of
-from .snapshot import Dense, Files, name_of_part, write_manifest, write_tables
+from .snapshot import Dense, Files, Tables, ascending, name_of_part, write_manifest, write_tables
 from .wire import (
     Header,
     LiveError,
@@ -212,15 +213,19 @@ class Publisher:
         )  # fmt: skip
         if not fresh:
             content = self._delta(changed)
+            rows_changed, erased = tables.snapshot_of_changes(self._reader)
         self._words, self._header, self._fresh = words, header, False
         self._lost = self._broken = False
-        if self._groups.saves:
-            if not fresh:
-                self._under_way.append(
-                    self._deltas.submit(self._put_delta, header, content, dict(self._values))
-                )
-            if due:
-                self._begin_snapshot(header)
+        if not fresh and not self._groups.saves:
+            close_rows(rows_changed)
+        elif not fresh:
+            delta = self._deltas.submit(
+                self._put_delta, header, content, rows_changed, erased, dict(self._values)
+            )
+            delta.add_done_callback(lambda _: close_rows(rows_changed))
+            self._under_way.append(delta)
+        if due and self._groups.saves:
+            self._begin_snapshot(header)
         return header.sequence
 
     def flush(self) -> None:
@@ -282,7 +287,7 @@ class Publisher:
         return changed
 
     def _delta(self, dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of this rank's part; see `wire`."""
+        """The tensors of this rank's part but its rows; see `wire`."""
         found = {f"dense/{name}": each for name, each in dense.items()}
         if self._groups.rank == 0:
             for name, vocabulary in self._trainer.vocabularies.items():
@@ -291,20 +296,33 @@ class Publisher:
                 if len(offsets) > 1:
                     found[f"words/{name}/offsets"] = offsets - offsets[0]
                     found[f"words/{name}/bytes"] = state["bytes"][int(offsets[0]) : int(offsets[-1])].clone()
-        changed, erased = self._trainer.tables.take_changes(self._reader)
+        return found
+
+    def _rows_of(self, changed: Tables, erased: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of this rank's rows; see `wire`."""
+        found = {}
         for name, told in self._described["tables"].items():
-            if len(changed[name]["keys"]):
-                found[f"table/{name}/ids"] = changed[name]["keys"]
-                found[f"table/{name}/weights"] = changed[name]["rows"][:, : told["dim"]].contiguous()
+            columns = ascending(changed[name])
+            if len(columns["keys"]):
+                found[f"table/{name}/ids"] = columns["keys"]
+                found[f"table/{name}/weights"] = columns["rows"][:, : told["dim"]].clone()
             if len(erased[name]):
                 found[f"table/{name}/erased"] = erased[name]
         return found
 
-    def _put_delta(self, header: Header, tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    def _put_delta(
+        self,
+        header: Header,
+        content: Mapping[str, Tensor],
+        changed: Tables,
+        erased: Mapping[str, Tensor],
+        values: Mapping[str, Tensor],
+    ) -> None:
         if self._broken:
             return  # it would follow on one that is missing
         try:
             header = replace(header, dense=digest_of(values))
+            tensors = {**content, **self._rows_of(changed, erased)}
             self._persist(self._sink.put, header.part, header.sequence, pack(header, tensors))
             if header.part == 0 and self._complete:
                 self._lost = self._persist(self._sink.document, self._complete[-1]) is None
@@ -321,6 +339,7 @@ class Publisher:
             words = {name: each.state_dict() for name, each in self._trainer.vocabularies.items()}
             dense = Dense(self._scorer, self._program, dict(self._values), words)
         self._snapshot = self._snapshots.submit(self._put_snapshot, header, rows, dense)
+        self._snapshot.add_done_callback(lambda _: close_rows(rows))
 
     def _put_snapshot(self, header: Header, rows: Any, dense: Dense | None) -> None:
         sequence, sink = header.sequence, self._sink

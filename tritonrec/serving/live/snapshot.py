@@ -16,7 +16,7 @@ from torch import Tensor
 from ...checkpoint import slices
 from ...checkpoint.files import flush
 from ...checkpoint.manifest import add_checksum
-from ...checkpoint.rows import Rows, TensorRows, close_rows, sort_by_part
+from ...checkpoint.rows import Rows, TensorRows, sort_by_part
 from ...data.vocabulary import Vocabulary
 from ...version import __version__
 from ..exporter import SHARD_BYTES, entry_of, labels_of
@@ -49,25 +49,22 @@ def write_tables(
     described: Mapping[str, Any],
     persist: Callable[..., Any],
 ) -> Files:
-    """Write this rank's rows, and return the entries of the files by table. The rows are closed."""
+    """Write this rank's rows, and return the entries of the files by table."""
     files: Files = {}
-    try:
-        with tempfile.TemporaryDirectory(prefix="tritonrec-") as folder:
-            for (name, told), label in zip(described.items(), labels_of(described), strict=True):
-                files[name] = []
-                for number, columns in enumerate(_shards(tables[name], told["dim"])):
-                    path = Path(folder, f"{label}.{part:05d}.{number:05d}{SUFFIXES[_FORMAT]}")
-                    write_shard(path, columns, _FORMAT)
-                    entry = {**entry_of(path), "rows": len(columns["ids"])}
-                    persist(sink.put_file, sequence, path.name, path)
-                    path.unlink()
-                    files[name].append(entry)
-            path = Path(folder, name_of_part(part))
-            path.write_text(json.dumps(files))
-            if part:
+    with tempfile.TemporaryDirectory(prefix="tritonrec-") as folder:
+        for (name, told), label in zip(described.items(), labels_of(described), strict=True):
+            files[name] = []
+            for number, columns in enumerate(_shards(tables[name], told["dim"])):
+                path = Path(folder, f"{label}.{part:05d}.{number:05d}{SUFFIXES[_FORMAT]}")
+                write_shard(path, columns, _FORMAT)
+                entry = {**entry_of(path), "rows": len(columns["ids"])}
                 persist(sink.put_file, sequence, path.name, path)
-    finally:
-        close_rows(tables)
+                path.unlink()
+                files[name].append(entry)
+        path = Path(folder, name_of_part(part))
+        path.write_text(json.dumps(files))
+        if part:
+            persist(sink.put_file, sequence, path.name, path)
     return files
 
 
@@ -118,6 +115,13 @@ def write_manifest(
 def name_of_part(part: int) -> str:
     """The file in which a rank other than 0 tells rank 0 of its shards."""
     return f"part-{part:05d}.json"
+
+
+def ascending(rows: Mapping[str, Tensor] | Rows) -> Mapping[str, Tensor]:
+    """All columns of a table, by ascending keys."""
+    rows = TensorRows(rows) if isinstance(rows, Mapping) else rows
+    rows.arrange(sort_by_part([]))
+    return rows.read(0, np.argsort(rows.keys(0).numpy()))
 
 
 def _shards(rows: Mapping[str, Tensor] | Rows, dim: int) -> Any:
