@@ -36,14 +36,17 @@ from tritonrec.pipeline import WindowConfig
 from tritonrec.serving import ExportedTable, Predictor, export, programs
 from tritonrec.serving.exporter import copied_scorer
 from tritonrec.serving.live import (
+    CorruptDeltaError,
     DirectorySink,
     Follower,
     LiveError,
     OtherRunError,
     RedisSink,
     SinkError,
+    sink_of,
 )
 from tritonrec.serving.live.replica import LiveTable
+from tritonrec.serving.live.wire import pack, unpack
 
 
 def test_a_trainer_that_starts_again_begins_an_epoch_and_warns_where_it_is_elsewhere(tmp_path):
@@ -120,6 +123,12 @@ def test_words_are_published_as_they_come(tmp_path):
         words.encode(["bb", "a", "c" * 70], extend=True)
         training.run(publisher, 2)
         settled(publisher)
+        sink, whole = sink_of("memory://live-words"), sink_of("memory://live-words").get(0, 2)
+        header, tensors = unpack(whole, "it")
+        sink.put(0, 2, pack(replace(header, spelled={"item": "other"}), tensors))
+        with pytest.raises(CorruptDeltaError, match="other words of 'item'"):
+            follower.poll()
+        sink.put(0, 2, whole)
         assert follower.poll()
         assert follower.predictor.vocabularies["item"].words.to_pylist() == ["a", "", "ü", "bb", "c" * 70]
         assert len(old.vocabularies["item"]) == 3

@@ -281,6 +281,13 @@ def test_hostile_bodies_have_errors_with_names_and_hurt_nobody_else(made):
         assert error_of(there.get("/nowhere")) == "not_found"
         assert error_of(there.get("/retrieve")) == "method_not_allowed"
         assert error_of(there.post(f"/user/{'a' * 300}/events", json={"items": [1]})) == "invalid"
+        assert error_of(there.put("/user/%ff/events", json={"items": [1]})) == "malformed"  # nor is it %fe
+        assert error_of(there.put("/user//events", json={"items": [1]})) == "invalid"
+        assert there.put("/user/a%2Fb/events", json={"items": [3, 7]}).json()["user"] == "a/b"
+        check(there.post("/retrieve", json={"users": ["a/b"], "k": 5}).json(), want, 1)
+        for path in ("/health", "/ready"):
+            found = there.head(path)
+            assert found.status_code == 200 and not found.content
         assert "tritonrec_requests_total" in there.get("/metrics").text
         assert (
             'endpoint="other"' in there.get("/metrics").text and "nowhere" not in there.get("/metrics").text

@@ -29,6 +29,7 @@ from .wire import (
     digest_of,
     same_bits,
     schema_of,
+    spelling,
     unpack,
 )
 
@@ -169,8 +170,10 @@ class Follower:
             raise problem
         for later in range(self._sink.last(0), wanted, -1):
             if self._delta(later, checked=False):
-                if self._delta(wanted, checked=False):  # it came meanwhile
-                    return self._advance()
+                if self._delta(wanted, checked=False) or any(
+                    each >= wanted for each in self._sink.snapshots()
+                ):
+                    return self._advance()  # it came meanwhile, or was pruned
                 raise GapError(f"delta {wanted} is missing in {self._sink.name}, and delta {later} is there")
         return False
 
@@ -346,6 +349,8 @@ def _words_of(
             raise CorruptDeltaError(
                 f"{name} leaves another number of words of {each!r} than its trainer has, {count}"
             )
+        if state and spelling(words[each], count) != header.spelled.get(each):
+            raise CorruptDeltaError(f"{name} leaves other words of {each!r} than its trainer has")
     return words
 
 

@@ -95,26 +95,28 @@ def create_app(
         """Probabilities of a click, of an exported DLRM."""
         return await ask(body, len(body), body.values)
 
-    @app.post("/user/{user}/events", response_model=Kept, responses=FAILURES)
+    @app.post("/user/{user:path}/events", response_model=Kept, responses=FAILURES)
     async def append(user: User, body: Events) -> Any:
         """Add events behind those of a user."""
         return await change(Change(user, body.items, body.timestamps))
 
-    @app.put("/user/{user}/events", response_model=Kept, responses=FAILURES)
+    @app.put("/user/{user:path}/events", response_model=Kept, responses=FAILURES)
     async def replace(user: User, body: Events) -> Any:
         """Make these the events of a user."""
         return await change(Change(user, body.items, body.timestamps, whole=True))
 
-    @app.delete("/user/{user}/events", response_model=Kept, responses=FAILURES)
+    @app.delete("/user/{user:path}/events", response_model=Kept, responses=FAILURES)
     async def forget(user: User) -> Any:
         """Remove the events of a user."""
         return await change(Change(user))
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> dict[str, str]:
         """That the process lives."""
         return {"status": "ok"}
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready")
     async def ready() -> Any:
         """Whether there is a model, and how old it is. 503 where there is none, or it lags too far behind."""

@@ -63,10 +63,12 @@ class Guard:
             self._metrics.seconds.labels(endpoint).observe(time.monotonic() - began)
 
     def _check(self, path: str, headers: dict[bytes, bytes]) -> None:
+        if "\ufffd" in path:  # several names of users would be one
+            raise ServerError("malformed", "the path is no UTF-8")
         if self._token is None:
             host = headers.get(b"host", b"").decode("latin-1")
             name = host if host.endswith("]") else host.rpartition(":")[0] or host
-            if self._config.is_loopback and name not in LOCAL:
+            if self._config.is_loopback and name.lower() not in LOCAL:
                 raise ServerError("unknown_host", f"this server answers to {', '.join(LOCAL)} alone")
         elif path not in OPEN:
             given = headers.get(b"authorization", b"")
