@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -380,21 +381,29 @@ def test_arguments_and_places_are_checked(tmp_path):
         Follower.open(tmp_path / "nothing")
 
 
-@pytest.fixture(scope="module")
-def redis_server(tmp_path_factory):
-    pytest.importorskip("redis")
+@pytest.fixture(params=["fake", "server"])
+def redis_server(request, tmp_path, monkeypatch):
+    """A URL, and functions that stop a server and start it again with what it had."""
+    redis = pytest.importorskip("redis")
+    if request.param == "fake":
+        fakeredis = pytest.importorskip("fakeredis")
+        server = fakeredis.FakeServer()
+        monkeypatch.setattr(redis.Redis, "from_url", lambda *_, **__: fakeredis.FakeRedis(server=server))
+        yield (
+            "redis://127.0.0.1/0",
+            lambda: setattr(server, "connected", False),
+            lambda: setattr(server, "connected", True),
+        )
+        return
     if shutil.which("redis-server") is None:
-        pytest.skip("needs redis-server; the tests of folders and memory:// check the same without one")
-    folder = tmp_path_factory.mktemp("redis")
-    import socket
-
+        pytest.skip("needs redis-server; fakeredis checks the same without one")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     servers = []
 
     def start():
-        command = ["redis-server", "--port", str(port), "--dir", str(folder), "--appendonly", "yes"]
+        command = ["redis-server", "--port", str(port), "--dir", str(tmp_path), "--appendonly", "yes"]
         command += ["--appendfsync", "always", "--bind", "127.0.0.1"]
         servers.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
         sink = RedisSink(f"redis://127.0.0.1:{port}/0?key=wait")
@@ -406,16 +415,18 @@ def redis_server(tmp_path_factory):
                 return False
 
         until(answers)
-        return servers[-1]
+
+    def stop():
+        servers[-1].kill()
+        servers[-1].wait()
 
     start()
-    yield f"redis://127.0.0.1:{port}/0", start, servers
-    servers[-1].kill()
-    servers[-1].wait()
+    yield f"redis://127.0.0.1:{port}/0", stop, start
+    stop()
 
 
 def test_redis_is_killed_and_started_again(redis_server):
-    url, start, servers = redis_server
+    url, stop, start = redis_server
     training = Training()
     with opened(training, f"{url}?key=model", snapshot_every=3) as publisher:
         settled(publisher)
@@ -424,8 +435,7 @@ def test_redis_is_killed_and_started_again(redis_server):
         settled(publisher)
         assert follower.poll()
         assert_has(follower.predictor, state_of(training.trainer))
-        servers[-1].kill()
-        servers[-1].wait()
+        stop()
         training.run(publisher, 2)
         with pytest.raises(SinkError, match="cannot be used"):
             follower.poll()
