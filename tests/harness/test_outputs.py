@@ -73,6 +73,34 @@ def test_two_outputs_are_not_one_file(tmp_path):
     assert code == 2 and "--json and --trace are both" in output
 
 
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("train", ["--data", "csv:{}?user=user&item=item&timestamp=at", "--json"]),
+        ("train", ["--data", "{}", "--trace"]),
+        ("verify", ["--data", "csv:{}", "--json"]),
+        ("plan", ["{}", "--json"]),
+        ("plan", ["--costs", "{}", "--save-costs"]),
+        ("simulate", ["--measured", "elsewhere", "--measured", "{}", "--png"]),
+        ("trace", ["{}", "--json"]),
+        ("bisect", ["elsewhere", "{}", "--json"]),
+        ("score", ["{}", "--model", "nowhere"]),
+    ],
+)
+@pytest.mark.parametrize("link", [False, True])
+def test_no_output_replaces_what_the_command_reads(monkeypatch, tmp_path, command, options, link):
+    monkeypatch.setattr(commands, "NEEDED", {})
+    read, out = tmp_path / "read.csv", tmp_path / "out"
+    read.write_text("kept")
+    if link:
+        out.symlink_to(read)
+    code, output, _ = commands.invoke(
+        command, *(each.replace("{}", str(read)) for each in options), out if link else read
+    )
+    assert code == 2 and "would replace" in output, output
+    assert read.read_text() == "kept"
+
+
 def test_pipes_devices_and_what_is_there_may_be_written(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").write_text("kept")

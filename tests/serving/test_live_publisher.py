@@ -376,6 +376,11 @@ def test_arguments_and_places_are_checked(tmp_path):
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             opened(training, tmp_path, **options)
+    (tmp_path / "file").write_text("kept")
+    for place in (tmp_path / "file", tmp_path / "file" / "sink", "/proc/nowhere/sink"):
+        with pytest.raises(SinkError, match="cannot be used"):
+            opened(training, place, patience=1e6)  # at once
+    assert (tmp_path / "file").read_text() == "kept"
     training.close()
     with pytest.raises(LiveError, match="nothing was published"):
         Follower.open(tmp_path / "nothing")
@@ -428,6 +433,10 @@ def redis_server(request, tmp_path, monkeypatch):
 def test_redis_is_killed_and_started_again(redis_server):
     url, stop, start = redis_server
     training = Training()
+    stop()
+    with pytest.raises(SinkError, match="cannot be used"):
+        opened(training, f"{url}?key=model", patience=1e6)
+    start()
     with opened(training, f"{url}?key=model", snapshot_every=3) as publisher:
         settled(publisher)
         follower = Follower.open(f"{url}?key=model")

@@ -115,8 +115,21 @@ def test_parts_of_another_run_are_refused(models, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=f"another {name}: remove it"):
             score_file(source, out, model, config)
     written(source, histories(9, seed=5))
-    with pytest.raises(ValueError, match=r"another .*modified"):
+    with pytest.raises(ValueError, match="unfinished run with another source: remove it"):
         score_file(source, out, models[1][0], SMALL)
+
+
+def test_a_run_without_a_whole_part_leaves_none_in_the_way_and_the_source_is_kept(models, tmp_path):
+    source, out = written(tmp_path / "in.parquet", [[1], []]), tmp_path / "out.parquet"
+    with pytest.raises(ValueError, match="row 1"):
+        score_file(source, out, models[1][0], SMALL)
+    before = written(source, [[1], [2]]).read_bytes()
+    (tmp_path / "link.parquet").symlink_to(source)
+    for same in (source, tmp_path / "link.parquet"):
+        with pytest.raises(ValueError, match="would replace"):
+            score_file(source, same, models[1][0], SMALL)
+    assert source.read_bytes() == before
+    assert score_file(source, out, models[1][0], SMALL) == 2
 
 
 @pytest.mark.parametrize(
@@ -125,6 +138,7 @@ def test_parts_of_another_run_are_refused(models, tmp_path, monkeypatch):
         ([[1], [2], [*range(LONGEST + 1)]], {}, [], "row 2: history 0 has 13 items"),
         ([[1], [], [3]], {}, [], "row 1: history 0 has 0 items"),
         ([[1], None], {}, [], "row 1: column 'history' has no history"),
+        ([[1], [2, None]], {}, [], "row 1: ids of the history must all be int64, or all words, got None"),
         ([[1], [2]], {"c": [[3], None]}, ["--candidates", "c"], "row 1: column 'c' has no list"),
         ([[1]], {}, ["--history", "events"], "no column 'events'"),
         ([1, 2], {}, [], "column 'history' of"),

@@ -136,9 +136,7 @@ def test_columns_of_frames_are_histories_and_unknown_words_are_named(saved):
         ValueError, match=r"the history has 'nope' in row 1, which is not among the \d+ words .*unknown=-1"
     ):
         predictor.retrieve([item[0], "nope"], 3)
-    with pytest.raises(
-        ValueError, match=r"ids of the history must all be int64, or all words: .* 'int' object"
-    ):
+    with pytest.raises(ValueError, match="ids of the history must all be int64, or all words, got 5"):
         predictor.retrieve([item[0], 5], 3)
     with pytest.raises(ValueError, match=r"k must be a whole number, got 3\.0"):
         predictor.retrieve([item[0]], 3.0)

@@ -102,6 +102,11 @@ def array_of(value: Any, what: str, vocabulary: Vocabulary | None) -> tuple[Tens
         raise ValueError(
             f"ids of the {what} must be int64 or words, got {got}: give (n,), or a list of these for users"
         )
+    if any(not isinstance(each, str) for each in value):
+        kind = str if isinstance(value[0], str) else (int, np.integer)
+        others = [each for each in value if not isinstance(each, kind)]
+        strange = others[0] if others else max(value, key=abs)  # beyond int64
+        raise ValueError(f"ids of the {what} must all be int64, or all words, got {strange!r}")
     if vocabulary is None:
         name = what if what.startswith("feature") else "'item'"
         raise ValueError(f"the {what} has words, and the export has no vocabulary of {name}: give int64 ids")

@@ -60,6 +60,8 @@ def score_file(
     parts of another run: of another file, model or configuration.
     """
     check_writable(out)
+    if out.exists() and source.exists() and out.samefile(source):
+        raise ValueError(f"the output would replace {source}, whose rows it has: name another file")
     if not config.candidates:
         check_k(config.k, len(predictor.item_ids))
     file = _opened(source)
@@ -82,8 +84,8 @@ def score_file(
     parts, rows = out.with_name(f".{out.name}.parts"), file.metadata.num_rows
     stat = source.stat()
     plan: dict[str, Any] = {
-        "model": predictor.manifest["manifest_sha256"], "source": str(source.resolve()),
-        "bytes": stat.st_size, "modified": stat.st_mtime_ns, "settings": asdict(config),
+        "model": predictor.manifest["manifest_sha256"], "settings": asdict(config),
+        "source": [str(source.resolve()), stat.st_size, stat.st_mtime_ns],
     }  # fmt: skip
     _check_plan(parts, plan)
     files = []
@@ -115,10 +117,13 @@ def _check_plan(parts: Path, plan: dict[str, Any]) -> None:
         save_json(plan, parts / PLAN)
         return
     before = json.loads((parts / PLAN).read_text())
-    if before != plan:
+    if before != plan and not [*parts.glob("*.parquet")]:  # no part was whole
+        save_json(plan, parts / PLAN)
+    elif before != plan:
         changed = [name for name in plan if before.get(name) != plan[name]]
         raise ValueError(
-            f"{parts} has parts of a run with another {', '.join(changed)}: remove it to begin anew"
+            f"{parts} has parts of an unfinished run with another {', '.join(changed)}: "
+            "remove it to begin anew"
         )
 
 

@@ -28,7 +28,7 @@ def bisect(
     Compared are the steps that both have, in every bit: dense parameters, optimizer states, rows and their
     metadata. Exit status 0 if all are equal, 1 if not.
     """
-    require_writable({"--json": json_file})
+    require_writable({"--json": json_file}, inputs={"A": a, "B": b})
     found = checked(lambda: bisection.bisect(a, b))
     if json_file:
         checked(lambda: save_json(found.as_json(), json_file))

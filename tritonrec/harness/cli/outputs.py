@@ -48,11 +48,13 @@ def require_writable(
     files: Mapping[str, Path | None] | None = None,
     folders: Mapping[str, Path | None] | None = None,
     at_urls: Collection[str] = (),
+    inputs: Mapping[str, str | Path | None] | None = None,
 ) -> None:
     """Exit with one line and status 2 where an output could not be written at the end, by option.
 
-    Reasons are its place, or a package that is missing. Outputs that are one file are refused too, and
-    folders at a URL, but for the options `at_urls`. Called before any work is done; leaves nothing behind.
+    Reasons are its place, or a package that is missing. Outputs that are one file are refused too, outputs
+    that would replace one of the `inputs`, and folders at a URL, but for the options `at_urls`. Called before
+    any work is done; leaves nothing behind.
     """
     seen: dict[Place, str] = {}
     for option, path, folder in (
@@ -72,8 +74,28 @@ def require_writable(
             except OSError as error:
                 raise ValueError(f"{option}: {error.strerror}") from error
             place = place_of(path)
+            for input, read in (inputs or {}).items():
+                if read is not None and not folder and _is_one_file(place, place_of(read)):
+                    raise ValueError(f"{option} would replace {read}, which {input} reads: name another file")
             other = seen.setdefault(place.resolve(), option)
             if other != option and (isinstance(place, RemotePath) or not place.exists() or place.is_file()):
                 raise ValueError(f"{other} and {option} are both {path}: give each a place of its own")
 
         checked(check)
+
+
+def log_of(data: str) -> str | None:
+    """The path of a log that `--data` names, for the `inputs` of `require_writable`."""
+    from ...data.sources import source_of
+
+    try:
+        source = source_of(data)
+    except ValueError:  # which whoever reads it says
+        return None
+    return None if source is None else str(source.where)
+
+
+def _is_one_file(left: Place, right: Place) -> bool:
+    if isinstance(left, RemotePath) or isinstance(right, RemotePath):
+        return left == right
+    return left.is_file() and right.is_file() and left.samefile(right)

@@ -47,7 +47,10 @@ def plan(
     With --costs or --trace every choice of micro-batches, taper, batches in flight, copies of the tables,
     first_use and skip_fetch is simulated. Prints the gain of each switch, and the assumptions.
     """
-    require_writable({"--json": json_file, "--save-costs": save_costs})
+    require_writable(
+        {"--json": json_file, "--save-costs": save_costs},
+        inputs={"CONFIG": config, "--costs": costs, "--trace": trace},
+    )
     size = None if memory is None else checked(lambda: bytes_of(memory, "--memory"))
     if config is None:
         if size is not None:

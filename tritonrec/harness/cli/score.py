@@ -30,7 +30,7 @@ def score(
     whole part, and leaves the same bytes.
     Python: tritonrec.serving.score_file.
     """
-    require_writable({"OUT": out})
+    require_writable({"OUT": out}, inputs={"SOURCE": source})
     console = Console()
 
     def run() -> int:

@@ -36,7 +36,10 @@ def simulate(
     Four constants are fitted on TorchRec's rows of Tables II and III; every other figure is predicted by
     executing the schedule tables.
     """
-    require_writable({"--json": json_file, "--png": png})
+    require_writable(
+        {"--json": json_file, "--png": png},
+        inputs={f"--measured {path}": path for path in measured or ()},
+    )
     if measured:
         if table or workers or jitter or png:
             raise typer.BadParameter("--measured goes with --json only")

@@ -18,7 +18,7 @@ def trace(
     kineto: Annotated[Path | None, typer.Option(help="Export Kineto-style JSON.")] = None,
 ) -> None:
     """Time per lane, exposed communication, hidden lookup; check that every dependency was honoured."""
-    require_writable({"--png": png, "--json": json_file}, {"--kineto": kineto})
+    require_writable({"--png": png, "--json": json_file}, {"--kineto": kineto}, inputs={"FILE": file})
     raise typer.Exit(
         checked(lambda: trace_report.trace_report(file, png=png, json_out=json_file, kineto=kineto))
     )

@@ -29,7 +29,7 @@ from ..train.resume import with_saved_words
 from ..train.run import Run, with_validation
 from .job import ready
 from .options import MOST_RANKS, PANELS, TimeoutOption, with_options
-from .outputs import checked, require_writable
+from .outputs import checked, log_of, require_writable
 
 RUN = Run(Job(batch_size=128, num_negatives=32, lr=3e-3), window=WindowConfig(4), steps=0)
 COMPARISON = SlipstreamRun()
@@ -131,6 +131,7 @@ def train(
         {"--json": json_file, "--json-lines": to_file, "--trace": run.trace, "--png": png},
         {"--checkpoint": run.checkpoint, "--log-dir": run.log_dir},
         at_urls=("--checkpoint", "--log-dir"),
+        inputs={"--data": log_of(run.job.data)},
     )
     if not run.checkpoint and (run.save_every or run.full_every > 1):
         raise typer.BadParameter("--save-every and --full-every go with --checkpoint")

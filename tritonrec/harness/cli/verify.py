@@ -22,7 +22,7 @@ from ..verify.record_traces import record_traces
 from ..verify.variants import LOST_RANK
 from .job import load_job
 from .options import MOST_RANKS, TimeoutOption, with_options
-from .outputs import checked, require_writable
+from .outputs import checked, log_of, require_writable
 from .words import names, numbers
 
 JOB = Job(chunk_rows=512)
@@ -70,7 +70,7 @@ def verify(
     dense parameters, keys, rows and optimizer states after every step. Exit status 0 only if all are
     identical and every injected fault was caught.
     """
-    require_writable({"--json": json_file}, {"--trace": trace})
+    require_writable({"--json": json_file}, {"--trace": trace}, inputs={"--data": log_of(job.data)})
     if quick and full:
         raise typer.BadParameter("--quick and --full exclude each other")
     if corpus and (quick or full):

@@ -431,6 +431,7 @@ class Publisher:
 
     def _found(self, rows: list[int]) -> dict[str, Any]:
         sink, parts = self._sink, self._groups.shards
+        sink.prepare()  # at once: patience is for what worked before
         snapshots = self._persist(sink.snapshots)
         if not snapshots:
             last = max(sink.last(part) for part in range(parts))

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from ...checkpoint.files import names_in, partial_of, publish
+from ...files import check_writable
 from ...files.places import Place, RemotePath, place_of
 from ...optional import require
 from .wire import LiveError, SinkError
@@ -46,6 +47,10 @@ class Sink(Protocol):
     """
 
     name: str
+
+    def prepare(self) -> None:
+        """Make the place where it is not there, and see that it can be written to; called once, by rank 0."""
+        ...
 
     def put(self, part: int, sequence: int, content: bytes) -> None:
         """Write a part of a delta; again, if it is there already with these bytes."""
@@ -94,6 +99,13 @@ class DirectorySink:
     def __init__(self, place: Place | str):
         self._place = place_of(place).absolute()
         self.name = str(self._place)
+
+    def prepare(self) -> None:
+        """See `Sink`."""
+        with self._errors():
+            check_writable(self._place, folder=True)
+            if not isinstance(self._place, RemotePath):
+                self._place.mkdir(parents=True, exist_ok=True)
 
     def put(self, part: int, sequence: int, content: bytes) -> None:
         """See `Sink`."""
@@ -215,6 +227,11 @@ class RedisSink:
             socket_timeout=REDIS_SECONDS, socket_connect_timeout=REDIS_SECONDS,
         )  # fmt: skip
         self._failure, self._refused = redis.exceptions.RedisError, redis.exceptions.ResponseError
+
+    def prepare(self) -> None:
+        """See `Sink`."""
+        with self._errors():
+            self._redis.ping()
 
     def put(self, part: int, sequence: int, content: bytes) -> None:
         """See `Sink`."""
