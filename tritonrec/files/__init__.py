@@ -76,7 +76,7 @@ def save_json(document: Any, path: str | os.PathLike[str] | RemotePath) -> None:
         part.write_text(text)
 
 
-def check_writable(path: str | os.PathLike[str], folder: bool = False) -> None:
+def check_writable(path: str | os.PathLike[str] | RemotePath, folder: bool = False) -> None:
     """Raise OSError naming `path`, if no file can be written there, or into the `folder` there.
 
     Creates and changes nothing.
