@@ -23,7 +23,7 @@ TRACES ?= out/traces
 BIN := .venv/bin
 # Python compiles what it imports; pip would compile all of torch, which takes a minute.
 PIP := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt
-PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile
+PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 # Processes of tests and their ranks share the cores: OpenMP's threads sleep while they wait, and do not spin. Many
 # tests wait for a rank that stalls, so that a third process has cores to use.
 export OMP_WAIT_POLICY ?= PASSIVE

@@ -140,14 +140,17 @@ class Sources:
         return any(name in (self.root / file).read_text() for file in files)
 
 
-def left_out(root: Path, changed: set[str]) -> dict[str, list[str]]:
-    """Tool -> its files of tests, of every tool that no changed file concerns."""
+def left_out(root: Path, changed: set[str], sources: Sources | None = None) -> dict[str, list[str]]:
+    """Tool -> its files of tests, of every tool that no changed file concerns.
+
+    `sources` of `root` that have been read before are not read again.
+    """
     here = {file for file in changed if (root / file).exists()}
     pages = {file for file in here if file.endswith(".md")}
     python = {file for file in here if file.endswith(".py")}
     if changed - pages - python or python & FOR_ALL:  # what has gone may have been imported by anyone
         return {}
-    sources, found = Sources(root), {}
+    sources, found = sources or Sources(root), {}
     for tool, (folders, patterns) in TOOLS.items():
         tests = {path.relative_to(root).as_posix() for each in patterns for path in root.glob(each)}
         code = {file for file in sources.files if file.startswith(tuple(f"{each}/" for each in folders))}

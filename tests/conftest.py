@@ -12,7 +12,7 @@ import changed
 import pytest
 import torch
 from hypothesis import settings
-from speeds import thinned
+from speeds import longest_first, thinned
 
 from tritonrec.kernels import dispatch
 
@@ -25,6 +25,7 @@ for name, handler in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.
         signal.signal(number, handler)
 
 settings.register_profile("tests", deadline=None)  # a busy machine fails no test
+settings.register_profile("few", settings.get_profile("tests"), max_examples=20)
 settings.load_profile("tests")
 
 
@@ -39,11 +40,14 @@ def pytest_addoption(parser):
     )  # fmt: skip
     parser.addoption(
         "--most-cases", type=int, metavar="N",
-        help="of a test with more than N parametrized cases run N of them and an eighth of the others",
+        help="of a test with more than N parametrized cases run N of them and an eighth of the others, "
+        "and of a property a fifth of its examples",
     )  # fmt: skip
 
 
 def pytest_configure(config):
+    if config.getoption("--most-cases") is not None:  # before properties are read, which keep their profile
+        settings.load_profile("few")
     config.stash[LEFT_OUT] = {}
     if hasattr(config, "workerinput"):
         config.stash[LEFT_OUT] = config.workerinput["left_out"]
@@ -77,6 +81,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.hookimpl(trylast=True)  # behind `-m` and `-k`, whose choice is thinned out
 def pytest_collection_modifyitems(config, items):
+    longest_first(items, ROOT / "tests")
     if (most := config.getoption("--most-cases")) is None:
         return
     kept = thinned(items, most)

@@ -3,10 +3,25 @@
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from itertools import product
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import pytest
+
+LONGEST = (
+    "harness/test_judges", "emulator/test_faults", "kernels/conformance/test_registration_of_ops",
+    "kernels/conformance/test_agreement_of_ops", "kernels/conformance/test_refusals_of_ops",
+    "nn/test_next_item_step", "emulator/test_assembled", "emulator/test_plugin", "pipeline/test_relays",
+    "embedding/test_table_policies", "serving/test_export_grm", "harness/test_words_training",
+)  # fmt: skip
+"""Files of tests that take half a minute and more, the longest first."""
+
+
+def longest_first(items: list[pytest.Item], root: Path) -> None:
+    """Files begin in the order of `items`: no process of tests is left alone at the end with a long one."""
+    places = {root / f"{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
 
 
 def slow_except(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:

@@ -151,6 +151,7 @@ def test_every_tool_has_its_files():
 
 def test_a_change_of_what_trains_concerns_every_tool_and_one_of_the_lab_not_all():
     core = "tritonrec/kernels/unique/numba_unique.py"  # imported by a name made at run time
-    assert (ROOT / core).exists() and changed.left_out(ROOT, {core}) == {}
-    found = changed.left_out(ROOT, {"docs/index.md", "tritonrec/harness/lab/__init__.py"})
+    sources = changed.Sources(ROOT)
+    assert core in sources.files and changed.left_out(ROOT, {core}, sources) == {}
+    found = changed.left_out(ROOT, {"docs/index.md", "tritonrec/harness/lab/__init__.py"}, sources)
     assert {"serving", "torchrec"} <= found.keys() and "simulator and lab" not in found

@@ -25,41 +25,34 @@ def loaded_by(statements: list[str], candidates: tuple[str, ...]) -> list[list[s
     return [line.split() for line in result.stdout.splitlines()]
 
 
-def test_importing_a_package_loads_nothing_heavy():
-    light = ["tritonrec", "tritonrec.ops"]
-    # Clustering is a numba function of its own, so numba may be loaded; compiling waits for the first call.
-    packages = [
-        f"tritonrec.{name}" for name in ("nn", "trace", "checkpoint", "embedding", "data", "pipeline")
-    ]
-    modules = [*light, *packages, "matplotlib.pyplot, numba"]
-    *found, heavy = loaded_by([f"import {module}" for module in modules], HEAVY)
-    for module, loaded in zip(modules, found, strict=False):
-        assert set(loaded) <= (set() if module in light else {"numba"}), module
-    assert heavy == ["numba", "matplotlib"], "a heavy import is not seen"
+TOOLS = tuple(f"tritonrec.{name}" for name in ("resilience", "serving", "slipstream", "torchrec"))
+TOOLS += tuple(f"tritonrec.harness.{name}" for name in ("emulator", "fuzz", "lab", "simulator", "verify"))
+FIRST_CALL = "import torch; _ = tritonrec.ops.unique(torch.tensor([5, 3, 5]))"
+STEP = (
+    "from tritonrec.harness.job import Job; from tritonrec.distributed import Communicators; "
+    "from tritonrec.pipeline import Trainer; job = Job('zipf:users=20,items=20'); "
+    "_ = Trainer(*job.build('adam'), Communicators.local()).step(job.loader().batch(0))"
+)
 
 
-def test_a_first_call_loads_no_compiler_of_torch():
-    """torch._dynamo takes longer to import than all else of a first call."""
-    first = "import torch; from tritonrec import ops; _ = ops.unique(torch.tensor([5, 3, 5]))"
-    dynamo = ("torch._dynamo",)
-    assert loaded_by([first, "torch.compile(torch.sin)"], dynamo) == [[], [*dynamo]], (
-        "or a heavy import is not seen"
+def test_imports_and_first_calls_load_nothing_heavy_and_a_training_step_no_tool():
+    """Each loads no more than those before it and what it needs itself, so one process shows them all.
+
+    Clustering is a numba function of its own, so numba may be loaded; compiling waits for the first call.
+    torch._dynamo takes longer to import than all else of a first call.
+    """
+    light = ["import tritonrec", "import tritonrec.ops"]
+    packages = [f"import tritonrec.{name}" for name in
+                ("nn", "trace", "checkpoint", "embedding", "data", "pipeline")]  # fmt: skip
+    heavy = f"import matplotlib.pyplot, pandas, torch._dynamo, {TOOLS[2]}"
+    *found, call, step, every = loaded_by(
+        [*light, *packages, FIRST_CALL, STEP, heavy], (*HEAVY, "torch._dynamo", *TOOLS)
     )
+    for statement, loaded in zip([*light, *packages], found, strict=True):
+        assert set(loaded) <= (set() if statement in light else {"numba"}), statement
+    assert "torch._dynamo" not in call and not {*TOOLS} & {*step}
+    assert {"matplotlib", "pandas", "torch._dynamo", TOOLS[2]} <= {*every}, "a heavy import is not seen"
 
 
 def test_the_command_line_starts_without_torch():
     assert loaded_by(["import tritonrec.harness.cli"], ("torch", *HEAVY)) == [[]]
-
-
-def test_a_training_step_loads_no_tool():
-    """What stands around the core is imported by whoever uses it."""
-    step = (
-        "from tritonrec.harness.job import Job; from tritonrec.distributed import Communicators; "
-        "from tritonrec.pipeline import Trainer; job = Job('zipf:users=20,items=20'); "
-        "_ = Trainer(*job.build('adam'), Communicators.local()).step(job.loader().batch(0))"
-    )
-    tools = tuple(f"tritonrec.{name}" for name in ("resilience", "serving", "slipstream", "torchrec"))
-    harness = tuple(
-        f"tritonrec.harness.{name}" for name in ("emulator", "fuzz", "lab", "simulator", "verify")
-    )
-    assert loaded_by([step, f"import {tools[2]}"], tools + harness) == [[], [tools[2]]]

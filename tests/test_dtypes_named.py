@@ -36,7 +36,7 @@ def unnamed(source: str) -> list[str]:
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
             continue
         name = node.func.attr
-        if ast.unparse(node.func.value) != "torch" or name not in BY_DEFAULT | OF_INTEGERS | NEVER:
+        if name not in BY_DEFAULT | OF_INTEGERS | NEVER or ast.unparse(node.func.value) != "torch":
             continue
         named = any(keyword.arg == "dtype" for keyword in node.keywords)
         numbers = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant)]

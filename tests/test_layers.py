@@ -9,6 +9,8 @@ Anyone may import `files`, `host_memory`, `optional`, `settings` and `version`, 
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -68,23 +70,32 @@ def package_of(module: str) -> str | None:
     return (rest.partition(".")[0] or "") if first == "tritonrec" else None
 
 
-def imported_modules(source: str, package: str) -> list[tuple[int, str]]:
-    """(line, absolute dotted name) of every import in a module of `package`, in functions and for types."""
-    found = []
-    nodes: list[ast.AST] = [ast.parse(source)]
-    while nodes:
-        node = nodes.pop()
-        nodes.extend(ast.iter_child_nodes(node))
+@cache
+def import_nodes(source: str) -> list[ast.Import | ast.ImportFrom]:
+    """In functions and for types too."""
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+def imports(source: str, package: str) -> Iterator[tuple[int, str, list[str]]]:
+    """(line, absolute dotted name, names taken from it) of every import in a module of `package`."""
+    for node in import_nodes(source):
         if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, alias.name, []) for alias in node.names)
+        else:
             parents = package.split(".")
             base = ".".join(parents[: len(parents) - node.level + 1]) if node.level else ""
             module = ".".join(part for part in (base, node.module) if part)
-            # `from tritonrec import ops` and `from .. import ops` name a package by the name they import.
-            taken = [f"{module}.{alias.name}" for alias in node.names] if module == "tritonrec" else [module]
-            found += [(node.lineno, name) for name in taken]
-    return found
+            yield node.lineno, module, [f"{module}.{alias.name}" for alias in node.names]
+
+
+def imported_modules(source: str, package: str) -> list[tuple[int, str]]:
+    """(line, absolute dotted name) of every import in a module of `package`."""
+    # `from tritonrec import ops` and `from .. import ops` name a package by the name they import.
+    return [
+        (line, name)
+        for line, module, taken in imports(source, package)
+        for name in (taken if taken and module == "tritonrec" else [module])
+    ]
 
 
 def upward_imports(source: str, module: str, is_package: bool = False) -> list[str]:
@@ -119,17 +130,10 @@ def test_no_import_goes_up():
 
 
 def all_imports(source: str, package: str, names: set[str]) -> set[str]:
-    """Modules out of `names` that a module of `package` imports, for annotations and in functions too."""
+    """Modules out of `names` that a module of `package` imports."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            parents = package.split(".")
-            base = ".".join(parents[: len(parents) - node.level + 1]) if node.level else ""
-            module = ".".join(part for part in (base, node.module) if part)
-            taken = {f"{module}.{alias.name}" for alias in node.names}
-            found |= (taken & names) or {module}
+    for _line, module, taken in imports(source, package):
+        found |= ({*taken} & names) or {module}
     return found & names
 
 

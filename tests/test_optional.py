@@ -36,12 +36,7 @@ def without(folder: Path, *commands: list[str]) -> list[str]:
     return done.stderr.strip().splitlines()
 
 
-def test_training_and_its_checkpoint_need_none(tmp_path):
-    lines = without(tmp_path, [*DATA, "--checkpoint", "saved", "--json", "run.json"])
-    assert lines[-1] == "exit 0 ['run.json', 'saved']", lines
-
-
-def test_an_absence_is_one_sentence_before_any_work(tmp_path):
+def test_training_and_its_checkpoint_need_none_and_an_absence_is_one_sentence_before_any_work(tmp_path):
     expected = [
         ([*DATA, "--trace", "run.pftrace"], "perfetto", "traces"),
         ([*DATA, "--trace", "run.pftrace", "--png", "run.png"], "perfetto", "traces"),
@@ -51,11 +46,14 @@ def test_an_absence_is_one_sentence_before_any_work(tmp_path):
         (["serve", "nowhere"], "fastapi", "serve"),
         (["emulate", "pytest"], "pytest", "test"),
     ]
-    lines = without(tmp_path, *(arguments for arguments, *_ in expected))
-    assert lines[1::2] == ["exit 2 []"] * len(expected), lines
-    for line, (_, package, extra) in zip(lines[::2], expected, strict=True):
+    trained = [*DATA, "--checkpoint", "saved", "--json", "run.json"]
+    lines = without(tmp_path, *(arguments for arguments, *_ in expected), trained)
+    refused, printed = lines[: 2 * len(expected)], lines[2 * len(expected) :]
+    assert refused[1::2] == ["exit 2 []"] * len(expected), lines
+    for line, (_, package, extra) in zip(refused[::2], expected, strict=True):
         assert f"needs the package {package}: pip install {package}" in line
         assert f"tritonrec[{extra}]" in line
+    assert printed[-1] == "exit 0 ['run.json', 'saved']", printed
 
 
 def test_every_extra_installs_its_package():

@@ -1,8 +1,9 @@
 """Promise: `make test` leaves out cases of a test with many, and no test."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
-from speeds import thinned
+from speeds import LONGEST, longest_first, thinned
 
 
 def case(number, test="test_a", op=None, marks=()):
@@ -41,3 +42,12 @@ def test_a_test_of_which_every_case_counts_stays_whole():
     judge = [case(n, "test_judge", marks=["every_case"]) for n in range(30)]
     assert numbers([*judge, *(case(100 + n) for n in range(10))], most=2)[:30] == [*range(30)]
     assert len(numbers([*judge, *(case(100 + n) for n in range(10))], most=2)) == 30 + 3
+
+
+def test_the_longest_files_come_first_and_the_others_stay_in_order():
+    tests = Path(__file__).parent
+    assert all((tests / f"{name}.py").exists() for name in LONGEST)
+    names = ["a", LONGEST[1], "c", LONGEST[0], "b", LONGEST[1]]
+    items = [SimpleNamespace(path=tests / f"{name}.py", number=place) for place, name in enumerate(names)]
+    longest_first(items, tests)
+    assert [item.number for item in items] == [3, 1, 5, 0, 2, 4]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from simulated import ascending, load_on, on_ranks, part_of, random_table, same, save_on, whole
@@ -315,7 +315,6 @@ def test_a_rank_that_never_comes_is_an_error(tmp_path):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=40)
 @given(
     worlds=st.lists(st.sampled_from(WORLDS), min_size=1, max_size=4),
     loaded_by=st.sampled_from(WORLDS),

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonrec.data.balancing import SequenceCost, dynamic_batches, partition_samples, token_spread
@@ -55,7 +55,6 @@ def as_chunks(chunks: list[list[int]]) -> list[np.ndarray]:
 CHUNKS = st.lists(st.lists(st.integers(1, 30), max_size=8), max_size=8)
 
 
-@settings(deadline=None)
 @given(CHUNKS, st.integers(1, 80))
 def test_cuts_are_those_of_algorithm_1(chunks, target):
     expected = [len(batch) for batch in algorithm_1(chunks, target)]
@@ -96,7 +95,6 @@ def test_a_batch_is_yielded_before_a_later_chunk_is_read():
     assert next(dynamic_batches(chunks(), 6)) == 1
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 9))
 def test_every_sample_is_assigned_to_one_rank(lengths, world_size):
     costs = SequenceCost().of(torch.tensor(lengths, dtype=torch.int64))
@@ -109,7 +107,6 @@ def test_every_sample_is_assigned_to_one_rank(lengths, world_size):
     assert max(sums) <= sum(sums) / world_size + largest + 1e-6
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 3))
 def test_the_partition_is_within_four_thirds_of_the_optimum(lengths, world_size):
     parts = partition_samples(torch.tensor(lengths).double(), world_size)

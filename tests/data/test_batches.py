@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from batch_kinds import KINDS, clicks, impressions, next_item, offsets_of, own, plain, tensor, tensors
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonrec.data import KeyedJaggedTensor
@@ -18,7 +18,6 @@ kinds = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 
 
 @kinds
-@settings(deadline=None, max_examples=40)
 @given(samples=SAMPLES, salt=st.integers(0, 3), data=st.data())
 def test_selected_samples_keep_everything(make, samples, salt, data):
     batch = make(samples, salt)
@@ -44,7 +43,6 @@ def test_parts_are_what_is_selected(make, cut):
 
 
 @kinds
-@settings(deadline=None, max_examples=40)
 @given(parts=st.lists(SAMPLES, min_size=1, max_size=4))
 def test_joined_batches_keep_every_sample_in_order(make, parts):
     batches = [make(part, salt) for salt, part in enumerate(parts)]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonrec.data import JaggedBatch
@@ -54,7 +54,6 @@ def test_more_micro_batches_than_samples_leave_the_last_ones_empty(clustering):
 samples = st.lists(st.lists(st.sampled_from([-(2**63), -1, 0, 1, 2, 3, 2**63 - 1]), max_size=6), max_size=12)
 
 
-@settings(deadline=None)
 @given(samples, st.integers(0, 2), st.integers(1, 15), st.booleans(), st.sampled_from([1.0, 0.5, 0.01]))
 def test_no_sample_is_lost_or_twice(samples, negatives, num_micro_batches, clustering, taper):
     batch = jagged(samples, negatives)
@@ -95,7 +94,6 @@ def greedy(batch: JaggedBatch, num_micro_batches: int) -> list[list[int]]:
     return parts
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 9), max_size=5), max_size=12), st.integers(0, 1), st.integers(2, 6))
 def test_clusters_equal_the_plain_greedy_scheme(samples, negatives, num_micro_batches):
     batch = jagged(samples, negatives)

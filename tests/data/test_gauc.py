@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonrec.data.impression_loader import ImpressionLoader
@@ -60,7 +60,6 @@ IMPRESSIONS = st.lists(
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 
-@settings(deadline=None)
 @given(IMPRESSIONS, st.sampled_from(FLOATS), st.sampled_from([None, 3]))
 def test_equals_a_double_loop(impressions, dtype, small):
     """Users in any range, and by numbers from 0 on; scores of every type, and zeros with either sign."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from batch_kinds import INT64_MAX, INT64_MIN, offsets_of, tensor
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonrec.data import ClickBatch, KeyedJaggedTensor, Lookup, WeightedLookup
@@ -61,7 +61,6 @@ def test_layout_of_the_docstring():
         features.span("f1", "f0")
 
 
-@settings(deadline=None, max_examples=50)
 @given(bags())
 def test_a_key_has_the_ids_and_offsets_of_its_samples(expected):
     features = made(expected)
@@ -74,7 +73,6 @@ def test_a_key_has_the_ids_and_offsets_of_its_samples(expected):
     assert plain(KeyedJaggedTensor.from_dict(by_key)) == expected
 
 
-@settings(deadline=None, max_examples=50)
 @given(bags(), st.data())
 def test_select_moves_whole_samples_of_every_key(expected, data):
     samples = len(expected[0])
@@ -83,14 +81,12 @@ def test_select_moves_whole_samples_of_every_key(expected, data):
     assert plain(chosen) == [[feature[index] for index in indices] for feature in expected]
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.integers(1, 4).flatmap(lambda count: st.lists(bags(features=count), min_size=1, max_size=4)))
 def test_joined_parts_keep_every_sample_in_order(parts):
     joined = KeyedJaggedTensor.concat([made(part) for part in parts]).validate()
     assert plain(joined) == [list(chain(*feature)) for feature in zip(*parts, strict=True)]
 
 
-@settings(deadline=None, max_examples=50)
 @given(bags(), st.data())
 def test_by_sample_keeps_the_order_of_keys_and_ids(expected, data):
     features = made(expected)

@@ -114,7 +114,7 @@ def test_partitions_are_days_and_keep_every_sequence(tmp_path):
     assert files_of(tmp_path / "ms") == files_of(tmp_path / "out")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(rows=st.integers(2, 60), per_file=st.integers(1, 25), per_group=st.integers(1, 25))
 def test_the_parts_of_a_log_are_its_row_groups_in_order(tmp_path_factory, rows, per_file, per_group):
     log, out = made_log(rows), tmp_path_factory.mktemp("data") / "out"

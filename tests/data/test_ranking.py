@@ -73,7 +73,7 @@ def test_items_beyond_the_history_are_seen_as_well():
     assert evaluate(constant(9, 9, 9, 9, 9, 1, 0), loader, ks=(1,))["HR@1"] == 0.5
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**31), batch_size=st.integers(1, 40), ks=st.sets(st.integers(1, 30), min_size=1))
 def test_equals_a_plain_sort(seed, batch_size, ks):
     log = generate(

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonrec.data.stream_plan import StreamPlan, Stretch
@@ -35,7 +35,6 @@ PLANS = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
 @given(PLANS, st.integers(1, 8))
 def test_each_epoch_has_each_row_once_and_ranks_divide_each_batch(plan, world_size):
     world_size = min(world_size, plan.readers)

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonrec.data import vocabulary
@@ -57,7 +57,6 @@ def test_the_next_day_renumbers_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @given(st.lists(st.text(max_size=9)), st.lists(st.text(max_size=9)))
-@settings(max_examples=60, deadline=None)
 def test_any_text_is_a_word(first: list[str], second: list[str]) -> None:
     made = Vocabulary(first)
     ids = made.encode(second, extend=True)

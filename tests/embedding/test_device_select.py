@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from naive_table import Ranks
 
@@ -52,7 +52,6 @@ def chosen_of(ranks, slots, owners, k):
     return sorted(slot for part in ranks(run) for slot in part)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.booleans(), st.integers(1, 4), st.randoms(use_true_random=False), st.data())
 def test_the_smallest_of_each_group(merged, world_size, random, data):
     members = st.integers(0, 2) if merged else st.just(0)
@@ -95,7 +94,6 @@ def test_the_greatest_key_is_not_lost_behind_the_count():
     assert in_order_of_keys(keys, positions, torch.tensor(2))[1][:2].tolist() == [6, 5]
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.lists(st.booleans(), min_size=1, max_size=9)), max_size=12))
 def test_a_devices_pool_gives_the_numbers_of_the_hosts(calls):
     here, there, taken = IndexPool(), DevicePool(torch.device("cpu")), []

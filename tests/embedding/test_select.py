@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from naive_table import Ranks
 
@@ -32,7 +32,6 @@ def chosen_of(ranks, items, owners, k):
     return sorted(item for part in ranks(run) for item in part)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, 2), SCORES, INT64), max_size=40, unique_by=lambda item: (item[0], item[2])

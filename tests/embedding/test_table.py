@@ -87,7 +87,7 @@ TestTableAgainstDict = TableAgainstDict.TestCase
 TestTableAgainstDict.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(keys_strategy, st.randoms(use_true_random=False))
 def test_order_of_arrival_does_not_change_rows(keys, random):
     first, second = table(), table()

@@ -166,7 +166,7 @@ def test_every_setting_reaches_the_run():
         assert run(replace(plain, **{each.name: other})) != run(plain), each.name
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(configurations())
 def test_its_words_make_it_again(configuration):
     text = json.dumps(configuration.as_json())

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonrec.harness.simulator import Cost, Workers, measure, simulate
@@ -115,7 +115,6 @@ def schedules(draw):
     return Schedule("drawn", tuple(stages), draw(st.integers(1, 3)), draw(st.booleans()))
 
 
-@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_vectors_give_the_times_of_single_workers(data):
     schedule = data.draw(schedules())

@@ -57,7 +57,7 @@ def test_clustered_micro_batches_share_fewer_keys_between_them():
     assert alone.payload((0.5, 0.5), True) == pytest.approx(alone.payload((0.5, 0.5), False))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.floats(0.1, 5), min_size=1, max_size=8), st.booleans(), st.sampled_from([0.5, 1.0, 1.2, 2.0])
 )
@@ -96,7 +96,6 @@ PLANS = [
 ]
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.sampled_from(PLANS), st.floats(0.01, 1), st.sampled_from(["bandwidth", "node_bandwidth"]))
 def test_a_slower_link_never_makes_a_faster_step(plan, factor, link):
     slower = replace(CLUSTER, **{link: getattr(CLUSTER, link) * factor})

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from impls import GPU, HOST_TRITON, IMPLS, TRITON, on
 from murmur_inverse import key_with_hash
@@ -124,7 +124,6 @@ def test_owners_are_balanced(keys):
     assert ((counts - 10_000) ** 2 / 10_000).sum() < 40.6
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     keys=st.lists(st.integers(SMALLEST, LARGEST), max_size=40),
     world_size=st.integers(1, 20),
@@ -134,7 +133,6 @@ def test_is_a_stable_sort_by_owner(keys, world_size, impl):
     check(torch.tensor(keys, dtype=torch.int64), world_size, impl)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     data=st.data(),
     num_buckets=st.one_of(st.integers(1, 9), st.integers(60, 70)),

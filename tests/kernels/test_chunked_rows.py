@@ -6,7 +6,7 @@ import weakref
 import no_sync
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from impls import GPU, IMPLS, TRITON
 from speeds import slow_except
@@ -130,7 +130,6 @@ def test_numbers_of_rows_around_a_block(impl, number):
     check((5, 3, 4), 40, number, impl)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 9), st.integers(0, 6), st.integers(1, 6)),
     count=st.integers(0, 20),

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from impls import IMPLS, TRITON, on
 
@@ -54,7 +54,6 @@ def test_from_fixed_point_equals_the_reference(impl, divisor):
     assert torch.equal(values, from_fixed_point(sums, divisor, impl="reference"))
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     values=st.lists(st.floats(-(2.0**20), 2.0**20, width=32), min_size=1, max_size=20),
     bits=st.integers(0, 40),

@@ -107,7 +107,7 @@ def test_is_a_dict(impl):
     )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     st.lists(st.lists(st.one_of(st.sampled_from(EXTREMES), st.integers(-30, 30)), unique=True, max_size=20)),
     st.sampled_from(["cpu"] if GPU else ["cpu", "triton"]),

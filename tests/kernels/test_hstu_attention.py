@@ -7,7 +7,7 @@ import pytest
 import torch
 from attention_cases import grouped
 from float_error import assert_error_at_most_twice
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from impls import GPU, IMPLS, TRITON, on
 from speeds import slow_on_triton
@@ -236,7 +236,6 @@ def test_a_dtype_an_implementation_lacks_is_refused(impl, dtype):
         run(impl, tensors, rest)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 23), st.integers(0, 23)), min_size=1, max_size=5),
     st.integers(1, 3), st.integers(1, 19), st.integers(1, 19), st.integers(0, 2**32 - 1), st.data(),

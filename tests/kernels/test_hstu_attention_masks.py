@@ -89,7 +89,6 @@ def test_masks_are_drawn():
     ]  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
 @given(sequences(24))
 def test_the_formula_says_what_the_words_say(sequence):
     length, targets, contexts, mask, _ = sequence
@@ -97,7 +96,6 @@ def test_the_formula_says_what_the_words_say(sequence):
     assert visible(length, targets, contexts, mask).tolist() == rule
 
 
-@settings(max_examples=150, deadline=None)
 @given(sequences(200))
 def test_spans_are_the_mask_and_runs_cover_them(sequence):
     length, targets, contexts, mask, queries = sequence
@@ -172,7 +170,7 @@ def marked(length, targets, contexts, mask, queries, own, step):
 
 @pytest.mark.slow
 @TRITON
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(sequences(), st.sampled_from([(16, 8), (16, 16), (8, 8), (32, 8)]))
 @example((16, 0, 0, Mask(1, 14), 16), (8, 8))  # the last row misses the first column of a causal block
 @example((24, 0, 9, Mask(1, 8), 24), (8, 8))  # contextual tokens count as one place

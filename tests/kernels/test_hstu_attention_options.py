@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from attention_cases import CASES, RESULTS, N, doubled, grouped, judge, make, run
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from impls import IMPLS, TRITON, on
 from speeds import slow_except, slow_on_triton
@@ -178,7 +178,6 @@ def test_buckets_are_exact_at_powers_of_two(impl):
         assert [int(op.buckets([a], [b], 64)) for a, b in pairs] == meant
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.data(), st.integers(0, 2**31))
 def test_any_options_together(data, seed):
     lengths = data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=3).filter(any))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from impls import GPU, IMPLS, on
 from murmur_inverse import key_with_hash
@@ -109,7 +109,6 @@ def test_repeated_keys_give_positions_of_equal_keys_and_no_more_than_there_is_ro
         assert len(in_left) and torch.equal(left[in_left], right[in_right])
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     left=st.lists(st.one_of(st.integers(-9, 9), st.integers(SMALLEST, LARGEST)), unique=True, max_size=30),
     right=st.lists(st.one_of(st.integers(-9, 9), st.integers(SMALLEST, LARGEST)), unique=True, max_size=30),

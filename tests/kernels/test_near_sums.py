@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonrec.kernels.fixed_point.numba_fixed_point import CALM
@@ -90,14 +90,12 @@ def products(out, values, segments, dim):
     return add_products_batch(out, dim, values, dim, one, segments, dim, np.uintp(1), 2.0**BITS, LIMIT)
 
 
-@settings(max_examples=150, deadline=None)
 @given(sums(segments=1))
 def test_rows_of_one_sum(case):
     check(all_rows, *case)
 
 
 @pytest.mark.parametrize("call", [batch_of_rows, products])
-@settings(max_examples=100, deadline=None)
 @given(case=sums(segments=3))
 def test_rows_of_several_sums(call, case):
     check(call, *case)

@@ -6,7 +6,7 @@ from itertools import pairwise, product
 import pytest
 import torch
 from float_error import assert_error_at_most_twice
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from impls import GPU, IMPLS, TRITON, on
 from speeds import slow_on_triton
@@ -212,7 +212,6 @@ def test_half_precision(impl, dtype, recompute):
         assert error < 4 * torch.finfo(dtype).eps, (what, error)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.integers(0, 70), st.integers(1, 40), st.integers(1, 40), st.booleans(),
     st.sampled_from(CHOICES), st.integers(0, 2**31),

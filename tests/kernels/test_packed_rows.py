@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from impls import GPU, IMPLS, TRITON, on
 from poison import poisoned_memory
@@ -286,7 +286,6 @@ def rows_of_any_kind(draw):
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_adding_packed_rows_is_adding_the_rows(data):
     values = data.draw(rows_of_any_kind())

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from impls import GPU, IMPLS, TRITON, on
 from poison import poisoned_memory
@@ -316,7 +316,6 @@ def test_updates_touch_the_rows_that_hold(impl, optimizer, count):
         assert torch.equal(one.cpu(), other)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     keys=st.lists(st.one_of(st.integers(-3, 3), st.sampled_from([SMALLEST, LARGEST])), max_size=20),
     count=st.integers(-2, 25),
@@ -326,7 +325,6 @@ def test_unique_of_any_keys_and_count(keys, count, impl):
     check_unique(torch.tensor(keys, dtype=torch.int64), count, impl)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     left=st.lists(st.integers(-9, 9), unique=True, max_size=15),
     right=st.lists(st.integers(-9, 9), unique=True, max_size=15),

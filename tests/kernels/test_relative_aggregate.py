@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from float_error import assert_error_at_most_twice
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from impls import IMPLS, TRITON, on
 from speeds import slow_on_triton
@@ -229,7 +229,6 @@ def test_what_does_not_fit_is_refused(impl, change, message):
         relative_aggregate(**{**fits, **change})
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.lists(st.integers(LEAST, MOST) | st.integers(-5, 5), max_size=9), min_size=1, max_size=4),
     st.integers(1, 3), st.integers(1, 19), st.integers(1, 66), st.booleans(), st.integers(0, 2**32 - 1),

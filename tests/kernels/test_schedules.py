@@ -67,7 +67,7 @@ def assert_equal(ours, theirs):
         assert torch.equal(one, other)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(keys=st.lists(any_key, max_size=24), drawn=schedule)
 def test_unique(keys, drawn):
     seed, interleave, block = drawn
@@ -78,7 +78,7 @@ def test_unique(keys, drawn):
     assert_equal(got, ops.unique(keys, impl="reference"))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     left=st.lists(any_key, unique=True, max_size=30),
     right=st.lists(any_key, unique=True, max_size=30),
@@ -94,7 +94,7 @@ def test_intersect(left, right, drawn):
 
 
 @pytest.mark.slow
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(
     batches=st.lists(st.lists(any_key, unique=True, min_size=1, max_size=20), min_size=1, max_size=2),
     erased=st.lists(any_key, unique=True, max_size=20),

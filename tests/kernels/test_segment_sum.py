@@ -228,7 +228,6 @@ def test_exact_sums_are_not_differentiable_and_out_refuses_gradients():
         segment_sum(values, segments, count, out=torch.zeros(count, 13))
 
 
-@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_batch_equals_unbounded_integers(data):
     dim = data.draw(st.integers(1, 3))
@@ -324,7 +323,7 @@ def test_segments_of_any_length_are_added_up_in_parts(impl, name, padded, parts_
     assert torch.equal(out.cpu(), start.index_add(0, segments[:valid], terms[:valid]))
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lengths=st.lists(st.sampled_from([0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17]), min_size=2, max_size=5))
 @pytest.mark.parametrize("impl", [TRITON])
 def test_parts_never_change_a_sum(impl, lengths, parts_of_four):

@@ -239,7 +239,7 @@ def test_what_does_not_fit_is_refused(impl, change, message):
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(1, 3), st.integers(1, 19),
     st.sampled_from([0.0, 0.4]), st.booleans(), st.integers(0, 2**32 - 1), st.data(),

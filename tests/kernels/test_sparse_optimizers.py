@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from impls import GPU, TRITON
 
@@ -209,7 +209,6 @@ def test_sgd_by_hand():
     assert weight.tolist() == [[-1.0, -2.0], [3.0, 4.0], [4.5, 7.0]]
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     optimizer=st.sampled_from(OPTIMIZERS),
     dim=st.integers(1, 40),

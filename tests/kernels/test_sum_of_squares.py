@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from impls import IMPLS, TRITON, on
 
@@ -107,7 +107,6 @@ def test_more_blocks_than_programs(impl, monkeypatch):
     assert sum_of_squares(on(impl, many), impl=impl).tolist() == [MOST, 0, 0]
 
 
-@settings(max_examples=100, deadline=None)
 @given(values=st.lists(st.floats(width=32), max_size=20))
 def test_any_floats(values):
     assert torch.equal(

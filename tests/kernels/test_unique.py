@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from impls import GPU, IMPLS, on
 from murmur_inverse import key_with_hash
@@ -91,7 +91,6 @@ def test_a_burst_of_new_keys_after_few():
         assert torch.equal(got, expected)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     keys=st.lists(st.one_of(st.integers(-3, 3), st.integers(SMALLEST, LARGEST)), max_size=60),
     impl=st.sampled_from(["cpu"] if GPU else ["cpu", "triton"]),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from impls import GPU, IMPLS, TRITON, on
 from test_intersect import LARGEST, SMALLEST
@@ -66,7 +66,6 @@ def test_a_table_of_other_keys_leads_to_no_other_memory(impl):
     assert here.tolist() == there.tolist() and set(there.tolist()) <= {7}
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     left=st.lists(st.one_of(st.integers(-9, 9), st.integers(SMALLEST, LARGEST)), unique=True, max_size=20),
     keys=st.lists(st.one_of(st.integers(-9, 9), st.sampled_from([SMALLEST, LARGEST])), max_size=40),

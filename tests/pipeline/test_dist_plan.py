@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planned_exchange import exchange, micro_batches
 
@@ -26,7 +26,6 @@ def plan_input_dist(keys, world, dedup, first_use, padded=False, groups=None) ->
     return lookups.input_dist(lookups.sizes.tolist())
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 4).flatmap(
         lambda m: st.lists(
@@ -119,7 +118,6 @@ def test_micro_batches_without_keys_are_legal(first_use):
     assert empty.num_rows == 0 and empty.input_splits == [0, 0]
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(KEYS, max_size=7), min_size=1, max_size=4))
 def test_one_rank_gets_its_rows_before_the_first_micro_batch_and_sends_gradients_after_the_last(parts):
     keys = micro_batches(parts)

@@ -46,7 +46,7 @@ def run(tasks, batches, action, delay=None, **options):
             executor.wait(batch)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     st.sampled_from(sorted(SCHEDULES)), st.integers(1, 5), st.integers(1, 5), st.integers(0, 2**32),
     st.sets(st.sampled_from(sorted({stage.lane for stage in NESTPIPE.stages}))),
@@ -70,7 +70,7 @@ def test_every_task_runs_once_and_after_all_it_waits_for(mode, micro_batches, ba
     assert sorted(map(str, finished)) == sorted(map(str, expected))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.booleans(), st.booleans(), st.integers(0, 2**32)
 )

@@ -531,7 +531,7 @@ JSON = st.recursive(
 
 
 @given(st.data())
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_metadata_of_any_content_is_taken_or_refused_and_then_nothing_changes(saved, data):
     (path,) = saved.glob("step-*.json")
     original = path.read_text()

@@ -96,7 +96,7 @@ def trained(made, mode, batches, **window):
         return [result.losses for result in training.run(batches)]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.data())
 def test_a_model_of_tables_here_and_there_has_the_bits_of_the_reference(data):
     draw = data.draw

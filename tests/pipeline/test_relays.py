@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fake_accelerator import FakeAccelerator
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planned_exchange import exchange, micro_batches
 from speeds import slow_except
@@ -81,7 +81,6 @@ def lookups(draw):
     return nodes, [micro_batches(parts) for parts in keys]
 
 
-@settings(deadline=None)
 @given(
     lookups(),
     st.sampled_from([(True, False), (True, True)]),
@@ -131,7 +130,6 @@ def test_rows_come_before_use_and_every_gradient_is_added_up_once(drawn, how, jo
         assert found == int((looked_up == key).sum())
 
 
-@settings(deadline=None)
 @given(lookups(), st.booleans())
 def test_between_nodes_goes_what_the_node_looks_up(drawn, first_use):
     nodes, ranks = drawn

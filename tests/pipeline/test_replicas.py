@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_accelerator import FakeAccelerator
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from speeds import slow_except
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -192,7 +192,6 @@ def test_tables_with_replicas_are_sound_and_need_their_edges(schedule, micro_bat
             )
 
 
-@settings(deadline=None)
 @given(st.integers(0, 20), st.integers(1, 4), st.integers(0, 2**32))
 def test_a_reduce_scatter_adds_every_sum_to_its_row_once(count, copies, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -214,7 +213,6 @@ def test_a_reduce_scatter_adds_every_sum_to_its_row_once(count, copies, seed):
     assert torch.equal(torch.cat(parts), expected)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 20), st.integers(1, 3), st.integers(1, 4), st.integers(0, 2**32), st.integers(0, 3))
 def test_replica_reductions_add_every_sum_to_its_row_once_and_at_its_time(count, copies, times, seed, more):
     generator = torch.Generator().manual_seed(seed)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonrec import ops
@@ -78,7 +78,6 @@ def planned(world_size, seed, most=40):
     return counts, targets, values, rows
 
 
-@settings(deadline=None)
 @given(
     world_size=st.integers(1, 4),
     seed=st.integers(0, 2**32),
@@ -114,7 +113,6 @@ def test_every_sum_arrives_at_its_owner(world_size, seed, consistency, exchange)
         assert torch.equal(got, expected)
 
 
-@settings(deadline=None)
 @given(world_size=st.integers(1, 4), count=st.sampled_from([0, 1, 2, 3, 9, 64]), seed=st.integers(0, 2**32))
 def test_means_are_those_of_the_whole_sum_on_every_rank(world_size, count, seed):
     generator = torch.Generator().manual_seed(seed)

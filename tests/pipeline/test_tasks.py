@@ -3,7 +3,7 @@
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonrec.pipeline import (
@@ -36,7 +36,6 @@ def doers_of(micro_batches, overlap, ordered=False):
     return joined_groups(micro_batches, overlap, ordered).doers
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(sorted(TABLES)), st.integers(1, 12), st.booleans(), st.booleans(), st.integers(0, 5))
 def test_each_task_is_done_once_and_behind_all_that_it_waits_for(name, count, overlap, ordered, batch):
     schedule = TABLES[name]

@@ -168,7 +168,7 @@ OPERATIONS = st.one_of(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(operations=st.lists(OPERATIONS, min_size=4, max_size=14))
 def test_any_sequence_of_calls_gives_the_bits_of_recomputation(made, kind, operations):
     exports = made(*kind)

@@ -180,7 +180,7 @@ def places(value, path=()):
 
 
 @given(st.data())
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_manifest_of_any_content_is_read_or_refused(folder, data):
     path = folder / "manifest.json"
     original = path.read_text()

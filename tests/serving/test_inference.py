@@ -104,7 +104,7 @@ def test_every_bound_gives_the_bits_of_synchronous_inference():
     assert len({round(float(p), 4) for p in torch.cat(expected)}) > 20  # not one constant
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     bound=st.integers(0, 5),
     sizes=st.lists(st.integers(0, 9), max_size=9),

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonrec.slipstream import threshold
@@ -92,7 +92,6 @@ CHANGES = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     CHANGES, st.integers(0, 500), st.sampled_from([0.0, 0.2, 0.5, 0.9, 1.0]), st.sampled_from([0.9, 0.999])
 )

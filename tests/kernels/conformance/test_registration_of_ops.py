@@ -26,10 +26,20 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 BY_VALUE = {"unique", "unique_table", "intersect", "pack_rows"}  # the shapes of results depend on values
 
 
+def checked_by_torch(op, *utilities):
+    given = arguments(op, accepted(op)[-1])
+    torch.library.opcheck(OPS[op].registered.default, (*given.values(), "cpu"), test_utils=utilities)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_registration(op):
-    given = arguments(op, accepted(op)[-1])
-    torch.library.opcheck(OPS[op].registered.default, (*given.values(), "cpu"))
+    checked_by_torch(op, "test_schema", "test_autograd_registration", "test_faketensor")
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_registration_in_a_graph_of_any_shape(name):
+    """Traced and differentiated, which takes ten times as long as all of `test_registration`."""
+    checked_by_torch(name, "test_aot_dispatch_dynamic")
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if op not in BY_VALUE])
