@@ -7,7 +7,7 @@ from speeds import slow_except
 from tritonrec import nn, verify
 from tritonrec.data import NextItemLoader, load
 from tritonrec.embedding import FeatureConfig
-from tritonrec.harness.verify.user_model import ModelReport, first_not_invariant
+from tritonrec.harness.verify.user_model import ModelReport
 from tritonrec.pipeline.diagnosis import diagnose
 
 DIM = 6
@@ -78,7 +78,6 @@ def test_a_module_that_mixes_samples_is_named(batches):
     report = verify(Centred, batches, FEATURES, modes=("nestpipe",), micro_batches=(2,))
     assert not report.passed
     assert report.not_invariant == "centre"
-    assert first_not_invariant(Centred(), batches[0], FEATURES) == "centre"
 
 
 def test_an_inexact_gradient_is_named(batches):

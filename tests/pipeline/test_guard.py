@@ -194,10 +194,6 @@ def in_batch_softmax(self, x, y):
     return F.cross_entropy(x @ y.t(), torch.arange(len(x)), reduction="none")
 
 
-def centred_at_zero(self, x, y):
-    return 1 - torch.tanh((x * y).sum(1)) - (x * y).sum(1).mean().detach() * 0.0
-
-
 def two_towers():
     """With in-batch negatives; torch's modules, converted."""
 

@@ -21,7 +21,7 @@ from trainer_parts import (
 
 from tritonrec import nn, verify
 from tritonrec.embedding import FeatureConfig
-from tritonrec.harness.verify.user_model import first_not_invariant
+from tritonrec.pipeline.diagnosis import diagnose
 from tritonrec.pipeline.model_call import CallerSettings
 
 FEATURES = [FeatureConfig("item", DIM)]
@@ -214,7 +214,7 @@ def test_deterministic_algorithms_change_no_bit(mode, consistency):
 
 
 def test_a_model_that_returns_a_scalar_has_no_rows_to_compare():
-    assert first_not_invariant(Returning(torch.sum), batches(1)[0], FEATURES) is None
+    assert diagnose(Returning(torch.sum), batches(1)[0], FEATURES).module is None
 
 
 def test_a_model_without_dense_parameters_is_saved_and_restored(tmp_path):

@@ -112,10 +112,6 @@ class EpochLoader(Generic[BatchType]):
         samples = self._global_samples(step)
         return len(samples), int(self.sample_tokens[samples].sum())
 
-    def global_tokens(self, step: int) -> int:
-        """Tokens of the global batch."""
-        return int(self.sample_tokens[self._global_samples(step)].sum())
-
     def tokens_per_rank(self, step: int) -> Tensor:
         """(world_size,) int64: tokens of each rank's batch."""
         samples = self._global_samples(step)

@@ -190,10 +190,6 @@ for _bits in (32, 64):
             _smaller_or_larger(_bits, _name, _nan)
 
 
-def text_of(name: str) -> str:
-    return _TEXTS[name]
-
-
 def used(program: str) -> list[str]:
     """The texts of the helpers that `program` calls, and declarations of LLVM's own functions."""
     names = set(re.findall(r"@([a-z]\w*)\(", program))

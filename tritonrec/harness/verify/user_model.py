@@ -212,10 +212,3 @@ class _Runs:
 def _message(error: Exception) -> str:
     """A model may raise anything; what it said, without the lines that torch adds."""
     return str(error) if str(error) else type(error).__name__
-
-
-def first_not_invariant(
-    model: torch.nn.Module, batch: Batch, features: Sequence[FeatureConfig], seed: int = 0
-) -> str | None:
-    """Name of the first module to blame for values that change when a sample is computed alone, or None."""
-    return diagnose(model, batch, features, seed).module
