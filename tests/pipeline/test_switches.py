@@ -1,4 +1,4 @@
-"""Promise: first use, taper and skipped fetches save bytes and reads; `tritonrec verify` compares their bits."""
+"""Promise: first use, taper and skipped fetches save bytes and reads; verify compares their bits."""
 
 from contextlib import nullcontext
 from dataclasses import replace
