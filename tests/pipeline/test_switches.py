@@ -11,9 +11,12 @@ from trainer_parts import optimizer_of, state
 from tritonrec.data import NextItemLoader, load
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import (
+    Eviction,
     FeatureConfig,
     HashTableCollection,
+    PrecisionTiers,
     RowOptimizer,
+    TablePolicy,
 )
 from tritonrec.nn import HSTU, HSTUConfig
 from tritonrec.pipeline import (
@@ -36,13 +39,15 @@ from tritonrec.pipeline.stages.update import update_rows
 from tritonrec.settings import with_values
 
 CONFIG = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9, dropout=0.2)
+POLICY = TablePolicy(Eviction("lru", capacity=40, every=2), admission=2, precision=PrecisionTiers(3, every=3))
 TWO_BUFFERS = ("dbp", "nestpipe")
 
 
-def parts():
+def parts(policy=None):
     torch.manual_seed(0)
     model, rule = HSTU(CONFIG), RowOptimizer("adam", lr=0.05)
-    tables = HashTableCollection([FeatureConfig("item", 6)], rule, seed=2, slots=8, chunk_rows=32)
+    feature = FeatureConfig("item", 6, policy=policy or TablePolicy())
+    tables = HashTableCollection([feature], rule, seed=2, slots=8, chunk_rows=32)
     return model, tables, optimizer_of(model, rule.name, rule.lr)
 
 
