@@ -115,7 +115,7 @@ def plan(
     console = console or Console()
     if (costs is None) == (trace is None):
         raise ValueError(
-            "give one of three: the settings of a run, stage costs with --costs FILE, or a trace with --trace FILE"
+            "give the settings of a run, stage costs with --costs FILE, or a trace with --trace FILE"
         )
     known = cost_files.load(costs) if costs is not None else cost_files.from_trace(trace)  # type: ignore[arg-type]
     if save_costs:
