@@ -22,7 +22,8 @@ from tritonrec.harness.verify.report import CaseResult, FaultResult, Report, pri
 from tritonrec.harness.verify.run_case import RankReport, record_reference, require_compared
 from tritonrec.harness.verify.served import SERVED_PARTS
 from tritonrec.harness.verify.state import Comparison, Difference
-from tritonrec.serving import Predictor
+from tritonrec.harness.verify.variants import SERVED
+from tritonrec.serving import Predictor, server
 from tritonrec.serving.bounded_lag import BoundedLagAllToAll
 
 pytestmark = pytest.mark.every_case
@@ -265,6 +266,13 @@ def test_what_is_served_is_what_is_compared(recorded, job, tmp_path, monkeypatch
     monkeypatch.setattr(of, name, changed)
     first = run(recorded, job, replace(PLAIN, variant=variant), tmp_path).first_difference
     assert first is not None and (first.step, first.tensor) == (1, tensor)
+
+
+def test_requests_that_are_answered_alone_are_idle(recorded, job, tmp_path, monkeypatch):
+    config = server.ServerConfig
+    monkeypatch.setattr(server, "ServerConfig", lambda **given: config(batch=1, **given))
+    report = run(recorded, job, replace(PLAIN, variant=SERVED), tmp_path)
+    assert report.first_difference is None and report.counts["answered_together"] == 0
 
 
 def one_row_more(tables):
