@@ -12,7 +12,14 @@ import torch
 from trainer_parts import DIM, Ranker, batches, optimizer_of, same, state, trainer
 
 from tritonrec import checkpoint
-from tritonrec.embedding import DynamicTable, FeatureConfig, HashTableCollection, Placement, RowOptimizer
+from tritonrec.embedding import (
+    DynamicTable,
+    FeatureConfig,
+    HashTableCollection,
+    Placement,
+    RowOptimizer,
+    numba_disk,
+)
 from tritonrec.embedding.disk_storage import PLACE_BYTES, DiskStorage
 from tritonrec.embedding.numba_disk import MOST_USES, choose
 from tritonrec.embedding.row_file import RowFile
@@ -122,6 +129,19 @@ def test_a_table_that_cannot_grow_has_no_new_row(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r"cannot grow to .* bytes: No space left"):
         table.lookup(torch.arange(10_000) + 1000, 60)
     assert same(table.export(), expected)
+
+
+def test_a_row_that_moves_in_pieces_is_whole(tmp_path, monkeypatch):
+    file, values, found = RowFile(str(tmp_path), 24), torch.randn(5, 6), torch.zeros(5, 6)
+    file.reserve(5)
+    monkeypatch.setattr(numba_disk, "move", lambda *given: given[-1])  # leaves every row to a call of its own
+    for name in ("pwritev", "preadv"):
+        own = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda fd, parts, at, own=own: own(fd, [parts[0][:7]], at))
+    rows, places = torch.tensor([3, 0, 4, 1, 2]), torch.arange(5)
+    file.write(rows, values, places)
+    file.read(rows, found, places)
+    assert torch.equal(found, values)
 
 
 def test_a_file_that_ends_early_is_named(tmp_path):
