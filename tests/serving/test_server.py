@@ -348,7 +348,7 @@ def test_a_closed_batcher_answers_what_it_has_and_refuses_more():
         return batch
 
     batcher = Batcher(compute, 4, 0.0, 100)
-    jobs = [batcher.submit(n) for n in range(20)]
+    jobs = [batcher.submit(n, 1 + n % 3) for n in range(20)]
     assert jobs[7].cancel()
     end = threading.Thread(target=batcher.close)
     end.start()
@@ -357,6 +357,7 @@ def test_a_closed_batcher_answers_what_it_has_and_refuses_more():
     assert (
         [job.result(60) for job in jobs if not job.cancelled()] == order == [n for n in range(20) if n != 7]
     )
+    assert batcher.waiting == 0  # users, not requests
     with pytest.raises(ServerError, match="takes no more"):
         batcher.submit(1)
 
