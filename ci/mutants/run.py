@@ -14,6 +14,11 @@ line up to `MOST_SECONDS_AGAIN`, and those that an import shows `RANKS`, which t
 ``--tests`` those that are named. One JSON line a run of a mutant, of which the last counts; it goes on where
 the file ends. `equivalent.json` has the survivors that no test can kill, each with its reason; the code of
 those that are ``gone`` had no use and was taken out. Linux only.
+
+    python ci/mutants/run.py --intentions --out out/intentions.jsonl
+
+`intentions.jsonl` has mutants made by hand, each against what some code is for, which once no test saw, with
+the tests that see it now.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ import time
 import traceback
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -50,6 +55,7 @@ PATIENCE, CPU_SECONDS = 120.0, 300
 IDLE = 40.0
 """Seconds asleep: a test may wait for ranks, which are sessions of their own."""
 EQUIVALENT = Path(__file__).with_name("equivalent.json")
+INTENTIONS = Path(__file__).with_name("intentions.jsonl")
 SURVIVES = ("survived", "no test")
 RANKS = [
     "tests/harness/test_contract.py::test_a_mode_is_bit_identical_to_its_reference"
@@ -266,6 +272,18 @@ def outcome(line: dict, equivalent: dict[str, str]) -> str:
     return "equivalent" if line["status"] in SURVIVES and line["name"] in equivalent else line["status"]
 
 
+def intended(root: Path) -> Iterator[tuple[Mutant, list[str]]]:
+    """The mutants of `INTENTIONS` with their tests; ValueError for one whose text is not in its file once."""
+    for row in map(json.loads, INTENTIONS.read_text().splitlines()):
+        file, before = row["file"], row["before"]
+        above, *below = (root / file).read_text().split(before)
+        if len(below) != 1:
+            raise ValueError(f"{file} has {len(below)} times {before!r}, of: {row['why']}")
+        start, line = len(above), 1 + above.count("\n")
+        end = start + len(before)
+        yield Mutant(file, line, "intention", start, end, before, row["after"], before), row["tests"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--map", nargs="+", help="of coverage_map.py")
@@ -279,13 +297,17 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so many")
     parser.add_argument("--part", default="1/1", help="2/3 is the second of three processes with one file")
     parser.add_argument("--again", action="store_true", help="the survivors of --out, in all their tests")
+    parser.add_argument("--intentions", action="store_true", help="those made by hand, and their tests")
     parser.add_argument("--report", action="store_true")
     args = parser.parse_args()
     last = last_lines(args.out)
     equivalent = json.loads(EQUIVALENT.read_text())
     if args.report:
         return report(list(last.values()), equivalent)
-    every = [mutant for file in chosen_files(ROOT, args.kernels) for mutant in mutants_of(ROOT, file)]
+    by_hand = dict(intended(ROOT)) if args.intentions else {}
+    every = list(by_hand) or [
+        each for file in chosen_files(ROOT, args.kernels) for each in mutants_of(ROOT, file)
+    ]
     every = [mutant for mutant in every if mutant.name.startswith(tuple(args.only))]
     random.Random(args.seed).shuffle(every)
     if args.again or args.tests:
@@ -293,12 +315,12 @@ def main() -> None:
         left = [mutant for mutant in every if mutant.name in survivors]
     else:
         valid = (mutant for mutant in every if is_one(mutant, (ROOT / mutant.file).read_text()))
-        chosen = islice(valid, None if args.all or any(args.only) else args.sample)
+        chosen = islice(valid, None if args.all or by_hand or any(args.only) else args.sample)
         left = [mutant for mutant in chosen if mutant.name not in last]
     part, parts = map(int, args.part.split("/"))
     left = [mutant for mutant in left if zlib.crc32(mutant.name.encode()) % parts == part - 1]
     print(f"{len(every)} mutants, {len(left)} to run", flush=True)
-    tests = None if args.tests else CoverageMap(*args.map)
+    tests = None if args.tests or by_hand else CoverageMap(*args.map)
     warm_up()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * args.minutes
@@ -311,6 +333,10 @@ def main() -> None:
 
         before = args.out.stat().st_size
         cold = Cold(copy)
+        for mutant in left if by_hand else ():
+            put(cold.judge(mutant, by_hand[mutant], PATIENCE / 4))
+        if by_hand:
+            return report(list(last_lines(args.out).values()), equivalent)
         if tests is None:
             plain, by, _ = run_tests(copy, args.tests, 10 * PATIENCE)
             if plain != "survived":

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,18 @@ def test_the_last_two_are_kept(tmp_path):
     assert len(names(tmp_path)) == 5 and (tmp_path / "notes.txt").exists()
     assert load(tmp_path).dense["w"].tolist() == [20] * 3
     assert load(tmp_path, step=5).dense["w"].tolist() == [5] * 3
+
+
+def test_a_manifest_is_gone_from_the_disk_before_its_files(tmp_path, monkeypatch):
+    for step in (1, 2):
+        save(tmp_path, step, DENSE, TABLES, META)
+    calls = []
+    for name in ("fsync", "unlink"):
+        own = partial(lambda name, call, *of, **more: calls.append(name) or call(*of, **more), name)
+        monkeypatch.setattr(os, name, partial(own, getattr(os, name)))
+    save(tmp_path, 3, DENSE, TABLES, META)
+    first = calls.index("unlink")
+    assert calls[first : first + 3] == ["unlink", "fsync", "unlink"]
 
 
 def test_leftovers_of_a_killed_save_are_removed(tmp_path):

@@ -132,6 +132,12 @@ def test_how_the_tests_of_a_mutant_end(tmp_path, monkeypatch, end, hung, outcome
     assert run.run_tests(tmp_path / "copy", [], 1.0)[0] == outcome
 
 
+def test_every_mutant_made_by_hand_is_another_program_whose_tests_are_there():
+    for mutant, tests in run.intended(ROOT):
+        assert is_one(mutant, (ROOT / mutant.file).read_text()), mutant.before
+        assert tests and all((ROOT / each.partition("::")[0]).exists() for each in tests)
+
+
 def test_every_equivalent_mutant_has_a_reason_and_a_file():
     for name, reason in json.loads(EQUIVALENT.read_text()).items():
         assert Path(ROOT, name.partition(":")[0]).is_file() and reason.endswith(".")

@@ -184,6 +184,7 @@ BAD = {
     "no_time_column": ("user,item\n1,2\n", None, r"the timestamp; found user, item: name it \(timestamp=, or none"),
     "header_twice": ("user,item,time,user_id\n1,2,3,4\n", None, r"two columns for user: 'user' and 'user_id'"),
     "two_times": ("user,item,time,timestamp\n1,2,3,4\n", None, r"two columns for timestamp"),
+    "two_of_a_name": ("User,user,item,time\n1,2,3,4\n", LogFormat(user="USER"), r"'USER' could be 'User' or 'user'"),
     "no_such_column": ("user,item,time\n1,2,3\n", LogFormat(user="who"), r"no column 'who'; found user, item, time"),
     "headerless": (
         "196\t242\t3\t881250949\n", None,

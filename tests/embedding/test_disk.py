@@ -12,7 +12,14 @@ import torch
 from trainer_parts import DIM, Ranker, batches, optimizer_of, same, state, trainer
 
 from tritonrec import checkpoint
-from tritonrec.embedding import DynamicTable, FeatureConfig, HashTableCollection, Placement, RowOptimizer
+from tritonrec.embedding import (
+    DynamicTable,
+    FeatureConfig,
+    HashTableCollection,
+    Placement,
+    RowOptimizer,
+    numba_disk,
+)
 from tritonrec.embedding.disk_storage import PLACE_BYTES, DiskStorage
 from tritonrec.embedding.numba_disk import MOST_USES, choose
 from tritonrec.embedding.row_file import RowFile
@@ -124,6 +131,19 @@ def test_a_table_that_cannot_grow_has_no_new_row(tmp_path, monkeypatch):
     assert same(table.export(), expected)
 
 
+def test_a_row_that_moves_in_pieces_is_whole(tmp_path, monkeypatch):
+    file, values, found = RowFile(str(tmp_path), 24), torch.randn(5, 6), torch.zeros(5, 6)
+    file.reserve(5)
+    monkeypatch.setattr(numba_disk, "move", lambda *given: given[-1])  # leaves every row to a call of its own
+    for name in ("pwritev", "preadv"):
+        own = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda fd, parts, at, own=own: own(fd, [parts[0][:7]], at))
+    rows, places = torch.tensor([3, 0, 4, 1, 2]), torch.arange(5)
+    file.write(rows, values, places)
+    file.read(rows, found, places)
+    assert torch.equal(found, values)
+
+
 def test_a_file_that_ends_early_is_named(tmp_path):
     table = stepped(DynamicTable(WIDTH, placement=on_disk(tmp_path)), 60)
     os.ftruncate(table._rows._storage._file._file.fileno(), 4 * WIDTH * 20 + 2)
@@ -176,6 +196,25 @@ def test_training_stops_at_a_full_disk_and_goes_on_from_the_last_checkpoint_else
         training.load(tmp_path / "saved")
         list(training.run(batches()[3:]))
     assert same(state(made), state(expected))
+
+
+def test_a_row_that_is_updated_in_the_file_does_not_enter_memory_meanwhile(tmp_path):
+    found = DiskStorage(2, 2, str(tmp_path), 2 * (8 + PLACE_BYTES))
+    found.add(every := torch.arange(3, dtype=torch.int64), 3)
+    found.update(every, torch.zeros(3, 2))
+    for batch in ([0], [1, 2]):
+        found.prefetch(torch.tensor(batch))
+    left, write = int((found._place(every) < 0).nonzero()[-1]), found._file.write  # of the last lookup
+
+    def looked_up_meanwhile(*values):
+        """The update knows that the row has no place, and has not written it."""
+        found._file.write = write
+        found.prefetch(torch.tensor([left]))
+        write(*values)
+
+    found._file.write = looked_up_meanwhile
+    found.update(torch.tensor([1, 2]), torch.ones(2, 2))
+    assert left > 0 and found.gather(every)[:, 0].tolist() == [0, 1, 1]
 
 
 def test_the_hand_passes_over_a_row_for_each_use_and_over_the_last_lookups():

@@ -314,6 +314,16 @@ def test_a_key_given_twice_is_refused_and_nothing_is_loaded(group, keys):
     assert all(len(each["keys"]) == 0 for each in made.state().values())
 
 
+def test_columns_of_other_lengths_are_refused_and_nothing_is_loaded():
+    made = table()
+    state = made.empty_state()
+    state["rows"] = {name: each.new_zeros(3, *each.shape[1:]) for name, each in state["rows"].items()}
+    state["rows"]["keys"] = torch.tensor([1, 2])
+    with pytest.raises(ValueError, match=r"table 'rows' have different numbers of rows: \{'keys': 2, "):
+        made.load_state(state)
+    assert len(made) == 0
+
+
 @pytest.mark.parametrize("slots", [0, 4, 12])
 def test_slots_must_be_a_power_of_two(slots):
     with pytest.raises(ValueError, match="power of two"):

@@ -22,7 +22,8 @@ from tritonrec.harness.verify.report import CaseResult, FaultResult, Report, pri
 from tritonrec.harness.verify.run_case import RankReport, record_reference, require_compared
 from tritonrec.harness.verify.served import SERVED_PARTS
 from tritonrec.harness.verify.state import Comparison, Difference
-from tritonrec.serving import Predictor
+from tritonrec.harness.verify.variants import SERVED
+from tritonrec.serving import Predictor, server
 from tritonrec.serving.bounded_lag import BoundedLagAllToAll
 
 pytestmark = pytest.mark.every_case
@@ -251,6 +252,7 @@ def test_exports_and_predictions_served_with_every_bound_are_compared(
     [
         ("export", Predictor, "scores", "scores, exported"),
         ("export-grm", Predictor, "predict", "scores, exported"),
+        ("cached", Predictor, "scores_of", "scores, cached"),
         ("bounded-lag", BoundedLagAllToAll, "start", "predictions, served with k = 0"),
     ],
 )
@@ -263,8 +265,17 @@ def test_what_is_served_is_what_is_compared(recorded, job, tmp_path, monkeypatch
         else (lambda *given: serve(*given) + 1)
     )
     monkeypatch.setattr(of, name, changed)
+    if variant == "cached":  # its export has the same scores, and is compared before
+        monkeypatch.setattr(Comparison, "compare_scores", lambda *_: None)
     first = run(recorded, job, replace(PLAIN, variant=variant), tmp_path).first_difference
     assert first is not None and (first.step, first.tensor) == (1, tensor)
+
+
+def test_requests_that_are_answered_alone_are_idle(recorded, job, tmp_path, monkeypatch):
+    config = server.ServerConfig
+    monkeypatch.setattr(server, "ServerConfig", lambda **given: config(batch=1, **given))
+    report = run(recorded, job, replace(PLAIN, variant=SERVED), tmp_path)
+    assert report.first_difference is None and report.counts["answered_together"] == 0
 
 
 def one_row_more(tables):

@@ -80,6 +80,28 @@ def test_a_module_that_mixes_samples_is_named(batches):
     assert report.not_invariant == "centre"
 
 
+class ByLongest(torch.nn.Module):
+    def forward(self, x, offsets):
+        return x + x * x / offsets.diff().max()
+
+
+class Normed(Centred):
+    def __init__(self):
+        super().__init__()
+        self.centre = ByLongest()
+
+    def body(self, batch, x):
+        return Sound.body(self, batch, self.centre(x, batch.offsets))
+
+
+def test_a_module_that_the_first_batch_does_not_show_is_named_by_a_later_one(batches):
+    lengths = batches[0].offsets.diff()
+    alike = batches[0].select((lengths == lengths.mode().values).nonzero().squeeze(1))
+    assert alike.num_samples > 1 and diagnose(Normed(), alike, FEATURES).module is None
+    report = verify(Normed, [alike, *batches[1:]], FEATURES, modes=("dbp",), micro_batches=(9,))
+    assert report.not_invariant == "centre"
+
+
 def test_an_inexact_gradient_is_named(batches):
     report = verify(PlainLinear, batches, FEATURES, modes=("nestpipe",), micro_batches=(2,))
     assert not report.passed

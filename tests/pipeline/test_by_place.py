@@ -70,13 +70,17 @@ def test_calls_are_those_of_tensors_of_one_shape():
     assert Call.of(power, (x, 1.5), {}, x).arguments == ((0, None), (1, 1.5))
     assert Call.of(torch.ops.aten.pow.Tensor_Tensor, (x, x[:1]), {}, x) is None
     assert Call.of(torch.ops.aten.mul.Tensor, (x, x), {}, x) is None
+    for also in (torch.ops.aten.gelu_backward.default, torch.ops.aten.elu_.default):
+        assert Call.of(also, (x, x), {}, x) is not None
 
 
 def test_another_path_through_the_model_says_nothing(monkeypatch):
-    monkeypatch.setattr(by_place, "differs", lambda *call: True)
+    widths = []
+    monkeypatch.setattr(by_place, "differs", lambda *call: not widths.append(call[-1]))
     whole, part, other = (
         Call(func, ANY, torch.float32, count, None)
-        for func, count in ((SIGMOID, 6), (SIGMOID, 1), (torch.ops.aten.silu.default, 1))
+        for func, count in ((SIGMOID, 6), (SIGMOID, 4), (torch.ops.aten.silu.default, 1))
     )
     assert first_by_place([whole], [part]) is whole
     assert first_by_place([whole], [other]) is None and first_by_place([whole], [whole]) is None
+    assert widths == [2]

@@ -128,13 +128,27 @@ class ParametersByCut(torch.nn.Module):
 
     def forward(self, batch, rows, seed):
         rows, tokens = rows["item"], batch.num_tokens
-        hidden = MeanGradient.apply(self.mix(rows[:tokens].detach(), batch.offsets))
+        hidden = self.hidden(rows[:tokens], batch.offsets)
         return nn.sum_by_sample(1 - torch.tanh((hidden * rows[tokens : 2 * tokens]).sum(1)), batch.offsets)
 
+    def hidden(self, rows, offsets):
+        return MeanGradient.apply(self.mix(rows.detach(), offsets))
 
-def test_gradients_of_parameters_alone_are_compared():
+
+class RowsByCut(ParametersByCut):
+    """The other way: of all gradients those of rows alone are means over the batch."""
+
+    def hidden(self, rows, offsets):
+        return self.mix(MeanGradient.apply(rows), offsets)
+
+
+@pytest.mark.parametrize(
+    ("model", "what"),
+    [(ParametersByCut, r"gradient of mix\.\w+ depends"), (RowsByCut, "gradients of rows of")],
+)
+def test_gradients_of_parameters_or_rows_alone_are_compared(model, what):
     with (
-        trainer(parts(ParametersByCut), "sequential", micro_batches=1) as training,
-        pytest.raises(NotBatchInvariantError, match=r"whose gradient of mix\.\w+ depends on the cut"),
+        trainer(parts(model), "sequential", micro_batches=1) as training,
+        pytest.raises(NotBatchInvariantError, match=f"whose {what}.* on the cut"),
     ):
         list(training.run(batches(1)))

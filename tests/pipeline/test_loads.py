@@ -365,6 +365,16 @@ def test_a_trainer_that_refuses_a_checkpoint_is_as_it_was(saved, name):
         assert equal(everything(training, loader), before)
 
 
+def test_a_dense_model_that_fails_in_the_end_puts_the_loader_back(saved, monkeypatch):
+    made, loader = made_of(), NumberedLoader(batches(9))
+    with trainer(made) as training:
+        before = everything(training, loader)
+        monkeypatch.setattr(training.dense, "load_state_dict", lambda state: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            training.load(saved, loader=loader)
+        assert equal(everything(training, loader), before)
+
+
 def test_a_position_that_cannot_be_read_changes_nothing(saved, tmp_path):
     made, loader = made_of(), NumberedLoader(batches(9))
     with trainer(made) as training:

@@ -15,7 +15,14 @@ from trainer_parts import JOB
 from tritonrec.data import JaggedBatch
 from tritonrec.distributed import Communicators, RankPool, RanksDisagreeError
 from tritonrec.embedding import HashTableCollection, RowOptimizer
-from tritonrec.pipeline import PIPELINED, DenseModel, StageFailedError, Trainer, WindowConfig
+from tritonrec.pipeline import (
+    PIPELINED,
+    DenseModel,
+    StageFailedError,
+    Trainer,
+    WindowConfig,
+    run_agreement,
+)
 from tritonrec.pipeline.model_call import CallerSettings
 from tritonrec.pipeline.run_agreement import RunAgreement
 from tritonrec.pipeline.words import LOWEST, Words, may_differ, words_of
@@ -418,6 +425,17 @@ def test_buffers_that_a_forward_changes_may_differ_and_others_may_not(pool):
     (_, one), (_, other) = pool.run(running_buffers, 2, False)
     assert one != other
     assert all("rank 1 has buffer shift=" in message for message in pool.run(running_buffers, 2, True))
+
+
+def test_steps_one_by_one_compare_all_state_at_first_and_now_and_then(monkeypatch):
+    monkeypatch.setattr(run_agreement, "ALWAYS", 2)
+    monkeypatch.setattr(run_agreement, "SELDOM", 5)
+    model, tables, optimizer = JOB.build("adam")
+    found, seen = RunAgreement(Communicators.local(), tables, DenseModel(model, optimizer), dict), []
+    monkeypatch.setattr(found, "_sums", lambda thorough: seen.append(thorough) or [])
+    for single in [True] * 11 + [False]:
+        found.begin(single)
+    assert [at for at, thorough in enumerate(seen, 1) if thorough] == [1, 2, 5, 10, 12]
 
 
 @pytest.mark.parametrize("moved", [False, True])

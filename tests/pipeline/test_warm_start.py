@@ -208,6 +208,17 @@ def test_two_tables_of_one_name_are_refused():
         training.warm_start(state)
 
 
+def test_a_key_twice_is_refused_before_anything_is_taken():
+    names, ids = ["item", "shop"], [[1, 2], [3, 3]]
+    state = {f"{name}.keys": torch.tensor(of) for name, of in zip(names, ids, strict=True)}
+    state |= {f"{name}.weight": torch.ones(2, 6) for name in names}
+    with trainer(made_of(names=names)) as training:
+        before = everything(training)
+        with pytest.raises(ValueError, match="key 3 is given twice in table 'shop' of the source"):
+            training.warm_start(state)
+        assert equal(everything(training), before)
+
+
 def test_a_warm_start_in_flight_is_refused(saved):
     with trainer(made_of()) as training:
         run = training.run(batches(4))

@@ -362,6 +362,17 @@ def test_memory_is_bounded_and_counted(made):
     assert stats.history_bytes == 16 * sum(min(len(each), LONGEST) for each in served.events.values())
 
 
+def test_users_of_a_batch_keep_their_pages(made):
+    """User 0 was used first of three, and the memory has three pages."""
+    served = Served(made(False), THREE_PAGES)
+    for user in range(4):
+        served.append(user, 5)
+    served.check([0, 1, 2])
+    before = served.cached.stats().computed
+    served.check([3, 0])
+    assert served.cached.stats().computed == before + 5 and served.cached.stats().evicted == 1
+
+
 def test_sizes_of_memory():
     assert [bytes_of(each) for each in (7, "7", "2KiB", "3 MiB", "1GiB")] == [7, 7, 2048, 3 << 20, 1 << 30]
     for wrong in (-1, True, "2GB", "", "x", 1.5, None):

@@ -25,7 +25,7 @@ from tritonrec.serving.live import (
     OtherRunError,
     OutOfOrderError,
 )
-from tritonrec.serving.live.wire import pack, unpack
+from tritonrec.serving.live.wire import digest_of, pack, unpack
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +99,12 @@ def test_a_follower_begins_at_the_last_snapshot_and_older_ones_are_pruned(publis
     assert_has(Follower.open(folder).predictor, states[7])
 
 
+def test_a_snapshot_without_its_document_is_none_yet(copied):
+    folder, states = copied
+    (folder / f"snapshot-{9:012d}").mkdir()
+    assert_has(Follower.open(folder).predictor, states[7])
+
+
 @pytest.mark.parametrize("mode", ["sequential", "nestpipe"])
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_replica_and_export_score_alike(tmp_path, mode, precision):
@@ -133,6 +139,35 @@ def test_a_lost_or_late_delta_is_a_gap(copied):
     back()
     assert follower.poll() and follower.sequence == 7
     assert_has(follower.predictor, states[7])
+
+
+def test_a_delta_that_fails_half_way_leaves_nothing_behind(copied):
+    """Its rows were prepared; the next one has none."""
+    folder, states = copied
+    back, follower = held_back(folder, *range(3, 8)), Follower.open(folder)
+    back()
+    rewritten(folder, 3, {"dense": "0" * 64})
+    with pytest.raises(CorruptDeltaError, match="other dense values"):
+        follower.poll()
+    header, tensors = unpack(delta(folder, 3).read_bytes(), "")
+    dense = {name: each for name, each in tensors.items() if name.startswith("dense/")}
+    rows = [(["item"], len(follower.predictor.tables["item"].ids))]
+    after = {**follower.predictor.program.state_dict(), **{name[6:]: each for name, each in dense.items()}}
+    delta(folder, 3).write_bytes(pack(replace(header, rows=rows, dense=digest_of(after)), dense))
+    follower._advance()
+    assert follower.sequence == 3 and follower._tables["item"].table is follower.predictor.tables["item"]
+    assert torch.equal(follower.predictor.tables["item"].weights, states[2][0]["item"][1])
+
+
+@pytest.mark.parametrize("writer", ["another", None])
+def test_parts_of_two_writers_are_no_delta(copied, writer):
+    folder, states = copied
+    header, tensors = unpack(delta(folder, 2).read_bytes(), "")
+    for part, own in enumerate((tensors, {})):
+        of = replace(header, parts=2, part=part, writer=writer if part and writer else header.writer)
+        (folder / f"delta-{2:012d}.{part:05d}").write_bytes(pack(of, own))
+    held_back(folder, *range(3, 8))
+    assert_has(Follower.open(folder).predictor, states[1 if writer else 2])
 
 
 @pytest.mark.parametrize("given", [2, 6])

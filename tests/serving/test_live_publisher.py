@@ -295,6 +295,21 @@ def test_a_sink_that_stays_down_is_an_error_and_then_a_new_epoch(tmp_path):
     training.close()
 
 
+def test_no_delta_is_written_behind_one_that_is_missing(tmp_path):
+    class WithoutSecond(DirectorySink):
+        def _write(self, place, content):
+            if "delta-000000000002" in str(place):
+                raise SinkError("down")
+            super()._write(place, content)
+
+    training, sink = Training("sequential"), WithoutSecond(tmp_path / "sink")
+    with pytest.raises(SinkError), opened(training, sink, patience=2.0) as publisher:
+        training.run(publisher, 4)  # deltas 2 and 3
+        publisher.flush()
+    assert not list((tmp_path / "sink").glob("delta-*"))
+    training.close()
+
+
 def test_ranks_publish_their_own_parts(pool, tmp_path):
     assert all(pool.run(_two_ranks, 2, str(tmp_path)))
 

@@ -246,8 +246,9 @@ def link(content, marker):
 
 
 def twice(content, marker):
+    members = members_of(content)
     with pytest.warns(UserWarning, match="Duplicate name"):
-        return archive_of([*members_of(content).items(), (MODEL, b"{}")])
+        return archive_of([*members.items(), (MODEL, members[MODEL])])
 
 
 def compressed(content, marker):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any, TypeGuard
@@ -181,9 +180,6 @@ def _check(body: dict[str, Any]) -> None:
             f"the newest layer of table {name!r} is of step and world size {history[-1]}, the manifest of "
             f"{(step, world_size)}",
         )
-    named = [entry["file"] for entry in files_of(body)]
-    (file, times), *_ = Counter(named).most_common(1)
-    _require(times == 1, f"it names {file!r} {times} times")
 
 
 def _check_world_size(world_size: object, where: str) -> None:
