@@ -127,6 +127,17 @@ def test_other_readers_find_one_tensor_for_each_column(tmp_path):
         assert torch.equal(there.get_tensor(name("rows")), state[name("rows")])
 
 
+def test_all_rows_come_back_where_every_part_has_some(tmp_path):
+    with made(Communicators.local()) as trainer:
+        trainer.tables.load("user", torch.arange(5000) * 7, torch.randn(5000, 24))
+        dcp.save(trainer, tmp_path)
+        ids, rows = trainer.tables.export()["user"]
+    with made(Communicators.local()) as other:
+        dcp.load(other, tmp_path)
+        there = other.tables.export()["user"]
+    assert torch.equal(there[0], ids) and torch.equal(there[1], rows)
+
+
 def test_what_does_not_fit_changes_nothing(tmp_path):
     exported(Communicators.local(), tmp_path / "out", "dcp")
     with made(Communicators.local(), seed=3) as trainer:
