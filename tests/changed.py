@@ -25,6 +25,8 @@ TOOLS = {
     "slipstream": ([f"{PACKAGE}/slipstream", f"{HARNESS}/slipstream"], ["tests/slipstream/*.py"]),
     "resilience": ([f"{PACKAGE}/resilience"], ["tests/resilience/*.py"]),
     "capacity": ([f"{PACKAGE}/capacity"], ["tests/capacity/*.py"]),
+    "dcp": ([f"{PACKAGE}/dcp"], ["tests/checkpoint/test_dcp.py"]),
+    "metrics": ([f"{PACKAGE}/metrics"], ["tests/metrics/*.py", "tests/harness/test_train_metrics.py"]),
     "torchrec": ([f"{PACKAGE}/torchrec"], ["tests/torchrec_names/*.py"]),
 }
 """Name -> folders of its code, and its files of tests."""

@@ -41,10 +41,12 @@ MAY_IMPORT = {
     "callbacks": {"distributed"},
     "serving": {"ops", "kernels", "pipeline", *BELOW_PIPELINE},
     "pipeline": {"ops", "kernels", *BELOW_PIPELINE},
+    "dcp": {"checkpoint", "kernels", "pipeline"},
     "slipstream": {"ops", "kernels", "data", "distributed", "embedding", "pipeline"},
     "resilience": {"ops", "kernels", "data", "distributed", "embedding", "checkpoint", "pipeline"},
     "torchrec": {"ops", "data", "embedding"},
     "capacity": {"embedding", "pipeline"},
+    "metrics": {"data", "distributed", "nn"},
     "harness": {
         "ops",
         "kernels",
@@ -53,6 +55,7 @@ MAY_IMPORT = {
         "resilience",
         "torchrec",
         "capacity",
+        "metrics",
         "serving",
         "callbacks",
         "loggers",
@@ -61,7 +64,17 @@ MAY_IMPORT = {
     "__main__": {"harness"},
 }
 
-TOOLS = {"harness", "capacity", "resilience", "serving", "slipstream", "torchrec", "__main__"}
+TOOLS = {
+    "harness",
+    "capacity",
+    "dcp",
+    "metrics",
+    "resilience",
+    "serving",
+    "slipstream",
+    "torchrec",
+    "__main__",
+}
 
 
 def package_of(module: str) -> str | None:

@@ -58,6 +58,7 @@ class Ranker(torch.nn.Module):
         rows, tokens = rows["item"], batch.num_tokens
         hidden = self.hidden(batch, rows[:tokens])
         score = (hidden * rows[tokens : 2 * tokens]).sum(1)
+        nn.record(score=score)
         return nn.sum_by_sample(1 - torch.tanh(score), batch.offsets)
 
 

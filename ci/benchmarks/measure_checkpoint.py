@@ -4,8 +4,9 @@
 
 One rank, one table of rowwise AdaGrad, a model of a few numbers; peers write the same tensors and flush them.
 All take turns, each into a new folder, and the least of the rounds counts. What was saved is loaded and
-compared bit by bit before a figure is printed. Each peak of memory is that of a process of its own, beyond
-the table, in sizes of the saved tensors. The peers' load is ``torch.load`` and `HashTableCollection.load`.
+compared bit by bit before a figure is printed; ``export`` and ``import`` are those of `tritonrec.dcp`. Each
+peak of memory is that of a process of its own, beyond the table, in sizes of the saved tensors. The peers'
+load is ``torch.load`` and `HashTableCollection.load`.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ import torch
 from resident import peak_from_here, resident
 from safetensors.torch import save_file
 
-from tritonrec import Communicators, FeatureConfig, HashTableCollection, RowOptimizer, Trainer
+from tritonrec import Communicators, FeatureConfig, HashTableCollection, RowOptimizer, Trainer, dcp
 
 BLOCK = 1 << 18
+PEAKS = "save", "load", "export", "import"
 CHANGED = 0.01
 """Share of the rows in a delta."""
 
@@ -143,7 +145,18 @@ def speeds(place: Path, rows: int, dim: int, rounds: int, with_peers: bool) -> d
             saver.wait()
             note("delta", time.perf_counter() - began)
 
+    def export(folder: Path) -> None:
+        began = time.perf_counter()
+        written = dcp.async_save(trainer, folder / "out")
+        note("export blocked", time.perf_counter() - began)
+        written.result()
+
+    dcp.save(trainer, place / "exported")
+    dcp.load(twin, place / "exported")
+    assert same(trainer.tables, twin.tables), "the exported rows are others"
+    twin = trainer_of(dim)
     for _ in range(rounds):
+        note("export", seconds(export, place / "export"))
         note("save", seconds(lambda folder: trainer.save(folder), place / "ours"))
         if with_peers:
             state = dict(trainer.tables.state()["item"])
@@ -162,6 +175,10 @@ def speeds(place: Path, rows: int, dim: int, rounds: int, with_peers: bool) -> d
         began = time.perf_counter()
         ours.load(place / "kept")
         note("load", time.perf_counter() - began)
+        ours = trainer_of(dim)
+        began = time.perf_counter()
+        dcp.load(ours, place / "exported")
+        note("import", time.perf_counter() - began)
         del ours
         peer = trainer_of(dim)
         began = time.perf_counter()
@@ -183,15 +200,21 @@ def peak(what: str, place: Path, rows: int, dim: int) -> float:
         change(small.tables, 1000, 1)
         saver.save(2)
     small.load(place / f"small-{what}")
+    dcp.save(small, place / f"small-{what}-dcp")
+    dcp.load(small, place / f"small-{what}-dcp")
     trainer = trainer_of(dim)
-    if what != "load":
+    if what in ("save", "export"):
         fill(trainer.tables, rows)
     before, stored = resident(), bytes_of(trainer)
     peak_from_here()
     if what == "save":
         trainer.save(place / "kept")
-    else:
+    elif what == "load":
         trainer.load(place / "kept")
+    elif what == "export":
+        dcp.save(trainer, place / "exported-again")
+    else:
+        dcp.load(trainer, place / "exported")
     beyond = resident("VmHWM") - before - (bytes_of(trainer) - stored)
     return beyond / (rows * (8 + 4 * trainer.tables.groups[0].table.row_width))
 
@@ -207,6 +230,9 @@ def report(rows: int, dim: int, times: dict[str, float], peaks: dict[str, float]
               ("safetensors", "torch.save", "DCP") if name in times}  # fmt: skip
     ratios |= {
         "blocked by a save, of its time": times["blocked"] / times["beside"],
+        "export over save": times["export"] / times["save"],
+        "import over load": times["import"] / times["load"],
+        "blocked by an export, of its time": times["export blocked"] / times["export"],
         "load over torch.load and insert": times["load"] / times["torch.load and insert"],
         "blocked by a delta of 1 %, of a save": times["delta blocked"] / times["beside"],
         "delta of 1 % over a save": times["delta"] / times["beside"],
@@ -226,7 +252,7 @@ def main() -> None:
     parser.add_argument("--peers", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="where to write; a temporary one by default")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--peak", choices=["save", "load"], help=argparse.SUPPRESS)
+    parser.add_argument("--peak", choices=PEAKS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.peak:
         print(peak(options.peak, options.folder, options.rows[0], options.dim))
@@ -237,7 +263,7 @@ def main() -> None:
             place = Path(name)
             times = speeds(place, rows, options.dim, options.rounds, bool(options.peers))
             peaks = {}
-            for what in ("save", "load"):
+            for what in PEAKS:
                 command = [sys.executable, __file__, "--rows", str(rows), "--dim", str(options.dim)]
                 command += ["--folder", str(place), "--peak", what]
                 peaks[what] = float(subprocess.check_output(command).split()[-1])

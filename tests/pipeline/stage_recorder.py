@@ -27,6 +27,7 @@ from tritonrec.pipeline.places import (
     KeptRows,
     Losses,
     MeanGradient,
+    Outputs,
     OwnedRows,
     Relayed,
     RelaySums,
@@ -289,8 +290,8 @@ def poisoned(kind, access, value, places, micro_batch):
 
 def changed_elsewhere(each, before, value, places, micro_batch):
     """What a written place has changed beyond its access."""
-    if each.kind is Losses:
-        return [at for at in changed(before, snapshot(value)) if at != f"{micro_batch}."]
+    if each.kind in (Losses, Outputs):
+        return [at for at in changed(before, snapshot(value)) if not at.startswith(f"{micro_batch}.")]
     allowed = allowed_rows(each.kind, each.access, places, micro_batch)
     if allowed is None or not before:  # the first task has made it
         return []

@@ -2,7 +2,7 @@
 
 from ..ops import GradientAccumulator
 from .attention import MultiheadAttention, TransformerEncoderLayer, scaled_dot_product_attention
-from .context import jagged, padded, samples
+from .context import jagged, padded, record, samples
 from .conversion import Conversion, convert
 from .dlrm import DLRM, DLRMConfig, partition_tables
 from .exact import expand
@@ -74,6 +74,7 @@ __all__ = [
     "pad",
     "padded",
     "partition_tables",
+    "record",
     "samples",
     "scaled_dot_product_attention",
     "sigmoid",

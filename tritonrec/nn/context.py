@@ -192,6 +192,30 @@ def _lying(seq_offsets: torch.Tensor | None, num_tokens: int | None) -> Iterator
         now.seq_offsets, now.num_tokens = before
 
 
+def record(**outputs: torch.Tensor) -> None:
+    """In a model's `forward`: give `StepResult.outputs` tensors (n, ...) by name, such as logits and labels.
+
+    Their rows are in the order of the samples, any number for each. Outside of a trainer, and in a compiled
+    model, nothing is recorded.
+    """
+    if torch.compiler.is_compiling():
+        return
+    recorded = getattr(_of_thread, "recorded", None)
+    if recorded is not None:
+        recorded.update({name: values.detach() for name, values in outputs.items()})
+
+
+@contextmanager
+def recording() -> Iterator[dict[str, torch.Tensor]]:
+    """Inside, on this thread, the dictionary gets what a model's `forward` gives to `record`."""
+    before = getattr(_of_thread, "recorded", None)
+    _of_thread.recorded = {}
+    try:
+        yield _of_thread.recorded
+    finally:
+        _of_thread.recorded = before
+
+
 def only_refuses(hook: Hook) -> Hook:
     """A hook of modules that changes nothing: a trainer's guard, which refuses calls of other threads."""
     hook.only_refuses = True  # type: ignore[attr-defined]

@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 
 from ..kernels.autocast import autocast_dtype, to_dtype, widen, without_autocast
+from .context import record
 from .losses import binary_cross_entropy, sigmoid
 from .modules import Linear
 
@@ -85,8 +86,13 @@ class DLRM(torch.nn.Module):
         self.top = _layers([pairs + (config.dim if config.dense else 0), *config.top, 1])
 
     def forward(self, batch: ClickInput, rows: Mapping[str, torch.Tensor], seed: int = 0) -> torch.Tensor:
-        """Cross entropies (B,) of the clicks. `rows` holds (B, d) for each feature; nothing is drawn."""
-        return binary_cross_entropy(self.logits(batch.dense, rows), batch.labels[:, None])
+        """Cross entropies (B,) of the clicks. `rows` holds (B, d) for each feature; nothing is drawn.
+
+        Logits and labels (B,) are recorded.
+        """
+        logits = self.logits(batch.dense, rows)
+        record(logits=logits[:, 0], labels=batch.labels)
+        return binary_cross_entropy(logits, batch.labels[:, None])
 
     @torch.no_grad()
     def predict(self, batch: ClickInput, rows: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -26,6 +26,7 @@ from typing import Protocol
 import torch
 
 from .. import ops
+from .context import record
 from .hstu import HSTUConfig, HSTULayer
 from .losses import binary_cross_entropy, sigmoid
 from .mmoe import MMoE
@@ -113,10 +114,16 @@ class GRM(torch.nn.Module):
                 ``action`` (Lh, d), ``genre`` (Lh + Le, d) where there are genres, contextual ones
                 (B, context_dim).
             seed: of dropout.
+
+        Logits and labels (Le, T) are recorded, with the sample of each row as groups (Le,).
         """
         if tuple(batch.tasks) != tuple(self.config.tasks):
             raise ValueError(f"the batch has tasks {batch.tasks}, the model {self.config.tasks}")
-        losses = binary_cross_entropy(self.logits(batch, rows, seed), batch.labels)
+        logits = self.logits(batch, rows, seed)
+        lengths, exposed = batch.exposed_offsets.diff(), batch.labels.shape[0]
+        groups = torch.repeat_interleave(batch.sample_ids, lengths, output_size=exposed)
+        record(logits=logits, labels=batch.labels, groups=groups)
+        losses = binary_cross_entropy(logits, batch.labels)
         return sum_by_sample(losses, batch.exposed_offsets)
 
     @torch.no_grad()

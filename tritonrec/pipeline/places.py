@@ -296,9 +296,12 @@ MeanGradient = NewType("MeanGradient", list[torch.Tensor])
 """By table (K, dim) float32, the gradients of the mean loss, from the sums of all ranks."""
 Losses = NewType("Losses", dict[int, torch.Tensor])
 """By micro-batch (B,) float32, the losses of its samples."""
+Outputs = NewType("Outputs", dict[int, dict[str, torch.Tensor]])
+"""By micro-batch what the model recorded of its samples (`nn.record`), by name."""
 for filled in (Embeddings, Gradients, Relayed, RelaySums, RowGradient, MeanGradient):
     place("micro_batch", make=list)(filled)
-place("micro_batch", make=dict)(Losses)
+for by_number in (Losses, Outputs):
+    place("micro_batch", make=dict)(by_number)
 
 
 class WindowPlaces:

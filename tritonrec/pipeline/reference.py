@@ -12,6 +12,7 @@ from ..data import Batch
 from ..embedding import DynamicTable, HashTableCollection
 from ..kernels.dispatch import default_impl
 from ..nn import GradientAccumulator
+from ..nn.context import recording
 from .clipping import clamp, dropped, norm_of, scale_of, squares
 from .compiled import Compilation
 from .dense import DenseModel
@@ -55,6 +56,7 @@ class ReferenceTrainer:
         self._updates = 0
         self._compilation = Compilation(dense.model, self.fraction_bits)
         self.grad_norm = math.nan  # of the last update, where it is measured
+        self.outputs: list[dict[str, torch.Tensor]] = []  # of its batches, what the model recorded
         self.impl = default_impl() if impl == "auto" else impl
         self.device = device or torch.device("cpu")
 
@@ -90,6 +92,7 @@ class ReferenceTrainer:
             shards.append((group, keys, found, values, sums, places))
 
         losses, precision = [], self.config.exchange.precision
+        self.outputs = []
         exponent = accumulator.scale_exponent = self.dense.scale_exponent(int(terms), self.fraction_bits)
         for number, batch in enumerate(batches):
             rows = []
@@ -107,8 +110,10 @@ class ReferenceTrainer:
                 guarded or nullcontext(),
                 self._compilation.call(batch, by_feature, seed, settings),
                 accumulator.active(),
+                recording() as recorded,
             ):
                 losses.append(train_micro_batch(self.model, batch, by_feature, seed, settings, exponent))
+            self.outputs.append(recorded)
             for leaf, (_group, keys, _found, _values, sums, places) in zip(rows, shards, strict=True):
                 if leaf.grad is not None:
                     sums += ops.segment_sum(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from .dense import DenseModel
-from .places import DenseMeans, DeviceSamples, GradientNorm, Losses, Routes, WindowPlaces
+from .places import DenseMeans, DeviceSamples, GradientNorm, Losses, Outputs, Routes, WindowPlaces
 from .sums import Sums
 
 
@@ -32,6 +33,8 @@ class StepResult:
         loss_scale: that the update used; None unless the precision is ``"fp16"``.
         exchanges: how many a window has, which micro-batches share them, and why, in words; empty in mode
             ``"reference"``, which has none.
+        outputs: what the model recorded of the samples (`nn.record`), by name: (B, ...), or other rows that
+            are in the order of `sample_ids`. On the device; {} on a rank without samples.
     """
 
     step: int
@@ -44,6 +47,7 @@ class StepResult:
     learning_rates: tuple[float, ...] = ()
     loss_scale: float | None = None
     exchanges: str = ""
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def values(self) -> dict[str, float]:
         """What the step says of itself, the same on all ranks, by the names of loggers' columns.
@@ -69,16 +73,22 @@ def results_of(places: WindowPlaces, sums: Sums, dense: DenseModel, exchanges: s
     for number in range(len(window.batches)):
         part = range(number * count, (number + 1) * count)
         ids = torch.cat([samples[i].sample_ids for i in part])
-        copied.append((ids, torch.cat([losses[i] for i in part])))
+        outputs = joined([places[Outputs].get(i, {}) for i in part])
+        copied.append((ids, torch.cat([losses[i] for i in part]), outputs))
     loss = sums.mean_loss(places[DenseMeans].loss)  # last: the host waits for it, and so for the copies
     norm = float(places[GradientNorm].norm) if config.clips else None
     skipped = config.skips and norm == math.inf
     if skipped:
         loss = math.nan
     rates, scale = tuple(map(float, dense.rates.popleft())), dense.scales.popleft()
+    said = routes.loss_normalizer, loss, norm, skipped, rates, scale, exchanges
     return [
-        StepResult(
-            batch.step, ids, of_batch, routes.loss_normalizer, loss, norm, skipped, rates, scale, exchanges
-        )
-        for batch, (ids, of_batch) in zip(window.batches, copied, strict=True)
+        StepResult(batch.step, ids, of_batch, *said, outputs)
+        for batch, (ids, of_batch, outputs) in zip(window.batches, copied, strict=True)
     ]
+
+
+def joined(parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Outputs of a batch from those of its micro-batches, of which empty ones have none."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: torch.cat([part[name] for part in parts if name in part]) for name in names}

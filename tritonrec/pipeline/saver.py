@@ -28,6 +28,8 @@ EMBEDDING = "embedding"
 """The key of `HashTableCollection.describe` there, by which an export knows weights from optimizer states."""
 PRECISION = "dense_precision"
 """The key of the precision that the model was trained and evaluated in, there, for an export."""
+Source = str | Place | Callable[[], Any]
+"""A directory of checkpoints, or what opens something else that is read as `CheckpointStream` is."""
 
 
 class TrainingSaver:
@@ -41,6 +43,7 @@ class TrainingSaver:
         meta: values of the caller's that JSON keeps unchanged, saved with every checkpoint.
         loader: its position is saved too. config: of the training.
         vocabularies: gives those of the tables' ids at a save.
+        make: of what writes, called and used as `checkpoint.Saver` is.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class TrainingSaver:
         loader: SupportsState | None = None,
         config: WindowConfig | None = None,
         vocabularies: Callable[[], Mapping[str, Vocabulary]] = dict,
+        make: Callable[..., Any] = checkpoint.Saver,
     ):
         for key in (DENSE, LOADER, EMBEDDING, PRECISION, RECIPE):
             if key in meta:
@@ -62,9 +66,9 @@ class TrainingSaver:
         self.tables, self.dense, self.meta = tables, dense, meta
         self._vocabularies = vocabularies
         self._incremental = full_every > 1
-        self._saver: checkpoint.Saver | None = None
+        self._saver: Any = None
         if communicators.saves:
-            self._saver = checkpoint.Saver(
+            self._saver = make(
                 directory,
                 rank=communicators.shard,
                 world_size=communicators.shards,
@@ -116,7 +120,7 @@ class TrainingSaver:
 
 def restore(
     communicators: Communicators,
-    directory: str | Place,
+    directory: Source,
     tables: HashTableCollection,
     dense: DenseModel,
     config: WindowConfig,
@@ -135,7 +139,7 @@ def restore(
     (`require_same`).
     """
     with whole_or_nothing(communicators) as checked:
-        stream = CheckpointStream(directory)
+        stream = directory() if callable(directory) else CheckpointStream(directory)
         checked["step"] = stream.step
         meta = dict(stream.meta)
         tensors = stream.dense()

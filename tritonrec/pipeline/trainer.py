@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from .. import ops
+from ..checkpoint import Saver
 from ..data import Batch, NextItemLoader, NextItemStream, Vocabulary
 from ..data.splits import Part
 from ..distributed import Communicators
@@ -35,7 +36,7 @@ from .interrupts import uninterrupted
 from .model_call import CallerSettings
 from .modes import MODES, Mode, schedule_of, validate_reference, validate_schedule
 from .pending import PendingWindows
-from .places import DenseMeans, DeviceSamples, GradientNorm, Losses, OwnedRows, Routes, WindowPlaces
+from .places import DenseMeans, DeviceSamples, GradientNorm, Losses, Outputs, OwnedRows, Routes, WindowPlaces
 from .position import SupportsState
 from .precision import LossScaler, autocast
 from .program import Program
@@ -44,7 +45,7 @@ from .reference import ReferenceTrainer, run_sequentially
 from .replicas import ReplicaAverage
 from .results import StepResult, results_of
 from .run_agreement import RunAgreement
-from .saver import TrainingSaver, restore
+from .saver import Source, TrainingSaver, restore
 from .schedule import Schedule, Task
 from .streams import Streams, lanes_of_one_thread, launches_in_turn, streams_for
 from .sums import Sums
@@ -374,13 +375,14 @@ class Trainer:
         meta: Mapping[str, Any] | None = None,
         full_every: int = 1,
         loader: SupportsState | None = None,
+        make: Callable[..., Any] = Saver,
     ) -> TrainingSaver:
         """A context manager whose ``save(step)`` writes everything beside the training (`TrainingSaver`)."""
         self._check_whole()
         groups, meta = self._communicators, meta or {}
         return TrainingSaver(
             groups, directory, self.tables, self.dense, meta, full_every, loader, self.config,
-            lambda: self.vocabularies,
+            lambda: self.vocabularies, make,
         )  # fmt: skip
 
     def save(
@@ -406,7 +408,7 @@ class Trainer:
 
     def load(
         self,
-        directory: str | Place,
+        directory: Source,
         accept: Callable[[dict[str, Any]], None] = lambda meta: None,
         loader: SupportsState | None = None,
         changed: Collection[str] = (),
@@ -552,6 +554,7 @@ class Trainer:
             total = self._sums.total(torch.cat(losses))
         places[DeviceSamples] = DeviceSamples(window.batches)
         places[Losses] = Losses(dict(enumerate(losses)))
+        places[Outputs] = Outputs(dict(enumerate(reference.outputs)))
         places[Routes] = Routes([], [], window.loss_terms, window.loss_terms, stop)
         places[DenseMeans] = DenseMeans(total[:0], self._sums.divide(total, window.loss_terms), total)
         if self.config.clips:

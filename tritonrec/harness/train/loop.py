@@ -30,6 +30,7 @@ from .gather import save_trace, state_digest, table_totals, totals
 from .reports import Reports, log_files
 from .resume import EARLY_STOPPING, metadata, resume, with_saved_words
 from .run import Run, settings_of, with_validation
+from .streaming import STREAMING, StreamingMetrics
 from .summary import ended_line, going_on_line, stopped_early_line, stopped_line, summary_table, tables_line
 
 
@@ -108,10 +109,10 @@ def train(
             saver = stack.enter_context(
                 trainer.saver(run.checkpoint, metadata(run, whole), run.full_every, position)
             )
-        start, state = 0, None
+        start, states = 0, dict[str, Any]()
         if memory or _goes_on(run, communicators):
             copies = memory.copies if memory else None
-            start, state = resume(trainer, run, position, copies, None if called_again else whole)
+            start, states = resume(trainer, run, position, copies, None if called_again else whole)
         publisher = None
         if run.warm_start and not start:
             console.print(str(trainer.warm_start(run.warm_start)), highlight=False, markup=False)
@@ -119,8 +120,10 @@ def train(
             from ...serving.live import Publisher  # with torch.export, which costs a second of import
 
             publisher = stack.enter_context(Publisher(trainer, run.publish, every=run.publish_every))
-        if stopping and state:
-            stopping.load_state_dict(state)
+        streaming = StreamingMetrics(held_out, communicators)
+        streaming.load_state_dict(states.get(STREAMING, {}))
+        if stopping and EARLY_STOPPING in states:
+            stopping.load_state_dict(states[EARLY_STOPPING])
         has_ended = run.resume == "auto" and start == run.steps
         if has_ended:
             console.print(ended_line(run), highlight=False, soft_wrap=True)
@@ -150,13 +153,14 @@ def train(
             if memory:
                 memory.evaluated = step
 
-        def state_of_stopping() -> dict[str, Any]:
-            return {EARLY_STOPPING: stopping.state_dict()} if stopping else {}
+        def states_now() -> dict[str, Any]:
+            own = {STREAMING: streaming.state_dict()} if streaming.by_task else {}
+            return {**own, **({EARLY_STOPPING: stopping.state_dict()} if stopping else {})}
 
         def save() -> None:
             nonlocal saved
             if saver and step > saved:
-                saver.save(step, state_of_stopping())
+                saver.save(step, states_now())
                 saved = step
 
         if (has_ended or (memory and lacks_evaluation(run, start, known))) or (
@@ -174,7 +178,7 @@ def train(
             for result in trainer.run(loader.batch(step) for step in steps):
                 before, clock = clock, time.perf_counter()
                 loss, step = result.loss, result.step + 1
-                reports.on_step_end(result, clock - before)
+                reports.on_step_end(result, clock - before, streaming.on_step_end(result))
                 if watch:
                     watch.on_step_end(step)
             stopped = trainer.stopping and step < run.steps
@@ -189,7 +193,7 @@ def train(
             if stopped:
                 break
             if memory and run.peer_copies and step % run.peer_copies == 0:
-                memory.copies.keep(trainer, {**metadata(run, whole), **state_of_stopping()}, position)
+                memory.copies.keep(trainer, {**metadata(run, whole), **states_now()}, position)
             if last == run.steps or (run.evaluate_every and last % run.evaluate_every == 0):
                 evaluate()
         validation = metrics

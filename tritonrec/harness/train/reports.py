@@ -53,8 +53,8 @@ class Reports:
         for logger in self._loggers:
             logger.close()
 
-    def on_step_end(self, result: StepResult, seconds: float) -> None:
-        """`seconds` since the result before, or since the pipeline was empty."""
+    def on_step_end(self, result: StepResult, seconds: float, metrics: Metrics | None = None) -> None:
+        """`seconds` since the result before, or since the pipeline was empty; `metrics` of training."""
         step = result.step + 1
         self.steps_run += 1
         steady = self.pace.on_step_end(result.step, seconds, step == self.run.steps)
@@ -62,7 +62,7 @@ class Reports:
         if self._loggers or every:
             if steady is not None:
                 self._throughput.on_step_end(steady, *self._size_of(result))
-            values = {**result.values(), **self._throughput.compute()}
+            values = {**result.values(), **self._throughput.compute(), **(metrics or {})}
             for logger in self._loggers:
                 logger.log(step, values)
             if every and (step % every == 0 or step == self.run.steps):
@@ -109,6 +109,7 @@ def line_of(step: int, steps: int, values: dict[str, float]) -> str:
     if "loss_scale" in values:
         words.append(f"loss scale {values['loss_scale']:g}")
     words += [f"{name} {rate:.4g}" for name, rate in values.items() if name.partition("/")[0] == "lr"]
+    words += [f"{name} {value:.4f}" for name, value in values.items() if name.startswith("window_")]
     if "samples_per_second" in values:
         words.append(f"{values['samples_per_second']:,.0f} samples/s")
     return f"step {step} of {steps}: {', '.join(words)}"

@@ -15,6 +15,7 @@ from ...settings import values_by_option
 from ..job import Job
 from .config import CONFIG, tables_of, to_toml
 from .run import Run
+from .streaming import STREAMING
 
 LAYOUT = {CONFIG, "job", "slots", "chunk_rows", "merge", "balance", "placement"}
 """Settings that change no bit, so a run may go on with others."""
@@ -64,8 +65,9 @@ def resume(
     loader: SupportsState | None = None,
     copies: PeerCopies | None = None,
     whole: SupportsState | None = None,
-) -> tuple[int, dict[str, Any] | None]:
-    """Load the newest checkpoint; returns its step, and the state of early stopping if there was any.
+) -> tuple[int, dict[str, Any]]:
+    """Load the newest checkpoint; returns its step, and the states that were saved with it: those of early
+    stopping and of streaming metrics, where there were any.
 
     Each rank reads the slices it owns, whatever world size saved them; `loader` goes on at its position, and
     `whole`, a loader without one, must have the batches of the run that saved. With
@@ -74,14 +76,14 @@ def resume(
     usual = _settings(
         {"job": Job().as_json(), **dict.fromkeys(PRECISIONS, "float32")}
     )  # for settings that an older version did not save
-    states: list[dict[str, Any] | None] = []
+    states: dict[str, Any] = {}
     position = None if run.new_data else loader
     here = _settings(json.loads(json.dumps(metadata(run))))
 
     def accept(meta: dict[str, Any]) -> None:
         if not isinstance(meta.get("job"), dict):
             raise ValueError(f"the checkpoint in {run.checkpoint} was not saved by tritonrec train")
-        states.append(meta.pop(EARLY_STOPPING, None))
+        states.update({key: meta.pop(key) for key in (EARLY_STOPPING, STREAMING) if key in meta})
         log = meta.pop(LOG, None)
         saved = {**usual, **_settings(meta)}
         names = {name for name in {*saved, *here} if saved.get(name) != here.get(name)}
@@ -116,7 +118,7 @@ def resume(
         raise ValueError(
             f"the checkpoint is at step {step}, inside an update of {run.window.accumulate} batches"
         )
-    return step, states[0] if states else None
+    return step, states
 
 
 def _may_change(names: Collection[str]) -> str:

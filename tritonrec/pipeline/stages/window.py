@@ -11,6 +11,7 @@ import torch
 from ... import ops
 from ...distributed import Communicator
 from ...kernels import launch
+from ...nn.context import recording
 from ..dist_plan import InputDist, RowDist
 from ..flight import Flight
 from ..places import (
@@ -25,6 +26,7 @@ from ..places import (
     Losses,
     MeanGradient,
     NodeGroup,
+    Outputs,
     OwnedRows,
     RailGroup,
     Relayed,
@@ -141,6 +143,7 @@ def compute(
     dense_gradient: Update[DenseGradient],
     gradients: Update[From[Gradients]],
     losses: Write[Losses],
+    outputs: Write[Outputs],
 ) -> None:
     """Forward and backward of one micro-batch; backward adds to `dense_gradient` by itself.
 
@@ -173,7 +176,9 @@ def compute(
         with summed if in_place else nullcontext():
             with flight.accumulator.active():
                 by_feature = context.tables.by_feature(rows, part.lookups(), indexed=indexed)
-            losses[micro_batch] = flight.train_micro_batch(part, by_feature, seed, window.settings, exponent)
+            with recording() as outputs[micro_batch]:
+                settings = window.settings
+                losses[micro_batch] = flight.train_micro_batch(part, by_feature, seed, settings, exponent)
     for leaf, inverse, sums in zip(leaves, inverses, gradients, strict=True):
         if leaf.grad is not None:
             if in_place:

@@ -24,6 +24,7 @@ from ...pipeline.places import (
     Gradients,
     Losses,
     MeanGradient,
+    Outputs,
     OwnedRows,
     Routes,
     RowGradient,
@@ -121,6 +122,7 @@ def compute_again(
             DenseGradient(dense.flight),
             gradients,
             losses,
+            Outputs({}),
         )
         parameters = accumulator.views(accumulator.so_far())
     return [losses[0], *gradients, *parameters.values()]

@@ -1,0 +1,187 @@
+"""Promise: a training goes on from a torch.distributed.checkpoint folder at any world size, with its bits."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tritonrec import dcp, nn
+from tritonrec.checkpoint import CheckpointError
+from tritonrec.data import ClickLoader, ClickLog
+from tritonrec.distributed import Communicators
+from tritonrec.embedding import FeatureConfig, HashTableCollection, RowOptimizer
+from tritonrec.embedding.policy import Eviction, TablePolicy
+from tritonrec.harness.train.gather import state_digest
+from tritonrec.harness.verify.thread_ranks import run_ranks
+from tritonrec.pipeline import Trainer, WindowConfig
+
+FORMATS = ["dcp", "safetensors"]
+PAIRS = [(1, 2), (2, 1), (2, 4), (4, 2), (4, 1), (1, 4)]
+SAVED, MORE = 4, 3
+
+
+@cache
+def clicks():
+    draw = np.random.default_rng(3)
+    return ClickLog(
+        draw.normal(size=(300, 2)).astype(np.float32), draw.zipf(1.3, (300, 2)) % 2**40,
+        draw.integers(2, size=300), ("item", "user"), 290,
+    )  # fmt: skip
+
+
+def made(communicators, seed=2):
+    """A trainer of tables of two dimensions and rules, one merged of two features and one with a policy."""
+    log, generator = clicks(), torch.Generator().manual_seed(7)
+    features = [
+        FeatureConfig(
+            name, 8, policy=TablePolicy(eviction=Eviction("lru", 60)) if name == "item" else TablePolicy()
+        )
+        for name in log.features
+    ]
+    model = nn.DLRM(nn.DLRMConfig(log.features, 2, 8, bottom=(8,), top=(8,)))
+    with torch.no_grad():
+        for each in model.parameters():
+            each.copy_(torch.randn(each.shape, generator=generator) / 4)
+    tables = HashTableCollection(features, RowOptimizer("adam", lr=0.05), seed=seed)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    config = WindowConfig(micro_batches=2, seed=4)
+    return Trainer(model, tables, optimizer, communicators, "nestpipe", config)
+
+
+def trained(trainer, steps):
+    here = trainer.communicators
+    loader = ClickLoader(clicks(), 24, 5, here.rank, here.world_size)
+    first = trainer.next_step
+    for _ in trainer.run(loader.batch(step) for step in range(first, first + steps)):
+        pass
+    return digest(trainer)
+
+
+def digest(trainer):
+    return state_digest(trainer.communicators, trainer.tables, trainer.dense.tensors())
+
+
+def exported(communicators, folder, format):
+    with made(communicators) as trainer:
+        before = trained(trainer, SAVED)
+        written = dcp.async_save(trainer, folder, {"note": [1, "two"]}, format=format)
+        after = trained(trainer, MORE)  # beside the save
+        written.result()
+    return before, after
+
+
+def imported(communicators, folder):
+    notes = []
+    with made(communicators) as trainer:
+        trained(trainer, 1)  # whose rows have to go
+        assert dcp.load(trainer, folder, notes.append) == SAVED
+        assert notes == [{"note": [1, "two"]}]
+        return digest(trainer), trained(trainer, MORE)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_folder_of_one_rank_goes_on_at_other_world_sizes(tmp_path, format):
+    bits = exported(Communicators.local(), tmp_path / "out", format)
+    assert bits[0] != bits[1]
+    assert imported(Communicators.local(), tmp_path / "out") == bits
+    for ranks in 2, 3:  # three ranks share parts of the slices
+        assert run_ranks(ranks, lambda each: imported(each, tmp_path / "out")) == [bits] * ranks
+
+
+@pytest.mark.slow
+@pytest.mark.multi_rank
+def test_six_pairs_of_world_sizes_have_the_same_bits(tmp_path, pool):
+    for format in FORMATS:
+        bits = {size: pool.run(exported, size, tmp_path / f"{format}{size}", format) for size in (1, 2, 4)}
+        assert bits == {size: [bits[1][0]] * size for size in (1, 2, 4)}
+        for saved, loads in PAIRS:
+            found = pool.run(imported, loads, tmp_path / f"{format}{saved}")
+            assert found == [bits[1][0]] * loads, (format, saved, loads)
+
+
+def test_other_readers_find_one_tensor_for_each_column(tmp_path):
+    with made(Communicators.local()) as trainer:
+        trained(trainer, SAVED)
+        for format in FORMATS:
+            dcp.save(trainer, tmp_path / format, format=format)
+        ids, rows = trainer.tables.export()["item"]
+        parameters = dict(trainer.dense.model.named_parameters())
+    saved = torch_dcp.FileSystemReader(tmp_path / "dcp").read_metadata().state_dict_metadata
+    name = "tables/item/{}".format
+    state = {
+        name(column): torch.empty(saved[name(column)].size, dtype=dtype)
+        for column, dtype in (("keys", torch.int64), ("rows", torch.float32))
+    }
+    state["dense/model/top.0.weight"] = torch.empty(parameters["top.0.weight"].shape)
+    torch_dcp.load(state, checkpoint_id=tmp_path / "dcp")
+    order = state[name("keys")].argsort()
+    assert torch.equal(state[name("keys")][order], ids)
+    assert torch.equal(state[name("rows")][order], rows)
+    assert torch.equal(state["dense/model/top.0.weight"], parameters["top.0.weight"])
+    (file,) = (tmp_path / "safetensors").glob("*.safetensors")
+    with safe_open(file, "pt") as there:
+        assert torch.equal(there.get_tensor(name("rows")), state[name("rows")])
+
+
+def test_all_rows_come_back_where_every_part_has_some(tmp_path):
+    with made(Communicators.local()) as trainer:
+        trainer.tables.load("user", torch.arange(5000) * 7, torch.randn(5000, 24))
+        dcp.save(trainer, tmp_path)
+        ids, rows = trainer.tables.export()["user"]
+    with made(Communicators.local()) as other:
+        dcp.load(other, tmp_path)
+        there = other.tables.export()["user"]
+    assert torch.equal(there[0], ids) and torch.equal(there[1], rows)
+
+
+def test_what_does_not_fit_changes_nothing(tmp_path):
+    exported(Communicators.local(), tmp_path / "out", "dcp")
+    with made(Communicators.local(), seed=3) as trainer:
+        before = trained(trainer, 1)
+        with pytest.raises(
+            ValueError, match=f"seed of table item is 2 in the checkpoint in {tmp_path / 'out'}"
+        ):
+            dcp.load(trainer, tmp_path / "out")
+        assert digest(trainer) == before
+        assert dcp.load(trainer, tmp_path / "out", changed={"seed"}) == SAVED
+
+
+def test_wrong_folders_are_named(tmp_path):
+    with made(Communicators.local()) as trainer:
+        with pytest.raises(CheckpointError, match="holds no checkpoint of torch"):
+            dcp.load(trainer, tmp_path)
+        torch_dcp.save({"weight": torch.ones(2)}, checkpoint_id=tmp_path / "other", no_dist=True)
+        with pytest.raises(CheckpointError, match="was not written by tritonrec"):
+            dcp.load(trainer, tmp_path / "other")
+        with pytest.raises(CheckpointError, match="not empty"):
+            dcp.save(trainer, tmp_path / "other")
+        with pytest.raises(ValueError, match="format must be"):
+            dcp.save(trainer, tmp_path / "new", format="pickle")
+        for call in (dcp.save, dcp.load):
+            with pytest.raises(ValueError, match="cannot be at a URL"):
+                call(trainer, "memory://folder")
+        dcp.save(trainer, tmp_path / "cut")
+        next((tmp_path / "cut").glob("*.distcp")).unlink()
+        with pytest.raises(CheckpointError, match="cut"):
+            dcp.load(trainer, tmp_path / "cut")
+
+
+def test_a_folder_without_some_rows_is_refused(tmp_path):
+    with made(Communicators.local()) as trainer:
+        trained(trainer, 1)
+        dcp.save(trainer, tmp_path, format="safetensors")
+        (file,) = tmp_path.glob("*.safetensors")
+        tensors = load_file(file)
+        tensors["tables/item/rows"] = tensors["tables/item/rows"][:-2].clone()
+        save_file(tensors, file)
+        with pytest.raises(CheckpointError, match=r"not whole: tables/item/rows has \d+ of \d+ rows"):
+            dcp.load(trainer, tmp_path)
+
+
+def test_ranks_without_a_process_group_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="process group"):
+        run_ranks(2, lambda each: dcp.save(made(each), tmp_path / "out"))
