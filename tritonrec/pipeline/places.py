@@ -27,12 +27,14 @@ from .dense import DenseModel
 from .dist_plan import InputDist, RowDist, Splits
 from .exchange_groups import ExchangeGroups
 from .flight import Flight
+from .model_call import Represented
 from .reduce_scatter import ReplicaReduction
 from .relays import Relay
 from .run_agreement import RunAgreement
 from .stage import filled_places, place
 from .sums import Sums
 from .window import LookupCounts, Window, WindowConfig
+from .window_loss import WindowLoss
 
 T = TypeVar("T")
 
@@ -298,7 +300,12 @@ Losses = NewType("Losses", dict[int, torch.Tensor])
 """By micro-batch (B,) float32, the losses of its samples."""
 for filled in (Embeddings, Gradients, Relayed, RelaySums, RowGradient, MeanGradient):
     place("micro_batch", make=list)(filled)
-place("micro_batch", make=dict)(Losses)
+Representations = NewType("Representations", dict[int, Represented])
+"""By micro-batch what its samples show to the others of the global batch, of a model with a `window_loss`."""
+WindowLosses = NewType("WindowLosses", dict[int, WindowLoss])
+"""By micro-batch the losses of these, and the gradients from which its backward starts."""
+for by_micro_batch in (Losses, Representations, WindowLosses):
+    place("micro_batch", make=dict)(by_micro_batch)
 
 
 class WindowPlaces:
