@@ -106,8 +106,8 @@ class Towers(torch.nn.Module):
     def users(self, batch, rows):
         return self.norm(self.user(torch.cat([rows["user"], rows["history"], batch.dense], 1)))
 
-    def items(self, rows):
-        return self.norm(self.item(torch.cat([rows["item"], rows["genre"]], 1)))
+    def items(self, rows, offsets=None):
+        return self.norm(self.item(torch.cat([rows["item"], rows["genre"]], 1), offsets))
 
 
 class InBatch(Towers):
@@ -136,7 +136,8 @@ class Sampled(Towers):
     """Negatives are drawn from the catalogue, all items alike."""
 
     def forward(self, batch, rows, seed):
-        items = self.items(rows).view(batch.num_samples, 1 + NEGATIVES, DIM)
+        # (1 + NEGATIVES) rows a sample
+        items = self.items(rows, batch.features["item"].offsets).view(batch.num_samples, 1 + NEGATIVES, DIM)
         ids = batch.lookups()["item"].ids.view(items.shape[:2])
         return ops.sampled_softmax(
             self.users(batch, rows), items[:, 0], items[:, 1:], ids[:, 1:] != ids[:, :1], DIM * TEMPERATURE
@@ -149,8 +150,10 @@ def hit_rate(model, tables, log, k, most=1000):
     with torch.no_grad():
         users = log.batch(0, rows)
         found = model.eval().users(users, tables.peek(users.lookups()))
+        nothing = Lookup(catalogue[:0], torch.zeros(len(catalogue) + 1, dtype=torch.int64))
         item = {"item": Lookup(catalogue), "genre": log.bags(catalogue)["genre"]}
-        scores = ops.linear(found, model.items(tables.peek(item)))
+        rows_of = tables.peek({**item, "user": Lookup(catalogue[:0]), "history": nothing})
+        scores = ops.linear(found, model.items(rows_of), None)
     model.train()
     lengths = log.place[rows]
     seen = log.item[token_indices(rows - lengths, lengths)[0]]

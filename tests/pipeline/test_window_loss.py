@@ -83,6 +83,7 @@ def batch(step, size=None, rank=0, ranks=1):
     features = {"user": Lookup(ids(40)), "item": Lookup(ids(9)), "genre": genres}
     dense, log_q = torch.randn(size, 2, generator=random), -1 - torch.rand(size, generator=random)
     samples = torch.randperm(1000, generator=random)[:size]
+    samples = torch.stack([samples, samples], 1)[:, 0]  # with gaps in memory
     whole = Pairs(step, samples, KeyedJaggedTensor.from_dict(features), dense, log_q)
     owners = (torch.arange(size) ** 2 % 8).clamp(max=ranks - 1)  # 0, 1 and 4: of four ranks one has none
     return whole.select((owners == rank).nonzero()[:, 0])
@@ -312,16 +313,14 @@ def test_the_schedule_is_proven_and_each_of_its_edges_is_needed(schedule, count)
     check(schedule, count)
     with pytest.raises(ScheduleError, match="represent"):
         check(schedule.without_edge("represent", Edge("exchange", "same")), count)
-    with pytest.raises(ScheduleError, match="window_losses"):
-        check(schedule.without_stage("window_loss", instead="represent"), count)
+    without = replace(schedule, stages=[each for each in schedule.stages if each.name != "window_loss"])
+    with pytest.raises(ScheduleError, match="compute waits for window_loss, which never runs"):
+        check(without, count)
     # one lane keeps their order without edges: on two lanes it takes them
     apart = schedule.with_stages(replace(schedule["window_loss"], lane="reduce"))
     check(apart, count)
-    for stage, edge, place in [
-        ("window_loss", Edge("represent", "all"), "representations"),
-        ("compute", Edge("window_loss"), "window_losses"),
-    ]:
-        with pytest.raises(ScheduleError, match=place):
+    for stage, edge in [("window_loss", Edge("represent", "all")), ("compute", Edge("window_loss"))]:
+        with pytest.raises(ScheduleError, match=f"to {stage}$"):
             check(apart.without_edge(stage, edge), count)
 
 

@@ -173,11 +173,11 @@ class Flight:
             if graphs is not None and graphs.takes(*call, settings, self.called):
                 return graphs.train(*call, seed, settings)
             with self._compilation.call(batch, rows, seed, settings), self.accumulator.active():
-                call = self.model, batch, rows, seed, settings, scale_exponent
-                if given is None:
-                    return train_micro_batch(*call)
-                train_micro_batch(*call, gradients_of=given.again)
-                return given.losses
+                again = None if given is None else given.again
+                losses = train_micro_batch(
+                    self.model, batch, rows, seed, settings, scale_exponent, gradients_of=again
+                )
+                return losses if given is None else given.losses
 
     def represent(
         self, batch: Batch, rows: dict[str, torch.Tensor], seed: int, settings: CallerSettings

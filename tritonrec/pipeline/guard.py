@@ -400,9 +400,9 @@ class _Calls:
             sample, shown = int(batch.sample_ids[order[int(where)]]), sees_window(self.model)
             what = f"whose loss of sample {sample} is"
             what = f"which shows of sample {sample}" if shown else f"{what} {float(losses[where])!r}"
-            other = "other values" if shown else f"{float(others[where])!r}"
+            value = "other values" if shown else f"{float(others[where])!r}"
             self._refuse(
-                f"{what} in a batch of {len(order)} and {other} beside fewer samples", batch, otherwise
+                f"{what} in a batch of {len(order)} and {value} beside fewer samples", batch, otherwise
             )
         assert whole.dense is not None and cut.dense is not None
         if not torch.equal(whole.dense, cut.dense):

@@ -134,7 +134,7 @@ class Represented:
         expected = "a model with window_loss must return a dict of tensors with a row for each sample"
         if not isinstance(shown, dict):
             raise TypeError(f"{expected}; it returned {type(shown).__name__}")
-        columns, parts = [], [batch.sample_ids.view(-1, 1).view(torch.uint8)]
+        columns, parts = [], [batch.sample_ids.contiguous().view(-1, 1).view(torch.uint8)]
         for name, each in shown.items():
             if not isinstance(each, torch.Tensor) or each.shape[:1] != (batch.num_samples,):
                 found = tuple(each.shape) if isinstance(each, torch.Tensor) else type(each).__name__
@@ -168,10 +168,11 @@ def drawn_gradients(batch: Batch, seed: Seed) -> Callable[[Represented], Shown]:
     """Gradients of what is shown that are a function of the sample, to compare calls."""
 
     def draw(represented: Represented) -> Shown:
+        assert isinstance(seed, int)  # no graph is recorded of such a model
         gradients = {}
         for number, each in enumerate(represented.columns):
             if each.trained:
-                drawn = ops.initial_rows(int(seed), DRAWN + number, batch.sample_ids, each.values, 1.0)
+                drawn = ops.initial_rows(seed, DRAWN + number, batch.sample_ids, each.values, 1.0)
                 gradients[each.name] = drawn.view(-1, *each.shape)
         return gradients
 

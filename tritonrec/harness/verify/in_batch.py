@@ -21,7 +21,7 @@ class TwoTowers(torch.nn.Module):
         super().__init__()
         self.user, self.item = nn.Linear(sizes.dim, sizes.dim), nn.Linear(sizes.dim, sizes.dim)
         self.norm, self.drop = nn.LayerNorm(sizes.dim), nn.Dropout(sizes.dropout)
-        self.scale = torch.nn.Parameter(torch.tensor([1.5]))
+        self.scale = torch.nn.Parameter(torch.tensor([1.5], dtype=torch.float32))
 
     def forward(self, batch: JaggedBatch, rows: dict[str, torch.Tensor], seed: int) -> Shown:
         items, labels, _negatives = rows["item"].split(
