@@ -15,7 +15,15 @@ import time
 
 import torch
 
-from tritonrec import Communicators, FeatureConfig, HashTableCollection, RowOptimizer, Trainer, WindowConfig, nn
+from tritonrec import (
+    Communicators,
+    FeatureConfig,
+    HashTableCollection,
+    RowOptimizer,
+    Trainer,
+    WindowConfig,
+    nn,
+)
 from tritonrec.data import Batch, KeyedJaggedTensor, Lookup
 
 DIM, HIDDEN, IDS, WARM_UP, SCALE = 64, 128, 50_000, 4, 8.0
@@ -51,7 +59,9 @@ class Plain(torch.nn.Module):
 
     def forward(self, ids: torch.Tensor) -> list[torch.Tensor]:
         """(b, 2) ids of users and items."""
-        return [tower(rows(each)) for tower, rows, each in zip(self.towers, self.rows, ids.unbind(1), strict=True)]
+        return [
+            tower(rows(each)) for tower, rows, each in zip(self.towers, self.rows, ids.unbind(1), strict=True)
+        ]
 
 
 def ids_of(step: int, size: int) -> torch.Tensor:
@@ -67,7 +77,9 @@ def ours(size: int, count: int, steps: int) -> list[float]:
     tables = HashTableCollection(features, RowOptimizer("adam", lr=1e-3))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
     times = []
-    with Trainer(model, tables, optimizer, Communicators.local(), "sequential", WindowConfig(count)) as trainer:
+    with Trainer(
+        model, tables, optimizer, Communicators.local(), "sequential", WindowConfig(count)
+    ) as trainer:
         for step in range(steps):
             ids = ids_of(step, size)
             lookups = {"user": Lookup(ids[:, 0].contiguous()), "item": Lookup(ids[:, 1].contiguous())}
