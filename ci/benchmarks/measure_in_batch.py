@@ -1,10 +1,10 @@
-"""A step with in-batch softmax beside plain PyTorch doing the same: GradCache over N micro-batches, on one thread.
+"""A step with in-batch softmax beside plain PyTorch doing the same: GradCache over N micro-batches.
 
     python ci/benchmarks/measure_in_batch.py
 
 Both have two MLP towers on rows of one user and one item each, under Adam. PyTorch's rows are a dense
-`torch.nn.Embedding`, whose whole table Adam updates, or with sparse gradients under SparseAdam. Printed is CPU
-time, the median of the steps after the first ones, and the bytes that a sample shows.
+`torch.nn.Embedding`, whose whole table Adam updates, or with sparse gradients under SparseAdam. Printed is
+CPU time of one thread, the median of the steps after the first ones, and the bytes that a sample shows.
 """
 
 from __future__ import annotations
