@@ -81,7 +81,9 @@ class Log:
             }
         )
         dense = torch.stack([torch.log1p(self.place[rows]) / 5, self.gap[rows]], 1)
-        places = torch.searchsorted(self.catalogue, self.item[rows]).clamp(max=len(self.catalogue) - 1)
+        places = torch.searchsorted(self.catalogue, self.item[rows].contiguous()).clamp(
+            max=len(self.catalogue) - 1
+        )
         return Events(step, rows, features, dense, self.log_q[places], self.bags(items.flatten()))
 
     def bags(self, items):
