@@ -151,7 +151,7 @@ def test_a_stage_that_writes_what_it_reads_is_found():
     assert "h2d, which declares samples as read, has changed it" in said
     said = refused(stages.exchange, lambda buffer, **_: buffer[0].add_(1))
     assert "exchange, which declares buffer as read, has changed it" in said
-    said = refused(stages.compute, lambda dense, **_: dense.model.parameters["mix.weight"].data.add_(1))
+    said = refused(NESTPIPE["compute"], lambda dense, **_: dense.model.parameters["mix.weight"].data.add_(1))
     assert "compute, which declares dense as read, has changed it" in said
 
 
@@ -160,9 +160,9 @@ def test_a_row_or_micro_batch_beyond_the_declared_ones_is_found():
     assert "declares buffer as write, has changed row" in said
     said = refused(stages.exchange, lambda embeddings, **_: embeddings[0].add_(1))
     assert "declares embeddings as write, has changed row" in said
-    said = refused(stages.compute, lambda gradients, **_: gradients[0].add_(1))
+    said = refused(NESTPIPE["compute"], lambda gradients, **_: gradients[0].add_(1))
     assert "declares gradients as update, has changed row" in said
-    said = refused(stages.compute, lambda losses, **_: losses.update({2: losses[0]}))
+    said = refused(NESTPIPE["compute"], lambda losses, **_: losses.update({2: losses[0]}))
     assert "declares losses as write, has changed" in said
 
 

@@ -11,7 +11,7 @@ from .grm import GRM, GRM_SIZES, GRMConfig
 from .hstu import HSTU, HSTUConfig, HSTULayer
 from .hstu_layer import RECOMPUTED
 from .layers import GELU, Dropout, Embedding, LayerNorm, Linear, RMSNorm, Sigmoid, SiLU
-from .losses import binary_cross_entropy, sigmoid
+from .losses import binary_cross_entropy, in_batch_softmax, sigmoid
 from .mmoe import MMoE
 from .modules import (
     MLP,
@@ -70,6 +70,7 @@ __all__ = [
     "binary_cross_entropy",
     "convert",
     "expand",
+    "in_batch_softmax",
     "jagged",
     "pad",
     "padded",

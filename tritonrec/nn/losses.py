@@ -3,13 +3,14 @@
 `torch.sigmoid` and `torch.nn.functional.softplus` compute the last elements of an array by another path than
 the rest; `exp` and `log1p` do not, so everything here is made of those and of single operations.
 
-Dimensions: L rows, T tasks.
+Dimensions: L rows, T tasks; b queries, B candidates, d dimensions.
 """
 
 from __future__ import annotations
 
 import torch
 
+from .. import ops
 from ..kernels.autocast import widen
 
 
@@ -55,3 +56,43 @@ class _BinaryCrossEntropy(torch.autograd.Function):
     def backward(ctx, dy):
         z, y = ctx.saved_tensors
         return dy[:, None] * ((1 - y) * sigmoid(z) - y * sigmoid(-z)), None
+
+
+def in_batch_softmax(
+    queries: torch.Tensor,
+    candidates: torch.Tensor,
+    positions: torch.Tensor,
+    ids: torch.Tensor | None = None,
+    log_q: torch.Tensor | None = None,
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """Cross entropies of each query's own candidate among all candidates, which are other queries' own.
+
+    A logit is ``<query, candidate> / temperature - log_q``, where q is the probability that a batch has the
+    candidate: popular items are negatives more often (Yi et al., RecSys 2019, equation 3). A candidate with
+    the id of the query's own is the same item, and none of its negatives.
+
+    Args:
+        queries: (b, d) float32 or of lower precision. candidates: (B, d).
+        positions: (b,) int64, each query's own candidate. ids: (B,) of the candidates, None: all differ.
+        log_q: (B,) float32, None: all are as likely.
+    Returns:
+        (b,) float32, each of its own row alone. Differentiable in queries and candidates.
+    Raises:
+        ValueError: a temperature that is not positive, shapes that do not fit.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    for name, each in (("ids", ids), ("log_q", log_q)):
+        if each is not None and each.shape != candidates.shape[:1]:
+            raise ValueError(f"{name} has shape {tuple(each.shape)} for {len(candidates)} candidates")
+    if positions.shape != queries.shape[:1]:
+        raise ValueError(f"positions has shape {tuple(positions.shape)} for {len(queries)} queries")
+    logits = widen(ops.linear(queries / temperature, candidates))
+    if log_q is not None:
+        logits = logits - log_q
+    if ids is not None:
+        same = ids == ids[positions].unsqueeze(1)
+        same[torch.arange(len(positions), device=positions.device), positions] = False
+        logits = logits.masked_fill(same, -torch.inf)
+    return torch.nn.functional.cross_entropy(logits, positions, reduction="none")

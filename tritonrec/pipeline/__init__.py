@@ -30,10 +30,12 @@ from .schedule import (
     over_nodes,
     with_norm,
     with_replicas,
+    with_window_loss,
 )
 from .tasks import Tasks
 from .trainer import Trainer
 from .window import Consistency, Dedup, ExchangeConfig, LookupCounts, Model, Window, WindowConfig
+from .window_loss import WindowLossModel
 
 __all__ = [
     "DBP",
@@ -73,6 +75,7 @@ __all__ = [
     "TrainingSaver",
     "Window",
     "WindowConfig",
+    "WindowLossModel",
     "WindowPlaces",
     "autocast",
     "base_schedule",
@@ -90,4 +93,5 @@ __all__ = [
     "whole_tables",
     "with_norm",
     "with_replicas",
+    "with_window_loss",
 ]

@@ -19,7 +19,7 @@ from .. import nn
 from ..data import Batch
 from ..embedding import FeatureConfig, HashTableCollection
 from ..kernels.philox import Seed
-from .model_call import CallerSettings, check_losses, samples_of
+from .model_call import CallerSettings, Represented, check_losses, samples_of, sees_window
 from .precision import DTYPES, Precision
 
 RowsOf = Callable[[Batch], Mapping[str, torch.Tensor]]
@@ -212,7 +212,10 @@ def _record(model: torch.nn.Module, batch: Batch, rows_of: RowsOf, seed: Seed, d
             losses = model(batch, rows, seed)
     except Exception as error:
         raise _ModelError(recorder.where, error) from error
-    check_losses(losses, batch)
+    if sees_window(model):
+        Represented.of(losses, batch)
+    else:
+        check_losses(losses, batch)
     return recorder.events
 
 
@@ -340,6 +343,10 @@ def _judge_gradients(
                 try:
                     with accumulator.active(), samples_of(model, one, seed) as now:
                         losses = model(one, rows_of(one), seed)
+                        if sees_window(model):
+                            losses = sum(
+                                each.flatten(1).sum(1) for each in losses.values() if each.requires_grad
+                            )
                         now.backward = True
                         if losses.requires_grad:
                             with settings.backward():

@@ -40,7 +40,8 @@ from .dense import DenseModel
 from .dense_checks import validate_hooks
 from .graphs import MicroBatchGraphs
 from .guard import Guard
-from .model_call import CallerSettings, train_micro_batch, versions
+from .model_call import CallerSettings, Represented, Shown, represent, train_micro_batch, versions
+from .window_loss import WindowLoss, losses_of
 
 _models: WeakKeyDictionary[torch.nn.Module, InFlight] = WeakKeyDictionary()
 
@@ -161,14 +162,47 @@ class Flight:
         seed: int,
         settings: CallerSettings,
         scale_exponent: int,
+        given: WindowLoss | None = None,
     ) -> torch.Tensor:
-        """`train_micro_batch` of the model; RuntimeError where somebody has changed the model meanwhile."""
+        """`train_micro_batch` of the model, or its backward from what is `given`; returns the losses.
+
+        Raises RuntimeError where somebody has changed the model meanwhile.
+        """
         with self._model_call(scale_exponent):
             graphs, call = self._graphs, (self.model, self.accumulator, batch, rows)
             if graphs is not None and graphs.takes(*call, settings, self.called):
                 return graphs.train(*call, seed, settings)
             with self._compilation.call(batch, rows, seed, settings), self.accumulator.active():
-                return train_micro_batch(self.model, batch, rows, seed, settings, scale_exponent)
+                again = None if given is None else given.again
+                losses = train_micro_batch(
+                    self.model, batch, rows, seed, settings, scale_exponent, gradients_of=again
+                )
+                return losses if given is None else given.losses
+
+    def represent(
+        self, batch: Batch, rows: dict[str, torch.Tensor], seed: int, settings: CallerSettings
+    ) -> Represented:
+        """`model_call.represent` of the model; RuntimeError as `train_micro_batch`."""
+        with self._model_call(0), self._compilation.call(batch, rows, seed, settings):
+            return represent(self.model, batch, rows, seed, settings)
+
+    def window_loss(
+        self,
+        batch: Batch,
+        window: Shown,
+        positions: torch.Tensor,
+        seed: int,
+        settings: CallerSettings,
+        scale_exponent: int,
+        sums: Shown,
+    ) -> tuple[torch.Tensor, Shown]:
+        """`losses_of` the samples of a micro-batch, whose rows are compared first where that is due."""
+        if not batch.num_samples:
+            return torch.zeros(0, dtype=torch.float32, device=positions.device), {}
+        given = window, positions, seed, settings, scale_exponent
+        self.guard.check_window_loss(batch, *given, sums)
+        with self._model_call(scale_exponent):
+            return losses_of(self.model, batch, *given, self.accumulator, sums)
 
     @contextmanager
     def _model_call(self, scale_exponent: int) -> Iterator[None]:

@@ -31,7 +31,7 @@ from ..nn.context import has_hooks
 from ..nn.modules import GatedNorm, TokenDropout
 from ..nn.next_item import NextItemModel
 from .compiled import is_compiled
-from .model_call import CallerSettings, train_micro_batch
+from .model_call import CallerSettings, sees_window, train_micro_batch
 from .window import WindowConfig
 
 Result = TypeVar("Result")
@@ -253,6 +253,8 @@ def _is_known(model: torch.nn.Module) -> bool:
 
 def _reason_against(model: torch.nn.Module) -> str:
     """Why a graph would leave out, or repeat, what the model's call does; empty where it would not."""
+    if sees_window(model):
+        return "its losses are of the whole global batch"
     for name, module in model.named_modules():
         if share_of(module) and not isinstance(module, DRAWS_BY_SEED):
             return (

@@ -30,9 +30,10 @@ from .attributes import Attributes
 from .by_place import Call, first_by_place
 from .compiled import Compilation
 from .diagnosis import Diagnosis, blame_buffer, blame_gradient, diagnose_with
-from .model_call import CallerSettings, train_micro_batch, versions
+from .model_call import CallerSettings, Shown, sees_window, train_micro_batch, versions
 from .precision import unscaled
 from .window import Window, WindowConfig
+from .window_loss import losses_of
 
 STREAM = 0x67756172  # one Philox stream for draws of the guard
 EARLY = 16
@@ -59,8 +60,9 @@ class NotBatchInvariantError(ValueError):
         blamed = f"; module {found.module}: {found.reason}" if found.module else ""
         super().__init__(
             f"consistency='batch' cannot hold with this model, {what}{blamed}. Let the loss of a sample "
-            "depend on that sample alone, or take consistency='window', whose bits depend on the cut of the "
-            "batch; trust_model=True trains without this check"
+            "depend on that sample alone, give a loss over the whole batch in a window_loss "
+            "(docs/in_batch.md), or take consistency='window', whose bits depend on the cut of the batch; "
+            "trust_model=True trains without this check"
         )
 
 
@@ -143,6 +145,46 @@ class Guard:
             changed = zip(self._buffers, before, versions(self._buffers.values()), strict=True)
             name = next(name for name, old, new in changed if old != new)
             raise NotBatchInvariantError(f"whose call changed buffer {name}", blame_buffer(self._model, name))
+
+    def check_window_loss(
+        self,
+        batch: Batch,
+        window: Shown,
+        positions: torch.Tensor,
+        seed: Seed,
+        settings: CallerSettings,
+        scale_exponent: int,
+        sums: Shown,
+    ) -> None:
+        """Compare the losses of a micro-batch's samples, and their gradients, with those of its parts.
+
+        Raises `NotBatchInvariantError`.
+        """
+        size, count = (-1, batch.num_samples.bit_length()), batch.num_samples
+        if not self.active or count == 1 or size in self._sizes:
+            return
+        found = []
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(count))[:MOST_SAMPLES]
+        for cut in ([len(order)], [1, len(order) - 1]):
+            accumulator = GradientAccumulator(self._model, self._config.fraction_bits)
+            totals, calls = {name: torch.zeros_like(each) for name, each in sums.items()}, []
+            with accumulator.empty_gradients():
+                accumulator.scale_exponent = scale_exponent
+                for part in order.split(cut):
+                    of_part = batch.select(part), window, positions[part.to(positions.device)]
+                    losses, own = losses_of(
+                        self._model, *of_part, seed, settings, scale_exponent, accumulator, totals
+                    )
+                    calls.append([losses, *own.values()])
+                by_sample = [torch.cat(parts) for parts in zip(*calls, strict=True)]
+                found.append([*by_sample, *totals.values(), accumulator.take_flat()])
+        self._sizes.add(size)
+        if not all(map(_same_bits, *found)):
+            raise NotBatchInvariantError(
+                "whose window_loss of a sample depends on which others are computed with it, and not on the "
+                "window alone",
+                Diagnosis(None, None, ""),
+            )
 
     def _due(self, window: Window, micro_batch: int, batch: Batch) -> int:
         """How many samples are to be compared."""
@@ -350,14 +392,17 @@ class _Calls:
         self, batch: Batch, order: torch.Tensor, whole: _Outcome, cut: _Outcome, otherwise: Diagnosis | None
     ) -> None:
         losses, others = whole.losses[0][order.to(batch.sample_ids.device)], torch.cat(cut.losses)
-        if not torch.equal(losses.view(torch.int32), others.view(torch.int32)):
-            where = (losses.view(torch.int32) != others.view(torch.int32)).nonzero()[0, 0]
-            sample = int(batch.sample_ids[order[int(where)]])
+        differ = losses.view(len(losses), -1).view(torch.uint8) != others.view(len(losses), -1).view(
+            torch.uint8
+        )
+        if bool(differ.any()):
+            where = differ.any(1).nonzero()[0, 0]
+            sample, shown = int(batch.sample_ids[order[int(where)]]), sees_window(self.model)
+            what = f"whose loss of sample {sample} is"
+            what = f"which shows of sample {sample}" if shown else f"{what} {float(losses[where])!r}"
+            value = "other values" if shown else f"{float(others[where])!r}"
             self._refuse(
-                f"whose loss of sample {sample} is {float(losses[where])!r} in a batch of {len(order)} and "
-                f"{float(others[where])!r} beside fewer samples",
-                batch,
-                otherwise,
+                f"{what} in a batch of {len(order)} and {value} beside fewer samples", batch, otherwise
             )
         assert whole.dense is not None and cut.dense is not None
         if not torch.equal(whole.dense, cut.dense):

@@ -6,13 +6,15 @@ carries what held where it was read, and its micro-batches are computed under th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from .. import ops
 from ..data import Batch
 from ..kernels.dispatch import computes_eagerly
 from ..kernels.philox import Seed
@@ -94,6 +96,89 @@ def samples_of(model: torch.nn.Module, batch: Batch, seed: Seed) -> AbstractCont
     return samples(model, batch.sample_ids, getattr(batch, "offsets", None), seed, tokens)
 
 
+Shown = dict[str, torch.Tensor]
+"""By name what samples show to the others of their global batch, (b, ...)."""
+DRAWN = 0x73686F77  # one Philox stream for gradients that are drawn
+
+
+class Column(NamedTuple):
+    """A tensor of `Shown`: its name and type, the shape of a row, and whether it has a gradient."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    trained: bool
+
+    @property
+    def values(self) -> int:
+        """Of a row."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Represented:
+    """What the samples of a micro-batch show, as bytes.
+
+    Args:
+        values: (b, n) uint8: 8 of the sample id, then those of each column. columns: () without samples.
+    """
+
+    values: torch.Tensor
+    columns: tuple[Column, ...] = ()
+
+    @classmethod
+    def of(cls, shown: Shown, batch: Batch) -> Represented:
+        """Raises TypeError or ValueError for anything but tensors with a row for each sample of which one has
+        a gradient, and for a gradient of another type than float32.
+        """
+        expected = "a model with window_loss must return a dict of tensors with a row for each sample"
+        if not isinstance(shown, dict):
+            raise TypeError(f"{expected}; it returned {type(shown).__name__}")
+        columns, parts = [], [batch.sample_ids.contiguous().view(-1, 1).view(torch.uint8)]
+        for name, each in shown.items():
+            if not isinstance(each, torch.Tensor) or each.shape[:1] != (batch.num_samples,):
+                found = tuple(each.shape) if isinstance(each, torch.Tensor) else type(each).__name__
+                raise ValueError(f"{expected}; {name} is {found}, of {batch.num_samples} samples")
+            if each.requires_grad and each.dtype != torch.float32:
+                raise TypeError(f"{expected}; {name} has a gradient and is {each.dtype}: use .float()")
+            columns.append(Column(name, each.dtype, tuple(each.shape[1:]), each.requires_grad))
+            flat = each.detach().reshape(batch.num_samples, -1).contiguous()
+            parts.append(flat.view(torch.uint8))
+        if not any(column.trained for column in columns):
+            raise ValueError(f"{expected}, one of them with a gradient: does the model detach it?")
+        return cls(torch.cat(parts, 1), tuple(columns))
+
+
+def sees_window(model: torch.nn.Module) -> bool:
+    """Whether losses are of the whole global batch: the model has a `window_loss`."""
+    return callable(getattr(model, "window_loss", None))
+
+
+def represent(
+    model: torch.nn.Module, batch: Batch, rows: dict[str, Any], seed: Seed, settings: CallerSettings
+) -> Represented:
+    """What the samples of a micro-batch show, of a model that `sees_window`; its graph is dropped."""
+    if not batch.num_samples:
+        return Represented(torch.zeros(0, 0, dtype=torch.uint8, device=batch.sample_ids.device))
+    with computes_eagerly(False), settings.applied(), samples_of(model, batch, seed):
+        return Represented.of(model(batch, rows, seed), batch)
+
+
+def drawn_gradients(batch: Batch, seed: Seed) -> Callable[[Represented], Shown]:
+    """Gradients of what is shown that are a function of the sample, to compare calls."""
+
+    def draw(represented: Represented) -> Shown:
+        assert isinstance(seed, int)  # no graph is recorded of such a model
+        gradients = {}
+        for number, each in enumerate(represented.columns):
+            if each.trained:
+                drawn = ops.initial_rows(seed, DRAWN + number, batch.sample_ids, each.values, 1.0)
+                gradients[each.name] = drawn.view(-1, *each.shape)
+        return gradients
+
+    return draw
+
+
 def train_micro_batch(
     model: torch.nn.Module,
     batch: Batch,
@@ -102,6 +187,7 @@ def train_micro_batch(
     settings: CallerSettings,
     scale_exponent: int = 0,
     dlosses: torch.Tensor | None = None,
+    gradients_of: Callable[[Represented], Shown] | None = None,
 ) -> torch.Tensor:
     """Forward, and backward of the losses' sum times ``2**scale_exponent``; returns the losses (B,) float32.
 
@@ -111,27 +197,54 @@ def train_micro_batch(
         rows: by feature, as `tritonrec.pipeline.Model` takes them. seed: of dropout; where a graph is
             recorded, one that kernels load.
         dlosses: (B,) float32, gradients of the losses in the place of ``2**scale_exponent``.
+        gradients_of: what a model that `sees_window` shows, by name; drawn ones by default. In the place of
+            losses `Represented.values` are returned.
 
     Raises TypeError or ValueError where the model returns anything but a float32 loss of each sample that a
     backward pass can start from, ValueError where it changes the batch in place.
     """
     if not batch.num_samples:
-        return torch.zeros(0, dtype=torch.float32, device=batch.sample_ids.device)
+        dtype = torch.uint8 if sees_window(model) else torch.float32
+        return torch.zeros(0, dtype=dtype, device=batch.sample_ids.device)
     tensors = list(batch.tensors())
     before = versions(tensors)
     with computes_eagerly(False), settings.applied(), samples_of(model, batch, seed) as now:
         losses = model(batch, rows, seed)
-        check_losses(losses, batch)
-        now.backward = True
-        if batch.loss_terms:
-            with settings.backward():
-                losses.backward(torch.full_like(losses, 2.0**scale_exponent) if dlosses is None else dlosses)
+        if sees_window(model):
+            losses = _backward_of_shown(
+                losses, batch, now, settings, scale_exponent, gradients_of or drawn_gradients(batch, seed)
+            )
+        else:
+            check_losses(losses, batch)
+            now.backward = True
+            if batch.loss_terms:
+                scale = torch.full_like(losses, 2.0**scale_exponent) if dlosses is None else dlosses
+                with settings.backward():
+                    losses.backward(scale)
     if versions(tensors) != before:
         raise ValueError(
             "the model changes its batch in place, which is the caller's, or a copy, by the cut into "
             "micro-batches: let it work on a copy of the tensor (tensor.clone())"
         )
     return losses.detach()
+
+
+def _backward_of_shown(
+    shown: Shown,
+    batch: Batch,
+    now: Samples,
+    settings: CallerSettings,
+    scale_exponent: int,
+    gradients_of: Callable[[Represented], Shown],
+) -> torch.Tensor:
+    represented = Represented.of(shown, batch)
+    gradients = gradients_of(represented)
+    now.backward = True
+    with settings.backward():
+        torch.autograd.backward(
+            [shown[name] for name in gradients], [each * 2.0**scale_exponent for each in gradients.values()]
+        )
+    return represented.values
 
 
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:

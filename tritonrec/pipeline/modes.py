@@ -15,6 +15,7 @@ from .schedule import (
     over_nodes,
     with_norm,
     with_replicas,
+    with_window_loss,
 )
 from .window import WindowConfig
 
@@ -39,8 +40,12 @@ def base_schedule(mode: Mode) -> Schedule:
     return SCHEDULES.get(mode, SEQUENTIAL)
 
 
-def schedule_of(mode: Mode, config: WindowConfig, replicas: int = 1, nodes: int = 1) -> Schedule:
+def schedule_of(
+    mode: Mode, config: WindowConfig, replicas: int = 1, nodes: int = 1, sees_window: bool = False
+) -> Schedule:
     """The schedule of a mode with the switches of `config`; ``reference`` has none.
+
+    `sees_window`: of a model with a `window_loss`.
 
     Raises ValueError where the mode has no buffer in which ``skip_fetch`` could keep rows, where it cannot
     have several batches in flight, and where lookups over nodes do not go with the rest.
@@ -55,6 +60,13 @@ def schedule_of(mode: Mode, config: WindowConfig, replicas: int = 1, nodes: int 
         raise ValueError(f"mode {mode!r} has one batch in flight, not {config.depth}: depth is for {able}")
     if config.depth:
         schedule = replace(schedule, batches_in_flight=config.depth)
+    if sees_window:
+        if config.average_every:
+            raise ValueError(
+                "replicas that are averaged train on their own samples, and a window_loss is of the whole "
+                "global batch: use exact replicas (average_every=0)"
+            )
+        schedule = with_window_loss(schedule)
     if config.adds_up_replicas(replicas):
         schedule = with_replicas(schedule)
     if nodes > 1:
@@ -90,14 +102,17 @@ def validate_reference(config: WindowConfig, communicators: Communicators) -> No
         raise ValueError("mode 'reference' has one batch in flight and one copy: no depth, no average_every")
 
 
-def validate_schedule(schedule: Schedule, config: WindowConfig, replicas: int, nodes: int) -> None:
+def validate_schedule(
+    schedule: Schedule, config: WindowConfig, replicas: int, nodes: int, sees_window: bool = False
+) -> None:
     """Raise ValueError for a schedule that goes with another configuration."""
     fits = schedule.keeps_rows == config.exchange.skip_fetch and schedule.clips == config.clips
-    fits &= schedule.relays == (nodes > 1)
+    fits &= schedule.relays == (nodes > 1) and schedule.sees_window == sees_window
     if not fits or schedule.replicated != config.adds_up_replicas(replicas):
         raise ValueError(
             f"schedule {schedule.name!r} keeps rows: {schedule.keeps_rows}, adds up replicas: "
-            f"{schedule.replicated}, clips: {schedule.clips}, relays: {schedule.relays}; with skip_fetch="
-            f"{config.exchange.skip_fetch}, {replicas} replicas, {nodes} nodes and limits of gradients: "
-            f"{config.clips} it must be made by schedule_of or its parts"
+            f"{schedule.replicated}, clips: {schedule.clips}, relays: {schedule.relays}, sees_window: "
+            f"{schedule.sees_window}; with skip_fetch={config.exchange.skip_fetch}, {replicas} replicas, "
+            f"{nodes} nodes, limits of gradients: {config.clips} and a model with a window_loss: "
+            f"{sees_window} it must be made by schedule_of or its parts"
         )

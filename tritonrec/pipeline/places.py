@@ -27,12 +27,14 @@ from .dense import DenseModel
 from .dist_plan import InputDist, RowDist, Splits
 from .exchange_groups import ExchangeGroups
 from .flight import Flight
+from .model_call import Represented
 from .reduce_scatter import ReplicaReduction
 from .relays import Relay
 from .run_agreement import RunAgreement
 from .stage import filled_places, place
 from .sums import Sums
 from .window import LookupCounts, Window, WindowConfig
+from .window_loss import WindowLoss
 
 T = TypeVar("T")
 
@@ -300,8 +302,12 @@ Outputs = NewType("Outputs", dict[int, dict[str, torch.Tensor]])
 """By micro-batch what the model recorded of its samples (`nn.record`), by name."""
 for filled in (Embeddings, Gradients, Relayed, RelaySums, RowGradient, MeanGradient):
     place("micro_batch", make=list)(filled)
-for by_number in (Losses, Outputs):
-    place("micro_batch", make=dict)(by_number)
+Representations = NewType("Representations", dict[int, Represented])
+"""By micro-batch what its samples show to the others of the global batch, of a model with a `window_loss`."""
+WindowLosses = NewType("WindowLosses", dict[int, WindowLoss])
+"""By micro-batch the losses of these, and the gradients from which its backward starts."""
+for by_micro_batch in (Losses, Outputs, Representations, WindowLosses):
+    place("micro_batch", make=dict)(by_micro_batch)
 
 
 class WindowPlaces:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 
 import torch
 
 from .. import ops
 from ..data import Batch
+from ..distributed import Communicator
 from ..embedding import DynamicTable, HashTableCollection
 from ..kernels.dispatch import default_impl
 from ..nn import GradientAccumulator
@@ -17,7 +19,7 @@ from .clipping import clamp, dropped, norm_of, scale_of, squares
 from .compiled import Compilation
 from .dense import DenseModel
 from .guard import Guard
-from .model_call import CallerSettings, train_micro_batch
+from .model_call import CallerSettings, Represented, Shown, sees_window, train_micro_batch
 from .places import WindowPlaces
 from .precision import rounded_rows, unscaled
 from .program import Program
@@ -25,6 +27,7 @@ from .stages.window import DROPOUT_STREAM
 from .streams import to_device, to_host
 from .sums import LOSS_BITS
 from .window import Window, WindowConfig
+from .window_loss import gather, losses_of
 
 
 class ReferenceTrainer:
@@ -112,7 +115,13 @@ class ReferenceTrainer:
                 accumulator.active(),
                 recording() as recorded,
             ):
-                losses.append(train_micro_batch(self.model, batch, by_feature, seed, settings, exponent))
+                call = self.model, batch, by_feature, seed, settings, exponent
+                if sees_window(self.model):
+                    loss = _LossOfBatch(*call[:2], seed, settings, exponent, accumulator)
+                    train_micro_batch(*call, gradients_of=loss)
+                    losses.append(loss.losses)
+                else:
+                    losses.append(train_micro_batch(*call))
             self.outputs.append(recorded)
             for leaf, (_group, keys, _found, _values, sums, places) in zip(rows, shards, strict=True):
                 if leaf.grad is not None:
@@ -159,6 +168,35 @@ class ReferenceTrainer:
         else:
             self.dense.step(accumulator.views(dense))
         return losses
+
+
+@dataclass
+class _LossOfBatch:
+    """From what the samples of a batch show, their losses (B,) and the gradients of that."""
+
+    model: torch.nn.Module
+    batch: Batch
+    seed: int
+    settings: CallerSettings
+    scale_exponent: int
+    accumulator: GradientAccumulator
+    losses: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float32))
+
+    def __call__(self, represented: Represented) -> Shown:
+        gathered, sums = gather([represented], Communicator()), {}
+        for column in (each for each in represented.columns if each.trained):
+            shown = gathered.shown[column.name]
+            sums[column.name] = torch.zeros_like(shown, dtype=torch.int64)
+        self.losses, own = losses_of(
+            self.model, self.batch, gathered.shown, gathered.positions, self.seed, self.settings,
+            self.scale_exponent, self.accumulator, sums,
+        )  # fmt: skip
+        bits = self.accumulator.fraction_bits
+        assert bits is not None
+        return {
+            name: each + ops.from_fixed_point(sums[name], 1.0, bits)[gathered.positions]
+            for name, each in own.items()
+        }
 
 
 def _to_table(values: torch.Tensor, table: DynamicTable) -> torch.Tensor:

@@ -17,8 +17,10 @@ micro-batch::
 
 Stages of the next batches run beside it, as far as `Schedule.batches_in_flight` and the edges across batches
 let them. `copy_kept_rows` is in schedules with two buffers, `replica_reduce` where replicas of the tables add
-up their gradients (`with_replicas`), and `gradient_norm` where gradients have limits (`with_norm`). Each
-declares so (`Stage.feature`); other stages declare what they take from it, and do without where it is absent.
+up their gradients (`with_replicas`), and `gradient_norm` where gradients have limits (`with_norm`). With
+a loss of the whole global batch (`with_window_loss`) `represent[i]` and `window_loss` precede `compute[i]`.
+Each declares so (`Stage.feature`); other stages declare what they take from it, and do without where it is
+absent.
 
 One executor runs any schedule; `tritonrec.pipeline.check` proves it equivalent to running its stages one
 after another before a single batch moves. What a mode can do, its schedule says: `Schedule.dual_buffer`, ...
@@ -38,7 +40,7 @@ from .stage import Access, Edge, Feature, Stage, Which
 __all__ = [
     "DBP", "FWP", "NESTPIPE", "SCHEDULES", "SEQUENTIAL",
     "Access", "Edge", "Schedule", "Stage", "Task", "Which", "keep_rows", "over_nodes", "with_norm",
-    "with_replicas",
+    "with_replicas", "with_window_loss",
 ]  # fmt: skip
 
 
@@ -107,6 +109,11 @@ class Schedule:
     def clips(self) -> bool:
         """Whether the norm of all gradients is known before the updates; see `with_norm`."""
         return self._has("clips")
+
+    @property
+    def sees_window(self) -> bool:
+        """Whether losses are of the whole global batch; see `with_window_loss`."""
+        return self._has("sees_window")
 
     def _has(self, feature: Feature) -> bool:
         return any(stage.feature == feature for stage in self.stages)
@@ -238,6 +245,8 @@ STAGES: tuple[Stage, ...] = (
     stages.retrieve,
     stages.copy_kept_rows,
     stages.exchange,
+    stages.represent,
+    stages.window_loss,
     stages.compute,
     stages.gradient_exchange,
     stages.replica_reduce,
@@ -340,3 +349,15 @@ def with_replicas(schedule: Schedule) -> Schedule:
 def with_norm(schedule: Schedule) -> Schedule:
     """The schedule with updates from gradients within limits: they wait for the norm of all gradients."""
     return schedule.with_stage(stages.gradient_norm)
+
+
+def with_window_loss(schedule: Schedule) -> Schedule:
+    """The schedule of a model with a `window_loss`: all micro-batches show their samples before any backward.
+
+    Where micro-batches exchanged one after the other (`DBP`), now their forwards do.
+    """
+    seen = schedule.with_stage(stages.represent).with_stage(stages.window_loss)
+    waits = Edge("gradient_exchange", "previous")
+    if waits in seen["exchange"].after:
+        seen = seen.without_edge("exchange", waits).with_edges("exchange", Edge("represent", "previous"))
+    return seen

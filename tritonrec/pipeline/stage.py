@@ -34,7 +34,7 @@ Per = Literal["run", "batch", "micro_batch"]
 Group = Literal["", "host", "device"]
 """Whether a place is a process group, and where its collectives run."""
 
-Feature = Literal["", "dual_buffer", "replicated", "clips"]
+Feature = Literal["", "dual_buffer", "replicated", "clips", "sees_window"]
 """What a schedule can do because it has a stage; see the properties of `Schedule`."""
 
 Read = Annotated[T, ("mode", "read")]

@@ -33,7 +33,7 @@ from .gather import whole_tables
 from .graphs import MicroBatchGraphs
 from .guard import Guard, NotBatchInvariantError
 from .interrupts import uninterrupted
-from .model_call import CallerSettings
+from .model_call import CallerSettings, sees_window
 from .modes import MODES, Mode, schedule_of, validate_reference, validate_schedule
 from .pending import PendingWindows
 from .places import DenseMeans, DeviceSamples, GradientNorm, Losses, Outputs, OwnedRows, Routes, WindowPlaces
@@ -153,7 +153,9 @@ class Trainer:
         self.reference: ReferenceTrainer | None = None
         self._schedule = None if mode == "reference" else schedule
         if mode != "reference" and schedule is None:
-            self._schedule = schedule_of(mode, self.config, communicators.replicas, communicators.nodes)
+            self._schedule = schedule_of(
+                mode, self.config, communicators.replicas, communicators.nodes, sees_window(model)
+            )
         self.config = self.config.cut(self._schedule is not None and self._schedule.overlaps_window)
         shared = self._schedule is not None and self._schedule.overlaps_batches
         if graphs == "auto":  # on several GPUs nobody has run them
@@ -176,7 +178,9 @@ class Trainer:
             self._reader = self._batch_reader()
             self.reference = ReferenceTrainer(tables, self.dense, self.config, self.impl, self._device, guard)
             return
-        validate_schedule(self._schedule, self.config, communicators.replicas, communicators.nodes)
+        validate_schedule(
+            self._schedule, self.config, communicators.replicas, communicators.nodes, sees_window(model)
+        )
         validate_same_training(
             communicators, tables, self.dense, mode, self.config, self._schedule, self._device,
             self.impl,

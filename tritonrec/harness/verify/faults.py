@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ...pipeline import Edge
-from . import cached, deltas, disk, injections, kept_state, server
+from . import cached, deltas, disk, in_batch, injections, kept_state, server
 from .cases import Case
 from .injections import Injection
-from .variants import LOST_RANK, OWN_LOOP, RESTART, STREAM
+from .variants import IN_BATCH, LOST_RANK, OWN_LOOP, RESTART, STREAM
 
 
 @dataclass(frozen=True)
@@ -483,6 +483,10 @@ FAULTS = [
         "in a micro-batch the weights of bags are one id late",
         replace(_case(), variant="weighted-bags"),
         Injection(injections.weights_of_other_ids),
+    ),
+    *(
+        Fault(name, what, replace(_case(), variant=IN_BATCH), Injection(program), says)
+        for name, what, program, says in in_batch.FAULTS
     ),
     Fault(
         "gradients-of-the-last-pass",

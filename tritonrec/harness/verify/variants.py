@@ -16,6 +16,7 @@ from ...pipeline import PIPELINED, TWO_BUFFERS, LossScaling, Mode
 from ...slipstream import SlipstreamConfig
 from ..devices import Target
 from ..job import Job
+from .in_batch import InBatchJob
 from .own_code import ConvertedJob
 from .published import PublishedJob
 from .shared_bits import FoldedJob
@@ -27,6 +28,8 @@ LOST_RANK = "lost-rank"
 """The variant of which a rank is killed."""
 SERVED = "served"
 """The variant whose server needs packages of its own."""
+IN_BATCH = "in-batch"
+"""The variant whose losses are of the whole global batch."""
 OWN_LOOP = "hash-embedding"
 EACH = "exchanges-each"
 """The variant without a trainer, and so without a mode."""
@@ -192,6 +195,12 @@ VARIANTS: dict[str, Variant] = {
         "DLRM on bags of ids with weights, some of them empty",
         {"model": "dlrm"},
         kind=WeightedJob,
+        shows=("lookups",),
+    ),
+    IN_BATCH: Variant(
+        "two towers with in-batch softmax over the global batch, masked and corrected by log q",
+        {"data": MADE},
+        kind=InBatchJob,
         shows=("lookups",),
     ),
     "dlrm-criteo": Variant(

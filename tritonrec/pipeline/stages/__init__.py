@@ -18,6 +18,8 @@ from .window import (
     gradient_exchange,
     gradient_exchange_over_nodes,
     replica_reduce,
+    represent,
+    window_loss,
 )
 
 __all__ = [
@@ -33,11 +35,13 @@ __all__ = [
     "h2d",
     "prefetch",
     "replica_reduce",
+    "represent",
     "retrieve",
     "retrieve_new_rows",
     "route",
     "route_over_nodes",
     "sparse_update",
+    "window_loss",
     "write_back",
     "write_back_dropped_rows",
 ]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ... import ops
+from ...data import Batch
 from ...distributed import Communicator
 from ...kernels import launch
 from ...nn.context import recording
@@ -29,17 +30,21 @@ from ..places import (
     Outputs,
     OwnedRows,
     RailGroup,
+    ReduceGroup,
     Relayed,
     RelaySums,
     ReplicaGroup,
+    Representations,
     Routes,
     RowGradient,
+    WindowLosses,
 )
 from ..precision import DTYPES, rounded_rows, unscaled
 from ..stage import Edge, From, Read, Update, UpTo, Write, stage
 from ..streams import to_device
 from ..sums import NAME, counted_all_to_all
 from ..window import LookupCounts, Window
+from ..window_loss import WindowLoss, gather, of_candidates
 
 DROPOUT_STREAM = 0x64726F70  # one Philox stream for dropout seeds
 
@@ -131,7 +136,77 @@ def _send(
     counts.rows += sum(splits) - splits[over.rank]
 
 
-@stage(lane="compute", after=(Edge("exchange", "same"), Edge("dense_update", batch=1)))
+@stage(lane="compute", after=(Edge("exchange", "same"), Edge("dense_update", batch=1)), feature="sees_window")
+def represent(
+    micro_batch: int,
+    context: Context,
+    window: Window,
+    samples: Read[DeviceSamples],
+    routes: Read[Routes],
+    embeddings: Read[UpTo[Embeddings]],
+    dense: Read[Dense],
+    representations: Write[Representations],
+) -> None:
+    """What the samples of a micro-batch show to the others (GradCache, section 3.2, step 1)."""
+    part, flight = samples[micro_batch], dense.flight
+    inverses = [table.inverse[micro_batch] for table in routes.tables]
+    rows, _leaves, _in_place, indexed = _rows_of(context, flight, embeddings, inverses)
+    flight.dense.gather()
+    with flight.calls, flight.accumulator.active():
+        by_feature = context.tables.by_feature(rows, part.lookups(), indexed=indexed)
+        representations[micro_batch] = flight.represent(
+            part, by_feature, _seed(context, part), window.settings
+        )
+
+
+@stage(lane="compute", after=(Edge("represent", "all"),), feature="sees_window")
+def window_loss(
+    context: Context,
+    window: Window,
+    samples: Read[DeviceSamples],
+    routes: Read[Routes],
+    dense: Read[Dense],
+    representations: Read[Representations],
+    reduce: Update[ReduceGroup],
+    dense_gradient: Update[DenseGradient],
+    window_losses: Write[WindowLosses],
+    counts: LookupCounts,
+) -> None:
+    """The losses of all micro-batches from what the samples of all ranks show, and the gradients of that
+    (GradCache, section 3.2, step 2). Each batch of a window has a loss of its own.
+    """
+    flight, count = dense.flight, context.config.micro_batches
+    exponent = dense.model.scale_exponent(routes.loss_normalizer, context.config.fraction_bits)
+    for first in range(0, context.config.window_micro_batches, count):
+        every = range(first, first + count)
+        gathered = gather([representations[i] for i in every], reduce, counts)
+        totals, done, found = gathered.zeros(context.sums), 0, []
+        for i in every:
+            part = samples[i]
+            positions = gathered.positions[done : done + part.num_samples]
+            done += part.num_samples
+            with flight.calls:
+                found.append(
+                    flight.window_loss(
+                        part,
+                        gathered.shown,
+                        positions,
+                        _seed(context, part),
+                        window.settings,
+                        exponent,
+                        totals,
+                    )
+                )
+        others = of_candidates(gathered, totals, context.sums, reduce, counts)
+        done = 0
+        for i, (losses, own) in zip(every, found, strict=True):
+            rows = slice(done, done + len(losses))
+            gradients = {name: each + others[name][rows] for name, each in own.items()}
+            window_losses[i] = WindowLoss(representations[i], losses, gradients)
+            done += len(losses)
+
+
+@stage(lane="compute", after=(Edge("exchange", "same"), Edge("window_loss"), Edge("dense_update", batch=1)))
 def compute(
     micro_batch: int,
     context: Context,
@@ -142,6 +217,7 @@ def compute(
     dense: Read[Dense],
     dense_gradient: Update[DenseGradient],
     gradients: Update[From[Gradients]],
+    window_losses: Read[WindowLosses] | None,
     losses: Write[Losses],
     outputs: Write[Outputs],
 ) -> None:
@@ -149,36 +225,30 @@ def compute(
 
     A model that takes `ops.IndexedRows` gets them. Where gradients are summed exactly, pooled features are
     pooled from rows where they lie. Then backward adds the gradients of rows, too, to `gradients`. Otherwise
-    rows are gathered, and each occurrence's gradient is added after backward.
+    rows are gathered, and each occurrence's gradient is added after backward. Where losses are of the whole
+    global batch, backward starts from the gradients of what the samples show.
     """
     part, flight = samples[micro_batch], dense.flight
     if not gradients:
         sizes = zip(embeddings, routes.tables, strict=True)
         gradients.extend(context.sums.zeros(table.num_rows, rows.shape[1]) for rows, table in sizes)
     inverses = [table.inverse[micro_batch] for table in routes.tables]
-    seed = ops.derive_seed(context.config.seed, DROPOUT_STREAM, part.step)
+    seed = _seed(context, part)
     exponent = dense.model.scale_exponent(routes.loss_normalizer, context.config.fraction_bits)
     flight.dense.gather()  # also before the guard calls the model
     if micro_batch == 0 and context.config.window_micro_batches > 1:
         flight.accumulator.begin_window()
-    indexed = _takes_indexed_rows(context, flight, embeddings)
-    pools = any(map(context.tables.pools, context.tables.groups))
-    in_place = indexed or (pools and context.sums.exact)
     with flight.calls, flight.guard.around(window, micro_batch, part, embeddings, inverses, seed, exponent):
-        if in_place:
-            # `data`: the exchange writes later micro-batches' rows meanwhile, which autograd takes for these
-            leaves = [received.data.to(torch.float32).requires_grad_() for received in embeddings]
-            rows: list[Any] = list(map(ops.IndexedRows, leaves, inverses))
-        else:
-            taken = map(launch.gather_rows, embeddings, inverses)
-            rows = leaves = [occurrences.to(torch.float32).requires_grad_() for occurrences in taken]
+        rows, leaves, in_place, indexed = _rows_of(context, flight, embeddings, inverses)
         summed = flight.accumulator.rows(leaves, gradients, "embedding rows")
         with summed if in_place else nullcontext():
             with flight.accumulator.active():
                 by_feature = context.tables.by_feature(rows, part.lookups(), indexed=indexed)
+            given = None if window_losses is None else window_losses[micro_batch]
             with recording() as outputs[micro_batch]:
-                settings = window.settings
-                losses[micro_batch] = flight.train_micro_batch(part, by_feature, seed, settings, exponent)
+                losses[micro_batch] = flight.train_micro_batch(
+                    part, by_feature, seed, window.settings, exponent, given
+                )
     for leaf, inverse, sums in zip(leaves, inverses, gradients, strict=True):
         if leaf.grad is not None:
             if in_place:
@@ -187,6 +257,27 @@ def compute(
                     "them by an op (ops.gather_rows, ops.sampled_softmax)"
                 )
             context.sums.add(unscaled(leaf.grad, exponent), inverse, sums, NAME)
+
+
+def _seed(context: Context, part: Batch) -> int:
+    return ops.derive_seed(context.config.seed, DROPOUT_STREAM, part.step)
+
+
+def _rows_of(
+    context: Context, flight: Flight, embeddings: Embeddings, inverses: list[torch.Tensor]
+) -> tuple[list[Any], list[torch.Tensor], bool, bool]:
+    """By table the rows of a micro-batch, and the leaves that get their gradients; whether these lie in
+    place, and whether the model gets `ops.IndexedRows`.
+    """
+    indexed = _takes_indexed_rows(context, flight, embeddings)
+    pools = any(map(context.tables.pools, context.tables.groups))
+    if indexed or (pools and context.sums.exact):
+        # `data`: the exchange writes later micro-batches' rows meanwhile, which autograd takes for these
+        leaves = [received.data.to(torch.float32).requires_grad_() for received in embeddings]
+        return list(map(ops.IndexedRows, leaves, inverses)), leaves, True, indexed
+    taken = map(launch.gather_rows, embeddings, inverses)
+    leaves = [occurrences.to(torch.float32).requires_grad_() for occurrences in taken]
+    return leaves, leaves, False, indexed
 
 
 def _takes_indexed_rows(context: Context, flight: Flight, embeddings: Embeddings) -> bool:

@@ -21,6 +21,7 @@ import torch
 
 from ...distributed import Communicator, CorruptionError, Ledger, check_ranks_agree
 from ...kernels.checksums import checksum
+from ...pipeline.model_call import sees_window
 from ...pipeline.places import (
     Buffer,
     Context,
@@ -114,6 +115,8 @@ class Replay:
         """
         if trainer.mode == "reference":
             raise ValueError("replay follows the stages of a rank: mode 'reference' has none")
+        if sees_window(trainer.dense.model):
+            raise ValueError("replay computes a micro-batch alone: not that of a model with a window_loss")
         if trainer.dense.shards is not None:
             raise ValueError("replay needs whole parameters on every rank: leave out fully_shard")
         program = trainer.program

@@ -1,0 +1,208 @@
+"""Two towers for retrieval, trained with in-batch negatives or with sampled ones, and ranked by HR@K.
+
+    python docs/examples/two_tower.py                      # three losses beside each other, on MovieLens-100K
+    python docs/examples/two_tower.py --data zipf:users=500,items=2000 --epochs 1
+
+The user's tower reads an id, a bag of the last items and two dense values, the item's tower an id and a bag
+of genres. Ranked is each user's last event against the whole catalogue without the items seen before.
+"""
+
+import argparse
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from tritonrec import (
+    Communicators,
+    FeatureConfig,
+    HashTableCollection,
+    RowOptimizer,
+    Trainer,
+    WindowConfig,
+    nn,
+    ops,
+)
+from tritonrec.data import Batch, KeyedJaggedTensor, Lookup, load_interactions, per_sample, per_token
+from tritonrec.data.jagged import token_indices
+
+DIM, HISTORY, NEGATIVES, TEMPERATURE = 32, 20, 16, 0.1
+FEATURES = [
+    FeatureConfig("user", DIM),
+    FeatureConfig("history", DIM, pooling="mean"),
+    FeatureConfig("item", DIM),
+    FeatureConfig("genre", DIM, pooling="mean"),
+]
+
+
+@dataclass(frozen=True)
+class Events(Batch):
+    """Per sample a user, the items before, and an item with any negatives behind it."""
+
+    dense: torch.Tensor = field(metadata=per_sample(torch.float32, 2))  # (B, 2)
+    log_q: torch.Tensor = field(metadata=per_sample(torch.float32))  # (B,) of the item
+    genres: KeyedJaggedTensor = field(metadata=per_token("item", dtype=None))  # a bag for each item
+
+    def lookups(self):
+        return {**super().lookups(), "genre": self.genres["genre"]}
+
+
+class Log:
+    """The events of a log by user and time; each but a user's first is a sample, the last one is for test."""
+
+    def __init__(self, data):
+        log = load_interactions(data)
+        order = np.lexsort((log.timestamp, log.user))
+        self.user, self.item = (torch.from_numpy(each[order]) for each in (log.user, log.item))
+        self.genres, time = log.genres, torch.from_numpy(log.timestamp[order]).float()
+        lengths = torch.from_numpy(np.unique(self.user, return_counts=True)[1])
+        self.place = token_indices(torch.zeros_like(lengths), lengths)[0]  # in the user's history
+        self.gap = torch.log1p((time - time.roll(1)).clamp(min=0)) / 10
+        last = torch.ones(len(self.user), dtype=torch.bool)
+        last[:-1] = self.user[1:] != self.user[:-1]
+        self.train = ((self.place > 0) & ~last).nonzero()[:, 0]
+        self.test = ((self.place > 0) & last).nonzero()[:, 0]
+        self.catalogue, counts = self.item[self.train].unique(return_counts=True)
+        self.log_q = torch.log(counts / counts.sum()).float()  # of a sample's item being one of them
+
+    def batch(self, step, rows, negatives=0):
+        """The samples of some rows of the log; with negatives drawn from the catalogue."""
+        lengths = self.place[rows].clamp(max=HISTORY)
+        before, offsets = token_indices(rows - lengths, lengths)
+        items = self.item[rows].unsqueeze(1)
+        if negatives:
+            drawn = ops.random_indices(7, 1, step, rows, rows, negatives, len(self.catalogue))
+            items = torch.cat([items, self.catalogue[drawn]], 1)
+        features = KeyedJaggedTensor.from_dict(
+            {
+                "user": Lookup(self.user[rows]),
+                "history": Lookup(self.item[before], offsets),
+                "item": Lookup(items.flatten(), torch.arange(len(rows) + 1) * items.shape[1]),
+            }
+        )
+        dense = torch.stack([torch.log1p(self.place[rows]) / 5, self.gap[rows]], 1)
+        places = torch.searchsorted(self.catalogue, self.item[rows].contiguous()).clamp(
+            max=len(self.catalogue) - 1
+        )
+        return Events(step, rows, features, dense, self.log_q[places], self.bags(items.flatten()))
+
+    def bags(self, items):
+        """The genres of items; of a log without any, what is left of the id by 19."""
+        if self.genres is None:
+            return KeyedJaggedTensor.from_dict({"genre": Lookup(items % 19, torch.arange(len(items) + 1))})
+        starts, lengths = map(torch.from_numpy, self.genres.of(items.numpy()))
+        places, offsets = token_indices(starts, lengths)
+        return KeyedJaggedTensor.from_dict(
+            {"genre": Lookup(torch.from_numpy(self.genres.genres)[places], offsets)}
+        )
+
+
+class Towers(torch.nn.Module):
+    """Vectors of users and items of one length: their product is a cosine."""
+
+    def __init__(self):
+        super().__init__()
+        self.user, self.item = nn.MLP(2 * DIM + 2, 2 * DIM, DIM), nn.MLP(2 * DIM, 2 * DIM, DIM)
+        self.norm = nn.RMSNorm(DIM, elementwise_affine=False)
+
+    def users(self, batch, rows):
+        return self.norm(self.user(torch.cat([rows["user"], rows["history"], batch.dense], 1)))
+
+    def items(self, rows, offsets=None):
+        return self.norm(self.item(torch.cat([rows["item"], rows["genre"]], 1), offsets))
+
+
+class InBatch(Towers):
+    """The items of all other samples of the global batch are a sample's negatives."""
+
+    corrected = True
+
+    def forward(self, batch, rows, seed):
+        ids = batch.lookups()["item"].ids
+        return {"user": self.users(batch, rows), "item": self.items(rows), "id": ids, "log_q": batch.log_q}
+
+    def window_loss(self, own, window, positions):
+        log_q = window["log_q"] if self.corrected else None
+        return nn.in_batch_softmax(
+            own["user"], window["item"], positions, window["id"], log_q, DIM * TEMPERATURE
+        )
+
+
+class Uncorrected(InBatch):
+    """Popular items are negatives more often, and nothing makes up for it."""
+
+    corrected = False
+
+
+class Sampled(Towers):
+    """Negatives are drawn from the catalogue, all items alike."""
+
+    def forward(self, batch, rows, seed):
+        # (1 + NEGATIVES) rows a sample
+        items = self.items(rows, batch.features["item"].offsets).view(batch.num_samples, 1 + NEGATIVES, DIM)
+        ids = batch.lookups()["item"].ids.view(items.shape[:2])
+        return ops.sampled_softmax(
+            self.users(batch, rows), items[:, 0], items[:, 1:], ids[:, 1:] != ids[:, :1], DIM * TEMPERATURE
+        )
+
+
+def hit_rate(model, tables, log, k, most=1000):
+    """HR@K of the users' last items."""
+    rows, catalogue = log.test[:most], log.catalogue
+    with torch.no_grad():
+        users = log.batch(0, rows)
+        found = model.eval().users(users, tables.peek(users.lookups()))
+        nothing = Lookup(catalogue[:0], torch.zeros(len(catalogue) + 1, dtype=torch.int64))
+        item = {"item": Lookup(catalogue), "genre": log.bags(catalogue)["genre"]}
+        rows_of = tables.peek({**item, "user": Lookup(catalogue[:0]), "history": nothing})
+        scores = ops.linear(found, model.items(rows_of), None)
+    model.train()
+    lengths = log.place[rows]
+    seen = log.item[token_indices(rows - lengths, lengths)[0]]
+    users = torch.repeat_interleave(torch.arange(len(rows)), lengths)
+    known = torch.isin(seen, catalogue)
+    scores[users[known], torch.searchsorted(catalogue, seen[known])] = -torch.inf
+    best = catalogue[scores.topk(min(k, len(catalogue)), 1).indices]
+    return (best == log.item[rows].unsqueeze(1)).any(1).float().mean().item()
+
+
+def train(kind, log, batch_size, epochs, mode="nestpipe", ks=(10, 50), communicators=None):
+    """HR@K by K, and the last loss, of a model that is trained here."""
+    torch.manual_seed(0)
+    model, ranks = kind(), communicators or Communicators.local()
+    tables = HashTableCollection(FEATURES, RowOptimizer("adam", lr=3e-3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    negatives, steps = NEGATIVES * (kind is Sampled), len(log.train) // batch_size
+
+    def batches():
+        for step in range(epochs * steps):
+            order = torch.randperm(len(log.train), generator=torch.Generator().manual_seed(step // steps))
+            rows = log.train[order[step % steps * batch_size :][:batch_size]]
+            yield log.batch(step, rows[ranks.rank :: ranks.world_size], negatives)
+
+    with Trainer(model, tables, optimizer, ranks, mode, WindowConfig()) as trainer:
+        for result in trainer.run(batches()):
+            last = result.loss
+        tables = trainer.whole_tables()
+    return {f"HR@{k}": hit_rate(model, tables, log, k) for k in ks}, last
+
+
+def main(data, batch_size, epochs):
+    log = Log(data)
+    print(f"{len(log.train):,} samples, {len(log.test):,} tests, {len(log.catalogue):,} items")
+    for kind in (InBatch, Uncorrected, Sampled):
+        metrics, loss = train(kind, log, batch_size, epochs)
+        print(
+            f"{kind.__name__:12}",
+            *(f"{name} {value:.4f}" for name, value in metrics.items()),
+            f"loss {loss:.4f}",
+        )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Two towers with in-batch and with sampled negatives.")
+    parser.add_argument("--data", default="ml-100k")
+    parser.add_argument("--batch-size", type=int, default=512)
+    parser.add_argument("--epochs", type=int, default=5)
+    options = parser.parse_args()
+    main(options.data, options.batch_size, options.epochs)

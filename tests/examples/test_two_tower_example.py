@@ -1,0 +1,57 @@
+"""Promise: the two-tower example learns, on one rank and on two in the same bits, with each of its losses."""
+
+import importlib.util
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+
+from tritonrec import Communicators
+from tritonrec.harness.verify.thread_ranks import run_ranks
+
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "two_tower.py"
+DATA = "zipf:users=60,items=150,median_length=9,seed=1"
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("two_tower_example", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_in_batch_negatives_give_the_same_model_on_two_ranks(example):
+    log = example.Log(DATA)
+    begun = example.InBatch()  # ranks that are threads share torch's generator
+
+    def trained(ranks):
+        return example.train(lambda: deepcopy(begun), log, 64, 1, communicators=ranks)
+
+    one = trained(Communicators.local())
+    assert run_ranks(2, trained) == [one, one]
+
+
+@pytest.mark.parametrize("kind", ["InBatch", "Uncorrected", "Sampled"])
+def test_each_loss_learns(example, kind):
+    log = example.Log(DATA)
+    _untrained, first = example.train(getattr(example, kind), log, len(log.train), 1, ks=(20,))
+    trained, last = example.train(getattr(example, kind), log, 64, 3, ks=(20,))
+    assert last < first
+    # without log q popular items are pushed down, and are what users take
+    assert (trained["HR@20"] > 20 / len(log.catalogue)) == (kind != "Uncorrected")
+
+
+def test_histories_end_before_the_item_and_genres_follow_the_items(example):
+    log = example.Log(DATA)
+    given = log.batch(0, log.test[:5], 3).validate()
+    history, item = given.features["history"], given.features["item"]
+    for place, row in enumerate(log.test[:5].tolist()):
+        own = log.item[max(row - min(int(log.place[row]), example.HISTORY), 0) : row]
+        assert history.ids[history.offsets[place] : history.offsets[place + 1]].tolist() == own.tolist()
+        assert (
+            item.ids[4 * place] == log.item[row]
+            and (log.user[row - int(log.place[row]) : row] == log.user[row]).all()
+        )
+    assert torch.equal(given.lookups()["genre"].ids, item.ids % 19)
