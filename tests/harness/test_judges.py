@@ -421,7 +421,7 @@ def test_every_fault_that_ends_in_an_error_says_so():
         "no-keys-crash", "disk-torn-write-at-rest", "delta-of-another-run",
         "new-rows-are-not-initialised", "shard-read-by-two-ranks", "window-read-by-two-ranks",
         "dense-sums-over-the-wrong-group", "one-parameter-not-exchanged", "ranks-begin-with-other-parameters",
-        "a-copy-updated-by-another-rule", "step-counted-for-each-parameter",
+        "a-copy-updated-by-another-rule", "step-counted-for-each-parameter", "dropout-drawn-again",
     }  # fmt: skip
     assert all(len(fault.says) > 12 for fault in SELECTIONS[True, True] if fault.says)
 

@@ -256,7 +256,7 @@ def test_a_call_is_compared_with_its_own_arguments(monkeypatch):
     )
     flight.accumulator = SimpleNamespace(active=nullcontext)
     flight._compilation = SimpleNamespace(call=lambda *each: given.append(each) or nullcontext())
-    monkeypatch.setattr(flight_module, "train_micro_batch", lambda *each: each)
+    monkeypatch.setattr(flight_module, "train_micro_batch", lambda *each, gradients_of: each)
     arguments = "batch", "rows", 7, "settings"
     assert Flight.train_micro_batch(flight, *arguments, 0) == ("model", *arguments, 0)
     assert given == [arguments]
