@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tritonrec import nn
 from tritonrec.data import NextItemLoader, load
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import FeatureConfig, HashTableCollection, RowOptimizer
@@ -186,6 +187,19 @@ def test_hooks_devices_sizes_and_autocast_are_refused():
     settings = CallerSettings((("cpu", torch.bfloat16),))
     with pytest.raises(ValueError, match=r"read under torch\.autocast"):
         graphs().train(net, GradientAccumulator(net), part, {"item": rows_of(part)}, 7, settings)
+
+
+def test_outputs_that_a_graph_would_give_once_are_refused(monkeypatch):
+    net = model()
+    forward = net.norm.forward
+
+    def recorded(rows):
+        nn.record(rows=rows)
+        return forward(rows)
+
+    monkeypatch.setattr(net.norm, "forward", recorded)
+    with pytest.raises(ValueError, match="records rows"):
+        called(net, [batch([0, 1])])
 
 
 def test_cuda_compiles_on_another_stream_before_it_records(monkeypatch):

@@ -27,7 +27,7 @@ from ..kernels.compilation import say_once
 from ..kernels.deferred import DeferredErrors
 from ..kernels.philox import DeviceSeeds
 from ..nn import GRU, Dropout, GradientAccumulator
-from ..nn.context import has_hooks
+from ..nn.context import has_hooks, recording
 from ..nn.modules import GatedNorm, TokenDropout
 from ..nn.next_item import NextItemModel
 from .compiled import is_compiled
@@ -237,7 +237,10 @@ class MicroBatchGraphs:
         if self._graph is None or not self._graph.fits(model, accumulator, batch, rows):
             self._graph = None  # its memory is free before the next one takes as much
             graph = _Graph(self, model, accumulator, batch, rows)
-            graph.record(self._recorder(), settings)
+            with recording() as outputs:
+                graph.record(self._recorder(), settings)
+            if outputs:
+                raise _refusal(f"the model records {', '.join(outputs)}, which a graph would give but once")
             self._graph = graph
             self.recorded += 1
         return self._graph
