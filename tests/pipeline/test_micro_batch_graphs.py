@@ -191,15 +191,15 @@ def test_hooks_devices_sizes_and_autocast_are_refused():
 
 def test_outputs_that_a_graph_would_give_once_are_refused(monkeypatch):
     net = model()
-    forward = net.norm.forward
+    encode = net.encode
 
-    def recorded(rows):
+    def recorded(part, rows, seed):
         nn.record(rows=rows)
-        return forward(rows)
+        return encode(part, rows, seed)
 
-    monkeypatch.setattr(net.norm, "forward", recorded)
+    monkeypatch.setattr(net, "encode", recorded)
     with pytest.raises(ValueError, match="records rows"):
-        called(net, [batch([0, 1])])
+        called(net, [batch([0, 1])], graphs())
 
 
 def test_cuda_compiles_on_another_stream_before_it_records(monkeypatch):
