@@ -6,7 +6,6 @@ import sys
 
 import pytest
 from speeds import slow_except
-from triton import knobs
 from typer.testing import CliRunner
 
 from tritonrec.embedding import TablePolicy
@@ -87,9 +86,7 @@ def test_the_run_of_a_gpu_is_short_and_emulated_with_its_own_sizes_and_window(mo
     job = Job("ml-100k", "hstu", batch_size=999, sizes=HSTUConfig(dim=40), stream=True)
     given = Run(job, "fwp", WindowConfig(5), "adagrad", steps=70, log_every=3)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with monkeypatch.context() as patched:
-        patched.setattr(knobs.runtime, "interpret", False)
-        warmup.warm_up_gpu("sm_80", [given], lines.append)
+    warmup.warm_up_gpu("sm_80", [given], lines.append)
     assert [run.job.placement.storage for run, _ in runs] == ["device", "cached"] and len(lines) == 2
     for run, emulated in runs:
         assert emulated == (8, 0) and dispatch.emulated is None

@@ -121,6 +121,7 @@ def compute_again(
             dense,
             DenseGradient(dense.flight),
             gradients,
+            None,  # no window_loss: `Replay` refuses it
             losses,
             Outputs({}),
         )
