@@ -119,7 +119,7 @@ def test_figures_are_those_of_the_trace(plan, runs, result):
         spans = read(run.trace).spans
         seen = row.figures
         sent = sum(span.args.get("bytes", 0) for span in spans) / 2 / plan.steps
-        assert seen.row_bytes == sent > 0 and seen.link_bytes == 0  # there is no link
+        assert seen.row_bytes == sent > 0  # other programs may send over links of this machine
         assert seen.compute >= 0.03  # emulated
         assert 0 <= seen.exposed <= seen.communication and 0 <= seen.exposed_lookup <= seen.lookup
         assert row.tasks == 2 * plan.rounds * plan.steps * row.setting.micro_batches
