@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from hashlib import sha256
@@ -90,8 +91,9 @@ class ParquetRows:
             for file, (schema, about) in zip(self.files, pool.map(self._footer, self.files), strict=True):
                 sizes = [about.row_group(number).num_rows for number in range(about.num_row_groups)]
                 footers.append((schema, sizes))
-                for chunk in _values(about, columns):
-                    content.update(repr(chunk).encode())
+                with self._named(file):  # a damaged name of a column is found here
+                    for chunk in _values(about, columns):
+                        content.update(repr(chunk).encode())
                 self.keep_footer(file, about)
         self.content = content.hexdigest()[:16]
         self.schema = common_schema(self.files, [schema for schema, _sizes in footers], columns)
@@ -188,10 +190,14 @@ class ParquetRows:
         return self._footers.get(file)
 
     def _footer(self, file: str) -> tuple[pa.Schema, pq.FileMetaData]:
+        with self._named(file), self.filesystem.open_input_file(file) as source:
+            found = pq.ParquetFile(source)
+            return found.schema_arrow.remove_metadata(), found.metadata
+
+    @contextmanager
+    def _named(self, file: str) -> Iterator[None]:
         try:
-            with self.filesystem.open_input_file(file) as source:
-                found = pq.ParquetFile(source)
-                return found.schema_arrow.remove_metadata(), found.metadata
+            yield
         except UNREADABLE as error:
             raise ValueError(f"{self.path}: not a Parquet dataset: {file}: {error}") from error
 

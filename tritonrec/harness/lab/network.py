@@ -252,7 +252,7 @@ class Enter:
 
 
 def sent_bytes() -> int:
-    """Bytes that this process's namespace has sent over its link since it was made; 0 outside of a lab."""
+    """Bytes that this process's namespace has sent over its link, or over another of that name."""
     with open("/proc/self/net/dev") as file:
         fields = [line.split() for line in file]
     return next((int(each[9]) for each in fields if each[0] == f"{INTERFACE}:"), 0)
