@@ -74,9 +74,9 @@ def require_writable(
             except OSError as error:
                 raise ValueError(f"{option}: {error.strerror}") from error
             place = place_of(path)
-            for input, read in (inputs or {}).items():
+            for given, read in (inputs or {}).items():
                 if read is not None and not folder and _is_one_file(place, place_of(read)):
-                    raise ValueError(f"{option} would replace {read}, which {input} reads: name another file")
+                    raise ValueError(f"{option} would replace {read}, which {given} reads: name another file")
             other = seen.setdefault(place.resolve(), option)
             if other != option and (isinstance(place, RemotePath) or not place.exists() or place.is_file()):
                 raise ValueError(f"{other} and {option} are both {path}: give each a place of its own")
@@ -90,7 +90,7 @@ def log_of(data: str) -> str | None:
 
     try:
         source = source_of(data)
-    except ValueError:  # which whoever reads it says
+    except ValueError:  # reading the log raises it again
         return None
     return None if source is None else str(source.where)
 
