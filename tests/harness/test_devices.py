@@ -17,12 +17,15 @@ from commands import invoke
 from tritonrec.distributed import RankPool
 from tritonrec.harness import devices
 from tritonrec.harness.cli import verify
-from tritonrec.harness.devices import Target, take_own_gpu, validate_device
+from tritonrec.harness.devices import Target, take_gpu_here, take_own_gpu, validate_device
 from tritonrec.harness.job import Job
+from tritonrec.harness.train import evaluate as evaluation
+from tritonrec.harness.train import launch
 from tritonrec.harness.verify.cases import small_table
 from tritonrec.harness.verify.variants import CPU_BITS
 from tritonrec.kernels import dispatch
-from tritonrec.pipeline import PIPELINED
+from tritonrec.nn import HSTUConfig
+from tritonrec.pipeline import PIPELINED, next_item_scores
 
 ROOT = Path(__file__).parents[2]
 
@@ -143,13 +146,92 @@ def test_gpus_that_are_not_there_are_missed_at_once(monkeypatch):
     assert code == 2 and "2 ranks need a GPU each, and torch finds 1 here" in text
 
 
-@pytest.mark.parametrize(("visible", "own"), [(None, "1"), ("4,6", "6"), ("GPU-a,GPU-b", "GPU-b")])
+@pytest.mark.parametrize(
+    ("visible", "own"), [(None, "1"), ("4,6", "6"), ("GPU-a,GPU-b", "GPU-b"), ("5", "5")]
+)
 def test_each_rank_takes_a_gpu_of_its_own(monkeypatch, visible, own):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     take_own_gpu(1)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == own
+
+
+def test_a_rank_that_a_launcher_started_takes_the_gpu_of_its_number_on_the_machine(monkeypatch):
+    for name in ("LOCAL_RANK", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    take_gpu_here("cpu")
+    with pytest.raises(ValueError, match="set LOCAL_RANK"):
+        take_gpu_here("cuda")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
+    with pytest.raises(ValueError, match="names 2 GPUs, and rank 2"):
+        take_gpu_here("cuda")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
+    take_gpu_here("cuda")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
+
+
+SMALL = ["--data", "zipf:users=40,items=60", "--steps", "2"]
+
+
+def test_train_starts_a_rank_for_each_gpu(monkeypatch):
+    made = []
+
+    def rank_pool(*given):
+        made.append(given)
+        raise ValueError("stop here")
+
+    monkeypatch.setattr(launch, "rank_pool", rank_pool)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    code, text, _ = invoke("train", *SMALL, "--device", "cuda", "--world-size", "2")
+    assert code == 2 and "stop here" in text and made == [("cuda", [(2, 1, 1)], timedelta(seconds=60))]
+    code, text, _ = invoke("train", *SMALL, "--device", "cuda", "--world-size", "3")
+    assert code == 2 and "3 ranks need a GPU each, and torch finds 2 here" in text
+    for other in (
+        ["--elastic", "--peer-copies", "2"],
+        ["--slipstream", "--model", "dlrm", "--data", "criteo"],
+    ):
+        code, text, _ = invoke("train", *SMALL, "--device", "cuda", *other)
+        assert code == 2 and "does not go with" in text and "device" in text, text
+
+
+class Elsewhere:
+    """Tables that give rows where they are asked from."""
+
+    def peek(self, lookups):
+        self.devices = {lookup.ids.device.type for lookup in lookups.values()}
+        return {
+            name: torch.zeros(len(lookup.ids), 8, dtype=torch.float32, device=lookup.ids.device)
+            for name, lookup in lookups.items()
+        }
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "judge"),
+    [
+        ("hstu", SMALL[1], "rank_held_out"),
+        ("fuxi", SMALL[1], "rank_held_out"),
+        ("dlrm", "criteo:samples=90", "evaluate_clicks"),
+    ],
+)
+def test_an_evaluation_computes_on_the_models_device(monkeypatch, model, data, judge):
+    """A device without memory stands for a GPU: what is left on the host is refused beside it."""
+    job = Job(data, model, sizes=HSTUConfig(8, 1, 2, 4, 4))
+    computed = []
+
+    def judged(score, loader, part="test"):
+        computed.append(score(next(iter(loader.evaluation_batches(part=part)))))
+
+    def ranked(model, tables, loader, *rest):
+        judged(lambda batch: next_item_scores(model.eval(), tables, loader.catalogue)(batch.history), loader)
+
+    monkeypatch.setattr(evaluation, judge, ranked if judge == "rank_held_out" else judged)
+    tables = Elsewhere()
+    evaluation.evaluate_model(job.build("adam")[0].to("meta"), tables, job.loader())
+    assert computed[0].device.type == "meta" and tables.devices == {"meta"}
 
 
 def test_ranks_on_gpus_exchange_by_nccl(monkeypatch):
@@ -191,3 +273,37 @@ def test_the_interpreter_is_no_emulator(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(ValueError, match="TRITON_INTERPRET=1 is set"), devices.kernels_of(Target("triton")):
         pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "data"), [("hstu", SMALL[1]), ("dlrm", "criteo:samples=90")])
+def test_a_run_on_a_pretended_gpu_trains_evaluates_saves_and_goes_on(monkeypatch, tmp_path, model, data):
+    """Its counterpart in every run is the evaluation above."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    program = f"""
+import sys
+sys.path.insert(0, "ci/emulator")
+from pretended import pretended
+from tritonrec.distributed import Communicators
+from tritonrec.harness.devices import Target
+from tritonrec.harness.emulator import Emulation, emulated
+from tritonrec.harness.job import Job
+from tritonrec.harness.train.loop import train
+from tritonrec.harness.train.run import Run
+from tritonrec.nn import HSTUConfig
+from tritonrec.pipeline import WindowConfig
+
+job = Job({data!r}, {model!r}, batch_size=12, max_seq_len=16, num_negatives=3, bottom=(8,), top=(8,),
+          sizes=HSTUConfig(8, 1, 2, 4, 4, max_seq_len=16), target=Target("auto", "cuda"))
+with emulated(Emulation("sm_90", races=False, uninitialised=False)), pretended():
+    for steps in (2, 3):
+        run = Run(job, "sequential", WindowConfig(2), steps=steps, checkpoint={str(tmp_path)!r},
+                  resume=steps == 3, evaluate_every=1, trust_model=True)
+        found = train(Communicators.local(), run, True)
+        assert found["step"] == steps and found["metrics"], found
+"""
+    environment = {**os.environ, "TRITON_DEFAULT_FP_FUSION": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

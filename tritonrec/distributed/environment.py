@@ -56,11 +56,14 @@ RESOLVE_TIMEOUT = timedelta(seconds=5)
 
 
 class Here(NamedTuple):
-    """This process among the ranks: its number, their number, and the launcher that said so."""
+    """This process among the ranks: its number, their number, the launcher that said so, and its number on
+    this machine; None where the launcher does not say it.
+    """
 
     rank: int = 0
     world_size: int = 1
     launcher: str = ""
+    local_rank: int | None = None
 
 
 def rank_here(environment: Mapping[str, str] | None = None) -> Here:
@@ -89,6 +92,7 @@ def rank_here(environment: Mapping[str, str] | None = None) -> Here:
     size, rank = _number(given, launcher.size, 1), _number(given, launcher.rank)
     if rank >= size:
         raise ValueError(f"{launcher.rank}={rank} is not below {launcher.size}={size}")
+    local = None
     if launcher.local_rank in given:
         local = _number(given, launcher.local_rank)
         says = launcher.local_size in given
@@ -101,7 +105,7 @@ def rank_here(environment: Mapping[str, str] | None = None) -> Here:
             )
     if size == 1:
         _warn_of_others(given)
-    return Here(rank, size, launcher.name)
+    return Here(rank, size, launcher.name, local)
 
 
 def _warn_of_others(given: Mapping[str, str]) -> None:

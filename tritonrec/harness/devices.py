@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from ..distributed import RankPool
+from ..distributed.environment import rank_here
 from ..distributed.launch import Mesh
 from ..kernels import dispatch
 from ..ops import Impl
@@ -75,7 +76,31 @@ def rank_pool(device: Device, meshes: Iterable[Mesh], timeout: timedelta) -> Ran
     )
 
 
+def take_gpu_here(device: Device) -> None:
+    """`take_own_gpu` of a rank that a launcher started; nothing for a process alone.
+
+    Raises ValueError where the launcher does not say the rank's number on its machine.
+    """
+    here = rank_here()
+    if device == "cpu" or here.world_size == 1:
+        return
+    if here.local_rank is None:
+        raise ValueError(
+            f"{here.launcher} does not say which rank of this machine rank {here.rank} is, so that its GPU "
+            "is unknown: set LOCAL_RANK, as torchrun does"
+        )
+    take_own_gpu(here.local_rank)
+
+
 def take_own_gpu(rank: int) -> None:
-    """Hide all GPUs but one from this process, before CUDA has started."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[rank] if visible else str(rank)
+    """Hide all GPUs but one from this process, before CUDA has started; `rank` is that on its machine.
+
+    A launcher may have done so: where one GPU is visible, it stays. Raises ValueError where it has too few.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if len(visible) > 1 and rank >= len(visible):
+        raise ValueError(
+            f"CUDA_VISIBLE_DEVICES names {len(visible)} GPUs, and rank {rank} of this machine needs its own"
+        )
+    if len(visible) > 1 or not visible[0]:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[rank] if visible[0] else str(rank)

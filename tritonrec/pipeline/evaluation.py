@@ -48,11 +48,15 @@ def rank_held_out(
 def next_item_scores(
     model: Any, tables: HashTableCollection, catalogue: torch.Tensor, precision: Precision = "float32"
 ) -> Callable[[JaggedBatch], torch.Tensor]:
-    """The scores (B, I) float32 of items (I,) for each history, of a model as `rank_held_out` takes it."""
-    items = tables.peek({"item": Lookup(catalogue)})["item"]
+    """The scores (B, I) float32 of items (I,) for each history, of a model as `rank_held_out` takes it.
+
+    They are on the model's device.
+    """
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
+    items = tables.peek({"item": Lookup(catalogue.to(device))})["item"]
 
     def scores(history: JaggedBatch) -> torch.Tensor:
+        history = history.to(device)
         rows = tables.peek({"item": Lookup(history.ids)})["item"]
         with torch.no_grad(), autocast(precision, device):
             hidden = model.encode(history, rows).to(torch.float32)

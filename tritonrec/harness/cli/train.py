@@ -18,6 +18,7 @@ from ...files import save_json
 from ...loggers import require_no_log
 from ...pipeline import WindowConfig, schedule_of
 from ...pipeline.recipe import SETTINGS
+from ..devices import validate_device
 from ..job import Job
 from ..slipstream import report
 from ..slipstream import run as slipstream_run
@@ -47,8 +48,9 @@ def _check_elastic(run: Run, slipstream: bool, world_size: int) -> None:
         if run.peer_copies or run.min_ranks > 1:
             raise typer.BadParameter("--peer-copies and --min-ranks go with --elastic")
         return
-    for option, given in {"--slipstream": slipstream, "--trace": run.trace}.items():
-        if given:
+    refused = {"--slipstream": slipstream, "--trace": run.trace, "--device": run.job.target.device != "cpu"}
+    for option, given in refused.items():
+        if given:  # ranks that go on without others communicate over gloo
             raise typer.BadParameter(f"--elastic does not go with {option}")
     if not run.peer_copies and not run.save_every:
         raise typer.BadParameter(
@@ -71,7 +73,7 @@ FIRST = (
 """Options that most runs need."""
 
 
-@with_options(without=("device",), config="run", first=FIRST)
+@with_options(config="run", first=FIRST)
 def train(
     run: Run = RUN,
     world_size: Annotated[
@@ -157,6 +159,8 @@ def train(
             "--nodes does not go with --elastic: ranks that are left make no equal nodes"
         )
     _check_elastic(run, slipstream, ranks_of_all)
+    if here.world_size == 1:  # a launcher's ranks look when they take theirs
+        checked(lambda: validate_device(run.job.target.device, world_size))
     if png and not slipstream:
         raise typer.BadParameter("--png goes with --slipstream")
     checked(lambda: validate_division(ranks_of_all, replicas, nodes))
@@ -172,7 +176,7 @@ def train(
     if print_config:
         print(to_toml(tables_of(run)), end="")
         return
-    ranks = Launch(world_size, replicas, timedelta(seconds=timeout), nodes)
+    ranks = Launch(world_size, replicas, timedelta(seconds=timeout), nodes, run.job.target.device)
     if slipstream:
         work = partial(ranks.run, slipstream_run.train_slipstream, run, comparison)
     else:

@@ -167,7 +167,7 @@ def _validate(run: Run) -> None:
         ("evaluate_every", run.evaluate_every), ("early_stopping", run.early_stopping),
         ("log_dir", run.log_dir), ("json_lines", run.json_lines), ("log_every", run.log_every),
         ("dynamic", run.job.dynamic), ("balance", run.job.balance),
-        ("impl", run.job.target.impl != "auto"),
+        ("impl", run.job.target.impl != "auto"), ("device", run.job.target.device != "cpu"),
     ):  # fmt: skip
         if used:
             raise ValueError(f"slipstream compares runs side by side and does not go with {name}")

@@ -79,6 +79,7 @@ def evaluate_model(
 
     def predicted(batch: Any) -> torch.Tensor:
         assert isinstance(model, (DLRM, GRM))
+        batch = batch.to(device)
         with autocast(precision, device):
             return model.predict(batch, tables.peek(batch.lookups())).to(torch.float32)
 

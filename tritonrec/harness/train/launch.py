@@ -12,6 +12,7 @@ from typing import Any
 from ... import distributed, resilience
 from ...distributed import Communicators
 from ...distributed.environment import rank_here
+from ..devices import BACKENDS, Device, rank_pool, take_gpu_here
 from . import loop
 from .elastic import Memory
 from .run import Run
@@ -28,13 +29,14 @@ class Launch:
 
     Args:
         world_size: ranks to start; under torchrun, srun or mpirun their own count.
-        replicas, timeout, nodes: of `Communicators`.
+        replicas, timeout, nodes: of `Communicators`. device: each rank takes a GPU of its own.
     """
 
     world_size: int
     replicas: int
     timeout: timedelta
     nodes: int = 1
+    device: Device = "cpu"
 
     def train(self, run: Run) -> Summary:
         """`train` on all ranks; signals stop it after its step."""
@@ -69,13 +71,17 @@ class Launch:
 
     def _run(self, stoppable: Stoppable, function: Callable[..., dict[str, Any]], *args: Any) -> Summary:
         if self._is_here:
+            take_gpu_here(self.device)
+            backend = BACKENDS[self.device]
             with (
-                distributed.from_environment(self.timeout, self.replicas, nodes=self.nodes) as communicators,
+                distributed.from_environment(
+                    self.timeout, self.replicas, backend, self.nodes
+                ) as communicators,
                 stoppable(communicators.stop.set) as stop,
             ):
                 return function(communicators, *args), communicators.rank == 0, stop
         with (
-            distributed.RankPool([(self.world_size, self.replicas, self.nodes)], self.timeout) as pool,
+            rank_pool(self.device, [(self.world_size, self.replicas, self.nodes)], self.timeout) as pool,
             stoppable(pool.request_stop) as stop,
         ):
             mesh = {"replicas": self.replicas, "nodes": self.nodes}
