@@ -245,6 +245,7 @@ def whole_or_nothing(communicators: Communicators) -> Iterator[dict[str, int]]:
         yield checked
     except Exception as error:
         failure = error
+    # Said by every rank, failed or not: a rank that raised at once would leave the others in the gather.
     mine = json.dumps({"failed": None if failure is None else str(failure)})
     said = communicators.control.all_gather_texts(mine)
     if failure is not None:

@@ -211,6 +211,7 @@ def probe(key: int, num_slots: int):
     """Yield the groups that `key` visits, each as its eight slots, in order and each exactly once."""
     groups = num_slots // GROUP
     hashed = mix64(key)
+    # An odd step has no factor in common with the power of two `groups`, so each group is met once.
     group, step = hashed % groups, hashed >> 32 | 1
     for _ in range(groups):
         yield range(group * GROUP, group * GROUP + GROUP)
@@ -274,6 +275,7 @@ def insert_on_host(
     used: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`hash_insert` by an `insert` of valid keys that gives None where they do not fit, and by a `find`."""
+    # A host knows the count: kernels get the valid keys alone, and results are padded behind them.
     valid = first_valid(keys, count)
     first = first_row if next_row is None else int(next_row)
     free = keys.new_empty(0) if free_rows is None else free_rows[: keys.numel()].long()
