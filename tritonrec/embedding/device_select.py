@@ -69,6 +69,8 @@ def smallest_slots(
     """
     group = torch.where(among, groups, len(k))
     order = keys.argsort()
+    # word    | group | score + 2**31 |    sorted by group, then score; the stable sort keeps keys ascending
+    # Groups G and up are no candidates and come last.
     word = ((group << 32) + scores + 2**31)[order]
     word, by_word = word.sort(stable=True)
     order = order[by_word]
@@ -76,6 +78,7 @@ def smallest_slots(
     bounds = torch.searchsorted(word, edges)
     begin, end = bounds[:-1], bounds[1:]
     if all_reduce is None:
+        # A single rank: the first k of each group's range are the smallest.
         asked = torch.stack([torch.full_like(begin[0], min(each, len(keys))) for each in k])
         end = torch.minimum(end, begin + asked)
     else:

@@ -85,6 +85,7 @@ class StoredTable:
                 try:
                     self._storage.add(new, self._index.end)
                 except BaseException:
+                    # All or nothing: keys without room for their rows are taken out again.
                     erased = self._index.erase(keys[inserted])
                     self._index.release(erased)
                     raise
@@ -124,6 +125,7 @@ class StoredTable:
         """
         with self._lock:
             handles = self._index.erase(keys, count)
+            # The storage lets the row go now, the index its handle only at `release`.
             self._storage.release(handles)
             return handles
 

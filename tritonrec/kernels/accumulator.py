@@ -43,6 +43,7 @@ class GradientAccumulator(Accumulator):
         self._names = {id(parameter): name for name, parameter in exact.items()}
         size = sum(parameter.numel() for parameter in exact.values())
         device = next((parameter.device for parameter in exact.values()), None)
+        # All sums lie in one tensor, in the module's order: one message, one zeroing, one division a window.
         self._flat = torch.zeros(size, dtype=torch.int64, device=device)
         self.sums = self.views(self._flat) if exact else {}
 

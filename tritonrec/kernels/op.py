@@ -186,6 +186,8 @@ class Op:
             NotImplementedError: an argument has a tangent. No op has a forward-mode derivative.
         """
         arguments += (None,) * (self._size - len(arguments))
+        # Three ways from here: no gradient is wanted (`launch`), one is and nobody looks on (`_step`, without
+        # the dispatcher), or torch has to see the op (`_function`, `registered`).
         has_floats = self._refuse(arguments)
         casts = casts_of(self._rules, arguments, arguments[self._first].device) if self._rules else ()
         if impl == "auto" and not is_compiling():

@@ -122,6 +122,8 @@ def forward(a, numbers, start, stop):
         for i in range(first * values, last * values):
             attended[i] = F32(0.0)
         attention.forward(
+            # One row of uvqk has all heads of each part, side by side:
+            #     | u: values | v: values | q: keys | k: keys |        values = H * v_dim, keys = H * qk_dim
             uvqk[U(2) * values :], columns, qk, uvqk[U(2) * values + keys :], columns, qk, uvqk[values:],
             columns, v_dim, offsets, offsets, targets, contexts, mask, scales, U(0), numbers[ALPHA], pos,
             a[BASE], a[SIGN], ts, row_times, times, numbers[BIAS_FACTOR], attended, values, v_dim, U(b), U(e),

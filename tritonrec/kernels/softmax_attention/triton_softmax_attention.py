@@ -126,6 +126,7 @@ def forward_kernel(
                 p = exponential(s, above[:, None])
                 total = total * shrink + tl.sum(p, axis=1)
                 if DROPS:
+                    # A Philox block has the draws of four neighbouring keys.
                     four = start // 4 + tl.arange(0, BLOCK_N // 4)
                     p = p * draw_pairs(
                         samples_ptr, sequence, head, row[:, None], four[None, :], seed, tag, threshold,
@@ -164,6 +165,7 @@ def queries_kernel(
             q = load_rows(q_ptr, q_row, q_head, begin, head, row, queries, dim, BLOCK_D)
             do = load_rows(do_ptr, do_row, do_head, begin, head, row, queries, dim_v, BLOCK_E)
             result = load_rows(result_ptr, result_row, result_head, begin, head, row, queries, dim_v, BLOCK_E)
+            # sum_j p_j dp_j = <do, out>, so that ds = p (dp - along) needs no second walk over the keys.
             along = tl.sum(do.to(tl.float32) * result.to(tl.float32), axis=1)
             at = (begin + row) * num_heads + head
             most = tl.load(most_ptr + at, mask=row < queries, other=0.0)

@@ -69,6 +69,8 @@ class MessageTransport:
         for peer in self._others:
             more = 0 if receive is None else max(0, size_of(receive[peer]) - self._eager)
             buffer = slot.buffer(slot.receive, peer, head + (buffer_size(more) if more else 0))
+            # Before the receive is posted: gloo may fill the buffer from then on, and `started` looks at this
+            # word.
             header_words(buffer)[0] = NO_MESSAGE
             with naming(peer, exchange.number):
                 first.append((peer, self._messages.recv([buffer[:head]], peer, tag)))
@@ -76,6 +78,7 @@ class MessageTransport:
                 tail = buffer[head : head + buffer_size(more)]
                 with naming(peer, exchange.number):
                     rest.append((peer, self._messages.recv([tail], peer, self._tags.rest(place, more))))
+        # First byte of each rank's rows among this rank's own.
         starts = [size_of(int(rows)) for rows in np.cumsum([0, *send])]
         rows = values.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
         for peer in (*self._others, self.rank):

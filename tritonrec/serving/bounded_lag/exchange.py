@@ -148,6 +148,8 @@ class BoundedLagAllToAll:
                 "give BoundedLagAllToAll a larger one, on all ranks"
             )
         transport = self._ready()
+        # k + 1 exchanges are in flight: the start of j completes j - (k + 1), which is what bounds the lag by
+        # k.
         if len(self._in_flight) > self.bound:
             self._finish_oldest()
         number = self.started
