@@ -379,8 +379,8 @@ class _Reader:
                     columns = {name: slices.take_rows(values, places) for name, values in columns.items()}
                 if len(columns["keys"]):
                     yield columns
-            # After the layer's own rows: a key that a layer erased and inserted again is in both of its
-            # lists, and its row counts.
+            # After the layer's own rows: a key that a layer erased and
+            # inserted again is in both of its lists, and its row counts.
             superseded += [part[column].numpy() for part in parts for column in ("keys", ERASED)]
 
     def _part(self, name: str, columns: Mapping[str, Any], part: Mapping[str, Any]) -> _Part:

@@ -277,8 +277,8 @@ def _prepare(
     if base is not None:
         path = manifest_of(directory, base.step)
         below = read_manifest(path)
-        # Changes are taken once, so they belong on top of one checkpoint: the newest, and the very one they
-        # follow.
+        # Changes are taken once, so they belong on top of one
+        # checkpoint: the newest, and the very one they follow.
         if saved[-1] != base.step or base.step == step or below["manifest_sha256"] != base.sha256:
             raise CheckpointError(
                 f"{path} is not the base of the changes, or not the newest checkpoint: save a full one"
@@ -302,8 +302,8 @@ def _write_table(
     new: _Files, name: str, rows: Rows, erased: Tensor, rank: int, world_size: int
 ) -> list[dict[str, Any]]:
     """Write this rank's rows of one table; returns the manifest's entries of its parts."""
-    # Parts by this rank's bytes: about PART_BYTES a file, so that another world size reads few bytes too
-    # many.
+    # Parts by this rank's bytes: about PART_BYTES a file,
+    # so that another world size reads few bytes too many.
     width = sum(values.element_size() * prod(values.shape[1:]) for values in rows.like.values())
     parts = slices.parts_of(slices.range_of(rank, world_size), len(rows) * width + erased.nbytes)
     gone = TensorRows({"keys": erased})
@@ -402,8 +402,8 @@ class _Files:
                 size, digest = save_file(content, unnamed, {"part": json.dumps(header)})
             except SafetensorError as error:
                 raise CheckpointError(f"{unnamed}: {error}") from error
-            # By content: a file of the same step that is written again never changes one that a manifest
-            # names.
+            # By content: a file of the same step that is written
+            # again never changes one that a manifest names.
             name = f"{label}.{digest[:16]}.safetensors"
             path = folder / name
             if isinstance(path, RemotePath):

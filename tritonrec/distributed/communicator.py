@@ -131,8 +131,8 @@ class Communicator:
             return
         if self.monitored:
             watch.monitored_barrier(self.name, self.peers, SAVE_TIMEOUT)
-        # Counted on all ranks alike: a rank whose count is lower has not reached this collective
-        # (`Watch.explain`).
+        # Counted on all ranks alike: a rank whose count is lower
+        # has not reached this collective (`Watch.explain`).
         number, began = watch.begin_call(self.name), time.monotonic()
         try:
             function()

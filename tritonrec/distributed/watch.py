@@ -241,8 +241,8 @@ class Watch:
         if not after and self.rank != self._server:
             self._lost = self._describe_server(waited, group, number)
             return RankDiedError(self._lost)
-        # Of the ranks that report: those that have begun fewer collectives of this group are being waited
-        # for.
+        # Of the ranks that report: those that have begun fewer
+        # collectives of this group are being waited for.
         behind = [
             rank
             for rank in peers

@@ -105,8 +105,8 @@ class ChangeLog:
             int64, ascending, that are not.
         """
         keys, handles, erased = self._take(rows)
-        # What this reader takes is no longer marked; the others find it by key, whatever becomes of its row
-        # until then.
+        # What this reader takes is no longer marked; the others
+        # find it by key, whatever becomes of its row until then.
         for other, left in self._left.items():
             if other != reader:
                 left += [keys, erased]

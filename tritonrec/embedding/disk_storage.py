@@ -144,8 +144,8 @@ class DiskStorage(RowStorage):
         )
         self._hand = int(hand)
         places, handles = places[:count], handles[:count]
-        # A row that leaves is written before its place is read over, and only if it was updated since it
-        # came.
+        # A row that leaves is written before its place is
+        # read over, and only if it was updated since it came.
         leaving = self._handles[places] - 1
         updated = self._dirty[places]
         self._file.write(leaving[updated], self._memory, places[updated])

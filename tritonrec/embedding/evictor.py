@@ -100,8 +100,8 @@ class Evictor:
         ttl, capacity = self.eviction.ttl, self._capacity
         excess = torch.zeros_like(self._sizes)
         if capacity is not None:
-            # A capacity is of a logical table on all ranks: each rank may have to evict though its own part
-            # is small.
+            # A capacity is of a logical table on all ranks: each
+            # rank may have to evict though its own part is small.
             sizes = self._sizes if all_reduce is None else all_reduce(self._sizes.clone())
             excess = (sizes - capacity).clamp(min=0)
             if not bool(excess.any()):

@@ -189,8 +189,8 @@ class KeyIndex:
 
     def _is_short(self, new: int) -> bool:
         """Whether `new` more keys need another structure, or more work on the next one."""
-        # Two limits: keys (`size`) ask for twice the slots, keys and tombstones (`taken`) for as many slots,
-        # cleaned.
+        # Two limits: keys (`size`) ask for twice the slots, keys
+        # and tombstones (`taken`) for as many slots, cleaned.
         size, taken = self._size + new, self._size + self._now.tombstones + new
         if self._idle() and (size > LOAD_FACTOR * self.slots or taken > MAX_OCCUPANCY * self.slots):
             return True

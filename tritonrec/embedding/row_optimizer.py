@@ -162,6 +162,7 @@ class RowOptimizer:
         if self.lazy_weight_decay:
             factors = decay_factors(self.lr, weight_decay, rows.device).up_to(step)
             launch.sparse_lazy_decay(rows[:, :dim], rows[:, -1:], indices, factors, step, count)
+            # The rows have decayed; the rule sees no column with the number of the last update.
             rows, weight_decay = rows[:, :-1], 0.0
         if self.custom_update is not None:
             self.custom_update.update(rows, indices, gradient, step, lr, count)
@@ -189,6 +190,7 @@ class DecayFactors:
             raise ValueError(f"lazy weight decay counts 1 to {MOST_UPDATES} updates, got {update}")
         with self._lock:
             if update > len(self._factors):
+                # Doubled, so that a run copies each factor a few times in all.
                 longer = self._empty(2 * update)
                 longer[: self._known] = self._factors[: self._known]
                 self._factors = longer

@@ -48,8 +48,8 @@ class Chunks:
                 torch.empty(self._shape, dtype=self._dtype, device=device, pin_memory=self._pinned)
                 for _ in range(needed - len(self._chunks))
             ]
-            # Kernels find rows by the chunks' addresses. Another lane may still use the old list, which lasts
-            # until then.
+            # Kernels find rows by the chunks' addresses. Another lane
+            # may still use the old list, which lasts until then.
             self._table.replace(chunked_rows.addresses(self._chunks, self._device))
 
     @property

@@ -428,8 +428,8 @@ class TrainedTable:
         most = self._number(precision, step, None)[0] if self.padded else 0
         with self._lock:
             if self._metadata.changes.active:
-                # Halving changes the access count of every row that has one: all of these are in the next
-                # checkpoint of changes.
+                # Halving changes the access count of every row that has
+                # one: all of these are in the next checkpoint of changes.
                 self._metadata.changes.mark(precision.used())
             precision.halve()
         if self.padded:
@@ -466,8 +466,8 @@ class TrainedTable:
     def _number(self, policy: RowPolicy, step: int, all_reduce: AllReduce | None) -> list[int]:
         """What the pass of a `policy` goes by: foreseen in the last lookup, or found now, with a wait."""
         flight, foreseen, numbers = self._foreseen
-        # Between flights rows may be loaded or erased, and another step may come than the one that was
-        # foreseen.
+        # Between flights rows may be loaded or erased, and
+        # another step may come than the one that was foreseen.
         if (flight, foreseen) != (self.in_flight.number, step) or not self.in_flight.active:
             return self._foreseen_by(policy, step, all_reduce).take()
         return numbers[policy].take()

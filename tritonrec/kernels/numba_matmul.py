@@ -190,8 +190,8 @@ _four_of_16, _one_of_16 = _tile(4, 1, 16, True), _tile(1, 1, 16, True)
 def _add_wide(out, out_first, out_row, a, a_first, a_row, a_term, b, b_first, b_term, rows, terms, columns):
     """`_add_chains` where vectors have 64 bytes, and masks that cost nothing: no column is left over."""
     for c in range(U(0), columns, U(64)):
-        # A masked tile loads and stores the first `left` columns alone, and each element has the chain that
-        # it has in a full one.
+        # A masked tile loads and stores the first `left` columns alone,
+        # and each element has the chain that it has in a full one.
         left = min(columns - c, U(64))
         f = b_first + c
         r = U(0)

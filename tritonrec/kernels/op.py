@@ -360,6 +360,7 @@ def _selecting(function: Callable[..., Any], names: list[str]) -> Callable[[tupl
     if len(at) == 1:
         (only,) = at.values()
         return lambda inputs: function(inputs[only])
+    # The fastest of four ways that Python has, since it runs at every call of a small op.
     chosen = itemgetter(*at.values())
     return lambda inputs: function(*chosen(inputs))
 
@@ -404,6 +405,8 @@ def _function(
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             if places and backward is not None:
+                # What was written is an output of this step:
+                # autograd continues the graph behind it from there.
                 ctx.mark_dirty(*(inputs[at] for at in places))
             ctx.accumulator, ctx.chosen = current(), inputs[-1]
             ctx.parameters = find_parameters(ctx.accumulator, inputs)

@@ -218,6 +218,7 @@ class Plan:
         """Whether nobody has the room: a trainer ends a call's backward before the next call begins."""
         now, before = samples_now(), self._user
         self._user = now
+        # A second call within one call of the model would overwrite what backward of the first still needs.
         return now is not None and now is not before
 
     def _is_small(self, tokens: int) -> bool:
@@ -302,6 +303,7 @@ class Step:
                 dx, found = whole_backward(
                     accumulator, layer.own, bound, dx, x, of_layer, self._offsets, layer.targets
                 )
+            # Layers come last to first, their gradients stand first to last.
             of_layers[:0] = (each for each, own in zip(found, layer.own, strict=True) if own is not None)
         torch.mul(dx, plan.factor, out=drows[:tokens])
         gradients = RowGradients(self.item.rows, drows, self._hidden, slopes)

@@ -67,8 +67,8 @@ def first_by_place(whole: list[Call], part: list[Call]) -> Call | None:
 @lru_cache
 def differs(func: Any, arguments: tuple[tuple[int | str, Any], ...], dtype: torch.dtype, width: int) -> bool:
     """Whether pieces of `width` values have other bits than an array of several has."""
-    # A multiple of `width` of some 2048 values, two pieces at least: the whole has vectors where the pieces
-    # have a tail.
+    # A multiple of `width` of some 2048 values, two pieces at
+    # least: the whole has vectors where the pieces have a tail.
     generator, count = torch.Generator().manual_seed(0), width * max(2, -(-VALUES // width))
     values = {
         place: 3 * torch.randn(count, generator=generator, dtype=torch.float32).to(dtype)

@@ -79,9 +79,9 @@ def _check(schedule: Schedule, micro_batches: int, doers: tuple[tuple[str, tuple
 
 def _most_batches(schedule: Schedule) -> int:
     """Batches among which every race shows."""
-    # The earlier task of a race is of batch max(back, 1) at least: all batches that it or a use of its row
-    # leads back to exist. The later one is at most max(back, 3) batches on (the module's "Distance of
-    # batches").
+    # The earlier task of a race is of batch max(back, 1) at least: all
+    # batches that it or a use of its row leads back to exist. The later one
+    # is at most max(back, 3) batches on (the module's "Distance of batches").
     back = max((access.batch for stage in schedule.stages for access in stage.touches), default=0)
     return max(back, 1) + max(back, 3) + 1
 
@@ -98,8 +98,8 @@ def _well_formed(schedule: Schedule) -> None:
             if edge.stage not in stages:
                 raise ScheduleError(f"{schedule.name}: {stage.name} waits for {edge.stage}, which never runs")
             many = stages[edge.stage].per_micro_batch
-            # "none" stands for a stage that runs once per batch, and nothing else does; an index needs one on
-            # both sides.
+            # "none" stands for a stage that runs once per batch, and
+            # nothing else does; an index needs one on both sides.
             if (edge.micro_batch != "none") != many or (
                 edge.micro_batch in ("same", "previous") and not stage.per_micro_batch
             ):
@@ -151,8 +151,8 @@ def _launches_in_turn(tasks: Tasks) -> None:
     order = tasks.launch_order(3)
     for n, later in enumerate(order):
         for earlier in order[:n]:
-            # `earlier` may not launch until `later` has ended, and `later` may not launch before `earlier`: a
-            # deadlock.
+            # `earlier` may not launch until `later` has ended, and
+            # `later` may not launch before `earlier`: a deadlock.
             if before[earlier] >> number[later] & 1:
                 raise ScheduleError(
                     f"{schedule.name}: {earlier} launches its collectives before {later}, and waits for it"
@@ -201,8 +201,8 @@ def _accesses(
     for access in schedule[task.stage].touches:
         if holds[access.rows]:
             for location in _locations(access, task, micro_batches):
-                # Only a kept row can be stale in the tables, and only where a second buffer has its newer
-                # value.
+                # Only a kept row can be stale in the tables, and
+                # only where a second buffer has its newer value.
                 yield access, location, access.stale and holds["kept"] and schedule.dual_buffer
 
 
@@ -339,8 +339,8 @@ def _run_task(
                 raise ScheduleError(
                     f"{schedule.name}: {task} reads {_name(location)}, which holds no row{_row(used_by)}"
                 )
-            # A stage that moves rows leaves no trace in them: the value stays what the last computation made
-            # it.
+            # A stage that moves rows leaves no trace in them:
+            # the value stays what the last computation made it.
             if moves:
                 moved = found
             else:
@@ -389,8 +389,8 @@ def _state(schedule: Schedule, used_by: tuple[bool, ...], expected: Values, got:
         places = ((here(location), value) for location, value in values.items())
         for place, value in sorted(places, key=str):
             if place is not None:
-                # Hashes are numbered in the order of the sorted places: two states with the same equalities
-                # get one shape.
+                # Hashes are numbered in the order of the sorted places:
+                # two states with the same equalities get one shape.
                 token = value if isinstance(value, str) else numbers.setdefault(value, len(numbers))
                 shape.append((run, place, token))
     since = min((last - batch for batch, now in enumerate(used_by) if now), default=-1)

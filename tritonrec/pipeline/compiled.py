@@ -47,8 +47,8 @@ class Compilation:
             yield
             return
         try:
-            # Counted for the process: a compilation of something else at the same time costs a comparison,
-            # and no bit.
+            # Counted for the process: a compilation of something
+            # else at the same time costs a comparison, and no bit.
             before = _COMPILATIONS.count()
             yield
             if batch.num_samples and (self._is_new(batch) | (_COMPILATIONS.count() != before)):

@@ -139,8 +139,8 @@ class DenseModel:
         with self._noting:
             if self._noted is not None:
                 now = settings_of(self.optimizers, self.schedulers)
-                # While the update ran, the optimizer itself may have moved some settings (`steady` leaves
-                # these out).
+                # While the update ran, the optimizer itself may have
+                # moved some settings (`steady` leaves these out).
                 self._compare(steady(self._noted), steady(now))
             for scheduler in self.schedulers:
                 scheduler.step()
@@ -298,8 +298,8 @@ class DenseModel:
 
     def _load(self, state: Mapping[str, Any]) -> None:
         for optimizer, packed in zip(self.optimizers, state["optimizers"], strict=True):
-            # torch numbers parameters in the order of the groups; saved states have names, which survive
-            # another order.
+            # torch numbers parameters in the order of the groups;
+            # saved states have names, which survive another order.
             number = {name: index for index, name in enumerate(self._names_in_order(optimizer))}
             # a copy: torch's would share the tensors
             packed = copy.deepcopy(packed)
@@ -393,8 +393,8 @@ def _guard_of(optimizer: Optimizer) -> InFlight:
     """The guard of an optimizer, made once: inside a flight only lanes may use it."""
     if optimizer in _guards:
         return _guards[optimizer]
-    # Several trainers may share an optimizer, one after the other: one guard, so its last update counts for
-    # all.
+    # Several trainers may share an optimizer, one after the
+    # other: one guard, so its last update counts for all.
     guard = _guards[optimizer] = InFlight("the optimizer")
 
     def begin_anew(optimizer: Optimizer) -> None:

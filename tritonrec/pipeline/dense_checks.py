@@ -219,8 +219,8 @@ def validate_invariant(optimizer: Optimizer) -> None:
         with torch.device("cpu"):  # whatever the caller's default is
             expected = _probe(optimizer, 0)
             if any(each.numel() > LONG for each in expected):
-                # Tensors of `LONG` values and more are cut between threads, and a vector loop's last values
-                # are elsewhere then.
+                # Tensors of `LONG` values and more are cut between threads,
+                # and a vector loop's last values are elsewhere then.
                 torch.set_num_threads(1 if threads > 1 else 2)
             # One value further in memory: vector loops begin and end at other values of the parameter.
             found = _probe(optimizer, 1)

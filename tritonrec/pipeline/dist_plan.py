@@ -166,8 +166,8 @@ def plan_lookups(
             for how in ("amin", "amax")
         )
     elif dedup:
-        # Micro-batches that share both exchanges are deduplicated together: `runs` = [1, 1, 2, ...] of them
-        # each.
+        # Micro-batches that share both exchanges are deduplicated
+        # together: `runs` = [1, 1, 2, ...] of them each.
         runs = [1] * count if groups is None else groups.sharing
         together = [sum(lengths[end - run : end]) for run, end in zip(runs, accumulate(runs), strict=True)]
         parts, start = [distinct(part, padded) for part in occurrences.split(together)], 0
@@ -201,8 +201,8 @@ def plan_lookups(
     source, sizes = launch.counting_sort(group, bins + 1)  # stored row -> which of `rows`
     sizes = sizes[:-1].view(count, world_size)
     number = torch.arange(len(source), device=device)
-    # From "occurrence -> row of `rows`" to "occurrence -> stored row": the inverse of the sort, then a
-    # lookup.
+    # From "occurrence -> row of `rows`" to "occurrence ->
+    # stored row": the inverse of the sort, then a lookup.
     inverse = torch.empty_like(source).index_copy_(0, source, number)[inverse]
     # Blocks of stored rows go by micro-batch and owner, those of keys sent by owner and micro-batch.
     # shift[i][r] = how far block (i, r) is from its place among the stored rows to that among the keys sent.
@@ -235,8 +235,8 @@ def plan_lookups_of_one_rank(keys: list[torch.Tensor]) -> Lookups:
     """
     found, count = distinct(torch.cat(keys), padded=False), len(keys)
     sizes = torch.zeros(2, count, 1, dtype=torch.int64)
-    # Rows "come" with the first micro-batch and gradients "leave" with the last: sizes[0] are of rows, [1] of
-    # gradients.
+    # Rows "come" with the first micro-batch and gradients "leave"
+    # with the last: sizes[0] are of rows, [1] of gradients.
     sizes[0, 0] = sizes[1, -1] = len(found.keys)
     return Lookups(list(found.inverse.split([len(part) for part in keys])), found.keys, None, None, sizes)
 

@@ -138,8 +138,8 @@ class Executor:
                 self._streams.begin()
             self._awaited.add(batch)
             tasks = self._tasks.of(batch)
-            # All in one critical section: no lane sees a task whose turn, or whose awaited tasks, are not
-            # entered yet.
+            # All in one critical section: no lane sees a task whose
+            # turn, or whose awaited tasks, are not entered yet.
             self._left[batch] = len(tasks)
             self._unfinished.update(tasks)
             self._submitted = batch
@@ -157,14 +157,14 @@ class Executor:
         Raises `StageFailedError` if any stage failed, RuntimeError if the executor was closed.
         """
         with self._lock:
-            # Said before the wait: no later batch may be submitted to give this window its turn
-            # (`_has_turn`).
+            # Said before the wait: no later batch may be submitted
+            # to give this window its turn (`_has_turn`).
             self._waited = max(self._waited, batch)
             self._turn_may_come()
             self._of_caller.wait_for(lambda: self._stopped() or batch not in self._left)
             self._raise_if_stopped()
-            # Tasks have ended on the host; on a device their events may be open. The lock is free meanwhile:
-            # lanes go on.
+            # Tasks have ended on the host; on a device their events
+            # may be open. The lock is free meanwhile: lanes go on.
             events = [(task, event) for task, event in self._events.items() if task.batch == batch]
         for task, event in events:
             try:
@@ -264,8 +264,8 @@ class Executor:
         thread = self._thread_of[lane]
         queue = self._queues[thread]
         queue.append(work)
-        # A thread with work in its queue is computing, or waits in `_next` for tasks: `_finish` wakes it for
-        # those.
+        # A thread with work in its queue is computing, or waits
+        # in `_next` for tasks: `_finish` wakes it for those.
         if len(queue) == 1:
             self._wake[thread].notify()
 

@@ -358,8 +358,8 @@ class _Graph:
         self._dlosses[samples:].zero_()
         self._seeds.write(seed)
         self._recorder.replay()
-        # A replay runs no Python: the status words that kernels wrote are read as if they had been noted
-        # again.
+        # A replay runs no Python: the status words that kernels
+        # wrote are read as if they had been noted again.
         self._errors.repeat()
         # The layout of `rows` again: items, labels, negatives, without the padding of each.
         rows.grad = torch.cat([each[:tokens].flatten(0, -2) for each in self._parts(self._drows)])

@@ -164,8 +164,8 @@ class Guard:
         if not self.active or count == 1 or size in self._sizes:
             return
         found = []
-        # A generator of its own: a comparison draws nothing from torch's, whose state belongs to the
-        # training.
+        # A generator of its own: a comparison draws nothing
+        # from torch's, whose state belongs to the training.
         order = torch.randperm(count, generator=torch.Generator().manual_seed(count))[:MOST_SAMPLES]
         # All together, then one sample and the rest: any dependence on company differs between the two.
         for cut in ([len(order)], [1, len(order) - 1]):
@@ -202,8 +202,8 @@ class Guard:
         early = number == EARLY or (self._keeps and number > EARLY and not number & (number - 1))
         if drawn % EVERY and not early:
             return 0
-        # One draw for window and micro-batch: the quotient is independent of the remainder that chose the
-        # window.
+        # One draw for window and micro-batch: the quotient is
+        # independent of the remainder that chose the window.
         return FEW_SAMPLES if drawn // EVERY % self._config.window_micro_batches == micro_batch else 0
 
     def _compare(
@@ -361,8 +361,8 @@ class _Calls:
             if count > 1:  # a sample without others is called twice on end instead
                 self._put_back(buffers)
                 attributes.put_back()
-            # The second call is watched only where the first one called such a function: watching costs as
-            # much as a call.
+            # The second call is watched only where the first one
+            # called such a function: watching costs as much as a call.
             watch = ops_of_whole is not None and ops_of_whole.by_place
             try:
                 with _Ops() if watch else nullcontext() as ops_of_cut:
@@ -441,8 +441,8 @@ class _Calls:
                         self.model, batch, by_feature, self.seed, self.settings, self.scale_exponent
                     )
                 for name, parameter in self.model.named_parameters():
-                    # With exact sums no parameter gets a gradient of torch's: one that does has a path around
-                    # the accumulator.
+                    # With exact sums no parameter gets a gradient of torch's:
+                    # one that does has a path around the accumulator.
                     if parameter.grad is not None:
                         parameter.grad = None
                         what = f"which gives parameter {name} an ordinary float32 gradient"

@@ -219,12 +219,12 @@ def train_micro_batch(
             )
         else:
             check_losses(losses, batch)
-            # What modules record or draw in a forward that is computed again inside backward must not count
-            # twice.
+            # What modules record or draw in a forward that is
+            # computed again inside backward must not count twice.
             now.backward = True
             if batch.loss_terms:
-                # The gradient of the sum of the losses: each sample's is 1, times the power of two of the
-                # loss scaler.
+                # The gradient of the sum of the losses: each sample's
+                # is 1, times the power of two of the loss scaler.
                 scale = torch.full_like(losses, 2.0**scale_exponent) if dlosses is None else dlosses
                 with settings.backward():
                     losses.backward(scale)

@@ -370,7 +370,7 @@ class WindowPlaces:
 
     def retire(self) -> None:
         """After the last stage: keep what the next window reads."""
-        # Or a chain of windows would keep every buffer of the run alive.
+        # Without this a chain of windows would keep every buffer of the run alive.
         self.previous = None
         kept = {kind: self._values[kind] for kind in (OwnedRows, Buffer) if kind in self._values}
         self._values = kept

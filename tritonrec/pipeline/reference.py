@@ -102,8 +102,8 @@ class ReferenceTrainer:
         for number, batch in enumerate(batches):
             rows = []
             for group, _keys, _found, values, _sums, places in shards:
-                # Weights alone; the optimizer's state stands behind them in a row. Rounded as an exchange
-                # would round them.
+                # Weights alone; the optimizer's state stands behind them
+                # in a row. Rounded as an exchange would round them.
                 sent = rounded_rows(values[:, : group.table.dim], precision).to(torch.float32)
                 rows.append(ops.gather_rows(sent, places[number]).requires_grad_())
             seed = ops.derive_seed(self.config.seed, DROPOUT_STREAM, batch.step)

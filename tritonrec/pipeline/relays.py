@@ -114,7 +114,7 @@ def plan_relay(
     listed = [part.clone() for part in keys[order].split(used.bincount(minlength=count).tolist())]
     sizes = list(map(len, listed))
     if last_use is not None:
-        # Of first_use a key is listed twice, at its first use and at its last: `plan_lookups` then finds
+        # With ``first_use`` a key is listed twice, at its first use and at its last: `plan_lookups` then finds
         # both. Only the first listing has an inverse that is needed.
         by_last, _counts = launch.counting_sort(last_use.long(), count)
         again = keys[by_last].split([sum(each) for each in gradient_splits])

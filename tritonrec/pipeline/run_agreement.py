@@ -129,7 +129,7 @@ class RunAgreement:
             keys = torch.cat(replicas.all_gather(written)).unique()
             with as_lane():
                 sums = group.table.row_sums(keys)
-            # Every rank compares with its own sums: those that all share are equal to anyone's.
+            # If any two ranks differ in a row, each rank differs from one of them: all find the same rows.
             differ = torch.stack(replicas.all_gather(sums)).ne(sums).any(0)
             for place in differ.nonzero().flatten()[:SHOWN].tolist():
                 name = f"row of {group.layout.describe(keys[place])}"

@@ -150,7 +150,7 @@ class Schedule:
         Tasks of one turn follow each other in the order in which lanes get them (`Tasks.of`).
         """
         # Turns sort as  (t, False) route of t + 1,  (t, True) window of t,  (t + 1, False) route of t + 2:
-        # so the keys of the next batch are routed before a device is busy with this window's exchanges.
+        # the keys of the next batch are routed before a device is busy with this window's exchanges.
         is_ahead = task.stage in self.ahead
         return task.batch - is_ahead, not is_ahead
 

@@ -105,8 +105,8 @@ class Shards:
     def begin(self) -> None:
         """Gather the parameters; from now on the trainer says when they are gathered. Collective."""
         for root in self._roots:
-            # Inside a flight FSDP2 neither reduces gradients nor frees parameters: the trainer does both,
-            # once a window.
+            # Inside a flight FSDP2 neither reduces gradients nor
+            # frees parameters: the trainer does both, once a window.
             root.set_requires_gradient_sync(False)
             root.set_reshard_after_forward(False)
             root.set_reshard_after_backward(False)
@@ -136,8 +136,8 @@ class Shards:
         for each in self._roots:
             each.set_requires_gradient_sync(True)
             each.set_reshard_after_backward(True)
-            # FSDP2's defaults: modules inside free their parameters after a forward, a root keeps them for
-            # its backward.
+            # FSDP2's defaults: modules inside free their parameters
+            # after a forward, a root keeps them for its backward.
             each.set_reshard_after_forward(True)
             each.set_reshard_after_forward(False, recurse=False)
         self.scatter()
@@ -171,8 +171,8 @@ class Shards:
             parameter.data = torch.empty_like(its_own)
             self._buffers[parameter] = its_own, parameter.data
         its_own, ours = self._buffers[parameter]
-        # FSDP2 frees a storage by resizing it to 0 and fills it again at the next `unshard`: empty means that
-        # the values are in `ours` already.
+        # FSDP2 frees a storage by resizing it to 0 and fills it again at the
+        # next `unshard`: empty means that the values are in `ours` already.
         if its_own.untyped_storage().size():
             ours.copy_(its_own)
             its_own.untyped_storage().resize_(0)
@@ -194,8 +194,8 @@ class Shards:
         for names in self._buckets():
             flat = accumulator.take_flat(names)
             wholes = accumulator.views(flat, names)
-            # Rank r's shards of all parameters of the bucket, one after the other, are one row block of the
-            # message.
+            # Rank r's shards of all parameters of the bucket, one
+            # after the other, are one row block of the message.
             parts = [
                 torch.cat([self._cuts[name].of(whole, rank).reshape(-1) for name, whole in wholes.items()])
                 for rank in range(self.world_size)

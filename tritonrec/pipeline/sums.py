@@ -97,8 +97,8 @@ class Sums:
                 gathered = counted_all_to_all(sent, over, gathered, input_splits, output_splits)
             self.add(gathered, targets, out, name)
             return
-        # This rank's own sums go from `values` to `out` directly. For the others' two messages: the width in
-        # bytes of each row, from which both sides know the lengths of the second, the rows themselves.
+        # This rank's own sums go from `values` to `out` directly. Each of the others gets two messages: the
+        # width in bytes of each row, then the rows, whose lengths follow from the widths.
         own, others, send = _apart(rows, input_splits, over.rank)
         to_own, to_others, receive = _apart(targets, output_splits, over.rank)
         options = "batch", self.config.fraction_bits, name, None, own
@@ -168,8 +168,8 @@ class Sums:
 
     def mean_loss(self, mean: torch.Tensor) -> float:
         """The mean loss per term, from `divide` of the `total` of all ranks."""
-        # `divide` took the loss's sum, of LOSS_BITS, for one of fraction_bits. A power of two mends it
-        # without error.
+        # `divide` took the loss's sum, of LOSS_BITS, for one of
+        # fraction_bits. A power of two mends it without error.
         return float(mean) * (2.0 ** (self.config.fraction_bits - LOSS_BITS) if self.exact else 1.0)
 
     def finite(self, means: torch.Tensor, name: str | Callable[[int], str]) -> torch.Tensor:

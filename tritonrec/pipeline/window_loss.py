@@ -123,8 +123,8 @@ def gather(parts: list[Represented], over: Communicator, counts: LookupCounts | 
     )
     if len({width for size, width in zip(sizes, widths, strict=True) if size}) > 1:
         raise ValueError(f"samples show {sorted(set(widths))} bytes: give each the same tensors on all ranks")
-    # A rank without samples knows no columns. It takes part in the exchange, sends nothing and is sent
-    # nothing.
+    # A rank without samples knows no columns. It takes part
+    # in the exchange, sends nothing and is sent nothing.
     if not len(own):
         nothing = torch.zeros(0, dtype=torch.int64, device=own.device)
         counted_all_to_all(counts, over, own.new_empty(0, max(widths)), [0] * len(sizes), [0] * len(sizes))
@@ -133,8 +133,8 @@ def gather(parts: list[Represented], over: Communicator, counts: LookupCounts | 
     takers = [size > 0 for size in sizes]
     send = [len(own) * taker for taker in takers]
     values = counted_all_to_all(counts, over, own.repeat(sum(takers), 1), send, sizes)
-    # The order of ids is the same for any cut and any ranks. The clone is contiguous, so its bytes can be
-    # viewed as int64.
+    # The order of ids is the same for any cut and any ranks. The
+    # clone is contiguous, so its bytes can be viewed as int64.
     ids, order = values[:, :8].clone(memory_format=torch.contiguous_format).view(torch.int64).view(-1).sort()
     if bool((ids[1:] == ids[:-1]).any()):
         twice = int(ids[1:][ids[1:] == ids[:-1]][0])

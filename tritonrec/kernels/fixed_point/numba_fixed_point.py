@@ -132,8 +132,8 @@ def add_near(total, start, values, first, count, limit):
     """
     rounder = np.float64(limit) * ROUNDER
     zero = bits_of(rounder)
-    # One pass adds and checks. The check of all values is a single OR: were they looked at first, each would
-    # be loaded twice.
+    # One pass adds and checks. The check of all values is a single
+    # OR: were they looked at first, each would be loaded twice.
     differences = np.int64(0)
     for d in range(count):
         bits = bits_of(np.float64(values[first + d]) + rounder)
@@ -154,8 +154,8 @@ def add_near_rows(total, start, values, first, stride, count, limit):
     differences = np.int64(0)
     for d in range(count):
         bits = bits_of(np.float64(values[first + d]) + rounder)
-        # Four rows a pass: the loop is bound by the loads and stores of `total`, which are one each for four
-        # values.
+        # Four rows a pass: the loop is bound by the loads and
+        # stores of `total`, which are one each for four values.
         others = bits_of(np.float64(values[second + d]) + rounder)
         more = bits_of(np.float64(values[third + d]) + rounder)
         last = bits_of(np.float64(values[fourth + d]) + rounder)
@@ -214,16 +214,16 @@ def _add_far(total, start, values, first, count, scale, limit):
         before = total[start + d]
         after = before + term
         total[start + d] = after
-        # A sum overflows exactly where both addends have the other sign than the result: the sign bit of this
-        # term.
+        # A sum overflows exactly where both addends have the
+        # other sign than the result: the sign bit of this term.
         wrapped |= (before ^ after) & (term ^ after)
     if wrapped < 0:
         offset = np.int64(-1)
         for d in range(count):
             term = np.int64(np.rint(np.float64(values[first + d]) * scale))
             after = total[start + d]
-            # The addition is undone modulo 2**64, and the overflow test repeated for the place of the first
-            # one.
+            # The addition is undone modulo 2**64, and the overflow
+            # test repeated for the place of the first one.
             before = after - term
             total[start + d] = before
             if offset < 0 and ((before ^ after) & (term ^ after)) < 0:

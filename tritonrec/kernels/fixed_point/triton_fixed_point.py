@@ -50,9 +50,9 @@ def rounder_of(limit):
 @triton.jit
 def add_near(sums, values, limit):
     """int64 sums of values below `near`, each by the bits of a rounded number; `without_zeros` ends them."""
-    # The bits of rounded and of the constant differ by the rounded integer (`numba_fixed_point` draws it).
-    # The constant's bits are taken off once, after `count` sums (`without_zeros`): int64 may wrap in between
-    # and comes back.
+    # The bits of rounded and of the constant differ by the rounded integer
+    # (`numba_fixed_point` draws it). The constant's bits are taken off once, after
+    # `count` sums (`without_zeros`): int64 may wrap in between and comes back.
     rounded = values.to(tl.float32).to(tl.float64) + rounder_of(limit)
     return sums + rounded.to(tl.int64, bitcast=True)
 
@@ -89,9 +89,9 @@ def add_atomically(to, term, position, mask):
     # relaxed: only later kernels read the sums
     before = tl.atomic_add(to, term, mask=mask, sem="relaxed")
     after = before + term
-    # Overflow: both addends have the other sign than the sum. The atomic returned this addition's own
-    # `before`, so one of the programs sees it whatever the order; a later one may wrap back, and the error
-    # stays.
+    # Overflow: both addends have the other sign than the sum. The atomic
+    # returned this addition's own `before`, so one of the programs sees it
+    # whatever the order; a later one may wrap back, and the error stays.
     wraps = mask & (((before ^ after) & (term ^ after)) < 0)
     worst = tl.full((), NONE, tl.int64)
     # none does, as a rule, and then no position is compared

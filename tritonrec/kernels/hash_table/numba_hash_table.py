@@ -43,8 +43,8 @@ def _search(slot_keys, slot_rows, key, hashed, last_group):
     """
     group = hashed & last_group
     step = (hashed >> _STEP_SHIFT) | _ONE
-    # The first free slot on the way. The search goes on behind a tombstone, since the key may stand further
-    # along.
+    # The first free slot on the way. The search goes on behind
+    # a tombstone, since the key may stand further along.
     place = np.int64(-1)
     for _ in range(last_group + _ONE):
         slot = group << _GROUP_SHIFT
@@ -141,8 +141,8 @@ def hash_insert(slot_keys, slot_rows, keys, next_row, free_rows, rows, inserted)
         for i in range(size):
             key = keys[start + i]
             row, slot = _search(slot_keys, slot_rows, key, hashes[i], last_group)
-            # All or nothing: each slot taken so far gets back what it had. They are distinct, so any order
-            # will do.
+            # All or nothing: each slot taken so far gets back what
+            # it had. They are distinct, so any order will do.
             if slot < 0:
                 for j in range(taken):
                     slot_keys[taken_slots[j]] = taken_keys[j]

@@ -98,8 +98,8 @@ def _number_kernel(
     """
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < num_keys
-    # The last running sum: how many are wanted. Every program loads it and decides alike, so all keys get
-    # rows or none does.
+    # The last running sum: how many are wanted. Every program loads
+    # it and decides alike, so all keys get rows or none does.
     new = tl.load(numbers_ptr + num_keys - 1).to(tl.int64)
     taken = tl.maximum(new - num_free, 0)
     if next_row_ptr is not None:
@@ -280,8 +280,8 @@ def hash_insert(
     and keys that do not fit are not wanted.
     """
     keys = keys.contiguous()
-    # Three launches: find all keys, number the missing ones, claim slots for them. Nothing is read back in
-    # between.
+    # Three launches: find all keys, number the missing ones,
+    # claim slots for them. Nothing is read back in between.
     wanted = torch.empty(keys.shape, dtype=torch.bool, device=keys.device)
     rows = _launch_find(slot_keys, slot_rows, keys, count, missing=wanted)
     if keys.numel() == 0:

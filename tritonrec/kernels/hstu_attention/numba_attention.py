@@ -128,8 +128,8 @@ def forward(
             transpose(k, begin * k_token + h * k_head, k_token, length, dim_qk, keys, width)
             i = hidden
             while i < length:
-                # Fours begin at multiples of four of the sequence, also where its first tokens have no
-                # queries.
+                # Fours begin at multiples of four of the sequence,
+                # also where its first tokens have no queries.
                 rows = min(FOUR - (i & THREE), length - i)
                 count = find_runs(runs, spans, I(i), I(i + rows))
                 t = row_begin + (i - hidden)
@@ -185,8 +185,8 @@ def backward(
     runs = np.empty((3, 2), np.int64)
     pos_sums, ts_sums = np.empty(pos.shape[0], np.float64), np.empty(ts.shape[0], np.float64)
     biased = pos.shape[0] + ts.shape[0] > 0
-    # `gain` is the factor of dQ and dK. With a bias it comes last, once the tables have their gradients,
-    # which are those of alpha q k + bias.
+    # `gain` is the factor of dQ and dK. With a bias it comes last, once
+    # the tables have their gradients, which are those of alpha q k + bias.
     slope, gain = (F32(1.0), F32(1.0)) if biased else (alpha, alpha)
     row_time = I(0)
     for b in range(start, stop):

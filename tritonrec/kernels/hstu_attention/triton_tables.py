@@ -76,8 +76,8 @@ def positions_kernel(
                                 k_strides, v_strides, begin, head, length, history, contexts, rules, bias,
                                 dim_qk, dim_v, alpha, BLOCK_QK, BLOCK_V, WIDEN,
                             )  # fmt: skip
-                            # Element (r, c) of the block is on the diagonal r - c + half * BLOCK_M of this
-                            # program's BLOCK_M.
+                            # Element (r, c) of the block is on the diagonal r
+                            # - c + half * BLOCK_M of this program's BLOCK_M.
                             at = (
                                 tl.arange(0, BLOCK_M)[:, None]
                                 - tl.arange(0, BLOCK_M)[None, :]

@@ -128,8 +128,8 @@ def add_weight_gradients(
                 rows = min(U(4), last - o)
                 tile[:] = 0
                 add_products(
-                    # dy^T x without a transposed copy: a row of the product is a column of dy (stride 1), its
-                    # terms are tokens.
+                    # dy^T x without a transposed copy: a row of the product
+                    # is a column of dy (stride 1), its terms are tokens.
                     tile, U(0), inner, dy, first * dy_stride + o, U(1), dy_stride, x, first * x_stride,
                     x_stride, rows, terms, inner,
                 )  # fmt: skip

@@ -311,8 +311,8 @@ def add_weight_gradients_kernel(
         tl.store(to, total, mask=inside)
     if bias_ptr is not None:
         worst = tl.minimum(worst, bad_token)
-    # The least of all programs' positions is the first: positions of products, of dy, and of sums of samples
-    # follow each other in one numbering.
+    # The least of all programs' positions is the first: positions of products,
+    # of dy, and of sums of samples follow each other in one numbering.
     program = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2)
     program += share
     tl.store(bad_ptr + program, worst)

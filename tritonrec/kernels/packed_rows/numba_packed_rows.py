@@ -61,8 +61,8 @@ def width_of(values, first, dim):
         span |= x ^ sign
         # of a magnitude, the bits more than 23 above its lowest one: none where float32 holds it
         size = np.uint64((x ^ sign) - sign)
-        # size | -size has ones from its lowest set bit up: a bit of size >> 24 among them is 24 places above
-        # it.
+        # size | -size has ones from its lowest set bit up: a
+        # bit of size >> 24 among them is 24 places above it.
         wide |= (size >> np.uint64(24)) & (size | (~size + np.uint64(1)))
     if some == 0:
         return np.uint8(0)
@@ -93,8 +93,8 @@ def pack(values, stride, rows, dim, widths, packed):
                 floats[d] = np.float32(values[first + d])
         else:
             for d in range(dim):
-                # The low half of each int64; the high half is made below, where a row needs more than four
-                # planes.
+                # The low half of each int64; the high half is made
+                # below, where a row needs more than four planes.
                 low[d] = np.int32(values[first + d])
         planes = np.int64(width & 0x7F)
         for plane in range(min(planes, 4)):
@@ -164,8 +164,8 @@ def add(out, out_stride, segments, widths, packed, dim):
             for d in range(dim):
                 terms[d] = np.int64(floats[d])
             for d in range(dim):
-                # The top byte of a float32 without its sign: 7 of 8 exponent bits, by which it passes 2**63
-                # or not.
+                # The top byte of a float32 without its sign: 7 of
+                # 8 exponent bits, by which it passes 2**63 or not.
                 most = max(most, np.uint8(packed[place + np.uintp(3) * dim + d] & np.uint8(0x7F)))
         elif planes <= 4:
             for d in range(dim):

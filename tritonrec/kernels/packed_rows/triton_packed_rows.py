@@ -194,8 +194,8 @@ def _add_kernel(
                 term, row, planes, bits = _load_row(
                     i, widths_ptr, places_ptr, packed_ptr, order_ptr, column, inside, dim, 8
                 )
-                # A float from 2**63 on is no int64: `pack_rows` writes none, but bytes that came over a link
-                # may have it.
+                # A float from 2**63 on is no int64: `pack_rows` writes
+                # none, but bytes that came over a link may have it.
                 fits = ((bits & 0x7FFFFFFF) < TOO_BIG) | (bits == LEAST)
                 total, bad = sum_after(total, term, fits, bad, row * dim + column)
             worst = tl.minimum(worst, tl.min(bad, axis=0))

@@ -166,8 +166,8 @@ def add_all(out, values, value_stride, count, dim, scale, limit):
         while i < stop:
             first = np.uintp(i) * value_stride
             if calm and i + 4 <= stop:
-                # A term too large for `add_near_rows` has changed nothing: `i` stays, and the rows go one by
-                # one, checked, to the end of the block.
+                # A term too large for `add_near_rows` has changed nothing: `i` stays,
+                # and the rows go one by one, checked, to the end of the block.
                 calm = add_near_rows(out, zero, values, first, value_stride, dim, limit)
                 if calm:
                     i += 4

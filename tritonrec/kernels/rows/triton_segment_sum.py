@@ -193,8 +193,8 @@ def segment_sum_kernel(
                 column, inside, GROUP, UPPER,
             )  # fmt: skip
         else:
-            # The walk is not checked. It cannot leave int64 from a total within 2**62 by 128 terms below
-            # 2**55.
+            # The walk is not checked. It cannot leave int64 from
+            # a total within 2**62 by 128 terms below 2**55.
             far = is_far(total)
             total, loud = add_rows(
                 total, begin, end, values_ptr, source_ptr, factors_ptr, order_ptr, value_stride, scale,
@@ -315,8 +315,8 @@ def _launch(
     if grouped is None:
         others = 0 if num_parts else 1
     else:
-        # The first PART rows of each segment; of sums one for each row, since no list of their segments is
-        # made.
+        # The first PART rows of each segment; of sums one for
+        # each row, since no list of their segments is made.
         others = num_segments if scale == 1 else rows
     block = min(BLOCK_D, triton.next_power_of_2(dim))
     grid = (min(num_parts + others, MOST_PROGRAMS), triton.cdiv(dim, block))

@@ -155,8 +155,8 @@ def _retrieve(
         )
         if context.replicated:  # rows go by the keys of all replicas, sums by the keys received here
             rows = replica_rows[context.replica]
-            # `rows` are of `ReceivedKeys.replica_keys`, which are distinct keys unless they are padded; the
-            # output dist goes by every key received.
+            # `rows` are of `ReceivedKeys.replica_keys`, which are distinct keys
+            # unless they are padded; the output dist goes by every key received.
             if len(rows) != len(own.inverse):  # of the distinct keys received, and not of all
                 rows = rows[own.inverse]
             sent, _gradients = plan_output_dist(rows, received.splits, None)
@@ -192,8 +192,8 @@ def _fetch_new(context: Context, table: DynamicTable, found: TableKeys, counts: 
     is_new[found.kept.now] = False
     is_new = is_new[:size]
     if table.padded:
-        # The shape stays, so no host waits for a count; handle -1 reads an initial row, which the copy
-        # overwrites.
+        # The shape stays, so no host waits for a count; handle
+        # -1 reads an initial row, which the copy overwrites.
         handles = torch.where(is_new, found.handles, -1)
         return _fetch_all(context, table, TableKeys(found.keys, handles, None), counts)
     new = is_new.nonzero().squeeze(1)

@@ -52,8 +52,8 @@ def dense_reduce(
     if reduce.world_size == 1:
         means = sums.divide(own, normalizer)
     else:
-        # As rows, so that sums of dense gradients are packed and exchanged by the code that does it for
-        # tables.
+        # As rows, so that sums of dense gradients are packed
+        # and exchanged by the code that does it for tables.
         rows = torch.nn.functional.pad(own, (0, -len(own) % DENSE_ROW)).view(-1, DENSE_ROW)
         plan = even_reduce_scatter(len(rows), reduce.world_size, reduce.rank)
         means = sums.all_reduce_mean(None, reduce, rows, plan, normalizer, "dense gradients").view(-1)
@@ -93,8 +93,8 @@ def gradient_norm(
             admitted = to_device(table.handles >= 0, context.device)
             mean = torch.where(admitted.unsqueeze(1), mean, 0.0)
         own.append(clamp(mean, config))
-    # Shards are of one rank each, and are added up over ranks with the rows. What every rank has is added
-    # after.
+    # Shards are of one rank each, and are added up over ranks
+    # with the rows. What every rank has is added after.
     shards, replicated = means.parts
     own.append(clamp(shards, config))
     here = squares(own, context.device) + dropped(context.device)
@@ -198,8 +198,8 @@ def _write(
     """Write the `chosen` (K,) bool of a buffer's rows (K, row width) to their table."""
     handles = owned.handles
     if table.padded:
-        # Padded tables: the shape stays and handle -1 writes nothing, so no host waits for the number of
-        # rows.
+        # Padded tables: the shape stays and handle -1 writes
+        # nothing, so no host waits for the number of rows.
         table.update(torch.where(chosen, handles, -1), rows)
         counts.written += chosen.sum()
         return

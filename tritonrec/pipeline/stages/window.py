@@ -244,8 +244,8 @@ def compute(
     seed = _seed(context, part)
     exponent = dense.model.scale_exponent(routes.loss_normalizer, context.config.fraction_bits)
     flight.dense.gather()  # also before the guard calls the model
-    # Kernels lay a parameter out once for all micro-batches of a window; of a single one nothing is used
-    # again.
+    # Kernels lay a parameter out once for all micro-batches
+    # of a window; of a single one nothing is used again.
     if micro_batch == 0 and context.config.window_micro_batches > 1:
         flight.accumulator.begin_window()
     with flight.calls, flight.guard.around(window, micro_batch, part, embeddings, inverses, seed, exponent):

@@ -270,8 +270,8 @@ class Replay:
 
         mine = nothing if work is None else work.checksums
         first, second = self._gathered(over, torch.cat([mine, by(1)]), device).split(len(names), 1)
-        # first[r]: what rank r computed; second[r]: what it made of the input of rank r - 1; third[r]: of
-        # rank r - 2.
+        # first[r]: what rank r computed; second[r]: what it made
+        # of the input of rank r - 1; third[r]: of rank r - 2.
         differ = [rank for rank in ranks if not torch.equal(first[rank], second[(rank + 1) % self._world])]
         if not differ:
             return

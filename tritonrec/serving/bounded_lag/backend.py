@@ -71,6 +71,7 @@ class _WorkGroup(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for each work in turn, within `timeout` or the group's."""
+        # A list: `all` of a generator would leave the rest unwaited after a first False.
         return all([work.wait() if timeout is None else work.wait(timeout) for work in self._works])
 
     def is_completed(self) -> bool:

@@ -69,8 +69,8 @@ class MessageTransport:
         for peer in self._others:
             more = 0 if receive is None else max(0, size_of(receive[peer]) - self._eager)
             buffer = slot.buffer(slot.receive, peer, head + (buffer_size(more) if more else 0))
-            # Before the receive is posted: gloo may fill the buffer from then on, and `started` looks at this
-            # word.
+            # Before the receive is posted: gloo may fill the buffer
+            # from then on, and `started` looks at this word.
             header_words(buffer)[0] = NO_MESSAGE
             with naming(peer, exchange.number):
                 first.append((peer, self._messages.recv([buffer[:head]], peer, tag)))

@@ -124,8 +124,8 @@ class OneSided:
 
     def _wait(self, exchange: Exchange, deadline: Deadline) -> None:
         number, slot = exchange.number, exchange.number % self._slots
-        # ARRIVED counts from the first exchange on: a slot that was used u times before is full at (u + 1) W
-        # puts.
+        # ARRIVED counts from the first exchange on: a slot that
+        # was used u times before is full at (u + 1) W puts.
         target = (number // self._slots + 1) * self.world_size
         while True:
             seconds = min(deadline.left.total_seconds(), SLICE)

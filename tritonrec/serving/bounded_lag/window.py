@@ -100,6 +100,7 @@ class Window:
         """Another process's window. Raises OSError where it is not there, or may not be opened."""
         process, file, inode = name
         opened = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
+        # The process may have closed the file and opened another one under its number.
         if os.fstat(opened).st_ino != inode:
             os.close(opened)
             raise FileNotFoundError(f"file {file} of process {process} is another one")
@@ -137,6 +138,7 @@ def host_words() -> tuple[int, int]:
     try:
         from ...kernels.numba_atomics import FUTEX
 
+        # Tried out, since each of memfd, /proc and pidfd may be missing or forbidden.
         own = Window.make(Layout(1, 1, 0))
         Window.open(own.layout, own.name)
         Process(os.getpid())
