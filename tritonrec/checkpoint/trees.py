@@ -43,7 +43,8 @@ def _flat(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Plain:
             kind: [
                 # Pairs and not a JSON object, whose keys are
                 # texts: an optimizer's state has numbers for keys.
-                [_flat(key, name, {}), _flat(each, f"{name}/{key}", tensors)] for key, each in value.items()
+                [_flat(key, name, {}), _flat(each, f"{name}/{key}", tensors)]
+                for key, each in value.items()
             ]
         }
     if isinstance(value, (list, tuple)):

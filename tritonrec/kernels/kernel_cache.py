@@ -228,7 +228,7 @@ class _Files:
 
 
 def _is_own(found: os.stat_result) -> bool:
-    """Whether a file is this user's, root's, or of whoever installed this package: its kernel is executed."""
+    """Whether a file is this user's, root's, or the installer's of this package: its kernel is executed."""
     owners = {0, Path(__file__).stat().st_uid, os.geteuid() if hasattr(os, "geteuid") else 0}
     return stat.S_ISREG(found.st_mode) and found.st_uid in owners and not found.st_mode & stat.S_IWOTH
 

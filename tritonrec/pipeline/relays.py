@@ -114,8 +114,8 @@ def plan_relay(
     listed = [part.clone() for part in keys[order].split(used.bincount(minlength=count).tolist())]
     sizes = list(map(len, listed))
     if last_use is not None:
-        # With ``first_use`` a key is listed twice, at its first use and at its last: `plan_lookups` then finds
-        # both. Only the first listing has an inverse that is needed.
+        # With ``first_use`` a key is listed twice, at its first and at its last use: `plan_lookups` then
+        # finds both. Only the first listing has an inverse that is needed.
         by_last, _counts = launch.counting_sort(last_use.long(), count)
         again = keys[by_last].split([sum(each) for each in gradient_splits])
         listed = [torch.cat(both) for both in zip(listed, again, strict=True)]

@@ -84,8 +84,8 @@ def _widen(word):
     magnitude = wide & np.int32(0x7FFF)
     #     float16    sign | 5 bits of exponent, bias 15  | 10 of fraction
     #     float32    sign | 8 bits of exponent, bias 127 | 23 of fraction      13 more; 127 - 15 = 112
-    # Below 2**-14 a float16 is a multiple of 2**-24, whatever its bits look like; infinity and NaN keep
-    # theirs.
+    # Below 2**-14 a float16 is a multiple of 2**-24, whatever its bits look like.
+    # Infinity and NaN keep their exponent of ones.
     normal = (magnitude << np.int32(13)) + np.int32(112 << 23)
     small = _bits(np.float32(magnitude) * np.float32(2.0**-24))
     special = (magnitude << np.int32(13)) | np.int32(0x7F800000)

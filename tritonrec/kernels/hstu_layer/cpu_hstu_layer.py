@@ -109,8 +109,8 @@ class Layer:
         self.shape, self.parameters, self.numbers = shape, parameters, _numbers(shape)
         pos, ts = parameters[8:]
         self.entries = 0 if pos is None else len(pos), 0 if ts is None else len(ts)
-        # A table of positions has max_seq_len entries for the past alone (entry = i - j), or 2 max_seq_len -
-        # 1 for both sides (entry = max_seq_len - 1 + j - i).
+        # A table of positions has max_seq_len entries for the past alone (entry = i - j),
+        # or 2 max_seq_len - 1 for both sides (entry = max_seq_len - 1 + j - i).
         one_sided = self.entries[0] == shape.max_seq_len and shape.max_seq_len > 1
         base, sign = (0, -1) if one_sided or pos is None else (shape.max_seq_len - 1, 1)
         self.widths = shape.kept_widths

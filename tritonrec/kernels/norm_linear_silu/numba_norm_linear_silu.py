@@ -41,8 +41,7 @@ def forward(
     none, no_ids = np.empty(0, F32), np.empty(0, np.int64)  # as arguments; constants are types of their own
     t = start
     #     x  ->  normed  ->  z = normed W + b  ->  y = silu(z)       three loops over 32 rows at a time
-    # What backward needs is written where it is kept, and into small buffers that the next rows reuse where
-    # not.
+    # What backward needs is written where it is kept. Elsewhere the next rows reuse small buffers.
     while t < stop:
         rows = min(ROWS, stop - t)
         of_z = z[t * columns :] if z.shape[0] else some_z
