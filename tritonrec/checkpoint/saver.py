@@ -142,6 +142,7 @@ class Saver:
     def wait(self) -> Saved | None:
         """Wait for the last save; returns its checkpoint, or raises its error."""
         if self._thread is not None:
+            # No lock: what the thread writes is read after this join alone.
             self._thread.join()
             self._thread = None
         if self._failure is not None:

@@ -279,6 +279,7 @@ class HashEmbeddingCollection(torch.nn.Module):
             own_ids, rows = self.tables.export()[table]
             rows[:, dim:] = 0.0
             self.tables.load(table, own_ids, rows)
+            # Initial weights where an id has no row yet.
             loaded = self.tables.current_rows(table, ids)
             loaded[:, dim:] = state.to(loaded.device)
             self.tables.load(table, ids, loaded)

@@ -120,6 +120,7 @@ class RowOptimizer:
                 f"moment_scaling is of {' and '.join(SCALED_BY_MOMENT)}, and the rows have {self.name}: "
                 "leave it out, or give their tables one of these"
             )
+        # From the equation above: lr and eps times the root, and the state is that of the plain rule.
         root = math.sqrt(copies)
         return replace(self, lr=scaled(self.lr, root), eps=root * self.eps)
 

@@ -241,6 +241,8 @@ def _first_change(together: list[list[_Event]], alone: list[list[_Event]]) -> _C
             size = _difference(tensor, [piece for piece in pieces if piece is not None])
             if size is not None:
                 name, module, code = event.name, event.module, ""
+                # Inputs changed, and no output before them did: the code between two calls of `around` made
+                # the difference.
                 if event.begins and event.around is not None:
                     name, module = event.around
                     code = _called(event.name, event.module)
@@ -339,6 +341,7 @@ def _judge_gradients(
     """A parameter whose gradient is an ordinary float32 sum, or whose exact sum changes with the cut."""
     of_cut: list[dict[str, torch.Tensor]] = []
     for cut in ([batch], parts):
+        # Exact terms go to the accumulator: a gradient that appears at a parameter is an ordinary sum.
         accumulator = nn.GradientAccumulator(model)
         with accumulator.empty_gradients():
             for one in cut:

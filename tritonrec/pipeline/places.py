@@ -324,6 +324,7 @@ class WindowPlaces:
 
     def __init__(self, window: Window, previous: WindowPlaces | None = None, drops: bool = False):
         self.window, self.previous = window, previous
+        # Made at once: tasks of several micro-batches, on several lanes, fill one list.
         self._values: dict[Any, Any] = {kind: make() for kind, make in filled_places()}
         self._counts: dict[tuple[str, int | None], LookupCounts] = {}
         self.errors = DeferredErrors(drops)

@@ -99,6 +99,7 @@ class TrainingSaver:
         values = {**self.meta, **(meta or {}), **at, **own}
         if full:
             if self._incremental:
+                # The log of changes begins with the state that this checkpoint holds.
                 self.tables.track_changes()
             self._saver.save(step, dense, self.tables.snapshot(), values, owned=True)
         else:

@@ -226,6 +226,8 @@ def _search(slot_keys: list[int], slot_rows: list[int], key: int) -> tuple[int, 
             if slot_rows[slot] >= 0 and slot_keys[slot] == key:
                 return slot_rows[slot], slot
             if slot_rows[slot] < 0 and place == -1:
+                # The first free slot on the way; the search goes on, since the key may lie behind a
+                # tombstone.
                 place = slot
         if EMPTY in slot_rows[group.start : group.stop]:
             break
@@ -279,6 +281,7 @@ def insert_on_host(
     valid = first_valid(keys, count)
     first = first_row if next_row is None else int(next_row)
     free = keys.new_empty(0) if free_rows is None else free_rows[: keys.numel()].long()
+    # At most: as if every key were new.
     last = first + valid.numel() - free.numel()
     # only new keys take rows, so they are counted before a refusal
     if last > 1 << 31:
@@ -311,6 +314,7 @@ def _insert(
     rows, inserted = [], []
     for key in keys.tolist():
         row, slot = _search(table_keys, table_rows, key)
+        # A key that is there has a slot: only a new one finds none. Nothing was written to the tensors yet.
         if slot == -1:
             return None
         inserted.append(row == -1)

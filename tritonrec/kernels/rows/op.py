@@ -301,6 +301,7 @@ class IndexedTerms(Terms):
         options = "window", FRACTION_BITS, "gradient", self._count, self._source
         values = self._values.detach()
         if scale_exponent:
+            # A power of two: no bit is lost but in subnormal numbers.
             values = values * 2.0**-scale_exponent
         SEGMENT_SUM_INTO.launch(sums, values, self._rows, self._num_rows, *options, impl=self._impl)
 
@@ -457,6 +458,7 @@ def _save_sums(ctx, inputs, output) -> None:
 def _differentiate_sums(ctx, grad: torch.Tensor):
     segments, count, source = ctx.saved_tensors
     if source is None:
+        # A row's gradient is its segment's.
         return GATHER_ROWS(grad, segments, count, impl=ctx.impl), *(None,) * 7
     # the same sum with the two lists of rows exchanged
     return IndexedTerms(grad, source, ctx.num_values, count, ctx.impl, segments), *(None,) * 7

@@ -264,6 +264,7 @@ class Replay:
             sender = (self._rank - shift) % self._world
             received = over.ring_shift(message, shift)
             self.counts["replay_bytes"] += 0 if self._world == 1 else len(message)
+            # Nothing was due at the sender, whose own checksums are zeros as well.
             if not len(received):
                 return nothing
             return checksums(again(unpack(received, sender, self._rank)))
@@ -272,6 +273,7 @@ class Replay:
         first, second = self._gathered(over, torch.cat([mine, by(1)]), device).split(len(names), 1)
         # first[r]: what rank r computed; second[r]: what it made
         # of the input of rank r - 1; third[r]: of rank r - 2.
+        # All ranks have gathered the same values: all go on, or all enter the next exchange.
         differ = [rank for rank in ranks if not torch.equal(first[rank], second[(rank + 1) % self._world])]
         if not differ:
             return

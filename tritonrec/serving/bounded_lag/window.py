@@ -87,6 +87,7 @@ class Window:
         window = cls(layout, file)
         window.control.words(END, 1)[0] = layout.end
         heads = window.control.words(layout.heads, layout.slots * layout.world_size * HEADER // 8)
+        # The first word of each header is the exchange's number.
         heads[:: HEADER // 8] = NO_MESSAGE
         return window
 
@@ -108,6 +109,8 @@ class Window:
 
     def add_room(self, offset: int, size: int) -> Segment:
         """Extend the file to `size` bytes from `offset` on, and map them. Raises OSError without memory."""
+        # Allocated now: memory that is missing raises here, and does not end a process by SIGBUS at its first
+        # write.
         os.posix_fallocate(self.file, offset, size)
         return Segment(self.file, size, offset)
 
@@ -120,6 +123,7 @@ class Process:
     """Another process of this host, which can be seen to end."""
 
     def __init__(self, number: int):
+        # A handle of this very process: its number may have another owner later.
         self._handle = os.pidfd_open(number)
         self._closing = weakref.finalize(self, os.close, self._handle)
         self._poll = select.poll()
