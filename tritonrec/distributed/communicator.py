@@ -165,6 +165,7 @@ class Communicator:
         world = self.world_size
         if world == 1:
             return [values]
+        # Two all-to-alls, since the ranks' parts differ in length: the same part goes to everybody.
         lengths = torch.full((world, 1), len(values), dtype=torch.int64)
         counts = self.all_to_all_equal(lengths).flatten().tolist()
         repeated = values.repeat(world, *(1 for _ in values.shape[1:]))

@@ -118,6 +118,7 @@ def _end_of_share(
     group = (word >> 32).clamp(max=len(k) - 1)
     place = torch.arange(len(word), device=device)
     left = (place >= begin[group]) & (place < end[group])
+    # Ascending as a whole, as `searchsorted` needs: between two groups' candidates the last key is repeated.
     ascending = torch.where(left, keys, _FIRST).cummax(0).values
     prefix = torch.full_like(begin, _FIRST)
     for shift in range(56, -1, -8):

@@ -125,11 +125,13 @@ class Evictor:
         if self._ages is None:
             self._ages = LastSteps.of_all(rows, self.values)
         self._marks.grow(rows.end)
+        # Marks by handle, taken back below: a lookup of one bit, where a search in `pinned` would be needed.
         self._marks[pinned] = True
         missing = enough.clone()
         none = torch.empty(0, dtype=torch.int64)
         found = [(none, none)]
         for bucket in self._ages.oldest(rows):
+            # Buckets come by ascending step: the first one that is young enough ends the walk.
             if bucket.step >= before if before is not None else not bool((missing > 0).any()):
                 break
             keys = bucket.keys[~self._marks[bucket.handles.to(torch.int64)]]

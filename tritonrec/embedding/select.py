@@ -64,6 +64,7 @@ def select_smallest(
         # The first digit with which a group has enough; 256 where it has too few candidates.
         edge = (reached < remaining.unsqueeze(1)).sum(1)
         none = reached.new_zeros(len(k), 1)
+        # reached before the edge's digit: [0, reached] is shifted by one.
         remaining -= torch.cat([none, reached], 1).gather(1, edge.unsqueeze(1)).squeeze(1)
         whole = torch.cat([counts, none], 1).gather(1, edge.unsqueeze(1)).squeeze(1) == remaining
         # `whole`: all candidates of that digit are wanted; 256: the group has no more candidates than k.

@@ -182,6 +182,7 @@ class DenseModel:
             if self.shards is not None:
                 begun.callback(self.shards.end)
                 self.shards.begin()
+            # All have begun: nothing is undone on leaving.
             begun.pop_all()
         self.rates.clear()
         self.scales.clear()

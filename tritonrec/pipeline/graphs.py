@@ -59,6 +59,7 @@ class CudaRecorder:
 
     def record(self, work: Callable[[], Result]) -> Result:
         """See `Recorder`."""
+        # Once without a graph, on a stream of its own, as `torch.cuda.graph` asks for.
         beside = torch.cuda.Stream()
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
@@ -318,6 +319,7 @@ class _Graph:
         """Whether the graph is of this model's dropout, adds to this accumulator, and takes the batch."""
         return (
             self._accumulator is accumulator
+            # Probabilities are constants of the recorded kernels.
             and self._dropped == _shares(model)
             and self._negatives == batch.negatives.shape[1]
             and self._rows.shape[1] == rows.shape[1]

@@ -65,8 +65,8 @@ class Schedule:
     the next begins. The lanes of a ``concurrent`` schedule run at the same time; of any other, one stage
     runs after another.
 
-    Collectives of several groups may have to be launched in one order on all ranks, or the devices wait for
-    each other: `launch_turn`. Those of the stages ``ahead`` come before the window of the batch before.
+    Devices deadlock unless all ranks launch the collectives of all groups in one order, which `launch_turn`
+    defines. Those of the stages ``ahead`` come before the window of the batch before.
     """
 
     name: str

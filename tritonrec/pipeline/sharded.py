@@ -200,6 +200,7 @@ class Shards:
                 torch.cat([self._cuts[name].of(whole, rank).reshape(-1) for name, whole in wholes.items()])
                 for rank in range(self.world_size)
             ]
+            # Whole rows: the exchange of sums counts rows of DENSE_ROW values.
             rows = [torch.nn.functional.pad(part, (0, -len(part) % DENSE_ROW)) for part in parts]
             sizes = [len(each) // DENSE_ROW for each in rows]
             plan = _of_parts(sizes, self.rank)

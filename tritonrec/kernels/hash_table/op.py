@@ -363,6 +363,7 @@ def hash_erase_reference(
         row, slot = _search(table_keys, table_rows, key)
         before.append(row)
         if row != -1:
+            # The group's first slot.
             start = slot - slot % GROUP
             ends_here = EMPTY in table_rows[start : start + GROUP]
             table_rows[slot] = EMPTY if ends_here else TOMBSTONE

@@ -103,6 +103,7 @@ def forward(
                     exponentials(s, at, columns, highest)
                     # by the keys that this row sees, whatever its neighbours in the four see
                     seen = min(i + r + ONE, columns) if causal else columns
+                    # By `dot`, whose order of additions is a function of `seen` alone.
                     whole = dot(s, at, ones, U(0), seen)
                     # A row that sees no key has weights of 0 / 1.
                     whole = F32(1.0) if whole == 0 else whole
@@ -111,6 +112,7 @@ def forward(
                     # Kept for backward, which makes the weights again: exp(s - most) / total.
                     place = (q_begin + i + r) * heads + h
                     most[place], total[place] = highest, whole
+                    # draws[3] is the threshold: 0 without dropout.
                     if draws[3]:
                         keep(kept, draws, samples, b, h, i + r, columns)
                         for j in range(columns):
@@ -177,6 +179,7 @@ def backward(
                     k, k_begin * k_token + h * k_head, k_token, rows, columns, dim,
                 )  # fmt: skip
                 add_products(
+                    # ds transposed by its strides: a row for each key, and the four queries are the terms.
                     dk, k_begin * token + h * dim, token, ds, U(0), ONE, width, q, q_first, q_token, columns,
                     rows, dim,
                 )  # fmt: skip

@@ -106,6 +106,8 @@ def compute_again(
     values = iter(rest)
     batch = rebuilt(like, values)
     tables, embeddings = [], Embeddings([])
+    # One iterator twice: it has the inverse and the rows of a table by turns, as `MicroBatch.done` wrote
+    # them.
     for inverse, rows in zip(values, values, strict=True):
         tables.append(InputDist([inverse], [], NOWHERE, inverse.new_empty(len(rows)), None))
         embeddings.append(rows)
@@ -113,6 +115,8 @@ def compute_again(
     gradients, losses = Gradients([]), Losses({})
     assert compute.function is not None
     with dense.flight.beside(random) as accumulator:
+        # As micro-batch 0 of a window of its own: places that begin empty, and an accumulator beside the
+        # trainer's.
         compute.function(
             0,
             context,
