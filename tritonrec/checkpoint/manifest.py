@@ -171,10 +171,9 @@ def _check(body: dict[str, Any]) -> None:
         histories[name] = [(layer["step"], layer["world_size"]) for layer in table["layers"]]
     for name, history in histories.items():
         first = next(iter(histories.values()))
+        # One save writes a layer of every table.
         _require(
-            # One save writes a layer of every table.
-            history == first,
-            f"table {name!r} has layers of steps and world sizes {history}, others {first}",
+            history == first, f"table {name!r} has layers of steps and world sizes {history}, others {first}"
         )
         at = [step for step, _ in history]
         _require(at == sorted(set(at)), f"the layers of table {name!r} are of steps {at}, which must ascend")
