@@ -38,6 +38,7 @@ class Agreement:
             yield report
         except Exception as error:
             failure = error
+            # A failed rank takes part in the exchange as well, or the others would wait for it.
             report = {"error": f"rank {self.rank}: {error}"}
         try:
             self.reports = [json.loads(text) for text in self.gather(json.dumps(report))]

@@ -62,6 +62,7 @@ def read_manifest(path: Place, advice: str = "") -> dict[str, Any]:
         manifest = json.loads(path.read_bytes())
         version = manifest["version"]
         written = manifest.get("manifest_sha256")
+        # The checksum is of everything else, and is compared before any entry is believed.
         body = {name: value for name, value in manifest.items() if name != "manifest_sha256"}
         digest = _sha256_of(body)
     except FileNotFoundError as error:
@@ -170,6 +171,7 @@ def _check(body: dict[str, Any]) -> None:
         histories[name] = [(layer["step"], layer["world_size"]) for layer in table["layers"]]
     for name, history in histories.items():
         first = next(iter(histories.values()))
+        # One save writes a layer of every table.
         _require(
             history == first, f"table {name!r} has layers of steps and world sizes {history}, others {first}"
         )
@@ -206,6 +208,7 @@ def _check_columns(columns: object, where: str) -> int:
             and all(_is_number(size) and 0 <= size < 1 << 62 for size in shape),
             f"{what} must have a shape of at most 64 whole numbers, got {shape!r}",
         )
+        # A size of 0 must not hide one that is absurd.
         width = prod(max(size, 1) for size in shape) * _DTYPES[dtype].itemsize
         _require(width < 1 << 62, f"{what} has rows of {width} bytes")
         row_bytes += prod(shape) * _DTYPES[dtype].itemsize

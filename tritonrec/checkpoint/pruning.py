@@ -21,6 +21,7 @@ def prune(directory: Place, kept: int | None = NUM_KEPT) -> None:
     """
     saved = steps(directory)
     dropped = saved[:-kept] if kept else []
+    # Manifests first, then files: a reader in between finds no manifest, and never one without its files.
     for step in dropped:
         manifest_of(directory, step).unlink()
     if dropped:

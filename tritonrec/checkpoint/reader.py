@@ -142,6 +142,7 @@ class CheckpointStream:
         """Parts of a table, at most `MAX_PARTS`, to read about `slice_bytes` of files at a time."""
         layers = self._body["tables"][table]["layers"]
         total = sum(part["bytes"] for layer in layers for part in layer["parts"])
+        # A power of two: the bounds of the parts are bounds of slices, and of most files.
         count = 1
         while count < slices.MAX_PARTS and count * slice_bytes < total:
             count *= 2
@@ -322,6 +323,11 @@ class _Reader:
         The newest layer that has a key, or has erased it, decides. Each file is read once, on a thread, while
         the part before it is used, and is kept until its last slice has come.
         """
+        # Incremental checkpoints are layers, and their files are cut in different places. A *stretch* is a
+        # run of slices between two cuts of any layer: in it each layer has whole files or parts of them.
+        #     newest  |     file a     |     file b     |
+        #     oldest  |  file c  |    file d    | file e |
+        #     cuts    |          |     |        |        |
         layers = [self._files(layer) for layer in reversed(table["layers"])]
         first, last = slices.slices_of(self.owned)
         cuts = {slices.slices_of((part["begin"], part["end"]))[0] for files in layers for part in files}
@@ -330,11 +336,13 @@ class _Reader:
         needed = [
             [[part for part in files if _reaches(part, stretch)] for files in layers] for stretch in stretches
         ]
+        # In the order of their first use, each once: what the thread reads ahead.
         order = {part["file"]: part for files in needed for layer in files for part in layer}
         waiting, ready, futures = iter(order.values()), dict[str, _Part](), dict[str, Future[_Part]]()
         with ThreadPoolExecutor(1, "checkpoint") as thread:
 
             def read_ahead() -> None:
+                # At most AHEAD files more than the one that is used are in memory or being read.
                 for part in islice(waiting, AHEAD + 1 - len(futures)):
                     futures[part["file"]] = thread.submit(self._part, name, table["columns"], part)
 
@@ -347,6 +355,7 @@ class _Reader:
                     here.append([ready[part["file"]].between(stretch) for part in parts])
                 read_ahead()
                 yield from self._newest(here)
+                # A file whose last slice has come is not needed again.
                 for file in [file for file, part in ready.items() if part.last < stretch[1]]:
                     del ready[file]
 
@@ -370,6 +379,8 @@ class _Reader:
                     columns = {name: slices.take_rows(values, places) for name, values in columns.items()}
                 if len(columns["keys"]):
                     yield columns
+            # After the layer's own rows: a key that a layer erased and
+            # inserted again is in both of its lists, and its row counts.
             superseded += [part[column].numpy() for part in parts for column in ("keys", ERASED)]
 
     def _part(self, name: str, columns: Mapping[str, Any], part: Mapping[str, Any]) -> _Part:

@@ -123,6 +123,7 @@ class Saver:
                     f"{'no' if full else 'the'} erased keys: see next_is_full()"
                 )
         except BaseException:
+            # A snapshot that nobody reads would go on copying rows before each update.
             close_rows(tables)
             raise
 
@@ -141,6 +142,7 @@ class Saver:
     def wait(self) -> Saved | None:
         """Wait for the last save; returns its checkpoint, or raises its error."""
         if self._thread is not None:
+            # No lock: what the thread writes is read after this join alone.
             self._thread.join()
             self._thread = None
         if self._failure is not None:
@@ -183,6 +185,7 @@ class Saver:
             self._since_full = self._since_full + 1 if options else 1
             self.seconds = time.perf_counter() - began
         except Exception as error:
+            # The changes of the failed save are lost to the log: only a whole checkpoint has them.
             self._failure, self._since_full = error, 0
         finally:
             close_rows(arguments[2])

@@ -44,6 +44,7 @@ def range_of(rank: int, world_size: int) -> Range:
     Raises ValueError for a rank that is not in [0, world_size).
     """
     check_rank(rank, world_size)
+    # The least p with p * world_size >= rank * 2**32, by a division that rounds up.
     return -(-rank * PLACES // world_size), -(-(rank + 1) * PLACES // world_size)
 
 
@@ -78,6 +79,7 @@ def parts_of(owned: Range, num_bytes: int) -> list[Range]:
     world size find their shards in few files.
     """
     begin, end = owned
+    # What the whole table would have at this rank's density, so that ranks of one run cut alike.
     whole_table = num_bytes * PLACES // (end - begin)
     parts = 1
     while parts < MAX_PARTS and parts * PART_BYTES < whole_table:
@@ -94,6 +96,7 @@ def overlaps(left: Range, right: Range) -> bool:
 def tiling_error(parts: list[Range]) -> str | None:
     """An error about the first gap or overlap of `parts`; None if they tile the ring."""
     reached = 0
+    # The empty part at the end shows a gap behind the last one.
     for begin, end in [*sorted(parts), (PLACES, PLACES)]:
         if begin > reached:
             first, last = slices_of((reached, begin))

@@ -33,6 +33,7 @@ def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, 
                 os.posix_fallocate(file.fileno(), 0, size)  # half the time of growing, and a full disk shows
             for part in parts:
                 digest.update(part)
+                # A write of 2 GiB and more may be done in pieces.
                 while part:
                     part = part[file.write(part) :]
         except OSError as error:
@@ -49,6 +50,7 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple
         begin, end = end, end + tensors[name].nbytes
         entries[name] = {"dtype": dtype, "shape": list(tensors[name].shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    # The format pads its header to 8 bytes, so tensors begin at multiples of 8.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, list(dtypes)
 

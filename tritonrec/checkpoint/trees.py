@@ -39,6 +39,7 @@ def _flat(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Plain:
         return value
     if isinstance(value, Mapping):
         kind = "counter" if isinstance(value, Counter) else "dict"
+        # Pairs and not a JSON object, whose keys are texts: an optimizer's state has numbers for keys.
         return {
             kind: [
                 [_flat(key, name, {}), _flat(each, f"{name}/{key}", tensors)] for key, each in value.items()

@@ -133,6 +133,7 @@ def _save(
             lock.acquire()
             layers = _prepare(directory, step, columns, base)
         report["call"] = {"step": step, "tables": columns, "base": base and base.sha256, "ranks": world_size}
+    # Every rank has all reports: all of them see the same difference, and nobody writes.
     calls = [other["call"] for other in agreement.reports]
     if any(call != calls[0] for call in calls) or len(calls) != world_size:
         raise CheckpointError(
@@ -140,6 +141,7 @@ def _save(
             f"{calls[rank] if rank < len(calls) else None} and rank 0 {calls[0]}"
         )
 
+    # Until the manifest is there no reader sees the files. A rank that fails makes all remove theirs.
     with agreement.phase(undo=lambda: prune(directory, kept=None)) as report:
         (directory / folder_of(step)).mkdir(parents=True, exist_ok=True)
         nothing = torch.empty(0, dtype=torch.int64)
@@ -155,6 +157,7 @@ def _save(
         files.flush(directory / folder_of(step))
     written = agreement.reports
 
+    # The commit: one rename of one file, after every rank's files and their folder are on the disk.
     with agreement.phase(undo=lambda: prune(directory, kept=None)) as report:
         if rank == 0:
             body = {
@@ -274,6 +277,8 @@ def _prepare(
     if base is not None:
         path = manifest_of(directory, base.step)
         below = read_manifest(path)
+        # Changes are taken once, so they belong on top of one
+        # checkpoint: the newest, and the very one they follow.
         if saved[-1] != base.step or base.step == step or below["manifest_sha256"] != base.sha256:
             raise CheckpointError(
                 f"{path} is not the base of the changes, or not the newest checkpoint: save a full one"
@@ -297,6 +302,8 @@ def _write_table(
     new: _Files, name: str, rows: Rows, erased: Tensor, rank: int, world_size: int
 ) -> list[dict[str, Any]]:
     """Write this rank's rows of one table; returns the manifest's entries of its parts."""
+    # Parts by this rank's bytes: about PART_BYTES a file,
+    # so that another world size reads few bytes too many.
     width = sum(values.element_size() * prod(values.shape[1:]) for values in rows.like.values())
     parts = slices.parts_of(slices.range_of(rank, world_size), len(rows) * width + erased.nbytes)
     gone = TensorRows({"keys": erased})
@@ -327,6 +334,7 @@ def _write_table(
 
 def _order(keys: Tensor, what: str, rank: int, world_size: int) -> np.ndarray:
     """The order of `keys` in a file; ValueError for a foreign or repeated key."""
+    # A key that another rank owns would be found by nobody: readers look at the files of a key's range alone.
     foreign = np.flatnonzero(launch.owner_of(keys, world_size).numpy() != rank)
     if len(foreign):
         raise ValueError(f"{what}: rank {rank} of {world_size} does not own key {int(keys[foreign[0]])}")
@@ -394,6 +402,8 @@ class _Files:
                 size, digest = save_file(content, unnamed, {"part": json.dumps(header)})
             except SafetensorError as error:
                 raise CheckpointError(f"{unnamed}: {error}") from error
+            # By content: a file of the same step that is written
+            # again never changes one that a manifest names.
             name = f"{label}.{digest[:16]}.safetensors"
             path = folder / name
             if isinstance(path, RemotePath):

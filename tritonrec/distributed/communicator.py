@@ -131,10 +131,13 @@ class Communicator:
             return
         if self.monitored:
             watch.monitored_barrier(self.name, self.peers, SAVE_TIMEOUT)
+        # Counted on all ranks alike: a rank whose count is lower
+        # has not reached this collective (`Watch.explain`).
         number, began = watch.begin_call(self.name), time.monotonic()
         try:
             function()
         except RuntimeError as error:
+            # An error of this rank's own arguments is not the fault of another rank.
             if not PEER_FAILURE.search(str(error)):
                 raise
             waited = time.monotonic() - began
@@ -144,6 +147,7 @@ class Communicator:
         """Raise `ExactSumError` where an int64 could overflow in the sum over the ranks."""
         if values.dtype != torch.int64 or not values.numel():
             return
+        # W values of at most this size cannot leave int64, whatever the order in which the backend adds them.
         limit = (2**63 - 1) // self.world_size
         for at in (int(values.argmax()), int(values.argmin())):
             value = int(values.view(-1)[at])
@@ -161,6 +165,7 @@ class Communicator:
         world = self.world_size
         if world == 1:
             return [values]
+        # Two all-to-alls, since the ranks' parts differ in length: the same part goes to everybody.
         lengths = torch.full((world, 1), len(values), dtype=torch.int64)
         counts = self.all_to_all_equal(lengths).flatten().tolist()
         repeated = values.repeat(world, *(1 for _ in values.shape[1:]))

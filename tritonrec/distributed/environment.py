@@ -205,6 +205,8 @@ def _port(given: Mapping[str, str], here: Here) -> str:
             f"rank {here.rank} of {here.world_size} has MASTER_ADDR and no MASTER_PORT: set it to a free "
             "port of rank 0's machine, the same for all ranks"
         )
+    # All ranks find the same port without a message.
+    # Two steps of a job, as a rule, find two ports.
     job = f"{given[name]} {given.get('SLURM_STEP_ID', '')}"
     return str(FIRST_PORT + zlib.crc32(job.encode()) % PORTS)
 

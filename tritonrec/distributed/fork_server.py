@@ -87,7 +87,9 @@ class ForkServer:
         `function` must be importable and `values` picklable. The connections are closed here.
         """
         mine, there = multiprocessing.Pipe(duplex=False)
+        # The server's own are those of its start; a forked process takes over what holds here now.
         state = (name, dict(os.environ), os.getcwd(), sys.path)
+        # Two pickles: `function` is imported only once path and folder are those of the caller.
         call = pickle.dumps((state, pickle.dumps((function, values))))
         handed = [there, *connections]
         with self._lock:
@@ -209,6 +211,8 @@ def _serve(parent: int | None, requests: socket.socket, packages: list[str]) -> 
     gc.collect()
     gc.freeze()
     awake, wake = os.pipe()
+    # A signal writes a byte into this pipe, so `select` below
+    # wakes up for the end of a process as for a request.
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -225,6 +229,8 @@ def _serve(parent: int | None, requests: socket.socket, packages: list[str]) -> 
             call = requests.recv(int.from_bytes(header, "little"), socket.MSG_WAITALL)
             own = os.getpid()
             pid = os.fork()
+            # A forked process has copies of all the server's handles. Those of
+            # other processes are closed, or their ends would never be seen.
             if pid == 0:
                 end_with_parent(own)
                 signal.set_wakeup_fd(-1)
@@ -254,6 +260,7 @@ def _parent() -> int | None:
 
 def _report_ends(reports: dict[int, Connection]) -> None:
     for pid in list(reports):
+        # Several ends may come as one signal: each process is asked.
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             with reports.pop(pid) as report, suppress(OSError):
@@ -272,6 +279,7 @@ def _run(call: bytes, handles: list[int]) -> None:
         os.environ.update(environment)
         os.chdir(folder)
         sys.path[:] = path
+        # The generators' states were copied by the fork: without this all ranks would draw alike.
         random.seed()
         np.random.seed()
         function, values = pickle.loads(task)

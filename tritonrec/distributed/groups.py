@@ -193,6 +193,8 @@ class Communicators:
                         unique = f"{name} of {' x '.join(map(str, (*mesh.shape, nodes)))} ranks {peers}"
                         found[name] = Communicator(group, unique, watch, peers, monitored)
 
+        # The first group, over which the ranks compare their arguments: with other ones they would go on to
+        # create other groups, and wait for each other.
         groups(torch.tensor([all_ranks], dtype=torch.int64), "control")
         if control := found.get("control"):
             check_ranks_agree(

@@ -110,6 +110,8 @@ class RankPool:
         with one_thread_each():
             for rank in range(ranks):
                 here, there = multiprocessing.Pipe()
+                # A rank that reads the end of its lifeline ends:
+                # it closes with this process, however that ends.
                 lifeline, own = multiprocessing.Pipe(duplex=False)
                 task = RankTask(
                     rank, self.meshes, self.timeout, self.start_timeout, self._enter, port, self._backend,
@@ -177,6 +179,8 @@ class RankPool:
         details: dict[int, str] = {}
         answer_deadline = float("inf")  # of the other ranks, after the first has answered or failed
         while waiting:
+            # Three limits (see the class): of the start, of the
+            # others' answers after the first, and none for work.
             deadline = answer_deadline
             if any(phases[rank] != WORKING for rank in waiting.values()):
                 deadline = min(deadline, since + self.start_timeout.total_seconds())
@@ -201,6 +205,7 @@ class RankPool:
                 else:
                     line, details[rank] = value
                     (lost if status == "lost" else errors)[rank] = line
+            # A process may have ended without an answer; what it sent before is read first (`poll`).
             for connection, rank in list(waiting.items()):
                 if not self.processes[rank].is_alive() and not connection.poll():
                     del waiting[connection]

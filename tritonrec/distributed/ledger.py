@@ -72,6 +72,8 @@ class Ledger:
         Raises `CorruptionError` on the receiver of a message that was another one when it was sent.
         """
         number, self._calls = self._calls, self._calls + 1
+        # number * GOLDEN mod 2**32 is spread evenly over 32 bits:
+        # it is in the first 1 / one_in of them once in one_in.
         if number * GOLDEN % 2**32 * self.one_in >= 2**32:
             return
         self._entries.append(number)

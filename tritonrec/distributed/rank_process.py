@@ -165,6 +165,7 @@ class StopRequests:
         self._task += 1
         self._signals = 0
         self.event.clear()
+        # The request may come before the task: it is kept by number, so that it stops no later one.
         if self._requested == self._task:
             self.event.set()
 
@@ -182,6 +183,7 @@ class StopRequests:
 
         def handle(number: int, _frame: object) -> None:
             self._signals += 1
+            # The default action again, and the signal again: the process ends as if it had no handler.
             if self._signals > 1:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)

@@ -175,6 +175,8 @@ class Watch:
         def absent() -> list[int]:
             return [peer for peer in missing if not store.check([f"{key} {peer}"])]
 
+        # Three clocks: the barrier's own `timeout` for work that takes long; the watch's for a rank that says
+        # nothing; and a read of the reports once an interval, since each one costs the store.
         while missing := within(self.timeout, absent):
             if self._lost:
                 raise RankDiedError(self._lost)
@@ -214,6 +216,8 @@ class Watch:
             return RankDiedError(f"{self._place(group, number)}: {error}")
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         began = time.monotonic()
+        # A rank is silent if its report has the same number before and after two and a half intervals. A rank
+        # that waits in a collective, as this one did, still reports.
         before = self._read(others)
         failed = self._failed(before)
         if failed:
@@ -237,6 +241,8 @@ class Watch:
         if not after and self.rank != self._server:
             self._lost = self._describe_server(waited, group, number)
             return RankDiedError(self._lost)
+        # Of the ranks that report: those that have begun fewer
+        # collectives of this group are being waited for.
         behind = [
             rank
             for rank in peers
@@ -294,7 +300,9 @@ class Watch:
 
     def _failed(self, reports: dict[int, Report]) -> str:
         """A line about the rank that failed first, empty if none has failed in this task."""
+        # A report may still be of an earlier task of this process, whose failure is over.
         failed = {rank: each for rank, each in reports.items() if each.failure and each.task == self._task}
+        # First a rank that failed by itself; those that lost a peer say what it was.
         for rank, report in sorted(failed.items(), key=lambda item: (item[1].lost, item[0])):
             return report.failure if report.lost else f"rank {rank} has failed: {report.failure}"
         return ""

@@ -73,6 +73,7 @@ class CachedStorage(RowStorage):
         with self._moving:
             places = self._place(handles)
             values = self._home.gather(torch.where(places < 0, handles, -1), out)
+            # Two gathers into one tensor: each leaves alone the rows that have -1 for it.
             return super().gather(places, values)
 
     def update(
@@ -115,6 +116,7 @@ class CachedStorage(RowStorage):
         to = torch.where(given, free.take(ring)[:most], -1)
         arriving = torch.where(given, wanted.take(handles)[:most], -1)
         leaving = self._handles[to].to(torch.int64) - 1
+        # Rows leave their cache rows before others arrive there. None of this or the last lookup leaves.
         values = super().gather(torch.where(leaving >= 0, to, -1))
         self._home.update(leaving, values, self._low[leaving] if self.tiered else None)
         super().update(to, self._home.gather(arriving))

@@ -58,6 +58,7 @@ class Candidates:
         Returns:
             Those keys that are now admitted; they are candidates no longer.
         """
+        # With a count of 0 where the key is new, so its first lookup makes it 1.
         handles = self._add(keys, count)
         counts = self._columns["counts"][handles] + 1
         self._columns["counts"][handles] = counts

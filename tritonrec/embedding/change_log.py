@@ -105,6 +105,8 @@ class ChangeLog:
             int64, ascending, that are not.
         """
         keys, handles, erased = self._take(rows)
+        # What this reader takes is no longer marked; the others
+        # find it by key, whatever becomes of its row until then.
         for other, left in self._left.items():
             if other != reader:
                 left += [keys, erased]
@@ -128,6 +130,7 @@ class ChangeLog:
         if self._device is None and self._changed is not None and len(known) == len(marked):
             keys, handles = torch.cat(known), torch.cat(marked)
             self._changed[handles] = False
+            # A marked row may have been erased since, and its handle may be another key's.
             there = rows.find(keys) == handles
             keys, order = keys[there].sort()
             once = torch.ones(len(keys), dtype=torch.bool)  # erased and inserted again, a row is there twice

@@ -72,6 +72,7 @@ class DeviceIndex:
         size = len(keys)
         self._handles.end_after(size)  # raises where they do not fit
         self.grow(size)
+        # Handles for all, as if every key were new. Only as many as were inserted are claimed.
         fresh = self._handles.next(size)
         handles, inserted = self._insert(keys ^ murmur.SECRET, fresh, count, self._numbers.values[_KEYS])
         self._handles.claim(inserted.sum(), size, (size,))

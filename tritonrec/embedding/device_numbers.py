@@ -32,6 +32,8 @@ class DeviceNumbers:
         if self._event is None:
             self._copy.copy_(self.values, non_blocking=True)
             self._event = torch.accelerator.current_stream(self.values.device).record_event()
+            # The copy holds what was queued before it: these
+            # rises are in it, later ones still have to be added.
             self._copied = len(self._rises)
 
     def bound(self, index: int) -> int:
@@ -53,6 +55,7 @@ class DeviceNumbers:
 
     def _arrive(self) -> None:
         """Take a copy that has arrived."""
+        # Asked, not waited for.
         if self._event is not None and self._event.query():
             self._known, self._rises, self._event = self._copy.tolist(), self._rises[self._copied :], None
 

@@ -64,6 +64,7 @@ class DevicePool:
         numbers = end + (place - free).clamp(min=0)
         if not len(self._stack):
             return numbers
+        # The top of the stack first; behind `free` numbers the clamp reads anything, and `numbers` are taken.
         stacked = self._stack[(free - 1 - place).clamp(0, len(self._stack) - 1)]
         return torch.where(place < free, stacked, numbers)
 

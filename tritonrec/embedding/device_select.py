@@ -69,6 +69,8 @@ def smallest_slots(
     """
     group = torch.where(among, groups, len(k))
     order = keys.argsort()
+    # word    | group | score + 2**31 |    sorted by group, then score; the stable sort keeps keys ascending
+    # Groups G and up are no candidates and come last.
     word = ((group << 32) + scores + 2**31)[order]
     word, by_word = word.sort(stable=True)
     order = order[by_word]
@@ -76,6 +78,7 @@ def smallest_slots(
     bounds = torch.searchsorted(word, edges)
     begin, end = bounds[:-1], bounds[1:]
     if all_reduce is None:
+        # A single rank: the first k of each group's range are the smallest.
         asked = torch.stack([torch.full_like(begin[0], min(each, len(keys))) for each in k])
         end = torch.minimum(end, begin + asked)
     else:
@@ -115,6 +118,7 @@ def _end_of_share(
     group = (word >> 32).clamp(max=len(k) - 1)
     place = torch.arange(len(word), device=device)
     left = (place >= begin[group]) & (place < end[group])
+    # Ascending as a whole, as `searchsorted` needs: between two groups' candidates the last key is repeated.
     ascending = torch.where(left, keys, _FIRST).cummax(0).values
     prefix = torch.full_like(begin, _FIRST)
     for shift in range(56, -1, -8):

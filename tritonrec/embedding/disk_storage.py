@@ -90,6 +90,7 @@ class DiskStorage(RowStorage):
     def release(self, handles: torch.Tensor) -> None:
         own = self._place(handles)
         own = own[own >= 0]
+        # The row is gone: nothing is written for it when its place is given away.
         self._handles[own], self._dirty[own], self._uses[own] = 0, False, 0
         self._places[handles] = 0
 
@@ -97,6 +98,7 @@ class DiskStorage(RowStorage):
         with self._moving:
             places = self._place(handles)
             values = chunked_rows.read_rows(self._kernel_chunks(), places, out)
+            # Rows without a place, as where a lookup has more rows than memory.
             outside = ((places < 0) & (handles >= 0)).nonzero().squeeze(1)
             if len(outside):
                 self._file.read(handles[outside], values, outside)
@@ -142,6 +144,8 @@ class DiskStorage(RowStorage):
         )
         self._hand = int(hand)
         places, handles = places[:count], handles[:count]
+        # A row that leaves is written before its place is
+        # read over, and only if it was updated since it came.
         leaving = self._handles[places] - 1
         updated = self._dirty[places]
         self._file.write(leaving[updated], self._memory, places[updated])

@@ -100,6 +100,8 @@ class Evictor:
         ttl, capacity = self.eviction.ttl, self._capacity
         excess = torch.zeros_like(self._sizes)
         if capacity is not None:
+            # A capacity is of a logical table on all ranks: each
+            # rank may have to evict though its own part is small.
             sizes = self._sizes if all_reduce is None else all_reduce(self._sizes.clone())
             excess = (sizes - capacity).clamp(min=0)
             if not bool(excess.any()):
@@ -110,6 +112,7 @@ class Evictor:
             keys, scores = self._unpinned_oldest(rows, pinned, None if ttl is None else step - ttl, excess)
         if ttl is not None:
             return keys.sort().values
+        # Merged tables have a capacity each: the k smallest scores are chosen for each of them.
         members, ids = self._layout.unpack(keys)
         return keys[select_smallest(scores, ids, members, excess, all_reduce)].sort().values
 
@@ -122,11 +125,13 @@ class Evictor:
         if self._ages is None:
             self._ages = LastSteps.of_all(rows, self.values)
         self._marks.grow(rows.end)
+        # Marks by handle, taken back below: a lookup of one bit, where a search in `pinned` would be needed.
         self._marks[pinned] = True
         missing = enough.clone()
         none = torch.empty(0, dtype=torch.int64)
         found = [(none, none)]
         for bucket in self._ages.oldest(rows):
+            # Buckets come by ascending step: the first one that is young enough ends the walk.
             if bucket.step >= before if before is not None else not bool((missing > 0).any()):
                 break
             keys = bucket.keys[~self._marks[bucket.handles.to(torch.int64)]]

@@ -101,6 +101,7 @@ class HashOptimizer(torch.optim.Optimizer):
         self.updates = number
         for each, group in zip(self.gradients, self.param_groups, strict=True):
             if callable(each.group.optimizer.lr):
+                # `param_groups` shows the rate of the next update, as torch's schedulers leave it.
                 group["lr"] = rate_at(each.group.optimizer.lr, number + 1)
         return loss
 
@@ -132,6 +133,7 @@ class HashOptimizer(torch.optim.Optimizer):
             FloatingPointError.
         """
         dense = [each.grad for each in parameters if each.grad is not None]
+        # Dense gradients are the same on all ranks and count once; rows are summed over the ranks, exactly.
         whole: Any = torch.nn.utils.get_total_norm(dense)  # of FSDP2's shards a DTensor, of nothing 0
         total = getattr(whole, "full_tensor", lambda: whole)().cpu().double() ** 2
         rows: list[torch.Tensor] = []
@@ -244,6 +246,7 @@ def _group_of(
                 f"tables {', '.join(group['tables'])} are merged here, and were updated at {found} and "
                 f"{each}: keep them apart (merge=False), or load a state of equal rates"
             )
+        # Merged tables are one parameter group here; it can take one rate.
         found = each
     return found
 
@@ -303,6 +306,7 @@ def _sum_of_squares(gradients: list[torch.Tensor], over: Communicator) -> torch.
     limbs = torch.zeros(3, dtype=torch.int64)
     for gradient in gradients:
         limbs += launch.sum_of_squares(gradient).cpu()
+    # sum = high + middle * 2**-32 + low * 2**-64, of integers, whose sums over ranks have no order.
     high, middle, low = over.all_reduce(limbs, "squares of the gradients", bounded=True).double().unbind()
     total = high + (middle + low * 2.0**-32) * 2.0**-32
     return torch.where(high < 2.0**50, total, torch.inf)

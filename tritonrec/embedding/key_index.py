@@ -113,6 +113,7 @@ class KeyIndex:
         """
         unsigned = self._salted(keys)
         new = len(unsigned)
+        # Every key may be new: only where that bound asks for work are the new ones counted.
         if self._is_short(new) or len(self._handles) + new > MAX_ROWS:
             new = int(np.count_nonzero(self._find(unsigned) < 0))
         self._handles.check_room(new)
@@ -127,6 +128,7 @@ class KeyIndex:
         unsigned = self._salted(keys)
         rows = self._now.erase(unsigned)
         if self._old is not None:
+            # Keys on the move are in one of the two structures, in the new one or still in the old one.
             rest = np.flatnonzero(rows < 0)
             rows[rest] = self._old.erase(unsigned[rest])
         self._size -= int(np.count_nonzero(rows >= 0))
@@ -172,6 +174,8 @@ class KeyIndex:
         if self._old is None:
             rows, inserted = self._now.insert(keys, end, free)
         else:
+            # While keys move, the old structure is asked first: an insert into the new one would give a key
+            # that is still in the old one a second handle.
             rows, inserted = self._old.find(keys), np.zeros(len(keys), bool)
             rest = np.flatnonzero(rows < 0)
             rows[rest], inserted[rest] = self._now.insert(keys[rest], end, free)
@@ -185,6 +189,8 @@ class KeyIndex:
 
     def _is_short(self, new: int) -> bool:
         """Whether `new` more keys need another structure, or more work on the next one."""
+        # Two limits: keys (`size`) ask for twice the slots, keys
+        # and tombstones (`taken`) for as many slots, cleaned.
         size, taken = self._size + new, self._size + self._now.tombstones + new
         if self._idle() and (size > LOAD_FACTOR * self.slots or taken > MAX_OCCUPANCY * self.slots):
             return True
@@ -194,6 +200,8 @@ class KeyIndex:
         """Do the work of a call with `keys` keys, and more where its `new` ones would not fit otherwise."""
         if self._idle() and self._is_short(new):
             self._next = _Structure(self._slots_for(new))
+        # Work in proportion to the keys of the call. The loop behind it is for a call that brings more new
+        # keys than its own share of the work makes room for.
         self._work(max(keys, MIN_KEYS_PER_CALL))
         while self._is_short(new):
             if self._idle():
@@ -209,6 +217,7 @@ class KeyIndex:
     def _work(self, keys: int) -> None:
         """Clear, switch and move: the work of a call with `keys` keys."""
         if self._next is not None:
+            # Clearing uses up the call's budget in keys; what is left of it moves slots.
             keys -= self._next.clear(SLOTS_CLEARED_PER_KEY * keys) // SLOTS_CLEARED_PER_KEY
             if self._next.done == self._next.slots:
                 self._old, self._now, self._next = self._now, self._next, None

@@ -31,8 +31,11 @@ class KeyLayout:
         if not names or len(set(names)) != len(names):
             raise ValueError(f"a table needs one or more distinct names, got {list(names)}")
         self.names = names
+        # ceil(log2(m + 1)) is the bit length of m.
         self.bits = len(names).bit_length() if len(names) > 1 else 0
         self.table_ids = [
+            # By name and not by member number: a table begins with
+            # the same rows merged, apart, or merged with others.
             int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little") if name else 0
             for name in names
         ]
@@ -77,6 +80,7 @@ class KeyLayout:
 
     def _fit(self, ids: torch.Tensor) -> bool:
         """Whether all fit into a key; without a sign bit an id that is too small is one too large."""
+        # An arithmetic shift: the sign bit of a negative id stays, so both kinds of misfits leave something.
         return not bool((ids >> self._shift).any())
 
     def validate(self, ids: torch.Tensor, feature: str) -> None:

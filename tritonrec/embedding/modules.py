@@ -226,6 +226,8 @@ class HashEmbeddingCollection(torch.nn.Module):
     def add_gradients(self, routes: Sequence[Route], gradients: Sequence[torch.Tensor]) -> None:
         """Send each table's gradients (n, dim) to their owners; `fused` rows are updated."""
         over, sums = self.communicator, []
+        # A gradient without a sum counts as 0 in the exchange and is reported by the all-reduce: every rank
+        # goes through the same collectives, and all learn of it.
         limit = 2.0 ** (62 - self.fraction_bits) if self.consistency == "batch" else torch.inf
         total = torch.zeros((), dtype=torch.int64, device=gradients[0].device)
         for route, gradient in zip(routes, gradients, strict=True):
@@ -277,6 +279,7 @@ class HashEmbeddingCollection(torch.nn.Module):
             own_ids, rows = self.tables.export()[table]
             rows[:, dim:] = 0.0
             self.tables.load(table, own_ids, rows)
+            # Initial weights where an id has no row yet.
             loaded = self.tables.current_rows(table, ids)
             loaded[:, dim:] = state.to(loaded.device)
             self.tables.load(table, ids, loaded)

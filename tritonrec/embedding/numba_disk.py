@@ -71,6 +71,7 @@ def choose(recent, uses, hand, before, chosen):
     returns their number, at most ``len(chosen)``, and the hand. A place is passed over once for each use.
     """
     count = 0
+    # After MOST_USES rounds every count is 0, so one more round finds all places that may be taken.
     for _ in range((MOST_USES + 1) * len(recent)):
         if count == len(chosen):
             break

@@ -29,6 +29,8 @@ class PinnedRows:
 
     def advance(self, handles: torch.Tensor) -> torch.Tensor:
         """Pin the `handles` (K,) of a new lookup; returns the reserved handles that are free now."""
+        #     lookup t        erase       lookup t + 1    lookup t + 2
+        #                     reserved    still pinned    its last update is done: free
         free, following = self._reserved
         self._reserved = following, following[:0]
         use_here(self._before)

@@ -76,6 +76,7 @@ class AccessCounter:
         Updates of the rows `in_buffers` may come before it, which store any of them in float32.
         """
         _keys, handles = rows.slots_in_order()
+        # Counts as they will be after the halving.
         below = (handles >= 0) & (self.values[handles] >> 1 < self.tiers.threshold)
         return Arriving((below & ~rows.in_low_precision(handles)).sum().view(1) + in_buffers)
 

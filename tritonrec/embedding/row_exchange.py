@@ -49,6 +49,8 @@ class Route:
         sums = launch.segment_sum(gradient.contiguous(), self.inverse, sum(self.send), *options)
         if self.received is None:
             return sums
+        # Sums by key travel, not occurrences: in fixed point the
+        # owner's sum has the bits of one sum over all ranks.
         received = over.all_to_all(sums, self.send, self.receive)
         return launch.segment_sum(received, self.received, len(self.keys), *options)
 
@@ -68,6 +70,8 @@ def plan_routes(
     receive = over.all_to_all_equal(send)
     routes = []
     for one, (order, _), to, of in zip(found, sorted_by_owner, send.t(), receive.t(), strict=True):
+        # The inverse of the sort by owner: distinct key -> its
+        # place among those sent, which is that of its row.
         place = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
         arrived = over.all_to_all(one.keys[order], to.tolist(), of.tolist())
         own = distinct(arrived, padded=False)

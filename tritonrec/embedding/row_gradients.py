@@ -101,6 +101,8 @@ class RowGradients:
             else:
                 mean = sums / self.divisor
             assert self._bad is not None
+            # A rank without keys learns of another rank's bad gradient as well: `GradScaler` has to find a
+            # NaN on each.
             if not len(mean):
                 mean = mean.new_zeros(1, mean.shape[1])
             self._mean = mean.masked_fill(self._bad.to(mean.device), math.nan)
@@ -143,6 +145,7 @@ class RowGradients:
                 "row was changed by this step's update of the table. With torch.amp.GradScaler, "
                 "scaler.step(optimizer) skips such steps"
             )
+        # Without the row that `mean` has where there is no key.
         handles, mean = table.find(keys), mean[: len(keys)]
         present = (handles >= 0).nonzero().squeeze(1)
         if len(present) < len(keys):
@@ -150,6 +153,7 @@ class RowGradients:
         values = table.gather(handles, keys)
         rule.update(values, torch.arange(len(keys), device=values.device), mean.contiguous(), number)
         low_precision = table.in_low_precision(handles)
+        # Rounded here, so that the table stores in 16 bits what it is given, and changes no value.
         if low_precision is not None:
             table.round_low_precision(values, low_precision)
         table.update(handles, values)

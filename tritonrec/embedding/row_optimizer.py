@@ -120,6 +120,7 @@ class RowOptimizer:
                 f"moment_scaling is of {' and '.join(SCALED_BY_MOMENT)}, and the rows have {self.name}: "
                 "leave it out, or give their tables one of these"
             )
+        # From the equation above: lr and eps times the root, and the state is that of the plain rule.
         root = math.sqrt(copies)
         return replace(self, lr=scaled(self.lr, root), eps=root * self.eps)
 
@@ -162,6 +163,7 @@ class RowOptimizer:
         if self.lazy_weight_decay:
             factors = decay_factors(self.lr, weight_decay, rows.device).up_to(step)
             launch.sparse_lazy_decay(rows[:, :dim], rows[:, -1:], indices, factors, step, count)
+            # The rows have decayed; the rule sees no column with the number of the last update.
             rows, weight_decay = rows[:, :-1], 0.0
         if self.custom_update is not None:
             self.custom_update.update(rows, indices, gradient, step, lr, count)
@@ -189,6 +191,7 @@ class DecayFactors:
             raise ValueError(f"lazy weight decay counts 1 to {MOST_UPDATES} updates, got {update}")
         with self._lock:
             if update > len(self._factors):
+                # Doubled, so that a run copies each factor a few times in all.
                 longer = self._empty(2 * update)
                 longer[: self._known] = self._factors[: self._known]
                 self._factors = longer

@@ -40,6 +40,7 @@ class Chunks:
 
     def reserve(self, rows: int) -> None:
         """Allocate memory for rows below `rows`, and one chunk more."""
+        # One chunk is always ahead: a lookup that fills the current one finds the next one allocated.
         needed = max(-(-rows // self._shape[0]), 1) + 1
         if len(self._chunks) < needed:
             device = torch.device("cpu") if self._pinned else self._device
@@ -47,6 +48,8 @@ class Chunks:
                 torch.empty(self._shape, dtype=self._dtype, device=device, pin_memory=self._pinned)
                 for _ in range(needed - len(self._chunks))
             ]
+            # Kernels find rows by the chunks' addresses. Another lane
+            # may still use the old list, which lasts until then.
             self._table.replace(chunked_rows.addresses(self._chunks, self._device))
 
     @property
@@ -189,6 +192,7 @@ class TieredStorage(RowStorage):
             new = handles >= 0
             self._reserve(0, new)
             self._locations.grow(end)
+            # New rows begin in float32.
             self._locations[handles] = self._allocate(0, new).to(torch.int32)
 
     def release(self, handles: torch.Tensor) -> None:
@@ -207,6 +211,7 @@ class TieredStorage(RowStorage):
             locations = before = self._locate(handles)
             full, half = _tiers(before)
             moving = half & ~low, full & low
+            # moving[0]: from 16 bits to float32; moving[1]: the other way.
             for tier, which in enumerate(moving):
                 self._reserve(tier, which)  # both tiers first: where memory is short nothing moves
             for tier, which in enumerate(moving):
@@ -243,6 +248,7 @@ class TieredStorage(RowStorage):
         size, pool = len(which), self._pools[tier]
         if not size:
             return torch.empty(0, dtype=torch.int64, device=self.device)
+        # rank[i] - 1 = how many marked rows come before row i: which of the pool's next numbers it gets.
         rank = which.cumsum(0)
         free = pool.next(size)[(rank - 1).clamp(min=0)]
         pool.claim(rank[-1], size)

@@ -41,6 +41,11 @@ def select_smallest(
     Returns:
         (K,) bool, the chosen ones of this rank.
     """
+    # A round looks at one digit of the candidates, here of one group that has to lose k = 5:
+    #     digit            0    1    2    3  ...
+    #     counts           2    1    4    7         summed over the ranks
+    #     reached          2    3    7   14         3 of digits 0 and 1 are chosen, and 2 are left to find
+    #                                               among the 4 of digit 2 by the next digit
     chosen = np.zeros(len(ids), np.bool_)
     remaining = k.clone()
     belongs = groups.contiguous().numpy()
@@ -59,8 +64,10 @@ def select_smallest(
         # The first digit with which a group has enough; 256 where it has too few candidates.
         edge = (reached < remaining.unsqueeze(1)).sum(1)
         none = reached.new_zeros(len(k), 1)
+        # reached before the edge's digit: [0, reached] is shifted by one.
         remaining -= torch.cat([none, reached], 1).gather(1, edge.unsqueeze(1)).squeeze(1)
         whole = torch.cat([counts, none], 1).gather(1, edge.unsqueeze(1)).squeeze(1) == remaining
+        # `whole`: all candidates of that digit are wanted; 256: the group has no more candidates than k.
         remaining[whole | (edge == 256)] = 0
         kept = np.empty_like(candidates)
         count = numba_select.take_below(

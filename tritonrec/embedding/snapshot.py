@@ -67,6 +67,8 @@ class Snapshot:
 
     def preserve(self, handles: torch.Tensor) -> None:
         """Copy those rows of `handles` (K,), or -1, that are still to be read: they are about to change."""
+        # Called by an update with `_updating` held, and so is
+        # each `read`: a row is either read or copied, never torn.
         own = handles[torch.from_numpy(self._is_pending(handles.numpy()))]
         if len(own):
             places, _new = self._places.find_or_insert(own)
@@ -88,6 +90,8 @@ class Snapshot:
         ):
             with self._turn:
                 pending = torch.from_numpy(self._is_pending(here.numpy()))
+                # Rows that were updated meanwhile come with newer
+                # values here; their copies overwrite these below.
                 self._rows.gather(here, out)
                 if bool(pending.all()):
                     self._check(here, keys_here, out)

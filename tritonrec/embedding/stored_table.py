@@ -77,6 +77,7 @@ class StoredTable:
         with self._lock:
             handles, inserted = self._index.find_or_insert(keys, count)
             if self.padded:
+                # No host knows how many are new: all places stay, with -1 at the others.
                 new, new_keys = torch.where(inserted, handles, -1), keys
             else:
                 places = inserted.nonzero().squeeze(1)
@@ -85,6 +86,7 @@ class StoredTable:
                 try:
                     self._storage.add(new, self._index.end)
                 except BaseException:
+                    # All or nothing: keys without room for their rows are taken out again.
                     erased = self._index.erase(keys[inserted])
                     self._index.release(erased)
                     raise
@@ -113,6 +115,7 @@ class StoredTable:
         `low_precision` (K,) bool marks rows to store in 16 bits where 16 bits hold their values exactly; the
         values never change.
         """
+        # No lock: an update does not touch the index, and handles keep their rows until they are released.
         self._storage.update(handles, values, low_precision)
         if self._checksums is not None:
             self._checksums.write(handles, values, self.end)
@@ -124,6 +127,7 @@ class StoredTable:
         """
         with self._lock:
             handles = self._index.erase(keys, count)
+            # The storage lets the row go now, the index its handle only at `release`.
             self._storage.release(handles)
             return handles
 

@@ -27,6 +27,7 @@ class StreamLock:
 
     def __exit__(self, *exc: object) -> None:
         if self._device.type != "cpu":
+            # Before the release: the next holder has to find it.
             self._event = torch.accelerator.current_stream(self._device).record_event()
         self._lock.release()
 

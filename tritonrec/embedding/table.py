@@ -185,6 +185,7 @@ class DynamicTable(TrainedTable):
 
     def successor(self, rows: int = 0) -> DynamicTable:
         """A table like this one without rows, sized for `rows`, for `adopt` to take its rows."""
+        # A copy shares layout and policies. Guard, locks, rows and metadata are made anew below.
         made = copy.copy(self)
         made.in_flight = InFlight(str(self.layout))
         made._updating, made._lock = StreamLock(self.device), StreamLock(self.device)
@@ -204,6 +205,7 @@ class DynamicTable(TrainedTable):
         for group, columns in state.items():
             before, given = self._count_of(group), len(columns["keys"])
             self._load_state({group: columns})
+            # A key that was there took an old row, so the count grew by less.
             if self._count_of(group) - before < given:
                 raise ValueError(f"a key of {self.layout} is given twice in its {group}: give every row once")
 
@@ -216,6 +218,7 @@ class DynamicTable(TrainedTable):
         self._note_written(None)
         with self._updating, self._lock:
             if self._metadata.changes.active:
+                # The log of `other` has its rows as new; those of before are noted as erased beside them.
                 other._metadata.changes.erase(self._rows.items()[0])
                 other._metadata.changes.continue_from(self._metadata.changes)
                 if self._candidates is not None and other._candidates is not None:

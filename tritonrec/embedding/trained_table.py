@@ -134,6 +134,7 @@ class TrainedTable:
         self._check_device("keys", keys)
         if self._candidates is not None and not 0 <= step < 2**31:
             raise ValueError(f"{self.layout}: step must be in [0, 2**31) with admission, got {step}")
+        # Before the insert: the pass makes room, and sees neither the step's new keys nor their accesses.
         if self._metadata.policies:
             self._run_policies(keys, step, all_reduce, count)
         with self._lock:
@@ -141,12 +142,15 @@ class TrainedTable:
                 handles, new = self._insert(keys, count)
             else:
                 handles, new = self._admit(self._candidates, keys, step, count)
+            # Handles of erased rows stay reserved while a buffer has them, or a late write-back would reach
+            # another key's row. This lookup has moved the buffers on: some of them are free now.
             self._rows.release(self._metadata.record(keys, handles, step))
             present = (handles >= 0).sum()
             rejected = (len(keys) if count is None else count) - present
             self._looked_up += torch.stack([present - new, new, rejected])
             result = Lookup(handles, self.in_low_precision(handles))
         self._rows.prefetch(handles)  # without the lock: updates do not wait for a disk
+        # The numbers that the next pass goes by are asked for now, a whole window before they are used.
         if self.padded and self.in_flight.active and self._metadata.policies:
             self._foresee(step + 1, all_reduce)
         return result
@@ -334,6 +338,8 @@ class TrainedTable:
         """`_insert` of the keys that have a row, or are admitted at `step`; -1 for the others."""
         candidates.forget(step)
         handles = self._rows.find(keys, count)
+        # Two selections, one inside the other: absent keys, and those of them that are admitted now. `put`
+        # writes the results back to the places they came from.
         absent = select((handles < 0) & valid(len(keys), count, self.device), self.padded)
         absent_keys = absent.take(keys)
         admitted = candidates.count(absent_keys, step, absent.count)
@@ -357,6 +363,7 @@ class TrainedTable:
     def _erase(self, keys: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
         """Erase the rows of `keys` (K,), which have some; returns their handles (K,), still reserved."""
         if self._snapshots:
+            # A save under way still owes these rows their values of the moment it began.
             self._preserve(self._rows.find(keys, count))
         handles = self._rows.erase(keys, count)
         self._metadata.remove(keys, handles >= 0, count)
@@ -421,6 +428,8 @@ class TrainedTable:
         most = self._number(precision, step, None)[0] if self.padded else 0
         with self._lock:
             if self._metadata.changes.active:
+                # Halving changes the access count of every row that has
+                # one: all of these are in the next checkpoint of changes.
                 self._metadata.changes.mark(precision.used())
             precision.halve()
         if self.padded:
@@ -457,6 +466,8 @@ class TrainedTable:
     def _number(self, policy: RowPolicy, step: int, all_reduce: AllReduce | None) -> list[int]:
         """What the pass of a `policy` goes by: foreseen in the last lookup, or found now, with a wait."""
         flight, foreseen, numbers = self._foreseen
+        # Between flights rows may be loaded or erased, and
+        # another step may come than the one that was foreseen.
         if (flight, foreseen) != (self.in_flight.number, step) or not self.in_flight.active:
             return self._foreseen_by(policy, step, all_reduce).take()
         return numbers[policy].take()

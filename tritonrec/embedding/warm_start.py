@@ -82,6 +82,7 @@ def tables_of(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch
             dense[name] = values
     of_tables = {place.rpartition(".")[0] for place in places.values()}
     modules = {place.rpartition(".")[0] for place in of_tables}
+    # What stands beside a table in its module is the module's own, and no parameter of the model.
     for name in list(dense):
         module, _, last = name.rpartition(".")
         if module in of_tables or any(name.startswith(f"{each}.") for each in of_tables):

@@ -40,9 +40,11 @@ class GradientAccumulator(Accumulator):
         self._parameters = dict(module.named_parameters())
         self._trained = {name: each for name, each in self._parameters.items() if each.requires_grad}
         exact = {} if fraction_bits is None else self._trained
+        # By id: `_parameters` keeps the tensors, so no other tensor gets one of these ids.
         self._names = {id(parameter): name for name, parameter in exact.items()}
         size = sum(parameter.numel() for parameter in exact.values())
         device = next((parameter.device for parameter in exact.values()), None)
+        # All sums lie in one tensor, in the module's order: one message, one zeroing, one division a window.
         self._flat = torch.zeros(size, dtype=torch.int64, device=device)
         self.sums = self.views(self._flat) if exact else {}
 
@@ -183,6 +185,7 @@ class GradientAccumulator(Accumulator):
         """The parameter at a position of `take_flat`, with the index in it."""
         left = position
         for name, parameter in self._chosen(names).items():
+            # The inverse of `views`: parameters lie one after another, in the module's order.
             if left < parameter.numel():
                 index = torch.unravel_index(torch.tensor(left, dtype=torch.int64), parameter.shape)
                 return f"{name}: gradient at {tuple(int(each) for each in index)}"

@@ -47,6 +47,7 @@ class DeferredErrors:
         found = torch.full((), self._dropped, dtype=torch.bool, device=device)
         kept = []
         for positions, error in self._found:
+            # error(1) is made for its type alone.
             if self.drops and isinstance(error(1), ArithmeticError):
                 found = found | (positions != NONE).any()
             else:
@@ -74,6 +75,7 @@ class DeferredErrors:
         """
         collecting = current() or DeferredErrors()
         for positions, error in self._found:
+            # A copy: the next replay writes to the same tensor.
             collecting.add(positions.clone(), error)
         if collecting is not current():
             collecting.check()

@@ -89,6 +89,7 @@ def flattened(
     before = ast.unparse(tree)
     rewriter = Rewriter(kernel, tree, dict(tuples))
     rewriter.visit(tree)
+    # Nothing to rewrite: the kernel keeps its name, and with it what is compiled of it.
     if ast.unparse(tree) == before:
         return kernel, rewriter.returns
     if [ast.unparse(each) for each in tree.decorator_list] != ["triton.jit"]:
@@ -213,6 +214,7 @@ class Rewriter(ast.NodeTransformer):
         """The new variables of a tuple."""
         names = names_of(name, self.tuples[name])
         for each in names:
+            # A kernel may have a variable with the name that a tuple's item would get.
             if self.owners.setdefault(each, name) != name:
                 raise self.error(node, f"{each} is a variable beside the tuple {name}")
         return names

@@ -121,6 +121,7 @@ def made_once(parameter: torch.Tensor, make: Callable[[torch.Tensor], Value]) ->
     known = None if accumulator is None else accumulator.of_window
     if known is None or parameter.is_inference() or parameter.data_ptr() not in accumulator.addresses:  # type: ignore[union-attr]
         return make(parameter)
+    # By memory and not by object: views of a parameter are made anew at each call.
     place = make, parameter.data_ptr(), parameter.shape, parameter.stride()
     found = known.get(place)
     if found is None or found[0] != parameter._version:

@@ -111,6 +111,7 @@ class KernelCache(FunctionCache):
     def end_turns(self) -> None:
         """What this process compiled is kept, or could not be compiled: others need not wait."""
         for turn in self._turns:
+            # A process that waits for this lock gets it, looks for the file once more, and finds the kernel.
             Path(turn.lock_file).unlink(missing_ok=True)
             turn.release()
         self._turns.clear()
@@ -188,6 +189,7 @@ class _Files:
         except OSError:
             return None
         size = hashlib.sha256().digest_size
+        # Before `pickle.loads`: damaged bytes could make it do anything.
         if hashlib.sha256(content[size:]).digest() != content[:size]:
             return None
         found, data = pickle.loads(content[size:])
@@ -205,6 +207,7 @@ class _Files:
         try:
             with open(scratch, "wb") as file:
                 file.write(hashlib.sha256(content).digest() + content)
+            # Complete before it has its name: a reader never sees a part of it.
             os.replace(name, path)
         except BaseException:
             os.unlink(name)
@@ -228,7 +231,7 @@ class _Files:
 
 
 def _is_own(found: os.stat_result) -> bool:
-    """Whether a file is this user's, root's, or of whoever installed this package: its kernel is executed."""
+    """Whether a file is this user's, root's, or the installer's of this package: its kernel is executed."""
     owners = {0, Path(__file__).stat().st_uid, os.geteuid() if hasattr(os, "geteuid") else 0}
     return stat.S_ISREG(found.st_mode) and found.st_uid in owners and not found.st_mode & stat.S_IWOTH
 

@@ -51,6 +51,7 @@ def exp(x):
     """
     x = EXP_MOST if x > EXP_MOST else x
     x = EXP_LEAST if x < EXP_LEAST else x
+    # n ln 2 is taken off in two parts: LN_2_HIGH has few bits, so that n * LN_2_HIGH is exact.
     n = np.floor(x * LOG2_E + F32(0.5))
     r = (x - n * LN_2_HIGH) - n * LN_2_LOW
     y = F32(1.9875691500e-4)
@@ -60,6 +61,7 @@ def exp(x):
     y = y * r + F32(1.6666665459e-1)
     y = y * r + F32(5.0000001201e-1)
     y = (y * (r * r) + r) + F32(1.0)
+    # 2**n by its bits; n + 127 is in 1 .. 254 for the range of x.
     return y * float_of_bits((np.int32(n) + np.int32(127)) << np.int32(23))
 
 
@@ -101,6 +103,7 @@ def _dot_blocks(typingctx, a, a_first, b, b_first, blocks):
             builder.store(builder.call(fused, [left, right, builder.load(total)]), total)
         joined = builder.load(total)
         width = 16
+        # ((lanes 0-7 + lanes 8-15), then halves of that, ...): one order, written down.
         while width > 1:
             width //= 2
             halves = [ir.Constant(ir.VectorType(ir.IntType(32), width), list(range(start, start + width)))

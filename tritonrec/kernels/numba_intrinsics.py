@@ -78,6 +78,7 @@ def _compare(context, builder, signature, arguments, lanes, predicate):
     splat = ir.Constant(vector, ir.Undefined)
     for lane in range(lanes):
         splat = builder.insert_element(splat, value, ir.IntType(32)(lane))
+    # A vector of one-bit lanes read as an integer: the processor's move-mask.
     mask = builder.bitcast(predicate(loaded, splat), ir.IntType(lanes))
     return builder.zext(mask, ir.IntType(64))
 

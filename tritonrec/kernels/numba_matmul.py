@@ -102,9 +102,11 @@ def _tile(rows, vectors, lanes, masked=False):
                 for r in range(rows) for c in range(vectors)
             ]  # fmt: skip
             fused = fma_of_vectors(builder, vector)
+            # Allocas whose address is never taken: LLVM keeps them in registers.
             sums = [cgutils.alloca_once_value(builder, zeros) for _ in places]
             with cgutils.for_range(builder, terms) as loop:
                 b_row = step(b_first, b_term, loop.index)
+                # One load of b serves all rows of the tile, one splat of a all its columns.
                 right = [read(lanes_at(b_data, b_row, c), masks[c]) for c in range(vectors)]
                 column = step(a_first, a_term, loop.index)
                 for r in range(rows):
@@ -114,6 +116,7 @@ def _tile(rows, vectors, lanes, masked=False):
                         total = sums[r * vectors + c]
                         builder.store(builder.call(fused, [left, right[c], builder.load(total)]), total)
             for place, total, mask in zip(places, sums, masks * rows, strict=True):
+                # A chain begins at zero and is added to `out` as a whole: out + s_i.
                 joined = builder.fadd(read(place, mask), builder.load(total))
                 write(joined, place, mask)
             return context.get_dummy_value()
@@ -155,6 +158,7 @@ def _sixteen_by_one(typingctx, out, out_first, a, a_first, a_row, b, b_first, b_
                 for r in range(lanes)
             ]
             for step in (1, 2, 4, 8):  # blocks of `step` rows and columns change places
+                # Lanes 0 to 15 are of the first row, 16 to 31 of the second.
                 of_low = [n - step + lanes if n & step else n for n in range(lanes)]
                 of_high = [n + lanes if n & step else n + step for n in range(lanes)]
                 for r in range(lanes):
@@ -186,9 +190,12 @@ _four_of_16, _one_of_16 = _tile(4, 1, 16, True), _tile(1, 1, 16, True)
 def _add_wide(out, out_first, out_row, a, a_first, a_row, a_term, b, b_first, b_term, rows, terms, columns):
     """`_add_chains` where vectors have 64 bytes, and masks that cost nothing: no column is left over."""
     for c in range(U(0), columns, U(64)):
+        # A masked tile loads and stores the first `left` columns alone,
+        # and each element has the chain that it has in a full one.
         left = min(columns - c, U(64))
         f = b_first + c
         r = U(0)
+        # A product with a vector: lanes are rows of the output, since there is one column only.
         if columns == ONE and a_term == ONE and out_row == ONE and terms % SIXTEEN == U(0):
             while r + SIXTEEN <= rows:
                 o, p = out_first + r, a_first + r * a_row

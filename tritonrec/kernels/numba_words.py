@@ -99,6 +99,7 @@ def fill_slots(words, store_at, bounds_at, slots_at, capacity):
     bounds, slots = integers(bounds_at, words + 1), integers(slots_at, capacity)
     store, mask = raw_bytes(store_at, bounds[words]), np.uint64(capacity - 1)
     hashes = np.empty(RING, dtype=np.uint64)
+    # A ring of hashes: word `ahead` is hashed and its slot asked for, AHEAD words before it is put there.
     for ahead in range(words + AHEAD):
         number = ahead - AHEAD
         if number >= 0:
@@ -171,6 +172,7 @@ def number_words(
                     words += 1
                     slots[slot] = tag | words
                 break
+            # 24 equal bits of the hash: only then are bytes compared.
             if (found ^ tag) >> 40 == 0:
                 number = (found & NUMBER) - 1
                 if _equal(store, bounds[number], bounds[number + 1], data, first, length):

@@ -186,6 +186,8 @@ class Op:
             NotImplementedError: an argument has a tangent. No op has a forward-mode derivative.
         """
         arguments += (None,) * (self._size - len(arguments))
+        # Three ways from here: no gradient is wanted (`launch`), one is and nobody looks on (`_step`, without
+        # the dispatcher), or torch has to see the op (`_function`, `registered`).
         has_floats = self._refuse(arguments)
         casts = casts_of(self._rules, arguments, arguments[self._first].device) if self._rules else ()
         if impl == "auto" and not is_compiling():
@@ -358,6 +360,7 @@ def _selecting(function: Callable[..., Any], names: list[str]) -> Callable[[tupl
     if len(at) == 1:
         (only,) = at.values()
         return lambda inputs: function(inputs[only])
+    # The fastest of four ways that Python has, since it runs at every call of a small op.
     chosen = itemgetter(*at.values())
     return lambda inputs: function(*chosen(inputs))
 
@@ -402,6 +405,8 @@ def _function(
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             if places and backward is not None:
+                # What was written is an output of this step:
+                # autograd continues the graph behind it from there.
                 ctx.mark_dirty(*(inputs[at] for at in places))
             ctx.accumulator, ctx.chosen = current(), inputs[-1]
             ctx.parameters = find_parameters(ctx.accumulator, inputs)

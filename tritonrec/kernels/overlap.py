@@ -59,6 +59,8 @@ def _extent(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
 def _check_elements(name: str, tensor: torch.Tensor) -> None:
     reach = 1
     dimensions = (pair for pair in zip(tensor.stride(), tensor.shape, strict=True) if pair[1] > 1)
+    # By ascending stride: each dimension has to step over all
+    # that the smaller ones reach, or two places coincide.
     for stride, size in sorted(dimensions):
         if stride < reach:
             raise ValueError(
@@ -97,6 +99,7 @@ def _columns_apart(first: torch.Tensor, second: torch.Tensor) -> bool:
     width, other = (
         tensor.element_size() * _extent(tensor.shape[1:], tensor.stride()[1:]) for tensor in (first, second)
     )
+    # Where the second begins in a row of the first: behind its columns, and ending before the next row's.
     between = (second.data_ptr() - first.data_ptr()) % row
     return width <= between and between + other <= row
 

@@ -51,6 +51,7 @@ def _build_kernel(
         holder_key = tl.load(keys_ptr + holder, mask=pending, other=0)
         settled = tl.where(pending, holder, settled)
         pending = pending & (holder_key != key)
+        # Another key has this slot, for good: linear probing.
         slot = tl.where(pending, (slot + 1) & (num_slots - 1), slot)
         visit += 1
     # the holder only falls: no atomic where the one that was read, even a stale one, is as low

@@ -76,6 +76,7 @@ class Parameters(NamedTuple):
         """As autocast of this dtype has them, where there is one: those of products alone are lower."""
         if dtype is None:
             return self
+        # Norms and tables stay float32 under autocast, as torch's own rules have them.
         lower = ("uvqk_weight", "uvqk_bias", "output_weight", "output_bias")
         return self._replace(**{name: to_dtype(getattr(self, name), dtype) for name in lower})
 
@@ -272,6 +273,7 @@ def _attend_backward(
     dpos, dts = kernel(HSTU_ATTENTION_BACKWARD_INTO)(dq, dk, dv, dout, q, k, v, *call.attention(p))
     terms: dict[str, Terms] = {"pos_weights": RowTerms(dpos), "ts_weights": RowTerms(dts)}
     of_channels: torch.Tensor | None = None
+    # The reverse of the forward, as autograd would: gradients of v are added up in that order.
     for (name, table, times), dchannel in reversed(list(zip(call.tables(p), dchannels, strict=True))):
         dvalues, dtable = kernel(RELATIVE_AGGREGATE_BACKWARD)(
             dchannel, v, table, call.tokens.seq_offsets, call.max_seq_len, times

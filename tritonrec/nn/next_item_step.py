@@ -58,6 +58,8 @@ def losses_by_one_op(
         step = found.step(batch, item, seed)
     if step is None:
         return None
+    # `values` is an input so that autograd calls backward, which gives the gradient to the accumulator
+    # itself.
     given = [each for each in found.parameters if each.requires_grad and not accumulator.holds(each)]
     return _Call.apply(step, item.values, *given)
 
@@ -161,6 +163,7 @@ class Plan:
             and self._now() == self._switches
             and not has_global_hooks()
             and not any("forward" in own for own in self._own)
+            # Kernels have addresses and no tensors: memory that has moved must not be read.
             and [each.data_ptr() for each in self.parameters] == self._addresses
         )
 
@@ -218,6 +221,7 @@ class Plan:
         """Whether nobody has the room: a trainer ends a call's backward before the next call begins."""
         now, before = samples_now(), self._user
         self._user = now
+        # A second call within one call of the model would overwrite what backward of the first still needs.
         return now is not None and now is not before
 
     def _is_small(self, tokens: int) -> bool:
@@ -302,8 +306,10 @@ class Step:
                 dx, found = whole_backward(
                     accumulator, layer.own, bound, dx, x, of_layer, self._offsets, layer.targets
                 )
+            # Layers come last to first, their gradients stand first to last.
             of_layers[:0] = (each for each, own in zip(found, layer.own, strict=True) if own is not None)
         torch.mul(dx, plan.factor, out=drows[:tokens])
+        # dx is the gradient of x[0] = factor * row + position by now.
         gradients = RowGradients(self.item.rows, drows, self._hidden, slopes)
         return gradients, [self._take_positions(accumulator, dx), *of_norm, *of_layers]
 

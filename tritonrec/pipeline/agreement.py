@@ -108,6 +108,7 @@ def settings_of(
         **_of_optimizer(dense),
     }
     for number, (name, parameter) in enumerate(dense.model.named_parameters()):
+        # With its number: sums of all parameters are exchanged in one tensor, in this order.
         settings[f"parameter {name}"] = f"number {number}, {_of(parameter)}"
     for name, values in dense.tensors().items():
         if name not in dense.parameters:

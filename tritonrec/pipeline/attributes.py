@@ -48,6 +48,7 @@ class Attributes:
 
     def put_back(self) -> None:
         """As they were; what else has changed inside of them stays."""
+        # Identity and not equality: a call that replaces a value by an equal one has still written.
         for path, attribute, holds, before in self._kept:
             if isinstance(holds, dict):
                 for name in [*before, *(holds.keys() - before.keys())]:
@@ -98,6 +99,8 @@ def noted(model: torch.nn.Module) -> dict[str, Any]:
         if own["_buffers"]:
             prefix = path and path + "."
             buffers += [(prefix + name, each) for name, each in own["_buffers"].items() if each is not None]
+    # A checksum of large buffers at each result would cost
+    # more than it tells: their versions are watched elsewhere.
     if sum(each.numel() for _, each in buffers) <= MOST_BITS:
         for name, each in buffers:
             if each.device.type == "cpu":

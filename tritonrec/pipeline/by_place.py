@@ -67,6 +67,8 @@ def first_by_place(whole: list[Call], part: list[Call]) -> Call | None:
 @lru_cache
 def differs(func: Any, arguments: tuple[tuple[int | str, Any], ...], dtype: torch.dtype, width: int) -> bool:
     """Whether pieces of `width` values have other bits than an array of several has."""
+    # A multiple of `width` of some 2048 values, two pieces at
+    # least: the whole has vectors where the pieces have a tail.
     generator, count = torch.Generator().manual_seed(0), width * max(2, -(-VALUES // width))
     values = {
         place: 3 * torch.randn(count, generator=generator, dtype=torch.float32).to(dtype)
@@ -80,6 +82,7 @@ def differs(func: Any, arguments: tuple[tuple[int | str, Any], ...], dtype: torc
         return func(*places, **{name: each for name, each in given.items() if isinstance(name, str)})
 
     whole, pieces = called(slice(None)), [called(slice(at, at + width)) for at in range(0, count, width)]
+    # pow of a negative value is NaN in both, and NaN equals nothing.
     return not torch.equal(whole.nan_to_num(), torch.cat(pieces).nan_to_num())
 
 

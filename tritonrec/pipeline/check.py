@@ -79,6 +79,9 @@ def _check(schedule: Schedule, micro_batches: int, doers: tuple[tuple[str, tuple
 
 def _most_batches(schedule: Schedule) -> int:
     """Batches among which every race shows."""
+    # The earlier task of a race is of batch max(back, 1) at least: all
+    # batches that it or a use of its row leads back to exist. The later one
+    # is at most max(back, 3) batches on (the module's "Distance of batches").
     back = max((access.batch for stage in schedule.stages for access in stage.touches), default=0)
     return max(back, 1) + max(back, 3) + 1
 
@@ -95,6 +98,8 @@ def _well_formed(schedule: Schedule) -> None:
             if edge.stage not in stages:
                 raise ScheduleError(f"{schedule.name}: {stage.name} waits for {edge.stage}, which never runs")
             many = stages[edge.stage].per_micro_batch
+            # "none" stands for a stage that runs once per batch, and
+            # nothing else does; an index needs one on both sides.
             if (edge.micro_batch != "none") != many or (
                 edge.micro_batch in ("same", "previous") and not stage.per_micro_batch
             ):
@@ -122,6 +127,7 @@ def _happens_before(tasks: Tasks, given: list[Task]) -> dict[Task, int]:
             if number[other] >= n:
                 # Lanes run their tasks in the order given, so waiting for a later one can never end.
                 raise ScheduleError(f"{name}: {task} waits for {other}, which is queued behind it")
+            # `given` lists each task behind all it waits for, so one pass closes the relation under "before".
             reach |= before[other] | 1 << number[other]
         before[task] = reach
         lane_tail[lane] = task
@@ -145,6 +151,8 @@ def _launches_in_turn(tasks: Tasks) -> None:
     order = tasks.launch_order(3)
     for n, later in enumerate(order):
         for earlier in order[:n]:
+            # `earlier` may not launch until `later` has ended, and
+            # `later` may not launch before `earlier`: a deadlock.
             if before[earlier] >> number[later] & 1:
                 raise ScheduleError(
                     f"{schedule.name}: {earlier} launches its collectives before {later}, and waits for it"
@@ -155,8 +163,10 @@ def _locations(access: Access, task: Task, micro_batches: int) -> list[Hashable]
     """The things an access touches; buffers alternate between batches."""
     if access.place == "buffer":
         return [("buffer", (task.batch - access.batch) % 2)]
+    # A place of the run is one place for all batches; of a place with rows the check follows a single row.
     if access.per == "run":
         return [access.place]
+    # The first batch of a pipeline has none before it: an optional place is then None.
     if access.batch > task.batch:
         return []
     if access.per == "batch":
@@ -165,6 +175,9 @@ def _locations(access: Access, task: Task, micro_batches: int) -> list[Hashable]
         return [(access.place, task.batch, i) for i in range(micro_batches)]
     own = task.micro_batch
     assert own is not None
+    # micro-batch   0   1   2   3   4        of a task of micro-batch 2
+    # "up_to"       x   x   x                rows that came with an earlier micro-batch serve this one
+    # "from"                x   x   x        gradients that leave with a later one are added up here
     places = {"own": range(own, own + 1), "up_to": range(own + 1), "from": range(own, micro_batches)}
     return [(access.place, task.batch, i) for i in places[access.micro_batches]]
 
@@ -188,6 +201,8 @@ def _accesses(
     for access in schedule[task.stage].touches:
         if holds[access.rows]:
             for location in _locations(access, task, micro_batches):
+                # Only a kept row can be stale in the tables, and
+                # only where a second buffer has its newer value.
                 yield access, location, access.stale and holds["kept"] and schedule.dual_buffer
 
 
@@ -197,6 +212,7 @@ def _no_race(tasks: Tasks, batches: int) -> None:
     before = _happens_before(tasks, given)
     uses = [(False, False), (False, True), (True, False), (True, True)]
     touched = [{use: _touched(tasks, task, use) for use in uses} for task in given]
+    # Most pairs share no place for any use of a row: this set sorts them out before uses are tried.
     everywhere = [set().union(*each.values()) for each in touched]
     found = []
     for n, task in enumerate(given):
@@ -251,6 +267,7 @@ def _same_values(tasks: Tasks) -> None:
         further: list[tuple[tuple[bool, ...], Values, Values]] = []
         for used_by, expected, got in ends:
             for now in (False, True):
+                # Both continuations of every state: the next batch uses the row or does not.
                 uses = (*used_by, now)
                 values = _after_batch(tasks, uses, expected, got)
                 _reaches_the_tables(tasks.schedule, uses, values[1])
@@ -269,6 +286,8 @@ def _after_batch(
     """
     schedule, count, batch = tasks.schedule, tasks.micro_batches, len(used_by) - 1
     expected, got = dict(expected), dict(got)
+    # `expected` sees one task a micro-batch, in the order of the stages. `got` sees the tasks that run, in
+    # the order of their lanes: any of the orders that edges allow gives the same values, since nothing races.
     right = {
         task: _run_task(schedule, task, used_by, expected, count, stale_reads=False)
         for task in schedule.tasks(batch, count)
@@ -308,6 +327,7 @@ def _run_task(
             continue
         moves = stage.moves and access.rows != "none"
         if access.mode != "write":
+            # An update may start from nothing (the first micro-batch makes the sums); a plain read may not.
             made_here = access.per != "run" or access.place == "buffer"
             if access.mode == "read" and made_here and location not in values:
                 raise ScheduleError(
@@ -319,6 +339,8 @@ def _run_task(
                 raise ScheduleError(
                     f"{schedule.name}: {task} reads {_name(location)}, which holds no row{_row(used_by)}"
                 )
+            # A stage that moves rows leaves no trace in them:
+            # the value stays what the last computation made it.
             if moves:
                 moved = found
             else:
@@ -367,9 +389,12 @@ def _state(schedule: Schedule, used_by: tuple[bool, ...], expected: Values, got:
         places = ((here(location), value) for location, value in values.items())
         for place, value in sorted(places, key=str):
             if place is not None:
+                # Hashes are numbered in the order of the sorted places:
+                # two states with the same equalities get one shape.
                 token = value if isinstance(value, str) else numbers.setdefault(value, len(numbers))
                 shape.append((run, place, token))
     since = min((last - batch for batch, now in enumerate(used_by) if now), default=-1)
+    # Beyond two batches only the parity matters: it says which of the two buffers had the row last.
     since = since if since < 2 else 2 + since % 2  # the buffer of the last use, and whether it may be read
     return tuple(shape), since
 

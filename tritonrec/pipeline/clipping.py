@@ -44,6 +44,7 @@ def norm_of(total: torch.Tensor) -> torch.Tensor:
     or the norm is 2**25 or more.
     """
     high, middle, low = total.double().unbind()
+    # The first limb carries the news that a gradient is not finite through every sum over ranks.
     overflow = torch.where(total[0] >= OVERFLOW, 0, NONE).view(1)
 
     def error(code: int) -> FloatingPointError:
@@ -59,6 +60,8 @@ def dropped(device: torch.device) -> torch.Tensor:
     collecting = current()
     limbs = torch.zeros(3, dtype=torch.int64, device=device)
     if collecting is not None and collecting.drops:
+        # Errors that only one rank has seen reach all ranks as
+        # an infinite norm, so all skip the update together.
         limbs[0] = collecting.dropped(device) * OVERFLOW
     return limbs
 

@@ -47,6 +47,8 @@ class Compilation:
             yield
             return
         try:
+            # Counted for the process: a compilation of something
+            # else at the same time costs a comparison, and no bit.
             before = _COMPILATIONS.count()
             yield
             if batch.num_samples and (self._is_new(batch) | (_COMPILATIONS.count() != before)):
@@ -67,6 +69,7 @@ class Compilation:
         """Whether torch may compile for the batch's size."""
         new = False
         for seen, size in zip(self._seen, (batch.num_samples, getattr(batch, "num_tokens", 1)), strict=True):
+            # torch compiles 1 as a constant of its own; of other sizes the second one makes the code for any.
             if size not in seen and (size == 1 or len(seen - {1}) < SIZES):
                 seen.add(size)
                 new = True
@@ -85,6 +88,7 @@ class Compilation:
         own, compiled = found
         for name, want in own.items():
             got = compiled[name]
+            # A parameter without a gradient must have none in both.
             same = want is got if want is None or got is None else torch.equal(_bits(want), _bits(got))
             if not same:
                 raise ValueError(

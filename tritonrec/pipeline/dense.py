@@ -139,6 +139,8 @@ class DenseModel:
         with self._noting:
             if self._noted is not None:
                 now = settings_of(self.optimizers, self.schedulers)
+                # While the update ran, the optimizer itself may have
+                # moved some settings (`steady` leaves these out).
                 self._compare(steady(self._noted), steady(now))
             for scheduler in self.schedulers:
                 scheduler.step()
@@ -148,6 +150,7 @@ class DenseModel:
             self.average.update_parameters(self.model)
         if self.scaler is not None:
             self.scaler.update(found_inf=False)
+        # This update's own changes are not the caller's.
         if self._sums is not None:
             self._sums = self._sum_bits()
             self._states = states_of(self.parameters, self.optimizers)
@@ -179,6 +182,7 @@ class DenseModel:
             if self.shards is not None:
                 begun.callback(self.shards.end)
                 self.shards.begin()
+            # All have begun: nothing is undone on leaving.
             begun.pop_all()
         self.rates.clear()
         self.scales.clear()
@@ -283,6 +287,7 @@ class DenseModel:
         nor after an error of an optimizer's or a scheduler's own.
         """
         self.check_state(state)
+        # A state that passes the checks may still be refused half way by an optimizer's own code.
         before = copy.deepcopy(self.state_dict())
         try:
             self._load(state)
@@ -294,6 +299,8 @@ class DenseModel:
 
     def _load(self, state: Mapping[str, Any]) -> None:
         for optimizer, packed in zip(self.optimizers, state["optimizers"], strict=True):
+            # torch numbers parameters in the order of the groups;
+            # saved states have names, which survive another order.
             number = {name: index for index, name in enumerate(self._names_in_order(optimizer))}
             # a copy: torch's would share the tensors
             packed = copy.deepcopy(packed)
@@ -357,6 +364,7 @@ def _with_params(packed: Mapping[str, Any], new: Any) -> dict[str, Any]:
 
 def _learning_rates(optimizers: Sequence[Optimizer]) -> tuple[Any, ...]:
     """Of the optimizers' groups; a rate that is a tensor is copied, because a scheduler writes into it."""
+    # NaN for a group without a rate, which has no `lr` to show.
     rates = [group.get("lr", math.nan) for optimizer in optimizers for group in optimizer.param_groups]
     return tuple(rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates)
 
@@ -386,6 +394,8 @@ def _guard_of(optimizer: Optimizer) -> InFlight:
     """The guard of an optimizer, made once: inside a flight only lanes may use it."""
     if optimizer in _guards:
         return _guards[optimizer]
+    # Several trainers may share an optimizer, one after the
+    # other: one guard, so its last update counts for all.
     guard = _guards[optimizer] = InFlight("the optimizer")
 
     def begin_anew(optimizer: Optimizer) -> None:

@@ -76,6 +76,7 @@ def validate_optimizers(model: torch.nn.Module, optimizers: Sequence[Optimizer])
         if id(parameter) in twice:
             raise ValueError(f"parameter {name} is given to two optimizers: share the parameters out")
         if id(parameter) in held:
+            # `held` keeps what no name of the model has claimed.
             found[name] = parameter
             _validate_parameter(name, parameter, held.pop(id(parameter))[1])
         elif parameter.requires_grad:
@@ -174,6 +175,8 @@ def validate_sharded(optimizers: Sequence[Optimizer], average: AveragedModel | N
                 "its bits would depend on where shards end: pass fused=False for sharded parameters"
             )
         with torch.device("cpu"):  # whatever the caller's default is
+            # Seven pieces of a drawn parameter have the values of the whole (`drawn` chunks one tensor).
+            # Eight updates: an optimizer that looks at norms may need some steps to show it.
             every = [_probe(optimizer, 0, pieces, UPDATES) for pieces in (1, PIECES)]
         for number, (one, other) in enumerate(zip(*every, strict=True)):
             if not torch.equal(one.view(torch.int32), other.view(torch.int32)):
@@ -216,7 +219,10 @@ def validate_invariant(optimizer: Optimizer) -> None:
         with torch.device("cpu"):  # whatever the caller's default is
             expected = _probe(optimizer, 0)
             if any(each.numel() > LONG for each in expected):
+                # Tensors of `LONG` values and more are cut between threads,
+                # and a vector loop's last values are elsewhere then.
                 torch.set_num_threads(1 if threads > 1 else 2)
+            # One value further in memory: vector loops begin and end at other values of the parameter.
             found = _probe(optimizer, 1)
     finally:
         torch.set_num_threads(threads)

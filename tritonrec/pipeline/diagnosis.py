@@ -168,6 +168,7 @@ def _diagnosed(
 ) -> Diagnosis:
     try:
         with torch.random.fork_rng(devices=[]):
+            # The same batch under two seeds of torch's generator: what differs has drawn from it.
             once, again = (_record(model, batch, rows_of, seed, draws) for draws in (1, 2))
             drawn = _first_change([once], [again])
             if drawn is not None:
@@ -240,6 +241,8 @@ def _first_change(together: list[list[_Event]], alone: list[list[_Event]]) -> _C
             size = _difference(tensor, [piece for piece in pieces if piece is not None])
             if size is not None:
                 name, module, code = event.name, event.module, ""
+                # Inputs changed, and no output before them did: the code between two calls of `around` made
+                # the difference.
                 if event.begins and event.around is not None:
                     name, module = event.around
                     code = _called(event.name, event.module)
@@ -254,10 +257,12 @@ def _difference(whole: torch.Tensor, pieces: list[torch.Tensor]) -> float | None
     passed over, and so is what is the same for all samples.
     """
     if all(piece.shape == whole.shape for piece in pieces):
+        # The batch itself, computed twice: equal or not, without a cut.
         if len(pieces) == 1:
             return None if torch.equal(_bits(pieces[0]), _bits(whole)) else _size(pieces[0], whole)
         if whole.shape[0] != len(pieces):
             return None
+    # Samples may lie along the first dimension or the second; the pieces say which by their sizes.
     for dim in range(min(whole.dim(), 2)):
         rest = [(*piece.shape[:dim], *piece.shape[dim + 1 :]) for piece in pieces]
         if any(shape != (*whole.shape[:dim], *whole.shape[dim + 1 :]) for shape in rest):
@@ -336,6 +341,7 @@ def _judge_gradients(
     """A parameter whose gradient is an ordinary float32 sum, or whose exact sum changes with the cut."""
     of_cut: list[dict[str, torch.Tensor]] = []
     for cut in ([batch], parts):
+        # Exact terms go to the accumulator: a gradient that appears at a parameter is an ordinary sum.
         accumulator = nn.GradientAccumulator(model)
         with accumulator.empty_gradients():
             for one in cut:

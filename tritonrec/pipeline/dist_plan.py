@@ -154,21 +154,26 @@ def plan_lookups(
     lengths, count = [len(part) for part in keys], len(keys)
     occurrences = torch.cat(keys)
     device = occurrences.device
+    # using[k] = the micro-batch of occurrence k.
     using = repeated(lengths, device)
     if first_use:
         found = distinct(occurrences, padded)
         rows, inverse, here = found.keys, found.inverse, valid(len(found.keys), found.count, device)
         # Distinct keys come in the order of their first occurrence, and so of their first use.
         first, last = (
+            # "amin" of the micro-batches that use a key is its first use, "amax" its last.
             using.new_zeros(len(rows)).scatter_reduce_(0, inverse, using, how, include_self=False)
             for how in ("amin", "amax")
         )
     elif dedup:
+        # Micro-batches that share both exchanges are deduplicated
+        # together: `runs` = [1, 1, 2, ...] of them each.
         runs = [1] * count if groups is None else groups.sharing
         together = [sum(lengths[end - run : end]) for run, end in zip(runs, accumulate(runs), strict=True)]
         parts, start = [distinct(part, padded) for part in occurrences.split(together)], 0
         inverses = []
         for part in parts:
+            # Each run's distinct keys follow those of the run before.
             inverses.append(part.inverse + start)
             start += len(part.keys)
         rows, inverse = torch.cat([part.keys for part in parts]), torch.cat(inverses)
@@ -186,14 +191,21 @@ def plan_lookups(
             to_device(torch.tensor(with_, dtype=torch.int64), device)[each]
             for with_, each in ((groups.rows_with, first), (groups.gradients_with, last))
         )
+    # Stored rows are sorted by (micro-batch, owner): each all-to-all then fills one contiguous block, already
+    # grouped by the rank that sends. The sort is stable, so inside a block the order of first use stays.
+    #     stored rows   | i=0: from r=0, r=1, .. | i=1: from r=0, r=1, .. |
+    #     keys sent     | r=0: of i=0, i=1, ..   | r=1: of i=0, i=1, ..   |
     bins = count * world_size  # and a last one of padding
     owner = owners(rows)
     group = torch.where(here, first * world_size + owner, bins)
     source, sizes = launch.counting_sort(group, bins + 1)  # stored row -> which of `rows`
     sizes = sizes[:-1].view(count, world_size)
     number = torch.arange(len(source), device=device)
+    # From "occurrence -> row of `rows`" to "occurrence ->
+    # stored row": the inverse of the sort, then a lookup.
     inverse = torch.empty_like(source).index_copy_(0, source, number)[inverse]
     # Blocks of stored rows go by micro-batch and owner, those of keys sent by owner and micro-batch.
+    # shift[i][r] = how far block (i, r) is from its place among the stored rows to that among the keys sent.
     shift = _starts(sizes.t()).t() - _starts(sizes)
     place = number + torch.cat([shift.flatten(), shift.new_zeros(1)])[group[source]]
     by_owner = torch.empty_like(rows).index_copy_(0, place, rows[source])
@@ -202,10 +214,14 @@ def plan_lookups(
         return Lookups(split, by_owner, None, None, sizes.unsqueeze(0))
     last, last_use = last[source], None
     if first_use:
+        # In the order of the keys, which it travels with.
         last_use = torch.empty_like(last).index_copy_(0, place, last).to(torch.uint8)
+    # Gradients leave by (last use, owner); a stable sort of the stored rows, as the owner sorts the keys it
+    # has received (`plan_output_dist`), so both sides list a block in one order.
     leaving = torch.where(here[source], last * world_size + owner[source], bins)
     gradient_rows, gradient_sizes = launch.counting_sort(leaving, bins + 1)
     both = torch.stack([sizes, gradient_sizes[:-1].view(count, world_size)])
+    # Where rows and gradients have the same groups the blocks are contiguous, and no row has to be gathered.
     in_order = not first_use and groups is not None and groups.same
     return Lookups(split, by_owner, last_use, None if in_order else gradient_rows, both)
 
@@ -219,6 +235,8 @@ def plan_lookups_of_one_rank(keys: list[torch.Tensor]) -> Lookups:
     """
     found, count = distinct(torch.cat(keys), padded=False), len(keys)
     sizes = torch.zeros(2, count, 1, dtype=torch.int64)
+    # Rows "come" with the first micro-batch and gradients "leave"
+    # with the last: sizes[0] are of rows, [1] of gradients.
     sizes[0, 0] = sizes[1, -1] = len(found.keys)
     return Lookups(list(found.inverse.split([len(part) for part in keys])), found.keys, None, None, sizes)
 
@@ -237,6 +255,7 @@ def plan_output_dist(
     count, world = len(splits), len(splits[0])
 
     def cut(splits: Splits) -> RowDist:
+        # Keys come grouped by rank and inside it by micro-batch; pieces[i::count] are those of micro-batch i.
         pieces = rows.split([splits[i][r] for r in range(world) for i in range(count)])
         return RowDist([torch.cat(pieces[i::count]) for i in range(count)], splits)
 
@@ -245,6 +264,7 @@ def plan_output_dist(
         return sent, sent if gradient_splits in (None, splits) else cut(gradient_splits)
     assert gradient_splits is not None
     from_rank = repeated(column_sums(splits), rows.device)
+    # The requester's order of `leaving`: by last use, then rank, then as the keys came.
     order, _counts = launch.counting_sort(last_use.long() * world + from_rank, count * world)
     blocks = rows[order].split([sum(row) for row in gradient_splits])
     return sent, RowDist(list(blocks), gradient_splits)

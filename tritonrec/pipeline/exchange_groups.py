@@ -88,6 +88,7 @@ def joined_groups(micro_batches: int, overlap: bool, ordered: bool) -> ExchangeG
         rows += [start] * size
         start += size
     if not ordered:
+        # The mirror image: large groups leave first, and the exposed last exchange has one micro-batch.
         gradients = [micro_batches - 1 - each for each in reversed(rows)]
     return ExchangeGroups(tuple(rows), tuple(gradients))
 

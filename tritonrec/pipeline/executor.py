@@ -133,10 +133,13 @@ class Executor:
                 lambda: self._stopped() or len(self._left) < self.schedule.batches_in_flight
             )
             self._raise_if_stopped()
+            # Into an empty pipeline: a lane's stream has not seen what the caller queued on its own stream.
             if not self._awaited:
                 self._streams.begin()
             self._awaited.add(batch)
             tasks = self._tasks.of(batch)
+            # All in one critical section: no lane sees a task whose
+            # turn, or whose awaited tasks, are not entered yet.
             self._left[batch] = len(tasks)
             self._unfinished.update(tasks)
             self._submitted = batch
@@ -154,10 +157,14 @@ class Executor:
         Raises `StageFailedError` if any stage failed, RuntimeError if the executor was closed.
         """
         with self._lock:
+            # Said before the wait: no later batch may be submitted
+            # to give this window its turn (`_has_turn`).
             self._waited = max(self._waited, batch)
             self._turn_may_come()
             self._of_caller.wait_for(lambda: self._stopped() or batch not in self._left)
             self._raise_if_stopped()
+            # Tasks have ended on the host; on a device their events
+            # may be open. The lock is free meanwhile: lanes go on.
             events = [(task, event) for task, event in self._events.items() if task.batch == batch]
         for task, event in events:
             try:
@@ -239,6 +246,7 @@ class Executor:
             lane = self._lane_of[task.stage]
             action = partial(self._act, task, context)
             try:
+                # A delay ends early when the executor stops.
                 if self._delay:
                     self._interrupt.wait(self._delay(task))
                 with self._span(lane, task, context):
@@ -256,11 +264,14 @@ class Executor:
         thread = self._thread_of[lane]
         queue = self._queues[thread]
         queue.append(work)
+        # A thread with work in its queue is computing, or waits
+        # in `_next` for tasks: `_finish` wakes it for those.
         if len(queue) == 1:
             self._wake[thread].notify()
 
     def _finish(self, task: Task) -> None:
         """A task is done: wake the threads that wait for nothing else, and the caller if a batch is done."""
+        # Each thread waits for the end of a set of tasks. Only the last of them wakes it.
         self._unfinished.discard(task)
         for thread, tasks in self._awaited_by.items():
             if task in tasks:
@@ -308,9 +319,11 @@ class Executor:
                 return work
             task, context = work
             waits_for = self._tasks.waits_for(task)
+            # The set is shared with `_finish`, which empties it. Tasks that ended earlier are not in it.
             missing = self._awaited_by[thread] = self._unfinished.intersection(waits_for)
             wake.wait_for(lambda: self._stopped() or (not missing and self._has_turn(task)))
             lane = self._lane_of[task.stage]
+            # Within a lane its stream keeps the order.
             elsewhere = [other for other in waits_for if self._lane_of[other.stage] != lane]
             after = [self._events[other] for other in elsewhere if other in self._events]
             return None if self._stopped() else (task, context, after)

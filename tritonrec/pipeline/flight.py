@@ -108,6 +108,7 @@ class Flight:
             return
         self._validate()
         self.called = 0
+        # Each guard that has begun is ended again where a later one refuses; `end` closes all of them.
         with ExitStack() as inside:
             for guard in [_models.setdefault(self.model, InFlight("the model")), *self._tables]:
                 guard.begin(self._steps)
@@ -132,6 +133,7 @@ class Flight:
                     ):
                         inside.callback(handle.remove)
                 self._structure = structure_of(self.model)
+            # Nothing is refused any more: the guards stay until `end`.
             self._inside = inside.pop_all()
         self.under_way = True
 
@@ -218,6 +220,7 @@ class Flight:
             self._check_buffers()
             raise
         self.check_modes()
+        # The model's own writes are not the caller's.
         self._written = versions(each for _, each in self._buffers)
 
     def reads_indexed_rows(self, impls: Collection[str]) -> bool:

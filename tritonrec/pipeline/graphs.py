@@ -59,6 +59,7 @@ class CudaRecorder:
 
     def record(self, work: Callable[[], Result]) -> Result:
         """See `Recorder`."""
+        # Once without a graph, on a stream of its own, as `torch.cuda.graph` asks for.
         beside = torch.cuda.Stream()
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
@@ -146,12 +147,14 @@ class MicroBatchGraphs:
         if type(batch) is not JaggedBatch or settings.autocast or not batch.num_samples:
             return False
         self._grow(batch)
+        # A caller may change the model between runs: each condition is looked at for every call.
         if calls <= self._after or not _is_known(model) or _reason_against(model):
             return False
         assert isinstance(model, NextItemModel)
         try:
             self._prepare(model, accumulator, batch, rows["item"], settings)
         except (RuntimeError, ValueError) as error:  # CUDA's, say, of what cannot be recorded
+            # Never again in this trainer: a failed recording would fail, and cost, at each micro-batch.
             self._after = sys.maxsize
             warnings.warn(
                 f"micro-batches run without a CUDA graph, whose recording failed ({error}): graphs=None of "
@@ -287,6 +290,7 @@ class _Graph:
     ):
         self._model, self._accumulator = model, accumulator
         self._longest: int = model.config.max_seq_len
+        # Room for samples of padding: T unused tokens are ceil(T / longest) samples of full length at most.
         self._samples, self._tokens = sizes.samples + -(-sizes.tokens // self._longest), sizes.tokens
         self._negatives, device = like.negatives.shape[1], rows.device
 
@@ -315,6 +319,7 @@ class _Graph:
         """Whether the graph is of this model's dropout, adds to this accumulator, and takes the batch."""
         return (
             self._accumulator is accumulator
+            # Probabilities are constants of the recorded kernels.
             and self._dropped == _shares(model)
             and self._negatives == batch.negatives.shape[1]
             and self._rows.shape[1] == rows.shape[1]
@@ -325,6 +330,8 @@ class _Graph:
 
         def call() -> tuple[torch.Tensor, torch.Tensor]:
             self._errors = DeferredErrors()
+            # Recorded once: the leaf reads the fixed memory of the rows, and its gradient gets an address of
+            # the graph's own, which every replay writes (`self._drows`).
             leaf = self._rows.detach().requires_grad_()
             with self._errors.active(), self._accumulator.active(), _RefusedDraws():
                 seed = self._seeds.root()
@@ -348,11 +355,15 @@ class _Graph:
         for given, target in zip(self._parts(rows.detach(), tokens), self._parts(self._rows), strict=True):
             target[:tokens].copy_(given)
             target[tokens:].zero_()
+        # Losses of padding get no gradient, so whatever their tokens are adds 0 to every sum.
         self._dlosses[:samples].fill_(1.0)
         self._dlosses[samples:].zero_()
         self._seeds.write(seed)
         self._recorder.replay()
+        # A replay runs no Python: the status words that kernels
+        # wrote are read as if they had been noted again.
         self._errors.repeat()
+        # The layout of `rows` again: items, labels, negatives, without the padding of each.
         rows.grad = torch.cat([each[:tokens].flatten(0, -2) for each in self._parts(self._drows)])
         return self._losses[:samples].clone()
 
@@ -367,6 +378,7 @@ class _Graph:
         fixed, size = self._batch.offsets, len(offsets)
         fixed[:size].copy_(offsets)
         more = torch.arange(1, len(fixed) - size + 1, device=fixed.device) * self._longest
+        # Full sequences of padding up to T, then empty ones that end at T.
         torch.clamp(offsets[-1:] + more, max=self._tokens, out=fixed[size:])
 
 

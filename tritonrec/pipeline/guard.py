@@ -164,7 +164,10 @@ class Guard:
         if not self.active or count == 1 or size in self._sizes:
             return
         found = []
+        # A generator of its own: a comparison draws nothing
+        # from torch's, whose state belongs to the training.
         order = torch.randperm(count, generator=torch.Generator().manual_seed(count))[:MOST_SAMPLES]
+        # All together, then one sample and the rest: any dependence on company differs between the two.
         for cut in ([len(order)], [1, len(order) - 1]):
             accumulator = GradientAccumulator(self._model, self._config.fraction_bits)
             totals, calls = {name: torch.zeros_like(each) for name, each in sums.items()}, []
@@ -195,9 +198,12 @@ class Guard:
         drawn = ops.derive_seed(self._config.seed, STREAM, window.update)
         number = window.number
         # what calls keep may show late, as a queue does once it is full
+        # Powers of two: a model that keeps more and more is looked at again and again, at a falling rate.
         early = number == EARLY or (self._keeps and number > EARLY and not number & (number - 1))
         if drawn % EVERY and not early:
             return 0
+        # One draw for window and micro-batch: the quotient is
+        # independent of the remainder that chose the window.
         return FEW_SAMPLES if drawn // EVERY % self._config.window_micro_batches == micro_batch else 0
 
     def _compare(
@@ -211,6 +217,7 @@ class Guard:
         scale_exponent: int,
         most: int,
     ) -> None:
+        # `batch` is the micro-batch that is trained, `whole` the rank's batch that it was cut from.
         together, whole = batch, window.batches[micro_batch // self._config.micro_batches]
         # Synchronous training takes the batch at once.
         if whole.num_samples > batch.num_samples and (batch.num_samples == 1 or most > FEW_SAMPLES):
@@ -233,6 +240,8 @@ class Guard:
         for (group, keys, values, inverse), wanted in zip(
             own, self._tables.keys(together.lookups()), strict=True
         ):
+            # Samples from outside the micro-batch look up rows that have not come. Any rows do for a
+            # comparison, as long as both calls get the same: these take the initial rows of their keys.
             known = KnownRows.of(keys, launch.gather_rows(values, inverse).to(torch.float32))
             if together is not batch:
                 initial = group.table.initial_rows(wanted)[:, : group.table.dim].to(wanted.device)
@@ -332,6 +341,7 @@ class _Calls:
         order = torch.randperm(count, generator=generator, dtype=torch.int64)
         # the shortest alone: what is padded to the longest shows there
         order = order[batch.features.lengths.sum(0).cpu()[order].argsort(stable=True)]
+        # One sample alone, two together and the rest: kernels often differ for one row, for few and for many.
         sizes = [1, count - 1] if count <= FEW_SAMPLES else [1, 2, count - 3]
         parts = order.split(sizes)
         with self._without_traces() as (buffers, attributes):
@@ -351,6 +361,8 @@ class _Calls:
             if count > 1:  # a sample without others is called twice on end instead
                 self._put_back(buffers)
                 attributes.put_back()
+            # The second call is watched only where the first one
+            # called such a function: watching costs as much as a call.
             watch = ops_of_whole is not None and ops_of_whole.by_place
             try:
                 with _Ops() if watch else nullcontext() as ops_of_cut:
@@ -392,6 +404,7 @@ class _Calls:
         self, batch: Batch, order: torch.Tensor, whole: _Outcome, cut: _Outcome, otherwise: Diagnosis | None
     ) -> None:
         losses, others = whole.losses[0][order.to(batch.sample_ids.device)], torch.cat(cut.losses)
+        # Bytes, so that -0.0 differs from 0.0 and NaN equals itself.
         differ = losses.view(len(losses), -1).view(torch.uint8) != others.view(len(losses), -1).view(
             torch.uint8
         )
@@ -428,6 +441,8 @@ class _Calls:
                         self.model, batch, by_feature, self.seed, self.settings, self.scale_exponent
                     )
                 for name, parameter in self.model.named_parameters():
+                    # With exact sums no parameter gets a gradient of torch's:
+                    # one that does has a path around the accumulator.
                     if parameter.grad is not None:
                         parameter.grad = None
                         what = f"which gives parameter {name} an ordinary float32 gradient"
@@ -440,6 +455,7 @@ class _Calls:
                 ):
                     gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
                     terms = unscaled(gradient, self.scale_exponent)
+                    # Sums by key, which are alike for any cut; gradients by occurrence are not comparable.
                     places, bits = known.places(keys), self.config.fraction_bits
                     sums.append(launch.segment_sum(terms, places, len(known.keys), "batch", bits, NAME))
                 found.rows = [a + b for a, b in zip(found.rows, sums, strict=True)] if found.rows else sums
@@ -508,8 +524,10 @@ class _Ops(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             taken = func._schema.arguments
+            # The arguments as the op has them: defaults, then those by place, then those by name.
             given = {each.name: each.default_value for each in taken if each.has_default_value()}
             given |= dict(zip((each.name for each in taken), args, strict=False)) | (kwargs or {})
+            # A dropout that is off draws nothing, whatever its tag says.
             idle = any(given.get(name) == 0 for name in ("p", "dropout_p", "dropout", "train", "training"))
             if not idle and given.get("generator") is None:
                 raise _DrawError(str(func))
@@ -523,5 +541,6 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are equal in shape, dtype and bits."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
+    # As bytes: NaN is equal to NaN of the same bits, 0.0 is not -0.0.
     one, other = (each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
     return bool(torch.equal(one, other))

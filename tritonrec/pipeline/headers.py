@@ -64,8 +64,12 @@ def exchange(
     """
     own = [*header, *words.row]
     mine = torch.tensor([own], dtype=torch.int64).expand(len(counts), -1)
+    # row r of the message:  | counts for rank r | header | words |
+    # Every rank gets every header of its group; where there are replicas a second exchange brings the
+    # others'.
     received = routing.all_to_all_equal(torch.cat([counts, mine], 1))
     counts, headers = received.split([counts.shape[1], len(own)], 1)
+    # The last field, `loss_terms`, of this sharding group, before the headers of other groups come.
     shard_loss_terms = int(headers[:, len(header) - 1].sum())
     replicas = replica_routing.world_size
     if replicas > 1:
@@ -73,6 +77,7 @@ def exchange(
         headers = replica_routing.all_to_all_equal(rows).view(-1, len(own))
     headers, of_words = headers.split([len(header), WIDTH], 1)
     _validate_same_step(headers)
+    # All ranks see the same headers, so all of them call `settle` or none does: it is collective.
     if len(headers) > 1 and may_differ(of_words.tolist()):
         settle()
     _rank, _step, stop, _ended, loss_terms = headers.unbind(1)

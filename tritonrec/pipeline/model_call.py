@@ -49,6 +49,7 @@ class CallerSettings:
         """The settings here, for a model on `device`; any `precision` but float32 is that of autocast."""
         autocast = {
             kind: torch.get_autocast_dtype(kind)
+            # Autocast is by device type; a model on an accelerator may compute some ops on the CPU too.
             for kind in dict.fromkeys(("cpu", device.type))
             if torch.is_autocast_enabled(kind)
         }
@@ -134,6 +135,8 @@ class Represented:
         expected = "a model with window_loss must return a dict of tensors with a row for each sample"
         if not isinstance(shown, dict):
             raise TypeError(f"{expected}; it returned {type(shown).__name__}")
+        # As bytes, so that one message takes columns of any dtypes:
+        #     sample id, 8 bytes | column 0 | column 1 | ...     one row a sample
         columns, parts = [], [batch.sample_ids.contiguous().view(-1, 1).view(torch.uint8)]
         for name, each in shown.items():
             if not isinstance(each, torch.Tensor) or each.shape[:1] != (batch.num_samples,):
@@ -216,8 +219,12 @@ def train_micro_batch(
             )
         else:
             check_losses(losses, batch)
+            # What modules record or draw in a forward that is
+            # computed again inside backward must not count twice.
             now.backward = True
             if batch.loss_terms:
+                # The gradient of the sum of the losses: each sample's
+                # is 1, times the power of two of the loss scaler.
                 scale = torch.full_like(losses, 2.0**scale_exponent) if dlosses is None else dlosses
                 with settings.backward():
                     losses.backward(scale)

@@ -86,12 +86,16 @@ class PendingWindows:
         if not (self._shared and self._windows):
             return
         now = CallerSettings.of_this_thread(self._device, self._config.precision)
+        # Windows in flight were computed before such a change or after it, and nobody can tell which.
         change = first_change(self._globals, globals_of_torch())
         if now != self._windows[-1].window.settings:
             change = "autocast or the default device was changed"
         for places in self._windows if change is None else ():
             update = places.window.update
             change = change or first_change(self._rates[update], row_rates(self._tables, update + 1))
+        # Calls of the model change attributes of their own (counters, caches).
+        # Which these are shows a comparison from before a call to after it, so
+        # attributes are compared only where the caller's turn began after a call.
         if self._called or not self.flight.called:  # else the first call may have changed it
             of_model = {name: value for name, value in self._noted().items() if name not in self._written}
             change = change or first_change(self._model, of_model)
@@ -103,6 +107,8 @@ class PendingWindows:
         if self._shared and self._windows:
             self._called = self.flight.called
             now, before = self._noted(), self._model
+            # Between two turns of the caller only calls of the model
+            # ran: what differs is theirs, and is watched no more.
             self._written |= {name for name in {**now, **before} if now.get(name) != before.get(name)}
             self._model = {name: value for name, value in now.items() if name not in self._written}
 

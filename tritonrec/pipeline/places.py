@@ -324,6 +324,7 @@ class WindowPlaces:
 
     def __init__(self, window: Window, previous: WindowPlaces | None = None, drops: bool = False):
         self.window, self.previous = window, previous
+        # Made at once: tasks of several micro-batches, on several lanes, fill one list.
         self._values: dict[Any, Any] = {kind: make() for kind, make in filled_places()}
         self._counts: dict[tuple[str, int | None], LookupCounts] = {}
         self.errors = DeferredErrors(drops)
@@ -352,6 +353,7 @@ class WindowPlaces:
 
     def counts(self, stage: str, micro_batch: int | None = None) -> LookupCounts:
         """The counts of one task: each has its own, so that no two lanes write the same."""
+        # The `get` spares the making of an object that is there.
         found = self._counts.get((stage, micro_batch))
         return self._counts.setdefault((stage, micro_batch), LookupCounts()) if found is None else found
 
@@ -369,6 +371,7 @@ class WindowPlaces:
 
     def retire(self) -> None:
         """After the last stage: keep what the next window reads."""
+        # Without this a chain of windows would keep every buffer of the run alive.
         self.previous = None
         kept = {kind: self._values[kind] for kind in (OwnedRows, Buffer) if kind in self._values}
         self._values = kept

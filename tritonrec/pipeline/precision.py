@@ -73,6 +73,7 @@ class LossScaler:
         the power of two at or above `terms`. Gradients times ``2**-e`` fit fixed point for any e between
         ``fraction_bits - 62`` and `fraction_bits`.
         """
+        # log2(scale) - ceil(log2(terms)): powers of two alone, so that scaling rounds nothing.
         e = math.frexp(self.scale)[1] - 1 - (max(terms, 1) - 1).bit_length()
         return min(max(e, fraction_bits - 62), fraction_bits)
 

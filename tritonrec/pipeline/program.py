@@ -142,6 +142,8 @@ class Program:
         Raises TypeError where the function takes something that is no place and nothing a stage may have.
         """
         signature = signature_of(function)
+        # Three kinds of arguments, by how often they change:
+        # a task looks up the last two alone, without a test.
         fixed: dict[str, Any] = {}  # by name, what every task is passed
         of_window: list[tuple[str, Any]] = []
         of_task: dict[str, Callable[[WindowPlaces, int | None], Any]] = {}
@@ -179,6 +181,8 @@ class Program:
             written.append((each.kind, allowed))
 
         def action(places: WindowPlaces, micro_batch: int | None = None) -> None:
+            # What a kernel finds wrong on a device is noted in the
+            # window's places, and raised when the window ends.
             with places.errors.active():
                 given = {name: places[kind] for name, kind in of_window}
                 for name, value in of_task.items():
@@ -221,6 +225,9 @@ class Program:
         `rates` of the last updates differ. Collective.
         """
         groups, each = self.communicators, self.context
+        # A rank that goes on receives this message in its `route`, as sizes
+        # of keys (W, tables x kinds x M) with a header: shape and groups have
+        # to be those that `route` uses, or both ranks would wait for ever.
         kinds = 2 if self.config.exchange.first_use or each.groups.joined else 1
         sizes = len(self.tables.groups) * kinds * self.config.window_micro_batches
         over, others = groups.routing, groups.replica_routing

@@ -69,6 +69,8 @@ class BatchReader:
                 with settings.applied(), computes_eagerly(), ops.use_impl(impl), computes_eagerly(False):
                     return self._batches(iterator)
 
+            # An interrupt between the start and the assignment would lose the call, and the batches that it
+            # reads.
             with uninterrupted():
                 self._call = self._executor.call(LANE, lambda: context.run(work))
         try:

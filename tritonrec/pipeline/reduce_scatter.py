@@ -37,6 +37,7 @@ class ReduceScatter:
     def of(cls, places: list[torch.Tensor], count: int, rank: int) -> ReduceScatter:
         """`places`: [g] (k_g,) int64, which of `count` rows rank g has sums for; `rank`: this one."""
         ranks = len(places)
+        # Parts of sizes that differ by one at most; [count j // G, count (j + 1) // G) is rank j's.
         bounds = [count * each // ranks for each in range(ranks + 1)]
         inner = torch.tensor(bounds[1:-1], dtype=torch.int64)
         owners = [torch.bucketize(each, inner, right=True) for each in places]
@@ -83,6 +84,7 @@ class ReplicaReductions:
         ranks, found, row, own, taken = len(sizes[0]) // 2, [], 0, 0, 0
         for count, *splits in sizes:
             sent, received = splits[:ranks], splits[ranks:]
+            # The parts of `ReduceScatter.of`, now among the rows of one micro-batch.
             bounds = [count * each // ranks for each in range(ranks + 1)]
             plan = ReduceScatter(
                 self.order[own : own + sum(sent)],
@@ -112,20 +114,25 @@ def plan_replica_reductions(
     number = torch.empty_like(rows)  # of a row among those of its micro-batch
     starts = counts.cumsum(0) - counts
     number[rows] = torch.arange(len(rows), device=device) - starts[complete[rows]]
+    # One key for (row, sender): what a rank has twice is sent once. In the order of first occurrence they are
+    # grouped by sender, and inside it in the sender's own order, which both sides of a message know.
     sums = distinct(torch.cat(places) * ranks + repeated([len(each) for each in places], device), padded)
     row, sender = sums.keys // ranks, sums.keys % ranks
     here, when, number = valid(len(row), sums.count, device), complete[row], number[row]
     # the rank whose part [n j // G, n (j + 1) // G) has the row
+    # The inverse of the bounds n j // G: row i is in part j exactly where n j // G <= i < n (j + 1) // G.
     adds = ((number + 1) * ranks - 1) // counts[when].clamp(min=1)
     groups = micro_batches * ranks  # and a last one of padding
 
     def sorted_by(chosen: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # A stable sort by (micro-batch, rank): slices of it are the messages of each micro-batch.
         group = torch.where(here & chosen, when * ranks + other, groups)
         order, sizes = launch.counting_sort(group, groups + 1)
         return order, sizes[:-1].view(micro_batches, ranks)
 
     order, sent = sorted_by(sender == rank, adds)
     taken, received = sorted_by(adds == rank, sender)
+    # Where this rank's part begins among the rows of a micro-batch.
     first = (counts * rank // ranks)[when]
     before = (here & (sender < rank)).sum()  # sums of other ranks stand before this one's
     sizes = torch.cat([counts[:-1].unsqueeze(1), sent, received], 1)

@@ -80,6 +80,7 @@ class ReferenceTrainer:
         window, self._updates = Window(self._updates, batches, update, settings), self._updates + 1
         terms = float(max(sum(batch.validate().loss_terms for batch in batches), 1))
         # on the host, which looks at the ids
+        # By batch and then by table; `places` below has, for each batch, the row of each occurrence.
         asked = [self.tables.keys(batch.lookups()) for batch in batches]
         batches = [batch.to(self.device) for batch in batches]
 
@@ -90,6 +91,7 @@ class ReferenceTrainer:
             keys = _to_table(distinct, group.table)
             found = group.table.lookup(keys, update)
             values = to_device(group.table.gather(found.handles, keys), self.device)
+            # Over all batches of the update: rows are frozen in the window here as there.
             sums = torch.zeros(len(keys), group.table.dim, dtype=torch.int64, device=self.device)
             places = inverse.split([len(keys[index]) for keys in asked])
             shards.append((group, keys, found, values, sums, places))
@@ -100,6 +102,8 @@ class ReferenceTrainer:
         for number, batch in enumerate(batches):
             rows = []
             for group, _keys, _found, values, _sums, places in shards:
+                # Weights alone; the optimizer's state stands behind them
+                # in a row. Rounded as an exchange would round them.
                 sent = rounded_rows(values[:, : group.table.dim], precision).to(torch.float32)
                 rows.append(ops.gather_rows(sent, places[number]).requires_grad_())
             seed = ops.derive_seed(self.config.seed, DROPOUT_STREAM, batch.step)
@@ -161,6 +165,7 @@ class ReferenceTrainer:
                 group.optimizer.update(values, chosen, mean[chosen], update + 1)
             if found.low_precision is not None and not skipped:
                 group.table.round_low_precision(values, found.low_precision)
+            # Handle -1, a key that is not admitted, writes nothing.
             group.table.update(found.handles, _to_table(values, group.table))
 
         if skipped:

@@ -104,18 +104,24 @@ def plan_relay(
         by_rank = zip(*splits, strict=True)
         return torch.cat([repeated(list(sizes), torch.device("cpu")) for sizes in by_rank])
 
+    # used[k] = the micro-batch with whose rows key k came.
     used = numbers(splits)
     if last_use is None and groups is not None:
+        # A key is listed with the first micro-batch that shares both exchanges with it, so `plan_lookups`
+        # drops its repeats and its rows and gradients keep their exchanges.
         used = _first_sharing(groups)[used, numbers(gradient_splits)]
     order = to_device(used.argsort(stable=True), device)
     listed = [part.clone() for part in keys[order].split(used.bincount(minlength=count).tolist())]
     sizes = list(map(len, listed))
     if last_use is not None:
+        # With ``first_use`` a key is listed twice, at its first and at its last use: `plan_lookups` then
+        # finds both. Only the first listing has an inverse that is needed.
         by_last, _counts = launch.counting_sort(last_use.long(), count)
         again = keys[by_last].split([sum(each) for each in gradient_splits])
         listed = [torch.cat(both) for both in zip(listed, again, strict=True)]
     lookups = plan_lookups(listed, owners, nodes, True, last_use is not None, padded, groups)
     inverse = [part[:size] for part, size in zip(lookups.inverse, sizes, strict=True)]
+    # Back to the order in which the keys came from the node.
     rows = torch.empty_like(order).index_copy_(0, order, torch.cat(inverse))
     return RelayPlan(lookups, rows, splits, gradient_splits, last_use)
 
@@ -124,6 +130,7 @@ def _first_sharing(groups: ExchangeGroups) -> torch.Tensor:
     """[i][j] the first micro-batch whose rows come with those of i, and whose gradients leave with j's."""
     count = len(groups.rows_with)
     first = torch.zeros(count, count, dtype=torch.int64)
+    # Backwards, so the first micro-batch of those that share is written last and stays.
     for each in reversed(range(count)):
         first[groups.rows_with[each], groups.gradients_with[each]] = each
     return first

@@ -109,7 +109,10 @@ class RunAgreement:
                 assert group.table.written is not None
                 keys = group.table.written.take(group.table.keys)
                 self._written.append(keys)
+                # A sum, so that the order in which keys were written does not matter. Both factors are odd:
+                # no key and no row contributes 0, whatever the other factor is.
                 found += int(((keys * 2 + 2 * place + 1) * (group.table.row_sums(keys) | 1)).sum())
+        # As int64, which the header's tensor takes.
         found = (found + 2**63) % 2**64 - 2**63
         return found, self.communicators.shard
 
@@ -126,6 +129,7 @@ class RunAgreement:
             keys = torch.cat(replicas.all_gather(written)).unique()
             with as_lane():
                 sums = group.table.row_sums(keys)
+            # If any two ranks differ in a row, each rank differs from one of them: all find the same rows.
             differ = torch.stack(replicas.all_gather(sums)).ne(sums).any(0)
             for place in differ.nonzero().flatten()[:SHOWN].tolist():
                 name = f"row of {group.layout.describe(keys[place])}"
@@ -170,6 +174,7 @@ class RunAgreement:
             own["here"] = {name: str(value) for name, value in here.items()}
         if words.samples:
             own["samples"] = sample_ids.tolist()
+        # Two hops reach all ranks: those of a sharding group, then the groups' texts over the replicas.
         texts = self.communicators.routing.all_gather_texts(json.dumps(own))
         parts = self.communicators.replica_routing.all_gather_texts(json.dumps(texts))
         every = {each["rank"]: each for part in parts for each in map(json.loads, json.loads(part))}
@@ -220,6 +225,7 @@ def _check_samples(samples: Mapping[int, Sequence[int]], step: int) -> None:
     shared: dict[tuple[int, int], list[int]] = {}
     for rank, ids in samples.items():
         for each in dict.fromkeys(ids):
+            # The first rank that names a sample owns it.
             if owner.setdefault(each, rank) != rank:
                 shared.setdefault((owner[each], rank), []).append(each)
     if not shared:

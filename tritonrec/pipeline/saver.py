@@ -99,6 +99,7 @@ class TrainingSaver:
         values = {**self.meta, **(meta or {}), **at, **own}
         if full:
             if self._incremental:
+                # The log of changes begins with the state that this checkpoint holds.
                 self.tables.track_changes()
             self._saver.save(step, dense, self.tables.snapshot(), values, owned=True)
         else:
@@ -245,6 +246,7 @@ def whole_or_nothing(communicators: Communicators) -> Iterator[dict[str, int]]:
         yield checked
     except Exception as error:
         failure = error
+    # Said by every rank, failed or not: a rank that raised at once would leave the others in the gather.
     mine = json.dumps({"failed": None if failure is None else str(failure)})
     said = communicators.control.all_gather_texts(mine)
     if failure is not None:

@@ -65,8 +65,8 @@ class Schedule:
     the next begins. The lanes of a ``concurrent`` schedule run at the same time; of any other, one stage
     runs after another.
 
-    Collectives of several groups may have to be launched in one order on all ranks, or the devices wait for
-    each other: `launch_turn`. Those of the stages ``ahead`` come before the window of the batch before.
+    Devices deadlock unless all ranks launch the collectives of all groups in one order, which `launch_turn`
+    defines. Those of the stages ``ahead`` come before the window of the batch before.
     """
 
     name: str
@@ -132,6 +132,8 @@ class Schedule:
 
     def tasks(self, batch: int, micro_batches: int) -> Iterator[Task]:
         """Tasks of one batch in the order in which they are given to their lanes."""
+        # Only the order within a lane counts. ``early`` moves all exchanges in front of the first gradient
+        # exchange, which has the same lane; the other lanes get their tasks in the same order either way.
         for window, part in groupby(self.stages, key=lambda stage: stage.per_micro_batch):
             names = [stage.name for stage in part]
             if not window:
@@ -147,6 +149,8 @@ class Schedule:
 
         Tasks of one turn follow each other in the order in which lanes get them (`Tasks.of`).
         """
+        # Turns sort as  (t, False) route of t + 1,  (t, True) window of t,  (t + 1, False) route of t + 2:
+        # the keys of the next batch are routed before a device is busy with this window's exchanges.
         is_ahead = task.stage in self.ahead
         return task.batch - is_ahead, not is_ahead
 
@@ -159,6 +163,7 @@ class Schedule:
         rows: dict[str, str] = {}
         for stage in self.stages:
             row = rows.get(stage.lane, f"{stage.lane:<15}")
+            # Five columns to the right read as "later" and leave room for the names of overlapping stages.
             awaited = [starts[edge.stage] + 5 for edge in stage.after if not edge.batch]
             starts[stage.name] = max([15, *awaited, len(row) + (stage.lane in rows)])
             rows[stage.lane] = row.ljust(starts[stage.name]) + stage.name + "[i]" * stage.per_micro_batch
@@ -181,6 +186,7 @@ class Schedule:
                 yield Task(edge.stage, batch)
             else:
                 assert task.micro_batch is not None
+                # The first micro-batch has no previous one to wait for.
                 index = task.micro_batch - (edge.micro_batch == "previous")
                 if index >= 0:
                     yield Task(edge.stage, batch, index)
@@ -204,6 +210,7 @@ class Schedule:
         left = []
         for stage in (each for each in self.stages if each.name != name):
             after = [Edge(instead) if e == Edge(name, e.micro_batch) else e for e in stage.after]
+            # Left over are edges to earlier batches of the stage; they order nothing once it is gone.
             left.append(replace(stage, after=tuple(e for e in after if e.stage != name)))
         return replace(self, stages=tuple(left))
 
@@ -215,6 +222,8 @@ class Schedule:
 
     def with_stage(self, more: Stage) -> Schedule:
         """The schedule with one of `STAGES` more, and with what the others declare about it."""
+        # `STAGES` has each stage with all its edges and optional accesses; a schedule has them cut to what is
+        # there. This gives back those that concern the stage that is added.
         written, chosen = {access.place for access in more.touches if access.mode != "read"}, [more]
         for stage in self.stages:
             full = next(each for each in STAGES if each.name == stage.name)
@@ -264,6 +273,7 @@ def _fitted(chosen: Iterable[Stage]) -> tuple[Stage, ...]:
     chosen = tuple(chosen)
     absent = {stage.name for stage in STAGES} - {stage.name for stage in chosen}
     every = [access for stage in chosen for access in stage.touches]
+    # A place that nobody writes has no value, and one that nobody reads need not be filled.
     read = {access.place for access in every if access.mode != "write"}
     written = {access.place for access in every if access.mode != "read"}
     fitted = []
@@ -283,6 +293,8 @@ NESTPIPE = Schedule(
 """Dual-buffer pipelining between batches and frozen-window pipelining inside one (NestPipe, Fig. 3)."""
 
 DBP = replace(
+    # Each micro-batch sends its gradients before the next one gets its rows, and the dense sums go last: no
+    # message of the window is beside its computation.
     NESTPIPE.with_edges("exchange", Edge("gradient_exchange", "previous")).with_edges(
         "dense_reduce", Edge("gradient_exchange", "all")
     ),
@@ -293,6 +305,8 @@ DBP = replace(
 
 FWP = replace(
     NESTPIPE.with_one_buffer()
+    # One batch at a time as edges, since the proof takes nothing from `batches_in_flight`. With a single
+    # buffer no row is copied from the batch before: it has to be in the tables when `retrieve` reads it.
     .with_edges("prefetch", Edge("write_back", batch=1), Edge("dense_update", batch=1))
     .with_edges("retrieve", Edge("write_back", batch=1)),
     name="fwp",
@@ -333,6 +347,7 @@ def over_nodes(schedule: Schedule) -> Schedule:
 
     The stages wait for what they waited for.
     """
+    # The forms are declared without edges, so that those of a mode (of `DBP` above all) are written once.
     forms = stages.route_over_nodes, stages.exchange_over_nodes, stages.gradient_exchange_over_nodes
     return schedule.with_stages(*(replace(form, after=schedule[form.name].after) for form in forms))
 

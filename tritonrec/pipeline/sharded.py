@@ -63,6 +63,7 @@ class Shards:
         self._model = model
         self._modules = [each for each in model.modules() if isinstance(each, FSDPModule)]
         inside = {id(each) for one in self._modules for each in one.modules() if each is not one}
+        # Settings of a root hold for the modules of FSDP2 inside it.
         self._roots = [each for each in self._modules if id(each) not in inside]
         self.parameters = {name: each for name, each in parameters.items() if isinstance(each, DTensor)}
         self.replicated = [name for name in parameters if name not in self.parameters]
@@ -104,6 +105,8 @@ class Shards:
     def begin(self) -> None:
         """Gather the parameters; from now on the trainer says when they are gathered. Collective."""
         for root in self._roots:
+            # Inside a flight FSDP2 neither reduces gradients nor
+            # frees parameters: the trainer does both, once a window.
             root.set_requires_gradient_sync(False)
             root.set_reshard_after_forward(False)
             root.set_reshard_after_backward(False)
@@ -133,6 +136,8 @@ class Shards:
         for each in self._roots:
             each.set_requires_gradient_sync(True)
             each.set_reshard_after_backward(True)
+            # FSDP2's defaults: modules inside free their parameters
+            # after a forward, a root keeps them for its backward.
             each.set_reshard_after_forward(True)
             each.set_reshard_after_forward(False, recurse=False)
         self.scatter()
@@ -166,6 +171,8 @@ class Shards:
             parameter.data = torch.empty_like(its_own)
             self._buffers[parameter] = its_own, parameter.data
         its_own, ours = self._buffers[parameter]
+        # FSDP2 frees a storage by resizing it to 0 and fills it again at the
+        # next `unshard`: empty means that the values are in `ours` already.
         if its_own.untyped_storage().size():
             ours.copy_(its_own)
             its_own.untyped_storage().resize_(0)
@@ -187,10 +194,13 @@ class Shards:
         for names in self._buckets():
             flat = accumulator.take_flat(names)
             wholes = accumulator.views(flat, names)
+            # Rank r's shards of all parameters of the bucket, one
+            # after the other, are one row block of the message.
             parts = [
                 torch.cat([self._cuts[name].of(whole, rank).reshape(-1) for name, whole in wholes.items()])
                 for rank in range(self.world_size)
             ]
+            # Whole rows: the exchange of sums counts rows of DENSE_ROW values.
             rows = [torch.nn.functional.pad(part, (0, -len(part) % DENSE_ROW)) for part in parts]
             sizes = [len(each) // DENSE_ROW for each in rows]
             plan = _of_parts(sizes, self.rank)
@@ -219,6 +229,7 @@ class Shards:
                     int(each)
                     for each in torch.unravel_index(torch.tensor(position, dtype=torch.int64), shape)
                 ]
+                # From the index in the shard to that in the whole parameter.
                 index[cut.dim] += cut.bounds[self.rank]
                 return f"{name}: gradient at {tuple(index)}"
             position -= shape.numel()

@@ -197,6 +197,8 @@ def signature_of(function: Callable[..., Any]) -> Signature:
 
 
 def _parameter(name: str, hint: Any, per_micro_batch: bool, mode: str | None) -> Parameter:
+    # ``Read[Kept[Previous[Buffer]]] | None`` is optional. Python flattens nested annotations, so that the
+    # rest is Buffer with ("batch", 1), ("rows", "kept") and ("mode", "read"): the fields of its `Access`.
     options = [each for each in get_args(hint) if each is not NoneType] if NoneType in get_args(hint) else []
     kind = options[0] if options else hint
     declared: dict[str, Any] = {} if mode is None else {"mode": mode}
@@ -208,6 +210,7 @@ def _parameter(name: str, hint: Any, per_micro_batch: bool, mode: str | None) ->
     at = _PLACES[kind]
     if at.has_rows:
         declared.setdefault("rows", "batch")
+    # A stage of the whole batch sees what all its micro-batches have left.
     if at.per == "micro_batch" and not per_micro_batch:
         declared.setdefault("micro_batches", "all")
     access = Access(place=at.name, per=at.per, optional=bool(options), group=at.group, **declared)

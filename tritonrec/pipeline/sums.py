@@ -97,6 +97,8 @@ class Sums:
                 gathered = counted_all_to_all(sent, over, gathered, input_splits, output_splits)
             self.add(gathered, targets, out, name)
             return
+        # This rank's own sums go from `values` to `out` directly. Each of the others gets two messages: the
+        # width in bytes of each row, then the rows, whose lengths follow from the widths.
         own, others, send = _apart(rows, input_splits, over.rank)
         to_own, to_others, receive = _apart(targets, output_splits, over.rank)
         options = "batch", self.config.fraction_bits, name, None, own
@@ -104,6 +106,7 @@ class Sums:
         dim = values.shape[1]
         widths, packed = launch.pack_rows(values, others)
         their_widths = counted_all_to_all(sent, over, widths, send, receive)
+        # One wait of the host for both.
         read = to_host(torch.cat([widths, their_widths])).split([len(widths), len(their_widths)])
         lengths = (ops.packed_bytes(read[0], send, dim), ops.packed_bytes(read[1], receive, dim))
         theirs = counted_all_to_all(sent, over, packed, *lengths)
@@ -123,6 +126,7 @@ class Sums:
         A reduce-scatter, and an all-gather of the means, which are shorter than fixed-point sums.
         """
         mean = self.reduce_scatter_mean(sent, over, values, plan, normalizer, name)
+        # An all-gather as an all-to-all: the same part for every rank, parts of different sizes.
         mean, sizes = mean.repeat(over.world_size, 1), [len(mean)] * over.world_size
         return counted_all_to_all(sent, over, mean, sizes, plan.sizes)
 
@@ -164,6 +168,8 @@ class Sums:
 
     def mean_loss(self, mean: torch.Tensor) -> float:
         """The mean loss per term, from `divide` of the `total` of all ranks."""
+        # `divide` took the loss's sum, of LOSS_BITS, for one of
+        # fraction_bits. A power of two mends it without error.
         return float(mean) * (2.0 ** (self.config.fraction_bits - LOSS_BITS) if self.exact else 1.0)
 
     def finite(self, means: torch.Tensor, name: str | Callable[[int], str]) -> torch.Tensor:
@@ -216,6 +222,8 @@ def counted_all_to_all(
 
 def _apart(rows: torch.Tensor, counts: list[int], rank: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     """This rank's part of `rows`, grouped by rank; the others' parts; their counts, here none."""
+    # rows    | of rank 0 | ... | of this rank | ... |
+    #         0         before      before + own
     before, own = sum(counts[:rank]), counts[rank]
     others = torch.cat([rows[:before], rows[before + own :]])
     return rows[before : before + own], others, [*counts[:rank], 0, *counts[rank + 1 :]]

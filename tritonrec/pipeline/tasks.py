@@ -35,6 +35,8 @@ class Tasks:
         self.doers = {stage: tuple(each) for stage, each in (doers or {}).items()}
         for stage, each in self.doers.items():
             own = schedule[stage].per_micro_batch and len(each) == micro_batches
+            # A doer does its own work (each[i] == i): one step
+            # leads from any micro-batch to the task that runs.
             if not own or any(not 0 <= i < micro_batches or each[i] != i for i in each):
                 raise ValueError(f"{stage}: {each} are no doers of {micro_batches} micro-batches")
         self._waits = {(task.stage, task.micro_batch): self._waits_of(task) for task in self._every()}
@@ -81,12 +83,17 @@ class Tasks:
 
     def _waits_of(self, task: Task) -> list[tuple[Template, int]]:
         """(a task, the batches it is back) of all that `task` waits for, whatever its batch."""
+        # A batch so late that no edge leads before batch 0;
+        # `waits_for` drops those that do for an early batch.
         late = task._replace(batch=self.schedule.reach)
         waits_for = dict.fromkeys(map(self.done_by, self.schedule.waits_for(late, self.micro_batches)))
         return [((other.stage, other.micro_batch), late.batch - other.batch) for other in waits_for]
 
     def _in_order(self) -> list[Template]:
         lanes = {stage.name: stage.lane for stage in self.schedule.stages}
+        # The first task that can run is taken, again and again. A task that has
+        # to wait holds its lane: those behind it stay behind it. Tasks of earlier
+        # batches were all given before, so edges to them (back > 0) hold nothing.
         left, order = [*self._waits], dict[Template, None]()
         while left:
             held = set[str]()

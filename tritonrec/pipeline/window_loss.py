@@ -116,24 +116,31 @@ def gather(parts: list[Represented], over: Communicator, counts: LookupCounts | 
     columns, own = filled[0].columns, torch.cat([part.values for part in filled])
     dim = sum(column.values for column in columns if column.trained)
     mine = torch.tensor([[len(own), own.shape[1], dim]], dtype=torch.int64, device=own.device)
+    # The same row for every rank: an all-gather of three numbers.
     every = over.all_to_all_equal(mine.repeat(over.world_size, 1))
     sizes, widths, dims = (
         [int(value) for value in each] for each in zip(*to_host(every).tolist(), strict=True)
     )
     if len({width for size, width in zip(sizes, widths, strict=True) if size}) > 1:
         raise ValueError(f"samples show {sorted(set(widths))} bytes: give each the same tensors on all ranks")
+    # A rank without samples knows no columns. It takes part
+    # in the exchange, sends nothing and is sent nothing.
     if not len(own):
         nothing = torch.zeros(0, dtype=torch.int64, device=own.device)
         counted_all_to_all(counts, over, own.new_empty(0, max(widths)), [0] * len(sizes), [0] * len(sizes))
         return Gathered({}, (), over.rank, nothing, sizes, max(dims))
+    # Samples are gathered by the ranks that have some: only those compute losses.
     takers = [size > 0 for size in sizes]
     send = [len(own) * taker for taker in takers]
     values = counted_all_to_all(counts, over, own.repeat(sum(takers), 1), send, sizes)
+    # The order of ids is the same for any cut and any ranks. The
+    # clone is contiguous, so its bytes can be viewed as int64.
     ids, order = values[:, :8].clone(memory_format=torch.contiguous_format).view(torch.int64).view(-1).sort()
     if bool((ids[1:] == ids[:-1]).any()):
         twice = int(ids[1:][ids[1:] == ids[:-1]][0])
         raise ValueError(f"sample {twice} is twice in a global batch, whose order is that of sample ids")
     places = torch.empty_like(order)
+    # The inverse of the sort: from "as it came" to "in the order of ids".
     places[order] = torch.arange(len(order), dtype=torch.int64, device=order.device)
     return Gathered(_unpack(values[order], columns), columns, over.rank, places, sizes, dim)
 
@@ -166,6 +173,8 @@ def losses_of(
 
     Raises TypeError for a gradient of `window` without an exact sum, where sums are exact.
     """
+    # A sample stands in the loss twice: as itself (`leaves`, whose gradient is of this rank alone) and among
+    # the candidates of every sample (`candidates`, whose gradients are sums over all ranks).
     own = {name: each[positions] for name, each in window.items()}
     leaves = {name: own[name].requires_grad_() for name in sums}
     candidates = {name: window[name].detach().requires_grad_() for name in sums}
@@ -207,6 +216,7 @@ def of_candidates(
     flat = [each.flatten(1) for each in totals.values()]
     values = torch.cat(flat, 1) if flat else sums.zeros(0, gathered.dim)
     out = sums.zeros(own, gathered.dim)
+    # From each rank come the sums for all of this rank's samples, in their order.
     targets = torch.arange(own, dtype=torch.int64, device=out.device).repeat(sum(takers))
     send, receive = gathered.sizes if own else [0] * len(takers), [own * taker for taker in takers]
     sums.send_to_owners(counts, over, values, gathered.places, send, out, targets, receive, NAME)

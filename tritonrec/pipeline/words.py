@@ -52,8 +52,10 @@ def may_differ(rows: Sequence[Sequence[int]]) -> bool:
     """Whether any two ranks' words (`Words.row`) differ where they have to agree, or share samples."""
     found = [Words.of_row(row) for row in rows]
     for of_ranks in ([each.settings for each in found], [each.state for each in found]):
+        # 0: nothing to compare, as the state in a later window of a run.
         if len({*of_ranks} - {0}) > 1:
             return True
+    # Equal within each shard: then there are as many pairs as shards.
     if len({(each.shard, each.rows) for each in found}) > len({each.shard for each in found}):
         return True
     samples = [each.samples for each in found if each.samples]
@@ -70,6 +72,7 @@ def words_of(
     if state and len(hashes):
         smallest = np.unique(hashes)[:LOWEST].tolist()
         lowest[: len(smallest)] = smallest
+    # A sum over the samples has no order; the last bit keeps it from 0, which stands for none.
     samples = int(hashes.sum(dtype=np.int64)) | 1 if len(hashes) else 0
     return Words(digest(repr((settings, rates))), state, samples, lowest=tuple(lowest), rates=rates)
 

@@ -212,6 +212,8 @@ class _Ranks:
             if member != self.own and not member.is_gone():
                 with suppress(TimeoutError):
                     within(READ_TIMEOUT, partial(self._raise_if_left_by, member))
+        # The first rank that is alive decides. Ranks before this
+        # one are asked in order; if none answers, it is this one.
         for member in self.members[: self.members.index(self.own)]:
             if not member.is_gone():
                 found = self._join(member)
@@ -279,9 +281,12 @@ class _Ranks:
                 probe = time.monotonic() + PROBE
             time.sleep(POLL)
             now = time.monotonic()
+        # A rank may have missed a round that failed on others: the
+        # highest number of all, so that no store's keys are used twice.
         decision = max(joined.values()) + 1, sorted(joined)
         for each in self.members:
             if each.number not in joined:
+                # A rank that wakes up later finds this and ends, instead of training beside the others.
                 self.store.set(f"left {each.number}", "")
             elif each != self.own:
                 self.store.set(f"decision for {each.number}", json.dumps(decision))

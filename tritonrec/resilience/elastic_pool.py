@@ -94,6 +94,8 @@ class ElasticPool:
         errors: dict[int, str] = {}
         details: dict[int, str] = {}
         sizes: dict[int, int] = {}  # by rank the world size of its last call
+        # World sizes fall from groups to groups: the ranks of the
+        # smallest are the newest, and only their answers are waited for.
         while waiting and _goes_on(sizes, [*waiting.values()]):
             limit = GRACE if errors and not sizes else None
             for connection in wait([*waiting], limit) or [*waiting]:

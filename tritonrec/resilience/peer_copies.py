@@ -73,6 +73,7 @@ class PeerCopies:
         position = None if loader is None else positions(groups, loader, step)
         parts = {groups.shard: trainer.tables.state()}
         if groups.replicas == 1 and groups.shards > 1:
+            # A ring: rank r has shards r and r - 1, so no single loss takes both copies of a shard.
             parts[(groups.shard - 1) % groups.shards] = _pass_on(groups.shard_control, parts[groups.shard])
         dense = plain, {name: tensor.clone() for name, tensor in tensors.items()}
         self._copies.append(
@@ -145,6 +146,7 @@ def _newest_whole(ranks: list[list[tuple[int, int, list[int]]]]) -> tuple[int, i
     Args:
         ranks: for each rank step, number of shards, and own shards of its copies.
     """
+    # Dense parameters are on every rank, so a step counts only where all ranks that are left have it.
     common = set.intersection(*({(step, shards) for step, shards, _ in copies} for copies in ranks))
     for step, shards in sorted(common, reverse=True):
         holders: dict[int, int] = {}

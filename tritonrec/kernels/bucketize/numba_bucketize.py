@@ -56,6 +56,7 @@ def _sort(buckets, counts, permutation):
     counts[:] = 0
     for i in range(len(buckets)):
         counts[buckets[i]] += 1
+    # cursor[b] = where the next position of bucket b goes: the sum of the counts before it, at first.
     cursor = np.empty(len(counts), np.int64)
     total = 0
     for bucket in range(len(counts)):

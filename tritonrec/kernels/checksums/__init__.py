@@ -142,5 +142,7 @@ def _weights(count: int, device: torch.device) -> torch.Tensor:
 @lru_cache(maxsize=64)
 def _all_weights(count: int, device: torch.device) -> torch.Tensor:
     """Bits of multiples of the golden ratio, as Fibonacci hashing takes them."""
+    # Odd, so that a flipped bit never vanishes modulo 2**64;
+    # different, so that values that change places show.
     multiples = (torch.arange(1, count + 1, dtype=torch.int64) * 0x9E3779B1) & 0x7FFFFFFF
     return (multiples | 1).to(torch.int32).to(device)

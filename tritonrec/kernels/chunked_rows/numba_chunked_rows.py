@@ -82,6 +82,10 @@ def _widen(word):
     wide = np.int32(word)
     sign = wide & np.int32(-0x80000000)
     magnitude = wide & np.int32(0x7FFF)
+    #     float16    sign | 5 bits of exponent, bias 15  | 10 of fraction
+    #     float32    sign | 8 bits of exponent, bias 127 | 23 of fraction      13 more; 127 - 15 = 112
+    # Below 2**-14 a float16 is a multiple of 2**-24, whatever its bits look like.
+    # Infinity and NaN keep their exponent of ones.
     normal = (magnitude << np.int32(13)) + np.int32(112 << 23)
     small = _bits(np.float32(magnitude) * np.float32(2.0**-24))
     special = (magnitude << np.int32(13)) | np.int32(0x7F800000)
@@ -110,8 +114,10 @@ def _fits(values, dim, width, exact):
     for i in range(len(exact)):
         lost = np.int32(0)
         for j in range(i * width, i * width + dim):
+            # There and back: any bit that differs is lost.
             lost |= _bits(_widen(_narrow(values[j]))) ^ _bits(values[j])
         for j in range(i * width + dim, (i + 1) * width):
+            # bfloat16 is the upper half of a float32.
             lost |= _bits(values[j]) & np.int32(0xFFFF)
         exact[i] = lost == 0
 

@@ -35,6 +35,7 @@ def _tile(num_rows, width, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr):
 def _widen(word):
     """float16 bits in an int32 to float32 bits."""
     magnitude = word & 0x7FFF
+    # 13 more bits of fraction, and a bias of 127 where float16 has 15; `numba_chunked_rows` draws both.
     normal = (magnitude << 13) + (112 << 23)
     small = (magnitude.to(tl.float32) * 5.9604644775390625e-08).to(tl.int32, bitcast=True)  # 2**-24
     special = (magnitude << 13) | 0x7F800000
@@ -51,6 +52,7 @@ def _narrow(bits):
     clamped = tl.where(magnitude < 0x3F800000, magnitude, 0x3F800000).to(tl.float32, bitcast=True)
     small = (clamped * 16777216.0).to(tl.int32)
     special = ((magnitude >> 13) & 0x3FF) | 0x7C00
+    # 113 << 23 is 2**-14, and 0x47800000 is 2**16: from there on a float16 has infinity and NaN alone.
     word = tl.where(magnitude < (113 << 23), small, normal)
     return tl.where(magnitude >= 0x47800000, special, word) | ((bits >> 16) & -0x8000)
 
@@ -113,6 +115,7 @@ def _fits_kernel(
     for _ in range(num_blocks):
         mask = (rows < num_rows)[:, None] & (columns < width)[None, :]
         bits = tl.load(values_ptr + places, mask=mask, other=0)
+        # Weights are float16. The state behind them is bfloat16, the upper half of a float32.
         cut = tl.where((columns < dim)[None, :], _widen(_narrow(bits)) ^ bits, bits & 0xFFFF)
         lost = tl.maximum(lost, tl.max((cut != 0).to(tl.int32), axis=1))
         columns += BLOCK_DIM

@@ -16,6 +16,11 @@ from tritonrec.kernels.fixed_point.errors import report_value
 from ..caches import njit
 from ..numba_intrinsics import bits_of
 
+# All constants are multiples of ``limit = 2**(62 - bits)``, a power of two, so products with them are exact.
+#     a float64         sign | exponent           | fraction, 52 bits
+#     rounder           0    | of 2**(52 - bits)  | 1000...000               1.5 = 1 + a half
+#     rounder + x       0    | the same           | 1000...000 + round(x * 2**bits)
+# The half in front leaves room for a negative x: |x| < 2**(51 - bits) borrows from it and no further.
 NEAR = np.float32(2.0**-11)
 """Times the limit ``2**(62 - bits)`` of terms: below it a sum rounds them."""
 ROUNDER = 1.5 * 2.0**-10
@@ -55,6 +60,7 @@ def from_fixed_point(sums: torch.Tensor, divisor: float, fraction_bits: int) -> 
 @njit(cache=True, nogil=True)
 def _round(values, scale, limit, terms):
     """Position of the first value that is not below `limit` in magnitude, or -1."""
+    # Unsigned positions: numba would add a branch for negative ones, which wrap in Python.
     count = np.uintp(values.shape[0])
     if is_near(values, np.uintp(0), count, limit * NEAR):
         rounder = np.float64(limit) * ROUNDER
@@ -62,6 +68,7 @@ def _round(values, scale, limit, terms):
         for i in range(count):
             terms[i] = bits_of(np.float64(values[i]) + rounder) - zero
         return -1
+    # A sum of flags instead of an early exit: the loop is a vector loop, and what is outside is rare.
     outside = 0
     for i in range(values.shape[0]):
         outside += not (abs(values[i]) < limit)
@@ -112,6 +119,7 @@ def _take_back(total, start, values, first, count, limit):
     """Undo an addition that turned out not to be one of rounded values: subtract the same bits."""
     rounder = np.float64(limit) * ROUNDER
     zero = bits_of(rounder)
+    # Modulo 2**64 a sum is taken back exactly, whatever it has become.
     for d in range(count):
         total[start + d] -= bits_of(np.float64(values[first + d]) + rounder) - zero
 
@@ -124,6 +132,8 @@ def add_near(total, start, values, first, count, limit):
     """
     rounder = np.float64(limit) * ROUNDER
     zero = bits_of(rounder)
+    # One pass adds and checks. The check of all values is a single
+    # OR: were they looked at first, each would be loaded twice.
     differences = np.int64(0)
     for d in range(count):
         bits = bits_of(np.float64(values[first + d]) + rounder)
@@ -144,10 +154,13 @@ def add_near_rows(total, start, values, first, stride, count, limit):
     differences = np.int64(0)
     for d in range(count):
         bits = bits_of(np.float64(values[first + d]) + rounder)
+        # Four rows a pass: the loop is bound by the loads and
+        # stores of `total`, which are one each for four values.
         others = bits_of(np.float64(values[second + d]) + rounder)
         more = bits_of(np.float64(values[third + d]) + rounder)
         last = bits_of(np.float64(values[fourth + d]) + rounder)
         differences |= (bits ^ zero) | (others ^ zero) | (more ^ zero) | (last ^ zero)
+        # Each `bits` is near 2**62; their sum may wrap and comes back with the four zeros, modulo 2**64.
         total[start + d] += (bits + others) + (more + last) - np.int64(4) * zero
     if are_rounded(differences):
         return True
@@ -172,6 +185,8 @@ def add_rounded(total, start, values, first, count, scale, limit):
         after = total[start + d] + (bits - zero)
         total[start + d] = after
         moved |= after + HALF
+    # The sign bit of `moved` is that of any after + HALF: set where a total has left [-2**62, 2**62), and so
+    # may have wrapped. One such total sends the row to the slow path, which finds out.
     if are_rounded(differences) and moved >= 0:
         return np.int64(-1)
     _take_back(total, start, values, first, count, limit)
@@ -199,12 +214,16 @@ def _add_far(total, start, values, first, count, scale, limit):
         before = total[start + d]
         after = before + term
         total[start + d] = after
+        # A sum overflows exactly where both addends have the
+        # other sign than the result: the sign bit of this term.
         wrapped |= (before ^ after) & (term ^ after)
     if wrapped < 0:
         offset = np.int64(-1)
         for d in range(count):
             term = np.int64(np.rint(np.float64(values[first + d]) * scale))
             after = total[start + d]
+            # The addition is undone modulo 2**64, and the overflow
+            # test repeated for the place of the first one.
             before = after - term
             total[start + d] = before
             if offset < 0 and ((before ^ after) & (term ^ after)) < 0:

@@ -99,6 +99,7 @@ def round_to_fixed_point(value: float, fraction_bits: int) -> int | None:
     """round-half-even(value * 2**fraction_bits), or None where it is not finite or reaches 2**62."""
     if not math.isfinite(value):
         return None
+    # Python rounds a Fraction half to even, as IEEE does, without an intermediate rounding.
     scaled = Fraction(value) * 2**fraction_bits
     return round(scaled) if abs(scaled) < 2**62 else None
 

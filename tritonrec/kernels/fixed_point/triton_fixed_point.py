@@ -37,6 +37,7 @@ def round_to_fixed_point(values, scale, limit):
 
 def near(fraction_bits: int, count: int) -> float:
     """A power of two: sums of `count` smaller values are 2**62 at most, and `add_near` rounds each."""
+    # (count - 1).bit_length() is ceil(log2(count)): 2**that terms of 2**(62 - that) each are 2**62 together.
     return 2.0 ** (min(NEAR_BITS, 62 - (count - 1).bit_length()) - fraction_bits)
 
 
@@ -49,6 +50,9 @@ def rounder_of(limit):
 @triton.jit
 def add_near(sums, values, limit):
     """int64 sums of values below `near`, each by the bits of a rounded number; `without_zeros` ends them."""
+    # The bits of rounded and of the constant differ by the rounded integer
+    # (`numba_fixed_point` draws it). The constant's bits are taken off once, after
+    # `count` sums (`without_zeros`): int64 may wrap in between and comes back.
     rounded = values.to(tl.float32).to(tl.float64) + rounder_of(limit)
     return sums + rounded.to(tl.int64, bitcast=True)
 
@@ -62,12 +66,14 @@ def without_zeros(sums, count, limit):
 @triton.jit
 def magnitude(values):
     """int32 that order as |values| of float32 or less do; infinity and NaN are above all numbers."""
+    # Exponent above fraction: without the sign, floats and their bits have one order.
     return tl.cast(values, tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def is_far(sums):
     """Whether int64 sums are outside [-2**62, 2**62)."""
+    # Outside exactly where the two highest bits differ.
     return (sums ^ (sums << 1)) < 0
 
 
@@ -83,6 +89,9 @@ def add_atomically(to, term, position, mask):
     # relaxed: only later kernels read the sums
     before = tl.atomic_add(to, term, mask=mask, sem="relaxed")
     after = before + term
+    # Overflow: both addends have the other sign than the sum. The atomic
+    # returned this addition's own `before`, so one of the programs sees it
+    # whatever the order; a later one may wrap back, and the error stays.
     wraps = mask & (((before ^ after) & (term ^ after)) < 0)
     worst = tl.full((), NONE, tl.int64)
     # none does, as a rule, and then no position is compared

@@ -28,6 +28,7 @@ def _ask_for(slot_keys, slot_rows, keys, start, size, last_group, hashes):
     """Hash a block of keys and prefetch their home groups."""
     for i in range(size):
         hashes[i] = mix64(keys[start + i])
+    # A loop of its own: the processor has all requests of a block under way at once.
     for i in range(size):
         slot = (hashes[i] & last_group) << _GROUP_SHIFT
         prefetch(slot_keys, slot)
@@ -42,10 +43,13 @@ def _search(slot_keys, slot_rows, key, hashed, last_group):
     """
     group = hashed & last_group
     step = (hashed >> _STEP_SHIFT) | _ONE
+    # The first free slot on the way. The search goes on behind
+    # a tombstone, since the key may stand further along.
     place = np.int64(-1)
     for _ in range(last_group + _ONE):
         slot = group << _GROUP_SHIFT
         free = negative_mask8(slot_rows, slot)
+        # Masks of eight lanes, 8 bits: one vector compare for a group.
         match = equal_mask8(slot_keys, slot, key) & ~free
         if match != _ZERO:
             slot += lowest_bit(match)
@@ -53,6 +57,7 @@ def _search(slot_keys, slot_rows, key, hashed, last_group):
         if free != _ZERO:
             if place < 0:
                 place = np.int64(slot + lowest_bit(free))
+            # An empty slot: no key of this path was ever put behind this group.
             if equal_mask8(slot_rows, slot, _EMPTY) != _ZERO:
                 return np.int64(-1), place
         group = (group + step) & last_group
@@ -65,6 +70,7 @@ def _look(slot_keys, slot_rows, key, group):
     slot = group << _GROUP_SHIFT
     match = equal_mask8(slot_keys, slot, key) & ~negative_mask8(slot_rows, slot)
     # present or absent is a coin toss no branch predictor wins, so read a row either way
+    # Without a match the last lane is read, which is a legal address, and dropped below.
     row = np.int64(slot_rows[slot + lowest_bit(match | _LAST_LANE)])
     ends = match | equal_mask8(slot_rows, slot, _EMPTY) != _ZERO
     return row if match != _ZERO else np.int64(-1), ends
@@ -96,9 +102,11 @@ def hash_find(slot_keys, slot_rows, keys, rows):
                 prefetch(slot_rows, slot)
             groups[i] = hashes[i] & last_group
             rows[start + i], ends = _look(slot_keys, slot_rows, keys[start + i], groups[i])
+            # Written always and counted only where the search goes on: no branch.
             pending[left] = i
             left += not ends
         visits = _ZERO
+        # The home group was the first visit, so as many are left as there are other groups.
         while left > 0 and visits < last_group:
             for j in range(left):
                 i = pending[j]
@@ -133,6 +141,8 @@ def hash_insert(slot_keys, slot_rows, keys, next_row, free_rows, rows, inserted)
         for i in range(size):
             key = keys[start + i]
             row, slot = _search(slot_keys, slot_rows, key, hashes[i], last_group)
+            # All or nothing: each slot taken so far gets back what
+            # it had. They are distinct, so any order will do.
             if slot < 0:
                 for j in range(taken):
                     slot_keys[taken_slots[j]] = taken_keys[j]
@@ -140,10 +150,12 @@ def hash_insert(slot_keys, slot_rows, keys, next_row, free_rows, rows, inserted)
                 return -1
             inserted[start + i] = row < 0
             if row < 0:
+                # `taken` counts the new keys: the free rows first, then next_row, next_row + 1, ...
                 row = free_rows[taken] if taken < len(free_rows) else next_row + taken - len(free_rows)
                 taken_slots[taken] = slot
                 taken_keys[taken] = slot_keys[slot]
                 taken_rows[taken] = slot_rows[slot]
+                # Read before the slot is written.
                 tombstones += slot_rows[slot] == _TOMBSTONE
                 taken += 1
                 slot_keys[slot] = key
@@ -180,6 +192,7 @@ def hash_erase(slot_keys, slot_rows, keys, rows):
             row, slot = _search(slot_keys, slot_rows, keys[start + i], hashes[i], last_group)
             rows[start + i] = row
             if row >= 0:
+                # `slot & ~7` is the group's first slot.
                 ends_here = equal_mask8(slot_rows, np.uint64(slot & _GROUP_MASK), _EMPTY) != _ZERO
                 slot_rows[slot] = _EMPTY if ends_here else _TOMBSTONE
                 tombstones += not ends_here
@@ -242,5 +255,6 @@ def hash_move(slot_keys, slot_rows, start, stop, new_keys, new_rows):
         if slot_rows[old] >= 0:
             before = _place(slot_keys[old], slot_rows[old], new_keys, new_rows, last_group)
             tombstones += before == _TOMBSTONE
+            # Not empty: searches of keys that stay must still pass this group.
             slot_rows[old] = _TOMBSTONE
     return tombstones

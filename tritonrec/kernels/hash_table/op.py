@@ -211,6 +211,7 @@ def probe(key: int, num_slots: int):
     """Yield the groups that `key` visits, each as its eight slots, in order and each exactly once."""
     groups = num_slots // GROUP
     hashed = mix64(key)
+    # An odd step has no factor in common with the power of two `groups`, so each group is met once.
     group, step = hashed % groups, hashed >> 32 | 1
     for _ in range(groups):
         yield range(group * GROUP, group * GROUP + GROUP)
@@ -225,6 +226,8 @@ def _search(slot_keys: list[int], slot_rows: list[int], key: int) -> tuple[int, 
             if slot_rows[slot] >= 0 and slot_keys[slot] == key:
                 return slot_rows[slot], slot
             if slot_rows[slot] < 0 and place == -1:
+                # The first free slot on the way; the search goes on, since the key may lie behind a
+                # tombstone.
                 place = slot
         if EMPTY in slot_rows[group.start : group.stop]:
             break
@@ -274,9 +277,11 @@ def insert_on_host(
     used: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`hash_insert` by an `insert` of valid keys that gives None where they do not fit, and by a `find`."""
+    # A host knows the count: kernels get the valid keys alone, and results are padded behind them.
     valid = first_valid(keys, count)
     first = first_row if next_row is None else int(next_row)
     free = keys.new_empty(0) if free_rows is None else free_rows[: keys.numel()].long()
+    # At most: as if every key were new.
     last = first + valid.numel() - free.numel()
     # only new keys take rows, so they are counted before a refusal
     if last > 1 << 31:
@@ -309,6 +314,7 @@ def _insert(
     rows, inserted = [], []
     for key in keys.tolist():
         row, slot = _search(table_keys, table_rows, key)
+        # A key that is there has a slot: only a new one finds none. Nothing was written to the tensors yet.
         if slot == -1:
             return None
         inserted.append(row == -1)
@@ -357,6 +363,7 @@ def hash_erase_reference(
         row, slot = _search(table_keys, table_rows, key)
         before.append(row)
         if row != -1:
+            # The group's first slot.
             start = slot - slot % GROUP
             ends_here = EMPTY in table_rows[start : start + GROUP]
             table_rows[slot] = EMPTY if ends_here else TOMBSTONE

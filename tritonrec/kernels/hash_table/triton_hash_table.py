@@ -51,6 +51,7 @@ def _find_kernel(
     group = hashed & (num_groups - 1)
     # An odd step has no factor in common with a power of two, so a path meets every group.
     # The home has the low half of the hash and the step the high half: keys of one home part ways.
+    # The mask takes off the sign that the arithmetic shift has spread.
     step = ((hashed >> 32) | 1) & (num_groups - 1)
     lanes = tl.arange(0, 8)
     found = tl.full((BLOCK,), -1, tl.int32)
@@ -58,6 +59,7 @@ def _find_kernel(
     visit = tl.full((), 0, tl.int64)
     # the bound ends a search in a table without an empty slot
     while (tl.max(pending.to(tl.int32), axis=0) > 0) & (visit < num_groups):
+        # A tile of (keys, 8 slots): each key looks at its group, 64 bytes of keys, in one visit.
         slots = group[:, None] * 8 + lanes[None, :]
         slot_row = tl.load(slot_rows_ptr + slots, mask=pending[:, None], other=-1)
         slot_key = tl.load(slot_keys_ptr + slots, mask=pending[:, None], other=0)
@@ -65,6 +67,7 @@ def _find_kernel(
         holds = (slot_key == key[:, None]) & (slot_row >= 0)
         match = tl.max(tl.where(holds, slot_row, -1), axis=1)
         ends_here = tl.max((slot_row == -1).to(tl.int32), axis=1) > 0
+        # A key is done where it is found, or where its group has an empty slot: it would have been put there.
         hit = pending & (match >= 0)
         found = tl.where(hit, match, found)
         if ASSIGN or ERASE:
@@ -72,6 +75,7 @@ def _find_kernel(
             if ASSIGN:
                 new_row = tl.load(new_rows_ptr + offsets, mask=hit, other=0).to(tl.int32)
             else:
+                # Empty where searches end at this group anyhow; else a tombstone, over which they go on.
                 new_row = tl.where(ends_here, -1, -2)
             tl.store(slot_rows_ptr + slot, new_row, mask=hit)
         pending = pending & (match < 0) & (ends_here == 0)
@@ -94,6 +98,8 @@ def _number_kernel(
     """
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < num_keys
+    # The last running sum: how many are wanted. Every program loads
+    # it and decides alike, so all keys get rows or none does.
     new = tl.load(numbers_ptr + num_keys - 1).to(tl.int64)
     taken = tl.maximum(new - num_free, 0)
     if next_row_ptr is not None:
@@ -154,6 +160,7 @@ def _claim_kernel(
     group = hashed & (num_groups - 1)
     step = ((hashed >> 32) | 1) & (num_groups - 1)
     lanes = tl.arange(0, 8)
+    # `lane`: the first slot of the group that the key has not lost yet.
     lane = tl.full((BLOCK,), 0, tl.int32)
     pending = tl.load(wanted_ptr + offsets, mask=inside, other=0).to(tl.int1)
     visit = tl.full((), 0, tl.int64)
@@ -169,6 +176,7 @@ def _claim_kernel(
         trying = pending & (lane < 8)
         # lane is 8 where nothing is free, and the minimum keeps the address inside the group
         slot = group * 8 + tl.minimum(lane, 7)
+        # The row of slot `lane` as loaded, -1 or -2: what the swap expects there.
         seen = tl.max(tl.where(lanes[None, :] == lane[:, None], slot_row, -3), axis=1)
         # compare-and-swap takes no mask: no slot holds -3, so an idle lane swaps nothing
         # relaxed: no program reads another's key in this kernel, so the swap orders no other access
@@ -272,6 +280,8 @@ def hash_insert(
     and keys that do not fit are not wanted.
     """
     keys = keys.contiguous()
+    # Three launches: find all keys, number the missing ones,
+    # claim slots for them. Nothing is read back in between.
     wanted = torch.empty(keys.shape, dtype=torch.bool, device=keys.device)
     rows = _launch_find(slot_keys, slot_rows, keys, count, missing=wanted)
     if keys.numel() == 0:

@@ -32,6 +32,8 @@ def clear(x, start, count):
 @njit(cache=True, nogil=True, inline="always")
 def spans_of(spans, row, n):
     """The n-th of the three spans of a row."""
+    # columns    0 ... prefix        low ... high        own ... row
+    #            [ n = 0 )           [  n = 1  )         [  n = 2  ]
     if n == 0:
         return U(0), U(spans[row, 0])
     if n == 1:
@@ -42,6 +44,7 @@ def spans_of(spans, row, n):
 @njit(cache=True, nogil=True, inline="always")
 def clear_hidden(x, at, spans, row, left, right):
     """Zero what `row` does not see in the run of columns [left, right)."""
+    # Spans ascend: what lies between them, and behind the last, is hidden.
     done = left
     for n in range(3):
         start, stop = spans_of(spans, row, n)
@@ -112,6 +115,7 @@ def forward(
     spans = np.empty((longest, 4), np.int64)
     runs = np.empty((3, 2), np.int64)
     biased = pos.shape[0] + ts.shape[0] > 0
+    # With a bias the scores are scaled where it is added (`add_bias_to_row`), and by 1 here.
     slope = F32(1.0) if biased else alpha
     row_time = I(0)
     for b in range(start, stop):
@@ -124,9 +128,12 @@ def forward(
             transpose(k, begin * k_token + h * k_head, k_token, length, dim_qk, keys, width)
             i = hidden
             while i < length:
+                # Fours begin at multiples of four of the sequence,
+                # also where its first tokens have no queries.
                 rows = min(FOUR - (i & THREE), length - i)
                 count = find_runs(runs, spans, I(i), I(i + rows))
                 t = row_begin + (i - hidden)
+                # scores = Q K^T, in the runs of columns that a row of the four may see
                 for n in range(count):
                     left, right = U(runs[n, 0]), U(runs[n, 1])
                     for r in range(rows):
@@ -148,6 +155,7 @@ def forward(
                         left, right = U(runs[n, 0]), U(runs[n, 1])
                         weigh(p, at + left, right - left, slope, scale)
                         clear_hidden(p, at, spans, row, left, right)
+                # out += P V, over the same runs in ascending order
                 for n in range(count):
                     left, right = U(runs[n, 0]), U(runs[n, 1])
                     add_products(
@@ -177,6 +185,8 @@ def backward(
     runs = np.empty((3, 2), np.int64)
     pos_sums, ts_sums = np.empty(pos.shape[0], np.float64), np.empty(ts.shape[0], np.float64)
     biased = pos.shape[0] + ts.shape[0] > 0
+    # `gain` is the factor of dQ and dK. With a bias it comes last, once
+    # the tables have their gradients, which are those of alpha q k + bias.
     slope, gain = (F32(1.0), F32(1.0)) if biased else (alpha, alpha)
     row_time = I(0)
     for b in range(start, stop):
@@ -237,6 +247,7 @@ def backward(
                     )  # fmt: skip
                     add_products(
                         dk, dk_first + left * dk_token, dk_token, ds, left, ONE, width,
+                        # dK += dS^T Q: `ds` is read by columns (steps 1 and `width`).
                         q, q_first, q_token, columns, rows, dim_qk,
                     )  # fmt: skip
                     add_products(

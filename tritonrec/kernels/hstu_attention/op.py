@@ -97,6 +97,7 @@ def hstu_attention(
 
 def buckets(row_times: list[int], times: list[int], count: int) -> torch.Tensor:
     """(rows, columns) int64: floor(log2(max(1, t_row - t_column))), at most ``count - 1``."""
+    # An integer's bit_length - 1 is floor(log2), without a rounding.
     powers = [[max(1, late - early).bit_length() - 1 for early in times] for late in row_times]
     return torch.tensor(powers, dtype=torch.int64).view(len(row_times), len(times)).clamp(max=count - 1)
 
@@ -109,6 +110,7 @@ class _Sequence:
         start, stop = int(call.seq_offsets[b]), int(call.seq_offsets[b + 1])
         first, last = (start, stop) if call.delta_offsets is None else call.delta_offsets[b : b + 2].tolist()
         self.rows, self.columns = slice(first, last), slice(start, stop)
+        # `hidden`: tokens without a query, at the beginning of the sequence.
         length, hidden = stop - start, (stop - start) - (last - first)
         targets = 0 if call.num_targets is None else int(call.num_targets[b])
         contexts = 0 if call.num_contexts is None else int(call.num_contexts[b])
@@ -180,6 +182,7 @@ def hstu_attention_backward_into_reference(
             s = sequence.scores(call, q, k, h)
             sigmoid = 1 / (1 + torch.exp(-s))
             p = (s * sigmoid * sequence.scale).to(v.dtype)
+            # The derivative of silu: d (s * sigmoid(s)) / ds = sigmoid * (1 + s * (1 - sigmoid)).
             ds = (do[rows, h] @ v[columns, h].t()) * sigmoid * (1 + s * (1 - sigmoid)) * sequence.scale
             dv[columns, h] = p.t() @ do[rows, h]
             dq[rows, h] = (call.alpha * ds).to(k.dtype) @ k[columns, h]
@@ -215,6 +218,7 @@ def _fake_into(v, *described):
 
 def _save(ctx, inputs, output):
     *arguments, ctx.impl = inputs
+    # Two lists of one length, each with None where the other has the argument.
     ctx.save_for_backward(*(each if isinstance(each, torch.Tensor) else None for each in arguments))
     ctx.rest = [None if isinstance(each, torch.Tensor) else each for each in arguments]
 
@@ -226,6 +230,7 @@ def _backward(ctx, do):
     call, rest = Call(*described), dict.fromkeys(Call._fields)
     for name, terms in (("pos_weights", dpos), ("ts_weights", dts)):
         if getattr(call, name) is not None:
+            # (B, entries): one term for each sequence, and no sum yet.
             rest[name] = RowTerms(terms)
     return dq, dk, dv, *rest.values()
 

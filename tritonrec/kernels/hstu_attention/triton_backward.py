@@ -96,6 +96,7 @@ def block_of_columns(
     v = load_rows(v_ptr, v_strides, begin, head, column, length, dim_v, BLOCK_V)
     dk = tl.zeros((BLOCK_M, BLOCK_QK), tl.float32)
     dv = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
+    # The transposed walk: this program owns keys, which are the rows of its tiles, and meets queries.
     walk = query_blocks(first, column_stop, length, history, contexts, hidden, rules, BLOCK_N)
     for n in range(0, walk.count):
         start = block_of(n, walk) * BLOCK_N
@@ -107,6 +108,7 @@ def block_of_columns(
         x = add_bias(x, row[None, :], column[:, None], row_time[None, :], column_time[:, None], bias)
         p = x * sigmoid(x)
         ds = product(v, tl.trans(do), WIDEN) * slope(x)
+        # dQ takes the query's scale once, behind all of its terms; dK and dV take it in each.
         unscaled = ds
         # a scale per token differs along the sums of dK and dV, so it goes into each term
         if scales_ptr is not None:
@@ -128,6 +130,7 @@ def block_of_columns(
             # relaxed: only later kernels read dq; the schedule orders the additions
             tl.atomic_add(address, dq, mask=mask, sem="relaxed")
         elif DQ == "in place":
+            # `fresh`: nothing was written yet, and a load from place `length` on gives zeros.
             least = tl.where(fresh, length, hidden)
             dq = load_rows(dq_ptr, dq_strides, origin, head, row, length, dim_qk, BLOCK_QK, least)
             dq += product(tl.trans(unscaled.to(k.dtype)), k, WIDEN)

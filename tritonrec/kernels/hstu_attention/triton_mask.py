@@ -90,6 +90,8 @@ def join(start, stop, start_2, stop_2, start_3, stop_3):
     stop_3 = tl.maximum(stop_3, start_3)
     cut = stop - start
     cut_2 = cut + stop_2 - start_2
+    #     blocks      start .. stop   start_2 .. stop_2   start_3 .. stop_3
+    #     n           0 .. cut        cut .. cut_2        cut_2 .. count
     return Walk(cut_2 + stop_3 - start_3, start, cut, start_2 - stop, cut_2, start_3 - stop_2)
 
 
@@ -136,6 +138,8 @@ def query_blocks(column, column_stop, length, history, contexts, hidden, rules, 
     """Blocks of BLOCK_N queries, none before place `hidden`, that may see keys [column, column_stop)."""
     least = hidden // BLOCK_N
     # contextual queries see the whole history, later keys too
+    # Three runs of queries: contextual tokens, which see keys behind them; rows from the keys themselves to
+    # the end of their windows; full rows and targets at the end of the sequence.
     early = 0
     if rules.contextual is not None:
         early = tl.where(column < history, contexts, 0)

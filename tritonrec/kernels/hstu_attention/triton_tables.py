@@ -76,6 +76,8 @@ def positions_kernel(
                                 k_strides, v_strides, begin, head, length, history, contexts, rules, bias,
                                 dim_qk, dim_v, alpha, BLOCK_QK, BLOCK_V, WIDEN,
                             )  # fmt: skip
+                            # Element (r, c) of the block is on the diagonal r
+                            # - c + half * BLOCK_M of this program's BLOCK_M.
                             at = (
                                 tl.arange(0, BLOCK_M)[:, None]
                                 - tl.arange(0, BLOCK_M)[None, :]
@@ -102,6 +104,7 @@ def times_kernel(
     for tile in range(tl.program_id(0), tl.load(count_ptr), tl.num_programs(0)):
         level, sequence = find_tile(tile, tiles_ptr)
         begin, length, history, contexts, hidden, origin = open_sequence(sequence, layout)
+        # Blocks in which no token has a query have no level.
         first = (level + hidden // BLOCK_M) * BLOCK_M
         row = first + tl.arange(0, BLOCK_M)
         row_time = load_times(bias.row_times_ptr, begin, row, length)

@@ -59,6 +59,7 @@ def open_sequence(sequence, layout):
     begin = tl.load(layout.offsets_ptr + sequence).to(tl.int64)
     length = (tl.load(layout.offsets_ptr + sequence + 1) - begin).to(tl.int32)
     hidden = 0
+    # Queries are the last tokens of their sequence, so place i of the sequence is row origin + i of q.
     origin = begin
     if layout.rows_ptr is not None:
         first = tl.load(layout.rows_ptr + sequence).to(tl.int64)
@@ -109,6 +110,7 @@ def order_kernel(
     for first in range(tl.full((), 0, tl.int64), num_sequences, BLOCK):
         sequence = first + tl.arange(0, BLOCK)
         here = (count_blocks(sequence, num_sequences, offsets_ptr, rows_ptr, BLOCK_M) > level).to(tl.int64)
+        # Behind all tiles of higher levels, in the order of the sequences: the list is the same in every run.
         at = higher + tl.cumsum(here, axis=0) - 1
         # offsets that contradict the host's bound must not write behind the list
         tl.store(tiles_ptr + at, (level << 32) + sequence, mask=(here > 0) & (at < room))

@@ -109,6 +109,8 @@ class Layer:
         self.shape, self.parameters, self.numbers = shape, parameters, _numbers(shape)
         pos, ts = parameters[8:]
         self.entries = 0 if pos is None else len(pos), 0 if ts is None else len(ts)
+        # A table of positions has max_seq_len entries for the past alone (entry = i - j),
+        # or 2 max_seq_len - 1 for both sides (entry = max_seq_len - 1 + j - i).
         one_sided = self.entries[0] == shape.max_seq_len and shape.max_seq_len > 1
         base, sign = (0, -1) if one_sided or pos is None else (shape.max_seq_len - 1, 1)
         self.widths = shape.kept_widths
@@ -142,6 +144,8 @@ class Bound:
         self._layer, self._place = layer, place  # the addresses of whose tensors are taken
         self._tokens, self._samples = tokens, place.seq_offsets.shape[0] - 1
         self._at: tuple[int, int] | None = None  # x and what is kept
+        # One tensor for all that is kept: part p begins at
+        # column starts[p] times `room` rows, on a cache line.
         self._room = -(-tokens // ALIGNED) * ALIGNED
         drops = layer.shape.dropout > 0
         times = place.timestamps if layer.entries[1] else None
@@ -150,6 +154,7 @@ class Bound:
         table[: at.DIM] = self._samples, tokens
         table[at.KEY_0 : at.TAG] = halves(seed)
         table[at.OFFSETS : at.NORM_WEIGHT] = (
+            # An address of 0 says that a part is not there.
             place.seq_offsets.data_ptr(), _address(place.num_targets), place.sample_ids.data_ptr() * drops,
             place.positions.data_ptr() * drops, _address(times), _address(asked),
         )  # fmt: skip
@@ -237,6 +242,7 @@ def report_sums(layer: Layer, bad: Any, values: Any, targets: Targets) -> None:
     """Refuse the values that sums could not take, in the order of the ops."""
     into = iter(targets.names)
     names = ["" if each is None else next(into) for each in layer.parameters]
+    # From the order of the sums in the kernels' table to that of `Parameters`.
     order = [6, 7, 4, 5, 8, 9, 0, 1, 2, 3]
     for at, (first, row, column), value in zip(order, bad.tolist(), values.tolist(), strict=True):
         if first < 0:

@@ -65,6 +65,7 @@ def _longest(offsets, start, stop):
 @njit(cache=True, nogil=True)
 def _chunk_end(offsets, start, stop):
     """The end of the sequences from `start` that pass through together."""
+    # One sequence at least, however long.
     end = start + 1
     while end < stop and end - start < MOST_SAMPLES and offsets[end + 1] - offsets[start] <= CHUNK:
         end += 1
@@ -122,6 +123,8 @@ def forward(a, numbers, start, stop):
         for i in range(first * values, last * values):
             attended[i] = F32(0.0)
         attention.forward(
+            # One row of uvqk has all heads of each part, side by side:
+            #     | u: values | v: values | q: keys | k: keys |        values = H * v_dim, keys = H * qk_dim
             uvqk[U(2) * values :], columns, qk, uvqk[U(2) * values + keys :], columns, qk, uvqk[values:],
             columns, v_dim, offsets, offsets, targets, contexts, mask, scales, U(0), numbers[ALPHA], pos,
             a[BASE], a[SIGN], ts, row_times, times, numbers[BIAS_FACTOR], attended, values, v_dim, U(b), U(e),
@@ -163,6 +166,8 @@ def _backward_rows(
     first, last = U(all_offsets[start]), U(all_offsets[stop])
     rows = last - first
     count = stop - start
+    # The buffers hold the rows of this chunk alone: all arrays
+    # are cut to its first row, and its offsets begin at 0.
     offsets = np.empty(count + 1, np.int64)
     for b in range(count + 1):
         offsets[b] = all_offsets[start + b] - all_offsets[start]
@@ -195,6 +200,8 @@ def _backward_rows(
         values,
     )  # fmt: skip
     for t in range(rows):
+        # The gate's gradient (the first `values` columns) is
+        # there already; attention adds to the other three parts.
         for i in range(t * columns + values, (t + U(1)) * columns):
             duvqk[i] = F32(0.0)
     attention.backward(
@@ -209,6 +216,7 @@ def _backward_rows(
         floats(a[UVQK_BIAS], I(columns)), uvqk_weight, z, normed, means, rstds, dx,
         dnorm_weight, dnorm_bias, U(0), rows, dim, columns, a[HAS_NORMED] != 0,
     )  # fmt: skip
+    # The layer's input is added to its output: its gradient gets dy as it is.
     for i in range(rows * dim):
         dx[i] += dy[i]
 

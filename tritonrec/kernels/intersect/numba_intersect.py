@@ -36,6 +36,7 @@ def intersect(
     matched = torch.empty(large.numel(), dtype=torch.int64)
     small_keys, large_keys = (keys.contiguous().numpy().view("uint64") for keys in (small, large))
     common = match(small_keys, large_keys, matched.numpy(), np.uint64(murmur.SECRET))
+    # The result goes by positions of `left`, whichever of the two was probed with.
     if large is not left:
         in_left = torch.empty(left.numel(), dtype=torch.int64)
         invert(matched.numpy(), in_left.numpy())
@@ -49,6 +50,7 @@ def intersect(
 @njit(inline="always")
 def _hash_block(keys, start, size, shift, secret, slots, homes):
     for i in range(size):
+        # The high bits of the hash number the slots; a slot is two words.
         homes[i] = (mix64(keys[start + i] ^ secret) >> shift) << _ONE
     for i in range(size):
         prefetch(slots, homes[i])
@@ -74,6 +76,7 @@ def fill(small, secret):
         _hash_block(small, start, size, shift, secret, slots, homes)
         for i in range(size):
             word = homes[i]
+            # Keys are distinct: only a free slot is looked for.
             while slots[word + _ONE] != _ZERO:
                 word = (word + step) & last
             slots[word] = small[start + i]

@@ -107,9 +107,14 @@ def add_weight_gradients(
     tile = np.empty(4 * inner, np.float32)
     first_bad = (np.int64(-1), np.int64(-1), np.int64(-1), np.float32(0.0))
     samples = offsets.shape[0] - 1
+    #     for rows of the accumulator that fit the second-level cache     start .. last
+    #         for samples                                          s
+    #             for four of these rows                           o: product of the sample, then the sum
     block = max(U(4), SUMS // max(inner, U(1)) // U(4) * U(4))
     while start < stop:
         last = min(start + block, stop)
+        # While all sums of the block are below 2**61 the samples' terms, CALM of less than 2**51 each, cannot
+        # leave int64: then no sum is checked. One term that is larger ends that for the rest of the block.
         calm = FEW <= samples <= CALM
         for r in range(start, last):
             calm = calm and is_calm(accumulator, r * accumulator_stride, inner)
@@ -123,6 +128,8 @@ def add_weight_gradients(
                 rows = min(U(4), last - o)
                 tile[:] = 0
                 add_products(
+                    # dy^T x without a transposed copy: a row of the product
+                    # is a column of dy (stride 1), its terms are tokens.
                     tile, U(0), inner, dy, first * dy_stride + o, U(1), dy_stride, x, first * x_stride,
                     x_stride, rows, terms, inner,
                 )  # fmt: skip
@@ -132,6 +139,7 @@ def add_weight_gradients(
                     if calm:
                         continue
                     column = add_rounded(accumulator, to, tile, r * inner, inner, scale, limit)
+                    # Only an earlier sample could fail first: later blocks walk those before s - 1 alone.
                     if column >= 0:
                         first_bad = (np.int64(s - 1), np.int64(o + r), column, tile[r * inner + U(column)])
                         samples = s - 1  # what fails in this sample further down comes after

@@ -82,6 +82,7 @@ def _tile(vectors, lanes):
                     for c in range(vectors):
                         total = sums[r * vectors + c]
                         builder.store(builder.call(fused, [left, right[c], builder.load(total)]), total)
+            # In one binade, floats a unit apart have bits one apart: bits less bits are units.
             zero = builder.bitcast(begin, whole)
             for at, total in enumerate(sums):
                 units = builder.sub(builder.bitcast(builder.load(total), whole), zero)
@@ -212,6 +213,7 @@ def add_row_products(
     of_x = np.empty(min(BLOCK, rows) * ((inner + width - U(1)) // width * width), np.float64)
     of_dy = np.empty(min(BLOCK, rows) * ((stop - start + OUTPUTS - U(1)) // OUTPUTS * OUTPUTS), np.float64)
     tile = np.empty(OUTPUTS * width, np.int64)
+    # limit = 2**62 units, so `begin` is 1.5 * 2**52 units.
     begin, room = limit * (1.5 * 2.0**-10), limit * ROOM
     additions = np.int64(0)  # of blocks, 2**51 units each at most, that surely stay in int64
     for first in range(U(0), rows, BLOCK):
@@ -220,8 +222,10 @@ def add_row_products(
         most_dy = _largest(dy, dy_stride, first, count, start, stop)
         most = np.float64(float_of_bits(most_x)) * np.float64(float_of_bits(most_dy))
         part = count
+        # Fewer rows at a time, until no sum of a part can reach 2**51 units.
         while part > U(1) and most * part > room:
             part = (part + U(1)) // U(2)
+        # Looked at once in a while: sums near zero take CALM additions before one can leave int64.
         if additions < BLOCK and _are_calm(accumulator, stride, start, stop, inner):
             additions = np.int64(CALM)
         if additions >= BLOCK and most * part <= room:  # which infinity and NaN are not

@@ -148,6 +148,7 @@ def _terms(dy: torch.Tensor, x: torch.Tensor, seq_offsets: torch.Tensor | None) 
     for start, stop in pairwise(seq_offsets.tolist()):
         total = torch.zeros(dy.shape[1], x.shape[1], dtype=torch.float32, device=dy.device)
         for t in range(start, stop):
+            # One rounding a term, as the kernels' fused multiply-add has.
             total = fused_multiply_add(dy[t].unsqueeze(1), x[t], total)
         yield total
 
@@ -218,8 +219,10 @@ def _save(ctx, inputs, output):
 
 def _backward(ctx, dy):
     x, weight, seq_offsets = ctx.saved_tensors
+    # The same op with the transposed weight, so dx is computed row by row as well.
     dx = LINEAR(dy, weight.t(), impl=ctx.impl) if ctx.needs_input_grad[0] else None
     places = (1, 2) if ctx.bias else (1,)
+    # Both parameters have exact sums: their gradients are added here, and autograd gets none.
     targets = targets_of(ctx.accumulator, *(ctx.parameters.get(at) for at in places))
     if targets is not None and all(ctx.needs_input_grad[at] for at in places):
         add_gradients(targets, dy, x, seq_offsets)

@@ -270,6 +270,8 @@ def add_weight_gradients_kernel(
             total = tl.load(to, mask=inside, other=0)
         loud = is_far(total)
         most = tl.zeros((BLOCK, BLOCK), tl.int32)
+        # The first time, unchecked: terms rounded by one sum, their largest magnitude noted. The second time,
+        # if that or a sum before was too large, each term and each sum is looked at.
         for sample in range(begin, end):
             product = multiply_sample(
                 sample, row, column, dy_ptr, x_ptr, means_ptr, rstds_ptr, norm_weight_ptr, norm_bias_ptr,
@@ -309,6 +311,8 @@ def add_weight_gradients_kernel(
         tl.store(to, total, mask=inside)
     if bias_ptr is not None:
         worst = tl.minimum(worst, bad_token)
+    # The least of all programs' positions is the first: positions of products,
+    # of dy, and of sums of samples follow each other in one numbering.
     program = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2)
     program += share
     tl.store(bad_ptr + program, worst)
@@ -379,6 +383,7 @@ def linear_weight_grad(
     if outputs == 0 or x.shape[0] == 0 or (inputs == 0 and bias_accumulator is None):
         return
     config = configuration_of_weights(dy)
+    # The further column of programs is for the bias.
     columns = triton.cdiv(inputs, config["BLOCK"]) + (bias_accumulator is not None)
     samples, tiles = len(seq_offsets) - 1, triton.cdiv(outputs, config["BLOCK"])
     shares = _shares(tiles * columns, samples, x)

@@ -91,6 +91,7 @@ def add_row_products_kernel(
     sums = before
     loud = any_of(is_far(before)).to(tl.int32)
     for first in range(begin, end, ROWS):
+        # Each block of ROWS rows begins again at 1.5 * 2**52 units; its sum is taken over to int64 below.
         total = tl.zeros((BLOCK, BLOCK), tl.float64) + rounder
         most_dy, most_x = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
         for row in range(first, tl.minimum(first + ROWS, end)):

@@ -110,11 +110,14 @@ class Room:
         self._reads = np.zeros((len(layers), at.NORM_WEIGHT - at.OFFSETS), np.int64)
         for number, (layer, sums) in enumerate(zip(layers, self._parts.sums_of_layers, strict=True)):
             table, drops, timed = tables[number], layer.shape.dropout > 0, layer.entries[1] > 0
+            # Factors of the addresses in `begin`: 0 for what the layer does not read.
             self._reads[number] = 1, 0, drops, drops, timed, timed
             table[:] = layer.table
             table[at.X], table[at.OUT] = _addresses(self._x[number], self._x[number + 1])
             table[at.DX], table[at.DY] = _addresses(self._dx[number], self._dx[number + 1])
             places = self._kept[number].data_ptr() + 4 * _aligned(room) * layer.starts
+            # Kept parts lie one after another, each over all rows of the room: part p begins at starts[p]
+            # columns.
             table[at.Z : at.OUT] = places[:8]
             table[at.NORMED] = places[8] if layer.shape.keep_normed else 0
             table[at.SUM_OUTPUT_WEIGHT :] = layer.sums_of(sums)
@@ -170,6 +173,7 @@ class Room:
         )  # fmt: skip
         if not at.begin(table, np.float32(self._parts.factor)):
             return False
+        # The three rows of `_places`: int64, one entry a token.
         own, positions, asked = (self._places.data_ptr() + 8 * self.sizes.tokens * each for each in range(3))
         where = self._of_layers
         tables = self._layers
@@ -185,6 +189,7 @@ class Room:
         losses, table = self._of_losses, self._losses
         table[losses.TOKENS], table[losses.COUNT] = tokens, count
         table[losses.SAMPLES : losses.HIDDEN] = now.samples, offsets
+        # 16 bytes a token: behind the numbers of the rows of tokens and of labels come those of negatives.
         table[losses.MATRIX : losses.SLOPES] = values, height, first + 16 * tokens
         return True
 
@@ -196,6 +201,7 @@ class Room:
             with annotation("hstu_layer"):
                 of_layers.forward(table, layer.numbers, 0, samples)
         table, eps, scale = self._losses, np.float32(self._parts.eps), np.float32(self._parts.scale)
+        # Rows of the labels follow those of the L tokens, without a gap, whatever the room.
         labels = self._rows.data_ptr() + 4 * self._now.tokens * self._dim
         with annotation("normed_losses"):
             table[of_losses.ITEMS], table[of_losses.LOSSES] = labels, losses.data_ptr()
@@ -219,6 +225,7 @@ class Room:
             found = of_losses.add_terms(table, *_limits(targets.fraction_bits))
             if found != (-1, -1):
                 report_terms(found, [each[:tokens] for each in self._terms], targets)
+        #     x[0] -> layer 0 -> x[1] -> ... -> x[N] -> norm, losses        and back: dx[N] -> ... -> dx[0]
         for number in reversed(range(len(self._layers))):
             with annotation("hstu_layer_backward"):
                 if of_layers.backward_exact(
@@ -229,6 +236,7 @@ class Room:
                 ):
                     self._report_layer(number)
         self._add_positions()
+        # x[0] = factor * row + position: a row's gradient is multiplied by the factor, a position's is not.
         first = self._first_dx[: tokens * dim]
         np.multiply(first, np.float32(self._parts.factor), out=self._first_drows[: tokens * dim])
         return self._drows[: 2 * tokens], self._hidden[:tokens], self._slopes[:pairs]
@@ -283,6 +291,7 @@ def add_row_gradients(
     bad = at.add_row_gradients(table, *_limits(fraction_bits))
     if bad >= 0:
         row, column = divmod(bad, dim)
+        # pairs = L K: a negative's number over K is its token.
         at_token = (row - count) * tokens // max(pairs, 1)
         value = values[row, column] if row < count else slopes[row - count] * hidden[at_token, column]
         refuse(sum_error(name, (row, column), value.item(), int(rows[row]), fraction_bits))

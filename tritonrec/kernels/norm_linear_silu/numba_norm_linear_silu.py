@@ -40,6 +40,8 @@ def forward(
     some_z, some_normed = np.empty(ROWS * columns, F32), np.empty(ROWS * dim, F32)
     none, no_ids = np.empty(0, F32), np.empty(0, np.int64)  # as arguments; constants are types of their own
     t = start
+    #     x  ->  normed  ->  z = normed W + b  ->  y = silu(z)       three loops over 32 rows at a time
+    # What backward needs is written where it is kept. Elsewhere the next rows reuse small buffers.
     while t < stop:
         rows = min(ROWS, stop - t)
         of_z = z[t * columns :] if z.shape[0] else some_z
@@ -79,6 +81,7 @@ def backward(
         of_z = z[t * columns :] if z.shape[0] else some_z
         if not z.shape[0]:
             rows_times(of_normed, dim, inner_weight, bias, of_z, U(0), rows, dim, columns)
+        # dy becomes dz in place: the gradient of W is made of dz and normed, which the caller multiplies.
         silu.backward_in_place(of_dz, of_z, U(0), rows * columns)
         rows_times(of_dz, columns, weight, none, dnormed, U(0), rows, columns, dim)
         norm.backward(

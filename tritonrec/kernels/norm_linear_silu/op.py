@@ -120,6 +120,7 @@ def one_by_one(impl: Impl) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
         dy (L, out), contiguous, becomes dz. z and normed: kept by forward, or without rows.
         """
+        # What forward did not keep has no rows, and is made again here.
         has_normed = len(normed) == len(x)
         inner = normed if has_normed else norm(x, norm_weight, norm_bias, eps, weight.dtype)[0]
         z = z if len(z) == len(x) else LINEAR.launch(inner, weight, bias, impl=impl)
@@ -260,6 +261,7 @@ def _backward(ctx, dy, *_):
     )
     return (
         dx, RowTerms(dnorm_weight), RowTerms(dnorm_bias),
+        # n is there once: kept by forward, or made again by backward; the other tensor has no rows.
         ProductTerms(dz, again if len(again) else normed, None),
         None if bias is None else RowTerms(dz), None, None, None,
     )  # fmt: skip

@@ -28,6 +28,7 @@ def draw_kept(kept, k0, k1, tag, sample, position, threshold, factor):
     place = np.uint32(position & 0xFFFFFFFF)
     for block in range(kept.shape[0] // 4):
         w0, w1, w2, w3 = philox4x32(low, high, np.uint32(tag | block), place, k0, k1)
+        # A word below p * 2**32 drops its column; what survives is scaled by 1 / (1 - p).
         kept[4 * block] = factor if np.uint64(w0) >= threshold else F32(0.0)
         kept[4 * block + 1] = factor if np.uint64(w1) >= threshold else F32(0.0)
         kept[4 * block + 2] = factor if np.uint64(w2) >= threshold else F32(0.0)
@@ -48,6 +49,7 @@ def forward(
     inverse = F32(1.0) / F32(dim)
     for t in range(start, stop):
         row = t * x_stride
+        # A sum as a product with ones: `dot` has one order of summation for each dim.
         mean = dot(x, row, ones, U(0), dim) * inverse
         for d in range(dim):
             centred[d] = x[row + d] - mean
@@ -95,8 +97,12 @@ def backward(
             for d in range(dim):
                 dbias[to + d] = dy[from_ + d] * kept[d]
         for d in range(dim):
+            # With g = dy * kept * u: y = normed * weight + bias, so
+            # dweight takes g * normed, dbias g, and normed g * weight.
             dweight[to + d] = dbias[to + d] * normed[d]
             slope[d] = dbias[to + d] * weight[d]
+        # The norm takes mean and scale out of x: dx has no part
+        # along a constant (level) or along normed (along).
         level = dot(slope, U(0), ones, U(0), dim) * inverse
         along = dot(slope, U(0), normed, U(0), dim) * inverse
         for d in range(dim):

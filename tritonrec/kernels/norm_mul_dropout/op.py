@@ -145,6 +145,7 @@ def norm_mul_dropout_backward_into_reference(
             g = g * u[t]
         dbias[t] = g
         dweight[t] = g * normed
+        #     normed = (x - mean) * rstd     dx = rstd * (slope - mean(slope) - normed * mean(slope normed))
         slope = g * weight
         level, along = slope.sum() / len(row), (slope * normed).sum() / len(row)
         dx[t] = rstds[t] * (slope - level - normed * along)

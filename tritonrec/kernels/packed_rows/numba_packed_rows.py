@@ -61,11 +61,14 @@ def width_of(values, first, dim):
         span |= x ^ sign
         # of a magnitude, the bits more than 23 above its lowest one: none where float32 holds it
         size = np.uint64((x ^ sign) - sign)
+        # size | -size has ones from its lowest set bit up: a
+        # bit of size >> 24 among them is 24 places above it.
         wide |= (size >> np.uint64(24)) & (size | (~size + np.uint64(1)))
     if some == 0:
         return np.uint8(0)
     width = np.uint8(1)
     for plane in range(1, 8):
+        # `plane` bytes hold a sign and 8 * plane - 1 bits.
         width += np.uint8(span >> (8 * plane - 1) != 0)
     return FLOAT if width > 4 and wide == 0 else width
 
@@ -90,6 +93,8 @@ def pack(values, stride, rows, dim, widths, packed):
                 floats[d] = np.float32(values[first + d])
         else:
             for d in range(dim):
+                # The low half of each int64; the high half is made
+                # below, where a row needs more than four planes.
                 low[d] = np.int32(values[first + d])
         planes = np.int64(width & 0x7F)
         for plane in range(min(planes, 4)):
@@ -109,6 +114,9 @@ def pack(values, stride, rows, dim, widths, packed):
 @njit(cache=True, nogil=True)
 def join(packed, place, dim, planes, words):
     """Fill `words` (int32) from 1 to 4 planes, the last of which has the sign."""
+    #     packed    | byte 0 of D elements | byte 1 | byte 2 | byte 3 |
+    #               place                  one      two      three
+    # The last plane is read as int8: its sign fills the bytes that were not sent.
     one, two, three = place + dim, place + np.uintp(2) * dim, place + np.uintp(3) * dim
     if planes == 4:
         for d in range(dim):
@@ -156,6 +164,8 @@ def add(out, out_stride, segments, widths, packed, dim):
             for d in range(dim):
                 terms[d] = np.int64(floats[d])
             for d in range(dim):
+                # The top byte of a float32 without its sign: 7 of
+                # 8 exponent bits, by which it passes 2**63 or not.
                 most = max(most, np.uint8(packed[place + np.uintp(3) * dim + d] & np.uint8(0x7F)))
         elif planes <= 4:
             for d in range(dim):
@@ -165,6 +175,7 @@ def add(out, out_stride, segments, widths, packed, dim):
             for d in range(dim):
                 terms[d] = (np.int64(high[d]) << 32) | np.int64(np.uint32(low[d]))
         column = add_terms(out, np.uintp(segments[i]) * out_stride, terms, np.uintp(0), dim)
+        # The int64 of such a float is undefined; what was added is void, and the position is the error's.
         if most >= TOO_BIG:
             for d in range(dim):
                 if packed[place + np.uintp(3) * dim + d] & np.uint8(0x7F) >= TOO_BIG and low[d] != LEAST:

@@ -105,6 +105,7 @@ def packed_bytes(widths: torch.Tensor, counts: list[int], dim: int) -> list[int]
     widths = widths.cpu()
     check_widths(widths, dim)
     ends = np.cumsum(widths.numpy() & 0x7F, dtype=np.int64)
+    # Where each group begins and ends, in planes of rows; times D they are bytes.
     cuts = np.concatenate([[0], ends])[np.cumsum([0, *counts])]
     return [int(length) for length in np.diff(cuts) * dim]
 
@@ -134,6 +135,7 @@ def unpack_rows(widths: torch.Tensor, packed: torch.Tensor, dim: int) -> list[li
     rows, planes, start = [], bytes(packed.tolist()), 0
     for width in widths.tolist():
         stop = start + (width & 0x7F) * dim
+        # Element d is byte d of every plane of D bytes.
         rows.append([decode(planes[start + d : stop : dim], width) for d in range(dim)])
         start = stop
     return rows
@@ -177,7 +179,9 @@ def width_of(elements: list[int]) -> int:
     """0, 1 to 8 or FLOAT: see `kernels.packed_rows`."""
     if not any(elements):
         return 0
+    # w bytes of two's complement hold -2**(8 w - 1) to 2**(8 w - 1) - 1.
     width = next(w for w in range(1, 9) if all(-(1 << 8 * w - 1) <= x < 1 << 8 * w - 1 for x in elements))
+    # FLOAT is one width for a whole row: its planes have D bytes each.
     return FLOAT if width > 4 and all(is_float32(x) for x in elements) else width
 
 

@@ -65,7 +65,10 @@ def _widths_kernel(
         span |= x ^ sign
         # of a magnitude, the bits more than 23 above its lowest one: none where float32 holds it
         # the mask takes off the sign of 2**63, the one magnitude that wraps
+        # size | -size has ones from its lowest set bit up, size >> 24 has the bits 24 places down: where both
+        # have one, two bits of the number are 24 places or more apart, which no 24-bit significand spans.
         wide |= ((size >> 24) & 0xFFFFFFFFFF) & (size | -size)
+    # 0 bytes for a row of zeros, 1 for any other; more by the bits of the largest.
     width = (some != 0).to(tl.int32)
     for plane in tl.static_range(1, 8):
         # `plane` bytes hold a sign and 8 * plane - 1 bits, and a longer number takes one more
@@ -98,9 +101,11 @@ def _pack_kernel(
     start = tl.load(starts_ptr + sent, mask=sent < num_rows, other=0)
     inside = (sent < num_rows)[:, None] & (column < dim)[None, :]
     x = tl.load(values_ptr + row[:, None] * stride + column[None, :], mask=inside, other=0)
+    # Exact for every element where the width is FLOAT; of other rows these bits are not taken.
     bits = x.to(tl.float32).to(tl.int32, bitcast=True).to(tl.int64)
     # FLOAT is the one width with the top bit of its byte, so it reads as negative
     x = tl.where((width < 0)[:, None], bits, x)
+    # The byte plane p of a row is at start + p * dim.
     planes = tl.where(inside, (width & 0x7F)[:, None], 0)
     place = packed_ptr + start[:, None] + column[None, :]
     # the lowest byte of all columns first, so that a plane's stores are consecutive
@@ -170,6 +175,7 @@ def _add_kernel(
         if ATOMIC:
             mine = mine & whole
         total, owned = sum_before(to, mine, column, dim)
+        # As in `segment_sum_kernel`: one unchecked walk, and a checked one where a total or a term was large.
         far = is_far(total)
         most = tl.zeros((BLOCK_DIM,), tl.int32)
         widest = tl.full((), 0, tl.int32)
@@ -188,6 +194,8 @@ def _add_kernel(
                 term, row, planes, bits = _load_row(
                     i, widths_ptr, places_ptr, packed_ptr, order_ptr, column, inside, dim, 8
                 )
+                # A float from 2**63 on is no int64: `pack_rows` writes
+                # none, but bytes that came over a link may have it.
                 fits = ((bits & 0x7FFFFFFF) < TOO_BIG) | (bits == LEAST)
                 total, bad = sum_after(total, term, fits, bad, row * dim + column)
             worst = tl.minimum(worst, tl.min(bad, axis=0))

@@ -51,12 +51,14 @@ def philox4x32(c0, c1, c2, c3, k0, k1):
     Inlined because a loop over counters vectorises only without a call in it.
     """
     for _ in range(10):
+        # Two 32 x 32-bit products; their high halves change places, mixed with the other words and the key.
         product_0 = MULTIPLIER_0 * np.uint64(c0)
         product_1 = MULTIPLIER_1 * np.uint64(c2)
         c0 = np.uint32(np.uint32(product_1 >> HALF) ^ c1 ^ k0)
         c1 = np.uint32(product_1)
         c2 = np.uint32(np.uint32(product_0 >> HALF) ^ c3 ^ k1)
         c3 = np.uint32(product_0)
+        # The key moves by the golden ratio and by sqrt(3) - 1, as fractions of 2**32.
         k0 = np.uint32(k0 + WEYL_0)
         k1 = np.uint32(k1 + WEYL_1)
     return c0, c1, c2, c3
@@ -65,6 +67,7 @@ def philox4x32(c0, c1, c2, c3, k0, k1):
 @njit(cache=True, nogil=True)
 def signed_unit(word):
     """The 24 high bits of a word as a float32 in [-1, 1), exactly."""
+    # 24 bits are what float32 holds: the conversion and the product are exact.
     return np.float32(np.int32(word >> np.uint32(8)) - np.int32(1 << 23)) * np.float32(2.0**-23)
 
 
@@ -83,6 +86,7 @@ def _initial_rows(k0, k1, table, tag, keys, scale, rows, dim):
         high = np.uint32((keys[i] >> 32) & 0xFFFFFFFF)
         first = U(i) * dim
         for block in range(blocks):
+            # A counter block gives four columns; the key of a row and the block number are its identity.
             w0, w1, w2, w3 = philox4x32(low, high, np.uint32(tag | block), table, k0, k1)
             at = first + U(4) * block
             rows[at] = signed_unit(w0) * scale

@@ -27,6 +27,7 @@ NO_TIMES = np.empty(0, np.int64)
 @njit(cache=True, nogil=True)
 def find_buckets(places, width, times, begin, i, rows, last):
     """Buckets of query rows i to i + rows - 1, each with the keys up to itself."""
+    # A key behind the query has no bucket: the places end at the diagonal.
     for r in range(rows):
         at = r * width
         if times.shape[0] == 0:
@@ -45,6 +46,7 @@ def look_up(p, places, width, table, first, i, rows):
         at = r * width
         for j in range(i + r + ONE):
             p[at + j] = table[first + U(places[at + j])]
+        # The rectangle of four rows has a triangle to the right of the diagonal, which gets weights of 0.
         for j in range(i + r + ONE, i + rows):
             p[at + j] = F32(0.0)
 

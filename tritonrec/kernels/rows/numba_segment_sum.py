@@ -120,6 +120,7 @@ def add_window(out, out_stride, values, value_stride, segments, source, dim):
     for i in range(count):
         if i + AHEAD < count:
             ahead = np.uintp(segments[i + AHEAD]) * out_stride
+            # A cache line has 16 float32 or 8 int64.
             for d in range(np.uintp(0), dim, np.uintp(16)):
                 prefetch(out, ahead + d)
             if indexed:
@@ -157,12 +158,16 @@ def add_batch(out, out_stride, values, value_stride, segments, source, dim, scal
 def add_all(out, values, value_stride, count, dim, scale, limit):
     """`add_batch` into one segment."""
     zero = np.uintp(0)
+    # Rows of one segment meet in the same totals. Where these are below 2**61 (`is_calm`) no CALM terms below
+    # 2**51 can take them out of int64, so no sum of the block is checked.
     for start in range(0, count, CALM):
         stop = min(start + CALM, count)
         calm, i = is_calm(out, zero, dim), start
         while i < stop:
             first = np.uintp(i) * value_stride
             if calm and i + 4 <= stop:
+                # A term too large for `add_near_rows` has changed nothing: `i` stays,
+                # and the rows go one by one, checked, to the end of the block.
                 calm = add_near_rows(out, zero, values, first, value_stride, dim, limit)
                 if calm:
                     i += 4
@@ -219,6 +224,7 @@ def add_products_batch(out, out_stride, values, value_stride, factors, segments,
     row = np.empty(dim, np.float32)
     rounder = np.float64(limit) * ROUNDER
     zero = bits_of(rounder)
+    # Occurrence i has the value of row t = i // count: `count` occurrences of one row follow each other.
     i = np.uintp(0)
     for t in range(np.uintp(segments.shape[0]) // count):
         first = t * value_stride
@@ -231,6 +237,8 @@ def add_products_batch(out, out_stride, values, value_stride, factors, segments,
                     prefetch(out, ahead + d)
             factor = factors[i]
             to = np.uintp(segments[i]) * out_stride
+            # The inlined `add_rounded` of a product: its value is below the bound by `near` and `factor`, so
+            # only the total may leave its range, and then the row is taken back and added by the slow path.
             if near and abs(factor) <= MOST_FACTOR:
                 moved = np.int64(0)
                 for d in range(dim):

@@ -221,6 +221,7 @@ def add_batch(
     """1 + row * D + column of the first value that cannot be added, or 0."""
     for row, segment in enumerate(segments.tolist()):
         for column, value in enumerate(values[row]):
+            # Python's integers have no bound: a sum that leaves int64 is seen before it is stored.
             term = value if isinstance(value, int) else round_to_fixed_point(value, fraction_bits)
             if term is None or not -(2**63) <= out[segment, column].item() + term < 2**63:
                 return 1 + row * out.shape[1] + column
@@ -261,6 +262,8 @@ def _differentiate_gather(ctx, grad: torch.Tensor):
             f"gather_rows is differentiable in a source of float32, bfloat16 or float16, got {grad.dtype}: "
             "use .float()"
         )
+    # Terms and no sum: an active accumulator adds them in fixed
+    # point, and autograd gets their float32 sum otherwise.
     return IndexedTerms(grad, rows, ctx.num_rows, count, ctx.impl), None, None
 
 
@@ -298,6 +301,7 @@ class IndexedTerms(Terms):
         options = "window", FRACTION_BITS, "gradient", self._count, self._source
         values = self._values.detach()
         if scale_exponent:
+            # A power of two: no bit is lost but in subnormal numbers.
             values = values * 2.0**-scale_exponent
         SEGMENT_SUM_INTO.launch(sums, values, self._rows, self._num_rows, *options, impl=self._impl)
 
@@ -389,6 +393,7 @@ def _differentiate_scatter(ctx, grad: torch.Tensor):
     kept = taken = None
     if ctx.needs_input_grad[0]:
         kept = grad.clone()
+        # What was overwritten has no part in the result.
         zeros = kept.new_zeros(len(rows), kept.shape[1])
         SCATTER_ROWS(kept, rows, zeros, None, count, impl=ctx.impl)
     if ctx.needs_input_grad[2]:
@@ -453,6 +458,7 @@ def _save_sums(ctx, inputs, output) -> None:
 def _differentiate_sums(ctx, grad: torch.Tensor):
     segments, count, source = ctx.saved_tensors
     if source is None:
+        # A row's gradient is its segment's.
         return GATHER_ROWS(grad, segments, count, impl=ctx.impl), *(None,) * 7
     # the same sum with the two lists of rows exchanged
     return IndexedTerms(grad, source, ctx.num_values, count, ctx.impl, segments), *(None,) * 7

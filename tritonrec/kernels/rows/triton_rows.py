@@ -38,6 +38,7 @@ def _move_kernel(
     # int64 before the products with the strides, which pass 2**31 elements in tables of some gigabytes
     moves = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.program_id(1).to(tl.int64) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
+    # The lists are loaded once for a tile of rows, whatever its columns.
     if GATHER:
         # row 0 behind the count is a legal row, from which nothing is loaded
         source_row = tl.load(source_rows_ptr + moves, mask=moves < valid, other=0)

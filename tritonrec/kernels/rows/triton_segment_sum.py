@@ -76,11 +76,13 @@ def piece_of(
     stop = tl.load(starts_ptr + segment + 1, mask=segment < num_segments, other=0)
     if UPPER:
         # a part belongs to the segment of its first row; where that is the segment's first, its sum is 0
+        # In units of `scale`, rounded up: the first sum whose first occurrence is in the segment.
         start = (start + scale - 1) // scale
         stop = (stop + scale - 1) // scale
     begin = tl.where(beyond, tl.maximum(row, start + PART), start)
     end = tl.minimum(stop, tl.where(beyond, row, start) + PART)
     if UPPER:
+        # There is one of the other pieces for each row; only that of a segment's first row adds anything.
         end = tl.where(beyond | (start == row), end, begin)
     return segment, begin, end, (beyond == 0) & (stop <= start + PART)
 
@@ -191,6 +193,8 @@ def segment_sum_kernel(
                 column, inside, GROUP, UPPER,
             )  # fmt: skip
         else:
+            # The walk is not checked. It cannot leave int64 from
+            # a total within 2**62 by 128 terms below 2**55.
             far = is_far(total)
             total, loud = add_rows(
                 total, begin, end, values_ptr, source_ptr, factors_ptr, order_ptr, value_stride, scale,
@@ -256,7 +260,9 @@ def _add(out, values, source, factors, segments, consistency, fraction_bits, cou
         add = "floats"
     else:
         add = "terms" if values.dtype == torch.int64 else "rounded"
+    # (unit of the rounding, limit of a value, bound below which PART values need no check)
     fixed_point = 2.0**fraction_bits, 2.0 ** (62 - fraction_bits), near(fraction_bits, PART)
+    # A single segment needs no sort: its rows are in order as they are.
     grouped, keys = None, segments
     if num_segments > 1:
         if count is not None:
@@ -291,6 +297,8 @@ def add_parts(out: torch.Tensor, parts: torch.Tensor, grouped: Grouped | None) -
     found, scale = [], 1
     sums: torch.Tensor | None = parts
     while sums is not None:
+        # K rows, then K / 128 sums, then K / 128**2, ...: each launch adds the sums of parts that the one
+        # before has written, and writes those of its own parts, until all rows of a segment are in one piece.
         values, scale = sums, scale * PART
         num_parts = parts_of(len(values))
         sums = new_parts(out, num_parts)
@@ -307,11 +315,14 @@ def _launch(
     if grouped is None:
         others = 0 if num_parts else 1
     else:
+        # The first PART rows of each segment; of sums one for
+        # each row, since no list of their segments is made.
         others = num_segments if scale == 1 else rows
     block = min(BLOCK_D, triton.next_power_of_2(dim))
     grid = (min(num_parts + others, MOST_PROGRAMS), triton.cdiv(dim, block))
     # float sums write no position, but a launch needs a tensor
     bad = torch.empty(1 if add == "floats" else grid[0] * grid[1], dtype=torch.int64, device=out.device)
+    # The kernel is compiled anew for None: its branches are gone then.
     keys, order, starts = (None, None, None) if grouped is None else grouped
     sizes = out.stride(0), values.stride(0), num_segments, num_parts, others, rows
     segment_sum_kernel[grid](
@@ -328,6 +339,7 @@ segment_sum = into_zeros(segment_sum_into)
 
 def by_segment(segments: torch.Tensor, num_segments: int) -> Grouped:
     """The occurrences sorted by segment, equal ones in their order."""
+    # Stable: float sums are left folds in order of occurrence.
     keys, order = torch.sort(segments, stable=True)
     return Grouped(
         keys, order, torch.searchsorted(keys, torch.arange(num_segments + 1, device=segments.device))

@@ -37,6 +37,7 @@ def load_row(
         occurrence = i * scale
     else:
         occurrence = tl.load(order_ptr + i * scale)
+    # occurrence -> row of `values`: by `source`; or row i itself, of sums; or the occurrence.
     if source_ptr is not None:
         row = tl.load(source_ptr + occurrence)
     else:
@@ -92,9 +93,11 @@ def add_rows(
             most = tl.maximum(most, magnitude(value))
             total = add_near(total, value, limit)
         else:
+            # An OR has the highest bit of the largest: enough to compare with a power of two.
             most |= bits_of_size(value)
             total += value
     if ADD == "rounded":
+        # `begin` may be behind `end`, in a piece without rows.
         total = without_zeros(total, tl.maximum(end - begin, 0), limit)
         loud = most >= magnitude(near)
     else:

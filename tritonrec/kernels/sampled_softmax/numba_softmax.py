@@ -25,9 +25,11 @@ def _probabilities(hidden, h, positive, p, negatives, n, valid, first, scale, sc
     most = score[0]
     for c in range(1, count):
         score[c] = dot(hidden, h, negatives, n + U(c - 1) * dim, dim) * scale
+        # `not <=` and not `>`: a NaN becomes the greatest score, and the loss is NaN.
         if valid[first + U(c - 1)] and not score[c] <= most:
             most = score[c]
     shifted = score[0] - most
+    # `exp` takes what is below e**-87 for that: terms of negatives that are not valid are set to 0 below.
     for c in range(count):
         score[c] = exp(score[c] - most)
     total = score[0]
@@ -74,6 +76,7 @@ def backward(
     score = np.empty(count + U(1), F32)
     for t in range(start, stop):
         h, n = t * dim, t * count * dim
+        # Scores are computed again: keeping them would take L * K floats.
         _probabilities(hidden, h, positive, h, negatives, n, valid, t * count, scale, score, dim)
         factor = dloss[t] * scale
         _start_gradients(hidden, positive, h, (score[0] - F32(1.0)) * factor, dhidden, dpositive, dim)

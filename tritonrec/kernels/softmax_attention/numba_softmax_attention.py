@@ -48,6 +48,7 @@ def find_scores(
             for j in range(columns):
                 s[at + j] += bias[from_ + j * of_key]
         if causal:
+            # The four rows share `columns`; those behind a row's own place are hidden from it.
             for j in range(min(i + r + ONE, columns), columns):
                 s[at + j] = HIDDEN
 
@@ -63,6 +64,7 @@ def exponentials(s, at, columns, most):
 def keep(kept, draws, samples, b, h, position, columns):
     """The factor of each key's weight for one query."""
     k0, k1, tag, threshold, factor = draws
+    # Whole blocks of four draws; `kept` has room for those behind the last key.
     block = kept[: (columns + U(3)) // FOUR * FOUR]
     draw_kept(block, k0, np.uint32(k1 + np.uint32(h)), tag, samples[b], np.int64(position), threshold, factor)
 
@@ -101,12 +103,16 @@ def forward(
                     exponentials(s, at, columns, highest)
                     # by the keys that this row sees, whatever its neighbours in the four see
                     seen = min(i + r + ONE, columns) if causal else columns
+                    # By `dot`, whose order of additions is a function of `seen` alone.
                     whole = dot(s, at, ones, U(0), seen)
+                    # A row that sees no key has weights of 0 / 1.
                     whole = F32(1.0) if whole == 0 else whole
                     for j in range(columns):
                         s[at + j] /= whole
+                    # Kept for backward, which makes the weights again: exp(s - most) / total.
                     place = (q_begin + i + r) * heads + h
                     most[place], total[place] = highest, whole
+                    # draws[3] is the threshold: 0 without dropout.
                     if draws[3]:
                         keep(kept, draws, samples, b, h, i + r, columns)
                         for j in range(columns):
@@ -173,6 +179,7 @@ def backward(
                     k, k_begin * k_token + h * k_head, k_token, rows, columns, dim,
                 )  # fmt: skip
                 add_products(
+                    # ds transposed by its strides: a row for each key, and the four queries are the terms.
                     dk, k_begin * token + h * dim, token, ds, U(0), ONE, width, q, q_first, q_token, columns,
                     rows, dim,
                 )  # fmt: skip

@@ -221,6 +221,7 @@ def _check_backward(do, out, most, total, q, v) -> None:
 def _check_sequences(q, k, seq_offsets, key_offsets, max_seq_len, bias) -> None:
     queries, keys = (max_seq_len, max_seq_len) if bias is None else bias.shape[2:]
     check_offsets("seq_offsets", seq_offsets, q.shape[0])
+    # A bias (B, H, I, J) has I rows and J columns: no sequence may reach beyond them.
     check_lengths(seq_offsets, min(max_seq_len, queries))
     key_offsets = seq_offsets if key_offsets is None else key_offsets
     check_offsets("key_offsets", key_offsets, k.shape[0])

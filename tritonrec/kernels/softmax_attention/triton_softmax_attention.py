@@ -71,7 +71,9 @@ def draw_pairs(samples_ptr, sequence, head, row, block, seed, tag, threshold, fa
                N: tl.constexpr):  # fmt: skip
     """(M, N): `factor` where a pair's weight survives, else 0; row (M, 1), and Philox blocks (1, N // 4)."""
     sample = tl.load(samples_ptr + sequence)
+    # Zeros of the shape (M, N // 4): each word of counter and key is widened to it.
     zero = (row + block).to(tl.int64) * 0
+    #     counter    sample, 64 bits | tag + block of four keys | query       key    seed + (head << 32)
     of_head = seed + (head.to(tl.int64) << 32)
     w0, w1, w2, w3 = philox4x32(
         low_word(sample + zero),
@@ -109,6 +111,7 @@ def forward_kernel(
             most = tl.full((BLOCK_M,), float("-inf"), tl.float32)
             total = tl.zeros((BLOCK_M,), tl.float32)
             stop = keys
+            # No row of this block sees a key behind its last row.
             if CAUSAL:
                 stop = tl.minimum(first + BLOCK_M, keys)
             for start in range(0, stop, BLOCK_N):
@@ -126,6 +129,7 @@ def forward_kernel(
                 p = exponential(s, above[:, None])
                 total = total * shrink + tl.sum(p, axis=1)
                 if DROPS:
+                    # A Philox block has the draws of four neighbouring keys.
                     four = start // 4 + tl.arange(0, BLOCK_N // 4)
                     p = p * draw_pairs(
                         samples_ptr, sequence, head, row[:, None], four[None, :], seed, tag, threshold,
@@ -135,6 +139,7 @@ def forward_kernel(
                 acc = acc * shrink[:, None] + product(p.to(v.dtype), v, INTERPRETED)
                 most = higher
             most = tl.where(most == float("-inf"), 0.0, most)
+            # A row that sees no key has weights of 0 / 1.
             total = tl.where(total == 0.0, 1.0, total)
             out = tl.div_rn(acc, tl.zeros((BLOCK_M, BLOCK_E), tl.float32) + total[:, None])
             store_rows(out, out_ptr, out_row, out_head, begin, head, row, queries, dim_v, BLOCK_E)
@@ -164,6 +169,7 @@ def queries_kernel(
             q = load_rows(q_ptr, q_row, q_head, begin, head, row, queries, dim, BLOCK_D)
             do = load_rows(do_ptr, do_row, do_head, begin, head, row, queries, dim_v, BLOCK_E)
             result = load_rows(result_ptr, result_row, result_head, begin, head, row, queries, dim_v, BLOCK_E)
+            # sum_j p_j dp_j = <do, out>, so that ds = p (dp - along) needs no second walk over the keys.
             along = tl.sum(do.to(tl.float32) * result.to(tl.float32), axis=1)
             at = (begin + row) * num_heads + head
             most = tl.load(most_ptr + at, mask=row < queries, other=0.0)
@@ -219,6 +225,8 @@ def keys_kernel(
             dv = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
             lowest = 0
             if CAUSAL:
+                # Queries before the first key do not see it. Rounded down, so that blocks still count from
+                # the sequence's start.
                 lowest = first // BLOCK_N * BLOCK_N
             for start in range(lowest, queries, BLOCK_N):
                 row = start + tl.arange(0, BLOCK_N)
@@ -227,6 +235,8 @@ def keys_kernel(
                 result = load_rows(
                     result_ptr, result_row, result_head, q_begin, head, row, queries, dim_v, BLOCK_E
                 )  # fmt: skip
+                # As in the kernel of the queries, computed again for each block of keys: nothing lies in
+                # memory between them.
                 along = tl.sum(do.to(tl.float32) * result.to(tl.float32), axis=1)
                 at = (q_begin + row) * num_heads + head
                 most = tl.load(most_ptr + at, mask=row < queries, other=0.0)

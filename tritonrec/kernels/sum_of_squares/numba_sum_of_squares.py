@@ -32,6 +32,8 @@ def _sum(values, start, stop):
     """The limbs of ``values[start:stop]``, the first one at most 2**50."""
     high, middle, low = np.int64(0), np.int64(0), np.int64(0)
     for i in range(np.uintp(start), np.uintp(stop)):
+        # Exact: 24 bits squared are 48. So are both remainders
+        # below, since a limb takes off the highest bits alone.
         square = np.float64(values[i]) * np.float64(values[i])
         if square < 2.0**50:
             whole = np.int64(square)

@@ -49,6 +49,7 @@ def _count_keys(keys, inverse, order, table, found, start, secret):
     """Take keys from `start` until the table is three quarters full; the new `found` and `start`."""
     groups = np.uint64(len(table) // LINE)
     end = np.uint64(len(table))
+    # Half of the words are keys. A block is taken only if all of its keys may be new and still fit.
     room = 3 * (len(table) // 2) // 4
     homes = np.empty(BLOCK, np.uint64)
     while start < len(keys):
@@ -82,6 +83,7 @@ def _count_keys(keys, inverse, order, table, found, start, secret):
                     inverse[start + i] = found
                     found += 1
                     break
+                # Linear probing by cache lines, from the last to the first.
                 word += _LINE
                 if word == end:
                     word = _ZERO
@@ -96,6 +98,7 @@ def _refill(table, larger, secret):
     end = np.uint64(len(larger))
     for line in range(0, len(table), LINE):
         for slot in range(line, line + SLOTS):
+            # The count stays in the state, so a table that has grown goes on counting.
             state = table[slot + SLOTS]
             if state != _ZERO:
                 word = _home(table[slot], groups, secret)

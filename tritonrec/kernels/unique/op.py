@@ -87,6 +87,7 @@ def unique_reference(
     inverse: list[int] = []
     counts: list[int] = []
     for key in keys[: num_valid(count, keys.numel())].tolist():
+        # A dict keeps the order of first insertion: positions are in order of first occurrence.
         position = position_of.setdefault(key, len(position_of))
         if position == len(counts):
             counts.append(0)

@@ -52,9 +52,11 @@ def route(
         return launch.owner_of(ids, world)
 
     plans, padded = _planned(context, samples, counts, world, owner, alone)
+    # The one wait of the host in a lookup: the split sizes of all tables and micro-batches at once.
     sizes = to_host(torch.stack([plan.sizes for plan in plans]))  # (tables, 1 or 2, M, W)
     tables = _tables(plans, sizes)
     counts.exchanged += sum(table.num_rows for table in tables)
+    # Sizes travel with a header (step, stop, loss terms), so the agreement of all ranks costs no message.
     answers, agreed = _agree(context, window, routing, replica_routing, sizes)
     received = []
     for pads, table, table_sizes in zip(padded, tables, answers, strict=True):
@@ -84,6 +86,10 @@ def route_over_nodes(
     def owner(ids: torch.Tensor) -> torch.Tensor:
         return launch.owner_of(ids, ranks * nodes)
 
+    # Rank r is number r % ranks of node r // ranks. With 4 ranks a node, rank 0 looks up a key of rank 5:
+    #     rail 0    0     4
+    #               |                0 to 1 within the node (`node`), 1 to 5 over its rail (`rail`)
+    #     rail 1    1 --- 5
     plans, padded = _planned(context, samples, counts, ranks, lambda ids: owner(ids) % ranks)
     sizes = to_host(torch.stack([plan.sizes for plan in plans]))
     tables = _tables(plans, sizes)
@@ -100,6 +106,7 @@ def route_over_nodes(
                 owners, nodes, pads, joined,
             )
         )  # fmt: skip
+    # So far bytes within the node; those between nodes are added below.
     counts.node_bytes = counts.key_bytes
     sizes = to_host(torch.stack([plan.lookups.sizes for plan in relays]))  # (tables, 1 or 2, M, H)
     planned = [plan.relay(each) for plan, each in zip(relays, sizes.tolist(), strict=True)]
@@ -131,6 +138,8 @@ def _planned(
     by_table = zip(*(context.tables.keys(part.lookups()) for part in samples), strict=True)
     plans = []
     # Float32 sums have an order: that of the micro-batches' sums.
+    # A single rank may treat the window's lookups as one, so each key is added up once. With exact sums the
+    # order does not matter; float32 sums are of micro-batches first, which one list of keys would change.
     at_once = alone and (context.sums.exact or len(samples) == 1)
     at_once &= config.exchange.dedup == "both" and not config.exchange.first_use and not any(padded)
     joined = context.groups if context.groups.joined else None
@@ -182,6 +191,7 @@ def _send_keys(
     table: InputDist, sizes: list[Splits], routing: Communicator, counts: LookupCounts
 ) -> ReceivedKeys:
     """Send keys, and their last use if it is known, to the owners."""
+    # One size where gradients leave with the micro-batch whose rows came, two where they may not.
     splits, gradient_splits = sizes[0], sizes[-1]
 
     def send(values: torch.Tensor) -> torch.Tensor:
@@ -206,6 +216,7 @@ def _share_with_replicas(
     if not padded:
         keys, inverse, _counts = launch.unique(keys)
         if last is not None:
+            # A key of several micro-batches is complete after the last of them.
             last = last.new_zeros(len(keys)).scatter_reduce_(0, inverse, last, "amax")
     counts.key_bytes += 8 * len(keys) * others
     last_use = []

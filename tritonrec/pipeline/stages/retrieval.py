@@ -128,6 +128,8 @@ def _retrieve(
         table = storage[number]
         received = _moved(received, table.device)
         padded = table.padded
+        # `own` are the distinct keys received here, `every` those of all replicas; without replicas they are
+        # one. Its hash table, if any, finds the kept rows below.
         own = every = distinct(received.keys, padded, table=before is not None and not context.replicated)
         replica_rows: list[torch.Tensor] = []
         if context.replicated:  # every replica has the union of the received keys, in the same order
@@ -135,6 +137,7 @@ def _retrieve(
             replica_rows = list(every.inverse.split([len(each) for each in received.replica_keys]))
         keys, count = every.keys, every.count
         reduce = over_ranks if retrieval.world_size > 1 else None
+        # Adds missing keys, in the order of `keys`; may evict rows of neither buffer first.
         found = index[number].lookup(keys, window.update, reduce, count)
         if before is not None:
             kept.append(_common(before.tables[number], every, padded))
@@ -152,11 +155,15 @@ def _retrieve(
         )
         if context.replicated:  # rows go by the keys of all replicas, sums by the keys received here
             rows = replica_rows[context.replica]
+            # `rows` are of `ReceivedKeys.replica_keys`, which are distinct keys
+            # unless they are padded; the output dist goes by every key received.
             if len(rows) != len(own.inverse):  # of the distinct keys received, and not of all
                 rows = rows[own.inverse]
             sent, _gradients = plan_output_dist(rows, received.splits, None)
             reductions.append(_reductions(context, replica_rows, every, received.replica_last_use, padded))
         sent, gradients = sent.to(context.device), gradients.to(context.device)
+        # Two numberings of rows: `sent` counts in the buffer (keys of all replicas), `gradients` in the sums
+        # that micro-batches fill (keys received here).
         owned.append(
             TableRows(keys, found.handles, count, found.low_precision, sent, gradients, replica_rows, [])
         )
@@ -181,9 +188,12 @@ def _fetch_new(context: Context, table: DynamicTable, found: TableKeys, counts: 
         return _fetch_all(context, table, found, counts)
     size = len(found.keys)
     is_new = torch.ones(size + 1, dtype=torch.bool, device=found.keys.device)  # and one for kept rows of -1
+    # kept.now ends with -1s in a padded list: they mark the extra last element, which is cut off.
     is_new[found.kept.now] = False
     is_new = is_new[:size]
     if table.padded:
+        # The shape stays, so no host waits for a count; handle
+        # -1 reads an initial row, which the copy overwrites.
         handles = torch.where(is_new, found.handles, -1)
         return _fetch_all(context, table, TableKeys(found.keys, handles, None), counts)
     new = is_new.nonzero().squeeze(1)
@@ -226,6 +236,7 @@ def _fetch_received(
     """Without dedup before the lookup a row is read for every key received; those of one key are the same."""
     counts.read += len(inverse)
     values = to_device(table.gather(handles[inverse], keys), context.device)
+    # first[k] = the first received position of distinct key k.
     first = torch.full_like(handles, max(len(inverse) - 1, 0))  # of no key in the padding
     first.scatter_reduce_(0, inverse, torch.arange(len(inverse), device=inverse.device), "amin")
     return launch.gather_rows(values, to_device(first, context.device))
@@ -240,6 +251,8 @@ def _reductions(
 ) -> ReplicaReductions:
     """Replicas reduce a row after its last use where `last_use` is given, else after the last micro-batch."""
     count, size, device = context.config.window_micro_batches, len(every.keys), every.keys.device
+    # complete[k] = the micro-batch after which no rank of any replica uses row k: the latest over all
+    # replicas, so that they agree. `count`, for what is padding, comes after the last: never.
     complete = torch.full((size,), count - 1, dtype=torch.int64, device=device)
     if last_use:
         complete.zero_().scatter_reduce_(0, torch.cat(replicas), torch.cat(last_use).long(), "amax")

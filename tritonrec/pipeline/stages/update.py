@@ -47,10 +47,13 @@ def dense_reduce(
     """
     sums, normalizer = context.sums, routes.loss_normalizer
     total = sums.total(torch.cat([losses[i] for i in range(context.config.window_micro_batches)]))
+    # The loss is the last value of the gradients' message: it costs no message of its own.
     own = torch.cat([dense_gradient.take(), total])
     if reduce.world_size == 1:
         means = sums.divide(own, normalizer)
     else:
+        # As rows, so that sums of dense gradients are packed
+        # and exchanged by the code that does it for tables.
         rows = torch.nn.functional.pad(own, (0, -len(own) % DENSE_ROW)).view(-1, DENSE_ROW)
         plan = even_reduce_scatter(len(rows), reduce.world_size, reduce.rank)
         means = sums.all_reduce_mean(None, reduce, rows, plan, normalizer, "dense gradients").view(-1)
@@ -83,12 +86,15 @@ def gradient_norm(
     if not context.replicated:
         mean_gradient.extend(context.sums.mean(sums, routes.row_normalizer) for sums in row_gradient)
     for group, table, mean in zip(context.tables.groups, owned.tables, mean_gradient, strict=True):
+        # All replicas have the same means of the same rows: each row counts once, on the first replica.
         if context.replica or not group.table.requires_grad:
             continue
         if not group.table.admits_all:  # what is not updated has no gradient
             admitted = to_device(table.handles >= 0, context.device)
             mean = torch.where(admitted.unsqueeze(1), mean, 0.0)
         own.append(clamp(mean, config))
+    # Shards are of one rank each, and are added up over ranks
+    # with the rows. What every rank has is added after.
     shards, replicated = means.parts
     own.append(clamp(shards, config))
     here = squares(own, context.device) + dropped(context.device)
@@ -109,6 +115,7 @@ def sparse_update(
     buffer: Update[Buffer],
 ) -> None:
     """Apply the rows' mean gradients, within their limits, to the active buffer, once per window."""
+    # `dense_update` skips by the same norm, which all ranks have: no rank updates half of a model.
     if norm is not None and context.config.skips and norm.infinite:
         return
     if mean_gradient is None:
@@ -157,6 +164,7 @@ def write_back_dropped_rows(
         return
     for each, rows, common, table in zip(before.tables, active, kept, tables, strict=True):
         size = len(each.handles)
+        # As in `retrieval._fetch_new`: padding of `common.before` is -1 and marks the extra element.
         dropped = torch.ones(size + 1, dtype=torch.bool, device=each.handles.device)  # and one for rows of -1
         dropped[common.before] = False
         _write(table, each, rows, dropped[:size] & (each.handles >= 0), counts)
@@ -171,6 +179,7 @@ def update_rows(
     here, so that storing and reading them changes nothing.
     """
     for group, table, rows, mean in zip(context.tables.groups, owned.tables, buffer, means, strict=True):
+        # A buffer has its rows in the order of the keys, so row k of `mean` is for row k of `rows`.
         indices, count = torch.arange(len(table.keys), device=context.device), table.count
         if not group.table.admits_all:
             admitted = select(table.handles >= 0, padded=count is not None)
@@ -189,6 +198,8 @@ def _write(
     """Write the `chosen` (K,) bool of a buffer's rows (K, row width) to their table."""
     handles = owned.handles
     if table.padded:
+        # Padded tables: the shape stays and handle -1 writes
+        # nothing, so no host waits for the number of rows.
         table.update(torch.where(chosen, handles, -1), rows)
         counts.written += chosen.sum()
         return

@@ -65,17 +65,20 @@ def exchange(
     In ``exchange_precision``, which rounds this rank's rows for itself too: no bit depends on who owns a row.
     """
     _received(embeddings, context, routes.tables)
+    # Its rows come with those of an earlier micro-batch (`ExchangeGroups`).
     if context.groups.rows_with[micro_batch] != micro_batch:
         return
     precision = context.config.exchange.precision
     for number, table in enumerate(routes.tables):
         sent, slots = owned.tables[number].sent, embeddings[number][table.slots(micro_batch)]
+        # A buffer row is weights, then optimizer state: the weights travel.
         own = buffer[number][:, : slots.shape[1]]
         if communication.world_size == 1 and slots.is_cpu and precision == "float32":
             if not len(slots):
                 continue
             torch.index_select(own, 0, sent.rows[micro_batch], out=slots)
             continue
+        # `slots` are contiguous rows of `embeddings`, grouped by rank: what arrives needs no further copy.
         rows = rounded_rows(launch.gather_rows(own, sent.rows[micro_batch]), precision)
         _send(counts, communication, rows, sent.splits[micro_batch], table.splits[micro_batch], slots)
     counts.embedding_bytes = counts.row_bytes
@@ -107,6 +110,7 @@ def exchange_over_nodes(
         own = buffer[number][:, : slots.shape[1]]
         rows = rounded_rows(launch.gather_rows(own, sent.rows[micro_batch]), precision)
         _send(counts, rail, rows, sent.splits[micro_batch], relay.dist.splits[micro_batch], slots)
+    # Bytes so far went between nodes.
     between = counts.row_bytes
     for number, (relay, table) in enumerate(zip(routes.relays, routes.tables, strict=True)):
         slots = embeddings[number][table.slots(micro_batch)]
@@ -177,6 +181,7 @@ def window_loss(
     """
     flight, count = dense.flight, context.config.micro_batches
     exponent = dense.model.scale_exponent(routes.loss_normalizer, context.config.fraction_bits)
+    # With accumulation a window has several batches, each with a loss over its own samples.
     for first in range(0, context.config.window_micro_batches, count):
         every = range(first, first + count)
         gathered = gather([representations[i] for i in every], reduce, counts)
@@ -197,10 +202,12 @@ def window_loss(
                         totals,
                     )
                 )
+        # Each sample has shown itself to the losses of all ranks: its gradient is the sum of what they found.
         others = of_candidates(gathered, totals, context.sums, reduce, counts)
         done = 0
         for i, (losses, own) in zip(every, found, strict=True):
             rows = slice(done, done + len(losses))
+            # In the order of the micro-batches, as `gathered` has this rank's samples.
             gradients = {name: each + others[name][rows] for name, each in own.items()}
             window_losses[i] = WindowLoss(representations[i], losses, gradients)
             done += len(losses)
@@ -229,6 +236,7 @@ def compute(
     global batch, backward starts from the gradients of what the samples show.
     """
     part, flight = samples[micro_batch], dense.flight
+    # The first micro-batch to run makes the sums of all.
     if not gradients:
         sizes = zip(embeddings, routes.tables, strict=True)
         gradients.extend(context.sums.zeros(table.num_rows, rows.shape[1]) for rows, table in sizes)
@@ -236,10 +244,14 @@ def compute(
     seed = _seed(context, part)
     exponent = dense.model.scale_exponent(routes.loss_normalizer, context.config.fraction_bits)
     flight.dense.gather()  # also before the guard calls the model
+    # Kernels lay a parameter out once for all micro-batches
+    # of a window; of a single one nothing is used again.
     if micro_batch == 0 and context.config.window_micro_batches > 1:
         flight.accumulator.begin_window()
     with flight.calls, flight.guard.around(window, micro_batch, part, embeddings, inverses, seed, exponent):
         rows, leaves, in_place, indexed = _rows_of(context, flight, embeddings, inverses)
+        # Only for rows that lie in place: backward then adds to `gradients` itself, row by row in fixed
+        # point. Gathered occurrences get a plain gradient, which is added below.
         summed = flight.accumulator.rows(leaves, gradients, "embedding rows")
         with summed if in_place else nullcontext():
             with flight.accumulator.active():
@@ -271,10 +283,13 @@ def _rows_of(
     """
     indexed = _takes_indexed_rows(context, flight, embeddings)
     pools = any(map(context.tables.pools, context.tables.groups))
+    # The leaf is all rows received, (S, dim); an op reads it through `inverse`. Otherwise the leaf is one row
+    # for each occurrence, (n, dim), gathered here.
     if indexed or (pools and context.sums.exact):
         # `data`: the exchange writes later micro-batches' rows meanwhile, which autograd takes for these
         leaves = [received.data.to(torch.float32).requires_grad_() for received in embeddings]
         return list(map(ops.IndexedRows, leaves, inverses)), leaves, True, indexed
+    # Float32: with low-precision messages rows are widened once, here.
     taken = map(launch.gather_rows, embeddings, inverses)
     leaves = [occurrences.to(torch.float32).requires_grad_() for occurrences in taken]
     return leaves, leaves, False, indexed
@@ -310,6 +325,7 @@ def gradient_exchange(
         if communication.world_size == 1:
             if not len(received.rows[micro_batch]):
                 continue
+            # One rank owns all rows: the sums are added to where they belong without a message.
             own = sent.of(sums, micro_batch)
             context.sums.add(own, received.rows[micro_batch], row_gradient[number], NAME)
             continue
@@ -384,6 +400,7 @@ def replica_reduce(
             for table, group in sizes
         )
     for table, sums, means in zip(owned.tables, row_gradient, mean_gradient, strict=True):
+        # Rows that no later micro-batch of any replica uses (`_reductions` in retrieval).
         reduction = table.reductions[micro_batch]
         if len(reduction.rows):
             complete = context.sums.all_reduce_mean(

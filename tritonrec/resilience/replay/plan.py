@@ -47,6 +47,8 @@ class Plan:
 
     def units(self, update: int) -> list[Unit]:
         """The micro-batches that are due in an update."""
+        # Micro-batches of all updates so far, divided by the
+        # period: the k-th due one falls into exactly one update.
         numbers = range(update * self.window // self.period, (update + 1) * self.window // self.period)
         places = 1 if self.first_only else self.micro_batches
         found = [Unit(k % self.world_size, k // self.world_size % places) for k in numbers]

@@ -264,12 +264,16 @@ class Replay:
             sender = (self._rank - shift) % self._world
             received = over.ring_shift(message, shift)
             self.counts["replay_bytes"] += 0 if self._world == 1 else len(message)
+            # Nothing was due at the sender, whose own checksums are zeros as well.
             if not len(received):
                 return nothing
             return checksums(again(unpack(received, sender, self._rank)))
 
         mine = nothing if work is None else work.checksums
         first, second = self._gathered(over, torch.cat([mine, by(1)]), device).split(len(names), 1)
+        # first[r]: what rank r computed; second[r]: what it made
+        # of the input of rank r - 1; third[r]: of rank r - 2.
+        # All ranks have gathered the same values: all go on, or all enter the next exchange.
         differ = [rank for rank in ranks if not torch.equal(first[rank], second[(rank + 1) % self._world])]
         if not differ:
             return
@@ -285,6 +289,7 @@ class Replay:
         if third is not None:
             outvoted = [
                 suspect
+                # The third vote equals one of the two: the other one is at fault.
                 for suspect, other in ((rank, second[next_]), (next_, first[rank]))
                 if torch.equal(third[after], other)
             ]
@@ -304,6 +309,7 @@ class Replay:
         at = int(differ.nonzero()[0])
         values = everyone[:, at].tolist()
         common, votes = Counter(values).most_common(1)[0]
+        # Without a majority every rank is suspect.
         split = 2 * votes <= len(values)
         suspects = tuple(rank for rank, value in enumerate(values) if split or value != common)
         where = f"before the update of step {step}"

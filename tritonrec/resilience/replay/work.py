@@ -70,6 +70,8 @@ class MicroBatch:
         self._looked_up = [launch.unique(table.inverse[micro_batch])[:2] for table in routes.tables]
         received = zip(embeddings, self._looked_up, strict=True)
         self._rows = [launch.gather_rows(values, rows) for values, (rows, _inverse) in received]
+        # Integer sums: what this micro-batch added is the difference of after and before, exactly. The first
+        # micro-batch finds no sums yet (`gradients` is empty).
         self._before = [sums[rows] for sums, (rows, _) in zip(gradients, self._looked_up, strict=False)]
         self._dense_before = dense.flight.accumulator.so_far()
 
@@ -104,6 +106,8 @@ def compute_again(
     values = iter(rest)
     batch = rebuilt(like, values)
     tables, embeddings = [], Embeddings([])
+    # One iterator twice: it has the inverse and the rows of a table by turns, as `MicroBatch.done` wrote
+    # them.
     for inverse, rows in zip(values, values, strict=True):
         tables.append(InputDist([inverse], [], NOWHERE, inverse.new_empty(len(rows)), None))
         embeddings.append(rows)
@@ -111,6 +115,8 @@ def compute_again(
     gradients, losses = Gradients([]), Losses({})
     assert compute.function is not None
     with dense.flight.beside(random) as accumulator:
+        # As micro-batch 0 of a window of its own: places that begin empty, and an accumulator beside the
+        # trainer's.
         compute.function(
             0,
             context,
@@ -156,6 +162,7 @@ class RowUpdate:
         for table, rows, gradient in zip(owned.tables, buffer, gradients, strict=True):
             self._inputs += [rows[self._rows].clone(), gradient[self._rows], table.handles[self._rows]]
             if table.count is not None:
+                # How many of rows first, first + every, ... are before the count.
                 self._inputs.append(((table.count - first + every - 1) // every).clamp(min=0))
             if table.low_precision is not None:
                 self._inputs.append(table.low_precision[self._rows])

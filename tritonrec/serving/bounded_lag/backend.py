@@ -71,6 +71,7 @@ class _WorkGroup(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for each work in turn, within `timeout` or the group's."""
+        # A list: `all` of a generator would leave the rest unwaited after a first False.
         return all([work.wait() if timeout is None else work.wait(timeout) for work in self._works])
 
     def is_completed(self) -> bool:
@@ -92,6 +93,7 @@ def _delegate(name: str) -> Callable[..., dist.Work]:
             first = first[0] if first else None
         _check_not_fake(name, first)
         device = first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
+        # `send` and `recv` are calls of two ranks: the others have nothing to compare with.
         if device.type == "cpu" and name not in ("send", "recv"):
             tensors = SYMMETRIC_ARGUMENTS[name](*given[:2]) if name in SYMMETRIC_ARGUMENTS else given[0]
             group.check(describe_call(name.strip("_"), tensors, given[-1]))

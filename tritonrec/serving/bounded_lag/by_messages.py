@@ -56,6 +56,8 @@ class MessageTransport:
         return sum(len(each) for slot in self._slots for each in (*slot.send, *slot.receive))
 
     def begin(self, number: int, deadline: Deadline) -> None:
+        # Exchange number - (k + 1) used these buffers last: its messages have to be sent before they are
+        # written again.
         self._await(self._slots[number % len(self._slots)].sending, number, deadline)
 
     def post(self, exchange: Exchange, values: torch.Tensor) -> None:
@@ -69,6 +71,8 @@ class MessageTransport:
         for peer in self._others:
             more = 0 if receive is None else max(0, size_of(receive[peer]) - self._eager)
             buffer = slot.buffer(slot.receive, peer, head + (buffer_size(more) if more else 0))
+            # Before the receive is posted: gloo may fill the buffer
+            # from then on, and `started` looks at this word.
             header_words(buffer)[0] = NO_MESSAGE
             with naming(peer, exchange.number):
                 first.append((peer, self._messages.recv([buffer[:head]], peer, tag)))
@@ -76,8 +80,10 @@ class MessageTransport:
                 tail = buffer[head : head + buffer_size(more)]
                 with naming(peer, exchange.number):
                     rest.append((peer, self._messages.recv([tail], peer, self._tags.rest(place, more))))
+        # First byte of each rank's rows among this rank's own.
         starts = [size_of(int(rows)) for rows in np.cumsum([0, *send])]
         rows = values.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+        # This rank's own rows come last: the messages are on their way meanwhile.
         for peer in (*self._others, self.rank):
             size = HEADER + size_of(send[peer])
             buffer = slot.buffer(slot.receive if peer == self.rank else slot.send, peer, size)
@@ -98,6 +104,8 @@ class MessageTransport:
         self._await(first, exchange.number, deadline)
         for peer in range(self.world_size):
             self._compare(exchange, peer, slot.receive[peer])
+        # Headers are compared first: ranks that disagree about sizes have different tags, and the rest never
+        # comes.
         self._await(rest, exchange.number, deadline)
         values = exchange.make_out(self.rank)
         flat = values.detach().view(-1).view(torch.uint8)
@@ -115,6 +123,7 @@ class MessageTransport:
         """
         counts = [number] * self.world_size
         for peer in self._others:
+            # All exchanges up to the oldest in flight are complete, so their senders have started them.
             counts[peer] = number - in_flight
             while counts[peer] < number:
                 slot = self._slots[counts[peer] % len(self._slots)]

@@ -78,6 +78,7 @@ class CallCheck:
                 ) from error
         for peer in others:
             at, _, other = bytes(theirs[peer].tolist()).rstrip(b"\0").decode(errors="replace").partition(":")
+            # `text` and not `call`: theirs was cut at LENGTH, too.
             if (at, other) != (str(number), text.decode(errors="replace").partition(":")[2]):
                 raise RuntimeError(
                     f"rank {peer} calls {other} as its collective {at}, and rank {rank} calls {call} as its "

@@ -90,6 +90,7 @@ def capacity_problem(
 
     Args: as for `disagreement`; capacity: of `BoundedLagAllToAll`.
     """
+    # Both directions: both ranks find the same message too large.
     for source, to, rows, known in ((peer, rank, header.rows, expected), (rank, peer, sent, header.expects)):
         size = exchange.size(rows)
         if known == UNKNOWN and source != to and size > most:

@@ -148,6 +148,8 @@ class BoundedLagAllToAll:
                 "give BoundedLagAllToAll a larger one, on all ranks"
             )
         transport = self._ready()
+        # k + 1 exchanges are in flight: the start of j completes
+        # j - (k + 1), which is what bounds the lag by k.
         if len(self._in_flight) > self.bound:
             self._finish_oldest()
         number = self.started
@@ -202,12 +204,15 @@ class BoundedLagAllToAll:
             yield
         except (RankDiedError, RuntimeError) as error:
             self._failure = str(error)
+            # The others wait for this rank's next exchange, which never comes: they learn why instead.
             if self._transport is not None and isinstance(error, (RankDiedError, Disagreement)):
                 self._transport.report(self.started, self._failure, isinstance(error, RankDiedError))
             raise
 
     def _update_lags(self, transport: Transport, number: int) -> None:
         """Set `lags`, without waiting; they are counters only, and decide nothing."""
+        # What the others had started as this exchange begins;
+        # it may be seen late, so a lag is never too small.
         counts = transport.started(number, len(self._in_flight))
         for peer in self._others:
             self.lags[peer] = max(0, number - counts[peer])

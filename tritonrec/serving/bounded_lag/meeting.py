@@ -56,6 +56,7 @@ class Meeting:
     def finish(self, deadline: Deadline) -> None:
         """Wait until the settings of all ranks are here."""
         while self._works:
+            # Removed after its wait: a message whose wait failed stays in `_unawaited`.
             await_work(*self._works[0], 0, deadline)
             self._works.pop(0)
         _unawaited.pop(id(self._works), None)
@@ -80,6 +81,7 @@ class Meeting:
                         f"rank {peer} has {name}={theirs[name]} and rank {rank} has {name}={value}: give "
                         "BoundedLagAllToAll the same on all ranks"
                     )
+        # All ranks compute this from the same words, so they choose one transport without another message.
         together = all(any(each[3:5]) and each[3:5] == found[0][3:5] for each in found)
         if self._shared is not None and together:
             self._shared.open([(each[5], each[6], each[7]) for each in found])

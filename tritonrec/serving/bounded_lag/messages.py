@@ -31,6 +31,7 @@ TAG = 0x626C7300
 SIZES = 64
 """Sizes of buffers: 2**0 to 2**63 bytes."""
 LAST_TAG = 2**31 - 1
+# Numbers that no exchange and no count of rows has.
 NO_MESSAGE, UNKNOWN, FAILED = -1, -2, -3
 """In a header: no message received yet; any number of rows is expected; the rows are an error message."""
 
@@ -139,6 +140,7 @@ class Tags:
 
     def first(self, slot: int, size: int) -> int:
         """Tag of a message with a header and a buffer for `size` bytes of rows."""
+        #     settings | slot 0: SIZES of first, SIZES of rest | slot 1: ...       the size 2**n has place n
         return self.settings + 1 + slot * 2 * SIZES + buffer_size(size).bit_length() - 1
 
     def rest(self, slot: int, size: int) -> int:

@@ -137,6 +137,8 @@ class MpiWindows(OneSided):
         for peer in self._others:
             if self._add(peer, FAILED_CLAIMS) == 0:
                 self._put(text, peer, FAILED_TEXT)
+                # Text, length, state, flushed one after the other:
+                # a rank that sees the state finds the text whole.
                 for place, word in ((FAILED_LENGTH, len(text)), (FAILED_STATE, DIED if died else DISAGREED)):
                     self._window.Flush(peer)
                     self._put(np.array([word], np.int64).view(np.uint8), peer, place)

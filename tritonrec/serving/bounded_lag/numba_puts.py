@@ -33,6 +33,7 @@ _WAIT, _WAKE = 0, 1  # of futex(2)
 @njit(cache=True, nogil=True)
 def wake(window):
     """Wake the owner of the window where it sleeps."""
+    # The exchange makes one waker of several: only it makes the system call.
     if atomic_exchange32(window + SLEEPING, 0) == 1:
         system_call(FUTEX, window + SLEEPING, _WAKE, 1, 0)
 
@@ -41,6 +42,7 @@ def wake(window):
 def report(window, kind, text, length):
     """Report a failure to the owner of the window, unless another rank has: `length` bytes at `text`."""
     if atomic_add(window + FAILED_CLAIMS, 1) == 0:
+        # Text, then length, then state: who sees the state sees the text.
         copy_bytes(window + FAILED_TEXT, text, length)
         atomic_store(window + FAILED_LENGTH, length)
         atomic_store(window + FAILED_STATE, kind)
@@ -73,6 +75,7 @@ def put(rank, windows, heads, targets, source, starts, words, rows, expects, off
     """
     world = len(windows)
     atomic_store(windows[rank] + STARTED, words[0] + 1)
+    # Rank r begins with r + 1, so that not all write to one window at once; its own comes last.
     for step in range(1, world + 1):
         peer = (rank + step) % world
         if targets[peer] != 0:
@@ -84,6 +87,7 @@ def put(rank, windows, heads, targets, source, starts, words, rows, expects, off
         atomic_store(head + 32, words[2])
         atomic_store(head + 40, words[3])
         atomic_store(head + 48, offsets[peer])
+        # The number of the exchange last: a header with this number is whole.
         atomic_store(head, words[0])
         arrived = atomic_add(windows[peer] + ARRIVED + LINE * slot, 1) + 1
         if arrived % world == 0:  # the last one of its exchange
@@ -104,6 +108,10 @@ def wait_for(window, slot, target, nanoseconds, scratch):
         give_way()
         if atomic_load(counter) >= target:
             return ALL_HERE
+    #     owner                          the last put
+    #     SLEEPING = 1                   ARRIVED += 1
+    #     look at ARRIVED                look at SLEEPING
+    # Both write first and look second, and all is sequentially consistent: at least one sees the other.
     end = now(scratch) + nanoseconds
     while True:
         atomic_exchange32(window + SLEEPING, 1)
@@ -117,6 +125,7 @@ def wait_for(window, slot, target, nanoseconds, scratch):
             return OVER
         atomic_store(scratch + 16, left // 10**9)
         atomic_store(scratch + 24, left % 10**9)
+        # The kernel sleeps only while SLEEPING is still 1: a wake between the look and the call is not lost.
         system_call(FUTEX, window + SLEEPING, _WAIT, 1, scratch + 16)
 
 

@@ -124,6 +124,8 @@ class OneSided:
 
     def _wait(self, exchange: Exchange, deadline: Deadline) -> None:
         number, slot = exchange.number, exchange.number % self._slots
+        # ARRIVED counts from the first exchange on: a slot that
+        # was used u times before is full at (u + 1) W puts.
         target = (number // self._slots + 1) * self.world_size
         while True:
             seconds = min(deadline.left.total_seconds(), SLICE)
@@ -135,6 +137,7 @@ class OneSided:
                     if self._number(slot, peer) == number:
                         self._check(exchange, peer, slot)  # this rank's own words come before the others'
                 self._raise_failure()
+            # Looked at before the ranks' starts are read: a put that came in between is still found.
             is_over = deadline.is_over
             ended = [self._has_ended(peer) for peer in range(self.world_size)]
             starts = self.started(number, 0)

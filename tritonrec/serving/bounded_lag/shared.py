@@ -77,7 +77,10 @@ class SharedMemory(OneSided):
     def _add_rooms(self, slot: int, sizes: np.ndarray) -> None:
         """Make room for `sizes` (W,) bytes in the windows where they do not fit."""
         for peer in np.flatnonzero(sizes > self._rooms[slot]).tolist():
+            # A power of two above the room, which is 64 KiB or more: offsets stay multiples of a page, as
+            # mmap needs.
             size = buffer_size(int(sizes[peer]))
+            # The end moves by an atomic addition: several senders may add room to one window at a time.
             offset = numba_puts.add(self._windows[peer].address + END, size)
             try:
                 segment = self._windows[peer].add_room(offset, size)

@@ -87,6 +87,7 @@ class Window:
         window = cls(layout, file)
         window.control.words(END, 1)[0] = layout.end
         heads = window.control.words(layout.heads, layout.slots * layout.world_size * HEADER // 8)
+        # The first word of each header is the exchange's number.
         heads[:: HEADER // 8] = NO_MESSAGE
         return window
 
@@ -100,6 +101,7 @@ class Window:
         """Another process's window. Raises OSError where it is not there, or may not be opened."""
         process, file, inode = name
         opened = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
+        # The process may have closed the file and opened another one under its number.
         if os.fstat(opened).st_ino != inode:
             os.close(opened)
             raise FileNotFoundError(f"file {file} of process {process} is another one")
@@ -107,6 +109,8 @@ class Window:
 
     def add_room(self, offset: int, size: int) -> Segment:
         """Extend the file to `size` bytes from `offset` on, and map them. Raises OSError without memory."""
+        # Allocated now: memory that is missing raises here, and does not end a process by SIGBUS at its first
+        # write.
         os.posix_fallocate(self.file, offset, size)
         return Segment(self.file, size, offset)
 
@@ -119,6 +123,7 @@ class Process:
     """Another process of this host, which can be seen to end."""
 
     def __init__(self, number: int):
+        # A handle of this very process: its number may have another owner later.
         self._handle = os.pidfd_open(number)
         self._closing = weakref.finalize(self, os.close, self._handle)
         self._poll = select.poll()
@@ -137,6 +142,7 @@ def host_words() -> tuple[int, int]:
     try:
         from ...kernels.numba_atomics import FUTEX
 
+        # Tried out, since each of memfd, /proc and pidfd may be missing or forbidden.
         own = Window.make(Layout(1, 1, 0))
         Window.open(own.layout, own.name)
         Process(os.getpid())

@@ -158,6 +158,8 @@ class Follower:
                 return True
         except (CorruptDeltaError, OutOfOrderError, OtherRunError) as error:
             problem = error
+        # Deltas come first, since they are small. A snapshot is for what no delta leads to: a new epoch, or
+        # damage.
         newer = [each for each in self._sink.snapshots() if each >= wanted]
         if newer:
             if problem is not None:
@@ -202,6 +204,7 @@ class Follower:
             raise OutOfOrderError(f"{name} says it is part {header.part} of delta {header.sequence}")
         if header.schema != at.schema:
             raise OtherRunError(f"{name} is of another model or other tables than those that are followed")
+        # A chain: each delta names the publication that it leads on from.
         if (header.epoch, header.before_writer, header.before) != (at.epoch, at.writer, at.step):
             raise OtherRunError(
                 f"{name} leads on from step {header.before} of epoch {header.epoch}, writer "
@@ -213,6 +216,8 @@ class Follower:
         """Make the next state beside the one that is served, and put it in its place."""
         header, before = parts[0][0], self.predictor
         name = f"delta {header.sequence} in {self._sink.name}"
+        # What is used is taken out: a tensor that is left at the end belongs to no table, value or word of
+        # the model.
         left = [dict(tensors) for _, tensors in parts]
         tables = dict(before.tables)
         try:
@@ -229,9 +234,11 @@ class Follower:
             for live in self._tables.values():
                 live.drop()
             raise
+        # All checks have passed: now all tables change together.
         for live in self._tables.values():
             live.commit()
         manifest = _manifest_of(before.manifest, header, tables)
+        # Readers take the one attribute `predictor`: the old state or the new one, whole, without a lock.
         self._at, self.predictor = header, Predictor(manifest, tables, program, words)
 
     def _check_rows(self, header: Header, tables: Mapping[str, ExportedTable], name: str) -> None:

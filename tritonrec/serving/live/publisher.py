@@ -179,6 +179,8 @@ class Publisher:
                 f"batches are in flight: publish when run() has ended, not at {trainer.in_flight()}"
             )
         rows = [(list(group.layout.names), len(group.table)) for group in tables.groups]
+        # Each rank knows of its own writes alone. After this exchange all decide alike: to raise, to begin an
+        # epoch, or to write a snapshot.
         note = {"failed": self._settled(), "lost": self._lost, "busy": self._is_busy(), "rows": rows}
         note["saves"] = self._groups.saves
         notes = [json.loads(text) for text in self._groups.control.all_gather_texts(json.dumps(note))]
@@ -192,6 +194,7 @@ class Publisher:
         total = [(names, sum(each["rows"][at][1] for each in owners)) for at, (names, _) in enumerate(rows)]
         words = {name: len(each) for name, each in trainer.vocabularies.items()}
         spelled = {name: spelling(each, len(each)) for name, each in trainer.vocabularies.items()}
+        # Deltas append words. A word that has another number than before, or is gone, needs a new epoch.
         renumbered = any(
             words.get(name, 0) < count
             or spelling(trainer.vocabularies[name], count) != self._header.spelled[name]
@@ -216,9 +219,12 @@ class Publisher:
             rows_changed, erased = tables.snapshot_of_changes(self._reader)
         self._words, self._header, self._fresh = words, header, False
         self._lost = self._broken = False
+        # This replica's rows are not written, but the log of its changes begins anew as it does elsewhere.
         if not fresh and not self._groups.saves:
             close_rows(rows_changed)
         elif not fresh:
+            # On the thread: rows, their digest and the writes. `_values` is copied, since the next
+            # publication changes it.
             delta = self._deltas.submit(
                 self._put_delta, header, content, rows_changed, erased, dict(self._values)
             )
@@ -325,6 +331,8 @@ class Publisher:
             tensors = {**content, **self._rows_of(changed, erased)}
             self._persist(self._sink.put, header.part, header.sequence, pack(header, tensors))
             if header.part == 0 and self._complete:
+                # A sink that has lost its last snapshot (a Redis that was started again) is of no use to a
+                # new follower.
                 self._lost = self._persist(self._sink.document, self._complete[-1]) is None
         except BaseException:
             self._broken = True
@@ -350,6 +358,8 @@ class Publisher:
         files += [self._files_of(sequence, part) for part in range(1, header.parts)]
         manifest = write_manifest(sink, sequence, header.step, files, self._described, dense, self._persist)
         body = add_checksum({**asdict(header), "dense": digest_of(dense.values), "manifest": manifest})
+        # The document comes last, and makes the files a snapshot. Older ones are pruned after that alone, and
+        # the one before is kept: a follower may be loading it.
         self._persist(sink.put_document, sequence, json.dumps(body))
         self._complete = [*self._complete[-1:], sequence]
         self._persist(sink.prune, header.parts, self._complete[0])
@@ -395,6 +405,7 @@ class Publisher:
         pace = (time.monotonic() - self._began) / max(self._steps, 1)
         self._began, self._steps = time.monotonic(), 0
         wanted = min(LONGEST_STRETCH, 2 * self._stretch, max(1, round(self._seconds / max(pace, 1e-9))))
+        # Rank 0's number for all: clocks differ, and stretches have to end at one step.
         text = self._groups.control.all_gather_texts(str(max(multiple, wanted - wanted % multiple)))[0]
         return int(text)
 

@@ -45,8 +45,9 @@ class Buffer:
         return self._lent is None or self._lent() is None
 
     def lend(self, rows: int) -> Tensor:
-        """The first rows; whoever has a part of this tensor's memory keeps `is_free` false."""
+        """The first rows; `is_free` is false while anything has a part of this tensor's memory."""
         part = self._values[:rows]
+        # torch keeps the array `part` alive while any tensor or view has its memory, and nothing else does.
         self._lent = weakref.ref(part)
         return torch.from_numpy(part)
 
@@ -76,6 +77,8 @@ class LiveTable:
         gone, there = _places(old.ids, erased)
         gone, new = gone[there], ids[~known]
         total = count - len(gone) + len(new)
+        # `behind`: rows in which the spare differs from the version that is served, which has to be copied
+        # first.
         spare, self._spare, self._behind = self._spare, None, None  # whatever happens here, it is changed
         if spare is None or not spare.is_free or len(spare) < total:
             spare, behind = Buffer(total + total // 8, old.weights.shape[1]), None
