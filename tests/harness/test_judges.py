@@ -8,19 +8,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rich.console import Console
+from tritonrec.harness.verify.exported import exported_parts
+from tritonrec.harness.verify.served import SERVED_PARTS
 
 from tritonrec.distributed import Communicators, RankDiedError
 from tritonrec.harness.verify import contract, lost, run_case
 from tritonrec.harness.verify.cases import Case
 from tritonrec.harness.verify.contract import Verifier
 from tritonrec.harness.verify.corpus import SELECTIONS
-from tritonrec.harness.verify.exported import exported_parts
 from tritonrec.harness.verify.faults import FAULTS
 from tritonrec.harness.verify.injections import Injection
 from tritonrec.harness.verify.references import References
 from tritonrec.harness.verify.report import CaseResult, FaultResult, Report, print_report
 from tritonrec.harness.verify.run_case import RankReport, record_reference, require_compared
-from tritonrec.harness.verify.served import SERVED_PARTS
 from tritonrec.harness.verify.state import Comparison, Difference
 from tritonrec.harness.verify.variants import SERVED
 from tritonrec.serving import Predictor, server

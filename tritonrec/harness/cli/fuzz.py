@@ -11,7 +11,7 @@ from rich.console import Console
 from ...files import save_json
 from ...optional import require
 from ...settings import MOST
-from ..verify.corpus import SELECTIONS
+from ..verify.tools import SELECTIONS
 from .outputs import checked, require_writable
 
 MOST_MINUTES = 100_000

@@ -17,9 +17,9 @@ from ..devices import validate_device
 from ..job import Job
 from ..verify.cases import contract_table, small_table
 from ..verify.contract import verify_contract
-from ..verify.corpus import SELECTIONS
 from ..verify.record_traces import record_traces
-from ..verify.variants import LOST_RANK
+from ..verify.tools import SELECTIONS
+from ..verify.variants import every_variant
 from .job import load_job
 from .options import MOST_RANKS, TimeoutOption, with_options
 from .outputs import checked, log_of, require_writable
@@ -103,9 +103,10 @@ def verify(
     injected = SELECTIONS[faults, corpus]
     console = Console()
     if job.target.device != "cpu":  # ranks that go on without others communicate over gloo
-        cases = [case for case in cases if not case.loses]
-        injected = [fault for fault in injected if not fault.case.loses]
-        console.print(f"variant {LOST_RANK} is left out: it runs on the CPU")
+        cases = [case for case in cases if not case.on_ranks]
+        injected = [fault for fault in injected if not fault.case.on_ranks]
+        for name in [name for name, each in every_variant().items() if each.on_ranks]:
+            console.print(f"variant {name} is left out: it runs on the CPU")
     report = checked(lambda: verify_contract(job, cases, injected, console, timedelta(seconds=timeout)))
     if json_file:
         checked(lambda: report.save(json_file))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 from ...embedding import OptimizerName, Storage, TablePolicy
@@ -16,7 +17,8 @@ from ..cli.words import eviction, precision_tiers
 from ..job import Job, LrSchedule, ModelName, Wrapping
 from ..streams import SHARDS
 from ..verify.cases import OF_REFERENCES, Case, Reference
-from ..verify.variants import Variant
+from ..verify.tools.replay import replayed
+from ..verify.variants import Variant, no_tool
 
 SLOTS = 1 << 10
 """Of the reference's tables, which never grow."""
@@ -248,4 +250,6 @@ class DrawnCase(Case):
 
     @property
     def _variant(self) -> Variant:
-        return Variant("", window=self.configuration.window, replay=self.configuration.replay)
+        share = self.configuration.replay
+        tool = partial(replayed, share) if share else no_tool
+        return Variant("", window=self.configuration.window, tool=tool)

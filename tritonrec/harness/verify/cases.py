@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from itertools import combinations, product
@@ -15,8 +15,18 @@ from ...embedding import OptimizerName, Placement, Storage
 from ...pipeline import PIPELINED, Consistency, Mode, WindowConfig
 from ...settings import with_values
 from ..job import Job
-from .server import ABSENT
-from .variants import CPU_BITS, EACH, LOST_RANK, OWN_LOOP, RESTART, SERVED, STREAM, VARIANTS, Variant
+from .variants import (
+    CPU_BITS,
+    EACH,
+    OWN_LOOP,
+    RESTART,
+    STREAM,
+    VARIANTS,
+    Tool,
+    Variant,
+    every_variant,
+    variant_of,
+)
 
 WORLD_SIZES = (1, 2, 4)
 MICRO_BATCHES = (1, 2, 3, 4, 8)
@@ -25,9 +35,6 @@ OPTIMIZERS: tuple[OptimizerName, ...] = ("sgd", "rowwise_adagrad", "adam")
 HOSTILE = "zipf:users=35,items=300,extreme_ids=1,seed=11"
 """A log that a tame one does not replace: both ends of int64 and negative ids, and a last batch of three
 samples, so that ranks and micro-batches stay empty."""
-ALONE = (RESTART, LOST_RANK, CPU_BITS, EACH, *([SERVED] if ABSENT else []))
-"""Variants with cases of their own: two change the world size, one is for other kernels than the CPU's, one
-is a factor of the table."""
 VARIANT_STEPS = 6
 """Fewer would show nothing: rows have to come, go unused, be evicted and return."""
 CONSISTENCIES: tuple[Consistency, ...] = ("window", "batch")
@@ -145,39 +152,14 @@ class Case:
         return 0.004
 
     @property
-    def exports(self) -> bool:
-        """Whether its last state is exported, and the export compared."""
-        return self._variant.exports
+    def tool(self) -> Tool:
+        """What stands around its training."""
+        return self._variant.tool
 
     @property
-    def caches(self) -> bool:
-        """Whether its export is served with cached keys and values, and the scores compared."""
-        return self._variant.caches
-
-    @property
-    def follows(self) -> bool:
-        """Whether a replica follows it, and is compared at every published step."""
-        return self._variant.follows
-
-    @property
-    def answers(self) -> bool:
-        """Whether a server of its export is asked, and the answers compared."""
-        return self._variant.answers
-
-    @property
-    def replay(self) -> float:
-        """The share of its work that is computed again."""
-        return self._variant.replay
-
-    @property
-    def loses(self) -> bool:
-        """Whether a rank is killed in the middle of a step."""
-        return self._variant.loses
-
-    @property
-    def serves(self) -> bool:
-        """Whether its last state is served with a bounded lag, and the predictions compared."""
-        return self._variant.serves
+    def on_ranks(self) -> Callable[..., list[Any]] | None:
+        """What runs it on processes of its own, if anything does."""
+        return self._variant.on_ranks
 
     @property
     def own_loop(self) -> bool:
@@ -186,7 +168,7 @@ class Case:
 
     @property
     def _variant(self) -> Variant:
-        return VARIANTS[self.variant] if self.variant else Variant("")
+        return variant_of(self.variant)
 
     def __str__(self) -> str:
         return (
@@ -212,7 +194,7 @@ class Case:
             yield replace(self, storage="host")
         if self.replicas > 1 or self.nodes > 1:
             yield replace(self, replicas=1, nodes=1)
-        elif self.world_size > 1 and not self.loses:
+        elif self.world_size > 1 and not self.on_ranks:
             yield replace(self, world_size=1)
             yield replace(self, world_size=self.world_size // 2)
         if self.micro_batches > 1:
@@ -333,31 +315,31 @@ def extra_cases(
     micro_batches: Sequence[int],
     steps: int | None,
 ) -> list[Case]:
-    """Every variant, restarts from every world size up to the largest at every other, and a loss of a rank.
+    """Every variant, restarts from every world size up to the largest at every other, and what loses a rank.
 
     ``"full"`` runs each variant in every mode and world size, and at both levels; the others run it once,
     with modes and micro-batches dealt round robin; ``"quick"`` restarts once. At least `VARIANT_STEPS` steps.
     """
-    length, largest = max(steps or 0, VARIANT_STEPS), max(world_sizes)
+    length, largest, variants = max(steps or 0, VARIANT_STEPS), max(world_sizes), every_variant()
 
     def case(index: int, **changes: Any) -> Case:
-        able = [mode for mode in modes if mode in VARIANTS[changes["variant"]].modes]
+        able = [mode for mode in modes if mode in variants[changes["variant"]].modes]
         mode, count = able[-1 - index % len(able)], micro_batches[-1 - index % len(micro_batches)]
         plain = Case(mode, "batch", largest, count, index % 3 == 1, "adam", length, delay_seed=index)
         return replace(plain, **changes)
 
     if size == "full":
-        wide = product(enumerate(VARIANTS), modes, world_sizes, CONSISTENCIES)
+        wide = product(enumerate(variants), modes, world_sizes, CONSISTENCIES)
         cases = [
             case(index, variant=name, mode=mode, world_size=ranks, consistency=consistency)
             for (index, name), mode, ranks, consistency in wide
-            if name not in ALONE and mode in VARIANTS[name].modes
+            if not variants[name].alone and mode in variants[name].modes
         ]
     else:
         cases = [
             case(index, variant=name)
-            for index, name in enumerate(VARIANTS)
-            if name not in ALONE and not set(modes).isdisjoint(VARIANTS[name].modes)
+            for index, (name, each) in enumerate(variants.items())
+            if not each.alone and not set(modes).isdisjoint(each.modes)
         ]
     cases += loop_cases(size, world_sizes, micro_batches, length)
     if size != "quick":
@@ -374,7 +356,11 @@ def extra_cases(
         cases.append(case(index, world_size=before, restart=after, variant=RESTART, clustering=False))
     if largest > 1:
         cases.append(case(0, restart=largest - 1, variant=STREAM, clustering=False))
-        cases.append(case(0, world_size=min(largest, 3), variant=LOST_RANK, clustering=False))
+        cases += [
+            case(0, world_size=min(largest, 3), variant=name, clustering=False)
+            for name, each in variants.items()
+            if each.on_ranks
+        ]
     return cases
 
 

@@ -13,13 +13,11 @@ from rich.progress import TimeElapsedColumn
 from ...distributed import TIMEOUT, RankDiedError, RankPool
 from ...files import ScratchFolder
 from ...pipeline import ScheduleError, check, schedule_of
-from ...resilience import ElasticPool
 from ..devices import rank_pool
 from ..job import Job
 from ..progress import CommandProgress
 from .cases import Case
 from .faults import Fault
-from .lost import Memory, run_losing
 from .references import References
 from .report import CaseResult, FaultResult, Report, print_report
 from .run_case import RankReport, Stretch, run_case
@@ -37,7 +35,7 @@ class Verifier:
         job: the training job.
         pool: of the meshes of the cases, processes or threads. It is restarted when a rank
             has died.
-        timeout: of the collectives of cases that lose a rank, which have processes of their own.
+        timeout: of the collectives of cases that have processes of their own.
     """
 
     def __init__(self, job: Job, pool: RankPool | ThreadPool, timeout: timedelta = TIMEOUT):
@@ -78,21 +76,16 @@ class Verifier:
     def _run(self, case: Case, fault: str | None) -> list[RankReport]:
         args = (self.job, case, self._references.path, fault)
         ranks = {"replicas": case.replicas, "nodes": case.nodes}
-        if case.loses:
-            left = case.world_size - 1
-            with ElasticPool(case.world_size, self._timeout, case.replicas, min_ranks=left) as pool:
-                return pool.run(run_losing, *args, Memory())
-        if case.exports or case.follows:
-            with ScratchFolder() as folder:
-                stretch = Stretch(0, case.steps, export=folder)
+        if case.on_ranks is not None:
+            return case.on_ranks(*args, self._timeout)
+        with ScratchFolder() as folder:
+            if not case.restart:
+                stretch = Stretch(0, case.steps, folder=folder)
                 return self._pool.run(run_case, case.world_size, *args, stretch, **ranks)
-        if not case.restart:
-            return self._pool.run(run_case, case.world_size, *args, **ranks)
-        half = case.steps // 2
-        with ScratchFolder() as saved:
-            stretch = Stretch(0, half, save=saved)
+            half = case.steps // 2
+            stretch = Stretch(0, half, save=folder)
             before = self._pool.run(run_case, case.world_size, *args, stretch, **ranks)
-            rest = Stretch(half, case.steps, load=saved)
+            rest = Stretch(half, case.steps, load=folder)
             args = (self.job, case.resumed(), self._references.path, fault)
             return before + self._pool.run(run_case, case.restart, *args, rest)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -41,19 +40,9 @@ from ...pipeline.places import (
 from ...pipeline.precision import rounded_rows
 from ...pipeline.stage import From, Previous, Read, Update, Write
 from ...pipeline.stages import gradient_norm
-from ...resilience import PeerCopies
-from ...serving import export
-from ...serving.bounded_lag import BoundedLagAllToAll, Exchange
-from ...serving.cached import CachedPredictor
-from ...serving.live import Follower
 from ..job import Loader
 from .own_code import OwnLoop
-from .server import Answer
-
-
-def as_it_is(answer: Answer) -> Answer:
-    """No change."""
-    return answer
+from .variants import tools
 
 
 @dataclass(frozen=True)
@@ -61,25 +50,24 @@ class Injection:
     """How a fault is injected: by changing the program, the schedule, the timing that brings it out, or the
     loader of a rank.
 
-    `copies` changes the copies in a rank's memory. `export` takes the place of `tritonrec.serving.export`,
-    `exchange` that of the exchange of a served model, `cached` that of cached inference,
-    `follower` that of a replica.
+    `tool` takes the place of a part of the case's tool, or changes it; the tool says which.
     With `alone` no two micro-batches share an exchange, for faults of a single one's.
-    `loop` changes an `OwnLoop`, which has none of these. `answers` changes how the server answers a batch.
+    `loop` changes an `OwnLoop`, which has none of these.
     """
 
     program: Callable[[Program], None] | None = None
     loader: Callable[[Loader], None] | None = None
     schedule: Callable[[Schedule], Schedule] | None = None
     delay: Callable[[Task], float] | None = None
-    copies: Callable[[PeerCopies], None] | None = None
-    export: Callable[..., object] = export
-    exchange: Callable[..., BoundedLagAllToAll] = BoundedLagAllToAll
-    cached: type[CachedPredictor] = CachedPredictor
     loop: Callable[[OwnLoop], None] | None = None
     alone: bool = False
-    follower: type[Follower] = Follower
-    answers: Callable[[Answer], Answer] = as_it_is
+    tool: Any = None
+
+
+def injection_of(name: str) -> Injection:
+    """The injection of the fault called `name`, of the core, its corpus or a tool."""
+    found: Injection = next(f.injection for f in tools().SELECTIONS[True, True] if f.name == name)
+    return found
 
 
 def nothing() -> None:
@@ -317,17 +305,6 @@ def _over_all_rows(forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Ten
     return forward(x) * (own / own.mean()).sqrt()
 
 
-class OneBufferForAll(BoundedLagAllToAll):
-    """Exchanges in flight arrive in one buffer: a batch reads the rows of the newest."""
-
-    def finish_through(self, exchange: Exchange, timeout: timedelta | None = None) -> None:
-        arrived = [] if exchange.done else [*self._in_flight]
-        for each in arrived:
-            super().finish_through(each, timeout)
-        for each in arrived:
-            each.values = arrived[-1].values
-
-
 def gradients_of_the_last_pass(loop: OwnLoop) -> None:
     backward = loop.backward
 
@@ -502,38 +479,6 @@ def replica_reduction_after_the_first_use(program: Program) -> None:
         return replace(routes, received=received)
 
     program.after("route", too_early)
-
-
-def bit_of_a_message(program: Program) -> None:
-    """Of one to the last rank of a shard's or rail's two."""
-    groups = program.communicators
-    over = groups.rail if groups.nodes > 1 else groups.communication
-    exchange, rows = over.exchange, list[int]()
-
-    def flipped(values, send, receive, out=None):
-        received = exchange(values, send, receive, out)
-        if values.dtype == torch.float32 and groups.rank == groups.world_size - 1 and receive[0]:
-            rows.append(receive[0])
-            if len(rows) > 4:
-                received.view(torch.int32)[0, 1] ^= 1 << 12  # of those from the first one
-        return received
-
-    over.exchange = flipped  # type: ignore[method-assign]
-
-
-def bit_of_a_gradient(program: Program) -> None:
-    def flipped(
-        micro_batch: int,
-        window: Window,
-        context: Context,
-        routes: Read[Routes],
-        gradients: Update[Gradients],
-    ) -> None:
-        used = routes.tables[0].inverse[micro_batch]
-        if context.rank == 1 and window.step >= 2 and len(used):
-            gradients[0][used[0], 1] ^= 1 << 12
-
-    program.after("compute", flipped)
 
 
 def slow(stage: str, micro_batch: int | None = None) -> Callable[[Task], float]:

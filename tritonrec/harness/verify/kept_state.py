@@ -1,22 +1,16 @@
-"""What injected faults do to kept state: tables, copies, checkpoints, exports, positions in a log."""
+"""What injected faults do to kept state: tables, rows on disk, checkpoints, positions in a log."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from copy import deepcopy
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from ... import ops
 from ...data import Stream
+from ...embedding.row_file import RowFile
 from ...pipeline import Program
-from ...pipeline.places import OwnedRows
-from ...pipeline.stage import Read
-from ...resilience import PeerCopies
-from ...serving import export
 from ..job import Loader
 from .injections import nothing
 
@@ -83,15 +77,6 @@ def stale_row_in_changes(program: Program) -> None:
     table._take_changes = without_one  # type: ignore[method-assign]
 
 
-exported_in_float32 = partial(export, precision="float32")
-
-
-def exported_with_an_expert_less(checkpoint: Any, out: Any, model: Any) -> None:
-    model = deepcopy(model)
-    model.head.top_k -= 1
-    export(checkpoint, out, model)
-
-
 def merged_tables_share_ids(program: Program) -> None:
     for group in program.tables.groups:
         group.layout.pack = lambda member, ids, feature: ids  # type: ignore[method-assign]
@@ -131,67 +116,6 @@ def dropped_rows_not_written_back(program: Program) -> None:
     program.replace("write_back", nothing)
 
 
-def bit_of_a_row_at_rest(program: Program) -> None:
-    def flipped(owned: Read[OwnedRows]) -> None:
-        table, handles = program.tables.groups[0].table, owned.tables[0].handles
-        handles = handles[handles >= 0][:1]
-        if program.context.rank == 1 and len(handles):
-            storage: Any = table._rows
-            values = storage._storage.gather(handles)
-            values.view(torch.int32)[0, 1] ^= 1 << 12
-            storage._storage.update(handles, values)
-
-    program.after("write_back", flipped)
-
-
-Parts = dict[int, dict[str, dict[str, torch.Tensor]]]
-"""By shard, table and column what a copy holds, the rank's own shard first."""
-
-
-def _parts_restored(copies: PeerCopies, change: Callable[[list[Parts]], Parts]) -> None:
-    """Change the newest copy's parts, which `change` makes of those of all copies, before it is restored."""
-    restore: Any = copies.restore
-
-    def changed(*arguments: Any) -> int:
-        if copies._copies:
-            parts = change([copy.parts for copy in copies._copies])
-            copies._copies.append(replace(copies._copies.pop(), parts=parts))
-        return restore(*arguments)
-
-    copies.restore = changed  # type: ignore[method-assign, assignment]
-
-
-def _columns(parts: Parts, change: Callable[[str, str, torch.Tensor], torch.Tensor]) -> Parts:
-    return {
-        shard: {
-            table: {name: change(table, name, column) for name, column in columns.items()}
-            for table, columns in tables.items()
-        }
-        for shard, tables in parts.items()
-    }
-
-
-def copy_one_keep_late(copies: PeerCopies) -> None:
-    _parts_restored(copies, lambda parts: parts[0])
-
-
-def copy_of_the_wrong_rank(copies: PeerCopies) -> None:
-    def mixed(parts: list[Parts]) -> Parts:
-        own, *_ = parts[-1].values()
-
-        def of_own(table: str, name: str, column: torch.Tensor) -> torch.Tensor:
-            rows = own[table][name].repeat_interleave(2, 0)  # the neighbour may have more
-            return column if name == "keys" else rows[: len(column)]
-
-        return _columns(parts[-1], of_own)
-
-    _parts_restored(copies, mixed)
-
-
-def copy_without_a_key(copies: PeerCopies) -> None:
-    _parts_restored(copies, lambda parts: _columns(parts[-1], lambda table, name, column: column[1:]))
-
-
 def shard_read_by_two_ranks(loader: Loader) -> None:
     assert isinstance(loader, Stream)
     if loader.rank:
@@ -207,3 +131,58 @@ def position_one_batch_late(loader: Loader) -> None:
         loader.rows_of = lambda step: rows_of(step + 1)  # type: ignore[method-assign]
 
     loader.load_state_dict = late  # type: ignore[method-assign]
+
+
+Move = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+def stale_page(program: Program) -> None:
+    for file in _files(program):
+        write, read, before, now = file.write, file.read, dict[int, torch.Tensor](), dict[int, torch.Tensor]()
+
+        def noting(rows, memory, places, write: Move = write, before=before, now=now) -> None:
+            for row, place in zip(rows.tolist(), places.tolist(), strict=True):
+                if row in now:
+                    before[row] = now[row]
+                now[row] = memory[place].clone()
+            write(rows, memory, places)
+
+        def stale(rows, memory, places, read: Move = read, before=before) -> None:
+            read(rows, memory, places)
+            for row, place in zip(rows.tolist(), places.tolist(), strict=True):
+                if row in before:
+                    memory[place] = before[row]
+
+        file.write, file.read = noting, stale  # type: ignore[method-assign]
+
+
+def torn_write(program: Program) -> None:
+    for file in _files(program):
+        write, read = file.write, file.read
+
+        def torn(rows, memory, places, write: Move = write, read: Move = read) -> None:
+            values = memory[places]
+            read(rows[:1], values, torch.zeros(1, dtype=torch.int64))
+            half = values.shape[1] // 2
+            values[:1, :half] = memory[places[:1], :half]
+            write(rows, values, torch.arange(len(rows)))
+
+        file.write = torn  # type: ignore[method-assign]
+
+
+def lost_write_back(program: Program) -> None:
+    for file in _files(program):
+        write = file.write
+        file.write = lambda rows, memory, places, write=write: write(rows[1:], memory, places[1:])  # type: ignore[method-assign,misc]
+
+
+def wrong_offset(program: Program) -> None:
+    for file in _files(program):
+        read = file.read
+        file.read = lambda rows, memory, places, read=read: read(rows + 1, memory, places)  # type: ignore[method-assign,misc]
+
+
+def _files(program: Program) -> Iterator[RowFile]:
+    for group in program.tables.groups:
+        storage = group.table._rows._storage
+        yield storage._file  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from .cases import CACHE_ROWS, DISK_MEMORY, Case
 from .corpus import SOURCES
 from .faults import Fault
 from .state import Difference, as_json
-from .variants import EACH, VARIANTS
+from .variants import EACH, variant_of
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def _letters(case: Case) -> str:
 def _embedding(_job: Job, results: list[CaseResult]) -> Table:
     table = Table(
         title="Embedding system: bit-identical to the reference?",
-        caption="; ".join(f"{name}: {VARIANTS[name].what}" for name in _names(results))
+        caption="; ".join(f"{name}: {variant_of(name).what}" for name in _names(results))
         + ". W > W': saved half way by W ranks, continued by W'. Batch consistency, * consistency `window`.",
         padding=(0, 0, 0, 1),
     )

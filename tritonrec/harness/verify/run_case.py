@@ -19,29 +19,22 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ... import ops
-from ...data import Batch, ClickLoader, DynamicStream, JaggedBatch, Lookup, Stream
+from ...data import Batch, DynamicStream, JaggedBatch, Lookup, Stream
 from ...distributed import Communicator, Communicators
 from ...embedding import TablePolicy
 from ...files import atomic_write
 from ...pipeline import Task, Trainer, Window, WindowConfig, WindowPlaces, schedule_of
 from ...pipeline.places import Buffer, KeptRows, OwnedRows
 from ...pipeline.stage import Previous, Read
-from ...resilience import Replay
 from ...settings import with_values
-from ...slipstream import RemainingLoader, Slipstream
 from ...trace import SupportsRecording
 from ..devices import kernels_of
 from ..job import Job, Loader
-from .cached import CACHED_PART, compare_cached
 from .cases import Case, Reference
-from .corpus import injection_of
-from .deltas import followed
-from .exported import compare_export, exported_parts, saved_between
-from .injections import Injection
+from .injections import Injection, injection_of
 from .own_code import OwnLoop
-from .served import SERVED_PARTS, compare_served
-from .server import SERVER_PARTS, compare_server
 from .state import Comparison, Difference, State, dense_state, loss_state, overlay, table_state, used_state
+from .variants import Run
 from .wrapping import wrap
 
 
@@ -49,14 +42,16 @@ from .wrapping import wrap
 class Stretch:
     """Steps [first, last) of a case: `load` and `save` are directories of checkpoints, empty for none.
 
-    `export`: a folder for a checkpoint and its export, compared at the end.
+    `folder` is for files of the case's tool, `memory` what the tool keeps on a rank from one call to the
+    next.
     """
 
     first: int
     last: int
     load: str = ""
     save: str = ""
-    export: str = ""
+    folder: str = ""
+    memory: Any = None
 
 
 @dataclass(frozen=True)
@@ -195,71 +190,36 @@ def _compared(
 ) -> RankReport:
     injected = injection_of(fault) if fault else Injection()
     steps = range(stretch.first, stretch.last)
-    with ExitStack() as stack:
-        trainer, loader = stack.enter_context(prepared(communicators, job, case, injected=injected))
-        program = trainer.program
-        tables = program.tables
+    with prepared(communicators, job, case, injected=injected) as (trainer, loader):
+        program, tables = trainer.program, trainer.program.tables
         stream = loader if isinstance(loader, (Stream, DynamicStream)) else None
         if stretch.load:
             trainer.load(stretch.load, loader=stream)
         comparison = Comparison(tables, communicators.shard, communicators.shards)
-
-        replay = None
-        if case.replay:
-            replay = stack.enter_context(Replay(case.replay))
-            replay.attach(trainer)
-        watch = None if case.job(job).slipstream is None else _slipstream(communicators, trainer, case, job)
         batches = (loader.batch(step) for step in steps) if stream is None else islice(stream, len(steps))
-        stretches: Iterable[Iterable[Batch]] = [batches]
-        if watch is not None:
-            stretches = _classified(watch, loader, steps)
-        more_counts: Counter[str] = Counter()
-        if case.follows:
-            stretches = followed(
-                trainer, loader, comparison, expected, [*batches], steps[0], stretch.export,
-                injected.follower, more_counts,
-            )  # fmt: skip
-        elif stretch.export:
-            stretches = saved_between(trainer, [*batches], stretch.export, steps[0])
-        skipped = compare_run(trainer, stretches, comparison, expected, steps[-1])
-        if stretch.export and not case.follows:
-            last = steps[-1]
-            compare_export(trainer, loader, comparison, expected(last), last, stretch.export, injected.export)
-        served = reused = 0
-        if case.caches:
-            half = steps[0] + len(steps) // 2
-            reused = compare_cached(
-                trainer, loader, comparison, steps[-1], stretch.export, half, injected.cached
-            )
-        together = 0
-        if case.answers:
-            half = steps[0] + len(steps) // 2
-            together = compare_server(
-                trainer, loader, comparison, steps[-1], stretch.export, half, injected.answers
-            )
-        if case.serves:
-            served = compare_served(trainer, loader, comparison, steps[-1], injected.exchange)
-        if stretch.save:
-            trainer.save(stretch.save, loader=stream)
-    more = exported_parts(tables.table_names, communicators.rank) if stretch.export else []
-    more += SERVED_PARTS if case.serves else []
-    more += SERVER_PARTS if case.answers and communicators.rank == 0 else []
-    more += [CACHED_PART] if case.caches and communicators.rank == 0 else []
-    require_compared(case, comparison, steps, program.config.accumulate, more)
-    seconds = time.perf_counter() - started
-    counts = Counter(vars(trainer.counts)) + more_counts
-    counts["skipped"], counts["served"], counts["reused_tokens"] = skipped, served, reused
-    counts["answered_together"] = together
-    for group in tables.groups:
-        counts.update(vars(group.table.counters))
-    if watch is not None:
-        counts.update(watch.counts)
-    if replay is not None:
-        counts.update(replay.counts)
+        run = Run(
+            trainer, case.job(job), loader, comparison, expected, steps, batches, stretch.folder,
+            stretch.memory, injected.tool,
+        )  # fmt: skip
+        with case.tool(run) as stretches:
+            skipped = compare_run(trainer, stretches, comparison, expected, steps[-1])
+            if stretch.save:
+                trainer.save(stretch.save, loader=stream)
+    require_compared(case, comparison, run.steps, program.config.accumulate, run.due)
+    counts = Counter(vars(trainer.counts)) + run.counts
+    counts["skipped"] = skipped
     if isinstance(stream, DynamicStream):
         stream = stream.stream
     if stream is not None:
         counts["shard_bytes"] = stream.counts.bytes
+    return _report(comparison, counts, started)
+
+
+def _report(comparison: Comparison, counts: Counter[str], started: float) -> RankReport:
+    """With the counts of the tables."""
+    for group in comparison.tables.groups:
+        counts.update(vars(group.table.counters))
+    seconds = time.perf_counter() - started
     return RankReport(
         comparison.first, comparison.tensors_compared, comparison.bytes_compared, seconds, dict(counts)
     )
@@ -308,29 +268,7 @@ def _own_loop(
         assert isinstance(batch, JaggedBatch)
         comparison.compare(step, expected(step), loop.step(batch), final=True)
     require_compared(case, comparison, range(stretch.first, stretch.last))
-    counts = sum((Counter(vars(group.table.counters)) for group in tables.groups), Counter())
-    seconds = time.perf_counter() - started
-    return RankReport(
-        comparison.first, comparison.tensors_compared, comparison.bytes_compared, seconds, dict(counts)
-    )
-
-
-def _slipstream(communicators: Communicators, trainer: Trainer, case: Case, job: Job) -> Slipstream:
-    config, loader = case.job(job).slipstream, case.job(job).epochs()
-    assert config is not None and isinstance(loader, ClickLoader)
-    watch = Slipstream(config, loader, trainer.program.tables, communicators)
-    watch.attach(trainer)
-    return watch
-
-
-def _classified(watch: Slipstream, loader: Loader, steps: range) -> Iterator[list[Batch]]:
-    """The batches up to the classification, and those that it leaves."""
-    assert isinstance(loader, ClickLoader)
-    border = watch.config.classify_at
-    yield [loader.batch(step) for step in range(steps[0], border)]
-    found = watch.classify(watch.judge(), loader)
-    left = RemainingLoader(loader, found.kept, border, steps[-1] + 1)
-    yield [left.batch(step) for step in range(border, border + left.num_steps)]
+    return _report(comparison, Counter(), started)
 
 
 def compare_run(

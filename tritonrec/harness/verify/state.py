@@ -95,8 +95,7 @@ class Comparison:
 
     Attributes:
         steps_seen: (step, part) of all that was compared: "loss", "dense", "table NAME", and what
-            `compare_weights`, `compare_scores`, `compare_cached`, `compare_answers` and
-            `compare_predictions` add.
+            `compare_weights` and `compare_part` add.
     """
 
     tables: HashTableCollection
@@ -150,26 +149,10 @@ class Comparison:
         self.steps_seen.add((step, f"export of {name}"))
         self._keep(step, len(_ORDER), found and replace(found, tensor=f"{found.tensor}, exported"))
 
-    def compare_scores(self, step: int, expected: torch.Tensor, got: torch.Tensor) -> None:
-        """Compare an export's scores (B, I) after `step`."""
-        self.steps_seen.add((step, "scores"))
-        self._keep(step, len(_ORDER), self._values(step, "scores, exported", expected, got))
-
-    def compare_cached(self, step: int, expected: torch.Tensor, got: torch.Tensor) -> None:
-        """Compare scores (B, I) of cached inference after `step`."""
-        self.steps_seen.add((step, "scores, cached"))
-        self._keep(step, len(_ORDER), self._values(step, "scores, cached", expected, got))
-
-    def compare_answers(self, step: int, part: str, expected: torch.Tensor, got: torch.Tensor) -> None:
-        """Compare what the server answered after `step`."""
+    def compare_part(self, step: int, part: str, expected: torch.Tensor, got: torch.Tensor) -> None:
+        """Compare what a tool has made of the state after `step`: scores, predictions, items."""
         self.steps_seen.add((step, part))
         self._keep(step, len(_ORDER), self._values(step, part, expected, got))
-
-    def compare_predictions(self, step: int, bound: int, expected: torch.Tensor, got: torch.Tensor) -> None:
-        """Compare the predictions (b,) that this rank served with a bound, after `step`."""
-        name = f"predictions, served with k = {bound}"
-        self.steps_seen.add((step, name))
-        self._keep(step, len(_ORDER), self._values(step, name, expected, got))
 
     def _loss(self, step: int, expected: Mapping[str, torch.Tensor], got: State) -> Difference | None:
         self.steps_seen.add((step, "loss"))

@@ -1,44 +1,82 @@
 """Variants of the harness's job: parts of the embedding system switched on, one at a time and together.
 
 A variant changes the case, and its reference only where it changes what training computes: eviction does,
-merging tables or dropping repeated keys does not.
+merging tables or dropping repeated keys does not. Those of tools (serving, resilience, Slipstream) stand in
+`tools/`, which the core loads by name when a case of theirs, or the whole table, is wanted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
+from importlib import import_module
 from typing import Any
 
+import torch
+
+from ...data import Batch
 from ...embedding import Eviction, PrecisionTiers, TablePolicy
 from ...nn import RECOMPUTED, HSTUConfig
-from ...pipeline import PIPELINED, TWO_BUFFERS, LossScaling, Mode
-from ...slipstream import SlipstreamConfig
+from ...pipeline import PIPELINED, TWO_BUFFERS, LossScaling, Mode, Trainer
 from ..devices import Target
-from ..job import Job
+from ..job import Job, Loader
 from .in_batch import InBatchJob
 from .own_code import ConvertedJob
 from .published import PublishedJob
 from .shared_bits import FoldedJob
+from .state import Comparison
 from .weighted import WeightedJob
 
 RESTART = "restart"
 """The variant that is saved half way and goes on at another world size."""
-LOST_RANK = "lost-rank"
-"""The variant of which a rank is killed."""
-SERVED = "served"
-"""The variant whose server needs packages of its own."""
 IN_BATCH = "in-batch"
 """The variant whose losses are of the whole global batch."""
 OWN_LOOP = "hash-embedding"
-EACH = "exchanges-each"
 """The variant without a trainer, and so without a mode."""
-
-
+EACH = "exchanges-each"
+"""The variant that is a factor of the table."""
 CPU_BITS = "cpu-bits"
 """The variant whose reference runs on the CPU's kernels, whatever the case runs on."""
 STREAM = "stream"
 """The variant whose batches are streamed from shards, and whose position is in the checkpoint."""
+
+
+@dataclass
+class Run:
+    """A case on one rank, as its variant's tool gets it.
+
+    Args:
+        trainer, job, loader, comparison: of the case. expected: the reference's state after a step.
+        steps: those that are trained. batches: of these steps, which can be read once.
+        folder: of all ranks, empty at first and removed at the end. memory: see `Stretch`.
+        injected: `Injection.tool` of a fault, else None.
+        due: parts that the tool has to compare after the last step. counts: what the tool counted.
+    """
+
+    trainer: Trainer
+    job: Job
+    loader: Loader
+    comparison: Comparison
+    expected: Callable[[int], Mapping[str, torch.Tensor]]
+    steps: range
+    batches: Iterable[Batch]
+    folder: str
+    memory: Any
+    injected: Any
+    due: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+Tool = Callable[[Run], AbstractContextManager[Iterable[Iterable[Batch]]]]
+"""What stands around the training of a case: gives the batches in stretches, between which the pipeline is
+empty, and at its end compares what it has made."""
+
+
+def no_tool(run: Run) -> AbstractContextManager[Iterable[Iterable[Batch]]]:
+    """All batches in one stretch, and nothing besides."""
+    return nullcontext([run.batches])
 
 
 @dataclass(frozen=True)
@@ -53,15 +91,11 @@ class Variant:
         shows: counts that tell what the variant did, of all ranks and steps; one that is zero shows that the
             case proves nothing, and fails it.
         modes: those that can do it.
-        exports: a full checkpoint half way and one of changes at the end are exported, and the export's rows
-            and scores compared.
-        caches: with `exports`: both exports are served one after the other with cached keys and values.
-        replay: the share of the work that other ranks compute again.
-        loses: a rank is killed in the middle of a step, and the others go on from copies in memory.
-        serves: the trained model and tables are served with a bounded lag, and the predictions compared.
         kind: of the jobs. own_loop: train by `OwnLoop` in place of a trainer.
-        follows: a replica follows the training, and its rows and scores are compared at each published step.
-        answers: with `exports`: a server of both exports is asked, and its answers compared.
+        tool: what stands around the training, and what it compares.
+        on_ranks: runs the case, with the arguments of `run_case` and a timeout, on processes of its own, and
+            returns their reports. The table has one case, on the CPU.
+        alone: it is not in the table, or has cases of its own there.
     """
 
     what: str
@@ -72,15 +106,11 @@ class Variant:
     per_world: bool = False
     shows: tuple[str, ...] = ()
     modes: tuple[Mode, ...] = PIPELINED
-    exports: bool = False
-    caches: bool = False
-    replay: float = 0.0
-    loses: bool = False
-    serves: bool = False
     kind: type[Job] = Job
     own_loop: bool = False
-    follows: bool = False
-    answers: bool = False
+    tool: Tool = no_tool
+    on_ranks: Callable[..., list[Any]] | None = None
+    alone: bool = False
 
     def job(self, job: Job) -> Job:
         """The case's job."""
@@ -215,38 +245,6 @@ VARIANTS: dict[str, Variant] = {
         {"merge": False},
         shows=("evicted", "rejected", "promoted"),
     ),
-    "bounded-lag": Variant(
-        "the trained DLRM is served with every bound k of the lag",
-        {"model": "dlrm", "batch_size": 9, "data": CRITEO},
-        shows=("served",),
-        serves=True,
-    ),
-    "cached": Variant(
-        "an export of HSTU with biases of position and time is served with cached keys and values",
-        {"sizes": HSTUConfig(relative_bias=True), "data": MADE},
-        shows=("reused_tokens",),
-        exports=True,
-        caches=True,
-    ),
-    "deltas": Variant(
-        "a replica follows the training by deltas with tombstones, between full snapshots",
-        {**SMALL, "data": MADE, "policy": POLICIES},
-        shows=("applied", "evicted"),
-        follows=True,
-    ),
-    SERVED: Variant(
-        "a server of an export of HSTU with biases of position and time, asked by all users at one time",
-        {"sizes": HSTUConfig(relative_bias=True), "data": MADE},
-        shows=("answered_together",),
-        exports=True,
-        answers=True,
-    ),
-    "slipstream-0": Variant(
-        "Slipstream with threshold 0: rows are judged, and no input is dropped",
-        {"model": "dlrm", **SMALL, "data": CRITEO},
-        {"slipstream": SlipstreamConfig(1, 2, 2, hot_share=0.0, threshold=0.0)},
-        shows=("judged", "hot_inputs"),
-    ),
     "balanced": Variant("a batch's samples dealt to ranks by cost", case={"balance": True}, shows=("found",)),
     "dynamic": Variant(
         "batches cut by tokens, gradients weighted by true counts",
@@ -322,7 +320,10 @@ VARIANTS: dict[str, Variant] = {
         shows=("exchanged",),
     ),
     EACH: Variant(
-        "each micro-batch has exchanges of its own", window={"exchanges": "each"}, shows=("exchanged",)
+        "each micro-batch has exchanges of its own",
+        window={"exchanges": "each"},
+        shows=("exchanged",),
+        alone=True,
     ),
     "exchange-bf16": Variant(
         "rows are exchanged in bfloat16", window={"exchange_precision": "bf16"}, shows=("exchanged",)
@@ -376,26 +377,6 @@ VARIANTS: dict[str, Variant] = {
         per_world=True,
         shows=("shard_bytes",),
     ),
-    "export": Variant(
-        "rows and scores of an export of the last checkpoint, which holds changes since another",
-        {**SMALL, "policy": POLICIES},
-        shows=("rejected",),
-        exports=True,
-    ),
-    "export-bf16": Variant(
-        "rows and scores of an export of a model trained in bfloat16",
-        window={"precision": "bf16"},
-        shows=("lookups",),
-        exports=True,
-    ),
-    "export-grm": Variant(
-        "rows and probabilities of an export of GRM, merged",
-        {"model": "grm", "batch_size": 12},
-        {"merge": True},
-        {"merge": False},
-        shows=("lookups",),
-        exports=True,
-    ),
     "stream-grm": Variant(
         "GRM on windows streamed from Parquet shards",
         {"model": "grm", "batch_size": 12, "data": f"shards:{RATED}"},
@@ -406,27 +387,45 @@ VARIANTS: dict[str, Variant] = {
         {"model": "dlrm", "batch_size": 12, "data": f"shards:{CRITEO}"},
         shows=("shard_bytes",),
     ),
-    "replay": Variant(
-        "a quarter of the work computed again by other ranks, rows and messages with checksums",
-        {**SMALL, "data": MADE, "policy": POLICIES},
-        shows=("replayed_micro_batches", "replayed_rows", "rows_checked"),
-        replay=0.25,
-    ),
-    LOST_RANK: Variant(
-        "rank 1 is killed in a step, and the others go on from the copies in their memory",
-        {**SMALL, "data": MADE, "policy": POLICIES},
-        shows=("rejected", "restored"),
-        loses=True,
-    ),
     RESTART: Variant(
         "eviction, admission and precision tiers across a restart",
         {**SMALL, "policy": POLICIES},
         shows=("rejected",),
+        alone=True,
     ),
     CPU_BITS: Variant(
         "a model without sums of floats of its own, compared with the CPU's kernels",
         reference={"target": Target("cpu")},
         kind=FoldedJob,
         shows=("inserted", "exchanged"),
+        alone=True,
     ),
 }
+
+
+def tools() -> Any:
+    """The package of tools, which adds their variants and faults as it is loaded."""
+    return import_module(f"{__package__}.tools")
+
+
+def add_variants(added: Mapping[str, Variant], before: str) -> None:
+    """Those of a tool, put before the one of that name: mode and N of a table's case go by its place."""
+    entries = list(VARIANTS.items())
+    place = list(VARIANTS).index(before)
+    VARIANTS.clear()
+    VARIANTS.update([*entries[:place], *added.items(), *entries[place:]])
+
+
+def variant_of(name: str) -> Variant:
+    """The variant of that name, of the core or of a tool; one that changes nothing for an empty name."""
+    if not name:
+        return Variant("")
+    if name not in VARIANTS:
+        tools()
+    return VARIANTS[name]
+
+
+def every_variant() -> dict[str, Variant]:
+    """With those of tools, in the order of the table."""
+    tools()
+    return VARIANTS

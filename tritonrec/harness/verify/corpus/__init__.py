@@ -6,8 +6,7 @@ exchanges, optimizers or checkpoints; here each is the same mistake in the place
 
 from __future__ import annotations
 
-from ..faults import FAULTS, Fault
-from ..injections import Injection
+from ..faults import FAULTS
 from . import dense, gradients, restarts, rows, tables  # noqa: F401 (they add to the corpus)
 from .bug import CORPUS, SOURCES
 
@@ -29,15 +28,3 @@ SOURCES |= {
 
 PUBLIC = [*(fault for fault in FAULTS if fault.name in SOURCES), *CORPUS]
 """Every fault that has a source."""
-SELECTIONS: dict[tuple[bool, bool], list[Fault]] = {
-    (False, False): [],
-    (True, False): FAULTS,
-    (False, True): PUBLIC,
-    (True, True): [*FAULTS, *CORPUS],
-}
-"""Faults by the options ``--inject-faults`` and ``--corpus``."""
-
-
-def injection_of(name: str) -> Injection:
-    """The injection of the fault called `name`."""
-    return next(fault.injection for fault in SELECTIONS[True, True] if fault.name == name)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 from ....pipeline import Program, Schedule, Task
 from ..cases import Case
-from ..faults import Fault
+from ..faults import Fault, case
 from ..injections import Injection
 
 CORPUS: list[Fault] = []
@@ -18,10 +16,7 @@ SOURCES: dict[str, str] = {}
 
 ProgramFault = Callable[[Program], None]
 
-
-def case(**changes: Any) -> Case:
-    """The case in which a fault must show: where not said otherwise, two ranks, three micro-batches, Adam."""
-    return replace(Case("nestpipe", "batch", 2, 3, False, "adam", steps=5), **changes)
+__all__ = ["CORPUS", "SOURCES", "ProgramFault", "bug", "case"]
 
 
 def bug(

@@ -2,44 +2,41 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from ...data import Batch
-from ...pipeline import Trainer
-from ...serving.live import Follower, Publisher
-from ...serving.live.follower import Part
-from ..job import Loader
-from .exported import scores_of
-from .state import Comparison
+from ....data import Batch
+from ....serving.live import Follower, Publisher
+from ....serving.live.follower import Part
+from ..faults import Fault, add_faults, case
+from ..injections import Injection
+from ..variants import MADE, POLICIES, SMALL, Run, Variant, add_variants
+from .exported import SCORES, exported_parts, scores_of
 
 EVERY = 2
 """Steps between publications."""
 
 
-def followed(
-    trainer: Trainer,
-    loader: Loader,
-    comparison: Comparison,
-    expected: Callable[[int], Mapping[str, torch.Tensor]],
-    batches: Sequence[Batch],
-    first: int,
-    folder: str,
-    follower: type[Follower],
-    counts: Counter[str],
-) -> Iterator[Sequence[Batch]]:
-    """`batches` in stretches; after each the training is published, and a replica on each rank follows.
+@contextmanager
+def followed(run: Run) -> Iterator[Iterable[Iterable[Batch]]]:
+    """After each stretch the training is published, and a replica on each rank follows.
 
     Every rank compares the replica's weights of its own rows with those of the reference, rank 0 its scores
-    with those of the trainer's model. `follower` is `Follower`, or breaks it. Collective.
+    with those of the trainer's model. A fault's tool takes the place of `Follower`. Collective.
     """
-    control, sink = trainer.communicators.control, Path(folder, "sink")
-    replica: Follower | None = None
+    tables, rank = run.trainer.program.tables, run.trainer.communicators.rank
+    run.due += exported_parts(tables.table_names, rank)
+    yield _published(run)
+
+
+def _published(run: Run) -> Iterator[Sequence[Batch]]:
+    trainer, comparison, sink = run.trainer, run.comparison, Path(run.folder, "sink")
+    control, batches, replica = trainer.communicators.control, [*run.batches], None
+    follower: type[Follower] = run.injected or Follower
     with ExitStack() as stack:
         for at in range(0, len(batches), EVERY):
             stretch = batches[at : at + EVERY]
@@ -56,13 +53,14 @@ def followed(
                 raise RuntimeError(
                     f"the replica is at {replica.sequence}, published was {publisher.sequence}"
                 )
-            step = first + at + len(stretch) - 1
+            step = run.steps[0] + at + len(stretch) - 1
             for name, table in replica.predictor.tables.items():
-                comparison.compare_weights(step, expected(step), name, table.ids, table.weights)
+                comparison.compare_weights(step, run.expected(step), name, table.ids, table.weights)
             whole = trainer.whole_tables()
             if trainer.communicators.rank == 0:
-                comparison.compare_scores(step, *scores_of(trainer, whole, replica.predictor, loader))
-            counts["applied"] = replica.sequence - 1
+                scores = scores_of(trainer, whole, replica.predictor, run.loader)
+                comparison.compare_part(step, SCORES, *scores)
+            run.counts["applied"] = replica.sequence - 1
 
 
 class AppliedTwice(Follower):
@@ -137,3 +135,52 @@ class DenseOfTheStepBefore(Follower):
 
     def _check_dense(self, *arguments: object) -> None:
         pass
+
+
+add_variants(
+    {
+        "deltas": Variant(
+            "a replica follows the training by deltas with tombstones, between full snapshots",
+            {**SMALL, "data": MADE, "policy": POLICIES},
+            shows=("applied", "evicted"),
+            tool=followed,
+        ),
+    },
+    before="balanced",
+)
+add_faults(
+    [
+        Fault(
+            "delta-applied-twice",
+            "a replica applies the delta before again behind each one",
+            case(variant="deltas", steps=8),
+            Injection(tool=AppliedTwice),
+        ),
+        Fault(
+            "tombstone-lost",
+            "a replica keeps rows that were evicted",
+            case(variant="deltas", steps=8),
+            Injection(tool=TombstoneLost),
+        ),
+        Fault(
+            "half-applied-snapshot",
+            "a replica begins with the first half of a snapshot's rows",
+            case(variant="deltas", steps=8),
+            Injection(tool=HalfSnapshot),
+        ),
+        Fault(
+            "delta-of-another-run",
+            "a replica gets the deltas of another run",
+            case(variant="deltas", steps=8),
+            Injection(tool=OfAnotherRun),
+            says="is of run another",
+        ),
+        Fault(
+            "dense-values-of-the-step-before",
+            "a replica's rows go on, and its dense values follow one delta late",
+            case(variant="deltas", steps=8),
+            Injection(tool=DenseOfTheStepBefore),
+        ),
+    ],
+    before="norm-before-the-gate",
+)

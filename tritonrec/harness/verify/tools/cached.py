@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
@@ -12,42 +13,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...data import NextItemLoader
-from ...nn import HSTU
-from ...pipeline import Trainer, next_item_scores
-from ...serving import Predictor, export
-from ...serving.cached import CachedPredictor
-from ...serving.cached.pages import Pages, pages_of
-from ..job import Loader
-from .exported import USERS
-from .state import Comparison
+from ....data import Batch, NextItemLoader
+from ....nn import HSTU, HSTUConfig
+from ....pipeline import next_item_scores
+from ....serving import Predictor, export
+from ....serving.cached import CachedPredictor
+from ....serving.cached.pages import Pages, pages_of
+from ..faults import Fault, add_faults, case
+from ..injections import Injection
+from ..variants import MADE, Run, Variant, add_variants
+from .exported import USERS, exporting
 
-CACHED_PART = "scores, cached"
+PART = "scores, cached"
 """What rank 0 compares."""
 PAGES = 5
 """Of the memory: less than the users need, so that they take pages from each other."""
 
 
-def compare_cached(
-    trainer: Trainer,
-    loader: Loader,
-    comparison: Comparison,
-    step: int,
-    folder: str,
-    half: int,
-    cached: type[CachedPredictor],
-) -> int:
+@contextmanager
+def cached(run: Run) -> Iterator[Iterable[Iterable[Batch]]]:
     """Serve held-out users in pieces, over two versions, and compare their scores with the trainer's.
 
-    They begin with the export of the checkpoint of step `half`, get some events, are scored, go on with
-    `folder`'s export of the last one, and get the others between further scores. Scores on the way are
-    compared with those of `Predictor`, the last ones with the trainer's. `cached` is `CachedPredictor`, or
-    breaks it. Collective; rank 0 serves, and the others return 0. Returns how many tokens were not computed
-    again.
+    They begin with the export of the checkpoint half way, get some events, are scored, go on with the export
+    of the last one, and get the others between further scores. Scores on the way are compared with those of
+    `Predictor`, the last ones with the trainer's. A fault's tool takes the place of `CachedPredictor`.
+    Collective; rank 0 serves, and counts how many tokens were not computed again.
     """
+    trainer, loader, folder, step = run.trainer, run.loader, run.folder, run.steps[-1]
+    rank, half = trainer.program.communicators.rank, run.steps[0] + len(run.steps) // 2
+    run.due += [PART][rank:]
+    with exporting(run) as stretches:
+        yield stretches
     trained, tables = trainer.dense.evaluated, trainer.whole_tables()
-    if trainer.program.communicators.rank:
-        return 0
+    if rank:
+        return
+    server: type[CachedPredictor] = run.injected or CachedPredictor
     assert isinstance(loader, NextItemLoader) and isinstance(trained, HSTU)
     model, before, after = deepcopy(trained).cpu(), Path(folder, "before"), Path(folder, "export")
     export(Path(folder, "checkpoint"), before, model, step=half)
@@ -58,8 +58,8 @@ def compare_cached(
     ]
     draw, users, seen = Random(step), range(len(events)), [0] * len(events)
     pages = PAGES * pages_of(model.config.max_seq_len)
-    served = cached.load(before, model, memory="64MiB")
-    served = cached.load(before, model, memory=pages * served.stats().page_bytes)
+    served = server.load(before, model, memory="64MiB")
+    served = server.load(before, model, memory=pages * served.stats().page_bytes)
     want: list[Tensor] = []
     got: list[Tensor] = []
 
@@ -90,8 +90,8 @@ def compare_cached(
     scores = next_item_scores(trained.eval(), tables, loader.catalogue, trainer.config.precision)
     want[-1] = scores(history)
     trained.train()
-    comparison.compare_cached(step, torch.cat(want), torch.cat(got))
-    return served.stats().reused
+    run.comparison.compare_part(step, PART, torch.cat(want), torch.cat(got))
+    run.counts["reused_tokens"] = served.stats().reused
 
 
 class PageReusedEarly(CachedPredictor):
@@ -148,3 +148,51 @@ class LastTimeForgotten(CachedPredictor):
         super()._put(user, whole)
         if cached is not None:
             cached.known = known
+
+
+add_variants(
+    {
+        "cached": Variant(
+            "an export of HSTU with biases of position and time is served with cached keys and values",
+            {"sizes": HSTUConfig(relative_bias=True), "data": MADE},
+            shows=("reused_tokens",),
+            tool=cached,
+        ),
+    },
+    before="balanced",
+)
+add_faults(
+    [
+        Fault(
+            "page-reused-early",
+            "a page of cached keys and values goes to another user while its user still reads it",
+            case(variant="cached", steps=8),
+            Injection(tool=PageReusedEarly),
+        ),
+        Fault(
+            "cache-of-the-old-version",
+            "keys and values of the model before are used with a new one",
+            case(variant="cached", steps=8),
+            Injection(tool=OldVersionUsed),
+        ),
+        Fault(
+            "append-lost",
+            "a user's cached vector stays when events come",
+            case(variant="cached", steps=8),
+            Injection(tool=AppendLost),
+        ),
+        Fault(
+            "cached-position-off-by-one",
+            "tokens behind cached ones stand one place late",
+            case(variant="cached", steps=8),
+            Injection(tool=PositionOffByOne),
+        ),
+        Fault(
+            "last-time-forgotten",
+            "the last cached token goes on asking at its own time when the next one's is known",
+            case(variant="cached", steps=8),
+            Injection(tool=LastTimeForgotten),
+        ),
+    ],
+    before="norm-before-the-gate",
+)

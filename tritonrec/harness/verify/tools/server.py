@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from copy import deepcopy
 from importlib.util import find_spec
 from itertools import pairwise
@@ -13,50 +14,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...data import NextItemLoader
-from ...nn import HSTU
-from ...pipeline import Trainer, next_item_scores
-from ...serving import Predictor, export, top_k
-from ..job import Loader
-from .exported import USERS
-from .state import Comparison
+from ....data import Batch, NextItemLoader
+from ....nn import HSTU, HSTUConfig
+from ....pipeline import next_item_scores
+from ....serving import Predictor, export, top_k
+from ..faults import Fault, add_faults, case
+from ..injections import Injection
+from ..variants import MADE, Run, Variant, add_variants
+from .exported import USERS, exporting
 
 PACKAGES = ("fastapi", "httpx", "prometheus_client", "uvicorn")
 ABSENT = [name for name in PACKAGES if find_spec(name) is None]
 """Packages without which the server cannot be verified."""
-SERVER_PARTS = ["scores, answered", "items, answered"]
+PARTS = ["scores, answered", "items, answered"]
 """What rank 0 compares."""
 K = 5
 Answer = Callable[[Sequence[Any]], list[Any]]
 """Of a batch of requests, `tritonrec.serving.server.model.Served.answer`."""
 
 
-def compare_server(
-    trainer: Trainer,
-    loader: Loader,
-    comparison: Comparison,
-    step: int,
-    folder: str,
-    half: int,
-    answers: Callable[[Answer], Answer],
-) -> int:
+@contextmanager
+def answered(run: Run) -> Iterator[Iterable[Iterable[Batch]]]:
     """Ask a server in this process for held-out users, over two versions, and compare with the trainer.
 
     All users ask at one time: half of them by their history, half by events that were sent before, whose keys
-    and values are cached. The server begins with the export of the checkpoint of step `half`, and is told to
-    reload when `folder`'s export of the last one is there. The answers of the first version are compared with
-    those of `Predictor`, the last ones with scores of the trainer's model. `answers` changes how a batch is
-    answered. Collective; rank 0 serves, and the others return 0. Returns how many requests were answered
-    together with others.
+    and values are cached. The server begins with the export of the checkpoint half way, and is told to reload
+    when the export of the last one is there. The answers of the first version are compared with those of
+    `Predictor`, the last ones with scores of the trainer's model. A fault's tool changes how a batch is
+    answered. Collective; rank 0 serves, and counts how many requests were answered together with others.
     """
+    trainer, loader, folder, step = run.trainer, run.loader, run.folder, run.steps[-1]
+    rank, half = trainer.program.communicators.rank, run.steps[0] + len(run.steps) // 2
+    run.due += PARTS if rank == 0 else []
+    with exporting(run) as stretches:
+        yield stretches
     trained, tables = trainer.dense.evaluated, trainer.whole_tables()
-    if trainer.program.communicators.rank:
-        return 0
+    if rank:
+        return
     from fastapi.testclient import TestClient
 
-    from ...serving.server import ServerConfig
-    from ...serving.server.app import create_app
-    from ...serving.server.model import Served
+    from ....serving.server import ServerConfig
+    from ....serving.server.app import create_app
+    from ....serving.server.model import Served
 
     assert isinstance(loader, NextItemLoader) and isinstance(trained, HSTU)
     before, after = Path(folder, "before-server"), Path(folder, "export")
@@ -66,12 +65,13 @@ def compare_server(
         {"items": history.ids[first:last].tolist(), "timestamps": history.timestamps[first:last].tolist()}
         for first, last in pairwise(history.offsets.tolist())
     ]
-    paths, together = [before, after], [0]
+    paths = [before, after]
     served = Served(lambda: Predictor.load(paths.pop(0)), deepcopy(trained).cpu(), "64MiB")
-    answer = answers(served.answer)
+    answer = run.injected(served.answer) if run.injected else served.answer
+    run.counts["answered_together"] = 0
 
     def counted(requests: Sequence[Any]) -> list[Any]:
-        together[0] += len(requests) * (len(requests) > 1)
+        run.counts["answered_together"] += len(requests) * (len(requests) > 1)
         return answer(requests)
 
     served.answer = counted  # type: ignore[method-assign]
@@ -107,11 +107,10 @@ def compare_server(
     best = [_best(each, history, loader.catalogue, rows) for each, rows in zip(expected, there, strict=True)]
     want = torch.cat([each.flatten() for each in (*expected, *(scores for _, scores in best))])
     got = torch.cat([each.flatten() for each in (first[0], last[0], first[1], last[1])])
-    comparison.compare_answers(step, SERVER_PARTS[0], want, got)
-    comparison.compare_answers(
-        step, SERVER_PARTS[1], torch.cat([i for i, _ in best]), torch.cat([first[2], last[2]])
+    run.comparison.compare_part(step, PARTS[0], want, got)
+    run.comparison.compare_part(
+        step, PARTS[1], torch.cat([i for i, _ in best]), torch.cat([first[2], last[2]])
     )
-    return together[0]
 
 
 def _scores(answers: list[dict[str, Any]]) -> Tensor:
@@ -158,3 +157,42 @@ def history_not_left_out(answer: Answer) -> Answer:
         return answer(requests)
 
     return wrong
+
+
+add_variants(
+    {
+        "served": Variant(
+            "a server of an export of HSTU with biases of position and time, asked by all users at one time",
+            {"sizes": HSTUConfig(relative_bias=True), "data": MADE},
+            shows=("answered_together",),
+            tool=answered,
+            alone=bool(ABSENT),
+        ),
+    },
+    before="balanced",
+)
+add_faults(
+    []
+    if ABSENT
+    else [
+        Fault(
+            "answer-of-another-request",
+            "the server gives each answer of a batch to the request before",
+            case(variant="served"),
+            Injection(tool=to_the_next_request),
+        ),
+        Fault(
+            "answers-of-the-old-version",
+            "the server keeps answers, and gives them when another version is served",
+            case(variant="served"),
+            Injection(tool=answers_kept),
+        ),
+        Fault(
+            "history-not-left-out",
+            "the server finds items of the history among the best",
+            case(variant="served"),
+            Injection(tool=history_not_left_out),
+        ),
+    ],
+    before="norm-before-the-gate",
+)

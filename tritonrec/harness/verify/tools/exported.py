@@ -1,0 +1,147 @@
+"""Whether an export holds the state that its checkpoint was saved from: rows and scores; and its faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ....data import Batch, ImpressionLoader, NextItemLoader
+from ....embedding import HashTableCollection
+from ....nn import GRM
+from ....pipeline import Trainer, next_item_scores
+from ....serving import Predictor, export
+from ...job import Loader
+from .. import kept_state
+from ..faults import Fault, add_faults, case
+from ..injections import Injection
+from ..variants import POLICIES, SMALL, Run, Variant, add_variants
+
+USERS = 16
+"""Whose scores are compared."""
+SCORES = "scores, exported"
+
+
+def exported_parts(tables: Iterable[str], rank: int) -> list[str]:
+    """What a rank compares of an export."""
+    return [*(f"export of {name}" for name in tables), *[SCORES][rank:]]
+
+
+def exported(run: Run) -> Any:
+    """As `exporting`; a fault's tool takes the place of `tritonrec.serving.export`."""
+    return exporting(run, run.injected or export)
+
+
+@contextmanager
+def exporting(run: Run, export: Callable[..., object] = export) -> Iterator[Iterable[Sequence[Batch]]]:
+    """Save half way, and the changes at the end; export that, load it, and compare: collective.
+
+    Every rank compares the weights of its own rows with those of the reference after the last step, rank 0
+    scores of held-out users with those of the trainer's model in the precision of training.
+    """
+    trainer, step, out = run.trainer, run.steps[-1], Path(run.folder, "export")
+    communicators = trainer.program.communicators
+    run.due += exported_parts(trainer.program.tables.table_names, communicators.rank)
+    yield _saved_between(run)
+    if communicators.rank == 0:
+        export(Path(run.folder, "checkpoint"), out, trainer.dense.evaluated)
+    communicators.control.all_reduce(torch.zeros(1, dtype=torch.float32), "export")
+    predictor = Predictor.load(out)
+    for name, table in predictor.tables.items():
+        run.comparison.compare_weights(step, run.expected(step), name, table.ids, table.weights)
+    whole = trainer.whole_tables()
+    if communicators.rank == 0:
+        run.comparison.compare_part(step, SCORES, *scores_of(trainer, whole, predictor, run.loader))
+
+
+def _saved_between(run: Run) -> Iterator[Sequence[Batch]]:
+    """The batches in two halves, with a save between them and one at the end, which holds the changes."""
+    batches, step = [*run.batches], run.steps[0]
+    half = len(batches) // 2
+    with run.trainer.saver(Path(run.folder, "checkpoint"), full_every=2) as saver:
+        yield batches[:half]
+        saver.save(step + half)
+        yield batches[half:]
+        saver.save(step + len(batches))
+
+
+def scores_of(
+    trainer: Trainer, tables: HashTableCollection, predictor: Predictor, loader: Loader
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores of the first held-out users: the trainer's, and the predictor's."""
+    model, precision = trainer.dense.evaluated, trainer.config.precision
+    if isinstance(loader, ImpressionLoader):
+        assert isinstance(model, GRM)
+        batch = next(iter(loader.evaluation_batches(USERS)))
+        with trainer.autocast():
+            want = model.predict(batch, tables.peek(batch.lookups()))
+        return want, predictor.predict(batch)
+    assert isinstance(loader, NextItemLoader)
+    history = next(iter(loader.evaluation_batches(USERS))).history
+    want = next_item_scores(model.eval(), tables, loader.catalogue, precision)(history)
+    model.train()
+    return want, predictor.scores(history, loader.catalogue)
+
+
+exported_in_float32 = partial(export, precision="float32")
+
+
+def exported_with_an_expert_less(checkpoint: Any, out: Any, model: Any) -> None:
+    model = deepcopy(model)
+    model.head.top_k -= 1
+    export(checkpoint, out, model)
+
+
+add_variants(
+    {
+        "export": Variant(
+            "rows and scores of an export of the last checkpoint, which holds changes since another",
+            {**SMALL, "policy": POLICIES},
+            shows=("rejected",),
+            tool=exported,
+        ),
+        "export-bf16": Variant(
+            "rows and scores of an export of a model trained in bfloat16",
+            window={"precision": "bf16"},
+            shows=("lookups",),
+            tool=exported,
+        ),
+        "export-grm": Variant(
+            "rows and probabilities of an export of GRM, merged",
+            {"model": "grm", "batch_size": 12},
+            {"merge": True},
+            {"merge": False},
+            shows=("lookups",),
+            tool=exported,
+        ),
+    },
+    before="stream-grm",
+)
+add_faults(
+    [
+        Fault(
+            "export-of-a-stale-row",
+            "a row is exported from the step of an earlier checkpoint",
+            case(variant="export", steps=8),
+            Injection(kept_state.stale_row_in_changes),
+        ),
+        Fault(
+            "export-in-another-precision",
+            "a model trained in bfloat16 is exported in float32",
+            case(variant="export-bf16"),
+            Injection(tool=exported_in_float32),
+        ),
+        Fault(
+            "export-with-an-expert-less",
+            "an exported GRM mixes one expert less",
+            case(variant="export-grm"),
+            Injection(tool=exported_with_an_expert_less),
+        ),
+    ],
+    before="norm-before-the-gate",
+)
