@@ -10,9 +10,9 @@ from speeds import slow_except
 
 from tritonrec.harness.verify.cases import Case
 from tritonrec.harness.verify.contract import Verifier
-from tritonrec.harness.verify.faults import FAULTS
 from tritonrec.harness.verify.report import CaseResult, Report, print_report
 from tritonrec.harness.verify.state import Difference
+from tritonrec.harness.verify.tools import FAULTS
 
 pytestmark = pytest.mark.multi_rank
 

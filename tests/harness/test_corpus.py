@@ -7,8 +7,8 @@ import pytest
 from commands import invoke
 from speeds import slow_except
 
-from tritonrec.harness.verify.corpus import PUBLIC, SELECTIONS, SOURCES
-from tritonrec.harness.verify.faults import FAULTS
+from tritonrec.harness.verify.corpus import PUBLIC, SOURCES
+from tritonrec.harness.verify.tools import FAULTS, SELECTIONS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "bugs.md"
 QUICK = ("second-moment-with-beta-1", "prefetch-counts-on-one-rank", "remainder-lost-in-resharding")

@@ -14,11 +14,11 @@ from tritonrec.harness.cli import app
 from tritonrec.harness.fuzz.report import Failure, FuzzReport
 from tritonrec.harness.verify import user_model
 from tritonrec.harness.verify.cases import Case
-from tritonrec.harness.verify.corpus import SELECTIONS
 from tritonrec.harness.verify.record_traces import MODES, record_traces
 from tritonrec.harness.verify.report import CaseResult, Report
 from tritonrec.harness.verify.state import Difference
 from tritonrec.harness.verify.thread_ranks import run_ranks
+from tritonrec.harness.verify.tools import SELECTIONS
 from tritonrec.harness.verify.user_model import ModelReport
 from tritonrec.nn import Linear
 from tritonrec.ops import ExactSumError

@@ -154,7 +154,8 @@ def test_every_setting_reaches_the_run():
 
     def run(one):
         case = one.case
-        return replace(case, configuration=Configuration()), case.job(Job()), case.window(0), case.replay
+        plain = replace(case, configuration=Configuration())
+        return plain, case.job(Job()), case.window(0), repr(case.tool)
 
     for each in fields(Configuration):
         value = getattr(plain, each.name)

@@ -8,21 +8,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rich.console import Console
-from tritonrec.harness.verify.exported import exported_parts
-from tritonrec.harness.verify.served import SERVED_PARTS
 
 from tritonrec.distributed import Communicators, RankDiedError
-from tritonrec.harness.verify import contract, lost, run_case
+from tritonrec.harness.verify import contract, run_case
 from tritonrec.harness.verify.cases import Case
 from tritonrec.harness.verify.contract import Verifier
-from tritonrec.harness.verify.corpus import SELECTIONS
-from tritonrec.harness.verify.faults import FAULTS
 from tritonrec.harness.verify.injections import Injection
 from tritonrec.harness.verify.references import References
 from tritonrec.harness.verify.report import CaseResult, FaultResult, Report, print_report
 from tritonrec.harness.verify.run_case import RankReport, record_reference, require_compared
 from tritonrec.harness.verify.state import Comparison, Difference
-from tritonrec.harness.verify.variants import SERVED
+from tritonrec.harness.verify.tools import FAULTS, SELECTIONS, lost, served
+from tritonrec.harness.verify.tools.exported import exported_parts
 from tritonrec.serving import Predictor, server
 from tritonrec.serving.bounded_lag import BoundedLagAllToAll
 
@@ -154,13 +151,13 @@ STEPS = range(2, 7)
 TABLES = SimpleNamespace(table_names=["item", "genre"])
 PARTS = ("dense", "table item", "table genre")
 DUE = {(step, "loss") for step in STEPS} | {(step, part) for step in (2, 5, 6) for part in PARTS}
-LATER = [*exported_parts(TABLES.table_names, 0), *SERVED_PARTS]
+LATER = [*exported_parts(TABLES.table_names, 0), *served.PARTS]
 
 
 def test_every_part_of_every_step_has_to_be_compared():
     """Updates of three batches: the steps 2 and 5 end one, and the last step is compared in any case."""
     due = {*DUE, *((6, name) for name in LATER)}
-    assert {"export of item", "export of genre", "scores"} < {*LATER} and len(SERVED_PARTS) == 3
+    assert {"export of item", "export of genre", "scores, exported"} < {*LATER} and len(served.PARTS) == 3
     assert exported_parts(TABLES.table_names, 1) == ["export of item", "export of genre"]
     for missing in (None, *sorted(due)):
         comparison = Comparison(TABLES, 0, 1, steps_seen=due - {missing})
@@ -198,11 +195,11 @@ def run(recorded, job, case, tmp_path=None, injection=None, monkeypatch=None):
     """`run_case`, with its export if it has one, and with a fault."""
     if injection is not None:
         monkeypatch.setattr(run_case, "Injection", lambda: injection)
-    stretch = run_case.Stretch(0, case.steps, export=str(tmp_path)) if case.exports or case.follows else None
+    stretch = run_case.Stretch(0, case.steps, folder=str(tmp_path))
     return run_case.run_case(Communicators.local(), job, case, recorded(job, case), stretch=stretch)
 
 
-EXPORTED = ["compare_weights", "compare_scores"]
+EXPORTED = ["compare_weights", "compare_part"]
 
 
 @pytest.mark.parametrize(
@@ -212,12 +209,12 @@ EXPORTED = ["compare_weights", "compare_scores"]
         (PLAIN, ["_dense"], ["dense"]),
         (PLAIN, ["_table"], ["table item"]),
         (OWN, ["_table"], ["table item"]),
-        (replace(PLAIN, variant="export"), EXPORTED, ["export of item", "scores"]),
-        (replace(PLAIN, variant="cached"), ["compare_cached"], ["scores, cached"]),
-        (replace(PLAIN, variant="deltas"), EXPORTED, ["export of item", "scores"]),
+        (replace(PLAIN, variant="export"), EXPORTED, ["export of item", "scores, exported"]),
+        (replace(PLAIN, variant="cached"), ["compare_part"], ["scores, exported", "scores, cached"]),
+        (replace(PLAIN, variant="deltas"), EXPORTED, ["export of item", "scores, exported"]),
         (
             replace(PLAIN, variant="bounded-lag"),
-            ["compare_predictions"],
+            ["compare_part"],
             ["predictions, served with k = 0"],
         ),
     ],
@@ -235,16 +232,16 @@ def test_a_case_that_compares_less_has_failed(recorded, job, tmp_path, monkeypat
 def test_exports_and_predictions_served_with_every_bound_are_compared(
     recorded, job, tmp_path, monkeypatch, variant
 ):
-    lengths, bounds, compare = [], [], Comparison.compare_predictions
+    parts, bounds, compare = {}, [], Comparison.compare_part
     monkeypatch.setattr(
-        Comparison, "compare_predictions", lambda *of: lengths.append(len(of[-1])) or compare(*of)
+        Comparison, "compare_part", lambda *of: parts.update({of[2]: len(of[-1])}) or compare(*of)
     )
-    injection = Injection(exchange=lambda *of: bounds.append(of[1]) or BoundedLagAllToAll(*of))
-    case = replace(PLAIN, variant=variant)
-    report = run(recorded, job, case, tmp_path, injection, monkeypatch)
+    lagging = Injection(tool=lambda *of: bounds.append(of[1]) or BoundedLagAllToAll(*of))
+    case, lags = replace(PLAIN, variant=variant), variant == "bounded-lag"
+    report = run(recorded, job, case, tmp_path, lagging if lags else Injection(), monkeypatch)
     assert report.first_difference is None and report.tensors_compared > 0
-    assert report.counts["served"] == sum(lengths) and bool(lengths) is (variant == "bounded-lag")
-    assert bounds == ([0, 1, 3] if variant == "bounded-lag" else [])
+    assert [*parts] == (served.PARTS if lags else ["scores, exported"]) and all(parts.values())
+    assert bounds == [0, 1, 3] * lags and report.counts.get("served", 0) == sum(parts.values()) * lags
 
 
 @pytest.mark.parametrize(
@@ -266,7 +263,8 @@ def test_what_is_served_is_what_is_compared(recorded, job, tmp_path, monkeypatch
     )
     monkeypatch.setattr(of, name, changed)
     if variant == "cached":  # its export has the same scores, and is compared before
-        monkeypatch.setattr(Comparison, "compare_scores", lambda *_: None)
+        compare = Comparison.compare_part
+        monkeypatch.setattr(Comparison, "compare_part", lambda *of: "cached" in of[2] and compare(*of))
     first = run(recorded, job, replace(PLAIN, variant=variant), tmp_path).first_difference
     assert first is not None and (first.step, first.tensor) == (1, tensor)
 
@@ -274,7 +272,7 @@ def test_what_is_served_is_what_is_compared(recorded, job, tmp_path, monkeypatch
 def test_requests_that_are_answered_alone_are_idle(recorded, job, tmp_path, monkeypatch):
     config = server.ServerConfig
     monkeypatch.setattr(server, "ServerConfig", lambda **given: config(batch=1, **given))
-    report = run(recorded, job, replace(PLAIN, variant=SERVED), tmp_path)
+    report = run(recorded, job, replace(PLAIN, variant="served"), tmp_path)
     assert report.first_difference is None and report.counts["answered_together"] == 0
 
 
@@ -303,7 +301,7 @@ def test_what_a_rank_found_before_another_was_lost_counts(recorded, job, monkeyp
     assert lost.run_losing(*arguments, memory).first_difference == at(0)
     memory = lost.Memory(comparisons=[Comparison(TABLES, 0, 1)])
     assert lost.run_losing(*arguments, memory).first_difference is None
-    monkeypatch.setattr(lost, "compare_run", lambda *_: 0)
+    monkeypatch.setattr(run_case, "compare_run", lambda *_: 0)
     with pytest.raises(RuntimeError, match="never compared"):
         lost.run_losing(*arguments, lost.Memory(comparisons=[Comparison(TABLES, 0, 1)]))
 

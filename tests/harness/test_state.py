@@ -218,15 +218,15 @@ def test_used_rows_are_compared_in_each_step_and_all_rows_in_the_last():
 def test_exports_scores_and_predictions_are_judged():
     table, state = run()
     ids, weights = state["table/item/ids"], state["table/item/rows"][:, :2]
-    names = ["export of item", "scores", "predictions, served with k = 3"]
+    names = ["export of item", "scores, exported", "predictions, served with k = 3"]
 
     plain = HashTableCollection([FeatureConfig("item", 2)], RowOptimizer("sgd", 0.1), seed=1)
 
     def judged(ids, weights, scores, predictions):
         compared = comparison(plain)  # rows of weights alone, as an export's
         compared.compare_weights(4, state, "item", ids, weights)
-        compared.compare_scores(4, torch.ones(2, 3), scores)
-        compared.compare_predictions(4, 3, torch.ones(2), predictions)
+        compared.compare_part(4, names[1], torch.ones(2, 3), scores)
+        compared.compare_part(4, names[2], torch.ones(2), predictions)
         assert compared.steps_seen == {(4, name) for name in names}
         return compared.first
 

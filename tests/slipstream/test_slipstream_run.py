@@ -18,6 +18,8 @@ from tritonrec.harness.train.loop import train
 from tritonrec.harness.train.run import Run
 from tritonrec.harness.verify.cases import Case
 from tritonrec.harness.verify.run_case import record_reference, run_case
+from tritonrec.harness.verify.tools.slipstream import classified
+from tritonrec.harness.verify.variants import VARIANTS, Variant
 from tritonrec.pipeline import ExchangeConfig, WindowConfig
 from tritonrec.slipstream import SlipstreamConfig
 
@@ -92,9 +94,9 @@ def test_threshold_0_is_exact_in_every_bit():
 
 
 def case_of(threshold, directory):
-    """The case of `verify`'s variant, at any threshold."""
+    """A case with the tool of `verify`'s variant, at any threshold."""
     slipstream = SlipstreamConfig(2, 2, 1, hot_share=0.0, threshold=threshold, alpha=10)
-    case = Case("nestpipe", "batch", 1, 2, False, "adam", 8)
+    case = Case("nestpipe", "batch", 1, 2, False, "adam", 8, variant="classified")
     record_reference(case.reference(job(batch_size=9)), 8, directory)
     return run_case(Communicators.local(), job(batch_size=9, slipstream=slipstream), case, directory)
 
@@ -104,6 +106,7 @@ def test_verify_sees_whether_inputs_were_dropped(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "tritonrec.harness.verify.cases.Reference.file_name", property(lambda self: "reference.safetensors")
     )
+    monkeypatch.setitem(VARIANTS, "classified", Variant("", tool=classified))
     exact = case_of(0.0, str(tmp_path))
     assert exact.first_difference is None and exact.counts["judged"] > 0 and exact.counts["hot_inputs"] > 0
     approximate = case_of(1e9, str(tmp_path))

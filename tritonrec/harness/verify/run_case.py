@@ -32,10 +32,10 @@ from ..devices import kernels_of
 from ..job import Job, Loader
 from .cases import Case, Reference
 from .injections import Injection, injection_of
+from .jobs import wrap
 from .own_code import OwnLoop
 from .state import Comparison, Difference, State, dense_state, loss_state, overlay, table_state, used_state
 from .variants import Run
-from .wrapping import wrap
 
 
 @dataclass(frozen=True)

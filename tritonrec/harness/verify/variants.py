@@ -23,11 +23,9 @@ from ...pipeline import PIPELINED, TWO_BUFFERS, LossScaling, Mode, Trainer
 from ..devices import Target
 from ..job import Job, Loader
 from .in_batch import InBatchJob
+from .jobs import FoldedJob, PublishedJob, WeightedJob
 from .own_code import ConvertedJob
-from .published import PublishedJob
-from .shared_bits import FoldedJob
 from .state import Comparison
-from .weighted import WeightedJob
 
 RESTART = "restart"
 """The variant that is saved half way and goes on at another world size."""
