@@ -71,7 +71,7 @@ def test_ranks_are_lost_on_the_cpu_alone(monkeypatch, device, loses):
         "verify", "--device", device, "--inject-faults", "--data", "zipf:users=40,items=60"
     )
     assert code == 2 and "enough" in output
-    assert any(bool(case.on_ranks) for case in given) == loses and len(given) > 50
+    assert any(bool(case.changes.on_ranks) for case in given) == loses and len(given) > 50
     assert ("lost-rank is left out" in output) != loses
 
 

@@ -155,7 +155,7 @@ def test_every_setting_reaches_the_run():
     def run(one):
         case = one.case
         plain = replace(case, configuration=Configuration())
-        return plain, case.job(Job()), case.window(0), repr(case.tool)
+        return plain, case.job(Job()), case.window(0), repr(case.changes.tool)
 
     for each in fields(Configuration):
         value = getattr(plain, each.name)

@@ -103,8 +103,8 @@ def verify(
     injected = SELECTIONS[faults, corpus]
     console = Console()
     if job.target.device != "cpu":  # ranks that go on without others communicate over gloo
-        cases = [case for case in cases if not case.on_ranks]
-        injected = [fault for fault in injected if not fault.case.on_ranks]
+        cases = [case for case in cases if not case.changes.on_ranks]
+        injected = [fault for fault in injected if not fault.case.changes.on_ranks]
         for name in [name for name, each in every_variant().items() if each.on_ranks]:
             console.print(f"variant {name} is left out: it runs on the CPU")
     report = checked(lambda: verify_contract(job, cases, injected, console, timedelta(seconds=timeout)))

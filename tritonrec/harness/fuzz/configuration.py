@@ -249,7 +249,8 @@ class DrawnCase(Case):
         return self.configuration.as_json()
 
     @property
-    def _variant(self) -> Variant:
+    def changes(self) -> Variant:
+        """Those of the configuration."""
         share = self.configuration.replay
         tool = partial(replayed, share) if share else no_tool
         return Variant("", window=self.configuration.window, tool=tool)

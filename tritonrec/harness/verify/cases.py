@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from itertools import combinations, product
@@ -22,7 +22,6 @@ from .variants import (
     RESTART,
     STREAM,
     VARIANTS,
-    Tool,
     Variant,
     every_variant,
     variant_of,
@@ -102,12 +101,12 @@ class Case:
 
     def __post_init__(self) -> None:
         # A last update of fewer batches would have to be the reference's last one too, and others share that.
-        accumulate = self._variant.window.get("accumulate", 1)
+        accumulate = self.changes.window.get("accumulate", 1)
         object.__setattr__(self, "steps", -(-self.steps // accumulate) * accumulate)
 
     def job(self, job: Job) -> Job:
         """The job of the case, where the harness has `job`."""
-        return replace(self._variant.job(job.on(self.data)), placement=self.placement(CACHE_ROWS))
+        return replace(self.changes.job(job.on(self.data)), placement=self.placement(CACHE_ROWS))
 
     def placement(self, cache_rows: int) -> Placement:
         """Of its tables; `cache_rows` of cached ones."""
@@ -123,23 +122,23 @@ class Case:
     def window(self, seed: int) -> WindowConfig:
         """How it cuts its batches."""
         # as on several machines, where micro-batches share exchanges in every way
-        window = {"exchanges": "joined", **self._variant.window}
+        window = {"exchanges": "joined", **self.changes.window}
         plain = WindowConfig(self.micro_batches, self.consistency, self.clustering, seed=seed)
         return with_values(plain, window)
 
     def reference(self, job: Job) -> Reference:
         """The run it is compared with."""
-        accumulate = self._variant.window.get("accumulate", 1)
-        ranks, window = self.world_size if self._variant.per_world else 1, self._variant.window
+        accumulate = self.changes.window.get("accumulate", 1)
+        ranks, window = self.world_size if self.changes.per_world else 1, self.changes.window
         shared = tuple((name, value) for name, value in window.items() if name in OF_REFERENCES)
-        own = replace(self._variant.reference_job(job.on(self.data)), placement=Placement("host"))
+        own = replace(self.changes.reference_job(job.on(self.data)), placement=Placement("host"))
         return Reference(own, self.optimizer, accumulate, ranks, shared)
 
     @property
     def shows(self) -> tuple[str, ...]:
         """Counts that tell what the variant did, a cache, a disk, and relays of several ranks."""
         cached = ("cached",) * (self.storage == "cached") + ("disk_read",) * (self.storage == "disk")
-        return *self._variant.shows, *cached, *("node_bytes",) * (1 < self.nodes < self.world_size)
+        return *self.changes.shows, *cached, *("node_bytes",) * (1 < self.nodes < self.world_size)
 
     @property
     def mesh(self) -> Mesh:
@@ -152,22 +151,8 @@ class Case:
         return 0.004
 
     @property
-    def tool(self) -> Tool:
-        """What stands around its training."""
-        return self._variant.tool
-
-    @property
-    def on_ranks(self) -> Callable[..., list[Any]] | None:
-        """What runs it on processes of its own, if anything does."""
-        return self._variant.on_ranks
-
-    @property
-    def own_loop(self) -> bool:
-        """Whether it trains by `OwnLoop`; its mode is "sequential" then, and N counts backward passes."""
-        return self._variant.own_loop
-
-    @property
-    def _variant(self) -> Variant:
+    def changes(self) -> Variant:
+        """What its variant changes."""
         return variant_of(self.variant)
 
     def __str__(self) -> str:
@@ -194,7 +179,7 @@ class Case:
             yield replace(self, storage="host")
         if self.replicas > 1 or self.nodes > 1:
             yield replace(self, replicas=1, nodes=1)
-        elif self.world_size > 1 and not self.on_ranks:
+        elif self.world_size > 1 and not self.changes.on_ranks:
             yield replace(self, world_size=1)
             yield replace(self, world_size=self.world_size // 2)
         if self.micro_batches > 1:

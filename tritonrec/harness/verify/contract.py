@@ -76,8 +76,8 @@ class Verifier:
     def _run(self, case: Case, fault: str | None) -> list[RankReport]:
         args = (self.job, case, self._references.path, fault)
         ranks = {"replicas": case.replicas, "nodes": case.nodes}
-        if case.on_ranks is not None:
-            return case.on_ranks(*args, self._timeout)
+        if case.changes.on_ranks is not None:
+            return case.changes.on_ranks(*args, self._timeout)
         with ScratchFolder() as folder:
             if not case.restart:
                 stretch = Stretch(0, case.steps, folder=folder)

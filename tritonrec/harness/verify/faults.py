@@ -6,7 +6,6 @@ the check alone would have refused it is reported beside.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -426,7 +425,7 @@ FAULTS = [
 ]
 
 
-def add_faults(faults: Iterable[Fault], before: str) -> None:
+def add_faults(*faults: Fault, before: str) -> None:
     """Those of a tool, put before the one of that name."""
     place = [fault.name for fault in FAULTS].index(before)
     FAULTS[place:place] = faults

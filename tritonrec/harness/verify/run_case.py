@@ -35,7 +35,7 @@ from .injections import Injection, injection_of
 from .jobs import wrap
 from .own_code import OwnLoop
 from .state import Comparison, Difference, State, dense_state, loss_state, overlay, table_state, used_state
-from .variants import Run
+from .variants import Expected, Run
 
 
 @dataclass(frozen=True)
@@ -148,15 +148,23 @@ def run_case(
         stretch: the steps to run, and where their state comes from and goes to; all of them by default.
     """
     started = time.perf_counter()
-    compared = _own_loop if case.own_loop else _compared
+    injected = injection_of(fault) if fault else Injection()
     stretch = stretch or Stretch(0, case.steps)
+    train = _own_loop if case.changes.own_loop else _trained
     with ExitStack() as stack:
         stack.enter_context(kernels_of(job.target))
         if case.consistency == "window":
-            states = _in_turn(communicators, job, case)
-            return _compared(communicators, job, case, states.__getitem__, started, fault, stretch)
-        file = stack.enter_context(safe_open(Path(references, case.reference(job).file_name), "pt"))
-        return compared(communicators, job, case, lambda step: Recorded(file, step), started, fault, stretch)
+            expected: Expected = _in_turn(communicators, job, case).__getitem__
+        else:
+            file = stack.enter_context(safe_open(Path(references, case.reference(job).file_name), "pt"))
+            expected = partial(Recorded, file)
+        comparison, counts = train(communicators, job, case, expected, injected, stretch)
+    for group in comparison.tables.groups:
+        counts.update(vars(group.table.counters))
+    seconds = time.perf_counter() - started
+    return RankReport(
+        comparison.first, comparison.tensors_compared, comparison.bytes_compared, seconds, dict(counts)
+    )
 
 
 def _in_turn(communicators: Communicators, job: Job, case: Case) -> list[State]:
@@ -179,16 +187,15 @@ def _in_turn(communicators: Communicators, job: Job, case: Case) -> list[State]:
     return states
 
 
-def _compared(
+def _trained(
     communicators: Communicators,
     job: Job,
     case: Case,
-    expected: Callable[[int], Mapping[str, torch.Tensor]],
-    started: float,
-    fault: str | None,
+    expected: Expected,
+    injected: Injection,
     stretch: Stretch,
-) -> RankReport:
-    injected = injection_of(fault) if fault else Injection()
+) -> tuple[Comparison, Counter[str]]:
+    """Train by a `Trainer`, and compare; counts are those of lookups and of the tool."""
     steps = range(stretch.first, stretch.last)
     with prepared(communicators, job, case, injected=injected) as (trainer, loader):
         program, tables = trainer.program, trainer.program.tables
@@ -201,7 +208,7 @@ def _compared(
             trainer, case.job(job), loader, comparison, expected, steps, batches, stretch.folder,
             stretch.memory, injected.tool,
         )  # fmt: skip
-        with case.tool(run) as stretches:
+        with case.changes.tool(run) as stretches:
             skipped = compare_run(trainer, stretches, comparison, expected, steps[-1])
             if stretch.save:
                 trainer.save(stretch.save, loader=stream)
@@ -212,17 +219,7 @@ def _compared(
         stream = stream.stream
     if stream is not None:
         counts["shard_bytes"] = stream.counts.bytes
-    return _report(comparison, counts, started)
-
-
-def _report(comparison: Comparison, counts: Counter[str], started: float) -> RankReport:
-    """With the counts of the tables."""
-    for group in comparison.tables.groups:
-        counts.update(vars(group.table.counters))
-    seconds = time.perf_counter() - started
-    return RankReport(
-        comparison.first, comparison.tensors_compared, comparison.bytes_compared, seconds, dict(counts)
-    )
+    return comparison, counts
 
 
 def require_compared(
@@ -249,13 +246,11 @@ def _own_loop(
     communicators: Communicators,
     job: Job,
     case: Case,
-    expected: Callable[[int], Mapping[str, torch.Tensor]],
-    started: float,
-    fault: str | None,
+    expected: Expected,
+    injected: Injection,
     stretch: Stretch,
-) -> RankReport:
-    """As `_compared`, of a case without a trainer."""
-    injected = injection_of(fault) if fault else Injection()
+) -> tuple[Comparison, Counter[str]]:
+    """As `_trained`, of a case without a trainer."""
     made = case.job(job)
     parts = made.build(case.optimizer)
     loader, tables = made.loader(communicators.rank, communicators.world_size), parts[1]
@@ -268,14 +263,14 @@ def _own_loop(
         assert isinstance(batch, JaggedBatch)
         comparison.compare(step, expected(step), loop.step(batch), final=True)
     require_compared(case, comparison, range(stretch.first, stretch.last))
-    return _report(comparison, Counter(), started)
+    return comparison, Counter()
 
 
 def compare_run(
     trainer: Trainer,
     stretches: Iterable[Iterable[Batch]],
     comparison: Comparison,
-    expected: Callable[[int], Mapping[str, torch.Tensor]],
+    expected: Expected,
     last: int,
 ) -> int:
     """Train on each of `stretches`, and compare losses, dense parameters and rows with ``expected(step)``.

@@ -41,13 +41,16 @@ STREAM = "stream"
 """The variant whose batches are streamed from shards, and whose position is in the checkpoint."""
 
 
+Expected = Callable[[int], Mapping[str, torch.Tensor]]
+"""A step's state of the reference."""
+
+
 @dataclass
 class Run:
     """A case on one rank, as its variant's tool gets it.
 
     Args:
-        trainer, job, loader, comparison: of the case. expected: the reference's state after a step.
-        steps: those that are trained. batches: of these steps, which can be read once.
+        trainer, job, loader, comparison, expected: of the case. steps: those that are trained. batches: of these steps, which can be read once.
         folder: of all ranks, empty at first and removed at the end. memory: see `Stretch`.
         injected: `Injection.tool` of a fault, else None.
         due: parts that the tool has to compare after the last step. counts: what the tool counted.
@@ -57,7 +60,7 @@ class Run:
     job: Job
     loader: Loader
     comparison: Comparison
-    expected: Callable[[int], Mapping[str, torch.Tensor]]
+    expected: Expected
     steps: range
     batches: Iterable[Batch]
     folder: str

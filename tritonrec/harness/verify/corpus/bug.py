@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from ....pipeline import Program, Schedule, Task
 from ..cases import Case
-from ..faults import Fault, case
+from ..faults import Fault
+from ..faults import case as case
 from ..injections import Injection
 
 CORPUS: list[Fault] = []
@@ -15,8 +16,6 @@ SOURCES: dict[str, str] = {}
 """Where a fault was found in the wild: ``repository#number`` by the fault's name."""
 
 ProgramFault = Callable[[Program], None]
-
-__all__ = ["CORPUS", "SOURCES", "ProgramFault", "bug", "case"]
 
 
 def bug(

@@ -162,37 +162,35 @@ add_variants(
     before="balanced",
 )
 add_faults(
-    [
-        Fault(
-            "page-reused-early",
-            "a page of cached keys and values goes to another user while its user still reads it",
-            case(variant="cached", steps=8),
-            Injection(tool=PageReusedEarly),
-        ),
-        Fault(
-            "cache-of-the-old-version",
-            "keys and values of the model before are used with a new one",
-            case(variant="cached", steps=8),
-            Injection(tool=OldVersionUsed),
-        ),
-        Fault(
-            "append-lost",
-            "a user's cached vector stays when events come",
-            case(variant="cached", steps=8),
-            Injection(tool=AppendLost),
-        ),
-        Fault(
-            "cached-position-off-by-one",
-            "tokens behind cached ones stand one place late",
-            case(variant="cached", steps=8),
-            Injection(tool=PositionOffByOne),
-        ),
-        Fault(
-            "last-time-forgotten",
-            "the last cached token goes on asking at its own time when the next one's is known",
-            case(variant="cached", steps=8),
-            Injection(tool=LastTimeForgotten),
-        ),
-    ],
+    Fault(
+        "page-reused-early",
+        "a page of cached keys and values goes to another user while its user still reads it",
+        case(variant="cached", steps=8),
+        Injection(tool=PageReusedEarly),
+    ),
+    Fault(
+        "cache-of-the-old-version",
+        "keys and values of the model before are used with a new one",
+        case(variant="cached", steps=8),
+        Injection(tool=OldVersionUsed),
+    ),
+    Fault(
+        "append-lost",
+        "a user's cached vector stays when events come",
+        case(variant="cached", steps=8),
+        Injection(tool=AppendLost),
+    ),
+    Fault(
+        "cached-position-off-by-one",
+        "tokens behind cached ones stand one place late",
+        case(variant="cached", steps=8),
+        Injection(tool=PositionOffByOne),
+    ),
+    Fault(
+        "last-time-forgotten",
+        "the last cached token goes on asking at its own time when the next one's is known",
+        case(variant="cached", steps=8),
+        Injection(tool=LastTimeForgotten),
+    ),
     before="norm-before-the-gate",
 )

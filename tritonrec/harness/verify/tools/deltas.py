@@ -149,38 +149,36 @@ add_variants(
     before="balanced",
 )
 add_faults(
-    [
-        Fault(
-            "delta-applied-twice",
-            "a replica applies the delta before again behind each one",
-            case(variant="deltas", steps=8),
-            Injection(tool=AppliedTwice),
-        ),
-        Fault(
-            "tombstone-lost",
-            "a replica keeps rows that were evicted",
-            case(variant="deltas", steps=8),
-            Injection(tool=TombstoneLost),
-        ),
-        Fault(
-            "half-applied-snapshot",
-            "a replica begins with the first half of a snapshot's rows",
-            case(variant="deltas", steps=8),
-            Injection(tool=HalfSnapshot),
-        ),
-        Fault(
-            "delta-of-another-run",
-            "a replica gets the deltas of another run",
-            case(variant="deltas", steps=8),
-            Injection(tool=OfAnotherRun),
-            says="is of run another",
-        ),
-        Fault(
-            "dense-values-of-the-step-before",
-            "a replica's rows go on, and its dense values follow one delta late",
-            case(variant="deltas", steps=8),
-            Injection(tool=DenseOfTheStepBefore),
-        ),
-    ],
+    Fault(
+        "delta-applied-twice",
+        "a replica applies the delta before again behind each one",
+        case(variant="deltas", steps=8),
+        Injection(tool=AppliedTwice),
+    ),
+    Fault(
+        "tombstone-lost",
+        "a replica keeps rows that were evicted",
+        case(variant="deltas", steps=8),
+        Injection(tool=TombstoneLost),
+    ),
+    Fault(
+        "half-applied-snapshot",
+        "a replica begins with the first half of a snapshot's rows",
+        case(variant="deltas", steps=8),
+        Injection(tool=HalfSnapshot),
+    ),
+    Fault(
+        "delta-of-another-run",
+        "a replica gets the deltas of another run",
+        case(variant="deltas", steps=8),
+        Injection(tool=OfAnotherRun),
+        says="is of run another",
+    ),
+    Fault(
+        "dense-values-of-the-step-before",
+        "a replica's rows go on, and its dense values follow one delta late",
+        case(variant="deltas", steps=8),
+        Injection(tool=DenseOfTheStepBefore),
+    ),
     before="norm-before-the-gate",
 )

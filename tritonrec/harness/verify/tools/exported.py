@@ -123,25 +123,23 @@ add_variants(
     before="stream-grm",
 )
 add_faults(
-    [
-        Fault(
-            "export-of-a-stale-row",
-            "a row is exported from the step of an earlier checkpoint",
-            case(variant="export", steps=8),
-            Injection(kept_state.stale_row_in_changes),
-        ),
-        Fault(
-            "export-in-another-precision",
-            "a model trained in bfloat16 is exported in float32",
-            case(variant="export-bf16"),
-            Injection(tool=exported_in_float32),
-        ),
-        Fault(
-            "export-with-an-expert-less",
-            "an exported GRM mixes one expert less",
-            case(variant="export-grm"),
-            Injection(tool=exported_with_an_expert_less),
-        ),
-    ],
+    Fault(
+        "export-of-a-stale-row",
+        "a row is exported from the step of an earlier checkpoint",
+        case(variant="export", steps=8),
+        Injection(kept_state.stale_row_in_changes),
+    ),
+    Fault(
+        "export-in-another-precision",
+        "a model trained in bfloat16 is exported in float32",
+        case(variant="export-bf16"),
+        Injection(tool=exported_in_float32),
+    ),
+    Fault(
+        "export-with-an-expert-less",
+        "an exported GRM mixes one expert less",
+        case(variant="export-grm"),
+        Injection(tool=exported_with_an_expert_less),
+    ),
     before="norm-before-the-gate",
 )

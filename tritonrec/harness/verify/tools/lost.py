@@ -148,25 +148,23 @@ add_variants(
     before="restart",
 )
 add_faults(
-    [
-        Fault(
-            "copy-one-keep-late",
-            "after the loss of a rank, rows come from the copy before the newest",
-            case(world_size=3, variant="lost-rank", steps=6),
-            Injection(tool=copy_one_keep_late),
-        ),
-        Fault(
-            "copy-of-the-wrong-rank",
-            "a copy has the keys of the neighbour's shard and rows of the rank's own",
-            case(world_size=3, variant="lost-rank", steps=6),
-            Injection(tool=copy_of_the_wrong_rank),
-        ),
-        Fault(
-            "copy-without-a-key",
-            "the first row of a shard is missing in a copy",
-            case(world_size=3, variant="lost-rank", steps=6),
-            Injection(tool=copy_without_a_key),
-        ),
-    ],
+    Fault(
+        "copy-one-keep-late",
+        "after the loss of a rank, rows come from the copy before the newest",
+        case(world_size=3, variant="lost-rank", steps=6),
+        Injection(tool=copy_one_keep_late),
+    ),
+    Fault(
+        "copy-of-the-wrong-rank",
+        "a copy has the keys of the neighbour's shard and rows of the rank's own",
+        case(world_size=3, variant="lost-rank", steps=6),
+        Injection(tool=copy_of_the_wrong_rank),
+    ),
+    Fault(
+        "copy-without-a-key",
+        "the first row of a shard is missing in a copy",
+        case(world_size=3, variant="lost-rank", steps=6),
+        Injection(tool=copy_without_a_key),
+    ),
     before="lost-gradient-at-window-consistency",
 )

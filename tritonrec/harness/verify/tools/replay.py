@@ -86,47 +86,43 @@ add_variants(
     before="restart",
 )
 add_faults(
-    [
-        Fault(
-            "bit-of-a-row-at-rest",
-            "a bit of one of rank 1's rows flips in its table",
-            case(variant="replay", steps=8),
-            Injection(bit_of_a_row_at_rest),
-            says="on rank 1 has other bits than when it was written",
-        ),
-        Fault(
-            "bit-of-a-message",
-            "a bit of the rows that rank 0 sends to rank 1 flips on the way, again and again",
-            case(variant="replay", steps=12),
-            Injection(bit_of_a_message),
-            says="a message from rank 0 has other bits at rank 1",
-        ),
-        Fault(
-            "bit-of-a-message-between-nodes",
-            "a bit of the rows that rank 1 sends to rank 3, of another node, flips on the way",
-            case(world_size=4, variant="replay", steps=8, nodes=2),
-            Injection(bit_of_a_message),
-            says="a message from rank 1 has other bits at rank 3",
-        ),
-        Fault(
-            "bit-of-a-gradient",
-            "rank 1 computes a bit of its gradients wrongly",
-            case(world_size=3, variant="replay", steps=8),
-            Injection(bit_of_a_gradient),
-            says="rank 1 has other bits of the gradient of",
-        ),
-    ],
+    Fault(
+        "bit-of-a-row-at-rest",
+        "a bit of one of rank 1's rows flips in its table",
+        case(variant="replay", steps=8),
+        Injection(bit_of_a_row_at_rest),
+        says="on rank 1 has other bits than when it was written",
+    ),
+    Fault(
+        "bit-of-a-message",
+        "a bit of the rows that rank 0 sends to rank 1 flips on the way, again and again",
+        case(variant="replay", steps=12),
+        Injection(bit_of_a_message),
+        says="a message from rank 0 has other bits at rank 1",
+    ),
+    Fault(
+        "bit-of-a-message-between-nodes",
+        "a bit of the rows that rank 1 sends to rank 3, of another node, flips on the way",
+        case(world_size=4, variant="replay", steps=8, nodes=2),
+        Injection(bit_of_a_message),
+        says="a message from rank 1 has other bits at rank 3",
+    ),
+    Fault(
+        "bit-of-a-gradient",
+        "rank 1 computes a bit of its gradients wrongly",
+        case(world_size=3, variant="replay", steps=8),
+        Injection(bit_of_a_gradient),
+        says="rank 1 has other bits of the gradient of",
+    ),
     before="disk-stale-page",
 )
 add_faults(
-    [
-        Fault(
-            "disk-torn-write-at-rest",
-            "as above, with checksums of rows",
-            case(variant="replay", storage="disk", steps=8),
-            Injection(kept_state.torn_write),
-            says="has other bits than when it was written",
-        ),
-    ],
+    Fault(
+        "disk-torn-write-at-rest",
+        "as above, with checksums of rows",
+        case(variant="replay", storage="disk", steps=8),
+        Injection(kept_state.torn_write),
+        says="has other bits than when it was written",
+    ),
     before="lost-gradient-at-window-consistency",
 )

@@ -91,13 +91,11 @@ add_variants(
     before="balanced",
 )
 add_faults(
-    [
-        Fault(
-            "one-buffer-for-all-lags",
-            "all exchanges in flight arrive in one buffer, and a batch is served with the rows of the newest",
-            case(variant="bounded-lag"),
-            Injection(tool=OneBufferForAll),
-        ),
-    ],
+    Fault(
+        "one-buffer-for-all-lags",
+        "all exchanges in flight arrive in one buffer, and a batch is served with the rows of the newest",
+        case(variant="bounded-lag"),
+        Injection(tool=OneBufferForAll),
+    ),
     before="norm-before-the-gate",
 )

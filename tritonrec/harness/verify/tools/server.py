@@ -171,10 +171,8 @@ add_variants(
     },
     before="balanced",
 )
-add_faults(
-    []
-    if ABSENT
-    else [
+if not ABSENT:
+    add_faults(
         Fault(
             "answer-of-another-request",
             "the server gives each answer of a batch to the request before",
@@ -193,6 +191,5 @@ add_faults(
             case(variant="served"),
             Injection(tool=history_not_left_out),
         ),
-    ],
-    before="norm-before-the-gate",
-)
+        before="norm-before-the-gate",
+    )
