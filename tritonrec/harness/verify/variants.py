@@ -50,8 +50,9 @@ class Run:
     """A case on one rank, as its variant's tool gets it.
 
     Args:
-        trainer, job, loader, comparison, expected: of the case. steps: those that are trained. batches: of these steps, which can be read once.
-        folder: of all ranks, empty at first and removed at the end. memory: see `Stretch`.
+        trainer, job, loader, comparison, expected: of the case. steps: those that are trained.
+        batches: of these steps; they can be read once. folder: of all ranks, empty at first, removed at the end.
+        memory: see `Stretch`.
         injected: `Injection.tool` of a fault, else None.
         due: parts that the tool has to compare after the last step. counts: what the tool counted.
     """
