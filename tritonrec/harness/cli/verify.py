@@ -105,8 +105,9 @@ def verify(
     if job.target.device != "cpu":  # ranks that go on without others communicate over gloo
         cases = [case for case in cases if not case.changes.on_ranks]
         injected = [fault for fault in injected if not fault.case.changes.on_ranks]
-        for name in [name for name, each in every_variant().items() if each.on_ranks]:
-            console.print(f"variant {name} is left out: it runs on the CPU")
+        for name, variant in every_variant().items():
+            if variant.on_ranks:
+                console.print(f"variant {name} is left out: it runs on the CPU")
     report = checked(lambda: verify_contract(job, cases, injected, console, timedelta(seconds=timeout)))
     if json_file:
         checked(lambda: report.save(json_file))

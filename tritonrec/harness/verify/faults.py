@@ -425,7 +425,14 @@ FAULTS = [
 ]
 
 
+_OF_TOOLS: dict[str, list[Fault]] = {}
+
+
 def add_faults(*faults: Fault, before: str) -> None:
-    """Those of a tool, put before the one of that name."""
-    place = [fault.name for fault in FAULTS].index(before)
-    FAULTS[place:place] = faults
+    """Those of a tool, put before the core's of that name."""
+    _OF_TOOLS.setdefault(before, []).extend(faults)
+
+
+def every_fault() -> list[Fault]:
+    """Those of the core and of the tools that are loaded, in the order of the report."""
+    return [each for fault in FAULTS for each in (*_OF_TOOLS.get(fault.name, ()), fault)]

@@ -51,8 +51,8 @@ class Run:
 
     Args:
         trainer, job, loader, comparison, expected: of the case. steps: those that are trained.
-        batches: of these steps; they can be read once. folder: of all ranks, empty at first, removed at the end.
-        memory: see `Stretch`.
+        batches: of these steps; they can be read once. folder: of all ranks, empty at first and removed at
+            the end. memory: see `Stretch`.
         injected: `Injection.tool` of a fault, else None.
         due: parts that the tool has to compare after the last step. counts: what the tool counted.
     """
@@ -405,29 +405,30 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
+_OF_TOOLS: dict[str, dict[str, Variant]] = {}
+
+
 def tools() -> Any:
     """The package of tools, which adds their variants and faults as it is loaded."""
     return import_module(f"{__package__}.tools")
 
 
 def add_variants(added: Mapping[str, Variant], before: str) -> None:
-    """Those of a tool, put before the one of that name: mode and N of a table's case go by its place."""
-    entries = list(VARIANTS.items())
-    place = list(VARIANTS).index(before)
-    VARIANTS.clear()
-    VARIANTS.update([*entries[:place], *added.items(), *entries[place:]])
+    """Those of a tool, put before the core's of that name: mode and N of a table's case go by its place."""
+    _OF_TOOLS.setdefault(before, {}).update(added)
+
+
+def every_variant() -> dict[str, Variant]:
+    """Those of the core and of tools, in the order of the table."""
+    tools()
+    every: dict[str, Variant] = {}
+    for name, each in VARIANTS.items():
+        every |= {**_OF_TOOLS.get(name, {}), name: each}
+    return every
 
 
 def variant_of(name: str) -> Variant:
     """The variant of that name, of the core or of a tool; one that changes nothing for an empty name."""
     if not name:
         return Variant("")
-    if name not in VARIANTS:
-        tools()
-    return VARIANTS[name]
-
-
-def every_variant() -> dict[str, Variant]:
-    """With those of tools, in the order of the table."""
-    tools()
-    return VARIANTS
+    return VARIANTS[name] if name in VARIANTS else every_variant()[name]
