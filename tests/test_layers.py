@@ -150,15 +150,36 @@ def all_imports(source: str, package: str, names: set[str]) -> set[str]:
     return found & names
 
 
-def test_no_import_circle_also_not_by_annotation_or_deferral():
+@cache
+def graph() -> dict[str, set[str]]:
+    """What each module imports, also in functions and for types."""
     names = {module for _path, module, _ in modules()}
-    graph = {
+    return {
         module: all_imports(path.read_text(), module if is_package else module.rpartition(".")[0], names)
+        - {module}
         for path, module, is_package in modules()
     }
-    for module in graph:
-        graph[module].discard(module)
-    TopologicalSorter(graph).prepare()  # CycleError names the modules of a circle
+
+
+def test_no_import_circle_also_not_by_annotation_or_deferral():
+    TopologicalSorter(graph()).prepare()  # CycleError names the modules of a circle
+
+
+VERIFY = "tritonrec.harness.verify"
+
+
+def test_the_core_of_verify_reaches_no_tool():
+    """It loads `verify/tools` by name, when a case or a fault of theirs is wanted."""
+    tools = f"{VERIFY}.tools"
+    core = {name for name in graph() if name.startswith(VERIFY) and not name.startswith(tools)}
+    assert f"{VERIFY}.run_case" in core
+    reached = core
+    while more := set().union(*map(graph().get, reached)) - reached:
+        reached = reached | more
+    wrong = {name for name in reached if name.startswith(tools) or package_of(name) in TOOLS - {"harness"}}
+    assert not wrong, sorted(
+        f"{module} imports {name}" for module in reached - wrong for name in graph()[module] & wrong
+    )
 
 
 def test_what_trains_imports_no_tool():
