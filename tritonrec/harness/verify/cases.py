@@ -15,17 +15,7 @@ from ...embedding import OptimizerName, Placement, Storage
 from ...pipeline import PIPELINED, Consistency, Mode, WindowConfig
 from ...settings import with_values
 from ..job import Job
-from .variants import (
-    CPU_BITS,
-    EACH,
-    OWN_LOOP,
-    RESTART,
-    STREAM,
-    VARIANTS,
-    Variant,
-    every_variant,
-    variant_of,
-)
+from .variants import CPU_BITS, EACH, OWN_LOOP, RESTART, STREAM, VARIANTS, Variant, every_variant, variant_of
 
 WORLD_SIZES = (1, 2, 4)
 MICRO_BATCHES = (1, 2, 3, 4, 8)
@@ -106,7 +96,8 @@ class Case:
 
     def job(self, job: Job) -> Job:
         """The job of the case, where the harness has `job`."""
-        return replace(self.changes.job(job.on(self.data)), placement=self.placement(CACHE_ROWS))
+        made = self.changes.job(job.on(self.data), self.changes.case)
+        return replace(made, placement=self.placement(CACHE_ROWS))
 
     def placement(self, cache_rows: int) -> Placement:
         """Of its tables; `cache_rows` of cached ones."""
@@ -128,11 +119,11 @@ class Case:
 
     def reference(self, job: Job) -> Reference:
         """The run it is compared with."""
-        accumulate = self.changes.window.get("accumulate", 1)
-        ranks, window = self.world_size if self.changes.per_world else 1, self.changes.window
+        changes, window = self.changes, self.changes.window
+        ranks = self.world_size if changes.per_world else 1
         shared = tuple((name, value) for name, value in window.items() if name in OF_REFERENCES)
-        own = replace(self.changes.reference_job(job.on(self.data)), placement=Placement("host"))
-        return Reference(own, self.optimizer, accumulate, ranks, shared)
+        own = replace(changes.job(job.on(self.data), changes.reference), placement=Placement("host"))
+        return Reference(own, self.optimizer, window.get("accumulate", 1), ranks, shared)
 
     @property
     def shows(self) -> tuple[str, ...]:

@@ -180,7 +180,7 @@ def verify_contract(
     with (
         rank_pool(job.target.device, meshes, timeout) as pool,
         Verifier(job, pool, timeout) as verifier,
-        _progress(console) as progress,
+        CommandProgress(console, TimeElapsedColumn()) as progress,
     ):
         task = progress.add_task("recording references", total=len(cases) + len(faults))
         verifier.record(every)
@@ -203,7 +203,3 @@ def verify_contract(
 def _size(result: CaseResult) -> tuple[int, ...]:
     case = result.case
     return (result.error is not None, case.world_size, case.micro_batches, case.clustering, case.steps)
-
-
-def _progress(console: Console) -> CommandProgress:
-    return CommandProgress(console, TimeElapsedColumn())

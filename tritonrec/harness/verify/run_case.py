@@ -197,7 +197,7 @@ def _trained(
 ) -> tuple[Comparison, Counter[str]]:
     """Train by a `Trainer`, and compare; counts are those of lookups and of the tool."""
     steps = range(stretch.first, stretch.last)
-    with prepared(communicators, job, case, injected=injected) as (trainer, loader):
+    with prepared(communicators, job, case, injected=injected) as (trainer, loader), ExitStack() as stack:
         program, tables = trainer.program, trainer.program.tables
         stream = loader if isinstance(loader, (Stream, DynamicStream)) else None
         if stretch.load:
@@ -206,12 +206,11 @@ def _trained(
         batches = (loader.batch(step) for step in steps) if stream is None else islice(stream, len(steps))
         run = Run(
             trainer, case.job(job), loader, comparison, expected, steps, batches, stretch.folder,
-            stretch.memory, injected.tool,
+            stretch.memory, injected.tool, stack,
         )  # fmt: skip
-        with case.changes.tool(run) as stretches:
-            skipped = compare_run(trainer, stretches, comparison, expected, steps[-1])
-            if stretch.save:
-                trainer.save(stretch.save, loader=stream)
+        skipped = compare_run(trainer, case.changes.tool(run), comparison, expected, steps[-1])
+        if stretch.save:
+            trainer.save(stretch.save, loader=stream)
     require_compared(case, comparison, run.steps, program.config.accumulate, run.due)
     counts = Counter(vars(trainer.counts)) + run.counts
     counts["skipped"] = skipped
@@ -223,11 +222,7 @@ def _trained(
 
 
 def require_compared(
-    case: Case,
-    comparison: Comparison,
-    steps: range,
-    accumulate: int = 1,
-    more: Collection[str] = (),
+    case: Case, comparison: Comparison, steps: range, accumulate: int = 1, more: Collection[str] = ()
 ) -> None:
     """Raise RuntimeError where losses, dense parameters or a table of some step, or after the last one a part
     named in `more`, were not compared.

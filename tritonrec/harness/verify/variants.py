@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from typing import Any
@@ -53,7 +53,7 @@ class Run:
         trainer, job, loader, comparison, expected: of the case. steps: those that are trained.
         batches: of these steps; they can be read once. folder: of all ranks, empty at first and removed at
             the end. memory: see `Stretch`.
-        injected: `Injection.tool` of a fault, else None.
+        injected: `Injection.tool` of a fault, else None. stack: closed behind the last save.
         due: parts that the tool has to compare after the last step. counts: what the tool counted.
     """
 
@@ -67,18 +67,19 @@ class Run:
     folder: str
     memory: Any
     injected: Any
+    stack: ExitStack
     due: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
 
-Tool = Callable[[Run], AbstractContextManager[Iterable[Iterable[Batch]]]]
-"""What stands around the training of a case: gives the batches in stretches, between which the pipeline is
-empty, and at its end compares what it has made."""
+Tool = Callable[[Run], Iterable[Iterable[Batch]]]
+"""What stands around the training of a case, mostly a generator: it gives the batches in stretches, between
+which the pipeline is empty, and behind the last one compares what it has made."""
 
 
-def no_tool(run: Run) -> AbstractContextManager[Iterable[Iterable[Batch]]]:
+def no_tool(run: Run) -> Iterable[Iterable[Batch]]:
     """All batches in one stretch, and nothing besides."""
-    return nullcontext([run.batches])
+    return [run.batches]
 
 
 @dataclass(frozen=True)
@@ -114,22 +115,11 @@ class Variant:
     on_ranks: Callable[..., list[Any]] | None = None
     alone: bool = False
 
-    def job(self, job: Job) -> Job:
-        """The case's job."""
-        return self._made(job, self.case)
-
-    def reference_job(self, job: Job) -> Job:
-        """The reference's job."""
-        return self._made(job, self.reference)
-
-    def _made(self, job: Job, changes: Mapping[str, Any]) -> Job:
+    def job(self, job: Job, changes: Mapping[str, Any]) -> Job:
+        """The harness's `job` with the changes of both runs and of one, on a log with labels if needed."""
         plain = {each.name: getattr(job, each.name) for each in fields(Job)}
-        return _with_labels(self.kind(**{**plain, **self.both, **changes}))
-
-
-def _with_labels(job: Job) -> Job:
-    """The job, on a made log if its own has no labels for a model that needs them."""
-    return job if job.model not in ("grm", "dlrm") or job.has_labels else replace(job, data=RATED)
+        made = self.kind(**{**plain, **self.both, **changes})
+        return made if made.model not in ("grm", "dlrm") or made.has_labels else replace(made, data=RATED)
 
 
 MADE = "zipf:users=150,items=600,median_length=9,seed=3"

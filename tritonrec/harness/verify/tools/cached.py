@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterator, Sequence
 from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
@@ -30,8 +29,7 @@ PAGES = 5
 """Of the memory: less than the users need, so that they take pages from each other."""
 
 
-@contextmanager
-def cached(run: Run) -> Iterator[Iterable[Iterable[Batch]]]:
+def cached(run: Run) -> Iterator[Sequence[Batch]]:
     """Serve held-out users in pieces, over two versions, and compare their scores with the trainer's.
 
     They begin with the export of the checkpoint half way, get some events, are scored, go on with the export
@@ -42,8 +40,7 @@ def cached(run: Run) -> Iterator[Iterable[Iterable[Batch]]]:
     trainer, loader, folder, step = run.trainer, run.loader, run.folder, run.steps[-1]
     rank, half = trainer.program.communicators.rank, run.steps[0] + len(run.steps) // 2
     run.due += [PART][rank:]
-    with exporting(run) as stretches:
-        yield stretches
+    yield from exporting(run)
     trained, tables = trainer.dense.evaluated, trainer.whole_tables()
     if rank:
         return

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,21 +21,16 @@ EVERY = 2
 """Steps between publications."""
 
 
-@contextmanager
-def followed(run: Run) -> Iterator[Iterable[Iterable[Batch]]]:
+def followed(run: Run) -> Iterator[Sequence[Batch]]:
     """After each stretch the training is published, and a replica on each rank follows.
 
     Every rank compares the replica's weights of its own rows with those of the reference, rank 0 its scores
     with those of the trainer's model. A fault's tool takes the place of `Follower`. Collective.
     """
-    tables, rank = run.trainer.program.tables, run.trainer.communicators.rank
-    run.due += exported_parts(tables.table_names, rank)
-    yield _published(run)
-
-
-def _published(run: Run) -> Iterator[Sequence[Batch]]:
     trainer, comparison, sink = run.trainer, run.comparison, Path(run.folder, "sink")
-    control, batches, replica = trainer.communicators.control, [*run.batches], None
+    control, rank = trainer.communicators.control, trainer.communicators.rank
+    batches, replica = [*run.batches], None
+    run.due += exported_parts(trainer.program.tables.table_names, rank)
     follower: type[Follower] = run.injected or Follower
     with ExitStack() as stack:
         for at in range(0, len(batches), EVERY):
@@ -57,7 +52,7 @@ def _published(run: Run) -> Iterator[Sequence[Batch]]:
             for name, table in replica.predictor.tables.items():
                 comparison.compare_weights(step, run.expected(step), name, table.ids, table.weights)
             whole = trainer.whole_tables()
-            if trainer.communicators.rank == 0:
+            if rank == 0:
                 scores = scores_of(trainer, whole, replica.predictor, run.loader)
                 comparison.compare_part(step, SCORES, *scores)
             run.counts["applied"] = replica.sequence - 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -32,42 +31,35 @@ def exported_parts(tables: Iterable[str], rank: int) -> list[str]:
     return [*(f"export of {name}" for name in tables), *[SCORES][rank:]]
 
 
-def exported(run: Run) -> Any:
+def exported(run: Run) -> Iterator[Sequence[Batch]]:
     """As `exporting`; a fault's tool takes the place of `tritonrec.serving.export`."""
     return exporting(run, run.injected or export)
 
 
-@contextmanager
-def exporting(run: Run, export: Callable[..., object] = export) -> Iterator[Iterable[Sequence[Batch]]]:
+def exporting(run: Run, export: Callable[..., object] = export) -> Iterator[Sequence[Batch]]:
     """Save half way, and the changes at the end; export that, load it, and compare: collective.
 
     Every rank compares the weights of its own rows with those of the reference after the last step, rank 0
     scores of held-out users with those of the trainer's model in the precision of training.
     """
-    trainer, step, out = run.trainer, run.steps[-1], Path(run.folder, "export")
-    communicators = trainer.program.communicators
+    trainer, steps, out = run.trainer, run.steps, Path(run.folder, "export")
+    communicators, saved = trainer.program.communicators, Path(run.folder, "checkpoint")
     run.due += exported_parts(trainer.program.tables.table_names, communicators.rank)
-    yield _saved_between(run)
+    batches, half = [*run.batches], len(steps) // 2
+    with trainer.saver(saved, full_every=2) as saver:
+        yield batches[:half]
+        saver.save(steps[half])
+        yield batches[half:]
+        saver.save(steps.stop)
     if communicators.rank == 0:
-        export(Path(run.folder, "checkpoint"), out, trainer.dense.evaluated)
+        export(saved, out, trainer.dense.evaluated)
     communicators.control.all_reduce(torch.zeros(1, dtype=torch.float32), "export")
     predictor = Predictor.load(out)
     for name, table in predictor.tables.items():
-        run.comparison.compare_weights(step, run.expected(step), name, table.ids, table.weights)
+        run.comparison.compare_weights(steps[-1], run.expected(steps[-1]), name, table.ids, table.weights)
     whole = trainer.whole_tables()
     if communicators.rank == 0:
-        run.comparison.compare_part(step, SCORES, *scores_of(trainer, whole, predictor, run.loader))
-
-
-def _saved_between(run: Run) -> Iterator[Sequence[Batch]]:
-    """The batches in two halves, with a save between them and one at the end, which holds the changes."""
-    batches, step = [*run.batches], run.steps[0]
-    half = len(batches) // 2
-    with run.trainer.saver(Path(run.folder, "checkpoint"), full_every=2) as saver:
-        yield batches[:half]
-        saver.save(step + half)
-        yield batches[half:]
-        saver.save(step + len(batches))
+        run.comparison.compare_part(steps[-1], SCORES, *scores_of(trainer, whole, predictor, run.loader))
 
 
 def scores_of(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -58,8 +57,7 @@ def run_losing(
     return replace(report, first_difference=earliest([each.first for each in memory.comparisons]))
 
 
-@contextmanager
-def going_on(run: Run) -> Iterator[Iterable[Sequence[Batch]]]:
+def going_on(run: Run) -> Iterator[Sequence[Batch]]:
     """The batches from the newest copy on. A fault's tool changes the copies in the rank's memory."""
     memory, tables = run.memory, run.trainer.program.tables
     if not memory.comparisons:
@@ -71,7 +69,7 @@ def going_on(run: Run) -> Iterator[Iterable[Sequence[Batch]]]:
     memory.comparisons.append(run.comparison)
     run.steps = range(memory.copies.restore(run.trainer), run.steps.stop)
     run.counts["restored"] = sum(len(group.table) for group in tables.groups)
-    yield _kept_between(run)
+    return _kept_between(run)
 
 
 def _die(window: Window) -> None:

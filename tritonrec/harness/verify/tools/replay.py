@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -20,13 +19,13 @@ from ..injections import Injection
 from ..variants import MADE, POLICIES, SMALL, Run, Variant, add_variants
 
 
-@contextmanager
-def replayed(share: float, run: Run) -> Iterator[Iterable[Iterable[Batch]]]:
+def replayed(share: float, run: Run) -> Iterable[Iterable[Batch]]:
     """Train with `Replay` of a share of the work, which raises where bits differ."""
-    with Replay(share) as replay:
-        replay.attach(run.trainer)
-        yield [run.batches]
-    run.counts.update(replay.counts)
+    replay = Replay(share)
+    run.stack.callback(lambda: run.counts.update(replay.counts))  # at its end
+    run.stack.enter_context(replay)
+    replay.attach(run.trainer)
+    return [run.batches]
 
 
 def bit_of_a_row_at_rest(program: Program) -> None:

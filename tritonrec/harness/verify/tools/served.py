@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from datetime import timedelta
 
@@ -25,15 +24,14 @@ BATCHES = 9
 """More than 2 (k + 1), so that every slot of a window is used again."""
 
 
-@contextmanager
-def served(run: Run) -> Iterator[Iterable[Iterable[Batch]]]:
+def served(run: Run) -> Iterator[Iterable[Batch]]:
     """Serve batches with each of `BOUNDS`, table by table on its rank, and compare: collective.
 
     Every rank compares the predictions for its own samples with those of the trainer's model on the host,
     which looks up all rows in one process. A fault's tool takes the place of `BoundedLagAllToAll`.
     """
     run.due += PARTS
-    yield [run.batches]
+    yield run.batches
     trainer, loader, exchange = run.trainer, run.loader, run.injected or BoundedLagAllToAll
     communicators, model = trainer.program.communicators, deepcopy(trainer.dense.evaluated).cpu()
     assert isinstance(loader, ClickLoader) and isinstance(model, DLRM)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from copy import deepcopy
 from importlib.util import find_spec
 from itertools import pairwise
@@ -33,8 +32,7 @@ Answer = Callable[[Sequence[Any]], list[Any]]
 """Of a batch of requests, `tritonrec.serving.server.model.Served.answer`."""
 
 
-@contextmanager
-def answered(run: Run) -> Iterator[Iterable[Iterable[Batch]]]:
+def answered(run: Run) -> Iterator[Sequence[Batch]]:
     """Ask a server in this process for held-out users, over two versions, and compare with the trainer.
 
     All users ask at one time: half of them by their history, half by events that were sent before, whose keys
@@ -46,8 +44,7 @@ def answered(run: Run) -> Iterator[Iterable[Iterable[Batch]]]:
     trainer, loader, folder, step = run.trainer, run.loader, run.folder, run.steps[-1]
     rank, half = trainer.program.communicators.rank, run.steps[0] + len(run.steps) // 2
     run.due += PARTS if rank == 0 else []
-    with exporting(run) as stretches:
-        yield stretches
+    yield from exporting(run)
     trained, tables = trainer.dense.evaluated, trainer.whole_tables()
     if rank:
         return

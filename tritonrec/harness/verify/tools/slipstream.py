@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 
 from ....data import Batch, ClickLoader
 from ....slipstream import RemainingLoader, Slipstream, SlipstreamConfig
 from ..variants import CRITEO, SMALL, Run, Variant, add_variants
 
 
-@contextmanager
-def classified(run: Run) -> Iterator[Iterable[Iterable[Batch]]]:
+def classified(run: Run) -> Iterator[list[Batch]]:
     """The batches up to the classification, and those that it leaves."""
     config, loader = run.job.slipstream, run.job.epochs()
     assert isinstance(config, SlipstreamConfig) and isinstance(loader, ClickLoader)
     watch = Slipstream(config, loader, run.trainer.program.tables, run.trainer.communicators)
     watch.attach(run.trainer)
-    yield _classified(watch, run)
-    run.counts.update(watch.counts)
+    return _classified(watch, run)
 
 
 def _classified(watch: Slipstream, run: Run) -> Iterator[list[Batch]]:
@@ -28,6 +25,7 @@ def _classified(watch: Slipstream, run: Run) -> Iterator[list[Batch]]:
     found = watch.classify(watch.judge(), loader)
     left = RemainingLoader(loader, found.kept, border, steps[-1] + 1)
     yield [left.batch(step) for step in range(border, border + left.num_steps)]
+    run.counts.update(watch.counts)
 
 
 add_variants(
