@@ -212,8 +212,8 @@ def _trained(
         if stretch.save:
             trainer.save(stretch.save, loader=stream)
     require_compared(case, comparison, run.steps, program.config.accumulate, run.due)
-    counts = Counter(vars(trainer.counts)) + run.counts
-    counts["skipped"] = skipped
+    counts = run.counts
+    counts.update(vars(trainer.counts), skipped=skipped)
     if isinstance(stream, DynamicStream):
         stream = stream.stream
     if stream is not None:
