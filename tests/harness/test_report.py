@@ -193,12 +193,14 @@ def test_the_digest_is_of_the_contract_only():
     expected = contract_digest(VERIFIED)
     report = copy.deepcopy(VERIFIED)
     report["environment"]["platform"] = "another"
-    report["cases"][0] |= {"seconds": 99.0, "bytes_compared": 1}
+    report["cases"][0] |= {"seconds": 99.0, "bytes_compared": 1, "tensors_compared": 1}
+    report["cases"][0]["counts"]["check_microseconds"] = 7
     report["faults"][0] |= {"by": ["error"], "evidence": "another"}
     assert contract_digest(dict(reversed(report.items()))) == expected
     for change in (
         lambda report: report["cases"].pop(),
         lambda report: report["cases"][0].update(identical=False),
+        lambda report: report["cases"][0].update(tensors_compared=0),
         lambda report: report["cases"][0]["counts"].update(found=1),
         lambda report: report["faults"][0].update(caught=False),
         lambda report: report["environment"].update(tritonrec="0.0"),
