@@ -18,8 +18,8 @@ TIMES = "_microseconds"
 def contract_digest(report: dict[str, Any]) -> str:
     """SHA-256, in hexadecimal, of the version, cases and faults of a report that ``verify --json`` wrote.
 
-    Of a case everything counts but the size of `DIFFERS` and `TIMES`, of a fault its name and whether it was caught. Machine,
-    versions of other packages and times do not. KeyError where `report` is none.
+    Of a case everything counts but the size of `DIFFERS` and `TIMES`, of a fault its name and whether it was
+    caught. Machine, versions of other packages and times do not. KeyError where `report` is none.
     """
     contract = {
         "version": report["environment"]["tritonrec"],
