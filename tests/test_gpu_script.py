@@ -4,9 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "ci" / "gpu"))
 import first  # noqa: E402
-import launch_all  # noqa: E402
 import pipeline  # noqa: E402
 
 
@@ -56,27 +53,6 @@ def test_a_stage_that_fails_is_named_and_the_others_run(tmp_path):
     assert done.returncode == 1 and "failed: tune bench verify" in done.stdout
 
 
-@pytest.mark.parametrize("broken", [None, "silu", "unique"])
-def test_a_launch_that_fails_is_named(tmp_path, monkeypatch, broken):
-    def case(label):
-        if label == broken:
-            raise ValueError("an invalid argument")
-
-    cases = {label: lambda label=label: case(label) for label in ("silu", "unique")}
-    made = SimpleNamespace(CASES=cases, sized=lambda rows, most: nullcontext())
-    monkeypatch.setitem(sys.modules, "launches", made)
-    monkeypatch.setattr(launch_all, "interpreted", True)
-    monkeypatch.setattr(launch_all.pkgutil, "walk_packages", lambda *_: [])
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    file = tmp_path / "launches.json"
-    monkeypatch.setattr(sys, "argv", ["launch_all.py", "--json", str(file)])
-    assert launch_all.main() == (broken is not None)
-    errors = {label: case.get("error") for label, case in json.loads(file.read_text())["cases"].items()}
-    assert errors == {
-        label: "ValueError: an invalid argument" if label == broken else None for label in cases
-    }
-
-
 @pytest.mark.parametrize("other", [None, "fwp host", "nestpipe cached", "an error"])
 def test_other_losses_in_a_mode_or_storage_fail(tmp_path, monkeypatch, other):
     def run(job, mode, storage, *_):
@@ -94,29 +70,3 @@ def test_other_losses_in_a_mode_or_storage_fail(tmp_path, monkeypatch, other):
     assert [name for name, same in found["identical"].items() if not same] == wrong
     assert len(found["identical"]) == (10 if other == "an error" else 15)
     assert ("errors" in found) is (other == "an error")
-
-
-def test_rows_that_are_wrong_fail_and_the_others_are_kept(tmp_path, monkeypatch, capsys):
-    """An output that differs, and a group of rows that breaks off."""
-
-    def rows(device, size):
-        yield "right", 8, "bytes", lambda: None, None, lambda: 0.0
-        yield "wrong", 8, "flop", lambda: None, lambda: None, lambda: float("nan")
-
-    def broken(device, size):
-        raise RuntimeError("a kernel that does not compile")
-        yield
-
-    file = tmp_path / "first.json"
-    for name in ("on_keys", "on_rows", "on_tokens", "on_attention"):
-        monkeypatch.setattr(first, name, broken if name == "on_keys" else lambda *_: iter(()))
-    monkeypatch.setattr(first, "on_attention", rows)
-    monkeypatch.setattr(sys, "argv", ["first.py", "--device", "cpu", "--json", str(file)])
-    assert first.main() == 1 and "does not compile" in capsys.readouterr().err
-    assert list(json.loads(file.read_text())["rows"]) == ["right", "wrong"]
-    monkeypatch.setattr(first, "on_keys", lambda *_: iter(()))
-    assert first.main() == 1  # for the wrong row alone
-    monkeypatch.setattr(first, "on_attention", lambda *_: iter([next(rows("", 1))]))
-    assert first.main() == 0
-    monkeypatch.setattr(sys, "argv", ["first.py", "--json", str(file), "--page"])
-    assert first.main() == 0 and "| right |" in capsys.readouterr().out
