@@ -1,14 +1,12 @@
 """Promise: `bisect` names the first step, tensor, key and column at which two runs differ, and no other."""
 
 import json
-import sys
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from tritonrec import checkpoint
-from tritonrec.checkpoint import CheckpointStream
 from tritonrec.harness.bisect import Part, bisect
 from tritonrec.harness.cli import app
 
@@ -65,17 +63,6 @@ def test_a_changed_weight_is_named_by_key_and_column(tmp_path):
     assert found.parts == [Part("table item", 2, 500, (key, "weight 2"), (before, after), 1)]
 
 
-def test_the_smallest_key_is_named_whatever_part_it_is_read_in(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint.CheckpointStream, "slices_of", lambda stream, table: 16)
-    save(tmp_path / "a")
-    dense, tables = state()
-    tables["item"]["rows"][:, 1] += 1
-    save(tmp_path / "b", of=(dense, tables))
-    (part,) = bisect(tmp_path / "a", tmp_path / "b").parts
-    assert part.place == (int(tables["item"]["keys"].min()), "weight 1")
-    assert (part.count, part.of) == (500, 500)
-
-
 def test_missing_rows_states_and_metadata_are_named(tmp_path):
     save(tmp_path / "a")
     _, tables = state()
@@ -107,35 +94,6 @@ def test_a_row_that_one_run_alone_has_is_named_whichever_it_is(tmp_path, lacks):
     assert part.values == (("missing", "present") if lacks == "a" else ("present", "missing"))
 
 
-def test_world_sizes_are_among_the_settings_that_differ(tmp_path, monkeypatch):
-    class OfRanks(CheckpointStream):
-        def __init__(self, path, *step):
-            super().__init__(path, *step)
-            self.world_size = 2 if path.name == "b" else 1
-
-    monkeypatch.setattr(sys.modules[bisect.__module__], "CheckpointStream", OfRanks)
-    for name in ("a", "b"):
-        save(tmp_path / name)
-    assert bisect(tmp_path / "a", tmp_path / "a").settings == {}
-    assert bisect(tmp_path / "a", tmp_path / "b").settings == {"world_size": (1, 2)}
-
-
-def test_dense_tensors_come_before_tables_and_the_model_before_its_optimizer(tmp_path):
-    save(tmp_path / "a")
-    dense, tables = state()
-    dense["optimizers/0/state/norm.weight/exp_avg"][1, 1] = float("nan")
-    dense["model/norm.weight"][3, 0] = -0.0
-    dense["model/steps"] += 1
-    tables["item"]["rows"][0, 0] = 9
-    save(tmp_path / "b", of=(dense, tables))
-    parts = bisect(tmp_path / "a", tmp_path / "b").parts
-    assert [part.name for part in parts] == [
-        "dense/model/norm.weight", "dense/model/steps", "dense/optimizers/0/state/norm.weight/exp_avg",
-        "table item",
-    ]  # fmt: skip
-    assert parts[0].place == (3, 0) and parts[1].values == (7, 8) and parts[2].ulps is None
-
-
 def test_other_shapes_tables_and_values_are_named(tmp_path):
     save(tmp_path / "a", meta={**EMBEDDING, "dense": {"dict": [["lr", 0.1], ["x", {"float": "nan"}]]}})
     dense, tables = state()
@@ -164,25 +122,6 @@ def test_logs_are_compared_without_what_is_measured(tmp_path):
     assert (found.equal, found.step) == ([2], 3)
     assert found.parts == [Part("loss", 1, 1, (), (0.1, 0.1000001))]
     assert bisect(left, log(tmp_path / "c.jsonl", (2, 0.25))).step is None
-
-
-def test_values_that_one_run_lacks_are_named_and_only_equal_bits_are_equal(tmp_path):
-    def values(name, **values):
-        (tmp_path / name).write_text(json.dumps({"step": 1, **values}) + "\n")
-        return tmp_path / name
-
-    left = values("a", loss=float("nan"), auc=0.5, zero=0.0, only=1)
-    right = values("b", loss=float("nan"), auc=float("nan"), zero=-0.0, more=2)
-    parts = bisect(left, right).parts
-    assert [part.name for part in parts] == ["auc", "zero", "only", "more"]
-    assert parts[0].values[0] == 0.5 and str(parts[1].values) == "(0.0, -0.0)"
-    assert parts[2].values == (1, "missing") and parts[3].values == ("missing", 2)
-
-
-def test_nothing_is_compared_behind_the_first_difference(tmp_path):
-    left = log(tmp_path / "a.jsonl", (1, 0.5), (2, 0.25), (3, 0.1))
-    found = bisect(left, log(tmp_path / "b.jsonl", (1, 0.5), (2, 0.2), (3, 0.1)))
-    assert (found.equal, found.step) == ([1], 2)
 
 
 def invoke(*arguments):
@@ -220,11 +159,3 @@ def test_runs_that_cannot_be_compared_are_named(tmp_path, make, message):
     make(tmp_path)
     with pytest.raises(ValueError, match=message):
         bisect(tmp_path / "a", tmp_path / "b")
-
-
-def test_a_line_that_is_no_log_is_named(tmp_path):
-    left = log(tmp_path / "a", (1, 0.5))
-    for text in ("no json", '["step"]', '{"loss": 1}'):
-        (tmp_path / "b").write_text(f'{{"step": 1}}\n{text}\n')
-        with pytest.raises(ValueError, match="b:2 is no line of a log"):
-            bisect(left, tmp_path / "b")

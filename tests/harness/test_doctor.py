@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 
 from tritonrec import ops
-from tritonrec.harness.doctor import doctor, first_variance, thread_counts
+from tritonrec.harness.doctor import doctor, first_variance
 
 
 def exact(x, weight, bias):
@@ -27,12 +27,6 @@ def by_threads(x, weight, bias):
     return y if torch.get_num_threads() == 1 else y * (1 + 2**-23)
 
 
-def by_sign(x, weight, bias):
-    """Zeros whose sign depends on the size of the batch: equal values, other bits."""
-    zeros = torch.zeros(len(x), len(weight), dtype=torch.float32)
-    return zeros if len(x) > 4 else -zeros
-
-
 def test_an_invariant_matmul_passes(two_threads):
     assert first_variance(exact, [1, 2]) is None
     assert torch.get_num_threads() == 2
@@ -42,17 +36,8 @@ def test_a_matmul_that_looks_at_its_batch_is_found():
     assert "differs when computed in a batch of 1 rows with 1 threads" in first_variance(by_rows, [1])
 
 
-def test_zeros_of_another_sign_are_other_bits():
-    assert "row 0 of x" in first_variance(by_sign, [1])
-
-
 def test_a_matmul_that_looks_at_its_threads_is_found(two_threads):
     assert "with 2 threads" in first_variance(by_threads, [1, 2])
-
-
-def test_thread_counts_are_powers_of_two_and_the_present_one(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
-    assert thread_counts() == [1, 2, 4, 6]
 
 
 def test_this_machine_passes():

@@ -1,11 +1,9 @@
 """Promise: a command that judges exits with 1 where its judge found something, and with 0 only elsewhere."""
 
 from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -18,11 +16,8 @@ from tritonrec.harness.verify.corpus import SELECTIONS
 from tritonrec.harness.verify.record_traces import MODES, record_traces
 from tritonrec.harness.verify.report import CaseResult, Report
 from tritonrec.harness.verify.state import Difference
-from tritonrec.harness.verify.thread_ranks import run_ranks
 from tritonrec.harness.verify.user_model import ModelReport
-from tritonrec.nn import Linear
-from tritonrec.ops import ExactSumError
-from tritonrec.pipeline.diagnosis import LAST_BITS, Diagnosis, _Change, _reason
+from tritonrec.pipeline.diagnosis import Diagnosis
 
 pytestmark = pytest.mark.every_case
 
@@ -77,13 +72,6 @@ def test_bisect(monkeypatch, step, parts, expected):
     assert status("bisect", "a", "b") == expected
 
 
-@pytest.mark.parametrize("found", [0, 1, 2])
-def test_those_that_return_their_status(monkeypatch, found):
-    for name in ("bench.bench", "trace_report.trace_report", "doctor.doctor"):
-        monkeypatch.setattr(f"tritonrec.harness.{name}", lambda *_, **__: found)
-    assert [status(*words) for words in (("bench",), ("trace", "x"), ("doctor",))] == [found] * 3
-
-
 @pytest.mark.parametrize("broken", [None, MODES[0], MODES[-1]])
 def test_traces_are_sound_if_those_of_all_modes_are(monkeypatch, job, tmp_path, broken):
     """Recording and measuring are left out; `test_record_traces.py` has them."""
@@ -129,67 +117,6 @@ def test_a_model_passes_if_nothing_was_found(tritonrec_verify, monkeypatch, repo
     assert str(report) in str(failed.value)
 
 
-def test_the_differences_of_all_ranks_are_a_models(monkeypatch):
-    runs = user_model._Runs(lambda: None, [], [], "batch", "adam", 0.1, 0, "float32")
-    later = replace(OTHER, step=2)
-    for ranks in ([None, OTHER], [later, OTHER], [OTHER, None]):
-        monkeypatch.setattr(user_model, "run_ranks", lambda *_, ranks=ranks: ranks)
-        assert runs._compare(CASE, []) == OTHER
-    monkeypatch.setattr(user_model, "run_ranks", lambda *_: [None, None])
-    assert runs._compare(CASE, []) is None
-
-
-@pytest.mark.parametrize(("size", "last_bits"), [(1e-6, True), (0.02, False), (float("nan"), False)])
-def test_only_a_small_change_is_laid_to_rounding(size, last_bits):
-    reason = _reason(_Change("layer", Linear(2, 2), "", size), LAST_BITS["float32"])
-    assert reason.startswith("last bits only") is last_bits
-    assert reason.startswith("it depends on the values of other samples") is not last_bits
-
-
-@pytest.mark.parametrize("fails", ["reference", "sequential", "dbp"])
-def test_an_error_of_a_run_is_the_cases(monkeypatch, fails):
-    """The reference's own ends all; of a case, that case alone."""
-    consistency = "window" if fails == "sequential" else "batch"
-    runs = user_model._Runs(lambda: None, [None], [], consistency, "adam", 0.1, 0, "float32")
-
-    def states(self, mode, world_size, count):
-        if mode == fails and count == 2:
-            raise RuntimeError("it failed")
-        return [[{}]] * world_size
-
-    def compared(self, case, expected):
-        if case.mode == fails and case.micro_batches == 2:
-            raise RuntimeError("it failed")
-
-    monkeypatch.setattr(user_model._Runs, "_states", states)
-    monkeypatch.setattr(user_model._Runs, "_compare", compared)
-    if fails == "reference":
-        monkeypatch.setattr(user_model._Runs, "_states", lambda *_: _raise())
-    found = {
-        (case.mode, case.micro_batches): wrong for case, wrong in runs.cases(("dbp", "fwp"), (1,), (1, 2))
-    }
-    assert {mode for (mode, count), wrong in found.items() if wrong == "it failed"} == {fails}
-    assert sum(wrong is not None for wrong in found.values()) == 1
-    assert len(found) == {"reference": 1, "sequential": 3, "dbp": 4}[fails]
-
-
-def _raise():
-    raise RuntimeError("it failed")
-
-
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_the_error_of_one_rank_is_that_of_all(number):
-    def fails(ranks):
-        if ranks.rank == number:
-            raise KeyError("it failed")
-        if ranks.rank == 0:  # it waits for the others, and is ended
-            ranks.control.all_reduce(torch.ones(1, dtype=torch.int64), "ones")
-
-    with pytest.raises(KeyError, match="it failed"):
-        run_ranks(3, fails)
-    assert run_ranks(3, lambda ranks: ranks.rank) == [0, 1, 2]
-
-
 @pytest.mark.parametrize(
     ("consistency", "wrong", "first", "second", "module"),
     [
@@ -209,12 +136,3 @@ def test_who_is_to_blame(monkeypatch, consistency, wrong, first, second, module)
     report = user_model.verify(lambda: None, batches, [], consistency=consistency)
     assert report.not_invariant == module
     assert report.passed is (wrong is None and module is None)
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-def test_ranks_that_are_threads_refuse_a_sum_that_overflows(sign):
-    def summed(ranks):
-        return ranks.control.all_reduce(torch.tensor([sign << 62], dtype=torch.int64), "sums")
-
-    with pytest.raises(ExactSumError, match=r"sums\[0\]"):
-        run_ranks(2, summed)

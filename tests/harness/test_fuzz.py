@@ -3,8 +3,6 @@
 import json
 import multiprocessing
 import signal
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 
 import commands
@@ -15,15 +13,13 @@ from hypothesis import given, settings
 from rich.console import Console
 
 from tritonrec.distributed import RanksDisagreeError
-from tritonrec.harness import streams
 from tritonrec.harness.fuzz.configuration import Configuration
 from tritonrec.harness.fuzz.fuzzer import Fuzzer
-from tritonrec.harness.fuzz.report import Failure, FuzzReport, Try
+from tritonrec.harness.fuzz.report import FuzzReport, Try
 from tritonrec.harness.fuzz.run import search
 from tritonrec.harness.fuzz.strategies import configurations
 from tritonrec.harness.job import Job
 from tritonrec.harness.verify.thread_ranks import run_ranks
-from tritonrec.nn import HSTUConfig
 
 SMALL = Configuration(
     mode="fwp", world_size=2, micro_batches=2, steps=2, batch_size=4, items=9, median_length=4, max_seq_len=3
@@ -105,45 +101,6 @@ def test_an_error_before_the_first_step_is_no_refusal(fuzzer, monkeypatch, kind)
     assert fuzzer.refusal(SMALL) == ""
 
 
-def test_repeats_are_counted_as_they_end(fuzzer, monkeypatch):
-    ends = iter(["differs", "", "differs"])
-    monkeypatch.setattr(fuzzer, "evidence", lambda configuration: next(ends))
-    assert fuzzer.failure(SMALL, "differs").repeated == 2
-
-
-def test_a_failure_counts_once(report):
-    one, other = (Failure({"mode": mode}, "differs", "fuzz", 3) for mode in ("dbp", "fwp"))
-    assert report.add_failure(one) and not report.add_failure(replace(one, repeated=1))
-    assert report.add_failure(other) and report.failures == [one, other] and report.tried == 2
-
-
-def test_a_reference_that_fails_is_evidence(fuzzer, report, monkeypatch):
-    def broken(*args):
-        raise RuntimeError("the reference is broken")
-
-    monkeypatch.setattr("tritonrec.harness.verify.references.record_reference", broken)
-    assert fuzzer.evidence(SMALL) == "RuntimeError: the reference is broken" and not report.tried
-
-
-def test_a_difference_is_evidence_though_a_check_refuses(fuzzer, monkeypatch):
-    monkeypatch.setattr(fuzzer, "refusal", lambda configuration: "refused")
-    with Fuzzer(fuzzer.count, FAULT) as faulty:
-        monkeypatch.setattr(faulty, "refusal", fuzzer.refusal)
-        assert "expected" in faulty.evidence(SMALL)
-
-
-def test_the_reference_has_plain_tables_that_never_grow():
-    """Of the same model on the same batches; else both could lose the same rows."""
-    drawn = replace(SMALL, slots=8, chunk_rows=8, merge=True, balance=True, wrapping="checkpoint")
-    drawn = replace(drawn, recompute=("norm",), storage="cached")
-    found = drawn.case.reference(Job()).job
-    assert (found.slots, found.chunk_rows, found.merge, found.balance, found.wrapping) == (
-        1024, 1024, False, False, "",
-    )  # fmt: skip
-    assert found.placement == Job().placement and found.sizes == SMALL.sizes and found.data == SMALL.data
-    assert drawn.case.job(Job()).slots == 8 and drawn.case.job(Job()).merge
-
-
 def test_every_setting_reaches_the_run():
     plain = Configuration(mode="nestpipe", evict="lru:9:1")
     others = {"delay_seed": 1, "restart": 2, "evict": "lfu:9:1", "tiers": "1:1", "recompute": ("norm",)}
@@ -172,21 +129,6 @@ def test_its_words_make_it_again(configuration):
     text = json.dumps(configuration.as_json())
     assert Configuration.from_json(text) == configuration
     assert "fuzz --configuration '{" in configuration.command
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[1]", "a JSON object"), ("{", "a JSON object"), ('{"x": 1}', "no setting named x"),
-        ('{"steps": "1"}', "steps of a configuration is of type int"),
-        ('{"steps": true}', "steps of a configuration is of type int"),
-        ('{"steps": 1e99}', "of type int"), ('{"steps": 99999999999}', "at most"),
-        ('{"recompute": [1]}', "of type tuple"),
-    ],
-)  # fmt: skip
-def test_other_words_are_refused(text, message):
-    with pytest.raises(ValueError, match=message):
-        Configuration.from_json(text)
 
 
 @pytest.mark.slow
@@ -234,33 +176,6 @@ def test_the_command_searches(tmp_path):
     assert code == 0 and "1 configurations in" in output and "1 identical" in output
 
 
-def test_shrinking_goes_on_though_there_are_enough(monkeypatch):
-    def evidence(self, configuration):
-        if configuration.micro_batches > 2:
-            return "wrong"
-        self.count(Try(configuration))
-        return ""
-
-    monkeypatch.setattr(Fuzzer, "evidence", evidence)
-    monkeypatch.setattr("tritonrec.harness.fuzz.run.MOST_FAILURES", 1)
-    report = search(600, most=4, console=Console(quiet=True))
-    assert [each.configuration for each in report.failures] == [{"micro_batches": 3}] and report.shrinking
-
-
-def test_a_search_tries_as_many_as_it_is_told(monkeypatch):
-    """Though each round begins with the simplest configuration, which counts once."""
-    tried = []
-
-    def evidence(self, configuration):
-        tried.append(configuration)
-        self.count(Try(configuration))
-        return ""
-
-    monkeypatch.setattr(Fuzzer, "evidence", evidence)
-    report = search(600, most=60, console=Console(quiet=True))
-    assert report.tried == len(set(tried)) == 60 and tried.count(tried[0]) > 1
-
-
 @pytest.fixture
 def processes(monkeypatch):
     """A search in two processes that do what a function of `fake_searches` does."""
@@ -282,18 +197,6 @@ def test_processes_share_a_search_and_no_configuration_counts_twice(processes):
     assert report.covered["mode"] == {"sequential": report.identical} and report.shrinking >= 3
 
 
-def test_failures_of_processes_end_the_search(processes):
-    report = processes(fake_searches.fails)
-    assert len(report.failures) >= 3 and report.shrinking >= 12
-    assert len({each.configuration["seed"] for each in report.failures}) == len(report.failures)
-
-
-def test_a_failing_configuration_is_made_small_though_there_are_enough_others(processes):
-    report = processes(fake_searches.makes_small, most=3)
-    assert report.identical == 3 and report.failures and report.shrinking == 9 * len(report.failures)
-    assert not any(each.configuration["asked"] for each in report.failures)
-
-
 def test_a_process_that_dies_is_a_failure_of_its_configuration(processes):
     report = processes(fake_searches.dies)
     assert len(report.failures) >= 3
@@ -302,20 +205,6 @@ def test_a_process_that_dies_is_a_failure_of_its_configuration(processes):
         assert Configuration.from_json(json.dumps(each.configuration)).mode == "dbp"
     with pytest.raises(RuntimeError, match="no first configuration: its process ended with exit status 5"):
         processes(fake_searches.dies_at_once)
-
-
-def test_a_signal_ends_a_search_in_processes(processes):
-    threading.Timer(3, signal.raise_signal, (signal.SIGTERM,)).start()
-    assert processes(fake_searches.waits).identical <= 2
-
-
-@pytest.mark.slow
-def test_the_command_searches_in_processes(tmp_path):
-    """As many as it needs."""
-    code, output, _ = commands.invoke(
-        "fuzz", "--processes", 2, "--configurations", 1, "--minutes", 9, "--database", tmp_path / "found"
-    )
-    assert code == 0 and "1 configurations in" in output and "1 identical" in output
 
 
 def test_a_signal_ends_a_search_with_what_was_tried(monkeypatch, capfd):
@@ -331,21 +220,6 @@ def test_a_signal_ends_a_search_with_what_was_tried(monkeypatch, capfd):
     report = search(600, most=1000)
     assert 3 <= report.tried <= len(tried) < 10 and not report.failures
     assert "stopping after this configuration" in capfd.readouterr().err
-
-
-def test_refused_settings_are_one_sentence():
-    code, output, _ = commands.invoke("fuzz", "--configuration", '{"skip_fetch": true}')
-    assert code == 2 and "keeps no rows between batches" in output
-    code, output, _ = commands.invoke("fuzz", "--inject", "nonsense")
-    assert code == 2 and "--inject takes the name of a fault" in output
-
-
-def test_the_report_says_what_was_covered(fuzzer, report):
-    assert fuzzer.evidence(SMALL) == ""
-    written = report.as_json()
-    assert written["covered"]["mode"] == {"fwp": 1} and written["shown"]["inserted"] == 1
-    assert json.loads(json.dumps(written)) == written
-    assert FuzzReport(0).tried == 0
 
 
 def test_threads_have_the_groups_of_a_mesh():
@@ -372,18 +246,3 @@ def test_threads_have_the_groups_of_a_mesh():
         [101, 1100, 1111],
         [1010, 1100, 1111],
     ]
-
-
-def test_ranks_that_are_threads_build_equal_models():
-    job = Job("zipf:users=9,items=9", sizes=HSTUConfig(dim=32, layers=2, heads=2, qk_dim=16, v_dim=16))
-    with ThreadPoolExecutor(4) as pool:
-        models = [model.state_dict() for model, _, _ in pool.map(job.build, ["sgd"] * 12)]
-    assert all(torch.equal(model[name], models[0][name]) for model in models for name in model)
-
-
-def test_shards_live_as_long_as_their_rows():
-    first = streams.sequences("shards:zipf:users=9,items=9,seed=0")
-    for seed in range(1, 6):
-        streams.sequences(f"shards:zipf:users=9,items=9,seed={seed}")
-        assert streams.sequences("shards:zipf:users=9,items=9,seed=0") is first
-    assert next(iter(Job("shards:zipf:users=9,items=9,seed=0", batch_size=2).loader())).num_samples == 2

@@ -84,19 +84,6 @@ def test_the_help_has_defaults_ranges_and_words_of_the_fields():
     assert "Do not merge." in text and "--merge" not in text
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS)
-def test_no_value_in_the_help_is_cut_at_80_columns(command):
-    result = CliRunner(env={"COLUMNS": "80"}).invoke(cli.app, [command, "--help"])
-    assert result.exit_code == 0 and "…" not in result.output
-    assert max(map(len, result.output.splitlines())) <= 80
-
-
-def test_the_help_of_train_has_a_panel_for_each_group():
-    result = CliRunner(env={"COLUMNS": "80"}).invoke(cli.app, ["train", "--help"])
-    panels = [line.split(" ─")[0] for line in result.output.splitlines() if line.startswith("╭─")]
-    assert panels[-1].startswith("╭─ Slipstream") and len(set(panels)) == len(panels) == 8
-
-
 @pytest.mark.parametrize("words", ["--mode other", "--part 2", "--widths 0", "--widths 1,x", "--hidden 1"])
 def test_words_outside_of_a_field_are_refused(words):
     code, text, *plans = run(*words.split())
@@ -105,13 +92,6 @@ def test_words_outside_of_a_field_are_refused(words):
 
 def test_an_error_of_the_dataclass_is_one_line():
     assert run("--part", "0.5")[:2] == (2, "error: 0.5 is no share\n")
-
-
-def test_a_command_offers_some_settings_only():
-    assert run("--part", "0.25", only=("part",))[2].share == 0.25
-    assert run("--seed", "1", only=("part",))[0] == 2
-    with pytest.raises(TypeError, match="command has no settings named sahre"):
-        run(only=("sahre",))
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

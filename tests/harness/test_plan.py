@@ -33,15 +33,6 @@ def test_the_rows_counted_are_those_of_the_run(model):
     assert sum(counted.rows) == summary["tables"]["rows"]
 
 
-def test_rows_beyond_those_that_were_counted_go_on_growing():
-    """A log that never repeats an id grows by the same number in every step."""
-    job = replace(JOB, data="zipf:users=400,items=2000000,exponent=0,seed=1")
-    (whole,) = count_rows(replace(RUN, job=job, steps=40)).rows
-    counted = count_rows(replace(RUN, job=job, steps=40), seconds=0.0)
-    assert counted.steps < 40
-    assert 0.5 < counted.rows[0] / whole < 2
-
-
 def test_a_capacity_bounds_the_rows():
     (free,) = count_rows(RUN).rows
     policy = TablePolicy(Eviction("lru", capacity=20))
@@ -88,12 +79,6 @@ def test_ranks_share_the_rows(world_size):
     assert found.checkpoint == 7 + 1_000_003 * 108
 
 
-def test_copies_of_the_tables_are_shared_by_fewer_ranks():
-    found = of(*[tried() for _ in range(4)], replicas=2)
-    assert [rank.values for rank in found.ranks] == [500_000 * 100] * 4
-    assert found.checkpoint == 7 + 1_000_000 * 108
-
-
 def test_bytes_sent_are_those_of_one_rank():
     run = replace(RUN, steps=6, mode="sequential")
     found = run_ranks(2, lambda communicators: trial(communicators, run, 6))
@@ -101,27 +86,6 @@ def test_bytes_sent_are_those_of_one_rank():
     sent = whole[0]["lookups"]["key_bytes"] + whole[0]["lookups"]["row_bytes"]
     assert sum(each["link_bytes"] for each in found) * 6 == pytest.approx(sent)
     assert sent > 0
-
-
-def test_a_run_that_has_fewer_rows_than_its_trial():
-    (need,) = of(tried(), rows=3).ranks
-    assert (need.values, need.doubling, need.peak) == (1000, 0, 1200 * MIB)
-
-
-def test_times_of_evaluations_and_saves():
-    assert of(tried()).seconds == 45 + 10
-    assert of(tried(), evaluate_every=40).seconds == 45 + 3 * 10
-    assert of(tried(), save_every=45).seconds == 45 + 10
-    assert of(tried(saved=1), checkpoint="a", save_every=45).seconds == 45 + 10 + 2 * 100
-    assert of(tried(), tried(step_seconds=0.7)).step_seconds == 0.7
-
-
-def test_the_highest_phase_is_the_peak():
-    saving = of(tried(saved=3000 * MIB), checkpoint="a").ranks[0]
-    assert saving.saving > 0 and saving.peak > 3000 * MIB
-    assert of(tried(saved=3000 * MIB)).ranks[0].saving == 0
-    training = of(tried(trained=4000 * MIB)).ranks[0]
-    assert training.evaluation == 0 and training.peak > 4000 * MIB
 
 
 def test_what_lacks_and_what_would_fit():
@@ -177,8 +141,3 @@ def test_what_the_command_refuses(tmp_path, words, message):
     config.write_text('steps = 9\n[job]\ndata = "zipf:users=90,items=700,seed=1"\n')
     code, output, _ = commands.invoke("plan", config, *words)
     assert code == 2 and message in output, output
-
-
-def test_a_config_that_is_not_there(tmp_path):
-    code, output, _ = commands.invoke("plan", tmp_path / "none.toml")
-    assert code == 2 and "none.toml" in output

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from statistics import median
 
 import pytest
 from rich.console import Console
@@ -35,14 +34,6 @@ def test_a_line_now_and_then_where_the_output_is_no_terminal(monkeypatch, termin
     assert lines == ([] if terminal else expected)
 
 
-def test_steps_that_are_counted_and_quiet_ones():
-    console, quiet = Console(file=io.StringIO()), Console(file=io.StringIO(), quiet=True)
-    for each in (console, quiet):
-        with CommandProgress(each) as bar:
-            bar.advance(bar.add_task("cases", total=None))
-    assert console.file.getvalue().split("\n") == ["cases: 1", "", ""] and quiet.file.getvalue() == ""
-
-
 def paced(seconds, accumulate=1, compiled=()):
     """The pace, and the steps that count towards it; kernels are compiled in some of them."""
     before = list(compilation.compiling)
@@ -59,23 +50,10 @@ def paced(seconds, accumulate=1, compiled=()):
     return pace.seconds_per_step, steady
 
 
-@pytest.mark.parametrize("steps", range(7))
-def test_a_warm_run_loses_its_first_step_and_a_few_make_no_figure(steps):
-    seconds = [50.0, 0.2, 0.1, 0.4, 0.3, 0.5, 0.6][:steps]
-    expected = median(seconds[1:]) if steps >= 4 else None
-    assert paced(seconds) == (expected, list(range(1, steps)))
-
-
 def test_steps_in_which_kernels_are_compiled_are_in_no_figure():
     seconds = [50.0, 40.0, 0.2, 30.0, 0.2, 20.0, 0.4, 0.3]
     assert paced(seconds, compiled=(0, 1, 3, 5)) == (0.25, [2, 4, 6, 7])
     assert paced(seconds[:6], compiled=(0, 1, 3, 5)) == (None, [2, 4])
-
-
-def test_the_steps_of_one_update_end_together_and_share_its_seconds():
-    seconds = [9.0, 0.0, 0.0, 3.0, 0.0, 0.0, 6.0, 0.0, 0.0, 4.0, 0.0]
-    assert paced(seconds, accumulate=3) == (2.0, [5, 8, 10])
-    assert paced(seconds[:9], accumulate=3) == (None, [5, 8])
 
 
 @pytest.mark.parametrize(("steps", "said"), [(3, "too few steps to time"), (9, "ms per step")])

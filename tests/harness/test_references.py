@@ -80,36 +80,3 @@ def test_the_first_difference_goes_by_step_and_sees_shapes_and_missing_tensors()
     assert first_difference(zeros, {"0/a": -torch.zeros(1)}) == "0/a"
     nan = torch.full((1,), torch.nan)
     assert first_difference({"0/a": nan}, {"0/a": nan.clone()}) is None
-
-
-def test_every_difference_is_told_by_sample_id_or_index():
-    ids = torch.tensor([40, -7, 9])
-    one = {
-        "0/loss/ids": ids, "0/loss/values": torch.arange(3.0), "0/dense/weight": torch.zeros(2, 2),
-        "0/table/item/ids": ids, "0/table/item/rows": torch.zeros(3, 2),
-    }  # fmt: skip
-    other = {name: values.clone() for name, values in one.items()}
-    other["0/loss/values"][torch.tensor([0, 2])] += 1
-    other["0/dense/weight"][1, 0] = -0.0
-    other["0/table/item/rows"][1] = 5
-    other["1/loss/ids"] = ids
-    assert list(differences(one, other)) == [
-        {"tensor": "0/dense/weight", "of": 4, "at": [[1, 0]], "values": [0.0, -0.0]},
-        {"tensor": "0/loss/values", "of": 3, "at": [40, 9], "values": [0.0, 1.0]},
-        {"tensor": "0/table/item/rows", "of": 6, "at": [-7], "values": [0.0, 5.0]},
-        {"tensor": "1/loss/ids", "values": ["missing", "torch.int64 (3,)"]},
-    ]
-
-
-def test_references_are_recorded_on_one_thread(job, tmp_path, monkeypatch):
-    seen, before = [], torch.get_num_threads()
-    states = run_case._reference_states
-    monkeypatch.setattr(
-        run_case, "_reference_states", lambda *of: seen.append(torch.get_num_threads()) or states(*of)
-    )
-    torch.set_num_threads(2)
-    try:
-        run_case.record_reference(CASE.reference(job), 1, str(tmp_path))
-        assert seen == [1] and torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)

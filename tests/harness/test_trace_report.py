@@ -99,15 +99,3 @@ def test_an_edge_never_exercised_fails(tmp_path, console):
         in console.file.getvalue()
     )
     assert "no figures: rank 0 computed 1 batches" in console.file.getvalue()
-
-
-def test_a_mode_without_edges_says_so(tmp_path, console):
-    assert trace_report(record(tmp_path / "t", edges=None), console=console) == 0
-    assert "declares none" in console.file.getvalue()
-
-
-def test_an_unreadable_file_is_one_line(tmp_path, console):
-    assert trace_report(tmp_path / "absent", console=console) == 2
-    (tmp_path / "log.csv").write_text("user,item\n")
-    assert trace_report(tmp_path / "log.csv", console=console) == 2
-    assert len(console.file.getvalue().splitlines()) == 2

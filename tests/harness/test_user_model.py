@@ -7,8 +7,6 @@ from speeds import slow_except
 from tritonrec import nn, verify
 from tritonrec.data import NextItemLoader, load
 from tritonrec.embedding import FeatureConfig
-from tritonrec.harness.verify.user_model import ModelReport
-from tritonrec.pipeline.diagnosis import diagnose
 
 DIM = 6
 FEATURES = [FeatureConfig("item", DIM)]
@@ -32,22 +30,6 @@ class Sound(torch.nn.Module):
         hits = (hidden * rows[tokens : 2 * tokens]).sum(1)
         misses = (hidden[:, None] * rows[2 * tokens :].reshape(tokens, -1, DIM)).sum((1, 2))
         return nn.sum_by_sample(torch.exp(misses - hits), batch.offsets)
-
-
-class MeanOverBatch(torch.nn.Module):
-    def forward(self, x):
-        return x - x.mean(0, keepdim=True)
-
-
-class Centred(Sound):
-    """Subtracts the batch's mean: a sample's activations depend on its neighbours."""
-
-    def __init__(self):
-        super().__init__()
-        self.centre = MeanOverBatch()
-
-    def body(self, batch, x):
-        return super().body(batch, self.centre(x))
 
 
 class PlainLinear(Sound):
@@ -74,34 +56,6 @@ def test_a_sound_model_passes(batches):
     assert "identical" in str(report)
 
 
-def test_a_module_that_mixes_samples_is_named(batches):
-    report = verify(Centred, batches, FEATURES, modes=("nestpipe",), micro_batches=(2,))
-    assert not report.passed
-    assert report.not_invariant == "centre"
-
-
-class ByLongest(torch.nn.Module):
-    def forward(self, x, offsets):
-        return x + x * x / offsets.diff().max()
-
-
-class Normed(Centred):
-    def __init__(self):
-        super().__init__()
-        self.centre = ByLongest()
-
-    def body(self, batch, x):
-        return Sound.body(self, batch, self.centre(x, batch.offsets))
-
-
-def test_a_module_that_the_first_batch_does_not_show_is_named_by_a_later_one(batches):
-    lengths = batches[0].offsets.diff()
-    alike = batches[0].select((lengths == lengths.mode().values).nonzero().squeeze(1))
-    assert alike.num_samples > 1 and diagnose(Normed(), alike, FEATURES).module is None
-    report = verify(Normed, [alike, *batches[1:]], FEATURES, modes=("dbp",), micro_batches=(9,))
-    assert report.not_invariant == "centre"
-
-
 def test_an_inexact_gradient_is_named(batches):
     report = verify(PlainLinear, batches, FEATURES, modes=("nestpipe",), micro_batches=(2,))
     assert not report.passed
@@ -122,20 +76,3 @@ def test_bad_batches_are_refused(batches):
         verify(Sound, [], FEATURES)
     with pytest.raises(ValueError, match=r"batches\[0\].step must be 0, got 1"):
         verify(Sound, batches[1:], FEATURES)
-
-
-class FailsAlone(Sound):
-    def forward(self, batch, rows, seed):
-        if batch.num_samples == 1:
-            raise ValueError("one sample has no neighbour")
-        return super().forward(batch, rows, seed)
-
-
-def test_a_model_that_needs_neighbours_is_named(batches):
-    found = diagnose(FailsAlone(), batches[0], FEATURES)
-    assert found.module == "FailsAlone" and found.error is None
-    assert "it fails for one sample alone" in found.reason and "has no neighbour" in found.reason
-
-
-def test_a_report_without_a_case_proves_nothing():
-    assert not ModelReport([], None).passed

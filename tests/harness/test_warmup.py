@@ -11,11 +11,8 @@ from typer.testing import CliRunner
 from tritonrec.embedding import TablePolicy
 from tritonrec.harness import warmup
 from tritonrec.harness.cli import app
-from tritonrec.harness.job import Job
-from tritonrec.harness.train.run import Run
-from tritonrec.kernels import compilation, dispatch
+from tritonrec.kernels import compilation
 from tritonrec.nn import HSTUConfig
-from tritonrec.pipeline import WindowConfig
 from tritonrec.version import __version__
 
 COUNTED = """
@@ -78,20 +75,6 @@ def test_for_a_gpu_the_run_of_a_config_is_compiled(monkeypatch, tmp_path):
         assert done.exit_code == 2 and "leave" in done.output and len(asked) == 2, done.output
     done = run(app, ["warmup", "--target", "sm_90", "--config", str(tmp_path / "none.toml")])
     assert done.exit_code == 2 and "none.toml" in done.output
-
-
-def test_the_run_of_a_gpu_is_short_and_emulated_with_its_own_sizes_and_window(monkeypatch):
-    runs, lines = [], []
-    monkeypatch.setattr(warmup.loop, "train", lambda ranks, run, quiet: runs.append((run, dispatch.emulated)))
-    job = Job("ml-100k", "hstu", batch_size=999, sizes=HSTUConfig(dim=40), stream=True)
-    given = Run(job, "fwp", WindowConfig(5), "adagrad", steps=70, log_every=3)
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    warmup.warm_up_gpu("sm_80", [given], lines.append)
-    assert [run.job.placement.storage for run, _ in runs] == ["device", "cached"] and len(lines) == 2
-    for run, emulated in runs:
-        assert emulated == (8, 0) and dispatch.emulated is None
-        assert (run.mode, run.window, run.optimizer, run.steps) == ("fwp", WindowConfig(5), "adagrad", 3)
-        assert run.job.sizes.dim == 40 and run.job.batch_size == 16 and run.job.target.emulated
 
 
 @pytest.mark.slow
