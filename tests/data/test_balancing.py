@@ -83,10 +83,6 @@ def test_named_cuts(chunks, target, expected):
     assert list(dynamic_batches(as_chunks(chunks), target)) == expected
 
 
-def test_samples_of_no_tokens_are_not_lost():
-    assert sum(dynamic_batches(as_chunks([[0, 0, 3, 0], [0, 9, 0]]), 4)) == 7
-
-
 def test_a_batch_is_yielded_before_a_later_chunk_is_read():
     def chunks():
         yield np.array([6, 6], dtype=np.int64)
@@ -117,22 +113,6 @@ def test_the_partition_is_within_four_thirds_of_the_optimum(lengths, world_size)
         for ranks in itertools.product(range(world_size), repeat=len(lengths))
     )  # fmt: skip
     assert 3 * longest <= 4 * best
-
-
-def test_ties_go_to_the_earlier_sample_and_the_lower_rank():
-    parts = partition_samples(torch.tensor([5.0, 7, 5, 5, 7]), 3)
-    assert [part.tolist() for part in parts] == [[1, 3], [4], [0, 2]]
-    assert [part.tolist() for part in partition_samples(torch.zeros(0), 2)] == [[], []]
-
-
-def test_cost_of_lengths():
-    lengths = torch.tensor([0, 1, 320, 640])
-    assert SequenceCost().of(lengths).tolist() == [0, 1 + 1 / 320, 640, 1920]
-    assert SequenceCost(2, 0).of(lengths).tolist() == [0, 2, 640, 1280]
-    for name in ("linear", "quadratic"):
-        for value in (-1.0, float("nan"), float("inf")):
-            with pytest.raises(ValueError, match=f"{name} must be finite and not negative"):
-                SequenceCost(**{name: value})
 
 
 @pytest.mark.parametrize("make", [next_item, impressions])
@@ -236,13 +216,6 @@ def test_each_rank_runs_algorithm_1_over_its_chunks(make):
         first += loads.steps_of(epoch)
 
 
-def test_a_rank_without_chunks_has_empty_batches():
-    loads = DynamicBatchLoader(impressions(world_size=3, rank=2), chunk_samples=10**6)
-    batch = loads.batch(0).validate()
-    assert batch.num_samples == 0 and batch.loss_terms == 0 and list(batch.context) == ["user_id"]
-    assert loads.tokens_per_rank(0).tolist()[1:] == [0, 0]
-
-
 @pytest.mark.parametrize("make", [next_item, impressions])
 def test_a_restarted_dynamic_loader_goes_on_where_it_was(make):
     forwards = DynamicBatchLoader(make(world_size=2, rank=1))
@@ -252,25 +225,6 @@ def test_a_restarted_dynamic_loader_goes_on_where_it_was(make):
         assert DynamicBatchLoader(make(world_size=2, rank=1)).batch(step).sample_ids.tolist() == seen[step]
     other = DynamicBatchLoader(make(world_size=2, rank=1, seed=12))
     assert other.batch(0).sample_ids.tolist() != seen[0]
-
-
-def test_dynamic_batches_hold_about_the_target():
-    inner = next_item(world_size=4, batch_size=32)
-    loads = DynamicBatchLoader(inner, target_tokens=200)
-    longest = int(inner.sample_tokens.max())
-    steps = range(loads.steps_of(0))
-    tokens = torch.stack([loads.tokens_per_rank(step) for step in steps])
-    for rank in tokens.T.tolist():
-        full = [count for count in rank if count][:-1]
-        assert all(abs(count - 200) <= (longest + 1) // 2 for count in full)
-    fixed = token_spread(inner, range(inner.steps_per_epoch))
-    assert token_spread(loads, steps[:-2]).ratio < fixed.ratio
-
-
-def test_the_default_target_is_the_mean_of_a_rank():
-    inner = next_item(world_size=4, batch_size=24)
-    expected = float(inner.sample_tokens.double().mean()) * 24 / 4
-    assert DynamicBatchLoader(inner).target_tokens == int(expected)
 
 
 @pytest.mark.parametrize(

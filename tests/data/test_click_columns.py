@@ -126,26 +126,6 @@ def test_ali_ccp_is_written_in_plain_columns_once(tmp_path, monkeypatch, rows):
     assert clicks_of(source) != folder
 
 
-def test_a_bad_line_of_ali_ccp_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITONREC_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "days").mkdir()
-    write_ali_ccp(tmp_path / "days", [*SKELETON, "5,0,0,u9,0,"])
-    with pytest.raises(
-        ValueError, match="line 5: column common has 'u9', expected one of the common features"
-    ):
-        clicks_of(f"ali-ccp:{tmp_path}/days")
-    assert {path.suffix for path in (tmp_path / "cache" / "clicks").iterdir()} == {".lock"}
-
-
-def test_a_name_of_a_column_that_is_no_text_is_refused(tmp_path):
-    folder = write(tmp_path / "days", columns())
-    file = folder / "0.parquet"
-    file.write_bytes(file.read_bytes().replace(b"price", b"\xf4rice", 1))
-    for read in (lambda: load(f"clicks:{folder}"), lambda: ClickStream(folder, 8, seed=1)):
-        with pytest.raises(ValueError, match=r"0\.parquet: .*'utf-8' codec"):
-            read()
-
-
 TEXT = "Click,age,site,word\n1,2.5,3,x\n0,1,4,y\n1,0,5,x\n"
 
 

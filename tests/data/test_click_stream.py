@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -11,7 +10,6 @@ from speeds import slow_except
 from test_criteo import as_table, fields
 
 from tritonrec.data import ClickBatch, ClickLoader, ClickStream, evaluate_clicks, load
-from tritonrec.data.parquet_rows import ParquetRows
 from tritonrec.data.presets import CRITEO
 
 ROWS = 43
@@ -92,22 +90,3 @@ def test_a_bad_value_is_named_by_its_row(tmp_path):
     pq.write_table(table.drop_columns(["I3"]), tmp_path / "day.parquet")
     with pytest.raises(ValueError, match=r"day\.parquet: no column 'I3'"):
         ClickStream(tmp_path, 8, seed=0, columns=CRITEO)
-
-
-@pytest.mark.parametrize("rows", [1, 8, 9, 10, 42, 43])
-def test_the_first_rows_of_a_dataset_are_a_dataset(folder, rows):
-    whole = ParquetRows(folder, ["label"])
-    part = whole.first(rows)
-    found = list(part.batches(4))
-    assert part.group_rows.min() > 0 and part.num_rows == rows == sum(len(table) for _numbers, table in found)
-    assert np.array_equal(np.concatenate([numbers for numbers, _table in found]), np.arange(rows))
-    rest = [numbers for numbers, _table in whole.batches(4, begin=rows)]
-    assert np.array_equal(np.concatenate([[], *rest]), np.arange(rows, ROWS)) and whole.num_rows == ROWS
-
-
-def test_a_log_of_one_row_has_nothing_held_out_but_it(tmp_path):
-    pq.write_table(as_table(fields()[:1], True), tmp_path / "day.parquet")
-    stream = ClickStream(tmp_path, 8, seed=0, columns=CRITEO)
-    assert stream.num_samples == 1 and stream.num_held_out == 0 and next(stream).num_samples == 1
-    with pytest.raises(ValueError, match="no rows held out for test"):
-        evaluate_clicks(lambda batch: batch.dense[:, 0], stream)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given
@@ -31,24 +29,9 @@ def indices(parts) -> list[list[int]]:
     return [part.tolist() for part in parts]
 
 
-def test_the_batch_of_the_docstring():
-    batch = jagged([[1, 2], [3, 4], [1, 2], [3, 5]])
-    plain, clustered = split(batch, 2, clustering=False), split(batch, 2, clustering=True)
-    assert indices(plain) == [[0, 1], [2, 3]] and indices(clustered) == [[0, 2], [1, 3]]
-    assert payload_inflation(batch, plain) == 8 / 5 and payload_inflation(batch, clustered) == 1
-
-
 def test_plain_micro_batches_are_runs_of_nearly_equal_counts():
     batch = jagged([[1]] * 7)
     assert indices(split(batch, 3, clustering=False)) == [[0, 1, 2], [3, 4], [5, 6]]
-
-
-@pytest.mark.parametrize("clustering", [False, True])
-def test_more_micro_batches_than_samples_leave_the_last_ones_empty(clustering):
-    parts = split(jagged([[1], [2]]), 5, clustering)
-    assert [len(part) for part in parts] == [1, 1, 0, 0, 0]
-    assert indices(split(jagged([]), 3, clustering)) == [[], [], []]
-    assert payload_inflation(jagged([]), split(jagged([]), 3, clustering)) == 1
 
 
 samples = st.lists(st.lists(st.sampled_from([-(2**63), -1, 0, 1, 2, 3, 2**63 - 1]), max_size=6), max_size=12)
@@ -112,24 +95,6 @@ def test_clustering_lowers_the_payload_of_communities(num_micro_batches, negativ
         assert clustered - 1 < (0.6 if negatives == 0 else 0.95) * (plain - 1)
 
 
-def test_negatives_count_as_keys():
-    batch = jagged([[1], [2], [3], [4]])
-    shared = torch.tensor([[70, 71], [80, 81], [80, 81], [70, 71]])
-    assert indices(split(replace(batch, negatives=shared), 2, clustering=True)) == [[0, 3], [1, 2]]
-
-
-def test_labels_count_as_keys():
-    batch = replace(jagged([[1], [2], [3], [4]]), labels=torch.tensor([9, 8, 8, 9]))
-    assert indices(split(batch, 2, clustering=True)) == [[0, 3], [1, 2]]
-
-
-def test_popular_keys_weigh_little():
-    # All share keys 50 to 53; key 1 and key 2 tell two pairs apart.
-    popular = [50, 51, 52, 53]
-    batch = jagged([[1, *popular], [2, *popular], [2, *popular], [1, *popular]])
-    assert indices(split(batch, 2, clustering=True)) == [[0, 3], [1, 2]]
-
-
 def test_fewer_than_one_micro_batch_is_refused():
     with pytest.raises(ValueError, match="num_micro_batches must be at least 1, got 0"):
         split(jagged([[1]]), 0, clustering=True)
@@ -150,12 +115,6 @@ def test_micro_batches_follow_the_taper(clustering):
     parts = split(batch, 5, clustering, 0.5)
     assert [len(part) for part in parts] == [10, 20, 40, 20, 10]
     assert sorted(torch.cat(parts).tolist()) == list(range(100))
-
-
-def test_a_taper_that_leaves_nothing_for_the_ends_still_cuts():
-    batch = jagged([[sample] for sample in range(40)])
-    parts = split(batch, 300, True, 1e-3)
-    assert sorted(torch.cat(parts).tolist()) == list(range(40))
 
 
 @pytest.mark.parametrize("offsets", [[0, 10**9], [0, -4, 5], [0, 5, 4], [3, 5]])

@@ -1,6 +1,5 @@
 """Clicks: Criteo's formats read as they were meant, batches that can be cut, made logs that can be learnt."""
 
-import gzip
 import math
 
 import numpy as np
@@ -13,11 +12,8 @@ from tritonrec.data import ClickLoader, ClickLog, auc, evaluate_clicks, load, lo
 from tritonrec.data.click_columns import MISSING
 from tritonrec.data.presets import CRITEO_CATEGORIES, CRITEO_COUNTS
 from tritonrec.data.synthetic_clicks import (
-    MIN_TABLE_ROWS,
-    SHAPES,
     SyntheticClickOptions,
     generate,
-    table_rows,
 )
 
 COLUMNS = ("label", *CRITEO_COUNTS, *CRITEO_CATEGORIES)
@@ -64,18 +60,6 @@ def test_text_is_read_field_by_field(tmp_path, rows):
     np.testing.assert_array_equal(log.labels, labels)
     np.testing.assert_allclose(log.dense, dense, rtol=1e-6)
     assert log.trained == max(1, rows - math.ceil(rows / 10)) and log.features == COLUMNS[14:]
-
-
-def test_compressed_text_and_the_word_give_the_same(tmp_path):
-    plain, packed = write(tmp_path / "day", fields()), tmp_path / "day.gz"
-    packed.write_bytes(gzip.compress(plain.read_bytes()))
-    for log in (
-        read_tsv(packed),
-        load(f"criteo-tsv:{plain}"),
-        read_tsv(write(tmp_path / "dos", fields(), "\r\n")),
-    ):
-        np.testing.assert_array_equal(log.categories, read_tsv(plain).categories)
-        np.testing.assert_array_equal(log.dense, read_tsv(plain).dense)
 
 
 def as_table(lines, integers):
@@ -206,29 +190,6 @@ def test_a_log_that_does_not_add_up_is_refused():
             ClickLog(**(log | changes))
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_synthetic_logs_have_the_published_shape_and_skew(name):
-    log = generate(name, SyntheticClickOptions(samples=6000, scale=1e-3, seed=5))
-    shape, rows = SHAPES[name], table_rows(SHAPES[name], 1e-3)
-    assert log.dense.shape == (6000, shape.dense) and log.features == tuple(shape.tables)
-    assert {"criteo": 26, "avazu": 21}[name] == len(log.features)
-    assert abs(log.labels.mean() - shape.rate) < 0.03
-    for at, feature in enumerate(log.features):
-        ids, counts = np.unique(log.categories[:, at], return_counts=True)
-        assert ids.min() >= 0 and ids.max() < 2**32 and len(ids) <= rows[feature]
-        if rows[feature] > MIN_TABLE_ROWS:  # Zipf: the first tenth of the ids has most of the rows
-            counts = np.sort(counts)[::-1]
-            assert counts[: len(counts) // 10].sum() > 0.5 * counts.sum(), feature
-    largest = max(shape.tables, key=shape.tables.__getitem__)
-    assert rows[largest] == round(shape.tables[largest] * 1e-3)
-    again, other = (
-        generate(name, SyntheticClickOptions(6000, 1e-3, seed=5)),
-        generate(name, SyntheticClickOptions(6000, 1e-3, seed=6)),
-    )
-    assert np.array_equal(again.categories, log.categories) and np.array_equal(again.labels, log.labels)
-    assert not np.array_equal(other.labels, log.labels)
-
-
 def test_synthetic_labels_follow_from_the_features():
     """Counting clicks by id, feature by feature, foretells later clicks; with labels shuffled it does not."""
     log = generate("criteo", SyntheticClickOptions(samples=20000, seed=2))
@@ -246,22 +207,6 @@ def test_synthetic_labels_follow_from_the_features():
 
     assert skill(log.labels) > 0.61
     assert abs(skill(np.random.default_rng(0).permutation(log.labels)) - 0.5) < 0.04
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("samples=0", "samples must be at least 1, got 0"),
-        ("scale=2", r"scale must be in \(0, 1\], got 2.0"),
-        ("rows=3", "'rows=3' is no option; known are samples, scale, exponent, seed"),
-        ("samples=x", "samples='x' is not a int"),
-        ("exponent=0.1", "exponent must be"),
-        ("seed=-1", "seed must be"),
-    ],
-)
-def test_options_out_of_range_are_named(text, message):
-    with pytest.raises(ValueError, match=message):
-        load(f"criteo:{text}")
 
 
 def test_ratings_become_clicks_and_each_user_s_last_tenth_is_held_out():
@@ -287,16 +232,6 @@ def test_ratings_become_clicks_and_each_user_s_last_tenth_is_held_out():
         load_clicks("zipf:users=9")
     with pytest.raises(ValueError, match="avazu is a log of clicks without users' sequences"):
         load_interactions("avazu")
-
-
-def test_movielens_has_its_users_features_and_sets_of_genres():
-    log = load_clicks("ml-100k")
-    assert log.features == ("age", "gender", "genres", "item", "occupation", "user")
-    assert len(log) == 100_000 and 0.55 < log.labels.mean() < 0.56
-    of_item = {}
-    for item, genres in log.categories[:, [3, 2]].tolist():
-        assert of_item.setdefault(item, genres) == genres
-    assert len(set(of_item.values())) == 216
 
 
 def test_metrics_are_their_definitions():

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -141,14 +139,6 @@ def test_decimal_timestamps_order_the_rows_and_are_rounded_down(tmp_path):
     assert interactions.sequences.timestamps.tolist() == [-1, 5, 5, 5, 5, 1000]
     whole = read(tmp_path, f"user,item,time\n1,1,{2**62 + 1}\n1,2,0.5\n", STEP)
     assert whole.timestamp.tolist() == [2**62 + 1, 0]
-
-
-def test_one_column_orders_what_another_cannot(tmp_path):
-    log = read(
-        tmp_path, "user;item;day;frame\n1;5;2016-05-09;900\n1;6;2016-05-09;20\n1;7;2016-05-08;5000\n",
-        LogFormat(timestamp="day", order="frame"),
-    )  # fmt: skip
-    assert log.sequences.items.tolist() == [7, 6, 5]
 
 
 BAD = {
@@ -302,26 +292,6 @@ def test_a_format_stands_in_a_source(format):
     )
 
 
-def test_a_question_mark_in_a_path_is_a_path(tmp_path):
-    for name in ("day_?.csv", "a?user=b.csv"):
-        assert with_query(f"csv:{name}") == (f"csv:{name}", {}) or "user" in name
-    (tmp_path / "a?user=b").write_text("user,item,time\n1,2,3\n")
-    assert columns(load(f"csv:{tmp_path}/a?user=b")) == [[1], [2], [3]]
-    assert with_query("csv:https://here/x.csv?token=1")[1] == {}
-    with pytest.raises(ValueError, match="no setting 'usr' of a format; known are user, item"):
-        load("csv:x.csv?usr=a")
-    with pytest.raises(ValueError, match="time_unit takes one of auto, s, ms, us, ns, step, got 'h'"):
-        load("csv:x.csv?time_unit=h")
-    with pytest.raises(ValueError, match="no setting 'TIME_UNIT'"):
-        load("csv:x.csv?TIME_UNIT=s")
-    with pytest.raises(ValueError, match="user stands in the settings twice"):
-        load("csv:x.csv?user=a&item=b&user=c")
-    with pytest.raises(ValueError, match="label_threshold must be finite, got nan"):
-        load("csv:x.csv?label_threshold=nan")
-    with pytest.raises(ValueError, match="has a format of its own: leave out user"):
-        load("ml-100k", LogFormat(user="a"))
-
-
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"absent\.csv"):
         load(tmp_path / "absent.csv")
@@ -339,40 +309,6 @@ def test_files_are_in_the_order_of_their_numbers_and_brackets_are_letters(tmp_pa
     odd = tmp_path / "a[1].tsv"
     odd.write_text("user\titem\ttime\n1\t2\t3\n")
     assert load(odd).item.tolist() == load(f"csv:{odd}").item.tolist() == [2]
-
-
-@pytest.mark.parametrize("at", ["folder", "working directory", "memory"])
-def test_what_a_glob_matches(tmp_path, monkeypatch, at):
-    """Its folders are all their files, ``**`` any number of folders, and what exists is no pattern."""
-    base = {"folder": f"{tmp_path}/", "working directory": "", "memory": "memory://globs/"}[at]
-    monkeypatch.chdir(tmp_path)
-    memory = pytest.importorskip("fsspec").filesystem("memory")
-    files = (
-        "a.csv",
-        "x1/b.csv",
-        "x1/y/c10.csv",
-        "x1/y/c9.csv",
-        "x2/_t/d.csv",
-        "x[1]/e.csv",
-        "q?/f.csv",
-        "q1/g.csv",
-    )
-    for item, name in enumerate(files):
-        text = f"user,item,time\n1,{item},5\n"
-        if at == "memory":
-            memory.pipe(f"/globs/{name}", text.encode())
-        else:
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_text(text)
-    expected = {
-        "*.csv": [0], "x1/*": [1, 3, 2], "x1*": [1, 3, 2], "**/c*.csv": [3, 2], "**/[ab].csv": [0, 1],
-        "x[1]": [5], "x[1]/*.csv": [5], "q?": [6], "q?/f.csv": [6], "x?/b.csv": [1],
-    }  # fmt: skip
-    assert {glob: load(f"csv:{base}{glob}").item.tolist() for glob in expected} == expected
-    if at == "working directory":
-        (tmp_path / "csv:1").mkdir()
-        (tmp_path / "csv:1" / "a.csv").write_text("user,item,time\n1,9,5\n")
-        assert load("./csv:1/a.csv").item.tolist() == [9]
 
 
 def arrays(**others):
@@ -467,12 +403,6 @@ def test_whole_floats_in_text_name_the_setting(tmp_path):
         load(tmp_path / "a.csv")
 
 
-def test_a_pipe_is_no_file_of_a_log(tmp_path):
-    os.mkfifo(tmp_path / "a.csv")
-    with pytest.raises(ValueError, match=r"a\.csv: neither a file nor a folder"):
-        load(tmp_path / "a.csv")
-
-
 def test_whole_floats_are_ids_by_choice(tmp_path):
     table = pa.table(arrays(user=[500.0, 501.0, 502.0]))
     assert load(table, LogFormat(whole_floats=True)).user.tolist() == [500, 501, 502]
@@ -531,26 +461,6 @@ def test_json_lines_are_read_whatever_their_values(tmp_path, monkeypatch):
         path.write_text("\n".join([json.dumps(rows[0]), "", line]))
         with pytest.raises(ValueError, match=f"log.jsonl.*{message}"):
             load(path, LogFormat(rating="none"))
-
-
-def test_json_of_other_bytes_and_other_types_is_refused(tmp_path):
-    first = b'{"user": "ann", "item": "up", "time": 1400000000}\n'
-    for odd, message in ((b'"caf\xe9"', "line 2: not UTF-8 text, name its encoding="),
-                         (b'"\\ud800"', "line 2: column user is no text: .* surrogates not allowed"),
-                         (b"true", "line 2: column user has true, and values of another type"),
-                         (b"1.5", "line 2: column user has 1.5, and values of another type")):  # fmt: skip
-        (tmp_path / "log.json").write_bytes(
-            first + b'{"user": ' + odd + b', "item": 5, "time": 1400000000}\n'
-        )
-        with pytest.raises(ValueError, match=message):
-            load(tmp_path / "log.json", LogFormat(ids="words"))
-
-
-def test_a_format_of_dates_holds_for_integers():
-    day = LogFormat(time_format="%Y%m%d")
-    assert load(arrays(timestamp=[20240501, 20240502, 19700101]), day).timestamp.tolist() == [
-        1714521600, 1714608000, 0,
-    ]  # fmt: skip
 
 
 def test_words_are_ids_by_choice_and_keep_their_numbers(tmp_path):
@@ -640,11 +550,3 @@ def test_what_was_written_is_read_back(tmp_path_factory, rows, order, delimiter,
     assert columns(load(path, format)) == [list(column) for column in zip(*rows, strict=True)]
     parts = list(source_of(path, format).events().parts())
     assert columns(concat(parts)) == columns(load(path, format))
-
-
-def test_feather_is_a_file_of_arrow(tmp_path):
-    feather.write_feather(pa.table(arrays()), tmp_path / "log.feather")
-    assert columns(load(tmp_path / "log.feather")) == columns(load(arrays()))
-    (tmp_path / "log.feather").write_bytes(b"nothing of the kind")
-    with pytest.raises(ValueError, match=r"log\.feather: not a file of Arrow"):
-        load(tmp_path / "log.feather")

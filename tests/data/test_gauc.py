@@ -77,16 +77,6 @@ def test_equals_a_double_loop(impressions, dtype, small):
     )
 
 
-def test_equals_a_double_loop_on_many_users():
-    random = np.random.default_rng(5)
-    users = (random.zipf(1.3, 900) % 40 - 7).tolist()
-    scores = (random.integers(0, 30, 900) / 7).tolist()
-    labels = (random.random(900) < 0.2).astype(int).tolist()
-    found, (value, used, left_out) = on_tensors(users, scores, labels), naive(users, scores, labels)
-    assert found.value == pytest.approx(value, rel=1e-13) and 0.3 < value < 0.7
-    assert (found.users, found.left_out) == (used, left_out) and min(used, left_out) > 2
-
-
 def test_impressions_are_the_weights():
     users = [1] * 4 + [2] * 2 + [3] * 3
     scores = [0.1, 0.2, 0.3, 0.4, 0.9, 0.1, 0.5, 0.5, 0.5]
@@ -104,12 +94,6 @@ def test_an_order_of_the_impressions_changes_no_bit():
     order = torch.randperm(500, generator=random)
     assert gauc(users, scores, labels) == gauc(users[order], scores[order], labels[order])
     assert gauc(users, scores, labels) == gauc(users, scores, labels.bool())
-
-
-def test_users_are_ranked_apart():
-    found = on_tensors([1, 1, 2, 2], [10.0, 11.0, -5.0, -4.0], [0, 1, 0, 1])
-    assert found == (1.0, 2, 0)
-    assert auc(torch.tensor([10.0, 11, -5, -4]), torch.tensor([0, 1, 0, 1])) == 0.75
 
 
 @pytest.mark.parametrize("labels", [[], [0], [1], [1, 1], [0, 0]])
@@ -162,10 +146,3 @@ def test_a_model_is_scored_on_the_held_out_impressions():
     )
     expected = naive(users.tolist(), (items % 7).tolist(), labels[:, 1].tolist())[0]
     assert by_item["GAUC/conversion"] == pytest.approx(expected, rel=1e-13)
-
-
-def test_scores_of_another_shape_are_named():
-    with pytest.raises(
-        ValueError, match=r"scores must be \(\d+, 2\): exposed items by tasks; got shape \(\d+,\)"
-    ):
-        evaluate_impressions(lambda batch: batch.labels[:, 0].float(), rated())

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from tritonrec.data import NextItemStream, grouped, load
+from tritonrec.data import NextItemStream, load
 from tritonrec.data.grouped import sequences_of
 from tritonrec.data.parquet import table_of
 
@@ -53,18 +53,6 @@ def test_the_sequences_are_those_of_the_log_in_memory(log, cache, monkeypatch, b
     assert stream.num_samples == 40 and next(stream).validate().num_samples == 8
 
 
-def test_a_log_of_another_file_system_is_read_anew_when_it_changes(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITONREC_CACHE", str(tmp_path))
-    memory = pytest.importorskip("fsspec").filesystem("memory")  # tells no time of change
-    found = []
-    for item in (2, 2, 3):
-        if item not in found:
-            memory.pipe("/changing/log.csv", f"user,item,time\n1,{item},5\n".encode())
-        folder = sequences_of("memory://changing/log.csv")
-        found += pq.read_table(next(folder.glob("part-*"))).column("item").to_pylist()[0]
-    assert found == [2, 2, 3]
-
-
 def test_a_log_is_read_once_until_it_changes(log, cache):
     read = []
     first = sequences_of(str(log), read.append)
@@ -107,10 +95,3 @@ def test_a_cache_that_cannot_be_written_to_is_named(log, monkeypatch):
     monkeypatch.setenv("TRITONREC_CACHE", "/proc/nowhere")
     with pytest.raises(OSError, match=r"cannot write /proc/nowhere/sequences/[0-9a-f]{16}"):
         sequences_of(str(log))
-
-
-def test_a_folder_of_another_layout_is_another_one(log, cache, monkeypatch):
-    first = sequences_of(str(log))
-    monkeypatch.setattr(grouped, "GROUP_USERS", 7)
-    second = sequences_of(str(log))
-    assert second != first and pq.ParquetFile(next(second.glob("part-*"))).num_row_groups == 6

@@ -68,21 +68,6 @@ def test_features_of_users_and_tags_of_videos(folder):
     assert log.genres.genres.tolist() == [1, 1, 2]
 
 
-def test_a_single_file_has_no_features(folder):
-    log = load(f"kuairand:{folder}/data/log_random_4_22_to_5_08_pure.csv")
-    assert log.user.tolist() == [9] and log.user_features is None and log.genres is None
-
-
-def test_without_long_view_the_second_task_is_like(folder):
-    for path in (folder / "data").glob("log_standard*"):
-        path.write_text(path.read_text().replace("long_view", "other"))
-    log = load(f"kuairand:{folder}")
-    assert {name: column.tolist() for name, column in log.feedback.items()} == {
-        "is_click": [1, 0, 1, 0, 1],
-        "is_like": [0, 1, 1, 0, 0],
-    }
-
-
 def test_impressions_have_its_tasks(folder):
     loads = ImpressionLoader(load(f"kuairand:{folder}"), 4, max_history=5, max_exposed=1, seed=0)
     assert loads.tasks == ("is_click", "long_view")
@@ -149,19 +134,3 @@ def test_a_missing_or_empty_log_is_named(tmp_path, folder):
     path.write_text("")
     with pytest.raises(ValueError, match=r"log\.csv: the file is empty"):
         load(f"kuairand:{path}")
-
-
-@pytest.mark.parametrize(
-    "name, old, new, message",
-    [
-        ("user_features_pure.csv", "user_id", "id", "user_features_pure.csv: no column 'user_id'"),
-        ("user_features_pure.csv", "\n7,", "\n3,", "column 'user_id' has 3 twice"),
-        ("video_features_basic_pure.csv", "tag", "tags", "video_features_basic_pure.csv: no column 'tag'"),
-        ("video_features_basic_pure.csv", "\n15,", "\n8,", "column 'video_id' has 8 twice"),
-    ],
-)
-def test_a_bad_table_of_features_is_named(folder, name, old, new, message):
-    path = folder / "data" / name
-    path.write_text(path.read_text().replace(old, new, 1))
-    with pytest.raises(ValueError, match=message):
-        load(f"kuairand:{folder}")

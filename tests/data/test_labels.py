@@ -8,7 +8,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from test_splits import LOG, plain_clicks
 
 from tritonrec.data import (
@@ -17,13 +16,9 @@ from tritonrec.data import (
     ImpressionLoader,
     ImpressionStream,
     Interactions,
-    Vocabulary,
     clicks_from_ratings,
-    hashed_ids,
 )
 from tritonrec.data.convert_windows import write_windows
-from tritonrec.data.grouped import clicks_of, words_of
-from tritonrec.data.log_format import LogFormat
 
 
 def rated(low: float, high: float, step: float = 1.0) -> Interactions:
@@ -116,21 +111,6 @@ def test_clicks_that_are_all_alike_are_refused_whole_and_streamed(label, tmp_pat
             ClickStream(folder, 8, seed=0)
         with pytest.raises(ValueError, match=message):
             ClickLoader(replace(log, labels=labels), 8, 0)
-
-
-def test_a_stream_of_clicks_numbers_no_words_by_itself(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITONREC_CACHE", str(tmp_path / "cache"))
-    table = pa.table({"label": [0, 1, 0], "item": ["a", "b", "a"]})
-    pq.write_table(table, tmp_path / "day.parquet")
-    with pytest.raises(ValueError, match=r"clicks_of.*log whole .* or take ids='hashed'"):
-        ClickStream(tmp_path, 2, seed=0, columns=LogFormat(ids="words"))
-    hashed = ClickStream(tmp_path, 2, seed=0, columns=LogFormat(ids="hashed"))
-    found = torch.cat([hashed.batch(step).features["item"].ids for step in range(hashed.steps_per_epoch)])
-    assert set(found.tolist()) <= set(hashed_ids(["a", "b"]).tolist())
-    words = {"item": Vocabulary(["b"])}
-    folder = clicks_of(f"clicks:{tmp_path}/day.parquet?ids=words", words=words)
-    assert words == words_of(folder) == {"item": Vocabulary(["b", "a"])}
-    assert pq.read_table(folder / "part-00000.parquet")["item"].to_pylist() == [1, 0, 1]
 
 
 def test_a_missing_rating_is_named():

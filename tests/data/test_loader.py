@@ -32,14 +32,6 @@ def small_log(*users: list[int]) -> Interactions:
     return Interactions(*np.array(rows, dtype=np.int64).T)
 
 
-def test_the_sequence_of_the_docstring():
-    batch = loader(small_log([10, 11, 12, 13, 14]), max_seq_len=3).batch(0).validate()
-    assert batch.ids.tolist() == [10, 11, 12] and batch.labels.tolist() == [11, 12, 13]
-    assert batch.timestamps.tolist() == [0, 1, 2] and batch.sample_ids.tolist() == [0]
-    shorter = loader(small_log([10, 11, 12, 13, 14]), max_seq_len=2).batch(0)
-    assert shorter.ids.tolist() == [11, 12] and shorter.labels.tolist() == [12, 13]
-
-
 def test_users_without_a_token_are_left_out_and_their_training_items_stay_in_the_catalogue():
     loads = loader(small_log([1], [2, 3], [4, 5, 6], [7, 4, 8, 9]))
     assert sorted(loads.batch(0).sample_ids.tolist()) == [2, 3]
@@ -108,11 +100,6 @@ def test_negatives_cover_the_catalogue_evenly():
     assert chi_squared < loads.num_items + 5 * (2 * loads.num_items) ** 0.5
 
 
-def test_no_negatives_are_legal():
-    batch = loader(num_negatives=0).batch(0).validate()
-    assert batch.negatives.shape == (batch.num_tokens, 0)
-
-
 def test_the_held_out_item_never_trains():
     log = small_log([1, 2, 3, 99], [2, 3, 1, 98])
     loads = loader(log)
@@ -156,8 +143,3 @@ def test_evaluation_visits_every_user_with_two_items_once():
 def test_bad_arguments_are_named(changes, message):
     with pytest.raises(ValueError, match=message):
         loader(**changes)
-
-
-def test_a_negative_step_is_refused():
-    with pytest.raises(ValueError, match="step must be at least 0, got -1"):
-        loader().batch(-1)

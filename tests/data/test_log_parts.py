@@ -140,28 +140,6 @@ def test_kuairand_in_parts_is_the_whole_with_its_features(folder, tmp_path, pack
         assert (made / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_a_bad_task_is_named_by_its_row_in_the_file(tmp_path):
-    lines = [f"{row},{row},{row},1,0" for row in range(200)]
-    lines[150] = "150,150,150,3,0"
-    path = tmp_path / "log.csv"
-    path.write_text("\n".join(["user_id,video_id,time_ms,is_click,is_like", *lines]) + "\n")
-    with pytest.raises(ValueError, match=r"log\.csv, line 152: column is_click has '3', expected 0 or 1"):
-        list(source_of(f"kuairand:{path}").events().parts())
-
-
-def test_files_of_features_without_rows_have_no_features(folder):  # noqa: F811
-    for path in (folder / "data").glob("[uv]*.csv"):
-        path.write_text(path.read_text().splitlines()[0] + "\n")
-    log = load(f"kuairand:{folder}")
-    assert len(log.user_features.user_ids) == len(log.genres.item_ids) == 0 and len(log) == 5
-
-
-def test_a_header_alone_is_no_log(tmp_path):
-    (tmp_path / "log.csv").write_text("user_id,video_id,time_ms,is_click,is_like\n")
-    with pytest.raises(ValueError, match=r"log\.csv"):
-        list(source_of(f"kuairand:{tmp_path}/log.csv").events().parts())
-
-
 def test_clicks_as_text_are_the_rows_of_the_whole_log(tmp_path):
     lines = fields(rows=50)
     (tmp_path / "days").mkdir()
@@ -179,14 +157,6 @@ def test_clicks_as_text_are_the_rows_of_the_whole_log(tmp_path):
     np.testing.assert_array_equal(labels, log.labels)
     np.testing.assert_array_equal(dense, log.dense)
     np.testing.assert_array_equal(categories, log.categories)
-
-
-def test_clicks_are_divided_into_files_and_groups(tmp_path, monkeypatch):
-    monkeypatch.setattr("tritonrec.data.grouped.FILE_CLICKS", 8)
-    monkeypatch.setattr("tritonrec.data.grouped.GROUP_CLICKS", 2)
-    rows = ParquetRows(clicks_of(f"criteo-tsv:{write_criteo(tmp_path / 'day', fields())}"))
-    assert rows.num_rows == 30 and rows.group_rows.tolist() == [2] * 15
-    assert rows.group_file.tolist() == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 3
 
 
 def test_a_bad_click_is_named_by_its_line(tmp_path, cache):

@@ -6,7 +6,6 @@ import hashlib
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 
@@ -56,40 +55,6 @@ def test_the_log_is_fetched_once_and_cached(made_wheel, tmp_path):
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == sorted(MADE)
 
 
-def test_a_cache_of_the_log_alone_is_completed(made_wheel, tmp_path):
-    movielens.fetch()
-    log = tmp_path / "cache" / "ml-100k.inter"
-    kept = log.stat()
-    (tmp_path / "cache" / "ml-100k.item").unlink()
-    movielens.fetch()
-    now = log.stat()  # it may be read again, but not written
-    assert len(made_wheel) == 2 and (now.st_ino, now.st_mtime_ns) == (kept.st_ino, kept.st_mtime_ns)
-    assert (tmp_path / "cache" / "ml-100k.item").read_bytes() == MADE["ml-100k.item"]
-
-
-def test_features_of_users_and_films(made_wheel):
-    log = movielens.load()
-    assert log.user_features.user_ids.tolist() == [7, 186, 196]
-    assert {name: column.tolist() for name, column in log.user_features.columns.items()} == {
-        "age": [1, 7, 2],
-        "gender": [1, 2, 2],
-        "occupation": [1, 1, 2],
-    }
-    assert log.genres.item_ids.tolist() == [9, 242, 302] and log.genres.offsets.tolist() == [0, 0, 1, 4]
-    assert log.genres.genres.tolist() == [1, 3, 1, 2]
-
-
-@pytest.mark.parametrize(
-    "bucket, ages",
-    [(1, (0, 17)), (2, (18, 24)), (3, (25, 34)), (4, (35, 44)), (5, (45, 49)), (6, (50, 55)), (7, (56, 99))],
-)
-def test_age_buckets_are_those_of_movielens_1m(tmp_path, bucket, ages):
-    path = tmp_path / "users"
-    rows = [f"{user}\t{age}\tF\tnone\n" for user, age in enumerate(ages)]
-    path.write_text("user_id:token\tage:token\tgender:token\toccupation:token\n" + "".join(rows))
-    assert movielens._users(path).columns["age"].tolist() == [bucket, bucket]
-
-
 def test_a_wheel_with_other_bytes_leaves_nothing_behind(made_wheel, monkeypatch, tmp_path):
     monkeypatch.setitem(movielens.FILES, "ml-100k.user", "0" * 64)
     with pytest.raises(
@@ -123,24 +88,6 @@ def test_a_silent_download_ends(tmp_path, monkeypatch):
 
     monkeypatch.setattr(subprocess, "run", hang)
     with pytest.raises(RuntimeError, match=r"pip gave no answer for 300 seconds"):
-        movielens.fetch()
-
-
-@pytest.mark.parametrize("content", ["no member", "no zip"])
-def test_a_wheel_without_the_log_is_named(made_wheel, monkeypatch, content):
-    def deliver(command, **_):
-        path = Path(command[command.index("--dest") + 1]) / "recbole-1.2.1-py3-none-any.whl"
-        if content == "no zip":
-            path.write_bytes(b"not a zip file")
-        else:
-            with zipfile.ZipFile(path, "w") as wheel:
-                wheel.writestr("other", b"")
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    monkeypatch.setattr(subprocess, "run", deliver)
-    with pytest.raises(
-        RuntimeError, match=r"recbole-1\.2\.1-py3-none-any\.whl does not hold .*ml-100k\.inter"
-    ):
         movielens.fetch()
 
 

@@ -124,28 +124,6 @@ def test_the_parts_of_a_log_are_its_row_groups_in_order(tmp_path_factory, rows, 
     assert all(1 <= len(part) <= min(per_file, per_group) for part in found)
 
 
-def test_more_than_ten_files_stay_in_order(tmp_path):
-    log = made_log(12)
-    write(log, tmp_path / "out", rows_per_file=1)
-    assert same(load(f"parquet:{tmp_path / 'out'}"), log)
-
-
-def test_a_single_file_and_narrow_integers(tmp_path):
-    table = pa.table(
-        {
-            "seen_in": pa.array(["a", "b"]),
-            "timestamp": pa.array([5, 6], pa.uint32()),
-            "item": pa.array([-1, 2], pa.int16()),
-            "user": pa.array([3, 4], pa.uint64()),
-            "rating": pa.array([1, 2], pa.int8()),
-        }
-    )
-    pq.write_table(table, tmp_path / "log.parquet")
-    log = load(f"parquet:{tmp_path / 'log.parquet'}")
-    assert (log.user.tolist(), log.item.tolist(), log.timestamp.tolist()) == ([3, 4], [-1, 2], [5, 6])
-    assert log.rating.tolist() == [1.0, 2.0] and log.feedback == {}
-
-
 def columns(**changes) -> dict[str, pa.Array]:
     whole = {name: pa.array([1, 2], pa.int64()) for name in ("user", "item", "timestamp")}
     return {name: column for name, column in (whole | changes).items() if column is not None}
@@ -202,14 +180,6 @@ def test_an_empty_or_broken_dataset_is_named(tmp_path):
         load(f"parquet:{tmp_path}")
 
 
-def test_a_name_of_a_column_that_is_no_text_is_refused(tmp_path):
-    write(made_log(), tmp_path / "out", rows_per_file=100)
-    path = tmp_path / "out" / "part-00001.parquet"
-    path.write_bytes(path.read_bytes().replace(b"timestamp", b"\xf4imestamp", 1))
-    with pytest.raises(ValueError, match=r"part-00001\.parquet: not a Parquet file: 'utf-8' codec"):
-        next(parts(tmp_path / "out"))
-
-
 def test_a_shard_that_is_damaged_later_is_named(tmp_path):
     write(made_log(), tmp_path / "out", rows_per_file=100)
     path = tmp_path / "out" / "part-00003.parquet"
@@ -220,27 +190,6 @@ def test_a_shard_that_is_damaged_later_is_named(tmp_path):
         next(found)
     with pytest.raises(ValueError, match=r"part-00003\.parquet: row group 0 cannot be read"):
         next(found)
-
-
-def test_a_damaged_file_of_features_is_named(tmp_path):
-    features = UserFeatures(np.array([-4, 7]), {"age": np.array([3, 1])})
-    genres = ItemGenres(np.array([-1, 5]), np.array([0, 2, 3]), np.array([4, 1, 1]))
-    write(replace(made_log(), user_features=features, genres=genres), tmp_path / "out")
-    for name in ("_users.parquet", "_items.parquet"):
-        path = tmp_path / "out" / name
-        whole = path.read_bytes()
-        numbers = pa.table({"user": [1, 0], "item": [2, 3], "genres": [1, 1]})
-        for change in (
-            lambda path, whole: path.write_bytes(whole[:-7]),
-            lambda path, whole: path.write_bytes(b""),
-            lambda path, whole: pq.write_table(pa.table({"x": [1]}), path),
-            lambda path, whole, table=numbers: pq.write_table(table, path),
-        ):
-            change(path, whole)
-            with pytest.raises(ValueError, match=name):
-                load(f"parquet:{tmp_path / 'out'}")
-        path.write_bytes(whole)
-    assert load(f"parquet:{tmp_path / 'out'}").genres.genres.tolist() == [4, 1, 1]
 
 
 def test_an_output_with_anything_in_it_is_refused(tmp_path):
@@ -345,11 +294,3 @@ def test_days_that_cannot_be_are_refused_naming_the_unit(tmp_path):
     with pytest.raises(ValueError, match="name time_unit=ms"):
         write(load(f"csv:{tmp_path}/log.csv", LogFormat(time_unit="s")), tmp_path / "no", partition_by="date")
     assert not (tmp_path / "no").exists()
-
-
-def test_columns_of_the_writer_are_no_columns(tmp_path):
-    pandas = pytest.importorskip("pandas")
-    frame = pandas.DataFrame({"user": [1, 2, 3, 4], "item": [4, 5, 6, 7], "timestamp": [7, 8, 9, 10]})
-    frame[frame.user != 2].to_parquet(tmp_path / "log.parquet")
-    assert "__index_level_0__" in pq.read_schema(tmp_path / "log.parquet").names
-    assert load(tmp_path / "log.parquet").item.tolist() == [4, 6, 7]

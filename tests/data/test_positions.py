@@ -10,12 +10,8 @@ import pytest
 import torch
 from test_splits import LOG, plain_clicks
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     DistributedSampler,
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
 )
 
 from tritonrec.data import (
@@ -214,12 +210,6 @@ def test_a_message_names_every_difference_and_both_values():
         next_item(split=WITH_VALIDATION).load_state_dict(state)
 
 
-def test_an_earlier_version_saved_less():
-    stream = next_item()
-    state = {name: value for name, value in stream.state_dict().items() if name != "split"}
-    next_item(split=Split()).load_state_dict(state)
-
-
 def collate(rows: list[int]) -> JaggedBatch:
     ids = torch.tensor(rows)
     offsets = torch.arange(len(ids) + 1)
@@ -255,23 +245,6 @@ def test_a_data_loader_tells_what_it_can(change, name):
     with pytest.raises(ValueError, match=name):
         other.load_state_dict(state)
     assert other.step == 0
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"shuffle": True},
-        {"shuffle": True, "generator": torch.Generator()},
-        {"sampler": SubsetRandomSampler(range(9))},
-        {"sampler": WeightedRandomSampler([1.0] * 9, 9)},
-        {"batch_sampler": BatchSampler(RandomSampler(range(9)), 4, False)},
-    ],
-)
-def test_an_order_that_nobody_can_draw_again_has_no_position(settings):
-    loader = NumberedLoader(DataLoader(range(9), collate_fn=collate, **settings))
-    next(loader)
-    with pytest.raises(ValueError, match=r"a \w+Sampler .*sampler=DistributedSampler"):
-        loader.state_dict()
 
 
 def test_any_iterable_of_batches_goes_on():

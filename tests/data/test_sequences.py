@@ -87,18 +87,6 @@ def test_evaluation_is_that_of_the_loader(log, folder):
     assert evaluate(by_history, made, batch_size=17) == evaluate(by_history, known)
 
 
-def test_items_outside_of_the_catalogue_are_neither_seen_nor_targets(log, folder):
-    known = loader(log).catalogue
-    made, whole = stream(folder, catalogue=known[::3].clone()), stream(folder)
-    for few, every in zip(made.evaluation_batches(50), whole.evaluation_batches(50), strict=True):
-        pairs = zip(every.seen_users.tolist(), every.seen_items.tolist(), strict=True)
-        in_few = [(user, item) for user, item in pairs if item % 3 == 0]
-        found = list(zip(few.seen_users.tolist(), (few.seen_items * 3).tolist(), strict=True))
-        assert found == in_few and len(found) < len(every.seen_items)
-        targets = torch.where(every.targets % 3 == 0, every.targets // 3, -1)
-        assert torch.equal(few.targets, torch.where(every.targets < 0, -1, targets))
-
-
 def test_ranks_have_the_negatives_of_one_rank(folder):
     whole = stream(folder)
     ranks = [stream(folder, rank, 3) for rank in range(3)]
@@ -163,19 +151,6 @@ def test_batches_cut_by_tokens_have_each_sample_once_and_the_position_is_exact(f
             assert torch.equal(next(after).negatives, batches[step][rank].negatives)
 
 
-def test_a_position_cut_by_tokens_is_one_of_a_rank(folder):
-    state = DynamicStream(stream(folder, 1, 2), 30).state_dict()
-    for other, message in (
-        (DynamicStream(stream(folder, 0, 2), 30), "rank 1, and this one has 0"),
-        (DynamicStream(stream(folder, 1, 4), 30), "world_size 2, and this one has 4"),
-        (DynamicStream(stream(folder, 1, 2), 31), "target_tokens 30, and this one has 31"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            other.load_state_dict(state)
-    with pytest.raises(ValueError, match="one after another: 0 is next, not 3"):
-        DynamicStream(stream(folder), 30).batch(3)
-
-
 def written(path, catalogue=True, **columns):
     whole = {"item": [[1, 2, 3], [4]], "timestamp": [[1, 2, 3], [4]]}
     pq.write_table(pa.table(whole | columns), path / "a.parquet")
@@ -223,28 +198,6 @@ def test_a_catalogue_is_needed(tmp_path):
     with pytest.raises(ValueError, match="catalogue must be int64, distinct and ascending"):
         stream(tmp_path, catalogue=torch.tensor([3, 2]))
     assert next(stream(tmp_path, catalogue=torch.tensor([7]))).negatives.unique().tolist() == [7]
-
-
-def test_rows_without_tokens_are_refused_where_batches_are_cut_by_tokens(tmp_path):
-    cut = DynamicStream(stream(written(tmp_path, item=[[1], [2]], timestamp=[[1], [2]])), 30)
-    with pytest.raises(ValueError, match="rank 0 has an epoch without tokens"):
-        next(cut)
-
-
-@pytest.mark.parametrize("place", range(0, 10, 3))
-def test_a_stream_goes_on_where_few_rows_have_tokens(tmp_path, place):
-    """A position may stand behind an epoch's only row with tokens, and the next epoch may have it last."""
-    items = [[1]] * place + [[2, 4, 1]] + [[4]] * (9 - place)
-    folder = written(tmp_path, item=items, timestamp=[sorted(own) for own in items])
-    whole = DynamicStream(stream(folder, batch_size=2), 1)
-    positions, batches = [], []
-    for _ in range(12):
-        positions.append(whole.state_dict())
-        batches.append(next(whole))
-    for step, position in enumerate(positions):
-        cut = DynamicStream(stream(folder, batch_size=2), 1)
-        cut.load_state_dict(position)
-        assert torch.equal(next(cut).sample_ids, batches[step].sample_ids)
 
 
 @pytest.mark.parametrize("kind", ["fixed", "view", "large_view", "text", "dictionary", "dates"])

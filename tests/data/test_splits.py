@@ -245,24 +245,6 @@ def plain_clicks(rows: int = 103) -> ClickLog:
     return ClickLog(dense, np.arange(rows)[:, None], labels, ("item",), rows - 11)
 
 
-def test_rows_of_a_log_of_clicks_are_divided_in_their_order():
-    log = plain_clicks()
-    assert log.divided(Split()) is log
-    with_validation = log.divided(Split.leave_one_out(True))
-    assert (with_validation.trained, with_validation.validated) == (82, 10)
-    shares = log.divided(Split.ratio(0.5, 0.3, 0.2))
-    assert (shares.trained, shares.validated) == (103 - 30 - 20, 30)
-    with pytest.raises(ValueError, match="a log of clicks has no times"):
-        log.divided(Split.time(5))
-
-
-@pytest.mark.parametrize("rule", [*RULES, "ratio:0.6,0.2,0.2", "time:-5"])
-def test_a_rule_is_its_words(rule):
-    split = Split.parse(rule)
-    assert Split.parse(str(split)) == split
-    assert split.has_validation == (rule in (RULES[1], RULES[2], RULES[5], RULES[6]))
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -274,12 +256,3 @@ def test_a_rule_is_its_words(rule):
 def test_what_is_no_rule_is_refused(text):
     with pytest.raises(ValueError, match=r"split|must"):
         Split.parse(text)
-
-
-def test_a_part_that_is_none_and_a_split_without_training_are_named():
-    with pytest.raises(ValueError, match="part must be 'test' or 'validation', got 'train'"):
-        next(NextItemLoader(LOG, 8, 5, 2, seed=1).evaluation_batches(part="train"))
-    with pytest.raises(
-        ValueError, match="has the two training items that make one token, beside those that time:-1"
-    ):
-        NextItemLoader(LOG, 8, 5, 2, seed=1, split=Split.time(-1))

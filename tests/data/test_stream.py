@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tritonrec.data import Stream
-from tritonrec.data.parquet_rows import ParquetRows, RowReader, schema_of
+from tritonrec.data.parquet_rows import ParquetRows, RowReader
 from tritonrec.data.slices import collected
 from tritonrec.data.stream_plan import Stretch
 
@@ -132,24 +132,6 @@ def test_a_rank_reads_its_share_of_the_bytes(tmp_path):
     assert 0.9 * sizes < whole <= sizes
 
 
-def test_a_stream_counts_what_it_reads_itself(folder):
-    made = stream(folder, 0, 2)
-    next(made)
-    read = vars(made.counts).copy()
-    assert read["bytes"] > 0
-    other = made.of_rank(1, 2)
-    assert not any(vars(other.counts).values())
-    next(other)
-    made.global_batch(0)
-    assert vars(made.counts) == read and vars(other.counts)["bytes"] > 0
-
-
-def test_only_the_columns_that_are_named_are_read(folder):
-    rows = ParquetRows(folder, ["x"])
-    made = Stream(rows, lambda step, of, table: table.column_names, 32, 7)
-    assert next(made) == ["x"]
-
-
 @pytest.mark.parametrize("kind", ["glob", "uri", "fsspec", "fsspec object", "arrow object"])
 def test_a_dataset_may_be_anywhere(folder, expected, kind):
     import fsspec
@@ -181,30 +163,10 @@ def test_reading_decoding_and_collating_are_slices(folder):
     assert any(inside)
 
 
-def test_a_reader_goes_on_in_a_row_group_and_back(folder):
-    rows = ParquetRows(folder)
-    reader = RowReader(rows)
-    assert reader.read(Stretch(0, 3, 5), Stretch(0, 5, 9))["x"].to_pylist() == [3, 4, 5, 6, 7, 8]
-    decoded = reader.counts.rows
-    assert reader.read(Stretch(0, 9, 17))["x"].to_pylist() == list(range(9, 17))
-    assert reader.counts.rows == decoded
-    assert reader.read(Stretch(0, 0, 1), Stretch(2, 0, 2))["x"].to_pylist() == [0, 34, 35]
-
-
 def test_a_row_group_that_ends_early_is_named(folder, monkeypatch):
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda *_, **__: iter(()))
     with pytest.raises(ValueError, match=r"\.parquet: row group 0 cannot be read: it ends before row 5$"):
         RowReader(ParquetRows(folder)).read(Stretch(0, 3, 5))
-
-
-def test_fewer_rows_than_readers_leave_ranks_empty(tmp_path):
-    pq.write_table(table_of(range(3)), tmp_path / "a.parquet")
-    ranks = [stream(tmp_path, rank, 16) for rank in range(16)]
-    assert ranks[0].steps_per_epoch == 1
-    for _ in range(3):
-        batches = [next(each) for each in ranks]
-        assert sorted(number for batch in batches for number in batch) == [0, 1, 2]
-        assert [] in batches
 
 
 def test_bad_datasets_are_named(folder, tmp_path):
@@ -227,15 +189,6 @@ def test_bad_datasets_are_named(folder, tmp_path):
     (tmp_path / "c.parquet").write_bytes(b"PAR1 and then nothing of the kind")
     with pytest.raises(ValueError, match=r"not a Parquet dataset: .*c\.parquet"):
         ParquetRows(tmp_path)
-
-
-def test_a_name_of_a_column_that_is_no_text_is_refused(tmp_path):
-    file = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"numbers": [1]}), file)
-    file.write_bytes(file.read_bytes().replace(b"numbers", b"\xf4umbers", 1))
-    for read in (ParquetRows, lambda path: schema_of(str(path))):
-        with pytest.raises(ValueError, match=r"a\.parquet: .*'utf-8' codec"):
-            read(tmp_path)
 
 
 def test_a_shard_that_is_damaged_later_is_named(tmp_path):

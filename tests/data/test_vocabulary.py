@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -124,13 +121,6 @@ def test_only_ids_of_words_are_decoded() -> None:
     assert made.decode([]).to_pylist() == [] == Vocabulary().words.to_pylist()
 
 
-def test_a_copy_grows_by_itself() -> None:
-    made = Vocabulary(["a", "b"])
-    for twin in (copy.copy(made), copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
-        twin.encode(["zz"], extend=True)
-        assert made.encode(["zz"], unknown=-1).tolist() == [-1] and len(twin) == len(made) + 1
-
-
 def test_a_file_and_a_state_keep_it(tmp_path) -> None:
     words = some_words(np.random.default_rng(11), 500, 300)
     made = Vocabulary(words)
@@ -181,11 +171,3 @@ def test_hashes_are_the_published_ones() -> None:
     for bits in (0, 65):
         with pytest.raises(ValueError, match="bits must be"):
             hashed_ids(["a"], bits=bits)
-
-
-def test_words_with_equal_tags_and_slots_stay_apart() -> None:
-    """Half a million words: some share the 24 bits and the slot that a slot of the table compares."""
-    words = pa.array([f"w{i}" for i in range(500_000)])
-    made = Vocabulary(words)
-    assert len(made) == 500_000
-    np.testing.assert_array_equal(made.encode(words), np.arange(500_000))

@@ -1,7 +1,6 @@
 """Promise: ranks of a ``bls`` group that make different calls get an error on every rank that names both."""
 
 from datetime import timedelta
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from torch._subclasses import FakeTensorMode
 
 from tritonrec.distributed import RankDiedError
 from tritonrec.serving.bounded_lag import BoundedLagGroup, BoundedLagOptions, backend
-from tritonrec.serving.bounded_lag.calls import describe_call
 
 WORLD = 3
 
@@ -152,14 +150,6 @@ def test_waiting_takes_the_callers_timeout():
     assert any(outcome is None for outcome in (outcomes[0], outcomes[2])), outcomes
 
 
-def test_a_call_of_many_tensors_shows_eight_of_them():
-    some = [torch.zeros(2, dtype=torch.int32) for _ in range(8)]
-    assert describe_call("all_gather", some).count("2 int32") == 8
-    assert describe_call("all_gather", [*some, some[0]]).count("2 int32") == 8
-    assert describe_call("all_gather", [*some, some[0]]).endswith("and 1 further tensors of 8 bytes")
-    assert describe_call("all_gather", [*some, some[:2]]).endswith("and 2 further tensors of 16 bytes")
-
-
 def test_a_call_with_tensors_without_values_is_refused_by_its_name():
     with FakeTensorMode():
         fake = torch.empty(2)
@@ -167,10 +157,3 @@ def test_a_call_with_tensors_without_values_is_refused_by_its_name():
         NotImplementedError, match=r"allreduce: a group of \w+ sends values, and a fake tensor"
     ):
         backend._delegate("allreduce")(None, [fake])
-
-
-def test_a_group_without_options_has_the_usual_ones(monkeypatch):
-    monkeypatch.setattr(backend, "BoundedLagGroup", lambda *given: given)
-    opts = SimpleNamespace(store="store", group_rank=1, group_size=2, timeout=3)
-    assert backend._create(opts, None) == ("store", 1, 2, 3, BoundedLagOptions())
-    assert backend._create(opts, "mine") == ("store", 1, 2, 3, "mine")

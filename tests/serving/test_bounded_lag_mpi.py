@@ -6,7 +6,6 @@ Without MPI a stand-in of one process shows what a rank reads and waits for.
 import os
 import subprocess
 import sys
-import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,6 @@ import torch
 
 from tritonrec.distributed import RankDiedError
 from tritonrec.harness.serve.mpi import available, mpiexec
-from tritonrec.serving.bounded_lag import mpi, numba_puts
 from tritonrec.serving.bounded_lag.messages import Deadline
 from tritonrec.serving.bounded_lag.mpi import MpiWindows
 from tritonrec.serving.bounded_lag.transport import Exchange
@@ -108,36 +106,6 @@ def test_a_fast_rank_overwrites_nothing_that_a_slow_one_has_not_read(ranks):
         post(fast, number)
     for number in range(1, 4):
         assert finish(slow, started[number][1]) == [n + 100 * number for n in (2, 3, 1002, 1003)]
-
-
-def test_a_rank_has_started_what_it_has_put(ranks):
-    here, there = ranks(2, 2)
-    assert here.started(0, 0) == [0, 0]
-    post(there, 0)
-    assert here.started(0, 0) == [0, 0] and here.started(2, 2) == [2, 1]
-    post(there, 1)
-    assert here.started(2, 2) == [2, 2] and here.started(1, 1) == [1, 1]
-
-
-def test_what_has_arrived_is_not_waited_for(ranks, monkeypatch):
-    here, there = ranks(2, 0)
-    post(here, 0)
-    post(there, 0)
-    monkeypatch.setattr(mpi, "time", SimpleNamespace(monotonic=time.monotonic))  # without sleep
-    assert here._await(0, 2, 5.0) == numba_puts.ALL_HERE
-    assert here._await(0, 4, 0.0) == numba_puts.OVER
-
-
-def test_a_message_may_fill_its_room(ranks):
-    here, there = ranks(2, 0)
-    exact = here.layout.room // 8
-    with pytest.raises(
-        ValueError, match=rf"a message of {8 * exact + 8} bytes does not fit a room of {8 * exact}"
-    ):
-        post(here, 0, exact + 1)
-    mine, its = post(here, 0, exact), post(there, 0, exact)
-    assert finish(here, mine) == [*range(exact), *range(1000, 1000 + exact)]
-    assert finish(there, its)[:exact] == list(range(exact, 2 * exact))
 
 
 @pytest.mark.parametrize("died", [False, True])

@@ -5,15 +5,13 @@ import sys
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from thread_ranks import ThreadRanks
 
 from tritonrec.distributed import RankDiedError
-from tritonrec.kernels import numba_atomics
 from tritonrec.serving.bounded_lag import BoundedLagAllToAll, meeting, numba_puts, window
 from tritonrec.serving.bounded_lag.by_messages import MessageTransport
 from tritonrec.serving.bounded_lag.messages import (
@@ -21,15 +19,11 @@ from tritonrec.serving.bounded_lag.messages import (
     HEADER,
     LAST_TAG,
     NO_MESSAGE,
-    SIZES,
     UNKNOWN,
     Deadline,
     Header,
     Layout,
-    Tags,
-    buffer_size,
 )
-from tritonrec.serving.bounded_lag.mpi import number_of_rank
 from tritonrec.serving.bounded_lag.one_sided import OneSided
 from tritonrec.serving.bounded_lag.shared import SharedMemory
 from tritonrec.serving.bounded_lag.transport import TRANSPORTS
@@ -155,16 +149,6 @@ def test_mpi_needs_ranks_of_mpiexec():
         assert str(error) == 'transport="mpi" needs mpi4py, and ranks that mpiexec has started'
 
 
-def test_one_process_that_mpiexec_started_is_no_rank(monkeypatch):
-    world, module = SimpleNamespace(size=1, rank=0), ModuleType("mpi4py")
-    module.__spec__, module.MPI = ModuleSpec("mpi4py", None), SimpleNamespace(COMM_WORLD=world)
-    monkeypatch.setitem(sys.modules, "mpi4py", module)
-    with pytest.raises(ValueError, match="and ranks that mpiexec has started"):
-        number_of_rank()
-    world.size, world.rank = 3, 2
-    assert number_of_rank() == 2
-
-
 def test_a_rank_that_skips_an_exchange_is_refused_on_every_rank(transport):
     def start(exchange, rank, number):
         exchange.started += int(rank == 1 and number == 1)
@@ -236,11 +220,6 @@ def test_an_out_that_does_not_fit_is_named(out, message):
     assert exchange.start(torch.ones(3), [3], [3]).wait()[0].tolist() == [1, 1, 1]
 
 
-def test_an_out_of_another_length_than_what_came_is_named():
-    with pytest.raises(RuntimeError, match="out has 2 rows, and rank 0 received 3 in all-to-all 0"):
-        BoundedLagAllToAll(None, 0).start(torch.ones(3), [3], None, torch.empty(2)).wait()
-
-
 @pytest.mark.parametrize(
     ("values", "send", "receive", "message"),
     [
@@ -259,11 +238,6 @@ def test_bad_arguments_are_named(values, send, receive, message):
         BoundedLagAllToAll(None, 1).start(values, send, receive)
 
 
-def test_a_lazy_conjugate_is_sent_as_its_values():
-    values = torch.tensor([1 + 2j, 3 - 1j])
-    assert torch.equal(BoundedLagAllToAll(None, 0).start(values.conj(), [2]).wait()[0], values.conj())
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -279,11 +253,6 @@ def test_a_lazy_conjugate_is_sent_as_its_values():
 def test_bad_settings_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         BoundedLagAllToAll(None, **arguments)
-
-
-@pytest.mark.parametrize("tag", [0, LAST_TAG - 2 * SIZES])
-def test_tags_may_begin_with_the_first_and_end_with_the_last(tag):
-    assert BoundedLagAllToAll(None, 0, tag=tag).start(torch.arange(3), [3]).wait()[0].tolist() == [0, 1, 2]
 
 
 def test_a_message_beyond_the_capacity_is_refused_before_it_is_sent():
@@ -339,26 +308,6 @@ class SlowSends:
         Header.of(self.received, 1, Layout(torch.float32, 1), UNKNOWN).write(message)
         self.received += 1
         return Answer(tensors[0], message)
-
-
-def test_every_slot_and_size_has_a_tag_of_its_own():
-    tags = Tags(100, slots=3)
-    sizes = [0, *(2**bits + more for bits in range(1, 40) for more in (0, 1))]
-    buffers = {buffer_size(size) for size in sizes}
-    found = [{kind(slot, size) for size in sizes} for slot in range(3) for kind in (tags.first, tags.rest)]
-    assert all(len(each) == len(buffers) for each in found)
-    used = set.union({tags.settings}, *found)
-    assert len(used) == 1 + 6 * len(buffers) and min(used) == 100 and max(used) <= 100 + 3 * 2 * SIZES
-    assert tags.first(0, 1) == 101 and tags.rest(2, 1 << SIZES - 1) == 100 + 3 * 2 * SIZES
-
-
-@pytest.mark.parametrize(("values", "messages"), [(EAGER // 4 - 1, 1), (EAGER // 4, 1), (EAGER // 4 + 1, 2)])
-def test_rows_that_fit_behind_the_header_are_one_message(values, messages):
-    group = SlowSends()
-    exchange = BoundedLagAllToAll(group, 1, 64, PATIENCE, transport="messages")
-    before = len(group.sends)
-    exchange.start(torch.zeros(values + 1), [1, values], [1, 1])
-    assert len(group.sends) - before == messages
 
 
 def test_a_send_buffer_is_not_overwritten_before_it_was_sent_and_nothing_piles_up():
@@ -440,39 +389,12 @@ def test_a_rank_that_has_begun_the_exchange_and_put_nothing_yet_is_waited_for(mo
     assert next(outcomes, None) is None
 
 
-def test_no_slot_of_a_new_window_has_a_message():
-    layout = window.Layout(world_size=9, slots=2, room=64)
-    made = window.Window.make(layout)
-    heads = [layout.head(slot, rank) for slot in range(2) for rank in range(9)]
-    assert [int(made.control.words(head, 1)[0]) for head in heads] == [NO_MESSAGE] * 18
-
-
-def test_settings_that_have_arrived_are_awaited_no_more(transport):
-    def start(exchange, rank, number):
-        exchange.start(torch.ones(3), [1] * 3, [1] * 3)
-
-    before = len(meeting._unawaited)
-    assert errors_of(start, transport=transport) == ["None"] * 3
-    assert len(meeting._unawaited) == before
-
-
 def test_a_process_is_seen_to_end():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     seen = window.Process(child.pid)
     assert not seen.has_ended
     child.communicate(b"\n")
     assert seen.has_ended
-
-
-def test_a_host_that_cannot_share_memory_has_nothing_in_common_with_another(monkeypatch):
-    assert window.host_words() == window.host_words() != (0, 0)
-    with monkeypatch.context() as without:
-        without.setattr(numba_atomics, "FUTEX", 0)
-        assert window.host_words() == (0, 0)
-    for missing in (AttributeError, OSError):
-        with monkeypatch.context() as without:
-            without.setattr(window.os, "pidfd_open", raises(missing))
-            assert window.host_words() == (0, 0)
 
 
 def raises(error):

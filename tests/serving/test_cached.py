@@ -16,9 +16,8 @@ from tritonrec.data import Interactions, NextItemLoader, Vocabulary, load
 from tritonrec.nn import HSTU, FuXi, FuXiConfig, HSTUConfig
 from tritonrec.pipeline import WindowConfig
 from tritonrec.serving import Predictor, export
-from tritonrec.serving.cached import CachedPredictor, CacheMemoryError, encoder
+from tritonrec.serving.cached import CachedPredictor, encoder
 from tritonrec.serving.cached.pages import PAGE, Pages
-from tritonrec.settings import bytes_of
 
 LONGEST = PAGE + 6
 SIZES = {"dim": 16, "layers": 2, "heads": 2, "qk_dim": 8, "v_dim": 12, "max_seq_len": LONGEST}
@@ -222,20 +221,6 @@ def test_only_new_events_are_computed_and_only_the_last_one_again_with_times(mad
         assert served.cached.stats().computed == 52 + timed
 
 
-def test_a_time_known_late_is_seen(made):
-    """The token before a new event asked at its own time, and asks at the event's now, in every layer."""
-    exports = made(True)
-    cached = exports.cached()
-    cached.append("u", [1, 2, 3], [10, 20, 30])
-    cached.encode(["u"])
-    cached.append("u", [4], [30 + 2**20])
-    want = exports.full[0].scores([[1, 2, 3, 4]], timestamps=[[10, 20, 30, 30 + 2**20]])
-    assert torch.equal(cached.scores(["u"]), want)
-    cached.replace("u", [1, 2, 3, 4], [10, 20, 30, 31])
-    want = exports.full[0].scores([[1, 2, 3, 4]], timestamps=[[10, 20, 30, 31]])
-    assert torch.equal(cached.scores(["u"]), want)
-
-
 def test_a_replaced_history_keeps_what_it_shares(made):
     cached, full = made(False).cached(), made(False).full[0]
     cached.append("u", list(range(50)))
@@ -323,35 +308,6 @@ def test_a_call_that_ends_in_an_error_leaves_the_cache_exact(made, monkeypatch):
     served.check([0])
 
 
-def test_users_are_named_and_listed(made):
-    cached = made(False).cached()
-    cached.append("u", [])
-    cached.append(3, [1])
-    assert cached.encode([]).shape == (0, 16) and cached.encode(torch.tensor([3, 3])).shape == (2, 16)
-    with pytest.raises(ValueError, match="the history of user 'u' has 0 items"):
-        cached.scores([3, "u"])
-    with pytest.raises(KeyError, match="user 'v' has no history here"):
-        cached.scores(["v"])
-    with pytest.raises(ValueError, match=r"users must be a list, got str: \[user\] is one"):
-        cached.scores("u")
-    with pytest.raises(ValueError, match="a user is named by a number or a text, got list"):
-        cached.append(["u"], [1])
-    cached.forget(3)
-    cached.forget("nobody")
-    with pytest.raises(KeyError, match="user 3 has no history"):
-        cached.retrieve([3], 2)
-
-
-def test_memory_for_less_than_one_user_is_refused(made):
-    exports = made(False)
-    with pytest.raises(
-        CacheMemoryError, match=rf"{LONGEST} events needs 2 pages of {PAGE_BYTES:,} bytes, .*less"
-    ):
-        exports.cached(2 * PAGE_BYTES - 1)
-    stats = exports.cached(2 * PAGE_BYTES).stats()
-    assert (stats.pages, stats.page_bytes, stats.pages_used) == (2, PAGE_BYTES, 0)
-
-
 def test_memory_is_bounded_and_counted(made):
     served = Served(made(False), THREE_PAGES)
     for user in range(9):
@@ -371,13 +327,6 @@ def test_users_of_a_batch_keep_their_pages(made):
     before = served.cached.stats().computed
     served.check([3, 0])
     assert served.cached.stats().computed == before + 5 and served.cached.stats().evicted == 1
-
-
-def test_sizes_of_memory():
-    assert [bytes_of(each) for each in (7, "7", "2KiB", "3 MiB", "1GiB")] == [7, 7, 2048, 3 << 20, 1 << 30]
-    for wrong in (-1, True, "2GB", "", "x", 1.5, None):
-        with pytest.raises(ValueError, match="memory must be bytes"):
-            bytes_of(wrong)
 
 
 def test_pages_go_to_one_user_and_the_least_recently_used_loses_them():
@@ -418,21 +367,6 @@ def test_a_value_that_is_not_finite_is_refused(made):
     cached.predictor.tables["item"].weights[:] = torch.inf
     with pytest.raises(ValueError, match="not finite"):
         cached.scores(["u"])
-
-
-def test_histories_that_another_export_cannot_go_on_with(made, tmp_path):
-    cached = made(False).cached()
-    cached.append("u", [1, 2])
-    with pytest.raises(
-        ValueError, match="the export goes by times, and user 'u' has events without timestamps"
-    ):
-        cached.reload(made(True).paths[0], made(True).model())
-    want = made(False).full[0].scores([1, 2])
-    assert torch.equal(cached.scores(["u"]), want)
-    cached.forget("u")
-    cached.append("v", [1, 2], [5, 6])
-    cached.reload(made(True).paths[0], made(True).model())
-    assert torch.equal(cached.scores(["v"]), made(True).full[0].scores([1, 2], timestamps=[5, 6]))
 
 
 def day(folder, words, longest, model_of=HSTU):

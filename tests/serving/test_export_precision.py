@@ -95,8 +95,3 @@ def test_a_checkpoint_that_does_not_tell_its_precision_is_exported_in_float32(tm
     checkpoint.save(tmp_path / "old", 1, saved.dense(), {"item": rows}, meta)
     assert export(tmp_path / "old", tmp_path / "out", model)["dense"]["precision"] == "float32"
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["dense"]["precision"] == "float32"
-
-
-def test_an_unknown_precision_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="precision must be float32, bf16, fp16, got 'int8'"):
-        export(tmp_path, tmp_path / "out", precision="int8")

@@ -200,18 +200,6 @@ def test_a_scorer_that_returns_no_tensor_is_one_error(trained, tmp_path, kind):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.bool])
-def test_scores_of_any_dtype_are_compared_in_their_bits(trained, tmp_path, dtype):
-    class Others(Pair):
-        def forward(self, left, right):
-            return (super().forward(left, right) * 3).to(dtype)
-
-    fresh = MODELS["hstu"]()
-    examples = [(torch.randn(size, DIM), torch.randn(size, DIM)) for size in (3, 1)]
-    export(trained.folder, tmp_path / "out", fresh, scorer=Others(fresh), examples=examples)
-    assert Predictor.load(tmp_path / "out").program(*examples[0]).dtype == dtype
-
-
 def test_a_program_that_differs_in_a_bit_is_refused():
     module = Pair(MODELS["hstu"]()).eval()
     scorer = programs.Scorer(programs.SCORER, module, [(torch.randn(3, DIM), torch.randn(3, DIM))], {})
@@ -255,15 +243,6 @@ def test_other_tools_read_ids_weights_and_metadata(trained, tmp_path, format, sh
         assert torch.equal(found["state"][order], rows[:, DIM:])
     else:
         assert found.keys() == {"ids", "weights"}
-
-
-def test_an_older_step_is_exported_too(trained, tmp_path):
-    first, last = checkpoint.steps(trained.folder)
-    export(trained.folder, tmp_path / "old", step=first)
-    export(trained.folder, tmp_path / "new")
-    assert [Predictor.load(tmp_path / name).step for name in ("old", "new")] == [first, last]
-    old, new = columns_of(tmp_path / "old"), columns_of(tmp_path / "new")
-    assert not torch.equal(old["weights"][:5], new["weights"][:5])
 
 
 def save_rows(folder, rows, base=0, dim=3):
@@ -332,19 +311,6 @@ def test_the_memory_of_an_export_does_not_grow_with_the_table(tmp_path):
     assert int(done.stdout) < 200 << 10, f"{int(done.stdout) >> 10} MiB"
 
 
-def test_an_empty_table_is_exported(tmp_path):
-    save_rows(tmp_path / "c", 0)
-    manifest = export(tmp_path / "c", tmp_path / "out")
-    assert manifest["tables"]["a/b"]["rows"] == 0
-    predictor = Predictor.load(tmp_path / "out")
-    offsets = torch.tensor([0, 0, 2])
-    want = ops.initial_rows(1, 2, torch.tensor([5, 6]), 3, 0.5)
-    found = predictor.rows("x", torch.tensor([5, 6]), offsets)
-    assert torch.equal(found[0], torch.zeros(3)) and torch.equal(found[1], want[0] + want[1])
-    zeros = Predictor.load(tmp_path / "out", unknown="zeros")
-    assert not zeros.rows("x", torch.tensor([5, 6]), offsets).any()
-
-
 def test_rows_of_a_policy_and_of_pooled_features_are_those_of_peek(tmp_path):
     policy = TablePolicy(Eviction("lru", capacity=12), admission=2)
     features = [FeatureConfig(name, DIM, policy=policy, pooling="mean") for name in FEATURES[:2]]
@@ -401,12 +367,6 @@ def test_bad_arguments_are_named(trained, tmp_path):
     out.mkdir()
     with pytest.raises(ValueError, match="exists: export to a new folder"):
         export(trained.folder, out)
-
-
-def test_a_missing_compiler_is_one_sentence(trained, tmp_path, monkeypatch):
-    monkeypatch.setenv("CXX", "/proc/nowhere/g++")
-    with pytest.raises(ValueError, match=r"needs a C\+\+ compiler, and /proc/nowhere/g\+\+ is not here"):
-        export(trained.folder, tmp_path / "out", hstu(), compiled=True)
 
 
 def test_altered_and_missing_files_are_named(trained, tmp_path):

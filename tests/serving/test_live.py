@@ -23,7 +23,6 @@ from tritonrec.serving.live import (
     Follower,
     GapError,
     OtherRunError,
-    OutOfOrderError,
 )
 from tritonrec.serving.live.wire import digest_of, pack, unpack
 
@@ -170,27 +169,6 @@ def test_parts_of_two_writers_are_no_delta(copied, writer):
     assert_has(Follower.open(folder).predictor, states[1 if writer else 2])
 
 
-@pytest.mark.parametrize("given", [2, 6])
-def test_a_repeated_or_moved_delta_is_refused(copied, given):
-    folder, states = copied
-    back = held_back(folder, 4, 5, 6, 7) if given == 2 else held_back(folder, 4, 5, 7)
-    shutil.copy(delta(folder, given), delta(folder, 4))
-    with pytest.raises(OutOfOrderError, match=f"says it is part 0 of delta {given}"):
-        Follower.open(folder)
-    delta(folder, 4).unlink()
-    if given == 6:
-        delta(folder, 6).unlink()
-    follower = Follower.open(folder)
-    shutil.copy(delta(folder, 2), delta(folder, 4))
-    with pytest.raises(OutOfOrderError):
-        follower.poll()
-    assert_has(follower.predictor, states[3])
-    if given == 2:
-        back()
-        assert follower.poll()
-        assert_has(follower.predictor, states[7])
-
-
 def test_a_delta_cut_or_altered_at_any_byte_is_refused(copied):
     folder, states = copied
     others = held_back(folder, 3, 4, 5, 6, 7)
@@ -282,20 +260,6 @@ def test_a_snapshot_passes_over_a_damaged_delta_with_a_warning(published, tmp_pa
     with pytest.warns(RuntimeWarning, match="snapshot 5 is loaded instead"):
         assert follower.poll()
     assert_has(follower.predictor, states[7])
-
-
-def test_a_snapshot_proves_the_deltas_before_it(published, tmp_path):
-    _, folder, _ = published
-    shutil.copytree(folder, tmp_path / "sink")
-    shutil.move(tmp_path / "sink" / "snapshot-000000000005", tmp_path / "later")
-    held_back(tmp_path / "sink", 6, 7)
-    follower = Follower.open(tmp_path / "sink")
-    assert follower.sequence == 5 and not follower.prove()
-    shutil.move(tmp_path / "later", tmp_path / "sink" / "snapshot-000000000005")
-    assert follower.prove()
-    follower.predictor.tables["item"].weights[2, 1] += 1
-    with pytest.raises(CorruptDeltaError, match="table item"):
-        follower.prove()
 
 
 @pytest.mark.parametrize("name", ["live.json", "manifest.json", "dense.pt2", "item.00000.00000.safetensors"])

@@ -40,7 +40,6 @@ from tritonrec.serving.live import (
     CorruptDeltaError,
     DirectorySink,
     Follower,
-    LiveError,
     OtherRunError,
     RedisSink,
     SinkError,
@@ -381,24 +380,6 @@ def test_a_delta_writes_the_rows_that_differ_and_no_others():
         live.commit()
         moved.append(live.moved)
     assert moved == [1002, 1001, 3 + 1, 1 + 3, 1 + 1]  # two buffers are filled, and then catch up
-
-
-def test_arguments_and_places_are_checked(tmp_path):
-    training = Training()
-    for options, words in (
-        ({"every": 0}, "every= steps or seconds="), ({"seconds": 2.0}, "every= steps or seconds="),
-        ({"snapshot_every": 0}, "snapshot_every"), ({"patience": 0.0}, "patience"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=words):
-            opened(training, tmp_path, **options)
-    (tmp_path / "file").write_text("kept")
-    for place in (tmp_path / "file", tmp_path / "file" / "sink", "/proc/nowhere/sink"):
-        with pytest.raises(SinkError, match="cannot be used"):
-            opened(training, place, patience=1e6)  # at once
-    assert (tmp_path / "file").read_text() == "kept"
-    training.close()
-    with pytest.raises(LiveError, match="nothing was published"):
-        Follower.open(tmp_path / "nothing")
 
 
 @pytest.fixture(params=["fake", "server"])

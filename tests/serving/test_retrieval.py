@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tritonrec import checkpoint, ops
+from tritonrec import ops
 from tritonrec.data import JaggedBatch, KeyedJaggedTensor, Lookup, Vocabulary, WeightedLookup
-from tritonrec.serving import ExportedTable, Predictor, export, numba_retrieval, recall, top_k
+from tritonrec.serving import ExportedTable, Predictor, numba_retrieval, top_k
 from tritonrec.serving.retrieval import best_items, seen_places
 
 IDS = torch.tensor([-(2**63), -4, 0, 3, 8, 2**63 - 1])
@@ -25,13 +25,6 @@ def test_top_k_is_a_stable_sort(rows, items, data):
     want = scores.sort(dim=1, descending=True, stable=True)
     places, best = top_k(scores, k)
     assert torch.equal(places, want.indices[:, :k]) and torch.equal(best, want.values[:, :k])
-
-
-def test_recall_counts_what_was_found():
-    wanted = torch.tensor([[1, 2], [3, 4]])
-    assert recall(wanted, wanted) == 1.0
-    assert recall(torch.tensor([[2, 9, 1], [5, 6, 3]]), wanted) == 0.75
-    assert recall(torch.empty(0, 3), torch.empty(0, 2)) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -155,22 +148,6 @@ def test_what_a_model_cannot_do_is_one_sentence():
         make().rows("item", IDS.float())
     with pytest.raises(ValueError, match="pooled: give the offsets"):
         make(pooling="sum").rows("item", IDS)
-
-
-def test_tables_alone_have_no_scores(tmp_path):
-    described = {"tables": {"items": {"dim": 4, "seed": 5, "table_id": 6, "scale": 0.5}}}
-    described["features"] = {"item": {"table": "items", "pooling": "none"}}
-    order = torch.tensor([3, 0, 5, 1, 4, 2])
-    rows = {"keys": IDS[order], "rows": make().tables["items"].weights[order]}
-    checkpoint.save(tmp_path / "c", 1, {}, {"items": rows}, {"embedding": described})
-    export(tmp_path / "c", tmp_path / "out", shard_rows=4)
-    predictor = Predictor.load(tmp_path / "out")
-    assert torch.equal(predictor.tables["items"].ids, IDS)
-    assert torch.equal(predictor.rows("item", IDS), make().rows("item", IDS))
-    with pytest.raises(ValueError, match="encode needs a dense model, and the tables were exported alone"):
-        predictor.encode(HISTORY)
-    with pytest.raises(ValueError, match="unknown must be 'initial' or 'zeros', got 'zero'"):
-        Predictor.load(tmp_path / "out", unknown="zero")
 
 
 SEEN = [[3, 8, 77], [], [0, -4, 3, 3, 2**63 - 1]]

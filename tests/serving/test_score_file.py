@@ -119,19 +119,6 @@ def test_parts_of_another_run_are_refused(models, tmp_path, monkeypatch):
         score_file(source, out, models[1][0], SMALL)
 
 
-def test_a_run_without_a_whole_part_leaves_none_in_the_way_and_the_source_is_kept(models, tmp_path):
-    source, out = written(tmp_path / "in.parquet", [[1], []]), tmp_path / "out.parquet"
-    with pytest.raises(ValueError, match="row 1"):
-        score_file(source, out, models[1][0], SMALL)
-    before = written(source, [[1], [2]]).read_bytes()
-    (tmp_path / "link.parquet").symlink_to(source)
-    for same in (source, tmp_path / "link.parquet"):
-        with pytest.raises(ValueError, match="would replace"):
-            score_file(source, same, models[1][0], SMALL)
-    assert source.read_bytes() == before
-    assert score_file(source, out, models[1][0], SMALL) == 2
-
-
 @pytest.mark.parametrize(
     ("rows", "columns", "options", "says"),
     [

@@ -22,9 +22,7 @@ from tritonrec.serving.server import ServerConfig
 from tritonrec.serving.server.app import create_app
 from tritonrec.serving.server.batching import Batcher
 from tritonrec.serving.server.errors import STATUS, ServerError
-from tritonrec.serving.server.follow import Following
 from tritonrec.serving.server.model import Served, Version
-from tritonrec.serving.server.settings import token_of
 
 JSON = {"content-type": "application/json"}
 DEEP = b'{"histories": ' + b"[" * 100_000
@@ -363,13 +361,6 @@ def test_a_closed_batcher_answers_what_it_has_and_refuses_more():
         batcher.submit(1)
 
 
-def test_a_batch_that_raises_fails_its_requests_alone():
-    batcher = Batcher(lambda batch: [1 / n for n in batch], 1, 0.0, 100)
-    bad, good = batcher.submit(0), batcher.submit(4)
-    assert good.result(60) == 0.25 and isinstance(bad.exception(60), ZeroDivisionError)
-    batcher.close()
-
-
 def test_a_token_is_asked_where_there_is_one(made):
     body = {"histories": [[1]]}
     with client(plain(made), token="sesame") as there:
@@ -391,19 +382,6 @@ def test_a_token_is_asked_where_there_is_one(made):
         assert (
             error_of(there.post("/retrieve", json=body, headers={"host": "evil.example"})) == "unknown_host"
         )
-
-
-def test_tokens(tmp_path, monkeypatch):
-    monkeypatch.delenv("TRITONREC_TOKEN", raising=False)
-    assert token_of(None) is None
-    (tmp_path / "token").write_text(" sesame\n")
-    assert token_of(tmp_path / "token") == "sesame"
-    monkeypatch.setenv("TRITONREC_TOKEN", "other")
-    assert token_of(None) == "other"
-    for text in ("", "two words", "s\xe9same"):
-        (tmp_path / "token").write_text(text, encoding="latin-1")
-        with pytest.raises(ValueError, match="token"):
-            token_of(tmp_path / "token")
 
 
 @pytest.mark.parametrize("cached", [False, True])
@@ -518,20 +496,6 @@ def test_a_trainer_is_followed(made):
         assert "tritonrec_sequence 2.0" in text and "tritonrec_lag_seconds 0.0" in text
 
 
-def test_a_version_that_could_not_be_taken_over_is_tried_again():
-    uses = []
-
-    def use(*given):
-        uses.append(given)
-        if len(uses) == 1:
-            raise ValueError("the new model takes no histories")
-
-    version = SimpleNamespace(sequence=7, predictor=None, published_at=0.0, poll=lambda: False)
-    following = Following(SimpleNamespace(use=use), lambda: version, seconds=0.01)
-    until(lambda: len(uses) == 2 and following.error is None)
-    following.close()
-
-
 def test_before_the_first_version_it_is_not_ready(made):
     def nothing():
         raise ValueError("nothing was published yet")
@@ -542,21 +506,3 @@ def test_before_the_first_version_it_is_not_ready(made):
         there.headers["authorization"] = "Bearer t"
         assert error_of(there.post("/retrieve", json={"histories": [[1]]})) == "not_ready"
         assert error_of(there.post("/reload")) == "following"
-
-
-def test_the_description_names_every_path(made):
-    with client(plain(made)) as there:
-        document = there.get("/openapi.json").json()
-    paths = {
-        "/retrieve",
-        "/score",
-        "/predict",
-        "/user/{user}/events",
-        "/health",
-        "/ready",
-        "/metrics",
-        "/reload",
-    }
-    assert set(document["paths"]) == paths
-    answers = document["paths"]["/retrieve"]["post"]["responses"]
-    assert {"200", "401", "413", "422", "429", "503"} <= set(answers)

@@ -19,12 +19,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from served_models import SIZES, export_hstu, listening, until
+from served_models import export_hstu, listening, until
 from typer.testing import CliRunner
 
 from tritonrec.harness.cli import app as commands
 from tritonrec.serving.server import ServerConfig
-from tritonrec.serving.server.run import Source, serve
 
 ROOT = Path(__file__).resolve().parents[2]
 BODY = json.dumps({"histories": [[3, 7]], "k": 3}).encode()
@@ -176,10 +175,3 @@ def test_what_cannot_be_served_is_one_sentence(paths, tmp_path, monkeypatch, wor
     words = [str(known.get(word, word)) for word in words]
     result = CliRunner(env={"COLUMNS": "400"}).invoke(commands, ["serve", *words])
     assert result.exit_code == 2 and says in " ".join(result.output.split()), result.output
-
-
-def test_what_a_cache_cannot_be(paths):
-    with pytest.raises(ValueError, match="much"):
-        Source(paths[0], SIZES, "much").open(ServerConfig())
-    with pytest.raises(ValueError, match="needs one worker"):
-        serve(Source(paths[0], SIZES), ServerConfig(workers=2))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tritonrec import Communicators, FeatureConfig, HashTableCollection, RowOptimizer, Trainer, checkpoint
+from tritonrec import Communicators, FeatureConfig, HashTableCollection, RowOptimizer, Trainer
 from tritonrec.data import Interactions, NextItemLoader, Vocabulary
 from tritonrec.nn import HSTU, HSTUConfig
 from tritonrec.pipeline import saved_vocabularies
@@ -142,25 +142,6 @@ def test_columns_of_frames_are_histories_and_unknown_words_are_named(saved):
         predictor.retrieve([item[0]], 3.0)
 
 
-def test_a_log_with_repeats_is_compared_without_leaving_out(tmp_path):
-    rng = np.random.default_rng(5)
-    events = np.arange(400, dtype=np.int64)
-    repeats = Interactions(rng.integers(0, 40, 400), rng.integers(0, 12, 400), events)
-    with trainer() as made:
-        loader = NextItemLoader(repeats, 8, 6, 3, seed=0)
-        train(made, loader, 8)
-        made.save(tmp_path / "run")
-        export(tmp_path / "run", tmp_path / "out", made.dense.model)
-        metrics = made.evaluate(loader, ks=(3,), exclude_seen=False)
-        assert metrics != made.evaluate(loader, ks=(3,))
-    predictor = Predictor.load(tmp_path / "out")
-    assert torch.equal(predictor.item_ids, loader.catalogue)
-    (batch,) = loader.evaluation_batches()
-    found, _ = predictor.retrieve(batch.history, 3, exclude=None)
-    hits = (found == loader.catalogue[batch.targets][:, None]).any(1)
-    assert int(hits.sum()) / len(hits) == metrics["HR@3"]
-
-
 def test_a_vocabulary_that_was_changed_is_refused(saved, tmp_path):
     folder, words, *_ = saved
     manifest = json.loads((folder / "out" / MANIFEST).read_text())
@@ -173,18 +154,3 @@ def test_a_vocabulary_that_was_changed_is_refused(saved, tmp_path):
     )
     with pytest.raises(ValueError, match=r"words-item.parquet was altered"):
         Predictor.load(tmp_path / "out")
-
-
-def test_incremental_checkpoints_have_them_too(tmp_path):
-    words = vocabularies()
-    with trainer() as made:
-        loader = NextItemLoader(log(words, 1, 40), 8, 6, 3, seed=0)
-        made.vocabularies = words
-        with made.saver(tmp_path, full_every=2) as saver:
-            for count in range(3):
-                train(made, loader, 2)
-                saver.save(made.next_step)
-                words["item"].encode([f"new {count}"], extend=True)
-    assert checkpoint.steps(tmp_path) == [4, 6]
-    found = [saved_vocabularies(tmp_path, step)["item"].words.to_pylist()[-1] for step in (4, 6)]
-    assert found == ["new 0", "new 1"]
