@@ -157,13 +157,6 @@ def test_leftovers_of_a_killed_save_are_removed(tmp_path):
     check(tmp_path, 3)
 
 
-def test_a_step_saved_again_is_replaced(tmp_path):
-    for value in (1, 2, 2):
-        save(tmp_path, 4, {"w": torch.tensor(value)}, {}, {})
-        assert load(tmp_path).dense["w"].item() == value
-    assert len(names(tmp_path)) == 2
-
-
 def test_a_damaged_older_checkpoint_does_not_hinder_a_new_one(tmp_path):
     save(tmp_path, 1, DENSE, TABLES, META)
     manifest(tmp_path, 1).write_text("{")
@@ -328,13 +321,6 @@ def test_a_directory_that_may_not_be_written(tmp_path, monkeypatch, call):
             save(tmp_path, 2, DENSE, TABLES, META)
     check(tmp_path, 1)
     assert not list(tmp_path.rglob("*step-000000000002*"))
-
-
-def test_a_directory_that_is_a_file(tmp_path):
-    (tmp_path / "place").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"File exists: '.*place'"):
-        save(tmp_path / "place", 1, DENSE, TABLES, META)
-    assert (tmp_path / "place").read_text() == "mine"
 
 
 @pytest.mark.parametrize("replaced", [False, True], ids=["new_step", "same_step"])

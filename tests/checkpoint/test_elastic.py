@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -152,21 +152,6 @@ def test_little_more_is_read_than_needed(tmp_path, small_parts, saved_by, world_
         assert checkpoint.bytes_read < checkpoint.bytes_needed + 2 * largest + headers
         sizes = [(tmp_path / file).stat().st_size for file in checkpoint.files]
         assert checkpoint.bytes_read == sum(sizes)
-
-
-@pytest.mark.parametrize("world_size", [1, 4, 48])
-def test_small_tables_make_one_file_a_rank(tmp_path, world_size):
-    save_on(world_size, tmp_path, 1, {"t": random_table(12, 2000), "none": random_table(13, 0)})
-    assert len(list((tmp_path / "step-000000000001").iterdir())) == world_size + 1
-
-
-@pytest.mark.parametrize("megabytes, parts", [(0, 1), (1, 1), (3, 4), (16, 16), (5000, 256)])
-def test_large_tables_are_cut_into_256_parts_at_most(megabytes, parts):
-    assert len(slices_module.parts_of((0, 2**32), megabytes << 20)) == parts
-    third = slices_module.parts_of(range_of(1, 3), (megabytes << 20) // 3)
-    assert third[0][0] == range_of(1, 3)[0] and third[-1][1] == range_of(1, 3)[1]
-    assert all(left[1] == right[0] for left, right in pairwise(third))
-    assert parts // 3 <= len(third) <= parts // 3 + 2
 
 
 def test_a_table_of_another_width_is_refused_before_it_is_read(tmp_path):
@@ -377,16 +362,6 @@ def test_a_delta_gives_bit_for_bit_what_a_full_checkpoint_gives(tmp_path, small_
     assert same(full, ascending(table))
     assert same(load(tmp_path / "deltas").tables["t"], full)
     assert same(whole(load_on(5, tmp_path / "deltas"), "t"), full)
-
-
-def test_a_delta_without_changes_writes_no_table_files(tmp_path):
-    table = random_table(22, 40)
-    base = save_on(2, tmp_path, 1, {"t": table})[0]
-    none = {column: values[:0] for column, values in table.items()}
-    saved = save_on(2, tmp_path, 2, {"t": none}, base=base, erased={})
-    assert len(list((tmp_path / "step-000000000002").iterdir())) == 1
-    assert saved[1].bytes == 0
-    assert same(load(tmp_path).tables["t"], ascending(table))
 
 
 def test_what_a_kept_delta_builds_upon_is_kept(tmp_path):

@@ -46,13 +46,6 @@ def test_increments_of_other_world_sizes_are_taken_in(tmp_path):
     assert torch.equal(found["keys"], want["keys"]) and torch.equal(found["rows"], want["rows"])
 
 
-def test_a_part_is_about_as_large_as_wanted(tmp_path):
-    save_on(1, tmp_path, 4, {"items": table(4000)})
-    stream = CheckpointStream(tmp_path)
-    assert [stream.slices_of("items", size) for size in (1 << 30, 40_000, 1)] == [1, 4, 256]
-    assert max(len(part["keys"]) for part in stream.rows("items", 4)) < 1200
-
-
 def test_an_altered_file_is_named(tmp_path):
     save_on(1, tmp_path, 4, {"items": table()})
     (path,) = tmp_path.glob("step-*/items*")

@@ -55,17 +55,6 @@ def test_a_program_may_change_its_folder_while_a_checkpoint_is_written(tmp_path,
     assert steps(tmp_path / "saved") == [1] and not [*elsewhere.iterdir()]
 
 
-def test_owned_tensors_are_not_copied(tmp_path):
-    gate = Gate()
-    dense = {"w": torch.zeros(4)}
-    with Saver(tmp_path, gather=gate) as saver:
-        saver.save(1, dense, {}, {}, owned=True)
-        assert gate.entered.wait(20)
-        dense["w"] += 1  # against the rules, and so it shows
-        gate.opened.set()
-    assert load(tmp_path).dense["w"].tolist() == [1] * 4
-
-
 def test_the_next_save_waits_for_the_one_before(tmp_path):
     gate = Gate()
     with Saver(tmp_path, gather=gate) as saver:
@@ -79,16 +68,6 @@ def test_the_next_save_waits_for_the_one_before(tmp_path):
         assert steps(tmp_path)[0] == 1
         assert 0 < saver.waited <= saver.blocked
     assert steps(tmp_path) == [1, 2]
-
-
-def test_closing_waits(tmp_path):
-    gate = Gate()
-    saver = Saver(tmp_path, gather=gate)
-    saver.save(1, {}, {}, {})
-    threading.Thread(target=gate.opened.set).start()
-    saver.close()
-    assert steps(tmp_path) == [1]
-    saver.close()
 
 
 def become_a_file(directory: Path) -> None:

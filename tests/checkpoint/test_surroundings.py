@@ -13,7 +13,6 @@ from simulated import ascending, load_on, on_ranks, part_of, random_table, same,
 
 from tritonrec.checkpoint import CheckpointError, Saver, load, range_of, save, steps
 from tritonrec.checkpoint.files import manifest_of
-from tritonrec.data.balancing import partition_samples
 from tritonrec.nn import DLRM, DLRMConfig
 from tritonrec.serving import TableWiseDLRM, own_samples
 from tritonrec.slipstream.rows import HotRows, owned
@@ -41,12 +40,6 @@ def test_a_rank_out_of_range_is_refused_with_its_world_size(tmp_path, rank, worl
             call()
         assert f"got rank {rank!r} and world_size {world_size!r}" in str(caught.value)
     assert steps(tmp_path) == [1] and not (tmp_path / ".lock").exists()
-
-
-@pytest.mark.parametrize("world_size", [0, -1])
-def test_samples_are_partitioned_over_at_least_one_rank(world_size):
-    with pytest.raises(ValueError, match=f"world_size must be at least 1, got {world_size}"):
-        partition_samples(torch.tensor([2.0, 1.0]), world_size)
 
 
 def grows(directory: Path, world_size: int, lose) -> tuple[list[bool], list[str]]:

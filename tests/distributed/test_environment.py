@@ -14,7 +14,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from tritonrec.distributed import from_environment, join
-from tritonrec.distributed.environment import LAUNCHERS, check_address, first_machine, rank_here, settle
+from tritonrec.distributed.environment import check_address, rank_here, settle
 from tritonrec.distributed.stores import serve_store
 from tritonrec.harness.cli import app
 from tritonrec.resilience import run_elastic
@@ -113,12 +113,6 @@ def test_a_process_that_is_told_to_be_alone_hears_of_others(given, message):
         assert rank_here(given).world_size == 1
 
 
-def test_every_launcher_has_variables_of_its_own():
-    assert len({each[:3] for each in LAUNCHERS}) == len(LAUNCHERS)
-    for launcher in LAUNCHERS:
-        assert rank_here({launcher.rank: "1", launcher.size: "3"}) == (1, 3, launcher.name)
-
-
 def test_slurm_says_where_the_ranks_meet():
     given = {**SLURM, "SLURM_NODELIST": "gpu-[03-07,9]-ib,other", "SLURM_NNODES": "6", "SLURM_STEP_ID": "0"}
     settle(given)
@@ -134,14 +128,6 @@ def test_slurm_says_where_the_ranks_meet():
     assert settle(here) and here["MASTER_ADDR"] == "127.0.0.1"
     here = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}
     assert settle(here) and here["MASTER_ADDR"] == "127.0.0.1"
-
-
-@pytest.mark.parametrize(
-    ("listed", "first"),
-    [("a", "a"), ("a-1,b", "a-1"), ("n[1-4]", "n1"), ("n[07,9],m", "n07"), ("r[1-2].x,y", "r1.x")],
-)
-def test_the_first_machine_of_slurms_list(listed, first):
-    assert first_machine(listed) == first
 
 
 def free_port():
@@ -244,11 +230,3 @@ def test_the_command_says_what_is_wrong_with_the_variables(alone, given):
     result = CliRunner().invoke(app, ["train", "--data", "zipf:users=20,items=30", "--steps", "1"])
     words = " ".join(result.output.split())
     assert result.exit_code == 2 and next(iter(given)) in words and "Traceback" not in words
-
-
-def test_a_process_that_has_joined_is_told_so(alone):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", **MASTER}.items():
-        alone.setenv(name, value)
-    alone.setattr(join.dist, "is_initialized", lambda: True)
-    with pytest.raises(ValueError, match="has joined a default process group already"):
-        join.join_environment(timedelta(seconds=5))

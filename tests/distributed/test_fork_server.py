@@ -8,9 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from multiprocessing import Pipe
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -18,7 +16,6 @@ import pytest
 import torch
 
 from tritonrec.distributed import RankDiedError, RankPool, fork_server
-from tritonrec.distributed.fork_server import ForkedProcess
 
 pytestmark = [
     pytest.mark.multi_rank,
@@ -127,17 +124,6 @@ def test_where_nothing_can_be_forked_a_process_is_spawned(monkeypatch):
     assert context.Process.call_args.kwargs["name"] == "rank 3" and context.Process.call_args.kwargs["daemon"]
     assert there.closed  # after the start: it has to be sent
     here.close()
-
-
-def test_the_number_of_a_process_is_received_once():
-    there, here = Pipe()
-    there.send_bytes(b"41")
-    there.close()
-    server = SimpleNamespace(process=SimpleNamespace(exitcode=3, join=lambda seconds: None))
-    process = ForkedProcess(server, here)
-    assert process.pid == 41 and process.pid == 41 and process.exitcode is None
-    process.join(9)
-    assert process.exitcode == 3 and process.pid == 41
 
 
 def test_the_server_ends_with_its_parent_from_the_start(monkeypatch):

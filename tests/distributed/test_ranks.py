@@ -251,12 +251,6 @@ def test_one_rank_needs_no_process_group():
     assert Communicator.all_reduce_bytes(types.SimpleNamespace(world_size=4), values) == 2 * 24 * 3 // 4
 
 
-def test_a_pool_closes_when_only_some_ranks_have_worked():
-    with RankPool((1, 2)) as pool:
-        assert len(pool.run(exchange, 1, 0)) == 1
-    assert not any(process.is_alive() for process in pool.processes)
-
-
 def test_replicas_that_do_not_divide_the_environments_ranks_are_refused(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(ValueError, match="2 replicas do not divide 1 ranks"), from_environment(replicas=2):
@@ -290,10 +284,6 @@ def test_ranks_of_one_machine_compute_on_one_thread_each(monkeypatch):
     assert os.environ["OMP_NUM_THREADS"] == "7" and "MKL_NUM_THREADS" not in os.environ
 
 
-def test_exact_sum_error_is_public():
-    assert issubclass(ExactSumError, ArithmeticError)
-
-
 def test_a_process_that_ends_within_two_seconds_is_not_killed():
     process = types.SimpleNamespace(alive=True, killed=False)
 
@@ -306,14 +296,6 @@ def test_a_process_that_ends_within_two_seconds_is_not_killed():
     process.join, process.kill, process.is_alive = join, kill, lambda: process.alive
     launch.join_or_kill([process])
     assert not process.killed and not process.alive
-
-
-def test_a_restart_ends_the_processes_before_it():
-    with RankPool([1]) as pool:
-        before = [*pool.processes]
-        pool.restart()
-        assert not any(process.is_alive() for process in before)
-        assert all(process.is_alive() for process in pool.processes)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -362,20 +344,6 @@ def test_the_kernel_ends_a_process_with_its_parent():
     finally:
         libc.prctl(1, 0)
     assert found.value == signal.SIGKILL
-
-
-@pytest.mark.parametrize(("code", "how"), [(0, "exit code 0"), (3, "exit code 3"), (-9, "SIGKILL")])
-def test_how_a_process_has_ended_is_said_by_its_code_or_signal(code, how):
-    assert launch.how_it_ended(types.SimpleNamespace(join=lambda timeout: None, exitcode=code)) == how
-
-
-def test_every_rank_is_told_of_its_own_task():
-    pool, pipes = RankPool.__new__(RankPool), [Pipe() for _ in range(2)]
-    pool._lifelines, pool._tasks = [here for here, _ in pipes], [7, 9]
-    pool.request_stop()
-    assert [there.recv_bytes() for _, there in pipes] == [b"7", b"9"]
-    for each in (end for pipe in pipes for end in pipe):
-        each.close()
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 7])

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 from stalling import work
 
-from tritonrec.distributed import Communicator, Communicators, RankDiedError, RankPool, Watch
+from tritonrec.distributed import Communicator, RankDiedError, RankPool, Watch
 from tritonrec.distributed.fork_server import start_process
 from tritonrec.distributed.groups import _watch_from_environment
 from tritonrec.distributed.rank_process import start_store
@@ -220,15 +220,6 @@ def test_a_store_that_does_not_answer_in_time_says_nothing_of_ranks(store, monke
     watch.close(), other.close()
 
 
-def test_a_failure_of_another_task_ends_no_task(store):
-    here, there = watches(store, 2)
-    there.fail(OSError("full"))
-    here.begin_task()
-    here.begin_call("routing")
-    error = here.explain("routing", 1, [0, 1], 0.4, RuntimeError("Timed out"))
-    assert "full" not in str(error) and "rank 1 has not reached" in str(error)
-
-
 @pytest.mark.slow
 def test_a_rank_that_fails_is_named_with_its_error(tmp_path):
     with Ranks(tmp_path, "fail", 1) as ranks:
@@ -329,20 +320,6 @@ def test_a_monitored_barrier_ends_where_a_rank_stalls_fails_or_takes_too_long(st
         here.monitored_barrier("c", [0, 1], timedelta(seconds=60))
 
 
-def test_failures_that_follow_from_another_come_after_it(store):
-    first, second, third = watches(store, 3)
-    second.fail(RankDiedError("rank 2 ended"))
-    third.fail(ValueError("bad batch"))
-    error = first.explain("routing", 1, [0, 1, 2], 0.1, RuntimeError("Connection closed"))
-    assert str(error) == "rank 2 has failed: ValueError: bad batch"
-    for watch in (first, second, third):
-        watch.begin_task()
-        watch.begin_call("routing")
-        watch._report()
-    error = first.explain("routing", 1, [0, 1, 2], 0.1, RuntimeError("Connection closed by peer"))
-    assert "every rank still reports" in str(error)
-
-
 def test_an_error_that_no_other_rank_caused_is_raised_as_it_is(store):
     (watch,) = watches(store, 1)
 
@@ -366,12 +343,6 @@ class Control:
     def all_gather_texts(self, text):
         self.own = text
         return [text, self.other]
-
-
-@pytest.mark.parametrize(("ranks", "replicas"), [([1, 1], 1), ([1, 1], 2), ([2, 1], 1), ([2, 1], 2)])
-def test_ranks_of_groups_ascend(ranks, replicas):
-    with pytest.raises(ValueError, match="ranks must ascend along 'shard' and along 'replicate'"):
-        Communicators.over(ranks, replicas=replicas)
 
 
 def test_ranks_are_watched_where_all_of_them_reach_the_store_of_torchrun(monkeypatch):
@@ -409,22 +380,3 @@ def test_a_store_that_does_not_answer_names_rank_0(monkeypatch):
         "rank 0 has not reached collective 7 of group routing within 0.4 s: it was last seen in compute(5)"
         in str(error)
     )
-
-
-def test_behind_a_stage_inside_another_the_outer_one_is_reported(store):
-    watch = Watch(store, 0, 1, timedelta(seconds=9))
-    with watch.doing("outer"):
-        with watch.doing("inner"):
-            pass
-        watch._report_now()
-        assert read_reports(store, [0])[0].place == "in outer"
-    watch._report_now()
-    assert read_reports(store, [0])[0].place == "after outer"
-    watch.close()
-
-
-def test_reports_end_with_the_store(store):
-    watch = Watch(store, 0, 1, timedelta(seconds=9))
-    with watch._close_if_store_is_gone():
-        raise RuntimeError("the store has ended")
-    assert watch._closed.is_set()

@@ -14,10 +14,9 @@ sys.path[:0] = [str(Path(__file__).parents[2] / "ci" / "emulator")]
 from pretended import GPU, pretended  # noqa: E402
 
 from tritonrec.embedding import KeyLayout  # noqa: E402
-from tritonrec.embedding.device_index import DeviceIndex  # noqa: E402
 from tritonrec.embedding.device_numbers import Arriving, DeviceNumbers  # noqa: E402
 from tritonrec.embedding.device_pool import DevicePool  # noqa: E402
-from tritonrec.embedding.device_select import _end_of_share, in_order_of_keys, smallest_slots  # noqa: E402
+from tritonrec.embedding.device_select import _end_of_share, smallest_slots  # noqa: E402
 from tritonrec.embedding.index_pool import MAX_ROWS, IndexPool  # noqa: E402
 from tritonrec.pipeline.places import Common  # noqa: E402
 
@@ -89,11 +88,6 @@ def test_ties_of_the_score_go_by_signed_key(k, world_size):
     ranks.close()
 
 
-def test_the_greatest_key_is_not_lost_behind_the_count():
-    keys, positions = torch.tensor([LAST, 3, 8]), torch.tensor([5, 6, 7])
-    assert in_order_of_keys(keys, positions, torch.tensor(2))[1][:2].tolist() == [6, 5]
-
-
 @given(st.lists(st.tuples(st.booleans(), st.lists(st.booleans(), min_size=1, max_size=9)), max_size=12))
 def test_a_devices_pool_gives_the_numbers_of_the_hosts(calls):
     here, there, taken = IndexPool(), DevicePool(torch.device("cpu")), []
@@ -126,14 +120,6 @@ def test_a_devices_pool_refuses_more_numbers_than_there_are():
     assert pool.end_after(3) == MAX_ROWS
 
 
-def test_a_number_that_is_reset_counts_from_zero():
-    numbers = DeviceNumbers(2, torch.device("cpu"))
-    numbers.add(torch.tensor([3, 4]), (3, 4))
-    numbers.reset(1)
-    numbers.add(torch.tensor([1, 1]), (1, 1))
-    assert numbers.exact() == [4, 1] and numbers.bound(1) == 1
-
-
 def test_a_choice_is_made_on_the_device_of_its_scores():
     """Whatever the default device is."""
     word, keys = torch.tensor([1, 2, 3]), torch.tensor([20, 30, 10])
@@ -148,14 +134,6 @@ def test_a_copy_that_has_not_arrived_is_waited_for():
     for there in (False, True):
         copy._event = SimpleNamespace(query=lambda there=there: there, synchronize=lambda: calls.append(1))
         assert copy.take() == [4] and calls == [1]
-
-
-def test_a_pool_is_filled_to_its_last_number():
-    pool = DevicePool(torch.device("cpu"))
-    pool.numbers.add(torch.tensor([MAX_ROWS, 2]), (MAX_ROWS, 2))  # numbers so far, free ones
-    assert pool.end_after(2) == MAX_ROWS
-    with pytest.raises(MemoryError, match=f"it has {MAX_ROWS - 2}, and up to 3 are new"):
-        pool.end_after(3)
 
 
 @pytest.mark.parametrize(("first", "second"), [(6, 1), (256 + 6, 256 + 1)], ids=["low", "ninth_bit"])
@@ -182,26 +160,10 @@ def test_a_bound_on_a_device_rises_until_a_copy_arrives():
             assert [numbers.bound(0), numbers.bound(1)] == [2, 3]
 
 
-def test_numbers_that_are_freed_again_and_again_take_no_more_memory():
-    pool = IndexPool()
-    for _ in range(9):
-        pool.release(pool.allocate(4))
-    assert len(pool._free) == 4
-
-
 def test_rows_that_two_windows_share_are_cut_at_their_number():
     before, now = torch.tensor([5, 2, -1]), torch.tensor([0, 3, -1])
     found = Common(before, now, torch.tensor(2)).trimmed()
     assert (found.before.tolist(), found.now.tolist(), found.count) == ([5, 2], [0, 3], None)
-
-
-def test_an_erasure_raises_no_bound_but_that_of_erased_slots(monkeypatch):
-    index, rises = DeviceIndex(16, torch.device("cpu")), []
-    keys = torch.arange(3)
-    index.find_or_insert(keys)
-    monkeypatch.setattr(index._numbers, "add", lambda change, rise: rises.append(rise))
-    index.erase(keys)
-    assert rises == [(0, 0, 0, 3)]
 
 
 def test_a_copy_on_its_way_goes_to_page_locked_memory(monkeypatch):

@@ -13,7 +13,7 @@ from tritonrec.embedding import DynamicTable, Placement, PrecisionTiers, TablePo
 from tritonrec.embedding.pinned import PinnedRows
 from tritonrec.embedding.row_column import RowColumn
 from tritonrec.embedding.row_storage import Chunks
-from tritonrec.embedding.stream_lock import Replaceable, StreamLock
+from tritonrec.embedding.stream_lock import StreamLock
 
 SOMEWHERE = torch.device("meta")  # a device that is not the host
 
@@ -93,11 +93,6 @@ def test_rows_that_are_pinned_no_more_last_until_queued_work_is_done(on):
         assert not used(stream, first)
         pinned.advance(third)
         assert used(stream, first)
-
-
-def test_on_the_host_nothing_is_noted():
-    values = torch.arange(3)
-    assert Replaceable(values).get() is values
 
 
 @pytest.mark.parametrize("tracked", [False, True])

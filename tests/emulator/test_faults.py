@@ -102,15 +102,6 @@ def test_two_warps_may_store_the_same_value_but_not_two():
     )
 
 
-def test_lanes_of_a_warp_follow_each_other():
-    body = TID + "\tshl.b32 %r1, %r250, 2;\n\txor.b32 %r2, %r1, 4;\n\tst.shared.b32 [%r1], %r250;\n"
-    body += "\tld.shared.b32 %r3, [%r2];\n\tst.shared.b32 [%r1], %r3;\n"
-    body += thread_address("%rd0", 4) + "\tst.global.b32 [%rd200], %r3;\n"
-    out = zeros(64)
-    each_seed(body, [out], threads=64, shared=256)
-    assert out.tolist() == [t ^ 1 for t in range(64)]
-
-
 def reads_then_writes(between):
     """Warps of a block: all read word 0 of memory, then thread 0 adds 1 to it."""
     return (
@@ -209,17 +200,6 @@ def test_a_read_of_shared_memory_that_nobody_wrote():
     run(write + "\tst.shared.b32 [%r1+4], %r1;\n" + read, [zeros(1)], shared=64)
 
 
-def test_shared_memory_of_the_block_before_is_no_initial_value():
-    body = """
-\tmov.u32 %r1, %ctaid.x;
-\tsetp.ne.s32 %p1, %r1, 17;
-\tmov.b32 %r2, 0;
-\t@%p1 st.shared.b32 [%r2], %r1;
-\tld.shared.b32 %r3, [%r2];
-"""
-    found_in_each_seed(UninitialisedError, r"block \(17, 0, 0\)", body, [zeros(1)], grid=40, shared=16)
-
-
 def test_a_copy_that_nobody_waited_for():
     def body(wait, barrier=BARRIER):
         return (
@@ -305,12 +285,6 @@ def test_a_wait_for_a_flag_that_nobody_sets_is_a_hang():
     for seed in SEEDS:
         with pytest.raises(HangError, match=r"no memory has changed for 20000 accesses.*(atom|setp|bra)"):
             run(SPIN.format(setter=9), [zeros(1)], grid=2, settings=Emulation(seed=seed, patience=20_000))
-
-
-def test_a_loop_without_end_and_without_memory_is_a_hang():
-    body = "\tmov.b32 %r1, 0;\n$LOOP:\n\tadd.s32 %r1, %r1, 1;\n\tsetp.ge.s32 %p1, %r1, 0;\n\tbra $LOOP;\n"
-    with pytest.raises(HangError):
-        run(body, [zeros(1)], settings=Emulation(patience=20_000))
 
 
 def test_results_that_depend_on_the_order_of_blocks():

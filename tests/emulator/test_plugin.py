@@ -6,9 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
-
-from tritonrec.harness.cli import app
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -78,19 +75,6 @@ def test_the_interpreter_and_the_emulator_exclude_each_other():
 
 
 @pytest.mark.slow
-def test_the_command_hands_on_its_options(tmp_path):
-    test = tmp_path / "test_silu.py"
-    test.write_text(
-        "import torch\nfrom tritonrec import ops\n\n\ndef test_equal():\n    x = torch.randn(100)\n"
-        "    assert torch.equal(ops.silu(x, impl='triton'), ops.silu(x, impl='cpu'))\n"
-    )
-    done = run("tritonrec", "emulate", "--arch", "sm_80", "--schedules", "2", "--", "pytest", "-q", str(test))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 passed" in done.stdout and "emulated sm_80" in done.stdout
-    assert "silu.forward_kernel" in done.stdout
-
-
-@pytest.mark.slow
 def test_the_command_runs_a_script_and_hands_on_its_failure(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -100,10 +84,3 @@ def test_the_command_runs_a_script_and_hands_on_its_failure(tmp_path):
     done = run("tritonrec", "emulate", "--", "python", str(script), "one", "two")
     assert done.returncode == 3, done.stdout + done.stderr
     assert "silu.forward_kernel" in done.stdout
-
-
-@pytest.mark.parametrize("command", [[], ["ls"], ["python"]])
-def test_the_command_refuses_what_it_cannot_run(command):
-    done = CliRunner().invoke(app, ["emulate", "--", *command])
-    assert done.exit_code == 2
-    assert "pytest" in done.output

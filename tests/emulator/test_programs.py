@@ -9,9 +9,9 @@ from ptx_kit import module, run, thread_address
 
 from tritonrec.harness.emulator import Emulation
 from tritonrec.harness.emulator.arguments import argument, ranges_of
-from tritonrec.harness.emulator.launch import Launch, packed, schedules_of
+from tritonrec.harness.emulator.launch import Launch
 from tritonrec.harness.emulator.program import compile_program
-from tritonrec.harness.emulator.ptx import group, operands, parse
+from tritonrec.harness.emulator.ptx import parse
 
 PTX = """
 .version 8.0
@@ -67,11 +67,6 @@ def test_the_parts_of_a_kernel():
     assert kernel.place(kernel.blocks[1][1][0].places) == "kernel.py:30"
 
 
-def test_operands_keep_their_braces():
-    assert operands("{%r1, %r2}, [%rd1+8], 0f3F800000") == ["{%r1, %r2}", "[%rd1+8]", "0f3F800000"]
-    assert group("{ %r1, %r2 }") == ["%r1", "%r2"] and group("%r1") == ["%r1"]
-
-
 def test_what_is_no_kernel_is_refused():
     with pytest.raises(ValueError, match="give the PTX of one Triton kernel"):
         parse(".version 8.0\n")
@@ -96,13 +91,6 @@ def test_a_program_is_kept_for_the_next_process(tmp_path):
     assert not cached("\tmov.b32 %r1, 3;\n")
     assert cached("\t.loc 1 99 1\n\tmov.b32 \t%r1, 3; // moved\n")
     assert not cached("\tmov.b32 %r1, 4;\n")
-
-
-def test_parameters_are_packed_with_their_widths():
-    program = compile_program(module("", 1))
-    assert packed(program, [-1]) == b"\xff" * 8 + bytes(16)
-    with pytest.raises(ValueError, match="has 3 parameters, got 4 values"):
-        packed(program, [1, 2])
 
 
 def test_overlapping_arguments_are_one_range():
@@ -137,15 +125,6 @@ def test_an_argument_may_span_more_than_the_machine_has():
     )
     Launch(program, (1, 1, 1), 0, [memory.data_ptr()], [far], Emulation(schedules=2), set()).run(1)
     assert memory[:32].tolist() == list(range(32))
-
-
-def test_schedules_depend_on_seed_and_launch_alone():
-    settings = Emulation(seed=3, schedules=5)
-    assert schedules_of(settings, 7) == schedules_of(settings, 7)
-    assert schedules_of(settings, 7) != schedules_of(settings, 8)
-    assert schedules_of(settings, 7) != schedules_of(Emulation(seed=4, schedules=5), 7)
-    policies = {s.policy for n in range(40) for s in schedules_of(settings, n)}
-    assert len(policies) == 5
 
 
 @pytest.mark.slow

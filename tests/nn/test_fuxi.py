@@ -1,7 +1,6 @@
 """FuXi, and HSTU beside it: the formulas in float64, and a sample's bits depend on that sample alone."""
 
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 
 import formulas
@@ -173,18 +172,6 @@ def test_a_token_sees_no_later_token_nor_its_time():
         assert torch.equal(before[:4], after[:4]) and (before[4:] != after[4:]).any(1).all()
 
 
-def test_only_differences_of_times_matter():
-    model, (batch, rows) = make_model(), make_batch()
-    later = replace(batch, timestamps=batch.timestamps + 10**15)
-    assert torch.equal(run(model, batch, rows)[0], run(model, later, rows)[0])
-    beyond = batch.timestamps.clone()
-    beyond[26] += 2**40  # the last token of sample 3 is past the last bucket for all before it, and stays so
-    far = beyond.clone()
-    far[26] += 2**41
-    one, two = (run(model, replace(batch, timestamps=times), rows)[0] for times in (beyond, far))
-    assert torch.equal(one, two) and not torch.equal(one, run(model, batch, rows)[0])
-
-
 @pytest.mark.parametrize("exactly", [False, True])
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
 def test_empty_batches_and_samples(accumulate, lengths, exactly):
@@ -204,21 +191,6 @@ def test_layers_draw_masks_of_their_own():
         layer.register_forward_hook(lambda module, given, out: seeds.append(given[2]))
     model(batch, {"item": rows}, SEED)
     assert len(seeds) == len(set(seeds)) == CONFIG.layers
-
-
-def test_both_norms_have_one_first_stage():
-    """With the layer norm, the stage of single ops has the bits of the fused one."""
-    model, (batch, rows) = make_model(), make_batch()
-    fused = run(model, batch, rows)
-    for layer in model.layers:
-        layer.forward = partial(by_single_ops, layer)
-    for got, want in zip(run(model, batch, rows), fused, strict=True):
-        assert torch.equal(got, want)
-
-
-def by_single_ops(layer, x, tokens, seed):
-    y = layer.first_stage(x, tokens, seed)
-    return y + layer.ffn(layer.ffn_norm(y), tokens.seq_offsets)
 
 
 def test_training_with_the_published_norm_is_exact():
@@ -247,14 +219,6 @@ def test_what_does_not_fit_is_refused():
     for tokens in (Tokens.place(offsets, ids, 9), targets):
         with pytest.raises(ValueError, match="needs the tokens' timestamps and has no mask for targets"):
             model.layers[0](torch.ones(2, CONFIG.dim), tokens, SEED)
-
-
-def test_where_tokens_stand():
-    tokens = Tokens.place(torch.tensor([0, 2, 2, 5]), torch.tensor([70, 71, 72]), 3)
-    assert tokens.positions.tolist() == [0, 1, 0, 1, 2]
-    assert tokens.sample_ids.tolist() == [70, 70, 72, 72, 72]
-    empty = Tokens.place(torch.tensor([0]), torch.tensor([], dtype=torch.int64), 3)
-    assert len(empty.positions) == len(empty.sample_ids) == 0
 
 
 @pytest.mark.parametrize("times", [None, torch.tensor([0, 1, 9, 2])])

@@ -231,25 +231,6 @@ def test_dropout_of_the_input_is_drawn_from_the_seed():
     assert torch.equal(model.eval().logits(*make_batch(), 1), plain)
 
 
-def test_layers_draw_masks_of_their_own():
-    model, seeds = make_model(), []
-    for layer in model.layers:
-        layer.register_forward_hook(lambda module, given, out: seeds.append(given[2]))
-    model(*make_batch(), SEED)
-    assert len(seeds) == len(set(seeds)) == CONFIG.layers
-
-
-def test_rows_are_those_of_the_lookups():
-    """Names and numbers of rows as the batch asks for them."""
-    for config in CONFIGS.values():
-        batch, rows = make_batch(config=config)
-        asked = {
-            name: len(lookup.ids) if lookup.offsets is None else len(lookup.offsets) - 1
-            for name, lookup in batch.lookups().items()
-        }
-        assert {name: len(part) for name, part in rows.items()} == asked
-
-
 @pytest.mark.parametrize("exactly", [False, True])
 @pytest.mark.parametrize("lengths", [([], []), ([0], [0]), ([0, 0], [0, 0]), ([3, 0], [0, 0])])
 def test_empty_batches_and_samples(accumulate, lengths, exactly):
@@ -262,12 +243,6 @@ def test_empty_batches_and_samples(accumulate, lengths, exactly):
     assert not any(gradient.any() for gradient in gradients.values())
 
 
-def test_one_exposed_item_and_nothing_else():
-    model, (batch, rows) = make_model(CONFIGS["bare"]).eval(), make_batch([0], [1], CONFIGS["bare"])
-    exact = oracle(make_model(CONFIGS["bare"]).double(), batch, {n: r.double() for n, r in rows.items()})
-    torch.testing.assert_close(model(batch, rows, 0).double(), exact[0], rtol=1e-5, atol=1e-5)
-
-
 def test_what_does_not_fit_is_refused():
     model = make_model()
     model(*make_batch([18], [3]), SEED)
@@ -278,11 +253,3 @@ def test_what_does_not_fit_is_refused():
         model(replace(batch, tasks=("click",), labels=batch.labels[:, :1]), rows, SEED)
     with pytest.raises(ValueError, match=r"context may not be named like a feature of tokens: \['item'\]"):
         GRM(replace(CONFIG, context=("item", "age")))
-
-
-def test_without_an_accumulator_gradients_are_ordinary(accumulate):
-    model, (batch, rows) = make_model(), make_batch()
-    accumulate(model)
-    accumulate(None)
-    run(model, batch, rows)
-    assert all(parameter.grad.any() for parameter in model.parameters())

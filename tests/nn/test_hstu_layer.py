@@ -138,15 +138,6 @@ def test_a_trainer_runs_the_whole_layer_in_one_call(
     assert all(value.any() for value in got.values())
 
 
-def test_the_whole_layer_asks_at_the_tokens_own_times_where_there_are_no_others(one_by_one):
-    layer, (x, tokens) = make_layer("biased"), make_tokens("biased")
-    own = tokens._replace(query_timestamps=None)
-    got = run(layer, x, own, trainer=True)
-    assert one_by_one() == 1
-    assert_equal(got, run(layer, x, own, trainer=True))
-    assert not torch.equal(got["out"], run(layer, x, tokens, trainer=True)["out"])
-
-
 @pytest.mark.parametrize("what", ["full", "nan", "large"])
 def test_a_sum_that_fails_is_named_as_by_the_ops(what, one_by_one):
     layer = make_layer("biased")
@@ -204,15 +195,6 @@ def test_a_second_derivative_is_refused_in_a_trainer():
             RuntimeError, match="norm_linear_silu_backward_into writes to dy and has no deriv"
         ):
             torch.autograd.grad(out.sum(), x, create_graph=True)
-
-
-def test_nothing_is_left_of_a_batch_of_other_sizes():
-    """Many short samples, one long one, empty ones at both ends: chunks begin and end anywhere."""
-    layer = make_layer("biased")
-    for lengths in ([0] * 70 + [1] * 70, [21] * 30, [0, 21, 0], [1], [7, 0, 20, 3] * 9):
-        x, tokens = make_tokens("biased", lengths)
-        got = run(layer, x, tokens, exactly=True)
-        assert_equal(got, run(layer, x, tokens, True, single_ops(layer)), str(lengths[:4]))
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -401,10 +383,3 @@ def test_a_second_derivative_is_refused():
     out = layer(x, tokens, SEED)
     with pytest.raises(RuntimeError, match="norm_linear_silu_backward_into writes to dy and has no derivati"):
         torch.autograd.grad(out.sum(), x, create_graph=True)
-
-
-def test_what_is_recomputed_has_no_room_in_what_is_kept():
-    sizes = {"dim": 5, "heads": 2, "qk_dim": 3, "v_dim": 4, "max_seq_len": 9}
-    rest = {"eps": 1e-6, "gate_eps": 1e-6, "dropout": 0.0}
-    widths = [whole.Shape(**sizes, **rest, keep_normed=keep).kept_widths for keep in (False, True)]
-    assert widths == [(28, 28, 8, 8, 1, 1, 1, 1), (28, 28, 8, 8, 1, 1, 1, 1, 5)]

@@ -148,11 +148,6 @@ def test_bits_in_ranges_of_samples_and_with_weights_that_are_not_trained(exactly
     assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
 
 
-@pytest.mark.parametrize("case", [([1], 0), ([0, 0, 5], 3), ([9] * 8, 1)], ids=["one", "empty_first", "full"])
-def test_bits_of_other_batches(case):
-    assert_same_bits(make_model(relative_bias=True), *make_batch(*case))
-
-
 def test_a_plan_serves_many_batches_and_every_value_of_the_parameters():
     model, accumulator = make_model(relative_bias=True), None
     accumulator = GradientAccumulator(model)
@@ -374,15 +369,6 @@ def test_a_call_inside_of_a_call_has_memory_of_its_own():
     assert torch.equal(by_occurrence(found[0]), by_occurrence(want[0][1]))
 
 
-@pytest.mark.parametrize("name", ["labels", "negatives", "offsets", "sample_ids", "timestamps"])
-@pytest.mark.parametrize("change", [torch.Tensor.int, lambda each: each.repeat_interleave(2, -1)[..., ::2]])
-def test_lists_of_other_kinds_are_left_to_the_modules(name, change):
-    model, (batch, rows) = make_model(relative_bias=True), make_batch()
-    plan = plan_of(model)
-    assert plan.step(batch, shuffled(rows), SEED) is not None
-    assert plan.step(replace(batch, **{name: change(getattr(batch, name))}), shuffled(rows), SEED) is None
-
-
 def test_small_micro_batches_share_memory_and_larger_ones_get_more():
     model = make_model()
     with torch.no_grad(), (accumulator := GradientAccumulator(model)).active():
@@ -418,20 +404,6 @@ def test_a_row_without_an_exact_sum_is_named_by_its_occurrence(bad):
             add(sums.clone())
         errors.append((str(caught.value), caught.value.index))
     assert errors[0] == errors[1] and (bad == "label" or errors[0][1][0] >= 2 * 17)
-
-
-@pytest.mark.parametrize("change", [
-    {"offsets": torch.tensor([0, 4, 4])}, {"offsets": torch.tensor([0, 4]).int()}, {"rows": torch.ones(4, 3)},
-    {"rows": torch.ones(8)}, {"weight": torch.ones(9, 3)}, {"ids": torch.arange(2)}, {"ids": torch.ones(1)},
-    {"times": torch.arange(3)}, {"times": torch.arange(4.0)}, {"times": torch.arange(8)[::2]},
-])  # fmt: skip
-def test_arguments_of_other_kinds_are_left_to_the_modules(change):
-    given = {
-        "rows": torch.ones(4, 2), "weight": torch.ones(9, 2), "factor": 2.0, "offsets": torch.tensor([0, 4]),
-        "ids": torch.arange(1), "times": torch.arange(4),
-    }  # fmt: skip
-    assert place_rows(*given.values()) is not None
-    assert place_rows(*(given | change).values()) is None
 
 
 @pytest.mark.parametrize("offsets", [[0, 9, 4], [0, 2, 1, 4], [1, 4], [0, 3], [0, 4, 5, 4]])

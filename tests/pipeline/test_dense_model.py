@@ -387,20 +387,6 @@ def test_anything_else_has_no_place_in_a_checkpoint(value):
         flatten({"a": [0, value]}, "tree")
 
 
-@pytest.mark.parametrize(
-    ("plain", "said"),
-    [
-        ({"tensor": "x"}, "no tensor x"),
-        ({"odd": 1}, "kind of value 'odd'"),
-        ({}, "one kind"),
-        ({"a": 1, "b": 2}, "one"),
-    ],
-)
-def test_values_that_no_tree_gave_are_refused(plain, said):
-    with pytest.raises(ValueError, match=said):
-        unflatten(plain, {})
-
-
 @pytest.mark.parametrize("name", ["adagrad", "rowwise_adagrad", "adam", "sgd"])
 def test_a_fused_optimizer_of_the_harness_is_one_that_torch_has_on_the_device(name):
     """Adagrad's is on CPUs alone: elsewhere torch refuses it."""

@@ -101,15 +101,6 @@ def test_micro_batches_that_share_both_exchanges_get_a_row_once():
     assert sum(counts(False, ordered=True)[0]) == 14 and sum(counts(False, dedup=False)[0]) == 16
 
 
-def test_the_table_of_the_docstring():
-    keys = micro_batches([[1, 2, 3], [2, 3, 4], [1, 4]])
-    plain, first = (plan_input_dist(keys, 1, True, use) for use in (False, True))
-    assert plain.splits == [[3], [3], [2]] and plain.num_rows == 8
-    assert first.splits == [[3], [1], [0]] and first.num_rows == 4
-    assert [first.keys[rows].tolist() for rows in first.gradients.rows] == [[], [2, 3], [1, 4]]
-    assert first.last_use is not None and first.last_use.tolist() == [2, 1, 1, 2]
-
-
 @pytest.mark.parametrize("first_use", [False, True])
 def test_micro_batches_without_keys_are_legal(first_use):
     asked = plan_input_dist(micro_batches([[], [7, 7], []]), 2, True, first_use)

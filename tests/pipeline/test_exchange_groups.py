@@ -16,13 +16,6 @@ from tritonrec.trace import Recorder
 M, STEPS = 5, 3
 
 
-def test_the_drawing_of_the_docstring():
-    groups = joined_groups(8, overlap=True, ordered=False)
-    assert groups.rows_with == (0, 1, 2, 2, 4, 4, 4, 4)
-    assert groups.gradients_with == (3, 3, 3, 3, 5, 5, 6, 7)
-    assert groups.joined and not groups.same and groups.sharing == [1, 1, 2, 2, 1, 1]
-
-
 def test_without_overlap_rows_come_first_and_gradients_leave_last():
     groups = joined_groups(4, overlap=False, ordered=False)
     assert groups.rows_with == (0, 0, 0, 0) and groups.gradients_with == (3, 3, 3, 3) and groups.same

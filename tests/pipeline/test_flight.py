@@ -25,9 +25,7 @@ from tritonrec.data import Lookup
 from tritonrec.embedding.in_flight import as_lane
 from tritonrec.nn.context import takes_indexed_rows
 from tritonrec.pipeline import DenseModel
-from tritonrec.pipeline.dense_checks import PROBE_ELEMENTS, _capped, validate_invariant
-from tritonrec.pipeline.flight import Flight, on_the_callers_thread
-from tritonrec.pipeline.pending import PendingWindows
+from tritonrec.pipeline.flight import Flight
 from tritonrec.pipeline.places import Buffer, KeptRows, OwnedRows, WindowPlaces
 from tritonrec.resilience import peer_copies
 from tritonrec.resilience.peer_copies import PeerCopies
@@ -411,11 +409,6 @@ def test_a_restored_state_is_kept_for_the_next_loss():
     assert [(each.step, each.meta) for each in copies._copies] == [(2, {"note": "two"})] * 2
 
 
-def test_steps_under_way_are_described_by_the_first_and_the_last():
-    for steps, words in (([3], "step 3 is"), ([3, 4], "steps 3 to 4 are"), ([3, 4, 5], "steps 3 to 5 are")):
-        assert PendingWindows._described(SimpleNamespace(steps=lambda steps=steps: steps)) == words
-
-
 def test_parameters_are_checked_in_flight_unless_lanes_put_them_in_and_out():
     checked = []
     for shards in (None, object()):
@@ -426,33 +419,11 @@ def test_parameters_are_checked_in_flight_unless_lanes_put_them_in_and_out():
     assert checked == [None]
 
 
-def test_a_state_of_fewer_optimizers_is_refused_by_their_number():
-    model, _tables, optimizer = parts()
-    dense = DenseModel(model, optimizer)
-    for part, count in (("optimizers", 1), ("schedulers", 0)):
-        given = {**dense.state_dict(), part: [{}] * 3}
-        with pytest.raises(ValueError, match=f"expected the states of {count} {part}, got 3"):
-            dense.load_state_dict(given)
-
-
-def test_on_the_callers_thread_tensors_are_made_in_the_hosts_memory():
-    with torch.device("meta"), on_the_callers_thread("cpu"):
-        assert torch.zeros(1).device.type == "cpu"
-    with on_the_callers_thread("cpu"):
-        assert torch.zeros(1).device.type == "cpu"
-
-
 def test_a_window_that_is_over_keeps_what_the_next_one_reads():
     places = object.__new__(WindowPlaces)
     places.previous, places._values = object(), {Buffer: 1, OwnedRows: 2, KeptRows: 3}
     places.retire()
     assert places.previous is None and places._values == {Buffer: 1, OwnedRows: 2}
-
-
-def test_a_long_parameter_is_probed_with_fewer_rows():
-    assert _capped(torch.Size([3, 5])) == (3, 5)
-    assert _capped(torch.Size([2 * PROBE_ELEMENTS, 2])) == (PROBE_ELEMENTS // 2, 2)
-    assert _capped(torch.Size([3, 2 * PROBE_ELEMENTS])) == (1, 2 * PROBE_ELEMENTS)
 
 
 def test_a_copy_of_the_state_before_the_first_step_is_a_state():
@@ -489,20 +460,6 @@ def test_rows_that_are_not_gathered_are_for_the_model_s_own_call(graphs, compile
     flight.dense.shards = object()
     assert Flight.reads_indexed_rows(flight, {"triton"}) == own
     assert not Flight.reads_indexed_rows(flight, {"cpu"})
-
-
-def test_an_optimizer_of_parameters_without_memory_is_not_probed():
-    validate_invariant(torch.optim.SGD([torch.nn.Parameter(torch.empty(3, device="meta"))], lr=0.1))
-
-
-@pytest.mark.parametrize(("values", "changes"), [(32_768, 1), (32_769, 2)])
-def test_parameters_that_torch_cuts_between_threads_are_probed_with_another_number(
-    values, changes, monkeypatch
-):
-    counts = []
-    monkeypatch.setattr(torch, "set_num_threads", counts.append)
-    validate_invariant(torch.optim.SGD([torch.nn.Parameter(torch.zeros(values))], lr=0.1))
-    assert len(counts) == changes and counts[-1] == torch.get_num_threads()
 
 
 @pytest.mark.parametrize("mode", ["reference", "sequential", "dbp", "nestpipe"])

@@ -331,10 +331,6 @@ def of_tokens(**methods):
     return type("OfTokens", (OfTokens,), methods)
 
 
-def to_the_longest(self, batch, rows):
-    return self.attention(rows, batch, int(batch.offsets.diff().max()))
-
-
 def own_softmax(self, batch, x):
     return x * torch.softmax(x.detach(), 1)
 
@@ -512,41 +508,11 @@ def test_an_early_window_is_compared_too():
     assert seen[0] == 1 and seen[16] == seen[15] + 1
 
 
-def test_what_calls_keep_is_that_of_training_alone():
-    made = parts(LateCounter)
-    with trainer(made, "sequential", micro_batches=1) as training:
-        list(training.run(batches(3)))
-        assert made[0].calls == 3 and training.guard.checks
-
-
 def test_a_batch_that_comes_again_has_no_sample_twice():
     each = batches(1, 1)[0]
     with trainer(parts(Ranker), "sequential", micro_batches=1) as training:
         list(training.run([replace(each, step=step) for step in range(3)]))
         assert training.guard.checks == 1  # alone: its company of earlier windows is itself
-
-
-def test_micro_batches_of_one_sample_are_compared_in_company():
-    with (
-        pytest.raises(NotBatchInvariantError),
-        trainer(parts(model(loss=in_batch_softmax)), micro_batches=7) as one,
-    ):
-        list(one.run(batches(1)))
-
-
-@pytest.mark.parametrize("what", ["dropout", "counter", "noise of numpy"])
-def test_a_batch_of_one_sample_shows_draws_and_what_calls_keep(what):
-    build, _, reason = MIXING[what]
-    with pytest.raises(NotBatchInvariantError, match=reason), trainer(parts(build), "sequential") as one:
-        list(one.run(batches(1, 1)))
-
-
-def test_a_harmless_model_with_batches_of_one_sample_is_compared_once_alone_and_then_in_company():
-    with trainer(parts(Ranker), "sequential", micro_batches=1) as training:
-        list(training.run(batches(4, 1)))
-        assert training.guard.checks == 3  # alone, and beside earlier samples for each of two sizes
-        list(training.run(batches(5, 2)[4:]))
-        assert training.guard.checks == 4
 
 
 def test_batches_of_one_sample_are_compared_beside_those_of_earlier_windows():
@@ -641,18 +607,3 @@ def test_a_refusal_on_one_rank_names_it_on_all():
 
     with pytest.raises(NotBatchInvariantError, match="values of other samples"):
         run_ranks(2, on_rank)
-
-
-@pytest.mark.parametrize("trusted", [False, True])
-def test_a_source_of_batches_may_draw_meanwhile(trusted):
-    def source():
-        for batch in batches(6):
-            drawn.append(torch.rand(3).tolist())
-            yield batch
-
-    drawn, made = [], parts()
-    torch.manual_seed(3)
-    with trainer(made, trust_model=trusted) as training:
-        list(training.run(source()))
-    torch.manual_seed(3)
-    assert drawn == [torch.rand(3).tolist() for _ in range(6)]

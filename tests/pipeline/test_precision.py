@@ -1,7 +1,7 @@
 """Promise: in 16 bits, too, every mode ends at the bits of its reference, and the loss scale changes none."""
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import product
 from random import Random
 
@@ -14,9 +14,9 @@ from trainer_parts import JOB, Ranker, batches, parts, same, trained, trainer
 
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import Placement
-from tritonrec.pipeline import STAGED, DenseModel, ExchangeConfig, LossScaling, Trainer, WindowConfig
-from tritonrec.pipeline.precision import LossScaler, rounded_rows, unscaled
-from tritonrec.settings import KEY, with_values
+from tritonrec.pipeline import STAGED, ExchangeConfig, LossScaling, Trainer, WindowConfig
+from tritonrec.pipeline.precision import LossScaler, rounded_rows
+from tritonrec.settings import with_values
 
 MOVING = LossScaling(2.0**24, growth_interval=2)
 """Too large at the start, so that it falls, and then rises again."""
@@ -75,16 +75,6 @@ def test_what_backward_computes_again_is_in_the_precision_of_forward(precision):
     plain, ends, _ = run("nestpipe", **PRECISIONS[precision])
     got, found, _ = run("nestpipe", model=Checkpointed, **PRECISIONS[precision])
     assert same(got, plain) and found == ends
-
-
-def test_the_scale_falls_after_an_overflow_and_rises_after_a_while():
-    _, ends, _ = run("nestpipe", **PRECISIONS["fp16"], count=8)
-    scales, skipped = [end[0] for end in ends], [end[1] for end in ends]
-    assert scales[0] == 2.0**24 and skipped[0] and not all(skipped)
-    first = skipped.index(False)
-    assert scales[: first + 1] == [2.0 ** (24 - step) for step in range(first + 1)]
-    assert scales[first + 2] == 2 * scales[first]
-    assert all(math.isinf(norm) == left for _, left, norm in ends)
 
 
 def test_the_scale_moves_as_that_of_torch():
@@ -275,12 +265,6 @@ def test_what_is_no_power_of_two_is_refused(options):
         LossScaling(**options)
 
 
-def test_a_scale_may_begin_at_one():
-    assert LossScaling(init_scale=1.0).init_scale == 1.0
-    (field,) = (each for each in fields(LossScaling) if each.name == "init_scale")
-    assert field.metadata[KEY].least == 1  # of the command line
-
-
 @pytest.mark.parametrize("precision", slow_except(["bf16"], ["float32", "bf16"]))
 def test_a_trainer_evaluates_as_it_trains(precision):
     made = JOB.build("adam")
@@ -315,15 +299,3 @@ def test_a_result_names_its_values():
     assert plain.values() == {"loss": plain.loss, "lr": 0.05}
     both = replace(plain, learning_rates=(0.1, 0.2))
     assert both.values() == {"loss": plain.loss, "lr/0": 0.1, "lr/1": 0.2}
-
-
-def test_gradients_of_a_scaled_loss_are_divided_by_its_scale():
-    assert torch.equal(unscaled(torch.tensor([8.0, -4.0]), 3), torch.tensor([1.0, -0.5]))
-    assert torch.equal(unscaled(torch.tensor([8.0]), 0), torch.tensor([8.0]))
-
-
-def test_the_state_of_a_dense_model_has_the_scale_of_its_losses():
-    dense, other = (DenseModel(*parts()[::2], scaler=LossScaler(LossScaling(2.0**5))) for _ in range(2))
-    dense.scaler.scale, dense.scaler.growth_tracker = 2.0**9, 2
-    other.load_state_dict(dense.state_dict())
-    assert (other.scaler.scale, other.scaler.growth_tracker) == (2.0**9, 2)

@@ -145,15 +145,6 @@ def test_between_nodes_goes_what_the_node_looks_up(drawn, first_use):
         assert sum(map(len, plan.relays[rank].dist.gradients.rows)) == plan.relays[rank].dist.num_rows
 
 
-def test_the_drawing_of_the_docstring():
-    ids = torch.arange(200)
-    a, b, c = ids[ops.owner_of(ids, 4) == 3][:3].tolist()
-    keys = [micro_batches([part]) for part in ([a, b], [b, c], [], [])]
-    plan = TwoSteps(keys, 2, (True, False), None)
-    assert plan.relays[1].dist.keys.tolist() == [a, b, c] and plan.relays[0].dist.num_rows == 0
-    assert plan.owners[3][0].tolist() == [a, b, c]
-
-
 WINDOWS = [
     {},
     {"first_use": True, "micro_batches": 5},

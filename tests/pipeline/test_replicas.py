@@ -29,7 +29,6 @@ from tritonrec.pipeline import (
     WindowConfig,
     check,
     keep_rows,
-    schedule_of,
     with_replicas,
 )
 from tritonrec.pipeline.dense import DenseModel
@@ -38,7 +37,6 @@ from tritonrec.pipeline.recipe import recipe_of, require_same
 from tritonrec.pipeline.reduce_scatter import ReduceScatter, plan_replica_reductions
 from tritonrec.pipeline.replicas import ReplicaAverage
 from tritonrec.pipeline.stage import Read
-from tritonrec.trace import Recorder
 
 
 def where(communicators):
@@ -246,11 +244,6 @@ def test_replica_reductions_add_every_sum_to_its_row_once_and_at_its_time(count,
         assert torch.equal(torch.cat(parts), expected[now[0].rows])
 
 
-def test_averaging_needs_no_stage():
-    assert schedule_of("nestpipe", WindowConfig(average_every=3), 2) is NESTPIPE
-    assert schedule_of("nestpipe", WindowConfig(), 2) == with_replicas(NESTPIPE)
-
-
 def refused(communicators, window, **changes):
     job = Job(**{**vars(JOB), **changes})
     try:
@@ -408,36 +401,6 @@ def test_rows_that_were_averaged_are_not_averaged_again():
     average._used[0] = keys
     average.average()
     assert not any(map(len, average._used))
-
-
-def test_bytes_of_averaged_rows_are_counted():
-    trainer = SimpleNamespace(
-        _average=SimpleNamespace(average=lambda: 48),
-        _pending=[],
-        _finished=3,
-        recorder=Recorder(0, 1),
-        impl="auto",
-        counts=LookupCounts(row_bytes=2),
-    )
-    Trainer.sync(trainer)
-    assert trainer.counts.row_bytes == 50
-
-
-def test_an_average_counts_the_bytes_of_its_rows():
-    rows = torch.ones(2, 3)
-    table = SimpleNamespace(
-        find=lambda keys: keys, gather=lambda handles, keys: rows, load=lambda *given: None
-    )
-    alone = SimpleNamespace(
-        world_size=1,
-        all_gather=lambda keys: [keys],
-        all_reduce=lambda rows, name: rows,
-        all_reduce_bytes=lambda rows: rows.nbytes,
-    )
-    group = SimpleNamespace(table=table)
-    used = [torch.tensor([4, 5]), torch.empty(0, dtype=torch.int64)]
-    average = SimpleNamespace(tables=SimpleNamespace(groups=[group, group]), communicator=alone, _used=used)
-    assert ReplicaAverage.average(average) == rows.nbytes
 
 
 @pytest.mark.parametrize("every", [0, 2])

@@ -171,9 +171,3 @@ def test_a_low_precision_weight_beyond_float16_is_an_error_that_names_it(mode):
     made[1].load("item", ids, made[1].initial_rows("item", ids) * 2e5)
     with pytest.raises(StageFailedError, match=r"table item.* does not fit 16 bits"):
         run(mode, batches(1), made)
-
-
-@pytest.mark.parametrize("wrong", [{"accumulate": 0}, {"dedup": "twice"}])
-def test_a_bad_window_is_refused(wrong):
-    with pytest.raises(ValueError, match="got"):
-        with_values(WindowConfig(), wrong)

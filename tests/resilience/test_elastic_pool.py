@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-import socket
 import threading
 import time
 from datetime import timedelta
@@ -13,11 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tritonrec.distributed import RankDiedError, RankPool
+from tritonrec.distributed import RankDiedError
 from tritonrec.distributed.join import made_within
-from tritonrec.distributed.limits import within
 from tritonrec.distributed.stores import serve_store
-from tritonrec.resilience import ElasticPool, elastic, elastic_pool
+from tritonrec.resilience import ElasticPool, elastic
 from tritonrec.resilience.elastic_pool import _goes_on
 
 pytestmark = pytest.mark.multi_rank
@@ -147,26 +145,6 @@ def test_a_rank_that_has_said_nothing_did_not_join():
     assert ElasticPool(2)._receive(silent, 0) == ("error", ("did not join the others", ""))
 
 
-def test_connections_to_ranks_that_are_given_up_are_closed(monkeypatch):
-    monkeypatch.setattr(elastic_pool, "_goes_on", lambda sizes, ranks: False)
-    here, there = multiprocessing.Pipe()
-    with pytest.raises(RankDiedError):
-        ElasticPool.__new__(ElasticPool)._collect({here: 0})
-    assert here.closed
-    there.close()
-
-
-def test_a_member_that_listens_is_not_gone():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        member = elastic.Member(0, *server.getsockname())
-        assert not member.is_gone()
-    assert member.is_gone()
-
-
-def test_the_own_address_is_that_of_the_network_of_the_peer():
-    assert elastic._own_address("127.0.0.1", 9) == "127.0.0.1"
-
-
 def test_one_rank_goes_on_unless_more_are_needed(monkeypatch):
     class Asked(Exception):
         pass
@@ -210,14 +188,6 @@ def test_a_rank_that_is_stopped_while_it_is_joined_does_not_decide(monkeypatch, 
     assert ranks._agree() == (4, [1])
 
 
-def test_ranks_that_have_ended_are_not_waited_for(monkeypatch):
-    monkeypatch.setattr(elastic.Member, "is_gone", lambda member: member.number == 2)
-    ranks = elastic._Ranks.__new__(elastic._Ranks)
-    ranks.store, ranks.members = dist.HashStore(), [elastic.Member(each, "here", 1) for each in (0, 2)]
-    ranks.own, ranks.generation, ranks.patience = ranks.members[0], 4, 3600.0
-    assert within(60, ranks._decide) == (5, [0])
-
-
 def test_a_stranger_at_a_rank_s_store_leaves_nobody_behind():
     served = serve_store("127.0.0.1")
     member = elastic.Member(1, "127.0.0.1", served.port, "secret")
@@ -230,19 +200,6 @@ def test_a_stranger_at_a_rank_s_store_leaves_nobody_behind():
     own.set("left 3", "")
     with pytest.raises(elastic.LeftBehindError):
         ranks._raise_if_left_by(member)
-
-
-def served_to_ranks(communicators):
-    """Of this rank: the token of the launcher's store, as far as the names of its keys show it."""
-    return type(communicators.watch.store).__name__, communicators.watch.store.check(["report of rank 0"])
-
-
-def test_reports_of_a_pool_have_names_that_strangers_do_not_know():
-    with RankPool((2,)) as pool:
-        assert pool.run(served_to_ranks, 2) == [("PrefixStore", True)] * 2
-        port = pool._store.underlying_store.port
-        stranger = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
-        assert not stranger.check(["report of rank 0"])
 
 
 def test_a_rank_that_is_stopped_before_it_reads_the_decision_is_waited_for_a_while(monkeypatch):

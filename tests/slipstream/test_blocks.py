@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from slip_kit import CONFIG, LOG, expected_changes, follow, hot_of, loader
+from slip_kit import CONFIG, LOG, expected_changes, follow, loader
 
 from tritonrec.data import ClickLoader
 from tritonrec.embedding import Eviction, PrecisionTiers, TablePolicy
@@ -28,20 +28,6 @@ def test_rows_with_their_share_of_accesses_are_hot():
     assert len(hot_rows(torch.stack([first, second], 1), ["b", "a"], 0.0)) == 5
     with pytest.raises(ValueError, match="must be in"):
         hot_rows(first[:, None], ["a"], 1.1)
-
-
-def test_the_bound_on_memory_leaves_out_the_rows_accessed_least():
-    categories = torch.stack([torch.tensor([1] * 4 + [2] * 3 + [3] * 2), torch.tensor([1] * 3 + [4] * 6)], 1)
-    every = hot_rows(categories, ["a", "b"], 0.0)
-    some = hot_rows(categories, ["a", "b"], 0.0, max_rows=3)
-    assert len(every) == 5 and every.left_out == 0
-    assert [ids.tolist() for ids in some.ids] == [[1, 2], [4]] and some.left_out == 2  # of equals the first
-
-
-def test_hot_rows_of_a_run_are_those_of_the_warm_up():
-    watch, _ = follow()
-    hot = [(name, int(i)) for name, ids in zip(watch.hot.tables, watch.hot.ids, strict=True) for i in ids]
-    assert hot == hot_of() and 40 < len(hot) < 400
 
 
 MODES = {

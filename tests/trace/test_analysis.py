@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tritonrec.pipeline.schedule import SCHEDULES, Which
+from tritonrec.pipeline.schedule import SCHEDULES
 from tritonrec.trace import Recorder, Span, Trace, read
 from tritonrec.trace.analysis import (
-    MICRO_BATCH_RULES,
     check_edges,
     check_trace,
     difference,
@@ -191,15 +189,6 @@ def test_a_task_that_does_the_work_of_others_is_what_their_successors_wait_for()
     assert waiting == {1, 2}
 
 
-def test_where_the_first_micro_batch_does_all_the_work_none_has_a_previous_one():
-    dbp, once = SCHEDULES["dbp"], {"exchange": (0, 0, 0), "gradient_exchange": (2, 2, 2)}
-    spans = [s for s in perfect(dbp, micro_batches=3)
-             if s.name not in once or once[s.name][s.micro_batch] == s.micro_batch]  # fmt: skip
-    assert check_edges(spans, dbp.edges(), 3, once).honoured
-    never = check_edges(spans, dbp.edges(), 3, {**once, "exchange": (0, 0, 2)}).never_exercised
-    assert [edge[3] for edge in never] == ["previous"]
-
-
 def test_a_repeated_stage_must_end_before_its_successor():
     spans = made(
         ("communication", "exchange", 0, 10, 0, 0),
@@ -232,10 +221,6 @@ def test_edges_that_make_no_sense_are_refused():
         check_edges([], [("a", "b", -1, "none")])
     with pytest.raises(ValueError, match="runs once per batch"):
         check_edges(made(("copy", "b", 0, 1, 0), ("copy", "a", 0, 1, 0)), [("a", "b", 0, "same")])
-
-
-def test_rules_are_those_of_the_schedules():
-    assert set(MICRO_BATCH_RULES) == set(get_args(Which))
 
 
 def test_edges_survive_the_file(tmp_path):
@@ -281,8 +266,3 @@ def test_a_slice_without_a_batch_is_refused(tmp_path):
     file.write_bytes(packets.SerializeToString())
     with pytest.raises(ValueError, match=r"slice 'compute' at .* ns has no batch"):
         read(file)
-
-
-def test_exposed_time_is_that_of_the_measured_steps():
-    late = [*STEPS, *made(("communication", "exchange", 120, 150, 3, 0), ("reduce", "dense_reduce", 2, 4, 0))]
-    assert summarise(late)[0].exposed_ns == summarise(STEPS)[0].exposed_ns == 18

@@ -8,9 +8,9 @@ import numpy
 import pytest
 from matplotlib import image
 
-from tritonrec.trace import LANES, Recorder, Span, Trace, read, save_joined
+from tritonrec.trace import LANES, Recorder, read, save_joined
 from tritonrec.trace.kineto import export
-from tritonrec.trace.timeline import STAGE_COLOURS, _times, _title, draw
+from tritonrec.trace.timeline import STAGE_COLOURS, draw
 
 MILLISECOND = 1_000_000
 
@@ -71,19 +71,6 @@ def test_exposed_communication_is_underlined(trace, tmp_path):
     assert bare > 2 * legend_only
 
 
-def test_a_window_that_is_not_there_is_refused(trace, tmp_path):
-    draw(trace, tmp_path / "t.png", first=3, steps=9)
-    with pytest.raises(ValueError, match=r"batch 7 was not computed in this trace; it has \[0, 1, 2, 3\]"):
-        draw(trace, tmp_path / "t.png", first=7)
-    with pytest.raises(ValueError, match="no batch was computed"):
-        draw(type(trace)([], [], {}, ()), tmp_path / "t.png")
-
-
-def test_one_batch_can_be_drawn(trace, tmp_path):
-    only = [s for s in trace.spans if s.batch == 0]
-    assert STAGE_COLOURS["compute"] in colours(draw(type(trace)(only, [], {}, (0, 1)), tmp_path / "t.png"))
-
-
 def test_kineto_files_hold_every_slice(trace, tmp_path):
     paths = export(trace, tmp_path / "kineto")
     assert [path.name for path in paths] == ["rank_0.json", "rank_1.json"]
@@ -106,20 +93,3 @@ def test_kineto_files_hold_every_slice(trace, tmp_path):
         }
         names = {e["tid"]: e["args"]["name"] for e in content["traceEvents"] if e["name"] == "thread_name"}
         assert names == dict(enumerate(LANES))
-
-
-def test_a_picture_begins_at_the_first_end_of_the_batch_before_and_its_title_has_the_figures():
-    """Rank 0 ends batch 0 at 20 and rank 1 at 30; of 10 ns of communication on each, rank 1 hides 5."""
-    spans = [
-        Span(rank, lane, lane, start, end, batch, 0)
-        for rank, lane, start, end, batch in (
-            (0, "compute", 5, 20, 0), (1, "compute", 5, 30, 0),
-            (0, "communication", 30, 40, 1), (1, "communication", 40, 50, 1),
-            (0, "compute", 40, 60, 1), (1, "compute", 45, 65, 1),
-            (0, "routing", 20, 24, 1), (1, "routing", 50, 54, 1),
-        )
-    ]  # fmt: skip
-    assert _times(spans, [1]) == (20, 65) and _times(spans, [0, 1]) == (5, 65)
-    title = _title(Trace(spans, [], {"mode": "dbp"}, (0, 1)), [1])
-    assert "dbp   ·   world size 2   ·   batches 1 to 1" in title
-    assert title.endswith("exposed communication 75%   ·   hidden lookup 50%")

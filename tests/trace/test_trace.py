@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace as TraceProto
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import TrackEvent
 
-from tritonrec.trace import LANES, NullRecorder, Recorder, read, save_joined
+from tritonrec.trace import LANES, Recorder, read, save_joined
 
 pytestmark = pytest.mark.smoke
 
@@ -317,26 +317,6 @@ def test_threads_lose_nothing(tmp_path):
     got = read(recorder.save(tmp_path / "t")).spans
     assert sorted((s.lane, s.batch) for s in got) == sorted((lane, b) for lane in LANES for b in range(500))
     assert all(s.args["keys"] == s.batch for s in got)
-
-
-def test_recording_keeps_only_tuples_until_the_end():
-    """What makes a span cheap: one tuple appended, packets made by `save` alone."""
-    recorder = Recorder(0, 1)
-    with recorder.span("compute", "compute", batch=0, micro_batch=2):
-        pass
-    ((lane, name, start, end, args),) = recorder._spans
-    assert (lane, name, args) == ("compute", "compute", {"batch": 0, "micro_batch": 2})
-    assert isinstance(start, int) and isinstance(end, int)
-
-
-def test_the_null_recorder_has_the_same_interface():
-    recorder = NullRecorder()
-    recorder.metadata["mode"] = "dbp"
-    recorder.counter("load factor", 1.0)
-    with recorder.span("compute", "compute", batch=0, micro_batch=1, keys=2) as args:
-        args["bytes"] = 3
-    with pytest.raises(KeyError), recorder.span("compute", "compute", batch=0):
-        raise KeyError("passes through")
 
 
 def test_operators_have_tracks_below_their_lanes_and_disturb_no_slice(tmp_path):
