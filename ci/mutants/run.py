@@ -17,8 +17,8 @@ those that are ``gone`` had no use and was taken out. Linux only.
 
     python ci/mutants/run.py --intentions --out out/intentions.jsonl
 
-`intentions.jsonl` has mutants made by hand, each against what some code is for, which once no test saw, with
-the tests that see it now.
+`intentions.jsonl` has mutants made by hand, of host code and of Triton's kernels, each against what some code is
+for, with the tests that see it; the exit status is 1 where one survives.
 """
 
 from __future__ import annotations
@@ -336,7 +336,9 @@ def main() -> None:
         for mutant in left if by_hand else ():
             put(cold.judge(mutant, by_hand[mutant], PATIENCE / 4))
         if by_hand:
-            return report(list(last_lines(args.out).values()), equivalent)
+            lines = list(last_lines(args.out).values())
+            report(lines, equivalent)
+            raise SystemExit(any(outcome(line, equivalent) in SURVIVES for line in lines))
         if tests is None:
             plain, by, _ = run_tests(copy, args.tests, 10 * PATIENCE)
             if plain != "survived":

@@ -200,6 +200,17 @@ def test_a_read_of_shared_memory_that_nobody_wrote():
     run(write + "\tst.shared.b32 [%r1+4], %r1;\n" + read, [zeros(1)], shared=64)
 
 
+def test_shared_memory_of_the_block_before_is_no_initial_value():
+    body = """
+\tmov.u32 %r1, %ctaid.x;
+\tsetp.ne.s32 %p1, %r1, 17;
+\tmov.b32 %r2, 0;
+\t@%p1 st.shared.b32 [%r2], %r1;
+\tld.shared.b32 %r3, [%r2];
+"""
+    found_in_each_seed(UninitialisedError, r"block \(17, 0, 0\)", body, [zeros(1)], grid=40, shared=16)
+
+
 def test_a_copy_that_nobody_waited_for():
     def body(wait, barrier=BARRIER):
         return (

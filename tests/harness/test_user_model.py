@@ -7,6 +7,7 @@ from speeds import slow_except
 from tritonrec import nn, verify
 from tritonrec.data import NextItemLoader, load
 from tritonrec.embedding import FeatureConfig
+from tritonrec.pipeline.diagnosis import diagnose
 
 DIM = 6
 FEATURES = [FeatureConfig("item", DIM)]
@@ -32,6 +33,22 @@ class Sound(torch.nn.Module):
         return nn.sum_by_sample(torch.exp(misses - hits), batch.offsets)
 
 
+class MeanOverBatch(torch.nn.Module):
+    def forward(self, x):
+        return x - x.mean(0, keepdim=True)
+
+
+class Centred(Sound):
+    """Subtracts the batch's mean: a sample's activations depend on its neighbours."""
+
+    def __init__(self):
+        super().__init__()
+        self.centre = MeanOverBatch()
+
+    def body(self, batch, x):
+        return super().body(batch, self.centre(x))
+
+
 class PlainLinear(Sound):
     """torch.nn.Linear: its weight gradient is a float sum over whatever is in the micro-batch."""
 
@@ -54,6 +71,28 @@ def test_a_sound_model_passes(batches):
     assert report.passed, str(report)
     assert len(report.cases) == 4
     assert "identical" in str(report)
+
+
+class ByLongest(torch.nn.Module):
+    def forward(self, x, offsets):
+        return x + x * x / offsets.diff().max()
+
+
+class Normed(Centred):
+    def __init__(self):
+        super().__init__()
+        self.centre = ByLongest()
+
+    def body(self, batch, x):
+        return Sound.body(self, batch, self.centre(x, batch.offsets))
+
+
+def test_a_module_that_the_first_batch_does_not_show_is_named_by_a_later_one(batches):
+    lengths = batches[0].offsets.diff()
+    alike = batches[0].select((lengths == lengths.mode().values).nonzero().squeeze(1))
+    assert alike.num_samples > 1 and diagnose(Normed(), alike, FEATURES).module is None
+    report = verify(Normed, [alike, *batches[1:]], FEATURES, modes=("dbp",), micro_batches=(9,))
+    assert report.not_invariant == "centre"
 
 
 def test_an_inexact_gradient_is_named(batches):

@@ -22,6 +22,7 @@ from tritonrec.serving.server import ServerConfig
 from tritonrec.serving.server.app import create_app
 from tritonrec.serving.server.batching import Batcher
 from tritonrec.serving.server.errors import STATUS, ServerError
+from tritonrec.serving.server.follow import Following
 from tritonrec.serving.server.model import Served, Version
 
 JSON = {"content-type": "application/json"}
@@ -494,6 +495,20 @@ def test_a_trainer_is_followed(made):
         check(there.post("/retrieve", json=body).json(), wanted(made.full[made.ids[1]], "/retrieve", body), 2)
         text = there.get("/metrics").text
         assert "tritonrec_sequence 2.0" in text and "tritonrec_lag_seconds 0.0" in text
+
+
+def test_a_version_that_could_not_be_taken_over_is_tried_again():
+    uses = []
+
+    def use(*given):
+        uses.append(given)
+        if len(uses) == 1:
+            raise ValueError("the new model takes no histories")
+
+    version = SimpleNamespace(sequence=7, predictor=None, published_at=0.0, poll=lambda: False)
+    following = Following(SimpleNamespace(use=use), lambda: version, seconds=0.01)
+    until(lambda: len(uses) == 2 and following.error is None)
+    following.close()
 
 
 def test_before_the_first_version_it_is_not_ready(made):
