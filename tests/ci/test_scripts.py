@@ -1,4 +1,4 @@
-"""Promise: scripts of ci/ start, refuse what they do not know, and import what is there. Few run in the tests."""
+"""Promise: scripts of ci/ start, refuse what they do not know, import what is there. Few run in the tests."""
 
 import ast
 import re
@@ -11,6 +11,7 @@ import pytest
 CI = Path(__file__).resolve().parents[2] / "ci"
 SCRIPTS = sorted(CI.rglob("*.py"))
 STARTED = [path for path in SCRIPTS if {"argparse", "__main__"} <= {*re.findall(r"\w+", path.read_text())}]
+STARTED.remove(CI / "ascend" / "lower.py")  # imports a Triton of its own
 
 
 def names_of(tree: ast.Module) -> set[str]:
