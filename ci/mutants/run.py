@@ -17,8 +17,8 @@ those that are ``gone`` had no use and was taken out. Linux only.
 
     python ci/mutants/run.py --intentions --out out/intentions.jsonl
 
-`intentions.jsonl` has mutants made by hand, of host code and of Triton's kernels, each against what some code is
-for, with the tests that see it; the exit status is 1 where one survives.
+`intentions.jsonl` has mutants made by hand, of host code and of Triton's kernels, each against what some code
+is for, with the tests that see it; the exit status is 1 where one survives.
 """
 
 from __future__ import annotations

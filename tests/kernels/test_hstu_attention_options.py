@@ -1,6 +1,6 @@
 """HSTU attention with masks, bias and delta queries together: held to float64, twice plain float32's error.
 
-`judge` is the check; attentions that are wrong in one term must fail it (`test_hstu_attention_wrong`).
+`judge` is the check; attentions that are wrong in one term, of `ci/mutants/intentions.jsonl`, must fail it.
 """
 
 from functools import lru_cache
