@@ -1,6 +1,7 @@
 """Promise: the event core gives the times that an event loop over single workers gives, exactly."""
 
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -177,6 +178,12 @@ def test_jitter_is_seeded_and_has_mean_one():
     assert 0.28 < np.log(run(1).end[work]).std() < 0.32
 
 
+def test_a_share_of_the_workers_straggles():
+    workers = Workers.drawn(10_000, stragglers=0.1, slowdown=2.5, seed=3)
+    assert set(workers.slowness) == {1.0, 2.5}
+    assert 900 < (workers.slowness == 2.5).sum() < 1100
+
+
 @pytest.mark.parametrize("name", list(TABLES))
 def test_in_lockstep_the_step_is_the_sum_and_in_a_pipeline_the_longest_resource(name):
     plan = Plan(name, 1 if name == "sequential" else 4)
@@ -217,3 +224,11 @@ def test_in_lockstep_the_step_is_the_sum_and_in_a_pipeline_the_longest_resource(
 def test_bad_input_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_plans_make_tables_and_fractions():
+    assert Plan("nestpipe", 4, taper=0.5).fractions == pytest.approx((1 / 6, 1 / 3, 1 / 3, 1 / 6))
+    assert Plan("nestpipe", depth=2).schedule().batches_in_flight == 2
+    names = [stage.name for stage in Plan("nestpipe", replicas=2).schedule().stages]
+    assert names.index("gradient_exchange") < names.index("replica_reduce") < names.index("sparse_update")
+    assert replace(Plan("nestpipe", replicas=2), replicas=1).groups() == {}
