@@ -119,11 +119,6 @@ def test_what_is_slow_gets_a_small_job_and_a_small_table(monkeypatch, impl):
     assert job.batch_size == 8 and {case.variant for case in cases} > {"lru", "dlrm-criteo"}
 
 
-def test_the_cpus_kernels_get_the_whole_table(monkeypatch):
-    job, cases = chosen(monkeypatch, "--impl", "cpu")
-    assert job.target == Target("cpu") and len(cases) > 80
-
-
 def test_the_small_table_has_every_optimizer_with_and_without_clustering():
     cases = small_table(PIPELINED, [1, 2], [4])
     assert len(cases) == 38 and len({case.optimizer for case in cases}) == 3
@@ -255,24 +250,10 @@ def test_a_pools_groups_have_its_backend():
         assert pool.run(backend_of, 2) == ["cpu:gloo"] * 2
 
 
-def test_a_process_that_emulates_already_goes_on(monkeypatch):
-    monkeypatch.setattr(dispatch, "emulated", (8, 0))
-    with devices.kernels_of(Target("triton")):
-        assert dispatch.emulated == (8, 0)
-
-
 @pytest.mark.parametrize(("emulated", "count"), [((8, 0), 108), ((9, 0), 132), (None, 132)])
 def test_an_emulated_gpu_has_the_multiprocessors_of_an_a100_or_h100(emulated, count, monkeypatch):
     monkeypatch.setattr(dispatch, "emulated", emulated)
     assert dispatch.multiprocessors(torch.zeros(1)) == count
-
-
-def test_the_interpreter_is_no_emulator(monkeypatch):
-    if dispatch.emulated is not None:
-        pytest.skip("an emulation is under way")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with pytest.raises(ValueError, match="TRITON_INTERPRET=1 is set"), devices.kernels_of(Target("triton")):
-        pass
 
 
 @pytest.mark.slow
