@@ -17,8 +17,8 @@ those that are ``gone`` had no use and was taken out. Linux only.
 
     python ci/mutants/run.py --intentions --out out/intentions.jsonl
 
-`intentions.jsonl` has mutants made by hand, each against what some code is for, which once no test saw, with
-the tests that see it now.
+`intentions.jsonl` has mutants made by hand, of host code and of Triton's kernels, each against what some code
+is for, with the tests that see it; the exit status is 1 where one survives.
 """
 
 from __future__ import annotations
@@ -273,15 +273,27 @@ def outcome(line: dict, equivalent: dict[str, str]) -> str:
 
 
 def intended(root: Path) -> Iterator[tuple[Mutant, list[str]]]:
-    """The mutants of `INTENTIONS` with their tests; ValueError for one whose text is not in its file once."""
+    """The mutants of `INTENTIONS` with their tests; ValueError for one whose text is not in its file.
+
+    Each of a mutant's edits is made at every place of its text.
+    """
     for row in map(json.loads, INTENTIONS.read_text().splitlines()):
-        file, before = row["file"], row["before"]
-        above, *below = (root / file).read_text().split(before)
-        if len(below) != 1:
-            raise ValueError(f"{file} has {len(below)} times {before!r}, of: {row['why']}")
-        start, line = len(above), 1 + above.count("\n")
-        end = start + len(before)
-        yield Mutant(file, line, "intention", start, end, before, row["after"], before), row["tests"]
+        source = edited = (root / row["file"]).read_text()
+        for before, after in row["edits"]:
+            if before not in edited:
+                raise ValueError(f"{row['file']} has no {before!r}, of: {row['why']}")
+            edited = edited.replace(before, after)
+        start = _alike(source, edited)
+        alike = _alike(source[start:][::-1], edited[start:][::-1])
+        texts = (text[start : len(text) - alike] for text in (source, edited))
+        line, end = 1 + source[:start].count("\n"), len(source) - alike
+        yield Mutant(row["file"], line, "intention", start, end, *texts, row["why"]), row["tests"]
+
+
+def _alike(one: str, other: str) -> int:
+    """Characters that two texts begin with alike."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def main() -> None:
@@ -336,7 +348,9 @@ def main() -> None:
         for mutant in left if by_hand else ():
             put(cold.judge(mutant, by_hand[mutant], PATIENCE / 4))
         if by_hand:
-            return report(list(last_lines(args.out).values()), equivalent)
+            lines = list(last_lines(args.out).values())
+            report(lines, equivalent)
+            raise SystemExit(any(outcome(line, equivalent) in SURVIVES for line in lines))
         if tests is None:
             plain, by, _ = run_tests(copy, args.tests, 10 * PATIENCE)
             if plain != "survived":

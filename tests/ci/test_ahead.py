@@ -87,40 +87,6 @@ def test_without_a_folder_that_can_be_written_they_are_read_too(package, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", slow_except(["source"], ["source", "processor", "damage"]))
-def test_kernels_of_other_sources_or_processors_and_damaged_ones_are_compiled_again(
-    package, tmp_path, change
-):
-    target = ""
-    if change == "source":
-        with open(package / "tritonrec/kernels/unique/numba_unique.py", "a") as file:
-            file.write("# changed\n")
-    elif change == "processor":
-        target = "x86-64"
-    else:
-        for file in (package / "tritonrec/kernels/compiled").iterdir():
-            content = bytearray(file.read_bytes())
-            content[len(content) // 2] ^= 4
-            file.write_bytes(content)
-    assert sorted(compiled(package, tmp_path, target)) == KERNELS
-
-
-@pytest.mark.parametrize(
-    ("processor", "found"),
-    [
-        (("", "znver4", "+" + ",+".join(TARGETS["x86-64-v4"])), ["x86-64-v4", "x86-64-v3"]),
-        (("", "znver3", "-avx512f,+" + ",+".join(TARGETS["x86-64-v3"])), ["x86-64-v3"]),
-        (("", "nehalem", "+sse4.2,-avx2"), []),
-        (("", "x86-64-v3", ""), ["x86-64-v3"]),
-        (("", "generic", ""), []),
-    ],
-    ids=["v4", "v3", "old", "named", "generic"],
-)
-def test_a_processor_gets_what_it_can_run_best_first(processor, found):
-    assert targets_of(processor) == found
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_all_ops_a_training_step_and_the_warmup_compile_nothing(tmp_path):
     folder = tmp_path / "kernels"

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -87,80 +86,6 @@ def test_outcomes_are_told_apart(attack):
     assert outcomes(attack, silent) == outcomes(attack, nearly) == {"unnamed"}
 
 
-@pytest.mark.parametrize(
-    ("op", "got", "expected", "kind"),
-    [
-        ("gather_rows", torch.ones(3), torch.ones(3), "accepted"),
-        ("gather_rows", torch.ones(3), torch.ones(3).double(), "difference"),
-        ("gather_rows", torch.ones(3), torch.ones(3, 1), "difference"),
-        ("gather_rows", torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan]), "accepted"),
-        ("gather_rows", torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0]), "difference"),
-        ("gather_rows", torch.tensor([1.0 + 2.0**-20]), torch.ones(1), "difference"),
-        ("silu", torch.tensor([1.0 + 2.0**-20]), torch.ones(1), "accepted"),
-        ("silu", torch.tensor([1.1]), torch.ones(1), "difference"),
-        ("silu", torch.tensor([0.5, 3e5]), torch.tensor([0.5, 2e5]), "difference"),
-        ("gather_rows", 3, 3, "accepted"),
-        ("gather_rows", 3, 4, "difference"),
-    ],
-)
-def test_results_are_compared_in_shape_dtype_and_value(attack, op, got, expected, kind):
-    import verdicts
-
-    assert ("silu" in verdicts.ROUNDED, "gather_rows" in verdicts.ROUNDED) == (True, False)
-    call = dataclasses.replace(attack.calls()["gather_rows"], op=op)
-    assert verdicts.compare(call, [got], [expected])[0] == kind
-
-
-def test_a_call_is_a_function_of_seed_op_and_number(attack):
-    call = attack.calls()["registered.segment_sum_into"]
-    one, same, other = (attack.hostile_call(call, *place)[0] for place in ((7, 5), (7, 5), (7, 6)))
-    assert repr(one) == repr(same) != repr(other)
-
-
-@pytest.mark.parametrize("fits", [True, False])
-def test_doors_of_an_op_get_the_same_calls_though_the_first_one_writes_to_everything(
-    attack, fits, monkeypatch
-):
-    monkeypatch.setattr(attack.Arena, "place", attack.Arena.place if fits else lambda *_: None)
-    arenas, draws, seen = [attack.Arena() for _ in range(9)], attack.Draws(3), []
-
-    def spoiler(**given):
-        for value in given.values():
-            if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-                value.detach().fill_(1)
-            if isinstance(value, list):
-                value.clear()
-        raise ValueError("no")
-
-    def observer(**given):
-        seen.append(repr({n: v.tolist() if isinstance(v, torch.Tensor) else v for n, v in given.items()}))
-        raise ValueError("no")
-
-    found = attack.calls()
-    for call in (found["gather_rows"], found["registered.norm_mul_dropout_backward_exact"]):
-        for door in (spoiler, observer):
-            for index in range(20):
-                attack.attack(dataclasses.replace(call, doors=[door]), index, arenas, draws)
-        shared, seen[:] = [*seen], []
-        for index in range(20):
-            call = dataclasses.replace(call, doors=[observer])
-            attack.attack(call, index, arenas, attack.Draws(3))
-        assert shared == seen and len(set(seen)) > 10
-        seen.clear()
-
-
-def test_choices_draw_what_those_of_numpy_draw(attack):
-    """So a number is that of the same call as in the days of ``rng.choice``."""
-    import draws
-
-    words, likely = ["shape", "dtype", "strides", "values"], [0.17, 0.08, 0.5, 0.25]
-    bounds = draws.bounds_of(likely)
-    one, other = (np.random.default_rng(3) for _ in range(2))
-    for _ in range(300):
-        assert draws.chosen(one, words) == other.choice(words)
-        assert draws.chosen_by(one, words, bounds) == other.choice(words, p=likely)
-
-
 def test_a_call_that_ends_its_process_is_reported_and_the_rest_goes_on(attack, monkeypatch, tmp_path):
     """The worker is one that dies at call 3 of the first op."""
     worker = tmp_path / "worker.py"
@@ -180,27 +105,3 @@ for name in names.split(","):
     assert linear["crashes"] == [] and linear["accepted"] == 2 and not attack.bad(linear)
     silu, _ = attack.supervise(["silu", "linear"], 7, 9, tmp_path / "progress", first=4)
     assert silu["crashes"] == []
-
-
-def test_a_record_goes_on_where_it_ends_with_the_ops_that_are_behind_first(attack, tmp_path, monkeypatch):
-    turns = []
-
-    def supervise(names, seed, stop, progress, first=0):
-        turns.append((names, first, stop))
-        ends = {"accepted": stop - first - 1, "refused": 1, "seen": [], "crashes": []}
-        return [{"op": name, **ends} for name in names]
-
-    monkeypatch.setattr(attack, "supervise", supervise)
-    monkeypatch.setattr(attack, "TURN", 10)
-    file = tmp_path / "attack.json"
-    assert attack.run_turns(["silu"], 7, 15, attack.Record(file, 7), 9.0)
-    assert attack.run_turns(["silu", "linear"], 7, 20, attack.Record(file, 7), 9.0)
-    both = ["silu", "linear"]
-    assert turns == [
-        (["silu"], 0, 10), (["silu"], 10, 15), (["linear"], 0, 10), (["linear"], 10, 15), (both, 15, 20),
-    ]  # fmt: skip
-    found = attack.Record(file, 7).document["ops"]
-    assert found == {name: {"calls": 20, "accepted": 17, "refused": 3} for name in both}
-    with pytest.raises(SystemExit, match="has the calls of seed 7, not of 8"):
-        attack.Record(file, 8)
-    assert attack.run_turns(both, 7, 99, attack.Record(file, 7), 0.0) and len(turns) == 5

@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from speeds import slow_except
 
 ATTACK = Path(__file__).resolve().parents[2] / "ci" / "attack"
@@ -68,49 +67,3 @@ def test_a_reader_without_a_check_is_found(made, tmp_path, monkeypatch, weaken):
     weaken(monkeypatch)
     cases = (corruptions.run_case(number, 4, made, tmp_path) for number in range(400))
     assert any(case["defect"] for case in cases)
-
-
-@pytest.mark.parametrize(
-    ("change", "end"),
-    [
-        ({}, "equal"),
-        ({"step": 3}, "accepted: step 3 was loaded as 2"),
-        ({"step": 9}, "accepted: step 9 was loaded as 2"),
-        ({"meta": {"a": 2}}, "accepted: other dense tensors or meta"),
-        ({"dense": {"w": -torch.zeros(2)}}, "accepted: other dense tensors or meta"),
-        ({"tables": {}}, "accepted: other tables"),
-        ({"tables": {"item": {"keys": torch.tensor([4, 6])}}}, "accepted: other rows of table 'item'"),
-    ],
-)
-@pytest.mark.parametrize("rank", [0, 1])
-def test_what_every_rank_loads_is_judged(monkeypatch, tmp_path, change, end, rank):
-    def loaded(rank):
-        return {"step": 2, "meta": {"a": 1}, "dense": {"w": torch.zeros(2)},
-                "tables": {"item": {"keys": torch.tensor([[7, 1], [4, 5]][rank])}}}  # fmt: skip
-
-    if rank and "step" in change:
-        return  # the step is one for all ranks
-    given = [SimpleNamespace(**{**loaded(each), **(change if each == rank else {})}) for each in (0, 1)]
-    monkeypatch.setattr(corruptions, "load", lambda *_, rank, **rest: given[rank])
-    whole = {"item": {"keys": torch.tensor([1, 4, 5, 7])}}
-    states = {step: SimpleNamespace(**{**loaded(0), "tables": whole}) for step in (2, 3)}
-    assert corruptions._end(tmp_path, 2, 2, states, False) == end
-
-
-@pytest.mark.parametrize(
-    ("error", "end"),
-    [
-        (corruptions.CheckpointError("step-2.json is damaged"), "refused"),
-        (corruptions.CheckpointError("it is damaged"), "no file named"),
-        (ValueError("table item does not fit this run's"), "refused"),
-        (ValueError("zip() argument 2 is shorter"), "library"),
-        (KeyError("tables"), "library"),
-    ],
-)
-def test_only_an_error_that_names_the_file_or_what_differs_is_a_refusal(monkeypatch, tmp_path, error, end):
-    def load(*_, **__):
-        raise error
-
-    monkeypatch.setattr(corruptions, "load", load)
-    states = {2: SimpleNamespace(tables={}, dense={})}
-    assert corruptions._end(tmp_path, 2, 1, states, False).partition(":")[0] == end

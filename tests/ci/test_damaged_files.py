@@ -1,6 +1,5 @@
 """The attack by damaged files finds nothing in the readers, and finds a reader without its check."""
 
-import json
 import random
 import sys
 from pathlib import Path
@@ -56,34 +55,3 @@ def test_a_reader_that_skips_the_checksums_is_found(made, tmp_path, monkeypatch)
     format = FORMATS["export-safetensors"]
     cases = (files.run_case(format, number, 11, made, tmp_path) for number in range(300))
     assert any(case["end"] == "accepted: another content" for case in cases)
-
-
-def test_an_error_that_names_no_file_is_found(made, tmp_path):
-    def read(folder):
-        try:
-            return FORMATS["csv"].read(folder)
-        except (ValueError, OSError) as error:
-            raise ValueError("no") from error
-
-    format = files.Format("csv", FORMATS["csv"].write, read, text=True)
-    cases = [files.run_case(format, number, 11, made, tmp_path) for number in range(20)]
-    assert any(case["end"].startswith("no file named: ValueError: no") for case in cases)
-    assert all(case["defect"] == case["end"].startswith("no file named") for case in cases)
-
-
-def test_counts_go_on_where_the_file_ends(tmp_path, monkeypatch, capsys):
-    begun = []
-
-    def attack(command, numbers):
-        begun.append(numbers)
-        return iter([{"number": number, "end": "refused: x", "defect": False} for number in numbers])
-
-    monkeypatch.setattr(files.case_runner, "attack", attack)
-    out = tmp_path / "counts.json"
-    for count in (5, 7):
-        arguments = ["files.py", "--format", "csv", "--count", str(count), "--json", str(out)]
-        monkeypatch.setattr(sys, "argv", arguments)
-        assert files.main() == 0
-    assert begun == [range(5), range(5, 12)]
-    found = json.loads(out.read_text())["formats"]["csv"]
-    assert (found["cases"], found["ends"], found["defects"]) == (12, {"refused": 12}, 0)

@@ -12,7 +12,7 @@ ATTACK = Path(__file__).resolve().parents[2] / "ci" / "attack"
 sys.path.insert(0, str(ATTACK))
 
 import fault_matrix  # noqa: E402
-from fault_matrix import FAULTS, IN_A_STAGE, NEVER, Cell, Outcome, cells, expected, run  # noqa: E402
+from fault_matrix import FAULTS, IN_A_STAGE, Cell, cells, expected, run  # noqa: E402
 
 from tritonrec.distributed import RankDiedError, RankPool  # noqa: E402
 
@@ -59,20 +59,6 @@ def test_a_poor_message_is_a_problem(monkeypatch, message, problem):
     assert found.startswith(problem)
 
 
-def test_a_damaged_checkpoint_and_an_error_that_comes_late_are_problems(monkeypatch, tmp_path):
-    def answer(pool, function, world_size, cell, folder):
-        Path(folder, "moment").write_text(str(time.time() - 6))
-        Path(folder, "checkpoint", "step-000000000002").mkdir(parents=True)
-        Path(folder, "checkpoint", "step-000000000002.json").write_text("{}")
-        raise RankDiedError("rank 1 died (SIGKILL): it was last seen in compute(5, 0)")
-
-    monkeypatch.setattr(RankPool, "run", answer)
-    monkeypatch.setattr(RankPool, "_start", lambda pool: vars(pool).update(processes=[]))
-    monkeypatch.setattr(RankPool, "close", lambda pool: None)
-    damaged, late = run(KILLED).problems
-    assert damaged.startswith("checkpoint 2 does not load") and late == "it took 6.0 s"
-
-
 def test_processes_and_memory_that_are_left_are_problems(monkeypatch):
     def answer(pool, function, world_size, cell, folder):
         Path(folder, "moment").write_text(str(time.time()))
@@ -84,42 +70,6 @@ def test_processes_and_memory_that_are_left_are_problems(monkeypatch):
     monkeypatch.setattr(RankPool, "close", lambda pool: None)
     monkeypatch.setattr(fault_matrix, "shared_memory", lambda pids: [f"torch_{pids[0]}"])
     assert run(KILLED).problems == ("processes are left: [1]", "shared memory is left: ['torch_1']")
-
-
-@pytest.mark.parametrize(("misses", "runs", "problems"), [(0, 1, ()), (2, 3, ()), (5, 3, (NEVER,))])
-def test_a_cell_whose_fault_never_happened_is_run_again(monkeypatch, misses, runs, problems):
-    ran = []
-
-    def timed_out_at_first(cell):
-        ran.append(cell)
-        return Outcome(cell, "", 0.0, None, (NEVER,) if len(ran) <= misses else ())
-
-    monkeypatch.setattr(fault_matrix, "run", timed_out_at_first)
-    assert fault_matrix.run_until_it_happens(KILLED).problems == problems and ran == [KILLED] * runs
-
-
-def test_missing_cells_are_added_to_the_sound_ones_of_a_file(monkeypatch, tmp_path):
-    """The first run has a cell that is not sound, the second one runs that cell alone."""
-    bad, ran, file = Cell("ends early", 3, 2), [], tmp_path / "matrix.json"
-
-    def broken_once(cell):
-        first = cell not in ran
-        ran.append(cell)
-        return Outcome(cell, "message", float(len(ran)), 4, ("late",) if cell == bad and first else ())
-
-    monkeypatch.setattr(fault_matrix, "run", broken_once)
-    words = ["fault_matrix.py", "--world-size", "3", "--only", "ends", "--json", str(file)]
-    statuses = []
-    for more in ([], ["--missing"], ["--missing"]):
-        monkeypatch.setattr(sys, "argv", [*words, *more])
-        with pytest.raises(SystemExit) as ended:
-            fault_matrix.main()
-        statuses.append(ended.value.code)
-    assert statuses == [1, 0, 0]
-    assert ran == [Cell("ends early", 3, rank) for rank in (0, 1, 2)] + [bad]
-    found = json.loads(file.read_text())["cells"]
-    assert [(each["cell"]["victim"], each["seconds"]) for each in found] == [(0, 1.0), (1, 2.0), (2, 4.0)]
-    assert not any(each["problems"] for each in found)
 
 
 def test_every_cell_is_recorded_and_sound():

@@ -37,21 +37,6 @@ def test_poison_is_none_of_the_values(dtype):
     assert not bool((values == torch.ones_like(values)).any())
 
 
-def test_poison_reaches_arrays_and_lists_of_numbers():
-    array, numbers, read_only = np.ones(3), [1, 2], np.ones(2)
-    read_only.flags.writeable = False
-    honest.poison((array, [numbers], read_only, None, len))
-    assert np.isnan(array).all() and 1 not in numbers and len(numbers) == 2 and read_only.all()
-
-
-def test_fresh_keys_are_other_keys_of_the_same_work():
-    keys = torch.tensor([5, -1, 5, 2**63 - 1, -(2**63)])
-    rounds = [honest.flipped(number, keys)[0] for number in range(20)]
-    assert len({tuple(each.tolist()) for each in rounds}) == 20
-    for each in rounds:
-        assert torch.equal(each[:, None] == each, keys[:, None] == keys)
-
-
 def add_one(value):
     value += 1
 
@@ -81,71 +66,6 @@ def test_a_change_of_any_kind_of_argument_is_refused(argument, change):
     with pytest.raises(honest.CheatError, match=f"{change.__name__} changed its argument 0"):
         once(change, argument)
     once(change, argument, writes=(0,))
-
-
-def test_a_round_writes_into_a_copy_of_its_variant():
-    def doubles(values, out):
-        return torch.mul(values, 2, out=out)
-
-    def check(got, values, out):
-        assert torch.equal(got, VALUES * 2) and got is out
-
-    out = torch.full_like(VALUES, torch.nan)
-    rounds = honest.in_turn([honest.Given(doubles, (VALUES, out), check, writes=(1,))])
-    for number in range(3):
-        one = honest.Round(rounds(number), number)
-        one.run()
-        one.finish()
-        assert one.arguments[0].data_ptr() != VALUES.data_ptr() and one.output.isnan().all()
-    assert torch.equal(VALUES, torch.arange(12.0)) and out.isnan().all()
-
-
-def test_variants_take_turns():
-    variants = [honest.Given(torch.neg, (torch.tensor(float(n)),), anything) for n in range(3)]
-    rounds = honest.in_turn(variants)
-    assert [rounds(number).arguments[0].item() for number in range(5)] == [0, 1, 2, 0, 1]
-
-
-def test_what_is_prepared_is_made_anew_in_each_round_before_its_time():
-    log = []
-
-    def prepare(values):
-        log.append("prepare")
-        return values.square(), values
-
-    def gradient(out, values):
-        log.append("call")
-        return torch.autograd.grad(out.sum(), values, retain_graph=True)[0]
-
-    def check(got, _out, values):
-        assert torch.equal(got, 2 * values), "another gradient"
-
-    leaf = VALUES.clone().requires_grad_()
-    rounds = honest.in_turn([honest.Given(gradient, (leaf,), check, prepare=prepare)])
-    for number in range(2):
-        one = honest.Round(rounds(number), number)
-        log.append("start")
-        one.run()
-        one.finish()
-    assert log == ["prepare", "start", "call"] * 2
-
-
-class Rounds:
-    """As much of pytest-benchmark's fixture as `time_rounds` uses; keeps what was inside of a time."""
-
-    stats = None
-
-    def __init__(self, log):
-        self.log, self.extra_info = log, {}
-
-    def pedantic(self, target, setup, teardown, rounds):
-        self.log.clear()
-        for _ in range(rounds):
-            setup()
-            self.log.append("start")
-            target()
-            self.log.append("end")
-            teardown()
 
 
 @pytest.fixture
@@ -191,33 +111,6 @@ def test_between_events_lies_the_call_alone(gpu):
         honest.CheatError, match=r"call took 1000\.00 us for 4,000,000 bytes, which need 2000\.00"
     ):
         honest.by_turns({"call": logged(gpu)}, 2, 4_000_000, honest.by_events, "cuda")
-
-
-def test_on_a_gpu_a_time_ends_when_it_has_finished(gpu):
-    honest.time_rounds(Rounds(gpu), logged(gpu), 8, "cuda")
-    assert gpu[:6] == ["wait", "start", "call", "wait", "end", "check"] and gpu.count("check") >= 5
-
-
-def test_all_contenders_of_a_turn_get_the_same_round_and_start_by_turns():
-    seen = []
-
-    def rounds_of(name):
-        def rounds(number):
-            seen.append((number, name))
-            return honest.Given(lambda: None, (), anything)
-
-        return rounds
-
-    honest.by_turns({name: rounds_of(name) for name in "ab"}, 3, 0, lambda run: run() or 1.0)
-    assert seen == [(0, "a"), (0, "b"), (1, "b"), (1, "a"), (2, "a"), (2, "b"), (3, "b"), (3, "a")]
-
-
-def test_turns_end_when_the_time_is_over_but_not_at_once():
-    def rounds(_number):
-        return honest.Given(lambda: None, (), anything)
-
-    times = honest.by_turns({"a": rounds}, 1000, 0, lambda run: run() or 1.0, until=0.0)
-    assert len(times["a"]) == honest.LEAST_TURNS
 
 
 SUITES = [path for path in sorted(FOLDER.glob("bench_*.py")) if path.name != "bench_torchrec.py"]

@@ -1,13 +1,11 @@
 """No store overtakes another thread's load, and no float sum changes its order with pointers or options."""
 
-import importlib
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from compiling import ROOT, compiled
+from compiling import compiled
 
 PLANTED = Path(__file__).parent / "planted_layouts.py"
 TARGETS = ["sm_90", pytest.param("sm_80", marks=pytest.mark.slow)]
@@ -63,35 +61,3 @@ def test_no_store_of_a_launch_overtakes_a_load(only, targets):
 def test_no_sum_of_a_launch_has_two_orders(only, targets):
     done = compiled("ci/compile/sum_layouts.py", "--only", only, "--targets", targets)
     assert done.endswith("0 sums or products have more than one order\n")
-
-
-@pytest.fixture
-def in_place(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "ci" / "compile"))
-    return importlib.import_module("in_place")
-
-
-@pytest.mark.parametrize(
-    ("order", "safe"),
-    [("load barrier store", True), ("barrier load store", False), ("load store barrier", False)],
-)
-def test_a_barrier_counts_only_between_a_load_and_its_store(in_place, order, safe):
-    block = SimpleNamespace(owner=SimpleNamespace(parent=None))
-    kernel = in_place.Kernel.__new__(in_place.Kernel)
-    names = [{"barrier": "ttg.barrier"}.get(word, word) for word in order.split()]
-    kernel.operations = [SimpleNamespace(name=name, parent=block) for name in names]
-    kernel.place = {id(each): place for place, each in enumerate(kernel.operations)}
-    by_name = {each.name: each for each in kernel.operations}
-    assert kernel.barrier_between(by_name["load"], by_name["store"]) is safe
-
-
-@pytest.mark.parametrize("bad", [("x_ptr",), ()])
-def test_a_launch_is_read_with_its_alignment_and_with_none(in_place, monkeypatch, bad):
-    launch = SimpleNamespace(name="k", key="k", aligned=("x_ptr",), kernel=None)
-    monkeypatch.setattr(in_place, "texts_of", lambda launch, target, kind, aligned: {kind: aligned})
-    found = {"x_ptr": ["load, store"]}
-    kernel = lambda text, aliases: SimpleNamespace(overtaken=lambda: found if text == bad else {})  # noqa: E731
-    monkeypatch.setattr(in_place, "Kernel", kernel)
-    assert in_place.check([launch], "sm_90") == ["k for sm_90, x_ptr: load, store, with no barrier between"]
-    launch.kernel = SimpleNamespace(declared={"x_ptr": (True, False)})
-    assert in_place.check([launch], "sm_90") == []

@@ -97,30 +97,11 @@ def test_every_figure_of_the_simulator_is_the_papers():
         assert number in printed and number in of_paper, number
 
 
-def test_a_run_that_cannot_be_done_leaves_its_record(tmp_path, monkeypatch, capsys):
-    file = tmp_path / "papers.json"
-    file.write_text(json.dumps({"rows": {"lab": RECORD["rows"]["lab"]}}))
-    monkeypatch.setattr(runs.os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(runs, "why_no_user_namespace", lambda: "not permitted")
-    monkeypatch.setattr(sys, "argv", ["papers.py", "--only", "lab", "--only", "growth", "--json", str(file)])
-    assert papers.main() == 0
-    record = json.loads(file.read_text())["rows"]
-    assert record["lab"] == RECORD["rows"]["lab"] and record["growth"]["figures"]["largest_load"] > 0.7
-    assert "lab: needs root" in capsys.readouterr().out
-
-
 def test_a_run_that_fails_is_named_and_counts(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(runs.RUNS, "growth", runs.Run("python -c print(1)"))
     monkeypatch.setattr(sys, "argv", ["papers.py", "--only", "growth", "--json", str(tmp_path / "some.json")])
     assert papers.main() == 1 and not (tmp_path / "some.json").exists()
     assert "growth: python -c print(1) ended with 0" in capsys.readouterr().err
-
-
-def test_an_unknown_run_is_one_clear_error(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["papers.py", "--only", "fig6"])
-    with pytest.raises(SystemExit):
-        papers.main()
-    assert "no run fig6; there are contract, simulate" in capsys.readouterr().err
 
 
 def test_a_page_without_its_marks_is_refused():

@@ -1,12 +1,17 @@
-"""Promise: what a script of ci/ imports from a script beside it is there. Few of them run in the tests."""
+"""Promise: scripts of ci/ start, refuse what they do not know, import what is there. Few run in the tests."""
 
 import ast
+import re
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
 
 CI = Path(__file__).resolve().parents[2] / "ci"
 SCRIPTS = sorted(CI.rglob("*.py"))
+STARTED = [path for path in SCRIPTS if {"argparse", "__main__"} <= {*re.findall(r"\w+", path.read_text())}]
+STARTED.remove(CI / "ascend" / "lower.py")  # imports a Triton of its own
 
 
 def names_of(tree: ast.Module) -> set[str]:
@@ -45,3 +50,18 @@ def test_a_name_that_is_not_there_is_found(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import torch\nfrom beside import one, two\nfrom torch import nothing\n")
     assert missing(script) == ["beside.two"]
+
+
+@pytest.mark.parametrize("script", STARTED, ids=lambda path: str(path.relative_to(CI)))
+def test_a_script_starts_and_refuses_an_option_that_it_does_not_have(script, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(script), "--no-such-option"])
+    monkeypatch.setattr(sys, "path", [str(script.parent), *sys.path])
+    before = {*sys.modules}
+    try:
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(script), run_name="__main__")
+    finally:
+        for name in {*sys.modules} - before:
+            if str(CI) in str(getattr(sys.modules[name], "__file__", "")):
+                del sys.modules[name]  # other folders have scripts of the same names
+    assert ended.value.code == 2

@@ -66,20 +66,3 @@ def test_each_test_is_told_apart(run):
         "failed: test_embedding_modules.BagsTest.test_wrong: ValueError: features need distinct names" in out
     )
     assert "the installed TorchRec has no a_module_that_nobody_has" in out and "something_else" not in out
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_listed_failure_has_to_be_the_expected_one(run):
-    name = r"test_embedding_modules\.BagsTest\.test_wrong"
-    out, status = run(listed={name: ("need distinct names", "no tables")})
-    assert status == 0 and "not applicable: test_embedding_modules.BagsTest.test_wrong: no tables" in out
-    assert run(listed={name: ("another error", "no tables")})[1] == 1
-    out, status = run(
-        SOURCE.replace(".nothing", "if 0 else 0").replace("([]) if", " if"), {name: ("x", "no tables")}
-    )
-    assert status == 1 and "it passes, and is listed: no tables" in out
-
-
-def test_a_folder_without_the_file_is_named(tmp_path):
-    with pytest.raises(SystemExit, match=r"has no torchrec/modules/tests/test_embedding_modules\.py"):
-        torchrec_tests.source_of(tmp_path, FILE)

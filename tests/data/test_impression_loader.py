@@ -138,37 +138,6 @@ def test_an_epoch_is_every_window_and_evaluation_the_rest(history, exposed):
     assert {batch.step for batch in evaluated} == {0}
 
 
-def test_the_windows_of_the_docstring():
-    rows = np.arange(7)
-    log = Interactions(np.zeros(7, dtype=np.int64), rows + 100, rows, rows % 6.0)
-    loads = ImpressionLoader(log, 9, max_history=3, max_exposed=2, seed=0)
-    batch = loads.global_batch(0)
-    parts = {
-        tuple(exposed): history
-        for exposed, history in zip(
-            (part.tolist() for part in batch.exposed_items.tensor_split(batch.exposed_offsets[1:-1])),
-            (part.tolist() for part in batch.history_items.tensor_split(batch.history_offsets[1:-1])),
-            strict=True,
-        )
-    }
-    assert parts == {(100,): [], (101, 102): [100], (103, 104): [100, 101, 102]}
-    (held_out,) = loads.evaluation_batches()
-    assert held_out.exposed_items.tolist() == [105, 106] and held_out.history_items.tolist() == [
-        102,
-        103,
-        104,
-    ]
-    assert held_out.labels.tolist() == [[1, 1], [0, 0]] and held_out.history_actions.tolist() == [2, 3, 4]
-    assert batch.context == ("user_id",) and batch.genres is None
-
-
-def test_sample_ids_tell_the_windows_of_an_epoch_apart():
-    ids = [sample for batch in epoch(loader()) for sample in batch.sample_ids.tolist()]
-    again = [sample for batch in epoch(loader(), 1) for sample in batch.sample_ids.tolist()]
-    assert len(set(ids)) == len(ids) == loader().num_samples
-    assert sorted(ids) == sorted(again) and ids != again
-
-
 @pytest.mark.parametrize("balance", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 12])
 def test_the_shards_make_the_global_batch(world_size, balance):
@@ -194,13 +163,6 @@ def test_any_step_can_be_made_first():
     for step in (len(batches) - 1, 3, 0):
         assert plain(loader().batch(step)) == batches[step]
     assert plain(loader(seed=12).batch(0)) != batches[0]
-
-
-def test_tokens_count_the_context():
-    loads = loader()
-    batch = loads.global_batch(2)
-    assert batch.num_tokens == loads.global_size(2)[1] == int(batch.lengths.sum())
-    assert list(batch.context) == list(loads.context) == ["age", "user_id", "zone"]
 
 
 def test_feedback_columns_are_the_tasks_and_their_bits_the_action():
@@ -264,10 +226,3 @@ def test_half_stars_round_down_to_an_action():
 def test_bad_arguments_are_named(changes, message):
     with pytest.raises(ValueError, match=message):
         loader(**changes)
-
-
-def test_a_negative_step_is_refused():
-    with pytest.raises(ValueError, match="step must be at least 0, got -1"):
-        loader().batch(-1)
-    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
-        next(loader().evaluation_batches(0))

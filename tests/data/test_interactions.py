@@ -10,33 +10,12 @@ from hypothesis import strategies as st
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.sources import load
 
-
-def test_columns_are_arrays():
-    with pytest.raises(ValueError, match="item must be an array of numpy, got list"):
-        Interactions(np.array([1]), [2], np.array([3]))  # type: ignore[arg-type]
-
-
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
 def log(rows: list[tuple[int, int, int]]) -> Interactions:
     columns = np.array(rows, dtype=np.int64).reshape(-1, 3).T
     return Interactions(*columns)
-
-
-def test_sequences_of_the_docstring():
-    sequences = log([(9, 10, 5), (4, 20, 8), (9, 11, 1), (9, 12, 5), (4, 21, 2)]).sequences
-    assert sequences.user_ids.tolist() == [4, 9]
-    assert sequences.offsets.tolist() == [0, 2, 5]
-    assert sequences.items.tolist() == [21, 20, 11, 10, 12]
-    assert sequences.timestamps.tolist() == [2, 8, 1, 5, 5]
-    assert sequences.lengths.tolist() == [2, 3]
-
-
-def test_no_interactions_have_no_users():
-    sequences = log([]).sequences
-    assert sequences.user_ids.tolist() == [] and sequences.offsets.tolist() == [0]
-    assert sequences.items.dtype == sequences.offsets.dtype == np.int64
 
 
 values = st.sampled_from([INT64_MIN, -1, 0, 1, 2, INT64_MAX])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonrec.data import ClickBatch, KeyedJaggedTensor, Lookup, WeightedLookup
-from tritonrec.data.jagged import token_indices
 from tritonrec.embedding import FeatureConfig, HashEmbeddingCollection
 
 IDS = st.integers(INT64_MIN, INT64_MAX) | st.sampled_from([INT64_MIN, -1, 0, INT64_MAX])
@@ -46,21 +45,6 @@ def plain(features: KeyedJaggedTensor) -> list[list[list[int]]]:
 DRAWN = [[[10, 11], [], [20, 21, 22]], [[4], [7, 9], []]]
 
 
-def test_layout_of_the_docstring():
-    features = made(DRAWN)
-    assert features.values.tolist() == [10, 11, 20, 21, 22, 4, 7, 9]
-    assert features.offsets.tolist() == [0, 2, 2, 5, 6, 8, 8]
-    assert (features.num_samples, features.length_per_key) == (3, (5, 3))
-    assert features.lengths.tolist() == [[2, 0, 3], [1, 2, 0]]
-    ids, offsets = features["f1"]
-    assert ids.tolist() == [4, 7, 9] and offsets.tolist() == [0, 1, 3, 3]
-    assert features.values[features.span("f0", "f1")].tolist() == features.values.tolist()
-    with pytest.raises(KeyError, match="there is no key 'f2'; the keys are f0, f1"):
-        features["f2"]
-    with pytest.raises(ValueError, match=r"expected the keys \('f1', 'f0'\) to be consecutive, got"):
-        features.span("f1", "f0")
-
-
 @given(bags())
 def test_a_key_has_the_ids_and_offsets_of_its_samples(expected):
     features = made(expected)
@@ -71,20 +55,6 @@ def test_a_key_has_the_ids_and_offsets_of_its_samples(expected):
             assert ids.tolist() == [value for bag in samples for value in bag]
             assert torch.equal(offsets, offsets_of([len(bag) for bag in samples]))
     assert plain(KeyedJaggedTensor.from_dict(by_key)) == expected
-
-
-@given(bags(), st.data())
-def test_select_moves_whole_samples_of_every_key(expected, data):
-    samples = len(expected[0])
-    indices = data.draw(st.lists(st.integers(0, samples - 1), max_size=8)) if samples else []
-    chosen = made(expected).select(tensor(indices)).validate()
-    assert plain(chosen) == [[feature[index] for index in indices] for feature in expected]
-
-
-@given(st.integers(1, 4).flatmap(lambda count: st.lists(bags(features=count), min_size=1, max_size=4)))
-def test_joined_parts_keep_every_sample_in_order(parts):
-    joined = KeyedJaggedTensor.concat([made(part) for part in parts]).validate()
-    assert plain(joined) == [list(chain(*feature)) for feature in zip(*parts, strict=True)]
 
 
 @given(bags(), st.data())
@@ -105,11 +75,6 @@ def test_a_matrix_is_one_id_for_each_key_and_sample():
         features
     )
     assert plain(KeyedJaggedTensor.from_matrix(["a"], tensor([]).view(0, 1))) == [[]]
-
-
-def test_ranges_become_indices_and_offsets():
-    indices, offsets = token_indices(tensor([7, 3, 0]), tensor([2, 0, 3]))
-    assert indices.tolist() == [7, 8, 0, 1, 2] and offsets.tolist() == [0, 2, 2, 5]
 
 
 @pytest.fixture(params=["stand-in", "torchrec"])
@@ -141,15 +106,6 @@ def test_there_and_back_keeps_every_id_and_the_memory(torchrec, expected):
     back = KeyedJaggedTensor.from_torchrec(theirs).validate()
     assert back.keys == features.keys and plain(back) == expected
     assert back.values.data_ptr() == theirs.values().data_ptr() == features.values.data_ptr()
-
-
-def test_torchrecs_batch_of_clicks_equals_ours(torchrec):
-    theirs = torchrec.KeyedJaggedTensor(
-        keys=["site", "app"], values=tensor([7, 7, 8, 9]).int(), lengths=tensor([1, 1, 1, 1]).int()
-    )
-    features = KeyedJaggedTensor.from_torchrec(theirs)
-    batch = ClickBatch(0, tensor([1, 2]), features, torch.zeros(2, 3), tensor([0, 1])).validate()
-    assert {n: x.ids.tolist() for n, x in batch.lookups().items()} == {"site": [7, 7], "app": [8, 9]}
 
 
 WEIGHTS = torch.arange(8.0) / 8
@@ -246,11 +202,6 @@ def test_offsets_that_give_keys_different_samples_are_refused_wherever_they_are_
     tables = HashEmbeddingCollection([FeatureConfig("user", 2), FeatureConfig("city", 2)])
     with pytest.raises(ValueError, match="F = 2 keys"):
         tables(wrong)
-
-
-def test_a_matrix_has_a_column_for_each_key():
-    with pytest.raises(ValueError, match=r"ids must be \(B, 2\), a column for each of .*, got \(2, 3\)"):
-        KeyedJaggedTensor.from_matrix(["a", "b"], torch.ones(2, 3, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])

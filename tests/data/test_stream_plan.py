@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tritonrec.data.stream_plan import StreamPlan, Stretch
+from tritonrec.data.stream_plan import StreamPlan
 
 
 def samples(plan, step, readers):
@@ -49,22 +49,6 @@ def test_each_epoch_has_each_row_once_and_ranks_divide_each_batch(plan, world_si
         assert sorted(seen) == list(range(plan.num_rows))
 
 
-def test_the_drawing_of_the_module():
-    plan = StreamPlan(np.array([3, 3, 5]), 4, 0, shuffle=False, readers=4)
-    plan._recent.append((0, np.array([2, 0, 1]), np.array([5, 8, 11])))  # c, a, b
-    assert [plan.part(step, reader)[1:] for step in range(3) for reader in range(4)] == [
-        (0, 1), (0, 1), (0, 1), (0, 1),
-        (1, 2), (1, 2), (1, 2), (1, 2),
-        (2, 3), (2, 3), (2, 3), (2, 2),
-    ]  # fmt: skip
-    assert [plan.rows(0, reader, 0, last) for reader, last in enumerate((3, 3, 3, 2))] == [
-        [Stretch(2, 0, 3)],
-        [Stretch(2, 3, 5), Stretch(0, 0, 1)],
-        [Stretch(0, 1, 3), Stretch(1, 0, 1)],
-        [Stretch(1, 1, 3)],
-    ]
-
-
 def test_epochs_seeds_and_settings_have_other_orders():
     rows = np.full(40, 7)
 
@@ -88,16 +72,6 @@ def test_each_epoch_has_another_order_of_row_groups_and_of_the_rows_of_a_block()
     assert blocks[0] != blocks[1] and sorted(blocks[0]) == sorted(blocks[1]) == list(range(30))
 
 
-def test_readers_do_not_begin_new_blocks_all_at_once():
-    plan = StreamPlan(np.full(64, 100), 64, 0, buffer_rows=1024, readers=64)
-    begins = [0] * plan.steps_per_epoch
-    for reader in range(64):
-        for step in range(plan.steps_per_epoch):
-            place = plan.part(step, reader)[1]
-            begins[step] += plan.block(reader, place)[0] == place
-    assert max(begins[1:-1]) <= 8 and begins[0] == 64
-
-
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -109,13 +83,3 @@ def test_readers_do_not_begin_new_blocks_all_at_once():
 def test_bad_numbers_are_named(changes, message):
     with pytest.raises(ValueError, match=message):
         StreamPlan(np.array([3]), **{"batch_size": 4, "seed": 0, **changes})
-
-
-def test_bad_ranks_are_named():
-    plan = StreamPlan(np.array([3]), 4, 0, readers=2)
-    with pytest.raises(ValueError, match="3 ranks cannot divide 2 readers: set readers"):
-        plan.readers_of(0, 3)
-    with pytest.raises(ValueError, match=r"rank must be in \[0, 2\), got 2"):
-        plan.readers_of(2, 2)
-    with pytest.raises(ValueError, match="step must be at least 0, got -1"):
-        plan.num_samples(-1)

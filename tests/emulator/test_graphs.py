@@ -28,7 +28,6 @@ from tritonrec.nn import (  # noqa: E402
     FuXiConfig,
     GradientAccumulator,
     HSTUConfig,
-    MultiheadAttention,
     scaled_dot_product_attention,
     sum_by_sample,
 )
@@ -172,15 +171,6 @@ def test_samples_of_padding_add_nothing_where_their_losses_have_gradients():
     assert all(torch.equal(sums[name], got[name]) for name in sums) and bool(sums["norm.bias"][0])
 
 
-def test_a_graph_that_is_full_has_no_padding_and_the_same_bits():
-    part, net = batch(MICRO_BATCHES["all"]), model()
-    made, _ = graphs(part.num_samples, part.num_tokens)
-    expected, sums = called(net, [part], plain(net))
-    found, got = called(net, [part], replayed(net, made))
-    assert torch.equal(expected[0][0], found[0][0]) and torch.equal(expected[0][1], found[0][1])
-    assert all(torch.equal(sums[name], got[name]) for name in sums)
-
-
 def test_no_constant_of_the_recorded_work_depends_on_the_samples():
     net, work = model(), []
     for samples in MICRO_BATCHES["one"], MICRO_BATCHES["all"]:
@@ -239,11 +229,6 @@ def test_draws_that_a_graph_would_repeat_are_refused_when_it_is_recorded(kind):
         called(net, [batch([1])], replayed(net, made))
 
 
-def test_what_evaluates_drops_nothing_and_is_recorded():
-    graphs()[0].validate(with_module(torch.nn.Dropout(0.1).eval()), WindowConfig(), torch.device("cpu"))
-    graphs()[0].validate(with_module(torch.nn.Dropout(0.0)), WindowConfig(), torch.device("cpu"))
-
-
 def test_an_error_of_a_replay_is_put_off_with_its_name():
     net, (made, _) = model(), graphs()
     accumulator, errors, part = GradientAccumulator(net), DeferredErrors(), batch([0, 4])
@@ -285,52 +270,3 @@ def test_a_trainer_replays_its_micro_batches_and_ends_at_the_same_bits(gpu, drop
     (losses, state), (others, same_state) = (trained(gpu, each, dropout=dropout) for each in (None, made))
     assert losses == others and all(map(torch.equal, state, same_state))
     assert made.replayed == 6 and made.recorded == len(recorders) == 2  # a run and a step
-
-
-def with_module(module):
-    net = model()
-    net.extra = module
-    return net
-
-
-REFUSED = {
-    "dropout": (
-        lambda: with_module(torch.nn.Dropout(0.1)),
-        WindowConfig(),
-        "extra is a Dropout, whose draws a graph",
-    ),
-    "slopes": (lambda: with_module(torch.nn.RReLU()), WindowConfig(), "extra is a RReLU, whose draws"),
-    "recurrent": (
-        lambda: with_module(torch.nn.GRU(2, 2, 2, dropout=0.1)),
-        WindowConfig(),
-        "extra is a GRU, whose",
-    ),
-    "attention": (
-        lambda: with_module(MultiheadAttention(4, 2, dropout=0.1)),
-        WindowConfig(),
-        "extra is a Multihead",
-    ),
-    "window": (model, WindowConfig(consistency="window"), "consistency 'batch'"),
-    "precision": (model, WindowConfig(precision="bf16"), "precision 'float32', got 'batch' and 'bf16'"),
-    "another": (lambda: torch.nn.Linear(2, 2), WindowConfig(), "next-item model, got Linear"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_recorded_is_refused_with_its_reason(case):
-    make, config, message = REFUSED[case]
-    with pytest.raises(ValueError, match=message):
-        graphs()[0].validate(make(), config, torch.device("cpu"))
-
-
-def test_hooks_devices_and_batches_beyond_the_sizes_are_refused():
-    hooked = model()
-    hooked.norm.register_forward_hook(lambda *given: None)
-    with pytest.raises(ValueError, match="norm has hooks"):
-        graphs()[0].validate(hooked, WindowConfig(), torch.device("cpu"))
-    with pytest.raises(ValueError, match="records on CUDA, and the trainer works on cpu"):
-        MicroBatchGraphs(2, 9).validate(model(), WindowConfig(), torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"it has 1 samples and 70 tokens, and a micro-batch has 3 and"):
-        called(model(), [batch([0, 1, 2])], replayed(model(), graphs(1)[0]))
-    with pytest.raises(ValueError, match="at least 1, got 0 and 9"):
-        MicroBatchGraphs(0, 9)

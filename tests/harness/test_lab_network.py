@@ -95,22 +95,6 @@ def test_a_failure_half_way_leaves_nothing(step):
     assert machine.namespaces == ["someone-else"]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
-def test_an_error_inside_leaves_nothing(error):
-    machine = Machine()
-    with pytest.raises(error), built(Network(2, 100.0, 77), machine, watched=False):
-        assert len(machine.namespaces) == 3
-        raise error
-    assert not machine.namespaces
-
-
-def test_one_that_cannot_be_removed_does_not_spare_the_others():
-    machine = Machine(["a", "b", "c"], fails=lambda command: command == ("ip", "netns", "delete", "b"))
-    with pytest.raises(LabError, match="delete b failed"):
-        remove(["a", "b", "c"], machine)
-    assert machine.namespaces == ["b"]
-
-
 def test_what_runs_inside_is_killed_but_not_the_caller():
     killed = []
 
@@ -188,15 +172,6 @@ def test_without_root_the_command_runs_again_in_namespaces_of_the_user(monkeypat
     assert command[-6:] == [sys.executable, "-m", "tritonrec", "lab", "--rate", "50"]
 
 
-def test_a_machine_without_user_namespaces_says_why(monkeypatch):
-    monkeypatch.setattr(
-        network, "in_user_namespace", lambda command: ["sh", "-c", "echo no; echo room >&2; exit 1"]
-    )
-    assert network.why_no_user_namespace() == "room"
-    monkeypatch.setattr(network, "in_user_namespace", lambda command: ["/nowhere/unshare"])
-    assert network.why_no_user_namespace() == "unshare of util-linux: No such file or directory"
-
-
 @pytest.mark.skipif(
     not shutil.which("tc") or bool(why_no_user_namespace()),
     reason="needs iproute2, and may make user namespaces",
@@ -212,18 +187,3 @@ print(len(existing()))
     command = network.in_user_namespace([sys.executable, "-c", program])
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout.split() == ["0", "3", "0"], done.stderr
-
-
-@pytest.mark.parametrize(("ranks", "rate"), [(1, 100.0), (201, 100.0), (2, 0.0), (2, -5.0), (2, 1e6)])
-def test_no_such_network(ranks, rate):
-    with pytest.raises(LabError, match=r"got -?\d"):
-        Network(ranks, rate, 77)
-
-
-def test_a_failed_command_says_what_the_tool_said():
-    with pytest.raises(LabError, match=r"false failed|failed: "):
-        network.execute(("sh", "-c", "echo the reason >&2; exit 3"))
-    try:
-        network.execute(("sh", "-c", "echo the reason >&2; exit 3"))
-    except LabError as error:
-        assert str(error).endswith("failed: the reason")

@@ -3,15 +3,12 @@
 import json
 from dataclasses import replace
 
-import pytest
-
 from tritonrec.harness.job import Job
 from tritonrec.harness.lab import report
 from tritonrec.harness.lab.figures import Figures
-from tritonrec.harness.lab.network import LabError
 from tritonrec.harness.lab.rounds import LabConfig, Result, Row
 from tritonrec.harness.lab.settings import BASELINE, Planned, Setting, read_plan
-from tritonrec.pipeline import NESTPIPE, WindowConfig, schedule_of
+from tritonrec.pipeline import schedule_of
 
 BEST = {
     "pipeline": "nestpipe", "micro_batches": 6, "depth": 3, "replicas": 2, "clustered": False, "taper": 0.65,
@@ -37,25 +34,6 @@ def test_the_best_plan_becomes_a_setting(tmp_path):
     assert schedule_of("nestpipe", window).batches_in_flight == 3
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", '{"plans": []}', '{"plans": [{"taper": 1}]}', "no json"])
-def test_a_file_that_is_no_plan_is_named(tmp_path, content):
-    path = tmp_path / "other.json"
-    path.write_text(content)
-    with pytest.raises(LabError, match=r"other\.json is no plan of tritonrec plan"):
-        read_plan(path)
-    with pytest.raises(LabError, match="missing"):
-        read_plan(tmp_path / "missing.json")
-
-
-def test_the_plan_is_one_more_row_and_runs_once(tmp_path):
-    planned = read_plan(written(tmp_path))
-    plan = LabConfig(Job("zipf"), modes=["dbp"], planned=planned)
-    assert plan.settings == [BASELINE, Setting("dbp"), planned.setting]
-    assert replace(plan, planned=replace(planned, setting=Setting("dbp"))).settings == plan.settings[:2]
-    with pytest.raises(LabError, match="3 replicas do not divide 4"):
-        LabConfig(Job("zipf"), planned=read_plan(written(tmp_path, replicas=3)))
-
-
 def test_expected_stands_beside_measured(tmp_path):
     planned = read_plan(written(tmp_path))
     plan = LabConfig(Job("zipf"), modes=[], planned=planned)
@@ -71,16 +49,3 @@ def test_expected_stands_beside_measured(tmp_path):
     assert checked["sent"] == {"expected": 5e5, "measured": 1e6} and line.endswith("sent 0.50 MB, 1.00 MB")
     assert "expected 2.00x sequential, measured 2.50x (-20.0%); step 500 ms, 400 ms" in line
     assert report.as_json(Result(replace(plan, planned=None), found, {}))["plan"] is None
-
-
-def test_depth_is_that_of_the_table_unless_given():
-    assert schedule_of("nestpipe", WindowConfig()).batches_in_flight == NESTPIPE.batches_in_flight
-    assert schedule_of("dbp", WindowConfig(depth=2)).batches_in_flight == 2
-    with pytest.raises(ValueError, match="got -1"):
-        WindowConfig(depth=-1)
-    for mode in ("sequential", "fwp"):
-        assert schedule_of(mode, WindowConfig(depth=1)).batches_in_flight == 1
-        with pytest.raises(
-            ValueError, match=f"'{mode}' has one batch in flight, not 2: depth is for dbp and"
-        ):
-            schedule_of(mode, WindowConfig(depth=2))

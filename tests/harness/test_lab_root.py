@@ -15,8 +15,8 @@ import torch
 from typer.testing import CliRunner
 
 from tritonrec.harness.cli import app
-from tritonrec.harness.lab import network, rounds
-from tritonrec.harness.lab.network import Network, built, existing
+from tritonrec.harness.lab import rounds
+from tritonrec.harness.lab.network import Network, existing
 
 
 def _cannot_build() -> str:
@@ -58,19 +58,6 @@ def test_a_killed_owner_leaves_nothing(number):
     assert not [name for name in existing() if name.startswith(mine)]
 
 
-def test_nothing_appears_in_the_namespace_of_the_machine():
-    def seen():
-        return {name for name in os.listdir("/sys/class/net")}
-
-    before = seen()
-    lab = Network(2, 100.0, os.getpid())
-    with built(lab):
-        assert seen() == before
-        links = network.execute(("tc", "-n", lab.namespace(1), "qdisc", "show", "dev", "eth0"))
-        assert "tbf" in links and "rate 100Mbit" in links
-    assert not set(lab.namespaces) & set(existing())
-
-
 @pytest.mark.slow
 @pytest.mark.multi_rank
 def test_a_lab_from_end_to_end(tmp_path):
@@ -97,27 +84,6 @@ def test_an_exchange_takes_the_time_of_its_bytes():
         times = pool.run(timed_exchange, 2, count)
     for seconds in times:
         assert seconds >= 0.9 * 4 * count * 8 / (rate * 1e6)
-
-
-@pytest.mark.slow
-@pytest.mark.multi_rank
-def test_ranks_of_one_machine_send_nothing_over_its_link():
-    with rounds.ranks_in(Network(4, 10.0, os.getpid(), nodes=2), meshes=[(1, 2)]) as pool:
-        inside, between = zip(*pool.run(sent_over_links, 4, 250_000, nodes=2), strict=True)
-    assert max(inside) < 50_000 and min(between) > 1_000_000  # what two ranks of a machine have sent
-
-
-def sent_over_links(communicators, count):
-    sent, values = [], torch.ones(count, dtype=torch.float32)
-    for over in (communicators.node, communicators.rail):
-        counts = [0, 0]
-        counts[1 - over.rank] = count
-        communicators.control.all_reduce(torch.zeros(1, dtype=torch.float32), "start together")
-        before = network.sent_bytes()
-        over.all_to_all(values, counts, counts)
-        communicators.control.all_reduce(torch.zeros(1, dtype=torch.float32), "end together")
-        sent.append(network.sent_bytes() - before)
-    return sent
 
 
 def timed_exchange(communicators, count):

@@ -47,14 +47,6 @@ def test_ids_are_renamed_the_same_in_every_batch(bench, job):
     assert len(set(names.values())) == len(names) and any(a != b for a, b in names.items())
 
 
-def test_both_kinds_of_ours_run_at_both_levels(bench):
-    found = bench.systems(4, {"clustering": True})
-    assert sum(system.window is None for system in found) == 4
-    cut = [system.window for system in found if system.window and system.window.micro_batches == 4]
-    assert [window.consistency for window in cut] == ["window", "batch"]
-    assert all(window.clustering for window in cut)
-
-
 @pytest.mark.slow
 @pytest.mark.multi_rank
 def test_the_benchmark_from_end_to_end(bench, tmp_path):
@@ -72,19 +64,3 @@ def test_the_benchmark_from_end_to_end(bench, tmp_path):
         system.name for system in bench.systems(4, {"first_use": True})
     ]
     assert all(len(row["losses"]) == 6 for row in rows)
-
-
-@pytest.mark.slow
-@pytest.mark.multi_rank
-def test_the_memory_of_every_system_is_measured(bench, tmp_path):
-    if not (ROOT / "out" / "torchrec" / "torchrec").is_dir():
-        pytest.skip("not installed: bash ci/benchmarks/torchrec.sh puts TorchRec under out/torchrec")
-    script, file = ROOT / "ci" / "benchmarks" / "memory_beside_torchrec.py", tmp_path / "a.json"
-    command = "--ranks 2 --rounds 1 --steps 3 --batch-size 16 --dim 8 --data zipf:users=60,items=80,seed=3"
-    done = subprocess.run(
-        [sys.executable, str(script), *command.split(), "--json", str(file)],
-        capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads(file.read_text())["rows"]
-    assert len(rows) == len(bench.systems(4, {})) and all(row["MB"][0] > 0 for row in rows)

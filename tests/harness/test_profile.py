@@ -1,29 +1,22 @@
 """Promise: `profile` leaves a trace whose operators lie where they ran, and a whole flame graph or none."""
 
-import io
 import os
-import re
-import signal
 import threading
 import time
-from collections import Counter
-from contextlib import suppress
 from datetime import timedelta
 
 import pytest
-import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
 from tritonrec.harness.cli import app
 from tritonrec.harness.profile import flame
-from tritonrec.harness.profile.flame import NO_SAMPLE, NOT_INSTALLED, NOT_PERMITTED, FlameError, PySpy, count
-from tritonrec.harness.profile.operators import MAIN, operators
-from tritonrec.harness.profile.report import lane_times, own_times, print_profile
+from tritonrec.harness.profile.flame import NOT_INSTALLED, NOT_PERMITTED, FlameError, PySpy, count
+from tritonrec.harness.profile.report import lane_times
 from tritonrec.harness.profile.run import Profile, profile
 from tritonrec.harness.trace_report import trace_report
 from tritonrec.pipeline import WindowConfig
-from tritonrec.trace import Operator, Recorder, Span, Trace, read
+from tritonrec.trace import Operator, Recorder, read
 from tritonrec.trace.analysis import summarise
 
 TOLERANCE_NS = 20_000
@@ -128,24 +121,6 @@ def test_ranks_come_in_one_trace_with_their_operators_and_one_flame_graph(job, t
         assert part in text
 
 
-def test_no_row_takes_two_lines_of_eighty_columns(tmp_path):
-    recorder = Recorder(0, 1, {"mode": "dbp", "consistency": "batch", "world_size": 1, "micro_batches": 1})
-    longest = "tritonrec::norm_mul_dropout_backward_into"
-    for batch in range(3):
-        begin = 10**8 * batch
-        for lane, stage in (("compute", "compute"), ("communication", "exchange")):
-            recorder.add(lane, stage, begin, begin + 10**8, batch=batch)
-        recorder.operator("communication", longest, begin, begin + 9 * 10**7)
-    folder = "site-packages/tritonrec/kernels/norm_linear_silu/__init__.py:212"
-    frames = [(0, 0, 9, "all"), (1, 0, 9, f"_backward_in_place.&lt;locals&gt;.run ({folder})")]
-    (tmp_path / "flame.svg").write_text(svg(frames))
-    console = Console(record=True, width=80, file=io.StringIO())
-    print_profile(recorder.save(tmp_path / "trace"), tmp_path / "flame.svg", 1.5, console)
-    text = console.export_text()
-    assert " _backward_in_place.run (norm_linear_silu/__init__.py:212) " in text
-    assert re.search(r"│ communication │ 100.00 │ norm_mul_dropout_backward_into +│ +90.00 │ +1.0 │", text)
-
-
 def test_operators_of_a_thread_with_several_lanes_belong_to_the_lane_at_work(tmp_path):
     metadata = {"mode": "nestpipe", "consistency": "batch", "world_size": 1, "micro_batches": 1}
     recorder = Recorder(0, 1, {**metadata, "one_thread": ["communication", "compute"]})
@@ -165,70 +140,8 @@ def test_operators_of_a_thread_with_several_lanes_belong_to_the_lane_at_work(tmp
     }  # fmt: skip
 
 
-def test_what_an_operator_is_called_by_and_where_it_ran(tmp_path):
-    recorder = Recorder(0, 1)
-    go, done = threading.Event(), threading.Event()
-
-    def lane():
-        for batch in range(40):
-            go.wait()
-            with recorder.span("compute", "compute", batch=batch):
-                (torch.ones(9, 9) @ torch.ones(9, 9)).exp()
-        done.set()
-
-    thread = threading.Thread(target=lane, name="lane compute")
-    thread.start()
-    with operators(recorder) as names:
-        names |= {thread.native_id: "compute", threading.main_thread().native_id: MAIN}
-        torch.zeros(3).tanh()
-        go.set()
-        thread.join()
-    trace = read(recorder.save(tmp_path / "t"))
-    ran = Counter((each.thread, each.name) for each in trace.operators)
-    assert ran["compute", "aten::exp"] == ran["compute", "aten::mm"] == 40
-    assert ran["main", "aten::tanh"] == 1 and {thread for thread, _ in ran} == {"compute", "main"}
-    # The operators of batch b lie in the slice of batch b, not merely in one of the lane.
-    for span, each in zip(trace.spans, [o for o in trace.operators if o.name == "aten::exp"], strict=True):
-        assert span.start_ns - TOLERANCE_NS <= each.start_ns
-        assert each.end_ns <= span.end_ns + TOLERANCE_NS
-
-
 def ops(*pieces, thread="compute", rank=0):
     return [Operator(rank, thread, name, start, end) for name, start, end in pieces]
-
-
-def test_own_time_is_without_the_operators_called():
-    ran = ops(("a", 0, 100), ("b", 10, 60), ("c", 10, 30), ("b", 60, 70), ("z", 65, 65), ("a", 100, 105))
-    assert own_times(ran) == [40, 30, 20, 10, 0, 5]
-
-
-@pytest.mark.parametrize("mode", ["nestpipe", "sequential"])
-def test_times_of_lanes_are_those_of_the_steps_measured(mode):
-    ms = 1_000_000
-    spans, ran = [], []
-    for batch in range(3):  # the first fills the pipeline
-        at = 100 * batch * ms
-        for rank, length in ((0, 40), (1, 20)):
-            spans.append(Span(rank, "routing", "route", at, at + 10 * ms, batch))
-            spans.append(Span(rank, "compute", "compute", at + 20 * ms, at + (20 + length) * ms, batch))
-            lane = {"nestpipe": ("routing", "compute"), "sequential": ("main", "main")}[mode]
-            ran += ops(("unique", at + 2 * ms, at + 5 * ms), thread=lane[0], rank=rank)
-            ran += ops(
-                ("linear", at + 25 * ms, at + 35 * ms), ("mm", at + 26 * ms, at + 29 * ms),
-                thread=lane[1], rank=rank,
-            )  # fmt: skip
-            ran += ops(("index", at + 85 * ms, at + 90 * ms), thread="main", rank=rank)
-    ran.sort(key=lambda each: (each.start_ns, -each.end_ns))
-    trace = Trace(spans, [], {"mode": mode, "world_size": 2}, (0, 1), ran)
-    times = lane_times(trace, summarise(spans))
-    assert list(times) == ["routing", "compute", "main"]
-    assert times["compute"].busy == pytest.approx(30)
-    assert times["compute"].own == pytest.approx({"linear": 7, "mm": 3})
-    assert times["compute"].outside == pytest.approx(20)
-    assert times["compute"].calls == pytest.approx({"linear": 1, "mm": 1})
-    assert times["routing"].own == pytest.approx({"unique": 3})
-    assert times["routing"].outside == pytest.approx(7)
-    assert times["main"].own == pytest.approx({"index": 5}) and times["main"].busy == 0
 
 
 def test_samples_of_a_flame_graph_without_its_waits():
@@ -238,30 +151,6 @@ def test_samples_of_a_flame_graph_without_its_waits():
         ("mul", "ops.py:8", 11, 15),
         ("step", "run.py:3", 6, 9),
     ]
-
-
-def test_a_flame_graph_names_ranks_and_what_it_shows(tmp_path, pyspy):
-    pyspy(SAMPLES)
-    target = tmp_path / "flame.svg"
-    with PySpy(os.getpid()) as spy:
-        spy.finish(target, "a & b", {77: "rank 0"})
-    text = target.read_text()
-    assert "<title>rank 0 (12 samples, 60.00%)</title>" in text
-    assert "<title>process 78 (8 samples, 40.00%)</title>" in text
-    assert '<text id="title" x="1">a &amp; b</text>' in text
-
-
-def test_py_spy_is_stopped_from_a_job_in_the_background_too(tmp_path, pyspy, monkeypatch):
-    """A shell starts such jobs with SIGINT ignored, which a child inherits and bash cannot trap."""
-    pyspy(SAMPLES)
-    monkeypatch.setattr(flame, "STOP_SECONDS", 5)
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with PySpy(os.getpid()) as spy:
-            spy.finish(tmp_path / "flame.svg", "t", {})
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert (tmp_path / "flame.svg").exists()
 
 
 BROKEN = {
@@ -291,37 +180,10 @@ def test_what_fails_is_told_and_leaves_no_half_file(what, tmp_path, pyspy, monke
     assert not list(out.iterdir())
 
 
-def test_no_sample_is_no_flame_graph(tmp_path, pyspy):
-    pyspy(SAMPLES, [(0, 0, 4, "all"), (1, 0, 4, "Condition.wait (threading.py:295)")])
-    with pytest.raises(FlameError, match=NO_SAMPLE), PySpy(os.getpid()) as spy:
-        spy.finish(tmp_path / "flame.svg", "t", {})
-    assert not (tmp_path / "flame.svg").exists()
-
-
-def test_py_spy_ends_with_a_run_that_fails(pyspy):
-    pyspy(SAMPLES)
-    with suppress(ZeroDivisionError), PySpy(os.getpid()) as spy:
-        process = spy._process
-        raise ZeroDivisionError
-    assert process.poll() is not None
-
-
 ARGUMENTS = [
     "profile", "--data", "zipf:users=60,items=80,seed=3", "--steps", "3", "--batch-size", "8", "--dim", "8",
     "--layers", "1", "--micro-batches", "2", "--flame-seconds", "0",
 ]  # fmt: skip
-
-
-def test_the_command_goes_on_without_py_spy(tmp_path, monkeypatch):
-    monkeypatch.setattr(flame, "_find", lambda: None)
-    stale = tmp_path / "flame.svg"
-    stale.write_text("of an earlier run")
-    result = CliRunner().invoke(app, [*ARGUMENTS, "--mode", "reference", "--out", str(tmp_path)])
-    assert result.exit_code == 0, result.output
-    text = " ".join(result.output.split())
-    assert NOT_INSTALLED in text and "reference" in text and "outside operators" in text
-    assert [path.name for path in tmp_path.iterdir()] == ["trace.pftrace"]
-    assert read(tmp_path / "trace.pftrace").metadata["mode"] == "reference"
 
 
 @pytest.mark.parametrize(

@@ -150,57 +150,6 @@ TWO_STAGES = Schedule(
 )
 
 
-def test_a_collective_ends_with_the_straggler():
-    prices = {"work": Cost(2.0), "send": Cost(transfer=1.0, sent=5.0)}
-    timeline = simulate(TWO_STAGES, lambda task: prices[task.stage], 1, 3, Workers(2, np.array([1.0, 3.0])))
-    assert timeline.end[Task("work", 0)].tolist() == [2, 6]
-    assert timeline.end[Task("send", 0)].tolist() == [7, 7]
-    assert timeline.end[Task("send", 2)].tolist() == [21, 21]
-    found = measure(timeline, warmup=1)
-    # From the end of one computation to the end of the next, worker 0 waits 4 and sends 1, worker 1 sends 1.
-    assert found.step == 7
-    assert found.compute == (2 + 6) / 2
-    assert found.communication == found.exposed == (5 + 1) / 2
-    assert found.sent == 5
-    assert found.bubble == found.lookup == 0
-
-
-def test_workers_wait_for_their_own_group_only():
-    prices = {"work": Cost(2.0), "send": Cost(transfer=1.0)}
-    workers = Workers(4, np.array([1.0, 2.0, 1.0, 5.0]))
-    for groups, ends in ((2, [3, 11, 3, 11]), (-2, [5, 5, 11, 11]), (1, [11] * 4)):
-        timeline = simulate(
-            TWO_STAGES, lambda task: prices[task.stage], 1, 2, workers, {"communication_group": groups}
-        )
-        assert timeline.end[Task("send", 0)].tolist() == ends
-
-
-def test_a_stage_of_two_groups_waits_in_both():
-    both = (*GROUP, Access("update", "replica_group", group="device"))
-    schedule = replace(TWO_STAGES, stages=(TWO_STAGES["work"], replace(TWO_STAGES["send"], touches=both)))
-    prices = {"work": Cost(2.0), "send": Cost(transfer=1.0)}
-    workers = Workers(4, np.array([1.0, 2.0, 1.0, 5.0]))
-    groups = {"communication_group": 2, "replica_group": -2}
-    timeline = simulate(schedule, lambda task: prices[task.stage], 1, 2, workers, groups)
-    assert timeline.end[Task("send", 0)].tolist() == [11] * 4
-
-
-def test_two_lanes_take_turns_on_the_link():
-    schedule = Schedule(
-        "link",
-        (
-            Stage("work", "compute", (), ()),
-            Stage("send", "communication", (Edge("work"),), GROUP),
-            Stage("reduce", "reduce", (Edge("work"),), GROUP),
-        ),
-        batches_in_flight=1,
-    )
-    timeline = simulate(schedule, lambda task: Cost(1.0, 0.0 if task.stage == "work" else 2.0), 1, 2)
-    assert timeline.start[Task("reduce", 0)] == 1
-    assert timeline.end[Task("send", 0)] == 4
-    assert timeline.end[Task("reduce", 0)] == 6
-
-
 def test_exposed_time_is_what_no_computation_hides():
     window = Schedule(
         "window",
@@ -215,21 +164,6 @@ def test_exposed_time_is_what_no_computation_hides():
     found = measure(simulate(window, lambda task: prices[task.stage], 3, 4))
     assert (found.step, found.compute, found.communication, found.exposed) == (18, 16, 6, 2)
     assert found.exposed_ratio == 1 / 3
-
-
-def test_ten_thousand_workers_are_vectors_not_events():
-    plan = Plan("nestpipe", 8)
-    asked = {1: 0, 10_000: 0}
-    for count in asked:
-
-        def cost(task, count=count):
-            asked[count] += 1
-            return Cost(1.0, 0.1)
-
-        timeline = simulate(plan.schedule(), cost, 8, 6, Workers(count, jitter=0.05))
-        assert timeline.events == asked[count] * count
-        assert len(timeline.observed) == min(count, 128)
-    assert asked[1] == asked[10_000] == 6 * (9 + 3 * 8)
 
 
 def test_jitter_is_seeded_and_has_mean_one():

@@ -11,13 +11,11 @@ from typer.testing import CliRunner
 
 from tritonrec.data.zipf import _zipf_rank
 from tritonrec.harness.cli import app
-from tritonrec.harness.simulator import Cluster, KeyModel, Plan, Workers, Workload, predict
-from tritonrec.harness.simulator.closed_forms import _paper_step, closed_forms, step_seconds
+from tritonrec.harness.simulator import Cluster, KeyModel, Plan, Workload, predict
 from tritonrec.harness.simulator.cluster import costs
-from tritonrec.harness.simulator.curves import scaling
 from tritonrec.harness.simulator.engine import simulate
-from tritonrec.harness.simulator.fit import fit, least_squares
-from tritonrec.harness.simulator.paper import CELLS, ROWS
+from tritonrec.harness.simulator.fit import fit
+from tritonrec.harness.simulator.paper import CELLS
 from tritonrec.harness.simulator.replay import AIM, Replay, summarise
 from tritonrec.harness.simulator.withheld import withheld
 from tritonrec.pipeline.schedule import Task
@@ -69,12 +67,6 @@ def test_first_use_sends_the_batch_once_whatever_the_cut(sizes, clustered, expon
     assert once[0] == pytest.approx(each[0])
 
 
-def test_kept_keys_are_a_share_that_grows_with_the_workers():
-    shares = [SMALL.keys.kept(workers) for workers in (1, 16, 256)]
-    assert 0 < shares[0] < shares[1] < shares[2] < 1
-    assert KeyModel(0, 10, communities=1).kept(4) == 0
-
-
 def test_every_byte_is_counted_once():
     plan = Plan("nestpipe", 4, clustered=True)
     timeline = simulate(plan.schedule(), costs(CLUSTER, SMALL, plan), 4, 3)
@@ -84,22 +76,6 @@ def test_every_byte_is_counted_once():
     once = replace(plan, first_use=True, taper=0.3)
     sent = simulate(once.schedule(), costs(CLUSTER, SMALL, once), 4, 3).sent[2]
     assert sent == pytest.approx(2 * SMALL.keys.batch() * SMALL.row_bytes * away)
-
-
-PLANS = [
-    Plan("sequential"),
-    Plan("prefetch"),
-    Plan("dbp", 2),
-    Plan("fwp", 4),
-    Plan("nestpipe", 4, clustered=True),
-    Plan("nestpipe", 4, first_use=True, taper=0.25, skip_fetch=True, replicas=4),
-]
-
-
-@given(st.sampled_from(PLANS), st.floats(0.01, 1), st.sampled_from(["bandwidth", "node_bandwidth"]))
-def test_a_slower_link_never_makes_a_faster_step(plan, factor, link):
-    slower = replace(CLUSTER, **{link: getattr(CLUSTER, link) * factor})
-    assert predict(slower, SMALL, plan).step >= predict(CLUSTER, SMALL, plan).step * (1 - 1e-12)
 
 
 def test_each_switch_does_what_it_says():
@@ -129,12 +105,6 @@ def test_alpha_and_beta_of_the_links():
     assert two.all_reduce(4e6, 16) == pytest.approx(2 * 15 / 16 * 4e6 * 16 / 1e6)
 
 
-def test_least_squares_finds_a_known_minimum():
-    x = np.linspace(0, 3, 20)
-    found = least_squares(lambda p: p[0] * np.exp(-p[1] * x) - 2.5 * np.exp(-1.3 * x), np.array([1.0, 0.5]))
-    assert found == pytest.approx([2.5, 1.3], rel=1e-6)
-
-
 @pytest.mark.slow
 def test_only_torchrecs_rows_are_fitted(model):
     fitted = [cell for cell in CELLS if cell.fitted]
@@ -152,15 +122,6 @@ def test_only_torchrecs_rows_are_fitted(model):
     )
 
 
-def test_the_papers_cells_are_consistent_with_each_other():
-    steps = {(c.row, c.workers): c.value for c in CELLS if c.column == "step ms" and c.cluster == "npu"}
-    rates = {(c.row, c.workers): c.value for c in CELLS if c.table == "Table III" and c.column == "QPS 1e5"}
-    for (row, workers), step in steps.items():
-        # The paper's own step and QPS of UniEmb differ by 1.6 %.
-        assert workers * 512 / step / 100 == pytest.approx(rates[row, workers], rel=0.02)
-    assert len(CELLS) == 109 and all(cell.row in ROWS for cell in CELLS)
-
-
 def test_unseen_steps_are_within_the_aim_and_misses_are_explained(model):
     replay = Replay(model)
     unseen = replay.unseen()
@@ -170,26 +131,6 @@ def test_unseen_steps_are_within_the_aim_and_misses_are_explained(model):
     for cell in replay.cells:
         assert (cell.why is None) == cell.within
         assert cell.error == pytest.approx(cell.model / cell.paper - 1)
-
-
-def test_computation_follows_layers_tokens_and_dimension(model):
-    base = model.predict("npu", 1536, ROWS["NestPipe"]).compute
-    for row, factor in {"2 layers": 0.5, "8 layers": 2, "512 tokens": 0.5, "2048 tokens": 2}.items():
-        assert model.predict("npu", 1536, ROWS[row]).compute == pytest.approx(factor * base, rel=1e-3), row
-    wide = model.predict("npu", 1536, ROWS["dimension 1024"])
-    assert wide.compute == pytest.approx(4 * base, rel=1e-3)
-    # Rows are twice as long and computation four times: the exchanges stay hidden.
-    assert wide.exposed_ratio == pytest.approx(1 / 8, rel=0.01)
-
-
-def test_formulas_give_the_simulated_steps_and_part_from_them_where_they_do_not_hold(model):
-    forms = closed_forms(model, Replay(model).outcome)
-    assert len(forms) == 25
-    for form in forms:
-        assert form.simulated == pytest.approx(form.step, rel=5e-4), form
-    slow = replace(CLUSTER, lookup_seconds=1.0)  # lookup is longer than a step: nothing hides it
-    plan = Plan("nestpipe", 4)
-    assert predict(slow, SMALL, plan).step > 2 * step_seconds(slow, SMALL, plan)
 
 
 def test_without_its_n_nestpipe_is_predicted_at_every_n(model):
@@ -209,24 +150,6 @@ def test_without_its_n_nestpipe_is_predicted_at_every_n(model):
     ]
     assert lines[8].whole_median == pytest.approx(np.median(steps)) and lines[8].whole_worst == max(steps)
     assert lines[2].whole_median > 10 * lines[8].whole_median
-
-
-def test_workers_that_scatter_are_slower_than_identical_ones():
-    plan = Plan("nestpipe", 4, replicas=2)
-    calm = predict(CLUSTER, SMALL, plan)
-    assert predict(CLUSTER, SMALL, plan, Workers(64)).step == pytest.approx(calm.step)
-    assert predict(CLUSTER, SMALL, plan, Workers(64, jitter=0.1, seed=1)).step > calm.step
-    with pytest.raises(ValueError, match="32 workers simulated of a cluster of 64"):
-        predict(CLUSTER, SMALL, plan, Workers(32))
-
-
-def test_ours_with_two_dimensions_scales_best(model):
-    points = {(point.method, point.workers): point.queries_per_second for point in scaling(model)}
-    at = 16_384
-    assert points["ours", at] > points["NestPipe", at] > points["UniEmb", at] > points["TorchRec", at]
-    assert max(value for (_, workers), value in points.items() if workers == at) == next(
-        value for (method, workers), value in points.items() if workers == at and method.startswith("ours+2D")
-    )
 
 
 @pytest.mark.slow
@@ -260,12 +183,3 @@ def test_bad_input_is_one_clear_error(arguments, message):
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())
-
-
-def test_a_closed_form_stands_beside_the_papers_step_of_its_own_size():
-    printed = {(c.row, c.cluster, c.workers): c.value / 1e3 for c in CELLS if c.column == "step ms"}
-    assert len({workers for _, _, workers in printed}) > 1
-    for cell in CELLS:
-        place = cell.row, cell.cluster, cell.workers
-        assert _paper_step(*place) == printed.get(place)
-    assert None in {_paper_step(c.row, c.cluster, c.workers) for c in CELLS}

@@ -3,16 +3,14 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from tritonrec.harness.cli import app
-from tritonrec.harness.simulator import Link, Plan, StageCosts, from_trace, load, planner, search
+from tritonrec.harness.simulator import Link, Plan, StageCosts, from_trace, load, search
 from tritonrec.harness.simulator.cost_files import as_json
 from tritonrec.harness.simulator.measured import predict_costs, replay_lab, replay_traces
-from tritonrec.harness.simulator.planner import TIE, Saving, _ranked, divisors
 from tritonrec.harness.simulator.stage_costs import STAGES, Measured
 from tritonrec.pipeline.schedule import Task
 from tritonrec.trace import read
@@ -40,49 +38,6 @@ def test_a_window_exposes_the_ends():
     link = SECONDS["gradient_exchange"] / 4 + SECONDS["dense_reduce"] + SECONDS["exchange"] / 4
     assert found.step == pytest.approx(SECONDS["compute"] + link, rel=1e-6)
     assert found.exposed_lookup == 0
-
-
-def test_more_bytes_at_more_micro_batches_follow_a_power():
-    costs = replace(COSTS, sent_at={4: {"exchange": 8e5, "gradient_exchange": 16e5}})
-    assert costs.sent("exchange", 1.0) == pytest.approx(4e5)
-    assert costs.sent("exchange", 1 / 4) == pytest.approx(8e5 / 4)
-    assert costs.sent("exchange", 1 / 2) == pytest.approx(2**0.5 * 4e5 / 2)
-    assert costs.sent("exchange", 1 / 16) == pytest.approx(8e5 / 16)
-    each, once = (predict_costs(costs, Plan("fwp", 4, first_use=which)).sent for which in (False, True))
-    assert (each, once) == pytest.approx((24e5, 12e5))
-    cut = predict_costs(costs, Plan("fwp", 4, first_use=True, taper=0.2)).sent
-    assert cut == pytest.approx(12e5)
-
-
-def test_seconds_over_several_runs_are_a_straight_line():
-    runs = [
-        Measured(n, {**SECONDS, "compute": 0.2 + 0.01 * n}, {name: sent * n for name, sent in SENT.items()})
-        for n in (1, 2, 4)
-    ]
-    costs = StageCosts(4, runs, Link(bytes_per_second=1e9))
-    assert costs.seconds("compute") == pytest.approx((0.2, 0.01))
-    assert predict_costs(costs, Plan("sequential", 8)).compute == pytest.approx(
-        0.2 + 0.08 + SECONDS["sparse_update"] + SECONDS["dense_update"]
-    )
-
-
-def test_links_at_another_size_and_in_groups():
-    link = Link(1e7, seconds_per_message=0.001, contention=0.5, node_size=4, node_bytes_per_second=1e9)
-    busy = {**SECONDS, "gradient_exchange": SECONDS["gradient_exchange"] + 0.02}
-    costs = replace(COSTS, measured=[Measured(1, busy, SENT)], link=link)
-    cost = costs.costs(Plan("nestpipe"), 16)
-    price = cost(Task("exchange", 0, 0))
-    sent = 4e5 / 0.75 * 15 / 16
-    assert price.sent == pytest.approx(sent)
-    assert price.transfer == pytest.approx(15 * 0.001 + sent * 2 / 1e7)
-    grouped = costs.costs(Plan("nestpipe", replicas=4), 16)
-    sent = 4e5
-    assert grouped(Task("exchange", 0, 0)).transfer == pytest.approx(3 * 0.001 + sent / 1e7)
-    rows = 8e5 / 0.75
-    copies = grouped(Task("replica_reduce", 0, 0))
-    assert copies.transfer == pytest.approx(1.5 * rows / 1e9) and copies.sent == pytest.approx(1.5 * rows)
-    # What its bytes do not explain of a gradient exchange: packing, three messages, adding up.
-    assert copies.seconds == pytest.approx(SECONDS["gradient_exchange"] + 0.02 - 0.08 - 3 * 0.001)
 
 
 def test_replicas_meet_at_the_end_or_with_first_use_as_rows_leave():
@@ -127,11 +82,6 @@ def test_the_plan_is_the_fastest_of_those_simulated():
     assert search(replace(COSTS, measured=dear)).candidates[0].plan.micro_batches < best.plan.micro_batches
 
 
-def test_one_batch_in_flight_cannot_hide_lookups():
-    one, four = (predict_costs(COSTS, Plan("nestpipe", 4, depth=depth)) for depth in (1, 4))
-    assert one.exposed_lookup > 0.1 > four.exposed_lookup == 0
-
-
 def test_costs_of_a_trace_predict_its_own_step():
     costs = from_trace(TRACES / "sequential.pftrace")
     assert costs.world_size == 2 and costs.measured[0].micro_batches == 4
@@ -143,17 +93,6 @@ def test_costs_of_a_trace_predict_its_own_step():
     (row,) = replay_traces([TRACES / "sequential.pftrace"])
     assert row.fitted and row.step == pytest.approx(measured, rel=0.05)
     assert abs(row.error) < 0.15
-
-
-def test_costs_survive_their_file(tmp_path):
-    costs = replace(from_trace(TRACES / "nestpipe.pftrace"), link=Link(2e6, 1e-5, 0.3, 8, 1e9))
-    file = tmp_path / "costs.json"
-    file.write_text(json.dumps(as_json(costs)))
-    again = load(file)
-    assert (again.world_size, again.link, again.jitter) == (costs.world_size, costs.link, costs.jitter)
-    for name in STAGES:
-        assert again.measured[0].seconds[name] == pytest.approx(costs.measured[0].seconds[name])
-        assert again.measured[0].sent[name] == pytest.approx(costs.measured[0].sent[name])
 
 
 def lab_report():
@@ -253,69 +192,3 @@ def test_bad_cost_files_are_named(change, message, tmp_path):
     result = CliRunner().invoke(app, ["plan", "--costs", str(file)])
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: COSTS.costs(Plan("nestpipe", skip_fetch=True)), "skip_fetch"),
-        (lambda: COSTS.costs(Plan("nestpipe", replicas=3)), "do not divide"),
-        (lambda: replace(COSTS, world_size=1).costs(Plan("nestpipe"), 4), "at least two ranks"),
-        (
-            lambda: StageCosts(4, [Measured(2, SECONDS, SENT)]).costs(Plan("nestpipe", 4, first_use=True)),
-            "N = 1",
-        ),
-        (lambda: StageCosts(4, [Measured(1, {**SECONDS, "h2d": -1.0}, SENT)]), "h2d"),
-    ],
-)
-def test_what_costs_do_not_tell_is_said(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
-def test_plan_wants_one_source():
-    for arguments in (["plan"], ["plan", "--costs", "a", "--trace", "b"]):
-        result = CliRunner().invoke(app, arguments)
-        assert result.exit_code == 2 and "--costs FILE" in " ".join(result.output.split())
-
-
-def test_divisors():
-    assert divisors(12) == [1, 2, 3, 4, 6, 12]
-
-
-def test_a_measured_run_is_told_from_an_unseen_one_and_its_error_has_the_model_s_sign(monkeypatch):
-    module = "tritonrec.harness.simulator.measured"
-    trace = SimpleNamespace(metadata={"mode": "dbp", "micro_batches": 2})
-    monkeypatch.setattr(f"{module}.from_trace", lambda path: path)
-    monkeypatch.setattr(f"{module}.read", lambda path: trace)
-    monkeypatch.setattr(f"{module}._observed", lambda _: (2.0, 0.5))
-    steps = iter([2.0, 3.0, 1.5])
-    monkeypatch.setattr(
-        f"{module}.predict_costs", lambda costs, plan: SimpleNamespace(step=next(steps), exposed=0.1)
-    )
-    rows = replay_traces(["a", "b", "c"])
-    assert [(row.fitted, row.error) for row in rows] == [(True, 0.0), (False, 0.5), (False, -0.25)]
-
-
-def test_of_plans_as_fast_as_the_fastest_the_simplest_comes_first():
-    """Twice the micro-batches have to save more than a tie."""
-    simple, fast = Plan("nestpipe", 2), Plan("nestpipe", 4)
-    for slower, first in ((1 + TIE / 2, simple), (1 + 2 * TIE, fast)):
-        steps = {fast: SimpleNamespace(step=1.0), simple: SimpleNamespace(step=slower)}
-        assert _ranked(steps)[0] == first and {*_ranked(steps)} == {simple, fast}
-
-
-def test_gains_are_of_simulations_with_the_ranks_scatter_and_savings_of_their_means(monkeypatch):
-    """Scatter costs sequential training half, and other plans a step more for each batch in flight."""
-
-    def step(costs, plan, world):
-        scatter = (1.5 if plan.pipeline == "sequential" else 1.0 + plan.depth) if costs.jitter else 1.0
-        return SimpleNamespace(step=scatter / plan.micro_batches)
-
-    monkeypatch.setattr(planner, "predict_costs", step)
-    advice = search(replace(COSTS, jitter=0.1), 2)
-    assert advice.sequential.step == 1.5 and advice.candidates
-    for each in advice.candidates:
-        assert each.outcome.step == (1.0 + each.plan.depth) / each.plan.micro_batches
-        assert each.gain == 1.5 / each.outcome.step
-    assert Saving("first_use", True, SimpleNamespace(step=4.0), SimpleNamespace(step=3.0)).step == 0.25

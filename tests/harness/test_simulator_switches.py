@@ -7,10 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from tritonrec.harness.cli import app
-from tritonrec.harness.simulator import Link, Plan, StageCosts, load, search
+from tritonrec.harness.simulator import Link, Plan, StageCosts, search
 from tritonrec.harness.simulator.cost_files import as_json
-from tritonrec.harness.simulator.measured import predict_costs, replay_lab
-from tritonrec.harness.simulator.planner import notes
+from tritonrec.harness.simulator.measured import predict_costs
 from tritonrec.harness.simulator.stage_costs import STAGES, Measured
 from tritonrec.pipeline.schedule import Task
 
@@ -40,13 +39,6 @@ def test_kept_rows_are_neither_fetched_nor_written():
     assert (spared["route"], spared["copy_kept_rows"]) == (0.02, 0.001)
     quick = replace(COSTS, measured=[Measured(1, {**SECONDS, "retrieve": 0.03}, SENT)])
     assert seconds(quick, skip_fetch=True)["retrieve"] == 0  # never less than nothing
-
-
-def test_an_emulated_stage_takes_its_time_all_the_same():
-    retrieve = replace(COSTS, emulated=frozenset({"retrieve", "compute"}))
-    assert seconds(retrieve, skip_fetch=True) == {**seconds(COSTS), "write_back": pytest.approx(0.01)}
-    # How long it takes to move rows is not known where the moving is emulated.
-    assert seconds(replace(COSTS, emulated=frozenset({"write_back"})), skip_fetch=True) == seconds(COSTS)
 
 
 @pytest.fixture(scope="module")
@@ -84,31 +76,6 @@ def test_the_best_plan_is_the_fastest_of_all_switches(repeated):
     assert [each.switch for each in repeated.savings] == ["first_use", "skip_fetch"]
 
 
-def test_what_was_not_tried_is_said():
-    unknown = search(replace(COSTS, kept=None, measured=[Measured(4, SECONDS, SENT)]))
-    assert unknown.savings == []
-    for start in ("skip_fetch was not tried: the costs lack kept", "first_use was not tried"):
-        assert any(note.startswith(start) for note in unknown.notes)
-    assert not any(found.plan.skip_fetch or found.plan.first_use for found in unknown.candidates)
-    assert any("first_use could save nothing" in note for note in notes(COSTS, 4))
-    assert any("80.0% of a batch's rows stay" in note for note in notes(COSTS, 4))
-
-
-def test_bad_shares_and_stages_are_refused():
-    with pytest.raises(ValueError, match=r"kept is the share .* got 1\.5"):
-        replace(COSTS, kept=1.5)
-    with pytest.raises(ValueError, match="emulated: unknown stages lookup"):
-        replace(COSTS, emulated=frozenset({"lookup"}))
-
-
-def test_costs_keep_their_kept_rows_in_their_file(tmp_path):
-    file = tmp_path / "costs.json"
-    for costs in (COSTS, replace(COSTS, kept=None, emulated=frozenset({"h2d", "compute"}))):
-        file.write_text(json.dumps(as_json(costs)))
-        again = load(file)
-        assert (again.kept, again.emulated) == (costs.kept, costs.emulated)
-
-
 def report(kept=0.8, emulated=()):
     """A report of the lab with every kind of row that tells what is kept, and some that do not."""
 
@@ -138,40 +105,6 @@ def report(kept=0.8, emulated=()):
             row("nestpipe", 4, {"skip_fetch": True, "depth": 2}, kept),
         ],
     }
-
-
-def written(tmp_path, document):
-    file = tmp_path / "lab.json"
-    file.write_text(json.dumps(document))
-    return file
-
-
-def test_a_report_tells_what_is_kept_and_what_is_emulated(tmp_path):
-    found = load(written(tmp_path, report(emulated=("retrieve",))))
-    assert (found.kept, found.emulated) == (0.8, frozenset({"retrieve"}))
-    few = report()
-    few["rows"] = [row for row in few["rows"] if row["mode"] == "sequential" or row["kept"] != 0.8]
-    few["rows"][-1]["switches"]["first_use"] = True
-    assert load(written(tmp_path, few)).kept == 0.5  # averaged copies run empty now and then
-    old = report(None)
-    del old["emulated"]
-    assert (load(written(tmp_path, old)).kept, load(written(tmp_path, old)).emulated) == (None, frozenset())
-
-
-def test_reports_are_replayed_with_copies_depth_and_kept_rows(tmp_path):
-    file = written(tmp_path, report())
-    rows, unknown = replay_lab(file)
-    assert unknown == ["nestpipe replicas=2 average_every=2, N = 4"]
-    costs = load(file)
-    plans = [
-        Plan("sequential"), Plan("nestpipe", 4, taper=0.5, skip_fetch=True), Plan("nestpipe", 4),
-        Plan("nestpipe", 4, replicas=2), Plan("nestpipe", 4, depth=2, skip_fetch=True),
-    ]  # fmt: skip
-    assert [row.predicted_step for row in rows] == [predict_costs(costs, plan).step for plan in plans]
-    assert len({row.predicted_step for row in rows}) == 5
-    # Without the share of kept rows all of them count as fetched.
-    rows, _ = replay_lab(written(tmp_path, report(None)))
-    assert rows[-1].predicted_step == predict_costs(costs, replace(plans[-1], skip_fetch=False)).step
 
 
 def test_the_command_says_what_each_switch_saves(tmp_path):

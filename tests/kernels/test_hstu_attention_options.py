@@ -1,6 +1,6 @@
 """HSTU attention with masks, bias and delta queries together: held to float64, twice plain float32's error.
 
-`judge` is the check; attentions that are wrong in one term must fail it (`test_hstu_attention_wrong`).
+`judge` is the check; attentions that are wrong in one term, of `ci/mutants/intentions.jsonl`, must fail it.
 """
 
 from functools import lru_cache
@@ -23,7 +23,7 @@ from tritonrec.kernels.hstu_attention.op import HSTU_ATTENTION, HSTU_ATTENTION_B
 from tritonrec.kernels.hstu_attention.triton_bias import log2_of_difference
 from tritonrec.kernels.numba_sequences import log2_of_difference as log2_on_cpu
 
-QUICK = ("contexts", "times", "delta", "one_scale")  # the mutants' own case has all masks at once
+QUICK = ("contexts", "times", "delta", "one_scale")
 
 
 def on_triton(name):

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from murmur_inverse import key_with_hash
 from schedules import scheduled
@@ -23,6 +23,7 @@ pytestmark = [
 EXTREMES = [-(2**63), 2**63 - 1, -1, 0]
 # keys that meet: one home and step in the hash table, neighbouring homes in the scratch table
 CLASHING = [key_with_hash(i << 40 | 3 << 32) for i in range(30)]
+REPEATED = [5, *CLASHING[:4], 5, -1, 5, *CLASHING[:4], -1]
 schedule = st.tuples(st.integers(0, 2**32 - 1), st.booleans(), st.sampled_from([1, 2, 4, 8]))
 any_key = st.one_of(st.sampled_from(EXTREMES + CLASHING), st.integers(-3, 3))
 
@@ -67,6 +68,8 @@ def assert_equal(ours, theirs):
         assert torch.equal(one, other)
 
 
+@example(keys=REPEATED, drawn=(1, True, 2))
+@example(keys=REPEATED, drawn=(3, True, 2))
 @settings(max_examples=30)
 @given(keys=st.lists(any_key, max_size=24), drawn=schedule)
 def test_unique(keys, drawn):

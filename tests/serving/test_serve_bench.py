@@ -1,23 +1,18 @@
 """Promise: the figures of `tritonrec serve-bench` are what they say, and its predictions were compared."""
 
 import json
-from io import StringIO
 from types import SimpleNamespace
-from unittest.mock import ANY
 
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from typer.testing import CliRunner
 
-from tritonrec.data.sources import load_clicks
 from tritonrec.harness.cli import app
-from tritonrec.harness.serve import collectives, mpi, report
+from tritonrec.harness.serve import report
 from tritonrec.harness.serve import rounds as bench
 from tritonrec.harness.serve import run as on_ranks
 from tritonrec.harness.serve import served as served_module
-from tritonrec.harness.serve.mpi import available, run_with_mpi
 from tritonrec.harness.serve.served import Served, export_checkpoint, served_batches, served_dlrm
 from tritonrec.serving import Predictor, infer
 from tritonrec.serving.bounded_lag import BoundedLagAllToAll
@@ -31,36 +26,6 @@ def test_without_a_bound_everybody_pays_for_the_longest_delay_and_with_a_large_o
     assert by_bound[0] == pytest.approx(DELAYS.max(0).mean())
     assert by_bound[-1] == by_bound[-2] == pytest.approx(DELAYS.mean(1).max())
     assert by_bound == sorted(by_bound, reverse=True) and by_bound[0] > by_bound[2] > by_bound[-1]
-
-
-def test_a_consistent_straggler_cannot_be_masked():
-    delays = bench.draw_delays(bench.ServeConfig(steps=30), "straggler", 0)
-    assert [bench.delays_alone(delays, bound) for bound in (0, 1, 8)] == pytest.approx([0.005] * 3)
-    assert (delays[:-1] == 0).all()
-
-
-def test_delays_are_those_of_the_round_and_within_their_range():
-    plan = bench.ServeConfig(steps=200)
-    delays = bench.draw_delays(plan, "delays", 1)
-    assert np.array_equal(delays, bench.draw_delays(plan, "delays", 1))
-    assert not np.array_equal(delays, bench.draw_delays(plan, "delays", 2))
-    assert delays.min() >= 0 and delays.max() <= 0.01 and delays.mean() == pytest.approx(0.005, rel=0.1)
-    assert not bench.draw_delays(plan, "balanced", 1).any()
-
-
-@pytest.mark.parametrize(
-    ("freedom", "confidence", "t"),
-    [(1, 0.95, 12.7062), (4, 0.95, 2.7764), (30, 0.99, 2.7500), (2, 0.999, 31.599)],
-)
-def test_students_t_is_that_of_the_tables(freedom, confidence, t):
-    assert bench.student(freedom, confidence) == pytest.approx(t, rel=1e-4)
-
-
-def test_an_interval_is_as_wide_as_the_values_scatter():
-    mean, half = bench.interval([1.0, 2.0, 4.0])
-    assert mean == pytest.approx(7 / 3) and half == pytest.approx(
-        4.3027 * np.std([1, 2, 4], ddof=1) / 3**0.5, rel=1e-4
-    )
 
 
 @pytest.mark.parametrize(
@@ -87,22 +52,6 @@ def test_messages_are_as_large_as_both_sides_say():
             list(column) for column in zip(*sent, strict=True)
         ]
         assert max(map(max, sent)) * 16 * 4 <= models[0].capacity(7)
-
-
-def test_drawn_tables_have_the_proportions_of_criteo():
-    rows = Served(10_000_000, 64).table_rows()
-    assert len(rows) == 26 and sum(rows.values()) == pytest.approx(10_000_000, rel=1e-3)
-    assert rows["C3"] == pytest.approx(10131227 * 10_000_000 / 33762577, rel=1e-3) and rows["C9"] == 3
-    assert set(Served(42, 4, "avazu:samples=20").table_rows().values()) == {2}
-
-
-def test_batches_take_the_impressions_of_a_log_in_turn():
-    served = Served(2000, 8, "criteo:samples=50,scale=0.0001,seed=2")
-    log, batches = load_clicks(served.data), served_batches(served, 20, 4, 0)
-    rows = torch.arange(80).view(4, 20) % 50
-    for batch, at in zip(batches, rows, strict=True):
-        assert torch.equal(batch.dense, torch.from_numpy(log.dense)[at])
-        assert torch.equal(batch.lookups()["C5"].ids, torch.from_numpy(log.categories)[at, 4])
 
 
 @pytest.mark.slow
@@ -186,19 +135,6 @@ def test_bad_options_are_named(words, message):
     assert result.exit_code == 2 and message in result.output
 
 
-@pytest.mark.multi_rank
-@pytest.mark.skipif(not available(), reason="needs mpi4py and mpiexec")
-def test_mpi_runs_beside_the_others():
-    sizes = []
-    (cells,), (counts,) = run_with_mpi(2, 1, 0, [1, 16], 10, lambda: sizes.append(1))
-    assert len(sizes) == 2 and counts == {
-        n: {name: [ANY] * 2 for name in ("gloo", "bls", "MPI")} for n in (1, 10)
-    }
-    assert {size: {name: len(each) for name, each in by_name.items()} for size, by_name in cells.items()} == {
-        size: {name + of: 2 for name in ("gloo", "bls", "MPI") for of in ("", " cpu")} for size in (1, 16)
-    }
-
-
 def test_other_predictions_end_the_run():
     class Pool:
         def run(self, function, world_size, run):
@@ -210,28 +146,6 @@ def test_other_predictions_end_the_run():
     bench._measure(plan, Pool(), first, 0, digests, SERVED)
     with pytest.raises(RuntimeError, match="delays, bls, k = 1: predictions are not those"):
         bench._measure(plan, Pool(), second, 0, digests, SERVED)
-
-
-@pytest.mark.parametrize("wrong", [None, 0, 1])
-def test_what_arrives_by_a_backend_is_compared_in_each_buffer(monkeypatch, wrong):
-    """gloo's own messages are what is expected; one byte of a later one of bls is another."""
-    calls = []
-
-    def exchange(out, values, group=None):
-        out.copy_(values)
-        if group == "bls":
-            out[3] += len(calls) == wrong
-            calls.append(group)
-
-    monkeypatch.setattr(collectives, "_bls_group", lambda timeout: "bls")
-    monkeypatch.setattr(collectives.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(collectives.dist, "all_to_all_single", exchange)
-    given = 4, 0, None, bench.TIMEOUT
-    if wrong is None:
-        assert [*collectives._calls(*given)] == ["gloo", "bls"]
-        return
-    with pytest.raises(RuntimeError, match="bls and gloo disagree on what arrives, at 4 bytes to each rank"):
-        collectives._calls(*given)
 
 
 @pytest.mark.parametrize(
@@ -253,50 +167,6 @@ def test_the_verdict_says_how_much_of_the_delays_is_masked(possible, said):
     plan = bench.ServeConfig(bounds=(0, 4), scenarios=("delays",), sizes=())
     text = report.verdict(bench.Result(plan, settings, {}), "delays", "bls")
     assert f"; the others' delays cost {possible * 1e3:.2f} ms, {said} (" in text
-
-
-def test_the_verdict_claims_nothing_inside_the_interval():
-    plan = bench.ServeConfig(bounds=(0, 4), scenarios=("balanced",), sizes=())
-    settings = [
-        bench.Series("balanced", backend, bound, latency, [1] * 3, latency, [0.0] * 3)
-        for backend in bench.BACKENDS
-        for bound, latency in ((0, [0.010, 0.012, 0.011]), (4, [0.011, 0.010, 0.0115]))
-    ]
-    result = bench.Result(plan, settings, {})
-    assert report.verdict(result, "balanced", "bls").startswith(
-        "bls: no k saves time beyond the interval; best k = 4"
-    )
-    for setting in settings:
-        if setting.bound:
-            setting.latency = [0.005, 0.0051, 0.0052]
-    assert report.verdict(result, "balanced", "bls").startswith("bls, k = 4: 5.90 ± ")
-    report.print_report(result, Console(quiet=True))
-
-
-def test_a_table_of_all_to_alls_is_whole_in_eighty_columns():
-    slow = {name: [0.2, 0.3, 0.25] for name in ("gloo", "gloo cpu", "bls", "bls cpu", "MPI", "MPI cpu")}
-    result = bench.Result(bench.ServeConfig(scenarios=()), [], {2**26: slow})
-    console = Console(width=80, record=True, file=StringIO())
-    report.print_report(result, console)
-    text = console.export_text()
-    assert "67,108,864" in text and text.count("1.00±0.00") == 2 and "…" not in text
-
-
-def test_mpiexec_beside_the_interpreter_comes_before_one_on_the_path(monkeypatch, tmp_path):
-    for folder in ("own", "path"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "mpiexec").write_text("")
-        (tmp_path / folder / "mpiexec").chmod(0o755)
-    monkeypatch.setattr(mpi.sys, "executable", str(tmp_path / "own" / "python"))
-    monkeypatch.setenv("PATH", str(tmp_path / "path"))
-    assert mpi.mpiexec() == str(tmp_path / "own" / "mpiexec")
-    (tmp_path / "own" / "mpiexec").unlink()
-    assert mpi.mpiexec() == str(tmp_path / "path" / "mpiexec")
-
-
-def test_a_collective_takes_as_long_as_its_slowest_rank():
-    found = [{4: {"gloo": [1.0, 3.0], "bls": [2.0, 1.5]}, 8: {"gloo": [5.0, 4.0]}}, {4: {"gloo": [6.0, 2.0]}}]
-    assert bench._slowest(found) == {4: {"gloo": [3.0, 6.0]}, 8: {}}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
