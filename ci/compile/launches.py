@@ -437,7 +437,11 @@ def _optimizers(dim):
         run(ops.sparse_rowwise_adagrad, weight, narrow, indices, grad, 0.1, **decay)
         run(ops.sparse_adam, weight, wide, wide.clone(), indices, grad, 0.1, step=3, **decay)
         run(ops.sparse_adamw, weight, wide, wide.clone(), indices, grad, 0.1, step=3, **decay)
+        run(ops.sparse_ftrl, weight, wide, wide.clone(), indices, grad, 0.1, **decay)
         run(ops.sparse_rowwise_adam, weight, wide, narrow, indices, grad, 0.1, step=3, **decay)
+    run(ops.sparse_lars_sgd, weight, wide, indices, grad, 0.1)
+    run(ops.sparse_lamb, weight, wide, wide.clone(), indices, grad, 0.1, step=3)
+    run(ops.sparse_rowwise_lamb, weight, wide, narrow, indices, grad, 0.1, step=3)
     run(ops.sparse_lazy_decay, weight, narrow, indices, ones(9), 9)
 
 
