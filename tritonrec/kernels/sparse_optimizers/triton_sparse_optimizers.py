@@ -310,9 +310,9 @@ def custom_kernel(
     place = rows_ptr + row * row_stride
     weight, states = tl.load(place + column, mask=mask, other=0.0), ()
     for i in tl.static_range(WIDE):
-        states = states + (tl.load(place + (i + 1) * dim + column, mask=mask, other=0.0),)  # noqa: RUF005
+        states += (tl.load(place + (i + 1) * dim + column, mask=mask, other=0.0),)  # type: ignore[assignment]
     for i in tl.static_range(NARROW):
-        states = states + (tl.load(place + (WIDE + 1) * dim + i, mask=inside, other=0.0),)  # noqa: RUF005
+        states += (tl.load(place + (WIDE + 1) * dim + i, mask=inside, other=0.0),)  # type: ignore[assignment]
     weight, states = UPDATE(weight, states, gradient, step, lr)
     # several threads may load one value: none may load it changed
     tl.debug_barrier()
