@@ -380,6 +380,8 @@ MUTANTS = {
         "second_not_written": [("tl.store(second_place, second, mask=mask)", "pass")],
         "squares_not_squared": [("rest2 * (gradient * gradient)", "rest2 * gradient")],
         "nesterov_without_momentum": [("rate * (gradient + beta1 * first)", "rate * first")],
+        "norms_ignored": [("rate * tl.div_rn(of_weight, of_other)", "rate + 0 * of_other")],
+        "l1_ignored": [("tl.where(first > beta1, beta1,", "tl.where(first > beta1, 0.0,")],
         "decay_of_the_change": [("weight = weight * decay\n    if first_ptr", "gradient = gradient * decay\n    if first_ptr")],
         "mean_square_without_weight_decay": [("if L2:\n            place", "if False:\n            place")],
         "missed_updates_forgotten": [("done = tl.where(last >= 1, done, step - 1)", "done = tl.zeros_like(done) + step - 1")],

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from impls import GPU, TRITON, on
+from impls import GPU, IMPLS, TRITON, on
 
 from tritonrec import ops
 from tritonrec.kernels.sparse_optimizers import (
@@ -220,6 +220,14 @@ def test_rules_of_fbgemm_and_ftrl_are_their_formulas(optimizer):
         torch.testing.assert_close(table.double(), meant, rtol=1e-4, atol=1e-5)
     zeros = exact[0][:3] == 0
     assert torch.equal(tables[0][:3] == 0, zeros) and (zeros.sum() > 9) == (optimizer == "ftrl")
+
+
+@pytest.mark.parametrize("optimizer", ["lamb", "rowwise_lamb", "lars_sgd"])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_change_of_norm_zero_is_no_division_by_it(impl, optimizer):
+    tables = [on(impl, torch.full((3, 5), 0.5)), *(on(impl, torch.zeros(3, each)) for each in (5, 5, 1))]
+    update(optimizer, tables, on(impl, torch.tensor([2, 0])), on(impl, torch.zeros(2, 5)), 1, impl)
+    assert all((table == value).all() for table, value in zip(tables, (0.5, 0, 0, 0), strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
