@@ -430,20 +430,3 @@ def sparse_ftrl(device, seed):
         weight.index_copy_(0, rows, (z.clamp(-0.3, 0.3) - z) / ((total.sqrt() + 0.1) / 0.1))
 
     return optimizer(device, seed, ours, theirs, (64, 64))
-
-
-@case()
-def sparse_rowwise_lamb(device, seed):
-    def ours(weight, mean, square, rows, grad):
-        ops.sparse_rowwise_lamb(weight, mean, square, rows, grad, 0.1, step=3)
-
-    def theirs(weight, mean, square, rows, grad):
-        m = mean.index_select(0, rows).mul_(0.9).add_(grad, alpha=0.1)
-        s = square.index_select(0, rows).mul_(0.999).add_(grad.square().mean(1, keepdim=True), alpha=0.001)
-        mean.index_copy_(0, rows, m)
-        square.index_copy_(0, rows, s)
-        change = (m / (1 - 0.9**3)) / ((s / (1 - 0.999**3)).sqrt() + 1e-8)
-        ratio = weight.index_select(0, rows).norm(dim=1, keepdim=True) / change.norm(dim=1, keepdim=True)
-        weight.index_add_(0, rows, ratio * change, alpha=-0.1)
-
-    return optimizer(device, seed, ours, theirs, (64, 1))
