@@ -203,6 +203,7 @@ def updated(d: Draw, row_wise: bool = False) -> Arguments:
     return {
         "weight": d.floats(places, width), "state": d.floats(places, narrow).abs(),
         "momentum_buffer": d.floats(places, width), "last_update": d.floats(places, 1),
+        "linear": d.floats(places, width),
         "factors": d.floats(step + d.size(5)), "weight_decay": chosen(d.rng, (0.0, 0.1)),
         "exp_avg": d.floats(places, width), "exp_avg_sq": d.floats(places, narrow).abs(),
         "indices": d.rows(count, places, distinct=True), "grad": d.floats(count, width),

@@ -137,6 +137,7 @@ def update(op: str) -> Callable[..., None]:
 
     def call(**given: Any) -> None:
         given |= {"momentum": given["beta1"], "nesterov": nesterov}
+        given |= {"eta": given["beta2"], "l1": given["beta1"]}
         function(**{name: value for name, value in given.items() if name in names})
 
     return call

@@ -18,6 +18,8 @@ ALSO = [
     "beta",
     "betas",
     "momentum",
+    "eta",
+    "l1",
     "dropout",
     "temperature",
     "gradient of",

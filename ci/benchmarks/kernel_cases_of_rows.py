@@ -413,3 +413,20 @@ def sparse_adam(device, seed):
         weight.index_add_(0, rows, m / ((s / (1 - 0.999**3)).sqrt() + 1e-8), alpha=-rate)
 
     return optimizer(device, seed, ours, theirs, (64, 64))
+
+
+@case()
+def sparse_ftrl(device, seed):
+    def ours(weight, linear, state, rows, grad):
+        ops.sparse_ftrl(weight, linear, state, rows, grad, 0.1, 0.3, 0.1)
+
+    def theirs(weight, linear, state, rows, grad):
+        before = state.index_select(0, rows)
+        total = before.addcmul(grad, grad)
+        change = (total.sqrt() - before.sqrt()).div_(0.1).mul_(weight.index_select(0, rows))
+        z = linear.index_select(0, rows).add_(grad).sub_(change)
+        state.index_copy_(0, rows, total)
+        linear.index_copy_(0, rows, z)
+        weight.index_copy_(0, rows, (z.clamp(-0.3, 0.3) - z) / ((total.sqrt() + 0.1) / 0.1))
+
+    return optimizer(device, seed, ours, theirs, (64, 64))

@@ -34,6 +34,9 @@ from tritonrec.kernels.hstu_attention import triton_attention
 from tritonrec.kernels.norm_linear_silu.op import NORM_LINEAR_SILU_BACKWARD_EXACT
 from tritonrec.kernels.norm_mul_dropout.op import NORM_MUL_DROPOUT, NORM_MUL_DROPOUT_BACKWARD_EXACT
 from tritonrec.kernels.philox import DeviceSeed, DeviceSeeds
+from tritonrec.kernels.sparse_optimizers.op import SPARSE_UPDATES
+from tritonrec.kernels.sparse_optimizers.rules import RULES
+from tritonrec.kernels.sparse_optimizers.triton_sparse_optimizers import update_of_tiles
 
 JIT = triton.runtime.jit.JITFunction
 # constants by which a kernel knows the interpreter, which is not what is compiled here
@@ -425,20 +428,21 @@ def _packed_rows(dim):
         run(ops.add_packed_rows, out, keys(3 * size) // 200, widths, packed)
 
 
+@triton.jit
+def own_rule(weight, states, gradient, step, lr):
+    return weight - lr * gradient * step, (states[0] + gradient, states[1] + 1)
+
+
 @case("sparse_optimizers", dim=(50, 128))
 def _optimizers(dim):
-    weight, indices, grad = ones(size, dim), keys(size // 2), ones(size // 2, dim)
-    wide, narrow = ones(size, dim), ones(size, 1)
-    for decay in {"weight_decay": 0.0}, {"weight_decay": 0.1}:
-        run(ops.sparse_sgd, weight, indices, grad, 0.1, **decay)
-        run(ops.sparse_momentum_sgd, weight, wide, indices, grad, 0.1, **decay)
-        run(ops.sparse_momentum_sgd, weight, wide, indices, grad, 0.1, nesterov=True, **decay)
-        run(ops.sparse_adagrad, weight, wide, indices, grad, 0.1, **decay)
-        run(ops.sparse_rowwise_adagrad, weight, narrow, indices, grad, 0.1, **decay)
-        run(ops.sparse_adam, weight, wide, wide.clone(), indices, grad, 0.1, step=3, **decay)
-        run(ops.sparse_adamw, weight, wide, wide.clone(), indices, grad, 0.1, step=3, **decay)
-        run(ops.sparse_rowwise_adam, weight, wide, narrow, indices, grad, 0.1, step=3, **decay)
+    weight, indices, grad, narrow = ones(size, dim), keys(size // 2), ones(size // 2, dim), ones(size, 1)
+    for name, rule in RULES.items():
+        states = [ones(size, dim) for _ in rule.states]
+        states[-1:] = [narrow] if rule.row_wise else states[-1:]
+        for decay in 0.0, 0.1:
+            run(SPARSE_UPDATES[name], weight, *states, indices, grad, 0.1, 1e-8, 0.9, 0.999, decay, 3)
     run(ops.sparse_lazy_decay, weight, narrow, indices, ones(9), 9)
+    update_of_tiles(ones(size, 2 * dim + 1), indices, grad, 3, 0.1, None, own_rule, 1, 1)
 
 
 @case("philox", dim=(50, 128))

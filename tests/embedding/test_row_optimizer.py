@@ -5,6 +5,9 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
+from impls import IMPLS, on
 
 from tritonrec import ops
 from tritonrec.embedding import (
@@ -17,10 +20,19 @@ from tritonrec.embedding import (
     WarmupCosine,
 )
 from tritonrec.embedding.row_optimizer import DecayFactors
+from tritonrec.ops import use_impl
 
 NAMES = get_args(OptimizerName)
 WIDTHS = {"sgd": 5, "momentum_sgd": 10, "adagrad": 10, "rowwise_adagrad": 6, "adam": 15, "adamw": 15}
-WIDTHS |= {"rowwise_adam": 11}
+WIDTHS |= {
+    "rowwise_adam": 11,
+    "lars_sgd": 10,
+    "rowwise_adagradw": 6,
+    "lamb": 15,
+    "rowwise_lamb": 11,
+    "ftrl": 15,
+}
+LAZY = [name for name in NAMES if name != "ftrl"]
 
 
 def same_bits(one, other):
@@ -33,7 +45,7 @@ def random(*shape, seed=0):
 
 def test_every_rule_has_its_width():
     assert {name: RowOptimizer(name).row_width(5) for name in NAMES} == WIDTHS
-    assert all(RowOptimizer(n, lazy_weight_decay=True).row_width(5) == w + 1 for n, w in WIDTHS.items())
+    assert all(RowOptimizer(n, lazy_weight_decay=True).row_width(5) == WIDTHS[n] + 1 for n in LAZY)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -41,9 +53,10 @@ def test_a_row_is_weight_then_states_in_the_order_of_the_op(name):
     width, indices, grad = WIDTHS[name], torch.tensor([2, 0]), random(2, 5, seed=1)
     rows = random(4, width).abs()
     parts = [part.clone() for part in rows.split([5] * (width // 5) + [1] * (width % 5), 1)]
-    RowOptimizer(name, 0.1, 1e-3, weight_decay=0.2).update(rows, indices, grad, 3)
+    RowOptimizer(name, 0.1, 1e-3, weight_decay=0.2, l1=0.01, eta=0.5).update(rows, indices, grad, 3)
     numbers = {"eps": 1e-3} if "sgd" not in name else {}
-    numbers |= {"step": 3} if "adam" in name else {}
+    numbers |= {"step": 3} if "adam" in name or "lamb" in name else {}
+    numbers |= {"ftrl": {"l1": 0.01}, "lars_sgd": {"eta": 0.5}}.get(name, {})
     getattr(ops, f"sparse_{name}")(*parts, indices, grad, 0.1, weight_decay=0.2, **numbers)
     assert same_bits(rows, torch.cat(parts, 1))
 
@@ -64,7 +77,7 @@ def test_nesterov_is_a_rule_of_its_own():
 
 
 @pytest.mark.parametrize("schedule", [0.25, WarmupCosine(0.25, 3, 12, 0.01)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", LAZY)
 def test_lazy_decay_ends_at_the_bits_of_decay_in_every_update(name, schedule):
     """Rows touched now and then, beside a loop that multiplies in each update and never looks at a number."""
     lazy = RowOptimizer(name, schedule, weight_decay=0.3, lazy_weight_decay=True)
@@ -100,13 +113,22 @@ def test_factors_are_those_of_their_updates_however_they_were_asked_for():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: RowOptimizer("lion"), "adamw or rowwise_adam, got 'lion'"),
+        (lambda: RowOptimizer("lion"), "rowwise_lamb or ftrl, got 'lion'"),
         (lambda: RowOptimizer("sgd", lr=-0.1), r"lr must be finite and >= 0, got -0.1"),
         (lambda: RowOptimizer("adam", beta1=1.0), r"beta1 must lie in \[0, 1\)"),
         (lambda: RowOptimizer("momentum_sgd", momentum=-0.1), "momentum must lie"),
         (lambda: RowOptimizer("sgd", weight_decay=-1.0), "weight_decay must be finite"),
+        (lambda: RowOptimizer("ftrl", l1=-1.0), "l1 must be finite"),
+        (lambda: RowOptimizer("ftrl", 0.0), "ftrl computes weights from its states and divides by lr"),
+        (lambda: RowOptimizer("ftrl", lazy_weight_decay=True), "a weight_decay that is not lazy"),
         (lambda: RowOptimizer("sgd", nesterov=True), "nesterov goes with momentum_sgd"),
         (lambda: RowOptimizer.custom(signed, 0, weight_decay=0.1), "decays its weights itself"),
+        (lambda: RowOptimizer.custom(signed, 0, triton=signed), "'custom': its .* decorated with triton.jit"),
+        (lambda: RowOptimizer.custom(signed, 0, numba=3), "'custom': its update .* must be functions"),
+        (
+            lambda: RowOptimizer.custom(signed, lambda dim: dim * dim, triton=adamax_of_a_tile),
+            "is 1, 4 and 4096",
+        ),
         (lambda: RowOptimizer.custom(signed, -1), "state width must be a whole number"),
     ],
 )
@@ -174,6 +196,94 @@ def test_a_rule_of_ones_own_takes_any_shape(rows, dim):
     CUSTOM.update(table, torch.arange(rows), grad, 1)
     w, s = adagrad(expected[:rows, :dim], expected[:rows, dim:], grad, 1, 0.1)
     assert same_bits(table[:rows], torch.cat([w, s], 1)) and same_bits(table[rows:], expected[rows:])
+
+
+def adamax(weight, state, gradient, step, lr):
+    """A moment per element and the largest gradient so far per row."""
+    moment = 0.9 * state[:, :-1] + 0.1 * gradient
+    largest = torch.maximum(0.999 * state[:, -1:], gradient.abs().amax(1, keepdim=True))
+    return weight - (lr * moment) / (largest + 1e-8), torch.cat([moment, largest], 1)
+
+
+def adamax_of_a_row(weight, state, gradient, step, lr):
+    dim = len(weight)
+    largest = np.float32(0.999) * state[dim]
+    for d in range(dim):
+        largest = max(largest, abs(gradient[d]))
+    state[dim] = largest
+    for d in range(dim):
+        state[d] = np.float32(0.9) * state[d] + np.float32(0.1) * gradient[d]
+        weight[d] -= (lr * state[d]) / (largest + np.float32(1e-8))
+
+
+@triton.jit
+def adamax_of_a_tile(weight, states, gradient, step, lr):
+    moment = 0.9 * states[0] + 0.1 * gradient
+    largest = tl.maximum(0.999 * states[1], tl.max(tl.abs(gradient), 1, keep_dims=True))
+    change = tl.div_rn(lr * moment, tl.broadcast_to(largest + 1e-8, moment.shape))
+    return weight - change, (moment, largest)
+
+
+def signed_of_a_row(weight, state, gradient, step, lr):
+    for d in range(len(weight)):
+        weight[d] -= lr * np.sign(gradient[d])
+
+
+@triton.jit
+def signed_of_a_tile(weight, states, gradient, step, lr):
+    return weight - lr * (tl.where(gradient > 0, 1.0, 0.0) - tl.where(gradient < 0, 1.0, 0.0)), states
+
+
+def wide(dim):
+    return dim + 1
+
+
+OWN = {"adamax": (adamax, wide, adamax_of_a_row, adamax_of_a_tile)}
+OWN |= {"signed": (signed, 0, signed_of_a_row, signed_of_a_tile)}
+
+
+@pytest.mark.parametrize("count", [None, 0, 4, 9])
+@pytest.mark.parametrize("dim", [1, 7, 16, 150])
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_rule_of_ones_own_has_the_same_bits_in_torch_numba_and_triton(impl, name, dim, count):
+    in_torch, width, *compiled = OWN[name]
+    given = {"lr": 0.1, "weight_decay": 0.5, "lazy_weight_decay": True}
+    plain = RowOptimizer.custom(in_torch, width, name=name, **given)
+    rule = RowOptimizer.custom(in_torch, width, name=name, **given, numba=compiled[0], triton=compiled[1])
+    expected = torch.cat([random(20, plain.row_width(dim) - 1).abs(), torch.zeros(20, 1)], 1)
+    rows, indices = (
+        on(impl, expected.clone()),
+        torch.randperm(20, generator=torch.Generator().manual_seed(3))[:9],
+    )
+    valid = None if count is None else on(impl, torch.tensor(count))
+    with use_impl(impl):
+        for step in (1, 2, 4):
+            grad = random(9, dim, seed=step)
+            plain.update(expected, indices[:count], grad[:count], step)
+            rule.update(rows, on(impl, indices), on(impl, grad), step, valid)
+    assert same_bits(rows.cpu(), expected)
+    with pytest.raises(IndexError, match=r"indices\[0\] = 20 is outside"):
+        rule.update(expected, torch.tensor([20]), grad[:1], 5)
+
+
+def careless(weight, state, gradient, step, lr):
+    for d in range(len(weight)):
+        state[d] = 0.9 * state[d] + 0.1 * gradient[d]  # float64
+        weight[d] -= lr * np.sign(state[d])
+
+
+def test_a_rule_whose_bits_are_not_those_of_torch_is_refused_by_name():
+    def lion(weight, state, gradient, step, lr):
+        state = 0.9 * state + 0.1 * gradient
+        return weight - lr * state.sign(), state
+
+    rule, rows = RowOptimizer.custom(lion, lambda dim: dim, name="lion", numba=careless), torch.ones(2, 6)
+    with pytest.raises(
+        ValueError, match=r"update 'lion' gives .* on 'cpu' and .* in torch \(.*lion\), in col"
+    ):
+        rule.update(rows, torch.arange(2), torch.ones(2, 3), 1)
+    assert (rows == 1).all()
 
 
 def across(weight, state, gradient, step, lr):

@@ -91,6 +91,8 @@ def trainer(optimizer, mode, impl, storage="host", model=Scores):
         ("adam", "device"),
         ("adam", "cached"),
         ("rowwise_adam", "device"),
+        ("rowwise_lamb", "device"),
+        ("ftrl", "cached"),
     ],
 )
 def test_the_nested_pipeline_on_emulated_kernels_ends_at_the_cpus_bits(optimizer, storage):
@@ -106,7 +108,8 @@ def test_the_nested_pipeline_on_emulated_kernels_ends_at_the_cpus_bits(optimizer
     assert comparison.first is None, comparison.first
     assert comparison.steps_seen == {(step, part) for step in range(4) for part in ("loss", "table item")}
     launched = {name for name, row in current().rows.items() if row.launches > before.get(name, 0)}
-    update = f"sparse_optimizers.{'rowwise' if 'rowwise' in optimizer else 'elementwise'}_kernel"
+    kernel = "norm" if "lamb" in optimizer else "rowwise" if "rowwise" in optimizer else "elementwise"
+    update = f"sparse_optimizers.{kernel}_kernel"
     assert {*IN_A_STEP, update, *(ON_DEVICE if storage != "host" else ())} <= launched, launched
     assert ops.implementation("auto", torch.ones(1)) == "cpu"
 

@@ -296,7 +296,8 @@ def test_a_value_without_a_number_is_put_into_the_status(impl):
 
 
 WIDTHS = {"sgd": [3], "momentum_sgd": [3, 3], "adagrad": [3, 3], "rowwise_adagrad": [3, 1], "adam": [3, 3, 3]}
-WIDTHS |= {"adamw": [3, 3, 3], "rowwise_adam": [3, 3, 1]}
+WIDTHS |= {"adamw": [3, 3, 3], "rowwise_adam": [3, 3, 1], "rowwise_adagradw": [3, 1], "lamb": [3, 3, 3]}
+WIDTHS |= {"rowwise_lamb": [3, 3, 1], "lars_sgd": [3, 3], "ftrl": [3, 3, 3]}
 
 
 @pytest.mark.parametrize("count", [-1, 0, 1, 5, 8, 99])

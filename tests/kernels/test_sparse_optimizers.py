@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from impls import GPU, TRITON
+from impls import GPU, IMPLS, TRITON, on
 
 from tritonrec import ops
 from tritonrec.kernels.sparse_optimizers import (
@@ -23,10 +23,15 @@ STATES = {  # of the tables weight, wide, wide, narrow
     "adam": [1, 2],
     "adamw": [1, 2],
     "rowwise_adam": [1, 3],
+    "lamb": [1, 2],
+    "rowwise_lamb": [1, 3],
+    "rowwise_adagradw": [3],
+    "ftrl": [1, 2],
+    "lars_sgd": [1],
 }
 OPTIMIZERS = list(STATES)
-WITH_EPS = OPTIMIZERS[3:]
-WITH_STEP = OPTIMIZERS[5:]
+WITH_EPS = OPTIMIZERS[3:-1]
+WITH_STEP = OPTIMIZERS[5:10]
 
 
 def update(optimizer, tables, indices, grad, step, impl, lr=0.1, eps=1e-8, weight_decay=0.0):
@@ -34,6 +39,7 @@ def update(optimizer, tables, indices, grad, step, impl, lr=0.1, eps=1e-8, weigh
     given = {"weight_decay": weight_decay, "impl": impl}
     given |= {"eps": eps} if optimizer in WITH_EPS else {}
     given |= {"step": step} if optimizer in WITH_STEP else {}
+    given |= {"l1": 0.1} if optimizer == "ftrl" else {}
     given |= {"nesterov": True} if optimizer == "nesterov_sgd" else {}
     states = [tables[state] for state in STATES[optimizer]]
     function = getattr(ops, f"sparse_{optimizer.replace('nesterov', 'momentum')}")
@@ -167,6 +173,80 @@ def test_a_row_touched_in_every_step_is_as_close_to_float64_as_torch(optimizer):
     assert error.max() <= 2 * (plain - exact).abs().max(), f"worst element {divmod(int(error.argmax()), 16)}"
 
 
+def in_float64(optimizer, w, m, v, g, step, lr=0.1, wd=0.2):
+    """New weight and states of a row, as FBGEMM's generated code has them, FTRL as McMahan et al. have it."""
+    if optimizer == "rowwise_adagradw":
+        v = v + g.square().mean()
+        return (1 - lr * wd) * w - lr / (v.sqrt() + 0.1) * g, m, v
+    if optimizer == "lars_sgd":
+        rate = lr * 0.5 * w.norm() / (g.norm() + wd * w.norm()) if w.norm() * g.norm() else lr
+        m = 0.9 * m + rate * (g + wd * w)
+        return w - m, m, v
+    if optimizer == "ftrl":
+        sigma, v = ((v + g * g).sqrt() - v.sqrt()) / lr, v + g * g
+        m = m + g - sigma * w
+        return torch.where(m.abs() <= 0.3, 0, -(m - 0.3 * m.sign()) / ((0.1 + v.sqrt()) / lr + wd)), m, v
+    m = 0.9 * m + 0.1 * g
+    v = 0.999 * v + 0.001 * (g.square().mean() if optimizer == "rowwise_lamb" else g * g)
+    change = m / (1 - 0.9**step) / ((v / (1 - 0.999**step)).sqrt() + 0.1) + wd * w
+    ratio = w.norm() / change.norm() if w.norm() * change.norm() else 1
+    return w - lr * ratio * change, m, v
+
+
+@pytest.mark.parametrize("optimizer", ["rowwise_adagradw", "lars_sgd", "ftrl", "lamb", "rowwise_lamb"])
+def test_rules_of_fbgemm_and_ftrl_are_their_formulas(optimizer):
+    """Row 0 begins at 0, row 1 has gradients of 0, row 3 none."""
+    generator, at = torch.Generator().manual_seed(9), STATES[optimizer]
+    tables = [torch.randn(4, 9, generator=generator), *(torch.zeros(4, each) for each in (9, 9, 1))]
+    tables[0][0] = 0
+    exact = [table.double() for table in tables]
+    second = 3 if 3 in at else 2
+    given = {"weight_decay": 0.2, "eps": 0.1}
+    given |= {"ftrl": {"l1": 0.3}, "lars_sgd": {"eta": 0.5}}.get(optimizer, {})
+    if optimizer == "lars_sgd":
+        del given["eps"]
+    for step in range(1, 9):
+        grad = torch.randn(3, 9, generator=generator)
+        grad[1] = 0
+        number = {"step": step} if optimizer in WITH_STEP else {}
+        function = getattr(ops, f"sparse_{optimizer}")
+        function(tables[0], *(tables[each] for each in at), torch.arange(3), grad, 0.1, **given, **number)
+        for row, g in enumerate(grad.double()):
+            places = (0, 1, second)
+            new = in_float64(optimizer, *(exact[place][row] for place in places), g, step)
+            for place, value in zip(places, new, strict=True):
+                exact[place][row] = value
+    for table, meant in zip(tables, exact, strict=True):
+        torch.testing.assert_close(table.double(), meant, rtol=1e-4, atol=1e-5)
+    zeros = exact[0][:3] == 0
+    assert torch.equal(tables[0][:3] == 0, zeros) and (zeros.sum() > 9) == (optimizer == "ftrl")
+
+
+@pytest.mark.parametrize("optimizer", ["lamb", "rowwise_lamb", "lars_sgd"])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_change_of_norm_zero_is_no_division_by_it(impl, optimizer):
+    tables = [on(impl, torch.full((3, 5), 0.5)), *(on(impl, torch.zeros(3, each)) for each in (5, 5, 1))]
+    update(optimizer, tables, on(impl, torch.tensor([2, 0])), on(impl, torch.zeros(2, 5)), 1, impl)
+    assert all((table == value).all() for table, value in zip(tables, (0.5, 0, 0, 0), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("impl", ["cpu", TRITON])
+def test_extreme_gradients_end_as_in_the_reference(impl, optimizer):
+    grad = torch.randn(6, 20, generator=torch.Generator().manual_seed(5))
+    for row, value in enumerate([0.0, -0.0, float("inf"), float("nan"), 1e30]):
+        grad[row, row:] = value
+    results = []
+    for each in ("reference", impl):
+        tables = [on(each, torch.full((7, width), 0.5)) for width in (20, 20, 20, 1)]
+        update(optimizer, tables, on(each, torch.arange(6)), on(each, grad), 2, each, weight_decay=0.1)
+        results.append([table.cpu() for table in tables])
+    for expected, got in zip(*results, strict=True):
+        assert torch.equal(expected.isnan(), got.isnan())
+        assert same_bits(expected.nan_to_num(nan=7.0), got.nan_to_num(nan=7.0))
+
+
 def test_row_wise_adam_is_that_of_fbgemm():
     """PARTIAL_ROWWISE_ADAM in float64, as its documentation has it."""
     generator = torch.Generator().manual_seed(9)
@@ -215,7 +295,7 @@ def test_sgd_by_hand():
     rows=st.integers(1, 12),
     pad=st.integers(0, 3),
     seed=st.integers(0, 10**6),
-    lr=st.floats(0, 10),
+    lr=st.floats(1e-6, 10),
     eps=st.floats(1e-12, 1),
     weight_decay=st.sampled_from([0.0, 1e-5, 0.5, 3.0]),
     data=st.data(),
@@ -242,6 +322,12 @@ def test_cpu_equals_reference_everywhere(optimizer, dim, rows, pad, seed, lr, ep
         (lambda w, i, g: sparse_adam(w, w, w, i, g, 0.1, beta1=1.0), "betas"),
         (lambda w, i, g: sparse_adam(w, w, w, i, g, 0.1, beta2=1.0), "betas must lie in .* and 1.0"),
         (lambda w, i, g: ops.sparse_momentum_sgd(w, w, i, g, 0.1, 1.5), r"momentum must lie .* got 1\.5"),
+        (
+            lambda w, i, g: ops.sparse_lars_sgd(w, w, i, g, 0.1, eta=-1.0),
+            "eta must be at least 0 .* got -1.0",
+        ),
+        (lambda w, i, g: ops.sparse_ftrl(w, w, w, i, g, 0.0), "FTRL divides by lr, .* got 0.0 and 0.0"),
+        (lambda w, i, g: ops.sparse_ftrl(w, w, w, i, g, 0.1, l1=-1.0), "l1 must be at least 0 .* and -1.0"),
         (lambda w, i, g: sparse_sgd(w, i, g, 0.1, -1.0), "weight_decay must be at least 0"),
         (lambda w, i, g: sparse_sgd(w, i, g, 0.1, float("nan")), "weight_decay must be at least 0"),
         (lambda w, i, g: sparse_lazy_decay(w, w[:, :1], i, g[0], 4), "one for each of the 4 updates"),

@@ -1,16 +1,22 @@
-"""A user's own update of rows: torch code on rows side by side, of which none may see another."""
+"""A user's own update of rows: torch code on rows side by side, of which none may see another.
+
+The same rule may be given for numba and for Triton too. The torch code says what is right: before another one
+updates rows of a dimension, both update random rows, and every bit has to agree.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
 from ..kernels import launch
+from ..kernels.dispatch import implementation
 from ..kernels.padding import padding
+from ..kernels.row_layout import check_rows
 
 UpdateFunction = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, int, float], tuple[torch.Tensor, torch.Tensor]
@@ -21,20 +27,45 @@ PROBED_ROWS, PROBED_STEPS, PROBED_VALUES = 37, 3, 1 << 17
 
 @dataclass(frozen=True)
 class CustomUpdate:
-    """An update function and its number of state columns. Ranks compare name, function's name and widths."""
+    """An update function and its number of state columns. Ranks compare name, function's name and widths.
+
+    `numba` and `triton` are the same update of one row and of a tile of rows (`RowOptimizer.custom`).
+    """
 
     name: str
     function_name: str
     widths: tuple[int, ...]
     function: UpdateFunction = field(repr=False, hash=False)
     state_width: int | Callable[[int], int] = field(repr=False, hash=False)
+    numba: Callable[..., None] | None = field(default=None, repr=False, hash=False)
+    triton: Any = field(default=None, repr=False, hash=False)
 
     @classmethod
-    def of(cls, function: UpdateFunction, state_width: int | Callable[[int], int], name: str) -> CustomUpdate:
-        """Raises ValueError for a width that is negative or no whole number."""
+    def of(
+        cls,
+        function: UpdateFunction,
+        state_width: int | Callable[[int], int],
+        name: str,
+        numba: Callable[..., None] | None = None,
+        triton: Any = None,
+    ) -> CustomUpdate:
+        """Raises ValueError for a width that is no whole number >= 0 or a function of another kind."""
         widths = tuple(_width(state_width, dim, name) for dim in (1, 2, 64))
+        if not callable(function) or not (numba is None or callable(numba)):
+            raise ValueError(
+                f"update {name!r}: its update in torch, and in numba if given, must be functions"
+            )
+        if triton is not None and not hasattr(triton, "fn"):
+            raise ValueError(f"update {name!r}: its update in Triton must be decorated with triton.jit")
+        one, two, many = widths
+        if triton is not None and (two < one or 2 * one < two or many != one + 63 * (two - one)):
+            raise ValueError(
+                f"update {name!r}: for Triton the state's width is a multiple of dim and a constant, and it "
+                f"is {one}, {two} and {many} for dim 1, 2 and 64"
+            )
         named = function if hasattr(function, "__qualname__") else type(function)
-        return cls(name, f"{named.__module__}.{named.__qualname__}", widths, function, state_width)
+        qualified = f"{named.__module__}.{named.__qualname__}"
+        return cls(name, qualified, widths, function, state_width, numba, triton)
 
     def width(self, dim: int) -> int:
         """State columns of a row of `dim` weights."""
@@ -51,17 +82,38 @@ class CustomUpdate:
     ) -> None:
         """Update ``rows[indices]`` (K, dim + width) in place, those before the count.
 
-        Raises ValueError where the function returns other shapes, or bits that depend on the other rows.
+        Raises ValueError where the function returns other shapes, or bits that depend on the other rows, and
+        where the numba or Triton function gives other bits.
         """
         dim = gradient.shape[1]
         if len(indices) == 0:
             return
         check_independent(self, dim, rows.device)
+        chosen = implementation("auto", rows)
+        compiled = self.compiled(chosen)
+        if compiled is not None and dim:
+            check_compiled(self, dim, rows.device, chosen)
+            check_rows("indices", indices, len(rows), count)
+            compiled(rows, indices, gradient, step, lr, count)
+            return
         own = launch.gather_rows(rows, indices, count)
         if count is not None:  # what lies there may be anything
             gradient = gradient.masked_fill(padding(len(indices), count).unsqueeze(1), 0.0)
         updated = self(own[:, :dim].contiguous(), own[:, dim:].contiguous(), gradient, step, lr)
         launch.scatter_rows(rows, indices, torch.cat(updated, 1), None, count)
+
+    def compiled(self, implementation: str) -> Callable[..., None] | None:
+        """The update of rows in place, in numba or Triton; None where there is only torch."""
+        if implementation == "cpu" and self.numba is not None:
+            from ..kernels.sparse_optimizers.numba_sparse_optimizers import update_of_rows
+
+            return update_of_rows(self.numba)
+        if implementation == "triton" and self.triton is not None:
+            from ..kernels.sparse_optimizers.triton_sparse_optimizers import update_of_tiles
+
+            wide = self.widths[1] - self.widths[0]
+            return partial(update_of_tiles, function=self.triton, wide=wide, narrow=self.widths[0] - wide)
+        return None
 
     def __call__(
         self, weight: torch.Tensor, state: torch.Tensor, gradient: torch.Tensor, step: int, lr: float
@@ -88,18 +140,11 @@ def check_independent(update: CustomUpdate, dim: int, device: torch.device) -> N
     Each row of a few steps is computed alone, beside `PROBED_ROWS`, and among so many that torch's threads
     share them.
     """
-    generator = torch.Generator().manual_seed(0)
-    num_rows = max(2, min(PROBED_ROWS, PROBED_VALUES // max(dim, 1)))
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
-
-    # of all magnitudes, since a small change would be lost in a large weight
-    weight = (draw(num_rows, dim) * 10.0 ** draw(num_rows, 1).mul(2).clamp(-5, 2)).to(device)
-    state = torch.zeros(num_rows, update.width(dim), dtype=torch.float32, device=device)
+    weight, state, draw = _probe(update, dim, device)
+    num_rows = len(weight)
     copies = 1 + PROBED_VALUES // (num_rows * max(dim, 1))
     for step in range(1, PROBED_STEPS + 1):
-        gradient = draw(num_rows, dim).to(device)
+        gradient = draw()
 
         def updated(places: torch.Tensor, w: Any = weight, s: Any = state, g: Any = gradient) -> Any:
             return update(w[places], s[places], g[places], step, 1.0)  # noqa: B023 (called in its round)
@@ -111,6 +156,44 @@ def check_independent(update: CustomUpdate, dim: int, device: torch.device) -> N
         _check_same(update, torch.cat(alone), beside)
         for part in torch.cat(updated(everywhere.repeat(copies)), 1).split(num_rows):
             _check_same(update, part, beside)
+
+
+@lru_cache(maxsize=256)
+def check_compiled(update: CustomUpdate, dim: int, device: torch.device, implementation: str) -> None:
+    """Raise ValueError where a row's bits are not those of the update in torch."""
+    weight, state, draw = _probe(update, dim, device)
+    places, compiled = torch.arange(len(weight), device=device), update.compiled(implementation)
+    assert compiled is not None
+    for step in range(1, PROBED_STEPS + 1):
+        gradient, rows = draw(), torch.cat([weight, state], 1)
+        weight, state = update(weight, state, gradient, step, 0.7)
+        compiled(rows, places, gradient, step, 0.7, None)
+        expected = torch.cat([weight, state], 1)
+        differs = (rows.view(torch.int32) != expected.view(torch.int32)).nonzero()
+        if len(differs):
+            row, column = differs[0].tolist()
+            raise ValueError(
+                f"update {update.name!r} gives {float(rows[row, column])!r} on {implementation!r} and "
+                f"{float(expected[row, column])!r} in torch ({update.function_name}), in column {column} of "
+                f"a row of {dim} weights and {update.width(dim)} of state: the order of operations must be "
+                "the same, each rounded to float32 (in numba write np.float32(0.9) for 0.9, which is float64)"
+            )
+
+
+def _probe(
+    update: CustomUpdate, dim: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, Callable[[], torch.Tensor]]:
+    """Random weights, states of zeros, and a function that draws gradients."""
+    generator = torch.Generator().manual_seed(0)
+    num_rows = max(2, min(PROBED_ROWS, PROBED_VALUES // max(dim, 1)))
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
+
+    # of all magnitudes, since a small change would be lost in a large weight
+    weight = (draw(num_rows, dim) * 10.0 ** draw(num_rows, 1).mul(2).clamp(-5, 2)).to(device)
+    state = torch.zeros(num_rows, update.width(dim), dtype=torch.float32, device=device)
+    return weight, state, lambda: draw(num_rows, dim).to(device)
 
 
 def _check_same(update: CustomUpdate, rows: torch.Tensor, beside: torch.Tensor) -> None:

@@ -7,17 +7,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from threading import Lock
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
 from ..kernels import launch
-from ..kernels.sparse_optimizers.op import MOST_UPDATES, STATES, decay_factor, is_row_wise
+from ..kernels.sparse_optimizers.op import MOST_UPDATES
+from ..kernels.sparse_optimizers.rules import RULES, decay_factor
 from .custom_update import CustomUpdate, UpdateFunction
 from .learning_rate import Schedule, comparable, rate_at, scaled
 
-OptimizerName = Literal["sgd", "momentum_sgd", "adagrad", "rowwise_adagrad", "adam", "adamw", "rowwise_adam"]
-SCALED_BY_MOMENT = "adagrad", "rowwise_adagrad"
+OptimizerName = Literal[
+    "sgd", "momentum_sgd", "lars_sgd", "adagrad", "rowwise_adagrad", "rowwise_adagradw", "adam", "adamw",
+    "rowwise_adam", "lamb", "rowwise_lamb", "ftrl",
+]  # fmt: skip
+SCALED_BY_MOMENT = "adagrad", "rowwise_adagrad", "rowwise_adagradw"
 
 
 @dataclass(frozen=True)
@@ -25,11 +29,12 @@ class RowOptimizer:
     """Update rule of rows laid out as weight | state; formulas and sources: `kernels.sparse_optimizers`.
 
         sgd               weight (dim)
-        momentum_sgd      weight (dim) | momentum (dim)
+        momentum_sgd      weight (dim) | momentum (dim), and so lars_sgd
         adagrad           weight (dim) | sum of squared gradients (dim)
-        rowwise_adagrad   weight (dim) | sum of mean squared gradients (1)
-        adam, adamw       weight (dim) | first moment (dim) | second moment (dim)
-        rowwise_adam      weight (dim) | first moment (dim) | second moment (1)
+        rowwise_adagrad   weight (dim) | sum of mean squared gradients (1), and so rowwise_adagradw
+        adam, adamw       weight (dim) | first moment (dim) | second moment (dim), and so lamb
+        rowwise_adam      weight (dim) | first moment (dim) | second moment (1), and so rowwise_lamb
+        ftrl              weight (dim) | z (dim) | sum of squared gradients (dim)
 
     With `lazy_weight_decay` a last column has the number of the row's last update, 0 before the first.
     Schedules and Adam's bias correction count the run's updates: one per window, for any number of
@@ -37,13 +42,15 @@ class RowOptimizer:
 
     Args:
         lr: a number >= 0, or a function of the update's number (`embedding.learning_rate`).
-        eps: of all but SGD. beta1, beta2: of Adam. momentum, nesterov: of momentum_sgd.
-        weight_decay: decoupled in adamw and rowwise_adam, L2 in the other rules. Only rows with a gradient
-            decay.
+        eps: of all but SGD. beta1, beta2: of Adam and LAMB. momentum: of momentum_sgd and lars_sgd.
+        nesterov: of momentum_sgd.
+        weight_decay: decoupled in adamw, rowwise_adam and rowwise_adagradw, a part of the formula in LAMB,
+            LARS and FTRL, L2 in the other rules. Only rows with a gradient decay.
         lazy_weight_decay: decay is decoupled in every rule, and a row makes up for the updates it has missed
             when it is updated next: it ends with the bits of a row decayed in each of them. Reads in between
             see the row before.
         custom_update: see `custom`.
+        l1: of ftrl, whose weights are 0 while their sum of gradients is within it. eta: of lars_sgd.
 
     Raises ValueError for a name that is none of these, and for a number out of its range.
     """
@@ -58,6 +65,8 @@ class RowOptimizer:
     weight_decay: float = 0.0
     lazy_weight_decay: bool = False
     custom_update: CustomUpdate | None = None
+    l1: float = 0.0
+    eta: float = 0.001
 
     def __post_init__(self) -> None:
         names = get_args(OptimizerName)
@@ -67,11 +76,16 @@ class RowOptimizer:
         for name in ("beta1", "beta2", "momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
-        for name in ("eps", "weight_decay"):
+        for name in ("eps", "weight_decay", "l1", "eta"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be finite and >= 0, got {getattr(self, name)}")
         if self.nesterov and self.name != "momentum_sgd":
             raise ValueError(f"nesterov goes with momentum_sgd, got {self.name}")
+        if self.name == "ftrl" and (self.lazy_weight_decay or self.lr == 0):
+            raise ValueError(
+                "ftrl computes weights from its states and divides by lr: give it a weight_decay that is not "
+                "lazy, and an lr above 0"
+            )
         if self.custom_update is not None and self.weight_decay and not self.lazy_weight_decay:
             raise ValueError(
                 f"update {self.name!r} decays its weights itself: leave out weight_decay, or give "
@@ -88,8 +102,10 @@ class RowOptimizer:
         lr: float | Schedule = 1e-3,
         weight_decay: float = 0.0,
         lazy_weight_decay: bool = False,
+        numba: Callable[..., None] | None = None,
+        triton: Any = None,
     ) -> RowOptimizer:
-        """A rule of your own, in torch.
+        """A rule of your own, in torch and, where that is too slow, for numba and Triton as well.
 
         Args:
             update: ``update(weight (K, dim), state (K, S), gradient (K, dim), step, lr)`` returns the new
@@ -98,8 +114,19 @@ class RowOptimizer:
                 checks it on random rows, and raises ValueError. It may be called from any thread, with
                 rows of zeros beside the others, and must not keep anything.
             state_width: S, or a function of dim.
+            numba: the update of one row, in place: ``numba(weight (dim,), state (S,), gradient (dim,), step,
+                lr)``, a plain function, compiled without contraction. `lr` is float32. Used on the CPU.
+            triton: the update of a tile of rows, decorated with ``triton.jit``: ``triton(weight, states,
+                gradient, step, lr)`` returns weight and states. weight, gradient and each of the states,
+                which are a tuple, are (rows, columns), columns behind dim are 0; a state of one column is
+                (rows, 1). Used where kernels are Triton's.
+
+        Both must give the bits of `update`, which is checked with the first update of a dimension.
+
+        Raises ValueError for functions of another kind, and for a width that is no multiple of dim and a
+        constant where `triton` is given.
         """
-        rule = CustomUpdate.of(update, state_width, name)
+        rule = CustomUpdate.of(update, state_width, name, numba, triton)
         return cls(
             name, lr, weight_decay=weight_decay, lazy_weight_decay=lazy_weight_decay, custom_update=rule
         )
@@ -131,8 +158,9 @@ class RowOptimizer:
     def _state_widths(self, dim: int) -> tuple[int, ...]:
         if self.custom_update is not None:
             return (self.custom_update.width(dim),)
-        states = [dim] * len(STATES[self.name])
-        return (*states[:-1], 1) if is_row_wise(self.name) else tuple(states)
+        declared = RULES[self.name]
+        states = [dim] * len(declared.states)
+        return (*states[:-1], 1) if declared.row_wise else tuple(states)
 
     def update(
         self,
@@ -169,9 +197,15 @@ class RowOptimizer:
             self.custom_update.update(rows, indices, gradient, step, lr, count)
             return
         rule = "nesterov_sgd" if self.nesterov else self.name
-        beta1 = self.momentum if self.name == "momentum_sgd" else self.beta1
+        betas = self.beta1, self.beta2
+        if "momentum_buffer" in RULES[self.name].states:
+            betas = self.momentum, self.eta
+        elif self.name == "ftrl":
+            betas = self.l1, 0.0
+            if lr == 0:
+                raise ValueError(f"ftrl divides by lr, and the rate of update {step} is 0")
         parts = rows.split((dim, *self._state_widths(dim)), 1)
-        numbers = lr, self.eps, beta1, self.beta2, weight_decay, step
+        numbers = lr, self.eps, *betas, weight_decay, step
         launch.sparse_update[rule](*parts, indices, gradient, *numbers, count)
 
 

@@ -113,7 +113,7 @@ class Job:
     top: tuple[int, ...] = setting((64, 32), "dlrm: hidden widths of the top MLP.")
     lr: float = setting(1e-3, "Learning rate.", 0, 1e6)
     eps: float = 1e-8
-    weight_decay: float = setting(0.0, "Weight decay; decoupled for adamw and rowwise_adam, else L2.", 0, 1e6)
+    weight_decay: float = setting(0.0, "Weight decay of the rule.", 0, 1e6)
     lazy_weight_decay: bool = setting(
         False, "A row makes up for the decay it has missed when it is updated; decoupled for every rule."
     )
@@ -360,19 +360,14 @@ def dense_optimizer(
     parameters = list(parameters)
     if not parameters:
         return None
-    if name in ("adagrad", "rowwise_adagrad") and any(each.device.type != "cpu" for each in parameters):
+    adagrad = name == "ftrl" or "adagrad" in name
+    if adagrad and any(each.device.type != "cpu" for each in parameters):
         fused = False
     options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "fused": fused}
-    if name in ("sgd", "momentum_sgd"):
-        return torch.optim.SGD(parameters, momentum=0.9 if name == "momentum_sgd" else 0.0, **options)
-    kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
-        "adagrad": torch.optim.Adagrad,
-        "rowwise_adagrad": torch.optim.Adagrad,
-        "adam": torch.optim.Adam,
-        "adamw": torch.optim.AdamW,
-        "rowwise_adam": torch.optim.AdamW,
-    }
-    return kinds[name](parameters, eps=eps, **options)
+    if name.endswith("sgd"):
+        return torch.optim.SGD(parameters, momentum=0.0 if name == "sgd" else 0.9, **options)
+    kind: Callable[..., torch.optim.Optimizer] = torch.optim.Adam if name == "adam" else torch.optim.AdamW
+    return (torch.optim.Adagrad if adagrad else kind)(parameters, eps=eps, **options)
 
 
 CLICKS = ("criteo", "avazu")

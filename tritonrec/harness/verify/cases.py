@@ -359,8 +359,9 @@ def rule_cases(modes: Sequence[Mode], largest: int, steps: int) -> list[Case]:
         "momentum_sgd": "weight-decay",
         "adagrad": "weight-decay",
         "adamw": "weight-decay",
-        "rowwise_adam": "lazy-decay",
-    }
+        "rowwise_adam": "lazy-decay", "rowwise_adagradw": "lazy-decay", "lars_sgd": "weight-decay",
+        "lamb": "weight-decay", "rowwise_lamb": "lazy-decay", "ftrl": "weight-decay",
+    }  # fmt: skip
     return [
         Case(modes[-1], "batch", min(largest, 2), 4, True, rule, steps, 7, variant=variant)
         for rule, variant in variants.items()

@@ -13,16 +13,30 @@ R table rows, K touched rows, D dim; w, g, ... are rows. Everything happens in p
                       step_size = lr * sqrt(1 - beta2**step) / (1 - beta1**step)
     adamw             as adam, with eps * sqrt(1 - beta2**step) for eps
     rowwise_adam      as adamw, with mean(g * g) for g * g                        one v per row
+    lamb              m, v as adam;  r = (c * m) / (sqrt(v) + eps) + weight_decay * w
+                      w -= (lr * |w| / |r|) * r,  c = step_size / lr, eps as in adamw
+    rowwise_lamb      as lamb, with mean(g * g) for g * g                         one v per row
+    lars_sgd          rate = lr * eta * |w| / (|g| + weight_decay * |w|)
+                      m = momentum * m + rate * (g + weight_decay * w);  w -= m
+    ftrl              t = s + g * g;  z = (z + g) - ((sqrt(t) - sqrt(s)) / lr) * w;  s = t
+                      w = (clip(z, -l1, l1) - z) / ((eps + sqrt(s)) / lr + weight_decay)
 
-Weight decay is, as in the sources, decoupled in adamw and rowwise_adam: ``w *= 1 - lr * weight_decay`` before
-the change. In the others it is L2: ``g + weight_decay * w`` for g. Rows that are not touched do not decay;
-`sparse_lazy_decay` makes up for the updates that a row has missed.
+Weight decay is, as in the sources, decoupled in adamw, rowwise_adam and rowwise_adagradw (else as
+rowwise_adagrad): ``w *= 1 - lr * weight_decay`` before the change. Where no formula above has it, it is L2:
+``g + weight_decay * w`` for g. Rows that are not touched do not decay; `sparse_lazy_decay` makes up for the
+updates that a row has missed.
 
 The momenta, Adagrad and AdamW are those of `torch.optim` (dampening 0; AdamW: Loshchilov and Hutter 2019).
 Row-wise Adagrad is FBGEMM's EXACT_ROWWISE_ADAGRAD (Mudigere et al. 2021, "Software-hardware co-design for
 fast and scalable training of deep learning recommendation models", section 4.1), row-wise Adam its
 PARTIAL_ROWWISE_ADAM. Adam is lazy, as `torch.optim.SparseAdam` (Kingma and Ba 2015, end of section 2, with
 eps outside the correction; dividing by sqrt(1 - beta2**step) above and below gives the form of AdamW).
+Row-wise AdagradW is FBGEMM's EXACT_ROWWISE_ADAGRAD with decoupled decay. LAMB (You et al. 2020, algorithm 2),
+its row-wise form and LARS (You, Gitman and Ginsburg 2017) are FBGEMM's, a row being the layer, but for norms
+of 0, which FBGEMM divides by or multiplies with: there the ratio of LAMB is 1 and the rate of LARS is lr, as
+in TensorFlow Addons and Apex. FTRL-Proximal is algorithm 1 of McMahan et al. 2013 with eps for beta, z begins
+at 0, so a weight counts from the first gradient on; it is `tf.keras.optimizers.Ftrl` with a power of -0.5, an
+accumulator that begins at 0 and half of `weight_decay` as `l2_regularization_strength`.
 
 All implementations agree in every bit: float32 with one rounding per written operation, no FMA, the mean in
 16 lanes with a fixed tree. Scalars are computed in float64 on the host and rounded to float32 once. Weights
@@ -42,7 +56,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,6 +65,7 @@ from tritonrec.kernels.dispatch import Impl
 from tritonrec.kernels.op import Op
 from tritonrec.kernels.padding import check_scalar, first_valid
 from tritonrec.kernels.row_layout import check_matrix, check_rows
+from tritonrec.kernels.sparse_optimizers.rules import LANES, RULES, scalars
 
 
 def sparse_sgd(
@@ -206,6 +221,106 @@ def sparse_rowwise_adam(
     SPARSE_UPDATES["rowwise_adam"](weight, exp_avg, exp_avg_sq, indices, grad, *rest, count, impl=impl)
 
 
+def sparse_rowwise_adagradw(
+    weight: torch.Tensor,
+    state: torch.Tensor,
+    indices: torch.Tensor,
+    grad: torch.Tensor,
+    lr: float,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    *,
+    count: torch.Tensor | None = None,
+    impl: Impl = "auto",
+) -> None:
+    """Row-wise Adagrad with decoupled decay, in place; arguments as `sparse_rowwise_adagrad`."""
+    rest = lr, eps, 0.0, 0.0, weight_decay, 1
+    SPARSE_UPDATES["rowwise_adagradw"](weight, state, indices, grad, *rest, count, impl=impl)
+
+
+def sparse_lars_sgd(
+    weight: torch.Tensor,
+    momentum_buffer: torch.Tensor,
+    indices: torch.Tensor,
+    grad: torch.Tensor,
+    lr: float,
+    momentum: float = 0.9,
+    eta: float = 0.001,
+    weight_decay: float = 0.0,
+    *,
+    count: torch.Tensor | None = None,
+    impl: Impl = "auto",
+) -> None:
+    """LARS for the touched rows, each a layer, in place; momentum_buffer: (R, D) float32, mutated."""
+    rest = lr, 0.0, momentum, eta, weight_decay, 1
+    SPARSE_UPDATES["lars_sgd"](weight, momentum_buffer, indices, grad, *rest, count, impl=impl)
+
+
+def sparse_ftrl(
+    weight: torch.Tensor,
+    linear: torch.Tensor,
+    state: torch.Tensor,
+    indices: torch.Tensor,
+    grad: torch.Tensor,
+    lr: float,
+    l1: float = 0.0,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    *,
+    count: torch.Tensor | None = None,
+    impl: Impl = "auto",
+) -> None:
+    """FTRL-Proximal for the touched rows, in place: weights whose sum of gradients is within `l1` are 0.
+
+    Args:
+        linear, state: z and the sum of squares, (R, D) float32, mutated; zeros at first. lr: above 0.
+    """
+    rest = lr, eps, l1, 0.0, weight_decay, 1
+    SPARSE_UPDATES["ftrl"](weight, linear, state, indices, grad, *rest, count, impl=impl)
+
+
+def sparse_lamb(
+    weight: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    indices: torch.Tensor,
+    grad: torch.Tensor,
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    step: int = 1,
+    weight_decay: float = 0.0,
+    *,
+    count: torch.Tensor | None = None,
+    impl: Impl = "auto",
+) -> None:
+    """Lazy LAMB for the touched rows, each a layer, in place; arguments as `sparse_adamw`."""
+    rest = lr, eps, beta1, beta2, weight_decay, step
+    SPARSE_UPDATES["lamb"](weight, exp_avg, exp_avg_sq, indices, grad, *rest, count, impl=impl)
+
+
+def sparse_rowwise_lamb(
+    weight: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    indices: torch.Tensor,
+    grad: torch.Tensor,
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    step: int = 1,
+    weight_decay: float = 0.0,
+    *,
+    count: torch.Tensor | None = None,
+    impl: Impl = "auto",
+) -> None:
+    """Lazy LAMB with one second moment per row, in place; arguments as `sparse_rowwise_adam`."""
+    rest = lr, eps, beta1, beta2, weight_decay, step
+    SPARSE_UPDATES["rowwise_lamb"](weight, exp_avg, exp_avg_sq, indices, grad, *rest, count, impl=impl)
+
+
 def sparse_lazy_decay(
     weight: torch.Tensor,
     last_update: torch.Tensor,
@@ -236,74 +351,26 @@ def sparse_lazy_decay(
 
 # Reference: the updates in numpy float32, one row at a time, one rounding per written operation.
 
-LANES = 16
-STATES = {
-    "sgd": (),
-    "momentum_sgd": ("momentum_buffer",),
-    "nesterov_sgd": ("momentum_buffer",),
-    "adagrad": ("state",),
-    "rowwise_adagrad": ("state",),
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "adamw": ("exp_avg", "exp_avg_sq"),
-    "rowwise_adam": ("exp_avg", "exp_avg_sq"),
-}
-"""By rule the names of its states: each (R, D), but the last one of a row-wise rule (R, 1)."""
-DECOUPLED = ("adamw", "rowwise_adam")
-"""Rules whose weight decay scales the weight; that of the others adds to the gradient."""
 
-
-def is_row_wise(rule: str) -> bool:
-    """Whether the last state has one value a row."""
-    return rule.startswith("rowwise")
-
-
-def has_correction(rule: str) -> bool:
-    """Whether the rule corrects the bias of its moments, by the number of the step."""
-    return rule.endswith(("adam", "adamw"))
-
-
-class Scalars(NamedTuple):
-    """Numbers of one step in float32: `rest1` is 1 - beta1, `l2` times w goes into g, `decay` scales w."""
-
-    rate: np.float32
-    eps: np.float32
-    beta1: np.float32
-    rest1: np.float32
-    beta2: np.float32
-    rest2: np.float32
-    l2: np.float32
-    decay: np.float32
-
-
-def scalars(
-    rule: str, lr: float, eps: float, beta1: float, beta2: float, weight_decay: float, step: int
-) -> Scalars:
-    """Computed in float64 and rounded once. Adam's rate has the bias correction. In the rules with decoupled
-    decay, as in their sources, eps has it as well: sqrt(v / c) + eps is (sqrt(v) + eps * sqrt(c)) / sqrt(c).
-    """
-    rate, decoupled = lr, rule in DECOUPLED
-    if has_correction(rule):
-        correction = math.sqrt(1 - beta2**step)
-        rate = lr * correction / (1 - beta1**step)
-        eps = eps * correction if decoupled else eps
-    l2, decay = (0.0, decay_factor(lr, weight_decay)) if decoupled else (weight_decay, 1.0)
-    values = rate, eps, beta1, 1 - beta1, beta2, 1 - beta2, l2, decay
-    return Scalars(*(np.float32(value) for value in values))
-
-
-def decay_factor(lr: float, weight_decay: float) -> float:
-    """What decoupled decay multiplies a weight with in one update; float32 when it is used."""
-    return 1 - lr * weight_decay
-
-
-def mean_square(row: np.ndarray) -> np.float32:
-    """Mean of squares: lane j adds columns j, j + 16, ...; then halves are added to halves."""
+def sum_of_squares(row: np.ndarray) -> np.float32:
+    """Lane j adds columns j, j + 16, ...; then halves are added to halves."""
     lanes = np.zeros(LANES, np.float32)
     for column, value in enumerate(row):
         lanes[column % LANES] += value * value
     while len(lanes) > 1:
         lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
-    return lanes[0] / np.float32(len(row))
+    return lanes[0]
+
+
+def mean_square(row: np.ndarray) -> np.float32:
+    """Mean of squares."""
+    return sum_of_squares(row) / np.float32(len(row))
+
+
+def norms(*rows: np.ndarray) -> tuple[bool, np.float32, np.float32]:
+    """Whether a norm is 0, and the norms of two rows."""
+    one, other = (np.sqrt(sum_of_squares(row)) for row in rows)
+    return one == 0 or other == 0, one, other
 
 
 def _rows(
@@ -318,10 +385,10 @@ def _rows(
 def update_reference(*arguments: Any, rule: str) -> None:
     """See `sparse_optimizers`."""
     weight, *states, indices, grad, lr, eps, beta1, beta2, weight_decay, step, count = arguments
-    rate, e, b1, rest1, b2, rest2, l2, decay = scalars(rule, lr, eps, beta1, beta2, weight_decay, step)
+    rate, e, b1, rest1, b2, rest2, l2, decay, scale = scalars(rule, lr, eps, beta1, beta2, weight_decay, step)
     gradients = grad.detach().numpy()
     for (w, *state), g in zip(_rows(indices, count, weight, *states), gradients, strict=False):
-        if l2 != 0:
+        if l2 != 0 and RULES[rule].decay == "l2":
             g = g + l2 * w
         w *= decay
         if rule == "sgd":
@@ -334,19 +401,36 @@ def update_reference(*arguments: Any, rule: str) -> None:
             (m,) = state
             m[:] = b1 * m + g
             w -= rate * (g + b1 * m)
+        elif rule == "lars_sgd":
+            (m,), (without, of_weight, of_gradient) = state, norms(w, g)
+            rate_of_row = rate if without else (scale * of_weight) / (of_gradient + l2 * of_weight)
+            m[:] = b1 * m + rate_of_row * (g + l2 * w)
+            w -= m
+        elif rule == "ftrl":
+            z, s = state
+            total = s + g * g
+            z[:] = (z + g) - ((np.sqrt(total) - np.sqrt(s)) / rate) * w
+            s[:] = total
+            clipped = np.where(z > b1, b1, np.where(z < -b1, -b1, z))
+            w[:] = (clipped - z) / ((e + np.sqrt(s)) / rate + l2)
         elif rule == "adagrad":
             (s,) = state
             s += g * g
             w -= (rate * g) / (np.sqrt(s) + e)
-        elif rule == "rowwise_adagrad":
+        elif rule.startswith("rowwise_adagrad"):
             (s,) = state
             s += mean_square(g)
             w -= (rate / (np.sqrt(s[0]) + e)) * g
         else:
             m, v = state
             m[:] = b1 * m + rest1 * g
-            v[:] = b2 * v + rest2 * (mean_square(g) if is_row_wise(rule) else g * g)
-            w -= (rate * m) / (np.sqrt(v) + e)
+            v[:] = b2 * v + rest2 * (mean_square(g) if RULES[rule].row_wise else g * g)
+            if rule.endswith("lamb"):
+                r = (scale * m) / (np.sqrt(v) + e) + l2 * w
+                without, of_weight, of_change = norms(w, r)
+                w -= (rate if without else rate * (of_weight / of_change)) * r
+            else:
+                w -= (rate * m) / (np.sqrt(v) + e)
 
 
 def lazy_decay_reference(
@@ -392,11 +476,11 @@ def _check_state(name: str, state: torch.Tensor, weight: torch.Tensor, columns: 
 
 
 def _check_states(rule: str):
-    names = STATES[rule]
-    narrow = names[-1] if is_row_wise(rule) else None
+    names = RULES[rule].states
+    narrow = names[-1] if RULES[rule].row_wise else None
 
-    def check(weight, momentum_buffer=None, state=None, exp_avg=None, exp_avg_sq=None) -> None:
-        given = {"momentum_buffer": momentum_buffer, "state": state}
+    def check(weight, momentum_buffer=None, state=None, exp_avg=None, exp_avg_sq=None, linear=None) -> None:
+        given = {"momentum_buffer": momentum_buffer, "state": state, "linear": linear}
         given |= {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
         for name in names:
             _check_state(name, given[name], weight, 1 if name == narrow else weight.shape[1])
@@ -405,15 +489,22 @@ def _check_states(rule: str):
 
 
 def _check_numbers(rule: str):
-    def check(beta1, beta2, weight_decay, step) -> None:
+    def check(lr, beta1, beta2, weight_decay, step) -> None:
         if step < 1:
             raise ValueError(f"step counts from 1, got {step}")
-        if has_correction(rule) and not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+        if RULES[rule].corrected and not (0 <= beta1 < 1 and 0 <= beta2 < 1):
             raise ValueError(f"betas must lie in [0, 1), got {beta1} and {beta2}")
-        if "momentum_buffer" in STATES[rule] and not 0 <= beta1 < 1:
+        if "momentum_buffer" in RULES[rule].states and not 0 <= beta1 < 1:
             raise ValueError(f"momentum must lie in [0, 1), got {beta1}")
         if not 0 <= weight_decay < math.inf:
             raise ValueError(f"weight_decay must be at least 0 and finite, got {weight_decay}")
+        if rule == "lars_sgd" and not 0 <= beta2 < math.inf:
+            raise ValueError(f"eta must be at least 0 and finite, got {beta2}")
+        if rule == "ftrl" and not (lr > 0 and 0 <= beta1 < math.inf):
+            raise ValueError(
+                f"FTRL divides by lr, which must be above 0, and l1 must be at least 0 and finite, got {lr} "
+                f"and {beta1}"
+            )
 
     return check
 
@@ -434,7 +525,9 @@ def _check_rows(weight, indices, count) -> None:
 
 
 def _record(rule: str) -> Op:
-    states = "".join(f"Tensor({mark}!) {name}, " for mark, name in zip("bc", STATES[rule], strict=False))
+    states = "".join(
+        f"Tensor({mark}!) {name}, " for mark, name in zip("bc", RULES[rule].states, strict=False)
+    )
     return Op(
         f"sparse_{rule}(Tensor(a!) weight, {states}Tensor indices, Tensor grad, float lr, float eps, "
         "float beta1, float beta2, float weight_decay, int step, Tensor? count) -> ()",
@@ -445,7 +538,7 @@ def _record(rule: str) -> Op:
     )  # fmt: skip
 
 
-SPARSE_UPDATES = {rule: _record(rule) for rule in STATES}
+SPARSE_UPDATES = {rule: _record(rule) for rule in RULES}
 SPARSE_LAZY_DECAY = Op(
     "sparse_lazy_decay(Tensor(a!) weight, Tensor(b!) last_update, Tensor indices, Tensor factors, int step, "
     "Tensor? count) -> ()",

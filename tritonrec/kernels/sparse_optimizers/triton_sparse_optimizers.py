@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from tritonrec.kernels.row_layout import contiguous_rows
-from tritonrec.kernels.sparse_optimizers.op import is_row_wise, scalars
+from tritonrec.kernels.sparse_optimizers.rules import RULES, scalars
 from tritonrec.kernels.triton_jit import jit_kernel
 from tritonrec.kernels.triton_padding import num_valid
 
@@ -71,7 +71,9 @@ def elementwise_kernel(
         weight = weight * decay
     if first_ptr is not None:
         first_place = first_ptr + row * first_stride + column
-        first = beta1 * tl.load(first_place, mask=mask, other=0.0)
+        first = tl.load(first_place, mask=mask, other=0.0)
+        if RULE != "ftrl":
+            first = beta1 * first
     if second_ptr is not None:
         second_place = second_ptr + row * second_stride + column
         second = tl.load(second_place, mask=mask, other=0.0)
@@ -87,6 +89,15 @@ def elementwise_kernel(
         second = second + gradient * gradient
         # A masked element would divide 0 by 0 where eps is 0; its result is never stored.
         change = tl.div_rn(rate * gradient, tl.sqrt_rn(second) + eps)
+    elif RULE == "ftrl":
+        root = tl.sqrt_rn(second)
+        second = second + gradient * gradient
+        change = tl.div_rn(tl.sqrt_rn(second) - root, tl.zeros_like(root) + rate)
+        first = (first + gradient) - change * weight
+        clipped = tl.where(first > beta1, beta1, tl.where(first < -beta1, -beta1, first))
+        divisor = tl.div_rn(eps + tl.sqrt_rn(second), tl.zeros_like(root) + rate) + l2
+        weight = tl.div_rn(clipped - first, divisor)
+        change = tl.zeros_like(weight)
     else:
         first = first + rest1 * gradient
         second = beta2 * second + rest2 * (gradient * gradient)
@@ -103,6 +114,15 @@ def add_halves(lanes, ROWS: tl.constexpr, HALF: tl.constexpr):
     """Lanes (ROWS, 2 * HALF) to (ROWS, HALF): lane j plus lane j + HALF, an order no backend may change."""
     low, high = tl.split(tl.permute(tl.reshape(lanes, (ROWS, 2, HALF)), (0, 2, 1)))
     return low + high
+
+
+@triton.jit
+def sum_of_lanes(lanes, ROWS: tl.constexpr):
+    """Lanes (ROWS, 16) to (ROWS, 1) by a fixed tree: on another backend tl.sum may add in another order."""
+    lanes = add_halves(lanes, ROWS, 8)
+    lanes = add_halves(lanes, ROWS, 4)
+    lanes = add_halves(lanes, ROWS, 2)
+    return add_halves(lanes, ROWS, 1)
 
 
 @jit_kernel
@@ -144,12 +164,8 @@ def rowwise_kernel(
             place = weight_ptr + row * weight_stride + start + lane
             gradient = gradient + l2 * tl.load(place, mask=mask, other=0.0)
         lanes += gradient * gradient
-    # a fixed tree, since tl.sum may add lanes in another order on another backend
-    lanes = add_halves(lanes, ROWS, 8)
-    lanes = add_halves(lanes, ROWS, 4)
-    lanes = add_halves(lanes, ROWS, 2)
     # div_rn and sqrt_rn round correctly; a plain division may be an approximation
-    mean = tl.div_rn(add_halves(lanes, ROWS, 1), tl.full((ROWS, 1), 0.0, tl.float32) + dim)
+    mean = tl.div_rn(sum_of_lanes(lanes, ROWS), tl.full((ROWS, 1), 0.0, tl.float32) + dim)
     second = tl.load(second_ptr + row * second_stride, mask=inside, other=0.0)
     second = second + mean if first_ptr is None else beta2 * second + rest2 * mean
     # several threads may load one state or weight, for the store and for more: none may load it changed
@@ -176,6 +192,135 @@ def rowwise_kernel(
             tl.store(first_place, first, mask=mask)
             change = tl.div_rn(rate * first, tl.broadcast_to(divisor, (ROWS, 16)))
         tl.store(place, weight - change, mask=mask)
+
+
+@jit_kernel
+def norm_kernel(
+    weight_ptr,
+    weight_stride,
+    first_ptr,
+    first_stride,
+    second_ptr,
+    second_stride,
+    indices_ptr,
+    grad_ptr,
+    grad_stride,
+    num_rows,
+    count_ptr,
+    dim,
+    rate,
+    eps,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    l2,
+    scale,
+    RULE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """LAMB, row-wise LAMB and LARS: a row's norm and that of its change, or its gradient, set its rate."""
+    occurrence, row, lane, _ = tile_of(indices_ptr, num_rows, count_ptr, dim, ROWS, 16)
+    inside = occurrence < num_valid(num_rows, count_ptr)
+    divisor = tl.zeros((ROWS, 1), tl.float32)
+    if RULE == "rowwise_lamb":
+        lanes = tl.zeros((ROWS, 16), tl.float32)
+        for start in range(tl.full((), 0, tl.int64), dim, 16):
+            mask = inside & (start + lane < dim)
+            gradient = tl.load(grad_ptr + occurrence * grad_stride + start + lane, mask=mask, other=0.0)
+            lanes += gradient * gradient
+        mean = tl.div_rn(sum_of_lanes(lanes, ROWS), tl.full((ROWS, 1), 0.0, tl.float32) + dim)
+        second = beta2 * tl.load(second_ptr + row * second_stride, mask=inside, other=0.0) + rest2 * mean
+        # as in `rowwise_kernel`
+        tl.debug_barrier()
+        tl.store(second_ptr + row * second_stride, second, mask=inside)
+        divisor = tl.sqrt_rn(second) + eps
+    weights = tl.zeros((ROWS, 16), tl.float32)
+    others = tl.zeros((ROWS, 16), tl.float32)
+    for start in range(tl.full((), 0, tl.int64), dim, 16):
+        mask = inside & (start + lane < dim)
+        other = tl.load(grad_ptr + occurrence * grad_stride + start + lane, mask=mask, other=0.0)
+        weight = tl.load(weight_ptr + row * weight_stride + start + lane, mask=mask, other=0.0)
+        if RULE != "lars_sgd":
+            first_place = first_ptr + row * first_stride + start + lane
+            first = beta1 * tl.load(first_place, mask=mask, other=0.0) + rest1 * other
+            tl.store(first_place, first, mask=mask)
+            if RULE == "lamb":
+                second_place = second_ptr + row * second_stride + start + lane
+                second = beta2 * tl.load(second_place, mask=mask, other=0.0) + rest2 * (other * other)
+                tl.store(second_place, second, mask=mask)
+                other = tl.div_rn(scale * first, tl.sqrt_rn(second) + eps) + l2 * weight
+            else:
+                other = tl.div_rn(scale * first, tl.broadcast_to(divisor, (ROWS, 16))) + l2 * weight
+            # a masked element may be 0 / 0
+            other = tl.where(mask, other, 0.0)
+        weights += weight * weight
+        others += other * other
+    of_weight, of_other = tl.sqrt_rn(sum_of_lanes(weights, ROWS)), tl.sqrt_rn(sum_of_lanes(others, ROWS))
+    if RULE == "lars_sgd":
+        trusted = tl.div_rn(scale * of_weight, of_other + l2 * of_weight)
+    else:
+        trusted = rate * tl.div_rn(of_weight, of_other)
+    step = tl.where((of_weight == 0) | (of_other == 0), rate, trusted)
+    # the moments just written are read again, maybe by other threads
+    tl.debug_barrier()
+    for start in range(tl.full((), 0, tl.int64), dim, 16):
+        mask = inside & (start + lane < dim)
+        place = weight_ptr + row * weight_stride + start + lane
+        weight = tl.load(place, mask=mask, other=0.0)
+        first_place = first_ptr + row * first_stride + start + lane
+        first = tl.load(first_place, mask=mask, other=0.0)
+        if RULE == "lars_sgd":
+            gradient = tl.load(grad_ptr + occurrence * grad_stride + start + lane, mask=mask, other=0.0)
+            first = beta1 * first + step * (gradient + l2 * weight)
+            tl.store(first_place, first, mask=mask)
+            change = first
+        else:
+            if RULE == "lamb":
+                second = tl.load(second_ptr + row * second_stride + start + lane, mask=mask, other=0.0)
+                below = tl.sqrt_rn(second) + eps
+            else:
+                below = tl.broadcast_to(divisor, (ROWS, 16))
+            change = step * (tl.div_rn(scale * first, below) + l2 * weight)
+        tl.store(place, weight - change, mask=mask)
+
+
+@jit_kernel
+def custom_kernel(
+    rows_ptr,
+    row_stride,
+    indices_ptr,
+    grad_ptr,
+    grad_stride,
+    num_rows,
+    count_ptr,
+    dim,
+    step,
+    lr,
+    UPDATE: tl.constexpr,
+    WIDE: tl.constexpr,
+    NARROW: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """A user's update (`RowOptimizer.custom`) of rows: weight | WIDE states like it | NARROW of a column."""
+    occurrence, row, column, mask = tile_of(indices_ptr, num_rows, count_ptr, dim, ROWS, BLOCK_D)
+    inside = occurrence < num_valid(num_rows, count_ptr)
+    gradient = tl.load(grad_ptr + occurrence * grad_stride + column, mask=mask, other=0.0)
+    place = rows_ptr + row * row_stride
+    weight, states = tl.load(place + column, mask=mask, other=0.0), ()
+    for i in tl.static_range(WIDE):
+        states += (tl.load(place + (i + 1) * dim + column, mask=mask, other=0.0),)  # type: ignore[assignment]
+    for i in tl.static_range(NARROW):
+        states += (tl.load(place + (WIDE + 1) * dim + i, mask=inside, other=0.0),)  # type: ignore[assignment]
+    weight, states = UPDATE(weight, states, gradient, step, lr)
+    # several threads may load one value: none may load it changed
+    tl.debug_barrier()
+    tl.store(place + column, weight, mask=mask)
+    for i in tl.static_range(WIDE):
+        tl.store(place + (i + 1) * dim + column, states[i], mask=mask)
+    for i in tl.static_range(NARROW):
+        tl.store(place + (WIDE + 1) * dim + i, states[WIDE + i], mask=inside)
 
 
 @jit_kernel
@@ -227,7 +372,8 @@ def update(*arguments: Any, rule: str) -> None:
     if grad.numel() == 0:
         return
     grad, (num_rows, dim) = contiguous_rows(grad), grad.shape
-    if rule.endswith("adagrad"):  # whose state is a second moment
+    declared = RULES[rule]
+    if declared.states == ("state",):  # a second moment
         states.insert(0, None)
     first, second, *_ = (*states, None, None)
     numbers = scalars(rule, lr, eps, beta1, beta2, weight_decay, step)
@@ -244,18 +390,60 @@ def update(*arguments: Any, rule: str) -> None:
         num_rows,
         count,
         dim,
-        *map(float, numbers),
+        *map(float, numbers[:6]),
+        float(numbers.l2),
     )
-    constants: dict[str, object] = {"L2": bool(numbers.l2), "DECAYS": bool(numbers.decay != 1)}
-    constants |= {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
-    if is_row_wise(rule):
-        rows = ROWS_OF_A_MEAN
-        rowwise_kernel[(triton.cdiv(num_rows, rows),)](*given, ROWS=rows, **constants)
+    constants: dict[str, object] = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
+    rows = ROWS_OF_A_MEAN
+    grid: tuple[int, ...] = (triton.cdiv(num_rows, rows),)
+    if rule in ("lamb", "rowwise_lamb", "lars_sgd"):
+        norm_kernel[grid](*given, float(numbers.scale), RULE=rule, ROWS=rows, **constants)
+        return
+    given += (float(numbers.decay),)
+    constants |= {"L2": bool(numbers.l2) and declared.decay == "l2", "DECAYS": bool(numbers.decay != 1)}
+    if declared.row_wise:
+        rowwise_kernel[grid](*given, ROWS=rows, **constants)
         return
     rows, block = _tile(dim)
     constants |= {"RULE": "adam" if rule == "adamw" else rule, "ROWS": rows, "BLOCK_D": block}
     grid = (triton.cdiv(num_rows, rows), triton.cdiv(dim, block))
     elementwise_kernel[grid](*given, **constants)
+
+
+def update_of_tiles(
+    rows: torch.Tensor,
+    indices: torch.Tensor,
+    gradient: torch.Tensor,
+    step: int,
+    lr: float,
+    count: torch.Tensor | None,
+    function: Any,
+    wide: int,
+    narrow: int,
+) -> None:
+    """A user's update of a tile, over all rows of (R, (1 + wide) * dim + narrow)."""
+    gradient, (num_rows, dim) = contiguous_rows(gradient), gradient.shape
+    block = triton.next_power_of_2(dim)
+    tile = max(1, ELEMENTS // block)
+    custom_kernel[(triton.cdiv(num_rows, tile),)](
+        rows,
+        rows.stride(0),
+        indices.contiguous(),
+        gradient,
+        gradient.stride(0),
+        num_rows,
+        count,
+        dim,
+        step,
+        lr,
+        UPDATE=function,
+        WIDE=wide,
+        NARROW=narrow,
+        ROWS=tile,
+        BLOCK_D=block,
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=False,
+    )
 
 
 def lazy_decay(
