@@ -16,7 +16,7 @@ from tritonrec import EmbeddingBagCollection, EmbeddingBagConfig, HashEmbeddingC
 from tritonrec.callbacks import EarlyStopping
 from tritonrec.checkpoint.manifest import add_checksum
 from tritonrec.data import NumberedLoader
-from tritonrec.distributed import Communicators
+from tritonrec.distributed import Communicators, RanksDisagreeError
 from tritonrec.embedding import (
     Eviction,
     FeatureConfig,
@@ -471,6 +471,22 @@ def test_no_rank_loads_where_one_cannot(tmp_path):
     (same, message), (also, own) = run_ranks(2, rank)
     assert same and also
     assert "nothing is loaded, because rank 1 cannot" in message and "was altered" in own
+
+
+@pytest.mark.parametrize("how", [Trainer.load, Trainer.warm_start])
+def test_ranks_that_read_different_checkpoints_load_nothing(saved, tmp_path, how):
+    with trainer(made_of()) as training:
+        training.load(saved)
+        training.save(tmp_path, {"another": 1})
+
+    def rank(communicators):
+        with trainer(made_of(), communicators=communicators, mode="sequential") as training:
+            before = everything(training)
+            with pytest.raises(RanksDisagreeError, match="rank 1 has digest of the checkpoint"):
+                how(training, (saved, tmp_path)[communicators.rank])
+            return equal(everything(training), before)
+
+    assert run_ranks(2, rank) == [True, True]
 
 
 def test_peer_copies_of_another_training_change_nothing():

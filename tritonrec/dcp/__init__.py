@@ -16,6 +16,7 @@ of authors whose programs you would run. ``format="safetensors"`` has none (`Hug
 
 from __future__ import annotations
 
+import hashlib
 import json
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -258,7 +259,8 @@ class _Folder:
         self._saved = self._reader.read_metadata().state_dict_metadata
         if "meta" not in self._saved:
             raise CheckpointError(f"{self._folder} was not written by tritonrec.dcp: it has no tensor 'meta'")
-        said = json.loads(bytes(self._read(["meta"])["meta"].tolist()))
+        text = bytes(self._read(["meta"])["meta"].tolist())
+        said, self.digest = json.loads(text), hashlib.sha256(text).hexdigest()[:16]
         self.step, self.meta = said["step"], said["meta"]
         self.columns: dict[str, dict[str, tuple[str, list[int]]]] = {}
         for name, each in self._saved.items():

@@ -141,7 +141,7 @@ def restore(
     """
     with whole_or_nothing(communicators) as checked:
         stream = directory() if callable(directory) else CheckpointStream(directory)
-        checked["step"] = stream.step
+        checked |= {"step": stream.step, "digest": stream.digest}
         meta = dict(stream.meta)
         tensors = stream.dense()
         plain, at, recipe = (meta.pop(key, None) for key in (DENSE, LOADER, RECIPE))
@@ -235,12 +235,12 @@ def prepare(
 
 
 @contextmanager
-def whole_or_nothing(communicators: Communicators) -> Iterator[dict[str, int]]:
+def whole_or_nothing(communicators: Communicators) -> Iterator[dict[str, Any]]:
     """Checks of one rank, after which all ranks go on, or all raise. Collective.
 
-    Yields a mapping for the ``"step"`` that this rank would load, which must be that of all.
+    Yields a mapping for the ``"step"`` that this rank would load, and what else must be that of all.
     """
-    checked: dict[str, int] = {}
+    checked: dict[str, Any] = {}
     failure: Exception | None = None
     try:
         yield checked
@@ -254,4 +254,6 @@ def whole_or_nothing(communicators: Communicators) -> Iterator[dict[str, int]]:
     for rank, text in enumerate(said):
         if words := json.loads(text).get("failed"):
             raise ValueError(f"nothing is loaded, because rank {rank} cannot: {words}")
-    check_ranks_agree(communicators.control, {"step of the checkpoint": checked["step"]})
+    check_ranks_agree(
+        communicators.control, {f"{name} of the checkpoint": value for name, value in checked.items()}
+    )
