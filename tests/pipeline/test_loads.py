@@ -30,6 +30,7 @@ from tritonrec.pipeline import DenseModel, Trainer, WindowConfig
 from tritonrec.pipeline.precision import LossScaler, LossScaling
 from tritonrec.resilience import PeerCopies
 
+NAN = float("nan")
 KEPT = TablePolicy(eviction=Eviction("lru", 50, every=2), admission=2, precision=PrecisionTiers(1, 4))
 
 
@@ -262,6 +263,21 @@ def test_what_is_refused_has_changed_nothing(make):
     loaded.pop("module", None)
     if make is not Tables:  # whose load adds to the rows that are there
         assert equal(loaded, good)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"lr": each}, "the learning rate of table 'a' is ") for each in (NAN, -0.1, True, torch.ones(2), [0.1])]
+    + [({"momentum": 0.9}, "momentum of table a, b was set"), ({"tables": ["a", "c", "a"]}, "in two groups")],
+    ids=str,
+)
+def test_settings_of_rows_that_would_fail_later_are_refused_at_once(change, said):
+    state, other = copy.deepcopy(Rows(2).state()), Rows(1)
+    before = other.state()
+    state["param_groups"][0] |= change
+    with pytest.raises(ValueError, match=said):
+        other.load(state)
+    assert equal(other.state(), before)
 
 
 class Broken(torch.optim.Adam):
