@@ -453,6 +453,47 @@ def test_rates_that_follow_a_scheduler_are_not_changed(saved, tmp_path):
             training.load(tmp_path, changed={"lr"})
 
 
+def stepped(optimizer, size):
+    return torch.optim.lr_scheduler.StepLR(optimizer, size)
+
+
+def warmed_up(optimizer, steps):
+    """A warm-up and a cosine; the rate is far from the second's minimum where that is far."""
+    parts = [
+        torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=1),
+        torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps),
+    ]
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [1])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "named"),
+    [(stepped, "scheduler 0, step_size is 1"), (warmed_up, "scheduler 0, part 1, T_max is 1")],
+)
+def test_settings_of_a_scheduler_are_those_that_were_saved_or_given_by_name(tmp_path, schedule, named):
+    """torch's own load takes the saved ones in silence."""
+
+    def training_of(setting):
+        made = made_of()
+        scheduler = schedule(made[2], setting)
+        return Trainer(*made, Communicators.local(), "sequential", WindowConfig(), scheduler=scheduler)
+
+    with training_of(1) as training:
+        list(training.run(batches(1)))
+        training.save(tmp_path)
+    with training_of(9) as training:
+        before = everything(training)
+        with pytest.raises(ValueError, match=f"{named} in .* and 9 here"):
+            training.load(tmp_path)
+        assert equal(everything(training), before)
+        training.load(tmp_path, changed={"scheduler"})
+        (state,) = (each.state_dict() for each in training.dense.schedulers)
+        assert state["last_epoch"] == 1 and "9" in str(state)
+        training.save(tmp_path / "again")
+    with training_of(9) as training:
+        assert training.load(tmp_path / "again") == 1
+
+
 def test_a_load_into_a_used_trainer_gives_the_bits_of_a_fresh_one(saved):
     def ended(first):
         made = made_of()

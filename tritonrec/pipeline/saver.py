@@ -19,7 +19,7 @@ from ..embedding import HashTableCollection
 from ..files.places import Place
 from .dense import DenseModel
 from .position import LOADER, SupportsState, position_of, positions
-from .recipe import RECIPE, keep_rates, recipe_of, require_same
+from .recipe import RECIPE, keep_rates, recipe_of, require_same, with_own_settings
 from .window import WindowConfig
 
 DENSE = "dense"
@@ -209,6 +209,9 @@ def prepare(
             `positions` gave for the loader.
     """
     rates = keep_rates(dense) if "lr" in changed else None
+    if "scheduler" in changed:
+        own = [scheduler.state_dict() for scheduler in dense.schedulers]
+        state = {**state, "schedulers": with_own_settings(state.get("schedulers"), own)}
     dense.check_state(state)
     position = None if loader is None else position_of(communicators, at)
     load_rows = rows()
