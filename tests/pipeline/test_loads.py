@@ -453,6 +453,17 @@ def test_rates_that_follow_a_scheduler_are_not_changed(saved, tmp_path):
             training.load(tmp_path, changed={"lr"})
 
 
+def test_a_rule_of_parameters_that_was_changed_by_name_holds(saved):
+    made = made_of()
+    made[2].param_groups[0].update(betas=(0.5, 0.6), weight_decay=0.3)
+    with trainer(made) as training:
+        with pytest.raises(ValueError, match="rule of optimizer 0, group 0 is"):
+            training.load(saved)
+        training.load(saved, changed={"rule"})
+    (group,) = made[2].param_groups
+    assert group["betas"] == (0.5, 0.6) and group["weight_decay"] == 0.3
+
+
 def stepped(optimizer, size):
     return torch.optim.lr_scheduler.StepLR(optimizer, size)
 

@@ -118,24 +118,30 @@ def require_same(
         )
 
 
-def keep_rates(dense: DenseModel) -> Callable[[], None]:
-    """The function returned gives the parameters' groups the rates that they have now.
+def keep_settings(dense: DenseModel, changed: Collection[str]) -> Callable[[], None]:
+    """The function returned gives the parameters' groups what they have now of ``"lr"`` and ``"rule"``.
 
-    Raises ValueError where a scheduler sets them, whose state would contradict.
+    Raises ValueError where a scheduler sets the rates, whose state would contradict.
     """
-    if dense.schedulers:
+    if dense.schedulers and "lr" in changed:
         raise ValueError(
             "the learning rates follow a scheduler, whose state the checkpoint has: load without "
             'changed={"lr"}, or without a scheduler'
         )
-    groups = [group for optimizer in dense.optimizers for group in optimizer.param_groups]
-    rates = [group["lr"] for group in groups if "lr" in group]
-    rates = [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
+    kept = [
+        {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in group.items()
+            if name not in ("params", "initial_lr") and ("lr" if name == "lr" else "rule") in changed
+        }
+        for optimizer in dense.optimizers
+        for group in optimizer.param_groups
+    ]
 
     def give_back() -> None:
-        own = [group for optimizer in dense.optimizers for group in optimizer.param_groups if "lr" in group]
-        for group, rate in zip(own, rates, strict=True):
-            group["lr"] = rate
+        groups = (group for optimizer in dense.optimizers for group in optimizer.param_groups)
+        for group, values in zip(groups, kept, strict=True):
+            group.update(values)
 
     return give_back
 

@@ -19,7 +19,7 @@ from ..embedding import HashTableCollection
 from ..files.places import Place
 from .dense import DenseModel
 from .position import LOADER, SupportsState, position_of, positions
-from .recipe import RECIPE, keep_rates, recipe_of, require_same, with_own_settings
+from .recipe import RECIPE, keep_settings, recipe_of, require_same, with_own_settings
 from .window import WindowConfig
 
 DENSE = "dense"
@@ -208,7 +208,7 @@ def prepare(
         state: of `dense`. rows: checks those of the tables, and returns a function that loads them. at: what
             `positions` gave for the loader.
     """
-    rates = keep_rates(dense) if "lr" in changed else None
+    give_back = keep_settings(dense, changed)
     if "scheduler" in changed:
         own = [scheduler.state_dict() for scheduler in dense.schedulers]
         state = {**state, "schedulers": with_own_settings(state.get("schedulers"), own)}
@@ -230,8 +230,7 @@ def prepare(
             if loader is not None:
                 loader.load_state_dict(before)
             raise
-        if rates is not None:
-            rates()
+        give_back()
         load_rows()
 
     return load
