@@ -243,12 +243,12 @@ def _group_of(
             raise ValueError(
                 f"table {table!r} was updated by the rule {rule!r}, and here by {own.group.optimizer.name!r}"
             )
-        lr = each.get("lr")
+        lr: Any = each.get("lr")
         if isinstance(lr, torch.Tensor) and lr.numel() == 1:
             lr = float(lr)
         if type(lr) not in (int, float) or not 0 <= lr < math.inf:
             raise ValueError(f"the learning rate of table {table!r} is {lr!r}")
-        _validate_groups([saved[table]])
+        _validate_groups([dict(saved[table])])
         if found and each != found:
             raise ValueError(
                 f"tables {', '.join(group['tables'])} are merged here, and were updated at {found} and "
