@@ -58,7 +58,10 @@ def test_less_is_better_by_default_as_in_lightning(metric):
     assert stopping.on_evaluation_end(9, {metric: 1.0}) and stopping.best_step == 8
 
 
-@pytest.mark.parametrize("metric", ["NDCG@10", "HR@5", "AUC", "AUC/click", "GAUC/like", "accuracy"])
+OURS = "NDCG@10 HR@5 AUC AUC/click GAUC/like accuracy recall@5 MRR@1 coverage@9 window_auc window_gauc"
+
+
+@pytest.mark.parametrize("metric", OURS.split())
 def test_more_is_better_of_our_own_metrics(metric):
     stopping = EarlyStopping(metric, patience=1)
     assert [stopping.on_evaluation_end(step, {metric: step}) for step in range(1, 9)] == [False] * 8

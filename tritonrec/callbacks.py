@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 __all__ = ["EarlyStopping", "Throughput"]
 
 Direction = Literal["max", "min"]
-MORE_IS_BETTER = ("HR@", "NDCG@", "AUC", "GAUC", "accuracy")
+MORE_IS_BETTER = (
+    "HR@", "NDCG@", "recall@", "MRR@", "coverage@", "novelty@", "AUC", "GAUC", "window_auc", "window_gauc",
+    "accuracy",
+)  # fmt: skip
 """How names of this library's metrics begin that are better where they are larger."""
 
 
@@ -25,7 +28,7 @@ class EarlyStopping:
         metric: its name among those that `on_evaluation_end` gets, such as ``"NDCG@10"``.
         patience: evaluations without improvement after which training should stop, at least 1.
         mode: ``"max"`` where more is better, ``"min"`` where less is; by default ``"min"``, as in Lightning,
-            and ``"max"`` for this library's own HR, NDCG, AUC, GAUC and accuracy.
+            and ``"max"`` for this library's own ranks, areas and accuracy (`MORE_IS_BETTER`).
         min_delta: an improvement is larger than this.
         check_finite: also end where the metric is NaN or infinite.
         communicators: of all ranks, which go by the value of rank 0 and so stop at the same step; None for

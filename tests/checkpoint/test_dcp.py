@@ -164,10 +164,38 @@ def test_wrong_folders_are_named(tmp_path):
         for call in (dcp.save, dcp.load):
             with pytest.raises(ValueError, match="cannot be at a URL"):
                 call(trainer, "memory://folder")
-        dcp.save(trainer, tmp_path / "cut")
-        next((tmp_path / "cut").glob("*.distcp")).unlink()
-        with pytest.raises(CheckpointError, match="cut"):
-            dcp.load(trainer, tmp_path / "cut")
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda raw: b"", lambda raw: raw[: len(raw) // 2], lambda raw: b"PK\3\4" + raw]
+)
+@pytest.mark.parametrize("format", ["dcp", "safetensors"])
+def test_a_damaged_file_is_one_error_with_the_folder(tmp_path, format, damage):
+    exported(Communicators.local(), tmp_path / "out", format)
+    with made(Communicators.local()) as trainer:
+        before = trained(trainer, 1)
+        for file in list((tmp_path / "out").iterdir()):
+            raw = file.read_bytes()
+            file.write_bytes(damage(raw))
+            with pytest.raises(CheckpointError, match=f"{tmp_path / 'out'}[ :]") as error:
+                dcp.load(trainer, tmp_path / "out")
+            assert "Traceback" not in str(error.value)
+            file.unlink()
+            with pytest.raises(CheckpointError, match=f"{tmp_path / 'out'}"):
+                dcp.load(trainer, tmp_path / "out")
+            file.write_bytes(raw)
+        assert digest(trainer) == before
+
+
+@pytest.mark.parametrize("text", [b"", b"[1]", b'{"step": 3}', b"\xff"])
+def test_a_meta_tensor_of_something_else_is_named(tmp_path, text):
+    meta = torch.tensor(list(text), dtype=torch.uint8)
+    torch_dcp.save({"meta": meta}, checkpoint_id=tmp_path / "other", no_dist=True)
+    with (
+        made(Communicators.local()) as trainer,
+        pytest.raises(CheckpointError, match="no checkpoint of this kind"),
+    ):
+        dcp.load(trainer, tmp_path / "other")
 
 
 def test_a_folder_without_some_rows_is_refused(tmp_path):

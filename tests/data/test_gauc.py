@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tritonrec.data.impression_loader import ImpressionLoader
 from tritonrec.data.interactions import Interactions
-from tritonrec.data.ranking import auc, evaluate_impressions, gauc
+from tritonrec.data.ranking import auc, evaluate_impressions, gauc, weighted_auc
 
 pytestmark = pytest.mark.smoke
 
@@ -125,14 +125,23 @@ def test_labels_of_one_kind_have_no_area(labels):
     [
         ([1, 2], [0.1], [0, 1], r"must be \(n,\): got shapes \(2,\), \(1,\) and \(2,\)"),
         ([[1]], [[0.1]], [[0]], r"must be \(n,\): got shapes \(1, 1\)"),
-        ([4, 5], [0.1, math.nan], [0, 1], r"scores\[1\] of user 5 is nan"),
-        ([4, 5], [0.1, 0.2], [0, 2], r"labels\[1\] of user 5 is 2"),
-        ([4, 5], [0.1, 0.2], [0, 0.5], r"labels\[1\] of user 5 is 0.5"),
+        ([4, 5], [0.1, math.nan], [0, 1], r"scores\[1\] is nan, where user_ids is 5"),
+        ([4, 5], [0.1, 0.2], [0, 2], r"labels\[1\] is 2, where user_ids is 5"),
+        ([4, 5], [0.1, 0.2], [0, 0.5], r"labels\[1\] is 0.5, where user_ids is 5"),
     ],
 )
 def test_bad_impressions_are_named(users, scores, labels, message):
     with pytest.raises(ValueError, match=message):
         on_tensors(users, scores, labels)
+    if len(scores) == 2:
+        with pytest.raises(ValueError, match=message.replace("user_ids", "weights")):
+            weighted_auc(torch.tensor(scores), torch.tensor(labels), torch.tensor(users))
+
+
+@pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf])
+def test_a_weight_that_is_none_is_named(wrong):
+    with pytest.raises(ValueError, match=f"at least 0, got {wrong:g}"):
+        weighted_auc(torch.tensor([0.1, 0.2]), torch.tensor([0, 1]), torch.tensor([1.0, wrong]))
 
 
 def rated() -> ImpressionLoader:

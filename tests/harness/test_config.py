@@ -65,6 +65,10 @@ def test_one_key_sets_the_fields_of_one_option(tmp_path):
     assert (run.job.seed, run.window.seed, run.job.max_seq_len, run.job.sizes.max_seq_len) == (5, 5, 9, 9)
 
 
+def test_a_file_of_an_editor_that_begins_with_a_byte_order_mark(tmp_path):
+    assert read(tmp_path, "\ufeffmode = 'dbp'").mode == "dbp"
+
+
 @pytest.mark.parametrize("capacity", [300, "2GiB"])
 def test_a_value_of_either_type(tmp_path, capacity):
     policy = TablePolicy(Eviction("lfu", capacity=capacity, every=3))

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from tritonrec import nn
-from tritonrec.data import ClickLoader, ClickLog
+from tritonrec.data import Batch, ClickLoader, ClickLog, KeyedJaggedTensor, Lookup, weighted_auc
+from tritonrec.distributed import Communicators
 from tritonrec.embedding import FeatureConfig, HashTableCollection, RowOptimizer
 from tritonrec.harness.verify.thread_ranks import run_ranks
-from tritonrec.metrics import ClickMetrics, RankingMetrics, weighted_auc
-from tritonrec.pipeline import Trainer, WindowConfig
+from tritonrec.metrics import ClickMetrics, RankingMetrics
+from tritonrec.pipeline import StageFailedError, Trainer, WindowConfig
 
 KINDS = "ne", "logloss", "calibration", "ctr"
 STEPS, WINDOW = 13, 5
@@ -140,15 +141,49 @@ def test_a_weight_that_is_no_number_is_refused(bad):
         metrics.compute()
 
 
-def test_ranks_that_differ_in_their_steps_are_told():
+@pytest.mark.parametrize(
+    ("counts", "columns", "said"),
+    [
+        ((2, 3), (4, 4), "2 times with weights with groups, 3 times"),
+        ((2, 2), (2, 3), "times, 2 times with weights"),
+    ],
+)
+def test_ranks_that_differ_in_their_updates_are_told(counts, columns, said):
     def rank(communicators):
         metrics = ClickMetrics(communicators=communicators)
-        for step in samples()[: 2 + communicators.rank]:
-            metrics.update(*step)
+        for step in samples()[: counts[communicators.rank]]:
+            metrics.update(*step[: columns[communicators.rank]])
         metrics.compute()
 
-    with pytest.raises(RuntimeError, match=r"\[2, 3\] times"):
+    with pytest.raises(RuntimeError, match=said):
         run_ranks(2, rank)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"predictions": 1.5}, {"predictions": -0.1}, {"labels": 2.0}, {"labels": 0.5}]
+)
+def test_samples_that_no_click_has_are_refused_each_time(wrong):
+    metrics, given = ClickMetrics(), {"predictions": 0.5, "labels": 1.0} | wrong
+    metrics.update(*(torch.tensor([0.0, each]) for each in given.values()))
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=f"{next(iter(wrong))} must be .*got {next(iter(wrong.values())):g}"
+        ):
+            metrics.compute()
+
+
+@pytest.mark.parametrize(
+    "change", [{"window": [[1, 2, 3, 4]]}, {"lifetime": [1, 2]}, {"steps": "x"}, {"lifetime": None}]
+)
+def test_a_state_of_something_else_loads_nothing(change):
+    metrics, other = ClickMetrics(WINDOW), ClickMetrics(WINDOW)
+    computed(samples(), metrics=metrics)
+    computed(samples(9), metrics=other)
+    before = metrics.state_dict()
+    for state in ({**other.state_dict(), **change}, {"steps": 3}):
+        with pytest.raises(ValueError, match="no state of ClickMetrics"):
+            metrics.load_state_dict(state)
+    assert metrics.state_dict() == before
 
 
 def test_no_step_and_labels_that_are_alike():
@@ -217,6 +252,8 @@ def test_lists_that_cannot_be_are_refused():
         RankingMetrics(KS).update(hits, relevant * 0)
     with pytest.raises(ValueError, match="10 or more"):
         RankingMetrics(KS).update(hits[:, :9], relevant)
+    with pytest.raises(ValueError, match="bool"):
+        RankingMetrics(KS).update(hits * 0.5, relevant)
     with pytest.raises(ValueError, match="catalogue"):
         RankingMetrics(KS, torch.arange(30)).update(hits, relevant, items)
 
@@ -324,6 +361,32 @@ def test_outputs_of_a_step_have_the_bits_of_the_reference(micro_batches, world_s
     }  # fmt: skip
     found = run_ranks(world_size, lambda each: run_of("nestpipe", micro_batches, each))
     assert found == [reference] * world_size
+
+
+@pytest.mark.parametrize(
+    ("recorded", "said"),
+    [(lambda x: {"few": x} if len(x) < 6 else {}, "records few of some micro-batches"),
+     (lambda x: {"wide": x if len(x) < 6 else x.double()}, "records wide of some micro-batches"),
+     (lambda x: {"loss": x.sum()}, "takes tensors with rows of the samples; loss is"),
+     (lambda x: {"names": ["a"]}, "takes tensors with rows of the samples; names is")],
+)  # fmt: skip
+def test_outputs_that_only_some_samples_have_are_refused_before_the_update(recorded, said):
+    class Own(nn.Linear):
+        def forward(self, batch, rows, seed):
+            nn.record(**recorded(rows["item"]))
+            return super().forward(rows["item"])[:, 0]
+
+    ids = torch.arange(11, dtype=torch.int64)
+    model, tables = Own(4, 1), HashTableCollection([FeatureConfig("item", 4)], RowOptimizer("sgd", lr=1.0))
+    before = model.weight.detach().clone()
+    given = Batch(0, ids, KeyedJaggedTensor.from_dict({"item": Lookup(ids)}))
+    optimizer, config = torch.optim.SGD(model.parameters(), lr=1.0), WindowConfig(2)
+    with (
+        pytest.raises(StageFailedError, match=said),
+        Trainer(model, tables, optimizer, Communicators.local(), "fwp", config, trust_model=True) as trainer,
+    ):
+        trainer.step(given)
+    assert torch.equal(model.weight, before)
 
 
 def test_nothing_is_recorded_outside_of_a_trainer():

@@ -380,6 +380,28 @@ def test_after_an_interrupt_inside_of_a_step_nothing_is_trained_or_saved(mode, t
         assert len(list(training.run(batches(3)[1:]))) == 2
 
 
+@pytest.mark.parametrize("mode", ["reference", "sequential"])
+def test_after_an_error_inside_of_an_update_nothing_is_trained_or_saved(mode, tmp_path):
+    """Of the caller's own code, which an update calls: it fails with a part of the update done."""
+    trained = parts()
+    with trainer(trained, mode) as training:
+        list(training.run(batches(1)))
+        training.save(tmp_path)
+        hook = trained[2].register_step_post_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            list(training.run(batches(2)[1:]))
+        hook.remove()
+        for use in (lambda: list(training.run(batches(3)[2:])), lambda: training.save(tmp_path)):
+            with pytest.raises(RuntimeError, match=r"step 1 was interrupted, .* load a checkpoint"):
+                use()
+        assert training.load(tmp_path) == 1
+        calls = trained[0].register_forward_hook(lambda *_: 1 / 0)  # before an update nothing is lost
+        with pytest.raises(ZeroDivisionError):
+            list(training.run(batches(2)[1:]))
+        calls.remove()
+        training.save(tmp_path)
+
+
 def test_a_trainer_that_abandoned_windows_saves_nothing(tmp_path):
     training = trainer(parts())
     training.progress(iter(batches()))

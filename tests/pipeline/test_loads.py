@@ -16,7 +16,7 @@ from tritonrec import EmbeddingBagCollection, EmbeddingBagConfig, HashEmbeddingC
 from tritonrec.callbacks import EarlyStopping
 from tritonrec.checkpoint.manifest import add_checksum
 from tritonrec.data import NumberedLoader
-from tritonrec.distributed import Communicators
+from tritonrec.distributed import Communicators, RanksDisagreeError
 from tritonrec.embedding import (
     Eviction,
     FeatureConfig,
@@ -30,6 +30,7 @@ from tritonrec.pipeline import DenseModel, Trainer, WindowConfig
 from tritonrec.pipeline.precision import LossScaler, LossScaling
 from tritonrec.resilience import PeerCopies
 
+NAN = float("nan")
 KEPT = TablePolicy(eviction=Eviction("lru", 50, every=2), admission=2, precision=PrecisionTiers(1, 4))
 
 
@@ -264,6 +265,21 @@ def test_what_is_refused_has_changed_nothing(make):
         assert equal(loaded, good)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"lr": each}, "the learning rate of table 'a' is ") for each in (NAN, -0.1, True, torch.ones(2), [0.1])]
+    + [({"momentum": 0.9}, "momentum of table a, b was set"), ({"tables": ["a", "c", "a"]}, "in two groups")],
+    ids=str,
+)
+def test_settings_of_rows_that_would_fail_later_are_refused_at_once(change, said):
+    state, other = copy.deepcopy(Rows(2).state()), Rows(1)
+    before = other.state()
+    state["param_groups"][0] |= change
+    with pytest.raises(ValueError, match=said):
+        other.load(state)
+    assert equal(other.state(), before)
+
+
 class Broken(torch.optim.Adam):
     """An optimizer whose load fails after a change, as any of a user's own may."""
 
@@ -437,6 +453,58 @@ def test_rates_that_follow_a_scheduler_are_not_changed(saved, tmp_path):
             training.load(tmp_path, changed={"lr"})
 
 
+def test_a_rule_of_parameters_that_was_changed_by_name_holds(saved):
+    made = made_of()
+    made[2].param_groups[0].update(betas=(0.5, 0.6), weight_decay=0.3)
+    with trainer(made) as training:
+        with pytest.raises(ValueError, match="rule of optimizer 0, group 0 is"):
+            training.load(saved)
+        training.load(saved, changed={"rule"})
+    (group,) = made[2].param_groups
+    assert group["betas"] == (0.5, 0.6) and group["weight_decay"] == 0.3
+
+
+def stepped(optimizer, size):
+    return torch.optim.lr_scheduler.StepLR(optimizer, size)
+
+
+def warmed_up(optimizer, steps):
+    """A warm-up and a cosine; the rate is far from the second's minimum where that is far."""
+    parts = [
+        torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=1),
+        torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps),
+    ]
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [1])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "named"),
+    [(stepped, "scheduler 0, step_size is 1"), (warmed_up, "scheduler 0, part 1, T_max is 1")],
+)
+def test_settings_of_a_scheduler_are_those_that_were_saved_or_given_by_name(tmp_path, schedule, named):
+    """torch's own load takes the saved ones in silence."""
+
+    def training_of(setting):
+        made = made_of()
+        scheduler = schedule(made[2], setting)
+        return Trainer(*made, Communicators.local(), "sequential", WindowConfig(), scheduler=scheduler)
+
+    with training_of(1) as training:
+        list(training.run(batches(1)))
+        training.save(tmp_path)
+    with training_of(9) as training:
+        before = everything(training)
+        with pytest.raises(ValueError, match=f"{named} in .* and 9 here"):
+            training.load(tmp_path)
+        assert equal(everything(training), before)
+        training.load(tmp_path, changed={"scheduler"})
+        (state,) = (each.state_dict() for each in training.dense.schedulers)
+        assert state["last_epoch"] == 1 and "9" in str(state)
+        training.save(tmp_path / "again")
+    with training_of(9) as training:
+        assert training.load(tmp_path / "again") == 1
+
+
 def test_a_load_into_a_used_trainer_gives_the_bits_of_a_fresh_one(saved):
     def ended(first):
         made = made_of()
@@ -471,6 +539,22 @@ def test_no_rank_loads_where_one_cannot(tmp_path):
     (same, message), (also, own) = run_ranks(2, rank)
     assert same and also
     assert "nothing is loaded, because rank 1 cannot" in message and "was altered" in own
+
+
+@pytest.mark.parametrize("how", [Trainer.load, Trainer.warm_start])
+def test_ranks_that_read_different_checkpoints_load_nothing(saved, tmp_path, how):
+    with trainer(made_of()) as training:
+        training.load(saved)
+        training.save(tmp_path, {"another": 1})
+
+    def rank(communicators):
+        with trainer(made_of(), communicators=communicators, mode="sequential") as training:
+            before = everything(training)
+            with pytest.raises(RanksDisagreeError, match="rank 1 has digest of the checkpoint"):
+                how(training, (saved, tmp_path)[communicators.rank])
+            return equal(everything(training), before)
+
+    assert run_ranks(2, rank) == [True, True]
 
 
 def test_peer_copies_of_another_training_change_nothing():

@@ -187,8 +187,14 @@ def test_modules_take_the_tables_of_a_state_dict():
     assert torch.equal(weights["t2"][1], state["item_embedding.weight"])
     assert torch.equal(weights["t2"][0], torch.arange(9))
     assert report.tables == {"t1": ("t1", 7), "t2": ("item_embedding.weight", 9)} and report.unused == []
-    with pytest.raises(ValueError, match="there is no table 't9' here"):
-        load_table_weights(ebc, state, tables=["t9"])
+    both = torch.nn.ModuleList(
+        [ebc, EmbeddingBagCollection([EmbeddingBagConfig(0, 4, "t3", ["t3"])], seed=3)]
+    )
+    for module in (ebc, both):
+        with pytest.raises(ValueError, match="there is no table 't9' here"):
+            load_table_weights(module, state, tables=["t9"])
+        with pytest.raises(ValueError, match=r"rename= has item\.weight, which nothing here took"):
+            load_table_weights(module, state, rename={"item.weight": "t2"})
     with pytest.raises(ValueError, match="Linear has no hash embeddings"):
         load_table_weights(torch.nn.Linear(1, 1), state)
 

@@ -243,7 +243,18 @@ def float_gradients(self, own, window, positions):
     return F.cross_entropy(own["user"] @ window["item"].T, positions, reduction="none")
 
 
+def reads(name):
+    return {"window_loss": lambda self, own, window, at: own["user"].sum(1) + window[name].sum()}
+
+
+def records_scores(self, own, *rest):
+    nn.record(scores=own["user"])
+    return own["user"].sum(1)
+
+
 WRONG = {
+    "a name that is not shown": (reads("log_p"), "reads 'log_p', but .* shows user, item, id, log_q"),
+    "outputs of the loss": ({"window_loss": records_scores}, "window_loss records scores: nn.record takes"),
     "samples that see each other before the loss": ({"users": users_of_the_batch}, "which shows of sample"),
     "rows of a loss that see each other": ({"window_loss": mean_of_rows}, "whose window_loss of a sample"),
     "a float32 sum over samples": ({"window_loss": float_gradients}, "read it by ops.linear"),
@@ -270,6 +281,21 @@ def test_a_second_forward_that_differs_is_refused_though_the_model_is_trusted():
 
     with pytest.raises(StageFailedError, match="second forward of a micro-batch differs from its first"):
         trained("fwp", model=towers(users=drawn), trust=True)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "micro_batches", "said"), [(1, 4, "micro-batches show"), (2, 1, "rank . shows other")]
+)
+@pytest.mark.parametrize(
+    "other", [lambda s: dict(reversed(s.items())), lambda s: {**s, "id": s["id"].double()}]
+)
+def test_samples_that_show_other_tensors_of_the_same_size_are_refused(ranks, micro_batches, said, other):
+    def forward(self, batch, rows, seed):
+        shown = Towers.forward(self, batch, rows, seed)
+        return other(shown) if batch.sample_ids[0] % 2 else shown
+
+    with pytest.raises(StageFailedError, match=f"{said}.*give every sample the same names"):
+        trained("nestpipe", ranks, towers(forward=forward), trust=True, micro_batches=micro_batches)
 
 
 def test_a_sample_that_is_twice_in_a_batch_is_refused():

@@ -41,6 +41,7 @@ class Checkpoint:
         meta: as saved.
         saved_by: world size of the run that saved.
         files: names of the files read. bytes_read: their size. bytes_needed: bytes of the tensors above.
+        digest: of the manifest, which has those of all files.
     """
 
     step: int
@@ -51,6 +52,7 @@ class Checkpoint:
     files: tuple[str, ...]
     bytes_read: int
     bytes_needed: int
+    digest: str
 
 
 def load(
@@ -108,6 +110,7 @@ def load(
         tuple(reader.files),
         reader.bytes_read,
         needed,
+        _digest(body),
     )
 
 
@@ -119,6 +122,7 @@ class CheckpointStream:
 
     Attributes:
         step: number of steps of the saved state. meta: as saved. world_size: of the run that saved.
+        digest: of the manifest, which has those of all files.
         columns: by table and column the dtype and the shape of a row, such as ``("float32", [64])``.
 
     Raises CheckpointError as `load`.
@@ -129,6 +133,7 @@ class CheckpointStream:
         self.step, _, self._body, self._advice = _opened(self._directory, step)
         self.meta: dict[str, Any] = self._body["meta"]
         self.world_size: int = self._body["world_size"]
+        self.digest = _digest(self._body)
         self.columns: dict[str, dict[str, tuple[str, list[int]]]] = {
             name: {column: (dtype, shape) for column, (dtype, shape) in table["columns"].items()}
             for name, table in self._body["tables"].items()
@@ -189,6 +194,10 @@ def _opened(directory: Place, step: int | None) -> tuple[int, Place, dict[str, A
     advice = f"; the directory also holds step {others[-1]}" if others else ""
     path = manifest_of(directory, step)
     return step, path, read_manifest(path, advice), advice
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body).encode()).hexdigest()[:16]
 
 
 def _dense_difference(saved: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str:

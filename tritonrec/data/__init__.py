@@ -23,7 +23,14 @@ from tritonrec.data.jagged import KeyedJaggedTensor, Lookup, WeightedLookup
 from tritonrec.data.loader import EvaluationBatch, NextItemLoader
 from tritonrec.data.log_format import LogFormat
 from tritonrec.data.numbered import NumberedLoader
-from tritonrec.data.ranking import auc, evaluate, evaluate_impressions, gauc, popularity_scores
+from tritonrec.data.ranking import (
+    auc,
+    evaluate,
+    evaluate_impressions,
+    gauc,
+    popularity_scores,
+    weighted_auc,
+)
 from tritonrec.data.sequences import NextItemStream
 from tritonrec.data.slices import work
 from tritonrec.data.sources import load, load_clicks, load_interactions
@@ -75,5 +82,6 @@ __all__ = [
     "split",
     "tapered",
     "token_spread",
+    "weighted_auc",
     "work",
 ]

@@ -64,15 +64,36 @@ def evaluate(
     if not ks or min(ks) < 1:
         raise ValueError(f"ks must hold numbers of at least 1, got {tuple(ks)}")
     batches = loader.evaluation_batches(batch_size, part)
-    ranks = torch.cat(
-        [target_ranks(score_fn(batch.history), batch, loader, exclude_seen) for batch in batches]
-    ).tolist()
-    metrics = {}
+    kept = [min(k, max(loader.num_items, 1)) for k in ks]
+    found = []
+    for batch in batches:
+        ranks = target_ranks(score_fn(batch.history), batch, loader, exclude_seen)
+        hits = ranks[:, None] == torch.arange(max(kept), dtype=torch.int64)
+        found.append(list_terms(hits, torch.ones_like(ranks), kept))
+    terms = torch.cat(found, 2)
+    return {
+        f"{kind}@{k}": math.fsum(terms[number, row].tolist()) / terms.shape[2]
+        for number, k in enumerate(ks)
+        for kind, row in (("HR", 0), ("NDCG", 3))
+    }
+
+
+def list_terms(hits: Tensor, relevant: Tensor, ks: Sequence[int]) -> Tensor:
+    """HR, recall, MRR and NDCG of ranked lists, of the first k items of each: (len(ks), 4, B) float64.
+
+    Args:
+        hits: (B, K) bool, whether an item is relevant, best first; K is at least the largest of `ks`.
+        relevant: (B,) int64, how many items are, listed or not; a list without any counts as 0.
+    """
+    discounts = torch.tensor([1 / math.log2(rank + 2) for rank in range(hits.shape[1])], dtype=torch.float64)
+    found, gains, best = hits.cumsum(1), (hits * discounts).cumsum(1), discounts.cumsum(0)
+    first = 1 / (hits.int().argmax(1) + 1).double()
+    terms = []
     for k in ks:
-        hits = [rank for rank in ranks if rank < k]
-        metrics[f"HR@{k}"] = len(hits) / len(ranks)
-        metrics[f"NDCG@{k}"] = math.fsum(1 / math.log2(rank + 2) for rank in hits) / len(ranks)
-    return metrics
+        hit = found[:, k - 1].double()
+        ideal = best[relevant.clamp(1, k) - 1]
+        terms += [(hit > 0).double(), hit / relevant.clamp(min=1), first * (hit > 0), gains[:, k - 1] / ideal]
+    return torch.stack(terms).view(len(ks), 4, -1)
 
 
 def target_ranks(
@@ -129,27 +150,36 @@ def auc(scores: Tensor, labels: Tensor) -> float:
     return gauc(torch.zeros_like(labels, dtype=torch.int64), scores, labels).value
 
 
+def weighted_auc(scores: Tensor, labels: Tensor, weights: Tensor) -> float:
+    """`auc` of samples with weights (n,) of at least 0, which are rounded to 2**-20.
+
+    NaN where a kind has no weight. Raises the errors of `gauc`, and ValueError for another weight.
+    """
+    _validate(scores, labels, weights, "weights")
+    wrong = ~(weights >= 0) | weights.isinf()
+    if bool(wrong.any()):
+        raise ValueError(f"weights must be finite and at least 0, got {float(weights[wrong][0]):g}")
+    number, place = torch.unique(scores, return_inverse=True)
+    grid = (weights.double() * 2.0**20).round().long()
+    zero = torch.zeros(len(number), dtype=torch.int64, device=scores.device)
+    positive = zero.index_add(0, place, torch.where(labels == 1, grid, 0))
+    negative = zero.index_add(0, place, torch.where(labels == 1, 0, grid))
+    twice_won = 2 * negative.cumsum(0) - negative  # a tie counts half
+    pairs = int(positive.sum()) * int(negative.sum())
+    won = sum(p * n for p, n in zip(positive.tolist(), twice_won.tolist(), strict=True) if p)
+    return won / (2 * pairs) if pairs else math.nan
+
+
 def gauc(user_ids: Tensor, scores: Tensor, labels: Tensor) -> GroupAUC:
     """Group AUC of impressions: user_ids (n,) int64, scores (n,) of any float type, labels (n,) of 0 and 1.
 
     Pairs are counted in integers, so the order of the impressions does not matter. Raises ValueError for
     shapes that differ, for a NaN score, and for another label.
     """
-    if not user_ids.shape == scores.shape == labels.shape or user_ids.dim() != 1:
-        raise ValueError(
-            f"user_ids, scores and labels must be (n,): got shapes "
-            f"{tuple(user_ids.shape)}, {tuple(scores.shape)} and {tuple(labels.shape)}"
-        )
+    _validate(scores, labels, user_ids, "user_ids")
     from .numba_ranking import count_pairs
 
     values, kinds = scores.detach().cpu(), labels.detach().cpu()
-    for name, found, wrong in (
-        ("scores", values, values.isnan()),
-        ("labels", kinds, (kinds != 0) & (kinds != 1)),
-    ):
-        if bool(wrong.any()):
-            at = int(wrong.nonzero()[0])
-            raise ValueError(f"{name}[{at}] of user {int(user_ids[at])} is {float(found[at]):g}")
     if len(values) == 0:
         return GroupAUC(math.nan, 0, 0)
     numbers, groups = _numbered(user_ids.detach().cpu())
@@ -166,6 +196,21 @@ def gauc(user_ids: Tensor, scores: Tensor, labels: Tensor) -> GroupAUC:
     areas = twice_won[both] / (2 * pairs[both])
     value = math.fsum(areas * impressions[both]) / int(impressions[both].sum())
     return GroupAUC(value, int(both.sum()), left_out)
+
+
+def _validate(scores: Tensor, labels: Tensor, others: Tensor, name: str) -> None:
+    if not others.shape == scores.shape == labels.shape or scores.dim() != 1:
+        raise ValueError(
+            f"{name}, scores and labels must be (n,): got shapes "
+            f"{tuple(others.shape)}, {tuple(scores.shape)} and {tuple(labels.shape)}"
+        )
+    for kind, found, wrong in (
+        ("scores", scores, scores.isnan()),
+        ("labels", labels, (labels != 0) & (labels != 1)),
+    ):
+        if bool(wrong.any()):
+            at = int(wrong.nonzero()[0])
+            raise ValueError(f"{kind}[{at}] is {float(found[at]):g}, where {name} is {others[at].item()}")
 
 
 def _numbered(user_ids: Tensor) -> tuple[Tensor, int]:

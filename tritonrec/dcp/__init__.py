@@ -16,6 +16,7 @@ of authors whose programs you would run. ``format="safetensors"`` has none (`Hug
 
 from __future__ import annotations
 
+import hashlib
 import json
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -37,6 +38,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from ..checkpoint import CheckpointError, Gather, range_of, slice_of
 from ..checkpoint.agreement import Agreement
+from ..checkpoint.files import describe
 from ..checkpoint.rows import Rows, TensorRows, close_rows, sort_by_part
 from ..checkpoint.slices import SLICES, order_of, slices_of
 from ..files.places import local_path
@@ -249,6 +251,11 @@ class _Folder:
         return str(self._folder)
 
     def __call__(self) -> _Folder:
+        with _named(self._folder):
+            self._open()
+        return self
+
+    def _open(self) -> None:
         if (self._folder / ".metadata").exists():
             self._reader: Any = dcp.FileSystemReader(self._folder)
         elif any(self._folder.glob("*.safetensors")):
@@ -258,7 +265,8 @@ class _Folder:
         self._saved = self._reader.read_metadata().state_dict_metadata
         if "meta" not in self._saved:
             raise CheckpointError(f"{self._folder} was not written by tritonrec.dcp: it has no tensor 'meta'")
-        said = json.loads(bytes(self._read(["meta"])["meta"].tolist()))
+        text = bytes(self._read(["meta"])["meta"].tolist())
+        said, self.digest = json.loads(text), hashlib.sha256(text).hexdigest()[:16]
         self.step, self.meta = said["step"], said["meta"]
         self.columns: dict[str, dict[str, tuple[str, list[int]]]] = {}
         for name, each in self._saved.items():
@@ -269,7 +277,6 @@ class _Folder:
                 found, rows = sum(chunk.sizes[0] for chunk in each.chunks), self._starts(table)[-1]
                 if found != rows:  # DCP reads nothing where nothing is, and says nothing
                     raise CheckpointError(f"{self._folder} is not whole: {name} has {found} of {rows} rows")
-        return self
 
     def dense(self) -> dict[str, Tensor]:
         names = [name for name in self._saved if name.startswith("dense/")]
@@ -299,21 +306,28 @@ class _Folder:
 
     def _read(self, names: Collection[str], first: int = 0, last: int | None = None) -> dict[str, Tensor]:
         state: dict[str, Any] = {}
-        for name in names:
-            saved = self._saved[name]
-            shape = saved.size if last is None else [last - first, *saved.size[1:]]
-            state[name] = torch.empty(tuple(shape), dtype=saved.properties.dtype)
         with _named(self._folder):
+            for name in names:
+                saved = self._saved[name]
+                shape = saved.size if last is None else [last - first, *saved.size[1:]]
+                state[name] = torch.empty(tuple(shape), dtype=saved.properties.dtype)
             dcp.load(state, storage_reader=self._reader, planner=_LoadPlanner(first), no_dist=True)
         return state
 
 
 @contextmanager
 def _named(folder: Path) -> Iterator[None]:
-    """DCP's own error, which is no Exception, as one that is and names the folder."""
+    """Errors of DCP, one of which is no Exception, and of damaged files, as one that names the folder."""
     try:
         with warnings.catch_warnings():  # of a process alone, which is what it is
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             yield
+    except CheckpointError:
+        raise
     except CheckpointException as error:
-        raise CheckpointError(f"{folder}: {error}") from error
+        first = next(iter(error.failures.values()))[0]  # by rank, with its trace
+        raise CheckpointError(f"{folder}: {describe(first)}") from error
+    except Exception as error:
+        raise CheckpointError(
+            f"{folder} is damaged, or no checkpoint of this kind: {describe(error)}"
+        ) from error

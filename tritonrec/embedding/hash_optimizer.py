@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -172,9 +173,12 @@ class HashOptimizer(torch.optim.Optimizer):
         """
         try:
             saved, updates = dict(state_dict["state"]), state_dict["updates"]
-            settings = {table: group for group in state_dict["param_groups"] for table in group["tables"]}
+            every = [(table, group) for group in state_dict["param_groups"] for table in group["tables"]]
         except (KeyError, TypeError) as error:
             raise ValueError(f"it is no state of a HashOptimizer: {error!r} is not there") from None
+        settings = dict(every)
+        if len(settings) < len(every):
+            raise ValueError(f"a table is in two groups of the state: {', '.join(name for name, _ in every)}")
         if type(updates) is not int or updates < 0:
             raise ValueError(f"the number of updates must be a whole number from 0, got {updates!r}")
         groups = [
@@ -239,8 +243,12 @@ def _group_of(
             raise ValueError(
                 f"table {table!r} was updated by the rule {rule!r}, and here by {own.group.optimizer.name!r}"
             )
-        if not isinstance(each.get("lr"), (int, float, torch.Tensor)):
-            raise ValueError(f"the learning rate of table {table!r} is {each.get('lr')!r}")
+        lr: Any = each.get("lr")
+        if isinstance(lr, torch.Tensor) and lr.numel() == 1:
+            lr = float(lr)
+        if type(lr) not in (int, float) or not 0 <= lr < math.inf:
+            raise ValueError(f"the learning rate of table {table!r} is {lr!r}")
+        _validate_groups([dict(saved[table])])
         if found and each != found:
             raise ValueError(
                 f"tables {', '.join(group['tables'])} are merged here, and were updated at {found} and "

@@ -33,10 +33,11 @@ class InFlight:
     Attributes:
         update: the last update of the state, counted from 0; -1 before the first and after a load.
         number: how often windows began to be in flight, which all ranks do alike.
+        written: how often an update of the state has begun.
     """
 
     def __init__(self, name: str):
-        self.name, self.update, self.number = name, -1, 0
+        self.name, self.update, self.number, self.written = name, -1, 0, 0
         self._steps: Callable[[], str] | None = None
 
     @property

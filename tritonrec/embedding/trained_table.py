@@ -227,6 +227,7 @@ class TrainedTable:
         self._check_device("handles", handles)
         self._check_device("values", values)
         self._check_values(len(handles), values)
+        self.in_flight.written += 1
         with self._updating:
             self._update(handles, values)
 

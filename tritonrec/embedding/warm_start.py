@@ -241,6 +241,10 @@ def load_table_weights(
     owners = [each for each in module.modules() if isinstance(each, HasRows)]
     if not owners:
         raise ValueError(f"{type(module).__name__} has no hash embeddings")
+    known = [name for owner in owners for name in owner.tables.table_names]
+    for name in tables or ():
+        if name not in known:
+            raise ValueError(f"there is no table {name!r} here, but {', '.join(known)}")
     loads = []
     for owner in owners:
         over = owner.communicator
@@ -254,9 +258,22 @@ def load_table_weights(
         loads.append(choose_tables(owner.tables, there[0], dict(there[1]), choice, report, owns))
     used = {old for old, _ in report.tables.values()}
     report.unused = [name for name in there[0] if name not in used]
+    check_renames(rename or {}, report)
     for load in loads:
         load()
     return report
+
+
+def check_renames(rename: Mapping[str, str], report: WarmStart) -> None:
+    """Raise ValueError for names there that nothing here took."""
+    taken = {old for old, _ in report.tables.values()} | {*report.dense.values()}
+    unknown = [
+        old
+        for old in rename
+        if old not in taken and not (old.endswith(".") and any(each.startswith(old) for each in taken))
+    ]
+    if unknown:
+        raise ValueError(f"rename= has {', '.join(unknown)}, which nothing here took:\n{report}")
 
 
 def _fits(name: str, pattern: str) -> bool:

@@ -1,6 +1,6 @@
 """Streaming metrics of clicks and of ranked lists, exact at any number of ranks."""
 
-from .clicks import ClickMetrics, weighted_auc
+from .clicks import ClickMetrics
 from .ranking import RankingMetrics
 
-__all__ = ["ClickMetrics", "RankingMetrics", "weighted_auc"]
+__all__ = ["ClickMetrics", "RankingMetrics"]

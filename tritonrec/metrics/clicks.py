@@ -9,7 +9,8 @@ of TorchRec's RecMetrics (``torchrec.metrics``), of a sample's weight w, label y
     ne              cross entropy / that of a model that always predicts ctr   normalized entropy; < 1 is good
     logloss         cross entropy / sum of w, in bits
     calibration     sum of w p / sum of w y                              0 without a positive
-    auc, gauc       `tritonrec.data.auc`, `gauc`: ties count half, groups weigh their samples
+    auc             `tritonrec.data.auc`, or `weighted_auc`: ties count half
+    gauc            `tritonrec.data.gauc`, of samples without weights
 
 ``lifetime_ne`` is over all steps, ``window_ne`` over the last ones.
 """
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data import auc, gauc
+from ..data import auc, gauc, weighted_auc
 from ..distributed import Communicators
 from ..nn import sigmoid
 from .sums import BITS, exact_sums, merged
@@ -32,19 +33,6 @@ from .sums import BITS, exact_sums, merged
 ETA = 1e-12
 PENDING = 64
 """Steps whose samples are kept before their terms are added up: one pass over many samples costs less."""
-
-
-def weighted_auc(scores: Tensor, labels: Tensor, weights: Tensor) -> float:
-    """`auc` of samples with weights (n,), which are rounded to 2**-20; NaN where a kind has no weight."""
-    number, place = torch.unique(scores, return_inverse=True)
-    grid = (weights.double() * 2.0**20).round().long()
-    zero = torch.zeros(len(number), dtype=torch.int64, device=scores.device)
-    positive = zero.index_add(0, place, torch.where(labels == 1, grid, 0))
-    negative = zero.index_add(0, place, torch.where(labels == 1, 0, grid))
-    twice_won = 2 * negative.cumsum(0) - negative  # a tie counts half
-    pairs = int(positive.sum()) * int(negative.sum())
-    won = sum(p * n for p, n in zip(positive.tolist(), twice_won.tolist(), strict=True) if p)
-    return won / (2 * pairs) if pairs else math.nan
 
 
 class ClickMetrics:
@@ -106,7 +94,7 @@ class ClickMetrics:
         """
         self._add_up()
         sums = [self._lifetime, [sum(each) for each in zip(*self._sums, strict=True)]]
-        lifetime, window = merged(self._control, self.steps, sums)
+        lifetime, window = merged(self._control, self._updates(), sums)
         if not self.steps:
             return {}
         found = {**_of_sums("lifetime", lifetime), **_of_sums("window", window)}
@@ -124,11 +112,25 @@ class ClickMetrics:
     def state_dict(self) -> dict[str, Any]:
         """The sums of all ranks, as plain values for a checkpoint's metadata. Collective."""
         self._add_up()
-        lifetime, *window = merged(self._control, self.steps, [self._lifetime, *self._sums])
+        lifetime, *window = merged(self._control, self._updates(), [self._lifetime, *self._sums])
         return {"steps": self.steps, "lifetime": lifetime, "window": window}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict` at any number of ranks, each of which gives the same state."""
+        """Go on from `state_dict` at any number of ranks, each of which gives the same state.
+
+        Raises ValueError for something else, or for the state of another window; nothing is loaded then.
+        """
+        try:
+            steps, sums = int(state["steps"]), [state["lifetime"], *state["window"]]
+            whole = all(len(each) == 4 and {*map(type, each)} == {int} for each in sums)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"it is no state of ClickMetrics: {error!r}") from None
+        most = min(steps, self.window or steps)
+        if not whole or len(sums) - 1 != most:
+            raise ValueError(
+                f"it is no state of ClickMetrics with a window of {self.window}: after {steps} steps that "
+                f"has 4 sums of each of {most}, and this one of {len(sums) - 1}"
+            )
         first = self._control.rank == 0  # which has the sums of all
         self.steps, self._lifetime = state["steps"], [value * first for value in state["lifetime"]]
         self._samples.clear()
@@ -136,19 +138,34 @@ class ClickMetrics:
         self._sums.clear()
         self._sums.extend([value * first for value in step] for step in state["window"])
 
+    def _updates(self) -> str:
+        """What must be the same on all ranks."""
+        *_, weights, groups = self._samples[-1] if self._samples else [None] * 4
+        given = " with weights" * (weights is not None) + " with groups" * (groups is not None)
+        return f"{self.steps} times{given}"
+
     def _add_up(self) -> None:
         if not self._pending:
             return
-        pending, self._pending = self._pending, []
+        pending = self._pending
         given, sizes = list(zip(*pending, strict=True)), [len(each[0]) for each in pending]  # type: ignore[arg-type]
         p, y, w = (torch.cat([*each]).double() if each[0] is not None else None for each in given[:3])
         assert p is not None and y is not None
         if self.logits:
             p = sigmoid(torch.cat([*given[0]])).double()
+        for name, values, wrong in (
+            ("predictions", p, (p < 0) | (p > 1)),
+            ("labels", y, (y != 0) & (y != 1)),
+        ):
+            if bool(wrong.any()):
+                which = "0 or 1" if name == "labels" else "in [0, 1], or logits with logits=True"
+                raise ValueError(f"{name} must be {which}, got {float(values[wrong][0]):g}")
         w = torch.ones_like(p) if w is None else w
         sure = p.clamp(ETA, 1 - ETA)
         entropy = -w * (y * sure.log2() + (1 - y) * (1 - sure).log2())
-        self._sums.extend(steps := exact_sums(torch.stack([entropy, w, w * y, w * p]), sizes))
+        steps = exact_sums(torch.stack([entropy, w, w * y, w * p]), sizes)
+        self._pending = []
+        self._sums.extend(steps)
         self._lifetime = [sum(each) for each in zip(self._lifetime, *steps, strict=True)]
 
     def _gathered(self, column: int) -> Tensor | None:

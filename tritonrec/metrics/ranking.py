@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..data.ranking import list_terms
 from ..distributed import Communicators
 from .sums import exact_sums, merged
 
@@ -45,8 +46,6 @@ class RankingMetrics:
         self._sums = [0] * (1 + 4 * len(ks))
         items = 0 if popularity is None else len(popularity)
         self._listed = torch.zeros(len(ks), items, dtype=torch.int64)
-        discounts = [1 / math.log2(place + 2) for place in range(max(ks))]
-        self._discounts = torch.tensor(discounts, dtype=torch.float64)
 
     def update(self, hits: Tensor, relevant: Tensor, items: Tensor | None = None) -> None:
         """Take the lists of some users.
@@ -59,12 +58,12 @@ class RankingMetrics:
         Raises ValueError for other shapes, for fewer relevant items than hits, and for an item out of range.
         """
         users, most = len(hits), max(self.ks)
-        if hits.dim() != 2 or hits.shape[1] < most or relevant.shape != (users,):
+        if hits.dtype != torch.bool or hits.dim() != 2 or hits.shape[1] < most or relevant.shape != (users,):
             raise ValueError(
-                f"hits must be (B, {most} or more) and relevant (B,), got {tuple(hits.shape)} and "
-                f"{tuple(relevant.shape)}"
+                f"hits must be (B, {most} or more) bool and relevant (B,), got {tuple(hits.shape)} "
+                f"{hits.dtype} and {tuple(relevant.shape)}"
             )
-        hits, relevant = hits[:, :most].cpu().double(), relevant.cpu()
+        hits, relevant = hits[:, :most].cpu().bool(), relevant.cpu()
         if bool((hits.sum(1) > relevant).any()):
             raise ValueError(
                 f"user {int((hits.sum(1) > relevant).nonzero()[0])} has more hits than relevant items"
@@ -75,24 +74,12 @@ class RankingMetrics:
             listed = items[:, :most].cpu()
             if listed.numel() and not 0 <= int(listed.min()) <= int(listed.max()) < len(self.popularity):
                 raise ValueError(f"items must lie in [0, {len(self.popularity)}), the catalogue")
-        found, gains = hits.cumsum(1), (hits * self._discounts).cumsum(1)
-        best = torch.nn.functional.pad(self._discounts.cumsum(0), (1, 0))
-        places = torch.arange(1, most + 1, dtype=torch.float64)
-        first = torch.where(found > 0, 1 / (places - (found > 0).cumsum(1).double() + 1), 0.0)
-        terms = [torch.ones(users, dtype=torch.float64)]
-        for number, k in enumerate(self.ks):
-            hit, ideal = found[:, k - 1], best[relevant.clamp(max=k)]
-            terms += [
-                (hit > 0).double(),
-                hit / relevant.clamp(min=1),
-                first[:, k - 1],
-                torch.where(relevant > 0, gains[:, k - 1] / ideal, 0.0),
-            ]
-            if self.popularity is not None:
-                self._listed[number] += torch.bincount(
-                    listed[:, :k].flatten(), minlength=len(self.popularity)
-                )
-        [sums] = exact_sums(torch.stack(terms), [users])
+        terms = [torch.ones(1, users, dtype=torch.float64), list_terms(hits, relevant, self.ks).flatten(0, 1)]
+        if self.popularity is not None:
+            for number, k in enumerate(self.ks):
+                shown = listed[:, :k].flatten()
+                self._listed[number] += torch.bincount(shown, minlength=len(self.popularity))
+        [sums] = exact_sums(torch.cat(terms), [users])
         self._sums = [sum(each) for each in zip(self._sums, sums, strict=True)]
 
     def compute(self) -> dict[str, float]:
@@ -100,7 +87,7 @@ class RankingMetrics:
 
         {} before the first user.
         """
-        [[users, *sums]] = merged(self._control, 0, [self._sums])
+        [[users, *sums]] = merged(self._control, "", [self._sums])
         if not users:
             return {}
         names = (f"{kind}@{k}" for k in self.ks for kind in ("HR", "recall", "MRR", "NDCG"))

@@ -32,9 +32,9 @@ def exact_sums(terms: Tensor, sizes: Sequence[int]) -> list[list[int]]:
     ]
 
 
-def merged(control: Communicator, updates: int, sums: Sequence[Sequence[int]]) -> list[list[int]]:
+def merged(control: Communicator, updates: str, sums: Sequence[Sequence[int]]) -> list[list[int]]:
     """`sums` added up over the ranks. Collective; RuntimeError where ranks differ in their `updates`."""
     found = [json.loads(text) for text in control.all_gather_texts(json.dumps([updates, *sums]))]
     if len({each[0] for each in found}) > 1:
-        raise RuntimeError(f"ranks have updated their metrics {[each[0] for each in found]} times")
+        raise RuntimeError(f"ranks have updated their metrics {', '.join(each[0] for each in found)}")
     return [[sum(row) for row in zip(*rows, strict=True)] for rows in list(zip(*found, strict=True))[1:]]

@@ -196,13 +196,17 @@ def record(**outputs: torch.Tensor) -> None:
     """In a model's `forward`: give `StepResult.outputs` tensors (n, ...) by name, such as logits and labels.
 
     Their rows are in the order of the samples, any number for each. Outside of a trainer, and in a compiled
-    model, nothing is recorded.
+    model, nothing is recorded. Raises TypeError for anything else.
     """
     if torch.compiler.is_compiling():
         return
     recorded = getattr(_of_thread, "recorded", None)
-    if recorded is not None:
-        recorded.update({name: values.detach() for name, values in outputs.items()})
+    if recorded is None:
+        return
+    for name, values in outputs.items():
+        if not isinstance(values, torch.Tensor) or values.dim() < 1:
+            raise TypeError(f"nn.record takes tensors with rows of the samples; {name} is {values!r:.60}")
+        recorded[name] = values.detach()
 
 
 @contextmanager

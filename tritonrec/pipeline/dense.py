@@ -126,6 +126,8 @@ class DenseModel:
         self.check_unchanged()
         self.check_settings()
         self._note()
+        for guard in self.in_flight:
+            guard.written += 1
         if self.shards is not None:
             self.shards.scatter()
         try:

@@ -97,6 +97,11 @@ class Flight:
         """The last update that tables or optimizer have seen, counted from 0; -1 if there is none."""
         return max(guard.update for guard in [*self._tables, *self.dense.in_flight])
 
+    @property
+    def written(self) -> int:
+        """How often updates of tables or optimizer have begun."""
+        return sum(guard.written for guard in [*self._tables, *self.dense.in_flight])
+
     def updated(self, update: int) -> None:
         """Tables and optimizer have seen this update."""
         for guard in [*self._tables, *self.dense.in_flight]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
@@ -33,6 +34,13 @@ SETTINGS = {
     "clipping": "of gradients",
     "precision": "of the model's arithmetic and of exchanged rows",
 }
+_OF_SCHEDULERS = {
+    parameter
+    for each in [*vars(torch.optim.lr_scheduler).values(), torch.optim.swa_utils.SWALR]
+    if isinstance(each, type) and issubclass(each, torch.optim.lr_scheduler.LRScheduler)
+    for parameter in inspect.signature(each).parameters
+} - {"optimizer", "schedulers", "last_epoch"} | {"schedule_phases", "total_size", "step_ratio", "max_lrs"}
+"""Arguments of torch's schedulers, and what these make of them: in a state they do not move."""
 _OF_SPEED = {"params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable"}
 
 
@@ -57,6 +65,7 @@ def recipe_of(tables: HashTableCollection, dense: DenseModel, config: WindowConf
             found["lr"][place] = _plain(values.get("initial_lr", values.get("lr")))
     for number, scheduler in enumerate(dense.schedulers):
         found["scheduler"][f"scheduler {number}"] = type(scheduler).__name__
+        found["scheduler"] |= _settings(scheduler.state_dict(), f"scheduler {number}")
     found["dropout_seed"][""] = config.seed
     found["consistency"][""] = config.consistency
     if config.consistency == "batch":
@@ -109,26 +118,59 @@ def require_same(
         )
 
 
-def keep_rates(dense: DenseModel) -> Callable[[], None]:
-    """The function returned gives the parameters' groups the rates that they have now.
+def keep_settings(dense: DenseModel, changed: Collection[str]) -> Callable[[], None]:
+    """The function returned gives the parameters' groups what they have now of ``"lr"`` and ``"rule"``.
 
-    Raises ValueError where a scheduler sets them, whose state would contradict.
+    Raises ValueError where a scheduler sets the rates, whose state would contradict.
     """
-    if dense.schedulers:
+    if dense.schedulers and "lr" in changed:
         raise ValueError(
             "the learning rates follow a scheduler, whose state the checkpoint has: load without "
             'changed={"lr"}, or without a scheduler'
         )
-    groups = [group for optimizer in dense.optimizers for group in optimizer.param_groups]
-    rates = [group["lr"] for group in groups if "lr" in group]
-    rates = [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
+    kept = [
+        {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in group.items()
+            if name not in ("params", "initial_lr") and ("lr" if name == "lr" else "rule") in changed
+        }
+        for optimizer in dense.optimizers
+        for group in optimizer.param_groups
+    ]
 
     def give_back() -> None:
-        own = [group for optimizer in dense.optimizers for group in optimizer.param_groups if "lr" in group]
-        for group, rate in zip(own, rates, strict=True):
-            group["lr"] = rate
+        groups = (group for optimizer in dense.optimizers for group in optimizer.param_groups)
+        for group, values in zip(groups, kept, strict=True):
+            group.update(values)
 
     return give_back
+
+
+def with_own_settings(saved: Any, own: Any) -> Any:
+    """The state `saved` of a scheduler, or several, with the settings of the state `own`."""
+    if isinstance(saved, list) and isinstance(own, list) and len(saved) == len(own):
+        return [with_own_settings(*both) for both in zip(saved, own, strict=True)]
+    if not isinstance(saved, dict) or not isinstance(own, dict):
+        return saved
+    return {
+        name: own[name] if name in own and _is_setting(name) else with_own_settings(value, own.get(name))
+        for name, value in saved.items()
+    }
+
+
+def _settings(state: Any, place: str) -> dict[str, Any]:
+    """By place and name what a scheduler was made with, and those that it is made of."""
+    found: dict[str, Any] = {}
+    for name, value in state.items() if isinstance(state, dict) else ():
+        if _is_setting(name):
+            found[f"{place}, {name.lstrip('_')}"] = _plain(value)
+        for number, each in enumerate(value if isinstance(value, list) else ()):
+            found |= _settings(each, f"{place}, part {number}")
+    return found
+
+
+def _is_setting(name: Any) -> bool:
+    return isinstance(name, str) and name.lstrip("_") in _OF_SCHEDULERS
 
 
 def _rule(rule: RowOptimizer) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def results_of(places: WindowPlaces, sums: Sums, dense: DenseModel, exchanges: s
     for number in range(len(window.batches)):
         part = range(number * count, (number + 1) * count)
         ids = torch.cat([samples[i].sample_ids for i in part])
-        outputs = joined([places[Outputs].get(i, {}) for i in part])
+        outputs = joined([places[Outputs][i] for i in part if i in places[Outputs]])
         copied.append((ids, torch.cat([losses[i] for i in part]), outputs))
     loss = sums.mean_loss(places[DenseMeans].loss)  # last: the host waits for it, and so for the copies
     norm = float(places[GradientNorm].norm) if config.clips else None
@@ -88,7 +88,26 @@ def results_of(places: WindowPlaces, sums: Sums, dense: DenseModel, exchanges: s
     ]
 
 
+def note_outputs(outputs: Outputs, micro_batch: int, recorded: dict[str, torch.Tensor], count: int) -> None:
+    """Keep what the model recorded of a micro-batch with samples, of `count` of a batch.
+
+    Raises ValueError where another one of the batch has other names, shapes of a row or types.
+    """
+    outputs[micro_batch] = recorded
+    first = micro_batch - micro_batch % count
+    for other in (outputs[i] for i in range(first, first + count) if i in outputs):
+        found, now = (
+            {name: (tuple(each.shape[1:]), each.dtype) for name, each in of.items()}
+            for of in (other, recorded)
+        )
+        for name in found | now:
+            if found.get(name) != now.get(name):
+                raise ValueError(
+                    f"the model records {name} of some micro-batches with {found.get(name)} and of "
+                    f"others with {now.get(name)}: give the same names, row shapes and types for any samples"
+                )
+
+
 def joined(parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Outputs of a batch from those of its micro-batches, of which empty ones have none."""
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {name: torch.cat([part[name] for part in parts if name in part]) for name in names}
+    """Outputs of a batch from those of its micro-batches that have samples."""
+    return {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}

@@ -19,7 +19,7 @@ from ..embedding import HashTableCollection
 from ..files.places import Place
 from .dense import DenseModel
 from .position import LOADER, SupportsState, position_of, positions
-from .recipe import RECIPE, keep_rates, recipe_of, require_same
+from .recipe import RECIPE, keep_settings, recipe_of, require_same, with_own_settings
 from .window import WindowConfig
 
 DENSE = "dense"
@@ -141,7 +141,7 @@ def restore(
     """
     with whole_or_nothing(communicators) as checked:
         stream = directory() if callable(directory) else CheckpointStream(directory)
-        checked["step"] = stream.step
+        checked |= {"step": stream.step, "digest": stream.digest}
         meta = dict(stream.meta)
         tensors = stream.dense()
         plain, at, recipe = (meta.pop(key, None) for key in (DENSE, LOADER, RECIPE))
@@ -208,7 +208,10 @@ def prepare(
         state: of `dense`. rows: checks those of the tables, and returns a function that loads them. at: what
             `positions` gave for the loader.
     """
-    rates = keep_rates(dense) if "lr" in changed else None
+    give_back = keep_settings(dense, changed)
+    if "scheduler" in changed:
+        own = [scheduler.state_dict() for scheduler in dense.schedulers]
+        state = {**state, "schedulers": with_own_settings(state.get("schedulers"), own)}
     dense.check_state(state)
     position = None if loader is None else position_of(communicators, at)
     load_rows = rows()
@@ -227,20 +230,19 @@ def prepare(
             if loader is not None:
                 loader.load_state_dict(before)
             raise
-        if rates is not None:
-            rates()
+        give_back()
         load_rows()
 
     return load
 
 
 @contextmanager
-def whole_or_nothing(communicators: Communicators) -> Iterator[dict[str, int]]:
+def whole_or_nothing(communicators: Communicators) -> Iterator[dict[str, Any]]:
     """Checks of one rank, after which all ranks go on, or all raise. Collective.
 
-    Yields a mapping for the ``"step"`` that this rank would load, which must be that of all.
+    Yields a mapping for the ``"step"`` that this rank would load, and what else must be that of all.
     """
-    checked: dict[str, int] = {}
+    checked: dict[str, Any] = {}
     failure: Exception | None = None
     try:
         yield checked
@@ -254,4 +256,6 @@ def whole_or_nothing(communicators: Communicators) -> Iterator[dict[str, int]]:
     for rank, text in enumerate(said):
         if words := json.loads(text).get("failed"):
             raise ValueError(f"nothing is loaded, because rank {rank} cannot: {words}")
-    check_ranks_agree(communicators.control, {"step of the checkpoint": checked["step"]})
+    check_ranks_agree(
+        communicators.control, {f"{name} of the checkpoint": value for name, value in checked.items()}
+    )

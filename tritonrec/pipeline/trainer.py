@@ -532,7 +532,7 @@ class Trainer:
         if window is None:
             self._end_run()
             raise StopIteration
-        places = self._pending.begin(window)
+        places, written = self._pending.begin(window), self._pending.flight.written
         try:
             with on_the_callers_thread(self.impl):
                 if self.reference is None:
@@ -544,7 +544,7 @@ class Trainer:
             self._pending.abandon()
             if isinstance(error, NotBatchInvariantError):
                 self._communicators.watch.fail(error)  # by name for the other ranks
-            if not isinstance(error, Exception):  # it came from outside, at any point of the step
+            if not isinstance(error, Exception) or self._pending.flight.written > written:
                 self._broken = f"step {window.step} was interrupted"
             raise
         self._pending.end()

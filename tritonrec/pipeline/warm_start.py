@@ -13,7 +13,7 @@ from ..checkpoint.writer import columns_of
 from ..distributed import Communicators
 from ..embedding import HashTableCollection
 from ..embedding.description import check_description
-from ..embedding.warm_start import Choice, WarmStart, choose_dense, choose_tables, tables_of
+from ..embedding.warm_start import Choice, WarmStart, check_renames, choose_dense, choose_tables, tables_of
 from ..files.places import Place
 from ..kernels import launch
 from .dense import DenseModel
@@ -34,39 +34,29 @@ def warm_start(
     with whole_or_nothing(communicators) as checked:
         dense.check_idle("a warm start")
         if isinstance(source, Mapping):
-            there, values = tables_of(source)
+            found, (there, values) = "", tables_of(source)
         else:
-            there, values = _of_checkpoint(communicators, source, step)
+            found, there, values = _of_checkpoint(communicators, source, step)
 
         def owns(ids: torch.Tensor) -> torch.Tensor:
             return launch.owner_of(ids, communicators.shards) == communicators.shard
 
         load = choose_tables(tables, there, values, choice, report, owns)
-        checked["step"] = -1 if step is None else step
+        checked["digest"] = found
     with whole_or_nothing(communicators) as checked:  # of its own: sharded parameters are gathered in it
         own = dense.state_dict()["model"]
         taken = choose_dense(own, values, choice, report)
-        if choice.rename and (unknown := _unused_renames(choice, report)):
-            raise ValueError(f"rename= has {', '.join(unknown)}, which nothing here took:\n{report}")
-        checked["step"] = -1 if step is None else step
+        check_renames(choice.rename, report)
+        checked["digest"] = found
     load()
     dense.load_parameters(taken)
     return report
 
 
-def _unused_renames(choice: Choice, report: WarmStart) -> list[str]:
-    taken = {old for old, _ in report.tables.values()} | {*report.dense.values()}
-    return [
-        old
-        for old in choice.rename
-        if old not in taken and not (old.endswith(".") and any(each.startswith(old) for each in taken))
-    ]
-
-
 def _of_checkpoint(
     communicators: Communicators, directory: str | Place, step: int | None
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Tables, of the rows that this rank owns, and parameters and buffers of a trainer's checkpoint."""
+) -> tuple[str, dict[str, Any], dict[str, torch.Tensor]]:
+    """Its digest, tables, of the rows that this rank owns, and the dense tensors of a checkpoint."""
     loaded = checkpoint.load(directory, step, rank=communicators.shard, world_size=communicators.shards)
     plain, described = loaded.meta.get(DENSE), loaded.meta.get(EMBEDDING)
     if plain is None or described is None:
@@ -80,4 +70,4 @@ def _of_checkpoint(
     found = state.get("model") if isinstance(state, dict) else None
     if not isinstance(found, dict) or not all(isinstance(each, torch.Tensor) for each in found.values()):
         raise ValueError(f"the checkpoint in {directory} has no model")
-    return tables, found
+    return loaded.digest, tables, found

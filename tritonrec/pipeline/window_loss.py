@@ -17,6 +17,7 @@ Dimensions: b samples of a micro-batch or rank, B samples of the global batch.
 
 from __future__ import annotations
 
+import zlib
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -28,6 +29,7 @@ from ..distributed import Communicator
 from ..kernels.dispatch import computes_eagerly
 from ..kernels.philox import Seed
 from ..nn import GradientAccumulator
+from ..nn.context import recording
 from .model_call import CallerSettings, Column, Represented, Shown, check_losses, samples_of
 from .precision import unscaled
 from .streams import to_host
@@ -110,19 +112,28 @@ class Gathered(NamedTuple):
 def gather(parts: list[Represented], over: Communicator, counts: LookupCounts | None = None) -> Gathered:
     """What the samples of all ranks show, on each rank that has any. Collective.
 
-    Raises ValueError for a sample id that is there twice, and where ranks show rows of other sizes.
+    Raises ValueError for a sample id that is there twice, and where samples show other tensors.
     """
     filled = [part for part in parts if part.columns] or parts[:1]
-    columns, own = filled[0].columns, torch.cat([part.values for part in filled])
+    columns = filled[0].columns
+    same = "give every sample the same names, shapes and types, in the same order"
+    for part in filled:
+        if part.columns != columns:
+            raise ValueError(f"micro-batches show {_words(columns)} and {_words(part.columns)}: {same}")
+    own = torch.cat([part.values for part in filled])
     dim = sum(column.values for column in columns if column.trained)
-    mine = torch.tensor([[len(own), own.shape[1], dim]], dtype=torch.int64, device=own.device)
-    # The same row for every rank: an all-gather of three numbers.
+    kind = zlib.crc32(repr(columns).encode())
+    mine = torch.tensor([[len(own), own.shape[1], dim, kind]], dtype=torch.int64, device=own.device)
+    # The same row for every rank: an all-gather of four numbers.
     every = over.all_to_all_equal(mine.repeat(over.world_size, 1))
-    sizes, widths, dims = (
+    sizes, widths, dims, kinds = (
         [int(value) for value in each] for each in zip(*to_host(every).tolist(), strict=True)
     )
-    if len({width for size, width in zip(sizes, widths, strict=True) if size}) > 1:
-        raise ValueError(f"samples show {sorted(set(widths))} bytes: give each the same tensors on all ranks")
+    for rank, (size, other) in enumerate(zip(sizes, kinds, strict=True)):
+        if size and len(own) and other != kind:
+            raise ValueError(
+                f"rank {rank} shows other tensors than rank {over.rank}, which has {_words(columns)}: {same}"
+            )
     # A rank without samples knows no columns. It takes part
     # in the exchange, sends nothing and is sent nothing.
     if not len(own):
@@ -143,6 +154,19 @@ def gather(parts: list[Represented], over: Communicator, counts: LookupCounts | 
     # The inverse of the sort: from "as it came" to "in the order of ids".
     places[order] = torch.arange(len(order), dtype=torch.int64, device=order.device)
     return Gathered(_unpack(values[order], columns), columns, over.rank, places, sizes, dim)
+
+
+def _words(columns: tuple[Column, ...]) -> str:
+    return ", ".join(
+        f"{each.name} (b{''.join(f', {size}' for size in each.shape)}) {each.dtype}" for each in columns
+    )
+
+
+class _ByName(Shown):
+    """What `window_loss` gets; ValueError for a name that the model does not show."""
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        raise ValueError(f"window_loss reads {name!r}, but the model's forward shows {', '.join(self)}")
 
 
 def _unpack(values: torch.Tensor, columns: tuple[Column, ...]) -> Shown:
@@ -171,20 +195,23 @@ def losses_of(
     The gradients of `window` are added to `sums`, those of parameters to the accumulator. Both are of the
     losses' sum.
 
-    Raises TypeError for a gradient of `window` without an exact sum, where sums are exact.
+    Raises TypeError for a gradient of `window` without an exact sum, where sums are exact, ValueError where
+    `window_loss` reads or records what it cannot.
     """
     # A sample stands in the loss twice: as itself (`leaves`, whose gradient is of this rank alone) and among
     # the candidates of every sample (`candidates`, whose gradients are sums over all ranks).
-    own = {name: each[positions] for name, each in window.items()}
+    own = _ByName({name: each[positions] for name, each in window.items()})
     leaves = {name: own[name].requires_grad_() for name in sums}
     candidates = {name: window[name].detach().requires_grad_() for name in sums}
     exact = accumulator.fraction_bits is not None
     summed = accumulator.rows([*candidates.values()], [*sums.values()], NAME) if exact else nullcontext()
     with (
         summed, accumulator.active(), computes_eagerly(False), settings.applied(),
-        samples_of(model, batch, seed) as now,
+        samples_of(model, batch, seed) as now, recording() as recorded,
     ):  # fmt: skip
-        losses = model.window_loss(own, {**window, **candidates}, positions)  # type: ignore[operator]
+        losses = model.window_loss(own, _ByName({**window, **candidates}), positions)  # type: ignore[operator]
+        if recorded:
+            raise ValueError(f"window_loss records {', '.join(recorded)}: nn.record takes outputs of forward")
         check_losses(losses, batch)
         now.backward = True
         with settings.backward():

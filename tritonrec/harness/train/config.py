@@ -119,7 +119,7 @@ def read_config(path: Path, plan: Plan) -> Plan:
             raise ValueError(f"{manifest} has no settings of tritonrec train: an earlier version saved it")
         return from_tables(plan, tomllib.loads(text), manifest)
     try:
-        tables = tomllib.loads(read_document(place, "config file").decode())
+        tables = tomllib.loads(read_document(place, "config file").decode("utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is no TOML file: {error}") from error
     return from_tables(plan, tables, path)

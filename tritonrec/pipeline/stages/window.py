@@ -40,6 +40,7 @@ from ..places import (
     WindowLosses,
 )
 from ..precision import DTYPES, rounded_rows, unscaled
+from ..results import note_outputs
 from ..stage import Edge, From, Read, Update, UpTo, Write, stage
 from ..streams import to_device
 from ..sums import NAME, counted_all_to_all
@@ -257,10 +258,12 @@ def compute(
             with flight.accumulator.active():
                 by_feature = context.tables.by_feature(rows, part.lookups(), indexed=indexed)
             given = None if window_losses is None else window_losses[micro_batch]
-            with recording() as outputs[micro_batch]:
+            with recording() as recorded:
                 losses[micro_batch] = flight.train_micro_batch(
                     part, by_feature, seed, window.settings, exponent, given
                 )
+            if part.num_samples:
+                note_outputs(outputs, micro_batch, recorded, context.config.micro_batches)
     for leaf, inverse, sums in zip(leaves, inverses, gradients, strict=True):
         if leaf.grad is not None:
             if in_place:

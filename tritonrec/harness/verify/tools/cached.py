@@ -84,9 +84,9 @@ def cached(run: Run) -> Iterator[Sequence[Batch]]:
             append(user, draw.randint(1, 9))
             score(full, [user, *draw.sample(users, 2)])
     score(full, users)
-    scores = next_item_scores(trained.eval(), tables, loader.catalogue, trainer.config.precision)
+    model = deepcopy(trained).cpu().eval()
+    scores = next_item_scores(model, tables, loader.catalogue, trainer.config.precision)
     want[-1] = scores(history)
-    trained.train()
     run.comparison.compare_part(step, PART, torch.cat(want), torch.cat(got))
     run.counts["reused_tokens"] = served.stats().reused
 

@@ -13,7 +13,7 @@ import torch
 from ....data import Batch, ImpressionLoader, NextItemLoader
 from ....embedding import HashTableCollection
 from ....nn import GRM
-from ....pipeline import Trainer, next_item_scores
+from ....pipeline import Trainer, autocast, next_item_scores
 from ....serving import Predictor, export
 from ...job import Loader
 from .. import kept_state
@@ -65,18 +65,17 @@ def exporting(run: Run, export: Callable[..., object] = export) -> Iterator[Sequ
 def scores_of(
     trainer: Trainer, tables: HashTableCollection, predictor: Predictor, loader: Loader
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores of the first held-out users: the trainer's, and the predictor's."""
-    model, precision = trainer.dense.evaluated, trainer.config.precision
+    """Scores of the first held-out users: those of the trainer's model on the host, and the predictor's."""
+    model, precision = deepcopy(trainer.dense.evaluated).cpu(), trainer.config.precision
     if isinstance(loader, ImpressionLoader):
         assert isinstance(model, GRM)
         batch = next(iter(loader.evaluation_batches(USERS)))
-        with trainer.autocast():
+        with autocast(precision, torch.device("cpu")):
             want = model.predict(batch, tables.peek(batch.lookups()))
         return want, predictor.predict(batch)
     assert isinstance(loader, NextItemLoader)
     history = next(iter(loader.evaluation_batches(USERS))).history
     want = next_item_scores(model.eval(), tables, loader.catalogue, precision)(history)
-    model.train()
     return want, predictor.scores(history, loader.catalogue)
 
 

@@ -97,8 +97,8 @@ def answered(run: Run) -> Iterator[Sequence[Batch]]:
         client.post("/reload")
         last = ask_all()
     full, exported = Predictor.load(before), Predictor.load(after)
-    scores = next_item_scores(trained.eval(), tables, loader.catalogue, trainer.config.precision)(history)
-    trained.train()
+    model = deepcopy(trained).cpu().eval()
+    scores = next_item_scores(model, tables, loader.catalogue, trainer.config.precision)(history)
     expected = [full.scores(history, loader.catalogue), scores]
     there = [torch.isin(loader.catalogue, each.item_ids) for each in (full, exported)]
     best = [_best(each, history, loader.catalogue, rows) for each, rows in zip(expected, there, strict=True)]
