@@ -116,7 +116,10 @@ def test_a_process_that_is_told_to_be_alone_hears_of_others(given, message):
 def test_every_launcher_has_variables_of_its_own():
     assert len({each[:3] for each in LAUNCHERS}) == len(LAUNCHERS)
     for launcher in LAUNCHERS:
-        assert rank_here({launcher.rank: "1", launcher.size: "3"}) == (1, 3, launcher.name)
+        given = {launcher.rank: "1", launcher.size: "3"}
+        assert rank_here(given) == (1, 3, launcher.name, None)
+        if launcher.local_rank:
+            assert rank_here({**given, launcher.local_rank: "0"}).local_rank == 0
 
 
 def test_slurm_says_where_the_ranks_meet():
