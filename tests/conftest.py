@@ -40,7 +40,7 @@ def pytest_addoption(parser):
     )  # fmt: skip
     parser.addoption(
         "--most-cases", type=int, metavar="N",
-        help="of a test with more than N parametrized cases run N of them and an eighth of the others, "
+        help="of a test with more than N parametrized cases run N of them and a sixteenth of the others, "
         "and of a property a fifth of its examples",
     )  # fmt: skip
 

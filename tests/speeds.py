@@ -46,7 +46,7 @@ def slow_on_triton(impls: Iterable[Any], names: Iterable[Any], quick: Collection
 
 
 def thinned(items: Iterable[pytest.Item], most: int) -> set[pytest.Item]:
-    """Of the cases of a test, and of an op in it, `most` and an eighth of the others.
+    """Of the cases of a test, and of an op in it, `most` and a sixteenth of the others.
 
     They are spread over the parameters, and stay the same while their names do. Those marked ``every_case``
     stay whole: a case of a judge that is left out is a judge that nobody watches.
@@ -60,7 +60,7 @@ def thinned(items: Iterable[pytest.Item], most: int) -> set[pytest.Item]:
         cases[item.nodeid.partition("[")[0], op].append(item)
     for each in cases.values():
         each.sort(key=lambda item: (crc32(item.nodeid.encode()), item.nodeid))
-        kept.update(each[: most + max(0, len(each) - most) // 8])
+        kept.update(each[: most + max(0, len(each) - most) // 16])
     return kept
 
 
