@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tritonrec.data import movielens
+from tritonrec.data import movielens, ranking
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.loader import NextItemLoader
 from tritonrec.data.ranking import evaluate, popularity_scores, target_ranks
@@ -103,6 +103,19 @@ def test_equals_a_plain_sort(seed, batch_size, ks):
         gains = [1 / math.log2(rank + 2) for rank in ranks if rank < k]
         assert metrics[f"HR@{k}"] == len(gains) / len(ranks)
         assert metrics[f"NDCG@{k}"] == math.fsum(gains) / len(ranks)
+
+
+def test_a_large_k_lists_some_users_at_a_time(monkeypatch):
+    log = generate(ZipfOptions(users=25, items=20, median_length=4, max_length=12, seed=3))
+    loader, places = NextItemLoader(log, 8, 5, 0, seed=0), []
+    expected = evaluate(popularity_scores(loader), loader, ks=(2, 100))
+    listed = ranking.list_terms
+    monkeypatch.setattr(
+        ranking, "list_terms", lambda hits, *rest: [places.append(hits.numel()), listed(hits, *rest)][1]
+    )
+    monkeypatch.setattr(ranking, "LISTED", 50)
+    assert evaluate(popularity_scores(loader), loader, ks=(2, 100)) == expected
+    assert len(places) > 5 and max(places) <= 50
 
 
 def test_popularity_beats_chance_and_loses_to_the_truth():

@@ -1,5 +1,7 @@
 """Rules of rows: their layout, decay that is caught up in the same bits, and rules of a user's own."""
 
+import copy
+import pickle
 from typing import get_args
 
 import numpy as np
@@ -53,10 +55,10 @@ def test_a_row_is_weight_then_states_in_the_order_of_the_op(name):
     width, indices, grad = WIDTHS[name], torch.tensor([2, 0]), random(2, 5, seed=1)
     rows = random(4, width).abs()
     parts = [part.clone() for part in rows.split([5] * (width // 5) + [1] * (width % 5), 1)]
-    RowOptimizer(name, 0.1, 1e-3, weight_decay=0.2, l1=0.01, eta=0.5).update(rows, indices, grad, 3)
-    numbers = {"eps": 1e-3} if "sgd" not in name else {}
+    own = {"ftrl": {"l1": 0.01}, "lars_sgd": {"eta": 0.5}}.get(name, {})
+    RowOptimizer(name, 0.1, 1e-3, weight_decay=0.2, **own).update(rows, indices, grad, 3)
+    numbers = own | ({"eps": 1e-3} if "sgd" not in name else {})
     numbers |= {"step": 3} if "adam" in name or "lamb" in name else {}
-    numbers |= {"ftrl": {"l1": 0.01}, "lars_sgd": {"eta": 0.5}}.get(name, {})
     getattr(ops, f"sparse_{name}")(*parts, indices, grad, 0.1, weight_decay=0.2, **numbers)
     assert same_bits(rows, torch.cat(parts, 1))
 
@@ -120,11 +122,13 @@ def test_factors_are_those_of_their_updates_however_they_were_asked_for():
         (lambda: RowOptimizer("sgd", weight_decay=-1.0), "weight_decay must be finite"),
         (lambda: RowOptimizer("ftrl", l1=-1.0), "l1 must be finite"),
         (lambda: RowOptimizer("ftrl", 0.0), "ftrl computes weights from its states and divides by lr"),
+        (lambda: RowOptimizer("adam", l1=0.1), "l1 goes with ftrl, got adam"),
         (lambda: RowOptimizer("ftrl", lazy_weight_decay=True), "a weight_decay that is not lazy"),
         (lambda: RowOptimizer("sgd", nesterov=True), "nesterov goes with momentum_sgd"),
         (lambda: RowOptimizer.custom(signed, 0, weight_decay=0.1), "decays its weights itself"),
         (lambda: RowOptimizer.custom(signed, 0, triton=signed), "'custom': its .* decorated with triton.jit"),
         (lambda: RowOptimizer.custom(signed, 0, numba=3), "'custom': its update .* must be functions"),
+        (lambda: RowOptimizer.custom(signed, 0, numba=max), "'custom': its update .* must be functions"),
         (
             lambda: RowOptimizer.custom(signed, lambda dim: dim * dim, triton=adamax_of_a_tile),
             "is 1, 4 and 4096",
@@ -284,6 +288,23 @@ def test_a_rule_whose_bits_are_not_those_of_torch_is_refused_by_name():
     ):
         rule.update(rows, torch.arange(2), torch.ones(2, 3), 1)
     assert (rows == 1).all()
+
+
+def beyond(weight, state, gradient, step, lr):
+    for d in range(len(weight)):
+        weight[d] -= lr * np.sign(gradient[d])
+    weight[0] += min(gradient[len(gradient)], 0) * 0
+
+
+def test_a_rule_in_numba_that_reaches_beyond_its_row_is_refused():
+    rule = RowOptimizer.custom(signed, 0, name="long", numba=beyond)
+    with pytest.raises(ValueError, match="update 'long' in numba reaches beyond the row"):
+        rule.update(torch.ones(3, 3), torch.arange(2), torch.ones(2, 3), 1)
+
+
+def test_a_rule_with_compiled_updates_reaches_ranks_and_copies():
+    rule = RowOptimizer.custom(signed, 0, numba=signed_of_a_row, triton=signed_of_a_tile)
+    assert pickle.loads(pickle.dumps(rule)) == rule == copy.deepcopy(rule)
 
 
 def across(weight, state, gradient, step, lr):

@@ -140,11 +140,12 @@ def test_early_stopping_without_evaluations():
     [
         (["--lr-warmup", "5"], "--lr-warmup goes with --lr-schedule linear or cosine"),
         (["--lr-warmup", "5", "--lr-schedule", "step"], "--lr-warmup goes with --lr-schedule"),
+        (["--optimizer", "ftrl", "--lr-schedule", "linear", "--lr-steps", "9"], "ftrl divides by lr"),
         (["--drop", "0.1"], "options of Slipstream go with --slipstream"),
         (["--control", "--seed", "3"], "options of Slipstream go with --slipstream"),
     ],
 )
-def test_options_that_would_be_ignored(option, message):
+def test_options_that_would_be_ignored_or_fail_late(option, message):
     code, output, _ = commands.invoke("train", *option)
     assert code == 2 and message in output
 

@@ -314,16 +314,19 @@ def test_a_state_of_another_moment_scaling_is_refused(before):
         require_same(saved, here)
 
 
-@pytest.mark.parametrize("rule", ["adagrad", "rowwise_adagrad"])
+@pytest.mark.parametrize("rule", ["adagrad", "rowwise_adagrad", "rowwise_adagradw"])
 def test_a_rule_over_copies_divides_the_moment(rule):
-    """Against the formula in float64."""
+    """Against the formula in float64; decoupled decay is that of one table."""
     generator = torch.Generator().manual_seed(3)
-    plain = RowOptimizer(rule, lr=lambda update: 0.1 / update, eps=0.02)
+    decay = 0.4 if rule == "rowwise_adagradw" else 0.0
+    plain = RowOptimizer(rule, lr=lambda update: 0.1 / update, eps=0.02, weight_decay=decay)
     rows = torch.rand(5, plain.row_width(4), generator=generator)
     gradient = torch.randn(5, 4, generator=generator)
     squares = gradient.double() ** 2
     moment = rows[:, 4:].double() + (squares if rule == "adagrad" else squares.mean(1, keepdim=True))
-    expected = rows[:, :4] - 0.1 / 2 * gradient.double() / ((moment / 3).sqrt() + 0.02)
+    expected = (1 - 0.1 / 2 * decay) * rows[:, :4] - 0.1 / 2 * gradient.double() / (
+        (moment / 3).sqrt() + 0.02
+    )
     plain.over_copies(3).update(rows, torch.arange(5), gradient, 2)
     torch.testing.assert_close(rows[:, :4].double(), expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(rows[:, 4:].double(), moment, rtol=1e-6, atol=1e-6)

@@ -42,6 +42,8 @@ ImpressionScoreFunction = Callable[[ImpressionBatch], Tensor]
 NextItems = NextItemLoader | NextItemStream
 NO_RANK = 2**63 - 1
 """Of an item that is not in the catalogue."""
+LISTED = 2**21
+"""Places of lists at a time: k may be the catalogue, and a place takes more memory than a score."""
 
 
 def evaluate(
@@ -68,8 +70,9 @@ def evaluate(
     found = []
     for batch in batches:
         ranks = target_ranks(score_fn(batch.history), batch, loader, exclude_seen)
-        hits = ranks[:, None] == torch.arange(max(kept), dtype=torch.int64)
-        found.append(list_terms(hits, torch.ones_like(ranks), kept))
+        for some in ranks.split(max(1, LISTED // max(kept))):
+            hits = some[:, None] == torch.arange(max(kept), dtype=torch.int64)
+            found.append(list_terms(hits, torch.ones_like(some), kept))
     terms = torch.cat(found, 2)
     return {
         f"{kind}@{k}": math.fsum(terms[number, row].tolist()) / terms.shape[2]

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from importlib import import_module
+from operator import attrgetter
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -51,7 +54,8 @@ class CustomUpdate:
     ) -> CustomUpdate:
         """Raises ValueError for a width that is no whole number >= 0 or a function of another kind."""
         widths = tuple(_width(state_width, dim, name) for dim in (1, 2, 64))
-        if not callable(function) or not (numba is None or callable(numba)):
+        plain = isinstance(getattr(numba, "py_func", numba), FunctionType | None)
+        if not callable(function) or not plain:
             raise ValueError(
                 f"update {name!r}: its update in torch, and in numba if given, must be functions"
             )
@@ -66,6 +70,20 @@ class CustomUpdate:
         named = function if hasattr(function, "__qualname__") else type(function)
         qualified = f"{named.__module__}.{named.__qualname__}"
         return cls(name, qualified, widths, function, state_width, numba, triton)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """pickle takes functions by name, and under its name `triton.jit` has put an object of its own."""
+        fn = self.triton and self.triton.fn
+        return {**self.__dict__, "triton": fn and (fn.__module__, fn.__qualname__)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if state["triton"]:
+            module, name = state["triton"]
+            state["triton"] = attrgetter(name)(import_module(module))
+        self.__dict__.update(state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CustomUpdate:
+        return self
 
     def width(self, dim: int) -> int:
         """State columns of a row of `dim` weights."""
@@ -166,7 +184,9 @@ def check_compiled(update: CustomUpdate, dim: int, device: torch.device, impleme
     assert compiled is not None
     for step in range(1, PROBED_STEPS + 1):
         gradient, rows = draw(), torch.cat([weight, state], 1)
-        weight, state = update(weight, state, gradient, step, 0.7)
+        weight, state = update(weight, state, gradient.clone(), step, 0.7)
+        if implementation == "cpu":
+            _check_bounds(update, rows.clone(), places, gradient, step)
         compiled(rows, places, gradient, step, 0.7, None)
         expected = torch.cat([weight, state], 1)
         differs = (rows.view(torch.int32) != expected.view(torch.int32)).nonzero()
@@ -178,6 +198,17 @@ def check_compiled(update: CustomUpdate, dim: int, device: torch.device, impleme
                 f"a row of {dim} weights and {update.width(dim)} of state: the order of operations must be "
                 "the same, each rounded to float32 (in numba write np.float32(0.9) for 0.9, which is float64)"
             )
+
+
+def _check_bounds(update: CustomUpdate, rows: torch.Tensor, *given: Any) -> None:
+    from ..kernels.sparse_optimizers.numba_sparse_optimizers import update_of_rows
+
+    try:
+        update_of_rows(update.numba, boundscheck=True)(rows, *given, 0.7, None)
+    except IndexError as error:
+        raise ValueError(
+            f"update {update.name!r} in numba reaches beyond the row's weight, state or gradient: {error}"
+        ) from error
 
 
 def _probe(

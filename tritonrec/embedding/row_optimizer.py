@@ -81,7 +81,10 @@ class RowOptimizer:
                 raise ValueError(f"{name} must be finite and >= 0, got {getattr(self, name)}")
         if self.nesterov and self.name != "momentum_sgd":
             raise ValueError(f"nesterov goes with momentum_sgd, got {self.name}")
-        if self.name == "ftrl" and (self.lazy_weight_decay or self.lr == 0):
+        if self.l1 and self.name != "ftrl":
+            raise ValueError(f"l1 goes with ftrl, got {self.name}")
+        is_ftrl = self.name == "ftrl" and self.custom_update is None
+        if is_ftrl and (self.lazy_weight_decay or self.lr == 0):
             raise ValueError(
                 "ftrl computes weights from its states and divides by lr: give it a weight_decay that is not "
                 "lazy, and an lr above 0"
@@ -149,7 +152,10 @@ class RowOptimizer:
             )
         # From the equation above: lr and eps times the root, and the state is that of the plain rule.
         root = math.sqrt(copies)
-        return replace(self, lr=scaled(self.lr, root), eps=root * self.eps)
+        # Decay that is not in the gradient has lr as its factor, and does not scale.
+        decoupled = self.lazy_weight_decay or RULES[self.name].decay == "decoupled"
+        decay = self.weight_decay / root if decoupled else self.weight_decay
+        return replace(self, lr=scaled(self.lr, root), eps=root * self.eps, weight_decay=decay)
 
     def row_width(self, dim: int) -> int:
         """float32 values of one row: its weights and its state."""

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from ...distributed.environment import rank_here
 from ...distributed.groups import validate_division
+from ...embedding.learning_rate import rate_at
 from ...files import save_json
 from ...loggers import require_no_log
 from ...pipeline import WindowConfig, schedule_of
@@ -173,6 +174,11 @@ def train(
         run = replace(run, job=replace(run.job, stream=False))
     run = checked(lambda: ready(with_saved_words(with_validation(run))))
     run = replace(run, steps=run.steps or 20 * run.job.loader().steps_per_epoch)
+    last = max(1, run.steps // run.window.accumulate)
+    if run.optimizer == "ftrl" and checked(lambda: rate_at(run.job.learning_rate, last)) == 0:
+        raise typer.BadParameter(
+            f"--optimizer ftrl divides by lr, which is 0 in update {last}: give more --lr-steps"
+        )
     if print_config:
         print(to_toml(tables_of(run)), end="")
         return

@@ -61,7 +61,9 @@ class Run:
     job: Job
     mode: Mode = setting("nestpipe", "How the steps are scheduled.")
     window: WindowConfig = field(default_factory=WindowConfig)
-    optimizer: OptimizerName = setting("adam", "Update rule of rows and dense parameters.")
+    optimizer: OptimizerName = setting(
+        "adam", "Update rule of rows; dense parameters have torch's nearest, as AdamW for lamb."
+    )
     steps: int = setting(100, "Steps in all; 0: those of 20 epochs.", 0, MOST)
     checkpoint: Path | None = setting(None, "Directory to save to.")
     save_every: int = setting(0, "Steps between saves; 0: at the end only.", 0, MOST)

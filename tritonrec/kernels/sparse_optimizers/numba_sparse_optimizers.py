@@ -39,9 +39,10 @@ def update(*arguments: Any, rule: str) -> None:
 
 
 @cache
-def update_of_rows(function: Callable[..., None]) -> Callable[..., None]:
+def update_of_rows(function: Callable[..., None], boundscheck: bool = False) -> Callable[..., None]:
     """A user's update of one row (`RowOptimizer.custom`), over all rows of (R, dim + S)."""
-    one = njit(nogil=True, error_model="numpy")(getattr(function, "py_func", function))
+    plain = getattr(function, "py_func", function)
+    one = njit(nogil=True, error_model="numpy", boundscheck=boundscheck)(plain)
 
     @njit(nogil=True, error_model="numpy")
     def each(table, indices, gradient, dim, width, step, lr):
