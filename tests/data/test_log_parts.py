@@ -214,3 +214,29 @@ def test_a_log_that_changes_while_it_is_read_is_refused(tmp_path, cache):
     assert sequences_of(f"csv:{path}", append) == first
     os.utime(path, ns=(0, 0))
     assert sequences_of(f"csv:{path}") != first
+
+
+@pytest.mark.parametrize("way", ["link", "hard link", "folder in itself", "packed"])
+def test_events_that_a_folder_holds_twice_are_refused(tmp_path, way):
+    """A folder that links to itself is forty folders to a walk."""
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "a.csv").write_text(NUMBERS)
+    (logs / "b.csv").write_text(NUMBERS)
+    assert len(load(logs, STEP)) == 12
+    if way == "packed":
+        (logs / "a.csv.gz").write_bytes(gzip.compress(NUMBERS.encode()))
+    elif way == "hard link":
+        os.link(logs / "a.csv", logs / "c.csv")
+    else:
+        os.symlink("a.csv" if way == "link" else ".", logs / "c.csv")
+    with pytest.raises(ValueError, match=r"a\.csv and .*csv(\.gz)? hold the same events: name one of them"):
+        load(logs, STEP)
+
+
+@pytest.mark.parametrize("end", ["csv", "jsonl"])
+def test_a_file_that_is_no_text_is_named_as_what_it_is(tmp_path, end):
+    for data, kind in ((gzip.compress(NUMBERS.encode()), r"gzip.*\.gz"), (b"PK\x03\x04" + bytes(40), "zip")):
+        (tmp_path / f"log.{end}").write_bytes(data)
+        with pytest.raises(ValueError, match=rf"log\.{end}: by its first bytes no text but .*{kind}"):
+            load(tmp_path / f"log.{end}")

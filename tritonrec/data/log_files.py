@@ -8,6 +8,7 @@ that it matches is all its files. What exists is that file or folder, also where
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -51,7 +52,7 @@ def files_at(path: str, kind: str = "file", filesystem: Any = None, patterns: Se
     ValueError where it holds no file at all.
     """
     import pyarrow as pa
-    from pyarrow.fs import FileSelector, FileType
+    from pyarrow.fs import FileSelector, FileType, LocalFileSystem
 
     fs, place = filesystem_of(path, filesystem)
     try:
@@ -87,7 +88,19 @@ def files_at(path: str, kind: str = "file", filesystem: Any = None, patterns: Se
             raise ValueError(f"{path}: several folders have such files: name one of {', '.join(folders)}")
     if not files:
         raise ValueError(f"{path}: the dataset holds no {kind}")
+    _check_once(files, isinstance(fs, LocalFileSystem))
     return LogFiles(path, fs, base, sorted(files, key=natural_order), not wild)
+
+
+def _check_once(files: Sequence[str], is_local: bool) -> None:
+    """Raise ValueError for a file that is there twice: by a link, also of a folder to itself, or packed."""
+    known: dict[str | tuple[int, int], str] = {}
+    for file in files:
+        about = os.stat(file) if is_local else None
+        packed = next((end for end in PACKED if file.endswith(end)), "")
+        for key in (file.removesuffix(packed), about and (about.st_dev, about.st_ino)):
+            if key and known.setdefault(key, file) != file:
+                raise ValueError(f"{known[key]} and {file} hold the same events: name one of them")
 
 
 def _matches(below: list[str], wild: list[str]) -> bool:

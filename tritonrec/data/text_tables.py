@@ -30,6 +30,10 @@ SEPARATOR = "\x1f"
 """Stands for a delimiter of several characters."""
 SHOWN = 100
 """Characters of a line in an error."""
+_NO_TEXT = {
+    b"\x1f\x8b": "gzip, whose name ends in .gz", b"\x28\xb5\x2f\xfd": "Zstandard, whose name ends in .zst",
+    b"PK\x03\x04": "an archive of zip or a workbook", b"\xfd7zXZ": "xz", b"PAR1": "Parquet",
+}  # fmt: skip
 UNREADABLE = (pa.ArrowException, OSError, UnicodeError)
 """Errors of a file that cannot be read."""
 
@@ -81,7 +85,12 @@ class TextFile:
             with self.filesystem.open_input_stream(self.path, compression="detect") as stream:
                 first = True
                 while data := stream.read(size):
-                    data = data.removeprefix(b"\xef\xbb\xbf") if first else data
+                    if first:
+                        if kind := next(
+                            (_NO_TEXT[magic] for magic in _NO_TEXT if data.startswith(magic)), ""
+                        ):
+                            raise ValueError(f"{self.path}: by its first bytes no text but {kind}")
+                        data = data.removeprefix(b"\xef\xbb\xbf")
                     first = False
                     end = data.rfind(b"\n") + 1
                     if not end:

@@ -33,7 +33,8 @@ def checked(function):
     except (ValueError, OSError, OverflowError, RankDiedError, StageFailedError, RuntimeError) as error:
         if os.environ.get("TRITONREC_DEBUG"):
             raise
-        _say(str(error))
+        named = isinstance(error, OSError) and error.filename and error.strerror
+        _say(f"{error.filename}: {error.strerror}" if named else str(error))
     raise typer.Exit(2)
 
 
