@@ -186,3 +186,9 @@ def test_a_directory_without_settings_is_named(tmp_path):
     checkpoint.save(tmp_path, 1, {}, {}, {"seed": 5})
     with pytest.raises(ValueError, match="has no settings of tritonrec train"):
         read_config(tmp_path, RUN)
+
+
+@pytest.mark.parametrize("command", [("plan",), ("train", "--config")])
+def test_a_config_file_that_is_not_there_is_named_first(tmp_path, command):
+    code, output, _error = commands.invoke(*command, tmp_path / "nope.toml")
+    assert code == 2 and f"error: {tmp_path}/nope.toml: No such file" in output
