@@ -33,8 +33,10 @@ def checked(function):
     except (ValueError, OSError, OverflowError, RankDiedError, StageFailedError, RuntimeError) as error:
         if os.environ.get("TRITONREC_DEBUG"):
             raise
-        named = isinstance(error, OSError) and error.filename and error.strerror
-        _say(f"{error.filename}: {error.strerror}" if named else str(error))
+        if isinstance(error, OSError) and error.filename:
+            _say(f"{error.filename}: {error.strerror}")
+        else:
+            _say(str(error))
     raise typer.Exit(2)
 
 
