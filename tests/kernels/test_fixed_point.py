@@ -5,6 +5,8 @@ from fractions import Fraction
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 from impls import IMPLS, TRITON, on
@@ -12,6 +14,7 @@ from impls import IMPLS, TRITON, on
 from tritonrec.kernels.deferred import NONE
 from tritonrec.kernels.fixed_point import ExactSumError, from_fixed_point, to_fixed_point
 from tritonrec.kernels.fixed_point.errors import late_error, report_exact_gradients, sum_error
+from tritonrec.kernels.fixed_point.triton_fixed_point import is_far, magnitude
 from tritonrec.kernels.rows.numba_segment_sum import add_products, add_rows, segment_sum
 
 
@@ -145,3 +148,22 @@ def test_a_term_of_an_exact_gradient_is_named_by_its_place():
     bad = torch.tensor([NONE, 7, 9])
     with pytest.raises(ExactSumError, match=r"^gradient of bias\[0, 1\]"):
         report_exact_gradients(bad, ["weight", "bias"], (2, 3), 36)
+
+
+@triton.jit
+def bounds_kernel(sums_ptr, far_ptr, values_ptr, order_ptr, size: tl.constexpr):
+    at = tl.arange(0, size)
+    tl.store(far_ptr + at, is_far(tl.load(sums_ptr + at)).to(tl.int32))
+    tl.store(order_ptr + at, magnitude(tl.load(values_ptr + at)))
+
+
+@pytest.mark.parametrize("impl", [TRITON])
+def test_bounds_of_tritons_sums_and_values_are_exact(impl):
+    """Where a sum leaves its room, and that no value is above infinity: sums of terms show neither edge."""
+    bound, largest = 2**62, torch.finfo(torch.float32).max
+    sums = on(impl, torch.tensor([bound - 1, bound, -bound, -bound - 1], dtype=torch.int64))
+    values = on(impl, torch.tensor([0.0, 1.0, -largest, -torch.inf], dtype=torch.float32))
+    far, order = (on(impl, torch.empty(4, dtype=torch.int32)) for _ in range(2))
+    bounds_kernel[(1,)](sums, far, values, order, 4)
+    assert far.tolist() == [0, 1, 0, 1]
+    assert order.tolist() == sorted({*order.tolist()})
