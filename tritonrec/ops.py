@@ -8,6 +8,7 @@ docs/ops.md draws what the ops on keys and rows return, and how they run without
 from .kernels.accumulator import GradientAccumulator
 from .kernels.bucketize import bucketize, counting_sort, owner_of
 from .kernels.dispatch import Impl, implementation, use_impl
+from .kernels.dot_interaction import dot_interaction
 from .kernels.dropout import dropout
 from .kernels.fixed_point import FRACTION_BITS, ExactSumError, check_summed, from_fixed_point, to_fixed_point
 from .kernels.hash_table import (
@@ -64,6 +65,7 @@ __all__ = [
     "check_summed",
     "counting_sort",
     "derive_seed",
+    "dot_interaction",
     "dropout",
     "from_fixed_point",
     "gather_rows",

@@ -303,6 +303,13 @@ def aggregated(d: Draw) -> Arguments:
     return {**given, "do": d.floats(*given["v"].shape), "timestamps": d.maybe(d.keys(len(given["v"])))}
 
 
+def paired(d: Draw) -> Arguments:
+    samples, count = d.size(), chosen(d.rng, (0, 1, 2, 5, int(d.rng.integers(0, 40))))
+    return {
+        "vectors": d.floats(samples, count, d.size(70)), "dy": d.floats(samples, count * (count - 1) // 2)
+    }  # fmt: skip
+
+
 def softmax(d: Draw) -> Arguments:
     given = sequences(d)
     tokens, (queries, heads, _), dim_v = len(given["v"]), given["q"].shape, given["v"].shape[2]

@@ -515,6 +515,11 @@ def _relative(dim):
     run(ops.relative_aggregate, v, table, cuts, longest, keys()).sum().backward()
 
 
+@case("dot_interaction", dim=(16, 64, 100))
+def _dot_interaction(dim):
+    run(ops.dot_interaction, ones(size, 27, dim, grad=True)).sum().backward()
+
+
 @case("softmax_attention", dim=(32, 50, 128))
 def _softmax_attention(dim):
     q, k, v = (ones(size, 2, dim, grad=True) for _ in range(3))
@@ -580,6 +585,7 @@ def _lower_precision():
     run(ops.norm_mul_dropout, low(size, 50), None, low(50), low(50)).sum().backward()
     run(ops.norm_mul_dropout, low(size, 50), low(size, 50), ones(50), ones(50), **gate).sum().backward()
     run(ops.silu, low(size, 50)).sum().backward()
+    run(ops.dot_interaction, low(size, 27, 64)).sum().backward()
     run(ops.dropout, low(size, 50), 0.2, positions=keys(), **draws).sum().backward()
     v, table = low(size, 2, 50), ones(2, 64, grad=True)
     run(ops.relative_aggregate, v, table, cuts, longest, keys()).sum().backward()

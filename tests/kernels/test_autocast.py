@@ -86,6 +86,7 @@ DENSE = {
     ),
     "front": ((some(8, 5), some(5), some(6)[:5], some(7, 5), some(7)), ops.norm_linear_silu),
     "silu": ((some(8, 5) * 3,), ops.silu),
+    "interaction": ((some(4, 3, 5),), ops.dot_interaction),
     "dropout": (
         (some(8, 5),), lambda x, **rest: ops.dropout(x, 0.3, **on_device((x,), DRAWS), **rest)
     ),

@@ -10,7 +10,7 @@ import torch
 from tritonrec import ops
 from tritonrec.data import ClickBatch, KeyedJaggedTensor
 from tritonrec.nn import DLRM, DLRMConfig
-from tritonrec.nn.dlrm import _matmul, interact, partition_tables
+from tritonrec.nn.dlrm import interact, partition_tables
 
 CONFIGS = {
     "criteo": DLRMConfig(tuple(f"C{i}" for i in range(1, 27)), 13, 16, (32, 24), (40, 20)),
@@ -150,17 +150,6 @@ def test_products_of_any_size_do_not_depend_on_the_place_in_the_batch(vectors):
             at = torch.randperm(24, generator=generator)[:size]
             for got, expected in zip(run(at), whole, strict=True):
                 assert torch.equal(got, expected[at]), (dim, size)
-
-
-def test_products_elsewhere_than_on_a_cpu_are_the_same_up_to_rounding():
-    a, b = torch.randn(5, 4, 7, device="cpu"), torch.randn(5, 7, 3)
-
-    class Elsewhere(torch.Tensor):
-        device = torch.device("meta")
-
-    got = _matmul(a.as_subclass(Elsewhere), b)
-    torch.testing.assert_close(got.as_subclass(torch.Tensor), torch.bmm(a, b), rtol=1e-5, atol=1e-5)
-    assert torch.equal(_matmul(a[2:3].as_subclass(Elsewhere), b[2:3]), got[2:3])
 
 
 def test_pairs_are_in_the_order_of_the_paper_s_lower_triangle():

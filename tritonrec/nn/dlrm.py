@@ -12,9 +12,8 @@ arXiv 1906.00091): the probability of a click from dense and categorical feature
                      logit (B, 1)
 
 MLPs are linear layers with ReLU between them; the bottom one ends in a ReLU too. Without dense features
-(F = 0) there is no bottom MLP, and C vectors interact. Products of pairs are one small matrix product for a
-sample, computed alike wherever it stands in the batch, so losses and gradients depend on that sample alone,
-bit for bit.
+(F = 0) there is no bottom MLP, and C vectors interact. Products of pairs (`ops.dot_interaction`) are computed
+alike wherever a sample stands in the batch, so losses and gradients depend on that sample alone, bit for bit.
 
 Dimensions: B samples, F dense features, C categorical ones, V = C + 1 vectors, P pairs, d columns.
 """
@@ -27,9 +26,8 @@ from itertools import pairwise
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
-from ..kernels.autocast import autocast_dtype, to_dtype, widen, without_autocast
+from .. import ops
 from .context import record
 from .losses import binary_cross_entropy, sigmoid
 from .modules import Linear
@@ -124,14 +122,8 @@ class DLRM(torch.nn.Module):
 
 
 def interact(*vectors: torch.Tensor) -> torch.Tensor:
-    """Dot products of all pairs of V vectors (B, d) of each sample: (B, P), P = V (V - 1) / 2.
-
-    In the order (1, 0), (2, 0), (2, 1), (3, 0), ... Differentiable. Autocast casts it as a matrix product.
-    """
-    device, zeros = vectors[0].device, torch.zeros_like(vectors[0])
-    padding = [zeros] * (_padded(len(vectors), device) - len(vectors))
-    together = torch.stack([*vectors, *padding], 1)
-    return _Interact.apply(to_dtype(together, autocast_dtype(device) or together.dtype), len(vectors))
+    """Dot products of all pairs of V vectors (B, d) of each sample, as `ops.dot_interaction`: (B, P)."""
+    return ops.dot_interaction(torch.stack(vectors, 1))
 
 
 def partition_tables(table_bytes: Mapping[str, int], world_size: int) -> dict[str, int]:
@@ -163,57 +155,3 @@ def _apply(layers: torch.nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
     for index, layer in enumerate(layers):
         x = layer(torch.relu(x) if index else x)
     return x
-
-
-class _Interact(torch.autograd.Function):
-    """(B, P) from (B, padded V, d): the first `count` vectors, and zeros."""
-
-    @staticmethod
-    def forward(ctx, vectors, count):
-        ctx.save_for_backward(vectors)
-        ctx.count = count
-        row, column = _pairs(count, vectors.device)
-        wide = widen(vectors)
-        with without_autocast(vectors.device):
-            products = _matmul(wide, wide.transpose(1, 2))
-            places = row * products.shape[2] + column
-            return products.flatten(1).index_select(1, places).to(vectors.dtype)
-
-    @staticmethod
-    def backward(ctx, dy):
-        (vectors,) = ctx.saved_tensors
-        row, column = _pairs(ctx.count, vectors.device)
-        size, pairs = vectors.shape[1], dy.shape[1]
-        # A pair's gradient reaches both of its vectors; every other place reads the zero behind the pairs.
-        source = row.new_full((size, size), pairs)
-        source[row, column] = source[column, row] = torch.arange(pairs, device=row.device)
-        with_zero = F.pad(dy.to(widen(vectors).dtype), (0, 1))
-        both = with_zero.index_select(1, source.view(-1)).view(-1, size, size)
-        with without_autocast(dy.device):
-            return _matmul(both, widen(vectors)).to(vectors.dtype), None
-
-
-def _pairs(count: int, device: torch.device) -> torch.Tensor:
-    return torch.tril_indices(count, count, -1, dtype=torch.int64, device=device)
-
-
-def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b, (B, n, k) and (B, k, m), where a sample's product does not depend on its place in the batch."""
-    if a.device.type == "cpu":
-        # `bmm` picks its code for the end of a row by the row's address, which differs between samples of,
-        # say, 27 x 6: so rows begin on cache lines.
-        return torch.bmm(_aligned(a), _aligned(b))[:, : a.shape[1], : b.shape[2]]
-    total = a[:, :, :1] * b[:, :1]  # libraries of accelerators choose their order of additions by the batch
-    for at in range(1, a.shape[2]):
-        total = total + a[:, :, at : at + 1] * b[:, at : at + 1]
-    return total
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """Matrices with zeros behind, so that their rows and columns are whole cache lines."""
-    more = [_padded(size, x.device) - size for size in x.shape[1:]]
-    return F.pad(x, (0, more[1], 0, more[0])) if any(more) else x
-
-
-def _padded(size: int, device: torch.device) -> int:
-    return -(-size // 16) * 16 if device.type == "cpu" else size

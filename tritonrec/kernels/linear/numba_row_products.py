@@ -36,10 +36,11 @@ U = np.uintp
 INT32, INT64, DOUBLE = ir.IntType(32), ir.IntType(64), ir.DoubleType()
 OUTPUTS = U(4)
 """Rows of the accumulator in a tile."""
-WIDE, NARROW = U(32), U(8)
-"""Columns of a tile: four vector registers of 64 bytes, or two of 32."""
-BLOCK = U(64)
-"""Rows of dy and x whose panels, 16 and 2 KiB, stay in the first-level cache."""
+WIDE, NARROW = U(32), U(12)
+"""Columns of a tile: four vector registers of 64 bytes, or three of 32, whose sums and factors fill all 16."""
+PANEL = U(3072)
+"""Numbers of a panel of x, 24 KiB, which stays in the first-level cache with a smaller one of dy. The more rows
+it has, the fewer passes go over the accumulator, which does not."""
 ROOM = 2.0**-12
 """Times the limit ``2**(62 - bits)``: 2**50 units, half of what a block's sum may be."""
 LAST_BIT = np.int64(1)
@@ -95,7 +96,7 @@ def _tile(vectors, lanes):
     return tile
 
 
-_four_by_32, _four_by_8 = _tile(4, 8), _tile(2, 4)
+_four_by_32, _four_by_12 = _tile(4, 8), _tile(3, 4)
 
 
 @intrinsic
@@ -162,7 +163,7 @@ def _add_block(
             if has_wide_registers():
                 _four_by_32(tile, of_dy, a_first, of_x, b_first, rows, begin)
             else:
-                _four_by_8(tile, of_dy, a_first, of_x, b_first, rows, begin)
+                _four_by_12(tile, of_dy, a_first, of_x, b_first, rows, begin)
             for r in range(min(OUTPUTS, stop - o)):
                 to = (o + r) * stride + c
                 for d in range(columns):
@@ -210,14 +211,15 @@ def add_row_products(
     o, then i; (-1, -1, -1) without one.
     """
     width = WIDE if has_wide_registers() else NARROW
-    of_x = np.empty(min(BLOCK, rows) * ((inner + width - U(1)) // width * width), np.float64)
-    of_dy = np.empty(min(BLOCK, rows) * ((stop - start + OUTPUTS - U(1)) // OUTPUTS * OUTPUTS), np.float64)
+    block = PANEL // width
+    of_x = np.empty(min(block, rows) * ((inner + width - U(1)) // width * width), np.float64)
+    of_dy = np.empty(min(block, rows) * ((stop - start + OUTPUTS - U(1)) // OUTPUTS * OUTPUTS), np.float64)
     tile = np.empty(OUTPUTS * width, np.int64)
     # limit = 2**62 units, so `begin` is 1.5 * 2**52 units.
     begin, room = limit * (1.5 * 2.0**-10), limit * ROOM
     additions = np.int64(0)  # of blocks, 2**51 units each at most, that surely stay in int64
-    for first in range(U(0), rows, BLOCK):
-        count = min(BLOCK, rows - first)
+    for first in range(U(0), rows, block):
+        count = min(block, rows - first)
         most_x = _largest(x, x_stride, first, count, U(0), inner)
         most_dy = _largest(dy, dy_stride, first, count, start, stop)
         most = np.float64(float_of_bits(most_x)) * np.float64(float_of_bits(most_dy))
@@ -226,9 +228,9 @@ def add_row_products(
         while part > U(1) and most * part > room:
             part = (part + U(1)) // U(2)
         # Looked at once in a while: sums near zero take CALM additions before one can leave int64.
-        if additions < BLOCK and _are_calm(accumulator, stride, start, stop, inner):
+        if additions < block and _are_calm(accumulator, stride, start, stop, inner):
             additions = np.int64(CALM)
-        if additions >= BLOCK and most * part <= room:  # which infinity and NaN are not
+        if additions >= block and most * part <= room:  # which infinity and NaN are not
             _pack(of_x, x, x_stride, first, count, U(0), inner, width, True)
             _pack(of_dy, dy, dy_stride, first, count, start, stop, OUTPUTS, False)
             for done in range(U(0), count, part):
