@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Dot products of pairs in Triton: a program owns a sample and walks tiles of 16 to 64 vectors.
+"""Dot products of pairs in Triton: a program owns a sample, and walks 16 to 64 vectors by 16 or 32 columns.
 
 Tiles are chosen by V and D alone, and a sample's sums add blocks of columns, or of vectors, in ascending
 order, so its bits do not depend on its batch.
@@ -36,14 +36,15 @@ def forward_kernel(
     BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """out (B, P) from x (B, V, D)."""
-    pairs = count * (count - 1) // 2
+    zero = tl.full((), 0, tl.int64)  # an int64 bound makes a loop's variable int64, and all indices from it
+    pairs = (zero + count) * (zero + count - 1) // 2
     for sample in range(tl.program_id(0).to(tl.int64), samples, tl.num_programs(0)):
-        for first in range(0, count, BLOCK_V):
+        for first in range(zero, count, BLOCK_V):
             row = first + tl.arange(0, BLOCK_V)
-            for other in range(0, first + 1, BLOCK_V):
+            for other in range(zero, first + 1, BLOCK_V):
                 column = other + tl.arange(0, BLOCK_V)
                 total = tl.zeros((BLOCK_V, BLOCK_V), tl.float32)
-                for start in range(0, dim, BLOCK_D):
+                for start in range(zero, dim, BLOCK_D):
                     term = start + tl.arange(0, BLOCK_D)
                     left = load_vectors(x_ptr, sample, row, term, count, dim)
                     right = load_vectors(x_ptr, sample, column, term, count, dim)
@@ -61,14 +62,15 @@ def backward_kernel(
     BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """dx (B, V, D) from dy (B, P) and x (B, V, D)."""
-    pairs = count * (count - 1) // 2
+    zero = tl.full((), 0, tl.int64)  # an int64 bound makes a loop's variable int64, and all indices from it
+    pairs = (zero + count) * (zero + count - 1) // 2
     for sample in range(tl.program_id(0).to(tl.int64), samples, tl.num_programs(0)):
-        for first in range(0, count, BLOCK_V):
+        for first in range(zero, count, BLOCK_V):
             row = first + tl.arange(0, BLOCK_V)
-            for start in range(0, dim, BLOCK_D):
+            for start in range(zero, dim, BLOCK_D):
                 column = start + tl.arange(0, BLOCK_D)
                 total = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
-                for other in range(0, count, BLOCK_V):
+                for other in range(zero, count, BLOCK_V):
                     vector = other + tl.arange(0, BLOCK_V)
                     high = tl.maximum(row[:, None], vector[None, :])
                     low = tl.minimum(row[:, None], vector[None, :])
@@ -105,7 +107,9 @@ def dot_interaction_backward(dy: torch.Tensor, vectors: torch.Tensor) -> torch.T
 
 def _launch(kernel, vectors: torch.Tensor, *tensors: torch.Tensor) -> None:
     samples, count, dim = vectors.shape
-    vector, column = (min(max(16, triton.next_power_of_2(size)), 64) for size in (count, dim))
+    vector, column = (
+        min(max(16, triton.next_power_of_2(size)), most) for size, most in ((count, 64), (dim, 32))
+    )
     kernel[(min(samples, MOST_PROGRAMS),)](
         *tensors, samples, count, dim, BLOCK_V=vector, BLOCK_D=column, INTERPRETED=INTERPRETED,
         enable_fp_fusion=False,
