@@ -220,6 +220,18 @@ def test_two_ranks_write_a_folder_of_the_same_bits(tmp_path, format):
     assert imported(Communicators.local(), tmp_path / "two") == bits
 
 
+@pytest.mark.parametrize("save", [dcp.save, Trainer.save], ids=["dcp", "trainer"])
+def test_ranks_that_do_not_see_each_other_s_files_publish_nothing(tmp_path, save):
+    def saved(communicators):
+        with made(communicators) as trainer:
+            trained(trainer, 1)
+            save(trainer, tmp_path / str(communicators.rank))
+
+    with pytest.raises(CheckpointError, match=r"rank 1 has written .* where rank 0 does not see it: give"):
+        run_ranks(2, saved)
+    assert not [each for each in tmp_path.rglob("*") if each.suffix in (".json", ".metadata")]
+
+
 def written_late(communicators, folder):
     """A save for which the disk of rank 1 takes longer than a collective may."""
 

@@ -175,7 +175,14 @@ class _Writer:
             report["written"] = _packed(writer.write_data(plan, planner).wait())
         with agreement.phase(), _named(self._folder):
             if first:
-                writer.finish(metadata, [_unpacked(each["written"]) for each in agreement.reports])
+                results = [_unpacked(each["written"]) for each in agreement.reports]
+                for rank, files in enumerate({e.storage_data.relative_path for e in own} for own in results):
+                    if missing := [each for each in files if not (self._folder / each).exists()]:
+                        raise CheckpointError(
+                            f"rank {rank} has written {missing[0]} where rank 0 does not see it: give all "
+                            "ranks one directory, on a disk that their machines share"
+                        )
+                writer.finish(metadata, results)
 
 
 def _packed(value: object) -> str:
