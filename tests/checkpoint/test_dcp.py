@@ -1,6 +1,9 @@
 """Promise: a training goes on from a torch.distributed.checkpoint folder at any world size, with its bits."""
 
+import time
+from datetime import timedelta
 from functools import cache
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tritonrec import dcp, nn
 from tritonrec.checkpoint import CheckpointError
 from tritonrec.data import ClickLoader, ClickLog
-from tritonrec.distributed import Communicators
+from tritonrec.distributed import Communicators, RankPool
 from tritonrec.embedding import FeatureConfig, HashTableCollection, RowOptimizer
 from tritonrec.embedding.policy import Eviction, TablePolicy
 from tritonrec.harness.train.gather import state_digest
@@ -210,6 +213,41 @@ def test_a_folder_without_some_rows_is_refused(tmp_path):
             dcp.load(trainer, tmp_path)
 
 
-def test_ranks_without_a_process_group_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="process group"):
-        run_ranks(2, lambda each: dcp.save(made(each), tmp_path / "out"))
+@pytest.mark.parametrize("format", FORMATS)
+def test_two_ranks_write_a_folder_of_the_same_bits(tmp_path, format):
+    bits = exported(Communicators.local(), tmp_path / "one", format)
+    assert run_ranks(2, lambda each: exported(each, tmp_path / "two", format)) == [bits] * 2
+    assert imported(Communicators.local(), tmp_path / "two") == bits
+
+
+@pytest.mark.parametrize("save", [dcp.save, Trainer.save], ids=["dcp", "trainer"])
+def test_ranks_that_do_not_see_each_other_s_files_publish_nothing(tmp_path, save):
+    def saved(communicators):
+        with made(communicators) as trainer:
+            trained(trainer, 1)
+            save(trainer, tmp_path / str(communicators.rank))
+
+    with pytest.raises(CheckpointError, match=r"rank 1 has written .* where rank 0 does not see it: give"):
+        run_ranks(2, saved)
+    assert not [each for each in tmp_path.rglob("*") if each.suffix in (".json", ".metadata")]
+
+
+def written_late(communicators, folder):
+    """A save for which the disk of rank 1 takes longer than a collective may."""
+
+    class Late(torch_dcp.FileSystemWriter):
+        def write_data(self, *arguments):
+            time.sleep(4 if communicators.rank else 0)
+            return super().write_data(*arguments)
+
+    with patch.object(torch_dcp, "FileSystemWriter", Late), made(communicators) as trainer:
+        trained(trainer, 1)
+        dcp.save(trainer, folder)
+    return sorted(each.name for each in folder.iterdir())
+
+
+@pytest.mark.multi_rank
+def test_ranks_wait_for_a_slow_disk_beyond_the_timeout(tmp_path):
+    with RankPool([2], timedelta(seconds=2)) as own:
+        written = [".metadata", "__0_0.distcp", "__1_0.distcp"]
+        assert own.run(written_late, 2, tmp_path / "out") == [written] * 2

@@ -225,7 +225,9 @@ def test_ranks_that_torchrun_never_started_are_reported_within_the_timeout(monke
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     monkeypatch.setenv("MASTER_PORT", str(port))
-    message = rf"rank 0: not all of the 2 ranks joined at 127.0.0.1:{port} within 1 s"
+    message = (
+        rf"rank 0: not all of the 2 ranks joined at 127.0.0.1:{port} within 1 s, 1 have not come: rank 1; "
+    )
     with pytest.raises(RankDiedError, match=message), from_environment(timedelta(seconds=1)):
         pass
 

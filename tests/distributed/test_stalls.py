@@ -173,6 +173,19 @@ def test_a_save_names_the_rank_whose_process_serves_the_store_where_it_is_stoppe
     watch.close()
 
 
+def test_a_store_that_does_not_answer_costs_less_than_five_seconds(store, monkeypatch):
+    watch, limits = Watch(store, 1, 2, timedelta(seconds=0.4)), []
+
+    def silent(seconds, _function):
+        limits.append(seconds)
+        raise TimeoutError
+
+    monkeypatch.setattr("tritonrec.distributed.watch.within", silent)
+    watch.fail(watch.explain("routing", 1, [0, 1], 0.4, RuntimeError("Timed out")))
+    assert 0 < sum(limits) < 5
+    watch.close()
+
+
 def test_the_rank_that_serves_the_store_names_those_that_it_has_never_seen(store):
     watch = Watch(store, 0, 2, timedelta(seconds=0.2))
     error = watch.explain("routing", 1, [0, 1], 0.2, RuntimeError("Timed out"))
@@ -282,6 +295,25 @@ def test_a_rank_that_is_busy_elsewhere_is_named_with_its_stage(store):
     with there.doing("evaluation(80)"), here.doing("route(6)"):
         error = here.explain("routing", 1, [0, 1, 2], 0.4, RuntimeError("Timed out"))
     assert str(error) == "rank 1 has not reached stage route(6) within 0.4 s: it is in evaluation(80)"
+
+
+def test_a_rank_that_came_too_late_is_named(store, monkeypatch):
+    here, there = watches(store, 2)
+    here.begin_call("routing")
+    read = here._read
+
+    def reading(ranks):
+        found = read(ranks)
+        there.begin_call("routing")
+        return found
+
+    monkeypatch.setattr(here, "_read", reading)
+    with there.doing("tracing"):
+        there._report_now()
+        error = here.explain("routing", 1, [0, 1], 0.4, RuntimeError("Timed out"))
+    assert str(error).endswith("has not reached collective 1 of group routing within 0.4 s: it is in tracing")
+    for watch in (here, there):
+        watch.close()
 
 
 def test_a_monitored_barrier_waits_beyond_the_timeout_for_a_rank_that_reports(store):

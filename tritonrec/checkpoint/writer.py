@@ -160,6 +160,7 @@ def _save(
     # The commit: one rename of one file, after every rank's files and their folder are on the disk.
     with agreement.phase(undo=lambda: prune(directory, kept=None)) as report:
         if rank == 0:
+            _check_seen(directory, written)
             body = {
                 "format": FORMAT,
                 "version": VERSION,
@@ -184,6 +185,19 @@ def _save(
     own = [part["bytes"] for parts in written[rank]["tables"].values() for part in parts]
     own += [written[0]["dense"]["bytes"]] if rank == 0 else []
     return Saved(step, manifest, agreement.reports[0]["sha256"], sum(own))
+
+
+def _check_seen(directory: Place, written: Sequence[Mapping[str, Any]]) -> None:
+    """Raise CheckpointError for a rank whose first file is not in this `directory`, in one of its name."""
+    for rank, report in enumerate(written):
+        for file in [each["file"] for parts in report["tables"].values() for each in parts if each["file"]][
+            :1
+        ]:
+            if not (directory / file).exists():
+                raise CheckpointError(
+                    f"rank {rank} has written {file} where rank 0 does not see it: give all ranks one "
+                    "directory, on a disk that their machines share"
+                )
 
 
 def _dense_tensors(dense: Mapping[str, Tensor]) -> dict[str, Tensor]:

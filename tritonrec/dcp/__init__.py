@@ -16,8 +16,10 @@ of authors whose programs you would run. ``format="safetensors"`` has none (`Hug
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
+import pickle
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -70,14 +72,10 @@ def async_save(
     if format not in ("dcp", "safetensors"):
         raise ValueError(f"format must be dcp or safetensors, got {format!r}")
     made: list[_Writer] = []
-    group = trainer.communicators.checkpoint.group
-    if group is None and trainer.communicators.shards > 1:
-        raise ValueError("DCP saves over a process group, which these ranks do not have: take Trainer.save")
-
     place = local_path(folder, "a folder of DCP")
 
     def make(directory: str, **options: Any) -> _Writer:
-        made.append(_Writer(place, group, format, **options))
+        made.append(_Writer(place, format, **options))
         return made[0]
 
     trainer.saver(str(place), meta, loader=loader, make=make).save(trainer.next_step)
@@ -116,10 +114,8 @@ def load(
 class _Writer:
     """Writes one folder, for `TrainingSaver`, in the place of `checkpoint.Saver`."""
 
-    def __init__(
-        self, folder: Path, group: Any, format: Format, *, rank: int, gather: Gather, **options: Any
-    ):
-        self._folder, self._group, self._format = folder, group, format
+    def __init__(self, folder: Path, format: Format, *, rank: int, gather: Gather, **options: Any):
+        self._folder, self._format = folder, format
         self._rank, self._gather, self._context = rank, gather, options["context"]
         self.future: Future[None]
 
@@ -155,20 +151,47 @@ class _Writer:
                     first = int(counts[: self._rank].sum())
                     for column, values in of_table.items():
                         shards[f"tables/{name}/{column}"] = first, int(starts[-1]), values
-                with agreement.phase():
-                    self._write_all(state, shards)
+                self._write_all(agreement, state, shards)
         finally:
             close_rows(tables)
 
-    def _write_all(self, state: dict[str, Tensor], shards: dict[str, tuple[int, int, Tensor]]) -> None:
+    def _write_all(
+        self, agreement: Agreement, state: dict[str, Tensor], shards: dict[str, tuple[int, int, Tensor]]
+    ) -> None:
+        """The calls of `dcp.save` in its order, between collectives that wait for disks and name a rank."""
         writer = (
             dcp.FileSystemWriter(self._folder)
             if self._format == "dcp"
             else HuggingFaceStorageWriter(str(self._folder), save_distributed=True)
         )
-        planner, alone = _SavePlanner(shards), self._group is None
-        with _named(self._folder):
-            dcp.save(state, storage_writer=writer, planner=planner, process_group=self._group, no_dist=alone)
+        planner, first = _SavePlanner(shards), self._rank == 0
+        with agreement.phase() as report, _named(self._folder):
+            planner.set_up_planner(state, writer.storage_meta(), first)
+            writer.set_up_storage_writer(first)
+            report["plan"] = _packed(writer.prepare_local_plan(planner.create_local_plan()))
+        plans, metadata = planner.create_global_plan([_unpacked(each["plan"]) for each in agreement.reports])
+        with agreement.phase() as report, _named(self._folder):
+            plan = planner.finish_plan(writer.prepare_global_plan(plans)[self._rank])
+            report["written"] = _packed(writer.write_data(plan, planner).wait())
+        with agreement.phase(), _named(self._folder):
+            if first:
+                results = [_unpacked(each["written"]) for each in agreement.reports]
+                for rank, files in enumerate({e.storage_data.relative_path for e in own} for own in results):
+                    if missing := [each for each in files if not (self._folder / each).exists()]:
+                        raise CheckpointError(
+                            f"rank {rank} has written {missing[0]} where rank 0 does not see it: give all "
+                            "ranks one directory, on a disk that their machines share"
+                        )
+                writer.finish(metadata, results)
+
+
+def _packed(value: object) -> str:
+    """A plan or a result of DCP for the other ranks, pickled as DCP sends it."""
+    return base64.b64encode(pickle.dumps(value)).decode()
+
+
+def _unpacked(text: str) -> Any:
+    return pickle.loads(base64.b64decode(text))
 
 
 def _in_order(rows: Mapping[str, Tensor] | Rows) -> dict[str, Tensor]:

@@ -11,9 +11,10 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from .communicator import PEER_FAILURE, TIMEOUT
-from .environment import check_address, is_loopback, rank_here, settle
+from .environment import Here, check_address, is_loopback, rank_here, settle
 from .groups import Communicators, validate_division
-from .limits import LATE, within
+from .limits import LATE, READ_TIMEOUT, within
+from .reports import MAX_SHOWN
 from .stores import LOOPBACK, loopback_interface, serve_store
 from .watch import RankDiedError
 
@@ -72,6 +73,8 @@ def join_environment(timeout: timedelta) -> None:
     if local and (name := loopback_interface()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
+    stores: list[dist.Store] = []
+
     def join() -> None:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             dist.init_process_group("gloo", timeout=timeout)
@@ -81,6 +84,8 @@ def join_environment(timeout: timedelta) -> None:
             store = serve_store(at, port, timeout, address)
         else:
             store = dist.TCPStore(address, port, None, False, timeout, wait_for_workers=False)
+        stores.append(store)
+        _come(store, here)
         dist.init_process_group(
             "gloo", store=store, rank=here.rank, world_size=here.world_size, timeout=timeout
         )
@@ -88,11 +93,39 @@ def join_environment(timeout: timedelta) -> None:
     try:
         within(timeout + timedelta(seconds=LATE), join)
     except (dist.DistError, TimeoutError) as error:
+        missing = _missing(stores[0], here) if stores else ""
         started = {"SLURM": " (a script of sbatch starts its ranks with srun)"}.get(here.launcher, "")
         raise RankDiedError(
             f"rank {here.rank}: not all of the {here.world_size} ranks joined at {address}:{port} within "
-            f"{timeout.total_seconds():g} s; look for a rank that has printed nothing{started}: {error}"
+            f"{timeout.total_seconds():g} s{missing}; look for a rank that has printed nothing{started}: "
+            f"{error}"
         ) from error
+
+
+def _come(store: dist.Store, here: Here) -> None:
+    """Say that this rank is here, and how many ranks it is of; ValueError where another process differs."""
+    if store.add(f"processes of rank {here.rank}", 1) > 1:
+        raise ValueError(
+            f"another process is rank {here.rank} of these {here.world_size} too: give each one its own RANK"
+        )
+    if here.rank == 0:
+        store.set("ranks", str(here.world_size))
+    elif (ranks := int(store.get("ranks"))) != here.world_size:
+        raise ValueError(f"WORLD_SIZE={here.world_size} here and {ranks} at rank 0: give every rank the same")
+
+
+def _missing(store: dist.Store, here: Here) -> str:
+    """The ranks that have not come, in words; empty where all have, or the store does not answer."""
+    every = range(here.world_size)
+    try:
+        missing = within(
+            READ_TIMEOUT, lambda: [each for each in every if not store.check([f"processes of rank {each}"])]
+        )
+    except (RuntimeError, TimeoutError):
+        return ""
+    return (
+        f", {len(missing)} have not come: rank {', '.join(map(str, missing[:MAX_SHOWN]))}" if missing else ""
+    )
 
 
 def made_within(timeout: timedelta, make: Callable[[], Result]) -> Result:

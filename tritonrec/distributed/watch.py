@@ -242,18 +242,22 @@ class Watch:
             self._lost = self._describe_server(waited, group, number)
             return RankDiedError(self._lost)
         # Of the ranks that report: those that have begun fewer
-        # collectives of this group are being waited for.
-        behind = [
-            rank
-            for rank in peers
-            if rank in after and rank not in silent and dict(after[rank].calls).get(group, 0) < number
-        ]
+        # collectives of this group are being waited for, or
+        # came after this one had waited for long.
+        for reports in (after, before) if waited > 2 * self.interval else (after,):
+            behind = [
+                rank
+                for rank in peers
+                if rank in after and rank not in silent and dict(reports[rank].calls).get(group, 0) < number
+            ]
+            if behind:
+                break
         if not silent and not behind:
             return RankDiedError(
                 f"{self._place(group, number)} failed after {waited:.1f} s, and every rank still reports: "
                 f"check the network between them: {error}"
             )
-        self._lost = self._describe_missing(silent or behind, silent, after, waited, group, number)
+        self._lost = self._describe_missing(silent or behind, silent, reports, waited, group, number)
         return RankDiedError(self._lost)
 
     def _describe_server(self, waited: float, group: str, number: int) -> str:
@@ -320,10 +324,10 @@ class Watch:
         return {}
 
     def _report_now(self) -> None:
-        """Report from another thread, since the store may not answer."""
+        """Report from another thread, since the store may not answer; one that did not gets no more time."""
         if self.store is not None:
             with suppress(TimeoutError):
-                within(READ_TIMEOUT, self._report)
+                within(self.interval / 10 if self._silent_store else READ_TIMEOUT, self._report)
 
     def _report_periodically(self) -> None:
         while not self._closed.wait(self.interval):
