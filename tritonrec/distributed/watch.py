@@ -248,7 +248,10 @@ class Watch:
             behind = [
                 rank
                 for rank in peers
-                if rank in after and rank not in silent and dict(reports[rank].calls).get(group, 0) < number
+                if rank in reports
+                and rank in after
+                and rank not in silent
+                and dict(reports[rank].calls).get(group, 0) < number
             ]
             if behind:
                 break
