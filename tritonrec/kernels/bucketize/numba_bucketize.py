@@ -19,17 +19,13 @@ def owner_of(keys: torch.Tensor, world_size: int) -> torch.Tensor:
     return owners
 
 
-def bucketize(
-    keys: torch.Tensor, world_size: int, count: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def bucketize(keys, world_size, count) -> tuple[torch.Tensor, torch.Tensor]:
     """See `tritonrec.kernels.bucketize.bucketize`."""
     owners = owner_of(first_valid(keys, count), world_size)
     return _sorted(owners, world_size, keys.numel())
 
 
-def counting_sort(
-    buckets: torch.Tensor, num_buckets: int, count: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def counting_sort(buckets, num_buckets, count) -> tuple[torch.Tensor, torch.Tensor]:
     """See `tritonrec.kernels.bucketize.counting_sort`."""
     return _sorted(first_valid(buckets, count).contiguous(), num_buckets, buckets.numel())
 

@@ -88,16 +88,12 @@ def owner_of(keys: torch.Tensor, world_size: int) -> torch.Tensor:
     return owners
 
 
-def bucketize(
-    keys: torch.Tensor, world_size: int, count: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def bucketize(keys, world_size, count) -> tuple[torch.Tensor, torch.Tensor]:
     """See `tritonrec.kernels.bucketize.bucketize`."""
     return _sort(keys, world_size, count, GIVEN=False)
 
 
-def counting_sort(
-    buckets: torch.Tensor, num_buckets: int, count: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def counting_sort(buckets, num_buckets, count) -> tuple[torch.Tensor, torch.Tensor]:
     """See `tritonrec.kernels.bucketize.counting_sort`."""
     if num_buckets <= MOST_BUCKETS:
         return _sort(buckets, num_buckets, count, GIVEN=True)

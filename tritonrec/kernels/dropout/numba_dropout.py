@@ -26,9 +26,7 @@ def drop(x, x_stride, y, k0, k1, tag, threshold, factor, samples, positions, sta
             y[to + d] = x[from_ + d] * kept[d]
 
 
-def dropout(
-    x: torch.Tensor, p: float, seed: int, sample_ids: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
+def dropout(x, p, seed, sample_ids, positions) -> torch.Tensor:
     """See `tritonrec.kernels.dropout.op.dropout`."""
     y = x.new_empty(x.shape)
     if y.numel() == 0:

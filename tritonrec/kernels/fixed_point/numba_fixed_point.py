@@ -34,9 +34,7 @@ FRACTION = np.int64(52)
 """Bits of a float64's fraction."""
 
 
-def to_fixed_point(
-    values: torch.Tensor, fraction_bits: int, name: str, status: torch.Tensor | None = None
-) -> torch.Tensor:
+def to_fixed_point(values, fraction_bits, name, status=None) -> torch.Tensor:
     """See `tritonrec.kernels.fixed_point.to_fixed_point`."""
     values = values.detach().contiguous()
     terms = torch.empty(values.shape, dtype=torch.int64)

@@ -123,9 +123,7 @@ def from_fixed_point_kernel(sums_ptr, values_ptr, divisor_ptr, unit, length, BLO
     tl.store(values_ptr + position, quotient.to(tl.float32), mask=position < length)
 
 
-def to_fixed_point(
-    values: torch.Tensor, fraction_bits: int, name: str, status: torch.Tensor | None = None
-) -> torch.Tensor:
+def to_fixed_point(values, fraction_bits, name, status=None) -> torch.Tensor:
     """See `tritonrec.kernels.fixed_point.to_fixed_point`; a code is read back only without `status`."""
     values = values.detach().contiguous()
     terms = torch.empty(values.shape, dtype=torch.int64, device=values.device)

@@ -16,9 +16,7 @@ def _unsigned(keys: torch.Tensor) -> np.ndarray:
     return keys.contiguous().numpy().view("uint64")
 
 
-def hash_find(
-    slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor, count: torch.Tensor | None
-) -> torch.Tensor:
+def hash_find(slot_keys, slot_rows, keys, count) -> torch.Tensor:
     """See `tritonrec.kernels.hash_table.hash_find`."""
     valid = first_valid(keys, count)
     rows = torch.empty(valid.numel(), dtype=torch.int64)
@@ -26,17 +24,7 @@ def hash_find(
     return pad(rows, keys.numel(), -1)
 
 
-def hash_insert(
-    slot_keys: torch.Tensor,
-    slot_rows: torch.Tensor,
-    keys: torch.Tensor,
-    first_row: int,
-    free_rows: torch.Tensor | None,
-    count: torch.Tensor | None,
-    next_row: torch.Tensor | None,
-    status: torch.Tensor | None,
-    used: torch.Tensor | None,
-) -> Pair:
+def hash_insert(slot_keys, slot_rows, keys, first_row, free_rows, count, next_row, status, used) -> Pair:
     """See `tritonrec.kernels.hash_table.hash_insert`."""
     arguments = keys, first_row, free_rows, count, next_row, status, used
     return insert_on_host(_insert, hash_find, slot_keys, slot_rows, *arguments)
@@ -56,13 +44,7 @@ def _insert(
     return (rows, inserted) if reused >= 0 else None
 
 
-def hash_assign(
-    slot_keys: torch.Tensor,
-    slot_rows: torch.Tensor,
-    keys: torch.Tensor,
-    rows: torch.Tensor,
-    count: torch.Tensor | None,
-) -> torch.Tensor:
+def hash_assign(slot_keys, slot_rows, keys, rows, count) -> torch.Tensor:
     """See `tritonrec.kernels.hash_table.hash_assign`."""
     valid, new_rows = first_valid(keys, count), first_valid(rows, count).long().contiguous()
     before = torch.empty(valid.numel(), dtype=torch.int64)
@@ -71,13 +53,7 @@ def hash_assign(
     return pad(before, keys.numel(), -1)
 
 
-def hash_erase(
-    slot_keys: torch.Tensor,
-    slot_rows: torch.Tensor,
-    keys: torch.Tensor,
-    count: torch.Tensor | None,
-    used: torch.Tensor | None,
-) -> torch.Tensor:
+def hash_erase(slot_keys, slot_rows, keys, count, used) -> torch.Tensor:
     """See `tritonrec.kernels.hash_table.hash_erase`."""
     valid = first_valid(keys, count)
     before = torch.empty(valid.numel(), dtype=torch.int64)

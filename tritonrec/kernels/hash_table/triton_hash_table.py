@@ -218,31 +218,17 @@ def _launch_find(slot_keys, slot_rows, keys, count, new_rows=None, erase=False, 
     return rows
 
 
-def hash_find(
-    slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor, count: torch.Tensor | None
-) -> torch.Tensor:
+def hash_find(slot_keys, slot_rows, keys, count) -> torch.Tensor:
     """See `tritonrec.kernels.hash_table.hash_find`."""
     return _launch_find(slot_keys, slot_rows, keys, count)
 
 
-def hash_assign(
-    slot_keys: torch.Tensor,
-    slot_rows: torch.Tensor,
-    keys: torch.Tensor,
-    rows: torch.Tensor,
-    count: torch.Tensor | None,
-) -> torch.Tensor:
+def hash_assign(slot_keys, slot_rows, keys, rows, count) -> torch.Tensor:
     """See `tritonrec.kernels.hash_table.hash_assign`."""
     return _launch_find(slot_keys, slot_rows, keys, count, new_rows=rows)
 
 
-def hash_erase(
-    slot_keys: torch.Tensor,
-    slot_rows: torch.Tensor,
-    keys: torch.Tensor,
-    count: torch.Tensor | None,
-    used: torch.Tensor | None,
-) -> torch.Tensor:
+def hash_erase(slot_keys, slot_rows, keys, count, used) -> torch.Tensor:
     """See `tritonrec.kernels.hash_table.hash_erase`."""
     rows = _launch_find(slot_keys, slot_rows, keys, count, erase=True)
     if used is not None:
@@ -264,15 +250,7 @@ def _claim(
 
 
 def hash_insert(
-    slot_keys: torch.Tensor,
-    slot_rows: torch.Tensor,
-    keys: torch.Tensor,
-    first_row: int,
-    free_rows: torch.Tensor | None,
-    count: torch.Tensor | None,
-    next_row: torch.Tensor | None,
-    status: torch.Tensor | None,
-    used: torch.Tensor | None,
+    slot_keys, slot_rows, keys, first_row, free_rows, count, next_row, status, used
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `tritonrec.kernels.hash_table.hash_insert`.
 

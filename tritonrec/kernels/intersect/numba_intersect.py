@@ -21,14 +21,7 @@ _ONE = np.uint64(1)
 _ZERO = np.uint64(0)
 
 
-def intersect(
-    left: torch.Tensor,
-    right: torch.Tensor,
-    left_count: torch.Tensor | None,
-    right_count: torch.Tensor | None,
-    _table: torch.Tensor | None,
-    padded: bool,
-) -> tuple[torch.Tensor, ...]:
+def intersect(left, right, left_count, right_count, _table, padded) -> tuple[torch.Tensor, ...]:
     """See `tritonrec.kernels.intersect.intersect`."""
     size = min(left.numel(), right.numel())
     left, right = first_valid(left, left_count), first_valid(right, right_count)

@@ -110,9 +110,8 @@ def backward(
 
 
 def norm_mul_dropout(
-    x: torch.Tensor, u: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, eps: float, p: float,
-    seed: int, sample_ids: torch.Tensor | None, positions: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    x, u, weight, bias, eps, p, seed, sample_ids, positions
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y (L, D), and means and rstds (L,) of the rows of x."""
     y, means, rstds = x.new_empty(x.shape), x.new_empty(len(x)), x.new_empty(len(x))
     if y.numel() == 0:
@@ -139,10 +138,8 @@ def norm_mul_dropout_backward(
 
 
 def norm_mul_dropout_backward_into(
-    du: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, u: torch.Tensor | None, weight: torch.Tensor,
-    bias: torch.Tensor, p: float, seed: int, sample_ids: torch.Tensor | None, positions: torch.Tensor | None,
-    means: torch.Tensor, rstds: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    du, dy, x, u, weight, bias, p, seed, sample_ids, positions, means, rstds
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dx and the terms of dweight and dbias; overwrites du, which may have any row stride."""
     dx, dweight, dbias = (x.new_empty(x.shape) for _ in range(3))
     if dx.numel() == 0:

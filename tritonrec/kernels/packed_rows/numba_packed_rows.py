@@ -35,14 +35,7 @@ def pack_rows(values: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, t
     return widths, packed
 
 
-def add_packed_rows(
-    out: torch.Tensor,
-    segments: torch.Tensor,
-    widths: torch.Tensor,
-    packed: torch.Tensor,
-    name: str,
-    fraction_bits: int,
-) -> None:
+def add_packed_rows(out, segments, widths, packed, name, fraction_bits) -> None:
     """See `tritonrec.kernels.packed_rows.add_packed_rows`."""
     dim, packed = out.shape[1], packed.contiguous()
     lists = (segments.contiguous().numpy(), widths.contiguous().numpy(), packed.numpy())

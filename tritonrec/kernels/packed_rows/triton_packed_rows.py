@@ -224,14 +224,7 @@ def pack_rows(values: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, t
     return widths.view(torch.uint8), packed.view(torch.uint8)
 
 
-def add_packed_rows(
-    out: torch.Tensor,
-    segments: torch.Tensor,
-    widths: torch.Tensor,
-    packed: torch.Tensor,
-    name: str,
-    fraction_bits: int,
-) -> None:
+def add_packed_rows(out, segments, widths, packed, name, fraction_bits) -> None:
     """See `tritonrec.kernels.packed_rows.add_packed_rows`."""
     num_segments, dim = out.shape
     if packed.numel() == 0:

@@ -27,15 +27,7 @@ def initial_rows(seed: int, table: int, keys: torch.Tensor, dim: int, scale: flo
     return rows
 
 
-def random_indices(
-    seed: int,
-    stream: int,
-    step: int,
-    sample_ids: torch.Tensor,
-    positions: torch.Tensor,
-    count: int,
-    upper: int,
-) -> torch.Tensor:
+def random_indices(seed, stream, step, sample_ids, positions, count, upper) -> torch.Tensor:
     """See `tritonrec.kernels.philox.random_indices`."""
     indices = torch.empty(sample_ids.numel(), count, dtype=torch.int64)
     identity = *map(np.uint32, halves(derive_seed(seed, stream, step))), np.uint64(reference.RANDOM_INDICES)

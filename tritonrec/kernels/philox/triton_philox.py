@@ -140,15 +140,7 @@ def initial_rows(seed: int, table: int, keys: torch.Tensor, dim: int, scale: flo
     return rows
 
 
-def random_indices(
-    seed: int,
-    stream: int,
-    step: int,
-    sample_ids: torch.Tensor,
-    positions: torch.Tensor,
-    count: int,
-    upper: int,
-) -> torch.Tensor:
+def random_indices(seed, stream, step, sample_ids, positions, count, upper) -> torch.Tensor:
     """See `tritonrec.kernels.philox.random_indices`."""
     indices = sample_ids.new_empty(sample_ids.numel(), count)
     if indices.numel():

@@ -24,13 +24,7 @@ def gather_rows(source: torch.Tensor, rows: torch.Tensor, count: torch.Tensor | 
     return pad(torch.index_select(source, 0, first_valid(rows, count)), rows.numel(), 0)
 
 
-def scatter_rows(
-    destination: torch.Tensor,
-    rows: torch.Tensor,
-    values: torch.Tensor,
-    source: torch.Tensor | None,
-    count: torch.Tensor | None,
-) -> None:
+def scatter_rows(destination, rows, values, source, count) -> None:
     """See `tritonrec.kernels.rows.scatter_rows`."""
     rows = first_valid(rows, count)
     if source is None:

@@ -92,12 +92,6 @@ def gather_rows(source: torch.Tensor, rows: torch.Tensor, count: torch.Tensor | 
     return out
 
 
-def scatter_rows(
-    destination: torch.Tensor,
-    rows: torch.Tensor,
-    values: torch.Tensor,
-    source: torch.Tensor | None,
-    count: torch.Tensor | None,
-) -> None:
+def scatter_rows(destination, rows, values, source, count) -> None:
     """See `tritonrec.kernels.rows.scatter_rows`."""
     _move(values, source, destination, rows, count)

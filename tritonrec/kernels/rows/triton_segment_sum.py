@@ -216,16 +216,7 @@ def segment_sum_kernel(
 
 
 def segment_sum_into(
-    out: torch.Tensor,
-    values: torch.Tensor,
-    segments: torch.Tensor,
-    num_segments: int,
-    consistency: str,
-    fraction_bits: int,
-    name: str,
-    count: torch.Tensor | None,
-    source: torch.Tensor | None,
-    status: torch.Tensor | None = None,
+    out, values, segments, num_segments, consistency, fraction_bits, name, count, source, status=None
 ) -> None:
     """See `tritonrec.kernels.rows.segment_sum`, with `out`; a code is read back without `status`."""
     if values.numel() == 0 or out.numel() == 0 or segments.numel() == 0:

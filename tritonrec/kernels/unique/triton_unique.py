@@ -61,9 +61,7 @@ def _emit_kernel(
     tl.store(num_unique_ptr + offsets * 0, last.to(tl.int64), mask=offsets == num_keys - 1)
 
 
-def unique(
-    keys: torch.Tensor, count: torch.Tensor | None, padded: bool, table: bool = False
-) -> tuple[torch.Tensor, ...]:
+def unique(keys, count, padded, table=False) -> tuple[torch.Tensor, ...]:
     """See `tritonrec.kernels.unique.unique`; the length of the result is read back only if not `padded`."""
     size = keys.numel()
     if size == 0:
