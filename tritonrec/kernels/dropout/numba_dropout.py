@@ -5,8 +5,7 @@ import numpy as np
 import torch
 
 from tritonrec.kernels.norm_mul_dropout.numba_norm import draw_kept
-from tritonrec.kernels.philox import DROPOUT
-from tritonrec.kernels.philox.reference import halves
+from tritonrec.kernels.philox.reference import DROPOUT, halves
 from tritonrec.kernels.row_layout import contiguous_rows, flat, flat_rows
 from tritonrec.kernels.workers import over_ranges
 

@@ -15,7 +15,8 @@ from tritonrec.kernels.autocast import LOW
 from tritonrec.kernels.dispatch import Impl
 from tritonrec.kernels.norm_mul_dropout.op import mask
 from tritonrec.kernels.op import Op
-from tritonrec.kernels.philox import DROPOUT, Seed
+from tritonrec.kernels.philox.device_seed import Seed
+from tritonrec.kernels.philox.reference import DROPOUT
 
 
 def dropout(

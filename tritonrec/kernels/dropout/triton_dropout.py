@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 
 from tritonrec.kernels.norm_mul_dropout.triton_norm import draw_kept
-from tritonrec.kernels.philox import DROPOUT, in_kernel
+from tritonrec.kernels.philox.device_seed import in_kernel
+from tritonrec.kernels.philox.reference import DROPOUT
 from tritonrec.kernels.triton_jit import jit_kernel
 
 MOST_PROGRAMS = 65535  # a launch may have no more along an axis

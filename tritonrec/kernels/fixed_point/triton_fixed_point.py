@@ -124,7 +124,7 @@ def from_fixed_point_kernel(sums_ptr, values_ptr, divisor_ptr, unit, length, BLO
 
 
 def to_fixed_point(values, fraction_bits, name, status=None) -> torch.Tensor:
-    """See `tritonrec.kernels.fixed_point.to_fixed_point`; a code is read back only without `status`."""
+    """See `tritonrec.ops.to_fixed_point`; a code is read back only without `status`."""
     values = values.detach().contiguous()
     terms = torch.empty(values.shape, dtype=torch.int64, device=values.device)
     if values.numel() == 0:
@@ -147,7 +147,7 @@ def to_fixed_point(values, fraction_bits, name, status=None) -> torch.Tensor:
 
 
 def from_fixed_point(sums: torch.Tensor, divisor: float, fraction_bits: int) -> torch.Tensor:
-    """See `tritonrec.kernels.fixed_point.from_fixed_point`."""
+    """See `tritonrec.ops.from_fixed_point`."""
     sums = sums.contiguous()
     values = torch.empty(sums.shape, dtype=torch.float32, device=sums.device)
     if sums.numel() == 0:

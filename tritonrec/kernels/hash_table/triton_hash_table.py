@@ -219,17 +219,17 @@ def _launch_find(slot_keys, slot_rows, keys, count, new_rows=None, erase=False, 
 
 
 def hash_find(slot_keys, slot_rows, keys, count) -> torch.Tensor:
-    """See `tritonrec.kernels.hash_table.hash_find`."""
+    """See `tritonrec.ops.hash_find`."""
     return _launch_find(slot_keys, slot_rows, keys, count)
 
 
 def hash_assign(slot_keys, slot_rows, keys, rows, count) -> torch.Tensor:
-    """See `tritonrec.kernels.hash_table.hash_assign`."""
+    """See `tritonrec.ops.hash_assign`."""
     return _launch_find(slot_keys, slot_rows, keys, count, new_rows=rows)
 
 
 def hash_erase(slot_keys, slot_rows, keys, count, used) -> torch.Tensor:
-    """See `tritonrec.kernels.hash_table.hash_erase`."""
+    """See `tritonrec.ops.hash_erase`."""
     rows = _launch_find(slot_keys, slot_rows, keys, count, erase=True)
     if used is not None:
         used -= (rows >= 0).sum()
@@ -252,7 +252,7 @@ def _claim(
 def hash_insert(
     slot_keys, slot_rows, keys, first_row, free_rows, count, next_row, status, used
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `tritonrec.kernels.hash_table.hash_insert`.
+    """See `tritonrec.ops.hash_insert`.
 
     With `status` nothing is read back: whether the new keys fit is decided on the device, for all or none,
     and keys that do not fit are not wanted.
@@ -282,7 +282,7 @@ def hash_insert(
 
 
 def hash_grow(slot_keys: torch.Tensor, slot_rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `tritonrec.kernels.hash_table.hash_grow`."""
+    """See `tritonrec.ops.hash_grow`."""
     new_keys = slot_keys.new_zeros(2 * slot_keys.numel())
     new_rows = slot_rows.new_full((2 * slot_rows.numel(),), -1)
     # every occupied slot of the old table claims one of the new table, which has room for all

@@ -22,7 +22,7 @@ _ZERO = np.uint64(0)
 
 
 def intersect(left, right, left_count, right_count, _table, padded) -> tuple[torch.Tensor, ...]:
-    """See `tritonrec.kernels.intersect.intersect`."""
+    """See `tritonrec.ops.intersect`."""
     size = min(left.numel(), right.numel())
     left, right = first_valid(left, left_count), first_valid(right, right_count)
     small, large = (right, left) if right.numel() <= left.numel() else (left, right)

@@ -35,7 +35,7 @@ def _list_kernel(
 
 
 def intersect(left, right, left_count, right_count, table, padded) -> tuple[torch.Tensor, ...]:
-    """See `tritonrec.kernels.intersect.intersect`; the length is read back only if not `padded`."""
+    """See `tritonrec.ops.intersect`; the length is read back only if not `padded`."""
     if left.numel() == 0 or right.numel() == 0:
         nothing = left.new_empty(0), left.new_empty(0)
         return (*nothing, left.new_zeros(())) if padded else nothing

@@ -30,8 +30,7 @@ from tritonrec.kernels.arguments import check_shape
 from tritonrec.kernels.autocast import LOW, LOWER, widen
 from tritonrec.kernels.deferred import refuse
 from tritonrec.kernels.dispatch import Impl
-from tritonrec.kernels.fixed_point import FRACTION_BITS, ExactSumError
-from tritonrec.kernels.fixed_point.errors import check_fraction_bits
+from tritonrec.kernels.fixed_point.errors import FRACTION_BITS, ExactSumError, check_fraction_bits
 from tritonrec.kernels.fixed_point.op import round_to_fixed_point
 from tritonrec.kernels.fused import fused_multiply_add
 from tritonrec.kernels.gradients import Targets, Terms, targets_of

@@ -6,9 +6,8 @@ import torch
 
 from tritonrec.kernels.norm_mul_dropout.op import by_terms
 from tritonrec.kernels.numba_float import dot
-from tritonrec.kernels.philox import DROPOUT
 from tritonrec.kernels.philox.numba_philox import philox4x32
-from tritonrec.kernels.philox.reference import halves
+from tritonrec.kernels.philox.reference import DROPOUT, halves
 from tritonrec.kernels.row_layout import contiguous_rows, flat, flat_rows
 from tritonrec.kernels.workers import over_ranges
 

@@ -25,8 +25,7 @@ from tritonrec.kernels.dispatch import Impl
 from tritonrec.kernels.fixed_point.errors import check_fraction_bits
 from tritonrec.kernels.gradients import targets_of
 from tritonrec.kernels.op import Op
-from tritonrec.kernels.philox import DROPOUT
-from tritonrec.kernels.philox.reference import halves, philox4x32
+from tritonrec.kernels.philox.reference import DROPOUT, halves, philox4x32
 from tritonrec.kernels.row_layout import check_matrix
 from tritonrec.kernels.row_terms import RowTerms, add_terms
 

@@ -29,7 +29,8 @@ from tritonrec.kernels.fixed_point.triton_fixed_point import (
     without_zeros,
 )
 from tritonrec.kernels.norm_mul_dropout.op import by_terms
-from tritonrec.kernels.philox import DROPOUT, Seed, in_kernel
+from tritonrec.kernels.philox.device_seed import Seed, in_kernel
+from tritonrec.kernels.philox.reference import DROPOUT
 from tritonrec.kernels.philox.triton_philox import high_word, low_word, philox4x32
 from tritonrec.kernels.races import declared
 from tritonrec.kernels.triton_float import divide

@@ -24,7 +24,7 @@ TOO_BIG, LEAST = np.uint8(0x5F), np.int32(-0x21000000)
 
 
 def pack_rows(values: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `tritonrec.kernels.packed_rows.pack_rows`."""
+    """See `tritonrec.ops.pack_rows`."""
     widths = torch.zeros(len(rows), dtype=torch.uint8)
     if values.shape[1] == 0:
         return widths, widths[:0].clone()
@@ -36,7 +36,7 @@ def pack_rows(values: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def add_packed_rows(out, segments, widths, packed, name, fraction_bits) -> None:
-    """See `tritonrec.kernels.packed_rows.add_packed_rows`."""
+    """See `tritonrec.ops.add_packed_rows`."""
     dim, packed = out.shape[1], packed.contiguous()
     lists = (segments.contiguous().numpy(), widths.contiguous().numpy(), packed.numpy())
     bad = add(*flat_rows(out), *lists, np.uintp(dim))

@@ -207,7 +207,7 @@ def _add_kernel(
 
 
 def pack_rows(values: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `tritonrec.kernels.packed_rows.pack_rows`; the number of bytes is read back."""
+    """See `tritonrec.ops.pack_rows`; the number of bytes is read back."""
     dim, values, rows = values.shape[1], contiguous_rows(values), rows.contiguous()
     widths = torch.zeros(rows.numel(), dtype=torch.int8, device=values.device)
     if rows.numel() == 0 or dim == 0:
@@ -225,7 +225,7 @@ def pack_rows(values: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def add_packed_rows(out, segments, widths, packed, name, fraction_bits) -> None:
-    """See `tritonrec.kernels.packed_rows.add_packed_rows`."""
+    """See `tritonrec.ops.add_packed_rows`."""
     num_segments, dim = out.shape
     if packed.numel() == 0:
         return

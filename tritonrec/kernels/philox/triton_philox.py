@@ -131,7 +131,7 @@ def _tile(out: torch.Tensor) -> tuple[tuple[int, int], dict[str, int]]:
 
 
 def initial_rows(seed: int, table: int, keys: torch.Tensor, dim: int, scale: float) -> torch.Tensor:
-    """See `tritonrec.kernels.philox.initial_rows`."""
+    """See `tritonrec.ops.initial_rows`."""
     rows = torch.empty(keys.numel(), dim, dtype=torch.float32, device=keys.device)
     if rows.numel():
         grid, tile = _tile(rows)
@@ -141,7 +141,7 @@ def initial_rows(seed: int, table: int, keys: torch.Tensor, dim: int, scale: flo
 
 
 def random_indices(seed, stream, step, sample_ids, positions, count, upper) -> torch.Tensor:
-    """See `tritonrec.kernels.philox.random_indices`."""
+    """See `tritonrec.ops.random_indices`."""
     indices = sample_ids.new_empty(sample_ids.numel(), count)
     if indices.numel():
         grid, tile = _tile(indices)

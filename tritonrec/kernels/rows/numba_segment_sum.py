@@ -42,7 +42,7 @@ MOST_FACTOR = np.float32(128.0)
 def segment_sum_into(
     out, values, segments, num_segments, consistency, fraction_bits, name, count, source, status=None
 ) -> None:
-    """See `tritonrec.kernels.rows.segment_sum`, with `out`."""
+    """See `tritonrec.ops.segment_sum`, with `out`."""
     if values.numel() == 0 or out.numel() == 0:
         return
     values, segments = contiguous_rows(values), first_valid(segments, count)

@@ -86,12 +86,12 @@ def _move(source, source_rows, destination, destination_rows, count) -> None:
 
 
 def gather_rows(source: torch.Tensor, rows: torch.Tensor, count: torch.Tensor | None) -> torch.Tensor:
-    """See `tritonrec.kernels.rows.gather_rows`."""
+    """See `tritonrec.ops.gather_rows`."""
     out = source.new_empty((rows.numel(), source.shape[1]))
     _move(source, rows, out, None, count)
     return out
 
 
 def scatter_rows(destination, rows, values, source, count) -> None:
-    """See `tritonrec.kernels.rows.scatter_rows`."""
+    """See `tritonrec.ops.scatter_rows`."""
     _move(values, source, destination, rows, count)

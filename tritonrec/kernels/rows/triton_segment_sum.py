@@ -218,7 +218,7 @@ def segment_sum_kernel(
 def segment_sum_into(
     out, values, segments, num_segments, consistency, fraction_bits, name, count, source, status=None
 ) -> None:
-    """See `tritonrec.kernels.rows.segment_sum`, with `out`; a code is read back without `status`."""
+    """See `tritonrec.ops.segment_sum`, with `out`; a code is read back without `status`."""
     if values.numel() == 0 or out.numel() == 0 or segments.numel() == 0:
         return
     source = None if source is None else source.contiguous()

@@ -14,8 +14,7 @@ from tritonrec.kernels.norm_mul_dropout.numba_norm import draw_kept
 from tritonrec.kernels.numba_float import dot, exp
 from tritonrec.kernels.numba_matmul import add_products
 from tritonrec.kernels.numba_sequences import transpose
-from tritonrec.kernels.philox import DROPOUT
-from tritonrec.kernels.philox.reference import halves
+from tritonrec.kernels.philox.reference import DROPOUT, halves
 from tritonrec.kernels.row_layout import flat, flat_int64
 from tritonrec.kernels.softmax_attention.op import Call
 from tritonrec.kernels.workers import over_ranges

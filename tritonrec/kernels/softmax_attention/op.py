@@ -32,7 +32,7 @@ from tritonrec.kernels.dispatch import Impl
 from tritonrec.kernels.norm_mul_dropout.op import mask
 from tritonrec.kernels.offsets import check_lengths, check_max_seq_len, check_offsets, check_offsets_shape
 from tritonrec.kernels.op import Op
-from tritonrec.kernels.philox import DROPOUT
+from tritonrec.kernels.philox.reference import DROPOUT
 
 
 def softmax_attention(

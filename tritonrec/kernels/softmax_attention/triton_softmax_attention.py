@@ -24,7 +24,7 @@ import triton.language as tl
 from tritonrec.kernels.head_layout import contiguous_heads
 from tritonrec.kernels.hstu_attention.triton_forward import product
 from tritonrec.kernels.linear.triton_linear import INTERPRETED
-from tritonrec.kernels.philox import DROPOUT
+from tritonrec.kernels.philox.reference import DROPOUT
 from tritonrec.kernels.philox.triton_philox import high_word, low_word, philox4x32
 from tritonrec.kernels.softmax_attention.op import Call
 from tritonrec.kernels.triton_float import exp

@@ -60,7 +60,7 @@ def update_of_rows(function: Callable[..., None], boundscheck: bool = False) -> 
 
 
 def lazy_decay(weight, last_update, indices, factors, step, count) -> None:
-    """See `tritonrec.kernels.sparse_optimizers.sparse_lazy_decay`."""
+    """See `tritonrec.ops.sparse_lazy_decay`."""
     if weight.shape[1]:
         tables = flat_rows(weight), flat_rows(last_update)
         rows = first_valid(indices, count).contiguous().numpy()

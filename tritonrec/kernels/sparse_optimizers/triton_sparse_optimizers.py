@@ -447,7 +447,7 @@ def update_of_tiles(
 
 
 def lazy_decay(weight, last_update, indices, factors, step, count) -> None:
-    """See `tritonrec.kernels.sparse_optimizers.sparse_lazy_decay`."""
+    """See `tritonrec.ops.sparse_lazy_decay`."""
     num_rows, dim = indices.shape[0], weight.shape[1]
     if num_rows * dim == 0:
         return

@@ -128,7 +128,7 @@ def _empty_table(keys: int) -> np.ndarray:
 
 
 def unique(keys, count, padded, table=False) -> tuple[torch.Tensor, ...]:
-    """See `tritonrec.kernels.unique.unique`."""
+    """See `tritonrec.ops.unique`."""
     valid = keys[: num_valid(count, keys.numel())]
     inverse = torch.empty(valid.numel(), dtype=torch.int64)
     order, counts = _unique(valid.contiguous().numpy().view(np.uint64), inverse.numpy())

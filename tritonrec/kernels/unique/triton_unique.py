@@ -62,7 +62,7 @@ def _emit_kernel(
 
 
 def unique(keys, count, padded, table=False) -> tuple[torch.Tensor, ...]:
-    """See `tritonrec.kernels.unique.unique`; the length of the result is read back only if not `padded`."""
+    """See `tritonrec.ops.unique`; the length of the result is read back only if not `padded`."""
     size = keys.numel()
     if size == 0:
         found = tuple(keys.new_empty(0) for _ in range(3))
