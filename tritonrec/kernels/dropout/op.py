@@ -45,9 +45,7 @@ def dropout(
 # Reference: dropout by a mask that is spelled out.
 
 
-def dropout_reference(
-    x: torch.Tensor, p: float, seed: int, sample_ids: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
+def dropout_reference(x, p, seed, sample_ids, positions) -> torch.Tensor:
     """See `dropout`."""
     if x.numel() == 0:
         return x.new_empty(x.shape)

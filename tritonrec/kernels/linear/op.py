@@ -106,9 +106,7 @@ def linear_weight_grad(
 Bad = tuple[int, int, int, float | None]
 
 
-def linear_reference(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, _seq_offsets: torch.Tensor | None = None
-) -> torch.Tensor:
+def linear_reference(x, weight, bias, _seq_offsets=None) -> torch.Tensor:
     """One row at a time, elementwise products and one sum along the row: no neighbour takes part."""
     rows = [(weight * row).sum(1) for row in x]
     out = torch.stack(rows) if rows else x.new_empty(0, weight.shape[0])
@@ -116,14 +114,7 @@ def linear_reference(
 
 
 def linear_weight_grad_reference(
-    accumulator: torch.Tensor,
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    seq_offsets: torch.Tensor | None,
-    bits: int,
-    name: str,
-    bias_accumulator: torch.Tensor | None = None,
-    bias_name: str = "",
+    accumulator, dy, x, seq_offsets, bits, name, bias_accumulator=None, bias_name=""
 ) -> None:
     """See `linear_weight_grad`."""
     for term, values in enumerate(_terms(dy, x, seq_offsets)):

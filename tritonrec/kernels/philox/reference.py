@@ -70,15 +70,7 @@ def initial_rows(seed: int, table: int, keys: torch.Tensor, dim: int, scale: flo
     return torch.from_numpy(rows).to(keys.device)
 
 
-def random_indices(
-    seed: int,
-    stream: int,
-    step: int,
-    sample_ids: torch.Tensor,
-    positions: torch.Tensor,
-    count: int,
-    upper: int,
-) -> torch.Tensor:
+def random_indices(seed, stream, step, sample_ids, positions, count, upper) -> torch.Tensor:
     """See `tritonrec.ops.random_indices`."""
     key = halves(derive_seed(seed, stream, step))
     indices = np.empty((sample_ids.numel(), count), np.int64)

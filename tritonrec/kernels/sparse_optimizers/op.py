@@ -356,14 +356,7 @@ def update_reference(*arguments: Any, rule: str) -> None:
                 w -= (rate * m) / (np.sqrt(v) + e)
 
 
-def lazy_decay_reference(
-    weight: torch.Tensor,
-    last_update: torch.Tensor,
-    indices: torch.Tensor,
-    factors: torch.Tensor,
-    step: int,
-    count: torch.Tensor | None,
-) -> None:
+def lazy_decay_reference(weight, last_update, indices, factors, step, count) -> None:
     """See `sparse_lazy_decay`."""
     for w, last in _rows(indices, count, weight, last_update):
         done = int(min(last[0], step)) if last[0] >= 1 else step - 1
