@@ -132,16 +132,9 @@ def to_fixed_point(values, fraction_bits, name, status=None) -> torch.Tensor:
     programs = triton.cdiv(values.numel(), BLOCK)
     bad = torch.empty(programs, dtype=torch.int64, device=values.device)
     to_fixed_point_kernel[(programs,)](
-        values,
-        terms,
-        bad,
-        2.0**fraction_bits,
-        2.0 ** (62 - fraction_bits),
-        values.numel(),
-        BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
-        enable_fp_fusion=False,
-    )
+        values, terms, bad, 2.0**fraction_bits, 2.0 ** (62 - fraction_bits), values.numel(), BLOCK=BLOCK,
+        num_warps=NUM_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
     report_value(bad, status, name, values, fraction_bits)
     return terms
 
@@ -155,13 +148,7 @@ def from_fixed_point(sums: torch.Tensor, divisor: float, fraction_bits: int) -> 
     # filled on the device: a copy from the host would be waited for
     on_device = torch.full((1,), divisor, dtype=torch.float64, device=sums.device)
     from_fixed_point_kernel[(triton.cdiv(sums.numel(), BLOCK),)](
-        sums,
-        values,
-        on_device,
-        2.0**-fraction_bits,
-        sums.numel(),
-        BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
+        sums, values, on_device, 2.0**-fraction_bits, sums.numel(), BLOCK=BLOCK, num_warps=NUM_WARPS,
         enable_fp_fusion=False,
-    )
+    )  # fmt: skip
     return values

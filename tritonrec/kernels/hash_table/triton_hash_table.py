@@ -24,19 +24,9 @@ BLOCK, NUM_WARPS = 128, 4
 @declared(races=("slot_rows_ptr",))
 @jit_kernel
 def _find_kernel(
-    slot_keys_ptr,
-    slot_rows_ptr,
-    keys_ptr,
-    new_rows_ptr,
-    rows_ptr,
-    missing_ptr,
-    num_keys,
-    count_ptr,
-    num_groups,
-    ASSIGN: tl.constexpr,
-    ERASE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    slot_keys_ptr, slot_rows_ptr, keys_ptr, new_rows_ptr, rows_ptr, missing_ptr, num_keys, count_ptr,
+    num_groups, ASSIGN: tl.constexpr, ERASE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The row of every key, -1 behind the count; then that row becomes the new one, or its slot is freed.
 
     With `missing`, the keys before the count that have none are noted there.
@@ -201,20 +191,9 @@ def _launch_find(slot_keys, slot_rows, keys, count, new_rows=None, erase=False, 
         grid = (triton.cdiv(keys.numel(), BLOCK),)
         num_groups = slot_keys.numel() // 8
         _find_kernel[grid](
-            slot_keys,
-            slot_rows,
-            keys,
-            new_rows,
-            rows,
-            missing,
-            keys.numel(),
-            count,
-            num_groups,
-            ASSIGN=assign,
-            ERASE=erase,
-            BLOCK=BLOCK,
-            num_warps=NUM_WARPS,
-        )
+            slot_keys, slot_rows, keys, new_rows, rows, missing, keys.numel(), count, num_groups,
+            ASSIGN=assign, ERASE=erase, BLOCK=BLOCK, num_warps=NUM_WARPS,
+        )  # fmt: skip
     return rows
 
 

@@ -86,17 +86,9 @@ def initial_rows_kernel(
 
 @jit_kernel
 def random_indices_kernel(
-    sample_ids_ptr,
-    positions_ptr,
-    indices_ptr,
-    seed,
-    tag,
-    upper,
-    num_rows,
-    count,
-    ROWS: tl.constexpr,
+    sample_ids_ptr, positions_ptr, indices_ptr, seed, tag, upper, num_rows, count, ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
-):
+):  # fmt: skip
     """indices[k, n] in [0, upper) from word n of the stream of (seed, sample_ids[k], positions[k])."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     block = tl.program_id(1).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[None, :]
