@@ -68,13 +68,8 @@ class Flight:
         guard: Guard,
     ):
         self._graphs, self.guard = graphs, guard
-        self.model, self.dense, self._bits, self._shared, self._steps = (
-            dense.model,
-            dense,
-            bits,
-            shared,
-            steps,
-        )
+        self.model, self.dense, self._bits = dense.model, dense, bits
+        self._shared, self._steps = shared, steps
         self._tables = [group.table.in_flight for group in tables.groups]
         self._inside = ExitStack()
         self._modules: list[tuple[str, torch.nn.Module]] = []
