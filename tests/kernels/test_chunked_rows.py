@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from impls import GPU, IMPLS, TRITON
 from speeds import slow_except
-from tritonrec.kernels.chunked_rowstritonrec.kernels.address_table import addresses
 
 from tritonrec.kernels import address_table, chunked_rows, dispatch
+from tritonrec.kernels.address_table import addresses
 from tritonrec.kernels.chunked_rows import LOW, Chunks, op
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
