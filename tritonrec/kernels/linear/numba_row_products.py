@@ -37,10 +37,10 @@ INT32, INT64, DOUBLE = ir.IntType(32), ir.IntType(64), ir.DoubleType()
 OUTPUTS = U(4)
 """Rows of the accumulator in a tile."""
 WIDE, NARROW = U(32), U(12)
-"""Columns of a tile: four vector registers of 64 bytes, or three of 32, whose sums and factors fill all 16."""
+"""Columns of a tile: four vector registers of 64 bytes, or three of 32 (sums and factors fill all 16)."""
 PANEL = U(3072)
-"""Numbers of a panel of x, 24 KiB, which stays in the first-level cache with a smaller one of dy. The more rows
-it has, the fewer passes go over the accumulator, which does not."""
+"""Numbers of a panel of x, 24 KiB, which stays in the first-level cache with a smaller one of dy. The more
+rows it has, the fewer passes go over the accumulator, which does not."""
 ROOM = 2.0**-12
 """Times the limit ``2**(62 - bits)``: 2**50 units, half of what a block's sum may be."""
 LAST_BIT = np.int64(1)
