@@ -6,33 +6,28 @@ docs/ops.md draws what the ops on keys and rows return, and how they run without
 """
 
 from .kernels.accumulator import GradientAccumulator
-from .kernels.bucketize import bucketize, counting_sort, owner_of
+from .kernels.bucketize.op import bucketize, counting_sort, owner_of
 from .kernels.dispatch import Impl, implementation, use_impl
-from .kernels.dot_interaction import dot_interaction
-from .kernels.dropout import dropout
-from .kernels.fixed_point import FRACTION_BITS, ExactSumError, check_summed, from_fixed_point, to_fixed_point
-from .kernels.hash_table import (
-    HashTableFullError,
-    check_inserted,
-    hash_assign,
-    hash_erase,
-    hash_find,
-    hash_grow,
-    hash_insert,
-)
-from .kernels.hstu_attention import HSTUBias, HSTUMask, hstu_attention
-from .kernels.intersect import intersect
-from .kernels.linear import linear, linear_weight_grad
-from .kernels.norm_linear_silu import norm_linear_silu
-from .kernels.norm_mul_dropout import norm_mul_dropout
-from .kernels.packed_rows import add_packed_rows, pack_rows, packed_bytes
-from .kernels.philox import derive_seed, initial_rows, random_indices
-from .kernels.relative_aggregate import relative_aggregate
-from .kernels.rows import IndexedRows, gather_rows, scatter_rows, segment_sum
-from .kernels.sampled_softmax import sampled_softmax
-from .kernels.silu import silu
-from .kernels.softmax_attention import softmax_attention
-from .kernels.sparse_optimizers import (
+from .kernels.dot_interaction.op import dot_interaction
+from .kernels.dropout.op import dropout
+from .kernels.fixed_point.errors import FRACTION_BITS, ExactSumError
+from .kernels.fixed_point.op import check_summed, from_fixed_point, to_fixed_point
+from .kernels.hash_table.errors import HashTableFullError
+from .kernels.hash_table.op import check_inserted, hash_assign, hash_erase, hash_find, hash_grow, hash_insert
+from .kernels.hstu_attention.call import HSTUBias, HSTUMask
+from .kernels.hstu_attention.op import hstu_attention
+from .kernels.intersect.op import intersect
+from .kernels.linear.op import linear, linear_weight_grad
+from .kernels.norm_linear_silu.op import norm_linear_silu
+from .kernels.norm_mul_dropout.op import norm_mul_dropout
+from .kernels.packed_rows.op import add_packed_rows, pack_rows, packed_bytes
+from .kernels.philox.op import derive_seed, initial_rows, random_indices
+from .kernels.relative_aggregate.op import relative_aggregate
+from .kernels.rows.op import IndexedRows, gather_rows, scatter_rows, segment_sum
+from .kernels.sampled_softmax.op import sampled_softmax
+from .kernels.silu.op import silu
+from .kernels.softmax_attention.op import softmax_attention
+from .kernels.sparse_optimizers.op import (
     sparse_adagrad,
     sparse_adam,
     sparse_adamw,
@@ -47,8 +42,8 @@ from .kernels.sparse_optimizers import (
     sparse_rowwise_lamb,
     sparse_sgd,
 )
-from .kernels.sum_of_squares import sum_of_squares
-from .kernels.unique import unique
+from .kernels.sum_of_squares.op import sum_of_squares
+from .kernels.unique.op import unique
 
 __all__ = [
     "FRACTION_BITS",

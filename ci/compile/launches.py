@@ -33,7 +33,7 @@ from tritonrec.kernels.dropout.op import DROPOUT_ROWS
 from tritonrec.kernels.hstu_attention import triton_attention
 from tritonrec.kernels.norm_linear_silu.op import NORM_LINEAR_SILU_BACKWARD_EXACT
 from tritonrec.kernels.norm_mul_dropout.op import NORM_MUL_DROPOUT, NORM_MUL_DROPOUT_BACKWARD_EXACT
-from tritonrec.kernels.philox import DeviceSeed, DeviceSeeds
+from tritonrec.kernels.philox.device_seed import DeviceSeed, DeviceSeeds
 from tritonrec.kernels.sparse_optimizers.op import SPARSE_UPDATES
 from tritonrec.kernels.sparse_optimizers.rules import RULES
 from tritonrec.kernels.sparse_optimizers.triton_sparse_optimizers import update_of_tiles

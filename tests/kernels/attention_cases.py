@@ -10,8 +10,8 @@ import torch
 from float_error import assert_error_at_most_twice
 from impls import on
 
-from tritonrec.kernels.hstu_attention import HSTUBias, HSTUMask, checks
-from tritonrec.kernels.hstu_attention.call import Call
+from tritonrec.kernels.hstu_attention import checks
+from tritonrec.kernels.hstu_attention.call import Call, HSTUBias, HSTUMask
 from tritonrec.kernels.hstu_attention.op import HSTU_ATTENTION, HSTU_ATTENTION_BACKWARD
 
 RESULTS = ("out", "dq", "dk", "dv", "dpos", "dts")

@@ -4,7 +4,7 @@ import torch
 from impls import on
 from murmur_inverse import key_with_hash
 
-from tritonrec.kernels.hash_table import hash_insert
+from tritonrec.kernels.hash_table.op import hash_insert
 from tritonrec.kernels.murmur import mix64
 
 EXTREMES = [-(2**63), 2**63 - 1, -1, 0, 1, -2]

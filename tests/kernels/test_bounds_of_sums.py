@@ -8,15 +8,15 @@ from impls import TRITON, on
 from speeds import slow_except, slow_on_triton
 from test_exact_gradients import norm_arguments
 
-from tritonrec.kernels.fixed_point import ExactSumError, to_fixed_point
-from tritonrec.kernels.linear import linear_weight_grad
+from tritonrec.kernels.fixed_point.errors import ExactSumError
+from tritonrec.kernels.fixed_point.op import to_fixed_point
+from tritonrec.kernels.linear.op import linear_weight_grad
 from tritonrec.kernels.norm_mul_dropout.op import (
     NORM_MUL_DROPOUT_BACKWARD_EXACT,
     NORM_MUL_DROPOUT_BACKWARD_INTO,
 )
-from tritonrec.kernels.packed_rows import add_packed_rows, pack_rows
-from tritonrec.kernels.rows import segment_sum
-from tritonrec.kernels.rows.op import ProductTerms
+from tritonrec.kernels.packed_rows.op import add_packed_rows, pack_rows
+from tritonrec.kernels.rows.op import ProductTerms, segment_sum
 
 IMPLS = ["cpu", TRITON]
 BITS, PART = 36, 128

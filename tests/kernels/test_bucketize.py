@@ -9,7 +9,7 @@ from impls import GPU, HOST_TRITON, IMPLS, TRITON, on
 from murmur_inverse import key_with_hash
 
 from tritonrec.kernels import row_layout
-from tritonrec.kernels.bucketize import bucketize, counting_sort, owner_of
+from tritonrec.kernels.bucketize.op import bucketize, counting_sort, owner_of
 
 SMALLEST, LARGEST = -(2**63), 2**63 - 1
 MASK = 2**64 - 1

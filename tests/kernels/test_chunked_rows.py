@@ -12,7 +12,8 @@ from impls import GPU, IMPLS, TRITON
 from speeds import slow_except
 
 from tritonrec.kernels import address_table, chunked_rows, dispatch
-from tritonrec.kernels.chunked_rows import LOW, Chunks, addresses, op
+from tritonrec.kernels.address_table import addresses
+from tritonrec.kernels.chunked_rows import LOW, Chunks, op
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
 FAST = ["cpu", TRITON]

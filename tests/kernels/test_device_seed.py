@@ -11,8 +11,8 @@ from tritonrec.kernels.norm_mul_dropout.op import (
     NORM_MUL_DROPOUT_BACKWARD_EXACT,
     NORM_MUL_DROPOUT_BACKWARD_INTO,
 )
-from tritonrec.kernels.philox import DeviceSeeds, derive_seed
-from tritonrec.kernels.philox.device_seed import in_kernel
+from tritonrec.kernels.philox.device_seed import DeviceSeeds, in_kernel
+from tritonrec.kernels.philox.op import derive_seed
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
 triton = pytest.mark.gpu if GPU else pytest.mark.interpreter

@@ -4,9 +4,9 @@ import pytest
 import torch
 from impls import GPU, IMPLS
 
-from tritonrec.kernels.dropout import dropout
+from tritonrec.kernels.dropout.op import dropout
 from tritonrec.kernels.norm_mul_dropout.op import kept_columns
-from tritonrec.kernels.philox import DROPOUT
+from tritonrec.kernels.philox.reference import DROPOUT
 
 SAMPLES, POSITIONS = torch.tensor([-5, 2**33, 7, 7]), torch.tensor([0, 3, 3, 2**40 + 1])
 

@@ -7,19 +7,20 @@ from impls import IMPLS, TRITON, on
 from tritonrec.kernels import dispatch
 from tritonrec.kernels.accumulator import GradientAccumulator
 from tritonrec.kernels.deferred import DeferredErrors
-from tritonrec.kernels.fixed_point import ExactSumError, to_fixed_point
+from tritonrec.kernels.fixed_point.errors import ExactSumError
+from tritonrec.kernels.fixed_point.op import to_fixed_point
 from tritonrec.kernels.gradients import targets_of
-from tritonrec.kernels.linear import linear_weight_grad
+from tritonrec.kernels.linear.op import linear_weight_grad
 from tritonrec.kernels.norm_linear_silu.op import (
     NORM_LINEAR_SILU,
     NORM_LINEAR_SILU_BACKWARD_EXACT,
     NORM_LINEAR_SILU_BACKWARD_INTO,
 )
-from tritonrec.kernels.norm_mul_dropout import norm_mul_dropout
 from tritonrec.kernels.norm_mul_dropout.op import (
     NORM_MUL_DROPOUT,
     NORM_MUL_DROPOUT_BACKWARD_EXACT,
     NORM_MUL_DROPOUT_BACKWARD_INTO,
+    norm_mul_dropout,
 )
 from tritonrec.kernels.row_terms import add_rows
 

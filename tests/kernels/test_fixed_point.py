@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from impls import IMPLS, TRITON, on
 
 from tritonrec.kernels.deferred import NONE
-from tritonrec.kernels.fixed_point import ExactSumError, from_fixed_point, to_fixed_point
-from tritonrec.kernels.fixed_point.errors import late_error, report_exact_gradients, sum_error
+from tritonrec.kernels.fixed_point.errors import ExactSumError, late_error, report_exact_gradients, sum_error
+from tritonrec.kernels.fixed_point.op import from_fixed_point, to_fixed_point
 from tritonrec.kernels.fixed_point.triton_fixed_point import is_far, magnitude
 from tritonrec.kernels.rows.numba_segment_sum import add_products, add_rows, segment_sum
 

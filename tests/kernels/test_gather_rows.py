@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from impls import GPU, IMPLS, TRITON, on
 
-from tritonrec.kernels.rows import gather_rows, scatter_rows
+from tritonrec.kernels.rows.op import gather_rows, scatter_rows
 
 SHAPES = [(1, 1, 1), (5, 0, 3), (5, 4, 0), (7, 15, 127), (7, 16, 128), (7, 17, 129), (40, 33, 13)]
 

@@ -13,14 +13,8 @@ from hash_tables import (
 from impls import GPU, IMPLS, on
 from murmur_inverse import key_with_hash
 
-from tritonrec.kernels.hash_table import (
-    HashTableFullError,
-    hash_assign,
-    hash_find,
-    hash_grow,
-    hash_insert,
-)
-from tritonrec.kernels.hash_table.op import probe
+from tritonrec.kernels.hash_table.errors import HashTableFullError
+from tritonrec.kernels.hash_table.op import hash_assign, hash_find, hash_grow, hash_insert, probe
 
 
 @pytest.mark.parametrize("log_groups", [0, 1, 2, 5, 8])

@@ -14,14 +14,8 @@ from hypothesis.stateful import (
 )
 from impls import GPU, IMPLS
 
-from tritonrec.kernels.hash_table import (
-    HashTableFullError,
-    hash_assign,
-    hash_erase,
-    hash_find,
-    hash_grow,
-    hash_insert,
-)
+from tritonrec.kernels.hash_table.errors import HashTableFullError
+from tritonrec.kernels.hash_table.op import hash_assign, hash_erase, hash_find, hash_grow, hash_insert
 
 
 class TableMachine(RuleBasedStateMachine):

@@ -5,14 +5,8 @@ import torch
 from hash_tables import EXTREMES, contents, empty, in_walk, insert_in_walk, keys_of
 from impls import IMPLS, on
 
-from tritonrec.kernels.hash_table import (
-    HashTableFullError,
-    hash_assign,
-    hash_erase,
-    hash_find,
-    hash_grow,
-    hash_insert,
-)
+from tritonrec.kernels.hash_table.errors import HashTableFullError
+from tritonrec.kernels.hash_table.op import hash_assign, hash_erase, hash_find, hash_grow, hash_insert
 
 
 @pytest.mark.parametrize("impl", IMPLS)

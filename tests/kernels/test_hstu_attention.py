@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from impls import GPU, IMPLS, TRITON, on
 from speeds import slow_on_triton
 
-from tritonrec.kernels.hstu_attention import HSTUBias, HSTUMask, hstu_attention
+from tritonrec.kernels.hstu_attention.call import HSTUBias, HSTUMask
+from tritonrec.kernels.hstu_attention.op import hstu_attention
 
 GRADIENTS = ("out", "dq", "dk", "dv")
 N = 11  # the normaliser: no power of two, and no length of a case

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from impls import GPU
 
-from tritonrec.kernels.hstu_attention import HSTUMask
+from tritonrec.kernels.hstu_attention.call import HSTUMask
 from tritonrec.kernels.hstu_attention.masks import visible
 from tritonrec.kernels.hstu_attention.numba_mask import find_runs, find_spans
 from tritonrec.kernels.hstu_attention.triton_mask import (

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from impls import IMPLS, TRITON, on
 from speeds import slow_except, slow_on_triton
 
-from tritonrec.kernels.hstu_attention import HSTUMask, checks, hstu_attention, op
-from tritonrec.kernels.hstu_attention.call import Call, describe
+from tritonrec.kernels.hstu_attention import checks, op
+from tritonrec.kernels.hstu_attention.call import Call, HSTUMask, describe
 from tritonrec.kernels.hstu_attention.checks import check_counts
-from tritonrec.kernels.hstu_attention.op import HSTU_ATTENTION, HSTU_ATTENTION_BACKWARD
+from tritonrec.kernels.hstu_attention.op import HSTU_ATTENTION, HSTU_ATTENTION_BACKWARD, hstu_attention
 from tritonrec.kernels.hstu_attention.triton_bias import log2_of_difference
 from tritonrec.kernels.numba_sequences import log2_of_difference as log2_on_cpu
 

@@ -9,7 +9,7 @@ from impls import GPU, IMPLS, on
 from murmur_inverse import key_with_hash
 from poison import poisoned_memory
 
-from tritonrec.kernels.intersect import intersect
+from tritonrec.kernels.intersect.op import intersect
 
 SMALLEST, LARGEST = -(2**63), 2**63 - 1
 

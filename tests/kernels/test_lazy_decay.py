@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from impls import GPU, IMPLS
 
-from tritonrec.kernels.sparse_optimizers import sparse_lazy_decay
-from tritonrec.kernels.sparse_optimizers.op import MOST_UPDATES
+from tritonrec.kernels.sparse_optimizers.op import MOST_UPDATES, sparse_lazy_decay
 
 
 def factors(steps, seed=0):

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from impls import GPU, IMPLS, TRITON, on
 
-from tritonrec.kernels.fixed_point import ExactSumError
+from tritonrec.kernels.fixed_point.errors import ExactSumError
 from tritonrec.kernels.fused import fused_multiply_add
-from tritonrec.kernels.linear import linear, linear_weight_grad
+from tritonrec.kernels.linear.op import linear, linear_weight_grad
 
 # name: tokens, inputs, outputs
 SHAPES = {

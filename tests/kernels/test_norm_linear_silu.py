@@ -12,8 +12,7 @@ from impls import GPU, IMPLS, TRITON, on
 from speeds import slow_on_triton
 
 from tritonrec import ops
-from tritonrec.kernels.norm_linear_silu import norm_linear_silu
-from tritonrec.kernels.norm_linear_silu.op import outputs
+from tritonrec.kernels.norm_linear_silu.op import norm_linear_silu, outputs
 from tritonrec.kernels.norm_mul_dropout.op import NORM_MUL_DROPOUT, NORM_MUL_DROPOUT_BACKWARD
 
 EPS = 1e-5

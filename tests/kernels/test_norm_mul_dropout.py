@@ -8,8 +8,12 @@ from hypothesis import strategies as st
 from impls import IMPLS, TRITON, on
 from speeds import slow_on_triton
 
-from tritonrec.kernels.norm_mul_dropout import norm_mul_dropout
-from tritonrec.kernels.norm_mul_dropout.op import NORM_MUL_DROPOUT, NORM_MUL_DROPOUT_BACKWARD, _check_sums
+from tritonrec.kernels.norm_mul_dropout.op import (
+    NORM_MUL_DROPOUT,
+    NORM_MUL_DROPOUT_BACKWARD,
+    _check_sums,
+    norm_mul_dropout,
+)
 
 # name: tokens, columns
 SHAPES = {

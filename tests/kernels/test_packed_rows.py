@@ -9,9 +9,11 @@ from impls import GPU, IMPLS, TRITON, on
 from poison import poisoned_memory
 
 from tritonrec.kernels import dispatch
-from tritonrec.kernels.fixed_point import ExactSumError, to_fixed_point
-from tritonrec.kernels.packed_rows import FLOAT, add_packed_rows, op, pack_rows, packed_bytes
-from tritonrec.kernels.rows import gather_rows, segment_sum
+from tritonrec.kernels.fixed_point.errors import ExactSumError
+from tritonrec.kernels.fixed_point.op import to_fixed_point
+from tritonrec.kernels.packed_rows import op
+from tritonrec.kernels.packed_rows.op import FLOAT, add_packed_rows, pack_rows, packed_bytes
+from tritonrec.kernels.rows.op import gather_rows, segment_sum
 
 LEAST, MOST = -(2**63), 2**63 - 1
 EDGES = [

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from impls import TRITON, on
 
-from tritonrec.kernels.philox import derive_seed, initial_rows, random_indices, reference
+from tritonrec.kernels.philox import reference
+from tritonrec.kernels.philox.op import derive_seed, initial_rows, random_indices
 from tritonrec.kernels.philox.triton_philox import philox4x32 as triton_philox4x32
 
 SMALLEST, LARGEST = -(2**63), 2**63 - 1

@@ -12,8 +12,7 @@ from impls import IMPLS, TRITON, on
 from speeds import slow_on_triton
 
 from tritonrec.kernels.head_layout import flat_heads
-from tritonrec.kernels.relative_aggregate import relative_aggregate
-from tritonrec.kernels.relative_aggregate.op import RELATIVE_AGGREGATE_BACKWARD
+from tritonrec.kernels.relative_aggregate.op import RELATIVE_AGGREGATE_BACKWARD, relative_aggregate
 
 RESULTS = ("out", "dv", "dtable")
 LEAST, MOST = -(2**63), 2**63 - 1

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from impls import IMPLS, TRITON, on
 
 from tritonrec.kernels.accumulator import GradientAccumulator
-from tritonrec.kernels.fixed_point import ExactSumError
-from tritonrec.kernels.linear import linear, linear_weight_grad
+from tritonrec.kernels.fixed_point.errors import ExactSumError
+from tritonrec.kernels.linear.op import linear, linear_weight_grad
 
 # name: rows, inputs, outputs
 SHAPES = {

@@ -10,10 +10,9 @@ from impls import IMPLS, TRITON, on
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tritonrec.kernels.accumulator import GradientAccumulator
-from tritonrec.kernels.fixed_point import ExactSumError
-from tritonrec.kernels.rows import gather_rows
-from tritonrec.kernels.sampled_softmax import sampled_softmax
-from tritonrec.kernels.sampled_softmax.op import _check_backward
+from tritonrec.kernels.fixed_point.errors import ExactSumError
+from tritonrec.kernels.rows.op import gather_rows
+from tritonrec.kernels.sampled_softmax.op import _check_backward, sampled_softmax
 
 # name: tokens, negatives, features
 SHAPES = {

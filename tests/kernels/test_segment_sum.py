@@ -9,8 +9,9 @@ from impls import IMPLS, TRITON, on
 from speeds import slow_except
 
 from tritonrec.kernels import dispatch
-from tritonrec.kernels.fixed_point import ExactSumError, from_fixed_point, to_fixed_point
-from tritonrec.kernels.rows import segment_sum
+from tritonrec.kernels.fixed_point.errors import ExactSumError
+from tritonrec.kernels.fixed_point.op import from_fixed_point, to_fixed_point
+from tritonrec.kernels.rows.op import segment_sum
 
 CONSISTENCIES = ["window", "batch"]
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from impls import IMPLS, TRITON, on
 
-from tritonrec.kernels.silu import silu
+from tritonrec.kernels.silu.op import silu
 
 SHAPES = [(), (0,), (3, 0), (1,), (7, 13), (1023,), (1024,), (1025,), (2, 3, 5)]
 

@@ -11,8 +11,12 @@ from hypothesis import strategies as st
 from impls import IMPLS, TRITON, on
 from speeds import slow_on_triton
 
-from tritonrec.kernels.softmax_attention import softmax_attention
-from tritonrec.kernels.softmax_attention.op import SOFTMAX_ATTENTION, SOFTMAX_ATTENTION_BACKWARD, Call
+from tritonrec.kernels.softmax_attention.op import (
+    SOFTMAX_ATTENTION,
+    SOFTMAX_ATTENTION_BACKWARD,
+    Call,
+    softmax_attention,
+)
 
 RESULTS = ("out", "dq", "dk", "dv")
 

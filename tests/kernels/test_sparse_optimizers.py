@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from impls import GPU, IMPLS, TRITON, on
 
 from tritonrec import ops
-from tritonrec.kernels.sparse_optimizers import (
+from tritonrec.kernels.sparse_optimizers.op import (
     sparse_adam,
     sparse_lazy_decay,
     sparse_rowwise_adagrad,

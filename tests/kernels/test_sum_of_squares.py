@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from impls import IMPLS, TRITON, on
 
-from tritonrec.kernels.sum_of_squares import sum_of_squares
+from tritonrec.kernels.sum_of_squares.op import sum_of_squares
 
 MOST = 2**50
 

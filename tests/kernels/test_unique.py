@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from impls import GPU, IMPLS, on
 from murmur_inverse import key_with_hash
 
-from tritonrec.kernels.unique import unique
 from tritonrec.kernels.unique.numba_unique import FIRST_KEYS
+from tritonrec.kernels.unique.op import unique
 
 SMALLEST, LARGEST = -(2**63), 2**63 - 1
 

@@ -44,7 +44,7 @@ def test_what_a_source_does_is_in_the_trace_of_the_lane(mode):
 
     made = parts()
     training = trainer(made, mode)
-    training.recorder = training._reader._recorder = recorder = Recorder(0, 1)
+    training.recorder = training._pending._recorder = recorder = Recorder(0, 1)
     with training:
         list(training.run(source()))
     spans = [span for span in recorder._spans if span[1] in ("load", "decode", "inner")]

@@ -5,6 +5,8 @@ Lists are as long as a bound that the host knows, and their first entries hold (
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from .select import AllReduce
@@ -106,25 +108,17 @@ def _end_of_share(
         word: (S,) int64, ascending: group and score. keys: (S,) int64, ascending where words are equal.
         begin, end: (G,) int64, the positions of each group's candidates.
     """
-    device = word.device
     remaining = torch.stack([torch.full_like(begin[0], each) for each in k])
-    digits = torch.arange(DIGITS, device=device)
-    prefix = torch.arange(len(k), device=device) << 32
-    for shift in (24, 16, 8, 0):
-        begin, end, remaining, prefix = _narrowed(
-            word, begin, end, prefix, digits << shift, remaining, all_reduce
-        )
+    prefix = torch.arange(len(k), device=word.device) << 32
+    begin, end, remaining = _narrowed(word, begin, end, prefix, (24, 16, 8, 0), remaining, all_reduce)
     # a group's candidates of one score are left; other positions take the key before them
     group = (word >> 32).clamp(max=len(k) - 1)
-    place = torch.arange(len(word), device=device)
+    place = torch.arange(len(word), device=word.device)
     left = (place >= begin[group]) & (place < end[group])
     # Ascending as a whole, as `searchsorted` needs: between two groups' candidates the last key is repeated.
     ascending = torch.where(left, keys, _FIRST).cummax(0).values
-    prefix = torch.full_like(begin, _FIRST)
-    for shift in range(56, -1, -8):
-        begin, end, remaining, prefix = _narrowed(
-            ascending, begin, end, prefix, digits << shift, remaining, all_reduce
-        )
+    prefix, shifts = torch.full_like(begin, _FIRST), range(56, -1, -8)
+    begin, end, remaining = _narrowed(ascending, begin, end, prefix, shifts, remaining, all_reduce)
     return torch.where(remaining > 0, end, begin)
 
 
@@ -133,26 +127,38 @@ def _narrowed(
     begin: torch.Tensor,
     end: torch.Tensor,
     prefix: torch.Tensor,
-    digits: torch.Tensor,
+    shifts: Iterable[int],
     remaining: torch.Tensor,
     all_reduce: AllReduce,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One round: the candidates with the digit at which a group has enough.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The candidates of the one value at which a group has enough, found digit by digit: where they begin and
+    end (G,), and how many (G,) of them to choose. All candidates before them are chosen.
+
+    One round, of three ranks whose candidates of a group have the digits below, of which 4 are to be chosen::
+
+        digit       0   1   2   3        the sums reach 4 at digit 1: both candidates of digit 0 are chosen,
+        rank 0      1   2   -   1        and 2 of the four with digit 1, of which the next round looks at the
+        rank 1      -   1   3   -        digit behind
+        rank 2      1   1   -   2
+        sums        2   6   9  12
 
     Args:
-        values: (S,) int64; those of a group's candidates, from `begin` (G,) to `end` (G,), ascend and have
-            the `prefix` (G,). digits: (256,) int64, those of this round in their place.
+        values: (S,) int64; those of a group's candidates, from `begin` (G,) to `end` (G,), ascend and begin
+            with the `prefix` (G,). shifts: of the digits, eight bits each, from the highest one.
         remaining: (G,) int64, how many of the candidates to choose.
     """
-    asked = prefix.unsqueeze(1) + digits
-    found = torch.searchsorted(values, asked.contiguous())
-    found = torch.minimum(torch.maximum(found, begin.unsqueeze(1)), end.unsqueeze(1))
-    found = torch.cat([found, end.unsqueeze(1)], 1)  # where each digit begins, and the end
-    reached = all_reduce(found.diff(dim=1)).cumsum(1)
-    none = reached.new_zeros(len(prefix), 1)
-    # 256 where a group has too few: all of them are chosen, and nothing is left to narrow down
-    edge = (reached < remaining.unsqueeze(1)).sum(1, keepdim=True)
-    remaining = remaining - torch.cat([none, reached], 1).gather(1, edge).squeeze(1)
-    found = torch.cat([found, end.unsqueeze(1)], 1)
-    begin, end = found.gather(1, edge).squeeze(1), found.gather(1, edge + 1).squeeze(1)
-    return begin, end, remaining, prefix + digits[edge.squeeze(1).clamp(max=DIGITS - 1)]
+    digits = torch.arange(DIGITS, device=values.device)
+    for shift in shifts:
+        asked = prefix.unsqueeze(1) + (digits << shift)
+        found = torch.searchsorted(values, asked.contiguous())
+        found = torch.minimum(torch.maximum(found, begin.unsqueeze(1)), end.unsqueeze(1))
+        found = torch.cat([found, end.unsqueeze(1)], 1)  # where each digit begins, and the end
+        reached = all_reduce(found.diff(dim=1)).cumsum(1)
+        none = reached.new_zeros(len(prefix), 1)
+        # 256 where a group has too few: all of them are chosen, and nothing is left to narrow down
+        edge = (reached < remaining.unsqueeze(1)).sum(1, keepdim=True)
+        remaining = remaining - torch.cat([none, reached], 1).gather(1, edge).squeeze(1)
+        found = torch.cat([found, end.unsqueeze(1)], 1)
+        begin, end = found.gather(1, edge).squeeze(1), found.gather(1, edge + 1).squeeze(1)
+        prefix = prefix + (digits << shift)[edge.squeeze(1).clamp(max=DIGITS - 1)]
+    return begin, end, remaining

@@ -167,16 +167,10 @@ class HashTableCollection:
             layout = KeyLayout(tuple(names))
             own = feature.optimizer or rule
             table = DynamicTable(
-                feature.dim,
-                own.row_width(feature.dim),
-                layout=layout,
-                seed=seed,
-                scale=feature.dim**-0.5 if feature.scale is None else feature.scale,
-                slots=slots,
-                chunk_rows=chunk_rows,
-                policy=feature.policy,
-                placement=feature.placement or placement,
-            )
+                feature.dim, own.row_width(feature.dim), layout=layout, seed=seed,
+                scale=feature.dim**-0.5 if feature.scale is None else feature.scale, slots=slots,
+                chunk_rows=chunk_rows, policy=feature.policy, placement=feature.placement or placement,
+            )  # fmt: skip
             for member, name in enumerate(names):
                 self._location[name] = len(self.groups), member
             using = tuple(
@@ -477,9 +471,7 @@ class HashTableCollection:
             keys = group.layout.pack(member, ids.to(group.table.device), table)
             theirs = theirs.to(group.table.device)
             known = (group.table.find(keys) >= 0).unsqueeze(1)
-            own = torch.lerp(
-                group.table.gather(group.table.find(keys), keys)[:, : theirs.shape[1]], theirs, weight
-            )
+            own = torch.lerp(self.current_rows(table, ids)[:, : theirs.shape[1]], theirs, weight)
             self.load_weights(table, ids, torch.where(known, own, theirs))
 
     def dim_of(self, table: str) -> int:

@@ -20,7 +20,7 @@ from ..data.jagged import KeyedJaggedTensor, Lookup, WeightedLookup, check_offse
 from ..distributed.communicator import Communicator
 from ..kernels import launch
 from ..kernels.dispatch import on_host
-from ..kernels.fixed_point import FRACTION_BITS
+from ..kernels.fixed_point.errors import FRACTION_BITS
 from .features import FeatureConfig, HashTableCollection
 from .hash_optimizer import HashOptimizer
 from .module_state import load_module_state, save_module_state

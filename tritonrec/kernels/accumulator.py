@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tritonrec.kernels.fixed_point import FRACTION_BITS
+from tritonrec.kernels.fixed_point.errors import FRACTION_BITS
 from tritonrec.kernels.gradients import Accumulator, Targets, Terms
 
 

@@ -16,9 +16,16 @@ in None for optional tensors that are left out at the end:
 - ``INTERSECT.launch(left, right, impl="auto")`` is the implementation alone, without torch's dispatcher, for
   callers inside the package (`kernels.launch`) whose tensors are plain and fit by construction.
 
-Where nobody looks on, ``INTERSECT(...)`` checks, runs and differentiates without the dispatcher, which costs
-more than a small op: tensors are plain ones (`_is_plain`), or a `kernels.gradients.Accumulator` is active, as
-in a trainer's forward and backward.
+A call takes one of four ways. Two go round the dispatcher, which costs more than a small op::
+
+                                                       no gradient      a gradient is wanted
+    plain tensors and no mode (`_is_plain`), or a
+    trainer's accumulator (`kernels.gradients`)        `launch`         `_step`
+    torch.compile, export, fake or other tensors,
+    a profiler, torch.func                             `registered`     `_function`, around `registered`
+
+All four check, and end in `_run`; `_step` and `_function` share the op's `save` and `backward`. An op that
+writes has no `_step`, and in the second row every op of floats takes `_function` while grad mode is on.
 """
 
 from __future__ import annotations
@@ -80,8 +87,9 @@ class Op:
 
     Args:
         schema: ``"name(Tensor a, Tensor? b, int c) -> (Tensor, Tensor)"`` as torch.library takes it, without
-            `impl`, which is added as the last argument. An argument that is written to is marked
-            ``Tensor(a!)``. An op that writes and is differentiable returns ``()``. torch parses it.
+            `impl`, which is added as the last argument. Implementations repeat no types of it. An argument
+            that is written to is marked ``Tensor(a!)``. An op that writes and is differentiable returns
+            ``()``. torch parses it.
         reference: the plain implementation. It takes the schema's arguments, and so do the others.
         cpu, triton: ``"module:function"`` beside `reference`, imported when they run.
         fake: outputs of the right shapes and dtypes, without values; by default none.
@@ -186,14 +194,13 @@ class Op:
             NotImplementedError: an argument has a tangent. No op has a forward-mode derivative.
         """
         arguments += (None,) * (self._size - len(arguments))
-        # Three ways from here: no gradient is wanted (`launch`), one is and nobody looks on (`_step`, without
-        # the dispatcher), or torch has to see the op (`_function`, `registered`).
         has_floats = self._refuse(arguments)
         casts = casts_of(self._rules, arguments, arguments[self._first].device) if self._rules else ()
         if impl == "auto" and not is_compiling():
             impl = default_impl()  # the derivative gets it too, which may run on another thread
+        differentiates = has_floats and torch.is_grad_enabled()
         if not is_compiling() and (current() is not None or self._is_plain(arguments)):
-            if not (has_floats and torch.is_grad_enabled() and self._requires_grad(arguments)):
+            if not (differentiates and self._requires_grad(arguments)):
                 arguments = cast(arguments, casts)
                 self._validate((*arguments, impl))
                 return self.launch(*arguments, impl=impl)
@@ -202,7 +209,7 @@ class Op:
                     arguments, casts = cast(arguments, casts), ()
                 return self._step.apply(*arguments, impl, casts)
         arguments = cast(arguments, casts)
-        if has_floats and torch.is_grad_enabled():
+        if differentiates:
             if self._written:
                 self._refuse_gradients(arguments)
             # torch.compile traces `backward` with the call, also one that raises

@@ -62,17 +62,9 @@ def _build_kernel(
 
 @jit_kernel
 def _lookup_kernel(
-    keys_ptr,
-    table_keys_ptr,
-    holders_ptr,
-    found_ptr,
-    num_keys,
-    num_table_keys,
-    count_ptr,
-    num_slots,
-    secret,
+    keys_ptr, table_keys_ptr, holders_ptr, found_ptr, num_keys, num_table_keys, count_ptr, num_slots, secret,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """``found[k]`` = the position in the table's keys of the first that equals key k, or -1."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < num_valid(num_keys, count_ptr)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from .. import ops
-from ..kernels.philox import DeviceSeed
+from ..kernels.philox.device_seed import DeviceSeed
 from . import context
 from .exact import gelu, product
 from .layers import Dropout, LayerNorm, Linear, new_parameter, refuse

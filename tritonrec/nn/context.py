@@ -24,7 +24,7 @@ import torch
 
 from .. import ops
 from ..kernels import gradients
-from ..kernels.philox import Seed
+from ..kernels.philox.device_seed import Seed
 
 _of_thread = threading.local()
 Hook = TypeVar("Hook", bound=Callable[..., None])

@@ -18,7 +18,7 @@ import torch
 from .. import nn
 from ..data import Batch
 from ..embedding import FeatureConfig, HashTableCollection
-from ..kernels.philox import Seed
+from ..kernels.philox.device_seed import Seed
 from .model_call import CallerSettings, Represented, check_losses, samples_of, sees_window
 from .precision import DTYPES, Precision
 

@@ -152,40 +152,8 @@ def plan_lookups(
         groups: of micro-batches that share an exchange; None: none do.
     """
     lengths, count = [len(part) for part in keys], len(keys)
-    occurrences = torch.cat(keys)
-    device = occurrences.device
-    # using[k] = the micro-batch of occurrence k.
-    using = repeated(lengths, device)
-    if first_use:
-        found = distinct(occurrences, padded)
-        rows, inverse, here = found.keys, found.inverse, valid(len(found.keys), found.count, device)
-        # Distinct keys come in the order of their first occurrence, and so of their first use.
-        first, last = (
-            # "amin" of the micro-batches that use a key is its first use, "amax" its last.
-            using.new_zeros(len(rows)).scatter_reduce_(0, inverse, using, how, include_self=False)
-            for how in ("amin", "amax")
-        )
-    elif dedup:
-        # Micro-batches that share both exchanges are deduplicated
-        # together: `runs` = [1, 1, 2, ...] of them each.
-        runs = [1] * count if groups is None else groups.sharing
-        together = [sum(lengths[end - run : end]) for run, end in zip(runs, accumulate(runs), strict=True)]
-        parts, start = [distinct(part, padded) for part in occurrences.split(together)], 0
-        inverses = []
-        for part in parts:
-            # Each run's distinct keys follow those of the run before.
-            inverses.append(part.inverse + start)
-            start += len(part.keys)
-        rows, inverse = torch.cat([part.keys for part in parts]), torch.cat(inverses)
-        here = torch.cat([valid(len(part.keys), part.count, device) for part in parts])
-        first = repeated([len(part.keys) for part in parts], device)
-        if len(runs) < count:  # of a run, its first micro-batch
-            first = to_device(torch.tensor([0, *accumulate(runs[:-1])], dtype=torch.int64), device)[first]
-    else:
-        rows, inverse, first = occurrences, torch.arange(len(occurrences), device=device), using
-        here = valid(len(rows), None, device)
-    if not first_use:
-        last = first
+    rows, inverse, here, first, last = _looked_up(keys, dedup, first_use, padded, groups)
+    device = rows.device
     if groups is not None:
         first, last = (
             to_device(torch.tensor(with_, dtype=torch.int64), device)[each]
@@ -224,6 +192,44 @@ def plan_lookups(
     # Where rows and gradients have the same groups the blocks are contiguous, and no row has to be gathered.
     in_order = not first_use and groups is not None and groups.same
     return Lookups(split, by_owner, last_use, None if in_order else gradient_rows, both)
+
+
+def _looked_up(
+    keys: list[torch.Tensor], dedup: bool, first_use: bool, padded: bool, groups: ExchangeGroups | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `plan_lookups` looks up, in the order of first use: keys (S,), the one of each occurrence (n,),
+    which (S,) bool are no padding, and the first and the last micro-batch (S,) that use each.
+    """
+    lengths, occurrences = [len(part) for part in keys], torch.cat(keys)
+    device = occurrences.device
+    # using[k] = the micro-batch of occurrence k.
+    using = repeated(lengths, device)
+    if first_use:
+        found = distinct(occurrences, padded)
+        size, inverse = len(found.keys), found.inverse
+        # Distinct keys come in the order of their first occurrence, and so of their first use, which is the
+        # "amin" of the micro-batches that use a key; "amax" is its last.
+        first, last = (
+            using.new_zeros(size).scatter_reduce_(0, inverse, using, how, include_self=False)
+            for how in ("amin", "amax")
+        )
+        return found.keys, inverse, valid(size, found.count, device), first, last
+    if not dedup:
+        size = len(occurrences)
+        return occurrences, torch.arange(size, device=device), valid(size, None, device), using, using
+    # Micro-batches that share both exchanges are deduplicated together: `runs` = [1, 1, 2, ...] of them each.
+    runs = [1] * len(keys) if groups is None else groups.sharing
+    together = [sum(lengths[end - run : end]) for run, end in zip(runs, accumulate(runs), strict=True)]
+    parts = [distinct(part, padded) for part in occurrences.split(together)]
+    sizes = [len(part.keys) for part in parts]
+    # Each run's distinct keys follow those of the run before.
+    starts = accumulate(sizes, initial=0)
+    inverse = torch.cat([part.inverse + start for part, start in zip(parts, starts, strict=False)])
+    here = torch.cat([valid(size, part.count, device) for part, size in zip(parts, sizes, strict=True)])
+    first = repeated(sizes, device)
+    if len(runs) < len(keys):  # of a run, its first micro-batch
+        first = to_device(torch.tensor([0, *accumulate(runs[:-1])], dtype=torch.int64), device)[first]
+    return torch.cat([part.keys for part in parts]), inverse, here, first, first
 
 
 def plan_lookups_of_one_rank(keys: list[torch.Tensor]) -> Lookups:

@@ -1,11 +1,10 @@
 """From the first window in flight to the last: what belongs to the lanes meanwhile, and how it is given back.
 
 Between runs the caller owns the model, tables and optimizer. During a run the trainer does, and any other
-access raises RuntimeError: its values would belong to no step, or to one that depends on timing. Four objects
-share this, each for as long as it is there::
+access raises RuntimeError: its values would belong to no step, or to one that depends on timing. Three
+objects share this, each for as long as it is there::
 
-    BatchReader      of a trainer    reads the batches of the next window on its own lane
-    PendingWindows   of a trainer    the windows that were read and are not finished, oldest first
+    PendingWindows   of a trainer    reads the next window's batches; those not finished, oldest first
     Flight           of a trainer    begins with the first of these and ends with the last: takes over the
                                      model, tables and optimizer, checks what the caller does, gives them back
     InFlight         of each table,  what others ask before they touch it: is it in flight, and in which steps
@@ -69,13 +68,8 @@ class Flight:
         guard: Guard,
     ):
         self._graphs, self.guard = graphs, guard
-        self.model, self.dense, self._bits, self._shared, self._steps = (
-            dense.model,
-            dense,
-            bits,
-            shared,
-            steps,
-        )
+        self.model, self.dense, self._bits = dense.model, dense, bits
+        self._shared, self._steps = shared, steps
         self._tables = [group.table.in_flight for group in tables.groups]
         self._inside = ExitStack()
         self._modules: list[tuple[str, torch.nn.Module]] = []

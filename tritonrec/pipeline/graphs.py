@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..data import Batch, JaggedBatch
 from ..kernels.compilation import say_once
 from ..kernels.deferred import DeferredErrors
-from ..kernels.philox import DeviceSeeds
+from ..kernels.philox.device_seed import DeviceSeeds
 from ..nn import GRU, Dropout, GradientAccumulator
 from ..nn.context import has_hooks, recording
 from ..nn.modules import GatedNorm, TokenDropout

@@ -23,7 +23,7 @@ from ..embedding import HashTableCollection
 from ..kernels import launch
 from ..kernels.compilation import say_once
 from ..kernels.deferred import DeferredErrors
-from ..kernels.philox import Seed
+from ..kernels.philox.device_seed import Seed
 from ..nn import GradientAccumulator
 from ..nn.context import hooks_of
 from .attributes import Attributes

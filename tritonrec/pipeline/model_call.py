@@ -17,7 +17,7 @@ import torch
 from .. import ops
 from ..data import Batch
 from ..kernels.dispatch import computes_eagerly
-from ..kernels.philox import Seed
+from ..kernels.philox.device_seed import Seed
 from ..nn.context import Samples, samples
 from .precision import DTYPES, Precision
 

@@ -2,37 +2,52 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextvars import copy_context
 from dataclasses import replace
+from time import perf_counter_ns
 
 import torch
 
+from .. import ops
 from ..data import Batch
+from ..data.slices import Slices, collected
+from ..distributed.watch import Watch
 from ..embedding import HashTableCollection
+from ..kernels.dispatch import computes_eagerly, default_impl
+from ..trace import SupportsRecording
 from .attributes import noted
 from .caller_state import Noted, dense_rates, first_change, globals_of_torch, refusal, row_rates
 from .dense import DenseModel
+from .executor import Call, Executor
 from .flight import Flight
 from .graphs import MicroBatchGraphs
 from .guard import Guard
+from .interrupts import uninterrupted
 from .model_call import CallerSettings, check_gradients_are_on
 from .places import WindowPlaces
-from .reading import BatchReader
 from .run_agreement import RunAgreement
 from .window import Window, WindowConfig
 from .words import words_of
+
+LANE = "prefetch"
 
 
 class PendingWindows:
     """The windows of a run that are in flight, oldest first, and which may come next.
 
     From the first to the last of them the model, the tables and the optimizer belong to the lanes (`Flight`).
+    The batches of the next one are read from the caller's iterator, under the settings of its thread: a slice
+    ``load`` of the trace each, with what its source does (`data.slices.work`) inside. An iterator's error
+    is the caller's own, with a note that names the batch; windows in flight go on.
 
     Args:
         tables, dense: what is trained. config: of the run. device: where the model is.
         shared: the caller's code runs while windows are in flight.
         graphs: of the model's calls, or None. guard: compares these.
+        recorder: of the trace. watch: of this rank.
     """
 
     def __init__(
@@ -44,6 +59,8 @@ class PendingWindows:
         shared: bool,
         graphs: MicroBatchGraphs | None,
         guard: Guard,
+        recorder: SupportsRecording,
+        watch: Watch,
     ):
         bits = config.fraction_bits if config.consistency == "batch" else None
         self.flight = Flight(tables, dense, bits, shared, self._described, graphs, guard)
@@ -61,6 +78,10 @@ class PendingWindows:
         self._windows: deque[WindowPlaces] = deque()
         self._number = 0
         self._read = -1  # the last update whose batches were read
+        self._recorder, self._watch = recorder, watch
+        self.executor: Executor | None = None  # its lane reads; None: the caller's thread, as all else
+        self._last: int | None = None  # step of the last batch that was read
+        self._call: Call[list[Batch]] | None = None  # under way, or not taken since an interrupt
 
     def __len__(self) -> int:
         return len(self._windows)
@@ -123,13 +144,19 @@ class PendingWindows:
         """Of the batches in flight, oldest first."""
         return [batch.step for places in self._windows for batch in places.window.batches]
 
-    def read(self, reader: BatchReader, iterator: Iterator[Batch]) -> Window | None:
-        """The batches of the next update; None when there are none left.
+    def read(self, iterator: Iterator[Batch]) -> Window | None:
+        """The batches of the next update, fewer where `iterator` ends; None when there are none left.
+
+        After an interrupt the batches that were being read come first.
 
         Raises ValueError where steps are not consecutive, or do not rise.
         """
-        count, settings = self._config.accumulate, CallerSettings.of_this_thread(self._device)
-        batches = reader.read(iterator, settings)
+        count = self._config.accumulate
+        self.wait(iterator)
+        if self._call is None:
+            batches = self._batches(iterator)
+        else:
+            batches, self._call = self._call.result(), None
         if not batches:
             return None
         first = batches[0].step
@@ -149,6 +176,57 @@ class PendingWindows:
                 "dropout go by their numbers; to begin anew make new tables and a new optimizer, or load them"
             )
         return window
+
+    def wait(self, iterator: Iterator[Batch]) -> None:
+        """Return when the lane has the batches that `read` returns; raises what the iterator raises."""
+        if self.executor is None:
+            return
+        if self._call is None:
+            context, impl = copy_context(), default_impl()
+            settings = CallerSettings.of_this_thread(self._device)
+
+            def work() -> list[Batch]:
+                self.flight.reader = threading.get_ident()
+                # Another lane may compile the model meanwhile, and a loader something of its own.
+                with settings.applied(), computes_eagerly(), ops.use_impl(impl), computes_eagerly(False):
+                    return self._batches(iterator)
+
+            # An interrupt between the start and the assignment would lose the call, and the batches that it
+            # reads.
+            with uninterrupted():
+                self._call = self.executor.call(LANE, lambda: context.run(work))
+        try:
+            self.executor.result(self._call)
+        except BaseException:
+            if self._call.failed:  # else it is an interrupt of this thread, and the call goes on
+                self._call = None
+            raise
+
+    def _batches(self, iterator: Iterator[Batch]) -> list[Batch]:
+        batches: list[Batch] = []
+        times: Slices = []
+        with self._watch.doing("reading of batches"), collected() as slices:
+            while len(batches) < self._config.accumulate:
+                start = perf_counter_ns()
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    break
+                except Exception as error:
+                    after = "the first batch" if self._last is None else f"the batch after step {self._last}"
+                    error.add_note(f"while {after} was read")
+                    raise
+                times.append(("load", start, perf_counter_ns()))
+                if not isinstance(batch, Batch):
+                    raise TypeError(
+                        f"a trainer takes batches of tritonrec.data.Batch, got {type(batch).__name__}: a "
+                        "DataLoader makes them in its collate_fn"
+                    )
+                batches.append(batch)
+                self._last = batch.step
+        for name, start, end in [*times, *slices] if batches else []:
+            self._recorder.add(LANE, name, start, end, batch=batches[-1].step)
+        return batches
 
     def begin(self, window: Window) -> WindowPlaces:
         """The window is in flight."""

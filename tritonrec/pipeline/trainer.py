@@ -33,14 +33,13 @@ from .gather import whole_tables
 from .graphs import MicroBatchGraphs
 from .guard import Guard, NotBatchInvariantError
 from .interrupts import uninterrupted
-from .model_call import CallerSettings, sees_window
+from .model_call import sees_window
 from .modes import MODES, Mode, schedule_of, validate_reference, validate_schedule
 from .pending import PendingWindows
 from .places import DenseMeans, DeviceSamples, GradientNorm, Losses, Outputs, OwnedRows, Routes, WindowPlaces
 from .position import SupportsState
 from .precision import LossScaler, autocast
 from .program import Program
-from .reading import BatchReader
 from .reference import ReferenceTrainer, run_sequentially
 from .replicas import ReplicaAverage
 from .results import StepResult, results_of
@@ -164,7 +163,10 @@ class Trainer:
         elif graphs is not None:
             graphs.validate(model, self.config, self._device)
         self.guard = guard = Guard(model, tables, self.config, trust_model)
-        self._pending = PendingWindows(tables, self.dense, self.config, self._device, shared, graphs, guard)
+        self._pending = PendingWindows(
+            tables, self.dense, self.config, self._device, shared, graphs, guard, self.recorder,
+            communicators.watch,
+        )  # fmt: skip
         self._sums = Sums(self.config, self._device, communicators.copies_messages(self._device))
         self.recorder.metadata.update(
             mode=mode,
@@ -175,7 +177,6 @@ class Trainer:
         )
         if self._schedule is None:
             validate_reference(self.config, communicators)
-            self._reader = self._batch_reader()
             self.reference = ReferenceTrainer(tables, self.dense, self.config, self.impl, self._device, guard)
             return
         validate_schedule(
@@ -204,16 +205,11 @@ class Trainer:
             streams = streams or streams_for(self._device)
             one_thread = lanes_of_one_thread(streams, communicators.world_size)
             self.recorder.metadata["one_thread"] = list(one_thread)
-            self._executor = Executor(
+            self._executor = self._pending.executor = Executor(
                 tasks, self._program.actions, self._span, delay, checked,
                 streams, partial(lane_work, self.impl),
                 launches_in_turn(self._device, communicators.world_size), one_thread,
             )  # fmt: skip
-        self._reader = self._batch_reader()
-
-    def _batch_reader(self) -> BatchReader:
-        flight, watch = self._pending.flight, self._communicators.watch
-        return BatchReader(self._executor, self.config.accumulate, self.recorder, flight, watch)
 
     @property
     def impl(self) -> ops.Impl:
@@ -324,9 +320,9 @@ class Trainer:
     def _piped(self, executor: Executor, iterator: Iterator[Batch]) -> None:
         executor.ensure_running()
         while len(self._pending) < executor.schedule.batches_in_flight and not self._average_is_next():
-            self._reader.wait(iterator, CallerSettings.of_this_thread(self._device))
+            self._pending.wait(iterator)
             with uninterrupted():  # a batch that was read is in flight
-                window = self._pending.read(self._reader, iterator)
+                window = self._pending.read(iterator)
                 if window is not None:
                     executor.submit(window.number, self._pending.begin(window))
             if window is None:
@@ -528,7 +524,7 @@ class Trainer:
             self.close()
 
     def _plain(self, iterator: Iterator[Batch]) -> None:
-        window = self._pending.read(self._reader, iterator)
+        window = self._pending.read(iterator)
         if window is None:
             self._end_run()
             raise StopIteration

@@ -27,7 +27,7 @@ import torch
 from ..data import Batch
 from ..distributed import Communicator
 from ..kernels.dispatch import computes_eagerly
-from ..kernels.philox import Seed
+from ..kernels.philox.device_seed import Seed
 from ..nn import GradientAccumulator
 from ..nn.context import recording
 from .model_call import CallerSettings, Column, Represented, Shown, check_losses, samples_of

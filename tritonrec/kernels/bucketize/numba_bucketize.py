@@ -13,24 +13,20 @@ _HALF = np.uint64(32)
 
 
 def owner_of(keys: torch.Tensor, world_size: int) -> torch.Tensor:
-    """See `tritonrec.kernels.bucketize.owner_of`."""
+    """See `tritonrec.ops.owner_of`."""
     owners = torch.empty(keys.numel(), dtype=torch.int64)
     _owners(keys.contiguous().numpy().view("uint64"), world_size, owners.numpy())
     return owners
 
 
-def bucketize(
-    keys: torch.Tensor, world_size: int, count: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `tritonrec.kernels.bucketize.bucketize`."""
+def bucketize(keys, world_size, count) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `tritonrec.ops.bucketize`."""
     owners = owner_of(first_valid(keys, count), world_size)
     return _sorted(owners, world_size, keys.numel())
 
 
-def counting_sort(
-    buckets: torch.Tensor, num_buckets: int, count: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `tritonrec.kernels.bucketize.counting_sort`."""
+def counting_sort(buckets, num_buckets, count) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `tritonrec.ops.counting_sort`."""
     return _sorted(first_valid(buckets, count).contiguous(), num_buckets, buckets.numel())
 
 

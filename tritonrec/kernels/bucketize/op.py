@@ -79,16 +79,12 @@ def owner_of_reference(keys: torch.Tensor, world_size: int) -> torch.Tensor:
     return torch.tensor(owners, dtype=torch.int64, device=keys.device)
 
 
-def bucketize_reference(
-    keys: torch.Tensor, world_size: int, count: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def bucketize_reference(keys, world_size, count) -> tuple[torch.Tensor, torch.Tensor]:
     """See `bucketize`."""
     return counting_sort_reference(owner_of_reference(keys, world_size), world_size, count)
 
 
-def counting_sort_reference(
-    buckets: torch.Tensor, num_buckets: int, count: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def counting_sort_reference(buckets, num_buckets, count) -> tuple[torch.Tensor, torch.Tensor]:
     """See `counting_sort`."""
     valid = first_valid(buckets, count)
     permutation = sorted(range(valid.numel()), key=valid.tolist().__getitem__)  # stable

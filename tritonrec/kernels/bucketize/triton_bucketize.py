@@ -79,7 +79,7 @@ def _place_kernel(
 
 
 def owner_of(keys: torch.Tensor, world_size: int) -> torch.Tensor:
-    """See `tritonrec.kernels.bucketize.owner_of`."""
+    """See `tritonrec.ops.owner_of`."""
     keys = keys.contiguous()
     owners = torch.empty_like(keys)
     if keys.numel():
@@ -88,17 +88,13 @@ def owner_of(keys: torch.Tensor, world_size: int) -> torch.Tensor:
     return owners
 
 
-def bucketize(
-    keys: torch.Tensor, world_size: int, count: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `tritonrec.kernels.bucketize.bucketize`."""
+def bucketize(keys, world_size, count) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `tritonrec.ops.bucketize`."""
     return _sort(keys, world_size, count, GIVEN=False)
 
 
-def counting_sort(
-    buckets: torch.Tensor, num_buckets: int, count: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `tritonrec.kernels.bucketize.counting_sort`."""
+def counting_sort(buckets, num_buckets, count) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `tritonrec.ops.counting_sort`."""
     if num_buckets <= MOST_BUCKETS:
         return _sort(buckets, num_buckets, count, GIVEN=True)
     # what has no bucket comes last and is counted behind the others, so nothing is written outside

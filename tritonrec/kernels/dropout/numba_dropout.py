@@ -5,8 +5,7 @@ import numpy as np
 import torch
 
 from tritonrec.kernels.norm_mul_dropout.numba_norm import draw_kept
-from tritonrec.kernels.philox import DROPOUT
-from tritonrec.kernels.philox.reference import halves
+from tritonrec.kernels.philox.reference import DROPOUT, halves
 from tritonrec.kernels.row_layout import contiguous_rows, flat, flat_rows
 from tritonrec.kernels.workers import over_ranges
 
@@ -26,9 +25,7 @@ def drop(x, x_stride, y, k0, k1, tag, threshold, factor, samples, positions, sta
             y[to + d] = x[from_ + d] * kept[d]
 
 
-def dropout(
-    x: torch.Tensor, p: float, seed: int, sample_ids: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
+def dropout(x, p, seed, sample_ids, positions) -> torch.Tensor:
     """See `tritonrec.kernels.dropout.op.dropout`."""
     y = x.new_empty(x.shape)
     if y.numel() == 0:

@@ -15,7 +15,8 @@ from tritonrec.kernels.autocast import LOW
 from tritonrec.kernels.dispatch import Impl
 from tritonrec.kernels.norm_mul_dropout.op import mask
 from tritonrec.kernels.op import Op
-from tritonrec.kernels.philox import DROPOUT, Seed
+from tritonrec.kernels.philox.device_seed import Seed
+from tritonrec.kernels.philox.reference import DROPOUT
 
 
 def dropout(
@@ -44,9 +45,7 @@ def dropout(
 # Reference: dropout by a mask that is spelled out.
 
 
-def dropout_reference(
-    x: torch.Tensor, p: float, seed: int, sample_ids: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
+def dropout_reference(x, p, seed, sample_ids, positions) -> torch.Tensor:
     """See `dropout`."""
     if x.numel() == 0:
         return x.new_empty(x.shape)

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 
 from tritonrec.kernels.norm_mul_dropout.triton_norm import draw_kept
-from tritonrec.kernels.philox import DROPOUT, Seed, in_kernel
+from tritonrec.kernels.philox.device_seed import in_kernel
+from tritonrec.kernels.philox.reference import DROPOUT
 from tritonrec.kernels.triton_jit import jit_kernel
 
 MOST_PROGRAMS = 65535  # a launch may have no more along an axis
@@ -36,9 +37,7 @@ def drop_kernel(
             tl.store(y_ptr + row * dim + column, y, mask=column < dim)
 
 
-def dropout(
-    x: torch.Tensor, p: float, seed: Seed, sample_ids: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
+def dropout(x, p, seed, sample_ids, positions) -> torch.Tensor:
     """See `tritonrec.kernels.dropout.op.dropout`."""
     y = x.new_empty(x.shape)
     if y.numel():

@@ -34,10 +34,8 @@ FRACTION = np.int64(52)
 """Bits of a float64's fraction."""
 
 
-def to_fixed_point(
-    values: torch.Tensor, fraction_bits: int, name: str, status: torch.Tensor | None = None
-) -> torch.Tensor:
-    """See `tritonrec.kernels.fixed_point.to_fixed_point`."""
+def to_fixed_point(values, fraction_bits, name, status=None) -> torch.Tensor:
+    """See `tritonrec.ops.to_fixed_point`."""
     values = values.detach().contiguous()
     terms = torch.empty(values.shape, dtype=torch.int64)
     bad = _round(
@@ -51,7 +49,7 @@ def to_fixed_point(
 
 
 def from_fixed_point(sums: torch.Tensor, divisor: float, fraction_bits: int) -> torch.Tensor:
-    """See `tritonrec.kernels.fixed_point.from_fixed_point`."""
+    """See `tritonrec.ops.from_fixed_point`."""
     values = torch.empty(sums.shape, dtype=torch.float32)
     _scale(sums.contiguous().view(-1).numpy(), 2.0**-fraction_bits, float(divisor), values.view(-1).numpy())
     return values

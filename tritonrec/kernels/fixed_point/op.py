@@ -104,9 +104,7 @@ def round_to_fixed_point(value: float, fraction_bits: int) -> int | None:
     return round(scaled) if abs(scaled) < 2**62 else None
 
 
-def to_fixed_point_reference(
-    values: torch.Tensor, fraction_bits: int, name: str, status: torch.Tensor | None = None
-) -> torch.Tensor:
+def to_fixed_point_reference(values, fraction_bits, name, status=None) -> torch.Tensor:
     """See `to_fixed_point`."""
     rounded = [round_to_fixed_point(value, fraction_bits) for value in values.flatten().tolist()]
     code = rounded.index(None) + 1 if None in rounded else 0

@@ -123,10 +123,8 @@ def from_fixed_point_kernel(sums_ptr, values_ptr, divisor_ptr, unit, length, BLO
     tl.store(values_ptr + position, quotient.to(tl.float32), mask=position < length)
 
 
-def to_fixed_point(
-    values: torch.Tensor, fraction_bits: int, name: str, status: torch.Tensor | None = None
-) -> torch.Tensor:
-    """See `tritonrec.kernels.fixed_point.to_fixed_point`; a code is read back only without `status`."""
+def to_fixed_point(values, fraction_bits, name, status=None) -> torch.Tensor:
+    """See `tritonrec.ops.to_fixed_point`; a code is read back only without `status`."""
     values = values.detach().contiguous()
     terms = torch.empty(values.shape, dtype=torch.int64, device=values.device)
     if values.numel() == 0:
@@ -134,22 +132,15 @@ def to_fixed_point(
     programs = triton.cdiv(values.numel(), BLOCK)
     bad = torch.empty(programs, dtype=torch.int64, device=values.device)
     to_fixed_point_kernel[(programs,)](
-        values,
-        terms,
-        bad,
-        2.0**fraction_bits,
-        2.0 ** (62 - fraction_bits),
-        values.numel(),
-        BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
-        enable_fp_fusion=False,
-    )
+        values, terms, bad, 2.0**fraction_bits, 2.0 ** (62 - fraction_bits), values.numel(), BLOCK=BLOCK,
+        num_warps=NUM_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
     report_value(bad, status, name, values, fraction_bits)
     return terms
 
 
 def from_fixed_point(sums: torch.Tensor, divisor: float, fraction_bits: int) -> torch.Tensor:
-    """See `tritonrec.kernels.fixed_point.from_fixed_point`."""
+    """See `tritonrec.ops.from_fixed_point`."""
     sums = sums.contiguous()
     values = torch.empty(sums.shape, dtype=torch.float32, device=sums.device)
     if sums.numel() == 0:
@@ -157,13 +148,7 @@ def from_fixed_point(sums: torch.Tensor, divisor: float, fraction_bits: int) -> 
     # filled on the device: a copy from the host would be waited for
     on_device = torch.full((1,), divisor, dtype=torch.float64, device=sums.device)
     from_fixed_point_kernel[(triton.cdiv(sums.numel(), BLOCK),)](
-        sums,
-        values,
-        on_device,
-        2.0**-fraction_bits,
-        sums.numel(),
-        BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
+        sums, values, on_device, 2.0**-fraction_bits, sums.numel(), BLOCK=BLOCK, num_warps=NUM_WARPS,
         enable_fp_fusion=False,
-    )
+    )  # fmt: skip
     return values

@@ -16,28 +16,16 @@ def _unsigned(keys: torch.Tensor) -> np.ndarray:
     return keys.contiguous().numpy().view("uint64")
 
 
-def hash_find(
-    slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor, count: torch.Tensor | None
-) -> torch.Tensor:
-    """See `tritonrec.kernels.hash_table.hash_find`."""
+def hash_find(slot_keys, slot_rows, keys, count) -> torch.Tensor:
+    """See `tritonrec.ops.hash_find`."""
     valid = first_valid(keys, count)
     rows = torch.empty(valid.numel(), dtype=torch.int64)
     kernels.hash_find(_unsigned(slot_keys), slot_rows.numpy(), _unsigned(valid), rows.numpy())
     return pad(rows, keys.numel(), -1)
 
 
-def hash_insert(
-    slot_keys: torch.Tensor,
-    slot_rows: torch.Tensor,
-    keys: torch.Tensor,
-    first_row: int,
-    free_rows: torch.Tensor | None,
-    count: torch.Tensor | None,
-    next_row: torch.Tensor | None,
-    status: torch.Tensor | None,
-    used: torch.Tensor | None,
-) -> Pair:
-    """See `tritonrec.kernels.hash_table.hash_insert`."""
+def hash_insert(slot_keys, slot_rows, keys, first_row, free_rows, count, next_row, status, used) -> Pair:
+    """See `tritonrec.ops.hash_insert`."""
     arguments = keys, first_row, free_rows, count, next_row, status, used
     return insert_on_host(_insert, hash_find, slot_keys, slot_rows, *arguments)
 
@@ -56,14 +44,8 @@ def _insert(
     return (rows, inserted) if reused >= 0 else None
 
 
-def hash_assign(
-    slot_keys: torch.Tensor,
-    slot_rows: torch.Tensor,
-    keys: torch.Tensor,
-    rows: torch.Tensor,
-    count: torch.Tensor | None,
-) -> torch.Tensor:
-    """See `tritonrec.kernels.hash_table.hash_assign`."""
+def hash_assign(slot_keys, slot_rows, keys, rows, count) -> torch.Tensor:
+    """See `tritonrec.ops.hash_assign`."""
     valid, new_rows = first_valid(keys, count), first_valid(rows, count).long().contiguous()
     before = torch.empty(valid.numel(), dtype=torch.int64)
     table = _unsigned(slot_keys), slot_rows.numpy()
@@ -71,14 +53,8 @@ def hash_assign(
     return pad(before, keys.numel(), -1)
 
 
-def hash_erase(
-    slot_keys: torch.Tensor,
-    slot_rows: torch.Tensor,
-    keys: torch.Tensor,
-    count: torch.Tensor | None,
-    used: torch.Tensor | None,
-) -> torch.Tensor:
-    """See `tritonrec.kernels.hash_table.hash_erase`."""
+def hash_erase(slot_keys, slot_rows, keys, count, used) -> torch.Tensor:
+    """See `tritonrec.ops.hash_erase`."""
     valid = first_valid(keys, count)
     before = torch.empty(valid.numel(), dtype=torch.int64)
     kernels.hash_erase(_unsigned(slot_keys), slot_rows.numpy(), _unsigned(valid), before.numpy())
@@ -88,7 +64,7 @@ def hash_erase(
 
 
 def hash_grow(slot_keys: torch.Tensor, slot_rows: torch.Tensor) -> Pair:
-    """See `tritonrec.kernels.hash_table.hash_grow`."""
+    """See `tritonrec.ops.hash_grow`."""
     new_keys = slot_keys.new_zeros(2 * slot_keys.numel())
     new_rows = slot_rows.new_full((2 * slot_rows.numel(),), -1)
     kernels.hash_grow(_unsigned(slot_keys), slot_rows.numpy(), _unsigned(new_keys), new_rows.numpy())

@@ -234,9 +234,7 @@ def _search(slot_keys: list[int], slot_rows: list[int], key: int) -> tuple[int, 
     return -1, place
 
 
-def hash_find_reference(
-    slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor, count: torch.Tensor | None
-) -> torch.Tensor:
+def hash_find_reference(slot_keys, slot_rows, keys, count) -> torch.Tensor:
     """See `hash_find`."""
     table_keys, table_rows = slot_keys.tolist(), slot_rows.tolist()
     rows = [_search(table_keys, table_rows, key)[0] for key in first_valid(keys, count).tolist()]
@@ -248,15 +246,7 @@ def _rows_of(rows: list[int], keys: torch.Tensor) -> torch.Tensor:
 
 
 def hash_insert_reference(
-    slot_keys: torch.Tensor,
-    slot_rows: torch.Tensor,
-    keys: torch.Tensor,
-    first_row: int,
-    free_rows: torch.Tensor | None,
-    count: torch.Tensor | None,
-    next_row: torch.Tensor | None,
-    status: torch.Tensor | None,
-    used: torch.Tensor | None,
+    slot_keys, slot_rows, keys, first_row, free_rows, count, next_row, status, used
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `hash_insert`."""
     arguments = keys, first_row, free_rows, count, next_row, status, used
@@ -330,13 +320,7 @@ def _insert(
     )
 
 
-def hash_assign_reference(
-    slot_keys: torch.Tensor,
-    slot_rows: torch.Tensor,
-    keys: torch.Tensor,
-    rows: torch.Tensor,
-    count: torch.Tensor | None,
-) -> torch.Tensor:
+def hash_assign_reference(slot_keys, slot_rows, keys, rows, count) -> torch.Tensor:
     """See `hash_assign`."""
     table_keys, table_rows = slot_keys.tolist(), slot_rows.tolist()
     before = []
@@ -349,13 +333,7 @@ def hash_assign_reference(
     return _rows_of(before, keys)
 
 
-def hash_erase_reference(
-    slot_keys: torch.Tensor,
-    slot_rows: torch.Tensor,
-    keys: torch.Tensor,
-    count: torch.Tensor | None,
-    used: torch.Tensor | None,
-) -> torch.Tensor:
+def hash_erase_reference(slot_keys, slot_rows, keys, count, used) -> torch.Tensor:
     """See `hash_erase`."""
     table_keys, table_rows = slot_keys.tolist(), slot_rows.tolist()
     before = []
@@ -373,9 +351,7 @@ def hash_erase_reference(
     return _rows_of(before, keys)
 
 
-def hash_grow_reference(
-    slot_keys: torch.Tensor, slot_rows: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def hash_grow_reference(slot_keys, slot_rows) -> tuple[torch.Tensor, torch.Tensor]:
     """See `hash_grow`."""
     table_keys, table_rows = [0] * 2 * slot_keys.numel(), [EMPTY] * 2 * slot_keys.numel()
     for key, row in zip(slot_keys.tolist(), slot_rows.tolist(), strict=True):

@@ -24,19 +24,9 @@ BLOCK, NUM_WARPS = 128, 4
 @declared(races=("slot_rows_ptr",))
 @jit_kernel
 def _find_kernel(
-    slot_keys_ptr,
-    slot_rows_ptr,
-    keys_ptr,
-    new_rows_ptr,
-    rows_ptr,
-    missing_ptr,
-    num_keys,
-    count_ptr,
-    num_groups,
-    ASSIGN: tl.constexpr,
-    ERASE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    slot_keys_ptr, slot_rows_ptr, keys_ptr, new_rows_ptr, rows_ptr, missing_ptr, num_keys, count_ptr,
+    num_groups, ASSIGN: tl.constexpr, ERASE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The row of every key, -1 behind the count; then that row becomes the new one, or its slot is freed.
 
     With `missing`, the keys before the count that have none are noted there.
@@ -201,49 +191,24 @@ def _launch_find(slot_keys, slot_rows, keys, count, new_rows=None, erase=False, 
         grid = (triton.cdiv(keys.numel(), BLOCK),)
         num_groups = slot_keys.numel() // 8
         _find_kernel[grid](
-            slot_keys,
-            slot_rows,
-            keys,
-            new_rows,
-            rows,
-            missing,
-            keys.numel(),
-            count,
-            num_groups,
-            ASSIGN=assign,
-            ERASE=erase,
-            BLOCK=BLOCK,
-            num_warps=NUM_WARPS,
-        )
+            slot_keys, slot_rows, keys, new_rows, rows, missing, keys.numel(), count, num_groups,
+            ASSIGN=assign, ERASE=erase, BLOCK=BLOCK, num_warps=NUM_WARPS,
+        )  # fmt: skip
     return rows
 
 
-def hash_find(
-    slot_keys: torch.Tensor, slot_rows: torch.Tensor, keys: torch.Tensor, count: torch.Tensor | None
-) -> torch.Tensor:
-    """See `tritonrec.kernels.hash_table.hash_find`."""
+def hash_find(slot_keys, slot_rows, keys, count) -> torch.Tensor:
+    """See `tritonrec.ops.hash_find`."""
     return _launch_find(slot_keys, slot_rows, keys, count)
 
 
-def hash_assign(
-    slot_keys: torch.Tensor,
-    slot_rows: torch.Tensor,
-    keys: torch.Tensor,
-    rows: torch.Tensor,
-    count: torch.Tensor | None,
-) -> torch.Tensor:
-    """See `tritonrec.kernels.hash_table.hash_assign`."""
+def hash_assign(slot_keys, slot_rows, keys, rows, count) -> torch.Tensor:
+    """See `tritonrec.ops.hash_assign`."""
     return _launch_find(slot_keys, slot_rows, keys, count, new_rows=rows)
 
 
-def hash_erase(
-    slot_keys: torch.Tensor,
-    slot_rows: torch.Tensor,
-    keys: torch.Tensor,
-    count: torch.Tensor | None,
-    used: torch.Tensor | None,
-) -> torch.Tensor:
-    """See `tritonrec.kernels.hash_table.hash_erase`."""
+def hash_erase(slot_keys, slot_rows, keys, count, used) -> torch.Tensor:
+    """See `tritonrec.ops.hash_erase`."""
     rows = _launch_find(slot_keys, slot_rows, keys, count, erase=True)
     if used is not None:
         used -= (rows >= 0).sum()
@@ -264,17 +229,9 @@ def _claim(
 
 
 def hash_insert(
-    slot_keys: torch.Tensor,
-    slot_rows: torch.Tensor,
-    keys: torch.Tensor,
-    first_row: int,
-    free_rows: torch.Tensor | None,
-    count: torch.Tensor | None,
-    next_row: torch.Tensor | None,
-    status: torch.Tensor | None,
-    used: torch.Tensor | None,
+    slot_keys, slot_rows, keys, first_row, free_rows, count, next_row, status, used
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `tritonrec.kernels.hash_table.hash_insert`.
+    """See `tritonrec.ops.hash_insert`.
 
     With `status` nothing is read back: whether the new keys fit is decided on the device, for all or none,
     and keys that do not fit are not wanted.
@@ -304,7 +261,7 @@ def hash_insert(
 
 
 def hash_grow(slot_keys: torch.Tensor, slot_rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `tritonrec.kernels.hash_table.hash_grow`."""
+    """See `tritonrec.ops.hash_grow`."""
     new_keys = slot_keys.new_zeros(2 * slot_keys.numel())
     new_rows = slot_rows.new_full((2 * slot_rows.numel(),), -1)
     # every occupied slot of the old table claims one of the new table, which has room for all

@@ -34,10 +34,7 @@ def hstu_attention_backward(
     return dq, dk, dv, *hstu_attention_backward_into(dq, dk, dv, do, q, k, v, *described)
 
 
-def hstu_attention_backward_into(
-    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, do: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
-    v: torch.Tensor, *described: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def hstu_attention_backward_into(dq, dk, dv, do, q, k, v, *described) -> tuple[torch.Tensor, torch.Tensor]:
     """Each sequence's gradients of the tables; overwrites dq, dk and dv, of any strides but the last."""
     call = Call(*described)
     dpos, dts = call.new_table_gradients()

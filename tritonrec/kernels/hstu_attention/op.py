@@ -143,9 +143,7 @@ class _Sequence:
         return s if self.bias is None else s + (call.bias_factor * self.bias).to(s.dtype)
 
 
-def hstu_attention_reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *described: Any
-) -> torch.Tensor:
+def hstu_attention_reference(q, k, v, *described) -> torch.Tensor:
     """See `hstu_attention`; `described` are the fields of a `Call`."""
     call = Call(*described)
     out = v.new_zeros(q.shape[0], q.shape[1], v.shape[2])
@@ -167,9 +165,8 @@ def hstu_attention_backward_reference(
 
 
 def hstu_attention_backward_into_reference(
-    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, do: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
-    v: torch.Tensor, *described: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    dq, dk, dv, do, q, k, v, *described
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Each sequence's gradients of the tables; overwrites dq, dk and dv."""
     call = Call(*described)
     for gradient in (dq, dk, dv):

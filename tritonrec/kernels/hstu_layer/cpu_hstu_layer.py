@@ -22,8 +22,7 @@ from tritonrec.kernels.gradients import Targets, remembered
 from tritonrec.kernels.hstu_attention.checks import check_counts
 from tritonrec.kernels.linear.op import no_sum
 from tritonrec.kernels.offsets import check_lengths, check_offsets
-from tritonrec.kernels.philox import DROPOUT
-from tritonrec.kernels.philox.reference import halves
+from tritonrec.kernels.philox.reference import DROPOUT, halves
 from tritonrec.kernels.workers import over_ranges
 
 Parameters = tuple[torch.Tensor | None, ...]

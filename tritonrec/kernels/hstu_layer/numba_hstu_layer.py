@@ -26,16 +26,16 @@ U = np.uintp
 CHUNK = 256  # tokens that pass through the layer together, unless one sequence has more
 MOST_SAMPLES = 64  # of a chunk
 
-# The table of addresses and numbers.
+# The table: sizes, then addresses, of which 0 is no tensor, in the order of the records of `cpu_hstu_layer`.
 (
     SAMPLES, TOKENS, DIM, HEADS, QK_DIM, V_DIM, POS_ENTRIES, TS_ENTRIES, BASE, SIGN,
-    KEY_0, KEY_1, TAG, THRESHOLD,
-    OFFSETS, TARGETS, SAMPLE_IDS, POSITIONS, TIMES, ROW_TIMES,
+    KEY_0, KEY_1, TAG, THRESHOLD,  # of dropout
+    OFFSETS, TARGETS, SAMPLE_IDS, POSITIONS, TIMES, ROW_TIMES,  # `Place`: whose tokens these are
     NORM_WEIGHT, NORM_BIAS, UVQK_WEIGHT, UVQK_BIAS, GATE_WEIGHT, GATE_BIAS, OUTPUT_WEIGHT, OUTPUT_BIAS,
-    POS_WEIGHTS, TS_WEIGHTS,
-    X, Z, UVQK, ATTENDED, GATED, MEANS, RSTDS, GATE_MEANS, GATE_RSTDS, OUT, HAS_NORMED, NORMED,
+    POS_WEIGHTS, TS_WEIGHTS,  # with the line before `Parameters`
+    X, Z, UVQK, ATTENDED, GATED, MEANS, RSTDS, GATE_MEANS, GATE_RSTDS, OUT, HAS_NORMED, NORMED,  # forward
     DY, DX,  # from here on of backward alone: what it leaves to the caller
-    DUVQK, DGATE_WEIGHT, DGATE_BIAS, DNORM_WEIGHT, DNORM_BIAS, DPOS, DTS,
+    DUVQK, DGATE_WEIGHT, DGATE_BIAS, DNORM_WEIGHT, DNORM_BIAS, DPOS, DTS,  # `Terms`
 ) = range(51)  # fmt: skip
 (  # or, in place of what it leaves to the caller, the sums that it adds gradients to
     SUM_OUTPUT_WEIGHT, SUM_OUTPUT_BIAS, SUM_GATE_WEIGHT, SUM_GATE_BIAS, SUM_POS, SUM_TS, SUM_NORM_WEIGHT,

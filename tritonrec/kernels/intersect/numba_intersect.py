@@ -21,15 +21,8 @@ _ONE = np.uint64(1)
 _ZERO = np.uint64(0)
 
 
-def intersect(
-    left: torch.Tensor,
-    right: torch.Tensor,
-    left_count: torch.Tensor | None,
-    right_count: torch.Tensor | None,
-    _table: torch.Tensor | None,
-    padded: bool,
-) -> tuple[torch.Tensor, ...]:
-    """See `tritonrec.kernels.intersect.intersect`."""
+def intersect(left, right, left_count, right_count, _table, padded) -> tuple[torch.Tensor, ...]:
+    """See `tritonrec.ops.intersect`."""
     size = min(left.numel(), right.numel())
     left, right = first_valid(left, left_count), first_valid(right, right_count)
     small, large = (right, left) if right.numel() <= left.numel() else (left, right)

@@ -73,14 +73,7 @@ def intersect(
 # Reference: common keys of two buffers as a loop over a dict.
 
 
-def intersect_reference(
-    left: torch.Tensor,
-    right: torch.Tensor,
-    left_count: torch.Tensor | None,
-    right_count: torch.Tensor | None,
-    _table: torch.Tensor | None,
-    padded: bool,
-) -> tuple[torch.Tensor, ...]:
+def intersect_reference(left, right, left_count, right_count, _table, padded) -> tuple[torch.Tensor, ...]:
     """See `intersect`."""
     valid = first_valid(right, right_count).tolist()
     position_in_right = {key: position for position, key in enumerate(valid)}

@@ -34,15 +34,8 @@ def _list_kernel(
     tl.store(num_common_ptr + offsets * 0, tl.zeros((BLOCK,), tl.int64) + num_common, mask=offsets == 0)
 
 
-def intersect(
-    left: torch.Tensor,
-    right: torch.Tensor,
-    left_count: torch.Tensor | None,
-    right_count: torch.Tensor | None,
-    table: torch.Tensor | None,
-    padded: bool,
-) -> tuple[torch.Tensor, ...]:
-    """See `tritonrec.kernels.intersect.intersect`; the length is read back only if not `padded`."""
+def intersect(left, right, left_count, right_count, table, padded) -> tuple[torch.Tensor, ...]:
+    """See `tritonrec.ops.intersect`; the length is read back only if not `padded`."""
     if left.numel() == 0 or right.numel() == 0:
         nothing = left.new_empty(0), left.new_empty(0)
         return (*nothing, left.new_zeros(())) if padded else nothing

@@ -150,9 +150,7 @@ def add_weight_gradients(
     return first_bad
 
 
-def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, _seq_offsets: torch.Tensor | None = None
-) -> torch.Tensor:
+def linear(x, weight, bias, _seq_offsets=None) -> torch.Tensor:
     """See `tritonrec.kernels.linear.op.linear`."""
     (tokens, inner), columns = x.shape, weight.shape[0]
     out = x.new_empty(tokens, columns)
@@ -173,14 +171,7 @@ def linear(
 
 
 def linear_weight_grad(
-    accumulator: torch.Tensor,
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    seq_offsets: torch.Tensor | None,
-    bits: int,
-    name: str,
-    bias_accumulator: torch.Tensor | None = None,
-    bias_name: str = "",
+    accumulator, dy, x, seq_offsets, bits, name, bias_accumulator=None, bias_name=""
 ) -> None:
     """See `tritonrec.kernels.linear.op.linear_weight_grad`."""
     if accumulator.numel() and x.shape[0]:

@@ -30,8 +30,7 @@ from tritonrec.kernels.arguments import check_shape
 from tritonrec.kernels.autocast import LOW, LOWER, widen
 from tritonrec.kernels.deferred import refuse
 from tritonrec.kernels.dispatch import Impl
-from tritonrec.kernels.fixed_point import FRACTION_BITS, ExactSumError
-from tritonrec.kernels.fixed_point.errors import check_fraction_bits
+from tritonrec.kernels.fixed_point.errors import FRACTION_BITS, ExactSumError, check_fraction_bits
 from tritonrec.kernels.fixed_point.op import round_to_fixed_point
 from tritonrec.kernels.fused import fused_multiply_add
 from tritonrec.kernels.gradients import Targets, Terms, targets_of
@@ -107,9 +106,7 @@ def linear_weight_grad(
 Bad = tuple[int, int, int, float | None]
 
 
-def linear_reference(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, _seq_offsets: torch.Tensor | None = None
-) -> torch.Tensor:
+def linear_reference(x, weight, bias, _seq_offsets=None) -> torch.Tensor:
     """One row at a time, elementwise products and one sum along the row: no neighbour takes part."""
     rows = [(weight * row).sum(1) for row in x]
     out = torch.stack(rows) if rows else x.new_empty(0, weight.shape[0])
@@ -117,14 +114,7 @@ def linear_reference(
 
 
 def linear_weight_grad_reference(
-    accumulator: torch.Tensor,
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    seq_offsets: torch.Tensor | None,
-    bits: int,
-    name: str,
-    bias_accumulator: torch.Tensor | None = None,
-    bias_name: str = "",
+    accumulator, dy, x, seq_offsets, bits, name, bias_accumulator=None, bias_name=""
 ) -> None:
     """See `linear_weight_grad`."""
     for term, values in enumerate(_terms(dy, x, seq_offsets)):

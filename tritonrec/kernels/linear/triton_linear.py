@@ -343,9 +343,7 @@ def configuration_of_weights(x: torch.Tensor) -> dict[str, Any]:
     return {"BLOCK": 32, "TERMS": 32, "PRECISION": "ieee", "num_warps": 4}
 
 
-def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, _seq_offsets: torch.Tensor | None = None
-) -> torch.Tensor:
+def linear(x, weight, bias, _seq_offsets=None) -> torch.Tensor:
     """See `tritonrec.kernels.linear.op.linear`; x, weight and bias with any strides."""
     (tokens, inner), columns = x.shape, weight.shape[0]
     out = x.new_empty(tokens, columns)
@@ -362,15 +360,7 @@ def linear(
 
 
 def linear_weight_grad(
-    accumulator: torch.Tensor,
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    seq_offsets: torch.Tensor | None,
-    bits: int,
-    name: str,
-    bias_accumulator: torch.Tensor | None = None,
-    bias_name: str = "",
-    norm: tuple[torch.Tensor | None, ...] = (None,) * 4,
+    accumulator, dy, x, seq_offsets, bits, name, bias_accumulator=None, bias_name="", norm=(None,) * 4
 ) -> None:
     """See `tritonrec.kernels.linear.op.linear_weight_grad`.
 

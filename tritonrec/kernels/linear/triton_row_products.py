@@ -142,14 +142,9 @@ def add_row_products_kernel(
 
 
 def add_row_products(
-    accumulator: torch.Tensor,
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    bits: int,
-    name: str,
-    bias_accumulator: torch.Tensor | None,
-    bias_name: str,
-) -> None:
+    accumulator: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, bits: int, name: str,
+    bias_accumulator: torch.Tensor | None, bias_name: str,
+) -> None:  # fmt: skip
     """`tritonrec.kernels.linear.op.linear_weight_grad` without offsets; tensors of any strides."""
     (rows, outputs), inputs = dy.shape, x.shape[1]
     if rows and inputs and outputs:

@@ -93,9 +93,8 @@ def backward(
 
 
 def norm_linear_silu(
-    x: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor, weight: torch.Tensor,
-    bias: torch.Tensor | None, eps: float, keep_normed: bool, keep_linear: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    x, norm_weight, norm_bias, weight, bias, eps, keep_normed, keep_linear
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, and z and normed where they are kept, means and rstds, as `outputs` has them."""
     if weight.dtype in LOW:
         return FORWARD(x, norm_weight, norm_bias, weight, bias, eps, keep_normed, keep_linear)
@@ -121,10 +120,8 @@ def norm_linear_silu_backward(dy: torch.Tensor, *rest: Any) -> tuple[torch.Tenso
 
 
 def norm_linear_silu_backward_into(
-    dy: torch.Tensor, x: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor,
-    weight: torch.Tensor, bias: torch.Tensor | None, eps: float, z: torch.Tensor, normed: torch.Tensor,
-    means: torch.Tensor, rstds: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    dy, x, norm_weight, norm_bias, weight, bias, eps, z, normed, means, rstds
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `tritonrec.kernels.norm_linear_silu.op.norm_linear_silu_backward_into_reference`."""
     if weight.dtype in LOW:
         return BACKWARD_INTO(

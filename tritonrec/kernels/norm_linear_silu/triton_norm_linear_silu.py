@@ -80,9 +80,8 @@ def forward_kernel(
 
 
 def norm_linear_silu(
-    x: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor, weight: torch.Tensor,
-    bias: torch.Tensor | None, eps: float, keep_normed: bool, keep_linear: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    x, norm_weight, norm_bias, weight, bias, eps, keep_normed, keep_linear
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, and z and normed where they are kept, means and rstds, as `outputs` has them."""
     y, z, normed, means, rstds = outputs(x, weight, keep_normed, keep_linear)
     if len(x):
@@ -98,11 +97,8 @@ def norm_linear_silu_backward(dy: torch.Tensor, *rest: Any) -> tuple[torch.Tenso
 
 
 def norm_linear_silu_backward_exact(
-    norm_weight_sums: torch.Tensor, norm_bias_sums: torch.Tensor, weight_sums: torch.Tensor,
-    bias_sums: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, norm_weight: torch.Tensor,
-    norm_bias: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, z: torch.Tensor,
-    normed: torch.Tensor, means: torch.Tensor, rstds: torch.Tensor, seq_offsets: torch.Tensor,
-    fraction_bits: int, names: list[str],
+    norm_weight_sums, norm_bias_sums, weight_sums, bias_sums, dy, x, norm_weight, norm_bias, weight, bias,
+    eps, z, normed, means, rstds, seq_offsets, fraction_bits, names,
 ) -> torch.Tensor:  # fmt: skip
     """See `tritonrec.kernels.norm_linear_silu.op.norm_linear_silu_backward_exact_reference`."""
     means, rstds = means.contiguous(), rstds.contiguous()
@@ -122,10 +118,8 @@ def norm_linear_silu_backward_exact(
 
 
 def norm_linear_silu_backward_into(
-    dy: torch.Tensor, x: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor,
-    weight: torch.Tensor, bias: torch.Tensor | None, eps: float, z: torch.Tensor, normed: torch.Tensor,
-    means: torch.Tensor, rstds: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    dy, x, norm_weight, norm_bias, weight, bias, eps, z, normed, means, rstds
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `tritonrec.kernels.norm_linear_silu.op.norm_linear_silu_backward_into_reference`."""
     means, rstds = means.contiguous(), rstds.contiguous()
     again = dy.new_empty(0 if len(normed) == len(x) else len(x), x.shape[1])

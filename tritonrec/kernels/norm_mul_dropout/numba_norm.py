@@ -6,9 +6,8 @@ import torch
 
 from tritonrec.kernels.norm_mul_dropout.op import by_terms
 from tritonrec.kernels.numba_float import dot
-from tritonrec.kernels.philox import DROPOUT
 from tritonrec.kernels.philox.numba_philox import philox4x32
-from tritonrec.kernels.philox.reference import halves
+from tritonrec.kernels.philox.reference import DROPOUT, halves
 from tritonrec.kernels.row_layout import contiguous_rows, flat, flat_rows
 from tritonrec.kernels.workers import over_ranges
 
@@ -110,9 +109,8 @@ def backward(
 
 
 def norm_mul_dropout(
-    x: torch.Tensor, u: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, eps: float, p: float,
-    seed: int, sample_ids: torch.Tensor | None, positions: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    x, u, weight, bias, eps, p, seed, sample_ids, positions
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y (L, D), and means and rstds (L,) of the rows of x."""
     y, means, rstds = x.new_empty(x.shape), x.new_empty(len(x)), x.new_empty(len(x))
     if y.numel() == 0:
@@ -139,10 +137,8 @@ def norm_mul_dropout_backward(
 
 
 def norm_mul_dropout_backward_into(
-    du: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, u: torch.Tensor | None, weight: torch.Tensor,
-    bias: torch.Tensor, p: float, seed: int, sample_ids: torch.Tensor | None, positions: torch.Tensor | None,
-    means: torch.Tensor, rstds: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    du, dy, x, u, weight, bias, p, seed, sample_ids, positions, means, rstds
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dx and the terms of dweight and dbias; overwrites du, which may have any row stride."""
     dx, dweight, dbias = (x.new_empty(x.shape) for _ in range(3))
     if dx.numel() == 0:

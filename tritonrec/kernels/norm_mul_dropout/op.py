@@ -25,8 +25,7 @@ from tritonrec.kernels.dispatch import Impl
 from tritonrec.kernels.fixed_point.errors import check_fraction_bits
 from tritonrec.kernels.gradients import targets_of
 from tritonrec.kernels.op import Op
-from tritonrec.kernels.philox import DROPOUT
-from tritonrec.kernels.philox.reference import halves, philox4x32
+from tritonrec.kernels.philox.reference import DROPOUT, halves, philox4x32
 from tritonrec.kernels.row_layout import check_matrix
 from tritonrec.kernels.row_terms import RowTerms, add_terms
 
@@ -102,9 +101,8 @@ def kept_of(
 
 
 def norm_mul_dropout_reference(
-    x: torch.Tensor, u: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, eps: float, p: float,
-    seed: int, sample_ids: torch.Tensor | None, positions: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    x, u, weight, bias, eps, p, seed, sample_ids, positions
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y (L, D), and means and rstds (L,) of the rows of x."""
     y, means, rstds = x.new_empty(x.shape), x.new_zeros(len(x)), x.new_zeros(len(x))
     kept = kept_of(x, p, seed, sample_ids, positions)
@@ -130,10 +128,8 @@ def norm_mul_dropout_backward_reference(
 
 
 def norm_mul_dropout_backward_into_reference(
-    du: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, u: torch.Tensor | None, weight: torch.Tensor,
-    bias: torch.Tensor, p: float, seed: int, sample_ids: torch.Tensor | None, positions: torch.Tensor | None,
-    means: torch.Tensor, rstds: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    du, dy, x, u, weight, bias, p, seed, sample_ids, positions, means, rstds
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dx and the terms of dweight and dbias; overwrites du."""
     dx, dweight, dbias = (x.new_empty(x.shape) for _ in range(3))
     kept = kept_of(x, p, seed, sample_ids, positions)

@@ -29,7 +29,8 @@ from tritonrec.kernels.fixed_point.triton_fixed_point import (
     without_zeros,
 )
 from tritonrec.kernels.norm_mul_dropout.op import by_terms
-from tritonrec.kernels.philox import DROPOUT, Seed, in_kernel
+from tritonrec.kernels.philox.device_seed import Seed, in_kernel
+from tritonrec.kernels.philox.reference import DROPOUT
 from tritonrec.kernels.philox.triton_philox import high_word, low_word, philox4x32
 from tritonrec.kernels.races import declared
 from tritonrec.kernels.triton_float import divide
@@ -230,9 +231,7 @@ def normalise(
     )  # fmt: skip
 
 
-def norm_mul_dropout(
-    x: torch.Tensor, u: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, *rest
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def norm_mul_dropout(x, u, weight, bias, *rest) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y (L, D), and means and rstds (L,) of the rows of x."""
     y = x.new_empty(x.shape)
     means, rstds = (torch.empty(len(x), dtype=torch.float32, device=x.device) for _ in range(2))
@@ -252,10 +251,8 @@ def norm_mul_dropout_backward(
 
 
 def norm_mul_dropout_backward_into(
-    du: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, u: torch.Tensor | None, weight: torch.Tensor,
-    bias: torch.Tensor, p: float, seed: Seed, sample_ids: torch.Tensor | None, positions: torch.Tensor | None,
-    means: torch.Tensor, rstds: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    du, dy, x, u, weight, bias, p, seed, sample_ids, positions, means, rstds
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dx and the terms of dweight and dbias (contiguous); overwrites du; dy, x, u and du with any strides."""
     dx = x.new_empty(x.shape)
     dweight, dbias = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for _ in range(2))
@@ -266,10 +263,8 @@ def norm_mul_dropout_backward_into(
 
 
 def norm_mul_dropout_backward_exact(
-    weight_sums: torch.Tensor, bias_sums: torch.Tensor, du: torch.Tensor | None, dy: torch.Tensor,
-    x: torch.Tensor, u: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, p: float, seed: Seed,
-    sample_ids: torch.Tensor | None, positions: torch.Tensor | None, means: torch.Tensor, rstds: torch.Tensor,
-    fraction_bits: int, names: list[str],
+    weight_sums, bias_sums, du, dy, x, u, weight, bias, p, seed, sample_ids, positions, means, rstds,
+    fraction_bits, names,
 ) -> torch.Tensor:  # fmt: skip
     """See `tritonrec.kernels.norm_mul_dropout.op.norm_mul_dropout_backward_exact_reference`."""
     given = du, dy, x, u, weight, bias, p, seed, sample_ids, positions, means, rstds

@@ -24,7 +24,7 @@ TOO_BIG, LEAST = np.uint8(0x5F), np.int32(-0x21000000)
 
 
 def pack_rows(values: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `tritonrec.kernels.packed_rows.pack_rows`."""
+    """See `tritonrec.ops.pack_rows`."""
     widths = torch.zeros(len(rows), dtype=torch.uint8)
     if values.shape[1] == 0:
         return widths, widths[:0].clone()
@@ -35,15 +35,8 @@ def pack_rows(values: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, t
     return widths, packed
 
 
-def add_packed_rows(
-    out: torch.Tensor,
-    segments: torch.Tensor,
-    widths: torch.Tensor,
-    packed: torch.Tensor,
-    name: str,
-    fraction_bits: int,
-) -> None:
-    """See `tritonrec.kernels.packed_rows.add_packed_rows`."""
+def add_packed_rows(out, segments, widths, packed, name, fraction_bits) -> None:
+    """See `tritonrec.ops.add_packed_rows`."""
     dim, packed = out.shape[1], packed.contiguous()
     lists = (segments.contiguous().numpy(), widths.contiguous().numpy(), packed.numpy())
     bad = add(*flat_rows(out), *lists, np.uintp(dim))

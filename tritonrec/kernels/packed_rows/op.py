@@ -141,14 +141,7 @@ def unpack_rows(widths: torch.Tensor, packed: torch.Tensor, dim: int) -> list[li
     return rows
 
 
-def add_packed_rows_reference(
-    out: torch.Tensor,
-    segments: torch.Tensor,
-    widths: torch.Tensor,
-    packed: torch.Tensor,
-    name: str,
-    fraction_bits: int,
-) -> None:
+def add_packed_rows_reference(out, segments, widths, packed, name, fraction_bits) -> None:
     """See `add_packed_rows`."""
     code = add_batch(out, unpack_rows(widths, packed, out.shape[1]), segments, fraction_bits)
     report_packed_sum(code, name, segments, widths, packed, out.shape[1], fraction_bits)

@@ -38,15 +38,9 @@ TOO_BIG, LEAST = tl.constexpr((127 + 63) << 23), tl.constexpr(-0x21000000)
 
 @jit_kernel
 def _widths_kernel(
-    values_ptr,
-    rows_ptr,
-    widths_ptr,
-    num_rows,
-    dim,
-    stride,
-    BLOCK_ROWS: tl.constexpr,
+    values_ptr, rows_ptr, widths_ptr, num_rows, dim, stride, BLOCK_ROWS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-):
+):  # fmt: skip
     """The fewest bytes that hold each element of a row, or FLOAT where float32 is shorter and exact."""
     sent = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row = tl.load(rows_ptr + sent, mask=sent < num_rows, other=0)
@@ -82,17 +76,9 @@ def _widths_kernel(
 
 @jit_kernel
 def _pack_kernel(
-    values_ptr,
-    rows_ptr,
-    widths_ptr,
-    starts_ptr,
-    packed_ptr,
-    num_rows,
-    dim,
-    stride,
-    BLOCK_ROWS: tl.constexpr,
+    values_ptr, rows_ptr, widths_ptr, starts_ptr, packed_ptr, num_rows, dim, stride, BLOCK_ROWS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-):
+):  # fmt: skip
     """Byte p of all columns of a row, then byte p + 1, from the row's start in `packed`."""
     sent = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.program_id(1).to(tl.int64) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
@@ -144,23 +130,10 @@ def _load_row(i, widths_ptr, places_ptr, packed_ptr, order_ptr, column, inside, 
 @declared(varies=("bad_ptr",))
 @jit_kernel
 def _add_kernel(
-    out_ptr,
-    parts_ptr,
-    widths_ptr,
-    places_ptr,
-    packed_ptr,
-    keys_ptr,
-    order_ptr,
-    starts_ptr,
-    bad_ptr,
-    out_stride,
-    num_segments,
-    num_parts,
-    dim,
-    ATOMIC: tl.constexpr,
-    PART: tl.constexpr,
+    out_ptr, parts_ptr, widths_ptr, places_ptr, packed_ptr, keys_ptr, order_ptr, starts_ptr, bad_ptr,
+    out_stride, num_segments, num_parts, dim, ATOMIC: tl.constexpr, PART: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-):
+):  # fmt: skip
     """out[segment] += the unpacked rows of pieces, as `segment_sum_kernel`; the first position that wraps."""
     column = tl.program_id(1).to(tl.int64) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
     inside = column < dim
@@ -207,7 +180,7 @@ def _add_kernel(
 
 
 def pack_rows(values: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `tritonrec.kernels.packed_rows.pack_rows`; the number of bytes is read back."""
+    """See `tritonrec.ops.pack_rows`; the number of bytes is read back."""
     dim, values, rows = values.shape[1], contiguous_rows(values), rows.contiguous()
     widths = torch.zeros(rows.numel(), dtype=torch.int8, device=values.device)
     if rows.numel() == 0 or dim == 0:
@@ -224,15 +197,8 @@ def pack_rows(values: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, t
     return widths.view(torch.uint8), packed.view(torch.uint8)
 
 
-def add_packed_rows(
-    out: torch.Tensor,
-    segments: torch.Tensor,
-    widths: torch.Tensor,
-    packed: torch.Tensor,
-    name: str,
-    fraction_bits: int,
-) -> None:
-    """See `tritonrec.kernels.packed_rows.add_packed_rows`."""
+def add_packed_rows(out, segments, widths, packed, name, fraction_bits) -> None:
+    """See `tritonrec.ops.add_packed_rows`."""
     num_segments, dim = out.shape
     if packed.numel() == 0:
         return
@@ -243,22 +209,10 @@ def add_packed_rows(
     grid = (min(num_parts + num_segments, MOST_PROGRAMS), triton.cdiv(dim, block))
     bad = torch.empty(grid[0] * grid[1], dtype=torch.int64, device=out.device)
     _add_kernel[grid](
-        out,
-        parts,
-        widths.contiguous().view(torch.int8),
-        places,
-        packed.contiguous().view(torch.int8),
-        *grouped,
-        bad,
-        out.stride(0),
-        num_segments,
-        num_parts,
-        dim,
-        ATOMIC=num_parts > 0 and parts is None,
-        PART=triton_segment_sum.PART,
-        BLOCK_DIM=block,
-        num_warps=1,
-    )
+        out, parts, widths.contiguous().view(torch.int8), places, packed.contiguous().view(torch.int8),
+        *grouped, bad, out.stride(0), num_segments, num_parts, dim, ATOMIC=num_parts > 0 and parts is None,
+        PART=triton_segment_sum.PART, BLOCK_DIM=block, num_warps=1,
+    )  # fmt: skip
     if parts is not None:
         bad = torch.cat([bad, *add_parts(out, parts, grouped)])
     report_packed_sum(bad, name, segments, widths, packed, dim, fraction_bits)

@@ -20,23 +20,15 @@ U = np.uintp
 
 
 def initial_rows(seed: int, table: int, keys: torch.Tensor, dim: int, scale: float) -> torch.Tensor:
-    """See `tritonrec.kernels.philox.initial_rows`."""
+    """See `tritonrec.ops.initial_rows`."""
     rows = torch.empty(keys.numel(), dim, dtype=torch.float32)
     identity = *map(np.uint32, (*halves(seed), table)), np.uint64(reference.INITIAL_ROWS)
     _initial_rows(*identity, keys.contiguous().numpy(), np.float32(scale), flat(rows), U(dim))
     return rows
 
 
-def random_indices(
-    seed: int,
-    stream: int,
-    step: int,
-    sample_ids: torch.Tensor,
-    positions: torch.Tensor,
-    count: int,
-    upper: int,
-) -> torch.Tensor:
-    """See `tritonrec.kernels.philox.random_indices`."""
+def random_indices(seed, stream, step, sample_ids, positions, count, upper) -> torch.Tensor:
+    """See `tritonrec.ops.random_indices`."""
     indices = torch.empty(sample_ids.numel(), count, dtype=torch.int64)
     identity = *map(np.uint32, halves(derive_seed(seed, stream, step))), np.uint64(reference.RANDOM_INDICES)
     rows = sample_ids.contiguous().numpy(), positions.contiguous().numpy()

@@ -44,7 +44,7 @@ def halves(number: Any) -> tuple[Any, Any]:
 
 
 def derive_seed(seed: int, stream: int, step: int) -> int:
-    """See `tritonrec.kernels.philox.derive_seed`."""
+    """See `tritonrec.ops.derive_seed`."""
     for name, number in (("seed", seed), ("stream", stream), ("step", step)):
         if not -(1 << 63) <= number < 1 << 63:
             raise ValueError(f"{name} must lie in [-2**63, 2**63), got {number}")
@@ -61,7 +61,7 @@ _derived = lru_cache(maxsize=1024)(_derive)  # the micro-batches of a window der
 
 
 def initial_rows(seed: int, table: int, keys: torch.Tensor, dim: int, scale: float) -> torch.Tensor:
-    """See `tritonrec.kernels.philox.initial_rows`."""
+    """See `tritonrec.ops.initial_rows`."""
     low, high = halves(keys.cpu().numpy().astype(np.uint64)[:, None])
     blocks = INITIAL_ROWS | np.arange(-(-dim // 4), dtype=np.uint64)
     words = np.stack(philox4x32((low, high, blocks, table), halves(seed)), axis=-1)
@@ -70,16 +70,8 @@ def initial_rows(seed: int, table: int, keys: torch.Tensor, dim: int, scale: flo
     return torch.from_numpy(rows).to(keys.device)
 
 
-def random_indices(
-    seed: int,
-    stream: int,
-    step: int,
-    sample_ids: torch.Tensor,
-    positions: torch.Tensor,
-    count: int,
-    upper: int,
-) -> torch.Tensor:
-    """See `tritonrec.kernels.philox.random_indices`."""
+def random_indices(seed, stream, step, sample_ids, positions, count, upper) -> torch.Tensor:
+    """See `tritonrec.ops.random_indices`."""
     key = halves(derive_seed(seed, stream, step))
     indices = np.empty((sample_ids.numel(), count), np.int64)
     for row, sample, position in zip(indices, sample_ids.tolist(), positions.tolist(), strict=True):

@@ -86,17 +86,9 @@ def initial_rows_kernel(
 
 @jit_kernel
 def random_indices_kernel(
-    sample_ids_ptr,
-    positions_ptr,
-    indices_ptr,
-    seed,
-    tag,
-    upper,
-    num_rows,
-    count,
-    ROWS: tl.constexpr,
+    sample_ids_ptr, positions_ptr, indices_ptr, seed, tag, upper, num_rows, count, ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
-):
+):  # fmt: skip
     """indices[k, n] in [0, upper) from word n of the stream of (seed, sample_ids[k], positions[k])."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     block = tl.program_id(1).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[None, :]
@@ -131,7 +123,7 @@ def _tile(out: torch.Tensor) -> tuple[tuple[int, int], dict[str, int]]:
 
 
 def initial_rows(seed: int, table: int, keys: torch.Tensor, dim: int, scale: float) -> torch.Tensor:
-    """See `tritonrec.kernels.philox.initial_rows`."""
+    """See `tritonrec.ops.initial_rows`."""
     rows = torch.empty(keys.numel(), dim, dtype=torch.float32, device=keys.device)
     if rows.numel():
         grid, tile = _tile(rows)
@@ -140,16 +132,8 @@ def initial_rows(seed: int, table: int, keys: torch.Tensor, dim: int, scale: flo
     return rows
 
 
-def random_indices(
-    seed: int,
-    stream: int,
-    step: int,
-    sample_ids: torch.Tensor,
-    positions: torch.Tensor,
-    count: int,
-    upper: int,
-) -> torch.Tensor:
-    """See `tritonrec.kernels.philox.random_indices`."""
+def random_indices(seed, stream, step, sample_ids, positions, count, upper) -> torch.Tensor:
+    """See `tritonrec.ops.random_indices`."""
     indices = sample_ids.new_empty(sample_ids.numel(), count)
     if indices.numel():
         grid, tile = _tile(indices)

@@ -121,10 +121,7 @@ def backward(
             dtable[b * heads * buckets + e] = F32(sums[e])
 
 
-def relative_aggregate(
-    v: torch.Tensor, table: torch.Tensor, seq_offsets: torch.Tensor, max_seq_len: int,
-    timestamps: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
+def relative_aggregate(v, table, seq_offsets, max_seq_len, timestamps) -> torch.Tensor:
     """See `tritonrec.kernels.relative_aggregate.op.relative_aggregate`."""
     out = v.new_zeros(v.shape)
     if v.numel() == 0:
@@ -138,9 +135,8 @@ def relative_aggregate(
 
 
 def relative_aggregate_backward(
-    do: torch.Tensor, v: torch.Tensor, table: torch.Tensor, seq_offsets: torch.Tensor, max_seq_len: int,
-    timestamps: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    do, v, table, seq_offsets, max_seq_len, timestamps
+) -> tuple[torch.Tensor, torch.Tensor]:
     """dv (L, H, D), and each sequence's gradient of the table, (B, H, R), both contiguous."""
     dv, dtable = v.new_zeros(v.shape), v.new_zeros(seq_offsets.shape[0] - 1, *table.shape)
     if v.numel() == 0:

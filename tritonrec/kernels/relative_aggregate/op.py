@@ -96,10 +96,7 @@ def sequences(
     return found
 
 
-def relative_aggregate_reference(
-    v: torch.Tensor, table: torch.Tensor, seq_offsets: torch.Tensor, max_seq_len: int,
-    timestamps: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
+def relative_aggregate_reference(v, table, seq_offsets, max_seq_len, timestamps) -> torch.Tensor:
     """See `relative_aggregate`."""
     out = v.new_zeros(v.shape)
     for rows, places, mask in sequences(seq_offsets, timestamps, table.shape[1]):
@@ -109,9 +106,8 @@ def relative_aggregate_reference(
 
 
 def relative_aggregate_backward_reference(
-    do: torch.Tensor, v: torch.Tensor, table: torch.Tensor, seq_offsets: torch.Tensor, max_seq_len: int,
-    timestamps: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    do, v, table, seq_offsets, max_seq_len, timestamps
+) -> tuple[torch.Tensor, torch.Tensor]:
     """dv (L, H, D), and each sequence's gradient of the table, (B, H, R), both contiguous."""
     dv, dtable = v.new_zeros(v.shape), v.new_zeros(len(seq_offsets) - 1, *table.shape)
     for b, (rows, places, mask) in enumerate(sequences(seq_offsets, timestamps, table.shape[1])):

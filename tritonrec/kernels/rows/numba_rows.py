@@ -20,18 +20,12 @@ LINE = np.uintp(64)
 
 
 def gather_rows(source: torch.Tensor, rows: torch.Tensor, count: torch.Tensor | None) -> torch.Tensor:
-    """See `tritonrec.kernels.rows.gather_rows`."""
+    """See `tritonrec.ops.gather_rows`."""
     return pad(torch.index_select(source, 0, first_valid(rows, count)), rows.numel(), 0)
 
 
-def scatter_rows(
-    destination: torch.Tensor,
-    rows: torch.Tensor,
-    values: torch.Tensor,
-    source: torch.Tensor | None,
-    count: torch.Tensor | None,
-) -> None:
-    """See `tritonrec.kernels.rows.scatter_rows`."""
+def scatter_rows(destination, rows, values, source, count) -> None:
+    """See `tritonrec.ops.scatter_rows`."""
     rows = first_valid(rows, count)
     if source is None:
         values = values[: rows.numel()]

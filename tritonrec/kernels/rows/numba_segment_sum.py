@@ -40,18 +40,9 @@ MOST_FACTOR = np.float32(128.0)
 
 
 def segment_sum_into(
-    out: torch.Tensor,
-    values: torch.Tensor,
-    segments: torch.Tensor,
-    num_segments: int,
-    consistency: str,
-    fraction_bits: int,
-    name: str,
-    count: torch.Tensor | None,
-    source: torch.Tensor | None,
-    status: torch.Tensor | None = None,
+    out, values, segments, num_segments, consistency, fraction_bits, name, count, source, status=None
 ) -> None:
-    """See `tritonrec.kernels.rows.segment_sum`, with `out`."""
+    """See `tritonrec.ops.segment_sum`, with `out`."""
     if values.numel() == 0 or out.numel() == 0:
         return
     values, segments = contiguous_rows(values), first_valid(segments, count)

@@ -166,9 +166,7 @@ def segment_sum(
 # Reference: rows moved and summed one at a time; in fixed point with Python's unbounded integers.
 
 
-def gather_rows_reference(
-    source: torch.Tensor, rows: torch.Tensor, count: torch.Tensor | None
-) -> torch.Tensor:
+def gather_rows_reference(source, rows, count) -> torch.Tensor:
     """See `gather_rows`."""
     out = source.new_zeros((rows.numel(), source.shape[1]))
     for position, row in enumerate(first_valid(rows, count).tolist()):
@@ -176,29 +174,14 @@ def gather_rows_reference(
     return out
 
 
-def scatter_rows_reference(
-    destination: torch.Tensor,
-    rows: torch.Tensor,
-    values: torch.Tensor,
-    source: torch.Tensor | None,
-    count: torch.Tensor | None,
-) -> None:
+def scatter_rows_reference(destination, rows, values, source, count) -> None:
     """See `scatter_rows`."""
     for position, row in enumerate(first_valid(rows, count).tolist()):
         destination[row] = values[position if source is None else source[position]]
 
 
 def segment_sum_into_reference(
-    out: torch.Tensor,
-    values: torch.Tensor,
-    segments: torch.Tensor,
-    num_segments: int,
-    consistency: str,
-    fraction_bits: int,
-    name: str,
-    count: torch.Tensor | None,
-    source: torch.Tensor | None,
-    status: torch.Tensor | None = None,
+    out, values, segments, num_segments, consistency, fraction_bits, name, count, source, status=None
 ) -> None:
     """See `segment_sum`, with `out`."""
     if source is not None:

@@ -13,22 +13,10 @@ BLOCK_ROWS, BLOCK_DIM, NUM_WARPS = 16, 128, 4
 
 @jit_kernel
 def _move_kernel(
-    source_ptr,
-    source_rows_ptr,
-    destination_ptr,
-    destination_rows_ptr,
-    num_moves,
-    count_ptr,
-    dim,
-    source_row_stride,
-    source_column_stride,
-    destination_row_stride,
-    destination_column_stride,
-    GATHER: tl.constexpr,
-    SCATTER: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
+    source_ptr, source_rows_ptr, destination_ptr, destination_rows_ptr, num_moves, count_ptr, dim,
+    source_row_stride, source_column_stride, destination_row_stride, destination_column_stride,
+    GATHER: tl.constexpr, SCATTER: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
     """``destination[destination_rows[k]] = source[source_rows[k]]``.
 
     The rows of the source are 0, 1, 2, ... without GATHER, those of the destination without SCATTER.
@@ -68,36 +56,20 @@ def _move(source, source_rows, destination, destination_rows, count) -> None:
     block_dim = min(triton.next_power_of_2(dim), BLOCK_DIM)
     grid = (triton.cdiv(rows.numel(), BLOCK_ROWS), triton.cdiv(dim, block_dim))
     _move_kernel[grid](
-        source,
-        None if source_rows is None else source_rows.contiguous(),
-        destination,
-        None if destination_rows is None else destination_rows.contiguous(),
-        rows.numel(),
-        count,
-        dim,
-        *source.stride(),
-        *destination.stride(),
-        GATHER=source_rows is not None,
-        SCATTER=destination_rows is not None,
-        BLOCK_ROWS=BLOCK_ROWS,
-        BLOCK_DIM=block_dim,
-        num_warps=NUM_WARPS,
-    )
+        source, None if source_rows is None else source_rows.contiguous(), destination,
+        None if destination_rows is None else destination_rows.contiguous(), rows.numel(), count, dim,
+        *source.stride(), *destination.stride(), GATHER=source_rows is not None,
+        SCATTER=destination_rows is not None, BLOCK_ROWS=BLOCK_ROWS, BLOCK_DIM=block_dim, num_warps=NUM_WARPS,
+    )  # fmt: skip
 
 
 def gather_rows(source: torch.Tensor, rows: torch.Tensor, count: torch.Tensor | None) -> torch.Tensor:
-    """See `tritonrec.kernels.rows.gather_rows`."""
+    """See `tritonrec.ops.gather_rows`."""
     out = source.new_empty((rows.numel(), source.shape[1]))
     _move(source, rows, out, None, count)
     return out
 
 
-def scatter_rows(
-    destination: torch.Tensor,
-    rows: torch.Tensor,
-    values: torch.Tensor,
-    source: torch.Tensor | None,
-    count: torch.Tensor | None,
-) -> None:
-    """See `tritonrec.kernels.rows.scatter_rows`."""
+def scatter_rows(destination, rows, values, source, count) -> None:
+    """See `tritonrec.ops.scatter_rows`."""
     _move(values, source, destination, rows, count)

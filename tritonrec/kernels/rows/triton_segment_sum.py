@@ -122,34 +122,11 @@ def put_sum(
 @declared(varies=("bad_ptr",))
 @jit_kernel
 def segment_sum_kernel(
-    out_ptr,
-    parts_ptr,
-    values_ptr,
-    source_ptr,
-    factors_ptr,
-    keys_ptr,
-    order_ptr,
-    starts_ptr,
-    bad_ptr,
-    out_stride,
-    value_stride,
-    num_segments,
-    num_parts,
-    num_others,
-    num_rows,
-    count_ptr,
-    scale,
-    dim,
-    unit,
-    limit,
-    near,
-    GROUP: tl.constexpr,
-    ADD: tl.constexpr,
-    ATOMIC: tl.constexpr,
-    PART: tl.constexpr,
-    UPPER: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    out_ptr, parts_ptr, values_ptr, source_ptr, factors_ptr, keys_ptr, order_ptr, starts_ptr, bad_ptr,
+    out_stride, value_stride, num_segments, num_parts, num_others, num_rows, count_ptr, scale, dim, unit,
+    limit, near, GROUP: tl.constexpr, ADD: tl.constexpr, ATOMIC: tl.constexpr, PART: tl.constexpr,
+    UPPER: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """out[segment] += values[order[i]] for the rows i of a piece (`piece_of`), in order.
 
     ATOMIC: the pieces of a segment of several are added atomically. With `parts` the sums of all pieces but
@@ -216,18 +193,9 @@ def segment_sum_kernel(
 
 
 def segment_sum_into(
-    out: torch.Tensor,
-    values: torch.Tensor,
-    segments: torch.Tensor,
-    num_segments: int,
-    consistency: str,
-    fraction_bits: int,
-    name: str,
-    count: torch.Tensor | None,
-    source: torch.Tensor | None,
-    status: torch.Tensor | None = None,
+    out, values, segments, num_segments, consistency, fraction_bits, name, count, source, status=None
 ) -> None:
-    """See `tritonrec.kernels.rows.segment_sum`, with `out`; a code is read back without `status`."""
+    """See `tritonrec.ops.segment_sum`, with `out`; a code is read back without `status`."""
     if values.numel() == 0 or out.numel() == 0 or segments.numel() == 0:
         return
     source = None if source is None else source.contiguous()

@@ -130,10 +130,7 @@ def backward_rows(
                 dhidden[h + d] += slope * own[c * dim + d]
 
 
-def sampled_softmax(
-    hidden: torch.Tensor, positive: torch.Tensor, negatives: torch.Tensor, valid: torch.Tensor, scale: float,
-    rows: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
+def sampled_softmax(hidden, positive, negatives, valid, scale, rows) -> torch.Tensor:
     """`tritonrec.kernels.sampled_softmax.op.sampled_softmax`, with scale = 1 / temperature."""
     losses = hidden.new_empty(len(hidden))
     kernel, arrays = (forward, (flat(negatives),)) if rows is None else (forward_rows, _rows(negatives, rows))
@@ -147,9 +144,8 @@ def sampled_softmax(
 
 
 def sampled_softmax_backward(
-    dloss: torch.Tensor, hidden: torch.Tensor, positive: torch.Tensor, negatives: torch.Tensor,
-    valid: torch.Tensor, scale: float, rows: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    dloss, hidden, positive, negatives, valid, scale, rows
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `tritonrec.kernels.sampled_softmax.op.sampled_softmax_backward_reference`."""
     last = negatives if rows is None else valid
     gradients = tuple(hidden.new_empty(each.shape) for each in (hidden, positive, last))

@@ -77,10 +77,7 @@ def scores(
     return score
 
 
-def sampled_softmax_reference(
-    hidden: torch.Tensor, positive: torch.Tensor, negatives: torch.Tensor, valid: torch.Tensor, scale: float,
-    rows: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
+def sampled_softmax_reference(hidden, positive, negatives, valid, scale, rows) -> torch.Tensor:
     """`tritonrec.kernels.sampled_softmax.op.sampled_softmax`, with scale = 1 / temperature."""
     if rows is not None:
         negatives = negatives[rows]
@@ -92,9 +89,8 @@ def sampled_softmax_reference(
 
 
 def sampled_softmax_backward_reference(
-    dloss: torch.Tensor, hidden: torch.Tensor, positive: torch.Tensor, negatives: torch.Tensor,
-    valid: torch.Tensor, scale: float, rows: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    dloss, hidden, positive, negatives, valid, scale, rows
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dhidden, dpositive, dnegatives, each contiguous.
 
     With `rows` slopes (L, K) for dnegatives: what ``hidden[l]`` is multiplied by for ``rows[l, k]``.

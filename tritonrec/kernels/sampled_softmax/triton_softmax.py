@@ -144,10 +144,7 @@ def _negatives(
     return matrix, matrix.stride(0), rows.contiguous()
 
 
-def sampled_softmax(
-    hidden: torch.Tensor, positive: torch.Tensor, negatives: torch.Tensor, valid: torch.Tensor, scale: float,
-    rows: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
+def sampled_softmax(hidden, positive, negatives, valid, scale, rows) -> torch.Tensor:
     """`tritonrec.kernels.sampled_softmax.op.sampled_softmax`, with scale = 1 / temperature."""
     hidden, positive, valid = (t.contiguous() for t in (hidden, positive, valid))
     losses = hidden.new_empty(len(hidden))
@@ -161,9 +158,8 @@ def sampled_softmax(
 
 
 def sampled_softmax_backward(
-    dloss: torch.Tensor, hidden: torch.Tensor, positive: torch.Tensor, negatives: torch.Tensor,
-    valid: torch.Tensor, scale: float, rows: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    dloss, hidden, positive, negatives, valid, scale, rows
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `tritonrec.kernels.sampled_softmax.op.sampled_softmax_backward_reference`."""
     hidden, positive, valid = (t.contiguous() for t in (hidden, positive, valid))
     dhidden, dpositive = map(torch.empty_like, (hidden, positive))

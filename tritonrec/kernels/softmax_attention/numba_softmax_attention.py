@@ -14,8 +14,7 @@ from tritonrec.kernels.norm_mul_dropout.numba_norm import draw_kept
 from tritonrec.kernels.numba_float import dot, exp
 from tritonrec.kernels.numba_matmul import add_products
 from tritonrec.kernels.numba_sequences import transpose
-from tritonrec.kernels.philox import DROPOUT
-from tritonrec.kernels.philox.reference import halves
+from tritonrec.kernels.philox.reference import DROPOUT, halves
 from tritonrec.kernels.row_layout import flat, flat_int64
 from tritonrec.kernels.softmax_attention.op import Call
 from tritonrec.kernels.workers import over_ranges
@@ -190,9 +189,7 @@ def backward(
                 i += FOUR
 
 
-def softmax_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *described
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def softmax_attention(q, k, v, *described) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """out (M, H, E), and for each query and head its greatest score and the sum of exponentials, (M, H)."""
     call = Call(*described)
     out = v.new_zeros(*q.shape[:2], v.shape[2])
@@ -208,9 +205,8 @@ def softmax_attention(
 
 
 def softmax_attention_backward(
-    do: torch.Tensor, out: torch.Tensor, most: torch.Tensor, total: torch.Tensor, q: torch.Tensor,
-    k: torch.Tensor, v: torch.Tensor, *described,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    do, out, most, total, q, k, v, *described
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk and dv, contiguous."""
     call = Call(*described)
     dq, dk, dv = (tensor.new_zeros(tensor.shape) for tensor in (q, k, v))

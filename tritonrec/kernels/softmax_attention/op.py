@@ -32,7 +32,7 @@ from tritonrec.kernels.dispatch import Impl
 from tritonrec.kernels.norm_mul_dropout.op import mask
 from tritonrec.kernels.offsets import check_lengths, check_max_seq_len, check_offsets, check_offsets_shape
 from tritonrec.kernels.op import Op
-from tritonrec.kernels.philox import DROPOUT
+from tritonrec.kernels.philox.reference import DROPOUT
 
 
 def softmax_attention(
@@ -127,9 +127,7 @@ class Call(NamedTuple):
         return factors.to(scores.dtype)
 
 
-def softmax_attention_reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *described
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def softmax_attention_reference(q, k, v, *described) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """out (M, H, E), and for each query and head its greatest score and the sum of exponentials, (M, H)."""
     call = Call(*described)
     out = v.new_zeros(*q.shape[:2], v.shape[2])
@@ -150,9 +148,8 @@ def softmax_attention_reference(
 
 
 def softmax_attention_backward_reference(
-    do: torch.Tensor, out: torch.Tensor, most: torch.Tensor, total: torch.Tensor, q: torch.Tensor,
-    k: torch.Tensor, v: torch.Tensor, *described,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    do, out, most, total, q, k, v, *described
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk and dv, contiguous."""
     call = Call(*described)
     dq, dk, dv = (tensor.new_zeros(tensor.shape) for tensor in (q, k, v))

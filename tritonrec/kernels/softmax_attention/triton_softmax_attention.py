@@ -24,7 +24,7 @@ import triton.language as tl
 from tritonrec.kernels.head_layout import contiguous_heads
 from tritonrec.kernels.hstu_attention.triton_forward import product
 from tritonrec.kernels.linear.triton_linear import INTERPRETED
-from tritonrec.kernels.philox import DROPOUT
+from tritonrec.kernels.philox.reference import DROPOUT
 from tritonrec.kernels.philox.triton_philox import high_word, low_word, philox4x32
 from tritonrec.kernels.softmax_attention.op import Call
 from tritonrec.kernels.triton_float import exp
@@ -315,9 +315,7 @@ def backward(do, out, most, total, q, k, v, call: Call, dq, dk, dv) -> None:
     launch(keys_kernel, (*given, dk, dv), (do, out, q, k, v, dk, dv), q, v, call, config)
 
 
-def softmax_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *described
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def softmax_attention(q, k, v, *described) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """out (M, H, E), and for each query and head its greatest score and the sum of exponentials, (M, H)."""
     out = v.new_empty(*q.shape[:2], v.shape[2])
     most, total = (torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) for _ in range(2))
@@ -326,9 +324,8 @@ def softmax_attention(
 
 
 def softmax_attention_backward(
-    do: torch.Tensor, out: torch.Tensor, most: torch.Tensor, total: torch.Tensor, q: torch.Tensor,
-    k: torch.Tensor, v: torch.Tensor, *described,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    do, out, most, total, q, k, v, *described
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk and dv, contiguous."""
     dq, dk, dv = (tensor.new_empty(tensor.shape) for tensor in (q, k, v))
     backward(do, out, most, total, q, k, v, Call(*described), dq, dk, dv)

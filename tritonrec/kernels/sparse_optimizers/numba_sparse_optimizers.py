@@ -13,7 +13,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
 
 from tritonrec.kernels.padding import first_valid
 from tritonrec.kernels.row_layout import contiguous_rows, flat, flat_rows
@@ -60,15 +59,8 @@ def update_of_rows(function: Callable[..., None], boundscheck: bool = False) -> 
     return update
 
 
-def lazy_decay(
-    weight: torch.Tensor,
-    last_update: torch.Tensor,
-    indices: torch.Tensor,
-    factors: torch.Tensor,
-    step: int,
-    count: torch.Tensor | None,
-) -> None:
-    """See `tritonrec.kernels.sparse_optimizers.sparse_lazy_decay`."""
+def lazy_decay(weight, last_update, indices, factors, step, count) -> None:
+    """See `tritonrec.ops.sparse_lazy_decay`."""
     if weight.shape[1]:
         tables = flat_rows(weight), flat_rows(last_update)
         rows = first_valid(indices, count).contiguous().numpy()

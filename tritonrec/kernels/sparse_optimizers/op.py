@@ -146,81 +146,6 @@ def sparse_rowwise_adagrad(
     SPARSE_UPDATES["rowwise_adagrad"](weight, state, indices, grad, *rest, count, impl=impl)
 
 
-def sparse_adam(
-    weight: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    indices: torch.Tensor,
-    grad: torch.Tensor,
-    lr: float,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
-    step: int = 1,
-    weight_decay: float = 0.0,
-    *,
-    count: torch.Tensor | None = None,
-    impl: Impl = "auto",
-) -> None:
-    """Lazy Adam for the touched rows, in place; rows that are not touched keep weights and moments.
-
-    Args:
-        exp_avg, exp_avg_sq: (R, D) float32, mutated; step: the number of this step, from 1.
-    """
-    rest = lr, eps, beta1, beta2, weight_decay, step
-    SPARSE_UPDATES["adam"](weight, exp_avg, exp_avg_sq, indices, grad, *rest, count, impl=impl)
-
-
-def sparse_adamw(
-    weight: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    indices: torch.Tensor,
-    grad: torch.Tensor,
-    lr: float,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
-    step: int = 1,
-    weight_decay: float = 0.0,
-    *,
-    count: torch.Tensor | None = None,
-    impl: Impl = "auto",
-) -> None:
-    """Lazy AdamW for the touched rows, in place; rows that are not touched keep weights and moments.
-
-    Args:
-        exp_avg, exp_avg_sq: (R, D) float32, mutated; step: the number of this step, from 1.
-    """
-    rest = lr, eps, beta1, beta2, weight_decay, step
-    SPARSE_UPDATES["adamw"](weight, exp_avg, exp_avg_sq, indices, grad, *rest, count, impl=impl)
-
-
-def sparse_rowwise_adam(
-    weight: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    indices: torch.Tensor,
-    grad: torch.Tensor,
-    lr: float,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
-    step: int = 1,
-    weight_decay: float = 0.0,
-    *,
-    count: torch.Tensor | None = None,
-    impl: Impl = "auto",
-) -> None:
-    """Lazy row-wise Adam for the touched rows, in place: the second moment is one per row.
-
-    Args:
-        exp_avg: (R, D), exp_avg_sq: (R, 1), float32, mutated; step: the number of this step, from 1.
-    """
-    rest = lr, eps, beta1, beta2, weight_decay, step
-    SPARSE_UPDATES["rowwise_adam"](weight, exp_avg, exp_avg_sq, indices, grad, *rest, count, impl=impl)
-
-
 def sparse_rowwise_adagradw(
     weight: torch.Tensor,
     state: torch.Tensor,
@@ -279,46 +204,44 @@ def sparse_ftrl(
     SPARSE_UPDATES["ftrl"](weight, linear, state, indices, grad, *rest, count, impl=impl)
 
 
-def sparse_lamb(
-    weight: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    indices: torch.Tensor,
-    grad: torch.Tensor,
-    lr: float,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
-    step: int = 1,
-    weight_decay: float = 0.0,
-    *,
-    count: torch.Tensor | None = None,
-    impl: Impl = "auto",
-) -> None:
-    """Lazy LAMB for the touched rows, each a layer, in place; arguments as `sparse_adamw`."""
-    rest = lr, eps, beta1, beta2, weight_decay, step
-    SPARSE_UPDATES["lamb"](weight, exp_avg, exp_avg_sq, indices, grad, *rest, count, impl=impl)
+class _WithMoments:
+    """The update of a rule with two moments, whose arguments are the same for all five."""
+
+    def __init__(self, rule: str, doc: str):
+        self._rule, self.__name__, self.__doc__ = rule, f"sparse_{rule}", doc
+
+    def __call__(
+        self,
+        weight: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        indices: torch.Tensor,
+        grad: torch.Tensor,
+        lr: float,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        step: int = 1,
+        weight_decay: float = 0.0,
+        *,
+        count: torch.Tensor | None = None,
+        impl: Impl = "auto",
+    ) -> None:
+        """In place, for the touched rows; those that are not touched keep weights and moments.
+
+        Args:
+            exp_avg: (R, D) float32, mutated. exp_avg_sq: the same, or (R, 1) where the rule is row-wise.
+            step: the number of this step, from 1.
+        """
+        rest = lr, eps, beta1, beta2, weight_decay, step
+        SPARSE_UPDATES[self._rule](weight, exp_avg, exp_avg_sq, indices, grad, *rest, count, impl=impl)
 
 
-def sparse_rowwise_lamb(
-    weight: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    indices: torch.Tensor,
-    grad: torch.Tensor,
-    lr: float,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
-    step: int = 1,
-    weight_decay: float = 0.0,
-    *,
-    count: torch.Tensor | None = None,
-    impl: Impl = "auto",
-) -> None:
-    """Lazy LAMB with one second moment per row, in place; arguments as `sparse_rowwise_adam`."""
-    rest = lr, eps, beta1, beta2, weight_decay, step
-    SPARSE_UPDATES["rowwise_lamb"](weight, exp_avg, exp_avg_sq, indices, grad, *rest, count, impl=impl)
+sparse_adam = _WithMoments("adam", "Lazy Adam.")
+sparse_adamw = _WithMoments("adamw", "Lazy AdamW.")
+sparse_rowwise_adam = _WithMoments("rowwise_adam", "Lazy Adam with one second moment per row.")
+sparse_lamb = _WithMoments("lamb", "Lazy LAMB, each row a layer.")
+sparse_rowwise_lamb = _WithMoments("rowwise_lamb", "Lazy LAMB with one second moment per row.")
 
 
 def sparse_lazy_decay(
@@ -433,14 +356,7 @@ def update_reference(*arguments: Any, rule: str) -> None:
                 w -= (rate * m) / (np.sqrt(v) + e)
 
 
-def lazy_decay_reference(
-    weight: torch.Tensor,
-    last_update: torch.Tensor,
-    indices: torch.Tensor,
-    factors: torch.Tensor,
-    step: int,
-    count: torch.Tensor | None,
-) -> None:
+def lazy_decay_reference(weight, last_update, indices, factors, step, count) -> None:
     """See `sparse_lazy_decay`."""
     for w, last in _rows(indices, count, weight, last_update):
         done = int(min(last[0], step)) if last[0] >= 1 else step - 1

@@ -34,32 +34,10 @@ def tile_of(indices_ptr, num_rows, count_ptr, dim, ROWS: tl.constexpr, BLOCK_D: 
 
 @jit_kernel
 def elementwise_kernel(
-    weight_ptr,
-    weight_stride,
-    first_ptr,
-    first_stride,
-    second_ptr,
-    second_stride,
-    indices_ptr,
-    grad_ptr,
-    grad_stride,
-    num_rows,
-    count_ptr,
-    dim,
-    rate,
-    eps,
-    beta1,
-    rest1,
-    beta2,
-    rest2,
-    l2,
-    decay,
-    RULE: tl.constexpr,
-    L2: tl.constexpr,
-    DECAYS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    weight_ptr, weight_stride, first_ptr, first_stride, second_ptr, second_stride, indices_ptr, grad_ptr,
+    grad_stride, num_rows, count_ptr, dim, rate, eps, beta1, rest1, beta2, rest2, l2, decay,
+    RULE: tl.constexpr, L2: tl.constexpr, DECAYS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """The rules whose states are as wide as the weight; their formulas are in `op.py`."""
     occurrence, row, column, mask = tile_of(indices_ptr, num_rows, count_ptr, dim, ROWS, BLOCK_D)
     gradient = tl.load(grad_ptr + occurrence * grad_stride + column, mask=mask, other=0.0)
@@ -127,30 +105,10 @@ def sum_of_lanes(lanes, ROWS: tl.constexpr):
 
 @jit_kernel
 def rowwise_kernel(
-    weight_ptr,
-    weight_stride,
-    first_ptr,
-    first_stride,
-    second_ptr,
-    second_stride,
-    indices_ptr,
-    grad_ptr,
-    grad_stride,
-    num_rows,
-    count_ptr,
-    dim,
-    rate,
-    eps,
-    beta1,
-    rest1,
-    beta2,
-    rest2,
-    l2,
-    decay,
-    L2: tl.constexpr,
-    DECAYS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    weight_ptr, weight_stride, first_ptr, first_stride, second_ptr, second_stride, indices_ptr, grad_ptr,
+    grad_stride, num_rows, count_ptr, dim, rate, eps, beta1, rest1, beta2, rest2, l2, decay, L2: tl.constexpr,
+    DECAYS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Row-wise Adam, and without a first moment row-wise Adagrad; the second one is of mean squares."""
     # the grid has no second axis, so the tile's columns are the 16 lanes
     occurrence, row, lane, _ = tile_of(indices_ptr, num_rows, count_ptr, dim, ROWS, 16)
@@ -196,29 +154,10 @@ def rowwise_kernel(
 
 @jit_kernel
 def norm_kernel(
-    weight_ptr,
-    weight_stride,
-    first_ptr,
-    first_stride,
-    second_ptr,
-    second_stride,
-    indices_ptr,
-    grad_ptr,
-    grad_stride,
-    num_rows,
-    count_ptr,
-    dim,
-    rate,
-    eps,
-    beta1,
-    rest1,
-    beta2,
-    rest2,
-    l2,
-    scale,
-    RULE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    weight_ptr, weight_stride, first_ptr, first_stride, second_ptr, second_stride, indices_ptr, grad_ptr,
+    grad_stride, num_rows, count_ptr, dim, rate, eps, beta1, rest1, beta2, rest2, l2, scale,
+    RULE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """LAMB, row-wise LAMB and LARS: a row's norm and that of its change, or its gradient, set its rate."""
     occurrence, row, lane, _ = tile_of(indices_ptr, num_rows, count_ptr, dim, ROWS, 16)
     inside = occurrence < num_valid(num_rows, count_ptr)
@@ -287,22 +226,9 @@ def norm_kernel(
 
 @jit_kernel
 def custom_kernel(
-    rows_ptr,
-    row_stride,
-    indices_ptr,
-    grad_ptr,
-    grad_stride,
-    num_rows,
-    count_ptr,
-    dim,
-    step,
-    lr,
-    UPDATE: tl.constexpr,
-    WIDE: tl.constexpr,
-    NARROW: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    rows_ptr, row_stride, indices_ptr, grad_ptr, grad_stride, num_rows, count_ptr, dim, step, lr,
+    UPDATE: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """A user's update (`RowOptimizer.custom`) of rows: weight | WIDE states like it | NARROW of a column."""
     occurrence, row, column, mask = tile_of(indices_ptr, num_rows, count_ptr, dim, ROWS, BLOCK_D)
     inside = occurrence < num_valid(num_rows, count_ptr)
@@ -325,19 +251,9 @@ def custom_kernel(
 
 @jit_kernel
 def lazy_decay_kernel(
-    weight_ptr,
-    weight_stride,
-    last_update_ptr,
-    last_update_stride,
-    indices_ptr,
-    factors_ptr,
-    step,
-    num_rows,
-    count_ptr,
-    dim,
-    ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    weight_ptr, weight_stride, last_update_ptr, last_update_stride, indices_ptr, factors_ptr, step, num_rows,
+    count_ptr, dim, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Each weight times the factors of the updates since its row's last one, one after another."""
     # the grid has no second axis: all columns of a row wait for one `last_update`, which is then written
     occurrence, row, offset, _ = tile_of(indices_ptr, num_rows, count_ptr, BLOCK_D, ROWS, BLOCK_D)
@@ -411,67 +327,28 @@ def update(*arguments: Any, rule: str) -> None:
 
 
 def update_of_tiles(
-    rows: torch.Tensor,
-    indices: torch.Tensor,
-    gradient: torch.Tensor,
-    step: int,
-    lr: float,
-    count: torch.Tensor | None,
-    function: Any,
-    wide: int,
-    narrow: int,
-) -> None:
+    rows: torch.Tensor, indices: torch.Tensor, gradient: torch.Tensor, step: int, lr: float,
+    count: torch.Tensor | None, function: Any, wide: int, narrow: int,
+) -> None:  # fmt: skip
     """A user's update of a tile, over all rows of (R, (1 + wide) * dim + narrow)."""
     gradient, (num_rows, dim) = contiguous_rows(gradient), gradient.shape
     block = triton.next_power_of_2(dim)
     tile = max(1, ELEMENTS // block)
     custom_kernel[(triton.cdiv(num_rows, tile),)](
-        rows,
-        rows.stride(0),
-        indices.contiguous(),
-        gradient,
-        gradient.stride(0),
-        num_rows,
-        count,
-        dim,
-        step,
-        lr,
-        UPDATE=function,
-        WIDE=wide,
-        NARROW=narrow,
-        ROWS=tile,
-        BLOCK_D=block,
-        num_warps=NUM_WARPS,
+        rows, rows.stride(0), indices.contiguous(), gradient, gradient.stride(0), num_rows, count, dim, step,
+        lr, UPDATE=function, WIDE=wide, NARROW=narrow, ROWS=tile, BLOCK_D=block, num_warps=NUM_WARPS,
         enable_fp_fusion=False,
-    )
+    )  # fmt: skip
 
 
-def lazy_decay(
-    weight: torch.Tensor,
-    last_update: torch.Tensor,
-    indices: torch.Tensor,
-    factors: torch.Tensor,
-    step: int,
-    count: torch.Tensor | None,
-) -> None:
-    """See `tritonrec.kernels.sparse_optimizers.sparse_lazy_decay`."""
+def lazy_decay(weight, last_update, indices, factors, step, count) -> None:
+    """See `tritonrec.ops.sparse_lazy_decay`."""
     num_rows, dim = indices.shape[0], weight.shape[1]
     if num_rows * dim == 0:
         return
     rows, block = _tile(dim)
     lazy_decay_kernel[(triton.cdiv(num_rows, rows),)](
-        weight,
-        weight.stride(0),
-        last_update,
-        last_update.stride(0),
-        indices.contiguous(),
-        factors.contiguous(),
-        step,
-        num_rows,
-        count,
-        dim,
-        ROWS=rows,
-        BLOCK_D=block,
-        num_warps=NUM_WARPS,
+        weight, weight.stride(0), last_update, last_update.stride(0), indices.contiguous(),
+        factors.contiguous(), step, num_rows, count, dim, ROWS=rows, BLOCK_D=block, num_warps=NUM_WARPS,
         enable_fp_fusion=False,
-    )
+    )  # fmt: skip

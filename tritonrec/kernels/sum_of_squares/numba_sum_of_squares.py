@@ -16,7 +16,7 @@ COST = 10  # operations of a value
 
 
 def sum_of_squares(values: torch.Tensor, count: torch.Tensor | None) -> torch.Tensor:
-    """See `tritonrec.kernels.sum_of_squares.sum_of_squares`."""
+    """See `tritonrec.ops.sum_of_squares`."""
     flat = first_valid(values.detach(), count).contiguous().view(-1).numpy()
 
     def run(start: int, stop: int) -> tuple[int, int, int]:

@@ -62,7 +62,7 @@ def join_kernel(limbs_ptr, out_ptr, num_parts, PARTS: tl.constexpr):
 
 
 def sum_of_squares(values: torch.Tensor, count: torch.Tensor | None) -> torch.Tensor:
-    """See `tritonrec.kernels.sum_of_squares.sum_of_squares`."""
+    """See `tritonrec.ops.sum_of_squares`."""
     values = values.detach().contiguous()
     if values.numel() == 0:
         return torch.zeros(3, dtype=torch.int64, device=values.device)

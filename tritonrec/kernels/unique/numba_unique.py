@@ -127,10 +127,8 @@ def _empty_table(keys: int) -> np.ndarray:
     return np.zeros((4 * keys // (3 * SLOTS) + 1) * LINE, np.uint64)
 
 
-def unique(
-    keys: torch.Tensor, count: torch.Tensor | None, padded: bool, table: bool = False
-) -> tuple[torch.Tensor, ...]:
-    """See `tritonrec.kernels.unique.unique`."""
+def unique(keys, count, padded, table=False) -> tuple[torch.Tensor, ...]:
+    """See `tritonrec.ops.unique`."""
     valid = keys[: num_valid(count, keys.numel())]
     inverse = torch.empty(valid.numel(), dtype=torch.int64)
     order, counts = _unique(valid.contiguous().numpy().view(np.uint64), inverse.numpy())

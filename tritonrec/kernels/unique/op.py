@@ -79,9 +79,7 @@ def unique(
 # Reference: dedup as a loop over a dict.
 
 
-def unique_reference(
-    keys: torch.Tensor, count: torch.Tensor | None, padded: bool, table: bool = False
-) -> tuple[torch.Tensor, ...]:
+def unique_reference(keys, count, padded, table=False) -> tuple[torch.Tensor, ...]:
     """See `unique`."""
     position_of: dict[int, int] = {}
     inverse: list[int] = []

@@ -61,10 +61,8 @@ def _emit_kernel(
     tl.store(num_unique_ptr + offsets * 0, last.to(tl.int64), mask=offsets == num_keys - 1)
 
 
-def unique(
-    keys: torch.Tensor, count: torch.Tensor | None, padded: bool, table: bool = False
-) -> tuple[torch.Tensor, ...]:
-    """See `tritonrec.kernels.unique.unique`; the length of the result is read back only if not `padded`."""
+def unique(keys, count, padded, table=False) -> tuple[torch.Tensor, ...]:
+    """See `tritonrec.ops.unique`; the length of the result is read back only if not `padded`."""
     size = keys.numel()
     if size == 0:
         found = tuple(keys.new_empty(0) for _ in range(3))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
@@ -31,18 +29,6 @@ from ..streams import to_device, to_host
 from ..window import LookupCounts, Window
 
 
-class TableKeys(NamedTuple):
-    """Distinct keys (K,) of one table, handles (K,) of their rows, and the rows kept from the last window."""
-
-    keys: torch.Tensor
-    handles: torch.Tensor
-    kept: Common | None
-
-
-Fetch = Callable[[Context, DynamicTable, TableKeys, LookupCounts], torch.Tensor]
-"""Reads rows of a table into a buffer (K, row width)."""
-
-
 # The prefetch buffer was batch t-2's: wait until its rows are written back and batch t-1 has copied from it.
 # Rows of t-2 that t-1 does not use are then fresh in the tables. Rows of t-1 are stale there, and
 # `copy_kept_rows` overwrites them. Rows of neither t-1 nor t can be evicted here, so their last update must
@@ -67,7 +53,7 @@ def retrieve(
     Tables first evict and demote rows where that is due. They spare the rows of this batch and of the last
     one, which are in the two buffers.
     """
-    return _retrieve(_fetch_all, context, window, routes, before, retrieval, index, storage, counts)
+    return _retrieve(context, window, routes, before, retrieval, index, storage, counts, only_new=False)
 
 
 # Kept rows are not fetched. Other rows in a buffer were written back with the batch before.
@@ -88,7 +74,7 @@ def retrieve_new_rows(
     counts: LookupCounts,
 ) -> tuple[OwnedRows, Buffer, RowGradient, KeptRows | None]:
     """`retrieve` for rows that stay in the buffers: rows shared with the last batch are not read."""
-    return _retrieve(_fetch_new, context, window, routes, before, retrieval, index, storage, counts)
+    return _retrieve(context, window, routes, before, retrieval, index, storage, counts, only_new=True)
 
 
 @stage("copy", (Edge("retrieve"), Edge("sparse_update", batch=1)), moves=True, feature="dual_buffer")
@@ -107,7 +93,6 @@ def copy_kept_rows(
 
 
 def _retrieve(
-    fetch: Fetch,
     context: Context,
     window: Window,
     routes: Routes,
@@ -116,56 +101,62 @@ def _retrieve(
     index: Tables,
     storage: Tables,
     counts: LookupCounts,
+    only_new: bool,
 ) -> tuple[OwnedRows, Buffer, RowGradient, KeptRows | None]:
-    """Both forms of `retrieve`; `fetch` reads the table rows that the form needs."""
+    """Both forms of `retrieve`, which read all rows or `only_new` ones.
+
+    Two lists of distinct keys number the rows of a table. Without replicas they are one list::
+
+        received from rank 0, 1   7 3 | 3 9     the output dist sends a row for each of them
+        own                       7 3 9         numbers the sums that micro-batches fill
+        received by replica 1     3 5
+        every                     7 3 9 5       numbers the buffer: all replicas hold and update the same rows
+    """
 
     def over_ranks(sizes: torch.Tensor) -> torch.Tensor:
         return retrieval.all_reduce(sizes, "table sizes", bounded=True)
 
     owned, buffer, gradient, kept = [], [], [], []
     reductions: list[ReplicaReductions] = []
-    for number, received in enumerate(routes.received):
-        table = storage[number]
-        received = _moved(received, table.device)
-        padded = table.padded
-        # `own` are the distinct keys received here, `every` those of all replicas; without replicas they are
-        # one. Its hash table, if any, finds the kept rows below.
+    for number, (table, received) in enumerate(zip(storage, routes.received, strict=True)):
+        received, padded = _moved(received, table.device), table.padded
+        # The hash table of `every`, if any, finds the kept rows below.
         own = every = distinct(received.keys, padded, table=before is not None and not context.replicated)
         replica_rows: list[torch.Tensor] = []
-        if context.replicated:  # every replica has the union of the received keys, in the same order
+        if context.replicated:
             every = distinct(torch.cat(received.replica_keys), padded, table=before is not None)
             replica_rows = list(every.inverse.split([len(each) for each in received.replica_keys]))
-        keys, count = every.keys, every.count
+        # Adds missing keys, in the order of `every`; may evict rows of neither buffer first.
         reduce = over_ranks if retrieval.world_size > 1 else None
-        # Adds missing keys, in the order of `keys`; may evict rows of neither buffer first.
-        found = index[number].lookup(keys, window.update, reduce, count)
-        if before is not None:
-            kept.append(_common(before.tables[number], every, padded))
-            counts.kept += len(kept[-1].now) if kept[-1].count is None else kept[-1].count
-        if context.config.exchange.dedup in ("lookup", "both"):
-            table_keys = TableKeys(keys, found.handles, kept[-1] if kept else None)
-            buffer.append(fetch(context, table, table_keys, counts))
+        found = index[number].lookup(every.keys, window.update, reduce, every.count)
+        common = None if before is None else _common(before.tables[number], every, padded)
+        if common is not None:
+            kept.append(common)
+            counts.kept += len(common.now) if common.count is None else common.count
+        if context.config.exchange.dedup not in ("lookup", "both"):
+            rows = _fetch_received(context, table, received.keys, found.handles, own.inverse, counts)
+        elif only_new and common is not None:
+            rows = _fetch_new(context, table, every.keys, found.handles, common, counts)
         else:
-            buffer.append(_fetch_received(context, table, received.keys, found.handles, own.inverse, counts))
+            rows = _fetch(context, table, every.keys, found.handles, counts)
+        buffer.append(rows)
         gradient.append(context.sums.zeros(len(own.keys), table.dim))
         counts.lookups += 1
         counts.received += len(received.keys)
         sent, gradients = plan_output_dist(
             own.inverse, received.splits, received.last_use, received.gradient_splits
         )
-        if context.replicated:  # rows go by the keys of all replicas, sums by the keys received here
-            rows = replica_rows[context.replica]
-            # `rows` are of `ReceivedKeys.replica_keys`, which are distinct keys
-            # unless they are padded; the output dist goes by every key received.
-            if len(rows) != len(own.inverse):  # of the distinct keys received, and not of all
-                rows = rows[own.inverse]
-            sent, _gradients = plan_output_dist(rows, received.splits, None)
+        if context.replicated:
+            here = replica_rows[context.replica]
+            # Distinct keys unless padded (`ReceivedKeys`); the output dist goes by every key received.
+            if len(here) != len(own.inverse):
+                here = here[own.inverse]
+            sent, _gradients = plan_output_dist(here, received.splits, None)
             reductions.append(_reductions(context, replica_rows, every, received.replica_last_use, padded))
         sent, gradients = sent.to(context.device), gradients.to(context.device)
-        # Two numberings of rows: `sent` counts in the buffer (keys of all replicas), `gradients` in the sums
-        # that micro-batches fill (keys received here).
+        low = found.low_precision
         owned.append(
-            TableRows(keys, found.handles, count, found.low_precision, sent, gradients, replica_rows, [])
+            TableRows(every.keys, found.handles, every.count, low, sent, gradients, replica_rows, [])
         )
     if context.replicated:  # the split sizes of the reductions, once for all tables
         sizes = to_host(torch.stack([plan.sizes for plan in reductions])).tolist()
@@ -175,29 +166,34 @@ def _retrieve(
     return OwnedRows(owned), Buffer(buffer), RowGradient(gradient), kept_rows
 
 
-def _fetch_all(context: Context, table: DynamicTable, found: TableKeys, counts: LookupCounts) -> torch.Tensor:
-    """The rows of all keys."""
-    counts.read += (found.handles >= 0).sum() if table.padded else len(found.keys)
-    values = table.gather(found.handles, found.keys, initial=not (table.padded and table.admits_all))
+def _fetch(
+    context: Context, table: DynamicTable, keys: torch.Tensor, handles: torch.Tensor, counts: LookupCounts
+) -> torch.Tensor:
+    """The rows of the keys (K,) as a buffer (K, row width); an initial row where a handle is -1."""
+    counts.read += (handles >= 0).sum() if table.padded else len(keys)
+    values = table.gather(handles, keys, initial=not (table.padded and table.admits_all))
     return to_device(values, context.device)
 
 
-def _fetch_new(context: Context, table: DynamicTable, found: TableKeys, counts: LookupCounts) -> torch.Tensor:
-    """The rows of all keys but the kept ones, which `copy_kept_rows` fills in."""
-    if found.kept is None:
-        return _fetch_all(context, table, found, counts)
-    size = len(found.keys)
-    is_new = torch.ones(size + 1, dtype=torch.bool, device=found.keys.device)  # and one for kept rows of -1
+def _fetch_new(
+    context: Context,
+    table: DynamicTable,
+    keys: torch.Tensor,
+    handles: torch.Tensor,
+    kept: Common,
+    counts: LookupCounts,
+) -> torch.Tensor:
+    """`_fetch` but for the kept rows, which `copy_kept_rows` fills in."""
+    size = len(keys)
+    is_new = torch.ones(size + 1, dtype=torch.bool, device=keys.device)  # and one for kept rows of -1
     # kept.now ends with -1s in a padded list: they mark the extra last element, which is cut off.
-    is_new[found.kept.now] = False
+    is_new[kept.now] = False
     is_new = is_new[:size]
     if table.padded:
-        # The shape stays, so no host waits for a count; handle
-        # -1 reads an initial row, which the copy overwrites.
-        handles = torch.where(is_new, found.handles, -1)
-        return _fetch_all(context, table, TableKeys(found.keys, handles, None), counts)
+        # The shape stays, so no host waits for a count; the copy overwrites what handle -1 reads.
+        return _fetch(context, table, keys, torch.where(is_new, handles, -1), counts)
     new = is_new.nonzero().squeeze(1)
-    values = _fetch_all(context, table, TableKeys(found.keys[new], found.handles[new], None), counts)
+    values = _fetch(context, table, keys[new], handles[new], counts)
     rows = values.new_empty(size, values.shape[1])
     launch.scatter_rows(rows, to_device(new, context.device), values)
     return rows
