@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from threading import Lock
 
 import torch
 
@@ -58,12 +60,26 @@ class PendingWindows:
         self.agreement: RunAgreement | None = None  # of several ranks
         self._used: Noted = {}  # dense learning rates of updates that are done, which ranks have to compare
         self.single = False  # a run of one step is under way
+        self._turn = Lock()
         self._windows: deque[WindowPlaces] = deque()
         self._number = 0
         self._read = -1  # the last update whose batches were read
 
     def __len__(self) -> int:
         return len(self._windows)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Inside, a thread finishes a window; RuntimeError where another one does."""
+        if not self._turn.acquire(blocking=False):
+            raise RuntimeError(
+                "another thread is in a step of this trainer, and the results of one would go to the other: "
+                "train on one thread, or make the others wait"
+            )
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     @property
     def oldest(self) -> WindowPlaces:
