@@ -240,6 +240,13 @@ def test_what_cannot_be_written_to_is_refused_by_name(write, url, tmp_path, monk
     assert os.listdir(tmp_path) == []
 
 
+def test_an_empty_path_is_not_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="the path is empty"):
+        place_of("")
+    assert place_of(".") == Path()
+
+
 @pytest.mark.parametrize("url", ["s3:b/x", "gs:b", "memory:x", "https:x/y"])
 def test_a_url_without_slashes_is_refused_and_makes_no_folder(url, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

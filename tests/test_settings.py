@@ -1,7 +1,15 @@
 """Promise: settings of a dataclass, and of those inside it, are read and replaced by the names of options."""
 
-import pytest
+import math
+import re
 
+import numpy as np
+import pytest
+import torch
+
+from tritonrec import FeatureConfig, HashTableCollection, RowOptimizer, TablePolicy
+from tritonrec.data import LogFormat, NextItemLoader, load
+from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import ExchangeConfig, LossScaling, WindowConfig
 from tritonrec.settings import values_by_option, with_values
 
@@ -45,3 +53,58 @@ def test_ranges_are_checked_together():
         WindowConfig(exchange=ExchangeConfig(first_use=True)), {"dedup": "lookup", "first_use": False}
     )
     assert got.exchange == ExchangeConfig("lookup")
+
+
+LOG = load("zipf:users=40,items=60,seed=3")
+WRONG = {
+    "half a micro-batch": (lambda: WindowConfig(4.5), "WindowConfig: micro_batches must be of type int"),
+    "text": (lambda: WindowConfig(depth="2"), "depth must be of type int, got '2'"),
+    "truth as a number": (lambda: FeatureConfig("item", True), "dim must be of type int, got True"),
+    "a number as truth": (lambda: WindowConfig(clustering=1), "clustering must be of type bool, got 1"),
+    "no by text": (lambda: WindowConfig(skip_nonfinite="no"), "skip_nonfinite must be of type bool"),
+    "a tensor": (lambda: FeatureConfig("item", torch.tensor(4)), "dim must be of type int, got tensor"),
+    "nothing": (lambda: WindowConfig(seed=None), "seed must be of type int, got None"),
+    "a name": (lambda: FeatureConfig(7, 4), "FeatureConfig: name must be of type str, got 7"),
+    "a record": (lambda: WindowConfig(exchange="once"), "exchange must be of type ExchangeConfig"),
+    "a rule by name": (
+        lambda: HashTableCollection([FeatureConfig("item", 4)], "adam"),
+        "optimizer must be of type RowOptimizer or None, got 'adam'",
+    ),
+    "features by name": (lambda: HashTableCollection(["item"]), "FeatureConfig(name, dim), got 'item'"),
+    "a rate": (lambda: RowOptimizer("adam", eps="x"), "eps must be of type float, got 'x'"),
+    "a policy": (lambda: FeatureConfig("item", 4, policy="lru"), "policy must be of type TablePolicy"),
+    "a model's size": (lambda: HSTUConfig(dim=8.0), "HSTUConfig: dim must be of type int, got 8.0"),
+    "a seed": (lambda: NextItemLoader(LOG, 4, 4, 1, seed=0.5), "seed must be of type int, got 0.5"),
+    "a path for a log": (lambda: NextItemLoader("log.csv", 4, 4, 1, 0), "must be of type Interactions"),
+    "a step": (lambda: NextItemLoader(LOG, 4, 4, 1, 0).batch(1.0), "step must be of type int, got 1.0"),
+    "header": (lambda: LogFormat(multiline="no"), "multiline must be of type bool, got 'no'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_an_argument_of_another_type_is_refused_by_name(what):
+    make, message = WRONG[what]
+    with pytest.raises(TypeError, match=re.escape(message)):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"micro_batches": 65_537}, r"micro_batches must be in \[0, 65536\]"),
+        ({"seed": 2**63}, "seed must be in"),
+    ],
+)
+def test_a_number_beyond_its_bounds_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        WindowConfig(**settings)
+    assert WindowConfig(65_536, max_grad_norm=math.inf, seed=2**63 - 1)
+
+
+def test_numbers_of_numpy_are_those_of_python():
+    made = FeatureConfig("item", np.int16(4), scale=np.float32(0.5), merge=np.bool_(False))
+    assert [type(each) for each in (made.dim, made.scale, made.merge)] == [int, float, bool]
+    assert made == FeatureConfig("item", 4, scale=0.5, merge=False) and made.policy == TablePolicy()
+    assert torch.equal(
+        *(NextItemLoader(LOG, 4, 4, 1, 0).batch(step).features.values for step in (np.int8(3), 3))
+    )

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
-from typing import Any, TypeVar
+from functools import cache, wraps
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin
+
+import numpy as np
 
 MOST = 2**31 - 1
 """Of a count, where no smaller number is absurd."""
 MOST_SEED = 2**63 - 1
 KEY = "setting"
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_SCALARS: dict[Any, Any] = {
+    bool: (bool, np.bool_), int: Integral, float: Real, str: str, NoneType: NoneType,
+}  # fmt: skip
 Plan = TypeVar("Plan")
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -30,6 +41,13 @@ class Setting:
     most: float | None = None
     option: str | None = None
     panel: str | None = None
+
+    def takes(self, value: float) -> bool:
+        """Whether a number lies in the bounds."""
+        return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
+
+
+NO_BOUNDS = Setting("")
 
 
 def setting(
@@ -53,6 +71,66 @@ def bytes_of(memory: int | str, name: str = "memory") -> int:
     if found is None:
         raise ValueError(f"{name} must be bytes, or such as '512MiB' or '2GiB', got {memory!r}")
     return int(found[1]) * _UNITS[found[2]]
+
+
+def typed(made: Made) -> Made:
+    """A class or a function that takes numbers, text, booleans, and objects of ours and torch's as annotated.
+
+    Numbers of numpy become Python's. Anything else, as ``"4"`` or ``4.5`` for an int, or 1 for a bool, is a
+    TypeError that names the argument; a number beyond the bounds of its `Setting` a ValueError. What has
+    other annotations is not looked at.
+    """
+    call: Any = vars(made)["__init__"] if isinstance(made, type) else made
+    taken, called = inspect.signature(call), getattr(made, "__name__", "")
+    # Not yet: annotations may name classes that stand below this one.
+    hints = cache(lambda: _hints(call))
+
+    @wraps(call)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        try:
+            given = taken.bind(*args, **kwargs)
+        except TypeError:
+            return call(*args, **kwargs)  # which says what is wrong
+        for name, value in given.arguments.items():
+            if name in hints():
+                given.arguments[name] = _of_kind(value, hints()[name], f"{called}: {name}")
+        done = call(*given.args, **given.kwargs)
+        for each in fields(made) if is_dataclass(made) else ():
+            value, known = given.arguments.get(each.name), each.metadata.get(KEY, NO_BOUNDS)
+            if isinstance(value, (int, float)) and not known.takes(value):
+                bounds = f"[{known.least}, {known.most}]"
+                raise ValueError(f"{called}: {each.name} must be in {bounds}, got {value}")
+        return done
+
+    if not isinstance(made, type):
+        return checked  # type: ignore[return-value]
+    made.__init__ = checked  # type: ignore[misc]
+    return made
+
+
+def _hints(call: Any) -> dict[str, Any]:
+    """Annotations of arguments, without those that name what is imported for types alone."""
+    found = {}
+    for name, hint in call.__annotations__.items():
+        with suppress(NameError):
+            found[name] = eval(hint, call.__globals__) if isinstance(hint, str) else hint
+    return found
+
+
+def _of_kind(value: Any, hint: Any, name: str) -> Any:
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if all(kind in _SCALARS or _is_own(kind) for kind in kinds):
+        # True is an Integral of Python's, and means something else.
+        booleans = isinstance(value, _SCALARS[bool]) and bool not in kinds
+        if booleans or not any(isinstance(value, _SCALARS.get(kind, kind)) for kind in kinds):
+            expected = " or ".join("None" if kind is NoneType else kind.__name__ for kind in kinds)
+            raise TypeError(f"{name} must be of type {expected}, got {value!r}")
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _is_own(kind: Any) -> bool:
+    own = isinstance(kind, type) and kind.__module__.partition(".")[0] in ("tritonrec", "torch")
+    return own and not getattr(kind, "_is_protocol", False)
 
 
 def seed_setting() -> Any:

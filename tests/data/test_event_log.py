@@ -434,6 +434,10 @@ BAD_COLUMNS = {
     "word": (dict(item=["1", "B008X", "2"]), "row 1: column item has 'B008X', .*ids=words"),
     "time_null": (dict(timestamp=pa.array([1, None, 2], pa.timestamp("s"))), "row 1: column timestamp has an empty"),
     "time_nan": (dict(timestamp=[1.0, float("inf"), 2.0]), "row 1: column timestamp has inf"),
+    "time_of_32_bits": (
+        dict(timestamp=pa.array(np.array([7, 1.5e9, 1.5e9 + 1], np.float32))),
+        r"row 1: column timestamp has 1500000000.0, expected a time of less than 2\*\*24",
+    ),
     "bytes": (dict(user=[b"1", b"2", b"\xff"]), "row 2: column user has b'.xff', expected UTF-8 text"),
     "time_kind": (dict(timestamp=[True, False, True]), "column 'timestamp' is of type bool, expected times"),
 }  # fmt: skip
@@ -459,6 +463,40 @@ def test_a_float_that_several_integers_share_is_no_id(kind, bits):
     assert load(pa.table(arrays(user=users[0])), LogFormat(whole_floats=True)).user[0] == 2**bits - 1
     with pytest.raises(ValueError, match=rf"an integer of less than 2\*\*{bits}"):
         load(pa.table(arrays(user=users[1])), LogFormat(whole_floats=True))
+
+
+@pytest.mark.parametrize("end", ["parquet", "arrow"])
+def test_a_type_of_the_writer_is_no_number(tmp_path, end):
+    """Days of a period are no seconds, whether pandas, which knows the type, is imported or not."""
+    storage = pa.table(arrays())
+    about = {b"ARROW:extension:name": b"pandas.period", b"ARROW:extension:metadata": b'{"freq": "D"}'}
+    place = storage.schema.get_field_index("timestamp")
+    schema = storage.schema.set(place, storage.schema.field(place).with_metadata(about))
+    path = tmp_path / f"log.{end}"
+    if end == "parquet":
+        pq.write_table(storage.cast(schema), path)
+    else:
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+            writer.write_table(storage.cast(schema))
+    with pytest.raises(ValueError, match=r"column 'timestamp' is of the type pandas.period of its writer"):
+        load(path)
+
+
+def test_pages_of_parquet_are_checked_where_their_writer_left_checksums(tmp_path):
+    """A damaged page without compression is numbers as any other."""
+    table = pa.table({"user": range(500), "item": range(500), "timestamp": range(1500000000, 1500000500)})
+    path = tmp_path / "log.parquet"
+    pq.write_table(table, path, compression="none", use_dictionary=False, write_page_checksum=True)
+    data = bytearray(path.read_bytes())
+    data[1000] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"log.parquet: row group 0 cannot be read: .*checksum"):
+        load(path)
+
+
+def test_an_integer_beyond_64_bits_in_a_list_is_refused():
+    with pytest.raises(ValueError, match=r"the table cannot be read as Arrow: .*too large"):
+        load({"user": [2**63, 1], "item": [1, 2], "timestamp": [1, 2]})
 
 
 def test_whole_floats_in_text_name_the_setting(tmp_path):

@@ -440,3 +440,29 @@ def test_ctrl_c_between_two_states_waits_for_the_second(monkeypatch, where, meth
     with trainer(expected, "reference") as training:
         list(training.run(batches(6)))
     assert same(state(trained), state(expected))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_second_thread_is_refused_and_the_first_goes_on(mode):
+    trained, waits, goes_on = made(), threading.Event(), threading.Event()
+
+    def source():
+        for batch in batches(4):
+            if batch.step == 2:
+                waits.set()
+                assert goes_on.wait(60)
+            yield batch
+
+    with trainer(trained, mode) as training:
+        first = threading.Thread(target=lambda: list(training.run(source())))
+        first.start()
+        assert waits.wait(60)
+        with pytest.raises(RuntimeError, match="another thread is in a step of this trainer"):
+            list(training.run(batches(6)[4:]))
+        goes_on.set()
+        first.join(60)
+        list(training.run(batches(6)[4:]))
+    alone = made()
+    with trainer(alone, mode) as training:
+        list(training.run(batches(6)))
+    assert same(state(trained), state(alone))

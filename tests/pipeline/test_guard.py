@@ -587,6 +587,18 @@ def test_at_window_consistency_samples_may_see_each_other():
         assert len(list(training.run(batches(2)))) == 2
 
 
+def test_a_checkpoint_inside_of_padded_is_told_where_to_enter_it():
+    outside = part(
+        "layer", lambda: nn.Linear(DIM, DIM),
+        body=lambda self, batch, x: checkpoint(self.layer, x, use_reentrant=False),
+    )  # fmt: skip
+    with (
+        pytest.raises(ValueError, match=r"enter nn.padded\(\) .* inside of what is checkpointed"),
+        trainer(parts(outside), "reference") as training,
+    ):
+        list(training.run(batches(1)))
+
+
 def test_an_error_of_the_model_is_its_own():
     def body(self, batch, x):
         raise KeyError("nowhere")

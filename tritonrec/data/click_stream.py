@@ -21,6 +21,7 @@ from tritonrec.data.labels import check_counts
 from tritonrec.data.loader import LEAVE_ONE_OUT
 from tritonrec.data.splits import Part, Split, check_part, rows_of
 from tritonrec.data.stream import Stream
+from tritonrec.settings import typed
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from tritonrec.data.parquet_rows import ParquetRows
 
 
+@typed
 class ClickStream(Stream[ClickBatch]):
     """Training rows of a dataset, streamed, and the held-out ones behind them.
 

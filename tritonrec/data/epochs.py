@@ -15,6 +15,7 @@ from torch import Tensor
 from tritonrec.data.balancing import SequenceCost, partition_samples
 from tritonrec.data.positions import check_same, digest_of
 from tritonrec.kernels.launch import random_indices
+from tritonrec.settings import typed
 
 # Streams of the counter-based generator: under one seed, shuffling and negatives share no number.
 SHUFFLE, NEGATIVES = 0, 1
@@ -98,10 +99,12 @@ class EpochLoader(Generic[BatchType]):
             recent = self._recent_order = epoch, torch.argsort(words[:, 0], stable=True)
         return recent[1]
 
+    @typed
     def global_batch(self, step: int) -> BatchType:
         """The batch of all ranks at `step` >= 0, counted over all epochs."""
         return self.make_batch(step, self._global_samples(step))
 
+    @typed
     def batch(self, step: int) -> BatchType:
         """This rank's samples of the global batch, in its order; may be empty."""
         samples = self._global_samples(step)

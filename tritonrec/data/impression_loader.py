@@ -40,8 +40,10 @@ from tritonrec.data.labels import (
 )
 from tritonrec.data.loader import LEAVE_ONE_OUT
 from tritonrec.data.splits import NO_PART, Part, Split, check_part
+from tritonrec.settings import typed
 
 
+@typed
 class ImpressionLoader(EpochLoader[ImpressionBatch]):
     """Windows of a log, sharded over ranks, and the last window of every user for evaluation.
 

@@ -17,6 +17,7 @@ from tritonrec.data.impressions import ImpressionBatch
 from tritonrec.data.jagged import KeyedJaggedTensor, Lookup, token_indices
 from tritonrec.data.splits import Part, check_part
 from tritonrec.data.stream import Stream
+from tritonrec.settings import typed
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -30,6 +31,7 @@ HISTORY, EXPOSED = ("item", "action", "timestamp"), ("shown", "shown_timestamp",
 HINT = "tritonrec.data.convert_windows.write_windows makes such a folder of a log"
 
 
+@typed
 class ImpressionStream(Stream[ImpressionBatch]):
     """Windows streamed from the folder of `write_windows`, and the held-out ones of each user.
 

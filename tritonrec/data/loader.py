@@ -28,6 +28,7 @@ from tritonrec.data.interactions import Interactions
 from tritonrec.data.jagged import token_indices
 from tritonrec.data.splits import NO_PART, Part, Split, held_out
 from tritonrec.kernels.launch import random_indices
+from tritonrec.settings import typed
 
 LEAVE_ONE_OUT = Split()
 
@@ -46,6 +47,7 @@ class EvaluationBatch:
     seen_items: Tensor  # (S,) int64: ... position in the catalogue of an item before the held-out one
 
 
+@typed
 class NextItemLoader(EpochLoader[JaggedBatch]):
     """Batches of next-item training, sharded over ranks, and of the evaluation of held-out items.
 

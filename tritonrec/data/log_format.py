@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 from urllib.parse import quote, unquote
 
-from tritonrec.settings import setting
+from tritonrec.settings import setting, typed
 
 Ids = Literal["integers", "words", "hashed"]
 Header = Literal["auto", "yes", "no"]
@@ -32,6 +32,7 @@ DELIMITERS = {"comma": ",", "tab": "\t", "semicolon": ";", "pipe": "|", "space":
 """Delimiters by name, since a shell or a source string may not take them as they are."""
 
 
+@typed
 @dataclass(frozen=True)
 class LogFormat:
     """The format of a log; everything has a default, and the names of a header do for the most part.

@@ -294,6 +294,7 @@ class RowReader:
             metadata=self.rows.kept_footer(file),
             buffer_size=BUFFER_BYTES,
             pre_buffer=False,
+            page_checksum_verification=True,
         )
         self.rows.keep_footer(file, found.metadata)
         about = found.metadata.row_group(number)

@@ -34,6 +34,7 @@ from tritonrec.data.slices import work
 from tritonrec.data.splits import NO_PART, Part, Split, held_out
 from tritonrec.data.stream import Stream
 from tritonrec.kernels.launch import random_indices
+from tritonrec.settings import typed
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -45,6 +46,7 @@ COLUMNS = ("item", "timestamp")
 HINT = "python -m tritonrec.data.convert SOURCE OUT --sequences makes them of a log"
 
 
+@typed
 class NextItemStream(Stream[JaggedBatch]):
     """Next-item training, and evaluation of held-out items, from Parquet rows of sequences.
 

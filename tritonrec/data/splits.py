@@ -20,6 +20,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from tritonrec.settings import typed
+
 By = Literal["leave-one-out", "ratio", "time"]
 Part = Literal["test", "validation"]
 NO_PART = "give the loader a split with validation, or a log that is long enough"
@@ -28,6 +30,7 @@ WORDS = (
 )
 
 
+@typed
 @dataclass(frozen=True)
 class Split:
     """A rule; `leave_one_out`, `ratio`, `time` and `parse` make one.

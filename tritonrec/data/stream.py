@@ -20,6 +20,7 @@ from tritonrec.data.epochs import BatchType
 from tritonrec.data.positions import check_same
 from tritonrec.data.slices import work
 from tritonrec.data.stream_plan import StreamPlan
+from tritonrec.settings import typed
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -34,6 +35,7 @@ MOST_AT_ONCE = 4096
 """Rows of a block that are decoded at once, at most."""
 
 
+@typed
 class Stream(Generic[BatchType]):
     """Endless batches from Parquet shards, epoch after epoch; an iterator with a position.
 

@@ -132,12 +132,12 @@ class ParquetFile(_Typed):
             read = 0
             try:
                 with self.filesystem.open_input_file(self.path) as source:
-                    found = pq.ParquetFile(source, metadata=about)
+                    found = pq.ParquetFile(source, metadata=about, page_checksum_verification=True)
                     batches = found.iter_batches(
                         TABLE_ROWS, row_groups=[number], columns=list(columns), use_threads=False
                     )
                     for batch in batches:
-                        yield Part(self.path, "row", first + read), pa.Table.from_batches([batch])
+                        yield Part(self.path, "row", first + read), _known(self.path, batch)
                         read += len(batch)
             except UNREADABLE as error:
                 raise ValueError(f"{self.path}: row group {number} cannot be read: {error}") from error
@@ -194,7 +194,7 @@ class Frame(_Typed):
             if hasattr(source, "collect"):  # a lazy frame of Polars
                 source = source.collect()
             self._reader = pa.RecordBatchReader.from_stream(source)
-        except (pa.ArrowException, TypeError) as error:  # columns of a frame that Arrow has no type for
+        except (pa.ArrowException, TypeError, OverflowError) as error:  # what Arrow has no type for
             raise ValueError(f"the table cannot be read as Arrow: {error}") from error
         self.schema = self._reader.schema
         self.num_rows: int = len(source) if hasattr(source, "__len__") else 0
@@ -245,5 +245,17 @@ def _numbered(path: str, batches: Any, columns: Sequence[str]) -> Iterator[tuple
     first = 0
     for batch in batches:
         if len(batch):
-            yield Part(path, "row", first), pa.Table.from_batches([batch]).select(list(columns))
+            yield Part(path, "row", first), _known(path, batch.select(list(columns)))
         first += len(batch)
+
+
+def _known(path: str, batch: pa.RecordBatch) -> pa.Table:
+    """As a table; ValueError for a type that its writer made: the numbers of pandas' periods tell nothing."""
+    for each in batch.schema:
+        own = getattr(each.type, "extension_name", None)  # where the package that made it is imported
+        own = own or (each.metadata or {}).get(b"ARROW:extension:name", b"").decode()
+        if own and not own.startswith("arrow."):
+            raise ValueError(
+                f"{path}: column {each.name!r} is of the type {own} of its writer: cast the column"
+            )
+    return pa.Table.from_batches([batch])

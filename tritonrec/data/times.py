@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tritonrec.data.arrow_types import Column, is_date, is_integer, is_list
-from tritonrec.data.values import Part, integers
+from tritonrec.data.values import MOST_WHOLE_BITS, Part, integers
 
 UNITS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _DECIMAL = r"^-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
@@ -57,7 +57,12 @@ def times(part: Part, name: str, values: Column, unit: str = "", format: str = "
         per_second = UNITS["ms" if pa.types.is_date64(kind) else kind.unit]
         return _scaled(part, name, values, values.cast(pa.int64()).to_numpy(), per_second, unit)
     if pa.types.is_floating(kind) or (pa.types.is_decimal(kind) and kind.scale > 0):
-        return _rounded_down(part, name, values, values.cast(pa.float64()).to_numpy(zero_copy_only=False))
+        found = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
+        bits = MOST_WHOLE_BITS.get(kind.bit_width, 53)
+        # A float32 of 1.5e9 stands for 128 seconds, whose order is lost.
+        if (wrong := np.isfinite(found) & (np.abs(found) >= 2**bits)).any():
+            part.fail(name, values, wrong, f"a time of less than 2**{bits}: larger floats fall together")
+        return _rounded_down(part, name, values, found)
     if not (is_integer(kind) or pa.types.is_null(kind)):
         part.fail_type(name, kind, "times: numbers, timestamps, dates or text")
     return Times(integers(part, name, values))

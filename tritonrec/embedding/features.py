@@ -11,6 +11,7 @@ import torch
 
 from .. import ops
 from ..kernels import launch
+from ..settings import typed
 from .by_table import columns_by_table, keys_by_table, part_name, rows_by_table
 from .change_log import CHECKPOINT
 from .key_layout import KeyLayout
@@ -35,6 +36,7 @@ class SupportsLookup(Protocol):
     def offsets(self) -> torch.Tensor | None: ...
 
 
+@typed
 @dataclass(frozen=True)
 class FeatureConfig:
     """A feature, its table, and the pooling of its rows.
@@ -94,6 +96,7 @@ class TableGroup:
     features: tuple[tuple[str, int], ...]
 
 
+@typed
 class HashTableCollection:
     """The tables of a model, made from its features and merged where possible (MTGRBoost, section 4.2).
 
@@ -125,6 +128,8 @@ class HashTableCollection:
         placement: Placement | None = None,
     ):
         rule = optimizer or RowOptimizer()
+        if wrong := [each for each in features if not isinstance(each, FeatureConfig)]:
+            raise TypeError(f"features are given as FeatureConfig(name, dim), got {wrong[0]!r}")
         self.features = {feature.name: feature for feature in sorted(features, key=lambda f: f.name)}
         if not features or len(self.features) != len(features):
             raise ValueError(f"features need distinct names, got {[feature.name for feature in features]}")

@@ -21,6 +21,7 @@ from ..distributed.communicator import Communicator
 from ..kernels import launch
 from ..kernels.dispatch import on_host
 from ..kernels.fixed_point.errors import FRACTION_BITS
+from ..settings import typed
 from .features import FeatureConfig, HashTableCollection
 from .hash_optimizer import HashOptimizer
 from .module_state import load_module_state, save_module_state
@@ -35,6 +36,7 @@ Consistency = Literal["batch", "window"]
 UnknownIds = Literal["initial", "zeros"]
 
 
+@typed
 class HashEmbeddingCollection(torch.nn.Module):
     """Embeddings of several features, whose rows appear when their ids are first seen in training.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from ..settings import MOST, bytes_of, setting
+from ..settings import MOST, bytes_of, setting, typed
 
 EvictionPolicy = Literal["lru", "lfu", "ttl"]
 Storage = Literal["auto", "host", "device", "cached", "disk"]
@@ -14,6 +14,7 @@ ROW_BYTES = 48
 """Of keys and metadata of a row at most: 12 a slot, of which three eighths are in use at least, and 16."""
 
 
+@typed
 @dataclass(frozen=True)
 class Placement:
     """Where a table is. The bits of training are the same everywhere.
@@ -80,6 +81,7 @@ class Placement:
         )
 
 
+@typed
 @dataclass(frozen=True)
 class Eviction:
     """Eviction of rows (MTGRBoost, section 4.1: metadata for eviction).
@@ -131,6 +133,7 @@ class Eviction:
         return bytes_of(self.capacity) // size
 
 
+@typed
 @dataclass(frozen=True)
 class PrecisionTiers:
     """Rows used often in float32, the others in 16 bits (MTGRBoost, section 5.2: mixed precision).
@@ -154,6 +157,7 @@ class PrecisionTiers:
             raise ValueError(f"every must be at least 1 step between halvings, got {self.every}")
 
 
+@typed
 @dataclass(frozen=True)
 class TablePolicy:
     """Policies of a table; by default every key gets a row at once and keeps it, in float32.

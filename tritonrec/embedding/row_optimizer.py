@@ -14,6 +14,7 @@ import torch
 from ..kernels import launch
 from ..kernels.sparse_optimizers.op import MOST_UPDATES
 from ..kernels.sparse_optimizers.rules import RULES, decay_factor
+from ..settings import typed
 from .custom_update import CustomUpdate, UpdateFunction
 from .learning_rate import Schedule, comparable, rate_at, scaled
 
@@ -24,6 +25,7 @@ OptimizerName = Literal[
 SCALED_BY_MOMENT = "adagrad", "rowwise_adagrad", "rowwise_adagradw"
 
 
+@typed
 @dataclass(frozen=True)
 class RowOptimizer:
     """Update rule of rows laid out as weight | state; formulas and sources: `kernels.sparse_optimizers`.

@@ -272,10 +272,12 @@ def place_of(path: str | os.PathLike[str] | RemotePath) -> Place:
     """Where a path is: local (also ``file://``), or at a URL.
 
     ``~`` is the home folder. Nothing is opened: the first use raises ValueError for an unknown protocol, or a
-    missing package. Raises ValueError for a store's URL without slashes.
+    missing package. Raises ValueError for a store's URL without slashes, and for an empty path.
     """
     if isinstance(path, RemotePath):
         return path
+    if not os.fspath(path):  # as of a variable of the environment that is not set
+        raise ValueError("the path is empty: the current folder is '.'")
     found = _URL.match(os.fspath(path))
     if found is None:
         if half := _HALF_URL.match(os.fspath(path)):

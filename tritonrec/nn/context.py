@@ -100,17 +100,18 @@ class Samples:
     def check(self, leading: tuple[int, ...], module: torch.nn.Module) -> None:
         """Refuse leading dimensions that are not those of the batch."""
         tokens, samples = self.num_tokens, len(self.sample_ids)
+        again = " inside of what is checkpointed, which backward computes again" if self.backward else ""
         if self.seq_offsets is None:
             if leading[:1] != (samples,):
                 raise ValueError(
                     f"{self.name_of(module)} got rows {(*leading,)} of {samples} samples: the first "
                     "dimension of padded rows is the samples; for jagged rows give seq_offsets, or enter "
-                    "nn.jagged(seq_offsets)"
+                    f"nn.jagged(seq_offsets){again}"
                 )
         elif len(leading) == 0 or (tokens is not None and leading[0] != tokens):
             raise ValueError(
                 f"{self.name_of(module)} got rows {(*leading,)} of a batch with {tokens} tokens in {samples} "
-                "samples: give seq_offsets, or enter nn.padded() where rows are (B, T, D)"
+                f"samples: give seq_offsets, or enter nn.padded() where rows are (B, T, D){again}"
             )
 
     def places(self, leading: tuple[int, ...], module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:

@@ -28,11 +28,13 @@ from typing import Protocol
 import torch
 
 from .. import ops
+from ..settings import typed
 from .context import record
 from .losses import binary_cross_entropy, sigmoid
 from .modules import Linear
 
 
+@typed
 @dataclass(frozen=True)
 class DLRMConfig:
     """Sizes of a DLRM.

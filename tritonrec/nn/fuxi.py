@@ -22,6 +22,7 @@ from typing import Literal
 import torch
 
 from .. import ops
+from ..settings import typed
 from .hstu_layer import hstu_layer
 from .layers import RMSNorm
 from .modules import GatedMLP, GatedNorm, GatedRMSNorm, LayerNorm, Linear, RelativeAggregate
@@ -31,6 +32,7 @@ from .tokens import Tokens
 EPS = 1e-6
 
 
+@typed
 @dataclass(frozen=True)
 class FuXiConfig(LayerConfig):
     """Sizes of a FuXi model, beside those of `LayerConfig`.

@@ -26,6 +26,7 @@ from typing import Protocol
 import torch
 
 from .. import ops
+from ..settings import typed
 from .context import record
 from .hstu import HSTUConfig, HSTULayer
 from .losses import binary_cross_entropy, sigmoid
@@ -43,6 +44,7 @@ GRM_SIZES = {
 """MTGRBoost, Table 1: dimension, HSTU blocks and heads; a head has an equal part of the dimension."""
 
 
+@typed
 @dataclass(frozen=True)
 class GRMConfig(LayerConfig):
     """Sizes of a GRM, beside those of `LayerConfig`; `max_seq_len` counts context and exposed items too.

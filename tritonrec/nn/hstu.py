@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..settings import setting
+from ..settings import setting, typed
 from .context import takes_indexed_rows
 from .hstu_layer import hstu_layer
 from .modules import GatedNorm, LayerNorm, Linear, RelativeBias
@@ -29,6 +29,7 @@ from .next_item_step import losses_by_one_op
 from .tokens import Tokens
 
 
+@typed
 @dataclass(frozen=True)
 class HSTUConfig(LayerConfig):
     """Sizes of an HSTU model, beside those of `LayerConfig`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import replace
 from time import perf_counter_ns
@@ -75,6 +76,7 @@ class PendingWindows:
         self.agreement: RunAgreement | None = None  # of several ranks
         self._used: Noted = {}  # dense learning rates of updates that are done, which ranks have to compare
         self.single = False  # a run of one step is under way
+        self._turn = threading.Lock()
         self._windows: deque[WindowPlaces] = deque()
         self._number = 0
         self._read = -1  # the last update whose batches were read
@@ -85,6 +87,19 @@ class PendingWindows:
 
     def __len__(self) -> int:
         return len(self._windows)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Inside, a thread finishes a window; RuntimeError where another one does."""
+        if not self._turn.acquire(blocking=False):
+            raise RuntimeError(
+                "another thread is in a step of this trainer, and the results of one would go to the other: "
+                "train on one thread, or make the others wait"
+            )
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     @property
     def oldest(self) -> WindowPlaces:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..kernels.autocast import DTYPES, Precision, autocast
-from ..settings import MOST, setting
+from ..settings import MOST, setting, typed
 
 __all__ = ["DTYPES", "LossScaler", "LossScaling", "Precision", "autocast"]
 
@@ -24,6 +24,7 @@ MOST_FACTOR = 1024.0
 """By which a scale changes at once."""
 
 
+@typed
 @dataclass(frozen=True)
 class LossScaling:
     """Dynamic loss scaling of precision ``"fp16"``, by the rule and the defaults of `torch.amp.GradScaler`.

@@ -22,6 +22,7 @@ from ..embedding import HashTableCollection
 from ..embedding.warm_start import Choice, WarmStart
 from ..files.places import Place
 from ..kernels.dispatch import default_impl, usable_device
+from ..settings import typed
 from ..trace import NullRecorder, SupportsRecording
 from .agreement import settings_of, validate_same_training
 from .dense import DenseModel
@@ -52,6 +53,7 @@ from .warm_start import warm_start
 from .window import LookupCounts, Window, WindowConfig
 
 
+@typed
 class Trainer:
     """Trains a model with row-sharded tables in one of `MODES`; what it computes does not depend on which.
 
@@ -270,6 +272,10 @@ class Trainer:
 
     def progress(self, iterator: Iterator[Batch]) -> StepResult:
         """Fill the pipeline from `iterator` and finish its oldest batch; StopIteration when none is left."""
+        with self._pending.turn():
+            return self._progress(iterator)
+
+    def _progress(self, iterator: Iterator[Batch]) -> StepResult:
         if not self._results:
             self._check_whole()
             try:
@@ -477,6 +483,7 @@ class Trainer:
         """
         return whole_tables(self._communicators, self.tables)
 
+    @typed
     def evaluate(
         self,
         loader: NextItemLoader | NextItemStream,

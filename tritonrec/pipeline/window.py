@@ -14,7 +14,7 @@ import torch
 
 from .. import ops
 from ..data import Batch
-from ..settings import MOST, seed_setting, setting
+from ..settings import MOST, seed_setting, setting, typed
 from .dist_plan import MAX_FIRST_USE
 from .model_call import CallerSettings
 from .precision import DTYPES, LossScaling, Precision
@@ -105,6 +105,7 @@ class Window:
         return sum(batch.loss_terms for batch in self.batches)
 
 
+@typed
 @dataclass(frozen=True)
 class ExchangeConfig:
     """What the lookups of a window send, read and share: no bit changes, but by `precision`.
@@ -168,6 +169,7 @@ class ExchangeConfig:
             )
 
 
+@typed
 @dataclass(frozen=True)
 class WindowConfig:
     """How a batch is cut and added up.
