@@ -87,8 +87,9 @@ def test_only_a_ratio_outside_the_band_fails(tmp_path, baseline, ours, code):
 
 
 def slowed(ours):
-    """Only the row of pandas changes: the peer with two threads keeps its ratio."""
+    """Only the row of pandas changes: the peer with two threads keeps its ratio. A noisy run is no excuse."""
     new = report(ours)
+    new["benchmarks"][1]["stats"]["iqr"] = 9.0
     new["benchmarks"][2]["stats"]["median"] *= ours / 0.1
     return new
 

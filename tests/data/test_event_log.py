@@ -171,6 +171,8 @@ BAD = {
     "float_id": ("user,item,time\n500,1,1\n500.0,1,2\n", None, r"line 3: column user has '500.0'"),
     "unsigned_id": (f"user,item,time\n{2**63},1,1\n", None, r"line 2: column user has '9223372036854775808'"),
     "zeros_lead": ("user,item,time\n7,1,1\n07,1,2\n", None, r"line 3: column user has '07'"),
+    "minus_zeros": ("user,item,time\n-7,1,1\n-07,1,2\n", None, r"line 3: column user has '-07'"),
+    "minus_zero": ("user,item,time\n0,1,1\n-0,1,2\n", None, r"line 3: column user has '-0'"),
     "hexadecimal": ("user,item,time\n7,1,1\n0x7,1,2\n", None, r"line 3: column user has '0x7'"),
     "underscores": ("user,item,time\n1_0,1,1\n", None, r"line 2: column user has '1_0'"),
     "words": ("user,item,time\nann,1,1\n", None, r"line 2: column user has 'ann', .*ids=words or ids=hashed"),

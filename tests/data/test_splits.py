@@ -252,6 +252,8 @@ def test_rows_of_a_log_of_clicks_are_divided_in_their_order():
     assert (with_validation.trained, with_validation.validated) == (82, 10)
     shares = log.divided(Split.ratio(0.5, 0.3, 0.2))
     assert (shares.trained, shares.validated) == (103 - 30 - 20, 30)
+    shares = plain_clicks(100).divided(Split.ratio(0.42, 0.29, 0.29))  # 0.29 * 100 is a little below 29
+    assert (shares.trained, shares.validated) == (42, 29)
     with pytest.raises(ValueError, match="a log of clicks has no times"):
         log.divided(Split.time(5))
 

@@ -455,6 +455,15 @@ def test_loaded_rows_tie_with_those_of_the_step_that_gave_them_their_timestamp()
     machine.teardown()
 
 
+def test_a_row_that_comes_again_is_as_old_as_its_last_use():
+    """Of two rows that expire together one comes again before the next pass, at the handle of either."""
+    for again in (1, 2):
+        table = DynamicTable(2, policy=TablePolicy(Eviction("ttl", ttl=3, every=2)))
+        for step, keys in enumerate([[1, 2], [9], [9], [9], [9], [again], [9]]):
+            table.lookup(torch.tensor(keys, dtype=torch.int64), step)
+        assert sorted(table.keys().tolist()) == [again, 9]
+
+
 def test_only_rows_that_were_loaded_without_a_timestamp_get_one_and_only_once():
     class Rows:
         padded = False

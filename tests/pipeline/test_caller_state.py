@@ -132,6 +132,8 @@ CHANGES = {
     "the rate of rows": (row_rate, "learning rate of .* was changed from 0.05 to 0.01"),
     "the tables' seed": (seeded, "set_seed"),
     "the default dtype": (precision, "default dtype"),
+    "matmul": (lambda *_: torch.set_float32_matmul_precision("high"), "matmul precision was changed"),
+    "determinism": (lambda *_: torch.use_deterministic_algorithms(True), "deterministic algorithms was"),
 }  # fmt: skip
 
 
@@ -147,6 +149,8 @@ def run(mode, change, after=2, count=6, depth=0):
                     change(*trained)
     finally:
         torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision("highest")
+        torch.use_deterministic_algorithms(False)
         while HOOKS:
             HOOKS.pop().remove()
     return state(trained)

@@ -5,6 +5,7 @@ leaves the same bytes.
 from __future__ import annotations
 
 import hashlib
+import os
 
 import numpy as np
 import pyarrow as pa
@@ -114,7 +115,7 @@ def test_parts_of_another_run_are_refused(models, tmp_path, monkeypatch):
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"another {name}: remove it"):
             score_file(source, out, model, config)
-    written(source, histories(9, seed=5))
+    os.utime(source, (1, 1))  # written again, of as many bytes
     with pytest.raises(ValueError, match="unfinished run with another source: remove it"):
         score_file(source, out, models[1][0], SMALL)
 

@@ -202,9 +202,13 @@ def test_an_interrupted_write_leaves_what_was_there(tmp_path, monkeypatch):
 
 def test_ranks_of_different_runs_are_refused(tmp_path):
     one = Recorder(0, 2, {"mode": "dbp"}).save(tmp_path / "0")
-    two = Recorder(1, 2, {"mode": "fwp"}).save(tmp_path / "1")
-    with pytest.raises(ValueError, match=r"different runs: mode is 'dbp' on rank 0, 'fwp' on rank 1"):
-        read(save_joined([one, two], tmp_path / "all"))
+    for about, message in (
+        ({"mode": "fwp"}, "mode is 'dbp' on rank 0, 'fwp' on rank 1"),
+        ({"mode": "dbp", "replicas": 2}, "replicas is None on rank 0, 2 on rank 1"),
+    ):
+        two = Recorder(1, 2, about).save(tmp_path / "1")
+        with pytest.raises(ValueError, match=f"different runs: {message}"):
+            read(save_joined([one, two], tmp_path / "all"))
 
 
 def test_files_that_are_no_traces_are_refused(tmp_path):
