@@ -9,7 +9,6 @@ the file has are not repeated.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import statistics
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from frame import options_of
 from rich.console import Console
 from rich.table import Table
 
@@ -96,11 +96,8 @@ def print_rows(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--seeds", type=int, default=3)
-    arguments = parser.parse_args()
+    needed = {"type": Path, "required": True}
+    arguments = options_of(__doc__, json=needed, epochs=20, seeds=3)
     done = (
         [json.loads(line) for line in arguments.json.read_text().splitlines()]
         if arguments.json.exists()

@@ -14,7 +14,6 @@ its own initial rows and dropout.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import math
 import time
@@ -22,9 +21,9 @@ from pathlib import Path
 from statistics import mean, median
 
 import torch
+from frame import options_of, record
 from honest import Given, Rounds, by_turns, clocked, copied
 from kernel_cases import moved
-from record import record
 
 import tritonrec
 from tritonrec import nn
@@ -128,10 +127,7 @@ def measure(steps: int) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = options_of(__doc__, steps=40)
     torch.set_num_threads(1)
     keep_freed_memory()
     rows = measure(options.steps)

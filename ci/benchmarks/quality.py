@@ -18,7 +18,6 @@ none of the five. The test is read at the epoch that the validation likes best.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import platform
@@ -34,6 +33,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from frame import options_of
 from torch import Tensor
 
 import tritonrec
@@ -247,17 +247,16 @@ def report(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", default="ml-100k")
-    parser.add_argument("--only", default=",".join(SYSTEMS), help="systems between commas")
-    parser.add_argument("--json", type=Path, help="write here, and go on with what is there")
-    parser.add_argument("--table", type=Path, help="print the table of this file and end")
-    args = parser.parse_args()
+    args = options_of(
+        __doc__, data="ml-100k", only={"default": tuple(SYSTEMS), "help": "systems between commas"},
+        json={"type": Path, "help": "write here after every training, and go on with what is there"},
+        table={"type": Path, "help": "print the table of this file and end"},
+    )  # fmt: skip
     if args.table:
         report(json.loads(args.table.read_text())["rows"])
         return
     if args.json is None:
-        parser.error("give --json FILE, which is written after every training")
+        raise SystemExit("give --json FILE, which is written after every training")
     torch.set_num_threads(1)
     split, rows = Split.of(args.data), Rows(args.json)
     best = {
@@ -265,7 +264,7 @@ def main() -> None:
             (rows.of(Setting(system, *each, TUNING_SEED), split) for each in TUNED),
             key=lambda row: row["valid"],
         )
-        for system in args.only.split(",")
+        for system in args.only
     }
     for seed, system in product(SEEDS, best):
         rows.of(Setting(system, best[system]["lr"], best[system]["dropout"], seed), split)
