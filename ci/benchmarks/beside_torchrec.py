@@ -14,7 +14,6 @@ already stays.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import statistics
@@ -25,7 +24,7 @@ import time
 from pathlib import Path
 
 import torch
-from frame import options_of
+from frame import example, options_of
 from torchrec_peer import TORCHREC, environment_beside_torchrec
 
 import tritonrec
@@ -52,10 +51,8 @@ def run(system: str, folder: Path, source: str, epochs: int, seed: int, ranked: 
     """One training on this rank, in a fresh process; writes a row of each epoch into `folder`."""
     torch.set_num_threads(1)
     name, options = SYSTEMS[system]
-    sys.path[:0] = [str(EXAMPLES), str(TORCHREC)]
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(TORCHREC))
+    module = example(name)
     starts, rows = [], []
 
     class Loader(data.NextItemLoader):

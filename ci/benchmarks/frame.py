@@ -1,4 +1,4 @@
-"""What measurements share: options, contenders that take turns, and the file of ``--json``.
+"""What measurements share: options, contenders that take turns, examples, and the file of ``--json``.
 
 options = options_of(__doc__, rows=400_000, ranks=(1, 2))   # --rows N --ranks 1,2 --json FILE
 seconds = by_turns({"ours": ours, "peer": peer}, options.rounds, same=torch.equal)
@@ -9,9 +9,11 @@ record(options, rows=...)
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -76,6 +78,14 @@ def by_turns(
             if same and not same(results[first], results[name]):
                 raise SystemExit(f"{name} gives something else than {first}; no time is printed")
     return found
+
+
+def example(name: str = "sasrec") -> Any:
+    """``docs/examples/NAME.py`` as a module."""
+    folder = str(Path(__file__).resolve().parents[2] / "docs" / "examples")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return import_module(name)
 
 
 def over(theirs: list[float], ours: list[float]) -> float:

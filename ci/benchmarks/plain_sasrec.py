@@ -14,14 +14,12 @@ its own initial rows and dropout.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import time
-from pathlib import Path
 from statistics import mean, median
 
 import torch
-from frame import options_of, record
+from frame import example, options_of, record
 from honest import Given, Rounds, by_turns, clocked, copied
 from kernel_cases import moved
 
@@ -31,15 +29,7 @@ from tritonrec.data import JaggedBatch, NextItemLoader, load_interactions
 from tritonrec.distributed import Communicators
 from tritonrec.host_memory import keep_freed_memory
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "sasrec.py"
 BATCH, NEGATIVES, RATE, WARM = 128, 32, 1e-3, 5
-
-
-def example():
-    spec = importlib.util.spec_from_file_location("sasrec", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Plain:

@@ -18,7 +18,6 @@ none of the five. The test is read at the epoch that the validation likes best.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import platform
 import statistics
@@ -33,7 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from frame import options_of
+from frame import example, options_of
 from torch import Tensor
 
 import tritonrec
@@ -75,14 +74,6 @@ class Setting:
 
 Score = Callable[..., Tensor]
 """(histories, catalogue=the ids to score (I,)) -> (B, I)."""
-
-
-def example():
-    """docs/examples/sasrec.py as a module."""
-    spec = importlib.util.spec_from_file_location("sasrec_example", ROOT / "docs/examples/sasrec.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def ours(setting: Setting, loader: NextItemLoader) -> Iterator[Score]:
