@@ -2,7 +2,6 @@
 
 import copy
 import json
-import shutil
 from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,20 +149,6 @@ def test_an_installed_package_finds_the_checkout_that_it_is_called_in(tmp_path, 
     monkeypatch.setattr(bench, "__file__", str(tmp_path / "tritonrec" / "harness" / "bench.py"))
     monkeypatch.chdir(ROOT / "docs")
     assert bench.checkout() == ROOT
-
-
-def test_runs_are_recorded_and_drawn(tmp_path, monkeypatch):
-    (tmp_path / "ci" / "baselines").mkdir(parents=True)
-    shutil.copytree(ROOT / "ci" / "benchmarks", tmp_path / "ci" / "benchmarks")
-    monkeypatch.setattr(bench, "checkout", lambda: tmp_path)
-    png = tmp_path / "charts" / "ratios.png"
-    for ours in (0.1, 0.2):
-        run(tmp_path, report(ours), keep=True, png=png)
-    history = [
-        json.loads(line) for line in (tmp_path / "ci/baselines/history.jsonl").read_text().splitlines()
-    ]
-    assert [entry["ratios"]["unique zipf / pandas"] for entry in history] == [2.0, 1.0]
-    assert png.read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_a_checkout_the_command_says_so(tmp_path, monkeypatch):

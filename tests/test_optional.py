@@ -41,7 +41,6 @@ def test_training_and_its_checkpoint_need_none_and_an_absence_is_one_sentence_be
         ([*DATA, "--trace", "run.pftrace"], "perfetto", "traces"),
         ([*DATA, "--trace", "run.pftrace", "--png", "run.png"], "perfetto", "traces"),
         (["simulate", "--png", "curve.png"], "matplotlib", "traces"),
-        (["bench", "--chart", "chart.png"], "matplotlib", "traces"),
         (["fuzz"], "hypothesis", "fuzz"),
         (["serve", "nowhere"], "fastapi", "serve"),
         (["emulate", "pytest"], "pytest", "test"),

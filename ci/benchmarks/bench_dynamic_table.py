@@ -19,18 +19,14 @@ vaex-core (wants the rest of vaex); getpy (does not install).
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import cpp_maps
@@ -39,6 +35,7 @@ import numpy as np
 import pytest
 import torch
 from cpp_maps import CppMap
+from frame import options_of, record
 from honest import Given, Round, Rounds, by_turns, refuse_impossible, time_rounds
 from numba.typed import Dict
 from resident import give_back, peak_from_here, resident
@@ -336,13 +333,8 @@ def compare_finds(names: list[str], slots: int, rounds: int) -> dict[str, dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="where to write the report")
-    parser.add_argument("--keys", type=int, default=10_000_000)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--find-rounds", type=int, default=15)
-    parser.add_argument("--insert", choices=CONTENDERS, help="run one contender here and print its figures")
-    arguments = parser.parse_args()
+    insert = {"choices": CONTENDERS, "help": "run one contender here and print its figures"}
+    arguments = options_of(__doc__, keys=10_000_000, rounds=3, find_rounds=15, insert=insert)
     torch.set_num_threads(1)
     if arguments.insert:
         print(json.dumps(insert_all(arguments.insert, arguments.keys)))
@@ -353,10 +345,8 @@ def main() -> None:
     finds = {size: compare_finds(names, slots, arguments.find_rounds) for size, slots in FIND_SLOTS.items()}
     index = filled(Tritonrec, random_keys(3 << 18, 0)).index
     report = {
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-        "python": platform.python_version(),
         "versions": versions(),
-        "workload": {"keys": arguments.keys, "batch": BATCH, "lookups": LOOKUPS, "rounds": arguments.rounds},
+        "workload": {"batch": BATCH, "lookups": LOOKUPS},
         "insert": inserts,
         "find_ns_per_key_at_load_0.75": finds,
         "metadata_bytes_per_key_at_load_0.75": index.nbytes / len(index),
@@ -376,9 +366,7 @@ def main() -> None:
                 + ", ".join(f"{name} {value:.1f} ns" for name, value in by_name.items())
                 + f"; the best peer takes {best / by_name['tritonrec']:.2f} times as long as ours"
             )
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    record(arguments, **report)
 
 
 if __name__ == "__main__":

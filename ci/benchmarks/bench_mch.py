@@ -15,15 +15,13 @@ once.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
+from frame import options_of, record
 from honest import Given, Round, refuse_impossible
-from record import record
 
 from tritonrec.embedding.key_index import KeyIndex
 
@@ -162,18 +160,11 @@ def measure(capacity: int, stream: list[np.ndarray], every: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--batches", type=int, default=40)
-    parser.add_argument("--size", type=int, default=32_768)
-    parser.add_argument("--items", type=int, default=500_000)
-    parser.add_argument("--drift", type=int, default=1_000, help="items replaced with each batch")
-    parser.add_argument("--capacities", default="50000,200000,800000")
-    parser.add_argument("--every", type=int, default=10, help="batches between two evictions of the peer")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = options_of(
+        __doc__, batches=40, size=32_768, capacities=(50_000, 200_000, 800_000), items=500_000, rounds=3,
+        drift={"default": 1_000, "help": "items replaced with each batch"},
+        every={"default": 10, "help": "batches between two evictions of the peer"},
+    )  # fmt: skip
     torch.set_num_threads(1)
     streams = [
         batches(args.batches, args.size, args.items, args.drift, seed=1 + number)
@@ -181,7 +172,7 @@ def main() -> None:
     ]
     measure(1000, streams[0][:2], 1)  # compiles
     rows = []
-    for capacity in map(int, args.capacities.split(",")):
+    for capacity in args.capacities:
         every = [measure(capacity, stream, args.every) for stream in streams]
         row = {**every[0], "ratios": [each["ratio"] for each in every]}
         for name in ("ratio", "ours_million_per_second", "peer_million_per_second"):

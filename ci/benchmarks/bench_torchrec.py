@@ -24,11 +24,11 @@ import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
-from record import record
+from frame import options_of, record
 from rich.console import Console
 from rich.table import Table
 from torchrec_peer import environment_beside_torchrec, find_torchrec, fused, sharded
@@ -239,7 +239,7 @@ def compare(runs: dict[str, Run], baseline: str) -> dict[str, float]:
 
 
 def job_of(args: argparse.Namespace) -> tuple[Job, int]:
-    """What `model_options` describe, and one more than the largest id."""
+    """What `MODEL` describes, and one more than the largest id."""
     sizes = HSTUConfig(
         dim=args.dim, layers=args.layers, heads=2, qk_dim=args.dim // 2, v_dim=args.dim // 2, max_seq_len=50,
         dropout=0.0,
@@ -301,39 +301,27 @@ def bench(args: argparse.Namespace, ranks: int, console: Console) -> list[dict]:
     return rows
 
 
-def model_options(parser: argparse.ArgumentParser) -> None:
-    """The options that `job_of` and `systems` read, and how long all train."""
-    parser.add_argument("--data", default="zipf:users=8000,items=40000,median_length=40,seed=1")
-    parser.add_argument("--micro-batches", type=int, default=4)
-    parser.add_argument(
-        "--switch",
-        nargs="*",
-        default=["first_use", "skip_fetch", "taper=0.5", "exchanges=auto"],
-        help="of our micro-batched rows",
-    )
-    parser.add_argument("--optimizer", choices=("sgd", "rowwise_adagrad"), default="sgd")
-    parser.add_argument("--lr", type=float, default=0.05)
-    parser.add_argument("--steps", type=int, default=14)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=256)
-    parser.add_argument("--negatives", type=int, default=4)
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=1)
+MODEL: dict[str, Any] = {
+    "data": "zipf:users=8000,items=40000,median_length=40,seed=1", "micro_batches": 4, "lr": 0.05,
+    "steps": 14, "rounds": 3, "batch_size": 256, "negatives": 4, "dim": 64, "layers": 1,
+    "optimizer": {"choices": ("sgd", "rowwise_adagrad"), "default": "sgd"},
+    "switch": {
+        "nargs": "*", "default": ["first_use", "skip_fetch", "taper=0.5", "exchanges=auto"],
+        "help": "of our micro-batched rows",
+    },
+}  # fmt: skip
+"""The options that `job_of` and `systems` read, and how long all train."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    model_options(parser)
-    parser.add_argument("--ranks", default="4,2", help="world sizes between commas")
-    parser.add_argument("--rate", type=float, default=200.0, help="Mbit/s of each link; 0: no limit, no root")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    rate = {"default": 200.0, "help": "Mbit/s of each link; 0: no limit, no root"}
+    args = options_of(__doc__, **MODEL, ranks=(4, 2), rate=rate)
     if args.steps < WARMUP + 2:
         raise SystemExit(f"--steps must be at least {WARMUP + 2}, got {args.steps}")
     find_torchrec()
     console, rows = Console(), []
     try:
-        for ranks in map(int, args.ranks.split(",")):
+        for ranks in args.ranks:
             rows += bench(args, ranks, console)
     except RankDiedError as error:
         raise SystemExit(f"error: {error}\n{error.details}") from None

@@ -14,7 +14,6 @@ already stays.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import statistics
@@ -25,6 +24,7 @@ import time
 from pathlib import Path
 
 import torch
+from frame import example, options_of
 from torchrec_peer import TORCHREC, environment_beside_torchrec
 
 import tritonrec
@@ -51,10 +51,8 @@ def run(system: str, folder: Path, source: str, epochs: int, seed: int, ranked: 
     """One training on this rank, in a fresh process; writes a row of each epoch into `folder`."""
     torch.set_num_threads(1)
     name, options = SYSTEMS[system]
-    sys.path[:0] = [str(EXAMPLES), str(TORCHREC)]
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(TORCHREC))
+    module = example(name)
     starts, rows = [], []
 
     class Loader(data.NextItemLoader):
@@ -119,7 +117,7 @@ def measure(args: argparse.Namespace) -> dict:
             row = {"system": system, "seed": seed, **{k: last[k] for k in ("steps", "NDCG@10", "HR@10")}}
             print(row, flush=True)
             found["quality"].append(row)
-    for ranks in map(int, args.ranks.split(",")):
+    for ranks in args.ranks:
         for number in range(args.rounds):
             for system in SYSTEMS:
                 epochs = training(args, system, ranks, args.timed_epochs, 0, False)
@@ -162,19 +160,16 @@ def _spread(values: list[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", default="ml-100k")
-    parser.add_argument("--quality", type=int, default=0, help="seeds; 0: no quality")
-    parser.add_argument("--epochs", type=int, default=30, help="of 8 steps on MovieLens-100K")
-    parser.add_argument("--rounds", type=int, default=0, help="of step times; 0: none")
-    parser.add_argument("--timed-epochs", type=int, default=3)
-    parser.add_argument("--ranks", default="1", help="world sizes between commas, of the step times")
-    parser.add_argument("--json", type=Path, help="write here")
-    parser.add_argument("--table", type=Path, help="print the tables of this file and end")
-    for name in ("--system", "--folder", "--seed"):  # of the processes that train
-        parser.add_argument(name, help=argparse.SUPPRESS)
-    parser.add_argument("--ranked", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    hidden = {"help": argparse.SUPPRESS}  # of the processes that train
+    args = options_of(
+        __doc__, data="ml-100k", timed_epochs=3, system=hidden, folder=hidden, seed=hidden,
+        quality={"default": 0, "help": "seeds; 0: no quality"},
+        epochs={"default": 30, "help": "of 8 steps on MovieLens-100K"},
+        rounds={"default": 0, "help": "of step times; 0: none"},
+        ranks={"default": (1,), "help": "world sizes between commas, of the step times"},
+        table={"type": Path, "help": "print the tables of this file and end"},
+        ranked={"action": "store_true", **hidden},
+    )  # fmt: skip
     if args.system:
         run(args.system, Path(args.folder), args.data, args.epochs, int(args.seed), args.ranked)
         return

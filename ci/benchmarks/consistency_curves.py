@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from record import record
+from frame import options_of, record
 from torch import Tensor
 
 import tritonrec
@@ -225,25 +225,17 @@ def summary(rows: list[dict]) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", default="ml-100k")
-    parser.add_argument("--model", default="fuxi")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--methods", default=",".join(METHODS), help=f"of {', '.join(COLOURS)}")
-    parser.add_argument("--optimizer", default="adam", choices=("adam", "adagrad", "rowwise_adagrad"))
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--png", type=Path)
-    args = parser.parse_args()
-    methods = args.methods.split(",")
+    args = options_of(
+        __doc__, data="ml-100k", model=("fuxi",), seeds=3, epochs=8, lr=3e-3, png={"type": Path},
+        methods={"default": METHODS, "help": f"of {', '.join(COLOURS)}"},
+        optimizer={"default": "adam", "choices": ("adam", "adagrad", "rowwise_adagrad")},
+    )  # fmt: skip
+    methods = args.methods
     if "synchronous" not in methods or not {*methods} <= {*COLOURS}:
-        parser.error(f"--methods are synchronous and others of {', '.join(COLOURS)}, got {args.methods}")
+        raise SystemExit(f"--methods are synchronous and others of {', '.join(COLOURS)}, got {methods}")
     rows = []
     with RankPool([(RANKS, 1), (RANKS, RANKS)]) as pool:
-        for model in args.model.split(","):
+        for model in args.model:
             for seed in range(1, args.seeds + 1):
                 runs = {method: curve(pool, method, model, seed, args) for method in methods}
                 own = runs["synchronous"]

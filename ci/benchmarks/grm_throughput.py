@@ -13,15 +13,13 @@ this machine, so an exchange costs copies and no network.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import torch
-from record import record
+from frame import options_of, record
 
 from tritonrec.distributed import Communicators, RankPool
 from tritonrec.harness.job import Job
@@ -110,30 +108,23 @@ def measure(pool: RankPool, ranks: int, job: Job, steps: int, rounds: int) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", default="ml-100k")
-    parser.add_argument("--sizes", default="small,GRM-4G", help=f"some of {', '.join(SIZES)}")
-    parser.add_argument("--ranks", default="1,2")
-    parser.add_argument("--samples", type=int, default=16, help="of the global batch")
-    parser.add_argument("--tokens", type=int, default=50, help="of history, at most")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    sizes, ranks = args.sizes.split(","), [int(count) for count in args.ranks.split(",")]
-    if unknown := sorted(set(sizes) - set(SIZES)):
-        parser.error(f"--sizes: no {', '.join(unknown)}; there are {', '.join(SIZES)}")
+    args = options_of(
+        __doc__, data="ml-100k", ranks=(1, 2), steps=3, rounds=3,
+        sizes={"default": ("small", "GRM-4G"), "help": f"some of {', '.join(SIZES)}"},
+        samples={"default": 16, "help": "of the global batch"},
+        tokens={"default": 50, "help": "of history, at most"},
+    )  # fmt: skip
+    if unknown := sorted({*args.sizes} - {*SIZES}):
+        raise SystemExit(f"--sizes: no {', '.join(unknown)}; there are {', '.join(SIZES)}")
     rows = []
-    with RankPool(ranks) as pool:
-        for size in sizes:
+    with RankPool(args.ranks) as pool:
+        for size in args.sizes:
             model = HSTUConfig(**SIZES[size], max_seq_len=args.tokens, dropout=0.0)
             samples = args.samples * (8 if size == "small" else 1)
             job = Job(
                 args.data, model="grm", batch_size=samples, max_seq_len=args.tokens, sizes=model, lr=1e-3
             )
-            for count in ranks:
+            for count in args.ranks:
                 for name, row in measure(pool, count, job, args.steps, args.rounds).items():
                     rows.append({"size": size, "ranks": count, "samples": samples, "setting": name, **row})
                     print(

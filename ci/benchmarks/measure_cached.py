@@ -11,20 +11,17 @@ processor's time, and its smallest and largest; the last one is that of wall clo
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from frame import options_of, record
 
 from tritonrec import Communicators, FeatureConfig, HashTableCollection, RowOptimizer, Trainer
 from tritonrec.data import NextItemLoader, load
-from tritonrec.harness.environment import environment_of_times
 from tritonrec.nn import HSTU, HSTUConfig
 from tritonrec.serving import Predictor, export
 from tritonrec.serving.cached import CachedPredictor
@@ -96,23 +93,16 @@ def now() -> tuple[float, float]:
     return time.process_time() * 1e3, time.perf_counter() * 1e3
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--tokens", default="512,1024,4096")
-    parser.add_argument("--users", default="1,8")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args(arguments)
+def main() -> None:
+    options = options_of(__doc__, tokens=(512, 1024, 4096), users=(1, 8), rounds=15)
     torch.set_num_threads(1)
     rows = [
-        measure(int(tokens), int(users), timed, options.rounds)
-        for tokens in options.tokens.split(",")
-        for users in options.users.split(",")
+        measure(tokens, users, timed, options.rounds)
+        for tokens in options.tokens
+        for users in options.users
         for timed in (False, True)
     ]
-    if options.json:
-        document = {"environment": environment_of_times(), "rows": rows}
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    record(options, rows=rows)
 
 
 if __name__ == "__main__":

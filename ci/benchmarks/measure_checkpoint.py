@@ -12,7 +12,6 @@ load is ``torch.load`` and `HashTableCollection.load`.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from frame import options_of, record
 from resident import peak_from_here, resident
 from safetensors.torch import save_file
 
@@ -245,15 +245,11 @@ def report(rows: int, dim: int, times: dict[str, float], peaks: dict[str, float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1_000_000, 4_000_000, 10_000_000])
-    parser.add_argument("--dim", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--peers", type=int, default=1)
-    parser.add_argument("--folder", type=Path, help="where to write; a temporary one by default")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--peak", choices=PEAKS, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = options_of(
+        __doc__, rows=[1_000_000, 4_000_000, 10_000_000], dim=16, rounds=3, peers=1,
+        folder={"type": Path, "help": "where to write; a temporary one by default"},
+        peak={"choices": PEAKS, "help": argparse.SUPPRESS},
+    )  # fmt: skip
     if options.peak:
         print(peak(options.peak, options.folder, options.rows[0], options.dim))
         return
@@ -268,8 +264,7 @@ def main() -> None:
                 command += ["--folder", str(place), "--peak", what]
                 peaks[what] = float(subprocess.check_output(command).split()[-1])
             written[rows] = {"seconds": times, "ratios": report(rows, options.dim, times, peaks)}
-    if options.json:
-        options.json.write_text(json.dumps(written, indent=1) + "\n")
+    record(options, rows=written)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,6 @@ behind the last, and of 1,000 in between, beside a copy of the table.
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import tempfile
 import time
@@ -27,10 +25,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from frame import options_of, record
 
 from tritonrec import Communicators, FeatureConfig, HashTableCollection, RowOptimizer, Trainer
 from tritonrec.data import NextItemLoader, load
-from tritonrec.harness.environment import environment_of_times
 from tritonrec.nn import HSTU, HSTUConfig
 from tritonrec.serving import ExportedTable
 from tritonrec.serving.live import Follower, Publisher
@@ -150,25 +148,17 @@ def measure_table(rows: int, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--every", type=int, default=50)
-    parser.add_argument("--steps", type=int, default=400, help="with publications, and as many without")
-    parser.add_argument("--more", type=int, default=200, help="publications after single steps, for p99")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    given = options_of(
+        __doc__, rows=1_000_000, batch=64, every=50, rounds=9,
+        steps={"default": 400, "help": "with publications, and as many without"},
+        more={"default": 200, "help": "publications after single steps, for p99"},
+    )  # fmt: skip
     table = measure_table(given.rows, given.rounds)
     print("ms of a delta at", given.rows, "rows:", {name: round(each, 2) for name, each in table.items()})
     training = measure_training(given.rows, given.batch, given.every, given.steps, given.more)
     for name, value in training.items():
         print(f"{name:24} {value:.4g}")
-    if given.json:
-        document = {"environment": environment_of_times(), "table_ms": table, "training": training}
-        given.json.write_text(json.dumps(document, indent=1) + "\n")
+    record(given, table_ms=table, training=training)
 
 
 if __name__ == "__main__":

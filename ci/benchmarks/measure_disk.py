@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import multiprocessing
-import os
 import tempfile
 import time
 from multiprocessing.connection import Connection
@@ -26,8 +25,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure_stores import CGROUP, io
-from record import record
+from frame import options_of, record
+from measure_stores import io, limited
 from resident import give_back, resident
 
 from tritonrec import Communicators, FeatureConfig, HashTableCollection, RowOptimizer, Trainer, nn
@@ -62,17 +61,6 @@ def batch(step: int, options: argparse.Namespace, sums: np.ndarray) -> Batch:
     return Batch(step, samples, KeyedJaggedTensor.from_dict({"item": lookup}))
 
 
-def limit(mebibytes: int) -> bool:
-    try:
-        group = CGROUP / f"tritonrec-{os.getpid()}"
-        group.mkdir()
-        (group / "memory.limit_in_bytes").write_text(str(mebibytes << 20))
-        (group / "cgroup.procs").write_text(str(os.getpid()))
-        return True
-    except OSError:
-        return False
-
-
 def placed(pipe: Connection, share: float, options: argparse.Namespace) -> None:
     """The process of one placement: it trains so many steps whenever it is told to."""
     torch.set_num_threads(1)
@@ -85,7 +73,7 @@ def placed(pipe: Connection, share: float, options: argparse.Namespace) -> None:
     model = Bags(options.depth)
     sums = np.cumsum(np.arange(1, options.rows + 1) ** -options.skew)
     index = 40 * options.rows  # bytes of keys and places, also while they grow
-    limited = bool(share) and limit((int(whole * share) + index >> 20) + options.slack)
+    under = bool(share) and limited((int(whole * share) + index >> 20) + options.slack)
     before = resident()
     for start in range(0, options.rows, 1 << 14):
         ids = torch.arange(start, min(start + (1 << 14), options.rows))
@@ -94,7 +82,7 @@ def placed(pipe: Connection, share: float, options: argparse.Namespace) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     with Trainer(model, tables, optimizer, Communicators.local(), "nestpipe") as trainer:
         steps = trainer.run(batch(step, options, sums) for step in range(1 << 20))
-        pipe.send(limited)
+        pipe.send(under)
         for count in iter(pipe.recv, 0):
             counters, bytes_, began = table.counters, io(), time.perf_counter()
             for _ in range(count):
@@ -118,20 +106,12 @@ def placed(pipe: Connection, share: float, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--rows", type=int, default=400_000)
-    parser.add_argument("--shares", default="1,0.3,0.1,0.05")
-    parser.add_argument("--skew", type=float, default=1.05)
-    parser.add_argument("--batch", type=int, default=2048)
-    parser.add_argument("--bag", type=int, default=4)
-    parser.add_argument("--depth", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=10, help="of a round")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--slack", type=int, default=300, help="MiB of a process beside its table")
-    options = parser.parse_args()
-    shares, fresh = [0.0, *map(float, options.shares.split(","))], multiprocessing.get_context("spawn")
+    options = options_of(
+        __doc__, path=Path(tempfile.gettempdir()), rows=400_000, shares=(1.0, 0.3, 0.1, 0.05), skew=1.05,
+        batch=2048, bag=4, depth=4, steps={"default": 10, "help": "of a round"}, rounds=4,
+        slack={"default": 300, "help": "MiB of a process beside its table"},
+    )  # fmt: skip
+    shares, fresh = [0.0, *options.shares], multiprocessing.get_context("spawn")
     pipes, processes = [], []
     for share in shares:
         ours, theirs = fresh.Pipe()
@@ -139,7 +119,7 @@ def main() -> None:
         processes[-1].start()
         theirs.close()  # so that a process that was killed shows
         pipes.append(ours)
-        limited = ours.recv()
+        under = ours.recv()
     rounds: list[list[dict[str, Any]]] = []
     for _ in range(options.rounds + 1):
         rounds.append([])
@@ -153,7 +133,7 @@ def main() -> None:
         process.join()
     if len(digests) > 1:
         raise SystemExit("the tables differ; no time is printed")
-    print(f"all rows equal in every bit; {'under' if limited else 'WITHOUT'} a memory limit")
+    print(f"all rows equal in every bit; {'under' if under else 'WITHOUT'} a memory limit")
     found = []
     for number, share in enumerate(shares):
         each = [one[number] for one in rounds[1:]]  # the first round compiles
@@ -164,7 +144,7 @@ def main() -> None:
         print(
             "in memory" if not share else f"{share:9.0%}", "  ".join(f"{k} {v:.4g}" for k, v in row.items())
         )
-    record(options, limited=limited, placements=found)
+    record(options, limited=under, placements=found)
 
 
 if __name__ == "__main__":

@@ -20,16 +20,14 @@ import logging
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from bench_torchrec import Run, compare
-from record import record
+from frame import options_of, over, record
 from torch import nn
 from torchrec_peer import TORCHREC, environment_beside_torchrec, find_torchrec, fused, sharded
 
@@ -48,7 +46,6 @@ OURS = {
 }
 WARM = 2
 """Turns before the times count: kernels compile, tables grow, allocators settle."""
-Train = Callable[[list[ClickBatch]], list[float]]
 
 
 class Dense(nn.Module):
@@ -284,10 +281,7 @@ def measure(batch_size: int, ranks: int, options: argparse.Namespace) -> dict[st
     for name in names:
         times = {"cpu": cpu, "wall": wall}
         ms = {clock: 1e3 * median(of[name]) for clock, of in times.items()}
-        ratio = {
-            clock: median(a / b for a, b in zip(of[best], of[name], strict=True))
-            for clock, of in times.items()
-        }
+        ratio = {clock: over(of[best], of[name]) for clock, of in times.items()}
         print(
             f"  {name:22s} {ms['cpu']:9.1f} ms cpu {ratio['cpu']:6.2f}x   {ms['wall']:9.1f} ms wall "
             f"{ratio['wall']:6.2f}x",
@@ -298,24 +292,18 @@ def measure(batch_size: int, ranks: int, options: argparse.Namespace) -> dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch-size", default="512,2048,8192", help="of all ranks, between commas")
-    parser.add_argument("--ranks", default="1", help="world sizes between commas")
-    parser.add_argument("--threads", type=int, default=1, help="of each rank")
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--per-turn", type=int, default=4, help="batches of a turn")
-    parser.add_argument("--turns", type=int, default=5, help="whose median counts")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = options_of(
+        __doc__, dim=64, batch_size={"default": (512, 2048, 8192), "help": "of all ranks, between commas"},
+        ranks={"default": (1,), "help": "world sizes between commas"},
+        threads={"default": 1, "help": "of each rank"},
+        per_turn={"default": 4, "help": "batches of a turn"},
+        turns={"default": 5, "help": "whose median counts"},
+    )  # fmt: skip
     if TORCHREC.is_dir():
         find_torchrec()
     else:
         print("TorchRec is not there (bash ci/benchmarks/torchrec.sh): torch is the only peer")
-    rows = [
-        measure(int(batch), int(ranks), options)
-        for ranks in options.ranks.split(",")
-        for batch in options.batch_size.split(",")
-    ]
+    rows = [measure(batch, ranks, options) for ranks in options.ranks for batch in options.batch_size]
     record(options, environment_beside_torchrec(), rows=rows)
 
 

@@ -30,10 +30,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch.distributed as dist
+from frame import options_of, record
 
 from tritonrec.distributed import Communicators, from_environment
-from tritonrec.files import save_json
-from tritonrec.harness.environment import environment
 from tritonrec.harness.job import Job
 from tritonrec.pipeline import Trainer, Window, WindowConfig
 from tritonrec.resilience import PeerCopies, run_elastic
@@ -145,19 +144,14 @@ def losses_alone() -> dict[int, str]:
 
 
 def main() -> None:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    parser.add_argument("--ranks", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--worker", nargs=2, metavar=("WAY", "FOLDER"), help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    worker_of = {"nargs": 2, "metavar": ("WAY", "FOLDER"), "help": argparse.SUPPRESS}
+    given = options_of(__doc__, ranks=3, rounds=5, worker=worker_of)
     if given.worker:
         worker(given.worker[0], Path(given.worker[1]))
         return
     expected = losses_alone()
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    for done in range(1, given.rounds + 1):
+    for _ in range(given.rounds):
         for way in WAYS:
             took, step, loss, world_size = measure(way, given.ranks)
             if loss != expected[step] or world_size != given.ranks - (way != "restart"):
@@ -165,9 +159,7 @@ def main() -> None:
             seconds[way].append(took)
             print(f"{way:12} {took:6.2f} s to step {step} on {world_size} ranks", flush=True)
         rows = {way: {"median": statistics.median(each), "all": each} for way, each in seconds.items()}
-        if given.json:  # after each round: a run may be ended early
-            settings = {"ranks": given.ranks, "rounds": done}
-            save_json({"settings": settings, "environment": environment(), "seconds": rows}, given.json)
+        record(given, seconds=rows)  # after each round: a run may be ended early
     restart = rows["restart"]["median"]
     for way, row in rows.items():
         print(f"{way:12} {row['median']:6.2f} s, {row['median'] / restart:.2f} of restart's")

@@ -8,12 +8,12 @@ steps after the table is full, and the longest one. What lru evicts is checked b
 
 from __future__ import annotations
 
-import argparse
 import time
 from statistics import median
 
 import numpy as np
 import torch
+from frame import options_of
 
 from tritonrec.embedding import DynamicTable, Eviction, TablePolicy
 
@@ -58,10 +58,7 @@ def measured(rows: int, policy: str, steps: int) -> tuple[list[float], DynamicTa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rows", type=int, nargs="+", default=[200_000, 1_000_000, 3_000_000])
-    parser.add_argument("--steps", type=int, default=40)
-    options = parser.parse_args()
+    options = options_of(__doc__, rows=[200_000, 1_000_000, 3_000_000], steps=40)
     torch.set_num_threads(1)
     for rows in options.rows:
         for policy in ("none", "lru", "ttl", "lfu"):

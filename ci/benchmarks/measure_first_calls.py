@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from record import record
+from frame import record
 
 ROOT = Path(__file__).resolve().parents[2]
 COUNTED = """

@@ -7,14 +7,12 @@ extrapolated: the checks that sizes of `--steps` batches need, an early one and 
 step pays for looking whether one is due.
 """
 
-import argparse
-import json
 import time
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 
 import torch
+from frame import options_of, record
 
 from tritonrec import nn
 from tritonrec.distributed import Communicators
@@ -83,10 +81,7 @@ def measured(job, steps):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = options_of(__doc__, steps=40)
     torch.set_num_threads(1)
     found = []
     for name, job in JOBS.items():
@@ -97,8 +92,7 @@ def main():
                 f"| {name} | {batch} | {row['step_ms']:.1f} | {row['first_ms']:.0f} | {row['share']:.2%} |",
                 flush=True,
             )
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    record(options, rows=found)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,11 @@ CPU time of one thread, the median of the steps after the first ones, and the by
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 
 import torch
+from frame import options_of
 
 from tritonrec import (
     Communicators,
@@ -127,6 +127,4 @@ def main(steps: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="In-batch softmax beside plain PyTorch.")
-    parser.add_argument("--steps", type=int, default=16)
-    main(parser.parse_args().steps)
+    main(options_of(__doc__, steps=16).steps)

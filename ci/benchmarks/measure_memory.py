@@ -10,17 +10,15 @@ ci/benchmarks/torchrec.sh`).
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 from fbgemm import fbgemm_table
-from record import record
+from frame import options_of, record
 from resident import give_back, peak_from_here, resident
 
 from tritonrec.embedding.table import DynamicTable
@@ -66,11 +64,8 @@ def bytes_of_a_row(fill: Fill, rows: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--one", choices=TABLES, help="measure one table here")
-    options = parser.parse_args()
+    one = {"choices": TABLES, "help": "measure one table here"}
+    options = options_of(__doc__, rows=1_000_000, one=one)
     if options.one:
         torch.set_num_threads(1)
         print(json.dumps(bytes_of_a_row(TABLES[options.one], options.rows)))

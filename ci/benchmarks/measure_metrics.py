@@ -9,11 +9,11 @@ and AUC of ``torchrec.metrics``, where TorchRec is installed, of the same sample
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 
 import torch
+from frame import options_of
 
 from tritonrec import Communicators, FeatureConfig, HashTableCollection, RowOptimizer, Trainer, WindowConfig
 from tritonrec.harness.job import Job
@@ -74,10 +74,7 @@ def measure(batch_size: int, steps: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--batch-size", type=int, nargs="+", default=[512, 4096])
-    parser.add_argument("--steps", type=int, default=200)
-    options = parser.parse_args()
+    options = options_of(__doc__, batch_size=[512, 4096], steps=200)
     torch.set_num_threads(1)
     for size in options.batch_size:
         measure(size, options.steps)

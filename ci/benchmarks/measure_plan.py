@@ -5,18 +5,15 @@ python ci/benchmarks/measure_plan.py --json FILE
 
 from __future__ import annotations
 
-import argparse
-import json
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
+from frame import options_of, record
 from rich.console import Console
 
 from tritonrec.distributed import Communicators, RankPool
-from tritonrec.embedding import Eviction, Placement, PrecisionTiers, TablePolicy
 from tritonrec.harness.cli.job import ready
 from tritonrec.harness.job import Job
 from tritonrec.harness.plan.report import plan_run
@@ -30,21 +27,10 @@ WIDE = Job(
     sizes=HSTUConfig(dim=128, max_seq_len=20),
 )  # fmt: skip
 NARROW = Job("zipf:users=2000,items=20000,seed=3", batch_size=64, sizes=HSTUConfig(dim=32, max_seq_len=50))
-CLICKS = Job("criteo:samples=60000", model="dlrm", batch_size=512, sizes=HSTUConfig(dim=32))
-LRU, TIERS = TablePolicy(Eviction("lru", 40_000)), TablePolicy(precision=PrecisionTiers(4, 50))
-CACHED, DEVICE = Placement("cached", cache_rows=1 << 16), Placement("device")
 
 CASES: list[tuple[str, tuple[int, ...], Run]] = [
-    ("wide rows", (1, 2, 4), Run(WIDE, steps=200)),
     ("wide rows, sgd", (1,), Run(WIDE, optimizer="sgd", steps=200)),
-    ("wide rows, sequential", (1,), Run(WIDE, mode="sequential", steps=200)),
-    ("wide rows, lru", (1, 2), Run(replace(WIDE, policy=LRU), steps=200)),
-    ("wide rows, tiers", (1,), Run(replace(WIDE, policy=TIERS), steps=200)),
-    ("wide rows, cached", (1, 2), Run(replace(WIDE, placement=CACHED), steps=200)),
-    ("wide rows, device", (1, 2), Run(replace(WIDE, placement=DEVICE), steps=200)),
-    ("wide rows, saved", (1, 2), Run(WIDE, steps=200, checkpoint=Path("checkpoint"))),
     ("narrow rows", (1, 2, 4), Run(NARROW, steps=300)),
-    ("clicks", (1, 2, 4), Run(CLICKS, steps=100)),
 ]
 
 
@@ -59,9 +45,7 @@ def measured(name: str, world_size: int, run: Run) -> dict[str, Any]:
     """One case, foretold and run in processes of its own."""
     run = ready(replace(run, window=WindowConfig(4)))
     planned = plan_run(run, world_size, console=Console(quiet=True))
-    with TemporaryDirectory() as folder, RankPool([world_size], timedelta(seconds=120)) as pool:
-        if run.checkpoint:
-            run = replace(run, checkpoint=Path(folder) / "checkpoint")
+    with RankPool([world_size], timedelta(seconds=120)) as pool:
         found = pool.run(whole, world_size, run)
     return {
         "case": name, "ranks": world_size, "steps": run.steps,
@@ -82,17 +66,13 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    chosen = parser.parse_args()
+    chosen = options_of(__doc__, only={"default": "", "help": "cases whose name contains this"})
     rows = []
     for name, ranks, run in CASES:
         for world_size in ranks if chosen.only in name else ():
             rows.append(measured(name, world_size, run))
             print(line(rows[-1]), flush=True)
-    if chosen.json:
-        chosen.json.write_text(json.dumps(rows, indent=1) + "\n")
+    record(chosen, rows=rows)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ the file has are not repeated.
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import json
 import statistics
 import time
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from frame import example, options_of
 from rich.console import Console
 from rich.table import Table
 
@@ -28,7 +27,6 @@ from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import Trainer, WindowConfig
 from tritonrec.settings import with_values
 
-EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "sasrec.py"
 SETTINGS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bf16": {"precision": "bf16"},
@@ -44,12 +42,9 @@ def parts_of(model: str, seed: int):
     job = Job(batch_size=128, num_negatives=32, lr=LR, seed=seed, sizes=sizes)
     if model == "hstu":
         return *job.build("adam"), job
-    spec = importlib.util.spec_from_file_location("sasrec_example", EXAMPLE)
-    assert spec and spec.loader
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
     torch.manual_seed(seed)
-    encoder = nn.PaddedNextItem(example.SASRec(), example.LENGTH)
+    sasrec = example()
+    encoder = nn.PaddedNextItem(sasrec.SASRec(), sasrec.LENGTH)
     nn.convert(encoder)
     tables = HashTableCollection([FeatureConfig("item", 64)], RowOptimizer("adam", job.lr), seed=seed)
     return encoder, tables, torch.optim.Adam(encoder.parameters(), job.lr, fused=True), job
@@ -96,11 +91,8 @@ def print_rows(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--seeds", type=int, default=3)
-    arguments = parser.parse_args()
+    needed = {"type": Path, "required": True}
+    arguments = options_of(__doc__, json=needed, epochs=20, seeds=3)
     done = (
         [json.loads(line) for line in arguments.json.read_text().splitlines()]
         if arguments.json.exists()

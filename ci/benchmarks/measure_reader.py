@@ -1,19 +1,16 @@
-"""Rows per second of logs, whole and streamed, beside pyarrow, pandas and Polars on the same files in one
-run.
+"""Seconds to read logs, whole and streamed, beside pyarrow, pandas and Polars on the same files in one run.
 
     python ci/benchmarks/measure_reader.py --rows 1000000
 
-Each peer makes the same arrays, which are compared first. Rates are of the fastest of some interleaved runs;
-the processor's time counts, as readers use several threads.
+Figures are of the fastest of some interleaved runs; the processor's time counts, as readers use several
+threads.
 """
 
 # ruff: noqa: E501 - the peers' calls
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,11 +21,9 @@ import pyarrow as pa
 import pyarrow.csv as pcsv
 import pyarrow.parquet as pq
 import torch
+from frame import by_turns, options_of
 
-from tritonrec.data import ClickStream, NextItemStream, load
-from tritonrec.data.convert_sequences import write_sequences
-from tritonrec.data.grouped import sequences_of
-from tritonrec.data.interactions import Interactions
+from tritonrec.data import ClickStream, load
 from tritonrec.data.presets import CRITEO, CRITEO_CATEGORIES, CRITEO_COUNTS
 
 BUFFER, BATCH = 1 << 18, 4096
@@ -62,7 +57,7 @@ def plain(path: Path, columns: list[str]) -> int:
     return sum(len(b) for file in files for b in pq.ParquetFile(file).iter_batches(1 << 16, columns=columns))
 
 
-def epoch(stream: ClickStream | NextItemStream) -> int:
+def epoch(stream: ClickStream) -> int:
     return sum(stream.batch(step).num_samples for step in range(stream.steps_per_epoch))
 
 
@@ -79,27 +74,18 @@ def clicks(folder: Path, rows: int) -> None:
         )
 
 
-def report(title: str, uses: dict[str, Callable[[], int]], rounds: int = 3) -> None:
-    best: dict[str, tuple[float, float]] = {}
-    for _ in range(rounds):
-        for name, use in uses.items():
-            wall, cpu = time.perf_counter(), time.process_time()
-            rows = use()
-            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-            old = best.get(name, (0.0, 0.0))
-            best[name] = max(rows / wall / 1e6, old[0]), max(rows / cpu / 1e6, old[1])
-    ours = next(iter(best.values()))
+def report(title: str, uses: dict[str, Callable[[], int]]) -> None:
+    found = by_turns(uses, 3, warm=0)
+    ours, *_ = found.values()
     print(f"\n{title}")
-    for name, (rate, busy) in best.items():
-        print(f"  {name:28} {rate:8.3f} M rows/s, {busy:8.3f} a CPU second, ours over it {ours[0] / rate:5.2f}, "
-              f"{ours[1] / busy:5.2f}")  # fmt: skip
+    for name, times in found.items():
+        ratios = min(times.wall) / min(ours.wall), min(times.cpu) / min(ours.cpu)
+        print(f"  {name:28} {min(times.wall):8.3f} s, {min(times.cpu):8.3f} of the processor, over ours "
+              f"{ratios[0]:5.2f}, {ratios[1]:5.2f}")  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--only", default="")
-    args = parser.parse_args()
+    args = options_of(__doc__, rows=1_000_000, only="")
     torch.set_num_threads(1)
     pa.set_cpu_count(1)
     rows = args.rows
@@ -114,26 +100,6 @@ def main() -> None:
                 "pyarrow, shuffle buffer": lambda: shuffled(folder / "clicks", COLUMNS),
                 "pyarrow alone": lambda: plain(folder / "clicks", COLUMNS),
             })  # fmt: skip
-        if "items" in args.only or not args.only:
-            users = rows // 50
-            log = Interactions(
-                random.integers(0, users, rows),
-                random.integers(0, 50_000, rows),
-                random.integers(10**9, 2 * 10**9, rows),
-            )
-            (folder / "items").mkdir()
-            write_sequences([log], folder / "items", 1 << 17, 512)
-            sizes = {"users": 0}
-
-            def users_only(count: int) -> int:
-                sizes["users"] = count
-                return rows
-
-            report("NextItemStream, users of 50 events (rows are events)", {
-                "NextItemStream": lambda: users_only(epoch(NextItemStream(folder / "items", 256, 50, 0, 3))),
-                "pyarrow, shuffle buffer": lambda: users_only(shuffled(folder / "items", ["item", "timestamp"])),
-                "pyarrow alone": lambda: users_only(plain(folder / "items", ["item", "timestamp"])),
-            })  # fmt: skip
         if "csv" in args.only or not args.only:
             path = folder / "log.csv"
             pandas.DataFrame({
@@ -147,16 +113,6 @@ def main() -> None:
                 "pyarrow": lambda: len(pcsv.read_csv(path)),
             })  # fmt: skip
 
-            def grouped() -> int:
-                os.utime(path)
-                sequences_of(str(path))
-                return rows
-
-            report("csv, sequences of users", {
-                "sequences_of": grouped,
-                "pandas": lambda: len(pandas.read_csv(path).sort_values(["user", "timestamp"], kind="stable")),
-                "polars": lambda: len(polars.read_csv(path).sort("user", "timestamp", maintain_order=True)) ,
-            })  # fmt: skip
         if "tsv" in args.only or not args.only:
             text = folder / "day"
             count = rows // 4

@@ -9,21 +9,19 @@ difference of the whole runs is printed beside them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
 from collections import Counter
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import torch
+from frame import options_of, record
 
 from tritonrec.distributed import Communicators, Ledger, RankPool
 from tritonrec.embedding.row_checksums import RowChecksums
 from tritonrec.embedding.row_storage import RowStorage
-from tritonrec.files import save_json
 from tritonrec.harness.job import Job
 from tritonrec.pipeline import Trainer, WindowConfig
 from tritonrec.resilience import Replay
@@ -121,16 +119,10 @@ def summary(runs: list[dict[str, Any]], world_size: int, share: float) -> dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--world-size", type=int, default=2)
-    parser.add_argument("--micro-batches", type=int, default=4)
-    parser.add_argument("--share", type=float, default=0.0025)
-    parser.add_argument("--data", default="ml-100k")
-    parser.add_argument("--batch-size", type=int, default=128)
-    parser.add_argument("--negatives", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = options_of(
+        __doc__, world_size=2, micro_batches=4, share=0.0025, data="ml-100k", batch_size=128, negatives=32,
+        rounds=3,
+    )  # fmt: skip
     job = Job(args.data, batch_size=args.batch_size, num_negatives=args.negatives, lr=3e-3)
     with RankPool([(args.world_size, 1)]) as pool:
         ranks = pool.run(measure, args.world_size, job, args.share, args.micro_batches, args.rounds)
@@ -139,8 +131,7 @@ def main() -> None:
     for name, text in PARTS.items():
         print(f"{100 * found['parts'][name]:6.2f} %  {text}")
     print(f"{100 * found['sum']:6.2f} %  of a step's processor time together, {found['step_ms']:.1f} ms")
-    if args.json:
-        save_json(found, args.json)
+    record(args, **found)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ FastAPI's threads by the exported program, one product with all items and topk, 
 both are compared with the Predictor's before a time counts, ours during all runs too, in every bit. Servers
 take turns. Saturation is wrk's closed loop over `CONNECTIONS`; at half load each connection pauses so that
 half of the smaller of both saturated rates comes. Then the same load on ours with slow clients and hostile
-bodies beside it, and with two workers of which one is killed.
+bodies beside it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from typing import Any
 import torch
 import uvicorn
 from fastapi import FastAPI
+from frame import options_of, record
 from pydantic import BaseModel
-from record import record
 
 from tritonrec import Communicators, FeatureConfig, HashTableCollection, RowOptimizer, Trainer
 from tritonrec.data import NextItemLoader, load
@@ -107,7 +107,7 @@ def serve_plainly(path: Path, port: int) -> None:
 
 
 @contextmanager
-def running(words: list[str], port: int) -> Iterator[subprocess.Popen[bytes]]:
+def running(words: list[str], port: int) -> Iterator[None]:
     process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL)
     try:
         for _ in range(480):
@@ -117,7 +117,7 @@ def running(words: list[str], port: int) -> Iterator[subprocess.Popen[bytes]]:
             time.sleep(0.5)
         else:
             raise SystemExit(f"{words} does not serve")
-        yield process
+        yield
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait()
@@ -245,26 +245,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             f"{checks.right} answers of ours were compared meanwhile, none was wrong, {checks.lost} were lost"
         )
         rows["compared"], rows["lost"] = checks.right, checks.lost
-    two = free_port()
-    command[-1] = str(two)
-    with running([*command, "--workers", "2"], two) as parent, Checks(two, bodies, full) as checks:
-        wrk(two, folder, 2)
-        rows |= turns("two workers", {"ours": two}, folder, options, lambda name: 0)
-        killer = threading.Timer(options.seconds / 3, kill_one, [parent.pid])
-        killer.start()
-        rows["a worker killed"] = {"ours": wrk(two, folder, options.seconds)}
-        show("a worker killed", rows["a worker killed"])
-    print(f"{checks.right} answers were compared meanwhile, none was wrong, {checks.lost} were lost")
-    rows["workers_compared"], rows["workers_lost"] = checks.right, checks.lost
     return rows
-
-
-def kill_one(parent: int) -> None:
-    found = subprocess.run(
-        ["ps", "-ww", "--ppid", str(parent), "-o", "pid=", "-o", "args="], capture_output=True, text=True
-    )
-    workers = [int(line.split()[0]) for line in found.stdout.splitlines() if "spawn_main" in line]
-    os.kill(workers[-1], signal.SIGKILL)
 
 
 def turns(
@@ -280,11 +261,6 @@ def turns(
         for name in ports if number % 2 else reversed(ports):
             found[name].append(wrk(ports[name], folder, options.seconds, max(pause(name), 0)))
     row = {name: {key: median(each[key] for each in rows) for key in rows[0]} for name, rows in found.items()}
-    show(title, row)
-    return {title: row}
-
-
-def show(title: str, row: dict[str, dict[str, float]]) -> None:
     for name, each in row.items():
         print(
             f"{title:20s} {name:5s} {each['rate']:8.1f} requests/s  p50 {each['p50']:7.1f}  "
@@ -292,15 +268,12 @@ def show(title: str, row: dict[str, dict[str, float]]) -> None:
             f"errors {each['socket_errors']:.0f} of sockets, {each['other_status']:.0f} other statuses",
             flush=True,
         )
+    return {title: row}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=10)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--peer", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    peer = {"nargs": 2, "help": argparse.SUPPRESS}
+    options = options_of(__doc__, seconds=10.0, rounds=3, peer=peer)
     if options.peer:
         serve_plainly(Path(options.peer[0]), int(options.peer[1]))
         return

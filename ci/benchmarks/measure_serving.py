@@ -11,10 +11,8 @@ we are faster.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -22,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from record import record
+from frame import by_turns, options_of, record
 
 from tritonrec.data import NextItemLoader, auc, evaluate, gauc, load
 from tritonrec.host_memory import keep_freed_memory
@@ -34,30 +32,19 @@ Calls = dict[str, Callable[[], Any]]
 
 def measure(title: str, calls: Calls, same: Callable[[Any, Any], bool], rounds: int) -> dict[str, Any]:
     """Print and return a row of each contender; the first is ours."""
-    names = list(calls)
-    results = {name: calls[name]() for name in names}
-    for name in names[1:]:
-        if not same(results[names[0]], results[name]):
-            raise SystemExit(f"{title}: {name} gives something else; no time is printed")
-    wall: dict[str, list[float]] = {name: [] for name in names}
-    cpu: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds):
-        for name in names if number % 2 else reversed(names):
-            began = time.perf_counter(), time.process_time()
-            calls[name]()
-            wall[name].append((time.perf_counter() - began[0]) * 1e3)
-            cpu[name].append((time.process_time() - began[1]) * 1e3)
+    found = by_turns(calls, rounds, same)
+    ours, row = next(iter(found.values())), {}
     print(title)
-    row = {}
-    for name in names:
-        p50, p99 = np.percentile(wall[name], [50, 99])
-        ratios = [median(times[name]) / median(times[names[0]]) for times in (wall, cpu)]
+    for name, times in found.items():
+        p50, p99 = 1e3 * np.percentile(times.wall, [50, 99])
+        cpu = 1e3 * median(times.cpu)
+        ratios = [median(times.wall) / median(ours.wall), median(times.cpu) / median(ours.cpu)]
         print(
-            f"  {name:24s} p50 {p50:9.2f} ms  p99 {p99:9.2f} ms  cpu {median(cpu[name]):9.2f} ms  "
+            f"  {name:24s} p50 {p50:9.2f} ms  p99 {p99:9.2f} ms  cpu {cpu:9.2f} ms  "
             f"over ours {ratios[0]:5.2f} wall {ratios[1]:5.2f} cpu",
             flush=True,
         )
-        row[name] = {"p50_ms": p50, "p99_ms": p99, "cpu_ms": median(cpu[name]), "over_ours": ratios}
+        row[name] = {"p50_ms": p50, "p99_ms": p99, "cpu_ms": cpu, "over_ours": ratios}
     return row
 
 
@@ -124,16 +111,8 @@ def evaluation(users: int, items: int, rounds: int) -> dict[str, Any]:
     calls: Calls = {
         "evaluate": lambda: evaluate(scores, loader, (10, 50)),
         "matmul + topk": by_topk,
-        "the product alone": lambda: (
-            [scores(b.history).shape for b in loader.evaluation_batches(256)] and None
-        ),
     }
-    product = calls.pop("the product alone")
-    row = measure(f"evaluate, {loader.num_items:,} items, {users} users", calls, same, rounds)
-    began = time.process_time()
-    product()
-    print(f"  {'the product alone':24s} cpu {(time.process_time() - began) * 1e3:9.2f} ms")
-    return row
+    return measure(f"evaluate, {loader.num_items:,} items, {users} users", calls, same, rounds)
 
 
 def areas(count: int, rounds: int) -> dict[str, dict[str, Any]]:
@@ -180,23 +159,21 @@ def areas(count: int, rounds: int) -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=("retrieve", "evaluate", "auc"), nargs="*")
-    parser.add_argument("--items", default="100000,1000000")
-    parser.add_argument("--users", default="1,32")
-    parser.add_argument("--count", type=int, default=10_000_000, help="impressions of AUC and GAUC")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    parts = ["retrieve", "evaluate", "auc"]
+    options = options_of(
+        __doc__, only={"choices": parts, "default": parts}, items=(100_000, 1_000_000), users=(1, 32),
+        rounds=20,
+        count={"default": 10_000_000, "help": "impressions of AUC and GAUC"},
+    )  # fmt: skip
     torch.set_num_threads(1)
     keep_freed_memory()
     sys.path.append(
         str(Path(__file__).resolve().parents[2] / "out" / "torchrec")
     )  # torchmetrics, by torchrec.sh
-    only, rows = options.only or ("retrieve", "evaluate", "auc"), {}
+    only, rows = options.only, {}
     if "retrieve" in only:
-        for items in map(int, options.items.split(",")):
-            for users in map(int, options.users.split(",")):
+        for items in options.items:
+            for users in options.users:
                 rows[f"retrieve {items} {users}"] = retrieval(items, users, options.rounds)
     if "evaluate" in only:
         rows["evaluate"] = evaluation(1500, 100_000, 4)

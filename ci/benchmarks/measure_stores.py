@@ -24,8 +24,8 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
+from frame import options_of, record
 from numba import njit, types
-from record import record
 
 CGROUP, PAGE = Path("/sys/fs/cgroup/memory"), 4096
 _pread = types.ExternalFunction("pread", types.intp(types.intc, types.uintp, types.uintp, types.int64))
@@ -242,16 +242,11 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--rows", type=int, default=400_000)
-    parser.add_argument("--bytes", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=2000)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--memory", type=int, default=16, help="MiB of the cgroup")
-    parser.add_argument("--one", choices=STORES, help="measure one store here")
-    options = parser.parse_args()
+    options = options_of(
+        __doc__, path=Path(tempfile.gettempdir()), rows=400_000, bytes=256, batch=2000, steps=5,
+        memory={"default": 16, "help": "MiB of the cgroup"},
+        one={"choices": STORES, "help": "measure one store here"},
+    )  # fmt: skip
     if options.one:
         print(json.dumps(measure(options.one, options)))
         return

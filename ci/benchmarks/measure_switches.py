@@ -8,13 +8,11 @@ and off, and prints what travelled. The losses and rows of all exact runs are co
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
+from frame import options_of, record
 from rich.console import Console
 from rich.table import Table
 
@@ -152,7 +150,7 @@ def replicas(run: Measured, console: Console) -> list[dict]:
     for name in ("parts x copies", "replicas", "bytes", "loss", "weights"):
         table.add_column(name, justify="right")
     found, dim = [], MODEL.dim
-    for _, copies in run.pool.meshes:
+    for _, copies, _nodes in run.pool.meshes:
         for every in (0, 1, 4, run.steps) if copies > 1 else (0,):
             counts, loss, rows = run(4, copies, first_use=True, average_every=every)
             far = float((rows[:, :dim] - run.rows[:, :dim]).abs().max())
@@ -171,14 +169,7 @@ def replicas(run: Measured, console: Console) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", default="ml-100k")
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = options_of(__doc__, data="ml-100k", steps=12, ranks=4)
     job = Job(args.data, batch_size=128, num_negatives=32, sizes=MODEL, lr=3e-3)
     meshes = [(args.ranks, copies) for copies in range(1, args.ranks + 1) if args.ranks % copies == 0]
     with RankPool(meshes) as pool:
@@ -186,8 +177,7 @@ def main() -> None:
         parts = {
             each.__name__: each(run, Console()) for each in (payload, packed, taper, skip_fetch, replicas)
         }
-    if args.json:
-        args.json.write_text(json.dumps({"data": args.data, "steps": args.steps, **parts}, indent=2) + "\n")
+    record(args, **parts)
 
 
 if __name__ == "__main__":

@@ -7,15 +7,11 @@ All ways give the same numbers, which is checked. Memory is that of the vocabula
 
 from __future__ import annotations
 
-import argparse
-import time
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
+from frame import by_turns, options_of
 
 from tritonrec.data import Vocabulary, hashed_ids
 
@@ -23,16 +19,6 @@ from tritonrec.data import Vocabulary, hashed_ids
 def words(ids: np.ndarray) -> pa.Array:
     """``B123X`` of each id."""
     return pc.binary_join_element_wise("B", pa.array(ids.astype(np.int64)).cast(pa.string()), "X", "")
-
-
-def best_of_three(run: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds, and the last result."""
-    times = []
-    for _ in range(3):
-        began = time.perf_counter()
-        found = run()
-        times.append(time.perf_counter() - began)
-    return min(times), found
 
 
 def main(rows: int) -> None:
@@ -46,23 +32,20 @@ def main(rows: int) -> None:
     for name, ids in logs.items():
         column = words(ids)
         series = pd.Series(pd.arrays.ArrowExtensionArray(column))
-        ways: dict[str, Callable[[], Any]] = {
+        ways = {
             "Vocabulary": lambda column=column: Vocabulary(column),
             "Arrow, dictionary_encode": lambda column=column: pc.dictionary_encode(column),
             "pandas, factorize": lambda series=series: pd.factorize(series),
             "hashed_ids": lambda column=column: hashed_ids(column),
         }
-        found = {way: best_of_three(run) for way, run in ways.items()}
-        made = found["Vocabulary"][1]
+        made = ways["Vocabulary"]()
         numbers = made.encode(column)
-        assert np.array_equal(numbers, found["pandas, factorize"][1][0])
-        assert np.array_equal(numbers, found["Arrow, dictionary_encode"][1].indices.to_numpy())
+        assert np.array_equal(numbers, ways["pandas, factorize"]()[0])
+        assert np.array_equal(numbers, ways["Arrow, dictionary_encode"]().indices.to_numpy())
         print(f"{name}: {rows:,} rows, {len(made):,} words, {made.nbytes / 1e6:.0f} MB")
-        for way, (seconds, _) in found.items():
-            print(f"  {way:26} {seconds:6.2f} s")
+        for way, times in by_turns(ways, 3, warm=0).items():
+            print(f"  {way:26} {min(times.wall):6.2f} s")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Words as ids.")
-    parser.add_argument("--rows", type=int, default=10_000_000)
-    main(**vars(parser.parse_args()))
+    main(options_of(__doc__, rows=10_000_000).rows)

@@ -12,12 +12,11 @@ for the first time. The figure is that of the rank that takes most. Losses of ev
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench_torchrec import Run, System, compare, job_of, model_options, systems, train
-from record import record
+from bench_torchrec import MODEL, Run, System, compare, job_of, systems, train
+from frame import options_of, record
 from resident import give_back, peak_from_here, resident
 from torchrec_peer import environment_beside_torchrec, find_torchrec
 
@@ -65,11 +64,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    model_options(parser)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = options_of(__doc__, **MODEL, ranks=2)
     find_torchrec()
     rows = measure(options)
     record(options, environment_beside_torchrec(), rows=rows)

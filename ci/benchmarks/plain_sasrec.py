@@ -14,17 +14,14 @@ its own initial rows and dropout.
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import math
 import time
-from pathlib import Path
 from statistics import mean, median
 
 import torch
+from frame import example, options_of, record
 from honest import Given, Rounds, by_turns, clocked, copied
 from kernel_cases import moved
-from record import record
 
 import tritonrec
 from tritonrec import nn
@@ -32,15 +29,7 @@ from tritonrec.data import JaggedBatch, NextItemLoader, load_interactions
 from tritonrec.distributed import Communicators
 from tritonrec.host_memory import keep_freed_memory
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "sasrec.py"
 BATCH, NEGATIVES, RATE, WARM = 128, 32, 1e-3, 5
-
-
-def example():
-    spec = importlib.util.spec_from_file_location("sasrec", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Plain:
@@ -128,10 +117,7 @@ def measure(steps: int) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = options_of(__doc__, steps=40)
     torch.set_num_threads(1)
     keep_freed_memory()
     rows = measure(options.steps)

@@ -18,8 +18,6 @@ none of the five. The test is read at the epoch that the validation likes best.
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import json
 import platform
 import statistics
@@ -34,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from frame import example, options_of
 from torch import Tensor
 
 import tritonrec
@@ -75,14 +74,6 @@ class Setting:
 
 Score = Callable[..., Tensor]
 """(histories, catalogue=the ids to score (I,)) -> (B, I)."""
-
-
-def example():
-    """docs/examples/sasrec.py as a module."""
-    spec = importlib.util.spec_from_file_location("sasrec_example", ROOT / "docs/examples/sasrec.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def ours(setting: Setting, loader: NextItemLoader) -> Iterator[Score]:
@@ -247,17 +238,16 @@ def report(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", default="ml-100k")
-    parser.add_argument("--only", default=",".join(SYSTEMS), help="systems between commas")
-    parser.add_argument("--json", type=Path, help="write here, and go on with what is there")
-    parser.add_argument("--table", type=Path, help="print the table of this file and end")
-    args = parser.parse_args()
+    args = options_of(
+        __doc__, data="ml-100k", only={"default": tuple(SYSTEMS), "help": "systems between commas"},
+        json={"type": Path, "help": "write here after every training, and go on with what is there"},
+        table={"type": Path, "help": "print the table of this file and end"},
+    )  # fmt: skip
     if args.table:
         report(json.loads(args.table.read_text())["rows"])
         return
     if args.json is None:
-        parser.error("give --json FILE, which is written after every training")
+        raise SystemExit("give --json FILE, which is written after every training")
     torch.set_num_threads(1)
     split, rows = Split.of(args.data), Rows(args.json)
     best = {
@@ -265,7 +255,7 @@ def main() -> None:
             (rows.of(Setting(system, *each, TUNING_SEED), split) for each in TUNED),
             key=lambda row: row["valid"],
         )
-        for system in args.only.split(",")
+        for system in args.only
     }
     for seed, system in product(SEEDS, best):
         rows.of(Setting(system, best[system]["lr"], best[system]["dropout"], seed), split)

@@ -15,11 +15,10 @@ reduction hidden behind the backward pass.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
-from pathlib import Path
 
-from tritonrec.files import save_json
+from frame import options_of, record
+
 from tritonrec.harness.simulator.cluster import Cluster, Workload, predict
 from tritonrec.harness.simulator.plan import Plan
 from tritonrec.nn import GRM_SIZES
@@ -71,11 +70,7 @@ def scaling(setting: Setting, overlapped: bool) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = options_of(__doc__)
     rows = []
     for setting in SETTINGS:
         for overlapped in (False, True):
@@ -84,8 +79,7 @@ def main() -> None:
             name = f"{setting.model} {setting.factor}D"
             rows.append({"model": name, "how": how, "shares": dict(zip(map(str, GPUS), shares, strict=True))})
             print(f"{name:12} {how:11} " + " ".join(f"{share:6.1%}" for share in shares))
-    if args.json:
-        save_json({"rows": rows}, args.json)
+    record(args, rows=rows)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ seeds.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -20,7 +19,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tritonrec.files import save_json
+from frame import options_of, record
+
 from tritonrec.harness.serve.rounds import interval
 from tritonrec.harness.slipstream.report import whole_speedup
 
@@ -78,27 +78,18 @@ def summary(found: dict[str, list[list[dict[str, Any]]]]) -> list[dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--plans", default=",".join(PLANS))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    plans = args.plans.split(",")
-    if unknown := sorted(set(plans) - set(PLANS)):
-        parser.error(f"no plan {unknown[0]}; there are {', '.join(PLANS)}")
+    plan = {"choices": PLANS, "default": [*PLANS]}
+    args = options_of(__doc__, plans=plan, seeds=3)
     if args.seeds < 2:
-        parser.error(f"an interval needs two seeds, got {args.seeds}")
-    found = {plan: [points(run(plan, seed)) for seed in range(1, args.seeds + 1)] for plan in plans}
+        raise SystemExit(f"an interval needs two seeds, got {args.seeds}")
+    found = {plan: [points(run(plan, seed)) for seed in range(1, args.seeds + 1)] for plan in args.plans}
     rows = summary(found)
     for row in rows:
         values = ", ".join(
             "{} {:.2f} ± {:.2f}".format(name, *row[name]) for name in ("inputs", "whole_speedup", *POINTS)
         )
         print(f"{row['plan']:6} {row['drop']:.0%} {'at random' if row['at_random'] else 'stale':10} {values}")
-    if args.json:
-        save_json({"rows": rows, "seeds": found}, args.json)
+    record(args, rows=rows, seeds=found)
 
 
 if __name__ == "__main__":

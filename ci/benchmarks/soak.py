@@ -9,14 +9,12 @@ steps, when caches are warm, and at the end.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
 import sys
 import time
-from pathlib import Path
 
+from frame import options_of, record
 from resident import resident
 
 from tritonrec.distributed import Communicators, RankPool
@@ -57,13 +55,7 @@ def soak(communicators: Communicators, steps: int) -> dict[str, dict[str, int]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = options_of(__doc__, steps=10_000, ranks=2)
     began = time.perf_counter()
     with RankPool([args.ranks]) as pool:
         ranks = pool.run(soak, args.ranks, args.steps)
@@ -80,8 +72,7 @@ def main() -> int:
             f"{warm['threads']}, {end['threads']}: {'GROWS' if leaks else 'steady'}"
         )
     print(f"{(time.perf_counter() - began) / args.steps * 1e3:.2f} ms a step")
-    if args.json:
-        args.json.write_text(json.dumps({"steps": args.steps, "ranks": ranks}, indent=2) + "\n")
+    record(args, ranks=ranks)
     return code
 
 

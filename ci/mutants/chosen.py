@@ -6,7 +6,7 @@ from pathlib import Path
 
 PACKAGES = ("pipeline", "embedding", "distributed", "checkpoint", "kernels")
 COMPILED = ("numba_", "triton_")
-"""Files of kernels: `tests/kernels/test_mutants.py` has edits of Triton's."""
+"""Files of kernels: `intentions.jsonl` has edits of Triton's."""
 UNSAFE = "rank_process.py"
 """It sends signals: an edit of it might end processes of others."""
 

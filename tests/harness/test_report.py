@@ -13,7 +13,7 @@ from browser import BROWSER, opened
 from typer.testing import CliRunner
 
 from tritonrec.harness.cli import app
-from tritonrec.harness.report import Step, build, contract_digest, html, markdown, sections, steps, traced
+from tritonrec.harness.report import build, contract_digest, html, markdown, sections, traced
 from tritonrec.harness.report.section import Section, Table
 from tritonrec.trace.analysis import EdgeReport
 
@@ -208,43 +208,6 @@ def test_the_digest_is_of_the_contract_only():
         other = copy.deepcopy(VERIFIED)
         change(other)
         assert contract_digest(other) != expected
-
-
-@pytest.mark.parametrize(
-    ("ratios", "expected"),
-    [
-        ([], []),
-        ([2.0] * 9, []),
-        ([2.0, 2.1, 1.9, 1.0, 2.0, 2.1], []),  # one slow run
-        ([2.0, 2.1, 1.9, 1.5, 1.6, 1.4], [Step(3, 1.9, 1.6)]),
-        ([2.0, 2.1, 1.9, 1.5, 1.6, 1.9], []),  # the best of three is no worse than the worst before
-        ([2.0, 2.1, 1.9, 2.0, 2.5, 2.6, 2.4], [Step(4, 2.1, 2.4)]),
-        ([2.0] * 3 + [1.0] * 3 + [0.5] * 3, [Step(3, 2.0, 1.0), Step(6, 1.0, 0.5)]),
-        ([2.0, 2.0, 1.0, 1.0, 1.0], []),  # two runs are no level
-        ([2.0, 2.0, 2.0, 1.0, 1.1, 1.2, 1.3], [Step(3, 2.0, 1.2)]),  # nor is one, after a step
-    ],
-)
-def test_steps(ratios, expected):
-    assert steps(ratios) == expected
-
-
-def test_a_step_is_flagged_and_drawn():
-    made = {"machine": "A CPU", "cores": 2, "timer": "cpu"}
-    runs = [
-        {"provenance": {**made, "commit": f"{run:012d}"}, "ratios": {"unique / pandas": ratio}}
-        for run, ratio in enumerate([2.0, 2.1, 1.9, 1.5, 1.6, 1.4])
-    ]
-    runs.append({"provenance": {**made, "cores": 64, "commit": "f" * 12}, "ratios": {"unique / pandas": 0.1}})
-    found = sections.over_commits(runs, "x")
-    (row,) = found.tables[0].rows
-    assert row == ("unique / pandas", "0000000", "slower", "1.90", "1.60", "A CPU, 2 cores, cpu clock")
-    assert not found.passed and found.tables[0].bad == {0} and found.pictures[0].svg.count("<circle") == 1
-    Page(html.page("x", [found]))
-    for made in ({"machine": "another CPU"}, {"cores": 64}, {"timer": "wall"}):  # no step is across them
-        moved = [{**run, "provenance": {**run["provenance"], **made}} for run in runs[3:]]
-        assert sections.over_commits([*runs[:3], *moved], "x").passed
-    up = [{**run, "ratios": {"unique / pandas": 1 / run["ratios"]["unique / pandas"]}} for run in runs]
-    assert sections.over_commits(up, "x").passed
 
 
 @pytest.mark.parametrize("broken", [None, 0, 1])

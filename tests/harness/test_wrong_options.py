@@ -170,7 +170,7 @@ def suites(tmp_path):
     return tmp_path
 
 
-RUN_SUITES, BENCH = bench.run_suites, bench.bench
+RUN_SUITES = bench.run_suites
 
 
 @pytest.mark.slow
@@ -181,12 +181,6 @@ def test_a_benchmark_that_is_not_there(suites, only):
     ) as said:
         RUN_SUITES(suites, only)
     assert str(said.value).startswith(f"--only {only}: ")
-
-
-def test_a_chart_of_nothing(suites, monkeypatch):
-    monkeypatch.setattr(bench, "checkout", lambda: suites)
-    with pytest.raises(ValueError, match=r"--chart draws recorded runs, and .* holds none: add --record"):
-        BENCH(png=suites / "chart.png")
 
 
 def test_more_memory_than_there_is_is_said(monkeypatch):

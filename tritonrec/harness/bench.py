@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import os
 import subprocess
 import sys
@@ -26,9 +25,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ..distributed.signals import end_with_parent
-from ..files import ScratchFolder, atomic_write, check_writable
+from ..files import ScratchFolder, atomic_write
 from ..files.places import read_document
-from ..optional import pyplot, require
+from ..optional import require
 
 BENCHMARKS = "ci/benchmarks"
 LEAST_BAND = 1.25
@@ -233,35 +232,6 @@ def show(report: dict[str, Any], console: Console, before: dict[str, Any] | None
     console.print(f"{wins} of {len(report['rows'])} ratios are wins, {len(report['rows']) - wins} are losses")
 
 
-def record(report: dict[str, Any], history: Path) -> None:
-    """Append this run to the history, one JSON line."""
-    ratios = {name: float(f"{row['ratio']:.4g}") for name, row in report["rows"].items()}
-    with history.open("a") as file:
-        file.write(json.dumps({"provenance": report["provenance"], "ratios": ratios}) + "\n")
-
-
-def chart(history: Path, png: Path) -> None:
-    """A line for each kernel: the geometric mean of its ratios, over the recorded runs."""
-    plt = pyplot()
-    runs = [json.loads(line) for line in history.read_text().splitlines() if line.strip()]
-    kernels = sorted({_kernel(name) for run in runs for name in run["ratios"]})
-    figure, axes = plt.subplots(figsize=(10, 6), layout="constrained")
-    for kernel in kernels:
-        means = []
-        for run in runs:
-            logs = [math.log(ratio) for name, ratio in run["ratios"].items() if _kernel(name) == kernel]
-            means.append(math.exp(sum(logs) / len(logs)) if logs else math.nan)
-        axes.plot(range(len(runs)), means, marker="o", label=kernel)
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_yscale("log")
-    axes.set_xticks(range(len(runs)), [run["provenance"]["commit"][:7] for run in runs], rotation=45)
-    axes.set_ylabel("times as fast as the peers (geometric mean)")
-    axes.legend(ncols=2, fontsize="small")
-    with atomic_write(png) as part:
-        figure.savefig(part, dpi=120, format="png")
-    plt.close(figure)
-
-
 def _kernel(name: str) -> str:
     return name.split()[0].partition(":")[0]
 
@@ -271,8 +241,6 @@ def bench(
     repeat: int = 1,
     json_file: Path | None = None,
     compare: Path | None = None,
-    keep: bool = False,
-    png: Path | None = None,
     timer: str = "wall",
     console: Console | None = None,
     run: Callable[[Path, str, str], dict[str, Any]] = run_suites,
@@ -283,11 +251,6 @@ def bench(
     """
     console, root = console or Console(), checkout()
     before = load(compare, timer) if compare else None
-    history = root / "ci" / "baselines" / "history.jsonl"
-    if png and not keep and not history.exists():
-        raise ValueError(f"--chart draws recorded runs, and {history} holds none: add --record")
-    if keep:
-        check_writable(history)
     reports = [run(root, only, timer) for _ in range(repeat)]
 
     def summed() -> dict[str, Any]:
@@ -302,10 +265,6 @@ def bench(
     if json_file:
         with atomic_write(json_file) as part:
             part.write_text(dump(now))
-    if keep:
-        record(now, history)
-    if png:
-        chart(history, png)
     lines = slower(before, now, only) if before else []
     for line in lines:
         console.print(f"slower: {line}", markup=False, highlight=False, soft_wrap=True)

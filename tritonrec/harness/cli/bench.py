@@ -26,14 +26,10 @@ def bench(
     repeat: Annotated[
         int, typer.Option(min=1, max=10_000, help="Runs; their spread is the band of a baseline.")
     ] = 1,
-    record: Annotated[bool, typer.Option("--record", help="Append to ci/baselines/history.jsonl.")] = False,
-    chart: Annotated[Path | None, typer.Option(help="Draw the recorded runs to this PNG.")] = None,
     timer: Annotated[
         Timer, typer.Option(help="cpu: seconds of the process, for a machine that is busy.")
     ] = Timer.wall,
 ) -> None:
     """Time the kernels beside their peers; print ratios, losses as plainly as wins."""
-    require_writable({"--json": json_file, "--chart": chart})
-    raise typer.Exit(
-        checked(lambda: suites.bench(only, repeat, json_file, compare, record, chart, timer.value))
-    )
+    require_writable({"--json": json_file})
+    raise typer.Exit(checked(lambda: suites.bench(only, repeat, json_file, compare, timer.value)))

@@ -14,7 +14,7 @@ from ...files.places import Place, RemotePath, local_path, place_of
 from ...optional import require
 
 NEEDS = {
-    "--trace": ("perfetto",), "--kineto": ("perfetto",), "--png": ("matplotlib",), "--chart": ("matplotlib",),
+    "--trace": ("perfetto",), "--kineto": ("perfetto",), "--png": ("matplotlib",),
 }  # fmt: skip
 """By option the packages without which its output cannot be written."""
 

@@ -18,7 +18,6 @@ from .traced import traces
 MADE_BY = {
     "verify.json": "tritonrec verify --inject-faults --json",
     "bench.json": "tritonrec bench --json",
-    "history.jsonl": "tritonrec bench --record",
     "compile.json": "python ci/compile/compile_matrix.py --update",
     "lab.json": "tritonrec lab --json",
     "simulate.json": "tritonrec simulate --json",
@@ -28,7 +27,6 @@ MADE_BY = {
 SECTIONS: dict[str, list[Callable[[Any, str], Section]]] = {
     "verify.json": [sections.contract, sections.faults],
     "bench.json": [sections.benchmarks],
-    "history.jsonl": [sections.over_commits],
     "compile.json": [sections.compiled],
     "lab.json": [sections.lab],
     "simulate.json": [sections.simulated],
@@ -78,12 +76,8 @@ def _missing(name: str, folder: Path) -> str:
 
 
 def _load(path: Path) -> Any:
-    """A JSON document, or those of the lines."""
     try:
-        text = path.read_text()
-        if path.suffix == ".jsonl":
-            return [json.loads(line) for line in text.splitlines() if line.strip()]
-        return json.loads(text)
+        return json.loads(path.read_text())
     except ValueError as error:  # also text that is not UTF-8
         raise ValueError(f"{path} is no JSON: {error}") from error
 

@@ -72,7 +72,5 @@ def _row(cells: Sequence[str], bad: bool) -> str:
 
 def _picture(picture: Picture) -> str:
     caption = escape(picture.caption)
-    drawn = picture.svg or (
-        f'<img alt="{caption}" src="data:image/png;base64,{b64encode(picture.png).decode()}">'
-    )
+    drawn = f'<img alt="{caption}" src="data:image/png;base64,{b64encode(picture.png).decode()}">'
     return f"<figure>{drawn}<figcaption>{caption}</figcaption></figure>"

@@ -19,11 +19,9 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG file's content, or the text of an SVG."""
-
     caption: str
-    png: bytes = b""
-    svg: str = ""
+    png: bytes
+    """The file's content."""
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,10 @@ document of another kind.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from .digest import contract_digest
-from .history import Series, series_of, steps
-from .section import Picture, Section, Table
+from .section import Section, Table
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 CASE_COLUMNS = (
@@ -128,67 +126,6 @@ def benchmarks(report: dict[str, Any], source: str) -> Section:
 
 def _seconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds * 1e3:.3g} ms"
-
-
-def over_commits(runs: Sequence[dict[str, Any]], source: str) -> Section:
-    """Ratios of the recorded runs, and steps in them."""
-    series = series_of(runs)
-    rows: list[tuple[str, ...]] = []
-    slower: set[int] = set()
-    for each in series:
-        for step in steps(each.ratios):
-            if step.slower:
-                slower.add(len(rows))
-            rows.append((
-                each.name, each.commits[step.run], "slower" if step.slower else "faster",
-                f"{step.before:.2f}", f"{step.after:.2f}", each.machine,
-            ))  # fmt: skip
-    pictures = [Picture(f"{each.name} ({each.machine})", svg=_chart(each)) for each in series if _drawn(each)]
-    return Section(
-        "Benchmarks over commits",
-        f"{len(runs)} recorded run{'' if len(runs) == 1 else 's'}. A step is where three runs in a row are "
-        f"all slower than the worst since the last step, or faster than the best: {len(rows)} found.",
-        source,
-        [
-            Table(
-                "Steps",
-                ("benchmark", "commit", "step", "before", "after", "machine"),
-                rows,
-                frozenset(slower),
-            )
-        ]
-        if rows
-        else [],
-        pictures,
-        passed=not slower,
-    )
-
-
-def _drawn(series: Series) -> bool:
-    return len(series.ratios) > 1
-
-
-def _chart(series: Series, width: int = 320, height: int = 60) -> str:
-    """The ratios from left to right; runs where a step begins are red (slower) or green (faster)."""
-    low, high = min(series.ratios), max(series.ratios)
-    spread = (high - low) or 1.0
-    points = [
-        (
-            8 + (width - 16) * run / (len(series.ratios) - 1),
-            height - 8 - (height - 16) * (ratio - low) / spread,
-        )
-        for run, ratio in enumerate(series.ratios)
-    ]
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    marks = "".join(
-        f'<circle cx="{points[step.run][0]:.1f}" cy="{points[step.run][1]:.1f}" r="4" '
-        f'fill="{"#b3261e" if step.slower else "#1b7f3b"}"/>'
-        for step in steps(series.ratios)
-    )
-    return (
-        f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">'
-        f'<polyline points="{line}" fill="none" stroke="#3559a8" stroke-width="1.5"/>{marks}</svg>'
-    )
 
 
 NVIDIA_ALONE = ("hstu_attention.sequences_kernel",)

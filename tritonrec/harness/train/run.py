@@ -100,9 +100,7 @@ class Run:
     memory_limit: str = setting(
         "auto", "Save and stop before a rank takes so much, as 20GiB; auto: what there is; none: never."
     )
-    publish: str = setting(
-        "", "Publish live deltas to this folder, URL, or redis://HOST:PORT/DB?key=KEY, for replicas."
-    )
+    publish: str = setting("", "Publish live deltas to this folder or URL, redis:// too, for replicas.")
     publish_every: int = setting(0, "Steps between publications; with --publish.", 0, MOST)
 
     def __post_init__(self) -> None:
