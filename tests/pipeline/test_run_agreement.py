@@ -90,6 +90,10 @@ def deterministic(trainer):
     torch.use_deterministic_algorithms(True)
 
 
+def flush_denormals(trainer):
+    torch.set_flush_denormal(True)
+
+
 # What the last rank does between two runs, and how the error of each rank names it.
 LATER = {
     "buffer": (change_buffer, "rank 1 has buffer shift=float32 (4,) with SHA-256 "),
@@ -106,10 +110,11 @@ LATER = {
     "threads": (other_threads, "rank 1 has torch.get_num_threads()="),
     "default dtype": (other_default, "rank 1 has torch.get_default_dtype()=torch.float64 and rank 0 has "),
     "deterministic": (deterministic, "rank 1 has torch.are_deterministic_algorithms_enabled()=True"),
+    "denormals": (flush_denormals, "rank 1 has torch.set_flush_denormal()=True"),
 }
 
 
-QUICK_CHANGES = ["buffer", "parameter's data", "learning rate", "frozen rows", "threads"]
+QUICK_CHANGES = ["buffer", "parameter's data", "learning rate", "frozen rows", "threads", "denormals"]
 
 
 def message_between_runs(
@@ -140,6 +145,7 @@ def message_between_runs(
         torch.set_num_threads(threads)
         torch.set_default_dtype(torch.float32)
         torch.use_deterministic_algorithms(False)
+        torch.set_flush_denormal(False)
     return done, ""
 
 

@@ -37,7 +37,14 @@ from .words import Words, digest
 ALWAYS, SELDOM = 8, 64
 """Runs of a single step of which each compares optimizer states too, and later one in so many."""
 
+
+def flushes_denormals() -> bool:
+    """Of this thread (`torch.set_flush_denormal`); torch has no call that tells."""
+    return not torch.full((1,), 1e-40, dtype=torch.float32).mul(1.0).item()
+
+
 OF_TORCH = {
+    "torch.set_flush_denormal()": flushes_denormals,
     "torch.get_num_threads()": torch.get_num_threads,
     "torch.get_default_dtype()": torch.get_default_dtype,
     "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled,
