@@ -190,14 +190,13 @@ def _save(
 def _check_seen(directory: Place, written: Sequence[Mapping[str, Any]]) -> None:
     """Raise CheckpointError for a rank whose first file is not in this `directory`, in one of its name."""
     for rank, report in enumerate(written):
-        for file in [each["file"] for parts in report["tables"].values() for each in parts if each["file"]][
-            :1
-        ]:
-            if not (directory / file).exists():
-                raise CheckpointError(
-                    f"rank {rank} has written {file} where rank 0 does not see it: give all ranks one "
-                    "directory, on a disk that their machines share"
-                )
+        files = (each["file"] for parts in report["tables"].values() for each in parts if each["file"])
+        file = next(files, None)
+        if file and not (directory / file).exists():
+            raise CheckpointError(
+                f"rank {rank} has written {file} where rank 0 does not see it: give all ranks one "
+                "directory, on a disk that their machines share"
+            )
 
 
 def _dense_tensors(dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
