@@ -335,7 +335,7 @@ REFUSED = {
     ),
     "no scheduler": (None, lambda m, o: {"scheduler": 0.1}, TypeError, "torch.optim.lr_scheduler, got float"),
     "another's": (None, lambda m, o: {"scheduler": of_other()}, ValueError, "has another optimizer"),
-    "no average": (None, lambda m, o: {"average": 0.9}, TypeError, "AveragedModel, got float"),
+    "no average": (None, lambda m, o: {"average": 0.9}, TypeError, "AveragedModel or None, got 0.9"),
     "another average": (
         None,
         lambda m, o: {"average": AveragedModel(torch.nn.Linear(2, 2))},

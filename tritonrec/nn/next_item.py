@@ -37,7 +37,7 @@ class LayerConfig:
     """
 
     dim: int = setting(64, "Embedding and model dimension.", 1, 65_536)
-    layers: int = setting(2, "HSTU layers.", 1, 1024)
+    layers: int = setting(2, "HSTU layers.", 0, 1024)
     heads: int = setting(2, "Attention heads.", 1, 4096)
     qk_dim: int = 32
     v_dim: int = 32
