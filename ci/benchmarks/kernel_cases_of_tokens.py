@@ -135,6 +135,30 @@ def relative_aggregate(device, seed):
     )  # fmt: skip
 
 
+@case("torch", "torch_compile")
+def dot_interaction(device, seed):
+    x = randn(2_048, 27, 64, seed=2 * seed).to(device).requires_grad_()
+    dy = randn(2_048, 351, seed=2 * seed + 1).to(device)
+    row, column = torch.tril_indices(27, 27, -1, device=device)
+
+    def plain(x):
+        return torch.bmm(x, x.transpose(1, 2))[:, row, column]
+
+    def step(call):
+        def both(x, dy):
+            y = call(x)
+            return torch.cat([y.detach().flatten(), torch.autograd.grad(y, x, dy)[0].flatten()])
+
+        return both
+
+    exact = step(plain)(x.detach().double().requires_grad_(), dy.double())
+    contenders = with_compiled(device, {"tritonrec": ops.dot_interaction, "torch": plain}, plain)
+    return Case(
+        "forward and backward, 2,048 samples of 27 vectors of 64", (x, dy),
+        {name: step(call) for name, call in contenders.items()}, close(exact, atol=1e-3), moved(x, dy, x, dy),
+    )  # fmt: skip
+
+
 @case("torch_each_sequence", "torch_padded")
 def softmax_attention(device, seed):
     lengths, longest, offsets = sequences(device, 3.0, 64, 128)
