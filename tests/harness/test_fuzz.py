@@ -149,8 +149,8 @@ def test_every_setting_reaches_the_run():
     others = {"delay_seed": 1, "restart": 2, "evict": "lfu:9:1", "tiers": "1:1", "recompute": ("norm",)}
     others |= {"mode": "dbp", "consistency": "window", "storage": "device", "wrapping": "checkpoint"}
     others |= {"optimizer": "adam", "model": "fuxi", "lr_schedule": "cosine", "dedup": "none"}
-    others |= {"precision": "bf16", "exchange_precision": "bf16", "loss_scale": 2.0, "taper": 0.5, "dropout": 0.5}
-    others |= {"exchange_sums": "whole", "exchanges": "each"}
+    others |= {"precision": "bf16", "exchange_precision": "bf16", "loss_scale": 2.0, "taper": 0.5}
+    others |= {"exchange_sums": "whole", "exchanges": "each", "dropout": 0.5}
 
     def run(one):
         case = one.case

@@ -1,6 +1,7 @@
 """Promise: any iterable of batches is read on the prefetch lane, and its errors are the caller's own."""
 
 import threading
+import types
 
 import pytest
 import torch
@@ -95,6 +96,12 @@ def test_anything_but_a_batch_is_refused_by_name(mode):
     with pytest.raises(TypeError, match=r"got dict: a DataLoader makes them in its collate_fn"):  # noqa: SIM117
         with trainer(parts(), mode) as training:
             list(training.run([{"item": 3}]))
+
+
+def test_a_loader_in_the_place_of_its_batches_is_told_how_to_give_them():
+    loader = types.SimpleNamespace(batch=batches)
+    with trainer(parts(), "nestpipe") as training, pytest.raises(TypeError, match="for step in"):
+        list(training.run(loader))
 
 
 def test_a_stage_that_fails_does_not_wait_for_a_source_that_never_comes():

@@ -263,6 +263,8 @@ class Trainer:
         there. Before a checkpoint or an evaluation let `run` come to its end, which empties the pipeline.
         With ``accumulate`` = A each A batches are one update; what is left at the end is one too.
         """
+        if not hasattr(batches, "__iter__") and hasattr(batches, "batch"):
+            raise TypeError("a loader has no end: run(loader.batch(step) for step in range(steps))")
         source = iter(batches)
         while True:
             try:
