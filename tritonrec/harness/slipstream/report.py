@@ -93,7 +93,7 @@ def _dropped(summary: dict[str, Any]) -> Table:
 def _work(summary: dict[str, Any]) -> Table:
     title = "Speed-up of the whole run; the rest is after the classification"
     table = Table(title=title, title_justify="left", padding=(0, 0, 0, 1))
-    for name in ("drop", "whole run", "inputs", "steps", "CPU s", "speed-up", "net", "rows read", "MB sent"):
+    for name in ("drop", "whole", "inputs", "steps", "CPU s", "speed-up", "net", "rows read", "MB sent"):
         table.add_column(name, justify="right", no_wrap=True)
     for run in summary["runs"]:
         table.add_row(
