@@ -95,6 +95,18 @@ def test_a_folder_of_one_rank_goes_on_at_other_world_sizes(tmp_path, format):
         assert run_ranks(ranks, lambda each: imported(each, tmp_path / "out")) == [bits] * ranks
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_folder_is_read_in_parts_none_of_which_reads_all_rows(tmp_path, monkeypatch, ranks):
+    """DCP reads a chunk whole, so that chunks of all rows made the time of a load their square."""
+    monkeypatch.setattr(dcp, "PART_ROWS", 16)
+    bits = run_ranks(ranks, lambda each: exported(each, tmp_path / "out", "dcp"))[0]
+    columns = torch_dcp.FileSystemReader(tmp_path / "out").read_metadata().state_dict_metadata
+    rows = [[chunk.sizes[0] for chunk in columns[name].chunks] for name in columns if "/keys" in name]
+    assert max(map(max, rows)) == 16 and min(map(sum, rows)) > 32 and len(rows) > 1
+    for loads in 1, 3:
+        assert run_ranks(loads, lambda each: imported(each, tmp_path / "out")) == [bits] * loads
+
+
 @pytest.mark.slow
 @pytest.mark.multi_rank
 def test_six_pairs_of_world_sizes_have_the_same_bits(tmp_path, pool):

@@ -20,6 +20,7 @@ import base64
 import hashlib
 import json
 import pickle
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -164,7 +165,7 @@ class _Writer:
             if self._format == "dcp"
             else HuggingFaceStorageWriter(str(self._folder), save_distributed=True)
         )
-        planner, first = _SavePlanner(shards), self._rank == 0
+        planner, first = _SavePlanner(shards, self._format), self._rank == 0
         with agreement.phase() as report, _named(self._folder):
             planner.set_up_planner(state, writer.storage_meta(), first)
             writer.set_up_storage_writer(first)
@@ -216,9 +217,16 @@ def _counts(keys: Tensor) -> list[int]:
 class _SavePlanner(dcp.DefaultSavePlanner):
     """Writes the tensors of the state, and shards: by name first row, rows of all ranks, and tensor."""
 
-    def __init__(self, shards: dict[str, tuple[int, int, Tensor]]):
+    def __init__(self, shards: dict[str, tuple[int, int, Tensor]], format: Format):
         super().__init__(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
-        self._shards = shards
+        # DCP reads a chunk whole, whatever is asked of it: one of all rows would be read again for each part
+        # of them. A file of safetensors has one chunk of a name, and is read in slices.
+        most = PART_ROWS if format == "dcp" else sys.maxsize
+        self._chunks = {
+            name: {first + at: values[at : at + most] for at in range(0, max(len(values), 1), most)}
+            for name, (first, _, values) in shards.items()
+        }
+        self._totals = {name: total for name, (_, total, _) in shards.items()}
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
@@ -230,16 +238,17 @@ class _SavePlanner(dcp.DefaultSavePlanner):
                     chunk, TensorProperties.create_from_tensor(values), torch.Size([total, *values.shape[1:]])
                 ),
             )
-            for name, (first, total, values) in self._shards.items()
-            for chunk in [_chunk(first, values)]
+            for name, chunks in self._chunks.items()
+            for first, values in chunks.items()
+            for total, chunk in [(self._totals[name], _chunk(first, values))]
             if len(values) or (not total and self.is_coordinator)
         ]
         self.plan = replace(plan, items=[*plan.items, *items])
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        found = self._shards.get(index.fqn)
-        return super().lookup_object(index) if found is None else found[2]
+        found = self._chunks.get(index.fqn)
+        return super().lookup_object(index) if found is None else found[index.offset[0]]  # type: ignore[index]
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
