@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -160,7 +160,13 @@ def _save(
     # The commit: one rename of one file, after every rank's files and their folder are on the disk.
     with agreement.phase(undo=lambda: prune(directory, kept=None)) as report:
         if rank == 0:
-            _check_seen(directory, written)
+            check_seen(
+                directory,
+                (
+                    [each["file"] for parts in report["tables"].values() for each in parts if each["file"]]
+                    for report in written
+                ),
+            )
             body = {
                 "format": FORMAT,
                 "version": VERSION,
@@ -187,11 +193,10 @@ def _save(
     return Saved(step, manifest, agreement.reports[0]["sha256"], sum(own))
 
 
-def _check_seen(directory: Place, written: Sequence[Mapping[str, Any]]) -> None:
+def check_seen(directory: Place, by_rank: Iterable[Iterable[str]]) -> None:
     """Raise CheckpointError for a rank whose first file is not in this `directory`, in one of its name."""
-    for rank, report in enumerate(written):
-        files = (each["file"] for parts in report["tables"].values() for each in parts if each["file"])
-        file = next(files, None)
+    for rank, own in enumerate(by_rank):
+        file = next(iter(own), None)
         if file and not (directory / file).exists():
             raise CheckpointError(
                 f"rank {rank} has written {file} where rank 0 does not see it: give all ranks one "

@@ -44,6 +44,7 @@ from ..checkpoint.agreement import Agreement
 from ..checkpoint.files import describe
 from ..checkpoint.rows import Rows, TensorRows, close_rows, sort_by_part
 from ..checkpoint.slices import SLICES, order_of, slices_of
+from ..checkpoint.writer import check_seen
 from ..files.places import local_path
 from ..kernels import launch
 from ..pipeline import SupportsState, Trainer
@@ -177,12 +178,7 @@ class _Writer:
         with agreement.phase(), _named(self._folder):
             if first:
                 results = [_unpacked(each["written"]) for each in agreement.reports]
-                for rank, files in enumerate({e.storage_data.relative_path for e in own} for own in results):
-                    if missing := [each for each in files if not (self._folder / each).exists()]:
-                        raise CheckpointError(
-                            f"rank {rank} has written {missing[0]} where rank 0 does not see it: give all "
-                            "ranks one directory, on a disk that their machines share"
-                        )
+                check_seen(self._folder, ([e.storage_data.relative_path for e in own] for own in results))
                 writer.finish(metadata, results)
 
 
