@@ -247,6 +247,17 @@ def test_a_shard_that_is_damaged_later_is_named(tmp_path):
         next(made)
 
 
+def test_a_page_of_a_shard_is_checked_where_its_writer_left_a_checksum(tmp_path):
+    """A damaged page without compression is numbers as any other."""
+    path, plain = tmp_path / "a.parquet", {"compression": "none", "use_dictionary": False}
+    pq.write_table(table_of(range(200)), path, write_page_checksum=True, **plain)
+    raw = bytearray(path.read_bytes())
+    raw[1000] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(ValueError, match=r"a\.parquet: row group 0 cannot be read: .*checksum"):
+        next(stream(tmp_path))
+
+
 def test_an_error_while_collating_can_be_repeated(folder, expected):
     failures = [True]
 
