@@ -156,7 +156,7 @@ class RowGradients:
         # Rounded here, so that the table stores in 16 bits what it is given, and changes no value.
         if low_precision is not None:
             table.round_low_precision(values, low_precision)
-        table.update(handles, values)
+        table.update(handles, values, low_precision)
 
 
 class TouchedRows(torch.Tensor):

@@ -215,12 +215,15 @@ class TrainedTable:
         """(K,) bool, the rows of `handles` (K,) that an update stores in 16 bits; None without tiers."""
         return None if self._precision is None else self._precision.in_low_precision(handles)
 
-    def update(self, handles: torch.Tensor, values: torch.Tensor) -> None:
+    def update(
+        self, handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None = None
+    ) -> None:
         """Overwrite the rows of `handles` (K,), distinct, with `values` (K, row_width) float32.
 
         A handle of -1 is skipped: a key that was not admitted. Nothing is rounded: a row in low precision is
         stored in 16 bits if these hold its values exactly, as they do after `round_low_precision`, and in
-        float32 otherwise.
+        float32 otherwise. Which rows are in low precision the lookup said (`Lookup.low_precision`); None:
+        those that are now, which later lookups may have changed.
         """
         self.in_flight.check("update")
         self._note_written(None)
@@ -229,7 +232,7 @@ class TrainedTable:
         self._check_values(len(handles), values)
         self.in_flight.written += 1
         with self._updating:
-            self._update(handles, values)
+            self._update(handles, values, low_precision=low_precision)
 
     def keep_checksums(self, rank: int) -> None:
         """Keep a checksum of every row from now on, 8 bytes each, which `validate_rows` compares.
@@ -375,16 +378,21 @@ class TrainedTable:
         for snapshot in self._snapshots:
             snapshot.preserve(handles)
 
-    def _update(self, handles: torch.Tensor, values: torch.Tensor, keys: torch.Tensor | None = None) -> None:
+    def _update(
+        self,
+        handles: torch.Tensor,
+        values: torch.Tensor,
+        keys: torch.Tensor | None = None,
+        low_precision: torch.Tensor | None = None,
+    ) -> None:
         """Store rows, those of `keys` (K,) where they are known; needs `_updating`."""
         self._preserve(handles)
-        low_precision = None
-        if (
-            self._metadata.changes.active or self._precision is not None
-        ):  # a turn costs the overlap: see `StreamLock`
+        unknown = self._precision is not None and low_precision is None
+        if self._metadata.changes.active or unknown:  # a turn costs the overlap: see `StreamLock`
             with self._lock:
                 self._metadata.changes.mark(handles, keys)
-                low_precision = self.in_low_precision(handles)
+                if unknown:
+                    low_precision = self.in_low_precision(handles)
         self._rows.update(handles, values, low_precision)
 
     def _run_policies(

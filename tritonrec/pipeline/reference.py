@@ -166,7 +166,7 @@ class ReferenceTrainer:
             if found.low_precision is not None and not skipped:
                 group.table.round_low_precision(values, found.low_precision)
             # Handle -1, a key that is not admitted, writes nothing.
-            group.table.update(found.handles, _to_table(values, group.table))
+            group.table.update(found.handles, _to_table(values, group.table), found.low_precision)
 
         if skipped:
             self.dense.skip()

@@ -196,15 +196,16 @@ def _write(
     table: DynamicTable, owned: TableRows, rows: torch.Tensor, chosen: torch.Tensor, counts: LookupCounts
 ) -> None:
     """Write the `chosen` (K,) bool of a buffer's rows (K, row width) to their table."""
-    handles = owned.handles
+    handles, low = owned.handles, owned.low_precision
     if table.padded:
         # Padded tables: the shape stays and handle -1 writes
         # nothing, so no host waits for the number of rows.
-        table.update(torch.where(chosen, handles, -1), rows)
+        table.update(torch.where(chosen, handles, -1), rows, low)
         counts.written += chosen.sum()
         return
     if not bool(chosen.all()):
         places = chosen.nonzero().squeeze(1)
         handles, rows = handles[places], launch.gather_rows(rows, to_device(places, rows.device))
-    table.update(handles, to_host(rows))
+        low = None if low is None else low[places]
+    table.update(handles, to_host(rows), low)
     counts.written += len(handles)
