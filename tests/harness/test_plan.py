@@ -10,8 +10,10 @@ from tritonrec.capacity import Room, Sizes
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import Eviction, TablePolicy
 from tritonrec.harness.job import Job
+from tritonrec.harness.plan.beside import BesidePlan, Planned, beside_plan_line
 from tritonrec.harness.plan.forecast import Counted, count_rows, forecast
 from tritonrec.harness.plan.trial import Rank, trial
+from tritonrec.harness.progress import Pace
 from tritonrec.harness.train.loop import train
 from tritonrec.harness.train.run import Run
 from tritonrec.harness.verify.thread_ranks import run_ranks
@@ -182,3 +184,85 @@ def test_what_the_command_refuses(tmp_path, words, message):
 def test_a_config_that_is_not_there(tmp_path):
     code, output, _ = commands.invoke("plan", tmp_path / "none.toml")
     assert code == 2 and "none.toml" in output
+
+
+PLANNED_RUN = ("--data", "zipf:users=90,items=700,seed=1", "--dim", 8, "--steps", 20, "--batch-size", 8)
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plan")
+    (folder / "run.toml").write_text(
+        'steps = 20\n[job]\ndata = "zipf:users=90,items=700,seed=1"\nbatch_size = 8\n[job.sizes]\ndim = 8\n'
+    )
+    code, _, _ = commands.invoke("plan", folder / "run.toml", "--json", folder / "plan.json")
+    assert code == 0
+    return folder / "plan.json"
+
+
+def test_a_run_is_set_beside_its_plan(plan_file, tmp_path):
+    """What rows a run has a plan knows to the row; other outputs are the same run."""
+    code, output, _ = commands.invoke(
+        "train", *PLANNED_RUN, "--plan", plan_file, "--json", tmp_path / "a.json", "--log-dir", tmp_path / "b"
+    )
+    found = json.loads((tmp_path / "a.json").read_text())["beside_plan"]
+    planned = json.loads(plan_file.read_text())
+    assert code == 0 and "beside its plan: " in output
+    assert found["rows"] == found["rows_planned"] == planned["rows"]
+    assert found["peak_planned"] == planned["ranks"][0]["peak"] and found["peak"] > 1 << 26
+    assert found["seconds_per_step_planned"] == planned["step_seconds"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--lr", 0.5), "plan of another run: job.lr is 0.003 there, and 0.5 here"),
+        (("--checkpoint", "somewhere"), "plan of another run: checkpoint is None there, and True here"),
+        (("--world-size", 2), "is a plan for 1 ranks, and here are 2"),
+        (("--elastic", "--peer-copies", 2), "--plan does not go with --slipstream, nor with --elastic"),
+    ],
+)
+def test_a_plan_of_another_run_is_refused(plan_file, options, says):
+    code, output, _ = commands.invoke("train", *PLANNED_RUN, "--plan", plan_file, *options)
+    assert code and says in output
+
+
+@pytest.mark.parametrize("change", [("ranks", None), ("settings", "a = "), ("rows", "many"), (None, None)])
+def test_a_file_that_is_no_plan_is_named(plan_file, tmp_path, change):
+    name, value = change
+    other = tmp_path / "other.json"
+    document = {**json.loads(plan_file.read_text()), name: value} if name else [1]
+    other.write_text(json.dumps(document))
+    code, output, _ = commands.invoke("train", *PLANNED_RUN, "--plan", other)
+    assert code and f"{other.name} is no plan of a run" in output
+
+
+def test_more_memory_or_time_than_planned_is_said_once_and_the_pace_ever_more_seldom(monkeypatch):
+    peaks, lines, pace = [100, 209, 211, 400, 400], [], Pace()
+    monkeypatch.setattr("tritonrec.harness.plan.beside.peak_bytes", lambda: peaks.pop(0) * MIB)
+    monkeypatch.setattr("tritonrec.harness.plan.beside.LOOK_SECONDS", 0)
+    beside = BesidePlan(Planned([7, 200 * MIB], 5, 0.1), 1, pace, lines.append)
+    for step in range(300):
+        pace.on_step_end(step, 0.112 if step < 200 else 1.0, last=False)
+        beside.on_step_end(step + 1)
+        if step == 3:
+            assert lines == ["memory: 211 MiB are taken, and 200 MiB were planned"]
+    assert len(lines) == 1 and len(peaks) == 2  # at 64, 128 and 256 steps the median was within 1.15
+    for step in range(300, 512):
+        pace.on_step_end(step, 1.0, last=False)
+        beside.on_step_end(step + 1)
+    assert lines[1:] == ["time: a step takes 1000.0 ms, and 100.0 were planned"]
+
+
+def test_the_rank_that_exceeds_its_plan_most_is_shown(monkeypatch):
+    monkeypatch.setattr("tritonrec.harness.plan.beside.peak_bytes", lambda: 300 * MIB)
+
+    def rank(communicators):
+        planned = Planned([600 * MIB, 200 * MIB], 5, 0.1)
+        return BesidePlan(planned, communicators.rank, Pace(), print).outcome(communicators, 7)
+
+    first, second = run_ranks(2, rank)
+    assert first == second
+    assert beside_plan_line(first) == (
+        "beside its plan: 300 MiB of 200 MiB (1.50) at most on a rank, 7 rows of 5, too few steps to time"
+    )

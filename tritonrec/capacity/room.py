@@ -50,6 +50,12 @@ def resident_bytes(root: Path = Path("/")) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def peak_bytes(root: Path = Path("/")) -> int:
+    """Bytes of this process that were in memory at most."""
+    lines = (root / "proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
+
+
 def _of_cgroups(root: Path) -> Iterator[Room]:
     """One for each limit above this process. A container may see its own cgroup as the root."""
     for line in (root / "proc/self/cgroup").read_text().splitlines():

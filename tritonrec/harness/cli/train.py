@@ -21,6 +21,7 @@ from ...pipeline import WindowConfig, schedule_of
 from ...pipeline.recipe import SETTINGS
 from ..devices import validate_device
 from ..job import Job
+from ..plan.beside import read_plan
 from ..slipstream import report
 from ..slipstream import run as slipstream_run
 from ..slipstream.run import SlipstreamRun
@@ -134,7 +135,7 @@ def train(
         {"--json": json_file, "--json-lines": to_file, "--trace": run.trace, "--png": png},
         {"--checkpoint": run.checkpoint, "--log-dir": run.log_dir},
         at_urls=("--checkpoint", "--log-dir"),
-        inputs={"--data": log_of(run.job.data)},
+        inputs={"--data": log_of(run.job.data), "--plan": run.plan},
     )
     if not run.checkpoint and (run.save_every or run.full_every > 1):
         raise typer.BadParameter("--save-every and --full-every go with --checkpoint")
@@ -164,6 +165,10 @@ def train(
         checked(lambda: validate_device(run.job.target.device, world_size))
     if png and not slipstream:
         raise typer.BadParameter("--png goes with --slipstream")
+    if run.plan and (slipstream or run.elastic):
+        raise typer.BadParameter(
+            "--plan does not go with --slipstream, nor with --elastic, whose ranks change"
+        )
     checked(lambda: validate_division(ranks_of_all, replicas, nodes))
     if run.mode != "reference":
         checked(lambda: schedule_of(run.mode, run.window, replicas, nodes))
@@ -179,6 +184,8 @@ def train(
         raise typer.BadParameter(
             f"--optimizer ftrl divides by lr, which is 0 in update {last}: give more --lr-steps"
         )
+    if run.plan:
+        checked(lambda: read_plan(run.plan, run, ranks_of_all))
     if print_config:
         print(to_toml(tables_of(run)), end="")
         return

@@ -14,6 +14,7 @@ from ...capacity import Room, Sizes
 from ...files import save_json
 from ...settings import in_bytes
 from ..train.run import Run
+from .beside import settings_text
 from .forecast import Forecast, count_rows, forecast
 from .trial import Rank, trial
 
@@ -55,7 +56,8 @@ def plan_run(
     result = forecast(run, ranks, count_rows(run), room, replicas)
     print_forecast(result, console)
     if json_file:
-        save_json({**asdict(result), "lacking": result.lacking, "advice": result.advice()}, json_file)
+        more = {"lacking": result.lacking, "advice": result.advice(), "settings": settings_text(run)}
+        save_json({**asdict(result), **more}, json_file)
     return result
 
 

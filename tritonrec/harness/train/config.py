@@ -24,7 +24,9 @@ from ...settings import KEY, Setting
 
 CONFIG = "config"
 """The key of the file's text among a checkpoint's metadata; JSON lacks infinity."""
-LEFT_OUT = {"resume", "new_data", "job.words", "job.slipstream", "job.placement.device", "job.target.device"}
+LEFT_OUT = {
+    "resume", "new_data", "plan", "job.words", "job.slipstream", "job.placement.device", "job.target.device",
+}  # fmt: skip
 """Fields that no run is described by."""
 DERIVED = {"job.sizes.qk_dim": "dim and heads", "job.sizes.v_dim": "dim and heads"}
 """Fields that follow from others, and these."""

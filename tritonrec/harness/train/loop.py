@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import takewhile
@@ -24,6 +24,7 @@ from ...resilience import Replay
 from ...settings import bytes_of
 from ...trace import NullRecorder, Recorder
 from ..devices import kernels_of
+from ..plan.beside import BesidePlan, beside_plan_line, read_plan
 from .elastic import Memory, lacks_evaluation
 from .evaluate import baseline, check_held_out, evaluate_model, label_rule, metric_names
 from .gather import save_trace, state_digest, table_totals, totals
@@ -56,8 +57,9 @@ def train(
     where no step was left), ``metrics`` of the test part and ``baseline`` (`evaluate_model`; empty where
     stopped), ``validation`` (the last metrics of that part, where the split has one),
     ``seconds_per_step`` (None where too few steps were run to time them), ``tables`` (rows, bytes and counts
-    of all ranks), ``lookups`` (keys and bytes, see `LookupCounts`), ``nodes``, and ``digest``, the SHA-256 of
-    all parameters, rows and states.
+    of all ranks), ``lookups`` (keys and bytes, see `LookupCounts`), ``nodes``, ``beside_plan``
+    (`BesidePlan.outcome`; None without a plan), and ``digest``, the SHA-256 of all parameters, rows and
+    states.
     """
     called_again = memory is not None and memory.called
     if not called_again:
@@ -138,7 +140,10 @@ def train(
         known = memory.evaluated_by_all(communicators) if memory else 0
         step = saved = start
         reports = stack.enter_context(Reports(run, console, start, loader, writes))
-        watch = _memory_watch(run, trainer, console)
+        watch, beside = _memory_watch(run, trainer, console), None
+        if run.plan:
+            planned = read_plan(run.plan, run, communicators.world_size)
+            beside = BesidePlan(planned, communicators.rank, reports.pace, _say(communicators, console, True))
 
         def evaluate() -> None:
             nonlocal metrics
@@ -181,6 +186,8 @@ def train(
                 reports.on_step_end(result, clock - before, streaming.on_step_end(result))
                 if watch:
                     watch.on_step_end(step)
+                if beside:
+                    beside.on_step_end(reports.steps_run)
             stopped = trainer.stopping and step < run.steps
             if run.window.average_every:
                 trainer.sync()
@@ -205,7 +212,8 @@ def train(
             reports.on_evaluation_end(step, None, metrics, known_already, "test")
     if run.trace:
         save_trace(communicators, recorder, run.trace)
-    summary = {
+    table_rows = table_totals(communicators, tables)
+    summary: dict[str, Any] = {
         "step": step,
         "stopped": stopped,
         "out_of_memory": watch is not None and stopped and bool(watch.ended),
@@ -217,9 +225,10 @@ def train(
         **({"validation": validation} if split.has_validation else {}),
         "baseline": {} if stopped else baseline(held_out),
         "seconds_per_step": reports.pace.seconds_per_step,
-        "tables": table_totals(communicators, tables),
+        "tables": table_rows,
         "lookups": totals(communicators.control, vars(trainer.counts)),
         "nodes": communicators.nodes,
+        "beside_plan": None if beside is None else beside.outcome(communicators, table_rows["rows"]),
         "digest": state_digest(communicators, tables, trainer.dense.tensors()),
     }
     if stopped:
@@ -229,6 +238,8 @@ def train(
         console.print(stopped_early_line(stopping, step), highlight=False, soft_wrap=True)
     console.print(summary_table(run, summary))
     console.print(tables_line(summary), highlight=False)
+    if summary["beside_plan"]:
+        console.print(beside_plan_line(summary["beside_plan"]), highlight=False, soft_wrap=True)
     return summary
 
 
@@ -269,14 +280,7 @@ def _memory_watch(run: Run, trainer: Trainer, console: Console) -> MemoryWatch |
     if run.memory_limit == "none":
         return None
     own = run.memory_limit != "auto"
-    here = trainer.communicators
-
-    def say(line: str) -> None:
-        if here.rank == 0:
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
-        elif own:
-            print(f"rank {here.rank}: {line}", file=sys.stderr)
-
+    say = _say(trainer.communicators, console, own)
     try:
         return MemoryWatch(trainer, bytes_of(run.memory_limit) if own else None, say=say)
     except OSError as error:
@@ -284,6 +288,18 @@ def _memory_watch(run: Run, trainer: Trainer, console: Console) -> MemoryWatch |
             raise
         say(f"memory is not watched: {error}")
         return None
+
+
+def _say(here: Communicators, console: Console, own: bool) -> Callable[[str], None]:
+    """Prints a line of rank 0, and those of the other ranks where each has its `own`."""
+
+    def say(line: str) -> None:
+        if here.rank == 0:
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        elif own:
+            print(f"rank {here.rank}: {line}", file=sys.stderr)
+
+    return say
 
 
 def _stretches(start: int, steps: int, *intervals: int) -> Iterator[tuple[int, int]]:

@@ -56,6 +56,8 @@ class Run:
         log_every: steps between printed lines; 0: a bar on a terminal, and a line now and then elsewhere.
         memory_limit: of each rank's process, such as ``"20GiB"``; ``"auto"``: what the machine or the
             container leaves; ``"none"``: nobody looks (`MemoryWatch`).
+        plan: file of `tritonrec plan CONFIG --json FILE`, beside which the run is set, with a warning where
+            it takes more.
     """
 
     job: Job
@@ -102,6 +104,7 @@ class Run:
     )
     publish: str = setting("", "Publish live deltas to this folder or URL, redis:// too, for replicas.")
     publish_every: int = setting(0, "Steps between publications; with --publish.", 0, MOST)
+    plan: Path | None = setting(None, "Compare with this file of tritonrec plan; warn where more is taken.")
 
     def __post_init__(self) -> None:
         if self.memory_limit not in ("auto", "none"):
