@@ -3,7 +3,7 @@
     python ci/benchmarks/consistency_curves.py --json out/curves.json --png docs/curves.png
     python ci/benchmarks/consistency_curves.py --model fuxi,hstu --seeds 5
     python ci/benchmarks/consistency_curves.py --optimizer adagrad --lr 0.03 \
-        --methods synchronous,averaged,averaged-4,averaged-16,scaled,scaled-4,scaled-16
+        --methods synchronous,averaged,averaged-4,scaled,scaled-4,late,late-4,scaled-late,scaled-late-4
 
 Each user's last item is the test, the rest trains; ranked is the whole catalogue without the items seen. All
 methods have the batches of a seed in one order, its initial values, and two ranks:
@@ -15,6 +15,7 @@ methods have the batches of a seed in one order, its initial values, and two ran
     averaged      APPROXIMATE, 2D sparse parallelism as in its source: two copies, averaged in every update;
                   averaged-4 in every fourth, averaged-16 in every sixteenth
     scaled        APPROXIMATE, the same with `moment_scaling`, of Adagrad; scaled-4, scaled-16
+    late          APPROXIMATE, averaged with `late_states`, of Adagrad; and so scaled-late, each with -4, -16
 
 `stale` is no mode of the library, whose schedule check refuses it. It is deterministic: around the stages of
 `sequential` three functions put the rows as they were before the last update into the buffer while they are
@@ -46,6 +47,8 @@ COLOURS = {
     "synchronous": "#000000", "nestpipe": "#0072b2", "stale": "#d55e00",
     "averaged": "#009e73", "averaged-4": "#cc79a7", "averaged-16": "#e69f00",
     "scaled": "#56b4e9", "scaled-4": "#f0e442", "scaled-16": "#999999",
+    "late": "#882255", "late-4": "#aa4499", "late-16": "#cc6677",
+    "scaled-late": "#44aa99", "scaled-late-4": "#117733", "scaled-late-16": "#999933",
 }  # fmt: skip
 MODELS = {"fuxi": (nn.FuXi, nn.FuXiConfig), "hstu": (nn.HSTU, nn.HSTUConfig)}
 METRICS = ("loss", "HR@10", "HR@50", "NDCG@10", "NDCG@50")
@@ -87,8 +90,9 @@ def build(model: str, seed: int) -> torch.nn.Module:
 
 def average_every(method: str) -> int:
     """Updates from one average of the copies to the next; 0 for one copy."""
-    name, _, every = method.partition("-")
-    return int(every or 1) if name in ("averaged", "scaled") else 0
+    *names, last = method.split("-")
+    every = int(last) if last.isdigit() else 1
+    return every if {*names, last} & {"averaged", "scaled", "late"} else 0
 
 
 def train_rank(
@@ -110,8 +114,9 @@ def train_rank(
     pipelined = method == "nestpipe"
     every = average_every(method)
     window = tritonrec.WindowConfig(
-        4 if pipelined else 1, seed=seed, average_every=every, moment_scaling=method.startswith("scaled")
-    )
+        4 if pipelined else 1, seed=seed, average_every=every, moment_scaling="scaled" in method,
+        late_states="late" in method,
+    )  # fmt: skip
     mode = "nestpipe" if pipelined else "sequential"
     kind = torch.optim.Adam if rule == "adam" else torch.optim.Adagrad
     optimizer = kind(dense.parameters(), lr=lr)

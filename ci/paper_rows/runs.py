@@ -215,7 +215,8 @@ RUNS = {
     ),
     "averaging": Run(
         "python ci/benchmarks/consistency_curves.py --optimizer adagrad --lr 0.03 "
-        "--methods synchronous,averaged,averaged-4,averaged-16,scaled,scaled-4,scaled-16 --json OUT",
+        "--methods synchronous,averaged,averaged-4,averaged-16,scaled,scaled-4,scaled-16,"
+        "late,late-4,late-16,scaled-late,scaled-late-4,scaled-late-16 --json OUT",
         _curves,
     ),
     "serve": Run("tritonrec serve-bench --world-size 2 --rounds 8 --largest 0 --json OUT", _served),

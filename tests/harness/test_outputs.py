@@ -10,7 +10,7 @@ from tritonrec import files
 
 INPUTS = {
     ("bench", "--compare"), ("lab", "--plan"), ("plan", "--costs"), ("plan", "--trace"),
-    ("report", "--folder"), ("serve-bench", "--checkpoint"), ("train", "--config"),
+    ("report", "--folder"), ("serve-bench", "--checkpoint"), ("train", "--config"), ("train", "--plan"),
     ("score", "--model"), ("serve", "--cached"), ("serve", "--token-file"), ("warmup", "--config"),
 }  # fmt: skip
 FOLDERS = {

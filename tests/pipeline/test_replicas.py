@@ -270,6 +270,7 @@ def test_what_replicas_cannot_do_is_refused(pool):
         (WindowConfig(average_every=2), {"policy": evicts}, "table item has a policy"),
         (WindowConfig(average_every=2), {"lazy_weight_decay": True}, "table item has lazy weight decay"),
         (WindowConfig(average_every=2, moment_scaling=True), {}, "and the rows have adam: leave"),
+        (WindowConfig(average_every=2, late_states=True), {}, "the rows of table item have adam: leave it"),
     ]
     for window, changes, message in cases:
         assert message in pool.run(partial(refused, **changes), 2, window, replicas=2)[0]
@@ -295,8 +296,58 @@ def test_moment_scaling_takes_adagrads_moment_over_the_replicas(pool):
     for (ids, rows), (others, expected) in zip(scaled, by_hand, strict=True):
         assert torch.equal(ids, others) and torch.equal(rows, expected)
     assert not torch.equal(scaled[0][1], pool.run(train_adagrad, 2, plain, False, replicas=2)[0][1])
-    with pytest.raises(ValueError, match="of replicas that are averaged: set average_every"):
-        WindowConfig(moment_scaling=True)
+    for name in ("moment_scaling", "late_states"):
+        with pytest.raises(ValueError, match=f"{name} is of replicas that are averaged: set average_every"):
+            WindowConfig(**{name: True})
+
+
+def after_late_averages(communicators, widths):
+    """By average the rows of keys 1, 2, 3 of which copies 0 and 1 have used others in between."""
+    tables = JOB.build("adagrad")[1]
+    table, keys = tables.groups[0].table, torch.tensor([1, 2, 3])
+    average = ReplicaAverage(tables, communicators.replica, late_states=True)
+    generator = torch.Generator().manual_seed(communicators.rank)
+    found, states = [], []
+    table.load(keys, torch.zeros(3, 2 * widths))
+    used_then = [([1, 2], [2, 3]), ([1], []), ([], []), ([2], [2])]
+    for used, whole in zip(used_then, (False, False, False, True), strict=True):
+        mine = torch.tensor(used[communicators.rank], dtype=torch.int64)
+        rows = table.gather(table.find(mine), mine)
+        rows[:, :widths] = torch.randn(len(mine), widths, generator=generator)
+        rows[:, widths:] += torch.rand(len(mine), widths, generator=generator)
+        table.load(mine, rows)
+        average._used[0] = mine
+        states.append(table.gather(table.find(keys), keys))
+        average.average(whole)
+        found.append(table.gather(table.find(keys), keys))
+    return states, found
+
+
+def test_late_states_come_with_the_next_average():
+    """By hand: weights are the means at once, states those of the average before and a copy's own since."""
+    dim = JOB.sizes.dim
+    (before, first), (other, second) = run_ranks(2, partial(after_late_averages, widths=dim), replicas=2)
+    for here, there, after, same in zip(before, other, first, second, strict=True):
+        assert torch.equal(after[:, :dim], (here[:, :dim] + there[:, :dim]) / 2)
+        assert torch.equal(after[:, :dim], same[:, :dim])
+    a, b = ([rows[:, dim:] for rows in each] for each in (first, second))
+    assert torch.equal(a[0], before[0][:, dim:]) and torch.equal(b[0], other[0][:, dim:])
+    mean = (a[0] + b[0]) / 2
+    # Copy 0 has used key 1 since; nobody the others, which have the very means now.
+    since = before[1][0, dim:] - a[0][0]
+    assert torch.allclose(a[1][0], mean[0] + since) and float(since.min()) > 0
+    assert torch.equal(b[1][0], mean[0]) and not torch.equal(a[1][0], b[1][0])
+    assert torch.equal(a[1][1:], mean[1:]) and torch.equal(b[1][1:], mean[1:])
+    assert torch.equal(a[2], b[2]) and torch.equal(a[2][0], (a[1][0] + b[1][0]) / 2)
+    assert torch.equal(a[3], b[3]) and not torch.equal(a[3][1], a[2][1])  # the last one is whole
+
+
+def test_late_states_end_equal_with_a_whole_average_and_differ_from_states_at_once(pool):
+    plain = WindowConfig(2, seed=4, average_every=2)
+    late = pool.run(train_adagrad, 2, replace(plain, late_states=True), False, replicas=2)
+    at_once = pool.run(train_adagrad, 2, plain, False, replicas=2)
+    assert torch.equal(late[0][1], late[1][1])
+    assert torch.equal(late[0][0], at_once[0][0]) and not torch.equal(late[0][1], at_once[0][1])
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -415,7 +466,7 @@ def test_rows_that_were_averaged_are_not_averaged_again():
 
 def test_bytes_of_averaged_rows_are_counted():
     trainer = SimpleNamespace(
-        _average=SimpleNamespace(average=lambda: 48),
+        _average=SimpleNamespace(average=lambda whole: 48),
         _pending=[],
         _finished=3,
         recorder=Recorder(0, 1),
@@ -429,7 +480,7 @@ def test_bytes_of_averaged_rows_are_counted():
 def test_an_average_counts_the_bytes_of_its_rows():
     rows = torch.ones(2, 3)
     table = SimpleNamespace(
-        find=lambda keys: keys, gather=lambda handles, keys: rows, load=lambda *given: None
+        find=lambda keys: keys, gather=lambda handles, keys: rows, load=lambda *given: None, dim=2
     )
     alone = SimpleNamespace(
         world_size=1,
@@ -439,8 +490,9 @@ def test_an_average_counts_the_bytes_of_its_rows():
     )
     group = SimpleNamespace(table=table)
     used = [torch.tensor([4, 5]), torch.empty(0, dtype=torch.int64)]
-    average = SimpleNamespace(tables=SimpleNamespace(groups=[group, group]), communicator=alone, _used=used)
-    assert ReplicaAverage.average(average) == rows.nbytes
+    average = ReplicaAverage(JOB.build("adam")[1], alone)
+    average.tables, average._used, average._late = SimpleNamespace(groups=[group, group]), used, [None] * 2
+    assert average.average() == rows.nbytes
 
 
 @pytest.mark.parametrize("every", [0, 2])

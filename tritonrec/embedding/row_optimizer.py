@@ -147,7 +147,7 @@ class RowOptimizer:
 
         Raises ValueError for other rules.
         """
-        if self.name not in SCALED_BY_MOMENT or self.custom_update is not None:
+        if not self.sums_squares:
             raise ValueError(
                 f"moment_scaling is of {' and '.join(SCALED_BY_MOMENT)}, and the rows have {self.name}: "
                 "leave it out, or give their tables one of these"
@@ -158,6 +158,11 @@ class RowOptimizer:
         decoupled = self.lazy_weight_decay or RULES[self.name].decay == "decoupled"
         decay = self.weight_decay / root if decoupled else self.weight_decay
         return replace(self, lr=scaled(self.lr, root), eps=root * self.eps, weight_decay=decay)
+
+    @property
+    def sums_squares(self) -> bool:
+        """Whether the state is a sum of squared gradients."""
+        return self.name in SCALED_BY_MOMENT and self.custom_update is None
 
     def row_width(self, dim: int) -> int:
         """float32 values of one row: its weights and its state."""

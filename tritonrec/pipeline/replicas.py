@@ -5,7 +5,8 @@ sums for them, packed, and hands the means on as float32.
 
 Approximate, the source's scheme: within a sharding group the tables train on the group's samples alone, and
 every so many updates the weights and optimizer states of each row are averaged over its copies. A row used by
-two copies in between has taken two half-informed steps instead of one whole one.
+two copies in between has taken two half-informed steps instead of one whole one. With late states each copy
+goes on with the sums of squares that it has, and gets the others' share of them at the next average.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from ..distributed import Communicator, Communicators
 from ..embedding import HashTableCollection, TablePolicy
+from ..embedding.row_optimizer import SCALED_BY_MOMENT
 from ..embedding.selection import trimmed
 from .places import OwnedRows
 from .window import WindowConfig
@@ -25,6 +27,12 @@ def validate_replicable(
     """Raise ValueError where replicas of the tables do not go with the rest."""
     for group in tables.groups if config.moment_scaling else ():
         group.optimizer.over_copies(communicators.replicas)
+    for group in tables.groups if config.late_states else ():
+        if not group.optimizer.sums_squares:
+            raise ValueError(
+                f"late_states is of {' and '.join(SCALED_BY_MOMENT)}, whose states only grow, and the rows "
+                f"of table {', '.join(group.layout.names)} have {group.optimizer.name}: leave it out"
+            )
     if config.average_every and communicators.replicas == 1:
         raise ValueError("average_every averages replicas of the tables, and there is one copy only")
     if communicators.replicas > 1 and config.exchange.dedup not in ("lookup", "both"):
@@ -42,11 +50,12 @@ class ReplicaAverage:
         tables: this rank's part; without policies, whose row metadata would drift apart, and without lazy
             weight decay, whose rows have the number of an update.
         communicator: over the replica group.
+        late_states: see `WindowConfig`.
 
     Raises ValueError for other tables.
     """
 
-    def __init__(self, tables: HashTableCollection, communicator: Communicator):
+    def __init__(self, tables: HashTableCollection, communicator: Communicator, late_states: bool = False):
         for group in tables.groups:
             if group.table.policy != TablePolicy():
                 raise ValueError(
@@ -59,7 +68,9 @@ class ReplicaAverage:
                     f"table {', '.join(group.layout.names)} has lazy weight decay: the mean of the "
                     "numbers of a row's last updates is none of them; use exact gradients, average_every=0"
                 )
-        self.tables, self.communicator = tables, communicator
+        self.tables, self.communicator, self._late_states = tables, communicator, late_states
+        # By table the keys of the last average, with this copy's states then and their means.
+        self._late: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None] = [None] * len(tables.groups)
         self._used = [torch.empty(0, dtype=torch.int64) for _ in tables.groups]
 
     def note(self, owned: OwnedRows) -> None:
@@ -68,19 +79,39 @@ class ReplicaAverage:
             keys = trimmed(table.keys, table.count)
             self._used[index] = torch.cat([self._used[index].to(keys.device), keys]).unique()
 
-    def average(self) -> int:
+    def average(self, whole: bool = True) -> int:
         """Average the rows used since the last call; returns the bytes of rows sent. Collective.
 
         The pipeline must be empty. A row that a replica has never seen counts with its initial value there.
+        Late states follow with the next call, unless this one is `whole`.
         """
         sent = 0
         for index, group in enumerate(self.tables.groups):
+            self._take_late_states(index)
             mine, self._used[index] = self._used[index], self._used[index][:0]
             keys = torch.cat(self.communicator.all_gather(mine)).unique()
             if not len(keys):
                 continue
-            rows = group.table.gather(group.table.find(keys), keys)
+            rows, dim = group.table.gather(group.table.find(keys), keys), group.table.dim
+            late = self._late_states and not whole
+            own = rows[:, dim:].clone() if late else rows[:, :0]
             self.communicator.all_reduce(rows, "rows")
             sent += self.communicator.all_reduce_bytes(rows)
-            group.table.load(keys, rows / self.communicator.world_size)
+            rows /= self.communicator.world_size
+            if late:
+                self._late[index] = keys, own, rows[:, dim:].clone()
+                rows[:, dim:] = own
+            group.table.load(keys, rows)
         return sent
+
+    def _take_late_states(self, index: int) -> None:
+        """Add to the states of a table what the other copies had at the last average."""
+        if (late := self._late[index]) is None:
+            return
+        self._late[index], table = None, self.tables.groups[index].table
+        keys, before, mean = late
+        rows = table.gather(table.find(keys), keys)
+        states = rows[:, table.dim :]
+        # Not used since: the very mean, which all copies then have in the same bits.
+        states.copy_(torch.where(states == before, mean, states + (mean - before)))
+        table.load(keys, rows)

@@ -202,7 +202,7 @@ class Trainer:
         self.recorder.metadata["done_by"] = {stage: list(each) for stage, each in tasks.doers.items()}
         self._exchanges = self.recorder.metadata["exchanges"] = self._program.exchanges
         if self.config.average_every:
-            self._average = ReplicaAverage(tables, communicators.replica)
+            self._average = ReplicaAverage(tables, communicators.replica, self.config.late_states)
         if self._schedule.concurrent:
             streams = streams or streams_for(self._device)
             one_thread = lanes_of_one_thread(streams, communicators.world_size)
@@ -352,8 +352,10 @@ class Trainer:
             self._pending.end()
             self._finish(places)
 
-    def sync(self) -> None:
+    def sync(self, whole: bool = True) -> None:
         """Average the replicas of the tables now; with ``average_every`` it happens by itself as often.
+
+        Call it before a save. Without `whole`, late states follow later (`WindowConfig.late_states`).
 
         Collective. Raises RuntimeError while batches are under way, ValueError where replicas are exact.
         """
@@ -365,7 +367,7 @@ class Trainer:
             raise RuntimeError(f"{len(self._pending)} windows are under way: take their results first")
         span = self.recorder.span("replica", "average", batch=self._finished)
         with span as args, on_the_callers_thread(self.impl):
-            sent = args["bytes"] = self._average.average()
+            sent = args["bytes"] = self._average.average(whole)
         self.counts.row_bytes += sent
 
     def _average_is_next(self) -> bool:
@@ -586,7 +588,7 @@ class Trainer:
         if self._average is not None:
             self._average.note(places[OwnedRows])
             if self._averages_after(window):
-                self.sync()
+                self.sync(whole=False)
         results = results_of(places, self._sums, self.dense, self._exchanges)
         self._pending.note_used(results[-1].learning_rates, window)
         self._results += results

@@ -189,6 +189,9 @@ class WindowConfig:
             **Approximate.** 0: the replicas' gradients are added up in every update, which is exact.
         moment_scaling: of replicas that are averaged, with rows of Adagrad or row-wise Adagrad: the moment
             is taken over the number of replicas (`RowOptimizer.over_copies`).
+        late_states: of the same rules: states are averaged one average later than the weights, as in the
+            source, so that a replica's steps do not shrink by squares that its weights have not seen yet.
+            `Trainer.sync` averages both.
         max_grad_norm: gradients are scaled down to this norm, of dense parameters and rows together, which
             has the same bits for any cut and any number of ranks; infinity measures it alone; 0: neither.
         max_grad_value: every value of a gradient is clamped to this size, before the norm; 0: none.
@@ -212,6 +215,7 @@ class WindowConfig:
         0, "APPROXIMATE: average replicas every n updates and before a save or evaluation; 0: exact.", 0, MOST
     )
     moment_scaling: bool = setting(False, "Averaged replicas: Adagrad's moment over their number.")
+    late_states: bool = setting(False, "Averaged replicas: Adagrad's sums one average after the weights.")
     max_grad_norm: float = setting(
         0.0, "Scale gradients down to this norm; inf: report it only; 0: neither.", 0, math.inf
     )
@@ -238,6 +242,8 @@ class WindowConfig:
             raise ValueError(f"replicas are averaged every so many updates, got {self.average_every}")
         if self.moment_scaling and not self.average_every:
             raise ValueError("moment_scaling is of replicas that are averaged: set average_every")
+        if self.late_states and not self.average_every:
+            raise ValueError("late_states is of replicas that are averaged: set average_every")
         for name in ("max_grad_norm", "max_grad_value"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is a size, 0 for no limit, got {getattr(self, name)}")
