@@ -82,8 +82,8 @@ ROWS = [
     Row(
         "Optimizer states one round late (Adagrad)",
         "works",
-        "`late_states`. The text gives no formula: here a copy goes on with its own sums, and gets the mean of "
-        "an average's with the next one, to which it adds its own squares since. The same run as above",
+        "`late_states`. The text gives no formula: here a copy goes on with its own sums, and gets the mean "
+        "of an average's with the next one, to which it adds its own squares since. The same run as above",
         "comparable to the baseline, no figure",
         _late,
         "averaging",
