@@ -5,15 +5,18 @@ python ci/benchmarks/measure_plan.py --json FILE
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from frame import options_of, record
 from rich.console import Console
 
-from tritonrec.distributed import Communicators, RankPool
+from tritonrec.distributed import RankPool
+from tritonrec.embedding import Eviction, Placement, PrecisionTiers, TablePolicy
 from tritonrec.harness.cli.job import ready
 from tritonrec.harness.job import Job
 from tritonrec.harness.plan.report import plan_run
@@ -28,40 +31,53 @@ WIDE = Job(
 )  # fmt: skip
 NARROW = Job("zipf:users=2000,items=20000,seed=3", batch_size=64, sizes=HSTUConfig(dim=32, max_seq_len=50))
 
+CLICKS = Job("criteo:samples=40000", "dlrm", batch_size=256, sizes=HSTUConfig(dim=16))
+FOLDER = tempfile.mkdtemp(prefix="measure-plan-")
+TIERS, LEAST = (
+    TablePolicy(precision=PrecisionTiers(2, every=10)),
+    TablePolicy(Eviction("lru", capacity=20_000)),
+)
+
+
+def placed(**where: Any) -> Run:
+    """Wide rows somewhere."""
+    return Run(replace(WIDE, placement=Placement(**where)), optimizer="sgd", steps=120)
+
+
 CASES: list[tuple[str, tuple[int, ...], Run]] = [
-    ("wide rows, sgd", (1,), Run(WIDE, optimizer="sgd", steps=200)),
+    ("wide rows, sgd", (1, 2), Run(WIDE, optimizer="sgd", steps=200)),
     ("narrow rows", (1, 2, 4), Run(NARROW, steps=300)),
+    ("narrow rows, larger batches", (1, 2), Run(replace(NARROW, batch_size=256), steps=80)),
+    ("clicks", (1, 2, 4), Run(CLICKS, steps=150)),
+    ("wide rows, on disk", (1, 2), placed(storage="disk", path=FOLDER, memory="64MiB")),
+    ("wide rows, on the device", (1, 2), placed(storage="device")),
+    ("wide rows, cached", (1, 2), placed(storage="cached", cache_rows=20_000)),
+    ("wide rows, in 16 bits", (1,), Run(replace(WIDE, policy=TIERS), optimizer="sgd", steps=120)),
+    ("wide rows, evicted", (1,), Run(replace(WIDE, policy=LEAST), optimizer="sgd", steps=120)),
+    ("wide rows, saved", (1, 2), Run(WIDE, optimizer="adam", steps=120, checkpoint=Path("saves"))),
 ]
-
-
-def whole(communicators: Communicators, run: Run) -> dict[str, Any]:
-    """The run, and the highest resident memory of this process."""
-    summary = train(communicators, run, quiet=True)
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return {**summary, "peak": int(status["VmHWM"].split()[0]) << 10}
 
 
 def measured(name: str, world_size: int, run: Run) -> dict[str, Any]:
     """One case, foretold and run in processes of its own."""
     run = ready(replace(run, window=WindowConfig(4)))
-    planned = plan_run(run, world_size, console=Console(quiet=True))
-    with RankPool([world_size], timedelta(seconds=120)) as pool:
-        found = pool.run(whole, world_size, run)
-    return {
-        "case": name, "ranks": world_size, "steps": run.steps,
-        "peak_foretold": max(each.peak for each in planned.ranks),
-        "peak": max(each["peak"] for each in found),
-        "rows_foretold": planned.rows, "rows": found[0]["tables"]["rows"],
-        "step_foretold": planned.step_seconds, "step": found[0]["seconds_per_step"],
-    }  # fmt: skip
+    with TemporaryDirectory() as folder:
+        run = replace(
+            run, plan=Path(folder, "plan.json"), checkpoint=run.checkpoint and Path(folder, "saves")
+        )
+        plan_run(run, world_size, json_file=run.plan, console=Console(quiet=True))
+        with RankPool([world_size], timedelta(seconds=300)) as pool:
+            summary, *_ = pool.run(train, world_size, run, True)
+    return {"case": name, "ranks": world_size, "steps": run.steps, **summary["beside_plan"]}
 
 
 def line(row: dict[str, Any]) -> str:
     """Of the page's table."""
-    foretold, peak = (row[name] / 2**20 for name in ("peak_foretold", "peak"))
+    foretold, peak = (row[name] / 2**20 for name in ("peak_planned", "peak"))
+    step = row["seconds_per_step_planned"] / row["seconds_per_step"]
     return (
-        f"| {row['case']} | {row['ranks']} | {row['rows_foretold']:,} | {row['rows']:,} | {foretold:.0f} | "
-        f"{peak:.0f} | {foretold / peak:.3f} | {row['step_foretold'] / row['step']:.2f} |"
+        f"| {row['case']} | {row['ranks']} | {row['rows_planned']:,} | {row['rows']:,} | {foretold:.0f} | "
+        f"{peak:.0f} | {foretold / peak:.2f} | {step:.2f} |"
     )
 
 

@@ -5,14 +5,15 @@ from dataclasses import replace
 
 import commands
 import pytest
+import torch
 
-from tritonrec.capacity import Room, Sizes
+from tritonrec.capacity import Room, Sizes, resident_bytes
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import Eviction, TablePolicy
 from tritonrec.harness.job import Job
 from tritonrec.harness.plan.beside import BesidePlan, Planned, beside_plan_line
 from tritonrec.harness.plan.forecast import Counted, count_rows, forecast
-from tritonrec.harness.plan.trial import Rank, trial
+from tritonrec.harness.plan.trial import Rank, _highest, trial
 from tritonrec.harness.progress import Pace
 from tritonrec.harness.train.loop import train
 from tritonrec.harness.train.run import Run
@@ -141,6 +142,14 @@ def test_what_lacks_and_what_would_fit():
     assert of(*ranks, rows=rows, left=needed - 300 * MIB).lacking <= 0
     (only,) = of(*ranks, left=2000 * MIB).advice()
     assert "are no tables" in only
+
+
+def test_the_most_of_a_phase_is_seen_however_short_and_that_before_is_forgotten():
+    for size in (300, 60):
+        before = resident_bytes()
+        with _highest() as most:
+            torch.ones(size * MIB // 4)
+        assert abs(most[0] - before - size * MIB) < 20 * MIB
 
 
 def test_a_trial_measures_every_part():

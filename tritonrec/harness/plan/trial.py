@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...capacity import Sizes, resident_bytes, sizes_of
+from ...capacity import Sizes, peak_bytes, resident_bytes, sizes_of
 from ...distributed import Communicators
 from ...pipeline import Trainer
 from ..devices import kernels_of
 from ..train.evaluate import baseline, evaluate_model
 from ..train.run import Run
 
-SAMPLE_SECONDS = 0.005
 WARMING_STEPS = 3
 """Steps at first that are not timed: they compile kernels, fill the pipeline and find the model's path."""
 
@@ -88,18 +86,9 @@ def trial(communicators: Communicators, run: Run, steps: int) -> dict[str, Any]:
 
 @contextmanager
 def _highest() -> Iterator[list[int]]:
-    """Inside, the first item becomes the most resident bytes that were seen."""
-    most, over = [resident_bytes()], threading.Event()
-
-    def watch() -> None:
-        while not over.wait(SAMPLE_SECONDS):
-            most[0] = max(most[0], resident_bytes())
-
-    thread = threading.Thread(target=watch, name="memory", daemon=True)
-    thread.start()
-    try:
-        yield most
-    finally:
-        over.set()
-        thread.join()
-        most[0] = max(most[0], resident_bytes())
+    """Around a phase: the first item becomes the most bytes that were resident in it."""
+    most = [0]
+    with suppress(OSError):  # where that is forbidden, the most since the process began is a bound
+        Path("/proc/self/clear_refs").write_text("5")  # see proc(5): begin VmHWM anew
+    yield most
+    most[0] = peak_bytes()
