@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -10,7 +11,7 @@ from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from functools import cache, wraps
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import numpy as np
 
@@ -42,12 +43,13 @@ class Setting:
     option: str | None = None
     panel: str | None = None
 
-    def takes(self, value: float) -> bool:
-        """Whether a number lies in the bounds."""
-        return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
-
-
-NO_BOUNDS = Setting("")
+    def check(self, name: str, value: Any) -> None:
+        """Raise ValueError where a number, or one in a tuple, lies beyond the bounds."""
+        least = -math.inf if self.least is None else self.least
+        most = math.inf if self.most is None else self.most
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, (int, float)) and not least <= one <= most:
+                raise ValueError(f"{name} must be in [{least}, {most}], got {value}")
 
 
 def setting(
@@ -77,13 +79,19 @@ def typed(made: Made) -> Made:
     """A class or a function that takes numbers, text, booleans, and objects of ours and torch's as annotated.
 
     Numbers of numpy become Python's. Anything else, as ``"4"`` or ``4.5`` for an int, or 1 for a bool, is a
-    TypeError that names the argument; a number beyond the bounds of its `Setting` a ValueError. What has
-    other annotations is not looked at.
+    TypeError that names the argument; a number beyond the bounds of its `Setting`, or a word that is none of
+    its `Literal`, a ValueError. What has other annotations is not looked at. So a class checks itself only
+    what several of its arguments say together.
     """
     call: Any = vars(made)["__init__"] if isinstance(made, type) else made
     taken, called = inspect.signature(call), getattr(made, "__name__", "")
     # Not yet: annotations may name classes that stand below this one.
     hints = cache(lambda: _hints(call))
+    known = {
+        each.name: each.metadata[KEY]
+        for each in (fields(made) if is_dataclass(made) else ())
+        if KEY in each.metadata
+    }
 
     @wraps(call)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -94,13 +102,9 @@ def typed(made: Made) -> Made:
         for name, value in given.arguments.items():
             if name in hints():
                 given.arguments[name] = _of_kind(value, hints()[name], f"{called}: {name}")
-        done = call(*given.args, **given.kwargs)
-        for each in fields(made) if is_dataclass(made) else ():
-            value, known = given.arguments.get(each.name), each.metadata.get(KEY, NO_BOUNDS)
-            if isinstance(value, (int, float)) and not known.takes(value):
-                bounds = f"[{known.least}, {known.most}]"
-                raise ValueError(f"{called}: {each.name} must be in {bounds}, got {value}")
-        return done
+            if name in known:
+                known[name].check(f"{called}: {name}", given.arguments[name])
+        return call(*given.args, **given.kwargs)
 
     if not isinstance(made, type):
         return checked  # type: ignore[return-value]
@@ -118,6 +122,8 @@ def _hints(call: Any) -> dict[str, Any]:
 
 
 def _of_kind(value: Any, hint: Any, name: str) -> Any:
+    if get_origin(hint) is Literal and value not in get_args(hint):
+        raise ValueError(f"{name} must be one of {', '.join(map(str, get_args(hint)))}, got {value!r}")
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if all(kind in _SCALARS or _is_own(kind) for kind in kinds):
         # True is an Integral of Python's, and means something else.

@@ -243,8 +243,8 @@ def test_wrong_bags_and_features_are_named():
 
 def test_wrong_arguments_are_named():
     for arguments, message in (
-        ({"consistency": "exact"}, "consistency must be batch or window"),
-        ({"unknown_ids": "random"}, "unknown_ids must be initial or zeros"),
+        ({"consistency": "exact"}, "consistency must be one of batch, window"),
+        ({"unknown_ids": "random"}, "unknown_ids must be one of initial, zeros"),
     ):
         with pytest.raises(ValueError, match=message):
             HashEmbedding(3, **arguments)

@@ -153,7 +153,7 @@ def test_words_become_precision_tiers(words, expected):
         (eviction, "lru:2ZiB", "capacity must be bytes, or such as '512MiB' or '2GiB', got '2ZiB'"),
         (eviction, "ttl:2GiB", "--evict takes whole numbers, got 'ttl:2GiB'"),
         (precision_tiers, "3", "--precision-tiers takes THRESHOLD:EVERY, got '3'"),
-        (precision_tiers, "300:2", "threshold must be 1 to 255, got 300"),
+        (precision_tiers, "300:2", "threshold must be in .1, 255., got 300"),
     ],
 )
 def test_other_words_are_refused(parse, words, named):

@@ -234,7 +234,7 @@ def test_training_with_the_published_norm_is_exact():
 
 
 def test_an_unknown_norm_is_refused():
-    with pytest.raises(ValueError, match="norm must be 'layer' or 'rms', got 'root'"):
+    with pytest.raises(ValueError, match="norm must be one of layer, rms, got 'root'"):
         FuXiConfig(norm="root")
 
 

@@ -185,5 +185,5 @@ def test_a_trace_says_where_a_machine_could_get_a_row_once():
 
 
 def test_other_words_are_refused():
-    with pytest.raises(ValueError, match="sharing must be auto, once, joined or each, got 'one'"):
+    with pytest.raises(ValueError, match="sharing must be one of auto, once, joined, each, got 'one'"):
         WindowConfig(exchange=ExchangeConfig(sharing="one"))

@@ -211,12 +211,12 @@ def test_tables_can_be_emptied_and_loaded_after_a_step_that_failed_half_way(skip
 
 
 WRONG = [
-    (lambda: Placement("cuda"), "storage must be auto, host, device, cached, disk, got 'cuda'"),
+    (lambda: Placement("cuda"), "storage must be one of auto, host, device, cached, disk, got 'cuda'"),
     (lambda: Placement("cached", cache_rows=0), "cache_rows"),
     (lambda: Placement("cached", cache_rows=2**29 + 1), "cache_rows"),
     (lambda: Placement("disk"), "tables on disk need a directory, .* got storage='disk' with path=''"),
     (lambda: Placement(path="here"), "others take none: got storage='auto' with path='here'"),
-    (lambda: Placement("disk", path="here", memory="much"), "memory must be bytes, .* got 'much'"),
+    (lambda: Placement("disk", path="here", memory="much"), "disk_memory. must be bytes, .* got 'much'"),
     (
         lambda: DynamicTable(3, placement=Placement("disk", path=gettempdir(), memory="25")),
         "memory=25 bytes of a table on disk hold no row of 26 bytes",

@@ -248,8 +248,8 @@ def test_rows_are_rounded_to_even_and_stay_finite():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"precision": "fp8"}, "precision must be float32, bf16, fp16, got 'fp8'"),
-        ({"exchange_precision": "int8"}, "precision of exchanges must be float32, bf16, fp16"),
+        ({"precision": "fp8"}, "WindowConfig: precision must be one of float32, bf16, fp16, got 'fp8'"),
+        ({"exchange_precision": "int8"}, "ExchangeConfig: precision must be one of float32, bf16, fp16"),
         ({"precision": "fp16", "average_every": 2}, "use 'bf16', or exact replicas"),
     ],
 )

@@ -31,9 +31,9 @@ def test_without_a_bound_everybody_pays_for_the_longest_delay_and_with_a_large_o
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"world_size": 1}, "at least 2 ranks, got 1"),
-        ({"bounds": (0, -1)}, "bounds must be at least 0"),
-        ({"rounds": 1}, "at least 2 rounds, got 1"),
+        ({"world_size": 1}, "world_size must be in .* got 1"),
+        ({"bounds": (0, -1)}, r"bounds must be in .* got \(0, -1\)"),
+        ({"rounds": 1}, "rounds must be in .* got 1"),
         ({"batch_size": 3}, "4 ranks need as many samples, got 3"),
         ({"delay": -0.1}, "between 0 and 1000 ms, got -100"),
     ],

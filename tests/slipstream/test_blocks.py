@@ -237,16 +237,16 @@ def test_memory_is_bounded_and_reported():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"warmup": 0}, "warmup must be at least 1, got 0"),
-        ({"snapshots": 1}, "snapshots must be at least 2"),
-        ({"every": 0}, "every must be at least 1"),
+        ({"warmup": 0}, r"warmup must be in \[1, 2147483647\], got 0"),
+        ({"snapshots": 1}, "snapshots must be in"),
+        ({"every": 0}, "every must be in"),
         ({"hot_share": 2.0}, r"hot_share must be in \[0, 1\], got 2.0"),
         ({"drop": -0.1}, "drop must be in"),
-        ({"threshold": -1.0}, "threshold must be at least 0"),
-        ({"threshold": math.nan}, "threshold must be at least 0"),
+        ({"threshold": -1.0}, r"threshold must be in \[0, inf\]"),
+        ({"threshold": math.nan}, "threshold must be in"),
         ({"confidence": 1.0}, "confidence must be in"),
         ({"snapshot_mb": 0.0}, "snapshot_mb must be positive"),
-        ({"alpha": -1}, "alpha must be at least 0"),
+        ({"alpha": -1}, "alpha must be in"),
     ],
 )
 def test_settings_out_of_range_are_named(changes, message):

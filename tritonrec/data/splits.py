@@ -49,8 +49,6 @@ class Split:
     shares: bool = False
 
     def __post_init__(self) -> None:
-        if self.by not in get_args(By):
-            raise ValueError(f"a split is by one of {', '.join(get_args(By))}, got {self.by!r}")
         validation, test = self.validation, self.test
         if self.by == "leave-one-out" and (validation not in (0, 1) or test != 1):
             raise ValueError(f"leave-one-out has 0 or 1 event for validation and 1 for test, got {self}")

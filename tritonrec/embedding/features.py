@@ -77,10 +77,6 @@ class FeatureConfig:
                 f"feature {self.name!r}: learning_rate_scale must be finite and >= 0, got "
                 f"{self.learning_rate_scale}"
             )
-        if self.pooling not in ("none", "sum", "mean"):
-            raise ValueError(
-                f"feature {self.name!r}: pooling must be none, sum or mean, got {self.pooling!r}"
-            )
 
 
 @dataclass(frozen=True)

@@ -78,12 +78,6 @@ class HashEmbeddingCollection(torch.nn.Module):
         **tables: Any,
     ):
         super().__init__()
-        for name, value, known in (
-            ("consistency", consistency, ("batch", "window")),
-            ("unknown_ids", unknown_ids, ("initial", "zeros")),
-        ):
-            if value not in known:
-                raise ValueError(f"{name} must be {' or '.join(known)}, got {value!r}")
         self.communicator = Communicator(process_group)
         if isinstance(features, HashTableCollection):
             if optimizer is not None or seed is not None or tables:

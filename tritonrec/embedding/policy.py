@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from dataclasses import MISSING, dataclass, replace
+from typing import Literal
 
 from ..settings import MOST, bytes_of, setting, typed
 
@@ -46,10 +46,6 @@ class Placement:
     )
 
     def __post_init__(self) -> None:
-        if self.storage not in get_args(Storage):
-            raise ValueError(f"storage must be {', '.join(get_args(Storage))}, got {self.storage!r}")
-        if not 1 <= self.cache_rows <= MAX_CACHE_ROWS:
-            raise ValueError(f"a cache has 1 to {MAX_CACHE_ROWS} rows, got cache_rows={self.cache_rows}")
         if (self.storage == "disk") != bool(self.path):
             raise ValueError(
                 f"tables on disk need a directory, and others take none: got storage={self.storage!r} with "
@@ -104,12 +100,10 @@ class Eviction:
     policy: EvictionPolicy
     capacity: int | str | None = None
     ttl: int | None = None
-    every: int = 1
+    every: int = setting(1, "Steps between eviction passes.", 1)
     keep: bool = False
 
     def __post_init__(self) -> None:
-        if self.policy not in ("lru", "lfu", "ttl"):
-            raise ValueError(f"eviction policy must be lru, lfu or ttl, got {self.policy!r}")
         required, other = ("ttl", "capacity") if self.policy == "ttl" else ("capacity", "ttl")
         value = getattr(self, required)
         if isinstance(value, str):
@@ -120,8 +114,6 @@ class Eviction:
             raise ValueError(
                 f"eviction by {self.policy} takes {required}: leave out {other}={getattr(self, other)}"
             )
-        if self.every < 1:
-            raise ValueError(f"every must be at least 1 step between eviction passes, got {self.every}")
 
     def rows_of(self, row_width: int) -> int | None:
         """The `capacity` in rows of `row_width` float32 values; ValueError where not one fits."""
@@ -147,14 +139,8 @@ class PrecisionTiers:
         every: steps between halvings. A row used in every step settles just below ``2 * every``.
     """
 
-    threshold: int
-    every: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.threshold <= 255:
-            raise ValueError(f"the precision threshold must be 1 to 255, got {self.threshold}")
-        if self.every < 1:
-            raise ValueError(f"every must be at least 1 step between halvings, got {self.every}")
+    threshold: int = setting(MISSING, "Steps that use a row stored in float32.", 1, 255)
+    every: int = setting(MISSING, "Steps between halvings of the counts.", 1)
 
 
 @typed
@@ -187,8 +173,3 @@ class TablePolicy:
     admission_window: int = setting(
         1000, "Forget keys that wait for a row and were not seen for this many steps.", 1, MOST
     )
-
-    def __post_init__(self) -> None:
-        for name in ("admission", "admission_window"):
-            if not 1 <= getattr(self, name) < 2**31:
-                raise ValueError(f"{name} must be at least 1 and below 2**31, got {getattr(self, name)}")

@@ -47,11 +47,6 @@ class FuXiConfig(LayerConfig):
     temperature: float = 1.0
     norm: Literal["layer", "rms"] = "layer"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.norm not in ("layer", "rms"):
-            raise ValueError(f"norm must be 'layer' or 'rms', got {self.norm!r}")
-
 
 class FuXiLayer(torch.nn.Module):
     """One layer: (L, d) -> (L, d)."""

@@ -35,7 +35,7 @@ from .graphs import MicroBatchGraphs
 from .guard import Guard, NotBatchInvariantError
 from .interrupts import uninterrupted
 from .model_call import sees_window
-from .modes import MODES, Mode, schedule_of, validate_reference, validate_schedule
+from .modes import Mode, schedule_of, validate_reference, validate_schedule
 from .pending import PendingWindows
 from .places import DenseMeans, DeviceSamples, GradientNorm, Losses, Outputs, OwnedRows, Routes, WindowPlaces
 from .position import SupportsState
@@ -115,8 +115,6 @@ class Trainer:
         graphs: MicroBatchGraphs | Literal["auto"] | None = "auto",
         trust_model: bool = False,
     ):
-        if mode not in MODES:
-            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
         self.mode, self.config, self.tables = mode, config or WindowConfig(), tables
         device = torch.device(device)
         if not communicators.communication.supports(device):

@@ -27,7 +27,7 @@ from ..embedding import HashTableCollection
 from ..pipeline import Trainer, Window
 from ..pipeline.places import Buffer, OwnedRows
 from ..pipeline.stage import Read
-from ..settings import MOST, seed_setting, setting
+from ..settings import MOST, seed_setting, setting, typed
 from .classify import Classification, Judgement, classify
 from .rows import HotRows, hot_rows, owned
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ..distributed import Communicators
 
 
+@typed
 @dataclass(frozen=True)
 class SlipstreamConfig:
     """Settings of Slipstream; **approximate** unless `threshold` is 0.
@@ -67,16 +68,12 @@ class SlipstreamConfig:
     seed: int = seed_setting()
 
     def __post_init__(self) -> None:
-        for name, least in (("warmup", 1), ("snapshots", 2), ("every", 1), ("alpha", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        for name in ("hot_share", "drop", "sample"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
+        if not 0 <= self.drop <= 1:
+            raise ValueError(f"drop must be in [0, 1], got {self.drop}")
         if not 0 < self.confidence < 1:
             raise ValueError(f"confidence must be in (0, 1), got {self.confidence}")
-        if self.threshold is not None and not 0 <= self.threshold < math.inf:
-            raise ValueError(f"threshold must be at least 0 and finite, got {self.threshold}")
+        if self.threshold == math.inf:
+            raise ValueError("threshold must be finite")
         if not self.snapshot_mb > 0:
             raise ValueError(f"snapshot_mb must be positive, got {self.snapshot_mb}")
 

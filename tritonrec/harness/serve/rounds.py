@@ -21,7 +21,7 @@ from rich.progress import TimeElapsedColumn
 
 from ...distributed import TIMEOUT, RankPool
 from ...files import ScratchFolder
-from ...settings import MOST, MOST_SEED, setting
+from ...settings import MOST, MOST_SEED, setting, typed
 from ..progress import CommandProgress
 from .collectives import time_counts, time_size
 from .mpi import Cells, available, run_with_mpi
@@ -35,6 +35,7 @@ LARGEST = 16 * 2**20
 """Bytes to each rank of the largest all-to-all; 64 MB from each of four ranks."""
 
 
+@typed
 @dataclass(frozen=True)
 class ServeConfig:
     """The settings of a comparison.
@@ -75,12 +76,6 @@ class ServeConfig:
     seed: int = setting(0, "Of everything that is drawn.", 0, MOST_SEED)
 
     def __post_init__(self) -> None:
-        if self.world_size < 2:
-            raise ValueError(f"serve-bench needs at least 2 ranks, got {self.world_size}")
-        if min(self.bounds, default=0) < 0:
-            raise ValueError(f"bounds must be at least 0, got {self.bounds}")
-        if self.rounds < 2:
-            raise ValueError(f"confidence intervals need at least 2 rounds, got {self.rounds}")
         if self.batch_size < self.world_size:
             raise ValueError(f"{self.world_size} ranks need as many samples, got {self.batch_size}")
         if not 0 <= self.delay <= 1:

@@ -20,7 +20,7 @@ from ...data import ClickLoader
 from ...distributed import Communicators, check_ranks_agree
 from ...embedding import HashTableCollection
 from ...pipeline import Trainer
-from ...settings import setting
+from ...settings import setting, typed
 from ...slipstream import Classification, RemainingLoader, Slipstream, SlipstreamConfig
 from ..job import Job
 from ..train.evaluate import evaluate_model
@@ -36,6 +36,7 @@ CONTROL_EPOCH = 2**40
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
+@typed
 @dataclass(frozen=True)
 class SlipstreamRun:
     """The runs to compare.
@@ -48,16 +49,15 @@ class SlipstreamRun:
     """
 
     config: SlipstreamConfig = field(default_factory=SlipstreamConfig)
-    drops: tuple[float, ...] = setting((0.5,), "Shares of hot inputs to drop; a run for each.", option="drop")
+    drops: tuple[float, ...] = setting(
+        (0.5,), "Shares of hot inputs to drop; a run for each.", 0, 1, option="drop"
+    )
     control: bool = setting(False, "Also drop as many inputs at random, beside.")
     online: float = setting(0.0, "Share of the inputs, the last, trained online.", 0, 1)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.online < 1:
-            raise ValueError(f"online must be in [0, 1), got {self.online}")
-        for drop in self.drops:
-            if not 0 <= drop <= 1:
-                raise ValueError(f"the share to drop must be in [0, 1], got {drop}")
+        if self.online == 1:
+            raise ValueError("online must be below 1: the classification comes from the inputs before")
 
 
 @dataclass
