@@ -298,51 +298,23 @@ def case(*labels: str, **values: tuple[Any, ...]) -> Callable[[Callable[..., Any
     return add
 
 
-@case("bucketize")
-def _bucketize():
-    run(ops.owner_of, keys(), 8)
-    run(ops.bucketize, keys(), 8)
-
-
-@case("bucketize padded")
-def _bucketize_padded():
-    run(ops.bucketize, keys(), 8, count=count_of(size))
-
-
-@case("counting_sort")
-def _counting_sort():
-    run(ops.counting_sort, keys() % 8, 8)
-
-
-@case("counting_sort padded")
-def _counting_sort_padded():
-    run(ops.counting_sort, keys() % 8, 8, count=count_of(size))
-
-
-@case("unique")
-def _unique():
-    run(ops.unique, keys() // 3)
-
-
-@case("unique padded")
-def _unique_padded():
-    run(ops.unique, keys() // 3, padded=True, count=count_of(size))
-
-
-@case("intersect")
-def _intersect():
-    run(ops.intersect, keys(), keys() + 50)
+CASES |= {
+    "bucketize": lambda: (run(ops.owner_of, keys(), 8), run(ops.bucketize, keys(), 8)),
+    "bucketize padded": lambda: run(ops.bucketize, keys(), 8, count=count_of(size)),
+    "counting_sort": lambda: run(ops.counting_sort, keys() % 8, 8),
+    "counting_sort padded": lambda: run(ops.counting_sort, keys() % 8, 8, count=count_of(size)),
+    "unique": lambda: run(ops.unique, keys() // 3),
+    "unique padded": lambda: run(ops.unique, keys() // 3, padded=True, count=count_of(size)),
+    "unique table": lambda: run(ops.unique, keys() // 3, padded=True, table=True),
+    "intersect": lambda: run(ops.intersect, keys(), keys() + 50),
+    "silu": lambda: run(ops.silu, ones(size, grad=True)).sum().backward(),
+}
 
 
 @case("intersect padded")
 def _intersect_padded():
     counts = {"left_count": count_of(size), "right_count": count_of(size)}
     run(ops.intersect, keys(), keys() + 50, padded=True, **counts)
-
-
-@case("unique table")
-def _unique_table():
-    run(ops.unique, keys() // 3, padded=True, table=True)
 
 
 @case("hash_table")
@@ -374,11 +346,6 @@ def _fixed_point():
 def _sum_of_squares():
     run(ops.sum_of_squares, ones(size))
     run(ops.sum_of_squares, ones(size, 64), count_of(size))
-
-
-@case("silu")
-def _silu():
-    run(ops.silu, ones(size, grad=True)).sum().backward()
 
 
 @case("gather_rows", dim=(50, 128))
