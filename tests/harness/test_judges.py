@@ -13,7 +13,7 @@ from tritonrec.distributed import Communicators, RankDiedError
 from tritonrec.harness.verify import contract, run_case
 from tritonrec.harness.verify.cases import Case
 from tritonrec.harness.verify.contract import Verifier
-from tritonrec.harness.verify.injections import Injection
+from tritonrec.harness.verify.faults import Injection
 from tritonrec.harness.verify.references import References
 from tritonrec.harness.verify.report import CaseResult, FaultResult, Report, print_report
 from tritonrec.harness.verify.run_case import RankReport, record_reference, require_compared

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from tritonrec.harness.verify import run_case
 from tritonrec.harness.verify.cases import Case
 from tritonrec.harness.verify.contract import Verifier
-from tritonrec.harness.verify.faults import FAULTS
 from tritonrec.harness.verify.references import References, differences
 from tritonrec.harness.verify.thread_ranks import ThreadPool
+from tritonrec.harness.verify.tools import FAULTS
 
 CASE = Case("dbp", "batch", 1, 2, False, "sgd", 2)
 

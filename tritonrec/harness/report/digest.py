@@ -19,7 +19,8 @@ def contract_digest(report: dict[str, Any]) -> str:
     """SHA-256, in hexadecimal, of the version, cases and faults of a report that ``verify --json`` wrote.
 
     Of a case everything counts but the size of `DIFFERS` and `TIMES`, of a fault its name and whether it was
-    caught. Machine, versions of other packages and times do not. KeyError where `report` is none.
+    caught, in whatever order. Machine, versions of other packages and times do not. KeyError where `report`
+    is none.
     """
     contract = {
         "version": report["environment"]["tritonrec"],
@@ -27,7 +28,7 @@ def contract_digest(report: dict[str, Any]) -> str:
             {name: bool(value) if name in DIFFERS else _without_times(value) for name, value in case.items()}
             for case in report["cases"]
         ],
-        "faults": [{"name": fault["name"], "caught": fault["caught"]} for fault in report["faults"]],
+        "faults": sorted((fault["name"], fault["caught"]) for fault in report["faults"]),
     }
     text = json.dumps(contract, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""A loss over the whole global batch in the job: two towers with in-batch softmax; and what breaks it."""
+"""Injected faults of a loss over the whole global batch."""
 
 from __future__ import annotations
 
@@ -6,50 +6,19 @@ from typing import Any
 
 import torch
 
-from ... import nn, ops
 from ...data import JaggedBatch
 from ...pipeline import Program
 from ...pipeline.model_call import Shown
 from ...pipeline.places import Dense
-from ..job import Job
+from .faults import case, fault
+from .variants import IN_BATCH
+
+IN_WINDOW = case(variant=IN_BATCH)
 
 
-class TwoTowers(torch.nn.Module):
-    """A user of the sum of his items' rows, the item that follows them, and a learned scale of logits."""
-
-    def __init__(self, sizes: nn.HSTUConfig):
-        super().__init__()
-        self.user, self.item = nn.Linear(sizes.dim, sizes.dim), nn.Linear(sizes.dim, sizes.dim)
-        self.norm, self.drop = nn.LayerNorm(sizes.dim), nn.Dropout(sizes.dropout)
-        self.scale = torch.nn.Parameter(torch.tensor([1.5], dtype=torch.float32))
-
-    def forward(self, batch: JaggedBatch, rows: dict[str, torch.Tensor], seed: int) -> Shown:
-        items, labels, _negatives = rows["item"].split(
-            [batch.num_tokens, batch.num_tokens, batch.negatives.numel()]
-        )
-        owners = torch.repeat_interleave(
-            torch.arange(batch.num_samples, dtype=torch.int64, device=items.device), batch.lengths
-        )
-        last = batch.offsets[1:] - 1
-        with nn.padded():
-            user = self.user(self.drop(self.norm(ops.segment_sum(items, owners, batch.num_samples))))
-            item = self.item(labels[last])
-        ids = batch.labels[last]
-        return {"user": user, "item": item, "id": ids, "log_q": (ids % 7).float() / -3}
-
-    def window_loss(self, own: Shown, window: Shown, positions: torch.Tensor) -> torch.Tensor:
-        queries = own["user"] * nn.expand(self.scale, len(positions))
-        return nn.in_batch_softmax(queries, window["item"], positions, window["id"], window["log_q"], 0.5)
-
-
-class InBatchJob(Job):
-    """The job with `TwoTowers` in place of its model."""
-
-    def _model(self) -> torch.nn.Module:
-        return TwoTowers(self.sizes)
-
-
+@fault(IN_WINDOW)
 def candidates_of_the_window_before(program: Program) -> None:
+    """Samples are ranked against the items of the window before."""
     flight, windows = program.run_places[Dense].flight, list[Shown]()
     loss = flight.window_loss
 
@@ -63,7 +32,9 @@ def candidates_of_the_window_before(program: Program) -> None:
     flight.window_loss = stale
 
 
-def samples_of_rank_1_missing(program: Program) -> None:
+@fault(IN_WINDOW)
+def samples_of_a_rank_missing(program: Program) -> None:
+    """Rank 0 does not get what the samples of rank 1 show."""
     reduce = program.communicators.reduce
     exchange = reduce.exchange
 
@@ -76,7 +47,9 @@ def samples_of_rank_1_missing(program: Program) -> None:
     reduce.exchange = without  # type: ignore[method-assign]
 
 
+@fault(IN_WINDOW)
 def gradients_of_candidates_dropped(program: Program) -> None:
+    """Rank 1 does not send the gradients of candidates to the ranks that have them."""
     flight = program.run_places[Dense].flight
     loss = flight.window_loss
 
@@ -88,7 +61,9 @@ def gradients_of_candidates_dropped(program: Program) -> None:
     flight.window_loss = dropped
 
 
+@fault(IN_WINDOW)
 def negatives_of_a_micro_batch(program: Program) -> None:
+    """Samples are ranked against those of their micro-batch."""
     flight = program.run_places[Dense].flight
     loss = flight.window_loss
 
@@ -99,7 +74,9 @@ def negatives_of_a_micro_batch(program: Program) -> None:
     flight.window_loss = own
 
 
+@fault(IN_WINDOW, says="second forward of a micro-batch differs from its first")
 def dropout_drawn_again(program: Program) -> None:
+    """The second forward of a micro-batch drops other values than the first."""
     forward = program.model.forward
 
     def other_each_time(batch: JaggedBatch, rows: dict[str, torch.Tensor], seed: int) -> Shown:
@@ -107,38 +84,3 @@ def dropout_drawn_again(program: Program) -> None:
         return {**shown, "user": torch.nn.functional.dropout(shown["user"], 0.1)}
 
     program.model.forward = other_each_time
-
-
-FAULTS = [
-    (
-        "candidates-of-the-window-before",
-        "samples are ranked against the items of the window before",
-        candidates_of_the_window_before,
-        "",
-    ),
-    (
-        "samples-of-a-rank-missing",
-        "rank 0 does not get what the samples of rank 1 show",
-        samples_of_rank_1_missing,
-        "",
-    ),
-    (
-        "gradients-of-candidates-dropped",
-        "rank 1 does not send the gradients of candidates to the ranks that have them",
-        gradients_of_candidates_dropped,
-        "",
-    ),
-    (
-        "negatives-of-a-micro-batch",
-        "samples are ranked against those of their micro-batch",
-        negatives_of_a_micro_batch,
-        "",
-    ),
-    (
-        "dropout-drawn-again",
-        "the second forward of a micro-batch drops other values than the first",
-        dropout_drawn_again,
-        "second forward of a micro-batch differs from its first",
-    ),
-]
-"""Name, description, what is done to the program, and the error's words; without words the bits tell."""

@@ -7,7 +7,7 @@ what it is passed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from ...data import JaggedBatch
 from ...distributed import Communicator
 from ...nn import RMSNorm
 from ...nn.modules import GatedNorm
-from ...pipeline import Program, Schedule, Task, Window
+from ...pipeline import Edge, Program, Schedule, Task, Window
 from ...pipeline.dist_plan import RowDist
 from ...pipeline.places import (
     Buffer,
@@ -40,45 +40,34 @@ from ...pipeline.places import (
 from ...pipeline.precision import rounded_rows
 from ...pipeline.stage import From, Previous, Read, Update, Write
 from ...pipeline.stages import gradient_norm
-from ..job import Loader
+from .faults import case, fault
 from .own_code import OwnLoop
-from .variants import tools
+from .variants import OWN_LOOP
 
 
-@dataclass(frozen=True)
-class Injection:
-    """How a fault is injected: by changing the program, the schedule, the timing that brings it out, or the
-    loader of a rank.
+def slow(stage: str, micro_batch: int | None = None) -> Callable[[Task], float]:
+    """Hold `stage` back long enough for a stage that fails to wait for it to overtake."""
 
-    `tool` takes the place of a part of the case's tool, or changes it; the tool says which.
-    With `alone` no two micro-batches share an exchange, for faults of a single one's.
-    `loop` changes an `OwnLoop`, which has none of these.
-    """
+    def delay(task: Task) -> float:
+        return 0.15 if task.stage == stage and micro_batch in (None, task.micro_batch) else 0.0
 
-    program: Callable[[Program], None] | None = None
-    loader: Callable[[Loader], None] | None = None
-    schedule: Callable[[Schedule], Schedule] | None = None
-    delay: Callable[[Task], float] | None = None
-    loop: Callable[[OwnLoop], None] | None = None
-    alone: bool = False
-    tool: Any = None
-
-
-def injection_of(name: str) -> Injection:
-    """The injection of the fault called `name`, of the core, its corpus or a tool."""
-    found: Injection = next(f.injection for f in tools().SELECTIONS[True, True] if f.name == name)
-    return found
+    return delay
 
 
 def nothing() -> None:
     """A stage that does nothing."""
 
 
+@fault(case(), delay=slow("write_back"))
 def no_copy_of_kept_rows(program: Program) -> None:
+    """Rows of K(t-1) & K(t) are not copied into the prefetch buffer."""
     program.replace("copy_kept_rows", nothing)
 
 
-def wrong_rows(program: Program) -> None:
+@fault(case())
+def copy_of_wrong_rows(program: Program) -> None:
+    """The copied rows land at other keys."""
+
     def copy_kept_rows(
         before: Read[Previous[OwnedRows]] | None,
         owned: Read[OwnedRows],
@@ -104,11 +93,21 @@ def _scaled(program: Program, micro_batch_of: int, factor: int) -> None:
     program.before("gradient_exchange", scale)
 
 
-def lost_gradient(program: Program) -> None:
+@fault(
+    case(mode="fwp", optimizer="sgd", consistency="window"),
+    name="lost-gradient-at-window-consistency",
+    what="as above, where the reference is the same cut run sequentially",
+    alone=True,
+)
+@fault(case(mode="fwp", optimizer="sgd"), alone=True)
+def lost_micro_batch_gradient(program: Program) -> None:
+    """Embedding gradients of the last micro-batch are dropped."""
     _scaled(program, program.config.micro_batches - 1, 0)
 
 
-def gradient_twice(program: Program) -> None:
+@fault(case(mode="dbp", optimizer="rowwise_adagrad"), alone=True)
+def gradient_added_twice(program: Program) -> None:
+    """Embedding gradients of micro-batch 1 count twice."""
     _scaled(program, 1, 2)
 
 
@@ -121,7 +120,10 @@ def _update(
     optimizer.update(buffer[0], torch.arange(len(owned.tables[0].keys)), gradient, step)
 
 
+@fault(case(mode="dbp", optimizer="sgd"), alone=True, source="dmlc/dgl#2596")
 def update_inside_window(program: Program) -> None:
+    """Rows are updated after the first micro-batch instead of once per window."""
+
     def too_early(
         micro_batch: int,
         context: Context,
@@ -138,7 +140,10 @@ def update_inside_window(program: Program) -> None:
     program.after("gradient_exchange", too_early)
 
 
+@fault(case(micro_batches=2))
 def float_sums(program: Program) -> None:
+    """Contributions are added in float32 and rounded to fixed point afterwards."""
+
     def add_rows(values: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, name: str) -> None:
         if values.dtype == torch.int64:
             ops.segment_sum(values, rows, len(out), consistency="batch", out=out)
@@ -150,7 +155,9 @@ def float_sums(program: Program) -> None:
     flight.reads_indexed_rows = lambda impls: False  # so all are added above
 
 
+@fault(case())
 def sums_of_four_bytes(program: Program) -> None:
+    """Gradient sums are sent as int32 instead of in the bytes they need."""
     send = program.sums.send_to_owners
 
     def narrow(sent, over, values, *rest) -> None:
@@ -159,7 +166,9 @@ def sums_of_four_bytes(program: Program) -> None:
     program.sums.send_to_owners = narrow  # type: ignore[method-assign, assignment]
 
 
+@fault(case())
 def stale_dense_parameter(program: Program) -> None:
+    """Rank 1 misses one update of one parameter."""
     dense, update, windows = program.dense, program.dense.step, []
 
     def remember(window: Window) -> None:
@@ -173,7 +182,9 @@ def stale_dense_parameter(program: Program) -> None:
     dense.step = without_one  # type: ignore[method-assign]
 
 
+@fault(case(variant="fsdp"))
 def parameters_of_the_last_window(program: Program) -> None:
+    """Sharded parameters are not gathered again after an update."""
     shards = program.dense.shards
     assert shards is not None
     gather, last = shards.gather, dict[str, torch.Tensor]()
@@ -189,14 +200,26 @@ def parameters_of_the_last_window(program: Program) -> None:
     shards.gather = stale  # type: ignore[method-assign]
 
 
+@fault(case(), source="meta-pytorch/torchtune#1875")
 def local_token_count(program: Program) -> None:
+    """Gradients are divided by this rank's tokens instead of the global batch's."""
+
     def local(window: Window, routes: Read[Routes]) -> Routes:
         return replace(routes, loss_normalizer=window.loss_terms, row_normalizer=window.loss_terms)
 
     program.after("route", local)
 
 
-def correction_per_micro_batch(program: Program) -> None:
+@fault(
+    case(optimizer="sgd", variant="weight-decay"),
+    name="schedule-per-micro-batch",
+    what="the learning rate goes by micro-batches instead of updates",
+    source="huggingface/accelerate#963",
+)
+@fault(case())
+def bias_correction_per_micro_batch(program: Program) -> None:
+    """Steps of Adam are counted by micro-batches."""
+
     def sparse_update(
         context: Context,
         window: Window,
@@ -211,7 +234,15 @@ def correction_per_micro_batch(program: Program) -> None:
     program.replace("sparse_update", sparse_update)
 
 
+@fault(
+    case(variant="fp16", steps=8),
+    name="overflow-of-one-rank",
+    what="each rank leaves an update out, and moves the scale of its loss, by its own gradients",
+)
+@fault(case(variant="recipe"), source="areal-project/AReaL#312")
 def norm_of_one_rank(program: Program) -> None:
+    """Each rank clips by the norm of its own rows."""
+
     def alone(
         context: Context,
         routes: Read[Routes],
@@ -227,25 +258,10 @@ def norm_of_one_rank(program: Program) -> None:
     program.replace("gradient_norm", alone)
 
 
-def missed_decay_forgotten(program: Program) -> None:
-    def updated_just_before(window: Window, buffer: Update[Buffer]) -> None:
-        for rows in buffer:
-            last = rows[:, -1]
-            last.copy_(torch.where(last > 0, window.update, last))  # updates count from 1 there
-
-    program.before("sparse_update", updated_just_before)
-
-
-def states_of_other_rows(program: Program) -> None:
-    def shifted(context: Context, buffer: Update[Buffer]) -> None:
-        for rows, group in zip(buffer, context.tables.groups, strict=True):
-            states = rows[:, group.table.dim :]
-            states.copy_(states.roll(1, 0))
-
-    program.before("sparse_update", shifted)
-
-
+@fault(case(), delay=slow("compute"))
 def one_buffer(program: Program) -> None:
+    """Rows of batch t are loaded over those batch t-1 is training on."""
+
     def land_in_active(active: Update[Previous[Buffer]] | None, buffer: Read[Buffer]) -> None:
         if active is not None:
             # The rows land where batch t-1 is still training.
@@ -256,7 +272,9 @@ def one_buffer(program: Program) -> None:
     program.after("retrieve", land_in_active)
 
 
-def dropout_by_position(program: Program) -> None:
+@fault(case(), source="ecmwf/anemoi-core#595")
+def dropout_by_place(program: Program) -> None:
+    """The dropout mask goes by a sample's place in its micro-batch instead of by the sample."""
     forward = program.model.forward
 
     def by_position(batch: JaggedBatch, rows: dict[str, torch.Tensor], seed: int) -> torch.Tensor:
@@ -265,7 +283,9 @@ def dropout_by_position(program: Program) -> None:
     program.model.forward = by_position
 
 
+@fault(case())
 def plan_of_the_first_window(program: Program) -> None:
+    """A model called without its modules draws the dropout of the first window again."""
     flight, seeds = program.run_places[Dense].flight, list[int]()
     train = flight.train_micro_batch
 
@@ -276,7 +296,9 @@ def plan_of_the_first_window(program: Program) -> None:
     flight.train_micro_batch = by_the_first
 
 
+@fault(case(variant="converted"))
 def padded_to_the_longest(program: Program) -> None:
+    """A converted model's micro-batch is padded to its longest sample."""
     body: Any = program.model.body
     forward = body.forward
 
@@ -288,13 +310,17 @@ def padded_to_the_longest(program: Program) -> None:
     body.forward = to_the_longest
 
 
+@fault(case(variant="grm-product"))
 def norm_before_the_gate(program: Program) -> None:
+    """The layers of GRM norm attention alone, before the gate multiplies it."""
     for module in program.model.modules():
         if isinstance(module, GatedNorm):
             module.norm_product = False
 
 
+@fault(case(variant="fuxi-rms"))
 def rms_of_a_micro_batch(program: Program) -> None:
+    """Rows of FuXi are normed by the mean square of their micro-batch."""
     for module in program.model.modules():
         if isinstance(module, RMSNorm):
             module.forward = partial(_over_all_rows, module.forward)  # type: ignore[method-assign]
@@ -305,7 +331,9 @@ def _over_all_rows(forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Ten
     return forward(x) * (own / own.mean()).sqrt()
 
 
+@fault(case(mode="sequential", variant=OWN_LOOP), of="loop")
 def gradients_of_the_last_pass(loop: OwnLoop) -> None:
+    """In a loop of one's own the rows forget the gradients of earlier backward passes of the step."""
     backward = loop.backward
 
     def forgetful(batch: JaggedBatch, seed: int) -> torch.Tensor:
@@ -315,7 +343,9 @@ def gradients_of_the_last_pass(loop: OwnLoop) -> None:
     loop.backward = forgetful  # type: ignore[method-assign]
 
 
+@fault(case(variant="weighted-bags"))
 def weights_of_other_ids(program: Program) -> None:
+    """In a micro-batch the weights of bags are one id late."""
     by_feature = program.tables.by_feature
 
     def shifted(rows: Any, lookups: Mapping[str, Any], **options: bool) -> dict[str, torch.Tensor]:
@@ -325,7 +355,10 @@ def weights_of_other_ids(program: Program) -> None:
     program.tables.by_feature = shifted  # type: ignore[method-assign]
 
 
-def mean_over_one_batch(program: Program) -> None:
+@fault(case(variant="accumulate", steps=6))
+def accumulation_divides_by_one_batch(program: Program) -> None:
+    """Accumulated gradients are divided by the loss count of one batch."""
+
     def of_the_last(window: Window, routes: Read[Routes]) -> Routes:
         normalizer = max(routes.loss_normalizer // len(window.batches), 1)
         return replace(routes, loss_normalizer=normalizer, row_normalizer=normalizer)
@@ -333,7 +366,10 @@ def mean_over_one_batch(program: Program) -> None:
     program.after("route", of_the_last)
 
 
+@fault(case(variant="exchange-bf16"))
 def own_rows_not_rounded(program: Program) -> None:
+    """Rows for a rank's own samples stay float32 where others get them in bfloat16."""
+
     def exchange(
         micro_batch: int,
         context: Context,
@@ -358,7 +394,9 @@ def own_rows_not_rounded(program: Program) -> None:
     program.replace("exchange", exchange)
 
 
+@fault(case(variant="whole-sums"))
 def whole_sums_rounded(program: Program) -> None:
+    """Sums that are sent whole are rounded to float32 on their way."""
     communication = program.communicators.communication
     exchange = communication.exchange
 
@@ -370,7 +408,10 @@ def whole_sums_rounded(program: Program) -> None:
     communication.exchange = rounded  # type: ignore[method-assign]
 
 
-def rows_in_reverse(program: Program) -> None:
+@fault(case(variant="dedup-exchange"), source="meta-pytorch/torchrec#1895")
+def rows_handed_out_in_reverse(program: Program) -> None:
+    """After dedup the rows go back to the occurrences in the wrong order."""
+
     def inverse_of_another(routes: Read[Routes]) -> Routes:
         tables = [
             replace(table, inverse=[*table.inverse[:-1], table.inverse[-1].flip(0)])
@@ -381,7 +422,10 @@ def rows_in_reverse(program: Program) -> None:
     program.after("route", inverse_of_another)
 
 
+@fault(case(variant="first-use"), delay=slow("compute"), alone=True)
 def gradients_leave_at_first_use(program: Program) -> None:
+    """Gradients leave with the first micro-batch that uses a row, and miss what later ones add."""
+
     def first_is_last(context: Context, routes: Read[Routes]) -> Routes:
         tables = []
         for table in routes.tables:
@@ -394,7 +438,10 @@ def gradients_leave_at_first_use(program: Program) -> None:
     program.after("route", first_is_last)
 
 
+@fault(case(replicas=2))
 def replicas_keep_their_gradients(program: Program) -> None:
+    """Gradients are not added up over the replicas of a part."""
+
     def alone(
         context: Context,
         routes: Read[Routes],
@@ -411,7 +458,10 @@ def replicas_keep_their_gradients(program: Program) -> None:
     program.replace("replica_reduce", alone)
 
 
+@fault(case(replicas=2))
 def replicas_in_different_orders(program: Program) -> None:
+    """Replicas hold the same rows in different orders when their gradients are added up."""
+
     def own_order(context: Context, routes: Read[Routes]) -> Routes:
         received = []
         for each in routes.received:
@@ -424,7 +474,10 @@ def replicas_in_different_orders(program: Program) -> None:
     program.after("route", own_order)
 
 
-def relay_in_reverse(program: Program) -> None:
+@fault(case(world_size=4, nodes=2))
+def relay_hands_on_in_reverse(program: Program) -> None:
+    """A relay hands the rows of its node on in the wrong order."""
+
     def reverse(routes: Update[Routes]) -> None:
         for relay in routes.relays:
             for rows in relay.sent.rows:
@@ -433,7 +486,10 @@ def relay_in_reverse(program: Program) -> None:
     program.after("route", reverse)
 
 
+@fault(case(world_size=4, nodes=2))
 def relay_adds_to_another_row(program: Program) -> None:
+    """A relay adds the gradients of one rank of its node to one row."""
+
     def another(routes: Update[Routes]) -> None:
         for relay in routes.relays:
             for rows, splits in zip(relay.gradients.rows, relay.gradients.splits, strict=True):
@@ -442,7 +498,10 @@ def relay_adds_to_another_row(program: Program) -> None:
     program.after("route", another)
 
 
-def node_sums_rounded(program: Program) -> None:
+@fault(case(world_size=4, variant="first-use", nodes=2))
+def sums_of_a_node_rounded(program: Program) -> None:
+    """Sums that wait in a relay for a later micro-batch are rounded to float32."""
+
     def rounded(relay_sums: Update[From[RelaySums]], micro_batch: int) -> None:
         for sums in relay_sums:
             sums.copy_(sums.float())
@@ -450,8 +509,16 @@ def node_sums_rounded(program: Program) -> None:
     program.before("gradient_exchange", rounded)
 
 
-def means_begin_at_zero(program: Program) -> None:
-    """So that an update which comes too early has something to take."""
+@fault(
+    case(replicas=2),
+    schedule=lambda schedule: schedule.without_edge("sparse_update", Edge("replica_reduce", "all")),
+    delay=slow("replica_reduce"),
+)
+def update_before_replica_reduction(program: Program) -> None:
+    """Rows are updated without waiting for the gradients of other replicas.
+
+    Means begin at zero, so that an update which comes too early has something to take.
+    """
 
     def zeroed(context: Context, owned: Read[OwnedRows]) -> MeanGradient:
         sizes = zip(owned.tables, context.tables.groups, strict=True)
@@ -460,8 +527,19 @@ def means_begin_at_zero(program: Program) -> None:
     program.after("retrieve", zeroed)
 
 
-def losses_begin_at_zero(program: Program) -> None:
-    """So that a reduction which comes too early has something to send."""
+@fault(
+    case(),
+    schedule=lambda schedule: schedule.without_edge("dense_reduce", Edge("compute", "all")).with_edges(
+        "dense_reduce", Edge("route")
+    ),
+    delay=slow("compute", 2),
+    source="NVIDIA/Megatron-LM#1012",
+)
+def reduce_before_last_micro_batch(program: Program) -> None:
+    """Dense gradients are reduced before the window's computation has ended.
+
+    Losses begin at zero, so that a reduction which comes too early has something to send.
+    """
 
     def zeroed(losses: Write[Losses]) -> None:
         for micro_batch in range(program.config.window_micro_batches):
@@ -470,7 +548,10 @@ def losses_begin_at_zero(program: Program) -> None:
     program.after("route", zeroed)
 
 
+@fault(case(variant="scale", replicas=2), delay=slow("gradient_exchange"))
 def replica_reduction_after_the_first_use(program: Program) -> None:
+    """Gradients are added up over the replicas before the last micro-batch that uses their rows."""
+
     def too_early(routes: Read[Routes]) -> Routes:
         received = [
             replace(each, replica_last_use=[torch.zeros_like(last) for last in each.replica_last_use])
@@ -481,10 +562,21 @@ def replica_reduction_after_the_first_use(program: Program) -> None:
     program.after("route", too_early)
 
 
-def slow(stage: str, micro_batch: int | None = None) -> Callable[[Task], float]:
-    """Hold `stage` back long enough for a stage that fails to wait for it to overtake."""
+@fault(case(), of="schedule", delay=slow("write_back"), source="meta-pytorch/torchrec#2598")
+def read_before_write_back(schedule: Schedule) -> Schedule:
+    """Retrieval of batch t does not wait for the write-back of batch t-2."""
+    return schedule.without_edge("retrieve", Edge("write_back", batch=2))
 
-    def delay(task: Task) -> float:
-        return 0.15 if task.stage == stage and micro_batch in (None, task.micro_batch) else 0.0
 
-    return delay
+@fault(case(), of="schedule", delay=slow("sparse_update"))
+def copy_before_update(schedule: Schedule) -> Schedule:
+    """Kept rows are copied without waiting for the update of batch t-1."""
+    return schedule.without_edge("copy_kept_rows", Edge("sparse_update", batch=1))
+
+
+@fault(case(variant="scale", replicas=2), of="schedule", delay=slow("gradient_exchange"))
+def replica_reduction_before_the_gradients(schedule: Schedule) -> Schedule:
+    """Replicas do not wait for the gradients of the micro-batch after which they are reduced."""
+    # The rows are there to be reduced; only their gradients are not.
+    without = schedule.without_edge("replica_reduce", Edge("gradient_exchange", "same"))
+    return without.with_edges("replica_reduce", Edge("compute", "same"))

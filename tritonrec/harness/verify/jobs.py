@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ... import ops
-from ...data import Batch, ClickBatch, ClickLoader, KeyedJaggedTensor, Split, WeightedLookup
+from ... import nn, ops
+from ...data import Batch, ClickBatch, ClickLoader, JaggedBatch, KeyedJaggedTensor, Split, WeightedLookup
 from ...data.jagged import token_indices
 from ...distributed import Communicators
 from ...embedding import FeatureConfig
@@ -19,6 +19,7 @@ from ...nn import GRM, FuXi
 from ...nn.modules import PositionalEmbedding
 from ...nn.next_item import NextItemInput
 from ...nn.tokens import Tokens
+from ...pipeline.model_call import Shown
 from ..job import Epochs, Job, _clicks
 
 
@@ -129,3 +130,38 @@ def wrap(job: Job, communicators: Communicators, model: torch.nn.Module) -> None
         mesh = DeviceMesh.from_group(group, torch.device(job.target.device).type)
         for each in (*layers, model):
             fully_shard(each, mesh=mesh)
+
+
+class TwoTowers(torch.nn.Module):
+    """A user of the sum of his items' rows, the item that follows them, and a learned scale of logits."""
+
+    def __init__(self, sizes: nn.HSTUConfig):
+        super().__init__()
+        self.user, self.item = nn.Linear(sizes.dim, sizes.dim), nn.Linear(sizes.dim, sizes.dim)
+        self.norm, self.drop = nn.LayerNorm(sizes.dim), nn.Dropout(sizes.dropout)
+        self.scale = torch.nn.Parameter(torch.tensor([1.5], dtype=torch.float32))
+
+    def forward(self, batch: JaggedBatch, rows: dict[str, torch.Tensor], seed: int) -> Shown:
+        items, labels, _negatives = rows["item"].split(
+            [batch.num_tokens, batch.num_tokens, batch.negatives.numel()]
+        )
+        owners = torch.repeat_interleave(
+            torch.arange(batch.num_samples, dtype=torch.int64, device=items.device), batch.lengths
+        )
+        last = batch.offsets[1:] - 1
+        with nn.padded():
+            user = self.user(self.drop(self.norm(ops.segment_sum(items, owners, batch.num_samples))))
+            item = self.item(labels[last])
+        ids = batch.labels[last]
+        return {"user": user, "item": item, "id": ids, "log_q": (ids % 7).float() / -3}
+
+    def window_loss(self, own: Shown, window: Shown, positions: torch.Tensor) -> torch.Tensor:
+        queries = own["user"] * nn.expand(self.scale, len(positions))
+        return nn.in_batch_softmax(queries, window["item"], positions, window["id"], window["log_q"], 0.5)
+
+
+class InBatchJob(Job):
+    """The job with `TwoTowers` in place of its model."""
+
+    def _model(self) -> torch.nn.Module:
+        return TwoTowers(self.sizes)

@@ -10,12 +10,18 @@ import torch
 from ... import ops
 from ...data import Stream
 from ...embedding.row_file import RowFile
-from ...pipeline import Program
+from ...pipeline import Edge, Program, Schedule, Window
+from ...pipeline.places import Buffer, Context
+from ...pipeline.stage import Update
 from ..job import Loader
-from .injections import nothing
+from .faults import case, fault
+from .injections import nothing, slow
+from .variants import RESTART, STREAM
 
 
-def initial_by_arrival(program: Program) -> None:
+@fault(case())
+def initial_value_by_arrival(program: Program) -> None:
+    """Initial rows depend on the order of arrival instead of the key."""
     table = program.tables.groups[0].table
     lookup = table.lookup
 
@@ -32,7 +38,39 @@ def initial_by_arrival(program: Program) -> None:
     table.lookup = by_arrival  # type: ignore[method-assign,assignment]
 
 
-def low_precision_not_rounded(program: Program) -> None:
+@fault(case(variant="lazy-decay", steps=8), source="pytorch/FBGEMM#5908")
+def missed_decay_forgotten(program: Program) -> None:
+    """A row that missed updates decays once when it is updated again."""
+
+    def updated_just_before(window: Window, buffer: Update[Buffer]) -> None:
+        for rows in buffer:
+            last = rows[:, -1]
+            last.copy_(torch.where(last > 0, window.update, last))  # updates count from 1 there
+
+    program.before("sparse_update", updated_just_before)
+
+
+@fault(case(optimizer="rowwise_adam"))
+def states_of_other_rows(program: Program) -> None:
+    """Each row is updated with the optimizer state of the row before it."""
+
+    def shifted(context: Context, buffer: Update[Buffer]) -> None:
+        for rows, group in zip(buffer, context.tables.groups, strict=True):
+            states = rows[:, group.table.dim :]
+            states.copy_(states.roll(1, 0))
+
+    program.before("sparse_update", shifted)
+
+
+@fault(case(variant="scale", steps=12), of="schedule", delay=slow("write_back"))
+def fetch_before_dropped_rows_are_written(schedule: Schedule) -> Schedule:
+    """Retrieval of batch t does not wait until batch t-1 has written back the rows that it drops."""
+    return schedule.without_edge("retrieve", Edge("write_back", batch=1))
+
+
+@fault(case(variant="precision-tiers"))
+def low_precision_rows_not_rounded(program: Program) -> None:
+    """Rows in low precision stay float32 in the buffers."""
     table = program.tables.groups[0].table
     table.round_low_precision = lambda values, low_precision: None  # type: ignore[method-assign]
 
@@ -52,7 +90,10 @@ def load_rows_as(table: Any, change: Callable[[dict[str, torch.Tensor]], dict[st
     table.successor = changed
 
 
+@fault(case(variant=RESTART, steps=8, restart=1), source="NVIDIA/recsys-examples#298")
 def restart_without_scores(program: Program) -> None:
+    """Scores and access counts start from zero after a restart."""
+
     def forgetful(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         kept = {name: column for name, column in rows.items() if name in ("keys", "rows")}
         return {name: torch.zeros_like(column) for name, column in rows.items()} | kept
@@ -60,7 +101,9 @@ def restart_without_scores(program: Program) -> None:
     load_rows_as(program.tables.groups[0].table, forgetful)
 
 
+@fault(case(variant="fp16", steps=8, restart=1))
 def restart_without_loss_scale(program: Program) -> None:
+    """The scale of the loss begins anew after a restart."""
     scaler = program.dense.scaler
     assert scaler is not None
     scaler.load_state_dict = lambda state: None  # type: ignore[method-assign]
@@ -77,13 +120,17 @@ def stale_row_in_changes(program: Program) -> None:
     table._take_changes = without_one  # type: ignore[method-assign]
 
 
+@fault(case(variant="merged"), source="NVIDIA-Merlin/HugeCTR#289")
 def merged_tables_share_ids(program: Program) -> None:
+    """Equal ids of two merged tables share a row."""
     for group in program.tables.groups:
         group.layout.pack = lambda member, ids, feature: ids  # type: ignore[method-assign]
         group.layout.pack_all = lambda members, ids, features: torch.cat(list(ids))  # type: ignore[method-assign]
 
 
+@fault(case(variant="lfu", steps=8), source="pytorch/FBGEMM#5480")
 def evicts_rows_in_a_buffer(program: Program) -> None:
+    """Eviction takes rows that the window before still trains on."""
     table = program.tables.groups[0].table
     lookup = table.lookup
 
@@ -95,7 +142,9 @@ def evicts_rows_in_a_buffer(program: Program) -> None:
     table.lookup = forgetful  # type: ignore[method-assign]
 
 
+@fault(case(variant="lru", steps=8, storage="device"))
 def evicts_by_the_pass_before(program: Program) -> None:
+    """A device's table evicts as many rows as were too many one pass earlier."""
     table = program.tables.groups[0].table
     number = table._number
     last: dict[str, list[int]] = {}
@@ -108,21 +157,36 @@ def evicts_by_the_pass_before(program: Program) -> None:
     table._number = stale  # type: ignore[method-assign]
 
 
+@fault(case(variant="skip-fetch"))
 def last_rows_stay_in_the_buffer(program: Program) -> None:
+    """Rows that stayed in a buffer are not written back when the pipeline drains."""
     program.finish = lambda places: None  # type: ignore[method-assign]
 
 
+@fault(case(variant="scale", steps=8))
 def dropped_rows_not_written_back(program: Program) -> None:
+    """Rows that a batch drops are taken for kept ones and never written back."""
     program.replace("write_back", nothing)
 
 
+@fault(
+    case(variant="stream-grm"),
+    of="loader",
+    name="window-read-by-two-ranks",
+    what="rank 1 also streams the windows of GRM that the first reader of rank 0 has",
+    says="ranks 0 and 1 both train sample",
+)
+@fault(case(variant=STREAM), of="loader", says="ranks 0 and 1 both train sample")
 def shard_read_by_two_ranks(loader: Loader) -> None:
+    """Rank 1 also streams the rows of the first reader of rank 0."""
     assert isinstance(loader, Stream)
     if loader.rank:
         loader.readers = [0, *loader.readers]
 
 
+@fault(case(variant=STREAM, steps=8, restart=1), of="loader")
 def position_one_batch_late(loader: Loader) -> None:
+    """After a restart a stream goes on one batch late."""
     assert isinstance(loader, Stream)
     load_state_dict, rows_of = loader.load_state_dict, loader.rows_of
 
@@ -133,10 +197,13 @@ def position_one_batch_late(loader: Loader) -> None:
     loader.load_state_dict = late  # type: ignore[method-assign]
 
 
+ON_DISK = case(storage="disk", steps=8)
 Move = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
-def stale_page(program: Program) -> None:
+@fault(ON_DISK)
+def disk_stale_page(program: Program) -> None:
+    """Some rows are read from disk as they were at the write before the last one."""
     for file in _files(program):
         write, read, before, now = file.write, file.read, dict[int, torch.Tensor](), dict[int, torch.Tensor]()
 
@@ -156,7 +223,9 @@ def stale_page(program: Program) -> None:
         file.write, file.read = noting, stale  # type: ignore[method-assign]
 
 
-def torn_write(program: Program) -> None:
+@fault(ON_DISK)
+def disk_torn_write(program: Program) -> None:
+    """A row is written to disk but for its second half."""
     for file in _files(program):
         write, read = file.write, file.read
 
@@ -170,13 +239,17 @@ def torn_write(program: Program) -> None:
         file.write = torn  # type: ignore[method-assign]
 
 
-def lost_write_back(program: Program) -> None:
+@fault(ON_DISK)
+def disk_lost_write_back(program: Program) -> None:
+    """A row leaves memory and is not written to disk."""
     for file in _files(program):
         write = file.write
         file.write = lambda rows, memory, places, write=write: write(rows[1:], memory, places[1:])  # type: ignore[method-assign,misc]
 
 
-def wrong_offset(program: Program) -> None:
+@fault(ON_DISK)
+def disk_wrong_offset(program: Program) -> None:
+    """Rows are read from disk one row too far."""
     for file in _files(program):
         read = file.read
         file.read = lambda rows, memory, places, read=read: read(rows + 1, memory, places)  # type: ignore[method-assign,misc]

@@ -31,7 +31,7 @@ from ...trace import SupportsRecording
 from ..devices import kernels_of
 from ..job import Job, Loader
 from .cases import Case, Reference
-from .injections import Injection, injection_of
+from .faults import Injection, injection_of
 from .jobs import wrap
 from .own_code import OwnLoop
 from .state import Comparison, Difference, State, dense_state, loss_state, overlay, table_state, used_state

@@ -22,8 +22,7 @@ from ...nn import RECOMPUTED, HSTUConfig
 from ...pipeline import PIPELINED, TWO_BUFFERS, LossScaling, Mode, Trainer
 from ..devices import Target
 from ..job import Job, Loader
-from .in_batch import InBatchJob
-from .jobs import FoldedJob, PublishedJob, WeightedJob
+from .jobs import FoldedJob, InBatchJob, PublishedJob, WeightedJob
 from .own_code import ConvertedJob
 from .state import Comparison
 

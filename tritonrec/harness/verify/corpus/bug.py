@@ -3,48 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from ....pipeline import Program, Schedule, Task
 from ..cases import Case
-from ..faults import Fault
+from ..faults import Broken, Fault, fault
 from ..faults import case as case
-from ..injections import Injection
 
 CORPUS: list[Fault] = []
 """Public bugs, in the order of their files."""
-SOURCES: dict[str, str] = {}
-"""Where a fault was found in the wild: ``repository#number`` by the fault's name."""
-
-ProgramFault = Callable[[Program], None]
 
 
-def bug(
-    source: str,
-    case: Case,
-    schedule: Callable[[Schedule], Schedule] | None = None,
-    delay: Callable[[Task], float] | None = None,
-    says: str = "",
-) -> Callable[[ProgramFault], ProgramFault]:
-    """Add a fault to `CORPUS`: it is called as the function, and described by its docstring's first line.
+def bug(source: str, case: Case, **more: Any) -> Callable[[Broken], Broken]:
+    """Add a fault to `CORPUS`, as `fault` adds one to the core's.
 
     Args:
-        source: the thread, ``repository#number``. case: in which it must show.
-        schedule, delay: as `Injection`, beside what the function does to the program. says: as `Fault`.
+        source: the thread, ``repository#number``. case: in which it must show. more: of `fault`.
     """
-
-    def added(break_: ProgramFault) -> ProgramFault:
-        name = break_.__name__.replace("_", "-")
-        first = (break_.__doc__ or "").splitlines()[0].rstrip(".")
-        CORPUS.append(
-            Fault(
-                name,
-                first[:1].lower() + first[1:],
-                case,
-                Injection(break_, schedule=schedule, delay=delay),
-                says,
-            )
-        )
-        SOURCES[name] = source
-        return break_
-
-    return added
+    return fault(case, source=source, into=CORPUS, **more)

@@ -7,14 +7,13 @@ core's. This is the one place that loads them.
 from importlib import import_module
 
 from ..corpus import CORPUS, PUBLIC
-from ..faults import Fault, every_fault
+from ..faults import FAULTS, Fault
 
 TOOLS = ("exported", "served", "cached", "deltas", "server", "slipstream", "replay", "lost")
 """In the order of the table: of two that add before one name, the first comes first."""
 for tool in TOOLS:
     import_module(f"{__package__}.{tool}")
 
-FAULTS = every_fault()
 SELECTIONS: dict[tuple[bool, bool], list[Fault]] = {
     (False, False): [],
     (True, False): FAULTS,

@@ -18,8 +18,7 @@ from ....pipeline import next_item_scores
 from ....serving import Predictor, export
 from ....serving.cached import CachedPredictor
 from ....serving.cached.pages import Pages, pages_of
-from ..faults import Fault, add_faults, case
-from ..injections import Injection
+from ..faults import case, fault
 from ..variants import MADE, Run, Variant, add_variants
 from .exported import USERS, exporting
 
@@ -91,8 +90,22 @@ def cached(run: Run) -> Iterator[Sequence[Batch]]:
     run.counts["reused_tokens"] = served.stats().reused
 
 
+add_variants(
+    {
+        "cached": Variant(
+            "an export of HSTU with biases of position and time is served with cached keys and values",
+            {"sizes": HSTUConfig(relative_bias=True), "data": MADE},
+            shows=("reused_tokens",),
+            tool=cached,
+        ),
+    },
+    before="balanced",
+)
+
+
+@fault(case(variant="cached", steps=8), of="tool")
 class PageReusedEarly(CachedPredictor):
-    """A page goes to another user while its user still reads it."""
+    """A page of cached keys and values goes to another user while its user still reads it."""
 
     def _use(self, *arguments: Any) -> None:
         super()._use(*arguments)
@@ -105,8 +118,9 @@ class PageReusedEarly(CachedPredictor):
         pages.drop = lent  # type: ignore[method-assign]
 
 
-class OldVersionUsed(CachedPredictor):
-    """Keys and values of the version before are used with a new one."""
+@fault(case(variant="cached", steps=8), of="tool")
+class CacheOfTheOldVersion(CachedPredictor):
+    """Keys and values of the model before are used with a new one."""
 
     def reload(self, *arguments: Any, **options: Any) -> None:
         pages: Pages = self._pages
@@ -114,8 +128,9 @@ class OldVersionUsed(CachedPredictor):
         self._pages = pages
 
 
+@fault(case(variant="cached", steps=8), of="tool")
 class AppendLost(CachedPredictor):
-    """A user's vector stays when events come."""
+    """A user's cached vector stays when events come."""
 
     def _put(self, user: Hashable, whole: Any) -> None:
         cached = self._pages.find(user)
@@ -125,8 +140,9 @@ class AppendLost(CachedPredictor):
             cached.vector = vector
 
 
-class PositionOffByOne(CachedPredictor):
-    """New tokens stand one place late."""
+@fault(case(variant="cached", steps=8), of="tool")
+class CachedPositionOffByOne(CachedPredictor):
+    """Tokens behind cached ones stand one place late."""
 
     def _use(self, predictor: Predictor, model: HSTU) -> None:
         model = deepcopy(model)
@@ -136,8 +152,9 @@ class PositionOffByOne(CachedPredictor):
         self._model.positions.register_forward_pre_hook(lambda _, given: ((given[0] + 1).clamp(max=last),))
 
 
+@fault(case(variant="cached", steps=8), of="tool")
 class LastTimeForgotten(CachedPredictor):
-    """The last token goes on asking at its own time, when the next one's is known."""
+    """The last cached token goes on asking at its own time when the next one's is known."""
 
     def _put(self, user: Hashable, whole: Any) -> None:
         cached = self._pages.find(user)
@@ -145,49 +162,3 @@ class LastTimeForgotten(CachedPredictor):
         super()._put(user, whole)
         if cached is not None:
             cached.known = known
-
-
-add_variants(
-    {
-        "cached": Variant(
-            "an export of HSTU with biases of position and time is served with cached keys and values",
-            {"sizes": HSTUConfig(relative_bias=True), "data": MADE},
-            shows=("reused_tokens",),
-            tool=cached,
-        ),
-    },
-    before="balanced",
-)
-add_faults(
-    Fault(
-        "page-reused-early",
-        "a page of cached keys and values goes to another user while its user still reads it",
-        case(variant="cached", steps=8),
-        Injection(tool=PageReusedEarly),
-    ),
-    Fault(
-        "cache-of-the-old-version",
-        "keys and values of the model before are used with a new one",
-        case(variant="cached", steps=8),
-        Injection(tool=OldVersionUsed),
-    ),
-    Fault(
-        "append-lost",
-        "a user's cached vector stays when events come",
-        case(variant="cached", steps=8),
-        Injection(tool=AppendLost),
-    ),
-    Fault(
-        "cached-position-off-by-one",
-        "tokens behind cached ones stand one place late",
-        case(variant="cached", steps=8),
-        Injection(tool=PositionOffByOne),
-    ),
-    Fault(
-        "last-time-forgotten",
-        "the last cached token goes on asking at its own time when the next one's is known",
-        case(variant="cached", steps=8),
-        Injection(tool=LastTimeForgotten),
-    ),
-    before="norm-before-the-gate",
-)

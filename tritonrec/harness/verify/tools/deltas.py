@@ -12,8 +12,7 @@ import torch
 from ....data import Batch
 from ....serving.live import Follower, Publisher
 from ....serving.live.follower import Part
-from ..faults import Fault, add_faults, case
-from ..injections import Injection
+from ..faults import case, fault
 from ..variants import MADE, POLICIES, SMALL, Run, Variant, add_variants
 from .exported import SCORES, exported_parts, scores_of
 
@@ -58,8 +57,22 @@ def followed(run: Run) -> Iterator[Sequence[Batch]]:
             run.counts["applied"] = replica.sequence - 1
 
 
-class AppliedTwice(Follower):
-    """The delta before is applied again behind each one."""
+add_variants(
+    {
+        "deltas": Variant(
+            "a replica follows the training by deltas with tombstones, between full snapshots",
+            {**SMALL, "data": MADE, "policy": POLICIES},
+            shows=("applied", "evicted"),
+            tool=followed,
+        ),
+    },
+    before="balanced",
+)
+
+
+@fault(case(variant="deltas", steps=8), of="tool")
+class DeltaAppliedTwice(Follower):
+    """A replica applies the delta before again behind each one."""
 
     _parts: list[Part] | None = None
 
@@ -78,8 +91,9 @@ class AppliedTwice(Follower):
         pass
 
 
+@fault(case(variant="deltas", steps=8), of="tool")
 class TombstoneLost(Follower):
-    """Erased rows stay."""
+    """A replica keeps rows that were evicted."""
 
     def _apply(self, parts: list[Part]) -> None:
         super()._apply(
@@ -91,8 +105,9 @@ class TombstoneLost(Follower):
         pass
 
 
-class HalfSnapshot(Follower):
-    """Of a snapshot the second half of each table's rows is left out."""
+@fault(case(variant="deltas", steps=8), of="tool")
+class HalfAppliedSnapshot(Follower):
+    """A replica begins with the first half of a snapshot's rows."""
 
     def _load(self, sequence: int) -> None:
         super()._load(sequence)
@@ -105,8 +120,9 @@ class HalfSnapshot(Follower):
         pass
 
 
-class OfAnotherRun(Follower):
-    """Deltas come from another run of the same training."""
+@fault(case(variant="deltas", steps=8), of="tool", says="is of run another")
+class DeltaOfAnotherRun(Follower):
+    """A replica gets the deltas of another run."""
 
     def _delta(self, sequence: int, checked: bool = True) -> list[Part]:
         found = super()._delta(sequence, checked=False)
@@ -116,8 +132,9 @@ class OfAnotherRun(Follower):
         return parts
 
 
-class DenseOfTheStepBefore(Follower):
-    """Rows go on, and dense values stay those of the step before."""
+@fault(case(variant="deltas", steps=8), of="tool")
+class DenseValuesOfTheStepBefore(Follower):
+    """A replica's rows go on, and its dense values follow one delta late."""
 
     _late: dict[str, torch.Tensor] | None = None
 
@@ -130,50 +147,3 @@ class DenseOfTheStepBefore(Follower):
 
     def _check_dense(self, *arguments: object) -> None:
         pass
-
-
-add_variants(
-    {
-        "deltas": Variant(
-            "a replica follows the training by deltas with tombstones, between full snapshots",
-            {**SMALL, "data": MADE, "policy": POLICIES},
-            shows=("applied", "evicted"),
-            tool=followed,
-        ),
-    },
-    before="balanced",
-)
-add_faults(
-    Fault(
-        "delta-applied-twice",
-        "a replica applies the delta before again behind each one",
-        case(variant="deltas", steps=8),
-        Injection(tool=AppliedTwice),
-    ),
-    Fault(
-        "tombstone-lost",
-        "a replica keeps rows that were evicted",
-        case(variant="deltas", steps=8),
-        Injection(tool=TombstoneLost),
-    ),
-    Fault(
-        "half-applied-snapshot",
-        "a replica begins with the first half of a snapshot's rows",
-        case(variant="deltas", steps=8),
-        Injection(tool=HalfSnapshot),
-    ),
-    Fault(
-        "delta-of-another-run",
-        "a replica gets the deltas of another run",
-        case(variant="deltas", steps=8),
-        Injection(tool=OfAnotherRun),
-        says="is of run another",
-    ),
-    Fault(
-        "dense-values-of-the-step-before",
-        "a replica's rows go on, and its dense values follow one delta late",
-        case(variant="deltas", steps=8),
-        Injection(tool=DenseOfTheStepBefore),
-    ),
-    before="norm-before-the-gate",
-)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ from ....pipeline import Trainer, autocast, next_item_scores
 from ....serving import Predictor, export
 from ...job import Loader
 from .. import kept_state
-from ..faults import Fault, add_faults, case
-from ..injections import Injection
+from ..faults import case, fault
 from ..variants import POLICIES, SMALL, Run, Variant, add_variants
 
 USERS = 16
@@ -79,15 +77,6 @@ def scores_of(
     return want, predictor.scores(history, loader.catalogue)
 
 
-exported_in_float32 = partial(export, precision="float32")
-
-
-def exported_with_an_expert_less(checkpoint: Any, out: Any, model: Any) -> None:
-    model = deepcopy(model)
-    model.head.top_k -= 1
-    export(checkpoint, out, model)
-
-
 add_variants(
     {
         "export": Variant(
@@ -113,24 +102,24 @@ add_variants(
     },
     before="stream-grm",
 )
-add_faults(
-    Fault(
-        "export-of-a-stale-row",
-        "a row is exported from the step of an earlier checkpoint",
-        case(variant="export", steps=8),
-        Injection(kept_state.stale_row_in_changes),
-    ),
-    Fault(
-        "export-in-another-precision",
-        "a model trained in bfloat16 is exported in float32",
-        case(variant="export-bf16"),
-        Injection(tool=exported_in_float32),
-    ),
-    Fault(
-        "export-with-an-expert-less",
-        "an exported GRM mixes one expert less",
-        case(variant="export-grm"),
-        Injection(tool=exported_with_an_expert_less),
-    ),
-    before="norm-before-the-gate",
-)
+
+
+@fault(case(variant="export-bf16"), of="tool")
+def export_in_another_precision(checkpoint: Any, out: Any, model: Any) -> None:
+    """A model trained in bfloat16 is exported in float32."""
+    export(checkpoint, out, model, precision="float32")
+
+
+@fault(case(variant="export-grm"), of="tool")
+def export_with_an_expert_less(checkpoint: Any, out: Any, model: Any) -> None:
+    """An exported GRM mixes one expert less."""
+    model = deepcopy(model)
+    model.head.top_k -= 1
+    export(checkpoint, out, model)
+
+
+fault(
+    case(variant="export", steps=8),
+    name="export-of-a-stale-row",
+    what="a row is exported from the step of an earlier checkpoint",
+)(kept_state.stale_row_in_changes)

@@ -18,8 +18,7 @@ from ....pipeline import Window
 from ....resilience import ElasticPool, PeerCopies
 from ...job import Job
 from ..cases import Case
-from ..faults import Fault, add_faults, case
-from ..injections import Injection
+from ..faults import case, fault
 from ..run_case import RankReport, Stretch, run_case
 from ..state import Comparison, earliest
 from ..variants import MADE, POLICIES, SMALL, Run, Variant, add_variants
@@ -111,27 +110,6 @@ def _columns(parts: Parts, change: Callable[[str, str, torch.Tensor], torch.Tens
     }
 
 
-def copy_one_keep_late(copies: PeerCopies) -> None:
-    _parts_restored(copies, lambda parts: parts[0])
-
-
-def copy_of_the_wrong_rank(copies: PeerCopies) -> None:
-    def mixed(parts: list[Parts]) -> Parts:
-        own, *_ = parts[-1].values()
-
-        def of_own(table: str, name: str, column: torch.Tensor) -> torch.Tensor:
-            rows = own[table][name].repeat_interleave(2, 0)  # the neighbour may have more
-            return column if name == "keys" else rows[: len(column)]
-
-        return _columns(parts[-1], of_own)
-
-    _parts_restored(copies, mixed)
-
-
-def copy_without_a_key(copies: PeerCopies) -> None:
-    _parts_restored(copies, lambda parts: _columns(parts[-1], lambda table, name, column: column[1:]))
-
-
 add_variants(
     {
         "lost-rank": Variant(
@@ -145,24 +123,31 @@ add_variants(
     },
     before="restart",
 )
-add_faults(
-    Fault(
-        "copy-one-keep-late",
-        "after the loss of a rank, rows come from the copy before the newest",
-        case(world_size=3, variant="lost-rank", steps=6),
-        Injection(tool=copy_one_keep_late),
-    ),
-    Fault(
-        "copy-of-the-wrong-rank",
-        "a copy has the keys of the neighbour's shard and rows of the rank's own",
-        case(world_size=3, variant="lost-rank", steps=6),
-        Injection(tool=copy_of_the_wrong_rank),
-    ),
-    Fault(
-        "copy-without-a-key",
-        "the first row of a shard is missing in a copy",
-        case(world_size=3, variant="lost-rank", steps=6),
-        Injection(tool=copy_without_a_key),
-    ),
-    before="lost-gradient-at-window-consistency",
-)
+
+
+@fault(case(world_size=3, variant="lost-rank", steps=6), of="tool")
+def copy_one_keep_late(copies: PeerCopies) -> None:
+    """After the loss of a rank, rows come from the copy before the newest."""
+    _parts_restored(copies, lambda parts: parts[0])
+
+
+@fault(case(world_size=3, variant="lost-rank", steps=6), of="tool")
+def copy_of_the_wrong_rank(copies: PeerCopies) -> None:
+    """A copy has the keys of the neighbour's shard and rows of the rank's own."""
+
+    def mixed(parts: list[Parts]) -> Parts:
+        own, *_ = parts[-1].values()
+
+        def of_own(table: str, name: str, column: torch.Tensor) -> torch.Tensor:
+            rows = own[table][name].repeat_interleave(2, 0)  # the neighbour may have more
+            return column if name == "keys" else rows[: len(column)]
+
+        return _columns(parts[-1], of_own)
+
+    _parts_restored(copies, mixed)
+
+
+@fault(case(world_size=3, variant="lost-rank", steps=6), of="tool")
+def copy_without_a_key(copies: PeerCopies) -> None:
+    """The first row of a shard is missing in a copy."""
+    _parts_restored(copies, lambda parts: _columns(parts[-1], lambda table, name, column: column[1:]))

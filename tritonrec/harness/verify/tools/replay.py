@@ -14,8 +14,7 @@ from ....pipeline.places import Context, Gradients, OwnedRows, Routes
 from ....pipeline.stage import Read, Update
 from ....resilience import Replay
 from .. import kept_state
-from ..faults import Fault, add_faults, case
-from ..injections import Injection
+from ..faults import case, fault
 from ..variants import MADE, POLICIES, SMALL, Run, Variant, add_variants
 
 
@@ -28,7 +27,23 @@ def replayed(share: float, run: Run) -> Iterable[Iterable[Batch]]:
     return [run.batches]
 
 
+add_variants(
+    {
+        "replay": Variant(
+            "a quarter of the work computed again by other ranks, rows and messages with checksums",
+            {**SMALL, "data": MADE, "policy": POLICIES},
+            shows=("replayed_micro_batches", "replayed_rows", "rows_checked"),
+            tool=partial(replayed, 0.25),
+        ),
+    },
+    before="restart",
+)
+
+
+@fault(case(variant="replay", steps=8), says="on rank 1 has other bits than when it was written")
 def bit_of_a_row_at_rest(program: Program) -> None:
+    """A bit of one of rank 1's rows flips in its table."""
+
     def flipped(owned: Read[OwnedRows]) -> None:
         table, handles = program.tables.groups[0].table, owned.tables[0].handles
         handles = handles[handles >= 0][:1]
@@ -41,8 +56,15 @@ def bit_of_a_row_at_rest(program: Program) -> None:
     program.after("write_back", flipped)
 
 
+@fault(
+    case(world_size=4, variant="replay", steps=8, nodes=2),
+    name="bit-of-a-message-between-nodes",
+    what="a bit of the rows that rank 1 sends to rank 3, of another node, flips on the way",
+    says="a message from rank 1 has other bits at rank 3",
+)
+@fault(case(variant="replay", steps=12), says="a message from rank 0 has other bits at rank 1")
 def bit_of_a_message(program: Program) -> None:
-    """Of one to the last rank of a shard's or rail's two."""
+    """A bit of the rows that rank 0 sends to rank 1 flips on the way, again and again."""
     groups = program.communicators
     over = groups.rail if groups.nodes > 1 else groups.communication
     exchange, rows = over.exchange, list[int]()
@@ -58,7 +80,10 @@ def bit_of_a_message(program: Program) -> None:
     over.exchange = flipped  # type: ignore[method-assign]
 
 
+@fault(case(world_size=3, variant="replay", steps=8), says="rank 1 has other bits of the gradient of")
 def bit_of_a_gradient(program: Program) -> None:
+    """Rank 1 computes a bit of its gradients wrongly."""
+
     def flipped(
         micro_batch: int,
         window: Window,
@@ -73,55 +98,9 @@ def bit_of_a_gradient(program: Program) -> None:
     program.after("compute", flipped)
 
 
-add_variants(
-    {
-        "replay": Variant(
-            "a quarter of the work computed again by other ranks, rows and messages with checksums",
-            {**SMALL, "data": MADE, "policy": POLICIES},
-            shows=("replayed_micro_batches", "replayed_rows", "rows_checked"),
-            tool=partial(replayed, 0.25),
-        ),
-    },
-    before="restart",
-)
-add_faults(
-    Fault(
-        "bit-of-a-row-at-rest",
-        "a bit of one of rank 1's rows flips in its table",
-        case(variant="replay", steps=8),
-        Injection(bit_of_a_row_at_rest),
-        says="on rank 1 has other bits than when it was written",
-    ),
-    Fault(
-        "bit-of-a-message",
-        "a bit of the rows that rank 0 sends to rank 1 flips on the way, again and again",
-        case(variant="replay", steps=12),
-        Injection(bit_of_a_message),
-        says="a message from rank 0 has other bits at rank 1",
-    ),
-    Fault(
-        "bit-of-a-message-between-nodes",
-        "a bit of the rows that rank 1 sends to rank 3, of another node, flips on the way",
-        case(world_size=4, variant="replay", steps=8, nodes=2),
-        Injection(bit_of_a_message),
-        says="a message from rank 1 has other bits at rank 3",
-    ),
-    Fault(
-        "bit-of-a-gradient",
-        "rank 1 computes a bit of its gradients wrongly",
-        case(world_size=3, variant="replay", steps=8),
-        Injection(bit_of_a_gradient),
-        says="rank 1 has other bits of the gradient of",
-    ),
-    before="disk-stale-page",
-)
-add_faults(
-    Fault(
-        "disk-torn-write-at-rest",
-        "as above, with checksums of rows",
-        case(variant="replay", storage="disk", steps=8),
-        Injection(kept_state.torn_write),
-        says="has other bits than when it was written",
-    ),
-    before="lost-gradient-at-window-consistency",
-)
+fault(
+    case(variant="replay", storage="disk", steps=8),
+    name="disk-torn-write-at-rest",
+    what="as above, with checksums of rows",
+    says="has other bits than when it was written",
+)(kept_state.disk_torn_write)

@@ -13,8 +13,7 @@ from ....embedding import HashTableCollection
 from ....nn import DLRM, partition_tables
 from ....serving import TableWiseDLRM, infer, own_samples
 from ....serving.bounded_lag import BoundedLagAllToAll, Exchange
-from ..faults import Fault, add_faults, case
-from ..injections import Injection
+from ..faults import case, fault
 from ..variants import CRITEO, Run, Variant, add_variants
 
 BOUNDS = (0, 1, 3)
@@ -66,17 +65,6 @@ def _rows(tables: HashTableCollection, name: str) -> Callable[[torch.Tensor], to
     return rows
 
 
-class OneBufferForAll(BoundedLagAllToAll):
-    """Exchanges in flight arrive in one buffer: a batch reads the rows of the newest."""
-
-    def finish_through(self, exchange: Exchange, timeout: timedelta | None = None) -> None:
-        arrived = [] if exchange.done else [*self._in_flight]
-        for each in arrived:
-            super().finish_through(each, timeout)
-        for each in arrived:
-            each.values = arrived[-1].values
-
-
 add_variants(
     {
         "bounded-lag": Variant(
@@ -88,12 +76,15 @@ add_variants(
     },
     before="balanced",
 )
-add_faults(
-    Fault(
-        "one-buffer-for-all-lags",
-        "all exchanges in flight arrive in one buffer, and a batch is served with the rows of the newest",
-        case(variant="bounded-lag"),
-        Injection(tool=OneBufferForAll),
-    ),
-    before="norm-before-the-gate",
-)
+
+
+@fault(case(variant="bounded-lag"), of="tool")
+class OneBufferForAllLags(BoundedLagAllToAll):
+    """All exchanges in flight arrive in one buffer, and a batch is served with the rows of the newest."""
+
+    def finish_through(self, exchange: Exchange, timeout: timedelta | None = None) -> None:
+        arrived = [] if exchange.done else [*self._in_flight]
+        for each in arrived:
+            super().finish_through(each, timeout)
+        for each in arrived:
+            each.values = arrived[-1].values

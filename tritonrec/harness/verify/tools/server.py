@@ -17,8 +17,7 @@ from ....data import Batch, NextItemLoader
 from ....nn import HSTU, HSTUConfig
 from ....pipeline import next_item_scores
 from ....serving import Predictor, export, top_k
-from ..faults import Fault, add_faults, case
-from ..injections import Injection
+from ..faults import FAULTS, case, fault
 from ..variants import MADE, Run, Variant, add_variants
 from .exported import USERS, exporting
 
@@ -123,39 +122,6 @@ def _best(scores: Tensor, history: Any, catalogue: Tensor, there: Tensor) -> tup
     return catalogue[places], found
 
 
-def to_the_next_request(answer: Answer) -> Answer:
-    """Each answer of a batch goes to the request before."""
-
-    def wrong(requests: Sequence[Any]) -> list[Any]:
-        found = answer(requests)
-        return found[1:] + found[:1]
-
-    return wrong
-
-
-def answers_kept(answer: Answer) -> Answer:
-    """An answer is kept for all that ask the same, also when another version is served."""
-    kept: dict[str, Any] = {}
-
-    def wrong(requests: Sequence[Any]) -> list[Any]:
-        found = answer(requests)
-        return [kept.setdefault(repr(request), each) for request, each in zip(requests, found, strict=True)]
-
-    return wrong
-
-
-def history_not_left_out(answer: Answer) -> Answer:
-    """Items of the history are among the best."""
-
-    def wrong(requests: Sequence[Any]) -> list[Any]:
-        for request in requests:
-            if hasattr(request, "exclude"):
-                request.exclude = None
-        return answer(requests)
-
-    return wrong
-
-
 add_variants(
     {
         "served": Variant(
@@ -168,25 +134,43 @@ add_variants(
     },
     before="balanced",
 )
-if not ABSENT:
-    add_faults(
-        Fault(
-            "answer-of-another-request",
-            "the server gives each answer of a batch to the request before",
-            case(variant="served"),
-            Injection(tool=to_the_next_request),
-        ),
-        Fault(
-            "answers-of-the-old-version",
-            "the server keeps answers, and gives them when another version is served",
-            case(variant="served"),
-            Injection(tool=answers_kept),
-        ),
-        Fault(
-            "history-not-left-out",
-            "the server finds items of the history among the best",
-            case(variant="served"),
-            Injection(tool=history_not_left_out),
-        ),
-        before="norm-before-the-gate",
-    )
+
+
+_broken = fault(case(variant="served"), of="tool", into=[] if ABSENT else FAULTS)
+"""Without the packages of a server there is no case either."""
+
+
+@_broken
+def answer_of_another_request(answer: Answer) -> Answer:
+    """The server gives each answer of a batch to the request before."""
+
+    def wrong(requests: Sequence[Any]) -> list[Any]:
+        found = answer(requests)
+        return found[1:] + found[:1]
+
+    return wrong
+
+
+@_broken
+def answers_of_the_old_version(answer: Answer) -> Answer:
+    """The server keeps answers, and gives them when another version is served."""
+    kept: dict[str, Any] = {}
+
+    def wrong(requests: Sequence[Any]) -> list[Any]:
+        found = answer(requests)
+        return [kept.setdefault(repr(request), each) for request, each in zip(requests, found, strict=True)]
+
+    return wrong
+
+
+@_broken
+def history_not_left_out(answer: Answer) -> Answer:
+    """The server finds items of the history among the best."""
+
+    def wrong(requests: Sequence[Any]) -> list[Any]:
+        for request in requests:
+            if hasattr(request, "exclude"):
+                request.exclude = None
+        return answer(requests)
+
+    return wrong
