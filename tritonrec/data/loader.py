@@ -47,8 +47,62 @@ class EvaluationBatch:
     seen_items: Tensor  # (S,) int64: ... position in the catalogue of an item before the held-out one
 
 
+def trained_part(
+    step: int, sample_ids: Tensor, items: Tensor, timestamps: Tensor, first: Tensor, lengths: Tensor
+) -> JaggedBatch:
+    """The batch of the tokens from `first` on, (b,) each; a token's label is the item behind it."""
+    tokens, offsets = token_indices(first, lengths)
+    ids = items[tokens]
+    none = ids.new_empty(len(ids), 0)
+    return JaggedBatch.from_sequences(
+        step, sample_ids, offsets, ids, timestamps[tokens], items[tokens + 1], none
+    )
+
+
+class NextItems:
+    """What loaders and streams of next-item training share: negatives, and histories of held-out items."""
+
+    seed: int
+    max_seq_len: int
+    num_negatives: int
+    catalogue: Tensor
+
+    @property
+    def num_items(self) -> int:
+        """Items of the `catalogue` (I,) int64: all items in training sequences, ascending.
+
+        `popularity` (I,) int64 is the number of their occurrences.
+        """
+        return len(self.catalogue)
+
+    def with_negatives(self, batch: JaggedBatch) -> JaggedBatch:
+        """The batch with items drawn for each token."""
+        tokens = batch.token_sample_ids(), batch.token_positions()
+        drawn = random_indices(self.seed, NEGATIVES, batch.step, *tokens, self.num_negatives, self.num_items)
+        return replace(batch, negatives=self.catalogue[drawn])
+
+    def evaluated(
+        self, sample_ids: Tensor, items: Tensor, timestamps: Tensor, starts: Tensor, before: Tensor
+    ) -> EvaluationBatch:
+        """The batch of the events at ``starts + before`` (b,), whose users have `before` events before."""
+        kept = before.clamp(max=self.max_seq_len)
+        tokens, offsets = token_indices(starts + before - kept, kept)
+        ids = items[tokens]
+        none = ids.new_empty(len(ids), 0)
+        history = JaggedBatch.from_sequences(0, sample_ids, offsets, ids, timestamps[tokens], ids, none)
+        seen, _ = token_indices(starts, before)
+        users, places = torch.repeat_interleave(torch.arange(len(starts)), before), self._places(items[seen])
+        known = places >= 0
+        return EvaluationBatch(history, self._places(items[starts + before]), users[known], places[known])
+
+    def _places(self, items: Tensor) -> Tensor:
+        """Positions of `items` in the catalogue, -1 where absent."""
+        places = torch.searchsorted(self.catalogue, items).clamp(max=self.num_items - 1)
+        return torch.where(self.catalogue[places] == items, places, -1)
+
+
 @typed
-class NextItemLoader(EpochLoader[JaggedBatch]):
+class NextItemLoader(NextItems, EpochLoader[JaggedBatch]):
     """Batches of next-item training, sharded over ranks, and of the evaluation of held-out items.
 
     Args:
@@ -103,14 +157,6 @@ class NextItemLoader(EpochLoader[JaggedBatch]):
         tokens, _ = token_indices(self._starts, self._trained)
         self.catalogue, self.popularity = torch.unique(self._items[tokens], return_counts=True)
 
-    @property
-    def num_items(self) -> int:
-        """Items of the `catalogue` (I,) int64: all items in training sequences, ascending.
-
-        `popularity` (I,) int64 is the number of their occurrences.
-        """
-        return len(self.catalogue)
-
     def settings(self) -> dict[str, Any]:
         sizes = {"max_seq_len": self.max_seq_len, "num_negatives": self.num_negatives}
         return {**super().settings(), **sizes, "split": str(self.split)}
@@ -121,27 +167,9 @@ class NextItemLoader(EpochLoader[JaggedBatch]):
     def make_batch(self, step: int, samples: Tensor) -> JaggedBatch:
         """The batch of the samples at positions `samples` (b,) int64 of `sample_ids`, in that order."""
         users, lengths = self._samples[samples], self.sample_tokens[samples]
-        tokens, offsets = token_indices(self._starts[users] + self._trained[users] - 1 - lengths, lengths)
-        ids = self._items[tokens]
-        batch = JaggedBatch.from_sequences(
-            step,
-            self._user_ids[users],
-            offsets,
-            ids,
-            self._timestamps[tokens],
-            self._items[tokens + 1],
-            ids.new_empty(len(ids), 0),
-        )
-        drawn = random_indices(
-            self.seed,
-            NEGATIVES,
-            step,
-            batch.token_sample_ids(),
-            batch.token_positions(),
-            self.num_negatives,
-            self.num_items,
-        )
-        return replace(batch, negatives=self.catalogue[drawn])
+        first = self._starts[users] + self._trained[users] - 1 - lengths
+        batch = trained_part(step, self._user_ids[users], self._items, self._timestamps, first, lengths)
+        return self.with_negatives(batch)
 
     def evaluation_batches(self, batch_size: int = 256, part: Part = "test") -> Iterator[EvaluationBatch]:
         """All held-out items of a part, by their users' ids, `batch_size` at a time.
@@ -153,27 +181,5 @@ class NextItemLoader(EpochLoader[JaggedBatch]):
         if not len(events[0]):
             raise ValueError(f"no event is held out for {part}: {NO_PART}")
         for users, before in zip(*(each.split(batch_size) for each in events), strict=True):
-            starts = self._starts[users]
-            lengths = before.clamp(max=self.max_seq_len)
-            tokens, offsets = token_indices(starts + before - lengths, lengths)
-            ids = self._items[tokens]
-            history = JaggedBatch.from_sequences(
-                0,
-                self._user_ids[users],
-                offsets,
-                ids,
-                self._timestamps[tokens],
-                ids,
-                ids.new_empty(len(ids), 0),
-            )
-            seen, _ = token_indices(starts, before)
-            of_users = torch.repeat_interleave(torch.arange(len(users)), before)
-            places = self._places(self._items[seen])
-            targets = self._places(self._items[starts + before])
-            yield EvaluationBatch(history, targets, of_users[places >= 0], places[places >= 0])
-
-    def _places(self, items: Tensor) -> Tensor:
-        """Positions of `items` in the catalogue, -1 where absent."""
-        places = torch.searchsorted(self.catalogue, items)
-        found = self.catalogue[places.clamp(max=self.num_items - 1)] == items
-        return torch.where(found, places, -1)
+            ids, starts = self._user_ids[users], self._starts[users]
+            yield self.evaluated(ids, self._items, self._timestamps, starts, before)

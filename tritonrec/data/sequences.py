@@ -17,7 +17,6 @@ row of at least two is held out for evaluation, or what another `Split` says; sa
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,14 +25,13 @@ import torch
 from torch import Tensor
 
 from tritonrec.data.batch import JaggedBatch
-from tritonrec.data.epochs import NEGATIVES, check_at_least
+from tritonrec.data.epochs import check_at_least
 from tritonrec.data.jagged import token_indices
-from tritonrec.data.loader import LEAVE_ONE_OUT, EvaluationBatch
+from tritonrec.data.loader import LEAVE_ONE_OUT, EvaluationBatch, NextItems, trained_part
 from tritonrec.data.positions import digest_of
 from tritonrec.data.slices import work
 from tritonrec.data.splits import NO_PART, Part, Split, held_out
 from tritonrec.data.stream import Stream
-from tritonrec.kernels.launch import random_indices
 from tritonrec.settings import typed
 
 if TYPE_CHECKING:
@@ -47,7 +45,7 @@ HINT = "python -m tritonrec.data.convert SOURCE OUT --sequences makes them of a 
 
 
 @typed
-class NextItemStream(Stream[JaggedBatch]):
+class NextItemStream(NextItems, Stream[JaggedBatch]):
     """Next-item training, and evaluation of held-out items, from Parquet rows of sequences.
 
     Args:
@@ -100,11 +98,6 @@ class NextItemStream(Stream[JaggedBatch]):
         self.catalogue = catalogue
         self.popularity = torch.ones_like(catalogue) if popularity is None else popularity
 
-    @property
-    def num_items(self) -> int:
-        """I."""
-        return len(self.catalogue)
-
     def tokens_of(self, table: pa.Table) -> np.ndarray:
         """(b,) int64: tokens of each row's sample."""
         return self._tokens(*self._lists(table))[1].numpy()
@@ -152,22 +145,9 @@ class NextItemStream(Stream[JaggedBatch]):
     def _collate(self, step: int, sample_ids: Tensor, table: pa.Table) -> JaggedBatch:
         items, timestamps, starts, lengths = self._lists(table, sample_ids.numpy())
         trained, kept = self._tokens(items, timestamps, starts, lengths)
-        tokens, offsets = token_indices(starts + trained - 1 - kept, kept)
-        ids = items[tokens]
-        batch = JaggedBatch.from_sequences(
-            step, sample_ids, offsets, ids, timestamps[tokens], items[tokens + 1], ids.new_empty(len(ids), 0)
-        )
+        batch = trained_part(step, sample_ids, items, timestamps, starts + trained - 1 - kept, kept)
         with work("negatives"):
-            drawn = random_indices(
-                self.seed,
-                NEGATIVES,
-                step,
-                batch.token_sample_ids(),
-                batch.token_positions(),
-                self.num_negatives,
-                self.num_items,
-            )
-            return replace(batch, negatives=self.catalogue[drawn])
+            return self.with_negatives(batch)
 
     def evaluation_batches(self, batch_size: int = 256, part: Part = "test") -> Iterator[EvaluationBatch]:
         """All held-out items of a part, in the order of rows, read again; at most `batch_size` at a time.
@@ -184,28 +164,9 @@ class NextItemStream(Stream[JaggedBatch]):
                 own = torch.from_numpy(rows[first : first + batch_size])
                 before = torch.from_numpy(places[first : first + batch_size])
                 ids = torch.from_numpy(numbers)[own]
-                yield self._evaluated(ids, items, timestamps, starts[own], before)
+                yield self.evaluated(ids, items, timestamps, starts[own], before)
         if not found:
             raise ValueError(f"{self.rows.path}: no event is held out for {part}: {NO_PART}")
-
-    def _evaluated(
-        self, sample_ids: Tensor, items: Tensor, timestamps: Tensor, starts: Tensor, before: Tensor
-    ) -> EvaluationBatch:
-        """The batch of the events at ``starts + before``, whose history has `before` events."""
-        kept = before.clamp(max=self.max_seq_len)
-        tokens, offsets = token_indices(starts + before - kept, kept)
-        ids = items[tokens]
-        none = ids.new_empty(len(ids), 0)
-        history = JaggedBatch.from_sequences(0, sample_ids, offsets, ids, timestamps[tokens], ids, none)
-        seen, _ = token_indices(starts, before)
-        users, places = torch.repeat_interleave(torch.arange(len(starts)), before), self._places(items[seen])
-        known = places >= 0
-        return EvaluationBatch(history, self._places(items[starts + before]), users[known], places[known])
-
-    def _places(self, items: Tensor) -> Tensor:
-        """Positions of `items` in the catalogue, -1 where absent."""
-        places = torch.searchsorted(self.catalogue, items).clamp(max=self.num_items - 1)
-        return torch.where(self.catalogue[places] == items, places, -1)
 
 
 def lists_of(
