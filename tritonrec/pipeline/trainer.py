@@ -182,12 +182,9 @@ class Trainer:
         validate_schedule(
             self._schedule, self.config, communicators.replicas, communicators.nodes, sees_window(model)
         )
-        validate_same_training(
-            communicators, tables, self.dense, mode, self.config, self._schedule, self._device,
-            self.impl,
-        )  # fmt: skip
+        given = tables, self.dense, mode, self.config, self._schedule, self._device, self.impl
+        validate_same_training(communicators, *given)
         if communicators.world_size > 1:
-            given = tables, self.dense, mode, self.config, self._schedule, self._device, self.impl
             self._pending.agreement = RunAgreement(
                 communicators, tables, self.dense, partial(settings_of, *given),
                 communicators.replicas > 1 and not self.config.average_every,
@@ -387,10 +384,9 @@ class Trainer:
     ) -> TrainingSaver:
         """A context manager whose ``save(step)`` writes everything beside the training (`TrainingSaver`)."""
         self._check_whole()
-        groups, meta = self._communicators, meta or {}
         return TrainingSaver(
-            groups, directory, self.tables, self.dense, meta, full_every, loader, self.config,
-            lambda: self.vocabularies, make,
+            self._communicators, directory, self.tables, self.dense, meta or {}, full_every, loader,
+            self.config, lambda: self.vocabularies, make,
         )  # fmt: skip
 
     def save(
