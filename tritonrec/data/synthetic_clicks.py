@@ -11,13 +11,14 @@ clicks. The distribution does not change with time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from tritonrec.data.ctr import ClickLog, num_training_rows
 from tritonrec.data.presets import CRITEO_CATEGORIES as CATEGORIES
+from tritonrec.data.zipf import parsed
 
 MIN_TABLE_ROWS = 64
 NUM_CROSSED = 8
@@ -78,17 +79,7 @@ class SyntheticClickOptions:
     @classmethod
     def parse(cls, text: str) -> SyntheticClickOptions:
         """Options from ``name=value,name=value``; an empty text gives the defaults."""
-        kinds: dict[str, Any] = {field.name: type(field.default) for field in fields(cls)}
-        chosen: dict[str, Any] = {}
-        for part in filter(None, text.split(",")):
-            name, equals, value = (piece.strip() for piece in part.partition("="))
-            if not equals or name not in kinds:
-                raise ValueError(f"{part!r} is no option; known are {', '.join(kinds)}, as name=value")
-            try:
-                chosen[name] = kinds[name](value)
-            except ValueError as error:
-                raise ValueError(f"{name}={value!r} is not a {kinds[name].__name__}") from error
-        return cls(**chosen)
+        return parsed(cls, text)
 
 
 def table_rows(shape: Shape, scale: float) -> dict[str, int]:

@@ -8,7 +8,7 @@ has an item of the user's community (the ranks congruent to it), otherwise any i
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from tritonrec.data.interactions import Interactions
 # The most popular items have ids at the ends of the range and around zero, so that they are in every batch.
 _EDGES = np.array([-(2**63), -1, 2**63 - 1, 0], dtype=np.int64)
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # odd, so multiplying by it modulo 2**64 keeps ids distinct
+Options = TypeVar("Options")
 
 
 @dataclass(frozen=True)
@@ -54,17 +55,22 @@ class ZipfOptions:
     @classmethod
     def parse(cls, text: str) -> ZipfOptions:
         """Options from ``name=value,name=value``; an empty text gives the defaults."""
-        kinds: dict[str, Any] = {field.name: type(field.default) for field in fields(cls)}
-        chosen: dict[str, Any] = {}
-        for part in filter(None, text.split(",")):
-            name, equals, value = (piece.strip() for piece in part.partition("="))
-            if not equals or name not in kinds:
-                raise ValueError(f"zipf: {part!r} is no option; known are {', '.join(kinds)}, as name=value")
-            try:
-                chosen[name] = _boolean(value) if kinds[name] is bool else kinds[name](value)
-            except ValueError as error:
-                raise ValueError(f"zipf: {name}={value!r} is not a {kinds[name].__name__}") from error
-        return cls(**chosen)
+        return parsed(cls, text, "zipf: ")
+
+
+def parsed(options: type[Options], text: str, title: str = "") -> Options:
+    """`options`, a dataclass, from ``name=value,name=value``; ValueError, which begins with `title`."""
+    kinds: dict[str, Any] = {field.name: type(field.default) for field in fields(options)}  # type: ignore[arg-type]
+    chosen: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or name not in kinds:
+            raise ValueError(f"{title}{part!r} is no option; known are {', '.join(kinds)}, as name=value")
+        try:
+            chosen[name] = _boolean(value) if kinds[name] is bool else kinds[name](value)
+        except ValueError as error:
+            raise ValueError(f"{title}{name}={value!r} is not a {kinds[name].__name__}") from error
+    return options(**chosen)
 
 
 def _boolean(text: str) -> bool:
