@@ -89,8 +89,9 @@ def fault(
     def added(broken: Broken) -> Broken:
         called = name or re.sub(r"_|(?<=[a-z])(?=[A-Z])", "-", broken.__name__).lower()
         first = (broken.__doc__ or "").partition("\n")[0].rstrip(".")
-        injection = Injection(**{of: broken}, **more)
-        into.append(Fault(called, what or first[:1].lower() + first[1:], case, injection, says))
+        injected: dict[str, Any] = {of: broken, **more}
+        described = what or first[:1].lower() + first[1:]
+        into.append(Fault(called, described, case, Injection(**injected), says))
         if source:
             SOURCES[called] = source
         return broken
