@@ -70,21 +70,13 @@ def part(name, make, **methods):
     return model(make=add, **{"body": body, **methods})
 
 
-class Centre(tnn.Module):
-    def forward(self, x):
-        return x - x.mean(0)
-
-
-class MaxOfBatch(tnn.Module):
-    def forward(self, x):
-        return x / x.detach().abs().max()
-
-
-class ByDeviation(tnn.Module):
-    """That of a sample alone is no number."""
+class Function(tnn.Module):
+    def __init__(self, of_batch):
+        super().__init__()
+        self.of_batch = of_batch
 
     def forward(self, x):
-        return x / (1 + x.detach().std(0))
+        return self.of_batch(x)
 
 
 class FirstMean(tnn.Module):
@@ -124,36 +116,6 @@ class FirstMeanInAnObject(FirstMeanInAList):
         if not hasattr(self.kept, "mean"):
             self.kept.mean = x.detach().mean(0)
         return x - self.kept.mean
-
-
-class BySize(tnn.Module):
-    def forward(self, x):
-        return x / len(x)
-
-
-class ByPlace(tnn.Module):
-    def forward(self, x):
-        return x * torch.arange(1, len(x) + 1)[:, None]
-
-
-class Roll(tnn.Module):
-    def forward(self, x):
-        return x + 0.5 * x.roll(1, 0)
-
-
-class Neighbours(tnn.Module):
-    """Of each sample the nearest other one."""
-
-    def forward(self, x):
-        far = torch.cdist(x.detach(), x.detach()) + 9.0 * torch.eye(len(x))
-        return x + x[far.argmin(1)]
-
-
-class Ranks(tnn.Module):
-    """The place of each sample in the order of the batch's values."""
-
-    def forward(self, x):
-        return x * (1 + x.detach().argsort(0).argsort(0).float())
 
 
 class Running(tnn.Module):
@@ -222,11 +184,23 @@ def edits_through_numpy(self, batch, x):
     return x
 
 
+OF_BATCH = {
+    "mean": lambda x: x - x.mean(0),
+    "max": lambda x: x / x.detach().abs().max(),
+    "deviation": lambda x: x / (1 + x.detach().std(0)),  # that of a sample alone is no number
+    "size": lambda x: x / len(x),
+    "order": lambda x: x * torch.arange(1, len(x) + 1)[:, None],
+    "roll": lambda x: x + 0.5 * x.roll(1, 0),
+    "neighbours": lambda x: x + x[(torch.cdist(x.detach(), x.detach()) + 9.0 * torch.eye(len(x))).argmin(1)],
+    "sorted": lambda x: x * (1 + x.detach().argsort(0).argsort(0).float()),
+}
+"""Functions of the vectors of all samples."""
 MIXING = {
     "in-batch softmax": (model(loss=in_batch_softmax), "Own", "values of other samples"),
-    "mean": (part("centre", Centre), "centre", "values of other samples: a mean"),
-    "max": (part("biggest", MaxOfBatch), "biggest", "values of other samples"),
-    "deviation": (part("scaled", ByDeviation), "scaled", "values of other samples"),
+    **{
+        what: (part("inside", lambda each=each: Function(each)), "inside", "values of other samples: a mean")
+        for what, each in OF_BATCH.items()
+    },
     "first mean": (part("first", FirstMean), "first", "attribute mean is state"),
     "first mean in a list": (part("first", FirstMeanInAList), "first", "attribute means is state"),
     "first mean in a queue": (part("first", FirstMeanInAQueue), "first", "attribute means is state"),
@@ -235,9 +209,6 @@ MIXING = {
         model(body=lambda self, batch, x: 0.2 * x * int(batch.offsets.diff().max())),
         "Own", "values of other samples",
     ),
-    "size": (part("by_size", BySize), "by_size", "values of other samples"),
-    "order": (part("by_place", ByPlace), "by_place", "values of other samples"),
-    "roll": (part("roll", Roll), "roll", "values of other samples"),
     "batch norm": (part("bn", lambda: tnn.BatchNorm1d(DIM)), "bn", "batch norm, which mixes"),
     "batch norm without affine": (
         part("bn", lambda: tnn.BatchNorm1d(DIM, affine=False)), "bn", "batch norm, which mixes",
@@ -252,8 +223,6 @@ MIXING = {
     "counter": (part("counter", Counter), "counter", "a buffer is state"),
     "edit of the batch": (model(body=edits), None, "in place"),
     "edit of the batch through numpy": (model(body=edits_through_numpy), None, "in place"),
-    "neighbours": (part("near", Neighbours), "near", "values of other samples"),
-    "sorted": (part("ranks", Ranks), "ranks", "values of other samples"),
     "noise of torch": (
         model(body=lambda self, batch, x: x + torch.randn_like(x)), "Own", r"global generator \(aten",
     ),
@@ -447,7 +416,7 @@ def frozen(model):
 
 
 def with_another_module(model):
-    model.mix = tnn.Sequential(model.mix, Centre())
+    model.mix = tnn.Sequential(model.mix, Function(OF_BATCH["mean"]))
 
 
 @pytest.mark.parametrize("change", [switched, with_a_buffer, with_a_hook, frozen, with_another_module])
