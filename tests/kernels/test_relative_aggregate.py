@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 import torch
 from float_error import assert_error_at_most_twice
-from hypothesis import given
-from hypothesis import strategies as st
-from impls import IMPLS, TRITON, on
+from impls import IMPLS, on
 from speeds import slow_on_triton
 
 from tritonrec.kernels.head_layout import flat_heads
@@ -72,27 +70,11 @@ def bucket(i, j, times, count):
     return min(floor, count - 1)
 
 
-def exact(tensors, rest):
-    """out, dv and each sequence's dtable in float64, pair by pair."""
-    do, v, table = (tensor.double().numpy() for tensor in tensors)
-    offsets, times = rest[0].tolist(), None if rest[2] is None else rest[2].tolist()
-    out, dv = np.zeros_like(v), np.zeros_like(v)
-    dtable = np.zeros((len(offsets) - 1, *table.shape))
-    for b in range(len(offsets) - 1):
-        for i in range(offsets[b], offsets[b + 1]):
-            for j in range(offsets[b], i + 1):
-                r = bucket(i, j, times, table.shape[1])
-                out[i] += table[:, r, None] * v[j]
-                dv[j] += table[:, r, None] * do[i]
-                dtable[b, :, r] += (do[i] * v[j]).sum(1)
-    return [torch.from_numpy(array) for array in (out, dv, dtable)]
-
-
 def plain(tensors, rest):
-    """The same in float32 by dense matrices."""
+    """out, dv and each sequence's dtable by dense matrices, in the dtype of the tensors."""
     (do, v, table), (offsets, _, times) = tensors, rest
     out, dv = torch.zeros_like(v), torch.zeros_like(v)
-    dtable = torch.zeros(len(offsets) - 1, *table.shape)
+    dtable = torch.zeros(len(offsets) - 1, *table.shape, dtype=table.dtype)
     times = None if times is None else times.tolist()
     for b, (start, stop) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
         of_pair = torch.zeros(stop - start, stop - start, dtype=torch.int64)
@@ -102,9 +84,14 @@ def plain(tensors, rest):
         a, c = (tensor[start:stop].transpose(0, 1) for tensor in (do, v))
         weights = table[:, of_pair].tril()
         out[start:stop], dv[start:stop] = (weights @ c).transpose(0, 1), (weights.mT @ a).transpose(0, 1)
-        one_hot = torch.nn.functional.one_hot(of_pair, table.shape[1]).float()
+        one_hot = torch.nn.functional.one_hot(of_pair, table.shape[1]).to(table.dtype)
         dtable[b] = torch.einsum("hij,ijr->hr", (a @ c.mT).tril(), one_hot)
     return out, dv, dtable
+
+
+def exact(tensors, rest):
+    """The same in float64."""
+    return plain([tensor.double() for tensor in tensors], rest)
 
 
 def run(impl, tensors, rest):
@@ -145,57 +132,6 @@ def test_buckets_are_written_out(impl):
     assert got[0].flatten().tolist() == [1, 1.5, 2, 2.5, 1] and got[2][0].tolist() == [[4, 6]]
 
 
-@pytest.mark.parametrize(
-    ("impl", "channel"), slow_on_triton(["cpu", TRITON], ["positions", "times"], ["positions"])
-)
-def test_a_sequence_keeps_its_bits_in_any_batch(impl, channel, threads_one_and_two):
-    lengths, heads, dim, buckets = [66, 1, 0, 17], 1, 8, 18
-    if impl == "cpu":
-        lengths, heads, dim, buckets = [301, 1, 0, 210, 66], 2, 64, 40
-    generator = torch.Generator().manual_seed(3)
-    pieces = [
-        tensor.split(lengths)
-        for tensor in torch.randn(2, sum(lengths), heads, dim, generator=generator).unbind()
-    ]
-    table = torch.randn(heads, buckets, generator=generator)
-    times = timestamps_of(channel, sum(lengths), generator)
-
-    def batch(order, room=0):
-        chosen = [lengths[b] for b in order]
-        do, v = (torch.cat([piece[b] for b in order]) for piece in pieces)
-        clock = None if times is None else torch.cat([times.split(lengths)[b] for b in order])
-        rest = (torch.tensor([0, *np.cumsum(chosen)]), max(chosen) + room, clock)
-        out, dv, dtable = run(impl, (do, v, table), rest)
-        return dict(zip(order, zip(out.split(chosen), dv.split(chosen), dtable, strict=True), strict=True))
-
-    order = list(range(len(lengths)))
-
-    def batches():
-        return batch(order), batch(order[::-1], 100), *(batch([b]) for b in order)
-
-    for result in threads_one_and_two(batches) if impl == "cpu" else [batches()]:
-        whole, *others = result
-        for other in others:
-            for b, parts in other.items():
-                for what, one, same in zip(RESULTS, whole[b], parts, strict=True):
-                    assert torch.equal(one, same), f"{what} of sequence {b}"
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_nan_stays_in_its_sequence(impl):
-    (do, v, table), rest = case("skewed")
-    expected = run(impl, (do, v, table), rest)
-    poisoned = [tensor.clone() for tensor in (do, v)]
-    for tensor in poisoned:
-        tensor[34:37] = float("nan")  # sequence 3
-    out, dv, dtable = run(impl, (*poisoned, table), rest)
-    for got, other in zip((out, dv), expected, strict=False):
-        assert got[34:37].isnan().all()
-        assert torch.equal(got[:34], other[:34]) and torch.equal(got[37:], other[37:])
-    others = torch.arange(7) != 3
-    assert dtable[3].isnan().any() and torch.equal(dtable[others], expected[2][others])
-
-
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_token_sees_no_later_token(impl):
     (do, v, table), (offsets, longest, times) = case("odd_dim")
@@ -226,33 +162,6 @@ def test_what_does_not_fit_is_refused(impl, change, message):
     relative_aggregate(**fits)
     with pytest.raises(ValueError, match=message):
         relative_aggregate(**{**fits, **change})
-
-
-@given(
-    st.lists(st.lists(st.integers(LEAST, MOST) | st.integers(-5, 5), max_size=9), min_size=1, max_size=4),
-    st.integers(1, 3), st.integers(1, 19), st.integers(1, 66), st.booleans(), st.integers(0, 2**32 - 1),
-    st.data(),
-)  # fmt: skip
-def test_a_batch_is_its_halves_end_to_end(sequences, heads, dim, buckets, by_time, seed, data):
-    """Bit for bit, and as the reference says in float64."""
-    lengths = [len(times) for times in sequences]
-    times = torch.tensor([time for one in sequences for time in one], dtype=torch.int64) if by_time else None
-    offsets = torch.tensor([0, *np.cumsum(lengths)])
-    generator = torch.Generator().manual_seed(seed)
-    do, v = torch.randn(2, sum(lengths), heads, dim, generator=generator).unbind()
-    table = torch.randn(heads, buckets, generator=generator)
-    cut = data.draw(st.integers(0, len(lengths)))
-    at = int(offsets[cut])
-    early, late = (None, None) if times is None else (times[:at], times[at:])
-    whole = run("cpu", (do, v, table), (offsets, 9, times))
-    left = run("cpu", (do[:at], v[:at], table), (offsets[: cut + 1], 9, early))
-    right = run("cpu", (do[at:], v[at:], table), (offsets[cut:] - at, 9, late))
-    for what, *parts, value in zip(
-        RESULTS, whole, left, right, exact((do, v, table), (offsets, 9, times)), strict=True
-    ):
-        assert torch.equal(parts[0], torch.cat(parts[1:])), what
-        limit = 1e-5 * (1 + value.abs().amax()) if value.numel() else 0
-        torch.testing.assert_close(parts[0].double(), value, rtol=0, atol=float(limit))
 
 
 @pytest.mark.parametrize("cut", [None, "heads", "tokens", "dim", "every other"])

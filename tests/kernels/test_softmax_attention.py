@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 import torch
 from float_error import assert_error_at_most_twice
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from impls import IMPLS, TRITON, on
 from speeds import slow_on_triton
 
@@ -156,35 +154,6 @@ def test_it_is_scaled_dot_product_attention(impl):
     torch.testing.assert_close(out.cpu().unflatten(0, (2, 6)).transpose(1, 2), expected)
 
 
-@pytest.mark.parametrize(("impl", "p"), slow_on_triton(["cpu", TRITON], [0.0, 0.3], [0.3]))
-def test_a_sequence_keeps_its_bits_in_any_batch(impl, p, threads_one_and_two):
-    lengths, heads, dim = ([301, 1, 0, 210, 66], 2, 64) if impl == "cpu" else ([34, 1, 0, 17], 1, 8)
-    generator = torch.Generator().manual_seed(3)
-    pieces = [
-        tensor.split(lengths)
-        for tensor in torch.randn(4, sum(lengths), heads, dim, generator=generator).unbind()
-    ]
-
-    def batch(order, room=0):
-        chosen = [lengths[b] for b in order]
-        tensors = [torch.cat([piece[b] for b in order]) for piece in pieces]
-        offsets, samples = torch.tensor([0, *np.cumsum(chosen)]), torch.tensor(order) + 9
-        call = Call(offsets, offsets, max(chosen) + room, 0.4, True, None, p, 7, samples)
-        parts = [result.split(chosen) for result in run(impl, tensors, call)]
-        return dict(zip(order, zip(*parts, strict=True), strict=True))
-
-    order = list(range(len(lengths)))
-
-    def batches():
-        return batch(order), batch(order[::-1], 100), *(batch([b]) for b in order)
-
-    for whole, *others in threads_one_and_two(batches) if impl == "cpu" else [batches()]:
-        for other in others:
-            for b, parts in other.items():
-                for what, one, same in zip(RESULTS, whole[b], parts, strict=True):
-                    assert torch.equal(one, same), f"{what} of sequence {b}"
-
-
 @pytest.mark.parametrize("impl", IMPLS)
 def test_dropout_keeps_the_same_weights_everywhere(impl):
     """q = 0 and v one-hot: the output is the row of weights, and its zeros are those of the reference."""
@@ -196,19 +165,6 @@ def test_dropout_keeps_the_same_weights_everywhere(impl):
     assert torch.equal(*(out == 0 for out in outs))
     assert not torch.equal(outs[0][:, 0] == 0, outs[0][:, 1] == 0)  # heads draw apart
     assert 20 < (outs[0] > 0).sum() < 142 and outs[0].max() == pytest.approx(2 / 9)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_nan_stays_in_its_sequence_and_is_seen(impl):
-    (do, q, k, v), call = case("skewed")
-    expected = run(impl, (do, q, k, v), call)
-    poisoned = [tensor.clone() for tensor in (do, q, k, v)]
-    for tensor in poisoned:
-        tensor[34:37] = float("nan")  # sequence 3
-    got = run(impl, poisoned, call)
-    for one, other in zip(got, expected, strict=True):
-        assert one[34:37].isnan().all()
-        assert torch.equal(one[:34], other[:34]) and torch.equal(one[37:], other[37:])
 
 
 @pytest.mark.parametrize("impl", ["cpu", TRITON])
@@ -240,34 +196,6 @@ def test_what_does_not_fit_is_refused(impl, change, message):
     softmax_attention(**fits)
     with pytest.raises(ValueError, match=message):
         softmax_attention(**{**fits, **change})
-
-
-@pytest.mark.slow
-@settings(max_examples=30)
-@given(
-    st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(1, 3), st.integers(1, 19),
-    st.sampled_from([0.0, 0.4]), st.booleans(), st.integers(0, 2**32 - 1), st.data(),
-)  # fmt: skip
-def test_a_batch_is_its_halves_end_to_end(lengths, heads, dim, p, causal, seed, data):
-    """Bit for bit, and as torch says in float64."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = torch.randn(4, sum(lengths), heads, dim, generator=generator).unbind()
-    offsets = torch.tensor([0, *np.cumsum(lengths)])
-    cut = data.draw(st.integers(0, len(lengths)))
-    at = int(offsets[cut])
-
-    def part(rows, offsets, samples):
-        call = Call(offsets, offsets, 9, 0.5, causal, None, p, seed, torch.tensor(samples, dtype=torch.int64))
-        return [tensor[rows] for tensor in tensors], call
-
-    numbers = list(range(len(lengths)))
-    both = part(slice(None), offsets, numbers)
-    left = run("cpu", *part(slice(at), offsets[: cut + 1], numbers[:cut]))
-    right = run("cpu", *part(slice(at, None), offsets[cut:] - at, numbers[cut:]))
-    whole, exact = run("cpu", *both), by_torch(*both, torch.float64)
-    for what, *parts, value in zip(RESULTS, whole, left, right, exact, strict=True):
-        assert torch.equal(parts[0], torch.cat(parts[1:])), what
-        torch.testing.assert_close(parts[0].double(), value, rtol=1e-4, atol=1e-4)
 
 
 def test_a_query_without_dimensions_is_refused_by_name():

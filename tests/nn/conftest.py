@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 
 from tritonrec import ops
 from tritonrec.nn import GradientAccumulator
@@ -27,3 +28,20 @@ def accumulate():
             return accumulator.sums
 
         yield start
+
+
+@pytest.fixture
+def same_sums(accumulate):
+    """Compares a model's exact sums over a batch with those over its parts, one by one."""
+
+    def compare(model, train, whole, parts):
+        found = []
+        for batches in ([whole], parts):
+            found.append(accumulate(model))
+            for batch in batches:
+                train(model, *batch)
+        assert found[0].keys() == dict(model.named_parameters()).keys()
+        for name, total in found[0].items():
+            assert total.any() and torch.equal(found[1][name], total), name
+
+    return compare

@@ -2,6 +2,8 @@
 
 import torch
 
+from tritonrec import ops
+
 
 def silu(x):
     return x * torch.sigmoid(x)
@@ -106,3 +108,19 @@ def sampled_softmax(hidden, positives, negatives, valid, temperature):
         scores = torch.cat([(row @ positive)[None], others[kept] @ row]) / temperature
         losses.append(torch.logsumexp(scores, 0) - scores[0])
     return torch.stack(losses) if losses else hidden.new_zeros(0)
+
+
+def assert_same(results, model, exact, sums):
+    """What a model gives, and the gradients of its parameters, are those of a formula in float64.
+
+    results: name -> found and expected. exact: the model in float64, whose backward has run. sums: the exact
+    ones by name, where they have taken the gradients.
+    """
+    for name, parameter in exact.named_parameters():
+        found = ops.from_fixed_point(sums[name]) if sums else model.get_parameter(name).grad
+        assert parameter.grad.any(), name
+        results[name] = found, parameter.grad
+    for name, (found, expected) in results.items():
+        scale = expected.detach().abs().max()
+        error = (found.double() - expected.detach()).abs().max()
+        assert error <= 3e-5 * scale, f"{name}: error {error:.3g} of {scale:.3g}"

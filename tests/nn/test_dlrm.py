@@ -7,7 +7,6 @@ import formulas
 import pytest
 import torch
 
-from tritonrec import ops
 from tritonrec.data import ClickBatch, KeyedJaggedTensor
 from tritonrec.nn import DLRM, DLRMConfig
 from tritonrec.nn.dlrm import interact, partition_tables
@@ -44,6 +43,11 @@ def make_batch(config, samples=SAMPLES, seed=1):
     return batch, {
         name: torch.randn(samples, config.dim, generator=generator) * 0.8 + 0.1 for name in config.features
     }
+
+
+def select(batch, rows, samples):
+    at = torch.tensor(samples, dtype=torch.int64)
+    return batch.select(at), {name: part[at] for name, part in rows.items()}
 
 
 def run(model, batch, rows):
@@ -86,19 +90,9 @@ def test_forward_and_gradients_are_the_formula(accumulate, config, exactly):
     p, y = torch.sigmoid(z), batch.labels.double()
     wanted = -(y * p.log() + (1 - y) * (1 - p).log())
     wanted.sum().backward()
-
-    def close(got, expected, what):
-        scale = expected.abs().max()
-        error = (got.double() - expected).abs().max()
-        assert error <= 3e-5 * scale, f"{what}: error {error:.3g} of {scale:.3g}"
-
-    close(losses, wanted.detach(), "losses")
-    close(model.predict(batch, rows), p.detach(), "probabilities")
-    for name, leaf in leaves.items():
-        close(gradients[name], leaf.grad, name)
-    for name, parameter in exact.named_parameters():
-        own = ops.from_fixed_point(attached[name]) if exactly else model.get_parameter(name).grad
-        close(own, parameter.grad, name)
+    results = {"losses": (losses, wanted), "probabilities": (model.predict(batch, rows), p)}
+    results |= {f"rows of {name}": (gradients[name], leaf.grad) for name, leaf in leaves.items()}
+    formulas.assert_same(results, model, exact, attached)
 
 
 @pytest.mark.parametrize("exactly", [False, True])
@@ -110,25 +104,16 @@ def test_a_sample_keeps_its_bits_in_any_batch(accumulate, config, exactly):
     losses, gradients = run(model, batch, rows)
     assert losses.unique().numel() == SAMPLES
     for subset in ([5], [0, 1], [36, 2, 17], [*range(0, 37, 2)], [*range(36, -1, -1)], [*range(16)]):
-        at = torch.tensor(subset)
-        got = run(model, batch.select(at), {name: part[at] for name, part in rows.items()})
-        assert torch.equal(got[0], losses[at]), subset
+        got = run(model, *select(batch, rows, subset))
+        assert torch.equal(got[0], losses[subset]), subset
         for name in rows:
-            assert torch.equal(got[1][name], gradients[name][at]), (subset, name)
+            assert torch.equal(got[1][name], gradients[name][subset]), (subset, name)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_exact_sums_do_not_depend_on_the_split(accumulate, config):
-    model, (batch, rows) = make_model(config), make_batch(config)
-    whole = accumulate(model)
-    run(model, batch, rows)
-    parts = accumulate(model)
-    for subset in ([*range(1, 37, 3)], [], [0], [*range(2, 37, 3)], [*range(3, 37, 3)]):
-        at = torch.tensor(subset, dtype=torch.int64)
-        run(model, batch.select(at), {name: part[at] for name, part in rows.items()})
-    assert whole.keys() == dict(model.named_parameters()).keys()
-    for name, total in whole.items():
-        assert total.any() and torch.equal(parts[name], total), name
+def test_exact_sums_do_not_depend_on_the_split(same_sums, config):
+    whole, split = make_batch(config), [[*range(1, 37, 3)], [], [0], [*range(2, 37, 3)], [*range(3, 37, 3)]]
+    same_sums(make_model(config), run, whole, [select(*whole, subset) for subset in split])
 
 
 @pytest.mark.parametrize("vectors", [1, 2, 4, 22, 27])

@@ -116,18 +116,8 @@ def test_forward_and_gradients_are_the_formula(accumulate, name, exactly):
     exact, leaf = make_model(name).double(), rows.double().requires_grad_()
     expected = oracle(exact, batch, leaf)
     expected.sum().backward()
-
-    def close(got, expected, what):
-        scale = expected.abs().max()
-        error = (got.double() - expected).abs().max()
-        assert error <= 3e-5 * scale, f"{what}: error {error:.3g} of {scale:.3g}"
-
-    close(losses, expected.detach(), "losses")
-    close(gradient, parts_of(batch, leaf.grad), "rows")
-    for what, parameter in exact.named_parameters():
-        own = ops.from_fixed_point(attached[what]) if exactly else model.get_parameter(what).grad
-        assert parameter.grad.any(), what
-        close(own, parameter.grad, what)
+    results = {"losses": (losses, expected), "rows": (gradient, parts_of(batch, leaf.grad))}
+    formulas.assert_same(results, model, exact, attached)
 
 
 @pytest.mark.parametrize("name", ["fuxi", "fuxi-rms"])
@@ -146,16 +136,9 @@ def test_a_sample_keeps_its_bits_in_any_batch(accumulate, exactly, name):
 
 @pytest.mark.parametrize("split", [[[b] for b in range(7)], [[3, 1], [], [0, 6], [5, 2, 4]]])
 @pytest.mark.parametrize("name", ["fuxi", "fuxi-rms"])
-def test_exact_sums_do_not_depend_on_the_split(accumulate, name, split):
-    model, (batch, rows) = make_model(name), make_batch()
-    whole = accumulate(model)
-    run(model, batch, rows)
-    parts = accumulate(model)
-    for subset in split:
-        run(model, *select(batch, rows, subset))
-    assert whole.keys() == dict(model.named_parameters()).keys()
-    for name, total in whole.items():
-        assert total.any() and torch.equal(parts[name], total), name
+def test_exact_sums_do_not_depend_on_the_split(same_sums, name, split):
+    whole = make_batch()
+    same_sums(make_model(name), run, whole, [select(*whole, subset) for subset in split])
 
 
 def test_a_token_sees_no_later_token_nor_its_time():

@@ -8,7 +8,6 @@ import pytest
 import torch
 from speeds import slow_except
 
-from tritonrec import ops
 from tritonrec.data import ImpressionBatch, KeyedJaggedTensor, Lookup
 from tritonrec.nn import GRM, GRMConfig
 
@@ -138,20 +137,9 @@ def test_forward_and_gradients_are_the_formula(accumulate, config, exactly):
     leaves = {name: part.double().requires_grad_() for name, part in rows.items()}
     expected = oracle(exact, batch, leaves)
     expected[0].sum().backward()
-
-    def close(got, expected, what):
-        scale = expected.abs().max()
-        error = (got.double() - expected).abs().max()
-        assert error <= 3e-5 * scale, f"{what}: error {error:.3g} of {scale:.3g}"
-
-    close(losses, expected[0].detach(), "losses")
-    close(logits, expected[1].detach(), "logits")
-    for name, leaf in leaves.items():
-        close(gradients[name], leaf.grad, name)
-    for name, parameter in exact.named_parameters():
-        own = ops.from_fixed_point(attached[name]) if exactly else model.get_parameter(name).grad
-        assert parameter.grad.any(), name
-        close(own, parameter.grad, name)
+    results = {"losses": (losses, expected[0]), "logits": (logits, expected[1])}
+    results |= {f"rows of {name}": (gradients[name], leaf.grad) for name, leaf in leaves.items()}
+    formulas.assert_same(results, model, exact, attached)
 
 
 SUBSETS = [[3], [2], [1, 4], [5, 4, 3, 2, 1, 0], [0, 3], [2, 5, 1]]
@@ -179,16 +167,9 @@ def test_a_sample_keeps_its_bits_in_any_batch(accumulate, name, exactly):
     "config", [CONFIG, CONFIGS["biased"], CONFIGS["product"]], ids=["full", "biased", "product"]
 )
 @pytest.mark.parametrize("split", [[[b] for b in range(6)], [[5, 1, 3], [], [4, 0, 2]]])
-def test_exact_sums_do_not_depend_on_the_split(accumulate, split, config):
-    model, (batch, rows) = make_model(config), make_batch()
-    whole = accumulate(model)
-    run(model, batch, rows)
-    parts = accumulate(model)
-    for subset in split:
-        run(model, *select(batch, rows, subset))
-    assert whole.keys() == dict(model.named_parameters()).keys()
-    for name, total in whole.items():
-        assert total.any() and torch.equal(parts[name], total), name
+def test_exact_sums_do_not_depend_on_the_split(same_sums, split, config):
+    whole = make_batch()
+    same_sums(make_model(config), run, whole, [select(*whole, subset) for subset in split])
 
 
 def changed_logits(history, exposed, feature, row):

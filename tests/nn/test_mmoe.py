@@ -30,6 +30,13 @@ def numbers(rows=int(OFFSETS[-1]), tasks=TASKS, seed=1):
     return x, torch.randn(rows, tasks, generator=generator) + 0.2
 
 
+def select(x, dy, samples):
+    """The rows of some samples, then their x, offsets and dy."""
+    spans = list(pairwise(OFFSETS.tolist()))
+    rows = torch.cat([torch.arange(0), *(torch.arange(*spans[b]) for b in samples)])
+    return rows, x[rows], torch.tensor([0, *(LENGTHS[b] for b in samples)]).cumsum(0), dy[rows]
+
+
 def run(model, x, offsets, dy):
     leaf = x.clone().requires_grad_()
     logits = model(leaf, offsets)
@@ -74,26 +81,16 @@ def test_a_sample_keeps_its_bits_in_any_batch(accumulate, top_k, exactly):
         accumulate(model)
     x, dy = numbers()
     whole = run(model, x, OFFSETS, dy)
-    spans = list(pairwise(OFFSETS.tolist()))
     for subset in [[3], [2], [1], [5, 4, 3, 2, 1, 0], [0, 3], [2, 5, 1]]:
-        rows = torch.cat([torch.arange(*spans[b]) for b in subset])
-        offsets = torch.tensor([0, *(LENGTHS[b] for b in subset)]).cumsum(0)
-        for got, one in zip(run(model, x[rows], offsets, dy[rows]), whole, strict=True):
+        rows, *part = select(x, dy, subset)
+        for got, one in zip(run(model, *part), whole, strict=True):
             assert torch.equal(got, one[rows]), subset
 
 
 @pytest.mark.parametrize("split", [[[b] for b in range(6)], [[5, 1, 3], [], [4, 0, 2]]])
-def test_exact_sums_do_not_depend_on_the_split(accumulate, split):
-    model, (x, dy) = make_model(), numbers()
-    whole = accumulate(model)
-    run(model, x, OFFSETS, dy)
-    spans = list(pairwise(OFFSETS.tolist()))
-    parts = accumulate(model)
-    for subset in split:
-        rows = torch.cat([torch.arange(0), *(torch.arange(*spans[b]) for b in subset)])
-        run(model, x[rows], torch.tensor([0, *(LENGTHS[b] for b in subset)]).cumsum(0), dy[rows])
-    for name, total in whole.items():
-        assert total.any() and torch.equal(parts[name], total), name
+def test_exact_sums_do_not_depend_on_the_split(same_sums, split):
+    x, dy = numbers()
+    same_sums(make_model(), run, (x, OFFSETS, dy), [select(x, dy, subset)[1:] for subset in split])
 
 
 def test_of_equal_scores_the_lower_expert_wins():
