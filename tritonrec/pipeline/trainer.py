@@ -151,10 +151,9 @@ class Trainer:
         self._exchanges = ""  # in words
         self.reference: ReferenceTrainer | None = None
         self._schedule = None if mode == "reference" else schedule
+        around = communicators.replicas, communicators.nodes, sees_window(model)
         if mode != "reference" and schedule is None:
-            self._schedule = schedule_of(
-                mode, self.config, communicators.replicas, communicators.nodes, sees_window(model)
-            )
+            self._schedule = schedule_of(mode, self.config, *around)
         self.config = self.config.cut(self._schedule is not None and self._schedule.overlaps_window)
         shared = self._schedule is not None and self._schedule.overlaps_batches
         if graphs == "auto":  # on several GPUs nobody has run them
@@ -179,9 +178,7 @@ class Trainer:
             validate_reference(self.config, communicators)
             self.reference = ReferenceTrainer(tables, self.dense, self.config, self.impl, self._device, guard)
             return
-        validate_schedule(
-            self._schedule, self.config, communicators.replicas, communicators.nodes, sees_window(model)
-        )
+        validate_schedule(self._schedule, self.config, *around)
         given = tables, self.dense, mode, self.config, self._schedule, self._device, self.impl
         validate_same_training(communicators, *given)
         if communicators.world_size > 1:
