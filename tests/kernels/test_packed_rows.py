@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from impls import GPU, IMPLS, TRITON, on
 from poison import poisoned_memory
 
-from tritonrec.kernels import dispatch
 from tritonrec.kernels.fixed_point.errors import ExactSumError
 from tritonrec.kernels.fixed_point.op import to_fixed_point
 from tritonrec.kernels.packed_rows import op
@@ -182,24 +181,6 @@ def test_groups_travel_apart_and_arrive_joined(impl):
         assert torch.equal(out.cpu(), segment_sum(sent, segments, 3, consistency="batch"))
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("impl", IMPLS)
-def test_a_sum_that_leaves_int64_is_an_error(impl, sign):
-    """The same error as `segment_sum`'s; +2**63 is one past the end, -2**63 is the end itself."""
-    values = torch.zeros(6, 3, dtype=torch.int64)
-    values[1:, 2] = sign * 2**61
-    segments = torch.tensor([0, 1, 1, 1, 1, 1])
-    widths, packed = pack_rows(on(impl, values), on(impl, torch.arange(6)), impl=impl)
-    assert widths.tolist() == [0, *[FLOAT] * 5]
-    out = on(impl, torch.zeros(2, 3, dtype=torch.int64))
-    with pytest.raises(ExactSumError) as expected:
-        segment_sum(values, segments, 2, consistency="batch", name="uvqk", fraction_bits=20)
-    with pytest.raises(ExactSumError, match=r"uvqk\[(4|5), 2\] = .* segment 1, column 2, leaves") as caught:
-        add_packed_rows(out, on(impl, segments), widths, packed, name="uvqk", fraction_bits=20, impl=impl)
-    assert str(caught.value) == str(expected.value)
-    assert caught.value.index == ((4, 2) if sign > 0 else (5, 2)) and caught.value.value == sign * 2**61
-
-
 @pytest.mark.parametrize("width", [9, 127, 128, 131, 133, 255])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_corrupt_widths_and_bytes_are_named_before_anything_is_added(impl, width):
@@ -330,54 +311,6 @@ def test_a_watched_call_meets_the_op_and_a_plain_one_tells_autograd_that_it_writ
 def test_bytes_of_rows_that_have_less_than_no_columns():
     with pytest.raises(ValueError, match="dim must not be negative, got -2"):
         packed_bytes(torch.tensor([3], dtype=torch.uint8), [1], -2)
-
-
-@pytest.mark.parametrize("dim", [5, 33, 64, 128])
-@pytest.mark.parametrize("impl", IMPLS)
-def test_a_sum_that_just_fits_is_added_once(impl, dim):
-    """With few columns several threads of a GPU load one element: none may load what another has stored."""
-    segments = torch.randperm(7, generator=torch.Generator().manual_seed(dim))
-    values = 2**61 + torch.arange(7 * dim).reshape(7, dim)
-    widths, packed = (on(impl, part) for part in pack_rows(values, torch.arange(7), impl="cpu"))
-    out = on(impl, torch.full((7, dim), 2**62))
-    add_packed_rows(out, on(impl, segments), widths, packed, impl=impl)
-    expected = torch.empty_like(values)
-    expected[segments] = values + 2**62
-    assert torch.equal(out.cpu(), expected)
-
-
-@pytest.fixture(params=["atomics", "no_atomics"])
-def parts_of_four(monkeypatch, request):
-    """So that few rows are many parts; without atomics parts of parts."""
-    from tritonrec.kernels.rows import triton_segment_sum
-
-    monkeypatch.setattr(triton_segment_sum, "PART", 4)
-    if request.param == "no_atomics":
-        monkeypatch.setattr(dispatch, "has_int64_atomics", lambda tensor: False)
-
-
-@pytest.mark.parametrize("lengths", [[70], [3, 6, 9, 1, 14], [0, 17, 0, 40, 1], [4, 8, 4]])
-@pytest.mark.parametrize("impl", IMPLS)
-def test_a_segment_of_many_rows_is_added_up_in_parts(impl, lengths, parts_of_four):
-    segments = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    segments = segments[torch.randperm(len(segments), generator=torch.Generator().manual_seed(3))]
-    values = mixed(len(segments), 3, seed=5) >> 8
-    widths, packed = (on(impl, part) for part in pack_rows(values, torch.arange(len(values)), impl="cpu"))
-    start = torch.arange(len(lengths) * 3).view(-1, 3)
-    out = add_packed_rows(on(impl, start.clone()), on(impl, segments), widths, packed, impl=impl)
-    assert torch.equal(out.cpu(), start.index_add(0, segments, values))
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_parts_whose_sum_leaves_int64_are_an_error(impl, parts_of_four):
-    values = torch.zeros(36, 2, dtype=torch.int64)
-    values[[7, 20, 33], 1] = 2**62
-    widths, packed = pack_rows(values, torch.arange(36), impl="cpu")
-    segments, out = torch.tensor([0] * 6 + [1] * 30), torch.zeros(2, 2, dtype=torch.int64)
-    with pytest.raises(ExactSumError) as raised:
-        add_packed_rows(*(on(impl, each) for each in (out, segments, widths, packed)), impl=impl)
-    row, column = raised.value.index
-    assert column == 1 and (6 <= row < 36 if impl == "triton" else row == 20)
 
 
 def test_widths_on_a_device_are_checked_as_on_the_host(monkeypatch):

@@ -11,6 +11,7 @@ from speeds import slow_except
 from tritonrec.kernels import dispatch
 from tritonrec.kernels.fixed_point.errors import ExactSumError
 from tritonrec.kernels.fixed_point.op import from_fixed_point, to_fixed_point
+from tritonrec.kernels.packed_rows.op import add_packed_rows, pack_rows
 from tritonrec.kernels.rows.op import segment_sum
 
 CONSISTENCIES = ["window", "batch"]
@@ -124,12 +125,40 @@ def test_error_is_at_most_twice_that_of_index_add(consistency):
     assert error.max() <= 2 * (plain - exact).abs().max(), f"worst element {divmod(int(error.argmax()), 16)}"
 
 
+def add(how, impl, out, values, segments, **named):
+    """Rows of int64 are added to `out` as they are, or packed: both have the same sums and errors."""
+    out, values, segments = (on(impl, each) for each in (out, values, segments))
+    if how == "rows":
+        return segment_sum(values, segments, len(out), consistency="batch", out=out, impl=impl, **named)
+    widths, packed = pack_rows(values, on(impl, torch.arange(len(values))), impl=impl)
+    return add_packed_rows(out, segments, widths, packed, impl=impl, **named)
+
+
+HOW = pytest.mark.parametrize("how", ["rows", "packed rows"])
+
+
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+@HOW
 @pytest.mark.parametrize("impl", IMPLS)
-def test_a_sum_that_leaves_int64_is_an_error(impl, dtype, sign):
-    values = torch.zeros(6, 3, dtype=dtype)
-    values[1:, 2] = sign * (2**25 if dtype == torch.float32 else 2**61)
+def test_rows_of_int64_whose_sum_leaves_int64_are_an_error(impl, how, sign):
+    """+2**63 is one past the end, -2**63 is the end itself."""
+    values, segments, named = torch.zeros(6, 3).long(), torch.tensor([0, 1, 1, 1, 1, 1]), {"name": "uvqk"}
+    values[1:, 2] = sign * 2**61
+    four = add(how, impl, torch.zeros(2, 3).long(), values[:4], segments[:4])
+    assert four[1, 2] == sign * 3 * 2**61
+    with pytest.raises(ExactSumError, match=r"uvqk\[(4|5), 2\] = .* segment 1, column 2, leaves") as caught:
+        add(how, impl, torch.zeros(2, 3).long(), values, segments, fraction_bits=20, **named)
+    assert caught.value.index == ((4, 2) if sign > 0 else (5, 2)) and caught.value.value == sign * 2**61
+    with pytest.raises(ExactSumError) as expected:
+        segment_sum(values, segments, 2, consistency="batch", fraction_bits=20, **named)
+    assert str(caught.value) == str(expected.value)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_sum_that_leaves_int64_is_an_error(impl, sign):
+    values = torch.zeros(6, 3)
+    values[1:, 2] = sign * 2**25
     segments = torch.tensor([0, 1, 1, 1, 1, 1])
     four = segment_sum(on(impl, values[:4]), on(impl, segments[:4]), 2, consistency="batch", impl=impl)
     assert four[1, 2] == sign * 3 * 2**61
@@ -271,13 +300,13 @@ def test_bad_arguments_are_named(change, message):
 
 
 @pytest.mark.parametrize("dim", [5, 33, 64, 128])
+@HOW
 @pytest.mark.parametrize("impl", IMPLS)
-def test_a_sum_that_just_fits_is_added_once(impl, dim):
+def test_a_sum_that_just_fits_is_added_once(impl, how, dim):
     """With few columns several threads of a GPU load one element: none may load what another has stored."""
     segments = torch.randperm(7, generator=torch.Generator().manual_seed(dim))
     values = 2**61 + torch.arange(7 * dim).reshape(7, dim)
-    out = on(impl, torch.full((7, dim), 2**62))
-    segment_sum(on(impl, values), on(impl, segments), 7, consistency="batch", out=out, impl=impl)
+    out = add(how, impl, torch.full((7, dim), 2**62), values, segments)
     expected = torch.empty_like(values)
     expected[segments] = values + 2**62
     assert torch.equal(out.cpu(), expected)
@@ -303,24 +332,27 @@ CUT = {  # where segments begin and end in the sorted rows, beside parts of four
 }
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("way", ["whole", "padded", "packed rows"])
 @pytest.mark.parametrize("name", CUT)
 @pytest.mark.parametrize("impl", IMPLS)
-def test_segments_of_any_length_are_added_up_in_parts(impl, name, padded, parts_of_four):
+def test_segments_of_any_length_are_added_up_in_parts(impl, name, way, parts_of_four):
     lengths = CUT[name]
     segments = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     generator = torch.Generator().manual_seed(len(segments))
     order = torch.randperm(len(segments), generator=generator)
     values = torch.randn(len(segments), 3, generator=generator) * 8
-    valid = len(segments) - 9 if padded else len(segments)
-    count = on(impl, torch.tensor(valid)) if padded else None
+    valid = len(segments) - 9 if way == "padded" else len(segments)
+    count = on(impl, torch.tensor(valid)) if way == "padded" else None
     start = torch.arange(len(lengths) * 3).view(-1, 3) - 2**40
     out = on(impl, start.clone())
     segments, terms = segments[order], (values.double() * 2**36).round().to(torch.int64)
-    segment_sum(
-        on(impl, values), on(impl, segments), len(lengths), consistency="batch", out=out, count=count,
-        impl=impl,
-    )  # fmt: skip
+    if way == "packed rows":
+        out = add(way, impl, start.clone(), terms, segments)
+    else:
+        segment_sum(
+            on(impl, values), on(impl, segments), len(lengths), consistency="batch", out=out, count=count,
+            impl=impl,
+        )  # fmt: skip
     assert torch.equal(out.cpu(), start.index_add(0, segments[:valid], terms[:valid]))
 
 
@@ -345,15 +377,16 @@ def test_an_overflow_is_named_where_it_is_met(impl, parts_of_four):
     assert raised.value.index == (8, 1)
 
 
+@HOW
 @pytest.mark.parametrize("impl", IMPLS)
-def test_an_overflow_of_parts_is_an_error(impl, parts_of_four):
+def test_an_overflow_of_parts_is_an_error(impl, how, parts_of_four):
     """Each part of the last segment fits. Triton names a row of it."""
     segments = torch.tensor([0] * 6 + [1] * 30)
     values = torch.zeros(36, 2, dtype=torch.int64)
     values[[7, 20, 33], 0] = -(2**62)
     values[[7, 20], 1] = 2**61
     with pytest.raises(ExactSumError) as raised:
-        segment_sum(on(impl, values), on(impl, segments), 2, consistency="batch", impl=impl)
+        add(how, impl, torch.zeros(2, 2, dtype=torch.int64), values, segments)
     row, column = raised.value.index
     assert column == 0 and (6 <= row < 36 if impl == "triton" else row == 33)
 
