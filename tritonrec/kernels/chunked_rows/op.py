@@ -15,6 +15,7 @@ These are functions for `tritonrec.embedding`, no registered ops: torch cannot s
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ LOW = 1 << 30
 """The bit of a location that tells the 16-bit chunks from the float32 ones."""
 
 _MODULES = {"reference": "reference", "cpu": "numba_chunked_rows", "triton": "triton_chunked_rows"}
+_imported: dict[str, Any] = {}
 
 
 class Chunks(NamedTuple):
@@ -120,4 +122,8 @@ def _check_rows(name: str, rows: torch.Tensor, shape: tuple[int, ...]) -> None:
 
 def _module(impl: Impl, tensor: torch.Tensor) -> Any:
     """The module of the implementation that runs, imported when it does."""
-    return import_module(f"tritonrec.kernels.chunked_rows.{_MODULES[implementation(impl, tensor)]}")
+    name = f"tritonrec.kernels.chunked_rows.{_MODULES[implementation(impl, tensor)]}"
+    module = _imported.get(name)
+    if module is None or sys.modules.get(name) is not module:  # as `Op` has its modules
+        module = _imported[name] = import_module(name)
+    return module
