@@ -225,10 +225,8 @@ class Op:
         arguments += (None,) * (self._size - len(arguments))
         if torch.compiler.is_compiling():
             return self.registered(*arguments, impl)
-        for (
-            at,
-            _,
-        ) in self._written:  # told to autograd, as the dispatcher would: it may have kept an old value
+        # As the dispatcher would, autograd is told: backward may have kept an old value.
+        for at, _ in self._written:
             if arguments[at] is not None:
                 torch.autograd.graph.increment_version(arguments[at])
         if _annotated:

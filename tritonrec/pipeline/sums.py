@@ -87,7 +87,8 @@ class Sums:
     def add(self, values: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, name: str) -> None:
         """out[rows[k]] += values[k], of gradients (K, dim) or of sums."""
         config = self.config
-        launch.segment_sum_into(out, values, rows, len(out), config.consistency, config.fraction_bits, name)
+        options = config.consistency, config.fraction_bits, name
+        launch.segment_sum_into(out, values, rows, out.shape[0], *options)
 
     def send_to_owners(
         self, sent: LookupCounts | None, over: Communicator, parts: Sequence[Sent], name: str = NAME
@@ -248,11 +249,13 @@ def all_to_all_of_tables(
 ) -> list[torch.Tensor]:
     """`counted_all_to_all` of several tables' rows (n, ...) of one dtype, as one message to each rank::
 
-    of rank 0: table 0, table 1, ... | of rank 1: table 0, table 1, ... | ...
+        of rank 0: table 0, table 1, ... | of rank 1: table 0, table 1, ... | ...
+
+    One table, or one rank, needs no copies.
     """
-    if len(values) == 1:  # is such a message, and needs no copies
-        out = None if outs is None else outs[0]
-        return [counted_all_to_all(sent, over, values[0], input_splits[0], output_splits[0], out)]
+    if len(values) == 1 or over.world_size == 1:
+        given = [values, input_splits, output_splits, *([] if outs is None else [outs])]
+        return [counted_all_to_all(sent, over, *each) for each in zip(*given, strict=True)]
     sizes = [math.prod(each.shape[1:]) for each in values]
     send, receive = (
         [[rows * size for rows in each] for each, size in zip(splits, sizes, strict=True)]
@@ -262,12 +265,11 @@ def all_to_all_of_tables(
     message = torch.cat([part for of_rank in zip(*parts, strict=True) for part in of_rank])
     came = counted_all_to_all(sent, over, message, column_sums(send), column_sums(receive))
     pieces = came.split([elements for of_rank in zip(*receive, strict=True) for elements in of_rank])
-    return [
-        torch.cat(pieces[number :: len(values)], out=None if outs is None else outs[number].view(-1)).view(
-            -1, *each.shape[1:]
-        )
-        for number, each in enumerate(values)
-    ]
+    found = []
+    for number, each in enumerate(values):
+        out = None if outs is None else outs[number].view(-1)
+        found.append(torch.cat(pieces[number :: len(values)], out=out).view(-1, *each.shape[1:]))
+    return found
 
 
 def _apart(rows: torch.Tensor, counts: list[int], rank: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:

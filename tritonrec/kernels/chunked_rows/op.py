@@ -67,7 +67,7 @@ def read_rows(
             it is treated like a negative one.
     """
     if out is None:
-        out = torch.empty(len(locations), chunks.width, dtype=torch.float32, device=locations.device)
+        out = torch.empty(locations.shape[0], chunks.width, dtype=torch.float32, device=locations.device)
     _copy("read_rows", chunks, locations, out, "out", impl)
     return out
 
@@ -101,7 +101,7 @@ def _copy(
 ) -> None:
     if locations.dim() != 1 or locations.dtype != torch.int64:
         raise ValueError(f"locations must be (K,) int64, got {tuple(locations.shape)} {locations.dtype}")
-    _check_rows(name_of_rows, rows, (len(locations), chunks.width))
+    _check_rows(name_of_rows, rows, (locations.shape[0], chunks.width))
     module, locations = _module(impl, locations), locations.contiguous()
     if on_host(locations):
         from tritonrec.kernels.chunked_rows.numba_chunked_rows import first_outside

@@ -151,7 +151,7 @@ def _planned(
             to = partial(_of_ids, owners, group.layout.ids)
             first_use = config.exchange.first_use
             plans.append(plan_lookups(list(keys), to, world, _dedup(context), first_use, pads, joined))
-        counts.occurrences += sum(map(len, keys))
+        counts.occurrences += sum(part.shape[0] for part in keys)
     return plans, padded
 
 
@@ -205,8 +205,8 @@ def _send_keys(
     last_uses = [table.last_use for table in tables if table.last_use is not None]
     last = sent(last_uses) if last_uses else [None] * len(tables)
     return [
-        ReceivedKeys(each[0], each[-1], own, use, [], [])
-        for each, own, use in zip(sizes, keys, last, strict=True)
+        ReceivedKeys(each[0], each[-1], own, use, [], [], table.distinct)
+        for table, each, own, use in zip(tables, sizes, keys, last, strict=True)
     ]
 
 
