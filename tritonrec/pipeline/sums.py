@@ -101,27 +101,21 @@ class Sums:
         if not self.packed or over.world_size == 1:
             gathered = [launch.gather_rows(part.values, part.rows) for part in parts]
             if over.world_size > 1:
-                gathered = all_to_all_of_tables(
-                    sent, over, gathered,
-                    [part.input_splits for part in parts], [part.output_splits for part in parts],
-                )  # fmt: skip
+                splits = [part.input_splits for part in parts], [part.output_splits for part in parts]
+                gathered = all_to_all_of_tables(sent, over, gathered, *splits)
             for part, values in zip(parts, gathered, strict=True):
                 self.add(values, part.targets, part.out, name)
             return
         # This rank's own sums go from `values` to `out` directly. Each of the others gets two messages: the
         # width in bytes of each row, then the rows, whose lengths follow from the widths.
-        widths, packed, sends, targets, receives = [], [], [], [], []
+        planned = []
         for part in parts:
             own, others, send = _apart(part.rows, part.input_splits, over.rank)
             to_own, to_others, receive = _apart(part.targets, part.output_splits, over.rank)
             options = "batch", self.config.fraction_bits, name, None, own
             launch.segment_sum_into(part.out, part.values, to_own, len(part.out), *options)
-            width, rows = launch.pack_rows(part.values, others)
-            widths.append(width)
-            packed.append(rows)
-            sends.append(send)
-            targets.append(to_others)
-            receives.append(receive)
+            planned.append((*launch.pack_rows(part.values, others), send, to_others, receive))
+        widths, packed, sends, targets, receives = zip(*planned, strict=True)
         their_widths = all_to_all_of_tables(sent, over, widths, sends, receives)
         # One wait of the host for all.
         read = to_host(torch.cat([*widths, *their_widths])).split(list(map(len, [*widths, *their_widths])))

@@ -380,13 +380,11 @@ def _add(
     received: Sequence[RowDist],
 ) -> None:
     """Send the sums of a micro-batch, and add them to those of the ranks that they are sent to."""
+    i = micro_batch
     parts = [
-        Sent(
-            own, of.rows[micro_batch], of.splits[micro_batch],
-            out, to.rows[micro_batch], to.splits[micro_batch],
-        )
+        Sent(own, of.rows[i], of.splits[i], out, to.rows[i], to.splits[i])
         for own, of, out, to in zip(sums, sent, outs, received, strict=True)
-    ]  # fmt: skip
+    ]
     context.sums.send_to_owners(counts, over, parts)
     counts.rows += sum(sum(part.input_splits) - part.input_splits[over.rank] for part in parts)
 
