@@ -11,8 +11,6 @@ _thread = threading.local()
 class as_lane:
     """Make this thread a lane inside the block: it may use state that is in flight."""
 
-    __slots__ = ("_before",)
-
     def __enter__(self) -> None:
         self._before, _thread.lane = is_lane(), True
 

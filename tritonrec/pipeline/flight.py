@@ -375,8 +375,6 @@ def validate_places(tables: HashTableCollection, device: torch.device) -> None:
 class lane_work(as_lane):
     """A lane's work: it may use what is in flight, and its ops run on `impl`."""
 
-    __slots__ = ("_eagerly",)
-
     def __init__(self, impl: ops.Impl) -> None:
         self._eagerly = computes_eagerly(impl=impl)
 
