@@ -13,7 +13,7 @@ from tritonrec import ops
 from tritonrec.distributed import Communicators
 from tritonrec.ops import ExactSumError
 from tritonrec.pipeline.reduce_scatter import ReduceScatter, even_reduce_scatter
-from tritonrec.pipeline.sums import Sums
+from tritonrec.pipeline.sums import Sent, Sums
 from tritonrec.pipeline.window import ExchangeConfig, LookupCounts, WindowConfig
 
 BITS = 36
@@ -62,7 +62,7 @@ def magnitudes(generator, rows, dim):
     return values
 
 
-def planned(world_size, seed, most=40):
+def planned(world_size, seed, most=40, dim=5):
     """What each rank sends to each: rows of its sums, and which of the owner's they are."""
     generator = torch.Generator().manual_seed(seed)
     counts = torch.randint(0, most, (world_size, world_size), generator=generator)
@@ -70,7 +70,7 @@ def planned(world_size, seed, most=40):
         [torch.randint(0, 7, (int(n),), generator=generator) for n in counts[rank]]
         for rank in range(world_size)
     ]
-    values = [magnitudes(generator, int(n) + 3, 5) for n in counts.sum(1)]
+    values = [magnitudes(generator, int(n) + 3, dim) for n in counts.sum(1)]
     rows = [
         torch.randperm(len(v), generator=generator)[: int(n)]
         for v, n in zip(values, counts.sum(1), strict=True)
@@ -81,36 +81,42 @@ def planned(world_size, seed, most=40):
 @given(
     world_size=st.integers(1, 4),
     seed=st.integers(0, 2**32),
+    dims=st.lists(st.integers(1, 6), min_size=1, max_size=3),
     consistency=st.sampled_from(["batch", "window"]),
     exchange=st.sampled_from(["packed", "whole"]),
 )
-def test_every_sum_arrives_at_its_owner(world_size, seed, consistency, exchange):
-    counts, targets, values, rows = planned(world_size, seed)
-    if consistency == "window":
-        values = [v.to(torch.float32) / 2**BITS for v in values]
-    start = magnitudes(torch.Generator().manual_seed(seed + 1), 7, 5)
+def test_every_sum_of_every_table_arrives_at_its_owner(world_size, seed, dims, consistency, exchange):
+    dtype = torch.int64 if consistency == "batch" else torch.float32
+    tables = []
+    for number, dim in enumerate(dims):
+        counts, targets, values, rows = planned(world_size, seed + number, dim=dim)
+        if consistency == "window":
+            values = [v.to(torch.float32) / 2**BITS for v in values]
+        start = magnitudes(torch.Generator().manual_seed(seed + 1 + number), 7, dim).to(dtype)
+        tables.append((counts, targets, values, rows, start))
     config = WindowConfig(consistency=consistency, exchange=ExchangeConfig(sums=exchange))
     sums = Sums(config, torch.device("cpu"))
 
     def run(end):
-        me = end.rank
-        out = start.clone() if consistency == "batch" else start.to(torch.float32)
-        sent = LookupCounts()
-        sums.send_to_owners(
-            sent, end, values[me], rows[me], counts[me].tolist(), out,
-            torch.cat([targets[peer][me] for peer in range(world_size)]), counts[:, me].tolist(),
-        )  # fmt: skip
+        me, sent, parts = end.rank, LookupCounts(), []
+        for counts, targets, values, rows, start in tables:
+            to = torch.cat([targets[peer][me] for peer in range(world_size)])
+            parts.append(
+                Sent(values[me], rows[me], counts[me].tolist(), start.clone(), to, counts[:, me].tolist())
+            )
+        sums.send_to_owners(sent, end, parts)
         assert sent.row_bytes == end.sent
-        return out
+        return [part.out for part in parts]
 
-    for me, got in enumerate(on_ranks(world_size, run)):
-        expected = start.clone() if consistency == "batch" else start.to(torch.float32)
-        for peer in range(world_size):
-            first = int(counts[peer, :me].sum())
-            sent = values[peer][rows[peer][first : first + int(counts[peer, me])]]
-            for target, row in zip(targets[peer][me].tolist(), sent, strict=True):
-                expected[target] += row
-        assert torch.equal(got, expected)
+    for me, found in enumerate(on_ranks(world_size, run)):
+        for (counts, targets, values, rows, start), got in zip(tables, found, strict=True):
+            expected = start.clone()
+            for peer in range(world_size):
+                first = int(counts[peer, :me].sum())
+                sent = values[peer][rows[peer][first : first + int(counts[peer, me])]]
+                for target, row in zip(targets[peer][me].tolist(), sent, strict=True):
+                    expected[target] += row
+            assert torch.equal(got, expected)
 
 
 @given(world_size=st.integers(1, 4), count=st.sampled_from([0, 1, 2, 3, 9, 64]), seed=st.integers(0, 2**32))
@@ -177,17 +183,8 @@ def test_a_sum_that_leaves_int64_names_its_tensor(send, exchange):
         values, rows = torch.full((2, 3), 2**62), torch.tensor([0, 1])
         receive = [column[end.rank] for column in send]
         with pytest.raises(ExactSumError, match="dense gradients"):
-            sums.send_to_owners(
-                None,
-                end,
-                values,
-                rows,
-                send[end.rank],
-                sums.zeros(1, 3),
-                rows * 0,
-                receive,
-                "dense gradients",
-            )
+            part = Sent(values, rows, send[end.rank], sums.zeros(1, 3), rows * 0, receive)
+            sums.send_to_owners(None, end, [part], "dense gradients")
         return True
 
     assert all(on_ranks(len(send), run))

@@ -588,7 +588,7 @@ def _parts(
     """The rows of each feature of a group."""
     if len(ids) == 1:  # the gradient of a split is a copy
         return (rows,)
-    sizes = [len(each) for each in ids]
+    sizes = [each.shape[0] for each in ids]
     if isinstance(rows, ops.IndexedRows):
         return [ops.IndexedRows(rows.values, part) for part in rows.rows.split(sizes)]
     return rows.split(sizes)

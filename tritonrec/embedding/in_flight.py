@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 _thread = threading.local()
 
 
-@contextmanager
-def as_lane() -> Iterator[None]:
+class as_lane:
     """Make this thread a lane inside the block: it may use state that is in flight."""
-    before, _thread.lane = is_lane(), True
-    try:
-        yield
-    finally:
-        _thread.lane = before
+
+    def __enter__(self) -> None:
+        self._before, _thread.lane = is_lane(), True
+
+    def __exit__(self, *error: object) -> None:
+        _thread.lane = self._before
 
 
 def is_lane() -> bool:

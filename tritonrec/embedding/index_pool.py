@@ -55,7 +55,9 @@ class IndexPool:
 
     def release(self, numbers: torch.Tensor) -> None:
         """Free `numbers` (K,) int64, distinct and allocated."""
-        count = self._count + len(numbers)
+        count = self._count + numbers.shape[0]
+        if count == self._count:
+            return
         if count > len(self._free):
             larger = torch.empty(max(count, 2 * len(self._free)), dtype=torch.int64)
             larger[: self._count] = self._free[: self._count]

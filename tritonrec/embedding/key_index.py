@@ -191,14 +191,16 @@ class KeyIndex:
         """Whether `new` more keys need another structure, or more work on the next one."""
         # Two limits: keys (`size`) ask for twice the slots, keys
         # and tombstones (`taken`) for as many slots, cleaned.
-        size, taken = self._size + new, self._size + self._now.tombstones + new
-        if self._idle() and (size > LOAD_FACTOR * self.slots or taken > MAX_OCCUPANCY * self.slots):
+        size, slots, taken = self._size + new, self._now.slots, self._size + self._now.tombstones + new
+        if (size > LOAD_FACTOR * slots or taken > MAX_OCCUPANCY * slots) and self._idle():
             return True
-        return taken > HARD_MAX_OCCUPANCY * self.slots
+        return taken > HARD_MAX_OCCUPANCY * slots
 
     def _make_room(self, new: int, keys: int) -> None:
         """Do the work of a call with `keys` keys, and more where its `new` ones would not fit otherwise."""
-        if self._idle() and self._is_short(new):
+        if self._idle():
+            if not self._is_short(new):
+                return
             self._next = _Structure(self._slots_for(new))
         # Work in proportion to the keys of the call. The loop behind it is for a call that brings more new
         # keys than its own share of the work makes room for.

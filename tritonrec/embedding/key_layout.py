@@ -75,8 +75,8 @@ class KeyLayout:
             for name, each in zip(features, ids, strict=True):
                 self.validate(each, name)
         prefixes = torch.tensor(members, dtype=torch.int64) << self._shift
-        lengths = torch.tensor([len(each) for each in ids], dtype=torch.int64)
-        return together | torch.repeat_interleave(prefixes, lengths, output_size=len(together))
+        lengths = torch.tensor([each.shape[0] for each in ids], dtype=torch.int64)
+        return together | torch.repeat_interleave(prefixes, lengths, output_size=together.shape[0])
 
     def _fit(self, ids: torch.Tensor) -> bool:
         """Whether all fit into a key; without a sign bit an id that is too small is one too large."""

@@ -195,7 +195,7 @@ class RowOptimizer:
         Raises ValueError for shapes that do not fit, and for a schedule's rate that is no rate.
         """
         dim = gradient.shape[1]
-        if rows.shape[1] != self.row_width(dim) or len(gradient) != len(indices):
+        if rows.shape[1] != self.row_width(dim) or gradient.shape[0] != indices.shape[0]:
             raise ValueError(
                 f"{self.name} takes rows (R, {self.row_width(dim)}) and gradient ({len(indices)}, {dim}) for "
                 f"{len(indices)} indices, got {tuple(rows.shape)} and {tuple(gradient.shape)}"

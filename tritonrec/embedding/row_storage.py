@@ -145,15 +145,13 @@ class RowStorage:
 
     def _locate(self, handles: torch.Tensor) -> torch.Tensor:
         """Locations (K,) int64 of the rows of `handles` (K,); -1 for a handle of -1."""
-        if handles.is_cpu and len(handles) and int(handles.min()) < -1:
+        if handles.is_cpu and handles.shape[0] and int(handles.min()) < -1:
             raise IndexError(f"handles are -1 or more, got {int(handles.min())}")
         return handles
 
     def _kernel_chunks(self) -> chunked_rows.Chunks:
-        full = self._full
-        return chunked_rows.Chunks(
-            full.addresses, full.addresses, full.rows, 0, self._chunk_rows, self.dim, self.row_width
-        )
+        full, rows = self._full.addresses, self._full.rows
+        return chunked_rows.Chunks(full, full, rows, 0, self._chunk_rows, self.dim, self.row_width)
 
 
 class TieredStorage(RowStorage):

@@ -82,7 +82,7 @@ class StoredTable:
             else:
                 places = inserted.nonzero().squeeze(1)
                 new, new_keys = handles[places], keys[places]
-            if len(new):
+            if new.shape[0]:
                 try:
                     self._storage.add(new, self._index.end)
                 except BaseException:

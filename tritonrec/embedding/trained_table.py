@@ -146,7 +146,7 @@ class TrainedTable:
             # another key's row. This lookup has moved the buffers on: some of them are free now.
             self._rows.release(self._metadata.record(keys, handles, step))
             present = (handles >= 0).sum()
-            rejected = (len(keys) if count is None else count) - present
+            rejected = (keys.shape[0] if count is None else count) - present
             self._looked_up += torch.stack([present - new, new, rejected])
             result = Lookup(handles, self.in_low_precision(handles))
         self._rows.prefetch(handles)  # without the lock: updates do not wait for a disk
@@ -193,7 +193,7 @@ class TrainedTable:
 
     def initial_rows(self, keys: torch.Tensor) -> torch.Tensor:
         """Initial rows (K, row_width) float32 of `keys` (K,)."""
-        values = torch.zeros(len(keys), self.row_width, dtype=torch.float32, device=keys.device)
+        values = torch.zeros(keys.shape[0], self.row_width, dtype=torch.float32, device=keys.device)
         values[:, : self.dim] = self.layout.initial_rows(self.seed, keys, self.dim, self.scale)
         return values
 
@@ -229,7 +229,7 @@ class TrainedTable:
         self._note_written(None)
         self._check_device("handles", handles)
         self._check_device("values", values)
-        self._check_values(len(handles), values)
+        self._check_values(handles.shape[0], values)
         self.in_flight.written += 1
         with self._updating:
             self._update(handles, values, low_precision=low_precision)
@@ -332,7 +332,7 @@ class TrainedTable:
             self._metadata.add(torch.where(inserted, handles, -1), keys, self._rows.end)
         else:
             new = inserted.nonzero().squeeze(1)
-            if len(new):
+            if new.shape[0]:
                 self._metadata.add(handles[new], keys[new], self._rows.end)
         return handles, inserted.sum()
 

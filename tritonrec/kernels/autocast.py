@@ -87,9 +87,10 @@ def widen(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in LOW else tensor
 
 
-def is_low(tensors: Iterable[torch.Tensor | None]) -> bool:
-    """Whether any of them is of bfloat16 or float16."""
-    found = [each is not None and each.dtype in LOW for each in tensors]  # half the time of a generator
+def is_low(arguments: Sequence[Any], places: Iterable[int]) -> bool:
+    """Whether any of the arguments at these places is of bfloat16 or float16."""
+    # half the time of a generator
+    found = [arguments[at] is not None and arguments[at].dtype in LOW for at in places]
     return any(found)
 
 

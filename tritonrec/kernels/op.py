@@ -58,7 +58,7 @@ from tritonrec.kernels.gradients import current, find_parameters, finish
 from tritonrec.kernels.overlap import check_no_overlap
 
 _annotated = False
-_NO_ANNOTATION = nullcontext()
+_NOTHING = nullcontext()
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def annotated_launches() -> Iterator[None]:
 
 def annotation(name: str) -> AbstractContextManager[Any]:
     """Around a launch: torch's profiler sees it as ``tritonrec::name`` inside of `annotated_launches`."""
-    return torch.profiler.record_function(f"tritonrec::{name}") if _annotated else _NO_ANNOTATION
+    return torch.profiler.record_function(f"tritonrec::{name}") if _annotated else _NOTHING
 
 
 _PLAIN = torch.Tensor, torch.nn.Parameter
@@ -225,9 +225,10 @@ class Op:
         arguments += (None,) * (self._size - len(arguments))
         if torch.compiler.is_compiling():
             return self.registered(*arguments, impl)
-        if self._written:  # told to autograd, as the dispatcher would: backward may have kept an old value
-            given = [arguments[at] for at, _ in self._written]
-            torch.autograd.graph.increment_version([one for one in given if one is not None])
+        # As the dispatcher would, autograd is told: backward may have kept an old value.
+        for at, _ in self._written:
+            if arguments[at] is not None:
+                torch.autograd.graph.increment_version(arguments[at])
         if _annotated:
             with annotation(self.name):
                 return self._run(arguments, impl)
@@ -268,7 +269,7 @@ class Op:
             check_no_overlap(written, {each.name: arguments[at] for at, each in self._read})
         if self._check_memory is not None:
             self._check_memory(arguments)
-        if self._widened and chosen != "triton" and is_low([arguments[at] for at in self._widened]):
+        if self._widened and chosen != "triton" and is_low(arguments, self._widened):
             like = None if self._outputs is None else self._outputs(arguments)
             function = partial(self._implementation(chosen), **self._options)
             return run_widened(function, arguments, like, [at for at, _ in self._written])
@@ -469,7 +470,7 @@ def _again(impl: Impl, gradients: tuple[Any, ...]) -> AbstractContextManager[Any
         return nullcontext()
     device = next((each.device for each in gradients if each is not None), None)
     if device is None or autocast_dtype(device) is None:
-        return use_impl(impl)
+        return _NOTHING if impl == default_impl() else use_impl(impl)
     stack = ExitStack()
     stack.enter_context(use_impl(impl))
     stack.enter_context(without_autocast(device))

@@ -6,7 +6,8 @@ import copy
 import inspect
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -105,14 +106,19 @@ def validate_hooks(model: torch.nn.Module) -> None:
             )
 
 
+@lru_cache  # a trainer looks at each result
+def _needs_closure(step: Callable[..., Any]) -> bool:
+    closure = inspect.signature(step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
 def _validate_optimizer(optimizer: object) -> None:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"the optimizer must be a torch.optim.Optimizer of model.parameters(), got "
             f"{type(optimizer).__name__}"
         )
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    if _needs_closure(getattr(optimizer.step, "__func__", optimizer.step)):
         raise TypeError(
             f"{type(optimizer).__name__}.step needs a closure that computes the loss again, and the trainer "
             "has the gradient of a window once: take an optimizer whose step needs none"

@@ -57,6 +57,8 @@ class RowDist:
 
     def to(self, device: torch.device) -> RowDist:
         """The same plan with its rows on `device`."""
+        if device.type == "cpu":
+            return self
         return RowDist([to_device(rows, device) for rows in self.rows], self.splits, self.in_order)
 
     def of(self, values: torch.Tensor, micro_batch: int) -> torch.Tensor:
@@ -79,6 +81,7 @@ class InputDist:
         keys: (S,) int64 grouped by owner, for the all-to-all of keys.
         last_use: (S,) uint8 beside the keys, the last micro-batch that uses each; None where gradients are
             sent with the micro-batch of their rows.
+        distinct: whether the owner gets no key twice: that of no other rank, and of one micro-batch each.
     """
 
     inverse: list[torch.Tensor]
@@ -86,11 +89,12 @@ class InputDist:
     gradients: RowDist
     keys: torch.Tensor
     last_use: torch.Tensor | None = None
+    distinct: bool = False
 
     @property
     def num_rows(self) -> int:
         """S."""
-        return len(self.keys)
+        return self.keys.shape[0]
 
     @property
     def input_splits(self) -> list[int]:
@@ -111,6 +115,7 @@ class Lookups:
         gradient_rows: stored rows by last use and then by owner, padding behind them; None: in their order.
         sizes: (1 or 2, M, W) int64, rows that owner r sends with micro-batch i; gradients sent likewise,
             where they may leave with another micro-batch than their rows come with.
+        distinct: as there.
     """
 
     inverse: list[torch.Tensor]
@@ -118,6 +123,7 @@ class Lookups:
     last_use: torch.Tensor | None
     gradient_rows: torch.Tensor | None
     sizes: torch.Tensor
+    distinct: bool = False
 
     def input_dist(self, sizes: list[Splits]) -> InputDist:
         """The plan, with `sizes` on the host."""
@@ -129,7 +135,7 @@ class Lookups:
         blocks = list(rows[:size].split([sum(row) for row in gradient_splits]))
         gradients = RowDist(blocks, gradient_splits, in_order)
         last_use = None if self.last_use is None else self.last_use[:size]
-        return InputDist(self.inverse, splits, gradients, self.keys[:size], last_use)
+        return InputDist(self.inverse, splits, gradients, self.keys[:size], last_use, self.distinct)
 
 
 def plan_lookups(
@@ -244,7 +250,8 @@ def plan_lookups_of_one_rank(keys: list[torch.Tensor]) -> Lookups:
     # Rows "come" with the first micro-batch and gradients "leave"
     # with the last: sizes[0] are of rows, [1] of gradients.
     sizes[0, 0] = sizes[1, -1] = len(found.keys)
-    return Lookups(list(found.inverse.split([len(part) for part in keys])), found.keys, None, None, sizes)
+    inverse = list(found.inverse.split([part.shape[0] for part in keys]))
+    return Lookups(inverse, found.keys, None, None, sizes, distinct=True)
 
 
 def plan_output_dist(

@@ -117,7 +117,7 @@ class Executor:
         self._submitted = self._waited = -1  # the last batches
         self._failure: tuple[Task, BaseException] | None = None
         self._interrupt = threading.Event()
-        self._closing = False
+        self._closing = self._stopped = False
         self._queues: dict[str, deque[tuple[Task, Any] | Call[Any]]] = {each: deque() for each in self._wake}
         self._threads = [
             threading.Thread(target=self._run, args=(thread,), name=f"lane {thread}", daemon=True)
@@ -130,7 +130,7 @@ class Executor:
         """Queue all tasks of `batch` (numbered 0, 1, 2, ...); returns at once when there is room."""
         with self._lock:
             self._of_caller.wait_for(
-                lambda: self._stopped() or len(self._left) < self.schedule.batches_in_flight
+                lambda: self._stopped or len(self._left) < self.schedule.batches_in_flight
             )
             self._raise_if_stopped()
             # Into an empty pipeline: a lane's stream has not seen what the caller queued on its own stream.
@@ -161,7 +161,7 @@ class Executor:
             # to give this window its turn (`_has_turn`).
             self._waited = max(self._waited, batch)
             self._turn_may_come()
-            self._of_caller.wait_for(lambda: self._stopped() or batch not in self._left)
+            self._of_caller.wait_for(lambda: self._stopped or batch not in self._left)
             self._raise_if_stopped()
             # Tasks have ended on the host; on a device their events
             # may be open. The lock is free meanwhile: lanes go on.
@@ -192,7 +192,7 @@ class Executor:
         Raises `StageFailedError` where a stage fails first, RuntimeError if the executor is closed.
         """
         with self._lock:
-            self._of_caller.wait_for(lambda: call.done or self._stopped())
+            self._of_caller.wait_for(lambda: call.done or self._stopped)
             if not call.done:
                 self._raise_if_stopped()
         return call.result()
@@ -213,7 +213,7 @@ class Executor:
         Lanes that do not end within `CLOSE_SECONDS`, all together, wait for another rank and are left alone.
         """
         with self._lock:
-            self._closing = True
+            self._closing = self._stopped = True
             self._wake_all()
         self._interrupt.set()
         deadline = time.monotonic() + CLOSE_SECONDS
@@ -302,6 +302,7 @@ class Executor:
         """Stop all lanes."""
         with self._lock:
             self._failure = self._failure or (task, error)
+            self._stopped = True
             self._wake_all()
         self._interrupt.set()
 
@@ -311,8 +312,8 @@ class Executor:
         """
         queue, wake = self._queues[thread], self._wake[thread]
         with self._lock:
-            wake.wait_for(lambda: self._stopped() or queue)
-            if self._stopped():
+            wake.wait_for(lambda: self._stopped or queue)
+            if self._stopped:
                 return None
             work = queue.popleft()
             if isinstance(work, Call):
@@ -321,12 +322,12 @@ class Executor:
             waits_for = self._tasks.waits_for(task)
             # The set is shared with `_finish`, which empties it. Tasks that ended earlier are not in it.
             missing = self._awaited_by[thread] = self._unfinished.intersection(waits_for)
-            wake.wait_for(lambda: self._stopped() or (not missing and self._has_turn(task)))
+            wake.wait_for(lambda: self._stopped or (not missing and self._has_turn(task)))
             lane = self._lane_of[task.stage]
             # Within a lane its stream keeps the order.
             elsewhere = [other for other in waits_for if self._lane_of[other.stage] != lane]
             after = [self._events[other] for other in elsewhere if other in self._events]
-            return None if self._stopped() else (task, context, after)
+            return None if self._stopped else (task, context, after)
 
     def _has_turn(self, task: Task) -> bool:
         turn = self._turns.get(task)
@@ -335,6 +336,3 @@ class Executor:
         # the stages ahead of the next batch come first; who waits for this one submits none meanwhile
         comes_next = not self.schedule.ahead or max(self._submitted - 1, self._waited) >= turn[0]
         return comes_next and turn == min(self._turns.values())
-
-    def _stopped(self) -> bool:
-        return self._closing or self._failure is not None

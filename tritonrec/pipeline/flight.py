@@ -372,11 +372,19 @@ def validate_places(tables: HashTableCollection, device: torch.device) -> None:
             )
 
 
-@contextmanager
-def lane_work(impl: ops.Impl) -> Iterator[None]:
+class lane_work(as_lane):
     """A lane's work: it may use what is in flight, and its ops run on `impl`."""
-    with computes_eagerly(), as_lane(), ops.use_impl(impl):
-        yield
+
+    def __init__(self, impl: ops.Impl) -> None:
+        self._eagerly = computes_eagerly(impl=impl)
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._eagerly.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._eagerly.__exit__()
+        super().__exit__()
 
 
 @contextmanager

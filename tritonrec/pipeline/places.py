@@ -173,6 +173,7 @@ class ReceivedKeys:
         replica_keys: [g] keys that replica g of this shard received, distinct ones where the host knows how
             many they are; [] without replicas.
         replica_last_use: [g] uint8 beside them, if known.
+        distinct: whether no key is there twice (`InputDist`).
     """
 
     splits: Splits
@@ -181,6 +182,7 @@ class ReceivedKeys:
     last_use: torch.Tensor | None
     replica_keys: list[torch.Tensor]
     replica_last_use: list[torch.Tensor]
+    distinct: bool = False
 
 
 @place("batch")
@@ -238,7 +240,7 @@ class OwnedRows:
     @property
     def most_keys(self) -> int:
         """Keys of all tables; with those that only padding makes, where a device knows the number."""
-        return sum(len(table.keys) for table in self.tables)
+        return sum(table.keys.shape[0] for table in self.tables)
 
 
 @place("batch")

@@ -93,19 +93,19 @@ def note_outputs(outputs: Outputs, micro_batch: int, recorded: dict[str, torch.T
 
     Raises ValueError where another one of the batch has other names, shapes of a row or types.
     """
-    outputs[micro_batch] = recorded
     first = micro_batch - micro_batch % count
-    for other in (outputs[i] for i in range(first, first + count) if i in outputs):
-        found, now = (
-            {name: (tuple(each.shape[1:]), each.dtype) for name, each in of.items()}
-            for of in (other, recorded)
-        )
-        for name in found | now:
-            if found.get(name) != now.get(name):
-                raise ValueError(
-                    f"the model records {name} of some micro-batches with {found.get(name)} and of "
-                    f"others with {now.get(name)}: give the same names, row shapes and types for any samples"
-                )
+    # Those before are like each other: one of them is enough.
+    other = next((outputs[i] for i in range(first, first + count) if i in outputs), recorded)
+    outputs[micro_batch] = recorded
+    found, now = (
+        {name: (tuple(each.shape[1:]), each.dtype) for name, each in of.items()} for of in (other, recorded)
+    )
+    for name in found | now:
+        if found.get(name) != now.get(name):
+            raise ValueError(
+                f"the model records {name} of some micro-batches with {found.get(name)} and of "
+                f"others with {now.get(name)}: give the same names, row shapes and types for any samples"
+            )
 
 
 def joined(parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

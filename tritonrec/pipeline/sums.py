@@ -9,8 +9,9 @@ are those of processes on one machine, to which a copy of more bytes costs less 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from ..kernels.compilation import say_once
 from ..kernels.deferred import NONE, first_bad
 from ..kernels.dispatch import on_host
 from ..kernels.padding import report
+from .dist_plan import column_sums
 from .reduce_scatter import ReduceScatter
 from .streams import to_device, to_host
 from .window import LookupCounts, WindowConfig
@@ -30,6 +32,23 @@ from .window import LookupCounts, WindowConfig
 NAME = "embedding gradient"
 LOSS_BITS = 24
 """Fraction bits of the mean loss: losses are larger than gradients, and only shown. 24 bits reach 2**39."""
+
+
+class Sent(NamedTuple):
+    """Sums of a table on their way to their owners.
+
+    values: (N, dim) sums here. rows: (K,) int64, which of them to send, grouped by rank; `input_splits` has
+    how many to each.
+    out: (S, dim) sums to add to. targets: (k,) int64, the row of each received sum, grouped by rank;
+    `output_splits` has how many from each.
+    """
+
+    values: torch.Tensor
+    rows: torch.Tensor
+    input_splits: list[int]
+    out: torch.Tensor
+    targets: torch.Tensor
+    output_splits: list[int]
 
 
 @dataclass
@@ -68,49 +87,44 @@ class Sums:
     def add(self, values: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, name: str) -> None:
         """out[rows[k]] += values[k], of gradients (K, dim) or of sums."""
         config = self.config
-        launch.segment_sum_into(out, values, rows, len(out), config.consistency, config.fraction_bits, name)
+        options = config.consistency, config.fraction_bits, name
+        launch.segment_sum_into(out, values, rows, out.shape[0], *options)
 
     def send_to_owners(
-        self,
-        sent: LookupCounts | None,
-        over: Communicator,
-        values: torch.Tensor,
-        rows: torch.Tensor,
-        input_splits: list[int],
-        out: torch.Tensor,
-        targets: torch.Tensor,
-        output_splits: list[int],
-        name: str = NAME,
+        self, sent: LookupCounts | None, over: Communicator, parts: Sequence[Sent], name: str = NAME
     ) -> None:
-        """Add sums of every rank to those of their owners.
+        """Add sums of every rank to those of their owners: those of several tables in one message.
 
         Args:
-            sent: counts the bytes, if given. over: the ranks.
-            values: (N, dim) sums here. rows: (K,) int64, which of them to send, grouped by rank;
-                `input_splits` has how many to each.
-            out: (S, dim) sums to add to. targets: (k,) int64, the row of each received sum, grouped by rank;
-                `output_splits` has how many from each.
+            sent: counts the bytes, if given. over: the ranks. parts: of each table.
         """
         if not self.packed or over.world_size == 1:
-            gathered = launch.gather_rows(values, rows)
+            gathered = [launch.gather_rows(part.values, part.rows) for part in parts]
             if over.world_size > 1:
-                gathered = counted_all_to_all(sent, over, gathered, input_splits, output_splits)
-            self.add(gathered, targets, out, name)
+                splits = [part.input_splits for part in parts], [part.output_splits for part in parts]
+                gathered = all_to_all_of_tables(sent, over, gathered, *splits)
+            for part, values in zip(parts, gathered, strict=True):
+                self.add(values, part.targets, part.out, name)
             return
         # This rank's own sums go from `values` to `out` directly. Each of the others gets two messages: the
         # width in bytes of each row, then the rows, whose lengths follow from the widths.
-        own, others, send = _apart(rows, input_splits, over.rank)
-        to_own, to_others, receive = _apart(targets, output_splits, over.rank)
-        options = "batch", self.config.fraction_bits, name, None, own
-        launch.segment_sum_into(out, values, to_own, len(out), *options)
-        dim = values.shape[1]
-        widths, packed = launch.pack_rows(values, others)
-        their_widths = counted_all_to_all(sent, over, widths, send, receive)
-        # One wait of the host for both.
-        read = to_host(torch.cat([widths, their_widths])).split([len(widths), len(their_widths)])
-        lengths = (ops.packed_bytes(read[0], send, dim), ops.packed_bytes(read[1], receive, dim))
-        theirs = counted_all_to_all(sent, over, packed, *lengths)
-        launch.add_packed_rows(out, to_others, their_widths, theirs, name, self.config.fraction_bits)
+        planned = []
+        for part in parts:
+            own, others, send = _apart(part.rows, part.input_splits, over.rank)
+            to_own, to_others, receive = _apart(part.targets, part.output_splits, over.rank)
+            options = "batch", self.config.fraction_bits, name, None, own
+            launch.segment_sum_into(part.out, part.values, to_own, len(part.out), *options)
+            planned.append((*launch.pack_rows(part.values, others), send, to_others, receive))
+        widths, packed, sends, targets, receives = zip(*planned, strict=True)
+        their_widths = all_to_all_of_tables(sent, over, widths, sends, receives)
+        # One wait of the host for all.
+        read = to_host(torch.cat([*widths, *their_widths])).split(list(map(len, [*widths, *their_widths])))
+        count, dims = len(parts), [part.values.shape[1] for part in parts]
+        lengths = list(map(ops.packed_bytes, read[:count], sends, dims))
+        their_lengths = list(map(ops.packed_bytes, read[count:], receives, dims))
+        theirs = all_to_all_of_tables(sent, over, packed, lengths, their_lengths)
+        for part, *came in zip(parts, targets, their_widths, theirs, strict=True):
+            launch.add_packed_rows(part.out, *came, name, self.config.fraction_bits)
 
     def all_reduce_mean(
         self,
@@ -142,9 +156,8 @@ class Sums:
         """(size of this rank's part, dim) float32, the sums of all ranks over the normalizer."""
         sums = self.zeros(plan.sizes[over.rank], values.shape[1])
         order, rows = (to_device(each, self.device) for each in (plan.order, plan.rows))
-        self.send_to_owners(
-            sent, over, values, order, plan.input_splits, sums, rows, plan.output_splits, name
-        )
+        part = Sent(values, order, plan.input_splits, sums, rows, plan.output_splits)
+        self.send_to_owners(sent, over, [part], name)
         return self.divide(sums, normalizer)
 
     def mean(self, sums: torch.Tensor, normalizer: int, name: str = NAME) -> torch.Tensor:
@@ -218,6 +231,39 @@ def counted_all_to_all(
         others = sum(input_splits) - input_splits[over.rank]
         sent.row_bytes += others * values[:1].numel() * values.element_size()
     return over.all_to_all(values, input_splits, output_splits, out)
+
+
+def all_to_all_of_tables(
+    sent: LookupCounts | None,
+    over: Communicator,
+    values: Sequence[torch.Tensor],
+    input_splits: Sequence[list[int]],
+    output_splits: Sequence[list[int]],
+    outs: Sequence[torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    """`counted_all_to_all` of several tables' rows (n, ...) of one dtype, as one message to each rank::
+
+        of rank 0: table 0, table 1, ... | of rank 1: table 0, table 1, ... | ...
+
+    One table, or one rank, needs no copies.
+    """
+    if len(values) == 1 or over.world_size == 1:
+        given = [values, input_splits, output_splits, *([] if outs is None else [outs])]
+        return [counted_all_to_all(sent, over, *each) for each in zip(*given, strict=True)]
+    sizes = [math.prod(each.shape[1:]) for each in values]
+    send, receive = (
+        [[rows * size for rows in each] for each, size in zip(splits, sizes, strict=True)]
+        for splits in (input_splits, output_splits)
+    )
+    parts = (each.reshape(-1).split(elements) for each, elements in zip(values, send, strict=True))
+    message = torch.cat([part for of_rank in zip(*parts, strict=True) for part in of_rank])
+    came = counted_all_to_all(sent, over, message, column_sums(send), column_sums(receive))
+    pieces = came.split([elements for of_rank in zip(*receive, strict=True) for elements in of_rank])
+    found = []
+    for number, each in enumerate(values):
+        out = None if outs is None else outs[number].view(-1)
+        found.append(torch.cat(pieces[number :: len(values)], out=out).view(-1, *each.shape[1:]))
+    return found
 
 
 def _apart(rows: torch.Tensor, counts: list[int], rank: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:

@@ -72,7 +72,7 @@ class LookupCounts:
         """Add another's counts to these."""
         own = vars(self)
         for name, value in vars(other).items():
-            if isinstance(value, torch.Tensor) or value:
+            if type(value) is not int or value:
                 own[name] = own[name] + value
 
 

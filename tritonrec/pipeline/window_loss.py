@@ -33,7 +33,7 @@ from ..nn.context import recording
 from .model_call import CallerSettings, Column, Represented, Shown, check_losses, samples_of
 from .precision import unscaled
 from .streams import to_host
-from .sums import Sums, counted_all_to_all
+from .sums import Sent, Sums, counted_all_to_all
 from .window import LookupCounts
 
 NAME = "what the samples show each other"
@@ -246,7 +246,7 @@ def of_candidates(
     # From each rank come the sums for all of this rank's samples, in their order.
     targets = torch.arange(own, dtype=torch.int64, device=out.device).repeat(sum(takers))
     send, receive = gathered.sizes if own else [0] * len(takers), [own * taker for taker in takers]
-    sums.send_to_owners(counts, over, values, gathered.places, send, out, targets, receive, NAME)
+    sums.send_to_owners(counts, over, [Sent(values, gathered.places, send, out, targets, receive)], NAME)
     parts = sums.divide(out, 1).split([each.shape[1] for each in flat], 1) if flat else ()
     return {
         name: part.reshape(own, *total.shape[1:])

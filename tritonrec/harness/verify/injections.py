@@ -160,8 +160,9 @@ def sums_of_four_bytes(program: Program) -> None:
     """Gradient sums are sent as int32 instead of in the bytes they need."""
     send = program.sums.send_to_owners
 
-    def narrow(sent, over, values, *rest) -> None:
-        send(sent, over, values.to(torch.int32).to(torch.int64), *rest)
+    def narrow(sent, over, parts, *rest) -> None:
+        narrowed = [part._replace(values=part.values.to(torch.int32).to(torch.int64)) for part in parts]
+        send(sent, over, narrowed, *rest)
 
     program.sums.send_to_owners = narrow  # type: ignore[method-assign, assignment]
 

@@ -35,7 +35,7 @@ def write_rows(chunks, locations: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def _copy(kernel, chunks, locations, values) -> None:
-    full, low = (table.numpy().view(np.uint64) for table in (chunks.full, chunks.low))
+    full, low = chunks.full.numpy().view(np.uint64), chunks.low.numpy().view(np.uint64)
     kernel(
         full, low, chunks.chunk_rows, chunks.dim, chunks.width, locations.numpy(), values.view(-1).numpy(),
         _WORDS,

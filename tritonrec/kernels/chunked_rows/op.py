@@ -15,6 +15,7 @@ These are functions for `tritonrec.embedding`, no registered ops: torch cannot s
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ LOW = 1 << 30
 """The bit of a location that tells the 16-bit chunks from the float32 ones."""
 
 _MODULES = {"reference": "reference", "cpu": "numba_chunked_rows", "triton": "triton_chunked_rows"}
+_imported: dict[str, Any] = {}
 
 
 class Chunks(NamedTuple):
@@ -65,7 +67,7 @@ def read_rows(
             it is treated like a negative one.
     """
     if out is None:
-        out = torch.empty(len(locations), chunks.width, dtype=torch.float32, device=locations.device)
+        out = torch.empty(locations.shape[0], chunks.width, dtype=torch.float32, device=locations.device)
     _copy("read_rows", chunks, locations, out, "out", impl)
     return out
 
@@ -99,7 +101,7 @@ def _copy(
 ) -> None:
     if locations.dim() != 1 or locations.dtype != torch.int64:
         raise ValueError(f"locations must be (K,) int64, got {tuple(locations.shape)} {locations.dtype}")
-    _check_rows(name_of_rows, rows, (len(locations), chunks.width))
+    _check_rows(name_of_rows, rows, (locations.shape[0], chunks.width))
     module, locations = _module(impl, locations), locations.contiguous()
     if on_host(locations):
         from tritonrec.kernels.chunked_rows.numba_chunked_rows import first_outside
@@ -120,4 +122,8 @@ def _check_rows(name: str, rows: torch.Tensor, shape: tuple[int, ...]) -> None:
 
 def _module(impl: Impl, tensor: torch.Tensor) -> Any:
     """The module of the implementation that runs, imported when it does."""
-    return import_module(f"tritonrec.kernels.chunked_rows.{_MODULES[implementation(impl, tensor)]}")
+    name = f"tritonrec.kernels.chunked_rows.{_MODULES[implementation(impl, tensor)]}"
+    module = _imported.get(name)
+    if module is None or sys.modules.get(name) is not module:  # as `Op` has its modules
+        module = _imported[name] = import_module(name)
+    return module

@@ -57,7 +57,8 @@ def segment_sum_into(
         bad = add_batch_terms(*arguments)
     else:
         bad = add_batch(*arguments, 2.0**fraction_bits, np.float32(2.0 ** (62 - fraction_bits)))
-    report_sum(bad + 1, status, name, values, segments, fraction_bits, source)
+    if bad >= 0:
+        report_sum(bad + 1, status, name, values, segments, fraction_bits, source)
 
 
 segment_sum = into_zeros(segment_sum_into)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -61,6 +62,7 @@ class Scalars(NamedTuple):
     scale: np.float32
 
 
+@lru_cache(maxsize=64)
 def scalars(
     rule: str, lr: float, eps: float, beta1: float, beta2: float, weight_decay: float, step: int
 ) -> Scalars:

@@ -25,6 +25,7 @@ from ..places import (
 from ..relays import plan_relay
 from ..stage import Edge, Read, Update, stage
 from ..streams import to_host
+from ..sums import all_to_all_of_tables
 from ..window import LookupCounts, Window
 
 Ids = Callable[[torch.Tensor], torch.Tensor]
@@ -58,12 +59,12 @@ def route(
     counts.exchanged += sum(table.num_rows for table in tables)
     # Sizes travel with a header (step, stop, loss terms), so the agreement of all ranks costs no message.
     answers, agreed = _agree(context, window, routing, replica_routing, sizes)
-    received = []
-    for pads, table, table_sizes in zip(padded, tables, answers, strict=True):
-        each = _send_keys(table, table_sizes, routing, counts)
-        if context.replicated:
-            each = _share_with_replicas(each, replica_routing, counts, pads)
-        received.append(each)
+    received = _send_keys(tables, answers, routing, counts)
+    if context.replicated:
+        received = [
+            _share_with_replicas(each, replica_routing, counts, pads)
+            for each, pads in zip(received, padded, strict=True)
+        ]
     normalizer = agreed.shard_loss_terms if context.config.average_every else agreed.loss_terms
     return Routes(tables, received, agreed.loss_terms, normalizer, agreed.stop)
 
@@ -97,8 +98,8 @@ def route_over_nodes(
     answers, agreed = _agree(context, window, node, rail, sizes)
     joined = context.groups if context.groups.joined else None
     relays = []
-    for group, pads, table, table_sizes in zip(context.tables.groups, padded, tables, answers, strict=True):
-        near = _send_keys(table, table_sizes, node, counts)
+    near_keys = _send_keys(tables, answers, node, counts)
+    for group, pads, near in zip(context.tables.groups, padded, near_keys, strict=True):
         owners = partial(_of_ids, lambda ids: owner(ids) // ranks, group.layout.ids)
         relays.append(
             plan_relay(
@@ -111,7 +112,7 @@ def route_over_nodes(
     sizes = to_host(torch.stack([plan.lookups.sizes for plan in relays]))  # (tables, 1 or 2, M, H)
     planned = [plan.relay(each) for plan, each in zip(relays, sizes.tolist(), strict=True)]
     answers = _by_table(rail.all_to_all_equal(_by_rank(sizes)), sizes)
-    received = [_send_keys(each.dist, far, rail, counts) for each, far in zip(planned, answers, strict=True)]
+    received = _send_keys([each.dist for each in planned], answers, rail, counts)
     return Routes(tables, received, agreed.loss_terms, agreed.loss_terms, agreed.stop, planned)
 
 
@@ -150,7 +151,7 @@ def _planned(
             to = partial(_of_ids, owners, group.layout.ids)
             first_use = config.exchange.first_use
             plans.append(plan_lookups(list(keys), to, world, _dedup(context), first_use, pads, joined))
-        counts.occurrences += sum(map(len, keys))
+        counts.occurrences += sum(part.shape[0] for part in keys)
     return plans, padded
 
 
@@ -188,20 +189,25 @@ def _by_table(answers: torch.Tensor, sizes: torch.Tensor) -> list[list[Splits]]:
 
 
 def _send_keys(
-    table: InputDist, sizes: list[Splits], routing: Communicator, counts: LookupCounts
-) -> ReceivedKeys:
-    """Send keys, and their last use if it is known, to the owners."""
+    tables: list[InputDist], sizes: list[list[Splits]], routing: Communicator, counts: LookupCounts
+) -> list[ReceivedKeys]:
+    """Send keys, and their last use if it is known, to the owners: those of all tables in one message."""
+    send = [table.input_splits for table in tables]
     # One size where gradients leave with the micro-batch whose rows came, two where they may not.
-    splits, gradient_splits = sizes[0], sizes[-1]
+    receive = [column_sums(each[0]) for each in sizes]
 
-    def send(values: torch.Tensor) -> torch.Tensor:
-        input_splits = table.input_splits
-        counts.key_bytes += values.element_size() * (len(values) - input_splits[routing.rank])
-        return routing.all_to_all(values, input_splits, column_sums(splits))
+    def sent(values: list[torch.Tensor]) -> list[torch.Tensor]:
+        for each, splits in zip(values, send, strict=True):
+            counts.key_bytes += each.element_size() * (each.shape[0] - splits[routing.rank])
+        return all_to_all_of_tables(None, routing, values, send, receive)
 
-    keys = send(table.keys)
-    last_use = None if table.last_use is None else send(table.last_use)
-    return ReceivedKeys(splits, gradient_splits, keys, last_use, [], [])
+    keys = sent([table.keys for table in tables])
+    last_uses = [table.last_use for table in tables if table.last_use is not None]
+    last = sent(last_uses) if last_uses else [None] * len(tables)
+    return [
+        ReceivedKeys(each[0], each[-1], own, use, [], [], table.distinct)
+        for table, each, own, use in zip(tables, sizes, keys, last, strict=True)
+    ]
 
 
 def _share_with_replicas(

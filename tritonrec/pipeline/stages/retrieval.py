@@ -119,9 +119,14 @@ def _retrieve(
     owned, buffer, gradient, kept = [], [], [], []
     reductions: list[ReplicaReductions] = []
     for number, (table, received) in enumerate(zip(storage, routes.received, strict=True)):
-        received, padded = _moved(received, table.device), table.padded
+        if received.keys.device != table.device:
+            received = _moved(received, table.device)
+        keys, padded = received.keys, table.padded
         # The hash table of `every`, if any, finds the kept rows below.
-        own = every = distinct(received.keys, padded, table=before is not None and not context.replicated)
+        if received.distinct:
+            own = every = Distinct(keys, torch.arange(keys.shape[0], device=keys.device), None)
+        else:
+            own = every = distinct(keys, padded, table=before is not None and not context.replicated)
         replica_rows: list[torch.Tensor] = []
         if context.replicated:
             every = distinct(torch.cat(received.replica_keys), padded, table=before is not None)
@@ -140,9 +145,9 @@ def _retrieve(
         else:
             rows = _fetch(context, table, every.keys, found.handles, counts)
         buffer.append(rows)
-        gradient.append(context.sums.zeros(len(own.keys), table.dim))
+        gradient.append(context.sums.zeros(own.keys.shape[0], table.dim))
         counts.lookups += 1
-        counts.received += len(received.keys)
+        counts.received += keys.shape[0]
         sent, gradients = plan_output_dist(
             own.inverse, received.splits, received.last_use, received.gradient_splits
         )
@@ -170,7 +175,7 @@ def _fetch(
     context: Context, table: DynamicTable, keys: torch.Tensor, handles: torch.Tensor, counts: LookupCounts
 ) -> torch.Tensor:
     """The rows of the keys (K,) as a buffer (K, row width); an initial row where a handle is -1."""
-    counts.read += (handles >= 0).sum() if table.padded else len(keys)
+    counts.read += (handles >= 0).sum() if table.padded else keys.shape[0]
     values = table.gather(handles, keys, initial=not (table.padded and table.admits_all))
     return to_device(values, context.device)
 

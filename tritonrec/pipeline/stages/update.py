@@ -180,7 +180,7 @@ def update_rows(
     """
     for group, table, rows, mean in zip(context.tables.groups, owned.tables, buffer, means, strict=True):
         # A buffer has its rows in the order of the keys, so row k of `mean` is for row k of `rows`.
-        indices, count = torch.arange(len(table.keys), device=context.device), table.count
+        indices, count = torch.arange(table.keys.shape[0], device=context.device), table.count
         if not group.table.admits_all:
             admitted = select(table.handles >= 0, padded=count is not None)
             indices, count = to_device(admitted.positions, context.device), admitted.count
@@ -208,4 +208,4 @@ def _write(
         handles, rows = handles[places], launch.gather_rows(rows, to_device(places, rows.device))
         low = None if low is None else low[places]
     table.update(handles, to_host(rows), low)
-    counts.written += len(handles)
+    counts.written += handles.shape[0]

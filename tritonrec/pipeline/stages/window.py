@@ -39,11 +39,11 @@ from ..places import (
     RowGradient,
     WindowLosses,
 )
-from ..precision import DTYPES, rounded_rows, unscaled
+from ..precision import DTYPES, Precision, rounded_rows, unscaled
 from ..results import note_outputs
 from ..stage import Edge, From, Read, Update, UpTo, Write, stage
 from ..streams import to_device
-from ..sums import NAME, counted_all_to_all
+from ..sums import NAME, Sent, all_to_all_of_tables
 from ..window import LookupCounts, Window
 from ..window_loss import WindowLoss, gather, of_candidates
 
@@ -70,18 +70,15 @@ def exchange(
     if context.groups.rows_with[micro_batch] != micro_batch:
         return
     precision = context.config.exchange.precision
-    for number, table in enumerate(routes.tables):
-        sent, slots = owned.tables[number].sent, embeddings[number][table.slots(micro_batch)]
-        # A buffer row is weights, then optimizer state: the weights travel.
-        own = buffer[number][:, : slots.shape[1]]
-        if communication.world_size == 1 and slots.is_cpu and precision == "float32":
-            if not len(slots):
-                continue
-            torch.index_select(own, 0, sent.rows[micro_batch], out=slots)
-            continue
-        # `slots` are contiguous rows of `embeddings`, grouped by rank: what arrives needs no further copy.
-        rows = rounded_rows(launch.gather_rows(own, sent.rows[micro_batch]), precision)
-        _send(counts, communication, rows, sent.splits[micro_batch], table.splits[micro_batch], slots)
+    if communication.world_size == 1 and context.device.type == "cpu" and precision == "float32":
+        for rows, table, own, received in zip(owned.tables, routes.tables, buffer, embeddings, strict=True):
+            slots = received[table.slots(micro_batch)]
+            if slots.shape[0]:
+                # A buffer row is weights, then optimizer state: the weights travel.
+                torch.index_select(own[:, : slots.shape[1]], 0, rows.sent.rows[micro_batch], out=slots)
+        return
+    dists = [table.sent for table in owned.tables]
+    _send(counts, communication, micro_batch, precision, buffer, dists, routes.tables, embeddings)
     counts.embedding_bytes = counts.row_bytes
 
 
@@ -106,17 +103,12 @@ def exchange_over_nodes(
     if context.groups.rows_with[micro_batch] != micro_batch:
         return
     precision = context.config.exchange.precision
-    for number, relay in enumerate(routes.relays):
-        sent, slots = owned.tables[number].sent, relayed[number][relay.dist.slots(micro_batch)]
-        own = buffer[number][:, : slots.shape[1]]
-        rows = rounded_rows(launch.gather_rows(own, sent.rows[micro_batch]), precision)
-        _send(counts, rail, rows, sent.splits[micro_batch], relay.dist.splits[micro_batch], slots)
+    dists, relays = [table.sent for table in owned.tables], [relay.dist for relay in routes.relays]
+    _send(counts, rail, micro_batch, precision, buffer, dists, relays, relayed)
     # Bytes so far went between nodes.
     between = counts.row_bytes
-    for number, (relay, table) in enumerate(zip(routes.relays, routes.tables, strict=True)):
-        slots = embeddings[number][table.slots(micro_batch)]
-        rows = launch.gather_rows(relayed[number], relay.sent.rows[micro_batch])
-        _send(counts, node, rows, relay.sent.splits[micro_batch], table.splits[micro_batch], slots)
+    dists = [relay.sent for relay in routes.relays]
+    _send(counts, node, micro_batch, precision, relayed, dists, routes.tables, embeddings)
     counts.embedding_bytes, counts.node_bytes = counts.row_bytes, counts.row_bytes - between
 
 
@@ -132,13 +124,29 @@ def _received(rows: list[torch.Tensor], context: Context, tables: Sequence[Input
 def _send(
     counts: LookupCounts,
     over: Communicator,
-    rows: torch.Tensor,
-    splits: list[int],
-    receive: list[int],
-    slots: torch.Tensor,
+    micro_batch: int,
+    precision: Precision,
+    tables: Sequence[torch.Tensor],
+    sent: Sequence[RowDist],
+    received: Sequence[InputDist],
+    outs: Sequence[torch.Tensor],
 ) -> None:
-    counted_all_to_all(counts, over, rows, splits, receive, out=slots)
-    counts.rows += sum(splits) - splits[over.rank]
+    """Send the rows of a micro-batch, of all tables in one message.
+
+    Args:
+        tables: (K, dim or more), rows of weights, maybe with state behind them, which does not travel.
+        sent: which of them go where. received: which rows of `outs`, (S, dim) each, they are there.
+    """
+    rows = [
+        rounded_rows(launch.gather_rows(table[:, : out.shape[1]], dist.rows[micro_batch]), precision)
+        for table, out, dist in zip(tables, outs, sent, strict=True)
+    ]
+    splits = [dist.splits[micro_batch] for dist in sent]
+    # Contiguous rows, grouped by rank: what arrives of a single table needs no further copy.
+    slots = [out[dist.slots(micro_batch)] for out, dist in zip(outs, received, strict=True)]
+    receive = [dist.splits[micro_batch] for dist in received]
+    all_to_all_of_tables(counts, over, rows, splits, receive, slots)
+    counts.rows += sum(sum(each) - each[over.rank] for each in splits)
 
 
 @stage(lane="compute", after=(Edge("exchange", "same"), Edge("dense_update", batch=1)), feature="sees_window")
@@ -323,16 +331,15 @@ def gradient_exchange(
     """Send gradient rows to their owners and add them up there."""
     if context.groups.gradients_with[micro_batch] != micro_batch:
         return
-    for number, sums in enumerate(gradients):
-        sent, received = routes.tables[number].gradients, owned.tables[number].gradients
-        if communication.world_size == 1:
-            if not len(received.rows[micro_batch]):
-                continue
-            # One rank owns all rows: the sums are added to where they belong without a message.
-            own = sent.of(sums, micro_batch)
-            context.sums.add(own, received.rows[micro_batch], row_gradient[number], NAME)
-            continue
-        _add(context, counts, communication, sums, sent, row_gradient[number], received, micro_batch)
+    if communication.world_size > 1:
+        sent, received = ([each.gradients for each in tables] for tables in (routes.tables, owned.tables))
+        _add(context, counts, communication, micro_batch, gradients, sent, row_gradient, received)
+        return
+    for table, own, sums, out in zip(routes.tables, owned.tables, gradients, row_gradient, strict=True):
+        places = own.gradients.rows[micro_batch]
+        # One rank owns all rows: the sums are added to where they belong without a message.
+        if places.shape[0]:
+            context.sums.add(table.gradients.of(sums, micro_batch), places, out, NAME)
 
 
 # Sums leave a relay after the last micro-batch of any rank of the node that uses their row.
@@ -355,33 +362,31 @@ def gradient_exchange_over_nodes(
         relay_sums.extend(context.sums.zeros(relay.dist.num_rows, sums.shape[1]) for relay, sums in relays)
     if context.groups.gradients_with[micro_batch] != micro_batch:
         return
-    for number, relay in enumerate(routes.relays):
-        sent = routes.tables[number].gradients
-        _add(context, counts, node, gradients[number], sent, relay_sums[number], relay.gradients, micro_batch)
+    sent, near = [each.gradients for each in routes.tables], [each.gradients for each in routes.relays]
+    _add(context, counts, node, micro_batch, gradients, sent, relay_sums, near)
     counts.node_bytes = counts.row_bytes
-    for number, relay in enumerate(routes.relays):
-        sent, received = relay.dist.gradients, owned.tables[number].gradients
-        _add(context, counts, rail, relay_sums[number], sent, row_gradient[number], received, micro_batch)
+    far, received = [each.dist.gradients for each in routes.relays], [each.gradients for each in owned.tables]
+    _add(context, counts, rail, micro_batch, relay_sums, far, row_gradient, received)
 
 
 def _add(
     context: Context,
     counts: LookupCounts,
     over: Communicator,
-    sums: torch.Tensor,
-    sent: RowDist,
-    out: torch.Tensor,
-    received: RowDist,
     micro_batch: int,
+    sums: Sequence[torch.Tensor],
+    sent: Sequence[RowDist],
+    outs: Sequence[torch.Tensor],
+    received: Sequence[RowDist],
 ) -> None:
     """Send the sums of a micro-batch, and add them to those of the ranks that they are sent to."""
-    splits = sent.splits[micro_batch]
-    context.sums.send_to_owners(
-        counts, over,
-        sums, sent.rows[micro_batch], splits,
-        out, received.rows[micro_batch], received.splits[micro_batch],
-    )  # fmt: skip
-    counts.rows += sum(splits) - splits[over.rank]
+    i = micro_batch
+    parts = [
+        Sent(own, of.rows[i], of.splits[i], out, to.rows[i], to.splits[i])
+        for own, of, out, to in zip(sums, sent, outs, received, strict=True)
+    ]
+    context.sums.send_to_owners(counts, over, parts)
+    counts.rows += sum(sum(part.input_splits) - part.input_splits[over.rank] for part in parts)
 
 
 @stage(lane="replica", after=(Edge("gradient_exchange", "same"),), feature="replicated")

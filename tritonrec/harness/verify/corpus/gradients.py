@@ -105,16 +105,15 @@ def one_of_two_gradients_of_a_key(program: Program) -> None:
     """Without a second dedup behind the all-to-all one rank's gradient of a key covers the other's."""
     send = program.sums.send_to_owners
 
-    def covered(sent, over, values, rows, input_splits, out, targets, output_splits, name=NAME) -> None:
-        if name != NAME:
-            return send(sent, over, values, rows, input_splits, out, targets, output_splits, name)
-        own = sum(output_splits[: over.rank])
-        mine = targets[own : own + output_splits[over.rank]]
-        others = torch.cat([targets[:own], targets[own + len(mine) :]])
-        place = sum(input_splits[: over.rank])
-        sent_here = rows[place : place + len(mine)]
-        values[sent_here[torch.isin(mine, others)]] = 0
-        return send(sent, over, values, rows, input_splits, out, targets, output_splits, name)
+    def covered(sent, over, parts, name=NAME) -> None:
+        for values, rows, input_splits, _out, targets, output_splits in parts if name == NAME else ():
+            own = sum(output_splits[: over.rank])
+            mine = targets[own : own + output_splits[over.rank]]
+            others = torch.cat([targets[:own], targets[own + len(mine) :]])
+            place = sum(input_splits[: over.rank])
+            sent_here = rows[place : place + len(mine)]
+            values[sent_here[torch.isin(mine, others)]] = 0
+        send(sent, over, parts, name)
 
     program.sums.send_to_owners = covered  # type: ignore[method-assign]
 
@@ -135,11 +134,12 @@ def gradient_in_a_buffer_thrown_away(program: Program) -> None:
     """A collective returns the gradient in another buffer than the one that is used: rank 1's is lost."""
     send = program.sums.send_to_owners
 
-    def lost(sent, over, values, *rest) -> None:
-        thrown_away = program.context.rank and rest[-1] != "dense gradients"
-        send(sent, over, torch.zeros_like(values) if thrown_away else values, *rest)
+    def lost(sent, over, parts, name=NAME) -> None:
+        if program.context.rank and name != "dense gradients":
+            parts = [part._replace(values=torch.zeros_like(part.values)) for part in parts]
+        send(sent, over, parts, name)
 
-    program.sums.send_to_owners = lost  # type: ignore[method-assign, assignment]
+    program.sums.send_to_owners = lost  # type: ignore[method-assign]
 
 
 @bug("pytorch/pytorch#17919", case(optimizer="sgd"))
