@@ -1,7 +1,7 @@
 """Promise: consistency "batch" refuses models whose samples see each other, by module; no bit moves."""
 
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
@@ -118,6 +118,26 @@ class FirstMeanInAnObject(FirstMeanInAList):
         return x - self.kept.mean
 
 
+class FirstMeanInNestedContainers(FirstMeanInAList):
+    def __init__(self):
+        super().__init__()
+        self.kept = OrderedDict(of=[{}])
+
+    def forward(self, x):
+        return x - self.kept["of"][0].setdefault("mean", x.detach().mean(0))
+
+
+class FirstMeanInAParameter(tnn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mean = tnn.Parameter(torch.zeros(DIM), requires_grad=False)
+
+    def forward(self, x):
+        if not self.mean.any():
+            self.mean.data.copy_(x.detach().mean(0))
+        return x - self.mean
+
+
 class Running(tnn.Module):
     """Divided by a running size."""
 
@@ -204,6 +224,12 @@ MIXING = {
     "first mean": (part("first", FirstMean), "first", "attribute mean is state"),
     "first mean in a list": (part("first", FirstMeanInAList), "first", "attribute means is state"),
     "first mean in a queue": (part("first", FirstMeanInAQueue), "first", "attribute means is state"),
+    "first mean in nested containers": (
+        part("first", FirstMeanInNestedContainers), "first", "attribute kept is state",
+    ),
+    "first mean in a parameter": (
+        part("first", FirstMeanInAParameter), None, "calls change parameter first.mean",
+    ),
     "first mean in an object": (part("first", FirstMeanInAnObject), "first", "attribute kept is state"),
     "longest": (
         model(body=lambda self, batch, x: 0.2 * x * int(batch.offsets.diff().max())),
@@ -473,6 +499,38 @@ def test_what_calls_keep_is_found_where_it_shows_late():
         for result in training.run(batches(40)):
             last = result.step
     assert last == 31  # the window before the next power of two
+
+
+class EarlierWeights(Model):
+    """Its first call keeps a function of the weights, which a restart would take from later ones."""
+
+    kept = None
+
+    def body(self, batch, x):
+        if self.kept is None:
+            self.kept = self.mix.weight.detach().sum(0)
+        return x * self.kept
+
+
+def test_what_calls_keep_of_earlier_weights_is_found():
+    with (
+        trainer(parts(EarlierWeights, lr=1e-3), "sequential", micro_batches=1) as training,
+        pytest.raises(NotBatchInvariantError, match="attribute kept is state"),
+    ):
+        list(training.run(batches(18)))
+
+
+class OfFour(Model):
+    def body(self, batch, x):
+        return x * 2 if len(x) == 4 else x
+
+
+def test_the_number_of_samples_that_training_computes_together_is_compared():
+    with (
+        trainer(parts(OfFour), "sequential", micro_batches=3) as training,
+        pytest.raises((NotBatchInvariantError, StageFailedError), match="whose loss of sample"),
+    ):
+        list(training.run(batches(1, 12)))
 
 
 def test_an_early_window_is_compared_too():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from dataclasses import is_dataclass
-from operator import is_not
-from types import FunctionType, MethodType
+from functools import cache, cached_property, partial
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..kernels.checksums import checksum
@@ -15,9 +17,21 @@ from ..nn.context import has_global_hooks
 from .diagnosis import Diagnosis
 
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+_HOOKS_OF_MODULES = _OF_EVERY_MODULE - {"_parameters", "_buffers", "_modules"}
 _PLAIN = {bool, int, float, str, type(None)}
-DEPTH, MOST_PARTS, MOST_BITS = 3, 64, 1 << 16
-"""Of values within values, of parts of one, and of elements of buffers, that are noted."""
+_BEHIND = {
+    MethodType: "__self__ __func__", partial: "func keywords", staticmethod: "__func__",
+    classmethod: "__func__", property: "fget", cached_property: "func", CellType: "cell_contents",
+}  # fmt: skip
+"""What leads to other values, and by which names."""
+_CACHE = type(cache(int))
+_CONTAINERS = dict, list, tuple, set, deque
+_OTHERS = {"torch", "tritonrec", "numpy", *sys.stdlib_module_names} - {
+    "types", "collections", "argparse", "_thread",
+}  # fmt: skip
+"""Packages whose objects keep state of their own."""
+DEPTH, MOST_PARTS, MOST_BITS, MOST_VALUES = 3, 64, 1 << 16, 1 << 20
+"""Of values within values, of parts of one, of elements of buffers and of those of arrays, that are noted."""
 
 
 def own_attributes(module: torch.nn.Module) -> dict[str, Any]:
@@ -26,7 +40,10 @@ def own_attributes(module: torch.nn.Module) -> dict[str, Any]:
 
 
 class Attributes:
-    """What modules keep beside parameters and buffers: counters, what a first call caches, lists of results.
+    """What calls may keep beside parameters and buffers: counters, a first call's values, lists of results.
+
+    Containers, arrays and objects are followed `DEPTH` deep: from attributes of modules, their classes and
+    their parameters, and from what functions of these close over or name.
 
     Attributes:
         blamed: the module whose attribute a call has changed.
@@ -34,54 +51,134 @@ class Attributes:
 
     def __init__(self, model: torch.nn.Module):
         self._model = model
-        own = [(path, module, own_attributes(module)) for path, module in model.named_modules()]
         # (module's name, attribute; what holds values; the values)
-        self._kept: list[tuple[str, str, Any, Any]] = [
-            (path, "", vars(module), values) for path, module, values in own
-        ]
-        for path, _, values in own:
-            for name, value in values.items():
-                holds = vars(value) if _is_of_the_caller(value) else value
-                if type(holds) in (dict, list, set, deque):
-                    self._kept.append((path, name, holds, holds.copy()))
+        self._kept: list[tuple[str, str, Any, Any]] = []
+        # by id, with the values, so that no id is given to another one meanwhile
+        self._seen: dict[int, Any] = {id(each): each for each in [*model.parameters(), *model.buffers()]}
+        self._modules = {id(each) for each in model.modules()}
+        for path, module in model.named_modules():
+            self._keep(path, "", module, DEPTH + 1)
+            for value in [*map(vars, module.parameters(recurse=False)), *type(module).__mro__]:
+                self._keep(path, "", value, DEPTH + 1)
         self.blamed: Diagnosis | None = None
+        self._changed: list[tuple[Any, Any, list[Any]]] = []
+
+    def _keep(self, path: str, name: str, value: Any, depth: int) -> None:
+        if type(value) in _PLAIN or id(value) in self._seen or not (depth and _may_change(value)):
+            return
+        if id(value) in self._modules and depth <= DEPTH:  # which has a turn of its own
+            return
+        self._seen[id(value)] = value
+        before = _parts(value)
+        self._kept.append((path, name, value, before))
+        if not isinstance(before, dict) or (isinstance(value, _CONTAINERS) and len(before) > MOST_PARTS):
+            return
+        names = "" if isinstance(value, (type, FunctionType)) else name
+        below = depth if isinstance(value, (tuple, *_BEHIND)) else depth - 1
+        for part, each in before.items():
+            if not isinstance(value, torch.nn.Module) or part not in _HOOKS_OF_MODULES or each:
+                self._keep(path, names or str(part), each, below)
 
     def put_back(self) -> None:
         """As they were; what else has changed inside of them stays."""
-        # Identity and not equality: a call that replaces a value by an equal one has still written.
-        for path, attribute, holds, before in self._kept:
-            if isinstance(holds, dict):
-                for name in [*before, *(holds.keys() - before.keys())]:
-                    if attribute == "" and name in _OF_EVERY_MODULE:
-                        continue
-                    if holds.get(name, self) is not before.get(name, self):
-                        self._note(path, attribute or str(name))
-                        if name in before:
-                            holds[name] = before[name]
-                        else:
-                            holds.pop(name)
-            elif len(holds) != len(before) or any(map(is_not, holds, before)):
-                self._note(path, attribute)
-                if isinstance(holds, list):
-                    holds[:] = before
-                elif isinstance(holds, deque):
-                    holds.clear()
-                    holds.extend(before)
-                else:
-                    holds.symmetric_difference_update(holds ^ before)
+        for path, attribute, value, before in self._kept:
+            now = _parts(value)
+            if isinstance(before, dict):
+                # Identity and not equality: a call that replaces a value by an equal one has still written.
+                changed = [each for each in before | now if now.get(each, self) is not before.get(each, self)]
+            else:
+                changed = [attribute] if _moved(before, now) else []
+            if changed:
+                self.blamed = self.blamed or Diagnosis(
+                    None,
+                    path or type(self._model).__name__,
+                    f"its attribute {attribute or changed[0]} is state that one call leaves to the next; "
+                    "keep none between calls",
+                )
+                self._changed.append((value, before, changed))
+                _set(value, before, changed)
 
-    def _note(self, path: str, name: str) -> None:
-        self.blamed = self.blamed or Diagnosis(
-            None,
-            path or type(self._model).__name__,
-            f"its attribute {name} is state that one call leaves to the next; keep none between calls",
-        )
+    def put_back_changed(self) -> None:
+        """Once more, what calls were seen to change, and nothing that the caller has set since."""
+        for value, before, changed in self._changed:
+            _set(value, before, changed)
 
 
-def _is_of_the_caller(value: Any) -> bool:
-    """Whether a value is an object that keeps attributes, and no module, tensor, class or function."""
-    others = torch.nn.Module, torch.Tensor, type, FunctionType, MethodType
-    return hasattr(value, "__dict__") and not isinstance(value, others)
+def _may_change(value: Any) -> bool:
+    """Whether a value has parts that a call may set. What others than the caller may set, as a loader's, has
+    none: torch, this library and Python keep their own state.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.numel() <= MOST_VALUES and not value.is_inference()
+    if isinstance(value, np.ndarray):
+        return value.size <= MOST_VALUES and not value.dtype.hasobject
+    if isinstance(value, _CONTAINERS):
+        return len(value) <= MOST_VALUES
+    if isinstance(value, (*_BEHIND, _CACHE, torch.nn.Module)):
+        return True
+    owner = value if isinstance(value, (type, FunctionType)) else type(value)
+    return owner.__module__.partition(".")[0] not in _OTHERS and not hasattr(owner, "__next__")
+
+
+def _parts(value: Any) -> Any:
+    """What a value holds, by names; of an array a copy, of a tensor its version too."""
+    if isinstance(value, torch.Tensor):
+        return value._version, value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, dict):
+        return dict(value)
+    if isinstance(value, (list, tuple, deque)):
+        return dict(enumerate(value))
+    if isinstance(value, set):
+        return dict.fromkeys(value)
+    if isinstance(value, _CACHE):
+        return {"calls": value.cache_info().currsize, **vars(value)}
+    if isinstance(value, FunctionType):
+        code, globals_ = value.__code__, value.__globals__
+        found = {name: globals_[name] for name in code.co_names if name in globals_}
+        found |= dict(zip(code.co_freevars, value.__closure__ or (), strict=False))
+        return found | {"__defaults__": value.__defaults__, "__dict__": vars(value)}
+    names = _BEHIND.get(type(value), "").split()
+    for kind in () if names else type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else slots
+    found = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return found | dict(getattr(value, "__dict__", {}))
+
+
+def _moved(before: Any, now: Any) -> bool:
+    """Whether an array has other values, or a tensor was written to."""
+    return before[0] != now[0] if isinstance(before, tuple) else before.tobytes() != now.tobytes()
+
+
+def _set(value: Any, before: Any, changed: list[Any]) -> None:
+    """Give it these parts again."""
+    if isinstance(value, torch.Tensor):
+        with torch.no_grad():
+            value.copy_(before[1])
+    elif isinstance(value, np.ndarray):
+        value[...] = before
+    elif isinstance(value, (list, deque, set)):
+        value.clear()
+        value.update(before) if isinstance(value, set) else value.extend(before.values())
+    elif isinstance(value, _CACHE):
+        value.cache_clear()
+    else:
+        own: Any = value.__globals__ if isinstance(value, FunctionType) else value
+        if not isinstance(own, (dict, type)):
+            own = getattr(own, "__dict__", own)
+        put: Any
+        drop: Any
+        put, drop = (setattr, delattr) if isinstance(own, type) else (object.__setattr__, object.__delattr__)
+        if isinstance(own, dict):
+            put, drop = type(own).__setitem__, type(own).__delitem__
+        now = _parts(value)
+        for name in changed:
+            if name in before:
+                put(own, name, before[name])
+            elif name in now:
+                drop(own, name)
 
 
 def noted(model: torch.nn.Module) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class Guard:
         self.checks = 0
         self._model, self._tables, self._config = model, tables, config
         self._path: Any = None
-        self._keeps = False  # whether calls change attributes of modules
+        self._first: Attributes | None = None  # before any call, where calls change attributes of modules
         self._sizes: set[tuple[int, int]] = set()  # that were compared
         self._company: list[Batch] = []  # of one sample each, of small batches
         self._constant: set[str] = set()  # buffers that calls write, each the same values
@@ -110,7 +110,7 @@ class Guard:
             versions(self._buffers.values()),
         )
         if path != self._path:
-            self._path = path
+            self._path, self._first = path, None
             self._sizes.clear()
 
     @contextmanager
@@ -199,7 +199,7 @@ class Guard:
         number = window.number
         # what calls keep may show late, as a queue does once it is full
         # Powers of two: a model that keeps more and more is looked at again and again, at a falling rate.
-        early = number == EARLY or (self._keeps and number > EARLY and not number & (number - 1))
+        early = number == EARLY or (self._first and number > EARLY and not number & (number - 1))
         if drawn % EVERY and not early:
             return 0
         # One draw for window and micro-batch: the quotient is
@@ -252,9 +252,12 @@ class Guard:
         deferred = DeferredErrors()  # which drops no error
         try:
             with deferred.active():
-                written, keeps = calls.compare(together, generator, deferred.check, most == FEW_SAMPLES)
+                again, first = most == FEW_SAMPLES, self._first
+                written, kept = calls.compare(
+                    together, batch.num_samples, generator, deferred.check, again, first
+                )
                 self._constant |= written
-                self._keeps |= keeps
+                self._first = first or (kept if kept.blamed else None)
         except ArithmeticError:  # a gradient without an exact sum, which training reports by itself
             return
         self._sizes.add(size)
@@ -328,11 +331,21 @@ class _Calls:
     scale_exponent: int
 
     def compare(
-        self, batch: Batch, generator: torch.Generator, check: Callable[[], None], again: bool
-    ) -> tuple[set[str], bool]:
-        """Names of the buffers that calls write, and each the same values; and whether calls change
-        attributes. `check` raises errors put off. A model that is compared `again` is not looked at op by
-        op, which costs as much as a call.
+        self,
+        batch: Batch,
+        trained: int,
+        generator: torch.Generator,
+        check: Callable[[], None],
+        again: bool,
+        first: Attributes | None,
+    ) -> tuple[set[str], Attributes]:
+        """Names of the buffers that calls write, and each the same values; and attributes, as they were.
+
+        Args:
+            trained: samples of the micro-batch. check: raises errors put off.
+            again: nothing is looked at op by op, which costs as much as a call.
+            first: attributes of the first comparison: the second call begins with these, so that what was
+                kept since shows.
 
         Raises `NotBatchInvariantError`, and what the model raises for the whole batch, ArithmeticError for a
         gradient without an exact sum among it.
@@ -342,11 +355,15 @@ class _Calls:
         # the shortest alone: what is padded to the longest shows there
         order = order[batch.features.lengths.sum(0).cpu()[order].argsort(stable=True)]
         # One sample alone, two together and the rest: kernels often differ for one row, for few and for many.
+        # And as many as training computes together, where there are others.
         sizes = [1, count - 1] if count <= FEW_SAMPLES else [1, 2, count - 3]
+        if 2 < trained < sizes[-1]:
+            sizes[-1:] = [trained, sizes[-1] - trained]
         parts = order.split(sizes)
         with self._without_traces() as (buffers, attributes):
             original = batch.select(torch.arange(count, dtype=torch.int64))
             moves = {name: versions([each]) for name, each in self.model.named_buffers()}
+            parameters = {name: each.detach().clone() for name, each in self.model.named_parameters()}
             try:
                 with nullcontext() if again else _Ops() as ops_of_whole:
                     whole = self._outcome([batch])
@@ -356,11 +373,19 @@ class _Calls:
             edited = zip(batch.tensors(), original.tensors(), strict=True)
             if not all(_same_bits(one, other) for one, other in edited):
                 self._refuse("which changes its batch in place: give it a copy", batch)
+            for name, each in self.model.named_parameters():
+                # Bits, since a write to `.data` counts no version.
+                if name in parameters and not _same_bits(each.detach(), parameters[name]):
+                    each.data.copy_(parameters[name])
+                    what = f"whose calls change parameter {name}"
+                    raise NotBatchInvariantError(what, Diagnosis(None, None, ""))
             own = dict(self.model.named_buffers())
             written = {name for name, old in moves.items() if versions([own[name]]) != old}
             if count > 1:  # a sample without others is called twice on end instead
                 self._put_back(buffers)
                 attributes.put_back()
+                if first is not None:
+                    first.put_back_changed()
             # The second call is watched only where the first one
             # called such a function: watching costs as much as a call.
             watch = ops_of_whole is not None and ops_of_whole.by_place
@@ -374,7 +399,7 @@ class _Calls:
                 self._refuse(
                     f"which raises {type(error).__name__} for some samples of a batch ({error})", batch
                 )
-            self._judge(batch, order, whole, cut, attributes.blamed)
+            self._judge(batch, order, whole, cut, (first or attributes).blamed)
             if ops_of_whole is not None and ops_of_cut is not None:
                 self._judge_places(ops_of_whole.by_place, ops_of_cut.by_place)
             for name in buffers:
@@ -383,7 +408,7 @@ class _Calls:
                     raise NotBatchInvariantError(
                         f"whose calls change buffer {name}", blame_buffer(self.model, name)
                     )
-            return written, attributes.blamed is not None
+            return written, attributes
 
     def _judge_places(self, whole: list[Call], cut: list[Call]) -> None:
         found = first_by_place(whole, cut)
