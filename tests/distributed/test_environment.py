@@ -113,21 +113,6 @@ def test_a_process_that_is_told_to_be_alone_hears_of_others(given, message):
         assert rank_here(given).world_size == 1
 
 
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (Here(0, 4), "another process is rank 0 of these 4 too"),
-        (Here(1, 3), "WORLD_SIZE=3 here and 4 at rank 0"),
-    ],
-)
-def test_processes_that_count_each_other_differently_are_refused(other, message):
-    store = dist.HashStore()
-    join._come(store, Here(0, 4))
-    join._come(store, Here(2, 4))
-    with pytest.raises(ValueError, match=message):
-        join._come(store, other)
-
-
 def test_every_launcher_has_variables_of_its_own():
     assert len({each[:3] for each in LAUNCHERS}) == len(LAUNCHERS)
     for launcher in LAUNCHERS:

@@ -10,6 +10,7 @@ import torch
 from speeds import slow_except
 
 from tritonrec import nn, ops
+from tritonrec.nn.padding import _label_against_negatives
 
 LOW = [torch.bfloat16, torch.float16]
 
@@ -26,6 +27,16 @@ def run(layer, x, tokens, bits, call=None):
         out = (call or layer)(x, tokens, fused.SEED)
         out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)))
     return {"out": out.detach(), "dx": x.grad, **accumulator.take()}
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_scores_of_a_binary_loss_stay_float32(dtype):
+    draw = torch.Generator().manual_seed(3)
+    hidden, labels, negatives = (torch.randn(5, *each, 8, generator=draw) for each in ((), (), (3,)))
+    given = hidden, labels, negatives, torch.ones(5, 3, dtype=torch.bool)
+    expected = _label_against_negatives(*given)
+    with mixed(dtype):
+        assert torch.equal(_label_against_negatives(*given), expected)
 
 
 @pytest.mark.parametrize("dtype", LOW)
