@@ -86,6 +86,19 @@ def test_nothing_is_said_where_nothing_grows(monkeypatch):
     assert len(sizes) == STEPS and not said
 
 
+def test_growth_is_measured_anew_where_a_run_has_gone_back(monkeypatch):
+    monkeypatch.setattr(watching, "memory_left", lambda own: Room(1 << 40, 1 << 40, "it"))
+    monkeypatch.setattr(watching, "tables_added", lambda tables, rows: 0)
+    group = SimpleNamespace(table=[])
+    groups = SimpleNamespace(stop=Event(), world_size=1, machines=1)
+    trainer = SimpleNamespace(tables=SimpleNamespace(groups=[group]), communicators=groups)
+    watch = MemoryWatch(trainer, every=0.0)
+    for step, rows in [(1, 10), (2, 20), (3, 30), (2, 20), (3, 25)]:
+        group.table = range(rows)
+        watch.on_step_end(step)
+    assert watch._rates() == [5.0]
+
+
 def test_memory_that_is_gone_at_first_is_an_error(monkeypatch):
     with pytest.raises(
         MemoryError, match=r"0 MiB of the 1\.0 GiB of it are taken before the first step, and 2"

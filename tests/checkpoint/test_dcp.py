@@ -174,6 +174,7 @@ def test_wrong_folders_are_named(tmp_path):
             dcp.load(trainer, tmp_path / "other")
         with pytest.raises(CheckpointError, match="not empty"):
             dcp.save(trainer, tmp_path / "other")
+        assert not any(group.table._snapshots for group in trainer.tables.groups)  # copies rows no more
         with pytest.raises(ValueError, match="format must be"):
             dcp.save(trainer, tmp_path / "new", format="pickle")
         for call in (dcp.save, dcp.load):

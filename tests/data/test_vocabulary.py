@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import nullcontext
 
 import numpy as np
 import pandas as pd
@@ -129,6 +130,21 @@ def test_a_copy_grows_by_itself() -> None:
     for twin in (copy.copy(made), copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
         twin.encode(["zz"], extend=True)
         assert made.encode(["zz"], unknown=-1).tolist() == [-1] and len(twin) == len(made) + 1
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["a", "bc", "d"], ""),
+        (["a", "bc"], ""),
+        (["a"], "id 1 is 'bc' there and is none here"),
+        (["a", "bd", "e"], "id 1 is 'bc' there and is 'bd' here"),
+        (["ab", "c"], "id 0 is 'a' there and is 'ab' here"),
+    ],
+)
+def test_a_word_with_another_id_than_before_is_named(words: list[str], error: str) -> None:
+    with pytest.raises(ValueError, match=error) if error else nullcontext():
+        Vocabulary(words).check_extends(Vocabulary(["a", "bc"]))
 
 
 def test_a_file_and_a_state_keep_it(tmp_path) -> None:

@@ -359,6 +359,9 @@ def test_a_monitored_barrier_ends_where_a_rank_stalls_fails_or_takes_too_long(st
     there.fail(OSError("full"))
     with pytest.raises(RankDiedError, match="rank 1 has failed: OSError: full"):
         here.monitored_barrier("c", [0, 1], timedelta(seconds=60))
+    here._lost = "rank 1 has ended"  # as a collective has named it
+    with pytest.raises(RankDiedError, match=r"^rank 1 has ended$"):
+        here.monitored_barrier("d", [0, 1], timedelta(seconds=60))
 
 
 def test_failures_that_follow_from_another_come_after_it(store):

@@ -192,12 +192,24 @@ def test_an_access_outside_of_shared_memory():
     run(body.format(60), [zeros(1)], shared=64)
 
 
-@pytest.mark.parametrize("text", ["ld.global.v2.b32 {%r1, %r2}, [%rd0+4]", "ld.shared.b64 %rd60, [%r3]"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ld.global.v2.b32 {%r1, %r2}, [%rd0+4]",
+        "st.global.b64 [%rd0+4], %rd60",
+        "atom.global.relaxed.gpu.add.u64 %rd60, [%rd0+4], %rd60",
+        "cp.async.ca.shared.global [%r4], [%rd0+4], 8",
+        "ld.shared.b64 %rd60, [%r3]",
+        "st.shared.b64 [%r3], %rd60",
+        "atom.shared.add.u64 %rd60, [%r3], %rd60",
+        "cp.async.ca.shared.global [%r3], [%rd0], 8",
+    ],
+)
 def test_a_misaligned_access(text):
-    body = f"\tmov.b32 %r3, 4;\n\t{text};\n"
+    body = f"\tmov.b32 %r3, 4;\n\tmov.b32 %r4, 0;\n\tmov.b64 %rd60, 0;\n\t{text};\n"
     with pytest.raises(MisalignedError, match="access of 8 bytes"):
         run(body, [zeros(8)], shared=64)
-    written = "\tmov.b32 %r3, 0;\n\tmov.b64 %rd60, 0;\n\tst.shared.b64 [%r3], %rd60;\n"
+    written = "\tmov.b32 %r3, 0;\n\tmov.b32 %r4, 8;\n\tmov.b64 %rd60, 0;\n\tst.shared.b64 [%r3], %rd60;\n"
     run(f"{written}\t{text.replace('+4', '+8')};\n", [zeros(8)], shared=64)
 
 

@@ -354,6 +354,12 @@ def test_the_schedule_of_a_case_is_checked_unless_a_fault_changes_it(job, monkey
     assert raised.value.args[0] is (schedule is None)
 
 
+@pytest.mark.parametrize("injected", [Injection(), Injection(alone=True)])
+def test_a_clean_case_runs_under_the_guard(job, injected):
+    with run_case.prepared(Communicators.local(), job, PLAIN, injected=injected) as (trainer, _):
+        assert trainer.guard.active is (injected == Injection())
+
+
 # --- a fault
 
 

@@ -110,8 +110,11 @@ def test_changes_saved_beside_training_add_up_to_the_state(pool, job, tmp_path):
 def test_an_update_cannot_be_resumed_in_its_middle(job, tmp_path):
     run = Run(job, "nestpipe", WindowConfig(2), steps=3, checkpoint=str(tmp_path))
     train(Communicators.local(), run, quiet=True)
+    late = replace(run, window=WindowConfig(2, accumulate=2), steps=4, resume=True)
     with pytest.raises(ValueError, match="accumulate 1 in the checkpoint, 2 now"):
-        train(Communicators.local(), replace(run, window=WindowConfig(2, accumulate=2), steps=4, resume=True))
+        train(Communicators.local(), late)
+    with pytest.raises(ValueError, match="is at step 3, inside an update of 2 batches"):
+        train(Communicators.local(), replace(late, changed=("accumulate",)))
 
 
 def test_grm_trains_alike_merged_or_not_at_any_world_size(pool, job, tmp_path):

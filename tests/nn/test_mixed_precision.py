@@ -10,6 +10,8 @@ import torch
 from speeds import slow_except
 
 from tritonrec import nn, ops
+from tritonrec.kernels.autocast import autocast
+from tritonrec.nn.padding import _label_against_negatives
 
 LOW = [torch.bfloat16, torch.float16]
 
@@ -26,6 +28,25 @@ def run(layer, x, tokens, bits, call=None):
         out = (call or layer)(x, tokens, fused.SEED)
         out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)))
     return {"out": out.detach(), "dx": x.grad, **accumulator.take()}
+
+
+def test_a_weight_that_changes_is_cast_again():
+    weight = torch.randn(3, 4, requires_grad=True)
+    with autocast("bf16", weight.device):
+        before = torch.nn.functional.linear(torch.ones(1, 4), weight)
+        with torch.no_grad():
+            weight += 1
+        assert not torch.equal(torch.nn.functional.linear(torch.ones(1, 4), weight), before)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_scores_of_a_binary_loss_stay_float32(dtype):
+    draw = torch.Generator().manual_seed(3)
+    hidden, labels, negatives = (torch.randn(5, *each, 8, generator=draw) for each in ((), (), (3,)))
+    given = hidden, labels, negatives, torch.ones(5, 3, dtype=torch.bool)
+    expected = _label_against_negatives(*given)
+    with mixed(dtype):
+        assert torch.equal(_label_against_negatives(*given), expected)
 
 
 @pytest.mark.parametrize("dtype", LOW)

@@ -36,6 +36,12 @@ def change_state(model, tables, optimizer):
     return model, tables, optimizer
 
 
+def reorder(model, tables, optimizer):
+    first = next(iter(model._modules))
+    model._modules[first] = model._modules.pop(first)
+    return model, tables, optimizer
+
+
 def freeze(model, tables, optimizer):
     model.layers[0].output.weight.requires_grad_(False)
     return model, tables, optimizer
@@ -111,6 +117,7 @@ DIFFERENCES = {
     "values": (
         {"parts": change_values}, "parameter layers.0.output.weight=", "parameter layers.0.output.weight="
     ),
+    "order of parameters": ({"parts": reorder}, "=number 0, ", "=number 0, "),
     "optimizer state": (
         {"parts": change_state},
         "optimizer state layers.0.output.weight/step=",

@@ -87,6 +87,18 @@ def test_after_an_error_the_model_is_given_back_with_its_gradients(mode, consist
     assert_trains_by_itself(made[0])
 
 
+def test_a_run_that_fails_as_ranks_are_compared_leaves_the_model_to_the_caller():
+    def begin(single):
+        raise MemoryError("of a digest")
+
+    made = parts()
+    with trainer(made, "nestpipe") as training:
+        training._pending.agreement = SimpleNamespace(begin=begin, end=lambda: None)
+        with pytest.raises(MemoryError, match="of a digest"):
+            list(training.run(batches(3)))
+        assert_trains_by_itself(made[0])
+
+
 @pytest.mark.parametrize(("mode", "consistency"), EVERY)
 def test_between_runs_a_step_of_torch_is_one_of_the_steps(mode, consistency):
     def run(made, kind):

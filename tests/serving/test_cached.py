@@ -430,6 +430,11 @@ def test_histories_that_another_export_cannot_go_on_with(made, tmp_path):
     want = made(False).full[0].scores([1, 2])
     assert torch.equal(cached.scores(["u"]), want)
     cached.forget("u")
+    cached.append("w", [1])
+    cached.append("w", [2], [6])  # the first event has no time still
+    with pytest.raises(ValueError, match="user 'w' has events without timestamps"):
+        cached.reload(made(True).paths[0], made(True).model())
+    cached.forget("w")
     cached.append("v", [1, 2], [5, 6])
     cached.reload(made(True).paths[0], made(True).model())
     assert torch.equal(cached.scores(["v"]), made(True).full[0].scores([1, 2], timestamps=[5, 6]))

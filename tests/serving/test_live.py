@@ -159,6 +159,13 @@ def test_a_delta_that_fails_half_way_leaves_nothing_behind(copied):
     assert torch.equal(follower.predictor.tables["item"].weights, states[2][0]["item"][1])
 
 
+def test_a_digest_has_names_dtypes_shapes_and_bits():
+    zeros = torch.zeros(2, 3, dtype=torch.int32)
+    others = [zeros.view(3, 2), zeros.view(torch.float32), zeros + 1]
+    values = [{"a": zeros}, {"b": zeros}, *({"a": each} for each in others)]
+    assert len({digest_of(each) for each in values}) == len(values)
+
+
 @pytest.mark.parametrize("writer", ["another", None])
 def test_parts_of_two_writers_are_no_delta(copied, writer):
     folder, states = copied

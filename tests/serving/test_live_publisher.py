@@ -27,6 +27,7 @@ from live_parts import (
     traced_once,  # noqa: F401, a fixture of this module
     until,
 )
+from power_cut import Disk
 
 from tritonrec import Communicators
 from tritonrec.data import Vocabulary
@@ -248,6 +249,19 @@ def test_publications_by_time_and_another_model_in_the_same_place(tmp_path):
     with pytest.raises(OtherRunError, match="another model"):
         opened(other, tmp_path / "sink")
     other.close()
+
+
+def test_a_power_cut_leaves_no_snapshot_without_its_files(tmp_path, monkeypatch):
+    sink = DirectorySink(tmp_path / "sink")
+    disk = Disk(monkeypatch, tmp_path, lambda path: path.name == "live.json")
+    (tmp_path / "file").write_bytes(b"rows")
+    for number in (1, 2):
+        sink.put_file(number, "item", tmp_path / "file")
+        sink.put(0, number, b"delta")
+        sink.put_document(number, "{}")
+        assert not disk.named and disk.commits == number
+    sink.prune(1, 2)
+    assert sink.snapshots() == [2]
 
 
 class Flaky(DirectorySink):

@@ -75,12 +75,13 @@ def partial_of(directory: Place, name: str) -> Iterator[Path]:
 
 
 def publish(partial: Path, path: Place) -> None:
-    """Flush `partial` to the disk and rename it to `path`; flush the directory for the name itself."""
+    """Flush `partial` to the disk and rename it to `path`, whose name is on the disk then, too."""
     if isinstance(path, RemotePath):
         path.upload(partial)
         return
     flush(partial)
     os.replace(partial, path)
+    flush(path.parent)
 
 
 def flush(path: Place) -> None:

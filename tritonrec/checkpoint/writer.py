@@ -449,5 +449,4 @@ def _publish_manifest(directory: Place, step: int, body: Mapping[str, Any]) -> s
     with files.partial_of(directory, path.name) as partial:
         partial.write_text(text)
         files.publish(partial, path)
-    files.flush(directory)
     return sealed["manifest_sha256"]

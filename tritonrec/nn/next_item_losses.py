@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..kernels.autocast import autocast_dtype
 from ..kernels.dispatch import implementation, is_compiling
 from ..kernels.gradients import current
 from ..kernels.op import annotation
@@ -110,8 +109,7 @@ def losses_by_sample(
         valid: (L, K) bool, as of `ops.sampled_softmax`. offsets: (B + 1,).
     """
     tokens, negatives = valid.shape
-    plain = _in_trainer() and temperature > 0 and autocast_dtype(hidden.device) is None
-    if plain and implementation("auto", hidden) == "cpu":
+    if _in_trainer() and temperature > 0 and implementation("auto", hidden) == "cpu":
         bound = cpu_by_sample.bind(hidden, items, valid, offsets, 1 / temperature)
         if bound is not None:
             return _Losses.apply(bound, tokens, hidden, items)

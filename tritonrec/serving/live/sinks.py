@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
-from ...checkpoint.files import names_in, partial_of, publish
+from ...checkpoint.files import flush, names_in, partial_of, publish
 from ...files import check_writable
 from ...files.places import Place, RemotePath, place_of
 from ...optional import require
@@ -169,6 +169,7 @@ class DirectorySink:
                 if match and int(match[1]) < before:
                     folder = self._folder(int(match[1]))
                     (folder / DOCUMENT).unlink(missing_ok=True)  # first: it is none from here on
+                    flush(folder)  # or a power cut could bring back the document without its files
                     for name in names_in(folder):
                         (folder / name).unlink(missing_ok=True)
                     folder.rmdir()
