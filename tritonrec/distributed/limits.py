@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 READ_TIMEOUT = 2.0
 """Seconds for a store to answer where nothing depends on it; its process may be the one that stalled."""
 
-LATE = 3.0
+LATE = 0.5
 """Seconds beyond a timeout for what has that timeout itself, and fails by it with a better message."""
 
 
