@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -114,6 +115,16 @@ def test_rank_0_is_named_at_any_place_though_it_serves_the_store(tmp_path, where
     if where.startswith("a"):  # which begins before the place, so that the time is that of the wait
         assert _seconds < 2 * TIMEOUT + 5
     assert "rank 0 has not " in message and ("s ago" in message or "never seen" in message)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["init_process_group", "new_group"])
+@pytest.mark.parametrize(("victim", "agent"), [(0, False), (1, False), (1, True)])
+def test_a_rank_that_stops_while_ranks_join_is_named(tmp_path, place, victim, agent):
+    with Ranks(tmp_path, f"join {place}", victim, agent) as ranks:
+        seconds, message = ranks.ending_of(1 - victim)
+    assert seconds < BOUND
+    assert re.search(rf"rank {victim} (has not reached stage|did not answer)", message), message
 
 
 def stop_process(number):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -83,35 +83,32 @@ def join_environment(timeout: timedelta) -> Watch:
     def come() -> tuple[dist.Store, Watch]:
         at = (LOOPBACK if address == "localhost" else address) if local else None
         serves = here.rank == 0 and not by_agent
-        store = serve_store(at, port, timeout, address) if serves else connect()
-        if not by_agent:
-            _come(store, here)
-        # A connection of its own, since another thread may wait for an answer. An agent's store outlives its
-        # workers, and the groups that they make one after another.
-        place = f"tritonrec {os.environ.get('TORCHELASTIC_RESTART_COUNT')} {next(_JOINS)}"
-        reports = dist.PrefixStore(place, connect())
+        # An agent's store outlives its workers, and the groups that they make one after another.
+        name = f"tritonrec {os.environ.get('TORCHELASTIC_RESTART_COUNT')} {next(_JOINS)}"
+        store = dist.PrefixStore(name, serve_store(at, port, timeout, address) if serves else connect())
+        _come(store, here)
+        # Reports have a connection of their own: the other one may wait for an answer.
+        reports = dist.PrefixStore(name, connect())
         return store, Watch(reports, here.rank, here.world_size, timeout, server=None if by_agent else 0)
 
     started = {"SLURM": " (a script of sbatch starts its ranks with srun)"}.get(here.launcher, "")
-    place = f"at {address}:{port}"
+    place = f"at {address}:{port}{started}"
     try:
         store, watch = within(timeout + timedelta(seconds=LATE), come)
     except (dist.DistError, TimeoutError) as error:
-        server = "torchrun's agent" if by_agent else "rank 0"
+        server = "the agent of torchrun" if by_agent else "rank 0"
         raise RankDiedError(
             f"rank {here.rank} of {here.world_size}: {server} did not answer {place} within "
-            f"{timeout.total_seconds():g} s{started}: {error}"
+            f"{timeout.total_seconds():g} s: {error}"
         ) from error
-    mine: dict[str, Any] = (
-        {} if by_agent else {"store": store, "rank": here.rank, "world_size": here.world_size}
-    )
-    try:
-        made_within(
-            timeout,
-            lambda: dist.init_process_group("gloo", timeout=timeout, **mine),
-            watch,
-            f"joined {place}{started}",
+
+    def join() -> None:
+        dist.init_process_group(
+            "gloo", store=store, rank=here.rank, world_size=here.world_size, timeout=timeout
         )
+
+    try:
+        made_within(timeout, join, watch, f"joining {place}")
     except BaseException:
         watch.close()
         raise
@@ -131,14 +128,11 @@ def _come(store: dist.Store, here: Here) -> None:
 
 
 def made_within(
-    timeout: timedelta, make: Callable[[], Result], watch: Watch, made: str = "made their groups"
+    timeout: timedelta, make: Callable[[], Result], watch: Watch, stage: str = "making of groups"
 ) -> Result:
-    """``make()``, a rendezvous; `RankDiedError` that names the rank which does not come, or gives no answer.
-
-    `made` says in its message what ranks have done then.
-    """
+    """``make()``, a rendezvous; `RankDiedError` names the rank that does not come, or gives no answer."""
     began, number = time.monotonic(), watch.begin_call("rendezvous")
-    with watch.doing("rendezvous"):
+    with watch.doing(stage):
         try:
             return within(timeout + timedelta(seconds=LATE), make)
         except (RuntimeError, TimeoutError) as error:
@@ -146,7 +140,4 @@ def made_within(
             if isinstance(error, RankDiedError) or not of_peer:
                 raise
             waited, ranks = time.monotonic() - began, range(watch.world_size)
-            raise RankDiedError(
-                f"not all of the {watch.world_size} ranks {made} within {timeout.total_seconds():g} s: "
-                f"{watch.explain('rendezvous', number, ranks, waited, error)}"
-            ) from error
+            raise watch.explain("rendezvous", number, ranks, waited, error) from error
