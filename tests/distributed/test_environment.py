@@ -189,7 +189,7 @@ def test_a_port_in_use_is_said_before_any_wait(alone):
     ("other", "message"),
     [
         (Here(1, 2), "another process is rank 1 of these 2 too"),
-        (Here(2, 3), "WORLD_SIZE=3 here and 2 at rank 0"),
+        (Here(2, 3), "WORLD_SIZE=3 here and 2 at another rank"),
     ],
 )
 def test_processes_that_do_not_fit_together_are_told_when_they_come(other, message):

@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 from stalling import work
 
-from tritonrec.distributed import Communicator, Communicators, RankDiedError, RankPool, Watch
+from tritonrec.distributed import Communicator, Communicators, RankDiedError, RankPool, Watch, limits
 from tritonrec.distributed.fork_server import start_process
 from tritonrec.distributed.groups import _watch_from_environment
 from tritonrec.distributed.rank_process import start_store
@@ -471,3 +471,18 @@ def test_reports_end_with_the_store(store):
     with watch._close_if_store_is_gone():
         raise RuntimeError("the store has ended")
     assert watch._closed.is_set()
+
+
+def test_ranks_of_an_agent_name_the_one_that_never_came(store):
+    watch = Watch(store, 0, 2, timedelta(seconds=0.2), server=None)
+    error = watch.explain("rendezvous", 1, [0, 1], 0.2, RuntimeError("Timed out"))
+    assert str(error).startswith("rank 1 has not reached") and str(error).endswith(": it was never seen")
+    watch.close()
+
+
+def test_a_call_that_was_given_up_ends_before_the_interpreter_does():
+    ended = threading.Event()
+    with pytest.raises(TimeoutError):
+        limits.within(0.01, lambda: time.sleep(0.2) or ended.set())
+    limits.join_left()
+    assert ended.is_set() and limits.within(5, lambda: 3) == 3

@@ -121,10 +121,12 @@ def _come(store: dist.Store, here: Here) -> None:
         raise ValueError(
             f"another process is rank {here.rank} of these {here.world_size} too: give each one its own RANK"
         )
-    if here.rank == 0:
-        store.set("ranks", str(here.world_size))
-    elif (ranks := int(store.get("ranks"))) != here.world_size:
-        raise ValueError(f"WORLD_SIZE={here.world_size} here and {ranks} at rank 0: give every rank the same")
+    # Of the rank that came first: nobody waits here for another one.
+    ranks = int(store.compare_set("ranks", "", str(here.world_size)))
+    if ranks != here.world_size:
+        raise ValueError(
+            f"WORLD_SIZE={here.world_size} here and {ranks} at another rank: give every rank the same"
+        )
 
 
 def made_within(

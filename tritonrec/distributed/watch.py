@@ -245,7 +245,7 @@ class Watch:
             for rank in others
             if rank not in after or rank not in before or after[rank].number == before[rank].number
         ]
-        if not after and self.rank != self._server:
+        if self._silent_store and self.rank != self._server:
             self._lost = self._describe_server(waited, group, number)
             return RankDiedError(self._lost)
         # Of the ranks that report: those that have begun fewer
@@ -329,9 +329,9 @@ class Watch:
             return {}
         try:
             return within(READ_TIMEOUT, lambda: read_reports(store, ranks))
-        except TimeoutError:
+        except (RuntimeError, TimeoutError):  # it has ended, or stands still
             self._silent_store = True
-        except (RuntimeError, TypeError):  # the store has ended, or a rank is of another version
+        except TypeError:  # a rank is of another version
             pass
         return {}
 
