@@ -8,6 +8,8 @@ import sys
 import time
 from datetime import timedelta
 
+import torch.distributed as dist
+
 from tritonrec.checkpoint import writer
 from tritonrec.distributed import Watch, from_environment
 from tritonrec.harness.job import Job
@@ -93,10 +95,25 @@ def work(communicators, where, victim, checkpoint, steps=1000):
     return train(communicators, run, quiet=True)["step"]
 
 
+def stop_when_joining(place):
+    """SIGSTOP this process before ``dist.PLACE`` joins it with the others."""
+    join = getattr(dist, place)
+
+    def stop(*arguments, **options):
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return join(*arguments, **options)
+
+    setattr(dist, place, stop)
+
+
 def main(where: str, victim: str, timeout: str, checkpoint: str) -> None:
+    if where.startswith("join"):
+        print(f"begun {time.time()}", flush=True)
+        if os.environ["RANK"] == victim:
+            stop_when_joining(where.partition(" ")[2])
     try:
         with from_environment(timedelta(seconds=float(timeout))) as communicators:
-            if not where.startswith("a"):
+            if not where.startswith(("a", "join")):
                 print(f"begun {time.time()}", flush=True)
             work(communicators, where, int(victim), checkpoint)
     except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 import torch.distributed as dist
 from stalling import work
 
-from tritonrec.distributed import Communicator, Communicators, RankDiedError, RankPool, Watch
+from tritonrec.distributed import Communicator, Communicators, RankDiedError, RankPool, Watch, limits
 from tritonrec.distributed.fork_server import start_process
 from tritonrec.distributed.groups import _watch_from_environment
 from tritonrec.distributed.rank_process import start_store
@@ -114,6 +115,16 @@ def test_rank_0_is_named_at_any_place_though_it_serves_the_store(tmp_path, where
     if where.startswith("a"):  # which begins before the place, so that the time is that of the wait
         assert _seconds < 2 * TIMEOUT + 5
     assert "rank 0 has not " in message and ("s ago" in message or "never seen" in message)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["init_process_group", "new_group"])
+@pytest.mark.parametrize(("victim", "agent"), [(0, False), (1, False), (1, True)])
+def test_a_rank_that_stops_while_ranks_join_is_named(tmp_path, place, victim, agent):
+    with Ranks(tmp_path, f"join {place}", victim, agent) as ranks:
+        seconds, message = ranks.ending_of(1 - victim)
+    assert seconds < BOUND
+    assert re.search(rf"rank {victim} (has not reached stage|did not answer)", message), message
 
 
 def stop_process(number):
@@ -463,3 +474,18 @@ def test_reports_end_with_the_store(store):
     with watch._close_if_store_is_gone():
         raise RuntimeError("the store has ended")
     assert watch._closed.is_set()
+
+
+def test_ranks_of_an_agent_name_the_one_that_never_came(store):
+    watch = Watch(store, 0, 2, timedelta(seconds=0.2), server=None)
+    error = watch.explain("rendezvous", 1, [0, 1], 0.2, RuntimeError("Timed out"))
+    assert str(error).startswith("rank 1 has not reached") and str(error).endswith(": it was never seen")
+    watch.close()
+
+
+def test_a_call_that_was_given_up_ends_before_the_interpreter_does():
+    ended = threading.Event()
+    with pytest.raises(TimeoutError):
+        limits.within(0.01, lambda: time.sleep(0.2) or ended.set())
+    limits.join_left()
+    assert ended.is_set() and limits.within(5, lambda: 3) == 3

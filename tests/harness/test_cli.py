@@ -10,6 +10,7 @@ import time
 import pytest
 from typer.testing import CliRunner
 
+from tritonrec.distributed.signals import STOP_SIGNALS
 from tritonrec.harness import cli
 from tritonrec.harness.cli import app
 
@@ -191,7 +192,7 @@ def test_a_signal_ends_a_command_as_an_error_does(monkeypatch, number, status):
             ended.append(number)
 
     monkeypatch.setattr(cli, "app", command)
-    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
+    before = {each: signal.getsignal(each) for each in STOP_SIGNALS}
     try:
         signal.signal(number, signal.SIG_DFL)
         with pytest.raises(SystemExit) as caught:
@@ -203,3 +204,27 @@ def test_a_signal_ends_a_command_as_an_error_does(monkeypatch, number, status):
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_an_interrupt_that_becomes_an_error_is_one_line(interrupted, monkeypatch, capsys):
+    """Modules in C make an ImportError of it."""
+
+    def command():
+        if interrupted:
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        raise ImportError("half imported")
+
+    monkeypatch.setattr(cli, "app", command)
+    before = {each: signal.getsignal(each) for each in STOP_SIGNALS}
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with pytest.raises(SystemExit if interrupted else ImportError) as ended:
+            cli.main()
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    if interrupted:
+        assert ended.value.code == 130
+        assert capsys.readouterr().err == "interrupted: ImportError: half imported\n"

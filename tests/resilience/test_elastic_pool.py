@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tritonrec.distributed import RankDiedError, RankPool
+from tritonrec.distributed import RankDiedError, RankPool, Watch
 from tritonrec.distributed.join import made_within
 from tritonrec.distributed.limits import within
 from tritonrec.distributed.stores import serve_store
@@ -263,10 +263,18 @@ def test_groups_that_are_not_made_in_time_are_the_loss_of_a_rank(kind):
     def fails():
         raise kind
 
-    with pytest.raises(RankDiedError, match="not all ranks made their groups within 5 s"):
-        made_within(timedelta(seconds=5), fails)
+    store, limit = dist.HashStore(), timedelta(seconds=0.4)
+    watch, stopped = Watch(store, 0, 2, limit), Watch(store, 1, 2, limit)
+    stopped.begin_call("rendezvous")
+    with stopped.doing("making of groups"):
+        stopped._report()
+    stopped.close()
+    match = "^rank 1 ended before stage making of groups was done: it was last seen in making of groups, "
+    with pytest.raises(RankDiedError, match=match):
+        made_within(limit, fails, watch)
     with pytest.raises(RuntimeError, match=r"^out of memory$") as caught:
-        made_within(timedelta(seconds=5), lambda: _raise(RuntimeError("out of memory")))
+        made_within(limit, lambda: _raise(RuntimeError("out of memory")), watch)
+    watch.close()
     assert type(caught.value) is RuntimeError
 
 
@@ -280,7 +288,7 @@ def test_replicas_are_the_most_that_divide_the_ranks_that_are_left(monkeypatch, 
     monkeypatch.setattr(elastic.dist, "PrefixStore", lambda name, store: store)
     monkeypatch.setattr(elastic.dist, "is_initialized", lambda: False)
     monkeypatch.setattr(elastic, "Watch", lambda *given: watch)
-    monkeypatch.setattr(elastic, "made_within", lambda timeout, make: make())
+    monkeypatch.setattr(elastic, "made_within", lambda timeout, make, watch: make())
     monkeypatch.setattr(elastic.Communicators, "over", lambda *given: given)
     ranks = elastic._Ranks.__new__(elastic._Ranks)
     ranks.members = [elastic.Member(number, "here", 1) for number in range(left)]

@@ -12,12 +12,15 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Event
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from live_parts import (
     Training,
     assert_has,
@@ -31,6 +34,7 @@ from power_cut import Disk
 
 from tritonrec import Communicators
 from tritonrec.data import Vocabulary
+from tritonrec.distributed import RankDiedError, Watch
 from tritonrec.harness.job import Job
 from tritonrec.harness.train.loop import train
 from tritonrec.harness.train.run import Run
@@ -43,11 +47,13 @@ from tritonrec.serving.live import (
     Follower,
     LiveError,
     OtherRunError,
+    Publisher,
     RedisSink,
     SinkError,
     sink_of,
 )
 from tritonrec.serving.live.replica import LiveTable
+from tritonrec.serving.live.snapshot import name_of_part
 from tritonrec.serving.live.wire import pack, unpack
 
 
@@ -307,6 +313,25 @@ def test_a_sink_that_stays_down_is_an_error_and_then_a_new_epoch(tmp_path):
         assert follower.poll() and follower.step == 4 and publisher.epoch == 2
         assert_has(follower.predictor, state_of(training.trainer))
     training.close()
+
+
+def test_a_snapshot_names_the_rank_that_stalls_in_its_part(tmp_path):
+    store, limit = dist.HashStore(), timedelta(seconds=0.4)
+    here, stopped = Watch(store, 0, 3, limit), Watch(store, 2, 3, limit)
+    stopped.begin_call("snapshots")
+    with stopped.doing("snapshot(3)"):
+        stopped._report()
+    stopped.close()
+    publisher = Publisher.__new__(Publisher)
+    publisher._sink, publisher._patience, publisher._closing = DirectorySink(tmp_path), 600.0, Event()
+    publisher._groups = SimpleNamespace(watch=here, routing=SimpleNamespace(peers=[0, 2]))
+    match = r"^rank 2 has not finished stage snapshot\(3\) within .* last seen in snapshot\(3\), "
+    with pytest.raises(RankDiedError, match=match), here.doing("snapshot(3)"):
+        publisher._files_of_others(3, 2, 1)
+    (tmp_path / "part").write_text("[1, 2]")
+    publisher._sink.put_file(3, name_of_part(1), tmp_path / "part")
+    assert publisher._files_of_others(3, 2, 1) == [[1, 2]]
+    here.close()
 
 
 def test_no_delta_is_written_behind_one_that_is_missing(tmp_path):

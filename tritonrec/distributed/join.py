@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,12 +15,12 @@ import torch.distributed as dist
 from .communicator import PEER_FAILURE, TIMEOUT
 from .environment import Here, check_address, is_loopback, rank_here, settle
 from .groups import Communicators, validate_division
-from .limits import LATE, READ_TIMEOUT, within
-from .reports import MAX_SHOWN
+from .limits import LATE, within
 from .stores import LOOPBACK, loopback_interface, serve_store
-from .watch import RankDiedError
+from .watch import RankDiedError, Watch
 
 Result = TypeVar("Result")
+_JOINS = itertools.count()
 
 
 @contextmanager
@@ -37,25 +39,25 @@ def from_environment(timeout: timedelta = TIMEOUT, replicas: int = 1, backend: s
     if world_size == 1:
         yield Communicators.local()
         return
-    join_environment(timeout)
+    watch = join_environment(timeout)
     try:
         communicators = made_within(
-            timeout, lambda: Communicators.over(range(world_size), timeout, replicas, backend, nodes=nodes)
+            timeout,
+            lambda: Communicators.over(range(world_size), timeout, replicas, backend, watch, nodes),
+            watch,
         )
         assert communicators is not None
-        try:
-            yield communicators
-        except BaseException as error:
-            communicators.watch.fail(error)
-            raise
-        finally:
-            communicators.watch.close()
+        yield communicators
+    except BaseException as error:
+        watch.fail(error)
+        raise
     finally:
+        watch.close()
         dist.destroy_process_group()
 
 
-def join_environment(timeout: timedelta) -> None:
-    """Create the default process group of the ranks of this process's variables.
+def join_environment(timeout: timedelta) -> Watch:
+    """Create the default process group of the ranks of this process's variables; returns their watch.
 
     Where MASTER_ADDR is this machine's loopback interface, nothing listens on another one.
 
@@ -73,33 +75,44 @@ def join_environment(timeout: timedelta) -> None:
     if local and (name := loopback_interface()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
-    stores: list[dist.Store] = []
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+    def connect() -> dist.Store:
+        return dist.TCPStore(address, port, None, False, timeout, wait_for_workers=False)
+
+    def come() -> tuple[dist.Store, Watch]:
+        at = (LOOPBACK if address == "localhost" else address) if local else None
+        serves = here.rank == 0 and not by_agent
+        # An agent's store outlives its workers, and the groups that they make one after another.
+        name = f"tritonrec {os.environ.get('TORCHELASTIC_RESTART_COUNT')} {next(_JOINS)}"
+        store = dist.PrefixStore(name, serve_store(at, port, timeout, address) if serves else connect())
+        _come(store, here)
+        # Reports have a connection of their own: the other one may wait for an answer.
+        reports = dist.PrefixStore(name, connect())
+        return store, Watch(reports, here.rank, here.world_size, timeout, server=None if by_agent else 0)
+
+    started = {"SLURM": " (a script of sbatch starts its ranks with srun)"}.get(here.launcher, "")
+    place = f"at {address}:{port}{started}"
+    try:
+        store, watch = within(timeout + timedelta(seconds=LATE), come)
+    except (dist.DistError, TimeoutError) as error:
+        server = "the agent of torchrun" if by_agent else "rank 0"
+        raise RankDiedError(
+            f"rank {here.rank} of {here.world_size}: {server} did not answer {place} within "
+            f"{timeout.total_seconds():g} s: {error}"
+        ) from error
 
     def join() -> None:
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            dist.init_process_group("gloo", timeout=timeout)
-            return
-        if here.rank == 0:
-            at = (LOOPBACK if address == "localhost" else address) if local else None
-            store = serve_store(at, port, timeout, address)
-        else:
-            store = dist.TCPStore(address, port, None, False, timeout, wait_for_workers=False)
-        stores.append(store)
-        _come(store, here)
         dist.init_process_group(
             "gloo", store=store, rank=here.rank, world_size=here.world_size, timeout=timeout
         )
 
     try:
-        within(timeout + timedelta(seconds=LATE), join)
-    except (dist.DistError, TimeoutError) as error:
-        missing = _missing(stores[0], here) if stores else ""
-        started = {"SLURM": " (a script of sbatch starts its ranks with srun)"}.get(here.launcher, "")
-        raise RankDiedError(
-            f"rank {here.rank}: not all of the {here.world_size} ranks joined at {address}:{port} within "
-            f"{timeout.total_seconds():g} s{missing}; look for a rank that has printed nothing{started}: "
-            f"{error}"
-        ) from error
+        made_within(timeout, join, watch, f"joining {place}")
+    except BaseException:
+        watch.close()
+        raise
+    return watch
 
 
 def _come(store: dist.Store, here: Here) -> None:
@@ -108,35 +121,25 @@ def _come(store: dist.Store, here: Here) -> None:
         raise ValueError(
             f"another process is rank {here.rank} of these {here.world_size} too: give each one its own RANK"
         )
-    if here.rank == 0:
-        store.set("ranks", str(here.world_size))
-    elif (ranks := int(store.get("ranks"))) != here.world_size:
-        raise ValueError(f"WORLD_SIZE={here.world_size} here and {ranks} at rank 0: give every rank the same")
-
-
-def _missing(store: dist.Store, here: Here) -> str:
-    """The ranks that have not come, in words; empty where all have, or the store does not answer."""
-    every = range(here.world_size)
-    try:
-        missing = within(
-            READ_TIMEOUT, lambda: [each for each in every if not store.check([f"processes of rank {each}"])]
+    # Of the rank that came first: nobody waits here for another one.
+    ranks = int(store.compare_set("ranks", "", str(here.world_size)))
+    if ranks != here.world_size:
+        raise ValueError(
+            f"WORLD_SIZE={here.world_size} here and {ranks} at another rank: give every rank the same"
         )
-    except (RuntimeError, TimeoutError):
-        return ""
-    return (
-        f", {len(missing)} have not come: rank {', '.join(map(str, missing[:MAX_SHOWN]))}" if missing else ""
-    )
 
 
-def made_within(timeout: timedelta, make: Callable[[], Result]) -> Result:
-    """``make()``, which makes groups; `RankDiedError` where the store or a rank gives no answer meanwhile."""
-    try:
-        return within(timeout + timedelta(seconds=LATE), make)
-    except (RuntimeError, TimeoutError) as error:
-        of_peer = isinstance(error, (dist.DistError, TimeoutError)) or PEER_FAILURE.search(str(error))
-        if isinstance(error, RankDiedError) or not of_peer:
-            raise
-        raise RankDiedError(
-            f"not all ranks made their groups within {timeout.total_seconds():g} s; look for one that stands "
-            f"still, rank 0 first, which may serve the others' store: {error}"
-        ) from error
+def made_within(
+    timeout: timedelta, make: Callable[[], Result], watch: Watch, stage: str = "making of groups"
+) -> Result:
+    """``make()``, a rendezvous; `RankDiedError` names the rank that does not come, or gives no answer."""
+    began, number = time.monotonic(), watch.begin_call("rendezvous")
+    with watch.doing(stage):
+        try:
+            return within(timeout + timedelta(seconds=LATE), make)
+        except (RuntimeError, TimeoutError) as error:
+            of_peer = isinstance(error, (dist.DistError, TimeoutError)) or PEER_FAILURE.search(str(error))
+            if isinstance(error, RankDiedError) or not of_peer:
+                raise
+            waited, ranks = time.monotonic() - began, range(watch.world_size)
+            raise watch.explain("rendezvous", number, ranks, waited, error) from error

@@ -166,43 +166,50 @@ class Watch:
     ) -> None:
         """`monitored_barrier`; TimeoutError where the store gives no answer within the watch's timeout."""
         key = f"{group} {number}"
-        missing = [peer for peer in peers if peer != self.rank]
+        others = [peer for peer in peers if peer != self.rank]
         within(self.timeout, lambda: store.set(f"{key} {self.rank}", "here"))
+
+        def absent() -> list[int]:
+            return [peer for peer in others if not store.check([f"{key} {peer}"])]
+
+        self.wait_for(lambda: within(self.timeout, absent), group, number, timeout)
+        if number > 1:  # all ranks have left the barrier before
+            within(self.timeout, lambda: store.delete_key(f"{group} {number - 1} {self.rank}"))
+
+    def wait_for(self, missing: Callable[[], list[int]], group: str, number: int, timeout: timedelta) -> None:
+        """Wait until `missing` returns no rank, as long as those that it returns report, up to `timeout`.
+
+        Raises what `missing` raises, and `RankDiedError` as `monitored_barrier`.
+        """
         began, pause = time.monotonic(), 0.005
         last_read = began
         seen: dict[int, tuple[int, float]] = {}  # number of the last report, and the time it was first read
-
-        def absent() -> list[int]:
-            return [peer for peer in missing if not store.check([f"{key} {peer}"])]
-
-        # Three clocks: the barrier's own `timeout` for work that takes long; the watch's for a rank that says
+        # Three clocks: the caller's `timeout` for work that takes long; the watch's for a rank that says
         # nothing; and a read of the reports once an interval, since each one costs the store.
-        while missing := within(self.timeout, absent):
+        while ranks := missing():
             if self._lost:
                 raise RankDiedError(self._lost)
             if time.monotonic() - last_read > self.interval:
-                reports = self._read(missing)
+                reports = self._read(ranks)
                 now = last_read = time.monotonic()  # reading takes time too, which is no silence of a rank
                 failed = self._failed(reports)
                 if failed:
                     raise RankDiedError(failed)
-                if gone := [peer for peer in missing if self._is_gone(peer)]:
+                if gone := [peer for peer in ranks if self._is_gone(peer)]:
                     waited = now - began
                     raise RankDiedError(self._describe_missing(gone, gone, reports, waited, group, number))
                 for peer, report in reports.items():
                     if seen.get(peer, (0, 0.0))[0] != report.number:
                         seen[peer] = report.number, now
-                remaining = {peer: self.timeout - (now - seen.get(peer, (0, began))[1]) for peer in missing}
+                remaining = {peer: self.timeout - (now - seen.get(peer, (0, began))[1]) for peer in ranks}
                 # a store that does not answer says nothing of ranks; `absent` gives it a rank's time
-                silent = [peer for peer in missing if remaining[peer] <= 0 and not self._silent_store]
+                silent = [peer for peer in ranks if remaining[peer] <= 0 and not self._silent_store]
                 if silent or now - began > timeout.total_seconds():
                     raise RankDiedError(
-                        self._describe_missing(silent or missing, silent, reports, now - began, group, number)
+                        self._describe_missing(silent or ranks, silent, reports, now - began, group, number)
                     )
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
-        if number > 1:  # all ranks have left the barrier before
-            within(self.timeout, lambda: store.delete_key(f"{group} {number - 1} {self.rank}"))
 
     def explain(
         self, group: str, number: int, peers: Sequence[int], waited: float, error: Exception
@@ -238,7 +245,7 @@ class Watch:
             for rank in others
             if rank not in after or rank not in before or after[rank].number == before[rank].number
         ]
-        if not after and self.rank != self._server:
+        if self._silent_store and self.rank != self._server:
             self._lost = self._describe_server(waited, group, number)
             return RankDiedError(self._lost)
         # Of the ranks that report: those that have begun fewer
@@ -316,13 +323,15 @@ class Watch:
 
     def _read(self, ranks: Sequence[int]) -> dict[int, Report]:
         """Reports by rank, none where the store does not answer."""
-        assert self.store is not None
-        store, self._silent_store = self.store, False
+        store = self.store
+        self._silent_store = store is None
+        if store is None:
+            return {}
         try:
             return within(READ_TIMEOUT, lambda: read_reports(store, ranks))
-        except TimeoutError:
+        except (RuntimeError, TimeoutError):  # it has ended, or stands still
             self._silent_store = True
-        except (RuntimeError, TypeError):  # the store has ended, or a rank is of another version
+        except TypeError:  # a rank is of another version
             pass
         return {}
 

@@ -121,14 +121,17 @@ class _Ranks:
         self.generation = 0
         world_size = rank_here().world_size
         validate_division(world_size, replicas, nodes=1)
-        join_environment(timeout)
         self.store: dist.Store | None
-        self.members = made_within(timeout, self._tell)
+        watch = join_environment(timeout)
+        try:
+            self.members = made_within(timeout, lambda: self._tell(watch), watch)
+        finally:
+            watch.close()
         self.own = self.members[dist.get_rank()]
 
-    def _tell(self) -> list[Member]:
+    def _tell(self, watch: Watch) -> list[Member]:
         """Serve a store, and tell the others where; all ranks with theirs. Collective."""
-        everyone = Communicator(dist.group.WORLD)
+        everyone = Communicator(dist.group.WORLD, "members", watch, range(watch.world_size))
         address = _own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         found = everyone.all_gather_texts(address)
         outside = [each for each in found if not ipaddress.ip_address(each).is_loopback]
@@ -154,6 +157,8 @@ class _Ranks:
                 yield Communicators.local()
                 return
             try:
+                reports = dist.PrefixStore(f"reports {self.generation}", self._connect_to_first())
+                watch = Watch(reports, rank, world, self.timeout, lambda rank: members[rank].is_gone())
                 if self.generation:
                     store = dist.PrefixStore(f"groups {self.generation}", self._connect_to_first())
                     made_within(
@@ -161,13 +166,13 @@ class _Ranks:
                         lambda: dist.init_process_group(
                             "gloo", store=store, rank=rank, world_size=world, timeout=self.timeout
                         ),
+                        watch,
                     )
-                reports = dist.PrefixStore(f"reports {self.generation}", self._connect_to_first())
-                watch = Watch(reports, rank, world, self.timeout, lambda rank: members[rank].is_gone())
                 replicas = max(each for each in range(1, self.replicas + 1) if world % each == 0)
                 communicators = made_within(
                     self.timeout,
                     lambda: Communicators.over(range(world), self.timeout, replicas, "gloo", watch),
+                    watch,
                 )
                 assert communicators is not None
             except RankDiedError:

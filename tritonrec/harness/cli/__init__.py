@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import sys
 from importlib import import_module
 from inspect import cleandoc
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -134,9 +136,24 @@ def _leave(number: int, _frame: object) -> None:
 
 def main() -> None:
     """Entry point of the console script."""
+    interrupts = list[int]()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        interrupts.append(number)
+        signal.default_int_handler(number, frame)
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
     for name in ("SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
             signal.signal(number, _leave)
     keep_freed_memory()
-    app()
+    try:
+        app()
+    except Exception as error:
+        # Modules in C make an ImportError of a Ctrl-C while they are imported, and closing may fail after it.
+        if not interrupts:
+            raise
+        print(f"interrupted: {type(error).__name__}: {error}", file=sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from error

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
+from datetime import timedelta
 from itertools import islice
 from pathlib import Path
 from secrets import token_hex
@@ -22,6 +23,7 @@ from torch import Tensor
 from ...checkpoint.manifest import add_checksum
 from ...checkpoint.rows import close_rows
 from ...data import Batch
+from ...distributed.watch import in_words
 from ...files.places import Place
 from ...pipeline import StepResult, Trainer
 from ..exporter import copied_scorer
@@ -181,8 +183,13 @@ class Publisher:
         rows = [(list(group.layout.names), len(group.table)) for group in tables.groups]
         # Each rank knows of its own writes alone. After this exchange all decide alike: to raise, to begin an
         # epoch, or to write a snapshot.
-        note = {"failed": self._settled(), "lost": self._lost, "busy": self._is_busy(), "rows": rows}
-        note["saves"] = self._groups.saves
+        failed = self._settled()
+        note: dict[str, Any] = {
+            "failed": failed and in_words(failed),
+            "lost": self._lost,
+            "busy": self._is_busy(),
+        }
+        note |= {"rows": rows, "saves": self._groups.saves}
         notes = [json.loads(text) for text in self._groups.control.all_gather_texts(json.dumps(note))]
         for rank, each in enumerate(notes):
             if each["failed"]:
@@ -241,7 +248,7 @@ class Publisher:
         """
         wait([*self._under_way, *filter(None, [self._snapshot])], self._patience + 1)
         if failed := self._settled(0):
-            raise SinkError(f"the last publications are not complete: {failed}")
+            raise SinkError(f"the last publications are not complete: {in_words(failed)}") from failed
 
     def close(self) -> None:
         """`flush`, and end the threads."""
@@ -350,12 +357,16 @@ class Publisher:
         self._snapshot.add_done_callback(lambda _: close_rows(rows))
 
     def _put_snapshot(self, header: Header, rows: Any, dense: Dense | None) -> None:
-        sequence, sink = header.sequence, self._sink
-        files = [write_tables(sink, sequence, header.part, rows, self._described["tables"], self._persist)]
+        sequence, sink, watch = header.sequence, self._sink, self._groups.watch
+        with watch.doing(f"snapshot({sequence})"):
+            number = watch.begin_call("snapshots")
+            told = self._described["tables"]
+            files = [write_tables(sink, sequence, header.part, rows, told, self._persist)]
+            if dense is not None:
+                files += self._files_of_others(sequence, header.parts, number)
         if dense is None:
             self._complete = [*self._complete[-1:], sequence]
             return
-        files += [self._files_of(sequence, part) for part in range(1, header.parts)]
         manifest = write_manifest(sink, sequence, header.step, files, self._described, dense, self._persist)
         body = add_checksum({**asdict(header), "dense": digest_of(dense.values), "manifest": manifest})
         # The document comes last, and makes the files a snapshot. Older ones are pruned after that alone, and
@@ -364,13 +375,21 @@ class Publisher:
         self._complete = [*self._complete[-1:], sequence]
         self._persist(sink.prune, header.parts, self._complete[0])
 
-    def _files_of(self, sequence: int, part: int) -> Files:
-        """The shards of another rank, when they are there."""
-        until = time.monotonic() + self._patience
-        while (content := self._persist(self._sink.get_file, sequence, name_of_part(part))) is None:
-            if time.monotonic() > until or self._closing.wait(0.02):
-                raise SinkError(f"rank {part} did not write its shards of snapshot {sequence}")
-        return json.loads(content)
+    def _files_of_others(self, sequence: int, parts: int, number: int) -> list[Files]:
+        """The shards of the other ranks, when they are there; `RankDiedError` naming one that stalls."""
+        found: dict[int, Files] = {}
+        watch, peers = self._groups.watch, self._groups.routing.peers
+
+        def missing() -> list[int]:
+            if self._closing.is_set():
+                raise SinkError(f"closed before all shards of snapshot {sequence} were there")
+            for part in set(range(1, parts)) - found.keys():
+                if content := self._persist(self._sink.get_file, sequence, name_of_part(part)):
+                    found[part] = json.loads(content)
+            return [peers[part] for part in range(1, parts) if part not in found]
+
+        watch.wait_for(missing, "snapshots", number, timedelta(seconds=self._patience))
+        return [found[part] for part in range(1, parts)]
 
     def _persist(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """A call of the sink, again until it succeeds or patience ends."""
@@ -383,14 +402,14 @@ class Publisher:
                     raise
                 pause = min(2 * pause, 1.0)
 
-    def _settled(self, queued: int = QUEUED) -> str | None:
-        """Wait until at most `queued` deltas are under way; the error of one that failed, in words."""
+    def _settled(self, queued: int = QUEUED) -> BaseException | None:
+        """Wait until at most `queued` deltas are under way; the error of one that failed."""
         failed = None
         if self._snapshot is not None and self._snapshot.done():
             failed, self._snapshot = self._snapshot.exception(), None
         while self._under_way and (self._under_way[0].done() or len(self._under_way) > queued - 1):
             failed = self._under_way.popleft().exception(self._patience + 10) or failed
-        return None if failed is None else f"{type(failed).__name__}: {failed}"
+        return failed
 
     def _is_busy(self) -> bool:
         return self._snapshot is not None and not self._snapshot.done()
