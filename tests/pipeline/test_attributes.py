@@ -1,15 +1,16 @@
 """Promise: what a call keeps in an attribute, a class, a function or a global is seen and put back."""
 
+import sys
 import threading
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from functools import lru_cache, partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from tritonrec.pipeline.attributes import MOST_VALUES, Attributes
+from tritonrec.pipeline.attributes import MOST_VALUES, Attributes, _is_installed
 
 OF_ALL = {}
 
@@ -164,3 +165,35 @@ def test_what_others_change_meanwhile_stays():
             next(kept)
         attributes.put_back()
         assert attributes.blamed is None and getattr(kept, "step", 1) == 1
+
+
+class Registry(OrderedDict):
+    """As packages of models have it: what is read is made anew."""
+
+    def __getitem__(self, name):
+        return super().__getitem__(name)()
+
+
+def test_a_mapping_that_makes_what_is_read_is_no_state_and_keeps_its_own():
+    registry = Registry(act=torch.nn.SiLU)
+    model = Keeper(registry, lambda m, value: m.kept["act"](value))
+    attributes = Attributes(model)
+    model(torch.ones(2))
+    attributes.put_back()
+    assert attributes.blamed is None and OrderedDict.__getitem__(registry, "act") is torch.nn.SiLU
+
+
+@pytest.mark.parametrize(("folder", "seen"), [("site-packages", False), ("work", True)])
+def test_caches_of_installed_packages_are_their_own(folder, seen, monkeypatch):
+    helpers = ModuleType("tritonrec_test_helpers")
+    helpers.__file__ = f"/somewhere/{folder}/helpers.py"
+    monkeypatch.setitem(sys.modules, helpers.__name__, helpers)
+    _is_installed.cache_clear()
+    recipe = "@functools.lru_cache\ndef recipe(size): return size"
+    exec(f"import functools\n{recipe}\ndef use(size): return recipe(size)\n", vars(helpers))
+    model = Keeper(helpers.use, lambda m, value: m.kept(len(value)))
+    attributes = Attributes(model)
+    model(torch.ones(3))
+    attributes.put_back()
+    assert (attributes.blamed is not None) == seen
+    _is_installed.cache_clear()

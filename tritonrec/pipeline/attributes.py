@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import is_dataclass
 from functools import cache, cached_property, partial
+from pathlib import Path
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -114,10 +115,19 @@ def _may_change(value: Any) -> bool:
         return value.size <= MOST_VALUES and not value.dtype.hasobject
     if isinstance(value, _CONTAINERS):
         return len(value) <= MOST_VALUES
-    if isinstance(value, (*_BEHIND, _CACHE, torch.nn.Module)):
+    if isinstance(value, (*_BEHIND, torch.nn.Module)):
         return True
-    owner = value if isinstance(value, (type, FunctionType)) else type(value)
+    if isinstance(value, (type, FunctionType, _CACHE)):
+        return not _is_installed(value.__module__)
+    owner = type(value)
     return owner.__module__.partition(".")[0] not in _OTHERS and not hasattr(owner, "__next__")
+
+
+@cache
+def _is_installed(name: str) -> bool:
+    """Whether a module is of an installed package, whose classes and functions fill caches of their own."""
+    file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
+    return name.partition(".")[0] in _OTHERS or not {"site-packages", "dist-packages"}.isdisjoint(file.parts)
 
 
 def _parts(value: Any) -> Any:
@@ -127,7 +137,7 @@ def _parts(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, dict):
-        return dict(value)
+        return dict(dict.items(value))  # not by an item's own way to be read, which may make another value
     if isinstance(value, (list, tuple, deque)):
         return dict(enumerate(value))
     if isinstance(value, set):
@@ -172,7 +182,8 @@ def _set(value: Any, before: Any, changed: list[Any]) -> None:
         drop: Any
         put, drop = (setattr, delattr) if isinstance(own, type) else (object.__setattr__, object.__delattr__)
         if isinstance(own, dict):
-            put, drop = type(own).__setitem__, type(own).__delitem__
+            kind = OrderedDict if isinstance(own, OrderedDict) else dict
+            put, drop = kind.__setitem__, kind.__delitem__
         now = _parts(value)
         for name in changed:
             if name in before:
