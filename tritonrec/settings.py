@@ -49,7 +49,8 @@ class Setting:
         most = math.inf if self.most is None else self.most
         for one in value if isinstance(value, tuple) else (value,):
             if isinstance(one, (int, float)) and not least <= one <= most:
-                raise ValueError(f"{name} must be in [{least}, {most}], got {value}")
+                bounds = "a number" if least == -most == -math.inf else f"in [{least}, {most}]"
+                raise ValueError(f"{name} must be {bounds}, got {value}")
 
 
 def setting(

@@ -318,7 +318,7 @@ def test_a_question_mark_in_a_path_is_a_path(tmp_path):
         load("csv:x.csv?TIME_UNIT=s")
     with pytest.raises(ValueError, match="user stands in the settings twice"):
         load("csv:x.csv?user=a&item=b&user=c")
-    with pytest.raises(ValueError, match="label_threshold must be finite, got nan"):
+    with pytest.raises(ValueError, match="label_threshold must be a number, got nan"):
         load("csv:x.csv?label_threshold=nan")
     with pytest.raises(ValueError, match="has a format of its own: leave out user"):
         load("ml-100k", LogFormat(user="a"))

@@ -36,7 +36,7 @@ from tritonrec.harness.verify.thread_ranks import run_ranks  # noqa: E402
 from tritonrec.pipeline import ExchangeConfig, StageFailedError, Trainer, WindowConfig  # noqa: E402
 from tritonrec.pipeline.places import Embeddings  # noqa: E402
 from tritonrec.pipeline.stage import Read  # noqa: E402
-from tritonrec.pipeline.sums import Sums  # noqa: E402
+from tritonrec.pipeline.sums import Sent, Sums  # noqa: E402
 from tritonrec.pipeline.window import Window  # noqa: E402
 from tritonrec.settings import with_values  # noqa: E402
 
@@ -216,10 +216,9 @@ def test_two_ranks_read_the_sizes_of_packed_sums_once_and_nothing_of_whole_ones(
         rows, targets = torch.arange(int(here.sum())), torch.arange(int(there.sum())) % 2
         with gpu.stage("around"):
             given = [each.to(device) for each in (values, rows, out, targets)]
+            part = Sent(*given[:2], here.tolist(), *given[2:], there.tolist())
             with gpu.stage(f"rank {rank}"):
-                Sums(config, torch.device(device)).send_to_owners(
-                    None, ranks.retrieval, *given[:2], here.tolist(), *given[2:], there.tolist()
-                )
+                Sums(config, torch.device(device)).send_to_owners(None, ranks.retrieval, [part])
             return given[2].cpu().tolist()
 
     found = []

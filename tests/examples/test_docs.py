@@ -28,6 +28,7 @@ from tritonrec.harness.cli import COMMANDS, load
 from tritonrec.harness.cli.train import RUN
 from tritonrec.harness.train.config import read_config
 from tritonrec.harness.train.run import StoppingRule
+from tritonrec.harness.verify import faults
 from tritonrec.harness.verify.corpus import bug
 
 ROOT = Path(__file__).parents[2]
@@ -161,7 +162,7 @@ def elsewhere(tmp_path, monkeypatch):
         monkeypatch.setenv(name, "")  # so that one that is not there is taken away again
         monkeypatch.delenv(name)
     monkeypatch.setattr(bug, "CORPUS", [*bug.CORPUS])
-    monkeypatch.setattr(bug, "SOURCES", {**bug.SOURCES})
+    monkeypatch.setattr(faults, "SOURCES", {**faults.SOURCES})
     state = torch.random.get_rng_state()
     yield tmp_path
     torch.random.set_rng_state(state)

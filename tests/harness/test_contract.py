@@ -147,7 +147,8 @@ def test_shrinking_keeps_to_the_world_sizes_asked_for(job):
 def test_the_report_has_the_documented_shape(verifier, job, tmp_path):
     report = Report(job)
     report.cases.append(verifier.run(CASES[1]))
-    report.faults.append(verifier.run_fault(FAULTS[0]))
+    (fault,) = (each for each in FAULTS if each.name == "no-copy-of-kept-rows")
+    report.faults.append(verifier.run_fault(fault))
     file = tmp_path / "deep" / "report.json"
     report.save(file)
     document = json.loads(file.read_text())

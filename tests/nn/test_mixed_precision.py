@@ -116,18 +116,18 @@ def test_a_sample_keeps_its_bits_and_parameters_their_exact_sums(name, dtype):
 
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("name", ["criteo", "no_dense"])
-def test_dlrm_in_any_batch(accumulate, name, dtype):
+def test_dlrm_in_any_batch(accumulate, same_sums, name, dtype):
     config = dlrm.CONFIGS[name]
     with mixed(dtype):
         dlrm.test_a_sample_keeps_its_bits_in_any_batch(accumulate, config, True)
-        dlrm.test_exact_sums_do_not_depend_on_the_split(accumulate, config)
+        dlrm.test_exact_sums_do_not_depend_on_the_split(same_sums, config)
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_grm_and_experts_in_any_batch(accumulate, dtype):
+def test_grm_and_experts_in_any_batch(accumulate, same_sums, dtype):
     split = [[5, 1, 3], [], [4, 0, 2]]
     with mixed(dtype):
         grm.test_a_sample_keeps_its_bits_in_any_batch(accumulate, "full", True)
-        grm.test_exact_sums_do_not_depend_on_the_split(accumulate, split, grm.CONFIGS["biased"])
+        grm.test_exact_sums_do_not_depend_on_the_split(same_sums, split, grm.CONFIGS["biased"])
         mmoe.test_a_sample_keeps_its_bits_in_any_batch(accumulate, 3, True)
-        mmoe.test_exact_sums_do_not_depend_on_the_split(accumulate, split)
+        mmoe.test_exact_sums_do_not_depend_on_the_split(same_sums, split)

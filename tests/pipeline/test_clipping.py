@@ -116,8 +116,8 @@ def test_values_are_clamped_and_zero_means_no_limit():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"max_grad_norm": -1.0}, "max_grad_norm is a size"),
-        ({"max_grad_value": math.nan}, "max_grad_value is a size"),
+        ({"max_grad_norm": -1.0}, r"max_grad_norm must be in \[0, inf\], got -1"),
+        ({"max_grad_value": math.nan}, "max_grad_value must be in .*, got nan"),
         ({"max_grad_norm": 1.0, "average_every": 2}, "clip none of them"),
     ],
 )
