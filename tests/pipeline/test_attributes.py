@@ -167,6 +167,41 @@ def test_what_others_change_meanwhile_stays():
         assert attributes.blamed is None and getattr(kept, "step", 1) == 1
 
 
+COUNT, losses, WARM = 0, [], False
+
+
+class Counts(torch.nn.Module):
+    """Its names are those of globals; one of these it counts up."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses = [1.0]
+
+    def forward(self, add):
+        def counted():
+            global COUNT
+            COUNT += add
+
+        counted()
+        return 0.0 if WARM else self.losses[0]
+
+
+@pytest.mark.parametrize("add", [0, 1])
+def test_a_global_that_only_the_caller_sets_stays_and_one_that_the_model_sets_is_seen(add, monkeypatch):
+    """A loop beside the training sets names of its own: `losses` is an attribute there, `WARM` only read."""
+    here = sys.modules[__name__]
+    for name, value in (("COUNT", 3), ("losses", [5.0]), ("WARM", False)):
+        monkeypatch.setattr(here, name, value)
+    model = Counts()
+    attributes = Attributes(model)
+    model(add)
+    later = [6.0]
+    here.losses, here.WARM = later, True
+    attributes.put_back()
+    assert here.losses is later and here.WARM and here.COUNT == 3
+    assert bool(attributes.blamed) == bool(add)
+
+
 class Registry(OrderedDict):
     """As packages of models have it: what is read is made anew."""
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict, deque
 from dataclasses import is_dataclass
+from dis import get_instructions
 from functools import cache, cached_property, partial
 from pathlib import Path
-from types import CellType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,9 @@ class Attributes:
             if isinstance(before, dict):
                 # Identity and not equality: a call that replaces a value by an equal one has still written.
                 changed = [each for each in before | now if now.get(each, self) is not before.get(each, self)]
+                if isinstance(value, FunctionType):  # what it only reads the caller may have set meanwhile
+                    read, written = _globals_of(value.__code__)
+                    changed = [each for each in changed if each in written or each not in read]
             else:
                 changed = [attribute] if _moved(before, now) else []
             if changed:
@@ -146,7 +150,8 @@ def _parts(value: Any) -> Any:
         return {"calls": value.cache_info().currsize, **vars(value)}
     if isinstance(value, FunctionType):
         code, globals_ = value.__code__, value.__globals__
-        found = {name: globals_[name] for name in code.co_names if name in globals_}
+        named = frozenset().union(*_globals_of(code))
+        found = {name: globals_[name] for name in named if name in globals_}
         found |= dict(zip(code.co_freevars, value.__closure__ or (), strict=False))
         return found | {"__defaults__": value.__defaults__, "__dict__": vars(value)}
     names = _BEHIND.get(type(value), "").split()
@@ -155,6 +160,22 @@ def _parts(value: Any) -> Any:
         names += [slots] if isinstance(slots, str) else slots
     found = {name: getattr(value, name) for name in names if hasattr(value, name)}
     return found | dict(getattr(value, "__dict__", {}))
+
+
+@cache
+def _globals_of(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """Names of the globals that a function, or one inside of it, reads; and of those that it sets."""
+    read, written = set[str](), set[str]()
+    for each in get_instructions(code):
+        if each.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            written.add(each.argval)
+        elif each.opname == "LOAD_GLOBAL":
+            read.add(each.argval)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            of_inner = _globals_of(inner)
+            read, written = read | of_inner[0], written | of_inner[1]
+    return frozenset(read), frozenset(written)
 
 
 def _moved(before: Any, now: Any) -> bool:
