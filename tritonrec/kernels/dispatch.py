@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from types import ModuleType
 from typing import Literal, get_args
 
 import torch
@@ -25,6 +28,7 @@ class _OfThread(threading.local):
 
 
 _of_thread = _OfThread()
+_imported: dict[str, ModuleType] = {}  # to their end
 
 
 @contextmanager
@@ -96,6 +100,19 @@ def _known(impl: Impl) -> Impl:
 def on_host(tensor: torch.Tensor) -> bool:
     """Whether the host may look at the values; on an accelerator it would wait for all that is queued."""
     return tensor.is_cpu
+
+
+def imported(name: str) -> ModuleType:
+    """The module called `name`, of an implementation that runs.
+
+    Not before its first call: `import tritonrec.ops` loads no compiler, and Triton decides at its import
+    whether it interprets.
+    """
+    module = _imported.get(name)
+    if module is None or sys.modules.get(name) is not module:  # or it was imported anew meanwhile
+        # `import_module` waits where another lane is importing it.
+        module = _imported[name] = import_module(name)
+    return module
 
 
 def implementation(impl: Impl, tensor: torch.Tensor) -> str:

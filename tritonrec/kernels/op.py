@@ -35,9 +35,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial
-from importlib import import_module
 from operator import itemgetter
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -53,7 +51,7 @@ from tritonrec.kernels.autocast import (
     run_widened,
     without_autocast,
 )
-from tritonrec.kernels.dispatch import Impl, default_impl, implementation, is_compiling, use_impl
+from tritonrec.kernels.dispatch import Impl, default_impl, implementation, imported, is_compiling, use_impl
 from tritonrec.kernels.gradients import current, find_parameters, finish
 from tritonrec.kernels.overlap import check_no_overlap
 
@@ -129,7 +127,6 @@ class Op:
         parsed = torch._C.parse_schema(f"tritonrec::{schema}")
         self.name = parsed.name.removeprefix("tritonrec::")
         self._options = options
-        self._modules: dict[str, ModuleType] = {}  # those that are imported to their end
         self._reference, package = reference, reference.__module__.rpartition(".")[0]
         self._places = {"cpu": f"{package}.{cpu}".split(":"), "triton": f"{package}.{triton}".split(":")}
         parameters = [_Parameter(each) for each in parsed.arguments]
@@ -278,13 +275,8 @@ class Op:
     def _implementation(self, chosen: str) -> Callable[..., Any]:
         if chosen == "reference":
             return self._reference
-        # Imported at the call: `import tritonrec.ops` loads no compiler, and Triton decides at its import
-        # whether it interprets. `import_module` waits where another lane is importing it.
         name, function = self._places[chosen]
-        module = self._modules.get(name)
-        if module is None or sys.modules.get(name) is not module:  # or it was imported anew meanwhile
-            module = self._modules[name] = import_module(name)
-        return getattr(module, function)
+        return getattr(imported(name), function)
 
     def _refuse(self, arguments: tuple[Any, ...]) -> bool:
         """Refuse arguments that the dispatcher would not, or not clearly; whether any are floats."""

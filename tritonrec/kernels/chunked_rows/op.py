@@ -15,20 +15,17 @@ These are functions for `tritonrec.embedding`, no registered ops: torch cannot s
 
 from __future__ import annotations
 
-import sys
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 
 from tritonrec.kernels.arguments import check_shape
-from tritonrec.kernels.dispatch import Impl, implementation, on_host
+from tritonrec.kernels.dispatch import Impl, implementation, imported, on_host
 
 LOW = 1 << 30
 """The bit of a location that tells the 16-bit chunks from the float32 ones."""
 
 _MODULES = {"reference": "reference", "cpu": "numba_chunked_rows", "triton": "triton_chunked_rows"}
-_imported: dict[str, Any] = {}
 
 
 class Chunks(NamedTuple):
@@ -122,8 +119,4 @@ def _check_rows(name: str, rows: torch.Tensor, shape: tuple[int, ...]) -> None:
 
 def _module(impl: Impl, tensor: torch.Tensor) -> Any:
     """The module of the implementation that runs, imported when it does."""
-    name = f"tritonrec.kernels.chunked_rows.{_MODULES[implementation(impl, tensor)]}"
-    module = _imported.get(name)
-    if module is None or sys.modules.get(name) is not module:  # as `Op` has its modules
-        module = _imported[name] = import_module(name)
-    return module
+    return imported(f"tritonrec.kernels.chunked_rows.{_MODULES[implementation(impl, tensor)]}")
