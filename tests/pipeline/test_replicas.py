@@ -342,6 +342,40 @@ def test_late_states_come_with_the_next_average():
     assert torch.equal(a[3], b[3]) and not torch.equal(a[3][1], a[2][1])  # the last one is whole
 
 
+def apart(communicators, folder, late):
+    """What saving and evaluating between averages says, and rows after going back to a checkpoint."""
+    window = WindowConfig(2, seed=4, average_every=2, late_states=late)
+    model, tables, optimizer = JOB.build("adagrad")
+    loader = JOB.loader(communicators.rank, communicators.world_size)
+    with Trainer(model, tables, optimizer, communicators, "nestpipe", window) as trainer:
+        list(trainer.run(map(loader.batch, range(2))))
+        trainer.sync()
+        trainer.save(folder)
+        saved = tables.export()["item"]
+        list(trainer.run(map(loader.batch, range(2, 4 if late else 3))))
+        said = []
+        for act in (lambda: trainer.save(folder), trainer.whole_tables):
+            with pytest.raises(RuntimeError) as error:
+                act()
+            said.append(str(error.value))
+        trainer.load(folder)
+        trainer.sync()  # adds nothing of what was undone
+        trainer.whole_tables()
+        return said, saved, tables.export()["item"]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_copies_that_trained_apart_are_neither_saved_nor_evaluated_and_a_load_forgets_it(
+    pool, late, tmp_path
+):
+    for said, before, after in pool.run(apart, 2, tmp_path, late, replicas=2):
+        assert all(
+            "replicas of the tables trained apart since they were averaged: call Trainer.sync() first" in each
+            for each in said
+        )
+        assert torch.equal(before[0], after[0]) and torch.equal(before[1], after[1])
+
+
 def test_late_states_end_equal_with_a_whole_average_and_differ_from_states_at_once(pool):
     plain = WindowConfig(2, seed=4, average_every=2)
     late = pool.run(train_adagrad, 2, replace(plain, late_states=True), False, replicas=2)

@@ -69,12 +69,26 @@ class ReplicaAverage:
                     "numbers of a row's last updates is none of them; use exact gradients, average_every=0"
                 )
         self.tables, self.communicator, self._late_states = tables, communicator, late_states
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew, where all replicas have the same rows."""
         # By table the keys of the last average, with this copy's states then and their means.
-        self._late: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None] = [None] * len(tables.groups)
-        self._used = [torch.empty(0, dtype=torch.int64) for _ in tables.groups]
+        self._late: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None]
+        self._late = [None for _ in self.tables.groups]
+        self._used = [torch.empty(0, dtype=torch.int64) for _ in self.tables.groups]
+        self._apart = False
+
+    def check(self) -> None:
+        """Raise RuntimeError where the replicas differ, of which one would be taken for all."""
+        if self._apart:
+            raise RuntimeError(
+                "replicas of the tables trained apart since they were averaged: call Trainer.sync() first"
+            )
 
     def note(self, owned: OwnedRows) -> None:
         """Remember the rows that a window has updated."""
+        self._apart = True
         for index, table in enumerate(owned.tables):
             keys = trimmed(table.keys, table.count)
             self._used[index] = torch.cat([self._used[index].to(keys.device), keys]).unique()
@@ -102,6 +116,7 @@ class ReplicaAverage:
                 self._late[index] = keys, own, rows[:, dim:].clone()
                 rows[:, dim:] = own
             group.table.load(keys, rows)
+        self._apart = self._late_states and not whole
         return sent
 
     def _take_late_states(self, index: int) -> None:

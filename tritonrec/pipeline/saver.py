@@ -44,6 +44,7 @@ class TrainingSaver:
         loader: its position is saved too. config: of the training.
         vocabularies: gives those of the tables' ids at a save.
         make: of what writes, called and used as `checkpoint.Saver` is.
+        check: raises where there is no one state to save.
     """
 
     def __init__(
@@ -58,13 +59,14 @@ class TrainingSaver:
         config: WindowConfig | None = None,
         vocabularies: Callable[[], Mapping[str, Vocabulary]] = dict,
         make: Callable[..., Any] = checkpoint.Saver,
+        check: Callable[[], None] = lambda: None,
     ):
         for key in (DENSE, LOADER, EMBEDDING, PRECISION, RECIPE):
             if key in meta:
                 raise ValueError(f"metadata of a checkpoint has the key {key!r}, which the trainer uses")
         self._communicators, self._loader, self._config = communicators, loader, config or WindowConfig()
         self.tables, self.dense, self.meta = tables, dense, meta
-        self._vocabularies = vocabularies
+        self._vocabularies, self._check = vocabularies, check
         self._incremental = full_every > 1
         self._saver: Any = None
         if communicators.saves:
@@ -83,9 +85,10 @@ class TrainingSaver:
         Args:
             meta: more metadata, of this checkpoint alone.
 
-        Raises RuntimeError while batches are in flight, TypeError for a state that is no tensor, number or
-        text.
+        Raises RuntimeError while batches are in flight, and where replicas have trained apart since they
+        were averaged, TypeError for a state that is no tensor, number or text.
         """
+        self._check()
         state = self.dense.state_dict()  # also where it is not written: sharded parameters are gathered
         at = {} if self._loader is None else {LOADER: positions(self._communicators, self._loader, step)}
         if self._saver is None:

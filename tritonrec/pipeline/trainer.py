@@ -50,7 +50,7 @@ from .schedule import Schedule, Task
 from .streams import Streams, lanes_of_one_thread, launches_in_turn, streams_for
 from .sums import Sums
 from .warm_start import warm_start
-from .window import LookupCounts, Window, WindowConfig
+from .window import LookupCounts, WindowConfig
 
 
 @typed
@@ -345,16 +345,13 @@ class Trainer:
             self._finish(places)
 
     def sync(self, whole: bool = True) -> None:
-        """Average the replicas of the tables now; with ``average_every`` it happens by itself as often.
+        """Average the replicas of the tables now; with ``average_every`` it happens by itself. Collective.
 
-        Call it before a save. Without `whole`, late states follow later (`WindowConfig.late_states`).
-
-        Collective. Raises RuntimeError while batches are under way, ValueError where replicas are exact.
+        Call it before a save. Without `whole`, late states follow later. Raises RuntimeError while batches
+        are under way, ValueError where replicas are exact.
         """
         if self._average is None:
-            raise ValueError(
-                "nothing to average: replicas of the tables are exact unless average_every is set"
-            )
+            raise ValueError("nothing to average: replicas are exact unless average_every is set")
         if self._pending:
             raise RuntimeError(f"{len(self._pending)} windows are under way: take their results first")
         span = self.recorder.span("replica", "average", batch=self._finished)
@@ -365,11 +362,7 @@ class Trainer:
     def _average_is_next(self) -> bool:
         """Whether the last window submitted is the last one before the replicas are averaged."""
         newest = self._pending.newest
-        return newest is not None and self._averages_after(newest.window)
-
-    def _averages_after(self, window: Window) -> bool:
-        every = self.config.average_every
-        return every > 0 and (window.update + 1) % every == 0
+        return newest is not None and self.config.averages_after(newest.window.update)
 
     def saver(
         self,
@@ -383,7 +376,7 @@ class Trainer:
         self._check_whole()
         return TrainingSaver(
             self._communicators, directory, self.tables, self.dense, meta or {}, full_every, loader,
-            self.config, lambda: self.vocabularies, make,
+            self.config, lambda: self.vocabularies, make, self._check_averaged,
         )  # fmt: skip
 
     def save(
@@ -436,6 +429,8 @@ class Trainer:
             self.vocabularies,
         )  # fmt: skip
         self._broken = ""
+        if self._average is not None:
+            self._average.forget()
         self._pending.loaded()
         return self.next_step
 
@@ -474,8 +469,9 @@ class Trainer:
         """Every rank's weights in tables of one process, for an evaluation. Collective.
 
         Ids that no rank has seen have their initial values there. Raises RuntimeError while batches are in
-        flight.
+        flight, and where replicas have trained apart since they were averaged (`sync`).
         """
+        self._check_averaged()
         return whole_tables(self._communicators, self.tables)
 
     @typed
@@ -505,6 +501,10 @@ class Trainer:
         if self._pending:
             self._broken = f"the trainer was closed while {self._pending.described()} in flight"
         self._pending.abandon_under_way()
+
+    def _check_averaged(self) -> None:
+        if self._average is not None:
+            self._average.check()
 
     def _check_whole(self) -> None:
         """Raise RuntimeError where an update may be half done."""
@@ -578,7 +578,7 @@ class Trainer:
         self.counts.add(places.total_counts())
         if self._average is not None:
             self._average.note(places[OwnedRows])
-            if self._averages_after(window):
+            if self.config.averages_after(window.update):
                 self.sync(whole=False)
         results = results_of(places, self._sums, self.dense, self._exchanges)
         self._pending.note_used(results[-1].learning_rates, window)

@@ -243,6 +243,10 @@ class WindowConfig:
         """With a number of micro-batches, for a schedule that overlaps them or not."""
         return self if self.micro_batches else replace(self, micro_batches=FROZEN_WINDOW if overlaps else 1)
 
+    def averages_after(self, update: int) -> bool:
+        """Whether replicas are averaged after this update, numbered from 0."""
+        return self.average_every > 0 and (update + 1) % self.average_every == 0
+
     def adds_up_replicas(self, replicas: int) -> bool:
         """Whether gradients are added up over that many replicas of the tables in every update."""
         return replicas > 1 and not self.average_every
