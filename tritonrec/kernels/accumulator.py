@@ -87,6 +87,11 @@ class GradientAccumulator(Accumulator):
         """Whether this is a parameter with an exact sum here, or of `rows`."""
         return id(tensor) in self._names
 
+    def held(self, inputs: tuple[Any, ...]) -> dict[int, Any]:
+        """The inputs that it `holds`, by place."""
+        names = self._names
+        return {at: each for at, each in enumerate(inputs) if id(each) in names} if names else {}
+
     def add(self, parameter: torch.Tensor, terms: Terms) -> None:
         """Add the terms of the gradient of a parameter that it `holds`.
 

@@ -74,8 +74,10 @@ def casts_of(rules: Sequence[tuple[int, str]], arguments: Sequence[Any], device:
     )
 
 
-def cast(arguments: Sequence[Any], casts: Casts) -> tuple[Any, ...]:
+def cast(arguments: tuple[Any, ...], casts: Casts) -> tuple[Any, ...]:
     """The arguments with those that `casts` names in their dtypes; autograd casts gradients back."""
+    if not casts:
+        return arguments
     given = list(arguments)
     for at, dtype in casts:
         given[at] = given[at].to(dtype)

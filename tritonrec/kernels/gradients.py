@@ -64,6 +64,10 @@ class Accumulator:
         """Whether this is a parameter whose terms are added here."""
         raise NotImplementedError
 
+    def held(self, inputs: tuple[Any, ...]) -> dict[int, Any]:
+        """The inputs that it `holds`, by place."""
+        raise NotImplementedError
+
     def add(self, parameter: torch.Tensor, terms: Terms) -> None:
         """Add the terms of the gradient of a parameter that it `holds`."""
         raise NotImplementedError
@@ -153,11 +157,13 @@ def targets_of(accumulator: Accumulator | None, *parameters: torch.Tensor | None
     return accumulator.targets(*held) if fit else None
 
 
-def find_parameters(accumulator: Accumulator | None, inputs: tuple[Any, ...]) -> dict[int, Any]:
-    """The inputs that the accumulator holds, by place. (Saved tensors may be other objects.)"""
-    if accumulator is None:
-        return {}
-    return {at: each for at, each in enumerate(inputs) if accumulator.holds(each)}
+def note_parameters(ctx: Any, inputs: tuple[Any, ...]) -> None:
+    """For `finish`: the accumulator of this thread, and which of the inputs it holds, by place.
+
+    Tensors saved for backward may be other objects.
+    """
+    ctx.accumulator = accumulator = current()
+    ctx.parameters = {} if accumulator is None else accumulator.held(inputs)
 
 
 def finish(ctx: Any, gradients: Any) -> tuple[torch.Tensor | None, ...]:

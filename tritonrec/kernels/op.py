@@ -39,11 +39,12 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from torch.autograd import profiler
+from torch.autograd import forward_ad, profiler
 from torch.autograd.forward_ad import unpack_dual
 
 from tritonrec.kernels.arguments import check_tensors, not_a_tensor
 from tritonrec.kernels.autocast import (
+    Casts,
     autocast_dtype,
     cast,
     casts_of,
@@ -52,7 +53,7 @@ from tritonrec.kernels.autocast import (
     without_autocast,
 )
 from tritonrec.kernels.dispatch import Impl, default_impl, implementation, imported, is_compiling, use_impl
-from tritonrec.kernels.gradients import current, find_parameters, finish
+from tritonrec.kernels.gradients import current, finish, note_parameters
 from tritonrec.kernels.overlap import check_no_overlap
 
 _annotated = False
@@ -146,17 +147,21 @@ class Op:
         self._widened = [at for at, _ in self._tensors] if widens else []
         self._check_memory = None if check_memory is None else _selecting(check_memory, names)
 
-        def validate(inputs: tuple[Any, ...]) -> None:
-            check_tensors(optional, **{each.name: inputs[at] for at, each in self._tensors})
+        def check_all(arguments: tuple[Any, ...]) -> None:
             for each in checks:
-                each(inputs[:-1])
+                each(arguments)
+
+        self._optional = optional
+        self._check = checks[0] if len(checks) == 1 else check_all
 
         def body(*inputs: Any) -> Any:
-            validate(inputs)
+            self._check_tensors(inputs)
+            self._check(inputs[:-1])
             return self._run(inputs[:-1], inputs[-1])
 
         def fake_kernel(*inputs: Any) -> Any:
-            validate(inputs)
+            self._check_tensors(inputs)
+            self._check(inputs[:-1])
             return None if outputs is None else outputs(inputs[:-1])
 
         # of a number that differs from call to call torch.compile makes one graph, not one a number
@@ -171,9 +176,11 @@ class Op:
         torch.library.impl(f"tritonrec::{self.name}", "default", _untraced(body))
         self.registered = getattr(torch.ops.tritonrec, self.name)
         self.has_derivative = backward is not None
-        self._validate = validate
         self._function = _function(self.registered, self._written, save, backward)
         self._step = None if backward is None or self._written else _step(self, save, backward)
+        # `Function.apply` looks for transforms of torch.func first: plain tensors have none
+        base: Any = None if self._step is None else super(torch.autograd.Function, self._step)
+        self._step_plain = base and base.apply
         # torch.compile tells by this signature that `forward` takes no context
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         signature = inspect.Signature([inspect.Parameter(name, kind) for name in [*names, "impl"]])
@@ -191,22 +198,35 @@ class Op:
             NotImplementedError: an argument has a tangent. No op has a forward-mode derivative.
         """
         arguments += (None,) * (self._size - len(arguments))
-        has_floats = self._refuse(arguments)
-        casts = casts_of(self._rules, arguments, arguments[self._first].device) if self._rules else ()
-        if impl == "auto" and not is_compiling():
+        if is_compiling():
+            return self._dispatched(arguments, impl)
+        if impl == "auto":
             impl = default_impl()  # the derivative gets it too, which may run on another thread
-        differentiates = has_floats and torch.is_grad_enabled()
-        if not is_compiling() and (current() is not None or self._is_plain(arguments)):
-            if not (differentiates and self._requires_grad(arguments)):
-                arguments = cast(arguments, casts)
-                self._validate((*arguments, impl))
-                return self.launch(*arguments, impl=impl)
-            if self._step is not None:
-                if current() is None:
-                    arguments, casts = cast(arguments, casts), ()
-                return self._step.apply(*arguments, impl, casts)
-        arguments = cast(arguments, casts)
-        if differentiates:
+        plain, accumulator = self._is_plain(arguments), current()
+        if not plain:
+            if accumulator is None:
+                return self._dispatched(arguments, impl)
+            self._refuse(arguments)
+        if (
+            not plain or not arguments[self._first].is_cpu
+        ):  # plain ones of the host are strided, on one device
+            self._check_tensors(arguments)
+        casts = self._casts(arguments)
+        if not (torch.is_grad_enabled() and self._requires_grad(arguments)):
+            arguments = cast(arguments, casts)
+            self._check(arguments)
+            return self._launch(arguments, impl)
+        if self._step is None:
+            return self._dispatched(arguments, impl)
+        if casts and accumulator is None:
+            arguments, casts = cast(arguments, casts), ()
+        return (self._step_plain if plain else self._step.apply)(*arguments, impl, casts)
+
+    def _dispatched(self, arguments: tuple[Any, ...], impl: Impl) -> Any:
+        """`__call__` by torch's dispatcher."""
+        has_floats = self._refuse(arguments)
+        arguments = cast(arguments, self._casts(arguments))
+        if has_floats and torch.is_grad_enabled():
             if self._written:
                 self._refuse_gradients(arguments)
             # torch.compile traces `backward` with the call, also one that raises
@@ -222,6 +242,9 @@ class Op:
         arguments += (None,) * (self._size - len(arguments))
         if torch.compiler.is_compiling():
             return self.registered(*arguments, impl)
+        return self._launch(arguments, impl)
+
+    def _launch(self, arguments: tuple[Any, ...], impl: Impl) -> Any:
         # As the dispatcher would, autograd is told: backward may have kept an old value.
         for at, _ in self._written:
             if arguments[at] is not None:
@@ -243,21 +266,33 @@ class Op:
             or torch._C._functorch.peek_interpreter_stack() is not None
             or torch._C._get_tracing_state() is not None
             or profiler._is_profiler_enabled
+            or forward_ad._current_level >= 0
+            or type(arguments[self._first]) not in _PLAIN
         ):
             return False
         plain = _plain_keys(arguments[self._first].device.type)
-        if plain is None or any(type(arguments[at]) is not kind for at, kind in self._numbers):
+        if plain is None:
             return False
-        for at, _ in self._tensors:
+        for at, kind in self._numbers:
+            if type(arguments[at]) is not kind:
+                return False
+        for at, parameter in self._tensors:
             tensor = arguments[at]
-            if tensor is not None and (
-                type(tensor) not in _PLAIN or torch._C._dispatch_keys(tensor) != plain
-            ):
+            if tensor is None:
+                if not parameter.is_optional:
+                    return False
+            elif type(tensor) not in _PLAIN or torch._C._dispatch_keys(tensor) != plain:
                 return False
         return True
 
     def _requires_grad(self, arguments: tuple[Any, ...]) -> bool:
         return any(arguments[at] is not None and arguments[at].requires_grad for at, _ in self._tensors)
+
+    def _check_tensors(self, arguments: tuple[Any, ...]) -> None:
+        check_tensors(self._optional, **{each.name: arguments[at] for at, each in self._tensors})
+
+    def _casts(self, arguments: tuple[Any, ...]) -> Casts:
+        return casts_of(self._rules, arguments, arguments[self._first].device) if self._rules else ()
 
     def _run(self, arguments: tuple[Any, ...], impl: Impl) -> Any:
         chosen = implementation(impl, arguments[self._first])
@@ -408,8 +443,8 @@ def _function(
                 # What was written is an output of this step:
                 # autograd continues the graph behind it from there.
                 ctx.mark_dirty(*(inputs[at] for at in places))
-            ctx.accumulator, ctx.chosen = current(), inputs[-1]
-            ctx.parameters = find_parameters(ctx.accumulator, inputs)
+            note_parameters(ctx, inputs)
+            ctx.chosen = inputs[-1]
             if save is not None:
                 save(ctx, inputs, output)
 
@@ -435,15 +470,15 @@ def _step(
     class Step(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
-            *given, casts = inputs
+            arguments, impl, casts = inputs[:-2], inputs[-2], inputs[-1]
             # the accumulator knows a parameter by its identity, which a cast one has not
-            ctx.accumulator, ctx.chosen = current(), given[-1]
-            ctx.parameters = find_parameters(ctx.accumulator, inputs)
-            inputs = cast(given, casts)
-            op._validate(inputs)
-            output = op.launch(*inputs[:-1], impl=inputs[-1])
+            note_parameters(ctx, arguments)
+            ctx.chosen = impl
+            arguments = cast(arguments, casts)
+            op._check(arguments)
+            output = op._launch(arguments, impl)
             if save is not None:
-                save(ctx, inputs, output)
+                save(ctx, (*arguments, impl), output)
             return output
 
         @staticmethod

@@ -13,7 +13,7 @@ import torch
 
 from ..kernels.autocast import LOW, autocast_dtype, to_dtype, widen, without_autocast
 from ..kernels.dispatch import default_impl, use_impl
-from ..kernels.gradients import Terms, current, find_parameters, finish
+from ..kernels.gradients import Terms, finish, note_parameters
 from ..kernels.linear.op import LINEAR, ProductTerms
 from ..kernels.row_terms import RowTerms
 
@@ -42,8 +42,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x, weight, bias, seq_offsets, start: int, stop: int):
-        ctx.accumulator, ctx.impl, ctx.rows = current(), default_impl(), (start, stop)
-        ctx.parameters = find_parameters(ctx.accumulator, (x, weight, bias))
+        note_parameters(ctx, (x, weight, bias))
+        ctx.impl, ctx.rows = default_impl(), (start, stop)
         x = to_dtype(x, autocast_dtype(x.device) or x.dtype)
         ctx.save_for_backward(x, weight, bias, seq_offsets)
         part = None if bias is None else bias[start:stop].to(x.dtype)
@@ -86,7 +86,7 @@ def product(
 class _Expand(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter, leading):
-        ctx.accumulator, ctx.parameters = current(), find_parameters(current(), (parameter,))
+        note_parameters(ctx, (parameter,))
         ctx.leading = len(leading)
         return parameter.expand(*leading, *parameter.shape).clone()
 
