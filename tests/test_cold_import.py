@@ -54,5 +54,12 @@ def test_imports_and_first_calls_load_nothing_heavy_and_a_training_step_no_tool(
     assert {"matplotlib", "pandas", "torch._dynamo", TOOLS[2]} <= {*every}, "a heavy import is not seen"
 
 
+def test_no_command_loads_what_compiles_graphs_before_it_needs_it():
+    """torch._dynamo takes as long as torch itself: `torch.export.pt2_archive` and optimizers load it."""
+    every = "import tritonrec.harness.cli as cli; _ = [cli.load(name) for name in cli.COMMANDS]"
+    heavy = "import torch._dynamo"
+    assert loaded_by([every, heavy], ("torch._dynamo",)) == [[], ["torch._dynamo"]]
+
+
 def test_the_command_line_starts_without_torch():
     assert loaded_by(["import tritonrec.harness.cli"], ("torch", *HEAVY)) == [[]]

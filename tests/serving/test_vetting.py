@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonrec.checkpoint.manifest import add_checksum
-from tritonrec.serving import Predictor, programs
+from tritonrec.serving import Predictor, programs, vetting
 from tritonrec.serving.vetting import (
     RefusedProgramError,
     check_expression,
@@ -24,6 +24,17 @@ from tritonrec.serving.vetting import (
 
 MODEL = "models/model.json"
 WEIGHTS = "data/weights/model_weights_config.json"
+
+
+def test_members_are_named_as_torch_names_them():
+    from torch.export.pt2_archive import constants as torchs
+
+    assert torchs.MODELS_FILENAME_FORMAT.format("model") == vetting.MODEL
+    assert torchs.SAMPLE_INPUTS_FILENAME_FORMAT.format("model") == vetting.SAMPLES
+    assert {
+        torchs.WEIGHTS_CONFIG_FILENAME_FORMAT.format("model"): torchs.WEIGHT_FILENAME_PREFIX,
+        torchs.CONSTANTS_CONFIG_FILENAME_FORMAT.format("model"): torchs.TENSOR_CONSTANT_FILENAME_PREFIX,
+    } == vetting.CONFIGS
 
 
 class Small(torch.nn.Module):

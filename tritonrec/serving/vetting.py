@@ -24,7 +24,6 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.export.pt2_archive import constants
 
 NAMESPACES = ("aten", "prims", "tritonrec")
 """Of ``torch.ops``: what a program may call."""
@@ -62,11 +61,11 @@ LONGEST_EXPRESSION, DEEPEST_EXPRESSION, LARGEST_POWER = 4096, 40, 16
 
 _WORD = re.compile(r"[A-Za-z0-9_.+:-]*")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-MODEL = constants.MODELS_FILENAME_FORMAT.format("model")
-SAMPLES = constants.SAMPLE_INPUTS_FILENAME_FORMAT.format("model")
+# Those of torch.export.pt2_archive.constants, whose import takes as long as torch's.
+MODEL, SAMPLES = "models/model.json", "data/sample_inputs/model.pt"
 CONFIGS = {
-    constants.WEIGHTS_CONFIG_FILENAME_FORMAT.format("model"): constants.WEIGHT_FILENAME_PREFIX,
-    constants.CONSTANTS_CONFIG_FILENAME_FORMAT.format("model"): constants.TENSOR_CONSTANT_FILENAME_PREFIX,
+    "data/weights/model_weights_config.json": "weight_",
+    "data/constants/model_constants_config.json": "tensor_",
 }
 """By document of tensors how the names of their members begin, behind the folder of the document."""
 _TENSORS = [rf"{re.escape(name.rpartition('/')[0])}/{prefix}\d+" for name, prefix in CONFIGS.items()]

@@ -119,7 +119,7 @@ def train(
         if run.warm_start and not start:
             console.print(str(trainer.warm_start(run.warm_start)), highlight=False, markup=False)
         if run.publish:
-            from ...serving.live import Publisher  # with torch.export, which costs a second of import
+            from ...serving.live import Publisher  # a run that publishes nothing loads no serving
 
             publisher = stack.enter_context(Publisher(trainer, run.publish, every=run.publish_every))
         streaming = StreamingMetrics(held_out, communicators)
