@@ -36,7 +36,7 @@ TEXTS = {
 }
 PAGES = {
     "papers.md": (*TEXTS, "runs"),
-    "scale.md": ("curves", "averaging"),
+    "scale.md": ("clustering", "curves", "averaging"),
     "embedding.md": ("grm", "mch"),
     "lab.md": ("lab",),
     "simulator.md": ("scaling",),

@@ -17,6 +17,8 @@ import torch
 
 from tritonrec.harness.lab.network import why_no_user_namespace
 
+from .inflation import inflations
+
 ROOT = Path(__file__).resolve().parents[2]
 Document = dict[str, Any]
 
@@ -203,6 +205,7 @@ RUNS = {
         root=True,
     ),
     "switches": Run("python ci/benchmarks/measure_switches.py --steps 6 --json OUT", _switches),
+    "clustering": Run(made=inflations),
     "probing": Run(made=probing),
     "growth": Run(made=growth),
     "balance": Run(made=balance),

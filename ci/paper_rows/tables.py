@@ -119,8 +119,23 @@ def scaling(figures: Any) -> str:
     )
 
 
+def clustering(figures: Any) -> str:
+    """Keys that micro-batches exchange over those of the batch, by log and number of micro-batches."""
+    head = "log", "N", "plain", "clustered", "offline", "no cut below", "ms: clustered, offline"
+    lines = [
+        (
+            row["log"], str(row["micro-batches"]),
+            *(f"{row[name]:.3f}" for name in ("plain", "clustered", "offline", "bound")),
+            f"{row['clustered ms']:.1f}, {row['offline ms']:.0f}",
+        )
+        for row in figures["rows"]
+    ]  # fmt: skip
+    return markdown(head, "lrrrrrr", lines)
+
+
 TABLES = {
     "averaging": curves,
+    "clustering": clustering,
     "curves": curves,
     "frontier": frontier,
     "grm": grm,

@@ -7,12 +7,15 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "ci"))
 papers = import_module("papers")
 runs = import_module("paper_rows.runs")
+clusters = import_module("paper_rows.inflation")
 RECORD = json.loads(papers.RECORD.read_text())
 NUMBERED = {
     "nestpipe": {"Fig": range(1, 11), "Table": range(1, 5), "eq": range(1, 6)},
@@ -107,3 +110,24 @@ def test_a_run_that_fails_is_named_and_counts(tmp_path, monkeypatch, capsys):
 def test_a_page_without_its_marks_is_refused():
     with pytest.raises(ValueError, match=r"papers.md has no <!-- nestpipe -->"):
         papers.page("papers.md", "# Papers\n", RECORD["rows"])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_offline_clusters_are_those_that_no_swap_betters(seed):
+    draw = np.random.default_rng(seed)
+    samples = clusters.samples_of(
+        [torch.from_numpy(draw.integers(0, 14, draw.integers(1, 6))) for _ in range(11)]
+    )
+    lengths = samples.offsets.diff().numpy()
+    before = draw.permutation(np.arange(11) % 3)
+    sizes = np.bincount(before, lengths).astype(np.int64)
+    place, keys = before.copy(), np.unique(samples.keys, return_inverse=True)[1]
+    clusters.swapped(samples.offsets.numpy(), keys, keys.max() + 1, place, sizes)
+    assert sizes.tolist() == np.bincount(place, lengths).tolist() and sorted(place) == sorted(before)
+    found = clusters.inflation(samples, place)
+    assert clusters.bound(samples, int(sizes.max())) <= found < clusters.inflation(samples, before)
+    for one, other in zip(*np.triu_indices(11, 1), strict=True):
+        swap = place.copy()
+        swap[[one, other]] = place[[other, one]]
+        largest = [np.bincount(each, lengths)[[place[one], place[other]]].max() for each in (place, swap)]
+        assert largest[1] > largest[0] or clusters.inflation(samples, swap) >= found

@@ -1,0 +1,181 @@
+"""How many more keys the micro-batches of a window exchange than its batch has (NestPipe, section V.C).
+
+Cut plainly, clustered as `WindowConfig(clustering=True)` does it, and clustered offline: from there samples
+of two micro-batches are swapped while any swap saves keys, however long it takes. No cut is below `bound`.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+
+from tritonrec.data import NextItemLoader, load_interactions
+from tritonrec.data.clustering import split
+
+COUNTS = 4, 8, 16, 32
+SAMPLES, BATCHES, EVENTS = 256, 8, 50
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The distinct keys of each sample, as far as `split` asks: (B + 1,) offsets of `keys`."""
+
+    offsets: torch.Tensor
+    keys: torch.Tensor
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.offsets) - 1
+
+    def sample_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.offsets, self.keys
+
+
+def samples_of(drawn: list[torch.Tensor]) -> Samples:
+    """Of the keys of each sample, repeats left out."""
+    distinct = [torch.unique(keys) for keys in drawn]
+    lengths = torch.tensor([0, *map(len, distinct)])
+    return Samples(lengths.cumsum(0), torch.cat(distinct))
+
+
+def movielens(step: int) -> Samples:
+    """Histories of MovieLens-100K, negatives left out: they are shared by chance alone."""
+    loader = NextItemLoader(load_interactions("ml-100k"), SAMPLES, EVENTS, 0, seed=0)
+    offsets, keys = loader.batch(step).sample_keys()
+    return samples_of(list(keys.tensor_split(offsets[1:-1])))
+
+
+def zipf(step: int) -> Samples:
+    """Every sample draws 50 of 200,000 items with exponent 1.05: popular items are all that they share."""
+    draw = np.random.default_rng(step)
+    weights = 1 / np.arange(1, 200_001) ** 1.05
+    items = draw.choice(len(weights), (SAMPLES, EVENTS), p=weights / weights.sum())
+    return samples_of(list(torch.from_numpy(items)))
+
+
+def communities(step: int) -> Samples:
+    """Each sample is of one of 40 communities, and takes four fifths of its items from its 500 own ones."""
+    draw = np.random.default_rng(step)
+    own = draw.integers(0, 500, (SAMPLES, EVENTS)) + 500 * draw.integers(0, 40, (SAMPLES, 1))
+    anywhere = draw.integers(0, 20_000, (SAMPLES, EVENTS))
+    return samples_of(list(torch.from_numpy(np.where(draw.random(own.shape) < 0.8, own, anywhere))))
+
+
+LOGS = {
+    "MovieLens-100K": movielens,
+    "200,000 Zipf items": zipf,
+    "40 communities of 500 items": communities,
+}
+
+
+@njit
+def swapped(offsets, keys, num_keys, place, sizes):
+    """Swaps samples between micro-batches, in place, until no swap saves a key; `place` (B,) is theirs.
+
+    The larger of two micro-batches, `sizes` in keys, never grows. Returns (N, U), how many samples of each
+    micro-batch have each key.
+    """
+    count = np.zeros((len(sizes), num_keys), np.int64)
+    samples = len(place)
+    for sample in range(samples):
+        for at in range(offsets[sample], offsets[sample + 1]):
+            count[place[sample], keys[at]] += 1
+    has = np.zeros(num_keys, np.bool_)
+    found = True
+    while found:
+        found = False
+        for one in range(samples):
+            for at in range(offsets[one], offsets[one + 1]):
+                has[keys[at]] = True
+            length = offsets[one + 1] - offsets[one]
+            best, best_saved = -1, 0
+            for other in range(samples):
+                a, b, grows = place[one], place[other], offsets[other + 1] - offsets[other] - length
+                if a == b or max(sizes[a] + grows, sizes[b] - grows) > max(sizes[a], sizes[b]):
+                    continue
+                saved = 0
+                for at in range(offsets[one], offsets[one + 1]):
+                    saved += (count[a, keys[at]] == 1) - (count[b, keys[at]] == 0)
+                for at in range(offsets[other], offsets[other + 1]):
+                    key = keys[at]
+                    saved += (count[b, key] == 1) - (count[a, key] == 0)
+                    if has[key]:  # both have it: it stays in both micro-batches
+                        saved -= (count[a, key] == 1) + (count[b, key] == 1)
+                if saved > best_saved:
+                    best, best_saved = other, saved
+            for at in range(offsets[one], offsets[one + 1]):
+                has[keys[at]] = False
+            if best < 0:
+                continue
+            found = True
+            a, b, grows = place[one], place[best], offsets[best + 1] - offsets[best] - length
+            place[one], place[best] = b, a
+            sizes[a], sizes[b] = sizes[a] + grows, sizes[b] - grows
+            for at in range(offsets[one], offsets[one + 1]):
+                count[a, keys[at]] -= 1
+                count[b, keys[at]] += 1
+            for at in range(offsets[best], offsets[best + 1]):
+                count[b, keys[at]] -= 1
+                count[a, keys[at]] += 1
+    return count
+
+
+def inflation(samples: Samples, place: np.ndarray) -> float:
+    """Distinct keys of all micro-batches over those of the batch; (B,) the micro-batch of each sample."""
+    owners = np.repeat(place, np.diff(samples.offsets.numpy()))
+    pairs = np.unique(np.stack([owners, samples.keys.numpy()]), axis=1)
+    return pairs.shape[1] / len(np.unique(samples.keys))
+
+
+def bound(samples: Samples, largest: int) -> float:
+    """No micro-batch has more than `largest` keys, so samples that share a key fill so many at least."""
+    lengths = np.diff(samples.offsets.numpy())
+    _, numbers = np.unique(samples.keys.numpy(), return_inverse=True)
+    together = np.bincount(numbers, np.repeat(lengths, lengths))
+    return float(np.ceil(together / largest).mean())
+
+
+def measured(samples: Samples, count: int) -> dict[str, float]:
+    """Inflation of one batch in `count` micro-batches, and the milliseconds that each cut took."""
+    lengths = np.diff(samples.offsets.numpy())
+    _, keys = np.unique(samples.keys.numpy(), return_inverse=True)
+
+    def cut(clustered: bool) -> np.ndarray:
+        place = np.empty(samples.num_samples, np.int64)
+        for number, part in enumerate(split(samples, count, clustered)):  # type: ignore[arg-type]
+            place[part.numpy()] = number
+        return place
+
+    began = time.perf_counter()
+    place = cut(True)
+    clustered = time.perf_counter() - began
+    offline, sizes = place.copy(), np.bincount(place, lengths, count).astype(np.int64)
+    largest = int(sizes.max())
+    began = time.perf_counter()
+    filled = swapped(samples.offsets.numpy(), keys, int(keys.max()) + 1, offline, sizes)
+    searched = time.perf_counter() - began
+    found = inflation(samples, offline)
+    assert found == (filled > 0).sum() / filled.shape[1], "a swap was counted wrongly"
+    assert found <= inflation(samples, place) and int(np.bincount(offline, lengths).max()) <= largest
+    return {
+        "plain": inflation(samples, cut(False)), "clustered": inflation(samples, place), "offline": found,
+        "bound": bound(samples, largest), "clustered ms": 1e3 * clustered, "offline ms": 1e3 * searched,
+    }  # fmt: skip
+
+
+def inflations() -> dict[str, Any]:
+    """Means over batches of each log and number of micro-batches."""
+    measured(zipf(0), 2)  # compiles
+    rows = []
+    for name, log in LOGS.items():
+        batches = [log(step) for step in range(BATCHES)]
+        for count in COUNTS:
+            each = [measured(samples, count) for samples in batches]
+            means = {key: float(np.mean([one[key] for one in each])) for key in each[0]}
+            rows.append({"log": name, "micro-batches": count, **means})
+    return {"samples": SAMPLES, "batches": BATCHES, "rows": rows}
