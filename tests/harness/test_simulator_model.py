@@ -17,7 +17,6 @@ from tritonrec.harness.simulator.engine import simulate
 from tritonrec.harness.simulator.fit import fit
 from tritonrec.harness.simulator.paper import CELLS
 from tritonrec.harness.simulator.replay import AIM, Replay, summarise
-from tritonrec.harness.simulator.withheld import withheld
 from tritonrec.pipeline.schedule import Task
 
 SMALL = Workload(samples=32, tokens=64, dim=16, items=50_000, communities=8)
@@ -133,25 +132,6 @@ def test_unseen_steps_are_within_the_aim_and_misses_are_explained(model):
         assert cell.error == pytest.approx(cell.model / cell.paper - 1)
 
 
-def test_without_its_n_nestpipe_is_predicted_at_every_n(model):
-    replay = Replay(model)
-    lines = {line.micro_batches: line for line in withheld(model, replay.outcome)}
-    assert list(lines) == [1, 2, 4, 8, 16, 32]
-    assert sorted(reader for line in lines.values() for reader in line.chosen_by) == [
-        "exposed ratios", "fastest in the model", "the GPUs' step",
-    ]  # fmt: skip
-    assert min(lines.values(), key=lambda line: line.step).chosen_by == ("fastest in the model",)
-    steps = [
-        abs(cell.error)
-        for cell in replay.cells
-        if cell.row.startswith("NestPipe")
-        and cell.cluster == "npu"
-        and cell.column in ("step ms", "QPS 1e5", "speedup", "scaling %")
-    ]
-    assert lines[8].whole_median == pytest.approx(np.median(steps)) and lines[8].whole_worst == max(steps)
-    assert lines[2].whole_median > 10 * lines[8].whole_median
-
-
 @pytest.mark.slow
 def test_simulate_writes_cells_and_a_picture(tmp_path):
     file, png = tmp_path / "cells.json", tmp_path / "deep" / "curves.png"
@@ -166,7 +146,6 @@ def test_simulate_writes_cells_and_a_picture(tmp_path):
     assert len(document["cells"]) == len(CELLS)
     assert {"table", "row", "column", "paper", "model", "error", "fitted", "why"} <= set(document["cells"][0])
     assert document["summary"]["unseen"]["cells"] + document["summary"]["fitted"]["cells"] == len(CELLS)
-    assert len(document["closed_forms"]) == 25 and len(document["withheld"]) == 6
     assert document["scaling"][-1]["workers"] == 16_384
     assert document["sweep"] and document["improvements"] and document["constants"]["npu"]["contention"] > 0
 

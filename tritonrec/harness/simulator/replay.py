@@ -7,11 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
-from .closed_forms import closed_forms
 from .fit import Model, model_value
 from .measure import Outcome
 from .paper import CELLS, ROWS, WORKERS, PaperCell, Row
-from .withheld import withheld
 
 AIM = 0.05
 
@@ -213,6 +211,4 @@ def as_json(replay: Replay) -> dict[str, Any]:
             },
         },
         "cells": [asdict(cell) for cell in replay.cells],
-        "closed_forms": [asdict(each) for each in closed_forms(replay.model, replay.outcome)],
-        "withheld": [asdict(each) for each in withheld(replay.model, replay.outcome)],
     }
