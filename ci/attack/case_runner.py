@@ -10,14 +10,9 @@ import resource
 import signal
 import subprocess
 import sys
-import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
-
-from tritonrec.files import save_json
-from tritonrec.harness.environment import environment
 
 MEMORY = 1 << 30
 """Bytes that a case may take beyond those of the process before it."""
@@ -77,37 +72,3 @@ def range_of(text: str) -> range:
     """FIRST:STOP."""
     first, stop = map(int, text.split(":"))
     return range(first, stop)
-
-
-class Counts:
-    """Cases and their ends by format, which grow from run to run where they have a JSON file."""
-
-    def __init__(self, file: Path | None, seed: int):
-        self.file, self.document = file, {"seed": seed, "formats": {}}
-        if file and file.exists():
-            self.document = json.loads(file.read_text())
-
-    @property
-    def seed(self) -> int:
-        return self.document["seed"]
-
-    def done(self, name: str) -> int:
-        return self.document["formats"].get(name, {}).get("cases", 0)
-
-    def add(self, name: str, command: list[str], numbers: range, show: bool) -> tuple[int, Counter[str]]:
-        """Run cases of a format: the number of defects, and the ends of all so far. Defects are printed."""
-        before = self.document["formats"].get(name, {"ends": {}, "defects": 0, "seconds": 0.0})
-        ends, defects, began = Counter(before["ends"]), 0, time.monotonic()
-        for case in attack([*command, "--seed", str(self.seed)], numbers):
-            for end in case.get("ends", {"": case.get("end")}).values():
-                ends[end.partition(":")[0]] += 1
-            defects += case["defect"]
-            if case["defect"] or show:
-                print(json.dumps(case, indent=2), flush=True)
-        self.document["formats"][name] = {
-            "cases": numbers.stop, "ends": dict(ends), "defects": before["defects"] + defects,
-            "seconds": round(before["seconds"] + time.monotonic() - began, 1),
-        }  # fmt: skip
-        if self.file:
-            save_json({**self.document, "environment": environment()}, self.file)
-        return defects, ends

@@ -1,14 +1,12 @@
 """Calls every op with hostile arguments: none may crash, hang, write elsewhere or differ from its reference.
 
     python ci/attack/ops.py --calls 10000 --seed 7 [--op NAME]
-    python ci/attack/ops.py --calls 100000 --record ci/baselines/attack.json --minutes 60
 
 Each op has a process of its own, where its doors (the function of `tritonrec.ops`, the op of ``torch.ops``)
-get the same calls. With ``--record`` all ops take turns in one, `TURN` calls each, from where the file ends.
-An accepted call is compared with ``impl="reference"`` on the same arguments. A call is a function of seed, op
-and index, so ``--op NAME --seed 7 --index I`` repeats one and describes it. The exit status is 1 after a
-crash, a hang, bytes that changed outside of what an op writes to, a difference, or a refusal that names no
-argument.
+get the same calls. An accepted call is compared with ``impl="reference"`` on the same arguments. A call is a
+function of seed, op and index, so ``--op NAME --seed 7 --index I`` repeats one and describes it. The exit
+status is 1 after a crash, a hang, bytes that changed outside of what an op writes to, a difference, or a
+refusal that names no argument.
 """
 
 from __future__ import annotations
@@ -40,14 +38,9 @@ from guarded import Arena
 from hostile import Hostile, replace, spoil
 from verdicts import Outcome, comparable, compare, flat, judge_refusal, out_of_memory
 
-from tritonrec.files import save_json
-from tritonrec.harness.environment import environment
-
 MEMORY = 2 << 30
 """Bytes that a worker may take beyond those it begins with; a larger allocation is an error, and cheap."""
 IMPLS = bounds_of([0.6, 0.3, 0.1])
-TURN = 2500
-"""Calls of an op between two writes of the record."""
 PATIENCE = 300.0  # seconds without a call that returns
 MOST_CRASHES = 5  # of an op, until it is left
 
@@ -130,8 +123,8 @@ def attack(call: Call, index: int, arenas: list[Arena], draws: Draws) -> Outcome
     return compare(call, results, references)
 
 
-def work(names: list[str], seed: int, begin: int, first: int, stop: int, progress: Path) -> None:
-    """The calls [first, stop) of each op, [begin, stop) of the first one; the running one in `progress`."""
+def work(names: list[str], seed: int, begin: int, stop: int, progress: Path) -> None:
+    """The first `stop` calls of each op, from `begin` of the first one; the running one in `progress`."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable()
     warnings.filterwarnings("ignore", category=RuntimeWarning)  # of references: an overflow is an infinity
@@ -144,7 +137,7 @@ def work(names: list[str], seed: int, begin: int, first: int, stop: int, progres
         for number, name in enumerate(names):
             counts: collections.Counter[str] = collections.Counter()
             seen: dict[str, list[Any]] = {}
-            for index in range(first if number else begin, stop):
+            for index in range(0 if number else begin, stop):
                 place[:16] = number.to_bytes(8, "little") + index.to_bytes(8, "little")
                 kind, reason = attack(every[name], index, arenas, draws)
                 counts[kind] += 1
@@ -153,15 +146,15 @@ def work(names: list[str], seed: int, begin: int, first: int, stop: int, progres
             print(json.dumps({"op": name, **counts, "seen": list(seen.values())[:20]}), flush=True)
 
 
-def supervise(names: list[str], seed: int, stop: int, progress: Path, first: int = 0) -> list[dict[str, Any]]:
-    """Reports by op of the calls [first, stop), from workers that start again behind a call that ends one."""
+def supervise(names: list[str], seed: int, stop: int, progress: Path) -> list[dict[str, Any]]:
+    """Reports by op of the first `stop` calls, from workers that start again behind a call that ends one."""
     reports: dict[str, dict[str, Any]] = {
         name: {"op": name, "accepted": 0, "refused": 0, "seen": [], "crashes": []} for name in names
     }
-    left, begin = list(names), first
+    left, begin = list(names), 0
     while left:
         progress.write_bytes(bytes(16))
-        numbers = [seed, stop, first, begin]
+        numbers = [seed, stop, begin]
         command = [sys.executable, __file__, "--work", ",".join(left), *map(str, numbers), str(progress)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         hung = watch(process, progress)
@@ -173,7 +166,7 @@ def supervise(names: list[str], seed: int, stop: int, progress: Path, first: int
                 if kind != "op":
                     report[kind] = report.get(kind, 0) + count
             left.remove(line["op"])
-            begin = first
+            begin = 0
         if not left:
             break
         if process.returncode == 0:
@@ -187,7 +180,7 @@ def supervise(names: list[str], seed: int, stop: int, progress: Path, first: int
         begin = index + 1
         if len(reports[op]["crashes"]) >= MOST_CRASHES or begin >= stop:
             left.pop(0)
-            begin = first
+            begin = 0
     return list(reports.values())
 
 
@@ -224,53 +217,6 @@ def bad(report: dict[str, Any]) -> bool:
     return bool(report["crashes"] or report["seen"])
 
 
-class Record:
-    """Counts by op that grow from run to run: JSON with the seed, and the calls of each op by their ends."""
-
-    def __init__(self, file: Path, seed: int):
-        self.file, self.document = file, {"seed": seed, "cpu_seconds": 0.0, "ops": {}}
-        if file.exists():
-            self.document = json.loads(file.read_text())
-            if self.document["seed"] != seed:
-                raise SystemExit(f"{file} has the calls of seed {self.document['seed']}, not of {seed}")
-
-    def done(self, op: str) -> int:
-        return self.document["ops"].get(op, {}).get("calls", 0)
-
-    def add(self, reports: list[dict[str, Any]], stop: int, seconds: float) -> None:
-        """Write that the calls below `stop` are done; those of a worker that died count in `calls`."""
-        for report in reports:
-            entry = self.document["ops"].setdefault(report["op"], {"calls": 0, "accepted": 0, "refused": 0})
-            entry["calls"] = stop
-            for kind in ("accepted", "refused"):
-                entry[kind] += report[kind]
-            if bad(report):
-                entry.setdefault("defects", []).extend([*report["crashes"], *report["seen"]])
-        self.document["cpu_seconds"] = round(self.document["cpu_seconds"] + seconds, 1)
-        self.document["environment"] = environment()
-        save_json(self.document, self.file)
-
-
-def run_turns(names: list[str], seed: int, stop: int, record: Record, minutes: float) -> bool:
-    """Turns of all ops, the ones behind first, until `stop` calls of each; whether nothing was found."""
-    deadline, found = time.monotonic() + 60 * minutes, False
-    with tempfile.TemporaryDirectory() as folder:
-        while (first := min(map(record.done, names))) < stop and time.monotonic() < deadline:
-            behind = [name for name in names if record.done(name) == first]
-            last = min([first + TURN, stop, *(d for d in map(record.done, names) if d > first)])
-            before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            reports = supervise(behind, seed, last, Path(folder) / "progress", first)
-            after = resource.getrusage(resource.RUSAGE_CHILDREN)
-            seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-            record.add(reports, last, seconds)
-            print(f"{len(behind)} ops, calls {first} to {last}: {seconds:.0f} s of the processor", flush=True)
-            for report in filter(bad, reports):
-                found = True
-                for index, reason in [*report["crashes"], *report["seen"]]:
-                    print(f"    {report['op']} call {index}: {reason}", flush=True)
-    return not found
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--calls", type=int, default=1000)
@@ -278,13 +224,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--op", action="append", help="a name, or the end of one; all without")
     parser.add_argument("--index", type=int, help="describe one call of --op")
     parser.add_argument("--together", action="store_true", help="all ops in one process, for a short run")
-    parser.add_argument("--record", type=Path, help="JSON file of counts, to which this run adds")
-    parser.add_argument("--minutes", type=float, default=1e9, help="with --record: begin no turn after these")
-    parser.add_argument("--work", nargs=6, help=argparse.SUPPRESS)
+    parser.add_argument("--work", nargs=5, help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
     if given.work:
-        names, seed, stop, first, begin, progress = given.work
-        work(names.split(","), int(seed), int(begin), int(first), int(stop), Path(progress))
+        names, seed, stop, begin, progress = given.work
+        work(names.split(","), int(seed), int(begin), int(stop), Path(progress))
         return 0
     every = calls()
     names = [n for n in every if not given.op or any(n == op or n.endswith("." + op) for op in given.op)]
@@ -293,9 +237,6 @@ def main(argv: list[str] | None = None) -> int:
         for name in names:
             describe(every[name], given.seed, given.index)
         return 0
-    if given.record:
-        record = Record(given.record, given.seed)
-        return int(not run_turns(names, given.seed, given.calls, record, given.minutes))
     failed = False
     print(f"{'op':44} {'accepted':>9} {'refused':>9}")
     with tempfile.TemporaryDirectory() as folder:
