@@ -3,8 +3,8 @@
     pytest ci/benchmarks/bench_dynamic_table.py
 
 Random int64 keys; 256k keys are looked up in a map of exactly three quarters of our slots. Every call has
-other keys, and after its time is taken every row number is checked (`honest`). Each contender gets its keys in
-the form it likes best: the dict a list.
+other keys, and after its time is taken every row number is checked (`honest`). Each contender gets its keys
+in the form it likes best: the dict a list.
 
 Contenders are what installs from PyPI for Python 3.11, answers for a whole array at once, and can take keys
 later: Python's dict, numba's typed dict, pandas' hash table (through its factorizer, the only part of it that
