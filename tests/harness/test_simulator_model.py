@@ -1,4 +1,4 @@
-"""Promise: keys as the generator draws them, constants from TorchRec's rows alone, every miss explained."""
+"""Promise: keys as the generator draws them, constants from TorchRec's rows alone."""
 
 import json
 from dataclasses import replace
@@ -121,14 +121,13 @@ def test_only_torchrecs_rows_are_fitted(model):
     )
 
 
-def test_unseen_steps_are_within_the_aim_and_misses_are_explained(model):
+def test_unseen_steps_are_within_the_aim(model):
     replay = Replay(model)
     unseen = replay.unseen()
     steps = [cell for cell in unseen if cell.column in ("step ms", "QPS 1e5")]
     assert len(steps) == 22 and all(cell.within for cell in steps)
     assert summarise(unseen).median < AIM
     for cell in replay.cells:
-        assert (cell.why is None) == cell.within
         assert cell.error == pytest.approx(cell.model / cell.paper - 1)
 
 
@@ -144,7 +143,7 @@ def test_simulate_writes_cells_and_a_picture(tmp_path):
     assert png.read_bytes().startswith(b"\x89PNG")
     document = json.loads(file.read_text())
     assert len(document["cells"]) == len(CELLS)
-    assert {"table", "row", "column", "paper", "model", "error", "fitted", "why"} <= set(document["cells"][0])
+    assert {"table", "row", "column", "paper", "model", "error", "fitted"} <= set(document["cells"][0])
     assert document["summary"]["unseen"]["cells"] + document["summary"]["fitted"]["cells"] == len(CELLS)
     assert document["scaling"][-1]["workers"] == 16_384
     assert document["sweep"] and document["improvements"] and document["constants"]["npu"]["contention"] > 0

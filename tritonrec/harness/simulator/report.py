@@ -14,7 +14,7 @@ from .replay import AIM, Replay, ReplayedCell, summarise
 
 
 def print_replay(replay: Replay, console: Console, only: str | None = None) -> None:
-    """Tables of paper, model and error; why cells miss; errors over the unseen cells; the constants.
+    """Tables of paper, model and error; errors over the unseen cells; the constants.
 
     Raises ValueError where no table's name contains `only`.
     """
@@ -25,12 +25,6 @@ def print_replay(replay: Replay, console: Console, only: str | None = None) -> N
     for name in chosen:
         cells = [cell for cell in replay.cells if cell.table == name]
         console.print(_cells_table(name, cells))
-        missed = [cell for cell in cells if cell.why]
-        if missed:
-            console.print(f"Beyond {AIM:.0%}:", highlight=False)
-        for cell in missed:
-            console.print(f"  {_label(cell)}: {cell.why}", highlight=False, soft_wrap=True)
-        console.print()
     console.print(_summary_table(replay, chosen))
     for name, cluster in replay.model.clusters.items():
         console.print(
@@ -62,11 +56,6 @@ def _cells_table(name: str, cells: Sequence[ReplayedCell]) -> Table:
             style=style,
         )
     return table
-
-
-def _label(cell: ReplayedCell) -> str:
-    kind = ", fitted" if cell.fitted else ""
-    return f"{cell.row}, {cell.workers:,} {cell.cluster.upper()}s, {cell.column} ({cell.error:+.1%}{kind})"
 
 
 def _summary_table(replay: Replay, tables: Sequence[str]) -> Table:
