@@ -20,22 +20,20 @@ SECONDS = 20
 """For a case."""
 
 
-class TooLong(BaseException):
-    """A case takes longer than `SECONDS`; nothing on the way may take it for an error of a file."""
-
-
-def _too_long(number: int, frame: object) -> None:
-    raise TooLong(f"{SECONDS} seconds are over")
-
-
-def run_all(numbers: Iterable[int], run_case: Callable[[int], dict[str, Any]]) -> None:
-    """Run cases in this process, with a limit for the memory and for the time of each."""
-    signal.signal(signal.SIGALRM, _too_long)
+def run_all(
+    numbers: Iterable[int],
+    run_case: Callable[[int], dict[str, Any]],
+    memory: int = MEMORY,
+    seconds: int = SECONDS,
+) -> None:
+    """Run cases in this process, which one that takes longer than `seconds` ends; with a limit of memory."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # also where no Python runs that could handle it
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_AS, (used + memory, resource.RLIM_INFINITY))
     for number in numbers:
         print(json.dumps({"begins": number}), flush=True)
-        signal.alarm(SECONDS)
+        signal.alarm(seconds)
         case = run_case(number)
         signal.alarm(0)
         print(json.dumps(case), flush=True)
@@ -64,7 +62,9 @@ def attack(command: list[str], numbers: range) -> Iterator[dict[str, Any]]:
             raise SystemExit(f"the worker ended with {worker.returncode} before its first case")
         if at is not None:
             numbers = range(at + 1, numbers.stop)
-            end = {"crash": f"the process ended with {worker.returncode}"}
+            hung = worker.returncode == -signal.SIGALRM
+            how = "took too long" if hung else f"ended with {worker.returncode}"
+            end = {"crash": f"the process {how}"}
             yield {"number": at, "kind": "?", "fits": None, "ends": end, "defect": True}
 
 
