@@ -60,8 +60,7 @@ lint: .venv/installed-dev
 
 bench: .venv/installed
 	mkdir -p out
-	$(BIN)/python -m pytest -q ci/benchmarks/bench_*.py --benchmark-json out/times.json
-	$(BIN)/python ci/benchmarks/ratios.py out/times.json
+	$(BIN)/tritonrec bench --json out/bench.json
 
 compile-matrix: .venv/installed
 	$(BIN)/python ci/compile/compile_matrix.py --check

@@ -1,4 +1,4 @@
-"""Five texts beside what stands here: the runs, their figures, and the tables of docs/papers.md.
+"""Five texts beside what stands here: the runs, their figures, and the cells of docs/papers.md of them.
 
     python ci/papers.py                          every run, into ci/baselines/papers.json, then the page
     python ci/papers.py --only simulate --only lab
@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from paper_rows import bounded_lag, mtgrboost, nestpipe, slipstream, two_dimensional
-from paper_rows.row import Figures, markdown, table
+from paper_rows.page import Figures, markdown, with_figures
 from paper_rows.runs import RUNS, UnavailableError
 from paper_rows.tables import TABLES
 
@@ -28,11 +28,11 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "ci" / "baselines" / "papers.json"
 DOCS = ROOT / "docs"
 TEXTS = {
-    "nestpipe": nestpipe.ROWS,
-    "mtgrboost": mtgrboost.ROWS,
-    "2d": two_dimensional.ROWS,
-    "bounded lag": bounded_lag.ROWS,
-    "slipstream": slipstream.ROWS,
+    "nestpipe": nestpipe.FIGURES,
+    "mtgrboost": mtgrboost.FIGURES,
+    "2d": two_dimensional.FIGURES,
+    "bounded lag": bounded_lag.FIGURES,
+    "slipstream": slipstream.FIGURES,
 }
 PAGES = {
     "papers.md": (*TEXTS, "runs"),
@@ -45,10 +45,10 @@ PAGES = {
 """Page -> the tables that it has between marks of their names."""
 
 
-def block(name: str, figures: Figures) -> str:
-    """A text's table, a run's, or the table of the runs."""
+def block(name: str, before: str, figures: Figures) -> str:
+    """A text's table with its figures, a run's, or the table of the runs, in the place of `before`."""
     if name in TEXTS:
-        return table(TEXTS[name], figures)
+        return with_figures(before, TEXTS[name], figures)
     if name in TABLES:
         return TABLES[name](figures[name]["figures"])
     lines = []
@@ -67,12 +67,12 @@ def block(name: str, figures: Figures) -> str:
 def page(name: str, text: str, figures: Figures) -> str:
     """`text` of the page with the tables between its marks replaced."""
     for mark in PAGES[name]:
-        made = block(mark, figures)
         begin, end = f"<!-- {mark} -->\n", f"<!-- end {mark} -->"
         head, found, rest = text.partition(begin)
         if not found or end not in rest:
             raise ValueError(f"{name} has no {begin.strip()} and {end}")
-        text = f"{head}{begin}{made}\n{end}{rest.partition(end)[2]}"
+        before, _, rest = rest.partition(end)
+        text = f"{head}{begin}{block(mark, before, figures)}\n{end}{rest}"
     return text
 
 

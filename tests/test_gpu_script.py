@@ -33,11 +33,11 @@ def test_the_rehearsal_passes_and_leaves_its_files(tmp_path):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     names = {path.name for path in tmp_path.iterdir()}
     assert "hstu_attention" in first.page(json.loads((tmp_path / "first.json").read_text()))
-    assert {"tests.xml", "launches.json", "bench.json", "bench.md", "pipeline.json"} <= names
+    assert {"tests.xml", "launches.json", "bench.json", "bench.txt", "pipeline.json"} <= names
     assert {"pipeline.pftrace", "kernels.trace.json", "profile.json"} <= names
     pipeline = json.loads((tmp_path / "pipeline.json").read_text())
     assert len(pipeline["identical"]) == 15 and all(pipeline["identical"].values())
-    assert "silu" in (tmp_path / "bench.md").read_text()
+    assert "silu" in (tmp_path / "bench.txt").read_text()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

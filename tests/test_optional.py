@@ -39,7 +39,7 @@ def without(folder: Path, *commands: list[str]) -> list[str]:
 def test_training_and_its_checkpoint_need_none_and_an_absence_is_one_sentence_before_any_work(tmp_path):
     expected = [
         ([*DATA, "--trace", "run.pftrace"], "perfetto", "traces"),
-        ([*DATA, "--trace", "run.pftrace", "--png", "run.png"], "perfetto", "traces"),
+        (["lab", "--png", "run.png", "--trace", "traces"], "matplotlib", "traces"),
         (["simulate", "--png", "curve.png"], "matplotlib", "traces"),
         (["fuzz"], "hypothesis", "fuzz"),
         (["serve", "nowhere"], "fastapi", "serve"),

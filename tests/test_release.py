@@ -33,7 +33,7 @@ def test_a_workflow_calls_what_exists(path):
     for job in jobs(path).values():
         assert job["timeout-minutes"] <= (360 if path.stem == "nightly" else 60)
         commands = "\n".join(step.get("run", "") for step in job["steps"])
-        for line in re.sub(r"\$\{\{ github\.run_(number|id) \}\}", "1", commands).splitlines():
+        for line in re.sub(r"\$\{\{ (github\.run_(number|id)|matrix\.part) \}\}", "1", commands).splitlines():
             for target in re.findall(r"\bmake ([\w./-]+)", line) if "gh release" not in line else []:
                 assert re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE), target
             for file in re.findall(r"\bci/[\w./]+", line):

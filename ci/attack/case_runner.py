@@ -10,14 +10,9 @@ import resource
 import signal
 import subprocess
 import sys
-import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
-
-from tritonrec.files import save_json
-from tritonrec.harness.environment import environment
 
 MEMORY = 1 << 30
 """Bytes that a case may take beyond those of the process before it."""
@@ -25,22 +20,20 @@ SECONDS = 20
 """For a case."""
 
 
-class TooLong(BaseException):
-    """A case takes longer than `SECONDS`; nothing on the way may take it for an error of a file."""
-
-
-def _too_long(number: int, frame: object) -> None:
-    raise TooLong(f"{SECONDS} seconds are over")
-
-
-def run_all(numbers: Iterable[int], run_case: Callable[[int], dict[str, Any]]) -> None:
-    """Run cases in this process, with a limit for the memory and for the time of each."""
-    signal.signal(signal.SIGALRM, _too_long)
+def run_all(
+    numbers: Iterable[int],
+    run_case: Callable[[int], dict[str, Any]],
+    memory: int = MEMORY,
+    seconds: int = SECONDS,
+) -> None:
+    """Run cases in this process, which one that takes longer than `seconds` ends; with a limit of memory."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # also where no Python runs that could handle it
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_AS, (used + memory, resource.RLIM_INFINITY))
     for number in numbers:
         print(json.dumps({"begins": number}), flush=True)
-        signal.alarm(SECONDS)
+        signal.alarm(seconds)
         case = run_case(number)
         signal.alarm(0)
         print(json.dumps(case), flush=True)
@@ -69,7 +62,9 @@ def attack(command: list[str], numbers: range) -> Iterator[dict[str, Any]]:
             raise SystemExit(f"the worker ended with {worker.returncode} before its first case")
         if at is not None:
             numbers = range(at + 1, numbers.stop)
-            end = {"crash": f"the process ended with {worker.returncode}"}
+            hung = worker.returncode == -signal.SIGALRM
+            how = "took too long" if hung else f"ended with {worker.returncode}"
+            end = {"crash": f"the process {how}"}
             yield {"number": at, "kind": "?", "fits": None, "ends": end, "defect": True}
 
 
@@ -77,37 +72,3 @@ def range_of(text: str) -> range:
     """FIRST:STOP."""
     first, stop = map(int, text.split(":"))
     return range(first, stop)
-
-
-class Counts:
-    """Cases and their ends by format, which grow from run to run where they have a JSON file."""
-
-    def __init__(self, file: Path | None, seed: int):
-        self.file, self.document = file, {"seed": seed, "formats": {}}
-        if file and file.exists():
-            self.document = json.loads(file.read_text())
-
-    @property
-    def seed(self) -> int:
-        return self.document["seed"]
-
-    def done(self, name: str) -> int:
-        return self.document["formats"].get(name, {}).get("cases", 0)
-
-    def add(self, name: str, command: list[str], numbers: range, show: bool) -> tuple[int, Counter[str]]:
-        """Run cases of a format: the number of defects, and the ends of all so far. Defects are printed."""
-        before = self.document["formats"].get(name, {"ends": {}, "defects": 0, "seconds": 0.0})
-        ends, defects, began = Counter(before["ends"]), 0, time.monotonic()
-        for case in attack([*command, "--seed", str(self.seed)], numbers):
-            for end in case.get("ends", {"": case.get("end")}).values():
-                ends[end.partition(":")[0]] += 1
-            defects += case["defect"]
-            if case["defect"] or show:
-                print(json.dumps(case, indent=2), flush=True)
-        self.document["formats"][name] = {
-            "cases": numbers.stop, "ends": dict(ends), "defects": before["defects"] + defects,
-            "seconds": round(before["seconds"] + time.monotonic() - began, 1),
-        }  # fmt: skip
-        if self.file:
-            save_json({**self.document, "environment": environment()}, self.file)
-        return defects, ends

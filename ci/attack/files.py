@@ -11,11 +11,10 @@ manifest. In half of the cases of a format with checksums they are made to fit a
 Anything else is a defect: another content under a checksum, an error of a library that names no file, a
 crash, a wait, more memory than a limit.
 
-    python ci/attack/files.py [--format NAME] [--count 1000] [--seed 0] [--only NUMBER] [--json FILE]
+    python ci/attack/files.py [--format NAME] [--count 1000] [--seed 0] [--only NUMBER]
 
-A case is a function of format, seed and number. With ``--json`` counts are added to those of the file, and
-the numbers go on where it ends. After a defect the exit status is 1. What checkpoints have of their own is in
-`corruptions.py`.
+A case is a function of format, seed and number. After a defect the exit status is 1. What checkpoints have of
+their own is in `corruptions.py`.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ import shutil
 import sys
 import tempfile
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -191,7 +191,6 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1000, help="of cases of each format")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="this case alone")
-    parser.add_argument("--json", type=Path, help="counts, to which this run adds")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     args = parser.parse_args()
     names = args.format or [*FORMATS, CHECKPOINT]
@@ -200,13 +199,15 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="tritonrec-") as folder:
             case_runner.run_all(case_runner.range_of(args.work), prepared(names[0], args.seed, Path(folder)))
         return 0
-    counts = case_runner.Counts(args.json if args.only is None else None, args.seed)
+    numbers = range(args.count) if args.only is None else range(args.only, args.only + 1)
     defects = 0
     for name in names:
-        first = counts.done(name) if args.only is None else args.only
-        numbers = range(first, first + args.count if args.only is None else first + 1)
-        found, ends = counts.add(name, [__file__, "--format", name], numbers, show=args.only is not None)
-        defects += found
+        ends: Counter[str] = Counter()
+        for case in case_runner.attack([__file__, "--format", name, "--seed", str(args.seed)], numbers):
+            ends.update(end.partition(":")[0] for end in case.get("ends", {"": case.get("end")}).values())
+            defects += case["defect"]
+            if case["defect"] or args.only is not None:
+                print(json.dumps(case, indent=2), flush=True)
         print(f"{name}: {len(numbers):,} damaged, {dict(ends)}", flush=True)
     return 1 if defects else 0
 

@@ -1,36 +1,29 @@
 """Calls every op with hostile arguments: none may crash, hang, write elsewhere or differ from its reference.
 
     python ci/attack/ops.py --calls 10000 --seed 7 [--op NAME]
-    python ci/attack/ops.py --calls 100000 --record ci/baselines/attack.json --minutes 60
 
 Each op has a process of its own, where its doors (the function of `tritonrec.ops`, the op of ``torch.ops``)
-get the same calls. With ``--record`` all ops take turns in one, `TURN` calls each, from where the file ends.
-An accepted call is compared with ``impl="reference"`` on the same arguments. A call is a function of seed, op
-and index, so ``--op NAME --seed 7 --index I`` repeats one and describes it. The exit status is 1 after a
-crash, a hang, bytes that changed outside of what an op writes to, a difference, or a refusal that names no
-argument.
+get the same calls. An accepted call is compared with ``impl="reference"`` on the same arguments. A call is a
+function of seed, op and index, so ``--op NAME --seed 7 --index I`` repeats one and describes it. The exit
+status is 1 after a crash, a hang, bytes that changed outside of what an op writes to, a difference, or a
+refusal that names no argument.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import faulthandler
 import gc
 import itertools
-import json
-import mmap
-import resource
-import subprocess
 import sys
-import tempfile
-import time
 import traceback
 import warnings
 import zlib
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
+import case_runner
 import numpy as np
 import torch
 from arguments import Draw
@@ -40,16 +33,11 @@ from guarded import Arena
 from hostile import Hostile, replace, spoil
 from verdicts import Outcome, comparable, compare, flat, judge_refusal, out_of_memory
 
-from tritonrec.files import save_json
-from tritonrec.harness.environment import environment
-
 MEMORY = 2 << 30
 """Bytes that a worker may take beyond those it begins with; a larger allocation is an error, and cheap."""
 IMPLS = bounds_of([0.6, 0.3, 0.1])
-TURN = 2500
-"""Calls of an op between two writes of the record."""
-PATIENCE = 300.0  # seconds without a call that returns
-MOST_CRASHES = 5  # of an op, until it is left
+PATIENCE = 300  # seconds of a call
+MOST_CRASHES = 5  # of a worker's calls, until they are left
 
 
 def hostile_call(call: Call, seed: int, index: int) -> tuple[Hostile, np.random.Generator]:
@@ -62,21 +50,19 @@ def hostile_call(call: Call, seed: int, index: int) -> tuple[Hostile, np.random.
 
 
 class Draws:
-    """The hostile calls of an op, drawn once for all of its doors."""
+    """The last hostile call of an op, drawn once for all of its doors."""
 
     def __init__(self, seed: int):
-        self.seed, self.op, self.drawn = seed, "", dict[int, Hostile]()
+        self.seed, self.last = seed, dict[tuple[str, int], Hostile]()
 
     def of(self, call: Call, index: int) -> Hostile:
-        if call.op != self.op:
-            self.op, self.drawn = call.op, {}
-        if index not in self.drawn:
-            self.drawn[index], _ = hostile_call(call, self.seed, index)
-        return self.drawn[index]
+        if (call.op, index) not in self.last:
+            self.last = {(call.op, index): hostile_call(call, self.seed, index)[0]}
+        return self.last[call.op, index]
 
-    def forget(self, index: int) -> None:
+    def forget(self) -> None:
         """Draw this call again for the next door: this one gets tensors of it that are no copies."""
-        del self.drawn[index]
+        self.last = {}
 
 
 def attack(call: Call, index: int, arenas: list[Arena], draws: Draws) -> Outcome:
@@ -96,7 +82,7 @@ def attack(call: Call, index: int, arenas: list[Arena], draws: Draws) -> Outcome
         given.update(zip(names, placed, strict=True))
     unplaced = [name for name in tensors if given[name] is hostile.arguments[name]]
     if unplaced:
-        draws.forget(index)
+        draws.forget()
     for name, kind in hostile.replaced.items():
         if isinstance(given[name], torch.Tensor):
             given[name] = replace(given[name], kind)
@@ -130,79 +116,42 @@ def attack(call: Call, index: int, arenas: list[Arena], draws: Draws) -> Outcome
     return compare(call, results, references)
 
 
-def work(names: list[str], seed: int, begin: int, first: int, stop: int, progress: Path) -> None:
-    """The calls [first, stop) of each op, [begin, stop) of the first one; the running one in `progress`."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+def prepared(doors: list[Call], seed: int) -> Callable[[int], dict[str, Any]]:
+    """What runs the case of a number: the calls of index 0 at each of the doors, then those of index 1."""
     faulthandler.enable()
     warnings.filterwarnings("ignore", category=RuntimeWarning)  # of references: an overflow is an infinity
     torch.set_num_threads(1)
-    arenas, every, draws = [Arena() for _ in range(24)], calls(), Draws(seed)
+    arenas, draws = [Arena() for _ in range(24)], Draws(seed)
     gc.freeze()  # what was imported stays
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
-    with progress.open("r+b") as file, mmap.mmap(file.fileno(), 16) as place:
-        for number, name in enumerate(names):
-            counts: collections.Counter[str] = collections.Counter()
-            seen: dict[str, list[Any]] = {}
-            for index in range(first if number else begin, stop):
-                place[:16] = number.to_bytes(8, "little") + index.to_bytes(8, "little")
-                kind, reason = attack(every[name], index, arenas, draws)
-                counts[kind] += 1
-                if kind not in ("accepted", "refused"):
-                    seen.setdefault(f"{kind}: {reason[:60]}", [index, reason])
-            print(json.dumps({"op": name, **counts, "seen": list(seen.values())[:20]}), flush=True)
+
+    def run_case(number: int) -> dict[str, Any]:
+        index, door = divmod(number, len(doors))
+        kind, reason = attack(doors[door], index, arenas, draws)
+        return {"number": number, "kind": kind, "reason": reason}
+
+    return run_case
 
 
-def supervise(names: list[str], seed: int, stop: int, progress: Path, first: int = 0) -> list[dict[str, Any]]:
-    """Reports by op of the calls [first, stop), from workers that start again behind a call that ends one."""
-    reports: dict[str, dict[str, Any]] = {
-        name: {"op": name, "accepted": 0, "refused": 0, "seen": [], "crashes": []} for name in names
-    }
-    left, begin = list(names), first
-    while left:
-        progress.write_bytes(bytes(16))
-        numbers = [seed, stop, first, begin]
-        command = [sys.executable, __file__, "--work", ",".join(left), *map(str, numbers), str(progress)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        hung = watch(process, progress)
-        out, err = process.communicate()
-        for line in map(json.loads, out.splitlines()):
-            report = reports[line["op"]]
-            report["seen"] += line.pop("seen")
-            for kind, count in line.items():
-                if kind != "op":
-                    report[kind] = report.get(kind, 0) + count
-            left.remove(line["op"])
-            begin = first
-        if not left:
+def attack_doors(doors: list[Call], seed: int, calls: int) -> bool:
+    """Whether so many calls at each of the doors are accepted or refused; prints counts and what is wrong."""
+    counts: dict[str, Counter[str]] = {each.name: Counter() for each in doors}
+    wrong: dict[tuple[str, str], str] = {}
+    options = [word for each in doors for word in ("--op", each.name)]
+    crashes = 0
+    for case in case_runner.attack([__file__, "--seed", str(seed), *options], range(calls * len(doors))):
+        index, door = divmod(case["number"], len(doors))
+        name, kind, reason = doors[door].name, case["kind"], case.get("reason", "")
+        if "ends" in case:  # of the worker
+            kind, reason, crashes = "crash", case["ends"]["crash"], crashes + 1
+        counts[name][kind] += 1
+        if kind not in ("accepted", "refused"):
+            wrong.setdefault((name, f"{kind}: {reason[:60]}"), f"    {name} call {index}: {kind}: {reason}")
+        if crashes >= MOST_CRASHES:
             break
-        if process.returncode == 0:
-            raise RuntimeError(f"a worker ended early: {err[-2000:]}")
-        raw = progress.read_bytes()
-        index, op = int.from_bytes(raw[8:], "little"), left[0]
-        reason = "hang" if hung else f"signal {-process.returncode}"
-        if process.returncode > 0:
-            reason = f"the attack itself failed: {err.strip().splitlines()[-1]}"
-        reports[op]["crashes"].append([index, reason])
-        begin = index + 1
-        if len(reports[op]["crashes"]) >= MOST_CRASHES or begin >= stop:
-            left.pop(0)
-            begin = first
-    return list(reports.values())
-
-
-def watch(process: subprocess.Popen, progress: Path) -> bool:
-    """Whether the process had to be ended because one call did not return."""
-    last, since = b"", time.monotonic()
-    while process.poll() is None:
-        now = progress.read_bytes()
-        if now != last:
-            last, since = now, time.monotonic()
-        elif time.monotonic() - since > PATIENCE:
-            process.kill()
-            return True
-        time.sleep(0.1)
-    return False
+    for name, count in counts.items():
+        print(f"{name:44} {count['accepted']:>9} {count['refused']:>9}", flush=True)
+    print(*wrong.values(), sep="\n", end="\n" * bool(wrong), flush=True)
+    return not wrong
 
 
 def describe(call: Call, seed: int, index: int) -> None:
@@ -220,57 +169,6 @@ def describe(call: Call, seed: int, index: int) -> None:
         traceback.print_exc()
 
 
-def bad(report: dict[str, Any]) -> bool:
-    return bool(report["crashes"] or report["seen"])
-
-
-class Record:
-    """Counts by op that grow from run to run: JSON with the seed, and the calls of each op by their ends."""
-
-    def __init__(self, file: Path, seed: int):
-        self.file, self.document = file, {"seed": seed, "cpu_seconds": 0.0, "ops": {}}
-        if file.exists():
-            self.document = json.loads(file.read_text())
-            if self.document["seed"] != seed:
-                raise SystemExit(f"{file} has the calls of seed {self.document['seed']}, not of {seed}")
-
-    def done(self, op: str) -> int:
-        return self.document["ops"].get(op, {}).get("calls", 0)
-
-    def add(self, reports: list[dict[str, Any]], stop: int, seconds: float) -> None:
-        """Write that the calls below `stop` are done; those of a worker that died count in `calls`."""
-        for report in reports:
-            entry = self.document["ops"].setdefault(report["op"], {"calls": 0, "accepted": 0, "refused": 0})
-            entry["calls"] = stop
-            for kind in ("accepted", "refused"):
-                entry[kind] += report[kind]
-            if bad(report):
-                entry.setdefault("defects", []).extend([*report["crashes"], *report["seen"]])
-        self.document["cpu_seconds"] = round(self.document["cpu_seconds"] + seconds, 1)
-        self.document["environment"] = environment()
-        save_json(self.document, self.file)
-
-
-def run_turns(names: list[str], seed: int, stop: int, record: Record, minutes: float) -> bool:
-    """Turns of all ops, the ones behind first, until `stop` calls of each; whether nothing was found."""
-    deadline, found = time.monotonic() + 60 * minutes, False
-    with tempfile.TemporaryDirectory() as folder:
-        while (first := min(map(record.done, names))) < stop and time.monotonic() < deadline:
-            behind = [name for name in names if record.done(name) == first]
-            last = min([first + TURN, stop, *(d for d in map(record.done, names) if d > first)])
-            before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            reports = supervise(behind, seed, last, Path(folder) / "progress", first)
-            after = resource.getrusage(resource.RUSAGE_CHILDREN)
-            seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-            record.add(reports, last, seconds)
-            print(f"{len(behind)} ops, calls {first} to {last}: {seconds:.0f} s of the processor", flush=True)
-            for report in filter(bad, reports):
-                found = True
-                for index, reason in [*report["crashes"], *report["seen"]]:
-                    print(f"    {report['op']} call {index}: {reason}", flush=True)
-    return not found
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--calls", type=int, default=1000)
@@ -278,35 +176,24 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--op", action="append", help="a name, or the end of one; all without")
     parser.add_argument("--index", type=int, help="describe one call of --op")
     parser.add_argument("--together", action="store_true", help="all ops in one process, for a short run")
-    parser.add_argument("--record", type=Path, help="JSON file of counts, to which this run adds")
-    parser.add_argument("--minutes", type=float, default=1e9, help="with --record: begin no turn after these")
-    parser.add_argument("--work", nargs=6, help=argparse.SUPPRESS)
+    parser.add_argument("--work", help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
-    if given.work:
-        names, seed, stop, first, begin, progress = given.work
-        work(names.split(","), int(seed), int(begin), int(first), int(stop), Path(progress))
-        return 0
     every = calls()
     names = [n for n in every if not given.op or any(n == op or n.endswith("." + op) for op in given.op)]
     names.sort(key=lambda name: [*DRAWN].index(every[name].op))  # doors of an op share its draws
-    if given.index is not None:
-        for name in names:
-            describe(every[name], given.seed, given.index)
+    doors = [every[name] for name in names]
+    if given.work:
+        doors = [every[name] for name in given.op]  # as they were given
+        case_runner.run_all(case_runner.range_of(given.work), prepared(doors, given.seed), MEMORY, PATIENCE)
         return 0
-    if given.record:
-        record = Record(given.record, given.seed)
-        return int(not run_turns(names, given.seed, given.calls, record, given.minutes))
-    failed = False
+    if given.index is not None:
+        for door in doors:
+            describe(door, given.seed, given.index)
+        return 0
     print(f"{'op':44} {'accepted':>9} {'refused':>9}")
-    with tempfile.TemporaryDirectory() as folder:
-        by_op = [[*doors] for _, doors in itertools.groupby(names, lambda name: every[name].op)]
-        for group in [names] if given.together else by_op:
-            for report in supervise(group, given.seed, given.calls, Path(folder) / "progress"):
-                print(f"{report['op']:44} {report['accepted']:>9} {report['refused']:>9}", flush=True)
-                for index, reason in [*report["crashes"], *report["seen"]]:
-                    print(f"    call {index}: {reason}", flush=True)
-                failed |= bad(report)
-    return int(failed)
+    by_op = [[*some] for _, some in itertools.groupby(doors, lambda door: door.op)]
+    groups = [doors] if given.together else by_op
+    return int(not all([attack_doors(some, given.seed, given.calls) for some in groups]))
 
 
 if __name__ == "__main__":

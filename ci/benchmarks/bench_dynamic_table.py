@@ -1,14 +1,10 @@
-"""The key index of a dynamic table beside the hash maps of PyPI: speed, memory, and how long a growth stalls.
+"""Finds in the key index of a dynamic table beside the hash maps of PyPI.
 
-    pytest ci/benchmarks/bench_dynamic_table.py               find
-    python ci/benchmarks/bench_dynamic_table.py --json FILE   ten million inserts, stalls, memory, find
+    pytest ci/benchmarks/bench_dynamic_table.py
 
-Random int64 keys, one thread, and its processor time, which counts page faults but not what other processes
-run meanwhile. Inserts come in batches of 64k to a map that grows, each contender in a process
-of its own, where resident memory is measured; the processes take turns, and medians over the rounds are
-reported. Find asks for 256k keys in a map of exactly three quarters of our slots, contenders by turns in one
-process. Every call has other keys, and after its time is taken every row number is checked (`honest`). Each
-contender gets its keys in the form it likes best: the dict a list.
+Random int64 keys; 256k keys are looked up in a map of exactly three quarters of our slots. Every call has
+other keys, and after its time is taken every row number is checked (`honest`). Each contender gets its keys
+in the form it likes best: the dict a list.
 
 Contenders are what installs from PyPI for Python 3.11, answers for a whole array at once, and can take keys
 later: Python's dict, numba's typed dict, pandas' hash table (through its factorizer, the only part of it that
@@ -20,11 +16,6 @@ vaex-core (wants the rest of vaex); getpy (does not install).
 from __future__ import annotations
 
 import importlib.metadata
-import json
-import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -35,10 +26,8 @@ import numpy as np
 import pytest
 import torch
 from cpp_maps import CppMap
-from frame import options_of, record
-from honest import Given, Round, Rounds, by_turns, refuse_impossible, time_rounds
+from honest import Given, Rounds, time_rounds
 from numba.typed import Dict
-from resident import give_back, peak_from_here, resident
 
 from tritonrec.embedding.key_index import KeyIndex
 
@@ -46,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 BATCH = 1 << 16
 LOOKUPS = 1 << 18
-FIND_SLOTS = {"1m_slots": 1 << 20, "16m_slots": 1 << 24}
+SLOTS = 1 << 20
 ASKED = ("hits", "misses")
 
 
@@ -181,17 +170,6 @@ CONTENDERS = {
 PACKAGES = ("tritonrec", "torch", "numba", "numpy", "pandas", "hirola", "cykhash")
 
 
-def installed() -> list[str]:
-    names = []
-    for name, contender in CONTENDERS.items():
-        try:
-            contender()
-            names.append(name)
-        except ImportError as error:
-            print(f"{name} is not there: {error}", file=sys.stderr)
-    return names
-
-
 def versions() -> dict[str, str]:
     found = {}
     for name in PACKAGES:
@@ -252,7 +230,7 @@ def test_find(benchmark, contender, asked):
         CONTENDERS[contender]()
     except ImportError as error:
         pytest.skip(str(error))
-    questions = Questions(FIND_SLOTS["1m_slots"])
+    questions = Questions(SLOTS)
     table = filled(CONTENDERS[contender], questions.keys)
     benchmark.group = f"key index find {asked}"
     benchmark.extra_info.update(
@@ -262,112 +240,3 @@ def test_find(benchmark, contender, asked):
         versions=versions(),
     )
     time_rounds(benchmark, questions.rounds(table, asked), 16 * LOOKUPS)
-
-
-def insert_all(name: str, count: int) -> dict[str, object]:
-    """Insert `count` new keys batch by batch; run in a process of its own."""
-    contender = CONTENDERS[name]
-    warm = filled(contender, random_keys(3 * BATCH, 7))
-    warm.find(warm.prepare(random_keys(BATCH, 7)))
-    del warm
-    keys = random_keys(count, 0)
-    give_back()
-    before, table, calls = resident(), contender(), []
-    peak_from_here()
-    for start in range(0, count, BATCH):
-        batch = keys[start : start + BATCH]
-        expected = np.arange(start, start + len(batch))
-
-        def check(rows, _batch, expected=expected):
-            assert np.array_equal(np.asarray(rows), expected), "wrong rows"
-
-        one = Round(Given(table.insert, (table.prepare(batch.copy()),), check), start // BATCH)
-        begin = time.thread_time()
-        one.run()
-        calls.append(time.thread_time() - begin)
-        one.finish()
-    del one
-    give_back()
-    taken, peak = resident() - before, resident("VmHWM") - before
-    sample = np.random.default_rng(2).integers(0, count, BATCH)
-    assert np.array_equal(np.asarray(table.find(table.prepare(keys[sample]))), sample)
-    full_calls = calls[: count // BATCH]
-    refuse_impossible(name, min(full_calls), 24 * BATCH)  # keys in, rows out, keys into the table
-    longest = max(range(len(calls)), key=calls.__getitem__)
-    return {
-        "ns_per_key": 1e9 * sum(calls) / count,
-        "million_keys_per_second": count / sum(calls) / 1e6,
-        "bytes_per_key": taken / count,
-        "peak_bytes_per_key": peak / count,
-        "median_call_ms": 1e3 * statistics.median(full_calls),
-        "p99_call_ms": 1e3 * float(np.quantile(full_calls, 0.99)),
-        "longest_call_ms": 1e3 * max(calls),
-        "longest_call_at_key": longest * BATCH,
-        "longest_over_median": max(calls) / statistics.median(full_calls),
-    }
-
-
-def compare_inserts(names: list[str], count: int, rounds: int) -> dict[str, dict[str, float]]:
-    measured: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    for number in range(rounds):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            command = [sys.executable, __file__, "--insert", name, "--keys", str(count)]
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
-            measured[name].append(json.loads(done.stdout))
-    return {
-        name: {field: statistics.median(one[field] for one in runs) for field in runs[0]}
-        for name, runs in measured.items()
-    }
-
-
-def compare_finds(names: list[str], slots: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Nanoseconds per key, medians of calls that take turns."""
-    questions = Questions(slots)
-    tables = {name: filled(CONTENDERS[name], questions.keys) for name in names}
-    result: dict[str, dict[str, float]] = {}
-    for asked in ASKED:
-        contenders = {name: questions.rounds(table, asked) for name, table in tables.items()}
-        seconds = by_turns(contenders, rounds, 16 * LOOKUPS)
-        result[asked] = {name: 1e9 * statistics.median(all_of) / LOOKUPS for name, all_of in seconds.items()}
-    return result
-
-
-def main() -> None:
-    insert = {"choices": CONTENDERS, "help": "run one contender here and print its figures"}
-    arguments = options_of(__doc__, keys=10_000_000, rounds=3, find_rounds=15, insert=insert)
-    torch.set_num_threads(1)
-    if arguments.insert:
-        print(json.dumps(insert_all(arguments.insert, arguments.keys)))
-        return
-    names = installed()
-    np.ones(1 << 28)  # so that a virtual machine's host has backed the memory before anyone is timed
-    inserts = compare_inserts(names, arguments.keys, arguments.rounds)
-    finds = {size: compare_finds(names, slots, arguments.find_rounds) for size, slots in FIND_SLOTS.items()}
-    index = filled(Tritonrec, random_keys(3 << 18, 0)).index
-    report = {
-        "versions": versions(),
-        "workload": {"batch": BATCH, "lookups": LOOKUPS},
-        "insert": inserts,
-        "find_ns_per_key_at_load_0.75": finds,
-        "metadata_bytes_per_key_at_load_0.75": index.nbytes / len(index),
-    }
-    print(f"{'':18s}{'M keys/s':>9s}{'B/key':>8s}{'peak':>8s}{'median ms':>11s}{'longest':>9s}{'x':>7s}")
-    for name, row in inserts.items():
-        print(
-            f"{name:18s}{row['million_keys_per_second']:9.2f}{row['bytes_per_key']:8.1f}"
-            f"{row['peak_bytes_per_key']:8.1f}{row['median_call_ms']:11.2f}{row['longest_call_ms']:9.1f}"
-            f"{row['longest_over_median']:7.1f}"
-        )
-    for size, by_question in finds.items():
-        for asked, by_name in by_question.items():
-            best = min(value for name, value in by_name.items() if name != "tritonrec")
-            print(
-                f"find {asked} {size}: "
-                + ", ".join(f"{name} {value:.1f} ns" for name, value in by_name.items())
-                + f"; the best peer takes {best / by_name['tritonrec']:.2f} times as long as ours"
-            )
-    record(arguments, **report)
-
-
-if __name__ == "__main__":
-    main()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import multiprocessing
+import os
 import tempfile
 import time
 from multiprocessing.connection import Connection
@@ -26,7 +27,6 @@ from typing import Any
 import numpy as np
 import torch
 from frame import options_of, record
-from measure_stores import io, limited
 from resident import give_back, resident
 
 from tritonrec import Communicators, FeatureConfig, HashTableCollection, RowOptimizer, Trainer, nn
@@ -36,6 +36,23 @@ from tritonrec.embedding import Placement
 from tritonrec.embedding.disk_storage import PLACE_BYTES
 
 DIM, WIDTH = 64, 192
+CGROUP = Path("/sys/fs/cgroup/memory")
+
+
+def io() -> dict[str, int]:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return {name: int(value) for name, value in (line.split(": ") for line in lines)}
+
+
+def limited(mebibytes: int) -> bool:
+    try:
+        group = CGROUP / f"tritonrec-{os.getpid()}"
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(mebibytes << 20))
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        return True
+    except OSError:
+        return False
 
 
 class Bags(torch.nn.Module):

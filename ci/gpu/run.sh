@@ -4,7 +4,7 @@
 #
 #   ci/gpu/run.sh first         kernels at sizes of work: device and host time, share of the roof, error, a peer
 #   ci/gpu/run.sh correctness   kernel tests with Triton on the GPU; memcheck and racecheck of every launch
-#   ci/gpu/run.sh bench         every kernel beside its peers and a copy; then the ratios as Markdown
+#   ci/gpu/run.sh bench         every kernel beside its peers and a copy; then the ratios
 #   ci/gpu/run.sh tune          times the candidates of ci/compile/tune.py, one kernel after another, until time is up
 #   ci/gpu/run.sh pipeline      NestPipe steps: dense model on the GPU, tables on the host, on the GPU, cached there
 #   ci/gpu/run.sh verify        `tritonrec verify --quick --device cuda`: every mode and storage, one rank
@@ -75,7 +75,7 @@ bench() {
         within "$PYTHON" -m pytest -q -m gpu ci/benchmarks/bench_*.py $(ls "${PEERS:-/none}"/bench_*.py 2>/dev/null) \
             --benchmark-max-time=0.3 --benchmark-json "$OUT/bench.json" || return 1
     fi
-    "$PYTHON" ci/benchmarks/ratios.py "$OUT/bench.json" > "$OUT/bench.md" && grep -c "^| \*\*" "$OUT/bench.md"
+    "$PYTHON" -m tritonrec.harness.bench "$OUT/bench.json" > "$OUT/bench.txt" && grep "ratios are wins" "$OUT/bench.txt"
 }
 
 tune() {

@@ -8,9 +8,8 @@
 
 Each mutant (`edits.py`) is written into a copy of the repository, where a forked process runs tests of its
 line, of the map that `coverage_map.py` makes: the fastest first, `MOST_TESTS` and `MOST_SECONDS` at most. The
-fork is one of a session that has collected the tests (`warm.py`), or, where the edit changes an import, one
-that has imported nothing of ours. With ``--again`` the survivors of the file have to stand the tests of their
-line up to `MOST_SECONDS_AGAIN`, and those that an import shows `RANKS`, which train on two ranks; with
+process that forks has imported nothing of ours. With ``--again`` the survivors of the file have to stand the
+tests of their line up to `MOST_SECONDS_AGAIN`, and `RANKS`, which train on two ranks; with
 ``--tests`` those that are named. One JSON line a run of a mutant, of which the last counts; it goes on where
 the file ends. `equivalent.json` has the survivors that no test can kill, each with its reason; the code of
 those that are ``gone`` had no use and was taken out. Linux only.
@@ -34,17 +33,15 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
 import pytest
 from chosen import chosen_files
 from edits import Mutant, is_one, mutants_of
-from warm import MEMORY, Task, run_warm, wait
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_TESTS, MOST_SECONDS, MOST_SECONDS_AGAIN = 80, 8.0, 20.0
@@ -52,6 +49,8 @@ ALIKE = 8
 """A test counts as twice as long after so many tests of its file: other files find other faults."""
 PATIENCE, CPU_SECONDS = 120.0, 300
 """Seconds beyond ten times what the tests take, and of the processor; a mutant that takes longer hangs."""
+MEMORY = 12 << 30
+"""Bytes of address space of a mutant."""
 IDLE = 40.0
 """Seconds asleep: a test may wait for ranks, which are sessions of their own."""
 EQUIVALENT = Path(__file__).with_name("equivalent.json")
@@ -144,6 +143,37 @@ def run_tests(copy: Path, names: list[str], limit: float) -> tuple[str, str, flo
     return ("survived" if code == 0 else "killed"), by or f"exit status {code}", seconds
 
 
+def wait(child: int, patience: float, idle: float) -> bool:
+    """Wait for its end; whether it had to be given up: asleep with all its session, or after `patience`."""
+    began, asleep, last = time.monotonic(), None, 0
+    while os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        time.sleep(0.01 if time.monotonic() - began < 2 else 0.5)
+        if time.monotonic() - began > 2:
+            ticks, runs = _activity(child)
+            now = time.monotonic()
+            if runs or ticks > last + 10 or asleep is None:
+                asleep, last = now, ticks
+            if now - asleep > idle or now - began > patience:
+                return True
+    return False
+
+
+def _activity(group: int) -> tuple[int, bool]:
+    """Ticks of the processor of a session, and whether a thread of it runs or wants to."""
+    ticks, runs = 0, False
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getsid(int(folder.name)) != group:
+                continue
+            for task in (folder / "task").iterdir():
+                fields = (task / "stat").read_text().rpartition(")")[2].split()
+                runs |= fields[0] in "RD"
+                ticks += int(fields[11]) + int(fields[12])
+        except (OSError, ValueError):
+            continue
+    return ticks, runs
+
+
 def _child(copy: Path, names: list[str], failure: Path) -> None:
     code = 99
     try:
@@ -161,7 +191,7 @@ def _child(copy: Path, names: list[str], failure: Path) -> None:
         os._exit(code)
 
 
-class Cold:
+class Judge:
     """Judges mutants in processes that import them; tests that fail without a mutant too are left out."""
 
     def __init__(self, copy: Path):
@@ -197,38 +227,6 @@ def line_of(mutant: Mutant, status: str, by: str, tests: int, cpu: float) -> dic
     ends = {"status": status, "by": by, "tests": tests, "cpu_seconds": round(cpu, 2)}
     texts = {key: " ".join(getattr(mutant, key).split())[:60] for key in ("before", "after")}
     return {"name": mutant.name, "line": mutant.line, **texts, **ends}
-
-
-def judge_warm(
-    copy: Path, left: list[Mutant], tests: CoverageMap, every: bool, end: float, put: Callable[[dict], None]
-) -> bool:
-    """Judge mutants of functions in a forked `WarmSession`, until the time `end`; the others are left.
-
-    Returns whether the session ended by itself: where tests were run to warm it up, it may have groups of
-    gloo's, which abort a process when a fork of it closes their connections.
-    """
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) >= 0
-    try:
-        by_name = {mutant.name: mutant for mutant in left}
-        sys.path[0] = os.environ["PYTHONPATH"] = str(copy)
-        with open(copy.parent / "warm.log", "w") as log:
-            os.dup2(log.fileno(), 1)
-
-        def task(mutant: Mutant) -> Task:
-            source = (ROOT / mutant.file).read_text()
-            return mutant.name, copy / mutant.file, source, mutant.applied(source), tests.of(mutant, every)
-
-        def done(name: str, status: str, by: str, count: int, cpu: float) -> None:
-            if status != "at import":
-                put(line_of(by_name[name], status, by, count, cpu))
-
-        run_warm(copy, [task(mutant) for mutant in left], done, every, copy.parent, end)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(0)
 
 
 def _write(path: Path, text: str) -> None:
@@ -343,10 +341,9 @@ def main() -> None:
         def put(line: dict) -> None:
             print(json.dumps(line | {"every_test": args.again}), file=out, flush=True)
 
-        before = args.out.stat().st_size
-        cold = Cold(copy)
+        judge = Judge(copy)
         for mutant in left if by_hand else ():
-            put(cold.judge(mutant, by_hand[mutant], PATIENCE / 4))
+            put(judge.judge(mutant, by_hand[mutant], PATIENCE / 4))
         if by_hand:
             lines = list(last_lines(args.out).values())
             report(lines, equivalent)
@@ -355,29 +352,22 @@ def main() -> None:
             plain, by, _ = run_tests(copy, args.tests, 10 * PATIENCE)
             if plain != "survived":
                 raise SystemExit(f"without a mutant: {plain}, {by}")
-            cold.good |= set(args.tests)
+            judge.good |= set(args.tests)
             for mutant in left:
-                put(cold.judge(mutant, args.tests, PATIENCE / 4))
+                put(judge.judge(mutant, args.tests, PATIENCE / 4))
             return report(list(last_lines(args.out).values()), equivalent)
-        waiting = left
-        while waiting and not judge_warm(copy, waiting, tests, args.again, end, put):
-            judged = last_lines(args.out, before)
-            done = [n for n, mutant in enumerate(waiting) if mutant.name in judged]
-            waiting = waiting[done[-1] + 1 :] if done else []
-        judged = last_lines(args.out, before)
         for mutant in left:
             if time.monotonic() > end:
                 break
-            if mutant.name not in judged:
-                seconds = tests.of(mutant, every=args.again)
-                names = [*seconds, *RANKS * args.again]
-                put(cold.judge(mutant, names, sum(seconds.values()) + 20.0 * args.again))
+            seconds = tests.of(mutant, every=args.again)
+            names = [*seconds, *RANKS * args.again]
+            put(judge.judge(mutant, names, sum(seconds.values()) + 20.0 * args.again))
     report(list(last_lines(args.out).values()), equivalent)
 
 
-def last_lines(file: Path, start: int = 0) -> dict[str, dict]:
-    """The last line of each mutant, of the bytes after `start`."""
-    text = file.read_bytes()[start:].decode() if file.exists() else ""
+def last_lines(file: Path) -> dict[str, dict]:
+    """The last line of each mutant."""
+    text = file.read_text() if file.exists() else ""
     return {line["name"]: line for line in map(json.loads, text.splitlines())}
 
 

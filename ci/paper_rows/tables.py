@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .row import markdown
+from .page import markdown
 
 
 def curves(figures: Any) -> str:

@@ -15,7 +15,7 @@ ATTACK = Path(__file__).resolve().parent.parent.parent / "ci" / "attack"
 def attack():
     """ci/attack/ops.py, imported for these tests only: other modules have its names too."""
     sys.path.insert(0, str(ATTACK))
-    names = ["arguments", "doors", "draws", "guarded", "hostile", "ops", "verdicts"]
+    names = ["arguments", "case_runner", "doors", "draws", "guarded", "hostile", "ops", "verdicts"]
     before = {name: sys.modules.pop(name, None) for name in names}
     try:
         import ops
@@ -86,22 +86,30 @@ def test_outcomes_are_told_apart(attack):
     assert outcomes(attack, silent) == outcomes(attack, nearly) == {"unnamed"}
 
 
-def test_a_call_that_ends_its_process_is_reported_and_the_rest_goes_on(attack, monkeypatch, tmp_path):
-    """The worker is one that dies at call 3 of the first op."""
+def test_a_call_that_ends_its_process_is_reported_and_the_rest_goes_on(attack, monkeypatch, tmp_path, capsys):
+    """The worker is one that dies at its case 3, and hangs at its case 5."""
     worker = tmp_path / "worker.py"
     worker.write_text("""
-import json, os, pathlib, signal, sys
-names, seed, stop, first, begin, place = sys.argv[2:]
-place = pathlib.Path(place)
-for name in names.split(","):
-    if name == "silu" and int(begin) <= 3:
-        place.write_bytes(bytes(8) + (3).to_bytes(8, "little"))
+import json, os, signal, sys
+first, stop = map(int, sys.argv[sys.argv.index("--work") + 1].split(":"))
+for number in range(first, stop):
+    print(json.dumps({"begins": number}), flush=True)
+    if number == 3:
         os.kill(os.getpid(), signal.SIGSEGV)
-    print(json.dumps({"op": name, "accepted": 2, "seen": []}), flush=True)
+    if number == 5:
+        signal.alarm(1)
+        signal.pause()
+    kind = "difference" if number == 6 else "accepted"
+    print(json.dumps({"number": number, "kind": kind, "reason": "of bits", "defect": False}), flush=True)
 """)
     monkeypatch.setattr(attack, "__file__", str(worker))
-    silu, linear = attack.supervise(["silu", "linear"], 7, 9, tmp_path / "progress")
-    assert silu["crashes"] == [[3, "signal 11"]] and silu["accepted"] == 2 and attack.bad(silu)
-    assert linear["crashes"] == [] and linear["accepted"] == 2 and not attack.bad(linear)
-    silu, _ = attack.supervise(["silu", "linear"], 7, 9, tmp_path / "progress", first=4)
-    assert silu["crashes"] == []
+    doors = [attack.calls()[name] for name in ("silu", "registered.silu")]
+    assert not attack.attack_doors(doors, 7, 4)
+    silu, registered, *wrong = capsys.readouterr().out.splitlines()
+    assert silu.split() == ["silu", "3", "0"] and registered.split() == ["registered.silu", "2", "0"]
+    assert wrong == [
+        "    registered.silu call 1: crash: the process ended with -11",
+        "    registered.silu call 2: crash: the process took too long",
+        "    silu call 3: difference: of bits",
+    ]
+    assert attack.attack_doors(doors, 7, 1) and "crash" not in capsys.readouterr().out

@@ -116,7 +116,7 @@ def test_between_events_lies_the_call_alone(gpu):
 SUITES = [path for path in sorted(FOLDER.glob("bench_*.py")) if path.name != "bench_torchrec.py"]
 
 
-@pytest.mark.parametrize("path", [*SUITES, FOLDER / "plain_sasrec.py"])
+@pytest.mark.parametrize("path", SUITES)
 def test_no_suite_times_beside_the_mechanism(path):
     tree = ast.parse(path.read_text())
     called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}

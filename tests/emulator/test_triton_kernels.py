@@ -181,6 +181,37 @@ def test_a_planted_race_is_found_and_its_mended_form_is_not():
 
 
 @triton.jit
+def neighbours_kernel(x_ptr, length):
+    place = tl.arange(0, 1024)
+    tl.store(x_ptr + place, tl.load(x_ptr + place + 1))
+
+
+@triton.jit
+def next_step_kernel(x_ptr, length):
+    place = tl.arange(0, 32)
+    total = tl.zeros((32,), tl.float32)
+    for i in range(length):
+        tl.store(x_ptr + place, total + i)
+        total += tl.load(x_ptr + place)
+
+
+@triton.jit
+def barrier_on_one_way_kernel(x_ptr, length):
+    """Of 128 threads four load an element, and one of them stores it."""
+    place = tl.arange(0, 32)
+    old = tl.load(x_ptr + place)
+    if length > 5:
+        tl.debug_barrier()
+    tl.store(x_ptr + place, old + 1)
+
+
+@pytest.mark.parametrize("kernel", [neighbours_kernel, next_step_kernel, barrier_on_one_way_kernel])
+def test_a_store_that_overtakes_the_load_of_another_thread_is_a_race(kernel):
+    with pytest.raises(RaceError, match=r"x_ptr\[\d+\]"):
+        kernel[(1,)](torch.randn(1025), 4)
+
+
+@triton.jit
 def unmasked_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
     place = tl.arange(0, BLOCK)
     tl.store(y_ptr + place, tl.load(x_ptr + place))

@@ -1,14 +1,11 @@
 """Promise: a search tries what it says, counts what is refused, and finds a fault that is injected."""
 
 import json
-import multiprocessing
 import signal
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 
 import commands
-import fake_searches
 import pytest
 import torch
 from hypothesis import given, settings
@@ -260,63 +257,6 @@ def test_a_search_tries_as_many_as_it_is_told(monkeypatch):
     monkeypatch.setattr(Fuzzer, "evidence", evidence)
     report = search(600, most=60, console=Console(quiet=True))
     assert report.tried == len(set(tried)) == 60 and tried.count(tried[0]) > 1
-
-
-@pytest.fixture
-def processes(monkeypatch):
-    """A search in two processes that do what a function of `fake_searches` does."""
-
-    def searched(work, most=None):
-        monkeypatch.setattr("tritonrec.harness.fuzz.rounds._work", work)
-        monkeypatch.setattr("tritonrec.harness.fuzz.rounds.START", "fork")  # they have no threads
-        report = search(600, 3, most, console=Console(quiet=True), processes=2)
-        assert "tritonrec fuzz" not in {each.name for each in multiprocessing.active_children()}
-        return report
-
-    return searched
-
-
-def test_processes_share_a_search_and_no_configuration_counts_twice(processes):
-    report = processes(fake_searches.tries, most=70)
-    assert report.tried == 70 and report.refused == {"too N": report.refused.total()}
-    assert report.tensors == 2 * report.identical and report.shown == {"evicted": report.identical}
-    assert report.covered["mode"] == {"sequential": report.identical} and report.shrinking >= 3
-
-
-def test_failures_of_processes_end_the_search(processes):
-    report = processes(fake_searches.fails)
-    assert len(report.failures) >= 3 and report.shrinking >= 12
-    assert len({each.configuration["seed"] for each in report.failures}) == len(report.failures)
-
-
-def test_a_failing_configuration_is_made_small_though_there_are_enough_others(processes):
-    report = processes(fake_searches.makes_small, most=3)
-    assert report.identical == 3 and report.failures and report.shrinking == 9 * len(report.failures)
-    assert not any(each.configuration["asked"] for each in report.failures)
-
-
-def test_a_process_that_dies_is_a_failure_of_its_configuration(processes):
-    report = processes(fake_searches.dies)
-    assert len(report.failures) >= 3
-    for each in report.failures:
-        assert each.evidence == "its process ended with exit status 3" and each.repeated == 0
-        assert Configuration.from_json(json.dumps(each.configuration)).mode == "dbp"
-    with pytest.raises(RuntimeError, match="no first configuration: its process ended with exit status 5"):
-        processes(fake_searches.dies_at_once)
-
-
-def test_a_signal_ends_a_search_in_processes(processes):
-    threading.Timer(3, signal.raise_signal, (signal.SIGTERM,)).start()
-    assert processes(fake_searches.waits).identical <= 2
-
-
-@pytest.mark.slow
-def test_the_command_searches_in_processes(tmp_path):
-    """As many as it needs."""
-    code, output, _ = commands.invoke(
-        "fuzz", "--processes", 2, "--configurations", 1, "--minutes", 9, "--database", tmp_path / "found"
-    )
-    assert code == 0 and "1 configurations in" in output and "1 identical" in output
 
 
 def test_a_signal_ends_a_search_with_what_was_tried(monkeypatch, capfd):

@@ -53,8 +53,7 @@ def test_it_is_refused_before_any_work(command, option, where, tmp_path):
         "the wrong kind": file if (command, option) in FOLDERS else tmp_path / "folder",
         "too long a name": tmp_path / ("x" * 300),
     }[where]
-    extra = ["--slipstream"] if (command, option) == ("train", "--png") else []
-    code, output, error = commands.invoke(command, option, path, *extra)
+    code, output, error = commands.invoke(command, option, path)
     assert code == 2 and isinstance(error, SystemExit), output
     assert f"error: {option}: cannot write {path}: " in output
     assert sorted(os.listdir(tmp_path)) == ["file", "folder"] and file.read_text() == "kept"

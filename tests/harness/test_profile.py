@@ -11,41 +11,17 @@ from typer.testing import CliRunner
 
 from tritonrec.harness.cli import app
 from tritonrec.harness.profile import flame
-from tritonrec.harness.profile.flame import NOT_INSTALLED, NOT_PERMITTED, FlameError, PySpy, count
-from tritonrec.harness.profile.report import lane_times
+from tritonrec.harness.profile.flame import NOT_INSTALLED, NOT_PERMITTED, FlameError, PySpy
 from tritonrec.harness.profile.run import Profile, profile
 from tritonrec.harness.trace_report import trace_report
 from tritonrec.pipeline import WindowConfig
-from tritonrec.trace import Operator, Recorder, read
-from tritonrec.trace.analysis import summarise
+from tritonrec.trace import read
 
 TOLERANCE_NS = 20_000
 """How far outside of its stage's slice an operator may seem to be, by the conversion of clocks."""
 
 MINUTE = timedelta(seconds=60)
-FRAMES = [  # depth, first sample, samples, name
-    (0, 0, 20, "all"),
-    (1, 0, 12, 'process 77:"python &lt;x&gt;"'),
-    (2, 0, 12, "thread (7): lane compute"),
-    (3, 0, 12, "step (run.py:3)"),
-    (4, 0, 7, "mul (ops.py:8)"),
-    (5, 2, 4, "step (run.py:3)"),
-    (6, 2, 3, "at::native::copy(char*) (libtorch_cpu.so)"),
-    (4, 8, 3, "Condition.wait (threading.py:295)"),
-    (5, 8, 2, "sem_wait (nptl/sem_wait.c:42)"),
-    (1, 12, 8, "process 78:&quot;other&quot;"),
-    (2, 12, 8, "mul (ops.py:8)"),
-]
-
-
-def svg(frames):
-    boxes = "".join(
-        f"<g><title>{name} ({width:,} samples, {width / 0.2:.2f}%)</title>"
-        f'<rect x="1%" y="{52 + 16 * depth}" width="1%" fg:x="{first}" fg:w="{width}"/></g>'
-        for depth, first, width, name in frames
-    )
-    names = 'xmlns="http://www.w3.org/2000/svg" xmlns:fg="http://github.com/jonhoo/inferno"'
-    return f'<svg {names}><text id="title" x="1">py-spy record</text><svg id="frames">{boxes}</svg></svg>'
+GRAPH = "<svg>mul (ops.py:8)</svg>"
 
 
 @pytest.fixture
@@ -55,8 +31,8 @@ def pyspy(tmp_path, monkeypatch):
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
-    def make(body, frames=FRAMES):
-        (folder / "graph.svg").write_text(svg(frames))
+    def make(body):
+        (folder / "graph.svg").write_text(GRAPH)
         program = folder / "py-spy"
         program.write_text(f'#!/bin/bash\necho "$@" > {folder}/arguments\ngraph={folder}/graph.svg\n{body}\n')
         program.chmod(0o755)
@@ -117,40 +93,9 @@ def test_ranks_come_in_one_trace_with_their_operators_and_one_flame_graph(job, t
     assert watched != os.getpid() and "--subprocesses" in words
     assert words[words.index("--rate") + 1] == "250"
     text = console.export_text()
-    for part in ("nestpipe", "compute", "segment_sum", "outside operators", "mul (ops.py:8)", "flame.svg"):
+    for part in ("nestpipe", "compute", "exposed ratio", "tritonrec::segment_sum", "flame.svg"):
         assert part in text
-
-
-def test_operators_of_a_thread_with_several_lanes_belong_to_the_lane_at_work(tmp_path):
-    metadata = {"mode": "nestpipe", "consistency": "batch", "world_size": 1, "micro_batches": 1}
-    recorder = Recorder(0, 1, {**metadata, "one_thread": ["communication", "compute"]})
-    for batch in range(3):
-        begin = 10**8 * batch
-        recorder.add("retrieval", "retrieve", begin, begin + 10**8, batch=batch)
-        recorder.add("communication", "exchange", begin, begin + 4 * 10**7, batch=batch, micro_batch=0)
-        recorder.add("compute", "compute", begin + 5 * 10**7, begin + 10**8, batch=batch, micro_batch=0)
-        recorder.operator("compute", "aten::copy_", begin, begin + 10**7)
-        recorder.operator("compute", "aten::mul", begin + 6 * 10**7, begin + 8 * 10**7)
-        recorder.operator("retrieval", "aten::sort", begin, begin + 3 * 10**7)
-    trace = read(recorder.save(tmp_path / "trace"))
-    found = {lane: dict(times.own) for lane, times in lane_times(trace, summarise(trace.spans)).items()}
-    assert found == {
-        "retrieval": {"aten::sort": 30.0}, "communication": {"aten::copy_": 10.0},
-        "compute": {"aten::mul": 20.0},
-    }  # fmt: skip
-
-
-def ops(*pieces, thread="compute", rank=0):
-    return [Operator(rank, thread, name, start, end) for name, start, end in pieces]
-
-
-def test_samples_of_a_flame_graph_without_its_waits():
-    samples = count(svg(FRAMES).encode())
-    assert (samples.working, samples.waiting) == (17, 3)
-    assert [(each.name, each.place, each.own, each.total) for each in samples.functions] == [
-        ("mul", "ops.py:8", 11, 15),
-        ("step", "run.py:3", 6, 9),
-    ]
+    assert (out / "flame.svg").read_text() == GRAPH
 
 
 BROKEN = {
@@ -160,7 +105,6 @@ BROKEN = {
     "fails": ("echo 'Error: no version'; echo Stack backtrace; echo 0: x; exit 3", "Error: no version$"),
     "fails at the end": (SAMPLES.replace("exit 0", "echo no disk; exit 1"), "status 1.*no disk"),
     "writes nothing": (SAMPLES.replace("cp $graph '$2'; ", ""), "status 0"),
-    "writes half": (SAMPLES.replace("cp $graph", "head -c 400 $graph >"), "wrote no flame graph"),
     "does not stop": ('trap "" INT; ' + SAMPLES.replace('trap "cp', 'true "'), "did not write its samples"),
     "does not begin": ("while true; do sleep 0.01; done", "did not begin to sample"),
 }  # fmt: skip
@@ -176,7 +120,7 @@ def test_what_fails_is_told_and_leaves_no_half_file(what, tmp_path, pyspy, monke
     out = tmp_path / "out"
     out.mkdir()
     with pytest.raises(FlameError, match=message.replace("(", r"\(")), PySpy(os.getpid()) as spy:
-        spy.finish(out / "flame.svg", "t", {})
+        spy.finish(out / "flame.svg")
     assert not list(out.iterdir())
 
 
@@ -221,7 +165,7 @@ def test_py_spy_itself_samples_the_lanes_by_name(tmp_path):
     try:
         with PySpy(os.getpid(), rate=200) as spy:
             time.sleep(0.5)
-            spy.finish(target, "t", {})
+            spy.finish(target)
     except FlameError as error:
         if str(error) == NOT_PERMITTED:
             pytest.skip(NOT_PERMITTED)
@@ -229,7 +173,4 @@ def test_py_spy_itself_samples_the_lanes_by_name(tmp_path):
     finally:
         stop.set()
         thread.join()
-    assert "lane compute" in target.read_text()
-    found = {each.name: each for each in count(target.read_bytes()).functions}
-    assert found["busy_until"].own > 0.5 * found["busy_until"].total > 5
-    assert all(each.name != "Condition.wait" for each in found.values())
+    assert "lane compute" in target.read_text() and "busy_until" in target.read_text()

@@ -11,11 +11,11 @@ from pathlib import Path
 import formulas
 import pytest
 import torch
-from bench_layer import CHOICES as SHOWN
-from bench_layer import SIZES as SHOWN_SIZES
-from bench_layer import layer_with, saved_bytes, single_ops, workload
 from dispatched import DispatchedOps
 from float_error import assert_error_at_most_twice
+from layer_bytes import CHOICES as SHOWN
+from layer_bytes import SIZES as SHOWN_SIZES
+from layer_bytes import layer_with, saved_bytes, single_ops, workload
 
 from tritonrec import ops
 from tritonrec.kernels.hstu_layer import cpu_hstu_layer as whole

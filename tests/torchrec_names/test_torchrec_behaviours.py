@@ -1,4 +1,4 @@
-"""Promise: collections behave as TorchRec's own tests say (`ci/torchrec_tests.py`), without TorchRec."""
+"""Promise: collections behave as TorchRec's own tests say, without TorchRec."""
 
 import pickle
 from functools import partial

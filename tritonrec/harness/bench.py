@@ -6,11 +6,12 @@ baseline holds. Its noise band comes from repeated runs (``--repeat``): the grea
 but at least `LEAST_BAND` and what the quartiles of a single run leave open, since a few runs do not see all
 the noise. A comparison fails where a ratio is below the baseline's median divided by the row's band; one or
 two runs that see this are followed by as many as make `JUDGES`, and the median of all decides.
+
+    python -m tritonrec.harness.bench REPORT.json [...]   the same table of reports of pytest-benchmark
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -55,7 +56,8 @@ def checkout() -> Path:
     """
     here, own = Path.cwd(), Path(__file__).resolve().parent.parent.parent
     root = next(
-        (each for each in (own, here, *here.parents) if (each / BENCHMARKS / "ratios.py").exists()), None
+        (each for each in (own, here, *here.parents) if (each / BENCHMARKS / "bench_kernels.py").exists()),
+        None,
     )
     if root is None:
         raise FileNotFoundError(
@@ -106,24 +108,49 @@ def run_suites(root: Path, only: str, timer: str = "wall") -> dict[str, Any]:
         return json.loads(path.read_text())
 
 
-def rows_of(report: dict[str, Any], root: Path, timer: str = "wall") -> Rows:
+def groups(report: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The rows by group, ours first and the peers from fastest to slowest; ValueError if two claim ours.
+
+    Groups without a row of ours compare nothing and are left out.
+    """
+    by_group: dict[str, list[dict[str, Any]]] = {}
+    for row in report["benchmarks"]:
+        by_group.setdefault(row["group"] or "", []).append(row)
+    compared = {}
+    for group, rows in by_group.items():
+        claims = sum(bool(row["extra_info"].get("ours")) for row in rows)
+        if claims > 1:
+            raise ValueError(f"group {group!r} has {claims} rows of ours: which one do the peers meet?")
+        if claims:
+            rows.sort(key=lambda row: (not row["extra_info"].get("ours"), row["stats"]["median"]))
+            compared[group] = rows
+    return compared
+
+
+def contender(row: dict[str, Any]) -> str:
+    """What a row says, or its parameters without those that already name its group."""
+    if name := row["extra_info"].get("contender"):
+        return str(name)
+    parts = [part for part in (row["param"] or row["name"]).split("-") if part not in row["group"].split()]
+    return "-".join(parts) or "ours"
+
+
+def rows_of(report: dict[str, Any], timer: str = "wall") -> Rows:
     """``group / peer`` -> ratio and times of one run; of CPU seconds, those of one thread only."""
-    spec = importlib.util.spec_from_file_location("ratios", root / BENCHMARKS / "ratios.py")
-    assert spec and spec.loader
-    ratios = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(ratios)
     rows: Rows = {}
-    for group, (ours, *peers) in ratios.groups(report).items():
+    for group, (ours, *peers) in groups(report).items():
         for peer in peers:
             if timer == "cpu" and peer["extra_info"].get("threads", 1) != 1:
                 continue
             mine, theirs = ours["stats"]["median"], peer["stats"]["median"]
-            rows[f"{group} / {ratios.contender(peer)}"] = {
+            rows[f"{group} / {contender(peer)}"] = {
                 "ratio": theirs / mine,
                 "ours_seconds": mine,
                 "peer_seconds": theirs,
                 "spread": ours["stats"]["iqr"] / mine + peer["stats"]["iqr"] / theirs,
             }
+            if "of_a_copy" in ours["extra_info"]:
+                rows[f"{group} / {contender(peer)}"]["of_a_copy"] = ours["extra_info"]["of_a_copy"]
     for row in report["benchmarks"] if timer == "wall" else []:  # alternating calls take the wall's clock
         extra = row["extra_info"]
         for name, value in extra.items():
@@ -217,23 +244,25 @@ def dump(report: dict[str, Any]) -> str:
 
 
 def show(report: dict[str, Any], console: Console, before: dict[str, Any] | None = None) -> None:
-    """The ratios as a table; a loss is called one."""
+    """The ratios as a table; a loss is called one.
+
+    "Of a copy" is the time of a copy of the bytes that any implementation moves at least, over ours.
+    """
     made = report["provenance"]
     table = Table(title=f"{made['machine']}, {made['cores']} cores, load {made['load']}, {made['commit']}")
-    for column in ("what", "ours", "peer", "faster by", *(["baseline"] if before else [])):
+    for column in ("what", "ours", "peer", "of a copy", "faster by", *(["baseline"] if before else [])):
         table.add_column(column, justify="left" if column == "what" else "right")
     for name, row in report["rows"].items():
         times = [f"{row[key] * 1e3:.3g} ms" if key in row else "" for key in ("ours_seconds", "peer_seconds")]
         ratio = f"{row['ratio']:.2f}" if row["ratio"] >= 1 else f"[red]{row['ratio']:.2f} loss[/]"
         old = before["rows"].get(name) if before else None
-        table.add_row(name, *times, ratio, *([f"{old['ratio']:.2f}" if old else "new"] if before else []))
+        share = str(row.get("of_a_copy", ""))
+        table.add_row(
+            name, *times, share, ratio, *([f"{old['ratio']:.2f}" if old else "new"] if before else [])
+        )
     wins = sum(row["ratio"] >= 1 for row in report["rows"].values())
     console.print(table)
     console.print(f"{wins} of {len(report['rows'])} ratios are wins, {len(report['rows']) - wins} are losses")
-
-
-def _kernel(name: str) -> str:
-    return name.split()[0].partition(":")[0]
 
 
 def bench(
@@ -254,7 +283,7 @@ def bench(
     reports = [run(root, only, timer) for _ in range(repeat)]
 
     def summed() -> dict[str, Any]:
-        return summary([rows_of(report, root, timer) for report in reports], provenance(reports[0], timer))
+        return summary([rows_of(report, timer) for report in reports], provenance(reports[0], timer))
 
     now = summed()
     while before and len(reports) < JUDGES and slower(before, now, only):
@@ -269,3 +298,13 @@ def bench(
     for line in lines:
         console.print(f"slower: {line}", markup=False, highlight=False, soft_wrap=True)
     return 1 if lines else 0
+
+
+def main(files: list[str]) -> None:
+    """Print the ratios of reports of pytest-benchmark."""
+    for report in (json.loads(Path(file).read_text()) for file in files):
+        show(summary([rows_of(report)], provenance(report, "of the report")), Console(width=150))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

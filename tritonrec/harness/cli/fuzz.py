@@ -16,7 +16,6 @@ from .outputs import checked, require_writable
 
 MOST_MINUTES = 100_000
 MOST_SEED = 2**31 - 1
-MOST_PROCESSES = 1024
 
 
 def fuzz(
@@ -25,9 +24,6 @@ def fuzz(
     configurations: Annotated[
         int | None, typer.Option(min=1, max=MOST, help="Configurations to try at most; by default no limit.")
     ] = None,
-    processes: Annotated[
-        int, typer.Option(min=1, max=MOST_PROCESSES, help="That try configurations at the same time.")
-    ] = 1,
     configuration: Annotated[
         str, typer.Option(help="Try this configuration alone, as a failure prints it: a JSON object.")
     ] = "",
@@ -60,9 +56,7 @@ def fuzz(
         report = checked(lambda: run.try_one(one, inject or None, console))
     else:
         report = checked(
-            lambda: run.search(
-                60 * minutes, seed, configurations, database, inject or None, mode, console, processes
-            )
+            lambda: run.search(60 * minutes, seed, configurations, database, inject or None, mode, console)
         )
     if json_file:
         checked(lambda: save_json(report.as_json(), json_file))

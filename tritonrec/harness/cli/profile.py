@@ -36,8 +36,7 @@ def profile(
     """Show where a training step goes: a trace with lanes and operators, and a flame graph.
 
     The steps run under the recorder and torch.profiler, then again under py-spy, which would disturb the
-    trace. Prints the stages and operators that take most of each lane, and the Python functions
-    that run most.
+    trace. Prints the times of lanes and the operators that take most.
     """
     require_writable(folders={"--out": out})
     checked(lambda: run.profile(ready(plan), str(out), world_size, Console(), timedelta(seconds=timeout)))

@@ -42,7 +42,6 @@ def serve_bench(
         bool, typer.Option(help="Put MPI beside the all-to-alls where mpi4py is installed.")
     ] = True,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw latency over k.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Keep traces of the first round here.")] = None,
     timeout: TimeoutOption = 60,
 ) -> None:
@@ -51,7 +50,7 @@ def serve_bench(
     Random delays, balanced ranks, one straggler, messages of drawn sizes; plain all-to-alls of growing size.
     Predictions of all settings are compared bit by bit before any figure is printed.
     """
-    require_writable({"--json": json_file, "--png": png}, {"--trace": trace})
+    require_writable({"--json": json_file}, {"--trace": trace})
     chosen = () if scenarios == "none" else tuple(names(scenarios, rounds.SCENARIOS, "--scenarios"))
     sizes = tuple(4**power for power in range(32) if 4**power <= largest)
     console = Console()
@@ -68,6 +67,3 @@ def serve_bench(
     if json_file:
         checked(lambda: save_json(report.as_json(result), json_file))
         console.print(f"figures written to {json_file}")
-    if png:
-        checked(lambda: report.draw_report(result, png))
-        console.print(f"picture: {png}")

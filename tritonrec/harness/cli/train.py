@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from ...distributed.environment import rank_here
 from ...distributed.groups import validate_division
@@ -22,7 +21,6 @@ from ...pipeline.recipe import SETTINGS
 from ..devices import validate_device
 from ..job import Job
 from ..plan.beside import read_plan
-from ..slipstream import report
 from ..slipstream import run as slipstream_run
 from ..slipstream.run import SlipstreamRun
 from ..train.config import tables_of, to_toml
@@ -121,9 +119,6 @@ def train(
         ),
     ] = False,
     comparison: SlipstreamRun = COMPARISON,
-    png: Annotated[
-        Path | None, typer.Option(help="Draw changes, and speed against loss.", rich_help_panel=SLIPSTREAM)
-    ] = None,
 ) -> None:
     """Train a model in any mode; print loss and metrics beside those of a ranking without training.
 
@@ -132,7 +127,7 @@ def train(
     """
     to_file = run.json_lines if str(run.json_lines) != "-" else None
     require_writable(
-        {"--json": json_file, "--json-lines": to_file, "--trace": run.trace, "--png": png},
+        {"--json": json_file, "--json-lines": to_file, "--trace": run.trace},
         {"--checkpoint": run.checkpoint, "--log-dir": run.log_dir},
         at_urls=("--checkpoint", "--log-dir"),
         inputs={"--data": log_of(run.job.data), "--plan": run.plan},
@@ -163,8 +158,6 @@ def train(
     _check_elastic(run, slipstream, ranks_of_all)
     if here.world_size == 1:  # a launcher's ranks look when they take theirs
         checked(lambda: validate_device(run.job.target.device, world_size))
-    if png and not slipstream:
-        raise typer.BadParameter("--png goes with --slipstream")
     if run.plan and (slipstream or run.elastic):
         raise typer.BadParameter(
             "--plan does not go with --slipstream, nor with --elastic, whose ranks change"
@@ -197,9 +190,6 @@ def train(
     summary, first, stop = checked(work)
     if json_file and first:
         checked(lambda: save_json(summary, json_file))
-    if png and first:
-        checked(lambda: report.draw_slipstream(summary, png))
-        Console().print(f"picture: {png}")
     if summary.get("out_of_memory"):
         raise typer.Exit(1)
     if summary.get("stopped"):

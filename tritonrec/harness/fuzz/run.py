@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import hypothesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.database import DirectoryBasedExampleDatabase
+from hypothesis.errors import Flaky
 from rich.console import Console
 
 from ...pipeline import Mode
@@ -15,13 +20,17 @@ from ..train.stopping import graceful_stop
 from .configuration import Configuration
 from .fuzzer import REPEATS, Fuzzer
 from .report import Failure, FuzzReport, Try
-from .rounds import End, Round, Rounds
+from .strategies import configurations
 
+ROUND = 25
+"""Configurations drawn by one search of Hypothesis, which tends to stay near its last ones."""
 MOST_FAILURES = 3
 """Found and made small, until the search ends."""
 MOST_ROUNDS = 1_000_000
-WAIT_SECONDS = 0.5
-"""At most between two looks at the clock."""
+
+
+class Mismatch(Exception):
+    """A configuration ended in other bits than its reference, or in an error."""
 
 
 def search(
@@ -32,7 +41,6 @@ def search(
     fault: str | None = None,
     mode: Mode | None = None,
     console: Console | None = None,
-    processes: int = 1,
 ) -> FuzzReport:
     """Try configurations for so many `seconds`, at `most` so many; progress and failures go to `console`.
 
@@ -41,55 +49,71 @@ def search(
     Args:
         seed: equal ones draw equal configurations, after those of `database`, a folder of earlier failures.
         fault: injected into every try. mode: of every configuration; by default one is drawn.
-        processes: that try configurations at the same time; with one it is this process. With several a
-            process that dies is a failure, too.
     """
     console, began, report = console or Console(), time.monotonic(), FuzzReport(seed)
-    asked, number = threading.Event(), 0
-
-    def enough() -> bool:
-        tried_all = most is not None and report.tried >= most
-        return asked.is_set() or tried_all or len(report.failures) >= MOST_FAILURES
+    asked = threading.Event()
 
     def over() -> bool:
-        return enough() or time.monotonic() - began >= seconds
-
-    def next_round() -> Round:
-        nonlocal number
-        number += 1
-        drawn = seed * MOST_ROUNDS + number - 1
-        return Round(drawn, mode, database, reuse=number == 1, deadline=began + seconds)
+        tried_all = most is not None and report.tried >= most
+        enough = asked.is_set() or tried_all or len(report.failures) >= MOST_FAILURES
+        return enough or time.monotonic() - began >= seconds
 
     def count(tried: Try) -> None:
-        if not enough():
-            report.count(tried)
+        report.count(tried)
         progress.update(task, completed=report.tried, description=report.line)
-
-    def end(each: End) -> None:
-        report.shrinking += each.shrinking
-        if each.failure is not None and report.add_failure(each.failure):
-            _print_failure(each.failure, console)
 
     with ExitStack() as stack:
         stack.enter_context(graceful_stop(asked.set, "configuration"))
         progress = stack.enter_context(CommandProgress(console))
         task = progress.add_task("configurations", total=most)
-        if processes == 1:
-            fuzzer = stack.enter_context(Fuzzer(count, fault))
-            while not over():
-                end(next_round().run(fuzzer, enough, asked.is_set))
-        else:
-            rounds = stack.enter_context(Rounds(processes, fault, count))
-            while not over() or rounds.busy:
-                if enough():
-                    rounds.finish(at_once=asked.is_set())
-                while not over() and rounds.idle and (most is None or report.tried + rounds.busy < most):
-                    rounds.begin(next_round())
-                for each in rounds.wait(WAIT_SECONDS):
-                    end(each)
+        fuzzer = stack.enter_context(Fuzzer(count, fault))
+        number = 0
+        while not over():
+            drawn = seed * MOST_ROUNDS + number
+            failure = _round(fuzzer, report, drawn, mode, database, number == 0, over, asked.is_set)
+            if failure is not None and report.add_failure(failure):
+                _print_failure(failure, console)
+            number += 1
     report.seconds = round(time.monotonic() - began, 1)
     _print(report, console)
     return report
+
+
+def _round(
+    fuzzer: Fuzzer,
+    report: FuzzReport,
+    seed: int,
+    mode: Mode | None,
+    database: Path | None,
+    reuse: bool,
+    over: Callable[[], bool],
+    asked: Callable[[], bool],
+) -> Failure | None:
+    """One search of Hypothesis: the first configuration of `ROUND` that fails, made small.
+
+    Once the search is `over`, none begins but those that make the failing one small; once its end is `asked`
+    for, none at all. With `reuse` it begins with the failures of the `database`.
+    """
+    failing: list[tuple[Configuration, str]] = []
+
+    @settings(
+        max_examples=ROUND, deadline=None, suppress_health_check=list(HealthCheck), print_blob=False,
+        database=DirectoryBasedExampleDatabase(database) if database else None,
+        phases=(*(Phase.reuse,) * reuse, Phase.generate, Phase.shrink), report_multiple_bugs=False,
+    )  # fmt: skip
+    @hypothesis.seed(seed)  # which takes away the database of settings below it
+    @given(configurations(mode))
+    def tries(configuration: Configuration) -> None:
+        if asked() or (not failing and over()):
+            return
+        report.shrinking += bool(failing)
+        if evidence := fuzzer.evidence(configuration):
+            failing[:] = [(configuration, evidence)]
+            raise Mismatch(evidence)
+
+    with suppress(Mismatch, Flaky):  # of a flaky one the repeats tell
+        tries()
+    return fuzzer.failure(*failing[0]) if failing else None
 
 
 def try_one(configuration: Configuration, fault: str | None, console: Console) -> FuzzReport:

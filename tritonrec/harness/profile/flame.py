@@ -1,20 +1,14 @@
-"""py-spy beside a run: a flame graph of all threads of all ranks, and its counts."""
+"""py-spy beside a run: its flame graph of all threads of all ranks."""
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sysconfig
 import time
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from xml.etree import ElementTree
-from xml.sax.saxutils import escape
 
 from ...distributed.signals import end_with_parent
 from ...files import ScratchFolder, atomic_write
@@ -27,19 +21,9 @@ NOT_PERMITTED = (
     "kernel.yama.ptrace_scope=0`, until the next boot; or start the container with --cap-add SYS_PTRACE; or "
     "leave it out with --no-flame"
 )
-NO_SAMPLE = "py-spy met no thread at work: raise --flame-seconds or --rate"
-WAITS = {
-    ("wait", "threading.py"),
-    ("_wait_for_tstate_lock", "threading.py"),
-    ("_worker", "concurrent/futures/thread.py"),
-}
-"""Functions, and their files, that do nothing themselves but wait."""
 
 _SAMPLING = b"Sampling process"
 _DENIED = ("permission denied", "operation not permitted", "no python processes found")
-_COUNT = r" \([\d,]+ samples?, [\d.]+%\)"  # behind the name of each frame
-_PYTHON = re.compile(r"(?P<name>.+) \((?P<place>([^()]+\.py|<[^()]+>):\d+)\)")
-_SVG, _FLAME = "{http://www.w3.org/2000/svg}", "{http://github.com/jonhoo/inferno}"
 
 
 class FlameError(RuntimeError):
@@ -103,14 +87,8 @@ class PySpy:
             raise
         return self
 
-    def finish(self, target: Path, title: str, processes: Mapping[int, str]) -> None:
-        """Stop sampling and write the flame graph, whole or not at all.
-
-        Args:
-            target: where the SVG goes.
-            title: what stands above it.
-            processes: process id -> name, to be shown for their command lines.
-        """
+    def finish(self, target: Path) -> None:
+        """Stop sampling and write the flame graph, whole or not at all."""
         assert self._process is not None, "py-spy has not been started"
         self._process.send_signal(signal.SIGINT)  # the way it is asked to write its file
         try:
@@ -119,10 +97,8 @@ class PySpy:
             raise FlameError(f"py-spy did not write its samples within {STOP_SECONDS:.0f} s") from None
         if self._process.returncode or not self._svg.exists():
             raise self._failure()
-        if not count(self._svg.read_bytes()).working:
-            raise FlameError(NO_SAMPLE)
         with atomic_write(target) as part:
-            part.write_text(_named(self._svg.read_text(), title, processes))
+            shutil.copyfile(self._svg, part)
 
     def __exit__(self, *exc: object) -> None:
         self._close()
@@ -146,102 +122,3 @@ def _find() -> str | None:
     """The py-spy of the search path, or of this Python's environment."""
     places = [os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")]
     return shutil.which("py-spy", path=os.pathsep.join(places))
-
-
-def _named(svg: str, title: str, processes: Mapping[int, str]) -> str:
-    def process(match: re.Match[str]) -> str:
-        return f"<title>{escape(processes.get(int(match[1]), f'process {match[1]}'))}{match[2]}</title>"
-
-    svg = re.sub(rf"<title>process (\d+):[^<]*?({_COUNT})</title>", process, svg)
-    return re.sub(r'(<text id="title"[^>]*>)[^<]*', lambda match: match[1] + escape(title), svg)
-
-
-@dataclass(frozen=True)
-class Function:
-    """A Python function in a flame graph, with the C and C++ functions that it calls.
-
-    Attributes:
-        name, place: the function, and its file with the line where it begins.
-        own: samples in which it ran itself. total: those in which it or a callee ran.
-    """
-
-    name: str
-    place: str
-    own: int
-    total: int
-
-
-@dataclass(frozen=True)
-class Samples:
-    """The counts of a flame graph.
-
-    Attributes:
-        working, waiting: samples of threads at work, and of threads that waited, which py-spy cannot always
-            tell.
-        functions: by falling number of own samples, those in which a thread waited left out.
-    """
-
-    working: int
-    waiting: int
-    functions: list[Function]
-
-
-def count(svg: bytes) -> Samples:
-    """Add up the samples of each function in a flame graph of py-spy.
-
-    Raises FlameError where it is no such graph.
-    """
-    frames = sorted(_frames(svg))  # callers come before what they call
-    callers: list[list[int]] = []  # of each frame, outermost first
-    own = [width for _, _, width, _ in frames]
-    for index, (_, depth, width, _) in enumerate(frames):
-        above = [*callers[-1], index - 1] if index else []
-        while above and frames[above[-1]][1] >= depth:
-            above.pop()
-        if above:
-            own[above[-1]] -= width
-        callers.append(above)
-    owns, totals = Counter[str](), Counter[str]()
-    working = waiting = 0
-    for (*_, name), samples, above in zip(frames, own, callers, strict=True):
-        stack = [
-            each for each in (*(frames[caller][-1] for caller in above), name) if _PYTHON.fullmatch(each)
-        ]
-        if stack and _waits(stack[-1]):
-            waiting += samples
-            continue
-        working += samples
-        if stack:
-            owns[stack[-1]] += samples
-            totals.update(dict.fromkeys(stack, samples))
-    found = [Function(*_parts(name), owns[name], total) for name, total in totals.items()]
-    found.sort(key=lambda each: (-each.own, -each.total, each.name, each.place))
-    return Samples(working, waiting, found)
-
-
-def _parts(frame: str) -> tuple[str, str]:
-    """Name and place of a Python function."""
-    match = _PYTHON.fullmatch(frame)
-    assert match is not None, frame
-    return match["name"], match["place"]
-
-
-def _waits(frame: str) -> bool:
-    name, place = _parts(frame)
-    return (name.rpartition(".")[2], place.partition(":")[0]) in WAITS
-
-
-def _frames(svg: bytes) -> list[tuple[int, float, int, str]]:
-    """(first sample, depth, samples, name) of each frame; a graph of py-spy hangs from its root downwards."""
-    try:
-        root = ElementTree.fromstring(svg)
-    except ElementTree.ParseError as error:
-        raise FlameError(f"py-spy wrote no flame graph: {error}") from error
-    frames = []
-    for group in root.iter(f"{_SVG}g"):
-        title, box = group.find(f"{_SVG}title"), group.find(f"{_SVG}rect")
-        if title is not None and box is not None and f"{_FLAME}w" in box.attrib:
-            name = re.sub(f"{_COUNT}$", "", title.text or "")
-            first, width = int(box.attrib[f"{_FLAME}x"]), int(box.attrib[f"{_FLAME}w"])
-            frames.append((first, float(box.attrib["y"]), width, name))
-    return frames

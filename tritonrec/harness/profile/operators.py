@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
 from time import perf_counter_ns, time_ns
@@ -23,31 +24,48 @@ MAIN = "main"
 
 LANE_THREAD = "lane "
 """How the names of the executor's threads begin."""
+ROWS = 15
+"""Of torch's table."""
+
+
+@dataclass
+class Operators:
+    """What a profiler needs from a run, and gives.
+
+    Attributes:
+        names: of threads, by their native id; `name_threads` notes them.
+        table: torch's own, of the operators that take most, once the block is left.
+    """
+
+    names: dict[int, str] = field(default_factory=dict)
+    table: str = ""
 
 
 @contextmanager
-def operators(recorder: Recorder) -> Iterator[dict[int, str]]:
+def operators(recorder: Recorder) -> Iterator[Operators]:
     """Record the operators that all threads of this process run inside the ``with`` block.
 
-    Yields the names of threads by their native id; call `name_threads` on it before the lanes end, as a
-    thread that has ended cannot be asked any more. Leave the block with no operator under way.
+    Call `name_threads` on its names before the lanes end, as a thread that has ended has no
+    name any more. Leave the block with no operator under way.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or Kineto tells that it starts and stops
-    names: dict[int, str] = {}
+    found = Operators()
     before = _offset_ns()
     everywhere = _ExperimentalConfig(profile_all_threads=True)  # the lanes' threads are up already
     with (
         profile(activities=[ProfilerActivity.CPU], experimental_config=everywhere) as profiler,
         annotated_launches(),
     ):
-        yield names
+        yield found
     offset = (before + _offset_ns()) // 2
     with ScratchFolder() as scratch:
         file = Path(scratch) / "operators.json"
         profiler.export_chrome_trace(str(file))
         # Microseconds with three digits, since an epoch: a float does not hold them.
         content = json.loads(file.read_bytes(), parse_float=Decimal)
-    _record(recorder, content, names, offset)
+    _record(recorder, content, found.names, offset)
+    averages = profiler.key_averages()
+    found.table = averages.table("self_cpu_time_total", row_limit=ROWS, max_name_column_width=40)
 
 
 def name_threads(names: dict[int, str]) -> None:

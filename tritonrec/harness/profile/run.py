@@ -23,11 +23,11 @@ from ...pipeline import Mode, Trainer, WindowConfig
 from ...settings import MOST, setting
 from ...trace import NullRecorder, Recorder, SupportsRecording
 from ..job import Job
+from ..trace_report import trace_report
 from ..train.gather import save_trace
 from ..train.reports import progress_bar
 from .flame import FlameError, PySpy
 from .operators import name_threads, operators
-from .report import print_profile
 
 TRACE, FLAME = "trace.pftrace", "flame.svg"
 
@@ -57,12 +57,6 @@ class Profile:
     native: bool = setting(False, "Show C and C++ frames too.", panel="Flame graph")
     flame_seconds: float = setting(5.0, "Sample for so long at least.", 0, 3600, panel="Flame graph")
 
-    @property
-    def title(self) -> str:
-        """The profiled run, in words."""
-        window = self.window
-        return f"{self.job.model}, {self.mode}, {self.job.data}, N = {window.micro_batches}"
-
 
 def profile(plan: Profile, out: str, world_size: int, console: Console, timeout: timedelta) -> None:
     """Write OUT/trace.pftrace and OUT/flame.svg, and print where a step's time goes.
@@ -86,12 +80,20 @@ def profile(plan: Profile, out: str, world_size: int, console: Console, timeout:
     for name in (TRACE, FLAME):  # those of an earlier run would not belong together with what comes now
         (folder / name).unlink(missing_ok=True)
     if world_size == 1:
-        cost, problem = profile_rank(Communicators.local(), plan, out, console)
+        table, cost, problem = profile_rank(Communicators.local(), plan, out, console)
     else:
         with RankPool([world_size], timeout) as pool:
-            cost, problem = pool.run(profile_rank, world_size, plan, out)[0]
-    flame = folder / FLAME if plan.flame and not problem else None
-    print_profile(folder / TRACE, flame, cost, console)
+            table, cost, problem = pool.run(profile_rank, world_size, plan, out)[0]
+    trace_report(folder / TRACE, console=console)
+    console.print(table, markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"operators of rank 0 in {plan.steps} steps; CPU time {cost:.2f} times that without torch.profiler\n"
+        f"trace with all operators: {folder / TRACE}, for https://ui.perfetto.dev",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if plan.flame and not problem:
+        console.print(f"flame graph: {folder / FLAME}, for a browser", highlight=False, soft_wrap=True)
     if problem:
         console.print("[yellow]no flame graph:[/] ", end="")
         console.print(problem, markup=False, highlight=False, soft_wrap=True)
@@ -99,15 +101,15 @@ def profile(plan: Profile, out: str, world_size: int, console: Console, timeout:
 
 def profile_rank(
     communicators: Communicators, plan: Profile, out: str, console: Console | None = None
-) -> tuple[float, str]:
+) -> tuple[str, float, str]:
     """Profile this rank; rank 0 writes the files.
 
     Four stretches of steps, each of which fills the pipeline and drains it: to warm up, without any profiler,
     under the recorder and torch.profiler, and under py-spy, which would be seen in the trace.
 
     Returns:
-        The CPU time under torch.profiler over that without, and on rank 0 why there is no flame graph, empty
-        where there is one or none was requested.
+        torch's table of this rank's operators, the CPU time under torch.profiler over that without, and on
+        rank 0 why there is no flame graph, empty where there is one or none was requested.
     """
     world_size = communicators.world_size
     model, tables, optimizer = plan.job.build(plan.optimizer)
@@ -135,24 +137,20 @@ def profile_rank(
         stretch("warming up", plan.warm_up, NullRecorder(), {})
         seconds, bare = stretch("without a profiler", plan.steps, NullRecorder(), {})
         recorder = Recorder(communicators.rank, world_size)
-        with operators(recorder) as threads:
-            _, watched = stretch("under torch.profiler", plan.steps, recorder, threads)
+        with operators(recorder) as found:
+            _, watched = stretch("under torch.profiler", plan.steps, recorder, found.names)
         save_trace(communicators, recorder, str(Path(out) / TRACE))
         problem = ""
         if plan.flame:
             steps = max(plan.steps, math.ceil(plan.flame_seconds * plan.steps / seconds))
             run = partial(stretch, "under py-spy", steps, NullRecorder(), {})
             problem = _sample(communicators, plan, out, run)
-    return watched / bare, problem
+    return found.table, watched / bare, problem
 
 
 def _sample(communicators: Communicators, plan: Profile, out: str, run: Callable[[], object]) -> str:
     """Let rank 0's py-spy watch all ranks while they `run`; returns why that failed, on rank 0."""
     alone = communicators.world_size == 1
-    pids = [int(pid) for pid in communicators.control.all_gather_texts(f"{os.getpid()}\n")]
-    names = {pid: f"rank {rank}" for rank, pid in enumerate(pids)}
-    if not alone:
-        names[os.getppid()] = "tritonrec profile"
     problem, spy = "", None
     with ExitStack() as stack:
         if communicators.rank == 0:
@@ -166,7 +164,7 @@ def _sample(communicators: Communicators, plan: Profile, out: str, run: Callable
         run()
         if spy is not None:
             try:
-                spy.finish(Path(out) / FLAME, plan.title, names)
+                spy.finish(Path(out) / FLAME)
             except FlameError as error:
                 problem = str(error)
     return problem

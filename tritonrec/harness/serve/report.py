@@ -1,17 +1,14 @@
-"""Tables, JSON and picture of `tritonrec serve-bench`, the paper's figures beside ours."""
+"""Tables and JSON of `tritonrec serve-bench`, the paper's figures beside ours."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from ...files import atomic_write
-from ...optional import pyplot
 from ..environment import environment
 from .collectives import REPEATED_BYTES
 from .mpi import Cells
@@ -30,7 +27,7 @@ TITLES = {
     "straggler": "One consistent straggler",
     "sizes": "Messages of drawn sizes",
 }
-COLOURS = {"gloo": "#999999", "bls": "#0072b2", "MPI": "#e69f00"}
+TIMED = ("gloo", "bls", "MPI")
 
 
 def saved(result: Result, setting: Series) -> list[float]:
@@ -156,7 +153,7 @@ def _print_collectives(result: Result, console: Console) -> None:
 
 def _backends(found: Cells) -> list[str]:
     """Those whose collectives were timed."""
-    return [name for name in COLOURS if name in next(iter(found.values()))]
+    return [name for name in TIMED if name in next(iter(found.values()))]
 
 
 def as_json(result: Result) -> dict[str, Any]:
@@ -173,85 +170,6 @@ def as_json(result: Result) -> dict[str, Any]:
         "repetitions": {str(count): cells for count, cells in result.repetitions.items()},
         "paper": {**PAPER, "collectives": PAPER_COLLECTIVES},
     }
-
-
-def draw_report(result: Result, path: Path) -> None:
-    """Latency over k for each scenario, and time over size for the collectives."""
-    plt = pyplot()
-    plan = result.plan
-    panels = len(plan.scenarios) + bool(result.collectives) + bool(result.repetitions)
-    if not panels:
-        return
-    columns = min(3, panels)
-    figure, grid = plt.subplots(
-        -(-panels // columns), columns, figsize=(4.2 * columns, 3.3 * -(-panels // columns)), squeeze=False,
-        layout="constrained",
-    )  # fmt: skip
-    try:
-        axes = iter(grid.flat)
-        for scenario in plan.scenarios:
-            _draw_scenario(next(axes), result, scenario)
-        if result.collectives:
-            _draw_collectives(next(axes), result)
-        if result.repetitions:
-            _draw_repetitions(next(axes), result)
-        for unused in axes:
-            unused.axis("off")
-        with atomic_write(path) as part:
-            figure.savefig(part, dpi=110, format="png")
-    finally:
-        plt.close(figure)
-
-
-def _draw_scenario(axes: Any, result: Result, scenario: str) -> None:
-    bounds = result.plan.bounds
-    places = range(len(bounds))
-    for backend in BACKENDS:
-        found = [interval(result.of(scenario, backend, bound).latency) for bound in bounds]
-        means, halves = ([each[at] * 1e3 for each in found] for at in (0, 1))
-        axes.errorbar(places, means, halves, marker="o", capsize=3, color=COLOURS[backend], label=backend)
-    axes.axhline(
-        interval(result.of(scenario, "gloo", 0).latency)[0] * 1e3, color=COLOURS["gloo"], ls=":", lw=1
-    )
-    if scenario in ("delays", "straggler"):
-        alone = [interval(result.of(scenario, "bls", bound).by_delays)[0] * 1e3 for bound in bounds]
-        axes.plot(places, alone, color="#009e73", ls="--", label="the delays alone")
-    axes.set_xticks(places, [str(bound) for bound in bounds])
-    axes.set_xlabel("bound k")
-    axes.set_ylabel("milliseconds per batch")
-    axes.set_ylim(bottom=0)
-    _finish(axes, TITLES[scenario])
-
-
-def _draw_repetitions(axes: Any, result: Result) -> None:
-    for name in _backends(result.repetitions):
-        found = {count: interval(cells[name]) for count, cells in result.repetitions.items() if name in cells}
-        means, halves = ([each[at] * 1e3 for each in found.values()] for at in (0, 1))
-        axes.errorbar(list(found), means, halves, marker=".", capsize=2, color=COLOURS[name], label=name)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("all-to-alls in a row")
-    axes.set_ylabel("milliseconds together")
-    _finish(axes, f"Repetitions, {REPEATED_BYTES // 1024} KiB from each rank")
-
-
-def _draw_collectives(axes: Any, result: Result) -> None:
-    sizes = list(result.collectives)
-    for name in _backends(result.collectives):
-        found = [interval(result.collectives[size][name]) for size in sizes]
-        means, halves = ([each[at] * 1e6 for each in found] for at in (0, 1))
-        axes.errorbar(sizes, means, halves, marker=".", capsize=2, color=COLOURS[name], label=name)
-    axes.set_xscale("log", base=4)
-    axes.set_yscale("log")
-    axes.set_xlabel("bytes to each rank")
-    axes.set_ylabel("microseconds")
-    _finish(axes, "Synchronous all-to-all, k = 0")
-
-
-def _finish(axes: Any, title: str) -> None:
-    axes.set_title(title, fontsize=10, loc="left")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, frameon=False)
 
 
 def _ms(mean: float, half: float) -> str:

@@ -7,16 +7,14 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from .closed_forms import ClosedForm
 from .curves import SWEEP_WORKERS, Point
 from .measured import MeasuredRow
 from .planner import Advice
 from .replay import AIM, Replay, ReplayedCell, summarise
-from .withheld import Withheld
 
 
 def print_replay(replay: Replay, console: Console, only: str | None = None) -> None:
-    """Tables of paper, model and error; why cells miss; errors over the unseen cells; the constants.
+    """Tables of paper, model and error; errors over the unseen cells; the constants.
 
     Raises ValueError where no table's name contains `only`.
     """
@@ -27,12 +25,6 @@ def print_replay(replay: Replay, console: Console, only: str | None = None) -> N
     for name in chosen:
         cells = [cell for cell in replay.cells if cell.table == name]
         console.print(_cells_table(name, cells))
-        missed = [cell for cell in cells if cell.why]
-        if missed:
-            console.print(f"Beyond {AIM:.0%}:", highlight=False)
-        for cell in missed:
-            console.print(f"  {_label(cell)}: {cell.why}", highlight=False, soft_wrap=True)
-        console.print()
     console.print(_summary_table(replay, chosen))
     for name, cluster in replay.model.clusters.items():
         console.print(
@@ -64,11 +56,6 @@ def _cells_table(name: str, cells: Sequence[ReplayedCell]) -> Table:
             style=style,
         )
     return table
-
-
-def _label(cell: ReplayedCell) -> str:
-    kind = ", fitted" if cell.fitted else ""
-    return f"{cell.row}, {cell.workers:,} {cell.cluster.upper()}s, {cell.column} ({cell.error:+.1%}{kind})"
 
 
 def _summary_table(replay: Replay, tables: Sequence[str]) -> Table:
@@ -110,52 +97,6 @@ def print_points(points: Sequence[Point], title: str, console: Console) -> None:
                 for seconds in (seen.step, seen.communication, seen.exposed, seen.exposed_lookup)
             ),
             f"{point.queries_per_second / 1e5:.2f}",
-        )
-    console.print(table)
-
-
-def print_closed_forms(forms: Sequence[ClosedForm], console: Console) -> None:
-    """Each row's step by its formula beside the simulated and the paper's, at the largest size."""
-    table = Table(title="Closed forms, ms per step", title_justify="left", padding=(0, 0, 0, 1))
-    table.add_column("row")
-    table.add_column("workers", justify="right")
-    table.add_column("formula")
-    for column in ("formula's", "simulated", "paper"):
-        table.add_column(column, justify="right")
-    largest = {name: max(f.workers for f in forms if f.cluster == name) for name in ("npu", "gpu")}
-    for form in (form for form in forms if form.workers == largest[form.cluster]):
-        paper = "-" if form.paper is None else f"{form.paper * 1e3:.2f}"
-        table.add_row(
-            form.row,
-            f"{form.workers:,} {form.cluster.upper()}s",
-            form.formula,
-            f"{form.step * 1e3:.2f}",
-            f"{form.simulated * 1e3:.2f}",
-            paper,
-        )
-    console.print(table)
-    apart = max(abs(form.simulated / form.step - 1) for form in forms)
-    console.print(
-        f"At all {len(forms)} rows and sizes the simulated step is within {apart:.2%} of its formula.",
-        highlight=False,
-        soft_wrap=True,
-    )
-
-
-def print_withheld(lines: Sequence[Withheld], console: Console) -> None:
-    """NestPipe's errors at each N, and which reader chooses it."""
-    title = "NestPipe without its N: sizes of the relative errors"
-    table = Table(title=title, title_justify="left", padding=(0, 0, 0, 1))
-    for column in ("N", "step ms", "steps, median", "worst", "parts, median", "worst"):
-        table.add_column(column, justify="right")
-    table.add_column("chosen by")
-    for line in lines:
-        errors = (line.whole_median, line.whole_worst, line.parts_median, line.parts_worst)
-        table.add_row(
-            str(line.micro_batches),
-            f"{line.step * 1e3:.0f}",
-            *(f"{error:.1%}" for error in errors),
-            ", ".join(line.chosen_by),
         )
     console.print(table)
 

@@ -13,20 +13,16 @@ from rich.progress import TimeElapsedColumn
 from ...files import save_json
 from ..progress import CommandProgress
 from . import cost_files, measured, planner, replay
-from .closed_forms import closed_forms
 from .cluster import Workload
 from .curves import Point, all_workers, improvements, scaling, sweep
 from .fit import fit
 from .report import (
     print_advice,
-    print_closed_forms,
     print_measured,
     print_points,
     print_replay,
-    print_withheld,
     sweep_title,
 )
-from .withheld import withheld
 
 
 def simulate(
@@ -53,8 +49,6 @@ def simulate(
     document = replay.as_json(found)
     steps, sizes = improvements(found.model), sweep(found.model)
     if table is None:
-        print_closed_forms(closed_forms(found.model, found.outcome), console)
-        print_withheld(withheld(found.model, found.outcome), console)
         print_points(steps, "Our improvements, one after another", console)
         print_points(sizes, sweep_title(), console)
     if png or json_file:

@@ -1,19 +1,13 @@
-"""What `tritonrec train --slipstream` prints and draws."""
+"""What `tritonrec train --slipstream` prints."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from ...files import atomic_write
-from ...optional import pyplot
-
 METRICS = ("AUC", "accuracy", "BCE")
-PAPER_LOSS = 0.0004
-"""Largest loss of accuracy that the paper reports."""
 
 
 def speedup(summary: dict[str, Any], run: dict[str, Any]) -> float:
@@ -128,41 +122,3 @@ def _quality(summary: dict[str, Any]) -> Table:
 
 def _name(run: dict[str, Any]) -> str:
     return "none" if run["drop"] is None else f"{run['drop']:.0%}{' random' if run['at_random'] else ''}"
-
-
-def draw_slipstream(summary: dict[str, Any], path: Path) -> None:
-    """Changes of hot rows between snapshots, and loss of accuracy against speed."""
-    plt = pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    try:
-        changes = [each for each in summary["snapshots"]["changes"] if each]
-        steps = range(2, 2 + len(changes))
-        for quantile in changes[0] if changes else ():
-            values = [each[quantile] for each in changes]
-            left.plot(steps, values, marker="o", label=f"{float(quantile):.0%} of the rows below")
-        left.set(
-            xlabel="snapshot", ylabel="change since the one before", xticks=[*steps], yscale="log",
-            title="Hot rows between snapshots",
-        )  # fmt: skip
-        left.legend(fontsize=8, frameon=False)
-        exact = summary["runs"][0]["metrics"]["accuracy"]
-        for run in summary["runs"]:
-            lost = (exact - run["metrics"]["accuracy"]) * 100
-            speed = 1.0 if run["drop"] is None else whole_speedup(summary, run)
-            colour = "#d00000" if run["drop"] is None else "#999999" if run["at_random"] else "#0072b2"
-            right.scatter(speed, lost, color=colour)
-            label = " all inputs" if run["drop"] is None else f" drop {_name(run)}"
-            right.annotate(label, (speed, lost), fontsize=8)
-        right.axhline(PAPER_LOSS * 100, color="grey", linestyle=":", label="0.04 %, the paper's loss")
-        right.axvline(2, color="grey", linestyle="--", label="2x")
-        right.set(
-            xlabel="speed-up of the whole run (CPU time)", ylabel="accuracy lost, percentage points",
-            title="APPROXIMATE: speed against loss",
-        )  # fmt: skip
-        right.legend(fontsize=8, frameon=False)
-        for axes in (left, right):
-            axes.spines[["top", "right"]].set_visible(False)
-        with atomic_write(path) as part:
-            figure.savefig(part, dpi=120, format="png")
-    finally:
-        plt.close(figure)
