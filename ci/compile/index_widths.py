@@ -56,7 +56,7 @@ LOADED: dict[str, Interval] = {
     # level << 32 | sequence; a level counts blocks of at least 16 places in a sequence
     "tiles_ptr": (0, (LONGEST // 16 << 32) + 2**32 - 1),
 }  # fmt: skip
-# By function and variable, the range of what is converted to 32 bits there.
+# By function and variable, the range of what is converted to 32 bits there, and of sums of 32 bits.
 LIMITS: dict[tuple[str, str], Interval] = {
     # `hash_table` refuses other row numbers; -1 and -2 are none
     ("_find_kernel", "new_row"): (0, 2**31 - 1), ("_claim_kernel", "row"): (-2, 2**31 - 1),
@@ -69,8 +69,10 @@ LIMITS: dict[tuple[str, str], Interval] = {
     ("open_sequence", "contexts"): SEQUENCE,
     # blocks of at least 16 rows of a sequence, or entries of a table
     ("locate", ""): (0, LONGEST // 16),
+    # the walk's jumps lead past blocks of the sequence, and its count ends at its last one
+    ("block_of", "start"): (0, LONGEST // 16),
     # the four bytes of a float32
-    ("_add_kernel", "floats"): INT32,
+    ("_load_row", "float_bits"): INT32,
 }  # fmt: skip
 # Functions that compute with bits modulo 2**32, no index among them.
 MODULAR = {"philox4x32", "exp"}

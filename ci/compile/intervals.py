@@ -111,7 +111,8 @@ class Ranges:
     Args:
         arguments: range by name of an argument; any other has that of its type.
         loaded: range of what lies behind a pointer argument, by its name.
-        limits: (source, variable) -> the range that a conversion to 32 bits is known to have, or None.
+        limits: (source, variable) -> the range that a conversion to 32 bits, or a sum of these, is known to
+            have; or None.
     """
 
     def __init__(
@@ -254,12 +255,14 @@ class Ranges:
         if name == "divsi":
             self.quotients[operation.results[0]] = self.of[operands[0]], self.number(operands[1])
         reach = self.exact(operation, name, bits)
-        if bits == 32 and name == "trunci":
+        limit = None
+        if bits == 32 and name in ("trunci", "addi"):
             limit = self.limits(operation.source, variable(operation.results[0]))
-            if limit is not None:
-                reach = max(reach[0], limit[0]), min(reach[1], limit[1])
+        if limit is not None:
+            reach = max(reach[0], limit[0]), min(reach[1], limit[1])
+        elif bits == 32 and name == "trunci":
             # a number that fits without its sign keeps its bits
-            elif reach[0] < every(32)[0] or reach[1] > 2**32 - 1:
+            if reach[0] < every(32)[0] or reach[1] > 2**32 - 1:
                 self.fault(operation, "conversion to 32 bits", reach)
         elif bits == 32 and (reach[0] < every(32)[0] or reach[1] > every(32)[1]):
             self.fault(operation, name, reach)

@@ -36,8 +36,7 @@ def test_a_fault_names_the_line_the_variable_the_range_and_the_launch(planted):
     assert len(where) == 1 and where[0].endswith("sizes below 2**31")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("only", ["hash_table", ""])
+@pytest.mark.parametrize("only", ["hash_table", pytest.param("", marks=pytest.mark.slow)])
 def test_no_launch_can_leave_32_bits(only):
     done = compiled("ci/compile/index_widths.py", "--only", only)
     assert re.search(r"\d+ launches, 0 lines of Python can leave 32 bits", done)

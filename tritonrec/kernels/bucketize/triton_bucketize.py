@@ -54,7 +54,7 @@ def _count_kernel(
     _, found = _bucket(keys_ptr, offsets, num_keys, count_ptr, num_buckets, GIVEN)
     for bucket in range(num_buckets):
         count = tl.sum((found == bucket).to(tl.int64), axis=0)
-        tl.store(histogram_ptr + bucket * num_blocks + block, count)
+        tl.store(histogram_ptr + tl.cast(bucket, tl.int64) * num_blocks + block, count)
 
 
 @jit_kernel
@@ -71,7 +71,7 @@ def _place_kernel(
     inside, found = _bucket(keys_ptr, offsets, num_keys, count_ptr, num_buckets, GIVEN)
     for bucket in range(num_buckets):
         mine = found == bucket
-        start = tl.load(starts_ptr + bucket * num_blocks + block)
+        start = tl.load(starts_ptr + tl.cast(bucket, tl.int64) * num_blocks + block)
         # the running count of this bucket's keys, so equal buckets keep their order
         place = start + tl.cumsum(mine.to(tl.int64), axis=0) - 1
         tl.store(permutation_ptr + place, offsets, mask=mine)

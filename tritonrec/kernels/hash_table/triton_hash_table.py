@@ -100,7 +100,7 @@ def _number_kernel(
     fits = (tl.load(occupied_ptr) + new <= num_slots) & (taken + start <= 1 << 31)
     number = tl.load(numbers_ptr + offsets, mask=inside, other=1).to(tl.int64)
     # numbers count from 1, and the first of them take the free rows
-    row = number + start - (num_free + 1)
+    row = number + start - num_free - 1
     # a block, since the interpreter takes a block and a scalar bool for integers
     all_fit = number * 0 < fits.to(tl.int64)
     wanted = (tl.load(wanted_ptr + offsets, mask=inside, other=0) != 0) & all_fit

@@ -234,19 +234,20 @@ def custom_kernel(
     inside = occurrence < num_valid(num_rows, count_ptr)
     gradient = tl.load(grad_ptr + occurrence * grad_stride + column, mask=mask, other=0.0)
     place = rows_ptr + row * row_stride
+    wide = tl.cast(dim, tl.int64)
     weight, states = tl.load(place + column, mask=mask, other=0.0), ()
     for i in tl.static_range(WIDE):
-        states += (tl.load(place + (i + 1) * dim + column, mask=mask, other=0.0),)  # type: ignore[assignment]
+        states += (tl.load(place + (i + 1) * wide + column, mask=mask, other=0.0),)  # type: ignore[assignment]
     for i in tl.static_range(NARROW):
-        states += (tl.load(place + (WIDE + 1) * dim + i, mask=inside, other=0.0),)  # type: ignore[assignment]
+        states += (tl.load(place + (WIDE + 1) * wide + i, mask=inside, other=0.0),)  # type: ignore[assignment]
     weight, states = UPDATE(weight, states, gradient, step, lr)
     # several threads may load one value: none may load it changed
     tl.debug_barrier()
     tl.store(place + column, weight, mask=mask)
     for i in tl.static_range(WIDE):
-        tl.store(place + (i + 1) * dim + column, states[i], mask=mask)
+        tl.store(place + (i + 1) * wide + column, states[i], mask=mask)
     for i in tl.static_range(NARROW):
-        tl.store(place + (WIDE + 1) * dim + i, states[WIDE + i], mask=inside)
+        tl.store(place + (WIDE + 1) * wide + i, states[WIDE + i], mask=inside)
 
 
 @jit_kernel
