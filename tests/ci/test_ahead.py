@@ -1,6 +1,8 @@
 """Promise: with kernels compiled ahead, as a wheel brings them, first calls compile nothing."""
 
+import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -41,6 +43,14 @@ def package(files, tmp_path):
 
 def compiled(package, tmp_path, target="", **changed):
     return ahead.counted(UNIQUE, package, tmp_path / "cache", target, **changed)["compiled"]
+
+
+def test_every_launch_has_a_call_on_the_cpu(tmp_path):
+    """By these the wheels' kernels are found; the test below, of the kernels themselves, is slow."""
+    noted = tmp_path / "noted.pickle"
+    code = "import sys, ahead; ahead.note(*sys.argv[1:]); print('done')"
+    assert ahead._run(code, str(noted), json.dumps([PROGRAMS["all ops, each once"]])) == "done"
+    assert len(pickle.loads(noted.read_bytes())) > 100
 
 
 @pytest.mark.slow
