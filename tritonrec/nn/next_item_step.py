@@ -3,8 +3,7 @@
 A micro-batch of a few hundred tokens pays for each module, op and node more than for its loops. Here kernels
 follow each other without them, with the same bits. `plan` says whether a model fits, once for many
 micro-batches, and `Plan.step` whether a batch does; what does not fit takes the modules one by one, with
-their errors. Where one thread computes and sums are exact, micro-batches share their memory, too
-(`kernels.next_item`).
+their errors.
 
 Dimensions: L tokens, B samples, K negatives, d model dimension.
 """
@@ -21,14 +20,12 @@ from ..kernels.autocast import autocast_dtype
 from ..kernels.dispatch import implementation
 from ..kernels.gradients import Accumulator, Targets, Terms, current, sum_terms, targets_of
 from ..kernels.hstu_layer import cpu_hstu_layer
-from ..kernels.next_item.cpu_next_item import SPARE, Parts, Room, Sizes, add_row_gradients
 from ..kernels.normed_losses import cpu_normed_losses
 from ..kernels.op import annotation
 from ..kernels.row_terms import RowTerms
 from ..kernels.rows.op import IndexedTerms
 from ..kernels.token_rows.cpu_token_rows import TokenRows, place_rows
-from .context import Samples, has_global_hooks, has_hooks, hooks_of
-from .context import current as samples_now
+from .context import has_global_hooks, has_hooks, hooks_of
 from .hstu_layer import Parameters, prepared_layer, whole_backward
 from .modules import LayerNorm, PositionalEmbedding, TokenDropout
 from .next_item import NextItemModel
@@ -68,7 +65,7 @@ class _Call(torch.autograd.Function):
     """Losses (B,) of a `Step`; `given` are the parameters whose gradients autograd takes."""
 
     @staticmethod
-    def forward(ctx: Any, step: Step | SharedStep, values: torch.Tensor, *given: torch.Tensor):
+    def forward(ctx: Any, step: Step, values: torch.Tensor, *given: torch.Tensor):
         ctx.step, ctx.accumulator, ctx.given = step, current(), [id(each) for each in given]
         return step.forward()
 
@@ -76,7 +73,7 @@ class _Call(torch.autograd.Function):
     def backward(ctx: Any, dlosses: torch.Tensor):
         if torch.is_grad_enabled():
             raise RuntimeError("a call of HSTU by one op has no second derivative: leave create_graph out")
-        step: Step | SharedStep = ctx.step
+        step: Step = ctx.step
         rows, found = step.backward(ctx.accumulator, dlosses.contiguous())
         ctx.accumulator.add(step.item.values, rows)
         of = {id(each): gradient for each, gradient in zip(step.plan.parameters, found, strict=False)}
@@ -97,14 +94,16 @@ class RowGradients(Terms):
 
     def add_to(self, sums: torch.Tensor, fraction_bits: int, name: str) -> None:
         """As `Terms.add_to`."""
-        parts = self.rows, self.values, self.hidden, self.slopes
-        add_row_gradients(sums, *parts, fraction_bits, f"gradient of {name}")
+        self._add(sums, "batch", fraction_bits, f"gradient of {name}")
 
     def add_in_order(self, sums: torch.Tensor, scale_exponent: int = 0) -> None:
         """As `Terms.add_in_order`; the loss is not scaled."""
+        self._add(sums, "window", 0, "gradient")
+
+    def _add(self, sums: torch.Tensor, *options: Any) -> None:
         from ..kernels.rows.numba_segment_sum import add_products, segment_sum_into
 
-        count, options = len(self.values), ("window", 0, "gradient")
+        count = len(self.values)
         segment_sum_into(sums, self.values, self.rows[:count], len(sums), *options, None, None)
         add_products(sums, self.hidden, self.slopes, self.rows[count:], *options, count)
 
@@ -139,20 +138,6 @@ class Plan:
         self._counts = list(map(len, self._hooks))
         self._modules = list(model.modules())
         self._switches = self._now()
-        self._parts = self._exact_parts()
-        self._room: Room | None = None
-        self._user: Samples | None = None  # the call of the model that has the room
-
-    def _exact_parts(self) -> Parts | None:
-        """What micro-batches that share memory need; None where a gradient is not summed exactly."""
-        positions, norm = self.position_targets, self.norm_targets
-        targets = [layer.targets for layer in self.layers if layer.targets is not None]
-        if positions is None or norm is None or len(targets) < len(self.layers):
-            return None
-        return Parts(
-            [layer.prepared for layer in self.layers], targets, self.positions, positions, self.norm, norm,
-            self.model.norm.eps, self.model.config.relative_bias, self.factor, self.scale,
-        )  # fmt: skip
 
     def stands(self) -> bool:
         """Whether this holds still: no part has other hooks, another `forward` or mode, no parameter other
@@ -171,7 +156,7 @@ class Plan:
         trained = [each.requires_grad for each in self.parameters]
         return trained + [module.training for module in self._modules]
 
-    def step(self, batch: Any, item: ops.IndexedRows, seed: int) -> Step | SharedStep | None:
+    def step(self, batch: Any, item: ops.IndexedRows, seed: int) -> Step | None:
         """The micro-batch's call, or None where the modules have to be called one by one.
 
         Args:
@@ -198,10 +183,6 @@ class Plan:
             and (timed is None or _is_list(timed, (tokens,)))
         ):  # fmt: skip
             return None
-        if self._parts is not None and self._takes_room() and self._is_small(tokens):
-            room = self._room_for(Sizes(tokens, samples, tokens * count))
-            fits = room.begin(offsets, ids, timed, labels, negatives, matrix, rows_at, seed)
-            return SharedStep(self, room, item) if fits else None
         rows = torch.index_select(matrix, 0, rows_at[: 2 * tokens])  # which looks at the numbers
         placed = place_rows(rows, self.positions, self.factor, offsets, ids, timed)
         if placed is None or placed.x.shape[0] != tokens:
@@ -216,42 +197,6 @@ class Plan:
         ]
         losses = cpu_normed_losses.Bound(*self.norm, self.model.norm.eps, valid, offsets, self.scale)
         return Step(self, placed, layers, losses, item, rows, offsets)
-
-    def _takes_room(self) -> bool:
-        """Whether nobody has the room: a trainer ends a call's backward before the next call begins."""
-        now, before = samples_now(), self._user
-        self._user = now
-        # A second call within one call of the model would overwrite what backward of the first still needs.
-        return now is not None and now is not before
-
-    def _is_small(self, tokens: int) -> bool:
-        return all(cpu_hstu_layer.is_small(layer.prepared.shape, tokens) for layer in self.layers)
-
-    def _room_for(self, sizes: Sizes) -> Room:
-        room, parts = self._room, self._parts
-        assert parts is not None
-        if room is None or not room.holds(sizes):
-            before = sizes if room is None else room.sizes
-            most = (max(own, int(SPARE * needed)) for own, needed in zip(before, sizes, strict=True))
-            room = self._room = Room(parts, Sizes(*most))
-        return room
-
-
-class SharedStep:
-    """The call of one micro-batch in memory that it shares with others."""
-
-    def __init__(self, plan: Plan, room: Room, item: ops.IndexedRows):
-        self.plan, self.item, self._room = plan, item, room
-
-    def forward(self) -> torch.Tensor:
-        """As `Step.forward`."""
-        return self._room.forward()
-
-    def backward(
-        self, accumulator: Accumulator, dlosses: torch.Tensor
-    ) -> tuple[RowGradients, list[torch.Tensor | None]]:
-        """As `Step.backward`; the accumulator takes the gradients of all parameters."""
-        return RowGradients(self.item.rows, *self._room.backward(dlosses)), []
 
 
 class Step:

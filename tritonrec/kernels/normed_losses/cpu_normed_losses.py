@@ -96,16 +96,10 @@ class Bound:
         bits, table = targets.fraction_bits, self._table
         table[at.SUM_WEIGHT :] = [each.data_ptr() for each in targets.sums]
         found = at.add_terms(table, 2.0**bits, np.float32(2.0 ** (62 - bits)))
-        report_terms(found, terms, targets)
+        for bad, values, name in zip(found, terms, targets.names, strict=True):
+            if bad >= 0:
+                rows = torch.zeros(len(values), dtype=torch.int64)
+                report_sum(bad + 1, None, f"gradient of {name}", values, rows, bits)
 
     def _over_samples(self, run: Callable[[int, int], Any], cost: float) -> None:
         over_ranges(run, self._samples, cost * self._products)
-
-
-def report_terms(found: Sequence[int], terms: Sequence[torch.Tensor], targets: Targets) -> None:
-    """Refuse the first term (L, D) that each sum could not take, at the positions `found`; -1: none."""
-    bits = targets.fraction_bits
-    for bad, values, name in zip(found, terms, targets.names, strict=True):
-        if bad >= 0:
-            rows = torch.zeros(len(values), dtype=torch.int64)
-            report_sum(bad + 1, None, f"gradient of {name}", values, rows, bits)

@@ -55,12 +55,9 @@ def place_rows(
         return None
     places = seq_offsets.new_empty(2 if timestamps is None else 3, tokens)
     x = rows.new_empty(tokens, dim)
-    table = np.zeros(at.SIZE, np.int64)
-    table[: at.OFFSETS] = samples, tokens, dim, len(weight), tokens
-    table[at.OFFSETS : at.MATRIX] = (
-        seq_offsets.data_ptr(), sample_ids.data_ptr(), 0 if timestamps is None else timestamps.data_ptr()
-    )  # fmt: skip
-    table[at.ROWS : at.VALID] = rows.data_ptr(), weight.data_ptr(), places.data_ptr(), x.data_ptr()
+    lists = seq_offsets.data_ptr(), sample_ids.data_ptr(), 0 if timestamps is None else timestamps.data_ptr()
+    memory = rows.data_ptr(), weight.data_ptr(), places.data_ptr(), x.data_ptr()
+    table = np.array([samples, tokens, dim, len(weight), *lists, *memory], np.int64)
     if not at.place(table, np.float32(factor)):
         return None
     owners, positions, *asked = places.unbind()

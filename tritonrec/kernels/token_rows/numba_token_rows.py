@@ -3,17 +3,13 @@
 
 import numpy as np
 
-from tritonrec.kernels.numba_addresses import booleans, floats, integers
+from tritonrec.kernels.numba_addresses import floats, integers
 
 from ..caches import njit
 
 U = np.uintp
-(
-    SAMPLES, TOKENS, DIM, LONGEST, STRIDE,  # of the lists of places
-    OFFSETS, IDS, TIMES, MATRIX, MATRIX_ROWS, AT, LABELS, NEGATIVES, COUNT,
-    ROWS, WEIGHT, PLACES, X, VALID,
-) = range(19)  # fmt: skip
-SIZE = 19
+SIZE = 11
+SAMPLES, TOKENS, DIM, LONGEST, OFFSETS, IDS, TIMES, ROWS, WEIGHT, PLACES, X = range(SIZE)
 
 
 @njit(cache=True, nogil=True)
@@ -26,8 +22,8 @@ def place(a, factor):
     for b in range(samples):
         if offsets[b + 1] < offsets[b] or offsets[b + 1] - offsets[b] > a[LONGEST]:
             return False
-    timed, stride = a[TIMES] != 0, U(a[STRIDE])
-    times, places = integers(a[TIMES], tokens), integers(a[PLACES], 3 * a[STRIDE])
+    timed, stride = a[TIMES] != 0, U(tokens)
+    times, places = integers(a[TIMES], tokens), integers(a[PLACES], 3 * tokens)
     rows, x = floats(a[ROWS], tokens * a[DIM]), floats(a[X], tokens * a[DIM])
     weight = floats(a[WEIGHT], a[LONGEST] * a[DIM])
     for b in range(samples):
@@ -40,27 +36,3 @@ def place(a, factor):
             for d in range(dim):
                 x[to + d] = rows[to + d] * factor + weight[of + d]
     return True
-
-
-@njit(cache=True, nogil=True)
-def begin(a, factor):
-    """Gather rows (2 L, D) of a matrix, those of labels behind those of tokens, then `place`; and tell of
-    each negative (L, K) whether it is another item than its token's label. False for numbers of rows outside
-    of the matrix, and where `place` says so.
-    """
-    tokens, dim, count = a[TOKENS], U(a[DIM]), U(a[COUNT])
-    at, matrix = integers(a[AT], 2 * tokens), floats(a[MATRIX], a[MATRIX_ROWS] * a[DIM])
-    rows = floats(a[ROWS], 2 * tokens * a[DIM])
-    for i in range(2 * tokens):
-        if at[i] < 0 or at[i] >= a[MATRIX_ROWS]:
-            return False
-        of, to = U(at[i]) * dim, U(i) * dim
-        for d in range(dim):
-            rows[to + d] = matrix[of + d]
-    labels, negatives = integers(a[LABELS], tokens), integers(a[NEGATIVES], tokens * a[COUNT])
-    valid = booleans(a[VALID], tokens * a[COUNT])
-    for t in range(tokens):
-        first = U(t) * count
-        for k in range(count):
-            valid[first + k] = negatives[first + k] != labels[t]
-    return place(a, factor)
