@@ -20,16 +20,23 @@ from ..kernels.autocast import autocast_dtype
 from ..kernels.dispatch import implementation
 from ..kernels.gradients import Accumulator, Targets, Terms, current, sum_terms, targets_of
 from ..kernels.hstu_layer import cpu_hstu_layer
-from ..kernels.normed_losses import cpu_normed_losses
+from ..kernels.norm_mul_dropout.op import (
+    NORM_MUL_DROPOUT,
+    NORM_MUL_DROPOUT_BACKWARD,
+    NORM_MUL_DROPOUT_BACKWARD_EXACT,
+)
+from ..kernels.offsets import check_offsets
 from ..kernels.op import annotation
 from ..kernels.row_terms import RowTerms
 from ..kernels.rows.op import IndexedTerms
-from ..kernels.token_rows.cpu_token_rows import TokenRows, place_rows
+from ..kernels.sampled_softmax import cpu_by_sample
 from .context import has_global_hooks, has_hooks, hooks_of
 from .hstu_layer import Parameters, prepared_layer, whole_backward
 from .modules import LayerNorm, PositionalEmbedding, TokenDropout
 from .next_item import NextItemModel
+from .tokens import Tokens
 
+NO_DROPOUT = 0.0, 0, None, None
 _plans: WeakKeyDictionary[Accumulator, Plan] = WeakKeyDictionary()
 
 
@@ -159,6 +166,8 @@ class Plan:
     def step(self, batch: Any, item: ops.IndexedRows, seed: int) -> Step | None:
         """The micro-batch's call, or None where the modules have to be called one by one.
 
+        Raises ValueError for samples that are too long, and for offsets that cut the tokens into none.
+
         Args:
             batch: a `NextItemInput`.
             item: rows of a matrix (R, d) float32: L + L + L*K of ids, labels and negatives. Numbers of rows
@@ -184,9 +193,11 @@ class Plan:
         ):  # fmt: skip
             return None
         rows = torch.index_select(matrix, 0, rows_at[: 2 * tokens])  # which looks at the numbers
-        placed = place_rows(rows, self.positions, self.factor, offsets, ids, timed)
-        if placed is None or placed.x.shape[0] != tokens:
-            return None
+        check_offsets("offsets", offsets, tokens)
+        placed = Tokens.place(offsets, ids, config.max_seq_len, timed)
+        if timed is not None:
+            placed = placed.with_next_query_timestamps()
+        x = rows[:tokens].mul(self.factor).add_(torch.index_select(self.positions, 0, placed.positions))
         valid = (negatives != labels[:, None]).contiguous()
         at = cpu_hstu_layer.Place(
             offsets, placed.sample_ids, placed.positions, timed, None, placed.query_timestamps
@@ -195,8 +206,8 @@ class Plan:
             cpu_hstu_layer.Bound(layer.prepared, at, tokens, ops.derive_seed(seed, number, 0))
             for number, layer in enumerate(self.layers)
         ]
-        losses = cpu_normed_losses.Bound(*self.norm, self.model.norm.eps, valid, offsets, self.scale)
-        return Step(self, placed, layers, losses, item, rows, offsets)
+        losses = cpu_by_sample.Bound(valid, offsets, self.scale, config.dim)
+        return Step(self, placed, x, layers, losses, item, rows)
 
 
 class Step:
@@ -205,31 +216,31 @@ class Step:
     def __init__(
         self,
         plan: Plan,
-        placed: TokenRows,
+        placed: Tokens,
+        x: torch.Tensor,
         layers: list[cpu_hstu_layer.Bound],
-        losses: cpu_normed_losses.Bound,
+        losses: cpu_by_sample.Bound,
         item: ops.IndexedRows,
         rows: torch.Tensor,
-        offsets: torch.Tensor,
     ):
         self.plan, self.item, self._placed, self._layers, self._losses = plan, item, placed, layers, losses
-        self._rows, self._offsets, self._tokens = rows, offsets, placed.x.shape[0]
+        self._x, self._rows, self._tokens = x, rows, len(x)
+        negatives = item.rows[2 * self._tokens :]
+        self._items = rows[self._tokens :], item.values, negatives  # labels, and where negatives lie
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # by layer its input and what it keeps
 
     def forward(self) -> torch.Tensor:
         """Losses (B,)."""
-        x = self._placed.x
+        plan, x = self.plan, self._x
         for bound in self._layers:
             with annotation("hstu_layer"):
                 out, of_layer = bound.forward(x)
             self._kept.append((x, of_layer))
             x = out
-        with annotation("normed_losses"):
-            negatives = self.item.rows[2 * self._tokens :]
-            losses, self._hidden, self._ends = self._losses.forward(
-                x, self._rows[self._tokens :], self.item.values, negatives
-            )
-        return losses
+        self._hidden, *rows = NORM_MUL_DROPOUT.launch(x, None, *plan.norm, plan.model.norm.eps, *NO_DROPOUT)
+        self._normed = x, None, *plan.norm, *NO_DROPOUT, *rows
+        with annotation("sampled_softmax_by_sample"):
+            return self._losses.forward_rows(self._hidden, *self._items)
 
     def backward(
         self, accumulator: Accumulator, dlosses: torch.Tensor
@@ -241,15 +252,15 @@ class Step:
         """
         plan, tokens = self.plan, self._tokens
         drows = torch.empty_like(self._rows)
-        with annotation("normed_losses_backward"):
-            slopes, dx, *terms = self._losses.backward(dlosses, drows[tokens:], self._ends)
-            of_norm = self._take_norm(accumulator, terms)
+        with annotation("sampled_softmax_by_sample_backward"):
+            dhidden, slopes = self._losses.backward_rows(dlosses, self._hidden, *self._items, drows[tokens:])
+        dx, of_norm = self._norm_backward(accumulator, dhidden)
         of_layers: list[torch.Tensor | None] = []
         for layer, bound in zip(reversed(plan.layers), reversed(self._layers), strict=True):
             x, of_layer = self._kept.pop()
             with annotation("hstu_layer_backward"):
                 dx, found = whole_backward(
-                    accumulator, layer.own, bound, dx, x, of_layer, self._offsets, layer.targets
+                    accumulator, layer.own, bound, dx, x, of_layer, self._placed.seq_offsets, layer.targets
                 )
             # Layers come last to first, their gradients stand first to last.
             of_layers[:0] = (each for each, own in zip(found, layer.own, strict=True) if own is not None)
@@ -269,13 +280,17 @@ class Step:
         segment_sum_into(sums, dx, positions, len(sums), "batch", bits, f"gradient of {name}", None, None)
         return None
 
-    def _take_norm(self, accumulator: Accumulator, terms: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    def _norm_backward(
+        self, accumulator: Accumulator, dhidden: torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         plan = self.plan
         if plan.norm_targets is not None:
-            self._losses.add_terms(terms, plan.norm_targets)
-            return [None, None]
+            sums, *rest = plan.norm_targets
+            given = *sums, None, dhidden, *self._normed, *rest
+            return NORM_MUL_DROPOUT_BACKWARD_EXACT.launch(*given), [None, None]
+        dx, _, *terms = NORM_MUL_DROPOUT_BACKWARD.launch(dhidden, *self._normed)
         pairs = zip(plan.norm, terms, strict=True)
-        return [sum_terms(accumulator, own, RowTerms(values)) for own, values in pairs]
+        return dx, [sum_terms(accumulator, own, RowTerms(values)) for own, values in pairs]
 
 
 def _is_list(tensor: torch.Tensor, shape: tuple[int, ...]) -> bool:
