@@ -1,4 +1,4 @@
-"""Promise: what a ``bls`` group gives on to other backends it gives as it is, and refuses what has no values."""
+"""Promise: a ``bls`` group gives other calls on as they are, and refuses what has no values."""
 
 from datetime import timedelta
 from types import SimpleNamespace
