@@ -102,19 +102,6 @@ def test_row_counts_around_a_tile(impl, optimizer, touched):
     assert same_bits(got, run(optimizer, "reference", rows=33, dim=32, touched=touched, steps=1)[0])
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_no_update_depends_on_the_other_rows(optimizer):
-    generator = torch.Generator().manual_seed(3)
-    tables = [torch.rand(20, width, generator=generator) for width in (24, 24, 24, 1)]
-    indices = torch.randperm(20, generator=generator)[:8]
-    grad = torch.randn(8, 24, generator=generator)
-    whole, single = ([table.clone() for table in tables] for _ in range(2))
-    update(optimizer, whole, indices, grad, 5, "cpu")
-    for i in torch.randperm(8, generator=generator):
-        update(optimizer, single, indices[i : i + 1], grad[i : i + 1], 5, "cpu")
-    assert all(same_bits(one, other) for one, other in zip(whole, single, strict=True))
-
-
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 def test_zero_gradient_without_eps_is_the_references_nan():
     tables = [torch.zeros(2, width) for width in (3, 3, 3, 1)]
