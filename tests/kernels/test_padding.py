@@ -236,39 +236,6 @@ def test_intersect_of_any_keys_and_counts(left, right, counts, impl):
     check_intersect(left, right, *counts, impl)
 
 
-KEYS = torch.arange(4)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: ops.unique(KEYS, count=torch.tensor([2])), r"count must be \(\) int64, got shape \(1,\)"),
-        (lambda: ops.unique(KEYS, padded=True, count=torch.tensor(2.0)), r"count must be .* torch.float32"),
-        (lambda: ops.intersect(KEYS, KEYS, right_count=KEYS), "right_count must be"),
-        (lambda: ops.intersect(KEYS, KEYS, left_count=KEYS), "left_count must be"),
-        (
-            lambda: ops.bucketize(KEYS, 2, count=KEYS[0].to("meta")),
-            "keys is on cpu, count on meta",
-        ),
-        (lambda: ops.gather_rows(torch.zeros(4, 2), KEYS, count=KEYS), "count must be"),
-        (lambda: ops.scatter_rows(torch.zeros(4, 2), KEYS, torch.zeros(4, 2), count=KEYS), "count must be"),
-        (lambda: ops.segment_sum(torch.zeros(4, 2), KEYS, 4, count=KEYS), "count must be"),
-        (lambda: ops.segment_sum(torch.zeros(4, 2), KEYS, 4, status=KEYS), "status must be"),
-        (lambda: ops.to_fixed_point(torch.zeros(4), status=KEYS), "status must be"),
-        (
-            lambda: ops.sparse_sgd(torch.zeros(4, 2), KEYS, torch.zeros(4, 2), 0.1, count=KEYS),
-            "count must be",
-        ),
-        (lambda: ops.hash_find(*table("cpu", 8), KEYS, count=KEYS), "count must be"),
-        (lambda: ops.hash_insert(*table("cpu", 8), KEYS, 0, status=KEYS), "status must be"),
-        (lambda: ops.hash_insert(*table("cpu", 8), KEYS, KEYS), "next_row must be"),
-    ],
-)
-def test_bad_counts_are_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
 def test_a_status_keeps_the_first_code():
     status = torch.tensor(0)
     for code in (0, 5, 7):
