@@ -133,27 +133,3 @@ def test_known_buckets_are_stably_sorted(data, num_buckets, impl):
     buckets = data.draw(st.lists(st.integers(0, num_buckets - 1), max_size=40))
     count = data.draw(st.one_of(st.none(), st.integers(-1, 41)))
     check_sort(torch.tensor(buckets, dtype=torch.int64), num_buckets, impl, count)
-
-
-@pytest.mark.parametrize("op", [owner_of, bucketize])
-@pytest.mark.parametrize(
-    ("keys", "world_size", "message"),
-    [
-        (torch.arange(3), 0, "world_size"),
-        (torch.arange(3), 2**31, "world_size"),
-    ],
-)
-def test_bad_arguments_are_named(op, keys, world_size, message):
-    with pytest.raises(ValueError, match=message):
-        op(keys, world_size)
-
-
-@pytest.mark.parametrize(
-    ("buckets", "num_buckets", "message"),
-    [
-        (torch.arange(3), 0, r"num_buckets must be in \[1, 2\*\*31\), got 0"),
-    ],
-)
-def test_bad_arguments_of_a_sort_are_named(buckets, num_buckets, message):
-    with pytest.raises(ValueError, match=message):
-        counting_sort(buckets, num_buckets)

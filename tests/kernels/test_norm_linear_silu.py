@@ -168,21 +168,6 @@ def test_any_shape_has_the_bits_of_the_three_ops(tokens, inputs, outputs, biased
     )
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"recompute": ("norms",)}, r"recompute takes some of \('norm', 'linear'\), got \['norms'\]"),
-    ],
-)
-def test_bad_arguments_are_named(change, message):
-    arguments = {
-        "x": torch.zeros(4, 3), "norm_weight": torch.zeros(3), "norm_bias": torch.zeros(3),
-        "weight": torch.zeros(5, 3), "bias": torch.zeros(5),
-    }  # fmt: skip
-    with pytest.raises(ValueError, match=message):
-        norm_linear_silu(**(arguments | change))
-
-
 def test_other_bad_arguments():
     tensors = [tensor.double() for tensor in case("odd_dim")]
     with pytest.raises(ValueError, match=r"on the CPU takes float32, .* got torch\.float64"):

@@ -213,7 +213,6 @@ NONE = torch.zeros(2, dtype=torch.uint8)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: add_packed_rows(OUT, TWO, NONE, NONE[:0], fraction_bits=63), "fraction_bits"),
         (lambda: add_packed_rows(OUT, TWO, NONE, NONE), "packed must have the 0 bytes"),
         (lambda: packed_bytes(NONE, [1], 4), r"counts must cut the 2 rows .* got \[1\]"),
         (lambda: packed_bytes(NONE, [3, -1], 4), "counts must cut the 2 rows"),
