@@ -107,12 +107,13 @@ class RowGradients(Terms):
         """As `Terms.add_in_order`; the loss is not scaled."""
         self._add(sums, "window", 0, "gradient")
 
-    def _add(self, sums: torch.Tensor, *options: Any) -> None:
+    def _add(self, sums: torch.Tensor, consistency: str, fraction_bits: int, name: str) -> None:
         from ..kernels.rows.numba_segment_sum import add_products, segment_sum_into
 
         count = len(self.values)
-        segment_sum_into(sums, self.values, self.rows[:count], len(sums), *options, None, None)
-        add_products(sums, self.hidden, self.slopes, self.rows[count:], *options, count)
+        how = consistency, fraction_bits, name
+        segment_sum_into(sums, self.values, self.rows[:count], len(sums), *how, None, None)
+        add_products(sums, self.hidden, self.slopes, self.rows[count:], *how, count)
 
 
 class _Layer(NamedTuple):
