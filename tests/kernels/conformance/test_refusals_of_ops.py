@@ -217,9 +217,9 @@ def test_every_op_that_writes_is_met():
 NAN, INF = float("nan"), float("inf")
 NUMBERS = {
     "fraction_bits": (-1, 63), "p": (-0.1, 1.0, NAN), "world_size": (0, 2**31), "num_buckets": (0, 2**31),
-    "num_segments": (-1,), "first_row": (-1, 2**31), "max_seq_len": (-1,), "target_group_size": (0,),
-    "max_attn_len": (-1,), "min_full_attn_seq_len": (-1,), "attn_prefix_len": (-1,), "scaling_seqlen": (0,),
-    "divisor": (0.0, INF), "table": (-1, 2**32), "dim": (-1,), "upper": (0, 2**32 + 1), "count": (-4,),
+    "num_segments": (-1,), "first_row": (-1, 2**31), "max_seq_len": (-1, 2**27 + 1), "divisor": (0.0, INF),
+    "target_group_size": (0,), "max_attn_len": (-1,), "min_full_attn_seq_len": (-1,), "table": (-1, 2**32),
+    "attn_prefix_len": (-1,), "scaling_seqlen": (0,), "dim": (-1,), "upper": (0, 2**32 + 1), "count": (-4,),
     "weight_decay": (-1.0, NAN),
 }  # fmt: skip
 """Argument -> numbers that no op with it takes."""
