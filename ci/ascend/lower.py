@@ -37,7 +37,7 @@ def lower(launch: launches.Launch) -> str:
     names = launch.kernel.arg_names
     tuples = [name for name, kind in launch.signature.items() if isinstance(kind, tuple)]
     if tuples:
-        raise Unlowerable(f"signature: {tuples[0]} is a tuple: launch it by flat_tuples.taking_tuples")
+        raise Unlowerable(f"signature: {tuples[0]} is a tuple, which this Triton does not have")
     constants = {names[path[0]]: value for path, value in launch.constants.items()}
     signature = {name: kind for name, kind in launch.signature.items() if name not in constants}
     backend = ascend.AscendBackend(TARGET)

@@ -15,7 +15,7 @@ INPUTS = {
 }  # fmt: skip
 FOLDERS = {
     ("fuzz", "--database"), ("lab", "--trace"), ("profile", "--out"), ("serve-bench", "--trace"),
-    ("trace", "--kineto"), ("train", "--checkpoint"), ("train", "--log-dir"), ("verify", "--trace"),
+    ("train", "--checkpoint"), ("train", "--log-dir"), ("verify", "--trace"),
 }  # fmt: skip
 OUTPUTS = sorted({*commands.options(Path)} - INPUTS)
 

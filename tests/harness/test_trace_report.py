@@ -63,7 +63,6 @@ def test_a_kept_schedule_passes_and_its_figures_are_right(tmp_path, console):
         record(tmp_path / "t"),
         png=tmp_path / "t.png",
         json_out=tmp_path / "out" / "t.json",
-        kineto=tmp_path / "kineto",
         console=console,
     )
     text = console.file.getvalue()
@@ -73,7 +72,6 @@ def test_a_kept_schedule_passes_and_its_figures_are_right(tmp_path, console):
     assert "│ exposed ratio                │  50.0% │" in text
     assert "│ transfers beside computation │ 3 of 6 │" in text
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "kineto" / "rank_0.json").is_file()
     figures = json.loads((tmp_path / "out" / "t.json").read_text())
     assert figures["honoured"] is True
     assert figures["ranks"][0]["step_ms"] == 0.04

@@ -97,17 +97,6 @@ def test_compiled_forward_mode_is_refused_too(name):
         WAYS["compiled"](call, value, some(*value.shape))
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_without_a_tangent_a_level_changes_nothing(name):
-    call, values = CALLS[name]
-    leaves = [value.clone().requires_grad_() for value in values.values()]
-    with forward_ad.dual_level():
-        out = call(*leaves)
-        within = torch.autograd.grad(out.sum(), leaves)
-    assert torch.equal(out, call(*leaves))
-    assert all(map(torch.equal, within, torch.autograd.grad(call(*leaves).sum(), leaves)))
-
-
 class Squares(torch.autograd.Function):
     """Rows of x squared, with both derivatives as a user writes them."""
 

@@ -25,16 +25,3 @@ def test_the_mask_is_written_out(impl, dim):
     for t, (sample, position) in enumerate(zip(SAMPLES.tolist(), POSITIONS.tolist(), strict=True)):
         kept = torch.tensor(kept_columns(-9, DROPOUT, sample, position, dim, int(0.4 * 2**32)))
         assert torch.equal(y[t], torch.where(kept, x[t] * torch.tensor(1 / 0.6), 0.0))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"p": 1.0}, r"p must lie in \[0, 1\), got 1.0"),
-    ],
-)
-def test_what_does_not_fit_is_refused(change, message):
-    fits = {"x": torch.ones(4, 2), "p": 0.5, "seed": 0, "sample_ids": SAMPLES, "positions": POSITIONS}
-    dropout(**fits)
-    with pytest.raises(ValueError, match=message):
-        dropout(**{**fits, **change})

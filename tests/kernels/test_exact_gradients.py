@@ -217,7 +217,6 @@ def test_a_device_without_int64_atomics_adds_the_same(impl, monkeypatch):
         ({"weight_sums": torch.zeros(5)}, "weight_sums must be"),
         ({"du": None}, "du goes with u"),
         ({"names": ["one"]}, "names must be"),
-        ({"fraction_bits": 63}, "fraction_bits"),
     ],
 )
 def test_bad_arguments_are_named(change, message):

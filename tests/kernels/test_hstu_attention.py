@@ -154,7 +154,6 @@ def test_no_targets_are_targets_of_zero(impl):
         ({"max_seq_len": 2}, "sequence 0 has 3 tokens"),
         ({"num_targets": torch.tensor([0, 3])}, r"num_targets\[1\] = 3"),
         ({"num_targets": torch.tensor([-1, 0])}, r"num_targets\[0\] = -1"),
-        ({"scaling_seqlen": 0}, "scaling_seqlen"),
         ({"scaling_seqlen": None}, "scaling_seqlen or attn_scale"),
         ({"attn_scale": torch.ones(5)}, "scaling_seqlen or attn_scale"),
     ],

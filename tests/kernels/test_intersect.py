@@ -28,43 +28,26 @@ def check(left, right, impl):
         assert torch.equal(part.cpu(), torch.tensor(expected, dtype=torch.int64))
 
 
-def case(name):
-    rng = np.random.default_rng(2)
-    left, right = {
-        "empty": ([], []),
-        "left_empty": ([], [4, 5]),
-        "right_empty": ([4, 5], []),
-        "one_and_the_same": ([SMALLEST], [SMALLEST]),
-        "one_and_another": ([0], [-1]),
-        "extremes": ([LARGEST, 3, SMALLEST, 0, -1], [-1, SMALLEST, 7, LARGEST]),
-        "disjoint": (range(100), range(100, 230)),
-        "identical": (range(140), range(140)),
-        "reversed": (range(140), range(139, -1, -1)),
-        "left_longer": (rng.permutation(300) - 150, rng.permutation(90) - 45),
-        "right_longer": (rng.permutation(90) - 45, rng.permutation(300) - 150),
-    }[name]
-    return tuple(torch.tensor(np.asarray(keys, dtype=np.int64)) for keys in (left, right))
+RNG = np.random.default_rng(2)
+PAIRS = {
+    "empty": ([], []),
+    "left_empty": ([], [4, 5]),
+    "right_empty": ([4, 5], []),
+    "one_and_the_same": ([SMALLEST], [SMALLEST]),
+    "one_and_another": ([0], [-1]),
+    "extremes": ([LARGEST, 3, SMALLEST, 0, -1], [-1, SMALLEST, 7, LARGEST]),
+    "disjoint": (range(100), range(100, 230)),
+    "identical": (range(140), range(140)),
+    "reversed": (range(140), range(139, -1, -1)),
+    "left_longer": (RNG.permutation(300) - 150, RNG.permutation(90) - 45),
+    "right_longer": (RNG.permutation(90) - 45, RNG.permutation(300) - 150),
+}
 
 
-NAMES = [
-    "empty",
-    "left_empty",
-    "right_empty",
-    "one_and_the_same",
-    "one_and_another",
-    "extremes",
-    "disjoint",
-    "identical",
-    "reversed",
-    "left_longer",
-    "right_longer",
-]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
 @pytest.mark.parametrize("impl", IMPLS)
-def test_equals_all_pairs(impl, name):
-    check(*case(name), impl)
+def test_equals_all_pairs(impl, pair):
+    check(*(torch.tensor(np.asarray(keys, dtype=np.int64)) for keys in pair), impl)
 
 
 @pytest.mark.parametrize("count", [127, 128, 129, 256, 257])

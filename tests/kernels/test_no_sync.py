@@ -3,10 +3,13 @@
 import no_sync
 import pytest
 import torch
+from conformance.drawn import NAMES, accepted, arguments
 from impls import GPU
 from no_sync import HostWaitsError, recorded_launches
 
 from tritonrec import ops
+from tritonrec.kernels.deferred import DeferredErrors
+from tritonrec.kernels.op import OPS
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
 WORLD, DIM, SLOTS = 3, 5, 64
@@ -163,109 +166,51 @@ def test_a_sum_that_is_not_finite_updates_nothing_and_is_named_later():
     assert caught.value.index == (17, 3)
 
 
-def one_by_one(device, size=40):
-    """Calls that the step has not got, by name."""
-    keys = torch.arange(size, device=device) % 19
-    count = torch.full((), size // 2, dtype=torch.int64, device=device)
-    status = torch.zeros((), dtype=torch.int64, device=device)
-    table = parameters(device)
-    pair = table["slot_keys"], table["slot_rows"]
-    values = torch.ones(size, DIM, device=device)
-    weight = torch.ones(size, DIM, device=device)
-    rows = torch.arange(size, device=device)
-    few, free = rows[:30], torch.arange(40, 50, device=device)
-    few_held = torch.full((), 20, dtype=torch.int64, device=device)
-    return {
-        "owner_of": lambda: ops.owner_of(keys, WORLD, impl="triton"),
-        "bucketize": lambda: ops.bucketize(keys, WORLD, impl="triton"),
-        "counting_sort": lambda: ops.counting_sort(keys, 20, impl="triton", count=count),
-        "counting_sort_of_many": lambda: ops.counting_sort(keys, 200, impl="triton", count=count),
-        "unique_count": lambda: ops.unique(keys, impl="triton", padded=True, count=count),
-        "insert_free_rows": lambda: ops.hash_insert(*pair, few, 5, free, impl="triton", status=status),
-        "insert_free_rows_int32": lambda: ops.hash_insert(
-            *pair, few, 5, free.int(), impl="triton", status=status
-        ),
-        "insert_and_erase_counted": lambda: (
-            ops.hash_insert(*pair, few, 5, impl="triton", status=status, used=count),
-            ops.hash_erase(*pair, few, impl="triton", count=few_held, used=count),
-        ),
-        "find": lambda: ops.hash_find(*pair, keys, impl="triton"),
-        "assign": lambda: ops.hash_assign(*pair, few, few, impl="triton", count=few_held),
-        "assign_int32": lambda: ops.hash_assign(*pair, few, few.int(), impl="triton", count=few_held),
-        "erase": lambda: ops.hash_erase(*pair, few, impl="triton", count=few_held),
-        "grow": lambda: ops.hash_grow(*pair, impl="triton"),
-        "segment_sum": lambda: ops.segment_sum(values, keys, size, impl="triton"),
-        "segment_sum_count": lambda: ops.segment_sum(values, keys, size, impl="triton", count=count),
-        "segment_sum_into": lambda: ops.segment_sum(
-            values,
-            keys,
-            size,
-            consistency="batch",
-            out=torch.zeros_like(values).long(),
-            status=status,
-            impl="triton",
-        ),
-        "to_fixed_point": lambda: ops.to_fixed_point(values, impl="triton", status=status),
-        "from_fixed_point": lambda: ops.from_fixed_point(values.long(), 3.7, impl="triton"),
-        "sum_of_squares": lambda: ops.sum_of_squares(values, count, impl="triton"),
-        "sgd": lambda: ops.sparse_sgd(weight, rows, values, 0.1, impl="triton", count=count),
-        "adam": lambda: ops.sparse_adam(
-            weight, weight.clone(), weight.clone(), rows, values, 0.1, step=3, impl="triton", count=count
-        ),
-        "random_indices": lambda: ops.random_indices(1, 2, 3, keys, rows, 9, 100, impl="triton"),
-        "gather_backward": lambda: (
-            ops.gather_rows(weight.clone().requires_grad_(), rows, impl="triton", count=count)
-            .sum()
-            .backward()
-        ),
-        "sampled_softmax": lambda: (
-            ops.sampled_softmax(
-                values[:3].clone().requires_grad_(),
-                weight[:3],
-                weight[:12].view(3, 4, DIM),
-                torch.ones(3, 4, dtype=torch.bool, device=device),
-                impl="triton",
-            )
-            .sum()
-            .backward()
-        ),
-        "sampled_softmax by rows": lambda: (
-            ops.sampled_softmax(
-                values[:3],
-                weight[:3],
-                weight.clone().requires_grad_(),
-                torch.ones(3, 4, dtype=torch.bool, device=device),
-                rows=torch.zeros(3, 4, dtype=torch.int64, device=device),
-                impl="triton",
-            )
-            .sum()
-            .backward()
-        ),
-    }
+WAITING = {"unique", "intersect", "pack_rows", "add_packed_rows"}
+"""Results are as long as values say, and so are packed bytes."""
 
 
-CALLS = sorted(one_by_one("cpu"))
+def call_of(op, size, device):
+    """A call on an accelerator, where errors go to a status or are put off."""
+    given = arguments(op, size) | ({"status": torch.tensor(0)} if "status" in NAMES[op] else {})
+    given = [each.to(device) if isinstance(each, torch.Tensor) else each for each in given.values()]
+
+    def call():
+        with DeferredErrors().active():
+            OPS[op].launch(*given, impl="triton")
+
+    return call
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_the_host_never_waits_in_one_call(name):
-    call = one_by_one(DEVICE)[name]
-    call()
-    with no_sync.no_sync():
+@pytest.mark.parametrize("op", [op for op in OPS if op not in WAITING])
+def test_the_host_never_waits_in_one_call(op):
+    """Tensors without values take the path that is taken on a GPU; kernels are launched and do nothing."""
+    seen = []
+    for size in accepted(op):
+        call = call_of(op, size, "meta")
+        with recorded_launches() as launched:
+            call()
+        seen += launched
+        if GPU:
+            call = call_of(op, size, DEVICE)
+            call()
+            with no_sync.no_sync():
+                call()
+    assert seen
+
+
+@pytest.mark.parametrize("op", sorted(WAITING))
+def test_an_op_whose_results_have_any_length_waits(op):
+    call = call_of(op, "ample", "meta")
+    with pytest.raises(HostWaitsError), recorded_launches():
         call()
 
 
-@pytest.mark.parametrize("name", ["step", *CALLS])
-def test_nothing_is_copied_to_or_from_another_device(name):
-    """Tensors without values take the path that is taken on a GPU; kernels are launched and do nothing."""
-    device = torch.device("meta")
+def test_nothing_is_copied_to_or_from_another_device_in_a_step():
     with recorded_launches() as launched:
-        if name == "step":
-            keys = torch.empty(40, dtype=torch.int64, device=device)
-            step(parameters(device), keys, torch.empty(40, DIM, device=device))
-        else:
-            one_by_one(device)[name]()
-    assert launched or name == "counting_sort_of_many"  # torch sorts
+        keys = torch.empty(40, dtype=torch.int64, device="meta")
+        step(parameters(torch.device("meta")), keys, torch.empty(40, DIM, device="meta"))
+    assert launched
 
 
 @pytest.mark.parametrize(

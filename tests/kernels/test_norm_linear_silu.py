@@ -1,6 +1,5 @@
 """Norm, linear layer and SiLU as one op: the bits of the three, whatever is kept for backward."""
 
-from importlib import import_module
 from itertools import pairwise, product
 
 import pytest
@@ -12,11 +11,9 @@ from impls import GPU, IMPLS, TRITON, on
 from speeds import slow_on_triton
 
 from tritonrec import ops
-from tritonrec.kernels.norm_linear_silu.op import norm_linear_silu, outputs
-from tritonrec.kernels.norm_mul_dropout.op import NORM_MUL_DROPOUT, NORM_MUL_DROPOUT_BACKWARD
+from tritonrec.kernels.norm_linear_silu.op import norm_linear_silu
 
 EPS = 1e-5
-MODULES = {"cpu": "numba_norm_linear_silu", "triton": "triton_norm_linear_silu"}
 CHOICES = [(), ("norm",), ("linear",), ("norm", "linear")]
 
 # name: tokens, inputs, outputs
@@ -99,61 +96,6 @@ def test_error_is_that_of_plain_float32(impl, name):
         assert_error_at_most_twice(*values, what, largest=10.0)
 
 
-def kept_and_poisoned(impl, x, weight, keep_normed, keep_linear):
-    """Outputs of forward full of NaN, each with guard rows around it."""
-    guards = []
-    for value in outputs(x, weight, keep_normed, keep_linear):
-        whole = torch.full((len(value) + 4, *value.shape[1:]), float("nan"), device=x.device)
-        guards.append((whole, whole[2 : len(value) + 2]))
-    return guards
-
-
-@pytest.mark.parametrize(
-    ("impl", "keep"), slow_on_triton(["cpu", TRITON], list(product([False, True], repeat=2)), [(False, True)])
-)
-def test_every_element_is_written_and_nothing_else(impl, keep, monkeypatch):
-    keep_normed, keep_linear = keep
-    tensors = [on(impl, tensor) for tensor in case("block_plus_one")]
-    x, norm_weight, norm_bias, weight, bias, dy = tensors
-    flags = (keep_normed, keep_linear)
-    expected = op(*tensors[:-1], EPS, *flags, impl)
-    guards = kept_and_poisoned(impl, x, weight, *flags)
-    folder = import_module("tritonrec.kernels.norm_linear_silu." + MODULES[impl])
-    with monkeypatch.context() as patch:
-        patch.setattr(folder, "outputs", lambda *_: tuple(inner for _, inner in guards))
-        folder.norm_linear_silu(*tensors[:-1], EPS, *flags)
-    for (whole, inner), want in zip(guards, expected, strict=True):
-        assert torch.equal(inner, want)
-        assert whole[:2].isnan().all() and whole[-2:].isnan().all() and not inner.isnan().any()
-    assert [len(value) for value in expected] == [33, 33 * keep_linear, 33 * keep_normed, 33, 33]
-    normed, means, rstds = NORM_MUL_DROPOUT(
-        x, None, norm_weight, norm_bias, EPS, 0.0, 0, None, None, impl=impl
-    )  # what is kept is what the single ops make
-    assert torch.equal(expected[3], means) and torch.equal(expected[4], rstds)
-    if keep_normed:
-        assert torch.equal(expected[2], normed)
-    if keep_linear:
-        assert torch.equal(expected[1], ops.linear(normed, weight, bias, impl=impl))
-
-    around = torch.full((37, 33), float("nan"), device=x.device)
-    dz = around[2:35]
-    dz.copy_(dy)
-    dx, dnorm_weight, dnorm_bias, again = backward_op(
-        dz, x, norm_weight, norm_bias, weight, bias, EPS, *expected[1:], impl
-    )
-    assert around[:2].isnan().all() and around[-2:].isnan().all()
-    leaf = ops.linear(normed, weight, bias, impl=impl).requires_grad_()
-    (slope,) = torch.autograd.grad(ops.silu(leaf, impl=impl), leaf, dy)
-    assert torch.equal(dz, slope)
-    terms = NORM_MUL_DROPOUT_BACKWARD(
-        ops.linear(slope, weight.t(), None, impl=impl), x, None, norm_weight, norm_bias, 0.0, 0, None, None,
-        means, rstds, impl=impl,
-    )  # fmt: skip
-    for got, want in zip((dx, dnorm_weight, dnorm_bias), (terms[0], *terms[2:]), strict=True):
-        assert torch.equal(got, want)
-    assert torch.equal(again, normed[: 0 if keep_normed else 33])
-
-
 @pytest.mark.parametrize("recompute", CHOICES, ids="-".join)
 def test_what_is_kept_for_backward(recompute):
     tensors = case("odd_dim")
@@ -224,21 +166,6 @@ def test_any_shape_has_the_bits_of_the_three_ops(tokens, inputs, outputs, biased
     assert all(
         map(torch.equal, gradients(fused("cpu", recompute), tensors), gradients(unfused("cpu"), tensors))
     )
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"recompute": ("norms",)}, r"recompute takes some of \('norm', 'linear'\), got \['norms'\]"),
-    ],
-)
-def test_bad_arguments_are_named(change, message):
-    arguments = {
-        "x": torch.zeros(4, 3), "norm_weight": torch.zeros(3), "norm_bias": torch.zeros(3),
-        "weight": torch.zeros(5, 3), "bias": torch.zeros(5),
-    }  # fmt: skip
-    with pytest.raises(ValueError, match=message):
-        norm_linear_silu(**(arguments | change))
 
 
 def test_other_bad_arguments():

@@ -134,30 +134,6 @@ def test_gradients_of_one_occurrence_take_four_bytes(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_views_of_wider_buffers_and_nothing_else(impl):
-    values, rows = mixed(9, 13, seed=4) >> 4, torch.tensor([8, 0, 3, 3, 7])
-    segments = torch.tensor([2, 0, 2, 1, 2])
-    expected = torch.full((4, 13), 1000)
-    for row, segment in zip(rows, segments, strict=True):
-        expected[segment] += values[row]
-    wide = torch.cat([~values, values, ~values], 1)
-    for strided in (wide[:, 13:26], values.t().contiguous().t()):
-        widths, packed = pack_rows(on(impl, strided), on(impl, rows), impl=impl)
-        buffer = on(impl, torch.full((6, 20), -77))
-        out = buffer[1:-1, 3:16]
-        out[:] = 1000
-        every_other = [torch.stack([one, one], 1)[:, 0] for one in (on(impl, segments), widths, packed)]
-        assert add_packed_rows(out, *every_other, impl=impl) is out
-        assert torch.equal(out.cpu(), expected)
-        out[:] = -77
-        assert (buffer == -77).all()
-    alike = values[4:5, 2:3].expand(9, 13)
-    exact = pack_rows(alike.contiguous(), rows, impl="reference")
-    got = pack_rows(on(impl, alike), on(impl, rows), impl=impl)
-    assert torch.equal(got[0].cpu(), exact[0]) and torch.equal(got[1].cpu(), exact[1])
-
-
-@pytest.mark.parametrize("impl", IMPLS)
 def test_groups_travel_apart_and_arrive_joined(impl):
     """Two senders, three destinations: `packed_bytes` cuts, and parts are joined where they arrive."""
     counts = [[4, 0, 3], [1, 5, 2]]
@@ -237,7 +213,6 @@ NONE = torch.zeros(2, dtype=torch.uint8)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: add_packed_rows(OUT, TWO, NONE, NONE[:0], fraction_bits=63), "fraction_bits"),
         (lambda: add_packed_rows(OUT, TWO, NONE, NONE), "packed must have the 0 bytes"),
         (lambda: packed_bytes(NONE, [1], 4), r"counts must cut the 2 rows .* got \[1\]"),
         (lambda: packed_bytes(NONE, [3, -1], 4), "counts must cut the 2 rows"),
@@ -293,19 +268,6 @@ def test_adding_packed_rows_is_adding_the_rows(data):
             assert str(caught.value) == error
         else:
             assert torch.equal(add_packed_rows(sums, segments, widths, packed, impl=impl), expected)
-
-
-def test_a_watched_call_meets_the_op_and_a_plain_one_tells_autograd_that_it_writes():
-    out, segments = torch.zeros(3, 5, dtype=torch.int64), torch.tensor([2, 0])
-    widths, packed = pack_rows(mixed(9, 5), torch.tensor([8, 0]))
-    before = out._version
-    with torch.autograd.profiler.profile() as profile:
-        add_packed_rows(out, segments, *pack_rows(mixed(9, 5) >> 1, segments))
-    names = {event.key for event in profile.key_averages()}
-    assert {"tritonrec::pack_rows", "tritonrec::add_packed_rows"} <= names
-    watched = out._version
-    add_packed_rows(out.zero_(), segments, widths, packed)
-    assert before < watched < out._version - 1
 
 
 def test_bytes_of_rows_that_have_less_than_no_columns():

@@ -122,18 +122,6 @@ def test_more_matches_than_room_write_nothing_outside():
     assert here.tolist() == [0] and there.tolist() == [0] and int(common) == 1
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("impl", IMPLS)
-def test_bucketize(impl, name):
-    keys = keys_of(name)
-    for count in counts_of(len(keys)):
-        length = min(max(count, 0), len(keys))
-        expected = ops.bucketize(keys[:length], 3, impl="reference")
-        permutation, splits = ops.bucketize(on(impl, keys), 3, impl=impl, count=scalar(impl, count))
-        assert torch.equal(permutation.cpu()[:length], expected[0]) and torch.equal(splits.cpu(), expected[1])
-        assert torch.equal(permutation.cpu()[length:], torch.arange(length, len(keys)))
-
-
 def table(impl, slots, occupied=()):
     keys = on(impl, torch.zeros(slots, dtype=torch.int64))
     rows = on(impl, torch.full((slots,), -1, dtype=torch.int32))
@@ -172,19 +160,6 @@ def test_insert_takes_rows_for_the_keys_that_hold(impl, count, free):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_find_assign_and_erase_pass_over_what_does_not_hold(impl):
-    held = [3, -4, SMALLEST, LARGEST]
-    keys, rows = on(impl, torch.tensor([-4, LARGEST, 8, 3])), on(impl, torch.tensor([20, 21, 22, 2**40]))
-    count = scalar(impl, 3)
-    ours = table(impl, 8, held)
-    assert ops.hash_find(*ours, keys, impl=impl, count=count).tolist() == [1, 3, -1, -1]
-    assert ops.hash_assign(*ours, keys, rows, impl=impl, count=count).tolist() == [1, 3, -1, -1]
-    assert dict_of(*ours) == {3: 0, -4: 20, SMALLEST: 2, LARGEST: 21}
-    assert ops.hash_erase(*ours, keys, impl=impl, count=count).tolist() == [20, 21, -1, -1]
-    assert dict_of(*ours) == {3: 0, SMALLEST: 2}
-
-
-@pytest.mark.parametrize("impl", IMPLS)
 def test_a_refused_insert_says_so_in_the_status_and_keeps_the_first_code(impl):
     ours = table(impl, 8, [1, 2, 3])
     before, next_row, status = dict_of(*ours), scalar(impl, 3), scalar(impl, 0)
@@ -215,60 +190,6 @@ def test_rows_that_pass_the_last_one_are_refused_on_the_device_too(impl):
     assert rows.tolist() == [9, 2**31 - 2, 2**31 - 1] and int(next_row) == 2**31
 
 
-@pytest.mark.parametrize("count", [-1, 0, 1, 5, 8, 99])
-@pytest.mark.parametrize("impl", IMPLS)
-def test_rows_move_where_they_hold(impl, count):
-    length = min(max(count, 0), 8)
-    source = torch.randn(9, 3, generator=torch.Generator().manual_seed(2))
-    rows = torch.tensor([3, 0, 8, 1, 7, 2, 5, 4])
-    rows[length:] = POISON  # no row: reading it would be an error
-    ours, number = on(impl, source.clone()).requires_grad_(), scalar(impl, count)
-    got = ops.gather_rows(ours, on(impl, rows), impl=impl, count=number)
-    assert torch.equal(behind(got.detach(), length, 0), source[rows[:length]])
-    weights = torch.arange(24.0).view(8, 3)
-    (got * on(impl, weights)).sum().backward()
-    expected = torch.zeros(9, 3).index_add_(0, rows[:length], weights[:length])
-    assert torch.equal(ours.grad.cpu(), expected)
-    moved = on(impl, source.clone())
-    ops.scatter_rows(moved, on(impl, rows), on(impl, weights), impl=impl, count=number)
-    expected = source.clone()
-    expected[rows[:length]] = weights[:length]
-    assert torch.equal(moved.cpu(), expected)
-    taken = torch.tensor([1, 1, 0, 4, 3, 3, 2, 1])
-    taken[length:] = -POISON
-    ops.scatter_rows(
-        moved, on(impl, rows), on(impl, source[:5]), impl=impl, source=on(impl, taken), count=number
-    )
-    expected[rows[:length]] = source[taken[:length]]
-    assert torch.equal(moved.cpu(), expected)
-
-
-@pytest.mark.parametrize("count", [-1, 0, 1, 7, 12, 99])
-@pytest.mark.parametrize("impl", IMPLS)
-def test_sums_are_of_the_occurrences_that_hold(impl, count):
-    length = min(max(count, 0), 12)
-    values = torch.randn(12, 3, generator=torch.Generator().manual_seed(3))
-    segments = torch.tensor([2, 0, 2, 4, 4, 2, 0, 1, 1, 4, 2, 0])
-    segments[length:] = torch.tensor([-1, 2] * 6)[length:]
-    ours = on(impl, values.clone()).requires_grad_()
-    arguments, number = (on(impl, segments), 6), scalar(impl, count)
-    for consistency in ("window", "batch"):
-        expected = ops.segment_sum(
-            values[:length], segments[:length], 6, consistency=consistency, impl="reference"
-        )
-        got = ops.segment_sum(ours, *arguments, consistency=consistency, impl=impl, count=number)
-        assert torch.equal(got.detach().cpu(), expected)
-        into = on(impl, torch.ones_like(expected))
-        ops.segment_sum(ours.detach(), *arguments, consistency=consistency, impl=impl, count=number, out=into)
-        start = torch.ones_like(expected)
-        ops.segment_sum(
-            values[:length], segments[:length], 6, consistency=consistency, impl="reference", out=start
-        )
-        assert torch.equal(into.cpu(), start)
-    ops.segment_sum(ours, *arguments, impl=impl, count=number).sum().backward()
-    assert torch.equal(behind(ours.grad, length, 0), torch.ones(length, 3))
-
-
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_value_without_a_number_is_put_into_the_status(impl):
     values = torch.ones(5, 4)
@@ -295,28 +216,6 @@ def test_a_value_without_a_number_is_put_into_the_status(impl):
     assert int(status) == 1
 
 
-WIDTHS = {"sgd": [3], "momentum_sgd": [3, 3], "adagrad": [3, 3], "rowwise_adagrad": [3, 1], "adam": [3, 3, 3]}
-WIDTHS |= {"adamw": [3, 3, 3], "rowwise_adam": [3, 3, 1], "rowwise_adagradw": [3, 1], "lamb": [3, 3, 3]}
-WIDTHS |= {"rowwise_lamb": [3, 3, 1], "lars_sgd": [3, 3], "ftrl": [3, 3, 3]}
-
-
-@pytest.mark.parametrize("count", [-1, 0, 1, 5, 8, 99])
-@pytest.mark.parametrize("optimizer", WIDTHS)
-@pytest.mark.parametrize("impl", IMPLS)
-def test_updates_touch_the_rows_that_hold(impl, optimizer, count):
-    length = min(max(count, 0), 8)
-    generator = torch.Generator().manual_seed(4)
-    grad, indices = torch.randn(8, 3, generator=generator), torch.tensor([3, 0, 8, 1, 7, 2, 5, 4])
-    indices[length:] = POISON
-    tables = [torch.rand(9, columns, generator=generator) for columns in WIDTHS[optimizer]]
-    update = getattr(ops, f"sparse_{optimizer}")
-    ours, theirs = [on(impl, one.clone()) for one in tables], [one.clone() for one in tables]
-    update(*theirs, indices[:length], grad[:length], 0.1, impl="reference")
-    update(*ours, on(impl, indices), on(impl, grad), 0.1, impl=impl, count=scalar(impl, count))
-    for one, other in zip(ours, theirs, strict=True):
-        assert torch.equal(one.cpu(), other)
-
-
 @given(
     keys=st.lists(st.one_of(st.integers(-3, 3), st.sampled_from([SMALLEST, LARGEST])), max_size=20),
     count=st.integers(-2, 25),
@@ -335,39 +234,6 @@ def test_unique_of_any_keys_and_count(keys, count, impl):
 def test_intersect_of_any_keys_and_counts(left, right, counts, impl):
     left, right = (torch.tensor(keys, dtype=torch.int64) for keys in (left, right))
     check_intersect(left, right, *counts, impl)
-
-
-KEYS = torch.arange(4)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: ops.unique(KEYS, count=torch.tensor([2])), r"count must be \(\) int64, got shape \(1,\)"),
-        (lambda: ops.unique(KEYS, padded=True, count=torch.tensor(2.0)), r"count must be .* torch.float32"),
-        (lambda: ops.intersect(KEYS, KEYS, right_count=KEYS), "right_count must be"),
-        (lambda: ops.intersect(KEYS, KEYS, left_count=KEYS), "left_count must be"),
-        (
-            lambda: ops.bucketize(KEYS, 2, count=KEYS[0].to("meta")),
-            "keys is on cpu, count on meta",
-        ),
-        (lambda: ops.gather_rows(torch.zeros(4, 2), KEYS, count=KEYS), "count must be"),
-        (lambda: ops.scatter_rows(torch.zeros(4, 2), KEYS, torch.zeros(4, 2), count=KEYS), "count must be"),
-        (lambda: ops.segment_sum(torch.zeros(4, 2), KEYS, 4, count=KEYS), "count must be"),
-        (lambda: ops.segment_sum(torch.zeros(4, 2), KEYS, 4, status=KEYS), "status must be"),
-        (lambda: ops.to_fixed_point(torch.zeros(4), status=KEYS), "status must be"),
-        (
-            lambda: ops.sparse_sgd(torch.zeros(4, 2), KEYS, torch.zeros(4, 2), 0.1, count=KEYS),
-            "count must be",
-        ),
-        (lambda: ops.hash_find(*table("cpu", 8), KEYS, count=KEYS), "count must be"),
-        (lambda: ops.hash_insert(*table("cpu", 8), KEYS, 0, status=KEYS), "status must be"),
-        (lambda: ops.hash_insert(*table("cpu", 8), KEYS, KEYS), "next_row must be"),
-    ],
-)
-def test_bad_counts_are_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
 
 
 def test_a_status_keeps_the_first_code():

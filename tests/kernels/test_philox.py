@@ -140,22 +140,6 @@ def test_derived_seeds_fit_int64_and_differ():
     assert len(seeds) == 125 and all(SMALLEST <= seed <= LARGEST for seed in seeds)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: initial_rows(0, 2**32, KEYS, 4, 0.1), "table"),
-        (lambda: initial_rows(0, 0, KEYS, -1, 0.1), "dim"),
-        (lambda: initial_rows(0, 0, KEYS, 4, float("nan")), "scale"),
-        (lambda: random_indices(0, 0, 0, KEYS, KEYS[:2], 4, 9), "9 sample_ids but 2 positions"),
-        (lambda: random_indices(0, 0, 0, KEYS, KEYS, 4, 0), "upper"),
-        (lambda: random_indices(0, 0, 0, KEYS, KEYS, -4, 5), "count"),
-    ],
-)
-def test_bad_arguments_are_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
 def test_seed_stream_and_step_come_in_this_order():
     keys, places = torch.arange(3), torch.arange(3)
     expected = reference.random_indices(5, 2, 9, keys, places, 4, 1000)

@@ -33,27 +33,24 @@ def colliding(count, high):
     return torch.tensor([key_with_hash(edge << 44 | i * 977 << 20 | edge) for i in range(count)])
 
 
-def case(name):
-    rng = np.random.default_rng(3)
-    keys = {
-        "empty": [],
-        "one": [SMALLEST],
-        "extremes": [LARGEST, SMALLEST, 0, -1, LARGEST, SMALLEST, SMALLEST, 1, 0],
-        "all_equal": [-7] * 300,
-        "all_distinct": rng.permutation(400) - 200,
-        "skewed": rng.zipf(1.2, 500) % 40 - 20,
-        "repeat_at_end": [*range(260), 259],
-    }[name]
-    return torch.tensor(np.asarray(keys, dtype=np.int64))
+RNG = np.random.default_rng(3)
+KEYS = {
+    "empty": [],
+    "one": [SMALLEST],
+    "extremes": [LARGEST, SMALLEST, 0, -1, LARGEST, SMALLEST, SMALLEST, 1, 0],
+    "all_equal": [-7] * 300,
+    "all_distinct": RNG.permutation(400) - 200,
+    "skewed": RNG.zipf(1.2, 500) % 40 - 20,
+    "repeat_at_end": [*range(260), 259],
+}
+KEYS = {name: torch.tensor(np.asarray(keys, dtype=np.int64)) for name, keys in KEYS.items()}
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(
-    "name", ["empty", "one", "extremes", "all_equal", "all_distinct", "skewed", "repeat_at_end"]
-)
+@pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS)
 @pytest.mark.parametrize("impl", IMPLS)
-def test_equals_a_dict(impl, name):
-    check(case(name), impl)
+def test_equals_a_dict(impl, keys):
+    check(keys, impl)
 
 
 @pytest.mark.parametrize("count", [127, 128, 129, 255, 256, 257])

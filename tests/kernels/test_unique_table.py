@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from impls import GPU, IMPLS, TRITON, on
 from test_intersect import LARGEST, SMALLEST
-from test_unique import case, colliding
+from test_unique import KEYS, colliding
 
 from tritonrec import ops
 
@@ -32,7 +32,7 @@ def check(left, keys, impl, count=None):
 @pytest.mark.parametrize("name", ["empty", "one", "extremes", "all_equal", "skewed", "repeat_at_end"])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_the_matches_are_the_same(impl, name):
-    keys = case(name)
+    keys = KEYS[name]
     left = torch.cat([keys.unique().flip(0)[::2], torch.tensor([2**41, -(2**40)])])
     check(left, keys, impl)
     check(left[:0], keys, impl)
@@ -50,7 +50,7 @@ def test_keys_that_share_a_home(impl, high):
 
 @pytest.mark.parametrize("impl", [TRITON])
 def test_a_table_has_the_position_of_every_distinct_key_once(impl):
-    _right, number, table = check(torch.arange(-9, 9), case("skewed"), impl)
+    _right, number, table = check(torch.arange(-9, 9), KEYS["skewed"], impl)
     assert table.dtype == torch.int32 and len(table) == 1024  # a power of two for the keys, not the distinct
     assert torch.equal(table[table != -1].sort().values.cpu(), torch.arange(number, dtype=torch.int32))
 

@@ -1,15 +1,12 @@
-"""The picture shows every lane that worked; the Kineto files carry the same slices in microseconds."""
+"""The picture shows every lane that worked."""
 
 from __future__ import annotations
-
-import json
 
 import numpy
 import pytest
 from matplotlib import image
 
-from tritonrec.trace import LANES, Recorder, Span, Trace, read, save_joined
-from tritonrec.trace.kineto import export
+from tritonrec.trace import Recorder, Span, Trace, read, save_joined
 from tritonrec.trace.timeline import STAGE_COLOURS, _times, _title, draw
 
 MILLISECOND = 1_000_000
@@ -82,30 +79,6 @@ def test_a_window_that_is_not_there_is_refused(trace, tmp_path):
 def test_one_batch_can_be_drawn(trace, tmp_path):
     only = [s for s in trace.spans if s.batch == 0]
     assert STAGE_COLOURS["compute"] in colours(draw(type(trace)(only, [], {}, (0, 1)), tmp_path / "t.png"))
-
-
-def test_kineto_files_hold_every_slice(trace, tmp_path):
-    paths = export(trace, tmp_path / "kineto")
-    assert [path.name for path in paths] == ["rank_0.json", "rank_1.json"]
-    for rank, path in enumerate(paths):
-        content = json.loads(path.read_text())
-        assert content["distributedInfo"] == {"rank": rank, "world_size": 2}
-        assert content["baseTimeNanoseconds"] == 1000 * MILLISECOND
-        slices = [event for event in content["traceEvents"] if event["ph"] == "X"]
-        assert len(slices) == 4 * 5
-        first = min(slices, key=lambda event: event["ts"])
-        assert first == {
-            "ph": "X",
-            "cat": "user_annotation",
-            "name": "## exchange ##",
-            "pid": rank,
-            "tid": LANES.index("communication"),
-            "ts": 1000.0 * rank,
-            "dur": 10_000.0,
-            "args": {"batch": 0, "micro_batch": 0},
-        }
-        names = {e["tid"]: e["args"]["name"] for e in content["traceEvents"] if e["name"] == "thread_name"}
-        assert names == dict(enumerate(LANES))
 
 
 def test_a_picture_begins_at_the_first_end_of_the_batch_before_and_its_title_has_the_figures():

@@ -19,16 +19,14 @@ def trace_report(
     path: str | os.PathLike[str],
     png: str | os.PathLike[str] | None = None,
     json_out: str | os.PathLike[str] | None = None,
-    kineto: str | os.PathLike[str] | None = None,
     console: Console | None = None,
 ) -> int:
-    """Print the figures of a trace, and write the requested picture, figures or Kineto files.
+    """Print the figures of a trace, and write the requested picture or figures.
 
     Args:
         path: a trace of one rank, or of several joined.
         png: where the timeline of a few steps goes.
         json_out: where the printed figures go.
-        kineto: folder for one Kineto JSON file per rank.
         console: printed to; the terminal by default.
 
     Returns:
@@ -62,10 +60,6 @@ def trace_report(
         from ..trace.timeline import draw
 
         console.print(f"timeline: {draw(trace, png)}", soft_wrap=True)
-    if kineto is not None:
-        from ..trace.kineto import export
-
-        console.print(f"Kineto: {', '.join(str(file) for file in export(trace, kineto))}", soft_wrap=True)
     return 0 if report.honoured or not report.instances else 1
 
 

@@ -3,8 +3,7 @@
 A micro-batch of a few hundred tokens pays for each module, op and node more than for its loops. Here kernels
 follow each other without them, with the same bits. `plan` says whether a model fits, once for many
 micro-batches, and `Plan.step` whether a batch does; what does not fit takes the modules one by one, with
-their errors. Where one thread computes and sums are exact, micro-batches share their memory, too
-(`kernels.next_item`).
+their errors.
 
 Dimensions: L tokens, B samples, K negatives, d model dimension.
 """
@@ -21,18 +20,23 @@ from ..kernels.autocast import autocast_dtype
 from ..kernels.dispatch import implementation
 from ..kernels.gradients import Accumulator, Targets, Terms, current, sum_terms, targets_of
 from ..kernels.hstu_layer import cpu_hstu_layer
-from ..kernels.next_item.cpu_next_item import SPARE, Parts, Room, Sizes, add_row_gradients
-from ..kernels.normed_losses import cpu_normed_losses
+from ..kernels.norm_mul_dropout.op import (
+    NORM_MUL_DROPOUT,
+    NORM_MUL_DROPOUT_BACKWARD,
+    NORM_MUL_DROPOUT_BACKWARD_EXACT,
+)
+from ..kernels.offsets import check_offsets
 from ..kernels.op import annotation
 from ..kernels.row_terms import RowTerms
 from ..kernels.rows.op import IndexedTerms
-from ..kernels.token_rows.cpu_token_rows import TokenRows, place_rows
-from .context import Samples, has_global_hooks, has_hooks, hooks_of
-from .context import current as samples_now
+from ..kernels.sampled_softmax import cpu_by_sample
+from .context import has_global_hooks, has_hooks, hooks_of
 from .hstu_layer import Parameters, prepared_layer, whole_backward
 from .modules import LayerNorm, PositionalEmbedding, TokenDropout
 from .next_item import NextItemModel
+from .tokens import Tokens
 
+NO_DROPOUT = 0.0, 0, None, None
 _plans: WeakKeyDictionary[Accumulator, Plan] = WeakKeyDictionary()
 
 
@@ -68,7 +72,7 @@ class _Call(torch.autograd.Function):
     """Losses (B,) of a `Step`; `given` are the parameters whose gradients autograd takes."""
 
     @staticmethod
-    def forward(ctx: Any, step: Step | SharedStep, values: torch.Tensor, *given: torch.Tensor):
+    def forward(ctx: Any, step: Step, values: torch.Tensor, *given: torch.Tensor):
         ctx.step, ctx.accumulator, ctx.given = step, current(), [id(each) for each in given]
         return step.forward()
 
@@ -76,7 +80,7 @@ class _Call(torch.autograd.Function):
     def backward(ctx: Any, dlosses: torch.Tensor):
         if torch.is_grad_enabled():
             raise RuntimeError("a call of HSTU by one op has no second derivative: leave create_graph out")
-        step: Step | SharedStep = ctx.step
+        step: Step = ctx.step
         rows, found = step.backward(ctx.accumulator, dlosses.contiguous())
         ctx.accumulator.add(step.item.values, rows)
         of = {id(each): gradient for each, gradient in zip(step.plan.parameters, found, strict=False)}
@@ -97,16 +101,19 @@ class RowGradients(Terms):
 
     def add_to(self, sums: torch.Tensor, fraction_bits: int, name: str) -> None:
         """As `Terms.add_to`."""
-        parts = self.rows, self.values, self.hidden, self.slopes
-        add_row_gradients(sums, *parts, fraction_bits, f"gradient of {name}")
+        self._add(sums, "batch", fraction_bits, f"gradient of {name}")
 
     def add_in_order(self, sums: torch.Tensor, scale_exponent: int = 0) -> None:
         """As `Terms.add_in_order`; the loss is not scaled."""
+        self._add(sums, "window", 0, "gradient")
+
+    def _add(self, sums: torch.Tensor, consistency: str, fraction_bits: int, name: str) -> None:
         from ..kernels.rows.numba_segment_sum import add_products, segment_sum_into
 
-        count, options = len(self.values), ("window", 0, "gradient")
-        segment_sum_into(sums, self.values, self.rows[:count], len(sums), *options, None, None)
-        add_products(sums, self.hidden, self.slopes, self.rows[count:], *options, count)
+        count = len(self.values)
+        how = consistency, fraction_bits, name
+        segment_sum_into(sums, self.values, self.rows[:count], len(sums), *how, None, None)
+        add_products(sums, self.hidden, self.slopes, self.rows[count:], *how, count)
 
 
 class _Layer(NamedTuple):
@@ -139,20 +146,6 @@ class Plan:
         self._counts = list(map(len, self._hooks))
         self._modules = list(model.modules())
         self._switches = self._now()
-        self._parts = self._exact_parts()
-        self._room: Room | None = None
-        self._user: Samples | None = None  # the call of the model that has the room
-
-    def _exact_parts(self) -> Parts | None:
-        """What micro-batches that share memory need; None where a gradient is not summed exactly."""
-        positions, norm = self.position_targets, self.norm_targets
-        targets = [layer.targets for layer in self.layers if layer.targets is not None]
-        if positions is None or norm is None or len(targets) < len(self.layers):
-            return None
-        return Parts(
-            [layer.prepared for layer in self.layers], targets, self.positions, positions, self.norm, norm,
-            self.model.norm.eps, self.model.config.relative_bias, self.factor, self.scale,
-        )  # fmt: skip
 
     def stands(self) -> bool:
         """Whether this holds still: no part has other hooks, another `forward` or mode, no parameter other
@@ -171,8 +164,10 @@ class Plan:
         trained = [each.requires_grad for each in self.parameters]
         return trained + [module.training for module in self._modules]
 
-    def step(self, batch: Any, item: ops.IndexedRows, seed: int) -> Step | SharedStep | None:
+    def step(self, batch: Any, item: ops.IndexedRows, seed: int) -> Step | None:
         """The micro-batch's call, or None where the modules have to be called one by one.
+
+        Raises ValueError for samples that are too long, and for offsets that cut the tokens into none.
 
         Args:
             batch: a `NextItemInput`.
@@ -198,14 +193,12 @@ class Plan:
             and (timed is None or _is_list(timed, (tokens,)))
         ):  # fmt: skip
             return None
-        if self._parts is not None and self._takes_room() and self._is_small(tokens):
-            room = self._room_for(Sizes(tokens, samples, tokens * count))
-            fits = room.begin(offsets, ids, timed, labels, negatives, matrix, rows_at, seed)
-            return SharedStep(self, room, item) if fits else None
         rows = torch.index_select(matrix, 0, rows_at[: 2 * tokens])  # which looks at the numbers
-        placed = place_rows(rows, self.positions, self.factor, offsets, ids, timed)
-        if placed is None or placed.x.shape[0] != tokens:
-            return None
+        check_offsets("offsets", offsets, tokens)
+        placed = Tokens.place(offsets, ids, config.max_seq_len, timed)
+        if timed is not None:
+            placed = placed.with_next_query_timestamps()
+        x = rows[:tokens].mul(self.factor).add_(torch.index_select(self.positions, 0, placed.positions))
         valid = (negatives != labels[:, None]).contiguous()
         at = cpu_hstu_layer.Place(
             offsets, placed.sample_ids, placed.positions, timed, None, placed.query_timestamps
@@ -214,44 +207,8 @@ class Plan:
             cpu_hstu_layer.Bound(layer.prepared, at, tokens, ops.derive_seed(seed, number, 0))
             for number, layer in enumerate(self.layers)
         ]
-        losses = cpu_normed_losses.Bound(*self.norm, self.model.norm.eps, valid, offsets, self.scale)
-        return Step(self, placed, layers, losses, item, rows, offsets)
-
-    def _takes_room(self) -> bool:
-        """Whether nobody has the room: a trainer ends a call's backward before the next call begins."""
-        now, before = samples_now(), self._user
-        self._user = now
-        # A second call within one call of the model would overwrite what backward of the first still needs.
-        return now is not None and now is not before
-
-    def _is_small(self, tokens: int) -> bool:
-        return all(cpu_hstu_layer.is_small(layer.prepared.shape, tokens) for layer in self.layers)
-
-    def _room_for(self, sizes: Sizes) -> Room:
-        room, parts = self._room, self._parts
-        assert parts is not None
-        if room is None or not room.holds(sizes):
-            before = sizes if room is None else room.sizes
-            most = (max(own, int(SPARE * needed)) for own, needed in zip(before, sizes, strict=True))
-            room = self._room = Room(parts, Sizes(*most))
-        return room
-
-
-class SharedStep:
-    """The call of one micro-batch in memory that it shares with others."""
-
-    def __init__(self, plan: Plan, room: Room, item: ops.IndexedRows):
-        self.plan, self.item, self._room = plan, item, room
-
-    def forward(self) -> torch.Tensor:
-        """As `Step.forward`."""
-        return self._room.forward()
-
-    def backward(
-        self, accumulator: Accumulator, dlosses: torch.Tensor
-    ) -> tuple[RowGradients, list[torch.Tensor | None]]:
-        """As `Step.backward`; the accumulator takes the gradients of all parameters."""
-        return RowGradients(self.item.rows, *self._room.backward(dlosses)), []
+        losses = cpu_by_sample.Bound(valid, offsets, self.scale, config.dim)
+        return Step(self, placed, x, layers, losses, item, rows)
 
 
 class Step:
@@ -260,31 +217,31 @@ class Step:
     def __init__(
         self,
         plan: Plan,
-        placed: TokenRows,
+        placed: Tokens,
+        x: torch.Tensor,
         layers: list[cpu_hstu_layer.Bound],
-        losses: cpu_normed_losses.Bound,
+        losses: cpu_by_sample.Bound,
         item: ops.IndexedRows,
         rows: torch.Tensor,
-        offsets: torch.Tensor,
     ):
         self.plan, self.item, self._placed, self._layers, self._losses = plan, item, placed, layers, losses
-        self._rows, self._offsets, self._tokens = rows, offsets, placed.x.shape[0]
+        self._x, self._rows, self._tokens = x, rows, len(x)
+        negatives = item.rows[2 * self._tokens :]
+        self._items = rows[self._tokens :], item.values, negatives  # labels, and where negatives lie
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # by layer its input and what it keeps
 
     def forward(self) -> torch.Tensor:
         """Losses (B,)."""
-        x = self._placed.x
+        plan, x = self.plan, self._x
         for bound in self._layers:
             with annotation("hstu_layer"):
                 out, of_layer = bound.forward(x)
             self._kept.append((x, of_layer))
             x = out
-        with annotation("normed_losses"):
-            negatives = self.item.rows[2 * self._tokens :]
-            losses, self._hidden, self._ends = self._losses.forward(
-                x, self._rows[self._tokens :], self.item.values, negatives
-            )
-        return losses
+        self._hidden, *rows = NORM_MUL_DROPOUT.launch(x, None, *plan.norm, plan.model.norm.eps, *NO_DROPOUT)
+        self._normed = x, None, *plan.norm, *NO_DROPOUT, *rows
+        with annotation("sampled_softmax_by_sample"):
+            return self._losses.forward_rows(self._hidden, *self._items)
 
     def backward(
         self, accumulator: Accumulator, dlosses: torch.Tensor
@@ -296,15 +253,15 @@ class Step:
         """
         plan, tokens = self.plan, self._tokens
         drows = torch.empty_like(self._rows)
-        with annotation("normed_losses_backward"):
-            slopes, dx, *terms = self._losses.backward(dlosses, drows[tokens:], self._ends)
-            of_norm = self._take_norm(accumulator, terms)
+        with annotation("sampled_softmax_by_sample_backward"):
+            dhidden, slopes = self._losses.backward_rows(dlosses, self._hidden, *self._items, drows[tokens:])
+        dx, of_norm = self._norm_backward(accumulator, dhidden)
         of_layers: list[torch.Tensor | None] = []
         for layer, bound in zip(reversed(plan.layers), reversed(self._layers), strict=True):
             x, of_layer = self._kept.pop()
             with annotation("hstu_layer_backward"):
                 dx, found = whole_backward(
-                    accumulator, layer.own, bound, dx, x, of_layer, self._offsets, layer.targets
+                    accumulator, layer.own, bound, dx, x, of_layer, self._placed.seq_offsets, layer.targets
                 )
             # Layers come last to first, their gradients stand first to last.
             of_layers[:0] = (each for each, own in zip(found, layer.own, strict=True) if own is not None)
@@ -324,13 +281,17 @@ class Step:
         segment_sum_into(sums, dx, positions, len(sums), "batch", bits, f"gradient of {name}", None, None)
         return None
 
-    def _take_norm(self, accumulator: Accumulator, terms: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    def _norm_backward(
+        self, accumulator: Accumulator, dhidden: torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         plan = self.plan
         if plan.norm_targets is not None:
-            self._losses.add_terms(terms, plan.norm_targets)
-            return [None, None]
+            sums, *rest = plan.norm_targets
+            given = *sums, None, dhidden, *self._normed, *rest
+            return NORM_MUL_DROPOUT_BACKWARD_EXACT.launch(*given), [None, None]
+        dx, _, *terms = NORM_MUL_DROPOUT_BACKWARD.launch(dhidden, *self._normed)
         pairs = zip(plan.norm, terms, strict=True)
-        return [sum_terms(accumulator, own, RowTerms(values)) for own, values in pairs]
+        return dx, [sum_terms(accumulator, own, RowTerms(values)) for own, values in pairs]
 
 
 def _is_list(tensor: torch.Tensor, shape: tuple[int, ...]) -> bool:

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from drawn import (
     NAMES,
     PUBLIC,
     ROUNDED,
+    SCHEMAS,
     WRITTEN,
     accepted,
     arguments,
@@ -22,7 +24,7 @@ from drawn import (
     tensors_of,
 )
 from guarded_memory import guarded_memory
-from impls import GPU, IMPLS, TRITON
+from impls import GPU, IMPLS, TRITON, on
 from verdicts import compare
 
 from tritonrec import ops
@@ -254,3 +256,46 @@ def test_what_is_written_into_an_argument_is_what_the_other_op_returns(op, impl)
         found = results(op, given, impl)
         for want in expected:
             assert any(want.shape == each.shape and torch.equal(want, each) for each in found), size
+
+
+BEHIND = {
+    "unique": ["keys"], "unique_padded": ["keys"], "bucketize": ["keys"], "counting_sort": ["buckets"],
+    "hash_find": ["keys"], "hash_erase": ["keys"], "hash_insert": ["keys"], "hash_assign": ["keys", "rows"],
+    "gather_rows": ["rows"], "scatter_rows": ["rows", "source", "values"], "sum_of_squares": ["values"],
+    "segment_sum": ["segments", "source", "values"], "segment_sum_into": ["segments", "source", "values"],
+    "sparse_lazy_decay": ["indices"],
+    **{op: ["indices", "grad"] for op in OPS if op.startswith("sparse_") and op != "sparse_lazy_decay"},
+}  # fmt: skip
+"""Op with a `count` -> its lists that hold so many entries; of scatter and sums either source or values."""
+
+
+def test_every_count_is_met():
+    counted = {
+        op for op in OPS if any(each.name == "count" and "Tensor" in str(each.type) for each in SCHEMAS[op])
+    }
+    assert counted - {"unique_table"} == set(BEHIND)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("op", BEHIND)
+def test_what_lies_behind_the_count_is_not_read(op, impl):
+    """Results begin with those of the entries that hold, and nothing else is written."""
+    for size in [size for size in accepted(op) if arguments(op, size)[BEHIND[op][0]].dim()]:
+        names = [name for name in BEHIND[op] if arguments(op, size)[name] is not None]
+        names = names[:-1] if len(names) == 3 else names  # values of a source are as many as they are
+        length = len(arguments(op, size)[names[0]])
+        for count, legal in product((-3, 0, length // 2, length, 2**40), (False, True)):
+            held = min(max(count, 0), length)
+            short = arguments(op, size) | {"count": None}
+            given = arguments(op, size, impl) | {"count": on(impl, torch.tensor(count))}
+            for name in names:
+                short[name], rest = short[name][:held], given[name][held:]
+                if rest.is_floating_point():
+                    rest.fill_(torch.nan)
+                elif not legal:
+                    rest.fill_(77 << 8 * (rest.itemsize > 1))
+            expected, found = results(op, short, "reference"), results(op, given, impl)
+            for got, want in zip(found, expected, strict=True):
+                if isinstance(want, torch.Tensor) and want.dim() and len(got) == length:
+                    got = got[: len(want)]
+                assert compare(by_names(op), [got], [want]) == ("accepted", ""), (size, count)

@@ -214,6 +214,45 @@ def test_every_op_that_writes_is_met():
     assert isinstance(outcome("silu", {"x": np.ones(3)}, "cpu"), str)
 
 
+NAN, INF = float("nan"), float("inf")
+NUMBERS = {
+    "fraction_bits": (-1, 63), "p": (-0.1, 1.0, NAN), "world_size": (0, 2**31), "num_buckets": (0, 2**31),
+    "num_segments": (-1,), "first_row": (-1, 2**31), "max_seq_len": (-1, 2**27 + 1), "divisor": (0.0, INF),
+    "target_group_size": (0,), "max_attn_len": (-1,), "min_full_attn_seq_len": (-1,), "table": (-1, 2**32),
+    "attn_prefix_len": (-1,), "scaling_seqlen": (0,), "dim": (-1,), "upper": (0, 2**32 + 1), "count": (-4,),
+    "weight_decay": (-1.0, NAN),
+}  # fmt: skip
+"""Argument -> numbers that no op with it takes."""
+MOMENTUM = {"step": (0,), "beta1": (-1.0, 1.0, NAN)}
+BETAS = MOMENTUM | {"beta2": (-1.0, 1.0, NAN)}
+NUMBERS_OF = {
+    "initial_rows": {"scale": (-1.0, INF, NAN)}, "sparse_ftrl": {"lr": (0.0, NAN), "beta1": (-1.0, NAN)},
+    "sparse_lars_sgd": {"beta2": (-1.0, NAN)}, "sparse_lazy_decay": {"step": (0, 2**24 + 1)},
+    "sparse_momentum_sgd": MOMENTUM, "sparse_nesterov_sgd": MOMENTUM, "sparse_adam": BETAS,
+    "sparse_adamw": BETAS, "sparse_rowwise_adam": BETAS, "sparse_lamb": BETAS, "sparse_rowwise_lamb": BETAS,
+}  # fmt: skip
+CALLED = {
+    "p": "dropout|p", "first_row": "next_row", "lr": "FTRL divides by lr,", "step": "step",
+    "beta1": "betas|momentum|FTRL .* l1", "beta2": "betas|eta",
+}  # fmt: skip
+"""The name of such a number where its message has another one."""
+OUTSIDE = [
+    (op, each.name, number)
+    for op in OPS
+    for each in SCHEMAS[op]
+    if str(each.type) in ("int", "float", "Optional[int]")
+    for number in (NUMBERS | NUMBERS_OF.get(op, {})).get(each.name, ())
+]
+
+
+@pytest.mark.parametrize(("op", "name", "number"), OUTSIDE)
+def test_a_number_outside_its_range_is_refused(op, name, number):
+    given, before = given_of(op, **{name: number})
+    with pytest.raises(ValueError, match=f"^({CALLED.get(name, name)}) .*{number}"):
+        OPS[op](*given.values(), impl="cpu")
+    assert_unwritten(given, before)
+
+
 ROWS = {"rows", "indices", "segments", "source", "buckets"}
 NUMBERED = [(op, name) for op, name in TENSORS if name in ROWS and not op.startswith(("hash", "sampled"))]
 NUMBERED = [(op, n) for op, n in NUMBERED if (op, n) != ("gather_rows", "source")]
@@ -221,13 +260,14 @@ NUMBERED = [(op, n) for op, n in NUMBERED if (op, n) != ("gather_rows", "source"
 
 @pytest.mark.parametrize("impl", ["reference", "cpu", HOST_TRITON])
 @pytest.mark.parametrize(("op", "name"), NUMBERED)
-def test_a_row_outside_is_refused_before_anything_is_written(op, name, impl):
+def test_the_first_row_outside_is_refused_before_anything_is_written(op, name, impl):
     for row in (-1, 1000, 2**32, -(2**63), 2**63 - 1):
         given, _ = given_of(op)
         given |= {"count": None} if "count" in given else {}
-        given[name][-1] = row
+        given[name][-2:] = row
+        first = max(len(given[name]) - 2, 0)
         before = {n: each.clone() for n, each in tensors_of(given).items()}
-        with pytest.raises(IndexError, match=rf"^{name}\[{len(given[name]) - 1}\] = {row} is outside \[0, "):
+        with pytest.raises(IndexError, match=rf"^{name}\[{first}\] = {row} is outside \[0, "):
             OPS[op](*given.values(), impl=impl)
         assert_unwritten(given, before)
 

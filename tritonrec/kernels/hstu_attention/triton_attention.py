@@ -17,7 +17,6 @@ import torch
 import triton
 
 from tritonrec.kernels import dispatch
-from tritonrec.kernels.flat_tuples import taking_tuples
 from tritonrec.kernels.head_layout import contiguous_heads
 from tritonrec.kernels.hstu_attention.call import Call, is_zero
 from tritonrec.kernels.hstu_attention.triton_backward import columns_kernel, rows_kernel, sequences_kernel
@@ -157,7 +156,7 @@ def launch(kernel, tensors, described, tiles, heads, config, **constants) -> Non
     strides = {
         f"{name}_strides": t.stride()[:2] for name, t in tensors.items() if t.dim() == 3
     }  # of tables none
-    taking_tuples(kernel)[tiles.grid(heads)](
+    kernel[tiles.grid(heads)](
         **pointers, **strides, layout=described.layout, rules=described.rules, bias=described.bias,
         scales_ptr=described.scales, tiles_ptr=tiles.listed, count_ptr=tiles.count, num_heads=q.shape[1],
         dim_qk=q.shape[2], dim_v=v.shape[2], alpha=described.alpha, scale=described.scale,
@@ -213,7 +212,7 @@ def backward(do, q, k, v, call, dq, dk, dv, dpos, dts) -> None:
         parts = len(k) // config["BLOCK_M"] + call.num_sequences + 1
         parts = torch.empty(parts, config["ENTRIES"], dtype=torch.float32, device=q.device)
         launch(times_kernel, {**inputs, "parts": parts}, described, tiles, 1, config)
-        taking_tuples(parts_kernel)[(call.num_sequences,)](
+        parts_kernel[(call.num_sequences,)](
             parts, dts, described.layout, dts.shape[1], BLOCK_M=config["BLOCK_M"], ENTRIES=config["ENTRIES"]
         )
 

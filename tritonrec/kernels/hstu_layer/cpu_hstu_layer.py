@@ -228,13 +228,8 @@ class Bound:
         over_ranges(run, self._samples, weight * _cost(self._layer.shape, self._tokens))
 
     def is_small(self) -> bool:
-        """Whether one thread does it all."""
-        return is_small(self._layer.shape, self._tokens)
-
-
-def is_small(shape: Shape, tokens: int) -> bool:
-    """Whether one thread does all of a layer's backward."""
-    return torch.get_num_threads() == 1 or 2.5 * _cost(shape, tokens) < 20_000_000
+        """Whether one thread does all of backward."""
+        return torch.get_num_threads() == 1 or 2.5 * _cost(self._layer.shape, self._tokens) < 20_000_000
 
 
 def report_sums(layer: Layer, bad: Any, values: Any, targets: Targets) -> None:

@@ -51,6 +51,44 @@ class Bound:
         self._over_samples(backward, self._table(hidden, items, dlosses, dhidden, ditems), 8.0)
         return dhidden
 
+    def forward_rows(
+        self, hidden: torch.Tensor, labels: torch.Tensor, matrix: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """`forward` of labels (L, D), and negatives that are `rows` (L * K,) of a matrix (R, D)."""
+        from tritonrec.kernels.sampled_softmax.numba_by_sample import forward_rows
+
+        losses = hidden.new_empty(self._samples)
+        self._over_samples(forward_rows, self._table_of_rows(matrix, rows, hidden, labels, losses), 4.0)
+        return losses
+
+    def backward_rows(
+        self,
+        dlosses: torch.Tensor,
+        hidden: torch.Tensor,
+        labels: torch.Tensor,
+        matrix: torch.Tensor,
+        rows: torch.Tensor,
+        dlabels: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradient of `hidden`, and slopes (L * K,): a negative's gradient is its slope times its token's
+        hidden state. Overwrites `dlabels` (L, D).
+        """
+        from tritonrec.kernels.sampled_softmax.numba_by_sample import SLOPES, backward_rows
+
+        dhidden, slopes = torch.empty_like(hidden), hidden.new_empty(len(rows))
+        table = self._table_of_rows(matrix, rows, hidden, labels, dlosses, dhidden, dlabels)
+        table[SLOPES] = slopes.data_ptr()
+        self._over_samples(backward_rows, table, 8.0)
+        return dhidden, slopes
+
+    def _table_of_rows(self, matrix: torch.Tensor, rows: torch.Tensor, *tensors: torch.Tensor) -> np.ndarray:
+        from tritonrec.kernels.sampled_softmax import numba_by_sample as at
+
+        table, given = np.zeros(at.SIZE, np.int64), self._table(*tensors)
+        table[: len(given)] = given
+        table[at.MATRIX : at.SLOPES] = matrix.data_ptr(), len(matrix), rows.data_ptr()
+        return table
+
     def _over_samples(self, kernel: Callable[..., None], table: Any, cost: float) -> None:
         scale, products = np.float32(self.scale), self._tokens * self._count * self._dim
         over_ranges(lambda start, stop: kernel(table, scale, start, stop), self._samples, cost * products)

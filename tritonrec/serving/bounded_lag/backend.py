@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import BarrierOptions
 from torch._subclasses.fake_tensor import is_fake
 
-from .calls import SYMMETRIC_ARGUMENTS, CallCheck, describe_call
 from .exchange import BoundedLagAllToAll
 from .transport import Exchange
 
@@ -84,7 +83,7 @@ def _check_not_fake(name: str, first: object) -> None:
 
 
 def _delegate(name: str) -> Callable[..., dist.Work]:
-    """Make a method that calls `name` of the tensors' backend, on the host after a `CallCheck`."""
+    """Make a method that calls `name` of the tensors' backend."""
 
     def call(group: BoundedLagGroup, *args: Any, **kwargs: Any) -> dist.Work:
         given = (*args, *kwargs.values())
@@ -93,10 +92,6 @@ def _delegate(name: str) -> Callable[..., dist.Work]:
             first = first[0] if first else None
         _check_not_fake(name, first)
         device = first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
-        # `send` and `recv` are calls of two ranks: the others have nothing to compare with.
-        if device.type == "cpu" and name not in ("send", "recv"):
-            tensors = SYMMETRIC_ARGUMENTS[name](*given[:2]) if name in SYMMETRIC_ARGUMENTS else given[0]
-            group.check(describe_call(name.strip("_"), tensors, given[-1]))
         return getattr(group._get_backend(device), name)(*args, **kwargs)
 
     return call
@@ -122,8 +117,8 @@ class BoundedLagGroup(dist.ProcessGroup):
     gloo's threads need it to drop a tensor while they hold a lock that the next collective waits for, a
     deadlock. So no dispatch mode sees the collectives of `torch.distributed`, and fake tensors are refused.
 
-    Ranks compare their calls (`CallCheck`), except `send`, `recv` and calls with tensors on a device; for the
-    latter there is ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
+    Ranks do not compare the calls of these, as in any group of torch: a group of gloo compares them under
+    ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
     """
 
     def __init__(
@@ -140,7 +135,6 @@ class BoundedLagGroup(dist.ProcessGroup):
             self._register_backend(torch.device(device), kind, backend(own, rank, size, timeout))
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         gloo: Any = self._get_backend(torch.device("cpu"))
-        self.check = CallCheck(gloo, timeout)
         self.exchange = BoundedLagAllToAll(
             gloo, options.bound, 0, timeout, options.recorder, transport=options.transport
         )
@@ -191,7 +185,6 @@ class BoundedLagGroup(dist.ProcessGroup):
         if timeout is not None:
             opts.timeout = timeout
         host: Any = self._get_backend(torch.device("cpu"))
-        self.check("barrier")
         return host.barrier(opts)
 
     def _splits(self, name: str, tensor: torch.Tensor, sizes: list[int]) -> list[int]:

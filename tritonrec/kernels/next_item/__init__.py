@@ -1,1 +1,0 @@
-"""A small micro-batch of a next-item model on the CPU, with exact sums: see `cpu_next_item`."""
