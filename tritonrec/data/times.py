@@ -85,12 +85,15 @@ def _times_of_text(part: Part, name: str, values: pa.Array, unit: str, format: s
             return _decimals_or_iso(part, name, values, unit)
         if found.null_count:
             part.fail(name, values, found.is_null().to_numpy(zero_copy_only=False), "a time")
-        if pc.any(pc.match_substring(values, "x", ignore_case=True), min_count=0).as_py():  # 0x10 is 16 to Arrow
+        if pc.any(pc.match_substring(values, "x", ignore_case=True), min_count=0).as_py():
+            # Arrow takes 0x10 for 16
             return _decimals_or_iso(part, name, values, unit)
         return Times(found.to_numpy())
     day = _by_format(pa.array([_SOME_DAY.strftime(format)]), format)[0].as_py()
     if day is not None and abs(day // 10**6 - _SOME_DAY.timestamp()) > 366 * 86_400:
-        raise ValueError(f"{part.path}: time_format={format} reads no year, and days of all years fall together")
+        raise ValueError(
+            f"{part.path}: time_format={format} reads no year, and days of all years fall together"
+        )
     found = _by_format(values, format)
     if found.null_count:
         wrong = found.is_null().to_numpy(zero_copy_only=False)
@@ -197,19 +200,19 @@ def _rounded_down(part: Part, name: str, values: pa.Array, found: np.ndarray) ->
 
 
 def _scaled(
-    part: Part, name: str, values: pa.Array, found: np.ndarray, per_second: int, unit: str, zoned: bool = False
+    part: Part, name: str, values: pa.Array, found: np.ndarray, per: int, unit: str, zoned: bool = False
 ) -> Times:
-    """Times of `per_second` in `unit`; in seconds for none."""
+    """Times, so many `per` second, in `unit`; in seconds for none."""
     wanted = UNITS.get(unit, 1)
-    if wanted >= per_second:
-        limit = np.iinfo(np.int64).max // (wanted // per_second)
+    if wanted >= per:
+        limit = np.iinfo(np.int64).max // (wanted // per)
         wrong = (found > limit) | (found < -limit)
         if wrong.any():
             part.fail(
                 name, values, wrong, f"a time that fits into 64 bits as {unit}: take a coarser time_unit"
             )
-        return Times(found * (wanted // per_second), None, True, zoned)
-    ratio = per_second // wanted
+        return Times(found * (wanted // per), None, True, zoned)
+    ratio = per // wanted
     whole = found // ratio
     fraction = (found - whole * ratio) / ratio
     return Times(whole, fraction if fraction.any() else None, True, zoned)
