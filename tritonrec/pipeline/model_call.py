@@ -262,9 +262,9 @@ def modes_kept(modules: Sequence[tuple[str, torch.nn.Module]]) -> Iterator[None]
     for (name, module), mode in zip(modules, before, strict=True):
         if module.training != mode:
             raise RuntimeError(
-                f"module {name or type(module).__name__} was switched by {'eval' if mode else 'train'}() during "
-                "a call of the model, and the next call would find it so: a forward that switches modules puts "
-                "them back before it returns, and others wait until no step is in flight"
+                f"module {name or type(module).__name__} was switched by {'eval' if mode else 'train'}() "
+                "during a call of the model, and the next call would find it so: a forward that switches "
+                "modules puts them back before it returns, and others wait until no step is in flight"
             )
 
 
