@@ -266,7 +266,7 @@ def _log(path: Place) -> dict[int, dict[str, Any]]:
             (name for name in entry.keys() & values if repr(entry[name]) != repr(values[name])), ""
         ):
             raise ValueError(
-                f"{path}:{number} has another {twice} of step {step} than a line before: two runs wrote this log"
+                f"{path}:{number} has another {twice} of step {step} than a line before: two runs wrote it"
             )
         values |= entry
     return found
