@@ -13,6 +13,7 @@ import torch
 
 from tritonrec import checkpoint
 from tritonrec.checkpoint import CheckpointError, CheckpointStream, Saver
+from tritonrec.data import Vocabulary
 from tritonrec.data import load as load_log
 from tritonrec.data.log_files import filesystem_of
 from tritonrec.files import atomic_write, check_writable, save_json
@@ -281,6 +282,16 @@ def test_a_log_and_a_checkpoint_at_one_url_are_in_one_folder(tmp_path):
             load_log(f"csv:{url}/log.csv").user.tolist() == load_log(f"csv:{url}/*.csv").user.tolist() == [1]
         )
         assert place_of(url) == folder
+
+
+@pytest.mark.parametrize("of", [str, Path, os.fsencode], ids=["text", "path", "bytes"])
+def test_logs_and_vocabularies_are_where_they_were_written(of, tmp_path):
+    for folder in ("memory://kept", f"file://{tmp_path}/a%20b", str(tmp_path)):
+        Vocabulary(["a", "b"]).save(of(f"{folder}/words.parquet"))
+        assert Vocabulary.load(of(f"{folder}/words.parquet")).words.to_pylist() == ["a", "b"]
+    (place_of("memory://kept") / "log.csv").write_text("user,item,time\n1,2,3\n")
+    if of is not os.fsencode:
+        assert load_log(of("memory://kept/log.csv")).user.tolist() == [1]
 
 
 def test_an_empty_path_is_not_the_current_folder(tmp_path, monkeypatch):

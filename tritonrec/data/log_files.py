@@ -117,7 +117,7 @@ def _is(file: str, pattern: str) -> bool:
     return any(fnmatchcase(name, pattern + end) for end in ("", *PACKED))
 
 
-def filesystem_of(path: str, filesystem: Any = None) -> tuple[pafs.FileSystem, str]:
+def filesystem_of(path: str | Path, filesystem: Any = None) -> tuple[pafs.FileSystem, str]:
     """The file system of a path, and the path there.
 
     pyarrow's own where it has one for the URL, else fsspec's. Raises ValueError for an unknown protocol.
@@ -126,13 +126,13 @@ def filesystem_of(path: str, filesystem: Any = None) -> tuple[pafs.FileSystem, s
 
     if filesystem is not None:
         is_arrow = isinstance(filesystem, pafs.FileSystem)
-        return filesystem if is_arrow else pafs.PyFileSystem(pafs.FSSpecHandler(filesystem)), path
+        return filesystem if is_arrow else pafs.PyFileSystem(pafs.FSSpecHandler(filesystem)), str(path)
     local = place_of(path)
     if isinstance(local, Path):
         # A glob in the working directory has no folder before it, and a colon would be that of a URL.
         is_bare = not set(str(local).partition("/")[0]).isdisjoint("*?[:")
         return pafs.LocalFileSystem(), str(local.absolute() if is_bare else local)
-    base, wild = without_wildcards(path)
+    base, wild = without_wildcards(str(local))
     found, place = filesystem_at(base)
     found = found if isinstance(found, pafs.FileSystem) else pafs.PyFileSystem(pafs.FSSpecHandler(found))
     return found, "/".join([place.rstrip("/"), *wild])

@@ -272,7 +272,7 @@ class GrowingText(io.StringIO):
         self._uploaded = time.monotonic()
 
 
-def place_of(path: str | os.PathLike[str] | RemotePath) -> Place:
+def place_of(path: str | bytes | os.PathLike[str] | RemotePath) -> Place:
     """Where a path is: local (also ``file://``), or at a URL.
 
     ``~`` is the home folder; ``file://`` has its characters escaped (``%20``), as in any URL. Nothing is
@@ -281,7 +281,7 @@ def place_of(path: str | os.PathLike[str] | RemotePath) -> Place:
     """
     if isinstance(path, RemotePath):
         return path
-    text = os.fspath(path)
+    text = os.fsdecode(path)
     if not text:  # as of a variable of the environment that is not set
         raise ValueError("the path is empty: the current folder is '.'")
     if text != text.strip() and _URL.match(text.strip()):
