@@ -2,9 +2,11 @@
 
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +176,24 @@ def same_environment():
             os.environ[name] = before[name]
         else:
             del os.environ[name]
+
+
+@pytest.fixture
+def limited_files():
+    """Inside of what it returns no file may grow beyond so many bytes, as on a full disk; around no more than
+    that, for pytest's own report goes to a file as well.
+    """
+
+    @contextmanager
+    def limited(size):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return limited
 
 
 @pytest.fixture

@@ -187,6 +187,21 @@ def test_a_data_cache_that_cannot_be_written_is_named(monkeypatch, cache):
         movielens.fetch()
 
 
+def test_a_data_cache_is_local(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for url in ("memory://cache", "s3:cache", "file://nas/cache"):
+        monkeypatch.setenv("TRITONREC_CACHE", url)
+        with pytest.raises(ValueError, match=url):
+            movielens.fetch()
+    monkeypatch.setenv("TRITONREC_CACHE", f"file://{tmp_path}/a%20cache")
+    assert movielens.cache_directory() == tmp_path / "a cache"
+    (tmp_path / "a cache").mkdir()
+    os.mkfifo(tmp_path / "a cache/ml-100k.inter")
+    with pytest.raises(ValueError, match=r"ml-100k.inter is a pipe"):
+        movielens.fetch()
+    assert os.listdir(tmp_path) == ["a cache"]
+
+
 def test_a_home_that_nobody_knows_is_named(monkeypatch):
     monkeypatch.delenv("TRITONREC_CACHE", raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)

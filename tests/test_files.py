@@ -8,9 +8,13 @@ import sys
 import threading
 import warnings
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
 
 from tritonrec.files import ScratchFolder, atomic_write, save_json
+from tritonrec.serving.shards import write_shard
 
 
 def test_a_file_is_replaced_at_the_end_and_nothing_lies_beside_it(tmp_path):
@@ -32,6 +36,19 @@ def test_an_error_keeps_what_was_there(tmp_path):
     with pytest.raises(TypeError, match="not JSON serializable"):
         save_json({"a": object()}, target)
     assert target.read_text() == "before"
+
+
+@pytest.mark.parametrize("format", ["text", "arrow", "parquet", "safetensors"])
+def test_a_full_disk_is_named_by_its_file(tmp_path, limited_files, format):
+    target = tmp_path / "out"
+    columns = {"a": torch.arange(9999)}
+    table = pa.table({"a": columns["a"].numpy()})
+    with limited_files(100), pytest.raises(OSError, match="File too large") as full:
+        if format in ("parquet", "safetensors"):
+            write_shard(target, columns, format)
+        with atomic_write(target) as part:
+            part.write_text("x" * 200) if format == "text" else pq.write_table(table, part)
+    assert full.value.filename == str(target)
 
 
 def test_what_leads_elsewhere_is_not_replaced(tmp_path):

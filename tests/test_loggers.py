@@ -88,6 +88,35 @@ def test_a_table_that_is_no_log_is_kept(tmp_path):
     assert (tmp_path / "log").read_text() == "user,item\n1,2\n"
 
 
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        "notes\n",
+        '{"name": "ann"}\n',
+        '{"step": 1}\n[2]\n',
+        "x\n" * 3,
+        '{"step": "1"}\n',
+        "\xff\n",
+        "[" * 9999,
+    ],
+)
+def test_lines_that_are_no_log_are_kept(tmp_path, theirs):
+    (tmp_path / "log").write_bytes(theirs.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"log:\d is no line of a log"):
+        JSONLinesLogger(tmp_path / "log", purge_step=5)
+    assert (tmp_path / "log").read_bytes() == theirs.encode("latin-1")
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_full_disk_is_named_by_its_file(tmp_path, kind, limited_files):
+    logger = FILES[kind](tmp_path / "log")
+    with limited_files(100):
+        for fails in (lambda: [logger.log(step, {"loss": 1 / 3}) for step in range(1, 9)], logger.close):
+            with pytest.raises(OSError, match="File too large") as full:
+                fails()
+            assert full.value.filename == str(tmp_path / "log")
+
+
 def test_json_has_no_nan(capsys):
     logger = JSONLinesLogger("-")
     logger.log(1, {"loss": 0.5, "grad_norm": math.inf})

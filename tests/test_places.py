@@ -13,6 +13,8 @@ import torch
 
 from tritonrec import checkpoint
 from tritonrec.checkpoint import CheckpointError, CheckpointStream, Saver
+from tritonrec.data import Vocabulary
+from tritonrec.data import load as load_log
 from tritonrec.data.log_files import filesystem_of
 from tritonrec.files import atomic_write, check_writable, save_json
 from tritonrec.files.places import GrowingText, RemotePath, local_path, place_of, read_document, with_limit
@@ -210,7 +212,11 @@ def test_a_store_without_locks_is_warned_of(recwarn):
         ("file:///tmp/x", "/tmp/x"),
         (Path("file:///tmp/x"), "/tmp/x"),
         ("a:b", "a:b"),
-        ("./s3:x", "./s3:x"),
+        ("./s3:x", str(Path("s3:x").absolute())),
+        ("./s3:/b/x", str(Path("s3:/b/x").absolute())),
+        ("file://localhost/tmp/x", "/tmp/x"),
+        (Path("file://localhost/tmp/x"), "/tmp/x"),
+        ("FILE:///tmp/a%20b", "/tmp/a b"),
         ("C:/x", "C:/x"),
     ],
 )
@@ -238,6 +244,54 @@ def test_what_cannot_be_written_to_is_refused_by_name(write, url, tmp_path, monk
     with pytest.raises((ValueError, CheckpointError), match=r"nosuch://a/b|http://127\.0\.0\.1:9/x"):
         write(url, tmp_path)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_place_of_a_place_is_the_same():
+    for each in ("./s3:x", "./s3:/b/x", "file:///tmp/x", "memory://x/y", "a:b", "~/x"):
+        assert place_of(str(place_of(each))) == place_of(each)
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("file://nas/share/run", r"is on the host nas: a file here is file:///nas/share/run"),
+        (" s3://b/x", "is a URL with blanks around it"), ("memory://b/x\n", "is a URL with blanks around it"),
+        ("s3://", "names nothing there"), ("memory:///", "names nothing there"),
+        ("file:run", "is no URL for want of slashes"), ("wasbs:b/x", "is no URL for want of slashes"),
+        ("s3://b ucket/x", "s3://b ucket/x cannot be opened: .*URI"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("use", ["save", "log", "read"])
+def test_an_odd_url_is_refused_and_makes_no_folder(url, says, use, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ValueError, CheckpointError), match=says):
+        if use == "save":
+            checkpoint.save(url, 1, {}, {}, {})
+        elif use == "log":
+            load_log(f"csv:{url}")
+        else:
+            read_document(url)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_log_and_a_checkpoint_at_one_url_are_in_one_folder(tmp_path):
+    (folder := tmp_path / "a b").mkdir()
+    for url in (f"file://{tmp_path}/a%20b", f"file://localhost{tmp_path}/a b"):
+        (folder / "log.csv").write_text("user,item,time\n1,2,3\n")
+        assert (
+            load_log(f"csv:{url}/log.csv").user.tolist() == load_log(f"csv:{url}/*.csv").user.tolist() == [1]
+        )
+        assert place_of(url) == folder
+
+
+@pytest.mark.parametrize("of", [str, Path, os.fsencode], ids=["text", "path", "bytes"])
+def test_logs_and_vocabularies_are_where_they_were_written(of, tmp_path):
+    for folder in ("memory://kept", f"file://{tmp_path}/a%20b", str(tmp_path)):
+        Vocabulary(["a", "b"]).save(of(f"{folder}/words.parquet"))
+        assert Vocabulary.load(of(f"{folder}/words.parquet")).words.to_pylist() == ["a", "b"]
+    (place_of("memory://kept") / "log.csv").write_text("user,item,time\n1,2,3\n")
+    if of is not os.fsencode:
+        assert load_log(of("memory://kept/log.csv")).user.tolist() == [1]
 
 
 def test_an_empty_path_is_not_the_current_folder(tmp_path, monkeypatch):

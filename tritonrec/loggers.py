@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import json
 import math
+import operator
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import IO, Any, Protocol
 
-from .files import atomic_write
+from .files import atomic_write, full_disk_named
 from .files.places import Place, RemotePath, kind_of, place_of
 from .optional import require
 
@@ -57,12 +59,14 @@ class CSVLogger:
             rows = self._rows()
             self._names += new
             self._file = self._write(rows)
-        self._writer().writerow({"step": step, **values})
-        self._file.flush()
+        with full_disk_named(self.path):
+            self._writer().writerow({"step": step, **values})
+            self._file.flush()
 
     def close(self) -> None:
         """As of `Logger`."""
-        self._file.close()
+        with full_disk_named(self.path):  # what could not be written is tried again
+            self._file.close()
 
     def _rows(self) -> list[dict[str, str]]:
         with self.path.open(newline="") as file:
@@ -104,29 +108,34 @@ class JSONLinesLogger:
 
     def __init__(self, path: str | os.PathLike[str] | RemotePath, purge_step: int | None = None):
         self._file: IO[str] = sys.stdout
+        self._path: Place = Path("standard output")
         if str(path) == "-":
             return
-        target = place_of(path)
+        target = self._path = place_of(path)
         if isinstance(target, RemotePath):
             target.require_writable()
         target.parent.mkdir(parents=True, exist_ok=True)
         if purge_step is None:
             require_no_log(target)
         elif target.is_file():
-            earlier = [line for line in target.read_text().splitlines() if _step_of(line) < purge_step]
+            lines = target.read_bytes().splitlines()
+            steps = [_step_of(target, at, lines) for at in range(len(lines))]
+            earlier = [line for line, step in zip(lines, steps, strict=True) if step < purge_step]
             with atomic_write(target) as part:
-                part.write_text("".join(f"{line}\n" for line in earlier))
+                part.write_bytes(b"".join(line + b"\n" for line in earlier))
         self._file = target.open("a")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """As of `Logger`."""
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        print(json.dumps({"step": step, **finite}), file=self._file, flush=True)
+        with full_disk_named(self._path):
+            print(json.dumps({"step": step, **finite}), file=self._file, flush=True)
 
     def close(self) -> None:
         """As of `Logger`."""
         if self._file is not sys.stdout:
-            self._file.close()
+            with full_disk_named(self._path):
+                self._file.close()
 
 
 class TensorBoardLogger:
@@ -170,9 +179,16 @@ def require_text(path: Place) -> None:
         raise ValueError(f"{path} is {kind_of(path.stat().st_mode)}, and a log is a regular file")
 
 
-def _step_of(line: str) -> float:
-    """Of a line of JSON; infinity for an unfinished one."""
+def _step_of(path: Place, at: int, lines: list[bytes]) -> float:
+    """Of a line of JSON; infinity for the last one where it is unfinished. ValueError for another's file."""
+    line = lines[at]
     try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return math.inf
+        return operator.index(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        is_cut = isinstance(error, ValueError) and (at or b'{"step": '.startswith(line[:9]))
+        if is_cut and at == len(lines) - 1:
+            return math.inf
+        raise ValueError(
+            f"{path}:{at + 1} is no line of a log, and a run that goes on would leave it out: choose another "
+            "file"
+        ) from error

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -263,18 +261,7 @@ def test_missing_things(tmp_path):
     refused(tmp_path, f"{path} cannot be read", "Is a directory")
 
 
-@contextmanager
-def full_disk():
-    """No file may grow beyond a kilobyte; not a fixture, for pytest's own report goes to a file as well."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_a_full_disk_leaves_the_last_checkpoint_whole(tmp_path):
+def test_a_full_disk_leaves_the_last_checkpoint_whole(tmp_path, limited_files):
     small = {"w": torch.arange(5)}
     save(tmp_path, 1, small, {}, {})
     before = names(tmp_path)
@@ -285,7 +272,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(tmp_path):
         (small, {"t": large}, {}, r"\.partial-t\.0000-ffff"),
         (small, {}, {"long": "x" * 2000}, ""),
     ]:
-        with full_disk(), pytest.raises(CheckpointError, match=refusal.format(file)):
+        with limited_files(1024), pytest.raises(CheckpointError, match=refusal.format(file)):
             save(tmp_path, 2, dense, tables, meta)
         assert names(tmp_path) == before
         check(tmp_path, 1, small, {}, {})

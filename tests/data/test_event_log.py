@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
@@ -18,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonrec.data import LogFormat, load
+from tritonrec.data.arrow_types import common_type
 from tritonrec.data.grouped import sequences_of
 from tritonrec.data.log_format import described, with_query
 from tritonrec.data.parquet import concat
@@ -93,10 +95,14 @@ GOOD = {
         "user_id:token\titem_id:token\ttimestamp:float\n1\t2\t8.81250949e8\n", None, [[1], [2], [881250949]],
     ),
     "iso": (
-        "user,item,time\n1,2,2014-04-07T10:51:09Z\n1,3,2014-04-07 12:51:09+02:00\n1,4,2014-04-07\n"
+        "user,item,time\n1,2,2014-04-07T10:51:09Z\n1,3,2014-04-07 12:51:09+02:00\n"
         "1,5,2014-04-07 10:51:09 UTC\n", None,
-        [[1] * 4, [2, 3, 4, 5], [1396867869, 1396867869, 1396828800, 1396867869]],
+        [[1] * 3, [2, 3, 5], [1396867869] * 3],
     ),
+    "iso_of_no_zone": (
+        "user,item,time\n1,2,2014-04-07T10:51:09\n1,4,2014-04-07\n", None, [[1, 1], [2, 4], [1396867869, 1396828800]],
+    ),
+    "iso_weeks": ("user,item,time\n1,2,2023-W33-4\n", LogFormat(time_format="%G-W%V-%u"), [[1], [2], [1692230400]]),
     "iso_milliseconds": (
         "user,item,time\n1,2,2014-04-07T10:51:09.277Z\n", LogFormat(time_unit="ms"), [[1], [2], [1396867869277]],
     ),
@@ -220,6 +226,19 @@ BAD = {
     ),
     "other_line_ends": ("user,item,time\r1,2,3\r", None, r"line 1: lines end with \\r alone"),
     "numbers_and_dates": ("user,item,time\n1,2,1396867869\n1,3,2014-04-07\n", None, r"column '?time'? has"),
+    "zone_in_some": (
+        "user,item,time\n1,2,2014-04-07T10:51:09Z\n1,3,2014-04-07T12:51:09\n", None,
+        r"line 3: column time has '2014-04-07T12:51:09', expected a time with a zone, as in other rows",
+    ),
+    "zone_in_later_ones": (
+        "user,item,time\n1,2,2014-04-07\n1,3,2014-04-07 12:51:09+02:00\n", None,
+        r"column (')?time(')? has ('2014-04-07 12:51:09.02:00', expected a time without|dates with a zone and dates without)",
+    ),
+    "no_year": (
+        "user,item,time\n1,2,31.12.\n1,3,01.01.\n", LogFormat(time_format="%d.%m."),
+        r"log.csv: time_format=%d.%m. reads no year, and days of all years fall together",
+    ),
+    "hexadecimal_time": ("user,item,time\n1,2,0x10\n1,3,17\n", None, r"line 2: column time has '0x10', expected a number"),
     "short_dates": (
         "user,item,time\n1,2,20240502\n1,3,20231231\n", None,
         r"times from 20231231 to 20240502 look like dates of the format %Y%m%d: say time_format",
@@ -395,7 +414,7 @@ SPELLINGS = {
         timestamp=pa.array([1396867869 * 10**9, 5 * 10**9, 1396867870 * 10**9], pa.timestamp("ns", "Asia/Tokyo"))
     ),
     "floats": arrays(timestamp=[1396867869.0, 5.0, 1396867870.0]),
-    "time_text": arrays(timestamp=["2014-04-07T10:51:09Z", "1970-01-01 00:00:05", "2014-04-07 10:51:10"]),
+    "time_text": arrays(timestamp=["2014-04-07T10:51:09Z", "1970-01-01 00:00:05Z", "2014-04-07 12:51:10+0200"]),
 }  # fmt: skip
 
 
@@ -527,6 +546,19 @@ def test_shards_of_other_types_are_one_log(tmp_path):
     ):
         pq.write_table(pa.table(arrays(user=user)), tmp_path / f"{number}.parquet")
     assert load(f"parquet:{tmp_path}").user.tolist() == [1, 2, 1, 1, 2, 7]
+
+
+@pytest.mark.parametrize("end", ["parquet", "csv"])
+def test_shards_of_times_with_a_zone_and_without_are_refused(tmp_path, end):
+    kinds = pa.timestamp("s", "Asia/Tokyo"), pa.timestamp("s")
+    for number, kind in enumerate(kinds):
+        table = pa.table(arrays(timestamp=pa.array([1396867869, 5, 1396867870], kind)))
+        write = pq.write_table if end == "parquet" else pa.csv.write_csv
+        write(table, tmp_path / f"{number}.{end}")
+    with pytest.raises(ValueError, match="'timestamp' has dates with a zone and dates without a zone: write"):
+        load(f"{end}:{tmp_path}")
+    assert common_type(kinds) is None and common_type(kinds[:1] * 2) == kinds[0]
+    assert common_type([kinds[0], pa.timestamp("ms", "UTC")]) == pa.timestamp("us", "UTC")
 
 
 def test_frames_are_sources():

@@ -224,7 +224,15 @@ def test_runs_that_cannot_be_compared_are_named(tmp_path, make, message):
 
 def test_a_line_that_is_no_log_is_named(tmp_path):
     left = log(tmp_path / "a", (1, 0.5))
-    for text in ("no json", '["step"]', '{"loss": 1}'):
-        (tmp_path / "b").write_text(f'{{"step": 1}}\n{text}\n')
+    for text in ("no json", '["step"]', '{"loss": 1}', '{"step": 1.5}', "[" * 100_000, "\xff"):
+        (tmp_path / "b").write_bytes(f'{{"step": 1}}\n{text}\n'.encode("latin-1"))
         with pytest.raises(ValueError, match="b:2 is no line of a log"):
             bisect(left, tmp_path / "b")
+
+
+def test_a_step_that_two_runs_wrote_into_one_log_is_named(tmp_path):
+    left = log(tmp_path / "a", (1, 0.5), (2, 0.25))
+    right = log(tmp_path / "b", (1, 0.5), (1, 0.75), (2, 0.25))
+    with pytest.raises(ValueError, match=r"b:2 has another loss of step 1 than a line before: two runs"):
+        bisect(left, right)
+    assert bisect(left, log(tmp_path / "c", (1, 0.5), (2, 0.25), (1, 0.5))).equal == [1, 2]

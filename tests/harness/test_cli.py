@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -14,6 +16,7 @@ from tritonrec.distributed.signals import STOP_SIGNALS
 from tritonrec.harness import cli
 from tritonrec.harness.cli import app
 
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = "zipf:users=60,items=80,seed=3"
 
 
@@ -82,6 +85,24 @@ def test_commands_run_without_docstrings():
         [sys.executable, "-OO", "-c", code, "fetch", "--help"], capture_output=True, text=True
     )
     assert done.returncode == 0 and "Download a public log" in done.stdout, done.stderr
+
+
+def test_an_interrupt_among_the_first_imports_has_no_traceback():
+    interrupting = (
+        "import runpy, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'typer': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Finder())\n"
+    )
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, function = scripts["tritonrec"].split(":")
+    for start in (
+        "runpy.run_module('tritonrec', run_name='__main__')",
+        f"from {module} import {function} as main; main()",
+    ):
+        done = subprocess.run([sys.executable, "-c", interrupting + start], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (130, ""), start
 
 
 @pytest.mark.slow

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 
+import pytest
 import torch
 from rich.console import Console
 
 from tritonrec import ops
-from tritonrec.harness.doctor import doctor, first_variance, thread_counts
+from tritonrec.harness.doctor import _movielens, doctor, first_variance, thread_counts
 
 
 def exact(x, weight, bias):
@@ -67,3 +68,9 @@ def test_a_broken_machine_fails(monkeypatch):
     console = Console(file=io.StringIO(), width=160)
     assert doctor(console) == 1
     assert "broken: row 0" in console.file.getvalue()
+
+
+@pytest.mark.parametrize("cache", ["memory://x", "~nobody-at-all"])
+def test_a_cache_that_cannot_be_is_a_line_of_the_table(cache, monkeypatch):
+    monkeypatch.setenv("TRITONREC_CACHE", cache)
+    assert "TRITONREC_CACHE" in _movielens()

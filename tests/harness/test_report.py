@@ -168,6 +168,7 @@ def test_a_run_without_faults_says_so():
         ("[]", "is not what"),
         ("{", "is no JSON"),
         ("\xff", "is no JSON"),
+        ("[" * 100_000, "verify.json is no JSON"),
     ],
 )
 def test_another_file_is_one_clear_line(text, message, tmp_path, alone):
@@ -175,6 +176,17 @@ def test_another_file_is_one_clear_line(text, message, tmp_path, alone):
     result = invoke("--folder", tmp_path)
     assert result.exit_code == 2 and result.output.startswith("error: ") and message in result.output
     assert result.output.count("\n") <= 2
+
+
+@pytest.mark.parametrize("folder", ["out/reports", "memory://out", "file"])
+def test_a_folder_that_is_named_and_is_not_there_is_not_replaced_by_the_checkout(
+    folder, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    result = invoke("--folder", folder)
+    assert result.exit_code == 2 and ("is no folder" in result.output or "at a URL" in result.output)
+    assert invoke().exit_code == 0  # with out, which is not there either
 
 
 def test_an_empty_folder_is_one_clear_line(tmp_path, alone):

@@ -354,6 +354,22 @@ def test_what_it_cannot_train_with_is_refused(name):
         trainer(((model, tables, optimizer), options(model, optimizer) if options else {}))
 
 
+@pytest.mark.parametrize("mode", ["reference", "sequential", "nestpipe"])
+@pytest.mark.parametrize("consistency", ["batch", "window"])
+def test_a_lazy_module_is_called_before_it_trains(mode, consistency):
+    for name, lazy in (
+        ("mix.weight", torch.nn.LazyLinear(6)),
+        ("norm.running_mean", torch.nn.LazyBatchNorm1d()),
+    ):
+        model, tables, _ = parts()
+        if name.startswith("norm"):
+            lazy.weight = lazy.bias = None  # buffers alone
+        setattr(model, name.partition(".")[0], lazy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match=f"{name} has no shape before the first call of its lazy module"):
+            trainer(((model, tables, optimizer), {}), mode, "batch" if mode == "reference" else consistency)
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_fused_optimizer_takes_no_parameter_with_gaps(fused):
     model, tables, _ = parts()

@@ -71,6 +71,28 @@ def test_verify_reports_anything_but_a_loss_per_sample(of, said):
     assert re.match(rf"the model must return one loss per sample.*{said}", report.cases[0][1])
 
 
+class Switching(Ranker):
+    """Switches a module in its forward, and maybe back."""
+
+    def __init__(self, back=False):
+        super().__init__()
+        self.back = back
+
+    def forward(self, batch, rows, seed):
+        self.norm.train(False)
+        losses = super().forward(batch, rows, seed)
+        self.norm.train(self.back)
+        return losses
+
+
+@pytest.mark.parametrize(("mode", "consistency"), EVERY)
+def test_a_module_that_a_call_switches_is_switched_back_by_it(mode, consistency):
+    made = parts(lambda: Switching(back=True))
+    assert len(trained(made, mode, consistency, batches(2))[1]) == 2 and made[0].norm.training
+    with pytest.raises(RuntimeError, match=r"module norm was switched by eval\(\) during a call"):
+        trained(parts(Switching), mode, consistency, batches(2))
+
+
 class NeedsSamples(Ranker):
     """As torch's MultiheadAttention: cannot take a batch without samples."""
 

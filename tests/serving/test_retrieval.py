@@ -113,6 +113,11 @@ WEIGHTED = WeightedLookup(HISTORY.ids, HISTORY.offsets, torch.ones(6))
         ({"item": (HISTORY.ids, torch.tensor([0, 2]))}, "must end at the number of ids"),
         ({"user": (HISTORY.ids, HISTORY.offsets)}, "has features .'user'., and the model needs 'item'"),
         ({"item": WEIGHTED}, "the history 'item' has weights, which this model does not take"),
+        (
+            {"item": [3, 7, 12]},
+            "the history 'item' must be a Lookup of ids and offsets, got list: give a list",
+        ),
+        ({"item": [3, 7]}, "the history 'item' must be a Lookup of ids and offsets, got list"),
         (KeyedJaggedTensor(("item",), *WEIGHTED), "the history 'item' has weights"),
         (HISTORY.ids[:2].int(), r"ids of the history must be \(n,\) int64, got \(2,\) torch.int32"),
         ([HISTORY.ids[:2], HISTORY.ids[:1].int()], r"ids of the history must be .* got \(1,\) torch.int32"),

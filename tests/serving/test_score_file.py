@@ -15,6 +15,7 @@ import torch
 from served_models import LONGEST, export_hstu
 from typer.testing import CliRunner
 
+from tritonrec.files.places import place_of
 from tritonrec.harness.cli import app
 from tritonrec.serving import Predictor
 from tritonrec.serving.score_file import ScoreConfig, score_file
@@ -131,6 +132,83 @@ def test_a_run_without_a_whole_part_leaves_none_in_the_way_and_the_source_is_kep
             score_file(source, same, models[1][0], SMALL)
     assert source.read_bytes() == before
     assert score_file(source, out, models[1][0], SMALL) == 2
+
+
+@pytest.fixture
+def nothing_here(tmp_path, monkeypatch):
+    """No folder ``memory:`` is made."""
+    (here := tmp_path / "here").mkdir()
+    monkeypatch.chdir(here)
+    yield
+    assert os.listdir(here) == []
+
+
+@pytest.mark.usefixtures("nothing_here")
+def test_a_source_may_be_at_a_url_and_an_output_is_local(models, tmp_path):
+    source = written(tmp_path / "in.parquet", histories(5))
+    assert score_file(str(source), str(tmp_path / "want.parquet"), models[1][0], SMALL) == 5
+    place_of("memory://scored/in.parquet").upload(source)
+    for number, (given, out) in enumerate(
+        [("memory://scored/in.parquet", tmp_path / "0"), (f"file://{source}", f"file://{tmp_path}/1")]
+    ):
+        words = ["score", given, str(out), "--model", str(models[0][0]), "--k", "5"]
+        assert CliRunner().invoke(app, [*words, "--part", "4"]).exit_code == 0
+        assert pq.read_table(tmp_path / str(number)) == pq.read_table(tmp_path / "want.parquet")
+    words = ["score", str(source), "memory://scored/out.parquet", "--model", str(models[0][0])]
+    result = CliRunner(env={"COLUMNS": "400"}).invoke(app, words)
+    assert result.exit_code == 2 and "/out.parquet: a file of scores cannot be at a URL" in result.output
+
+
+def test_a_source_that_is_no_file_or_is_not_what_was_written_is_refused(models, tmp_path):
+    out, full = tmp_path / "out.parquet", models[1][0]
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for number in range(2):
+        written(tmp_path / "folder" / f"{number}.parquet", [[1]])
+    for name, says in (("pipe", "neither a file nor a folder"), ("folder", "has 2 files: score one")):
+        with pytest.raises(ValueError, match=f"{name}.*{says}"):
+            score_file(tmp_path / name, out, full, SMALL)
+    source = tmp_path / "in.parquet"
+    table = pa.table({"history": histories(9), "other": pa.array(range(9), pa.int32())})
+    pq.write_table(table, source, write_page_checksum=True, compression="none", use_dictionary=False)
+    content = bytearray(source.read_bytes())
+    at = content.index(np.arange(9, dtype=np.int32).tobytes())
+    content[at] ^= 1  # of a column that is kept
+    source.write_bytes(content)
+    with pytest.raises(ValueError, match=r"in\.parquet cannot be read as Parquet: .*CRC"):
+        score_file(source, out, full, SMALL)
+    assert not out.exists()
+
+
+def test_views_of_lists_are_lists(models, tmp_path):
+    rows = pa.array(histories(5), pa.list_view(pa.int64()))
+    score_file(written(tmp_path / "in.parquet", rows), tmp_path / "views.parquet", models[1][0], SMALL)
+    score_file(
+        written(tmp_path / "in2.parquet", histories(5)), tmp_path / "lists.parquet", models[1][0], SMALL
+    )
+    assert digest(tmp_path / "views.parquet") == digest(tmp_path / "lists.parquet")
+
+
+def test_a_source_that_changes_meanwhile_and_damaged_parts_are_named(models, tmp_path, monkeypatch):
+    source, out = written(tmp_path / "in.parquet", histories(9)), tmp_path / "out.parquet"
+    with pytest.raises(ValueError, match=r"in\.parquet has changed while it was scored: remove"):
+        score_file(source, out, models[1][0], SMALL, lambda *_: os.utime(source, (1, 1)))
+    parts = tmp_path / ".out.parquet.parts"
+    assert not out.exists() and len(list(parts.glob("*.parquet"))) == 3
+    (parts / "plan.json").write_text("")  # as after a power cut
+    with pytest.raises(ValueError, match="unfinished run with another model, settings, source: remove it"):
+        score_file(source, out, models[1][0], SMALL)
+    for each in parts.glob("*.parquet"):
+        each.unlink()
+    with monkeypatch.context() as broken:
+        broken.setattr("tritonrec.serving.score_file._join", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            score_file(source, out, models[1][0], SMALL)
+    (parts / "00000001.parquet").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"00000001\.parquet is damaged .*: remove it, and call it again"):
+        score_file(source, out, models[1][0], SMALL)
+    (parts / "00000001.parquet").unlink()
+    assert score_file(source, out, models[1][0], SMALL) == 9 and not parts.exists()
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,8 @@ def common_type(kinds: Sequence[pa.DataType]) -> pa.DataType | None:
     if all(map(pa.types.is_floating, kinds)):
         return pa.float64()
     if all(map(is_date, kinds)):
-        return pa.timestamp("us")
+        zones = {getattr(kind, "tz", None) is not None for kind in kinds}
+        return pa.timestamp("us", "UTC" if zones.pop() else None) if len(zones) == 1 else None
     others = [kind for kind in kinds if not pa.types.is_null(kind)]  # a shard whose values are all missing
     return common_type(others) if len(others) < len(kinds) else None
 

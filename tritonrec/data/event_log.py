@@ -190,7 +190,7 @@ class EventLog:
         if "timestamp" in columns:
             found = times(part, columns["timestamp"], get["timestamp"], format.unit, format.time_format)
             time, fraction = found.whole, found.fraction
-            seen.kinds.add(found.is_dated)
+            seen.kinds.add(found.kind)
             if found.is_dated:
                 seen.has_unit, self._unit = True, self._unit or "s"
             elif not self._unit and (unit := _unit_of(table, columns["timestamp"])) is not None:
@@ -260,7 +260,8 @@ class EventLog:
             return "step"
         if len(seen.kinds) > 1:
             raise ValueError(
-                f"{self.name}: column {columns['timestamp']!r} has dates and numbers: write it alike"
+                f"{self.name}: column {columns['timestamp']!r} has {' and '.join(sorted(seen.kinds))}: "
+                "write it alike"
             )
         if self._unit or seen.has_unit:
             return self._unit
@@ -285,7 +286,7 @@ class _Seen:
     high: int = 0
     rating: float = 0.0
     has_unit: bool = False
-    kinds: set[bool] = field(default_factory=set)  # of times: whether they are dates by themselves
+    kinds: set[str] = field(default_factory=set)  # of times
 
     def add(self, time: np.ndarray, rating: np.ndarray | None) -> None:
         """Take a part into account."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tritonrec.files import natural_order
-from tritonrec.files.places import with_limit
+from tritonrec.files.places import filesystem_at, place_of
 
 if TYPE_CHECKING:
     import pyarrow.fs as pafs
@@ -117,35 +117,25 @@ def _is(file: str, pattern: str) -> bool:
     return any(fnmatchcase(name, pattern + end) for end in ("", *PACKED))
 
 
-def filesystem_of(path: str, filesystem: Any = None) -> tuple[pafs.FileSystem, str]:
+def filesystem_of(path: str | Path, filesystem: Any = None) -> tuple[pafs.FileSystem, str]:
     """The file system of a path, and the path there.
 
     pyarrow's own where it has one for the URL, else fsspec's. Raises ValueError for an unknown protocol.
     """
-    import pyarrow as pa
     import pyarrow.fs as pafs
 
     if filesystem is not None:
         is_arrow = isinstance(filesystem, pafs.FileSystem)
-        return filesystem if is_arrow else pafs.PyFileSystem(pafs.FSSpecHandler(filesystem)), path
-    if "://" not in path:
-        local = Path(path).expanduser()
+        return filesystem if is_arrow else pafs.PyFileSystem(pafs.FSSpecHandler(filesystem)), str(path)
+    local = place_of(path)
+    if isinstance(local, Path):
         # A glob in the working directory has no folder before it, and a colon would be that of a URL.
         is_bare = not set(str(local).partition("/")[0]).isdisjoint("*?[:")
         return pafs.LocalFileSystem(), str(local.absolute() if is_bare else local)
-    base, wild = without_wildcards(path)
-    try:
-        found, place = pafs.FileSystem.from_uri(with_limit(base))
-        return found, "/".join([place.rstrip("/"), *wild])
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-        pass
-    try:
-        import fsspec
-
-        fs, place = fsspec.core.url_to_fs(path)
-    except (ImportError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from error
-    return pafs.PyFileSystem(pafs.FSSpecHandler(fs)), place
+    base, wild = without_wildcards(str(local))
+    found, place = filesystem_at(base)
+    found = found if isinstance(found, pafs.FileSystem) else pafs.PyFileSystem(pafs.FSSpecHandler(found))
+    return found, "/".join([place.rstrip("/"), *wild])
 
 
 def without_wildcards(path: str) -> tuple[str, list[str]]:

@@ -22,6 +22,7 @@ from tritonrec.data.features import ItemGenres, UserFeatures, numbered
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.log_format import LogFormat
 from tritonrec.files import ScratchFolder
+from tritonrec.files.places import local_path, read_document
 
 PACKAGE = "recbole==1.2.1"
 FOLDER = "recbole/dataset_example/ml-100k/"
@@ -35,10 +36,10 @@ AGE_BUCKETS = (18, 25, 35, 45, 50, 56)  # first year of the second bucket and on
 
 
 def cache_directory() -> Path:
-    """``$TRITONREC_CACHE`` if it is set, else ``~/.cache/tritonrec``."""
+    """``$TRITONREC_CACHE`` if it is set, else ``~/.cache/tritonrec``. ValueError for a URL."""
     chosen = os.environ.get("TRITONREC_CACHE") or "~/.cache/tritonrec"
     try:
-        return Path(chosen).expanduser()
+        return local_path(chosen, "the cache that TRITONREC_CACHE names").expanduser()
     except RuntimeError as error:
         raise RuntimeError(f"{chosen}: {error} Set TRITONREC_CACHE to a folder for data") from error
 
@@ -66,7 +67,7 @@ def fetch() -> Path:
     cache = cache_directory()
     missing = [name for name in FILES if not (cache / name).exists()]
     for name in FILES.keys() - missing:
-        found = hashlib.sha256((cache / name).read_bytes()).hexdigest()
+        found = hashlib.sha256(read_document(cache / name, "file of the log")).hexdigest()
         if found != FILES[name]:
             raise RuntimeError(
                 f"{cache / name} is damaged: its sha256 is {found}, expected {FILES[name]}. "

@@ -20,7 +20,8 @@ from tritonrec.data.values import MOST_WHOLE_BITS, Part, integers
 
 UNITS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _DECIMAL = r"^-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
-_ISO_ZONE = r"(Z|[+-][0-9]{2}:?[0-9]{2})$"
+_ISO_ZONE = r"^.{11,}(Z|[+-][0-9]{2}:?[0-9]{2})$"
+_SOME_DAY = datetime(2023, 8, 17, 16, 5, 9, tzinfo=UTC)
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,19 @@ class Times:
 
     Attributes:
         whole: (n,) int64, in the unit. fraction: (n,) float64 in [0, 1) that is cut off; None: none.
-        is_dated: whether they are dates by themselves, so that their unit is certain.
+        is_dated: whether they are dates by themselves, so that their unit is certain. is_zoned: of dates,
+            whether they say of which zone they are.
     """
 
     whole: np.ndarray
     fraction: np.ndarray | None = None
     is_dated: bool = False
+    is_zoned: bool = False
+
+    @property
+    def kind(self) -> str:
+        """In words; times of several kinds do not say in which order they are."""
+        return f"dates with{'' if self.is_zoned else 'out'} a zone" if self.is_dated else "numbers"
 
 
 def times(part: Part, name: str, values: Column, unit: str = "", format: str = "") -> Times:
@@ -55,7 +63,8 @@ def times(part: Part, name: str, values: Column, unit: str = "", format: str = "
             seconds = values.cast(pa.int32()).cast(pa.int64()).to_numpy() * 86_400
             return _scaled(part, name, values, seconds, 1, unit)
         per_second = UNITS["ms" if pa.types.is_date64(kind) else kind.unit]
-        return _scaled(part, name, values, values.cast(pa.int64()).to_numpy(), per_second, unit)
+        zoned = getattr(kind, "tz", None) is not None
+        return _scaled(part, name, values, values.cast(pa.int64()).to_numpy(), per_second, unit, zoned)
     if pa.types.is_floating(kind) or (pa.types.is_decimal(kind) and kind.scale > 0):
         found = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
         bits = MOST_WHOLE_BITS.get(kind.bit_width, 53)
@@ -76,28 +85,41 @@ def _times_of_text(part: Part, name: str, values: pa.Array, unit: str, format: s
             return _decimals_or_iso(part, name, values, unit)
         if found.null_count:
             part.fail(name, values, found.is_null().to_numpy(zero_copy_only=False), "a time")
+        if pc.any(pc.match_substring(values, "x", ignore_case=True), min_count=0).as_py():
+            # Arrow takes 0x10 for 16
+            return _decimals_or_iso(part, name, values, unit)
         return Times(found.to_numpy())
-    if "%f" in format or "%Z" in format:
-        found = _each_parsed(values, format)
-    else:
-        made = pc.strptime(values, format, "us", error_is_null=True)
-        found = made.cast(pa.int64())
-        if "%d" in format and _is_known(format):  # Arrow takes February 31 for March 2
-            early = pc.and_(pc.less_equal(pc.day(made), 3), pc.match_substring_regex(values, "29|3[01]"))
-            early = pc.fill_null(early, False)
-            checked = _each_parsed(values.filter(early), format)
-            found = pc.replace_with_mask(found, early, checked)
+    day = _by_format(pa.array([_SOME_DAY.strftime(format)]), format)[0].as_py()
+    if day is not None and abs(day // 10**6 - _SOME_DAY.timestamp()) > 366 * 86_400:
+        raise ValueError(
+            f"{part.path}: time_format={format} reads no year, and days of all years fall together"
+        )
+    found = _by_format(values, format)
     if found.null_count:
         wrong = found.is_null().to_numpy(zero_copy_only=False)
         part.fail(name, values, wrong, f"a time of the format {format}")
-    return _scaled(part, name, values, found.to_numpy(), UNITS["us"], unit)
+    zoned = "%z" in format or "%Z" in format
+    return _scaled(part, name, values, found.to_numpy(), UNITS["us"], unit, zoned)
+
+
+def _by_format(values: pa.Array, format: str) -> pa.Array:
+    """(n,) microseconds, int64; null for no time of the format."""
+    if any(each in format for each in ("%f", "%Z", "%G")):  # which Arrow lacks
+        return _each_parsed(values, format)
+    made = pc.strptime(values, format, "us", error_is_null=True)
+    found = made.cast(pa.int64())
+    if "%d" in format and _is_known(format):  # Arrow takes February 31 for March 2
+        early = pc.and_(pc.less_equal(pc.day(made), 3), pc.match_substring_regex(values, "29|3[01]"))
+        early = pc.fill_null(early, False)
+        checked = _each_parsed(values.filter(early), format)
+        found = pc.replace_with_mask(found, early, checked)
+    return found
 
 
 def _is_known(format: str) -> bool:
     """Whether Python's directives are those of a format."""
-    day = datetime(2000, 12, 31, 23, 59, 58, tzinfo=UTC)
     try:
-        return datetime.strptime(day.strftime(format), format) is not None
+        return datetime.strptime(_SOME_DAY.strftime(format), format) is not None
     except ValueError:
         return False
 
@@ -138,17 +160,16 @@ def _decimals_or_iso(part: Part, name: str, values: pa.Array, unit: str) -> Time
         cut = np.zeros(len(whole)) if made.fraction is None else made.fraction
         fraction = np.where(whole, 0.0, cut)
         return Times(np.where(whole, exact, made.whole), fraction if fraction.any() else None)
-    # Arrow takes text with a zone for one type and text without for another, and some rows may have none.
+    # Arrow takes text with a zone for one type and text without for another.
     values = pc.replace_substring_regex(values, " ?(UTC|GMT)$", "Z")
-    zoned = pc.fill_null(pc.match_substring_regex(values, _ISO_ZONE), False)
-    date_only = pc.less_equal(pc.utf8_length(values), 10)
-    zoned = pc.and_(zoned, pc.invert(pc.fill_null(date_only, False)))
-    nothing = pa.scalar(None, pa.string())
+    zoned = pc.fill_null(pc.match_substring_regex(values, _ISO_ZONE), False).to_numpy(zero_copy_only=False)
+    given = values.is_valid().to_numpy(zero_copy_only=False)
+    first = bool(zoned[given][:1].any())
+    if (other := given & (zoned != first)).any():
+        part.fail(name, values, other, f"a time with{'' if first else 'out'} a zone, as in other rows")
     for digits_of in ("us", "ns"):
         try:
-            kinds = pa.timestamp(digits_of, "UTC"), pa.timestamp(digits_of)
-            with_zone = pc.if_else(zoned, values, nothing).cast(kinds[0]).cast(pa.int64())
-            without = pc.if_else(zoned, nothing, values).cast(kinds[1]).cast(pa.int64())
+            found = values.cast(pa.timestamp(digits_of, "UTC" if first else None)).cast(pa.int64())
             break
         except pa.ArrowInvalid:
             continue
@@ -156,10 +177,9 @@ def _decimals_or_iso(part: Part, name: str, values: pa.Array, unit: str) -> Time
         wrong = np.array([not _is_iso(word) for word in values.to_pylist()])
         wrong = wrong if wrong.any() else np.ones(len(values), bool)
         part.fail(name, values, wrong, "a number or an ISO date; other dates take time_format=, as %d.%m.%Y")
-    found = pc.coalesce(with_zone, without)
     if found.null_count:
         part.fail(name, values, found.is_null().to_numpy(zero_copy_only=False), "a time")
-    return _scaled(part, name, values, found.to_numpy(), UNITS[digits_of], unit)
+    return _scaled(part, name, values, found.to_numpy(), UNITS[digits_of], unit, first)
 
 
 def _is_iso(word: str | None) -> bool:
@@ -179,21 +199,23 @@ def _rounded_down(part: Part, name: str, values: pa.Array, found: np.ndarray) ->
     return Times(whole.astype(np.int64), fraction if fraction.any() else None)
 
 
-def _scaled(part: Part, name: str, values: pa.Array, found: np.ndarray, per_second: int, unit: str) -> Times:
-    """Times of `per_second` in `unit`; in seconds for none."""
+def _scaled(
+    part: Part, name: str, values: pa.Array, found: np.ndarray, per: int, unit: str, zoned: bool = False
+) -> Times:
+    """Times, so many `per` second, in `unit`; in seconds for none."""
     wanted = UNITS.get(unit, 1)
-    if wanted >= per_second:
-        limit = np.iinfo(np.int64).max // (wanted // per_second)
+    if wanted >= per:
+        limit = np.iinfo(np.int64).max // (wanted // per)
         wrong = (found > limit) | (found < -limit)
         if wrong.any():
             part.fail(
                 name, values, wrong, f"a time that fits into 64 bits as {unit}: take a coarser time_unit"
             )
-        return Times(found * (wanted // per_second), None, True)
-    ratio = per_second // wanted
+        return Times(found * (wanted // per), None, True, zoned)
+    ratio = per // wanted
     whole = found // ratio
     fraction = (found - whole * ratio) / ratio
-    return Times(whole, fraction if fraction.any() else None, True)
+    return Times(whole, fraction if fraction.any() else None, True, zoned)
 
 
 def day_range(low: int, high: int, unit: str) -> str:

@@ -148,8 +148,11 @@ class Vocabulary:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
+        from tritonrec.data.log_files import filesystem_of
+
+        filesystem, place = filesystem_of(path)
         try:
-            table = pq.read_table(path, partitioning=None)
+            table = pq.read_table(place, filesystem=filesystem, partitioning=None)
         except pa.ArrowInvalid as error:
             raise ValueError(f"{path} is no vocabulary: {error}") from None
         if table.column_names != [COLUMN]:

@@ -50,12 +50,24 @@ def atomic_write(path: str | os.PathLike[str] | RemotePath) -> Iterator[Path]:
     target = target.resolve()
     part = target.with_name(f".{target.name[:50]}-{secrets.token_hex(8)}.part")
     try:
-        yield part
-        if target.exists():
-            shutil.copymode(target, part)
+        with full_disk_named(target):
+            yield part
+            if target.exists():
+                shutil.copymode(target, part)
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextmanager
+def full_disk_named(path: Place) -> Iterator[None]:
+    """Inside, an error of a full disk names `path`: those of writes say of which file they are nowhere."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT) or error.filename:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
 
 
 def _is_output(path: Path) -> bool:

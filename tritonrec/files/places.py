@@ -19,15 +19,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import unquote
 
 _URL = re.compile(r"((?:[A-Za-z0-9+.-]+::)*[A-Za-z][A-Za-z0-9+.-]+):/{1,2}(.*)", re.DOTALL)
 """Also with one slash, which is what `pathlib` leaves of two, and as a chain (``simplecache::s3://``)."""
 
-_HALF_URL = re.compile(r"(s3a?|gc?s|az|abfss?|adl|hdfs|https?|memory):(.+)", re.DOTALL)
+_HALF_URL = re.compile(r"(s3a?|gc?s|az|abfss?|adl|wasbs?|hdfs|https?|s?ftp|memory|file):(.+)", re.DOTALL)
 """A store's URL without slashes."""
 
 WRITABLE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "memory"}
 """Protocols of stores whose objects appear whole."""
+
+_ARROWS = {"s3", "gs", "gcs", "hdfs"}
+"""Protocols that pyarrow has in every build."""
 
 UPLOAD_SECONDS = 30.0
 """Between two uploads of a log that grows at a URL."""
@@ -268,27 +272,40 @@ class GrowingText(io.StringIO):
         self._uploaded = time.monotonic()
 
 
-def place_of(path: str | os.PathLike[str] | RemotePath) -> Place:
+def place_of(path: str | bytes | os.PathLike[str] | RemotePath) -> Place:
     """Where a path is: local (also ``file://``), or at a URL.
 
-    ``~`` is the home folder. Nothing is opened: the first use raises ValueError for an unknown protocol, or a
-    missing package. Raises ValueError for a store's URL without slashes, and for an empty path.
+    ``~`` is the home folder; ``file://`` has its characters escaped (``%20``), as in any URL. Nothing is
+    opened: the first use raises ValueError for an unknown protocol, or a missing package. Raises ValueError
+    for an empty path, and a URL without slashes, without a name, with blanks around it or of another host.
     """
     if isinstance(path, RemotePath):
         return path
-    if not os.fspath(path):  # as of a variable of the environment that is not set
+    text = os.fsdecode(path)
+    if not text:  # as of a variable of the environment that is not set
         raise ValueError("the path is empty: the current folder is '.'")
-    found = _URL.match(os.fspath(path))
+    if text != text.strip() and _URL.match(text.strip()):
+        raise ValueError(f"{text!r} is a URL with blanks around it: leave them out")
+    found = _URL.match(text)
     if found is None:
-        if half := _HALF_URL.match(os.fspath(path)):
+        if half := _HALF_URL.match(text):
             raise ValueError(
-                f"{os.fspath(path)} is no URL for want of slashes: write {half[1]}://{half[2]}, or "
+                f"{text} is no URL for want of slashes: write {half[1]}://{half[2]}, or "
                 "the absolute path of a local file of this name"
             )
-        return Path(os.path.expanduser(path))
+        local = Path(os.path.expanduser(text))
+        # pathlib has dropped the ./ of ./s3:/b, which would be a URL to whoever looks next.
+        return local.absolute() if _URL.match(str(local)) or _HALF_URL.match(str(local)) else local
     protocol, rest = found[1].lower(), found[2]
     if protocol in ("file", "local"):
-        return Path(f"/{rest.lstrip('/')}")
+        host = "" if rest.startswith("/") else rest.partition("/")[0]
+        if host == "localhost":
+            rest = rest.removeprefix(host)
+        elif host and text[len(protocol) :].startswith("://"):  # pathlib leaves one slash of three
+            raise ValueError(f"{text} is on the host {host}: a file here is file:///{rest}")
+        return Path(f"/{unquote(rest).lstrip('/')}")
+    if not rest.strip("/"):
+        raise ValueError(f"{text} names nothing there: write {protocol}://BUCKET/FOLDER")
     return RemotePath(f"{protocol}://{rest.lstrip('/') if protocol != 'memory' else rest}")
 
 
@@ -345,19 +362,29 @@ def with_limit(url: str) -> str:
     return f"{url}{'&' if '?' in url else '?'}retry_limit_seconds={STORE_SECONDS}"
 
 
-def _filesystem_of(url: str) -> tuple[Any, str]:
-    """A file system of fsspec's interface, and the path there."""
+def filesystem_at(url: str) -> tuple[Any, str]:
+    """The file system of a URL, pyarrow's where it has one and else fsspec's, and the path there."""
     try:
-        from fsspec.implementations.arrow import ArrowFSWrapper
         from pyarrow import ArrowInvalid, ArrowNotImplementedError
         from pyarrow.fs import FileSystem
 
         try:
-            filesystem, place = FileSystem.from_uri(with_limit(url))
-            return ArrowFSWrapper(filesystem), place
+            return FileSystem.from_uri(with_limit(url))
         except (ArrowInvalid, ArrowNotImplementedError):
+            if url.partition("://")[0] in _ARROWS:  # and it is the URL that is wrong
+                raise
             import fsspec
 
             return fsspec.core.url_to_fs(url)
     except (ImportError, ValueError, OSError) as error:
         raise ValueError(f"{url} cannot be opened: {error}") from error
+
+
+def _filesystem_of(url: str) -> tuple[Any, str]:
+    """A file system of fsspec's interface, and the path there."""
+    filesystem, place = filesystem_at(url)
+    if type(filesystem).__module__.startswith("pyarrow."):
+        from fsspec.implementations.arrow import ArrowFSWrapper
+
+        filesystem = ArrowFSWrapper(filesystem)
+    return filesystem, place

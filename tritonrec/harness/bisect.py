@@ -7,6 +7,7 @@ read in parts (`CheckpointStream`), so two large checkpoints need little memory.
 from __future__ import annotations
 
 import json
+import operator
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -251,13 +252,21 @@ def _flat(tables: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 def _log(path: Place) -> dict[int, dict[str, Any]]:
     """By step the values of a JSON-lines log, those that are measured left out."""
     found: dict[int, dict[str, Any]] = {}
-    for number, line in enumerate(read_document(path, "log").decode().splitlines(), 1):
+    for number, line in enumerate(read_document(path, "log").splitlines(), 1):
         try:
             entry = json.loads(line)
-            values = found.setdefault(int(entry.pop("step")), {})
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            step = operator.index(entry.pop("step"))
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise ValueError(
                 f"{path}:{number} is no line of a log of tritonrec train --json-lines"
             ) from error
-        values |= {name: value for name, value in entry.items() if not name.endswith(MEASURED)}
+        entry = {name: value for name, value in entry.items() if not name.endswith(MEASURED)}
+        values = found.setdefault(step, {})
+        if twice := next(
+            (name for name in entry.keys() & values if repr(entry[name]) != repr(values[name])), ""
+        ):
+            raise ValueError(
+                f"{path}:{number} has another {twice} of step {step} than a line before: two runs wrote it"
+            )
+        values |= entry
     return found

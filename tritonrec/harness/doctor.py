@@ -164,9 +164,9 @@ def _backends() -> str:
 def _movielens() -> str:
     from ..data import movielens
 
-    if not all((movielens.cache_directory() / name).exists() for name in movielens.FILES):
-        return "not in the cache; `tritonrec fetch` fetches it"
     try:
+        if not all((movielens.cache_directory() / name).exists() for name in movielens.FILES):
+            return "not in the cache; `tritonrec fetch` fetches it"
         return f"verified, {movielens.fetch()}"
-    except RuntimeError as error:
+    except (RuntimeError, ValueError, OSError) as error:
         return f"[red]{error}[/red]"

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
@@ -57,8 +58,9 @@ def validate_optimizers(model: torch.nn.Module, optimizers: Sequence[Optimizer])
     Raises:
         TypeError: something else than an optimizer, one whose step needs a closure, or a parameter that is
             not float32.
-        ValueError: a trained parameter that no optimizer has or two have, one of theirs that the model lacks,
-            or one with gaps in memory under a fused optimizer.
+        ValueError: a parameter or buffer of a lazy module that has no shape yet, a trained parameter that no
+            optimizer has or two have, one of theirs that the model lacks, or one with gaps in memory under a
+            fused optimizer.
     """
     held: dict[int, tuple[Parameter, Mapping[str, Any]]] = {}
     twice = set()
@@ -68,6 +70,12 @@ def validate_optimizers(model: torch.nn.Module, optimizers: Sequence[Optimizer])
             twice |= held.keys() & {id(parameter) for parameter in group["params"]}
             held |= {id(parameter): (parameter, group) for parameter in group["params"]}
     found = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise ValueError(
+                f"{name} has no shape before the first call of its lazy module: call the model once, with a "
+                "batch and rows of its sizes, before there are an optimizer and a trainer"
+            )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, RowsParameter):
             raise ValueError(

@@ -39,7 +39,15 @@ from .dense import DenseModel
 from .dense_checks import validate_hooks
 from .graphs import MicroBatchGraphs
 from .guard import Guard
-from .model_call import CallerSettings, Represented, Shown, represent, train_micro_batch, versions
+from .model_call import (
+    CallerSettings,
+    Represented,
+    Shown,
+    modes_kept,
+    represent,
+    train_micro_batch,
+    versions,
+)
 from .window_loss import WindowLoss, losses_of
 
 _models: WeakKeyDictionary[torch.nn.Module, InFlight] = WeakKeyDictionary()
@@ -213,12 +221,12 @@ class Flight:
         self.accumulator.scale_exponent = scale_exponent
         self.dense.gather()
         try:
-            yield
+            with modes_kept(self._modules):
+                yield
         except RuntimeError:  # autograd's, say, where a parameter changed between forward and backward
             self.dense.check_unchanged(at_once=True)
             self._check_buffers()
             raise
-        self.check_modes()
         # The model's own writes are not the caller's.
         self._written = versions(each for _, each in self._buffers)
 

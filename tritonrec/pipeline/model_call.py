@@ -7,7 +7,7 @@ carries what held where it was read, and its micro-batches are computed under th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -252,6 +252,20 @@ def _backward_of_shown(
             [shown[name] for name in gradients], [each * 2.0**scale_exponent for each in gradients.values()]
         )
     return represented.values
+
+
+@contextmanager
+def modes_kept(modules: Sequence[tuple[str, torch.nn.Module]]) -> Iterator[None]:
+    """Around a call of the model: RuntimeError naming one of its `modules` that it leaves in another mode."""
+    before = [module.training for _, module in modules]
+    yield
+    for (name, module), mode in zip(modules, before, strict=True):
+        if module.training != mode:
+            raise RuntimeError(
+                f"module {name or type(module).__name__} was switched by {'eval' if mode else 'train'}() "
+                "during a call of the model, and the next call would find it so: a forward that switches "
+                "modules puts them back before it returns, and others wait until no step is in flight"
+            )
 
 
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:

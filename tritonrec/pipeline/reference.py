@@ -19,7 +19,7 @@ from .clipping import clamp, dropped, norm_of, scale_of, squares
 from .compiled import Compilation
 from .dense import DenseModel
 from .guard import Guard
-from .model_call import CallerSettings, Represented, Shown, sees_window, train_micro_batch
+from .model_call import CallerSettings, Represented, Shown, modes_kept, sees_window, train_micro_batch
 from .places import WindowPlaces
 from .precision import rounded_rows, unscaled
 from .program import Program
@@ -115,6 +115,7 @@ class ReferenceTrainer:
             )
             with (
                 guarded or nullcontext(),
+                modes_kept([*self.model.named_modules()]),
                 self._compilation.call(batch, by_feature, seed, settings),
                 accumulator.active(),
                 recording() as recorded,

@@ -64,8 +64,12 @@ def _jagged(value: Any, what: str) -> tuple[Tensor, Tensor] | None:
         value = value["item"]
         if isinstance(value, WeightedLookup):
             raise ValueError(f"the {what} 'item' has weights, which this model does not take: leave them out")
-        ids, offsets = value
-        return ids, offsets
+        if not isinstance(value, tuple) or len(value) != 2:
+            raise ValueError(
+                f"the {what} 'item' must be a Lookup of ids and offsets, got {type(value).__name__}: give a "
+                "list without the name"
+            )
+        return value
     return (value.ids, value.offsets) if hasattr(value, "ids") and hasattr(value, "offsets") else None
 
 

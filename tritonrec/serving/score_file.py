@@ -8,6 +8,7 @@ model alone, so a run that was killed and goes on leaves the bytes of one that w
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -17,7 +18,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ..data.arrow_types import is_list
+from ..data.log_files import LogFiles, files_at
 from ..files import atomic_write, check_writable, save_json
+from ..files.places import local_path, place_of, read_document
 from ..settings import MOST, setting
 from .histories import array_of
 from .predictor import Predictor
@@ -45,8 +49,8 @@ class ScoreConfig:
 
 
 def score_file(
-    source: Path,
-    out: Path,
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
     predictor: Predictor,
     config: ScoreConfig,
     progress: Callable[[int, int], object] = lambda done, rows: None,
@@ -54,17 +58,22 @@ def score_file(
     """Write `source` with columns ``items`` and ``scores``, or ``scores`` alone of candidates; returns rows.
 
     All other columns but the histories, their timestamps and the candidates are kept, rows in their order.
-    ``scores`` are float32, ``items`` int64 or words, as the histories are.
+    ``scores`` are float32, ``items`` int64 or words, as the histories are. `source` may be at a URL, `out` is
+    local: its parts are beside it.
 
-    Raises ValueError for a missing column, a row that `Predictor.retrieve` refuses, which is named, and for
-    parts of another run: of another file, model or configuration.
+    Raises ValueError for a missing column, a row that `Predictor.retrieve` refuses, which is named, for a
+    source that changes meanwhile, and for parts of another run: of another file, model or configuration.
     """
+    out = local_path(out, "a file of scores")
     check_writable(out)
-    if out.exists() and source.exists() and out.samefile(source):
-        raise ValueError(f"the output would replace {source}, whose rows it has: name another file")
     if not config.candidates:
         check_k(config.k, len(predictor.item_ids))
-    file = _opened(source)
+    place = files_at(str(place_of(source)), "Parquet file")
+    if place.is_folder or len(place.files) > 1:
+        raise ValueError(f"{source} has {len(place.files)} files: score one after another")
+    if out.exists() and place.filesystem.type_name == "local" and out.samefile(place.files[0]):
+        raise ValueError(f"the output would replace {source}, whose rows it has: name another file")
+    file = _opened(place)
     names = file.schema_arrow.names
     wanted = [each for each in (config.history, config.timestamps, config.candidates) if each]
     if missing := [name for name in wanted if name not in names]:
@@ -73,23 +82,20 @@ def score_file(
         (each for each in [*names, *wanted] if names.count(each) > 1 or wanted.count(each) > 1), ""
     ):
         raise ValueError(f"column {twice!r} is there or named twice: give each a name and a use of its own")
-    lists = pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list
     for name in wanted:
         kind = file.schema_arrow.field(name).type
-        if not any(fits(kind) for fits in lists):
+        if not is_list(kind):
             raise ValueError(f"column {name!r} of {source} has {kind}: give a list for each row")
     made = {"scores"} if config.candidates else {"items", "scores"}
     if clash := made & ({*names} - {*wanted}):
         raise ValueError(f"{source} has a column {min(clash)!r} already, which the output makes: rename it")
     parts, rows = out.with_name(f".{out.name}.parts"), file.metadata.num_rows
-    stat = source.stat()
     plan: dict[str, Any] = {
-        "model": predictor.manifest["manifest_sha256"], "settings": asdict(config),
-        "source": [str(source.resolve()), stat.st_size, stat.st_mtime_ns],
+        "model": predictor.manifest["manifest_sha256"], "settings": asdict(config), "source": _state(place),
     }  # fmt: skip
     _check_plan(parts, plan)
     files = []
-    for number, table in enumerate(_cut(file, config.part)):
+    for number, table in enumerate(_cut(place, file, config.part)):
         files.append(path := parts / f"{number:08d}.parquet")
         first = number * config.part
         if not path.exists():
@@ -97,17 +103,27 @@ def score_file(
             with atomic_write(path) as written:
                 pq.write_table(scored, written)
         progress(min(first + config.part, rows), rows)
+    if _state(place) != plan["source"]:
+        raise ValueError(f"{source} has changed while it was scored: remove {parts}, and call it again")
     with atomic_write(out) as whole:
         _join(files, whole)
     shutil.rmtree(parts)
     return rows
 
 
-def _opened(source: Path) -> pq.ParquetFile:
+def _opened(place: LogFiles) -> pq.ParquetFile:
     try:
-        return pq.ParquetFile(source)
+        source = place.filesystem.open_input_file(place.files[0])
+        return pq.ParquetFile(source, page_checksum_verification=True)
     except (OSError, pa.ArrowException) as error:
-        raise ValueError(f"{source} cannot be read as Parquet: {error}") from error
+        raise ValueError(f"{place.path} cannot be read as Parquet: {error}") from error
+
+
+def _state(place: LogFiles) -> list[Any]:
+    """What changes with the file."""
+    [about] = place.filesystem.get_file_info(place.files)
+    is_local = place.filesystem.type_name == "local"
+    return [os.path.realpath(about.path) if is_local else place.path, about.size, about.mtime_ns]
 
 
 def _check_plan(parts: Path, plan: dict[str, Any]) -> None:
@@ -116,7 +132,10 @@ def _check_plan(parts: Path, plan: dict[str, Any]) -> None:
         parts.mkdir(parents=True, exist_ok=True)
         save_json(plan, parts / PLAN)
         return
-    before = json.loads((parts / PLAN).read_text())
+    try:
+        before = dict(json.loads(read_document(parts / PLAN, "plan")))
+    except (ValueError, TypeError):  # cut short with the power, or another's
+        before = {}
     if before != plan and not [*parts.glob("*.parquet")]:  # no part was whole
         save_json(plan, parts / PLAN)
     elif before != plan:
@@ -127,17 +146,20 @@ def _check_plan(parts: Path, plan: dict[str, Any]) -> None:
         )
 
 
-def _cut(file: pq.ParquetFile, rows: int) -> Iterator[pa.Table]:
+def _cut(place: LogFiles, file: pq.ParquetFile, rows: int) -> Iterator[pa.Table]:
     """Tables of so many rows, the last one of fewer; row groups may have any size."""
     kept: list[pa.Table] = []
     count = 0
-    for batch in file.iter_batches(batch_size=min(rows, 65_536)):
-        kept.append(pa.Table.from_batches([batch]))
-        count += len(batch)
-        while count >= rows:
-            whole = pa.concat_tables(kept)
-            yield whole.slice(0, rows)
-            kept, count = [whole.slice(rows)], count - rows
+    try:
+        for batch in file.iter_batches(batch_size=min(rows, 65_536)):
+            kept.append(pa.Table.from_batches([batch]))
+            count += len(batch)
+            while count >= rows:
+                whole = pa.concat_tables(kept)
+                yield whole.slice(0, rows)
+                kept, count = [whole.slice(rows)], count - rows
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(f"{place.path} cannot be read as Parquet: {error}") from error
     if count or not file.metadata.num_rows:  # of no rows there is one part, with its columns
         yield pa.concat_tables([*kept, file.schema_arrow.empty_table()])
 
@@ -197,6 +219,13 @@ def _answers(columns: dict[str, list[Any]], predictor: Predictor, config: ScoreC
 
 def _join(files: list[Path], out: Path) -> None:
     """The parts, one row group each."""
-    with pq.ParquetWriter(out, pq.read_schema(files[0])) as writer:
+    with pq.ParquetWriter(out, _read(files[0]).schema) as writer:
         for file in files:
-            writer.write_table(pq.read_table(file))
+            writer.write_table(_read(file))
+
+
+def _read(part: Path) -> pa.Table:
+    try:
+        return pq.read_table(part, partitioning=None)
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(f"{part} is damaged ({error}): remove it, and call it again") from error

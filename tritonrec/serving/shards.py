@@ -6,6 +6,7 @@ safetensors. Rows keep their order, and every value its bits.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ..files import full_disk_named
+
 Format = Literal["parquet", "safetensors"]
 SUFFIXES: dict[Format, str] = {"parquet": ".parquet", "safetensors": ".safetensors"}
 
@@ -22,7 +25,10 @@ SUFFIXES: dict[Format, str] = {"parquet": ".parquet", "safetensors": ".safetenso
 def write_shard(path: Path, columns: Mapping[str, Tensor], format: Format) -> None:
     """Write columns (n,) or (n, w), w at least 1, to a new file."""
     if format == "safetensors":
-        save_file({name: values.contiguous() for name, values in columns.items()}, path)
+        try:
+            save_file({name: values.contiguous() for name, values in columns.items()}, path)
+        except SafetensorError as error:  # of a disk too
+            raise OSError(errno.EIO, str(error), str(path)) from error
         return
     import pyarrow
     import pyarrow.parquet as parquet
@@ -32,7 +38,8 @@ def write_shard(path: Path, columns: Mapping[str, Tensor], format: Format) -> No
         flat = pyarrow.array(values.contiguous().flatten().numpy())
         lists = values.dim() == 2
         arrays[name] = pyarrow.FixedSizeListArray.from_arrays(flat, values.shape[1]) if lists else flat
-    parquet.write_table(pyarrow.table(arrays), path)
+    with full_disk_named(path):
+        parquet.write_table(pyarrow.table(arrays), path)
 
 
 def read_shard(path: Path, format: Format) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from ...files import atomic_write, natural_order
+from ...files.places import read_document
 from ...version import __version__
 from . import html, markdown, sections
 from .section import Section
@@ -77,8 +78,8 @@ def _missing(name: str, folder: Path) -> str:
 
 def _load(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
-    except ValueError as error:  # also text that is not UTF-8
+        return json.loads(read_document(path, "report"))
+    except (ValueError, RecursionError) as error:  # also text that is not UTF-8
         raise ValueError(f"{path} is no JSON: {error}") from error
 
 
