@@ -48,6 +48,14 @@ def test_what_top_k_refuses(scores, k, message):
         top_k(scores, k)
 
 
+def test_a_whole_number_of_numpy_is_one():
+    scores = torch.tensor([[3.0, 1.0, 2.0]])
+    assert all(map(torch.equal, top_k(scores, np.int64(2)), top_k(scores, 2)))
+    for other in (True, 2.0, np.float32(2), np.True_):
+        with pytest.raises(ValueError, match="k must be a whole number"):
+            top_k(scores, other)
+
+
 def make(dense=None, pooling="none"):
     """A predictor whose user vector is the row of the last item."""
     weights = torch.randn(len(IDS), 4, generator=torch.Generator().manual_seed(1))

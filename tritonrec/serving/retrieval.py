@@ -36,7 +36,7 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def check_k(k: object, items: int) -> None:
     """Raise ValueError for a k that is no whole number in [1, items]."""
-    if not isinstance(k, int) or isinstance(k, bool):
+    if not isinstance(k, int | np.integer) or isinstance(k, bool):
         raise ValueError(f"k must be a whole number, got {k!r}")
     if not 1 <= k <= items:
         raise ValueError(f"k must be in [1, {items}], the number of items, got {k}")

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,7 +71,7 @@ class BoundedLagAllToAll:
         transport: str = "auto",
     ):
         for name, value, unit in (("bound", bound, "exchanges"), ("capacity", capacity, "bytes")):
-            if not isinstance(value, int) or value < 0:
+            if not isinstance(value, Integral) or value < 0:
                 raise ValueError(f"{name} must be at least 0 {unit}, and whole, got {value}")
         if transport not in TRANSPORTS:
             raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
