@@ -67,8 +67,11 @@ TINY = {
     "simulate": "",
 }
 """What is added to a command of the pages to run it in seconds; others take minutes, root or a GPU."""
-LONG = {"--user-column", "--warm-start", "--config", "--resume", "--slipstream", "--workers", "--measured"}
-"""Options of commands that take files of earlier ones, or minutes."""
+LONG = {
+    "--user-column", "--warm-start", "--config", "--resume", "--slipstream", "--workers", "--measured", "--plan",
+    "--device",
+}  # fmt: skip
+"""Options of commands that take files of earlier ones, minutes or a GPU."""
 FILES = ("lab.json", "nestpipe.pftrace", "run.toml", "clicks.csv", "checkpoints")
 """That commands of the pages read."""
 PROGRAMS = "tritonrec|python|printf|torchrun|pytest|bash|make|pip|sbatch|docker|kubectl"
@@ -320,6 +323,8 @@ SMALL = [
 def test_a_command_runs_on_small_data(words, elsewhere):
     if "nestpipe.pftrace" in words:
         shutil.copy(ROOT / "traces/nestpipe.pftrace", elsewhere)
+    if "DIR" in words:
+        Path("DIR").mkdir()
     command = [*words, *shlex.split(TINY[words[1]])]
     if words[1] == "train":
         data = "criteo:samples=200,scale=0.0001" if "dlrm" in words else "zipf:users=40,items=60,ratings=1"
