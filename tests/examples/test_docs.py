@@ -68,8 +68,8 @@ TINY = {
 }
 """What is added to a command of the pages to run it in seconds; others take minutes, root or a GPU."""
 LONG = {
-    "--user-column", "--warm-start", "--config", "--resume", "--slipstream", "--workers", "--measured", "--plan",
-    "--device",
+    "--user-column", "--warm-start", "--config", "--resume", "--slipstream", "--workers", "--measured",
+    "--plan", "--device",
 }  # fmt: skip
 """Options of commands that take files of earlier ones, minutes or a GPU."""
 FILES = ("lab.json", "nestpipe.pftrace", "run.toml", "clicks.csv", "checkpoints")
