@@ -1,5 +1,6 @@
 """Promise: a kernel of the CPU has one signature, and a first call compiles few kernels."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -18,7 +19,12 @@ import ahead
 from ahead import PROGRAMS
 
 UNIQUE, ATTENTION, _, EVERY_OP, TRAINING = PROGRAMS.values()
-OTHERS = {"tritonrec.embedding.numba_select.unpinned": 2}  # metadata in uint8 and in int32
+OTHERS = {
+    "tritonrec.data.numba_ranking.count_above": 2,  # scores in float32, ranks in int64
+    "tritonrec.embedding.numba_select.unpinned": 2,  # metadata in uint8 and in int32
+    "tritonrec.kernels.hash_table.numba_hash_table.hash_items": 2,  # rows in int32 and in int64
+}
+LITERAL = re.compile(r"Literal\[int\]\(\d+\)")
 COMPILED = {
     UNIQUE: ["unique.numba_unique._count_keys", "unique.numba_unique._read_counts"],
     ATTENTION: [
@@ -31,6 +37,8 @@ COMPILED = {
         "hstu_attention.numba_mask.find_runs",
         "hstu_attention.numba_mask.find_spans",
         "numba_matmul._add_chains",
+        "numba_matmul._add_narrow",
+        "numba_matmul._add_wide",
         "numba_matmul.add_products",
         "numba_sequences.transpose",
     ],
@@ -45,7 +53,9 @@ def test_a_first_call_compiles_no_more_than_it_needs(program, tmp_path):
 
 @pytest.mark.parametrize("program", slow_except([UNIQUE], [UNIQUE, EVERY_OP, TRAINING]))
 def test_a_kernel_has_one_signature(program):
-    kernels = {name: types for name, types in ahead.counted(program)["kernels"].items() if types}
+    # a helper that is given a number of the source is a part of its caller's code
+    found = ahead.counted(program)["kernels"].items()
+    kernels = {name: {LITERAL.sub("int", each) for each in types} for name, types in found if types}
     assert len(kernels) > (1 if program == UNIQUE else 50)
     several = {name: types for name, types in kernels.items() if len(types) > OTHERS.get(name, 1)}
     listing = "\n".join("\n    ".join([name, *types]) for name, types in several.items())
