@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import NewType
 
 import pytest
+import test_window_loss as in_batch
 import torch
 from stage_recorder import Recorder
 from trainer_parts import batches, parts, same, state, trained
@@ -93,6 +94,14 @@ def test_what_a_schedule_grants_is_accessed_in_it(local):
         assert not never, (key, never)
 
 
+def touched_by_a_loss_of_the_window():
+    config = WindowConfig(3, seed=4)
+    with Trainer(*in_batch.parts(), Communicators.local(), "nestpipe", config) as training:
+        recorder = Recorder(training.program)
+        list(training.run(in_batch.batch(step) for step in range(4)))
+        return recorder.touched
+
+
 def on_ranks(communicators, window, policy=None):
     return recorded("nestpipe", window, communicators, policy=policy)[:2]
 
@@ -100,7 +109,7 @@ def on_ranks(communicators, window, policy=None):
 @pytest.mark.slow
 @pytest.mark.multi_rank
 def test_every_declared_access_happens_and_replicas_keep_to_theirs(local, pool):
-    touched = set().union(*(accesses for _, accesses, _ in local.values()))
+    touched = set().union(*(accesses for _, accesses, _ in local.values()), touched_by_a_loss_of_the_window())
     for window in ({}, {"first_use": True, "skip_fetch": True}, {"average_every": 2}, CLIPPED):
         ranks = pool.run(on_ranks, 2, window, replicas=2)
         touched |= set().union(*(accesses for _, accesses in ranks))
