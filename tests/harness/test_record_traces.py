@@ -16,8 +16,8 @@ def directory(job, tmp_path_factory):
     console = Console(record=True, width=100)
     assert record_traces(job, str(directory), console)
     text = console.export_text()
-    assert "exchanges of fwp, nestpipe: 3 of rows and 3 of gradients a window of 4 micro-batches: " in text
-    assert "exchanges of dbp: 1 of rows and 1 of gradients a window of 4 micro-batches: dbp overlaps" in text
+    joined = "4 of rows and 4 of gradients a window of 4 micro-batches: exchanges is 'each'"
+    assert f"exchanges of {', '.join(MODES)}: {joined}" in text
     assert text.count("honoured") == len(MODES) + 1 and "VIOLATED" not in text
     return directory
 
