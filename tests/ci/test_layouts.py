@@ -34,6 +34,7 @@ def test_an_argument_that_is_not_summed_can_change_the_order_too(planted):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # every launch is compiled several times for each target
 @pytest.mark.parametrize(
     ("only", "targets"),
     [("sampled_softmax d256", "sm_90"), ("", "sm_80,sm_90")],
