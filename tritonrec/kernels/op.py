@@ -207,9 +207,8 @@ class Op:
             if accumulator is None:
                 return self._dispatched(arguments, impl)
             self._refuse(arguments)
-        if (
-            not plain or not arguments[self._first].is_cpu
-        ):  # plain ones of the host are strided, on one device
+        # plain ones of the host are strided, and on one device
+        if not (plain and arguments[self._first].is_cpu):
             self._check_tensors(arguments)
         casts = self._casts(arguments)
         if not (torch.is_grad_enabled() and self._requires_grad(arguments)):
