@@ -92,7 +92,7 @@ def check(launches: Iterable[Any], target: str) -> list[str]:
                 else layouts_of(texts_of(variant, TARGETS[target], "ttgir")["ttgir"])
             )
             for line, layouts in found.items():
-                group = line, f"{launch.name} of {launch.label}", floats_of(launch)
+                group = line, f"{launch.name} of {launch.label}", f"{floats_of(launch)} {heads_of(launch)}"
                 orders.setdefault(group, {}).setdefault(
                     " and ".join(sorted(layouts)), f"{launch.key}, {name}"
                 )
@@ -102,6 +102,12 @@ def check(launches: Iterable[Any], target: str) -> list[str]:
         for (line, where, _), found in sorted(orders.items())
         if len(found) > 1
     ]
+
+
+def heads_of(launch: Any) -> str:
+    """The padded dimensions of attention's heads, by which it chooses tiles: others are other sums."""
+    sizes = launch.config
+    return f"{sizes['BLOCK_D']} {sizes['BLOCK_E']}" if "BLOCK_E" in sizes else ""
 
 
 def floats_of(launch: Any) -> str:
