@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from tritonrec.distributed.signals import STOP_SIGNALS
 from tritonrec.harness import cli
-from tritonrec.harness.cli import app
+from tritonrec.harness.cli import app, declared
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = "zipf:users=60,items=80,seed=3"
@@ -49,6 +49,22 @@ def test_the_examples_of_a_command_are_in_its_help_and_have_options_that_it_has(
         assert f"tritonrec {example}" in text
         own, *words = example.partition(" -- ")[0].split()
         assert own == name and {word.partition("=")[0] for word in words if word[0] == "-"} <= known
+
+
+def test_options_are_declared_as_the_commands_have_them():
+    command = [sys.executable, "-c", "import declared; print(declared.text(), end='')"]
+    written = subprocess.run(command, cwd=ROOT / "ci", capture_output=True, text=True, check=True).stdout
+    assert written == declared.FILE.read_text(), "an option has changed: python ci/declared.py"
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_help_is_the_same_as_declared_and_as_loaded(name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    told = invoke(name, "--help").stdout
+    monkeypatch.setattr(
+        cli.Commands, "resolve_command", lambda self, ctx, args: (name, cli.load(name), args[1:])
+    )
+    assert told == invoke(name, "--help").stdout
 
 
 @pytest.mark.parametrize(
