@@ -9,6 +9,8 @@ EXTRAS = {
     "fastapi": "serve",
     "hypothesis": "fuzz",
     "matplotlib": "traces",
+    "onnxruntime": "onnx",
+    "onnxscript": "onnx",
     "perfetto": "traces",
     "prometheus_client": "serve",
     "pytest": "test",

@@ -16,7 +16,7 @@ from ..checkpoint.files import sha256_of, size_of
 from ..checkpoint.manifest import add_checksum
 from ..files.places import Place, read_document
 from .programs import CLICK, IMPRESSION, NEXT_ITEM, SCORER
-from .shards import SUFFIXES
+from .shards import SUFFIXES, WEIGHTS
 
 FORMAT, VERSION = "tritonrec-export", 1
 MANIFEST = "manifest.json"
@@ -134,6 +134,8 @@ def _wrong_table(place: str, table: Any) -> Iterator[str]:
     yield from _other_types(place, table, _TABLE)
     if table["format"] not in SUFFIXES:
         yield f"{place}.format is {table['format']!r}"
+    if table.get("weights", "float32") not in WEIGHTS:
+        yield f"{place}.weights is {str(table['weights'])[:40]!r}"
     if not (0 <= table["rows"] < 2**63 and 1 <= table["dim"] < 2**31):
         yield f"{place} has {table['rows']} rows of {table['dim']} columns"
     if not (-(2**63) <= table["seed"] < 2**63 and 0 <= table["table_id"] < 2**32):

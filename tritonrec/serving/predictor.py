@@ -7,8 +7,7 @@ history and Le exposed tokens, T tasks.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,43 +19,11 @@ from ..data.vocabulary import Vocabulary
 from ..embedding.features import pool
 from ..files.places import Place, place_of
 from ..nn import sigmoid
+from .exported_table import ExportedTable, UnknownIds, load_table
 from .histories import Ids, array_of, ids_of, times_of, told
 from .manifest import checked_file, local_copy, read_manifest
 from .programs import CLICK, IMPRESSION, NEXT_ITEM, load_compiled, load_program
 from .retrieval import best_items, check_k, seen_places
-from .shards import read_shard
-
-UnknownIds = Literal["initial", "zeros"]
-
-
-@dataclass(frozen=True)
-class ExportedTable:
-    """Weights by id.
-
-    ids (n,) int64, ascending; weights (n, d) float32. An unknown id reads as its ``initial`` row, a function
-    of (seed, table_id, id, column) as in training, or as ``zeros``.
-    """
-
-    ids: Tensor
-    weights: Tensor
-    seed: int
-    table_id: int
-    scale: float
-    unknown: UnknownIds
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """(n, d) float32 of ids (n,) int64, repeats allowed."""
-        dim = self.weights.shape[1]
-        places = torch.searchsorted(self.ids, ids.contiguous())
-        known = torch.zeros(len(ids), dtype=torch.bool)
-        if len(self.ids):
-            places = places.clamp_(max=len(self.ids) - 1)
-            known = self.ids[places] == ids
-        found = torch.zeros(len(ids), dim, dtype=torch.float32)
-        found[known] = ops.gather_rows(self.weights, places[known])
-        if self.unknown == "initial":
-            found[~known] = ops.initial_rows(self.seed, self.table_id, ids[~known], dim, self.scale)
-        return found
 
 
 class Predictor:
@@ -106,7 +73,7 @@ class Predictor:
             raise ValueError(f"unknown must be 'initial' or 'zeros', got {unknown!r}")
         folder = place_of(path)
         manifest = read_manifest(folder)
-        tables = {name: _load_table(folder, table, unknown) for name, table in manifest["tables"].items()}
+        tables = {name: load_table(folder, table, unknown) for name, table in manifest["tables"].items()}
         dense, program = manifest["dense"], None
         if compiled and not (dense or {}).get("compiled"):
             raise ValueError(f"{folder} has no compiled program: export with compiled=True (--compiled)")
@@ -115,7 +82,7 @@ class Predictor:
                 program = load_compiled(checked_file(here, dense["compiled"]))
         elif dense:
             with local_copy(folder, dense["program"]) as here:
-                program = load_program(checked_file(here, dense["program"]), namespaces)
+                program = load_program(checked_file(here, dense["program"]), namespaces).module()
         entries = manifest.get("vocabularies", {})
         words = {name: _load_vocabulary(folder, name, entry) for name, entry in entries.items()}
         return cls(manifest, tables, program, words)
@@ -177,7 +144,7 @@ class Predictor:
 
     def scores_of(self, vectors: Tensor, items: Tensor | None = None) -> Tensor:
         """`scores` from user vectors (B, d) of `encode`."""
-        weights = self._items().weights if items is None else self.rows("item", items)
+        weights = self._items().whole if items is None else self.rows("item", items)
         return ops.linear(vectors, weights, None)
 
     def retrieve(
@@ -212,7 +179,7 @@ class Predictor:
     def best_without(self, vectors: Tensor, k: int, places: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
         """Ids (B, k) int64 and scores (B, k) of `best_of`, without what `left_out` gives."""
         table = self._items()
-        best, scores = best_items(vectors, table.weights, k, places, offsets)
+        best, scores = best_items(vectors, table.whole, k, places, offsets)
         return table.ids[best], scores
 
     def words_of(self, ids: Tensor) -> list[list[str]]:
@@ -324,7 +291,7 @@ def load_tables(
     if missing:
         raise ValueError(f"there is no feature {missing[0]!r}, but {', '.join(names)}")
     tables = {
-        name: _load_table(folder, manifest["tables"][name], unknown)
+        name: load_table(folder, manifest["tables"][name], unknown)
         for name in dict.fromkeys(names[feature] for feature in features)
     }
     rows = {feature: manifest["tables"][name]["rows"] for feature, name in names.items()}
@@ -339,32 +306,3 @@ def _load_vocabulary(folder: Place, name: str, entry: Mapping[str, Any]) -> Voca
             f"{file} has {len(vocabulary)} words of {name!r}, the manifest says {entry['words']}"
         )
     return vocabulary
-
-
-def _load_table(folder: Place, table: Mapping[str, Any], unknown: UnknownIds) -> ExportedTable:
-    try:
-        ids = torch.empty(table["rows"], dtype=torch.int64)
-        weights = torch.empty(table["rows"], table["dim"], dtype=torch.float32)
-    except (RuntimeError, MemoryError) as error:
-        raise ValueError(
-            f"{folder}: {table['rows']} rows of {table['dim']} columns take more memory than there is"
-        ) from error
-    at = 0
-    for entry in table["files"]:
-        rows = entry["rows"]
-        with local_copy(folder, entry) as local:
-            file = checked_file(local, entry)
-            columns = read_shard(file, table["format"])
-        expected = {"ids": ((rows,), ids.dtype), "weights": ((rows, table["dim"]), weights.dtype)}
-        found = {name: (tuple(each.shape), each.dtype) for name, each in columns.items()}
-        if not expected.items() <= found.items():
-            raise ValueError(f"{file} has columns {found}, the manifest describes {expected}")
-        here = slice(at, at + rows)
-        ids[here], weights[here] = columns["ids"], columns["weights"]
-        at += rows
-    ids, order = ids.sort()
-    if bool((repeated := ids[1:] == ids[:-1]).any()):
-        raise ValueError(f"{folder}: id {int(ids[1:][repeated][0])} is in the files of one table twice")
-    return ExportedTable(
-        ids, ops.gather_rows(weights, order), table["seed"], table["table_id"], table["scale"], unknown
-    )

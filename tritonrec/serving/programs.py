@@ -249,7 +249,7 @@ def save_program(scorer: Scorer, path: Path) -> torch.export.ExportedProgram:
                 scorer.program(), scorer.examples[0], dynamic_shapes=(tuple(shapes),)
             )
             write_program(program, path)
-            loaded = load_program(path, _namespaces(program))
+            loaded = load_program(path, _namespaces(program)).module()
     except (torch._dynamo.exc.UserError, RuntimeError) as error:
         raise ValueError(
             f"torch.export cannot trace {type(scorer.module).__name__}: {_told(error)}; TransformerEncoder "
@@ -305,15 +305,15 @@ def _namespaces(program: torch.export.ExportedProgram) -> set[str]:
     return {each.namespace for each in targets if isinstance(each, torch._ops.OpOverload)}
 
 
-def load_program(path: Path, namespaces: Collection[str] = ()) -> Program:
-    """The program of `save_program`, read as data (`vetted`).
+def load_program(path: Path, namespaces: Collection[str] = ()) -> torch.export.ExportedProgram:
+    """The program of `save_program`, read as data (`vetted`); its ``module()`` is called with tensors.
 
     Raises ValueError naming the file, where it could run code or is no such program.
     """
     try:
         content = vetted(path.read_bytes(), namespaces)
         with _alone():
-            return torch.export.load(io.BytesIO(content)).module()
+            return torch.export.load(io.BytesIO(content))
     except RefusedProgramError as error:
         raise RefusedProgramError(f"{path} is refused: {error}") from None
     except Exception as error:  # torch raises many types for a graph that no export makes

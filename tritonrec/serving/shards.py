@@ -19,6 +19,10 @@ from torch import Tensor
 from ..files import full_disk_named
 
 Format = Literal["parquet", "safetensors"]
+Weights = Literal["float32", "int8"]
+"""How files hold the weights of rows."""
+
+WEIGHTS: tuple[Weights, ...] = ("float32", "int8")
 SUFFIXES: dict[Format, str] = {"parquet": ".parquet", "safetensors": ".safetensors"}
 
 

@@ -78,20 +78,25 @@ def load(name: str) -> Any:
     return _made(name, function_of(name))
 
 
+def told(name: str) -> Any:
+    """The command `name` as it is declared: for its help, without what it runs."""
+    return _made(name, command_of(json.loads(FILE.read_text())[name]))
+
+
 def function_of(name: str) -> Any:
     """The function that is the command `name`."""
     module = name.replace("-", "_")
     return getattr(import_module(f".{module}", __name__), module)
 
 
-def _made(name: str, function: Any, kind: type[TyperCommand] | None = None) -> Any:
+def _made(name: str, function: Any) -> Any:
     paragraphs = cleandoc(function.__doc__ or COMMANDS[name]).split("\n\n")  # python -OO drops docstrings
     alone = typer.Typer(add_completion=False)
     # typer keeps the line ends of the source, and a terminal of 80 columns would add its own
     text = [" ".join(each.split()) for each in paragraphs]
     examples = "\n".join(f"  tritonrec {each}" for each in EXAMPLES[name])
     shown = "\n\n".join([*text, f"\b\nExamples:\n{examples}"])
-    alone.command(name, cls=kind or Command, help=shown)(function)
+    alone.command(name, cls=Command, help=shown)(function)
     return get_command(alone)
 
 
@@ -105,23 +110,13 @@ class Command(TyperCommand):
         return super().parse_args(ctx, options + args[ended:])
 
 
-class Declared(Command):
-    """A command as it is declared: it ends a call for help or with a wrong option, and loads the command."""
-
-    def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """As of its base, of the command itself."""
-        super().make_context(info_name, list(args), parent, **extra).close()
-        return load(info_name).make_context(info_name, args, parent, **extra)
-
-
 class Commands(TyperGroup):
     """Lists the commands, and loads the one that is called."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """As of its base."""
         if args and args[0] in COMMANDS:
-            declared = command_of(json.loads(FILE.read_text())[args[0]])
-            self.commands[args[0]] = _made(args[0], declared, Declared)
+            self.commands[args[0]] = told(args[0]) if "--help" in args else load(args[0])
         return super().resolve_command(ctx, args)
 
 

@@ -1,8 +1,7 @@
-"""The commands' options as data: ``--help``, and an option that there is not, are answered without torch.
+"""The commands' options as data: ``--help`` shows them without torch.
 
 A command's module loads torch, for its options are settings of what it runs. `declared.json` has the options
-of all commands as typer takes them, so that a call is read twice: as declared here, which ends the calls that
-only ask or are misspelled, and by the command itself.
+of all commands as typer takes them.
 
     python ci/declared.py      writes the file anew, where an option has changed
 """
@@ -22,7 +21,7 @@ from typer.models import ArgumentInfo
 FILE = Path(__file__).with_suffix(".json")
 KINDS = {kind.__name__: kind for kind in (str, int, float, bool, Path)}
 SHOWN = ("help", "rich_help_panel", "metavar", "min", "max", "hidden", "show_default")
-"""What help and the reading of a call need of `typer.Option`, beside names and default."""
+"""What help needs of `typer.Option`, beside names and default."""
 
 Declaration = dict[str, Any]
 

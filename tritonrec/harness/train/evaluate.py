@@ -23,6 +23,7 @@ from ...data.splits import NO_PART, Part
 from ...embedding import HashTableCollection
 from ...nn import DLRM, GRM, NextItemModel
 from ...pipeline import Precision, autocast, rank_held_out
+from ...serving import Predictor
 from ..job import Epochs
 
 KS = (10, 50)
@@ -89,6 +90,15 @@ def evaluate_model(
         return evaluate_impressions(predicted, loader, part=part)
     assert isinstance(model, NextItemModel)
     return rank_held_out(model, tables, loader, KS, precision, part)
+
+
+def evaluate_export(predictor: Predictor, loader: Epochs) -> Metrics:
+    """`evaluate_model` of an exported model."""
+    if isinstance(loader, (ClickLoader, ClickStream)):
+        return evaluate_clicks(predictor.predict, loader)
+    if isinstance(loader, (ImpressionLoader, ImpressionStream)):
+        return evaluate_impressions(predictor.predict, loader)
+    return evaluate(lambda history: predictor.scores(history, loader.catalogue), loader, KS)
 
 
 def baseline(loader: Epochs) -> Metrics:

@@ -1,0 +1,131 @@
+"""A table of an export in memory: rows in float32, or in 8 bits.
+
+A row in 8 bits is d codes from 0 to 255 with the row's least weight and the step between neighbouring codes,
+as of FBGEMM's row-wise quantization: weight = least + code * step. A code is at most half a step off.
+
+Dimensions: n rows, d columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..files.places import Place
+from .manifest import checked_file, local_copy
+from .shards import Weights, read_shard
+
+UnknownIds = Literal["initial", "zeros"]
+Kind = tuple[tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True)
+class ExportedTable:
+    """Weights by id.
+
+    ids (n,) int64, ascending; weights (n, d) float32, or uint8 with ``least`` and ``step`` (n,) float32.
+    An unknown id reads as its ``initial`` row, a function of (seed, table_id, id, column) as in training, or
+    as ``zeros``.
+    """
+
+    ids: Tensor
+    weights: Tensor
+    seed: int
+    table_id: int
+    scale: float
+    unknown: UnknownIds
+    least: Tensor | None = None
+    step: Tensor | None = None
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """(n, d) float32 of ids (n,) int64, repeats allowed."""
+        dim = self.weights.shape[1]
+        places = torch.searchsorted(self.ids, ids.contiguous())
+        known = torch.zeros(len(ids), dtype=torch.bool)
+        if len(self.ids):
+            places = places.clamp_(max=len(self.ids) - 1)
+            known = self.ids[places] == ids
+        found = torch.zeros(len(ids), dim, dtype=torch.float32)
+        found[known] = self._at(places[known])
+        if self.unknown == "initial":
+            found[~known] = ops.initial_rows(self.seed, self.table_id, ids[~known], dim, self.scale)
+        return found
+
+    @cached_property
+    def whole(self) -> Tensor:
+        """All weights (n, d) float32; of codes they are made at the first use, and kept."""
+        return self.weights if self.step is None else self._at(torch.arange(len(self.ids)))
+
+    def _at(self, places: Tensor) -> Tensor:
+        if self.least is None or self.step is None:
+            return ops.gather_rows(self.weights, places)
+        return decoded(self.weights[places], self.least[places], self.step[places])
+
+
+def decoded(codes: Tensor, least: Tensor, step: Tensor) -> Tensor:
+    """Weights (n, d) float32 of codes (n, d) uint8 and their rows' least weight and step (n,) float32."""
+    return least[:, None] + codes.to(torch.float32) * step[:, None]
+
+
+def encoded(weights: Tensor) -> dict[str, Tensor]:
+    """Columns of weights (n, d) float32 in 8 bits; of a constant row every code is 0, and exact.
+
+    Raises ValueError for a weight that is not finite, and for a row whose weights span more than float32.
+    """
+    least, most = weights.aminmax(dim=1)
+    step = (most - least) / 255
+    if bool((wrong := ~(step.isfinite() & least.isfinite())).any()):
+        row = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"row {row} has weights from {float(least[row])} to {float(most[row])}: no 8 bits hold them"
+        )
+    # a step that underflows to 0 leaves the least weight, which is as near then as float32 tells
+    codes = (weights - least[:, None]) / torch.where(step > 0, step, 1.0)[:, None]
+    return {"weights": codes.round_().clamp_(0, 255).to(torch.uint8), "least": least, "step": step}
+
+
+def columns_of(weights: Weights, dim: int) -> dict[str, Kind]:
+    """Shape behind the rows, and dtype, of each column that a file of a table has."""
+    ids: dict[str, Kind] = {"ids": ((), torch.int64)}
+    if weights == "float32":
+        return ids | {"weights": ((dim,), torch.float32)}
+    of_row = (), torch.float32
+    return ids | {"weights": ((dim,), torch.uint8), "least": of_row, "step": of_row}
+
+
+def load_table(folder: Place, table: Mapping[str, Any], unknown: UnknownIds) -> ExportedTable:
+    """A table of a manifest; ValueError for files that are missing, altered or do not fit together."""
+    kinds = columns_of(table.get("weights", "float32"), table["dim"])
+    try:
+        whole = {
+            name: torch.empty(table["rows"], *shape, dtype=dtype) for name, (shape, dtype) in kinds.items()
+        }
+    except (RuntimeError, MemoryError) as error:
+        raise ValueError(
+            f"{folder}: {table['rows']} rows of {table['dim']} columns take more memory than there is"
+        ) from error
+    at = 0
+    for entry in table["files"]:
+        rows = entry["rows"]
+        with local_copy(folder, entry) as local:
+            file = checked_file(local, entry)
+            columns = read_shard(file, table["format"])
+        expected = {name: ((rows, *shape), dtype) for name, (shape, dtype) in kinds.items()}
+        found = {name: (tuple(each.shape), each.dtype) for name, each in columns.items()}
+        if not expected.items() <= found.items():
+            raise ValueError(f"{file} has columns {found}, the manifest describes {expected}")
+        for name, values in whole.items():
+            values[at : at + rows] = columns[name]
+        at += rows
+    ids, order = whole.pop("ids").sort()
+    if bool((repeated := ids[1:] == ids[:-1]).any()):
+        raise ValueError(f"{folder}: id {int(ids[1:][repeated][0])} is in the files of one table twice")
+    ordered = {name: values[order] for name, values in whole.items()}
+    known = table["seed"], table["table_id"], table["scale"], unknown
+    return ExportedTable(ids, ordered["weights"], *known, ordered.get("least"), ordered.get("step"))
