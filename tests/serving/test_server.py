@@ -551,6 +551,7 @@ def test_the_description_names_every_path(made):
         "/retrieve",
         "/score",
         "/predict",
+        "/impressions",
         "/user/{user}/events",
         "/health",
         "/ready",

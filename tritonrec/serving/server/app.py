@@ -18,7 +18,20 @@ from starlette.exceptions import HTTPException
 
 from ...version import __version__
 from .batching import Batcher
-from .bodies import Clicks, Events, Failed, Kept, Predicted, Retrieve, Retrieved, Score, Scored, UserName
+from .bodies import (
+    Clicks,
+    Events,
+    Failed,
+    Impressions,
+    Judged,
+    Kept,
+    Predicted,
+    Retrieve,
+    Retrieved,
+    Score,
+    Scored,
+    UserName,
+)
 from .errors import STATUS, ServerError, body_of, named
 from .follow import Following, Follows
 from .guard import Guard
@@ -93,6 +106,11 @@ def create_app(
     @app.post("/predict", response_model=Predicted, responses=FAILURES)
     async def predict(body: Clicks) -> Any:
         """Probabilities of a click, of an exported DLRM."""
+        return await ask(body, len(body), body.values)
+
+    @app.post("/impressions", response_model=Judged, responses=FAILURES)
+    async def impressions(body: Impressions) -> Any:
+        """Probabilities of each task for items shown to users, of an exported GRM."""
         return await ask(body, len(body), body.values)
 
     @app.post("/user/{user:path}/events", response_model=Kept, responses=FAILURES)

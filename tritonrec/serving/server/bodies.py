@@ -89,6 +89,42 @@ class Clicks(Body):
         return len(self)
 
 
+class Shown(Body):
+    """An item that is shown to a user. genres: of a model that has them."""
+
+    item: Item
+    timestamp: Int64
+    genres: list[Int64] = Field(default_factory=list)
+
+
+class Past(Shown):
+    """An event of a user, with the id of what the user did."""
+
+    action: Int64
+
+
+class Sample(Body):
+    """A user: features, events, oldest first, and the items that are shown now."""
+
+    context: dict[str, Item] = Field(default_factory=dict)
+    history: list[Past] = Field(default_factory=list)
+    exposed: list[Shown] = Field(min_length=1)
+
+
+class Impressions(Body):
+    """Items shown to users, for an exported GRM."""
+
+    samples: list[Sample] = Field(min_length=1)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    @property
+    def values(self) -> int:
+        """Of the answer, for each task."""
+        return sum(len(sample.exposed) for sample in self.samples)
+
+
 class Answer(BaseModel):
     """step: of the model that answered. sequence: of the delta, where the server follows a trainer."""
 
@@ -113,6 +149,13 @@ class Predicted(Answer):
     """Probabilities of a click, float32."""
 
     probabilities: list[float]
+
+
+class Judged(Answer):
+    """Of each sample, each item shown and each task a probability, float32."""
+
+    tasks: list[str]
+    probabilities: list[list[list[float]]]
 
 
 class Kept(Answer):

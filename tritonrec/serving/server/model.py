@@ -14,15 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...data import ImpressionBatch
 from ...data.jagged import offsets_of
 from ...nn import HSTU
 from ..cached import CachedPredictor
 from ..histories import Ids, array_of
 from ..predictor import Predictor
-from ..programs import CLICK, NEXT_ITEM
+from ..programs import CLICK, IMPRESSION, NEXT_ITEM
 from ..users import UserHistories
-from .bodies import Clicks, Retrieve, Score
+from .bodies import Clicks, Impressions, Retrieve, Score
 from .errors import ServerError
+from .impressions import impressions_of
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,9 @@ class Version:
     def _prepared(self, request: Any) -> Read:
         if isinstance(request, Clicks):
             return Read(request, clicks=self._clicks(request))
+        if isinstance(request, Impressions):
+            self._impressions([request])  # what is wrong is said to this request alone
+            return Read(request)
         predictor = self.predictor
         if request.users is None:
             given, times = predictor.read(request.histories, request.timestamps)
@@ -172,6 +177,12 @@ class Version:
                 raise ValueError(f"feature {name!r} has {len(each)} ids for {len(dense)} impressions")
         return dense, ids
 
+    def _impressions(self, requests: Sequence[Impressions]) -> ImpressionBatch:
+        facts, samples = self.predictor.dense_of(IMPRESSION, "impressions"), []
+        for request in requests:
+            samples += request.samples
+        return impressions_of(samples, facts, self.predictor.vocabularies)
+
     def _computed(self, reads: list[Read]) -> list[dict[str, Any]]:
         """Answers of reads, all computed together."""
         clicks = [read.clicks for read in reads if read.clicks is not None]
@@ -182,6 +193,12 @@ class Version:
             given = [read for read in reads if read.clicks is not None]
             for read, part in _parts(given, [len(dense) for dense, _ in clicks]):
                 answers[id(read)] = {"probabilities": floats(found[part])}
+        if shown := [read for read in reads if isinstance(read.request, Impressions)]:
+            batch = self._impressions([read.request for read in shown])
+            by_sample = self.predictor.predict(batch).split(batch.exposed_offsets.diff().tolist())
+            for read, part in _parts(shown, [len(read.request) for read in shown]):
+                judged = [floats(each) for each in by_sample[part]]
+                answers[id(read)] = {"tasks": list(batch.tasks), "probabilities": judged}
         for named in (False, True):
             group = [r for r in reads if r.given is not None and (r.request.users is not None) == named]
             vectors = self._vectors(group, named)
