@@ -46,6 +46,28 @@ def _scaling(figures: Any) -> str:
     return "without and with overlap: " + "; ".join(shown)
 
 
+def _curves(figures: Any) -> str:
+    """GAUC of both sides after the last step."""
+    (steps, theirs), (_, ours) = (figures["curves"][name][-1] for name in ("TorchRec", "sequential, batch"))
+    return f"after {steps} steps: " + ", ".join(
+        f"{task} {ours[f'GAUC/{task}']:.4f} beside {theirs[f'GAUC/{task}']:.4f}"
+        for task in ("click", "conversion")
+    )
+
+
+def _parts(figures: Any) -> str:
+    """TorchRec's time of each part over ours."""
+    shown = []
+    for ranks in dict.fromkeys(row["ranks"] for row in figures["rows"]):
+        peer, ours = (
+            only(figures["rows"], ranks=ranks, system=name) for name in ("TorchRec", "sequential, window")
+        )
+        parts = (f"{part} {peer[part] / ours[part]:.2f}x" for part in ("lookup", "forward", "rest", "whole"))
+        exact = only(figures["rows"], ranks=ranks, system="sequential, batch")["ratio"]
+        shown.append(f"{ranks} rank{'s'[: ranks > 1]}: {', '.join(parts)} (at batch {exact:.2f}x)")
+    return "; ".join(shown)
+
+
 ADDED = ("+ merging", "+ both", "+ balancing")
 DEDUP = ("+ dedup before the exchange", "+ dedup before the lookup", "+ both")
 
@@ -60,6 +82,8 @@ FIGURES = {
     "Two-stage dedup (4.3, Fig. 8): keys exchanged in a step": lambda f: _counts(f, 2, "keys_exchanged"),
     "Two-stage dedup: rows read in a step": lambda f: _counts(f, 2, "rows_read"),
     "Algorithm 1, dynamic sequence batching (5.1, Figs 9, 10, 15)": lambda f: _spread(f, 8),
+    "Fig. 11: GAUC over training": _curves,
+    "Fig. 12: time of lookup, forward and backward": _parts,
     "Fig. 13: throughput as techniques are added": lambda f: (
         "GRM 4G: " + _grm(f, "GRM-4G", 2, *ADDED) + "; small: " + _grm(f, "small", 2, *ADDED)
     ),

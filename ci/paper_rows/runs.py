@@ -36,12 +36,14 @@ class Run:
         figures: of the JSON that the command writes, the part that is kept.
         made: the figures, where there is no command.
         root: whether it makes network namespaces, for which a user needs some of his own.
+        torchrec: whether it runs TorchRec too.
     """
 
     command: str = ""
     figures: Callable[[Document], Document] = lambda document: document
     made: Callable[[], Document] | None = None
     root: bool = False
+    torchrec: bool = False
 
     def measure(self) -> Document:
         """The figures; raises UnavailableError, or RuntimeError with the end of a failed command's output."""
@@ -49,6 +51,8 @@ class Run:
             return self.made()
         if self.root and os.geteuid() != 0 and (why := why_no_user_namespace()):
             raise UnavailableError(f"needs root, for network namespaces ({why})")
+        if self.torchrec and not (ROOT / "out/torchrec/torchrec").is_dir():
+            raise UnavailableError("needs TorchRec: bash ci/benchmarks/torchrec.sh")
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "out.json"
             words = [str(out) if word == "OUT" else word for word in self.command.split()]
@@ -206,6 +210,10 @@ RUNS = {
     "growth": Run(made=growth),
     "balance": Run(made=balance),
     "grm": Run("python ci/benchmarks/grm_throughput.py --json OUT"),
+    "torchrec": Run(
+        "python ci/benchmarks/grm_beside_torchrec.py --json OUT --png docs/grm_beside_torchrec.png",
+        torchrec=True,
+    ),
     "scaling": Run("python ci/benchmarks/simulate_grm.py --json OUT"),
     "mch": Run("python ci/benchmarks/bench_mch.py --json OUT"),
     "curves": Run(
