@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 
 EXTRAS = {
+    "faiss": "faiss",
     "fastapi": "serve",
     "hypothesis": "fuzz",
     "matplotlib": "traces",
@@ -29,7 +30,7 @@ class MissingPackageError(ModuleNotFoundError, ValueError):
 def require(package: str, what: str) -> None:
     """Raise `MissingPackageError` where `package` is not installed. `what` needs it, such as ``"--png"``."""
     if find_spec(package) is None:
-        name = package.replace("_", "-")
+        name = {"faiss": "faiss-cpu"}.get(package, package.replace("_", "-"))
         raise MissingPackageError(
             f"{what} needs the package {name}: pip install {name}, or pip install "
             f"'tritonrec[{EXTRAS[package]}]'",

@@ -36,11 +36,6 @@ DEPTH, MOST_PARTS, MOST_BITS, MOST_VALUES = 3, 64, 1 << 16, 1 << 20
 """Of values within values, of parts of one, of elements of buffers and of those of arrays, that are noted."""
 
 
-def own_attributes(module: torch.nn.Module) -> dict[str, Any]:
-    """By name, of one module."""
-    return {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
-
-
 class Attributes:
     """What calls may keep beside parameters and buffers: counters, a first call's values, lists of results.
 

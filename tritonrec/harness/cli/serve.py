@@ -10,6 +10,7 @@ import typer
 
 from ...nn import HSTU
 from ...optional import require
+from ...serving.approximate import Index
 from ...serving.server import ServerConfig
 from ...serving.server.settings import token_of
 from .export import trained_model
@@ -37,6 +38,9 @@ def serve(
         typer.Option(help="Checkpoint of the training, for HSTU: keep keys and values of users' events."),
     ] = None,
     memory: Annotated[str, typer.Option(help="Of --cached, such as 512MiB.")] = "2GiB",
+    approximate: Annotated[
+        Index | None, typer.Option(help="Let faiss propose the items to score; prints its recall.")
+    ] = None,
 ) -> None:
     """Serve an exported model over HTTP, with the bits of its Predictor.
 
@@ -50,6 +54,10 @@ def serve(
             require(package, "tritonrec serve")
         if model is None and follow is None:
             raise ValueError("give a MODEL, or --follow URL")
+        if approximate is not None:
+            require("faiss", "--approximate")
+            if follow is not None:
+                raise ValueError("--approximate does not go with --follow: each version needs a new index")
         from ...serving.server.run import Source, serve
 
         sizes = None
@@ -58,7 +66,7 @@ def serve(
             if not isinstance(trained, HSTU):
                 raise ValueError(f"--cached serves HSTU, and {cached} has {type(trained).__name__}")
             sizes = trained.config
-        source = Source(model, sizes, memory, follow)
+        source = Source(model, sizes, memory, follow, approximate)
         serve(source, replace(config, host=host), token_of(token_file))
 
     checked(run)

@@ -20,6 +20,7 @@ from uvicorn.supervisors.multiprocess import Multiprocess, Process
 from ...files import ScratchFolder
 from ...files.places import Place, place_of
 from ...nn import HSTU, HSTUConfig
+from ..approximate import ApproximatePredictor, Index
 from ..manifest import read_manifest
 from ..predictor import Predictor
 from .app import DEFAULTS, create_app
@@ -45,12 +46,22 @@ class Source:
     sizes: HSTUConfig | None = None
     memory: str = "2GiB"
     follow: str | None = None
+    approximate: Index | None = None
 
     def open(self, config: ServerConfig) -> Served:
         """Read it."""
-        load = None if self.path is None else partial(Predictor.load, self.path)
+        load = None if self.path is None else self._load
         model = None if self.sizes is None else HSTU(self.sizes)
         return Served(load, model, self.memory, config.workers == 1, config.max_users)
+
+    def _load(self) -> Predictor:
+        assert self.path is not None
+        exact = Predictor.load(self.path)
+        if self.approximate is None:
+            return exact
+        found = ApproximatePredictor(exact, self.approximate)
+        log.warning("%s finds %.4f of the best 100 items of drawn histories", self.approximate, found.recall)
+        return found
 
 
 def _app(source: Source, config: ServerConfig, token: str | None, served: Served | None = None) -> FastAPI:
