@@ -13,7 +13,7 @@ from ...files import check_writable
 from ...files.places import Place, RemotePath, local_path, place_of
 from ...optional import require
 
-NEEDS = {"--trace": ("perfetto",), "--png": ("matplotlib",)}
+NEEDS = {"--trace": ("perfetto",), "--png": ("matplotlib",), "--onnx": ("onnxscript", "onnxruntime")}
 """By option the packages without which its output cannot be written."""
 
 
