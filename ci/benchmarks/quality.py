@@ -1,8 +1,8 @@
-"""NDCG@10 of SASRec and HSTU on MovieLens-100K beside RecBole's SASRec: one split, one ranking, five seeds.
+"""NDCG@10 of GRU4Rec, SASRec and HSTU on MovieLens-100K beside RecBole's: one split, one ranking, five seeds.
 
     pip install --no-deps recbole==1.2.1 colorlog colorama texttable scikit-learn scipy joblib threadpoolctl \
         cloudpickle tqdm thop tabulate
-    python ci/benchmarks/quality.py --json ci/baselines/quality.json      # half an hour of CPU time
+    python ci/benchmarks/quality.py --json ci/baselines/quality.json      # 45 minutes of CPU time
     python ci/benchmarks/quality.py --table ci/baselines/quality.json     # the table of docs/models.md
 
 Each user's last film is the test, the one before it the validation, the rest trains. Ranked is the whole
@@ -40,7 +40,10 @@ from tritonrec import nn, ops
 from tritonrec.data import Interactions, JaggedBatch, Lookup, NextItemLoader, evaluate, load_interactions
 
 ROOT = Path(__file__).resolve().parents[2]
-SYSTEMS = {"recbole": "RecBole's SASRec", "sasrec": "SASRec", "hstu": "HSTU"}
+SYSTEMS = {
+    "recbole": "RecBole's SASRec", "recbole-gru4rec": "RecBole's GRU4Rec", "sasrec": "SASRec",
+    "gru4rec": "GRU4Rec", "hstu": "HSTU",
+}  # fmt: skip
 DIM, LENGTH, LAYERS, HEADS, BATCH, NEGATIVES = 64, 50, 2, 2, 64, 64
 EPOCHS, EVERY = 18, 3
 TUNED = ((3e-3, 0.2), (3e-3, 0.5))
@@ -82,6 +85,8 @@ def ours(setting: Setting, loader: NextItemLoader) -> Iterator[Score]:
     if setting.system == "sasrec":
         model = nn.PaddedNextItem(example().SASRec(setting.dropout), LENGTH)
         nn.convert(model)
+    elif setting.system == "gru4rec":
+        model = example("gru4rec").model_of(setting.dropout)
     else:
         width = DIM // HEADS
         drops = {"dropout": setting.dropout, "input_dropout": setting.dropout}
@@ -111,14 +116,16 @@ def ours(setting: Setting, loader: NextItemLoader) -> Iterator[Score]:
 
 
 def recbole(setting: Setting, loader: NextItemLoader, items: Tensor) -> Iterator[Score]:
-    """The same of RecBole's SASRec; `items` are all ids, ascending."""
+    """The same of RecBole's models; `items` are all ids, ascending."""
     gone = {"float_": np.float64, "complex_": np.complex128, "object_": np.object_, "unicode_": np.str_}
     for name, kind in gone.items():
         setattr(np, name, kind)  # numpy 2 has lost some names that RecBole wants
     from recbole.config import Config
-    from recbole.model.sequential_recommender import SASRec
+    from recbole.model import sequential_recommender
 
-    class EveryPosition(SASRec):
+    name = "GRU4Rec" if setting.system == "recbole-gru4rec" else "SASRec"
+
+    class EveryPosition(getattr(sequential_recommender, name)):  # type: ignore[misc]
         """Hidden states (B, T, D) of all positions in place of the last one's."""
 
         def gather_indexes(self, output: Tensor, index: Tensor) -> Tensor:
@@ -129,11 +136,12 @@ def recbole(setting: Setting, loader: NextItemLoader, items: Tensor) -> Iterator
             return len(items) + 1  # 0 is the padding
 
     chosen = {
-        "hidden_dropout_prob": setting.dropout, "attn_dropout_prob": setting.dropout, "hidden_size": DIM,
+        "hidden_dropout_prob": setting.dropout, "attn_dropout_prob": setting.dropout,
+        "dropout_prob": setting.dropout, "hidden_size": DIM if name == "SASRec" else example("gru4rec").WIDTH,
         "n_layers": LAYERS, "n_heads": HEADS, "MAX_ITEM_LIST_LENGTH": LENGTH, "use_gpu": False,
         "train_neg_sample_args": None, "device": "cpu",
     }  # fmt: skip
-    config = Config(model="SASRec", dataset="ml-100k", config_dict=chosen)
+    config = Config(model=name, dataset="ml-100k", config_dict=chosen)
     torch.manual_seed(setting.seed)
     model = EveryPosition(config, Catalogue())
     optimizer = torch.optim.Adam(model.parameters(), lr=setting.lr)
@@ -169,7 +177,9 @@ def train(setting: Setting, split: Split) -> dict[str, Any]:
     loader = NextItemLoader(split.training, BATCH, LENGTH, NEGATIVES, setting.seed)
     tested = NextItemLoader(split.whole, BATCH, LENGTH, 0, setting.seed)
     items = torch.from_numpy(np.unique(split.whole.item))
-    epochs = recbole(setting, loader, items) if setting.system == "recbole" else ours(setting, loader)
+    epochs = (
+        recbole(setting, loader, items) if setting.system.startswith("recbole") else ours(setting, loader)
+    )
     started, curve = time.process_time(), []
     for epoch, score in enumerate(epochs, 1):
         if epoch % EVERY == 0:

@@ -33,7 +33,7 @@ def test_in_batch_negatives_give_the_same_model_on_two_ranks(example):
     assert run_ranks(2, trained) == [one, one]
 
 
-@pytest.mark.parametrize("kind", ["InBatch", "Uncorrected", "Sampled"])
+@pytest.mark.parametrize("kind", ["InBatch", "Uncorrected", "Sampled", "Popular", "PopularUncorrected"])
 def test_each_loss_learns(example, kind):
     log = example.Log(DATA)
     _untrained, first = example.train(getattr(example, kind), log, len(log.train), 1, ks=(20,))
