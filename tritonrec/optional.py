@@ -7,6 +7,7 @@ from typing import Any
 
 EXTRAS = {
     "fastapi": "serve",
+    "huggingface_hub": "hub",
     "hypothesis": "fuzz",
     "matplotlib": "traces",
     "perfetto": "traces",
