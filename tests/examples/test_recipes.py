@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -93,3 +94,11 @@ def test_the_notebook_runs_and_prints_what_it_shows():
         return ["".join(o.text for o in cell.outputs if o.get("name") == "stdout") for cell in cells]
 
     assert printed(again) == printed(shown) and len(printed(shown)) >= 6
+
+
+def test_the_page_of_what_is_around_counts_the_lines_of_what_it_names():
+    page = EXAMPLES.parent / "ecosystem.md"
+    found = re.findall(r"\[(\d+)\]\(([^)]+)\)", page.read_text())
+    assert len(found) >= 8
+    for lines, name in found:
+        assert abs(int(lines) - (page.parent / name).read_text().count("\n")) <= 10, name
