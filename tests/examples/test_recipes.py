@@ -68,6 +68,13 @@ def test_a_task_alone_is_the_one_that_it_names(capsys):
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[-4:-1:2] for line in lines[:2]] == [["liked", "loved"]] * 2
     assert [(line[0], line[-2]) for line in lines[2:]] == [("liked", "liked"), ("loved", "loved")]
+    log = multi_task.Log(RATINGS)
+    batch, model = log.batch(0, torch.arange(64)), multi_task.MultiTask(log, 1, [1])
+    rows = {name: torch.randn(64, multi_task.DIM) for name in log.features}
+    wanted = torch.nn.functional.binary_cross_entropy_with_logits(
+        model.logits(batch, rows)[:, 0], batch.labels[:, 1].float(), reduction="none"
+    )
+    torch.testing.assert_close(model(batch, rows, 0), wanted)
 
 
 def test_gru4rec_learns_in_the_same_bits_for_any_cut(capsys):
@@ -75,7 +82,7 @@ def test_gru4rec_learns_in_the_same_bits_for_any_cut(capsys):
     data = "zipf:users=60,items=90,communities=6,affinity=1,seed=2"
     found = gru4rec.main(data, 3, 9)
     assert found == gru4rec.main(data, 3, 9, "reference", 1)
-    assert found["HR@10"] > 0.35  # of 90 items drawn alike a list of ten has 0.11
+    assert found["NDCG@10"] > 0.3  # the most popular items for all have 0.16
     assert capsys.readouterr().out.count("epoch 3: loss") == 2
 
 

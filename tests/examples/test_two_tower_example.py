@@ -55,3 +55,20 @@ def test_histories_end_before_the_item_and_genres_follow_the_items(example):
             and (log.user[row - int(log.place[row]) : row] == log.user[row]).all()
         )
     assert torch.equal(given.lookups()["genre"].ids, item.ids % 19)
+
+
+def test_popular_negatives_come_as_often_as_events_have_them(example):
+    log = example.Log(DATA)
+
+    def drawn(popular):
+        batch = log.batch(0, log.train[:100], 20, popular)
+        ids, log_q = batch.features["item"].ids, batch.log_q
+        for item, found in zip(ids[:40].tolist(), log_q[:40].tolist(), strict=True):
+            share = (log.item[log.train] == item).double().mean()
+            assert found == pytest.approx(share.log().item(), rel=1e-6)
+        return log_q.view(100, 21)[:, 1:].double().exp()
+
+    share = log.log_q.double().exp()
+    # a drawn event's item has the share q with probability q
+    assert drawn(True).mean().item() == pytest.approx((share * share).sum().item(), rel=0.1)
+    assert drawn(False).mean().item() == pytest.approx(1 / len(share), rel=0.1)
