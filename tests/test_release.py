@@ -1,5 +1,6 @@
 """Promise: workflows call what exists and store no secret; a release's links and versions are whole, and its
-changes are a screen with a page of all behind; the package has no upper bounds, and our own machines have one for torch."""
+changes are a screen with a page of all behind; the package has no upper bounds, and our own machines have
+one for torch."""
 
 import json
 import re

@@ -25,7 +25,7 @@ class GRU4Rec(torch.nn.Module):
         self.out = torch.nn.Linear(WIDTH, DIM)
 
     def forward(self, x, hidden):
-        return self.out(self.gru(self.drop(x * DIM**0.5))[0])
+        return self.out(self.gru(self.drop(x))[0])
 
 
 def model_of(dropout=0.2):

@@ -80,10 +80,10 @@ def test_a_task_alone_is_the_one_that_it_names(capsys):
 def test_gru4rec_learns_in_the_same_bits_for_any_cut(capsys):
     gru4rec = example("gru4rec")
     data = "zipf:users=60,items=90,communities=6,affinity=1,seed=2"
-    found = gru4rec.main(data, 3, 9)
-    assert found == gru4rec.main(data, 3, 9, "reference", 1)
-    assert found["NDCG@10"] > 0.3  # the most popular items for all have 0.16
-    assert capsys.readouterr().out.count("epoch 3: loss") == 2
+    found = gru4rec.main(data, 4, 9)
+    assert found == gru4rec.main(data, 4, 9, "reference", 1)
+    assert found["NDCG@10"] > 0.25  # the most popular items for all have 0.16
+    assert capsys.readouterr().out.count("epoch 4: loss") == 2
 
 
 def test_the_notebook_runs_and_prints_what_it_shows():
