@@ -66,7 +66,7 @@ def main(data, epochs, patience, mode="nestpipe", micro_batches=4, seed=0):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="GRU4Rec on a log of interactions.")
     parser.add_argument("--data", default="ml-100k")
-    parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--patience", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--patience", type=int, default=8)  # it stands still at first
     options = parser.parse_args()
     main(options.data, options.epochs, options.patience)
