@@ -4,6 +4,7 @@
         cloudpickle tqdm thop tabulate
     python ci/benchmarks/quality.py --json ci/baselines/quality.json      # 45 minutes of CPU time
     python ci/benchmarks/quality.py --table ci/baselines/quality.json     # the table of docs/models.md
+    python ci/benchmarks/quality.py --evaluation      # time of an evaluation beside RecBole's
 
 Each user's last film is the test, the one before it the validation, the rest trains. Ranked is the whole
 catalogue without the films that the user has seen (`tritonrec.data.evaluate`), by RecBole's scores too. All
@@ -21,6 +22,7 @@ from __future__ import annotations
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -32,7 +34,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from frame import example, options_of
+from frame import by_turns, example, options_of, over
 from torch import Tensor
 
 import tritonrec
@@ -115,11 +117,16 @@ def ours(setting: Setting, loader: NextItemLoader) -> Iterator[Score]:
             yield score
 
 
-def recbole(setting: Setting, loader: NextItemLoader, items: Tensor) -> Iterator[Score]:
-    """The same of RecBole's models; `items` are all ids, ascending."""
+def bring_back_names() -> None:
+    """Numpy 2 has lost some that RecBole wants."""
     gone = {"float_": np.float64, "complex_": np.complex128, "object_": np.object_, "unicode_": np.str_}
     for name, kind in gone.items():
-        setattr(np, name, kind)  # numpy 2 has lost some names that RecBole wants
+        setattr(np, name, kind)
+
+
+def recbole(setting: Setting, loader: NextItemLoader, items: Tensor) -> Iterator[Score]:
+    """The same of RecBole's models; `items` are all ids, ascending."""
+    bring_back_names()
     from recbole.config import Config
     from recbole.model import sequential_recommender
 
@@ -199,6 +206,37 @@ def train(setting: Setting, split: Split) -> dict[str, Any]:
     return {**row, "curve": curve}
 
 
+def evaluation(rounds: int = 5) -> None:
+    """CPU time of RecBole's evaluation of its SASRec on MovieLens-100K over that of ours, on one thread."""
+    bring_back_names()
+    from recbole.config import Config
+    from recbole.data import create_dataset, data_preparation
+    from recbole.utils import get_model, get_trainer
+
+    parts = {"split": {"LS": "valid_and_test"}, "order": "TO", "mode": "full", "group_by": "user"}
+    chosen = {
+        "train_neg_sample_args": None, "MAX_ITEM_LIST_LENGTH": LENGTH, "hidden_size": DIM, "n_layers": LAYERS,
+        "n_heads": HEADS, "eval_args": parts, "metrics": ["Hit", "NDCG"], "topk": [10], "use_gpu": False,
+        "valid_metric": "NDCG@10", "eval_batch_size": 4096, "show_progress": False, "state": "ERROR",
+    }  # fmt: skip
+    config = Config(model="SASRec", dataset="ml-100k", config_dict=chosen)
+    training, _, tests = data_preparation(config, create_dataset(config))
+    theirs = get_trainer(config["MODEL_TYPE"], "SASRec")(
+        config, get_model("SASRec")(config, training.dataset)
+    )
+    loader = NextItemLoader(load_interactions("ml-100k"), BATCH, LENGTH, NEGATIVES, 0)
+    score = next(ours(Setting("sasrec", *TUNED[0], 0), loader))
+    seconds = by_turns(
+        {
+            "ours": lambda: evaluate(partial(score, catalogue=loader.catalogue), loader, (10,)),
+            "RecBole": lambda: theirs.evaluate(tests, load_best_model=False),
+        },
+        rounds,
+    )
+    ratio = over(seconds["RecBole"].cpu, seconds["ours"].cpu)
+    print(f"RecBole's takes {statistics.median(seconds['RecBole'].cpu):.2f} s, {ratio:.1f} times ours")
+
+
 class Rows:
     """Results on disk: an interrupted run goes on where it was."""
 
@@ -252,13 +290,18 @@ def main() -> None:
         __doc__, data="ml-100k", only={"default": tuple(SYSTEMS), "help": "systems between commas"},
         json={"type": Path, "help": "write here after every training, and go on with what is there"},
         table={"type": Path, "help": "print the table of this file and end"},
+        evaluation={"action": "store_true", "help": "time an evaluation beside RecBole's and end"},
     )  # fmt: skip
+    torch.set_num_threads(1)
+    if args.evaluation:
+        sys.argv[1:] = []  # RecBole reads them
+        evaluation()
+        return
     if args.table:
         report(json.loads(args.table.read_text())["rows"])
         return
     if args.json is None:
         raise SystemExit("give --json FILE, which is written after every training")
-    torch.set_num_threads(1)
     split, rows = Split.of(args.data), Rows(args.json)
     best = {
         system: max(
