@@ -184,7 +184,7 @@ def hit_rate(model, tables, log, k, most=1000):
     return (best == log.item[rows].unsqueeze(1)).any(1).float().mean().item()
 
 
-def train(kind, log, batch_size, epochs, mode="nestpipe", ks=(10, 50), communicators=None):
+def train(kind, log, batch_size, epochs, mode="nestpipe", ks=(10, 50), communicators=None, micro_batches=4):
     """HR@K by K, and the last loss, of a model that is trained here."""
     torch.manual_seed(0)
     model, ranks = kind(), communicators or Communicators.local()
@@ -199,7 +199,7 @@ def train(kind, log, batch_size, epochs, mode="nestpipe", ks=(10, 50), communica
             rows = log.train[order[step % steps * batch_size :][:batch_size]]
             yield log.batch(step, rows[ranks.rank :: ranks.world_size], negatives, popular)
 
-    with Trainer(model, tables, optimizer, ranks, mode, WindowConfig()) as trainer:
+    with Trainer(model, tables, optimizer, ranks, mode, WindowConfig(micro_batches)) as trainer:
         for result in trainer.run(batches()):
             last = result.loss
         tables = trainer.whole_tables()

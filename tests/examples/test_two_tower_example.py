@@ -2,6 +2,7 @@
 
 import importlib.util
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,15 +23,19 @@ def example():
     return module
 
 
-def test_in_batch_negatives_give_the_same_model_on_two_ranks(example):
+def test_in_batch_negatives_give_the_same_model_for_any_cut_on_one_rank_and_two(example):
     log = example.Log(DATA)
     begun = example.InBatch()  # ranks that are threads share torch's generator
 
-    def trained(ranks):
-        return example.train(lambda: deepcopy(begun), log, 64, 1, communicators=ranks)
+    def trained(ranks, micro_batches=1):
+        copied = partial(deepcopy, begun)
+        return example.train(copied, log, 64, 1, communicators=ranks, micro_batches=micro_batches)
 
     one = trained(Communicators.local())
-    assert run_ranks(2, trained) == [one, one]
+    for micro_batches in (4, 16):
+        assert trained(Communicators.local(), micro_batches) == one
+    for micro_batches in (1, 4, 16):
+        assert run_ranks(2, lambda ranks, cut=micro_batches: trained(ranks, cut)) == [one, one]
 
 
 @pytest.mark.parametrize("kind", ["InBatch", "Uncorrected", "Sampled", "Popular", "PopularUncorrected"])
@@ -40,7 +45,7 @@ def test_each_loss_learns(example, kind):
     trained, last = example.train(getattr(example, kind), log, 64, 3, ks=(20,))
     assert last < first
     # without log q popular items are pushed down, and are what users take
-    assert (trained["HR@20"] > 20 / len(log.catalogue)) == (kind != "Uncorrected")
+    assert (trained["HR@20"] > 20 / len(log.catalogue)) == ("Uncorrected" not in kind)
 
 
 def test_histories_end_before_the_item_and_genres_follow_the_items(example):
