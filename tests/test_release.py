@@ -1,5 +1,6 @@
-"""Promise: workflows call what exists and store no secret; a release's links and versions are whole; the
-package has no upper bounds, and our own machines have one for torch."""
+"""Promise: workflows call what exists and store no secret; a release's links and versions are whole, and its
+changes are a screen with a page of all behind; the package has no upper bounds, and our own machines have
+one for torch."""
 
 import json
 import re
@@ -80,6 +81,17 @@ def test_links_and_pictures_of_a_release_are_absolute():
     files = [each.split("/v1/")[1].split("#")[0] for each in targets]
     assert all((ROOT / file).is_file() for file in files)
     assert text.count("```") == (ROOT / "README.md").read_text().count("```")
+
+
+def test_the_changelog_has_a_screen_for_each_release_and_a_page_of_all_its_changes():
+    head, *releases = (ROOT / "CHANGELOG.md").read_text().split("\n## ")
+    assert releases and head.count("\n") < 15
+    for release_notes in releases:
+        title = release_notes.partition("\n")[0]
+        assert release_notes.count("\n") <= 60 and len(release_notes) <= 7000, title
+        minor = re.search(r"\d+\.\d+", title)[0]
+        assert (ROOT / f"docs/changes/{minor}.md").is_file(), title
+    assert f"docs/changes/{minor}.md" in head + releases[-1]
 
 
 def test_urls_of_a_release():

@@ -8,6 +8,7 @@ from typing import Any
 EXTRAS = {
     "faiss": "faiss",
     "fastapi": "serve",
+    "huggingface_hub": "hub",
     "hypothesis": "fuzz",
     "matplotlib": "traces",
     "onnxruntime": "onnx",

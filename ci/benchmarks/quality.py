@@ -1,9 +1,10 @@
-"""NDCG@10 of SASRec and HSTU on MovieLens-100K beside RecBole's SASRec: one split, one ranking, five seeds.
+"""NDCG@10 of GRU4Rec, SASRec and HSTU on MovieLens-100K beside RecBole's: one split, one ranking, five seeds.
 
     pip install --no-deps recbole==1.2.1 colorlog colorama texttable scikit-learn scipy joblib threadpoolctl \
         cloudpickle tqdm thop tabulate
-    python ci/benchmarks/quality.py --json ci/baselines/quality.json      # half an hour of CPU time
+    python ci/benchmarks/quality.py --json ci/baselines/quality.json      # 45 minutes of CPU time
     python ci/benchmarks/quality.py --table ci/baselines/quality.json     # the table of docs/models.md
+    python ci/benchmarks/quality.py --evaluation      # time of an evaluation beside RecBole's
 
 Each user's last film is the test, the one before it the validation, the rest trains. Ranked is the whole
 catalogue without the films that the user has seen (`tritonrec.data.evaluate`), by RecBole's scores too. All
@@ -21,6 +22,7 @@ from __future__ import annotations
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -32,7 +34,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from frame import example, options_of
+from frame import by_turns, example, options_of, over
 from torch import Tensor
 
 import tritonrec
@@ -40,7 +42,10 @@ from tritonrec import nn, ops
 from tritonrec.data import Interactions, JaggedBatch, Lookup, NextItemLoader, evaluate, load_interactions
 
 ROOT = Path(__file__).resolve().parents[2]
-SYSTEMS = {"recbole": "RecBole's SASRec", "sasrec": "SASRec", "hstu": "HSTU"}
+SYSTEMS = {
+    "recbole": "RecBole's SASRec", "recbole-gru4rec": "RecBole's GRU4Rec", "sasrec": "SASRec",
+    "gru4rec": "GRU4Rec", "hstu": "HSTU",
+}  # fmt: skip
 DIM, LENGTH, LAYERS, HEADS, BATCH, NEGATIVES = 64, 50, 2, 2, 64, 64
 EPOCHS, EVERY = 18, 3
 TUNED = ((3e-3, 0.2), (3e-3, 0.5))
@@ -82,6 +87,8 @@ def ours(setting: Setting, loader: NextItemLoader) -> Iterator[Score]:
     if setting.system == "sasrec":
         model = nn.PaddedNextItem(example().SASRec(setting.dropout), LENGTH)
         nn.convert(model)
+    elif setting.system == "gru4rec":
+        model = example("gru4rec").model_of(setting.dropout)
     else:
         width = DIM // HEADS
         drops = {"dropout": setting.dropout, "input_dropout": setting.dropout}
@@ -110,15 +117,22 @@ def ours(setting: Setting, loader: NextItemLoader) -> Iterator[Score]:
             yield score
 
 
-def recbole(setting: Setting, loader: NextItemLoader, items: Tensor) -> Iterator[Score]:
-    """The same of RecBole's SASRec; `items` are all ids, ascending."""
+def bring_back_names() -> None:
+    """Numpy 2 has lost some that RecBole wants."""
     gone = {"float_": np.float64, "complex_": np.complex128, "object_": np.object_, "unicode_": np.str_}
     for name, kind in gone.items():
-        setattr(np, name, kind)  # numpy 2 has lost some names that RecBole wants
-    from recbole.config import Config
-    from recbole.model.sequential_recommender import SASRec
+        setattr(np, name, kind)
 
-    class EveryPosition(SASRec):
+
+def recbole(setting: Setting, loader: NextItemLoader, items: Tensor) -> Iterator[Score]:
+    """The same of RecBole's models; `items` are all ids, ascending."""
+    bring_back_names()
+    from recbole.config import Config
+    from recbole.model import sequential_recommender
+
+    name = "GRU4Rec" if setting.system == "recbole-gru4rec" else "SASRec"
+
+    class EveryPosition(getattr(sequential_recommender, name)):  # type: ignore[misc]
         """Hidden states (B, T, D) of all positions in place of the last one's."""
 
         def gather_indexes(self, output: Tensor, index: Tensor) -> Tensor:
@@ -129,11 +143,12 @@ def recbole(setting: Setting, loader: NextItemLoader, items: Tensor) -> Iterator
             return len(items) + 1  # 0 is the padding
 
     chosen = {
-        "hidden_dropout_prob": setting.dropout, "attn_dropout_prob": setting.dropout, "hidden_size": DIM,
+        "hidden_dropout_prob": setting.dropout, "attn_dropout_prob": setting.dropout,
+        "dropout_prob": setting.dropout, "hidden_size": DIM if name == "SASRec" else example("gru4rec").WIDTH,
         "n_layers": LAYERS, "n_heads": HEADS, "MAX_ITEM_LIST_LENGTH": LENGTH, "use_gpu": False,
         "train_neg_sample_args": None, "device": "cpu",
     }  # fmt: skip
-    config = Config(model="SASRec", dataset="ml-100k", config_dict=chosen)
+    config = Config(model=name, dataset="ml-100k", config_dict=chosen)
     torch.manual_seed(setting.seed)
     model = EveryPosition(config, Catalogue())
     optimizer = torch.optim.Adam(model.parameters(), lr=setting.lr)
@@ -169,7 +184,9 @@ def train(setting: Setting, split: Split) -> dict[str, Any]:
     loader = NextItemLoader(split.training, BATCH, LENGTH, NEGATIVES, setting.seed)
     tested = NextItemLoader(split.whole, BATCH, LENGTH, 0, setting.seed)
     items = torch.from_numpy(np.unique(split.whole.item))
-    epochs = recbole(setting, loader, items) if setting.system == "recbole" else ours(setting, loader)
+    epochs = (
+        recbole(setting, loader, items) if setting.system.startswith("recbole") else ours(setting, loader)
+    )
     started, curve = time.process_time(), []
     for epoch, score in enumerate(epochs, 1):
         if epoch % EVERY == 0:
@@ -187,6 +204,37 @@ def train(setting: Setting, split: Split) -> dict[str, Any]:
     }
     print(row, flush=True)
     return {**row, "curve": curve}
+
+
+def evaluation(rounds: int = 5) -> None:
+    """CPU time of RecBole's evaluation of its SASRec on MovieLens-100K over that of ours, on one thread."""
+    bring_back_names()
+    from recbole.config import Config
+    from recbole.data import create_dataset, data_preparation
+    from recbole.utils import get_model, get_trainer
+
+    parts = {"split": {"LS": "valid_and_test"}, "order": "TO", "mode": "full", "group_by": "user"}
+    chosen = {
+        "train_neg_sample_args": None, "MAX_ITEM_LIST_LENGTH": LENGTH, "hidden_size": DIM, "n_layers": LAYERS,
+        "n_heads": HEADS, "eval_args": parts, "metrics": ["Hit", "NDCG"], "topk": [10], "use_gpu": False,
+        "valid_metric": "NDCG@10", "eval_batch_size": 4096, "show_progress": False, "state": "ERROR",
+    }  # fmt: skip
+    config = Config(model="SASRec", dataset="ml-100k", config_dict=chosen)
+    training, _, tests = data_preparation(config, create_dataset(config))
+    theirs = get_trainer(config["MODEL_TYPE"], "SASRec")(
+        config, get_model("SASRec")(config, training.dataset)
+    )
+    loader = NextItemLoader(load_interactions("ml-100k"), BATCH, LENGTH, NEGATIVES, 0)
+    score = next(ours(Setting("sasrec", *TUNED[0], 0), loader))
+    seconds = by_turns(
+        {
+            "ours": lambda: evaluate(partial(score, catalogue=loader.catalogue), loader, (10,)),
+            "RecBole": lambda: theirs.evaluate(tests, load_best_model=False),
+        },
+        rounds,
+    )
+    ratio = over(seconds["RecBole"].cpu, seconds["ours"].cpu)
+    print(f"RecBole's takes {statistics.median(seconds['RecBole'].cpu):.2f} s, {ratio:.1f} times ours")
 
 
 class Rows:
@@ -242,13 +290,18 @@ def main() -> None:
         __doc__, data="ml-100k", only={"default": tuple(SYSTEMS), "help": "systems between commas"},
         json={"type": Path, "help": "write here after every training, and go on with what is there"},
         table={"type": Path, "help": "print the table of this file and end"},
+        evaluation={"action": "store_true", "help": "time an evaluation beside RecBole's and end"},
     )  # fmt: skip
+    torch.set_num_threads(1)
+    if args.evaluation:
+        sys.argv[1:] = []  # RecBole reads them
+        evaluation()
+        return
     if args.table:
         report(json.loads(args.table.read_text())["rows"])
         return
     if args.json is None:
         raise SystemExit("give --json FILE, which is written after every training")
-    torch.set_num_threads(1)
     split, rows = Split.of(args.data), Rows(args.json)
     best = {
         system: max(

@@ -1,6 +1,6 @@
 """Two towers for retrieval, trained with in-batch negatives or with sampled ones, and ranked by HR@K.
 
-    python docs/examples/two_tower.py                      # three losses beside each other, on MovieLens-100K
+    python docs/examples/two_tower.py                      # five losses beside each other, on MovieLens-100K
     python docs/examples/two_tower.py --data zipf:users=500,items=2000 --epochs 1
 
 The user's tower reads an id, a bag of the last items and two dense values, the item's tower an id and a bag
@@ -40,7 +40,7 @@ class Events(Batch):
     """Per sample a user, the items before, and an item with any negatives behind it."""
 
     dense: torch.Tensor = field(metadata=per_sample(torch.float32, 2))  # (B, 2)
-    log_q: torch.Tensor = field(metadata=per_sample(torch.float32))  # (B,) of the item
+    log_q: torch.Tensor = field(metadata=per_token("item", dtype=torch.float32))  # of each item
     genres: KeyedJaggedTensor = field(metadata=per_token("item", dtype=None))  # a bag for each item
 
     def lookups(self):
@@ -65,14 +65,15 @@ class Log:
         self.catalogue, counts = self.item[self.train].unique(return_counts=True)
         self.log_q = torch.log(counts / counts.sum()).float()  # of a sample's item being one of them
 
-    def batch(self, step, rows, negatives=0):
-        """The samples of some rows of the log; with negatives drawn from the catalogue."""
+    def batch(self, step, rows, negatives=0, popular=False):
+        """The samples of some rows of the log; negatives are drawn from the catalogue, or from its events."""
         lengths = self.place[rows].clamp(max=HISTORY)
         before, offsets = token_indices(rows - lengths, lengths)
         items = self.item[rows].unsqueeze(1)
         if negatives:
-            drawn = ops.random_indices(7, 1, step, rows, rows, negatives, len(self.catalogue))
-            items = torch.cat([items, self.catalogue[drawn]], 1)
+            drawn_from = self.item[self.train] if popular else self.catalogue
+            drawn = ops.random_indices(7, 1, step, rows, rows, negatives, len(drawn_from))
+            items = torch.cat([items, drawn_from[drawn]], 1)
         features = KeyedJaggedTensor.from_dict(
             {
                 "user": Lookup(self.user[rows]),
@@ -81,9 +82,7 @@ class Log:
             }
         )
         dense = torch.stack([torch.log1p(self.place[rows]) / 5, self.gap[rows]], 1)
-        places = torch.searchsorted(self.catalogue, self.item[rows].contiguous()).clamp(
-            max=len(self.catalogue) - 1
-        )
+        places = torch.searchsorted(self.catalogue, items.flatten()).clamp(max=len(self.catalogue) - 1)
         return Events(step, rows, features, dense, self.log_q[places], self.bags(items.flatten()))
 
     def bags(self, items):
@@ -137,13 +136,32 @@ class Uncorrected(InBatch):
 class Sampled(Towers):
     """Negatives are drawn from the catalogue, all items alike."""
 
+    popular = corrected = False
+
     def forward(self, batch, rows, seed):
         # (1 + NEGATIVES) rows a sample
         items = self.items(rows, batch.features["item"].offsets).view(batch.num_samples, 1 + NEGATIVES, DIM)
-        ids = batch.lookups()["item"].ids.view(items.shape[:2])
-        return ops.sampled_softmax(
-            self.users(batch, rows), items[:, 0], items[:, 1:], ids[:, 1:] != ids[:, :1], DIM * TEMPERATURE
-        )
+        users, ids, temperature = self.users(batch, rows), batch.lookups()["item"].ids, DIM * TEMPERATURE
+        if self.corrected:  # a column of 1 times one of -log q: a logit is <user, item> / temperature - log q
+            users = torch.cat([users, users.new_ones(len(users), 1)], 1)
+            items = torch.cat([items, -temperature * batch.log_q.view(*items.shape[:2], 1)], 2)
+        ids = ids.view(items.shape[:2])
+        return ops.sampled_softmax(users, items[:, 0], items[:, 1:], ids[:, 1:] != ids[:, :1], temperature)
+
+
+class Popular(Sampled):
+    """Negatives are items of drawn events, and log q makes up for it (Bengio and Senecal 2008)."""
+
+    popular = corrected = True
+
+
+class PopularUncorrected(Popular):
+    """The same without log q."""
+
+    corrected = False
+
+
+KINDS = (InBatch, Uncorrected, Sampled, Popular, PopularUncorrected)
 
 
 def hit_rate(model, tables, log, k, most=1000):
@@ -166,21 +184,22 @@ def hit_rate(model, tables, log, k, most=1000):
     return (best == log.item[rows].unsqueeze(1)).any(1).float().mean().item()
 
 
-def train(kind, log, batch_size, epochs, mode="nestpipe", ks=(10, 50), communicators=None):
+def train(kind, log, batch_size, epochs, mode="nestpipe", ks=(10, 50), communicators=None, micro_batches=4):
     """HR@K by K, and the last loss, of a model that is trained here."""
     torch.manual_seed(0)
     model, ranks = kind(), communicators or Communicators.local()
     tables = HashTableCollection(FEATURES, RowOptimizer("adam", lr=3e-3))
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    negatives, steps = NEGATIVES * (kind is Sampled), len(log.train) // batch_size
+    negatives, steps = NEGATIVES * isinstance(model, Sampled), len(log.train) // batch_size
+    popular = getattr(model, "popular", False)
 
     def batches():
         for step in range(epochs * steps):
             order = torch.randperm(len(log.train), generator=torch.Generator().manual_seed(step // steps))
             rows = log.train[order[step % steps * batch_size :][:batch_size]]
-            yield log.batch(step, rows[ranks.rank :: ranks.world_size], negatives)
+            yield log.batch(step, rows[ranks.rank :: ranks.world_size], negatives, popular)
 
-    with Trainer(model, tables, optimizer, ranks, mode, WindowConfig()) as trainer:
+    with Trainer(model, tables, optimizer, ranks, mode, WindowConfig(micro_batches)) as trainer:
         for result in trainer.run(batches()):
             last = result.loss
         tables = trainer.whole_tables()
@@ -190,10 +209,10 @@ def train(kind, log, batch_size, epochs, mode="nestpipe", ks=(10, 50), communica
 def main(data, batch_size, epochs):
     log = Log(data)
     print(f"{len(log.train):,} samples, {len(log.test):,} tests, {len(log.catalogue):,} items")
-    for kind in (InBatch, Uncorrected, Sampled):
+    for kind in KINDS:
         metrics, loss = train(kind, log, batch_size, epochs)
         print(
-            f"{kind.__name__:12}",
+            f"{kind.__name__:18}",
             *(f"{name} {value:.4f}" for name, value in metrics.items()),
             f"loss {loss:.4f}",
         )

@@ -37,6 +37,7 @@ PAGES = {path.stem if path.parent.name == "docs" else path.name: path
 NOT_RUN = {
     "emulator 1": "an excerpt of a kernel",
     "scale 1": "eight ranks; tests/pipeline/test_replicas.py has four",
+    "serving 8": "it uploads; tests/serving/test_hub.py does so to a fake",
 }
 """Python blocks that are only looked at."""
 SLOW = {

@@ -2,6 +2,7 @@
 
 import importlib.util
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,25 +23,29 @@ def example():
     return module
 
 
-def test_in_batch_negatives_give_the_same_model_on_two_ranks(example):
+def test_in_batch_negatives_give_the_same_model_for_any_cut_on_one_rank_and_two(example):
     log = example.Log(DATA)
     begun = example.InBatch()  # ranks that are threads share torch's generator
 
-    def trained(ranks):
-        return example.train(lambda: deepcopy(begun), log, 64, 1, communicators=ranks)
+    def trained(ranks, micro_batches=1):
+        copied = partial(deepcopy, begun)
+        return example.train(copied, log, 64, 1, communicators=ranks, micro_batches=micro_batches)
 
     one = trained(Communicators.local())
-    assert run_ranks(2, trained) == [one, one]
+    for micro_batches in (4, 16):
+        assert trained(Communicators.local(), micro_batches) == one
+    for micro_batches in (1, 4, 16):
+        assert run_ranks(2, lambda ranks, cut=micro_batches: trained(ranks, cut)) == [one, one]
 
 
-@pytest.mark.parametrize("kind", ["InBatch", "Uncorrected", "Sampled"])
+@pytest.mark.parametrize("kind", ["InBatch", "Uncorrected", "Sampled", "Popular", "PopularUncorrected"])
 def test_each_loss_learns(example, kind):
     log = example.Log(DATA)
     _untrained, first = example.train(getattr(example, kind), log, len(log.train), 1, ks=(20,))
     trained, last = example.train(getattr(example, kind), log, 64, 3, ks=(20,))
     assert last < first
     # without log q popular items are pushed down, and are what users take
-    assert (trained["HR@20"] > 20 / len(log.catalogue)) == (kind != "Uncorrected")
+    assert (trained["HR@20"] > 20 / len(log.catalogue)) == ("Uncorrected" not in kind)
 
 
 def test_histories_end_before_the_item_and_genres_follow_the_items(example):
@@ -55,3 +60,20 @@ def test_histories_end_before_the_item_and_genres_follow_the_items(example):
             and (log.user[row - int(log.place[row]) : row] == log.user[row]).all()
         )
     assert torch.equal(given.lookups()["genre"].ids, item.ids % 19)
+
+
+def test_popular_negatives_come_as_often_as_events_have_them(example):
+    log = example.Log(DATA)
+
+    def drawn(popular):
+        batch = log.batch(0, log.train[:100], 20, popular)
+        ids, log_q = batch.features["item"].ids, batch.log_q
+        for item, found in zip(ids[:40].tolist(), log_q[:40].tolist(), strict=True):
+            share = (log.item[log.train] == item).double().mean()
+            assert found == pytest.approx(share.log().item(), rel=1e-6)
+        return log_q.view(100, 21)[:, 1:].double().exp()
+
+    share = log.log_q.double().exp()
+    # a drawn event's item has the share q with probability q
+    assert drawn(True).mean().item() == pytest.approx((share * share).sum().item(), rel=0.1)
+    assert drawn(False).mean().item() == pytest.approx(1 / len(share), rel=0.1)

@@ -123,7 +123,7 @@ def export(
         if trained not in DTYPES:
             raise ValueError(f"{checkpoint} was trained in the precision {str(trained)[:40]!r}")
         dense = replace(dense, precision=precision or trained)
-    with _published(out) as partial:
+    with published(out) as partial:
         tables = {
             name: {
                 **table,
@@ -148,7 +148,7 @@ def export(
 
 
 @contextmanager
-def _published(out: Place) -> Iterator[Path]:
+def published(out: Place) -> Iterator[Path]:
     """Yield a folder to write to, which is at `out` in the end: renamed, or uploaded, the manifest last."""
     if isinstance(out, RemotePath):
         with tempfile.TemporaryDirectory(prefix="tritonrec-") as name:
