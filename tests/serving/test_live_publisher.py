@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -155,6 +156,12 @@ def test_words_are_published_as_they_come(tmp_path):
     with pytest.warns(RuntimeWarning, match="its state is another one"):
         opened(training, "memory://live-words").close()
     assert follower.poll() and follower.predictor.vocabularies["item"].words.to_pylist() == more[::-1]
+    assert follower.prove()
+    name, value = next(iter(follower.predictor.program.state_dict().items()))
+    value.neg_()
+    follower.predictor.vocabularies["item"].encode(["new"], extend=True)
+    with pytest.raises(CorruptDeltaError, match=f"differs from its deltas in {re.escape(name)}, words item$"):
+        follower.prove()
     training.close()
 
 
