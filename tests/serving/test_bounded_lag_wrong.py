@@ -1,5 +1,6 @@
 """Promise: ranks that disagree about an exchange get an error on all ranks; nothing wrong is returned."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -445,6 +446,16 @@ def test_no_slot_of_a_new_window_has_a_message():
     made = window.Window.make(layout)
     heads = [layout.head(slot, rank) for slot in range(2) for rank in range(9)]
     assert [int(made.control.words(head, 1)[0]) for head in heads] == [NO_MESSAGE] * 18
+
+
+def test_another_file_under_the_number_of_a_window_is_none():
+    layout = window.Layout(2, 2, 64)
+    made, other = window.Window.make(layout), window.Window.make(layout)
+    process, file, _ = made.name
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(FileNotFoundError, match=f"file {file} of process {process} is another one"):
+        window.Window.open(layout, (process, file, other.name[2]))
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_settings_that_have_arrived_are_awaited_no_more(transport):
