@@ -179,6 +179,11 @@ def test_training_by_command_publishes_and_dlrm_is_followed(tmp_path):
         own = follower.predictor.tables[name]
         assert torch.equal(own.ids, table.ids) and torch.equal(own.weights, table.weights), name
     assert torch.equal(follower.predictor.predict(batch), full.predict(batch))
+    stopping = Communicators.local()
+    stopping.stop.set()
+    other = replace(run, checkpoint=None, publish=f"{place}-stopped", publish_every=6)
+    stopped = train(stopping, other, quiet=True)
+    assert stopped["stopped"] and Follower.open(other.publish).step == stopped["step"] < 6
     for wrong in (replace(run, publish_every=0), replace(run, publish="")):
         with pytest.raises(ValueError, match="go together"):
             train(Communicators.local(), replace(wrong, checkpoint=None), quiet=True)
