@@ -155,7 +155,7 @@ def test_blocks_cover_a_batch_and_fit_the_capacity():
     model, tables = build()
     own = {name: table.__getitem__ for name, table in tables.items()}
     served = TableWiseDLRM(model, {"ad": 0, "device": 1, "page": 1, "site": 2}, own, 0, WORLD)
-    assert [served.capacity(samples) for samples in (0, 1, 6, 7)] == [each * 2 * 8 * 4 for each in (0, 1, 2, 3)]
+    assert [served.capacity(samples) for samples in (0, 1, 6, 7)] == [0, 64, 128, 192]
     for samples in range(8):
         blocks = [own_samples(samples, rank, WORLD) for rank in range(WORLD)]
         assert [at for block in blocks for at in range(samples)[block]] == list(range(samples))
