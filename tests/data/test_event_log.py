@@ -260,10 +260,12 @@ BAD = {
         "userId,movieId\nann,up\n", LogFormat(columns=("user", "item"), ids="words", timestamp="none"),
         r"line 1: columns are named, and the first line looks like a header: 'userId,movieId'",
     ),
+    "stands_for_colons": ("1::2::3\n4::5\x1f6\n", replace(THREE, delimiter="::"), r"the text has the character '\\x1f'"),
     "before": ("user,item,time\n1,2,-5\n", None, r"times from -5 to -5 are of no one unit: as seconds .*1969-12-31"),
 }  # fmt: skip
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("case", BAD)
 def test_refuses_naming_line_and_column(tmp_path, case):
     content, format, message = BAD[case]

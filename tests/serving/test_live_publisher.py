@@ -532,6 +532,15 @@ def test_redis_is_killed_and_started_again(redis_server):
     training.close()
 
 
+def test_a_file_of_a_snapshot_in_redis_stays_in_its_folder():
+    sink = RedisSink.__new__(RedisSink)
+    sink._key, sink._failure = "model", OSError
+    sink._redis = SimpleNamespace(smembers=lambda _: {b"../outside", b"dense.pt2"}, get=lambda _: b"x")
+    with sink.opened(3) as folder:
+        assert [each.name for each in folder.iterdir()] == ["dense.pt2"]
+        assert not (folder.parent / "outside").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.multi_rank
 def test_a_publisher_killed_at_any_byte_leaves_whole_states(tmp_path):
