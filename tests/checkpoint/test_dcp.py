@@ -73,7 +73,7 @@ def exported(communicators, folder, format):
         before = trained(trainer, SAVED)
         written = dcp.async_save(trainer, folder, {"note": [1, "two"]}, format=format)
         after = trained(trainer, MORE)  # beside the save
-        written.result(300)
+        written.result(60)
     return before, after
 
 
