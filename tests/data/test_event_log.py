@@ -265,7 +265,6 @@ BAD = {
 }  # fmt: skip
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("case", BAD)
 def test_refuses_naming_line_and_column(tmp_path, case):
     content, format, message = BAD[case]

@@ -62,7 +62,6 @@ def values(module):
     return found.values() if hasattr(found, "values") and not isinstance(found, dict) else found["f"].values()
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_updated_as_those_of_the_plain_collection_with_the_rule(kind, rule):
