@@ -24,12 +24,19 @@ WHOLE = {
         interactions jagged json_lines kuairand labels loader movielens parquet positions ranking
         sequences stream stream_plan vocabulary zipf
     """,
+    "distributed": "environment",
+    "embedding": """
+        collection device_select handles hash_optimizer key_index learning_rate modules
+        rows_obey_torch select streams_of_tables table weighted_bags
+    """,
     "harness": """
         bisect cli config lab_network lab_root lab_settings lab_torchrec options outputs plan
-        wrong_options
+        profile simulator simulator_model simulator_plan train_judges urls wrong_options
     """,
     "metrics": "streaming_metrics",
-    "serving": "bounded_lag export_manifest server vetting",
+    "nn": "conversion losses nn",
+    "pipeline": "agreement attributes by_place check check_bounds precision sums warm_start",
+    "serving": "bounded_lag export_manifest exporter retrieval server vetting",
     "slipstream": "slipstream_run threshold",
     "torchrec_names": "torchrec_behaviours torchrec_fused",
     "trace": "analysis trace",

@@ -404,6 +404,9 @@ def test_a_rank_whose_messages_are_refused_at_once_is_named_then_and_ever_after(
     if allowed:
         with pytest.raises(RankDiedError, match=f"^an earlier exchange failed: {wrong}"):
             exchange.start(torch.ones(2), [1, 1], [1, 1])
+    if values == 1 and allowed == 3:
+        with pytest.raises(RankDiedError, match=f"^an earlier exchange failed: {wrong}"):
+            exchange.drain()
 
 
 class Waits(OneSided):
