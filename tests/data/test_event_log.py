@@ -57,6 +57,9 @@ GOOD = {
     "blanks": ("1  2 \t3\n 4 5 6 \n", replace(THREE, delimiter="blanks"), [[1, 4], [2, 5], [3, 6]]),
     "header": ("timestamp,Item,USER\n3,2,1\n6,5,4\n", None, [[1, 4], [2, 5], [3, 6]]),
     "named": ("a,b,c,d\n1,2,3,4\n", LogFormat(user="d", item="B", timestamp="a"), [[4], [2], [1]]),
+    "rating_as_label": (
+        "user,item,time,rating\n1,2,3,0\n4,5,6,1\n", LogFormat(label=("rating",)), [[1, 4], [2, 5], [3, 6]],
+    ),
     "header_and_columns": ("user,item,timestamp\n1,2,3\n", THREE, [[1], [2], [3]]),
     "other_header": ("a,b,c\n1,2,3\n", replace(THREE, header="yes"), [[1], [2], [3]]),
     "recbole": (
