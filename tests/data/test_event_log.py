@@ -22,7 +22,7 @@ from tritonrec.data import LogFormat, load
 from tritonrec.data.arrow_types import common_type
 from tritonrec.data.grouped import sequences_of
 from tritonrec.data.log_format import described, with_query
-from tritonrec.data.parquet import concat
+from tritonrec.data.parquet import concat, table_of
 from tritonrec.data.sources import source_of
 from tritonrec.data.vocabulary import Vocabulary
 
@@ -553,6 +553,14 @@ def test_words_are_numbered_as_they_are(tmp_path):
         log = load(tmp_path / name, LogFormat(ids="words", time_unit="s"))
         assert log.user.tolist() == pandas.factorize(frame.user)[0].tolist()
         assert log.item.tolist() == pandas.factorize(frame.item)[0].tolist()
+
+
+@pytest.mark.parametrize("name", ["rating", "stars", "likes"])
+def test_a_label_is_one_when_it_is_read_again_whatever_its_name(tmp_path, name):
+    log = load(read_path(tmp_path, f"user,item,time,{name}\n1,2,3,0\n4,5,6,1\n"), LogFormat(label=(name,)))
+    pq.write_table(table_of(log), tmp_path / "log.parquet")
+    again = load(tmp_path / "log.parquet")
+    assert again.rating is log.rating is None and again.feedback[name].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("read", [load, sequences_of])
