@@ -279,11 +279,7 @@ def find_columns(
         if column is not None:
             found[role] = column
         elif role != "rating":
-            hint = (
-                ""
-                if role == "user" or role == "item"
-                else ", or none where the order of rows is that of time"
-            )
+            hint = ", or none where the order of rows is that of time" if role == "timestamp" else ""
             raise ValueError(
                 f"{source}: no column that is the {role}; found {', '.join(names) or 'none'}: name it "
                 f"({role}={hint})"
