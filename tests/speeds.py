@@ -17,6 +17,37 @@ LONGEST = (
 )  # fmt: skip
 """Files of tests that take half a minute and more, the longest first."""
 
+WHOLE = {
+    "checkpoint": "checkpoint manifest parts saver surroundings",
+    "data": """
+        ali_ccp arrow_types click_columns click_stream clustering criteo event_log features gauc
+        interactions jagged json_lines kuairand labels loader movielens parquet positions ranking
+        sequences stream stream_plan vocabulary zipf
+    """,
+    "distributed": "environment",
+    "embedding": """
+        collection device_select handles hash_optimizer key_index learning_rate modules
+        rows_obey_torch select streams_of_tables table weighted_bags
+    """,
+    "harness": """
+        bisect cli config lab_network lab_root lab_settings lab_torchrec options outputs plan
+        profile simulator simulator_model simulator_plan train_judges urls wrong_options
+    """,
+    "metrics": "streaming_metrics",
+    "nn": "conversion losses nn",
+    "pipeline": "agreement attributes by_place check check_bounds precision sums warm_start",
+    "serving": "bounded_lag export_manifest exporter retrieval server vetting",
+    "slipstream": "slipstream_run threshold",
+    "torchrec_names": "torchrec_behaviours torchrec_fused",
+    "trace": "analysis trace",
+}
+"""Files, by folder, whose cases cost `make test` a few seconds: it runs every one."""
+
+
+def of_whole_files() -> set[str]:
+    """`WHOLE` as paths."""
+    return {f"tests/{folder}/test_{name}.py" for folder, names in WHOLE.items() for name in names.split()}
+
 
 def longest_first(items: list[pytest.Item], root: Path) -> None:
     """Files begin in the order of `items`: no process of tests is left alone at the end with a long one."""
@@ -49,11 +80,11 @@ def thinned(items: Iterable[pytest.Item], most: int) -> set[pytest.Item]:
     """Of the cases of a test, and of an op in it, `most` and a sixteenth of the others.
 
     They are spread over the parameters, and stay the same while their names do. Those marked ``every_case``
-    stay whole: a case of a judge that is left out is a judge that nobody watches.
+    stay whole: a case of a judge that is left out is a judge that nobody watches. So do those of `WHOLE`.
     """
-    cases, kept = defaultdict(list), set()
+    cases, kept, whole = defaultdict(list), set(), of_whole_files()
     for item in items:
-        if item.get_closest_marker("every_case"):
+        if item.get_closest_marker("every_case") or item.nodeid.partition("::")[0] in whole:
             kept.add(item)
             continue
         op = item.callspec.params.get("op") if hasattr(item, "callspec") else None

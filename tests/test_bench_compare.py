@@ -107,6 +107,13 @@ def test_only_a_ratio_outside_the_band_fails(tmp_path, baseline, ours, code):
     assert (line in text) == bool(code)
 
 
+def test_the_median_of_three_runs_decides(tmp_path, baseline):
+    got, text = run(tmp_path, slowed(0.3), report(), report(), compare=baseline)
+    assert got == 0 and "run again, 2 of 3 are done" in text
+    assert run(tmp_path, report(), slowed(0.3), compare=baseline)[0] == 0
+    assert run(tmp_path, slowed(0.3), slowed(0.3), report(), compare=baseline)[0] == 1
+
+
 def slowed(ours):
     """Only the row of pandas changes: the peer with two threads keeps its ratio. A noisy run is no excuse."""
     new = report(ours)

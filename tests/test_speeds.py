@@ -3,13 +3,13 @@
 from pathlib import Path
 from types import SimpleNamespace
 
-from speeds import LONGEST, longest_first, thinned
+from speeds import LONGEST, longest_first, of_whole_files, thinned
 
 
-def case(number, test="test_a", op=None, marks=()):
+def case(number, test="test_a", op=None, marks=(), file="tests/a.py"):
     params = {"number": number} | ({} if op is None else {"op": op})
     return SimpleNamespace(
-        nodeid=f"tests/a.py::{test}[{number}-{op}]",
+        nodeid=f"{file}::{test}[{number}-{op}]",
         callspec=SimpleNamespace(params=params),
         get_closest_marker=lambda name: name if name in marks else None,
     )
@@ -42,6 +42,14 @@ def test_a_test_of_which_every_case_counts_stays_whole():
     judge = [case(n, "test_judge", marks=["every_case"]) for n in range(30)]
     assert numbers([*judge, *(case(100 + n) for n in range(10))], most=2)[:30] == [*range(30)]
     assert len(numbers([*judge, *(case(100 + n) for n in range(18))], most=2)) == 30 + 3
+
+
+def test_files_whose_cases_are_quick_stay_whole():
+    root = Path(__file__).parents[1]
+    assert all((root / name).exists() for name in of_whole_files())
+    for name in of_whole_files():
+        quick = [case(n, file=name) for n in range(30)]
+        assert numbers([*quick, *(case(100 + n) for n in range(18))], most=2)[:30] == [*range(30)]
 
 
 def test_the_longest_files_come_first_and_the_others_stay_in_order():

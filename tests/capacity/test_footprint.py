@@ -10,11 +10,17 @@ from tritonrec.embedding import (
     FeatureConfig,
     HashTableCollection,
     Placement,
+    PrecisionTiers,
     RowOptimizer,
     TablePolicy,
 )
 
 CHUNK = 64
+POLICIES = {
+    "none": None,
+    "evicting": TablePolicy(Eviction("lru", capacity=1 << 20)),
+    "tiers": TablePolicy(precision=PrecisionTiers(1, 1000)),
+}
 
 
 def taken(table):
@@ -23,10 +29,11 @@ def taken(table):
     return sizes["key_structure"] + sizes["metadata"] + len(table) * 4 * table.row_width
 
 
-@pytest.mark.parametrize("evicting", [False, True])
+@pytest.mark.every_case
 @pytest.mark.parametrize("before", [0, 1, 700, 769, 3000])
-def test_bytes_of_a_table_that_grows(before, evicting):
-    policy = TablePolicy(Eviction("lru", capacity=1 << 20)) if evicting else None
+@pytest.mark.parametrize("policy", POLICIES)
+def test_bytes_of_a_table_that_grows(before, policy):
+    policy, kept = POLICIES[policy], policy != "none"
     table = DynamicTable(5, 11, slots=8, chunk_rows=CHUNK, policy=policy)
     if before:
         table.lookup(torch.arange(before, dtype=torch.int64), 0)
@@ -43,7 +50,7 @@ def test_bytes_of_a_table_that_grows(before, evicting):
             assert highest - at_first <= peak
             assert end <= peak
             rows = more * 4 * table.row_width
-            assert rows <= end and peak <= rows + 12 * 8 * len(table) + 32 * evicting * len(table) + 512
+            assert rows <= end and peak <= rows + 12 * 8 * len(table) + 32 * kept * len(table) + 512
 
 
 def test_where_the_rows_are_decides():

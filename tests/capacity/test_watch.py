@@ -23,10 +23,10 @@ def in_use(tables):
 
 def grown(monkeypatch, limit, rows=25, ranks=1, **options):
     """Bytes of two tables after each step, with `rows` new ones in each, until a while after a wish to stop,
-    and what was said. The limit is that of a machine of `ranks` ranks like this one."""
+    and what was said. The limit is that of a machine of `ranks` ranks like this one; another has one less."""
     features = [FeatureConfig("a", 4), FeatureConfig("b", 3)]
     tables = HashTableCollection(features, RowOptimizer("adam", lr=0.1), merge=False, slots=8)
-    groups = SimpleNamespace(stop=Event(), world_size=2 * ranks, machines=2)
+    groups = SimpleNamespace(stop=Event(), world_size=2 * ranks - 1, machines=2)
     trainer = SimpleNamespace(tables=tables, communicators=groups)
     monkeypatch.setattr(
         watching, "memory_left", lambda own: Room(limit - ranks * in_use(tables), limit, "it")

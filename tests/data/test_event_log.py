@@ -22,7 +22,7 @@ from tritonrec.data import LogFormat, load
 from tritonrec.data.arrow_types import common_type
 from tritonrec.data.grouped import sequences_of
 from tritonrec.data.log_format import described, with_query
-from tritonrec.data.parquet import concat
+from tritonrec.data.parquet import concat, table_of
 from tritonrec.data.sources import source_of
 from tritonrec.data.vocabulary import Vocabulary
 
@@ -57,6 +57,9 @@ GOOD = {
     "blanks": ("1  2 \t3\n 4 5 6 \n", replace(THREE, delimiter="blanks"), [[1, 4], [2, 5], [3, 6]]),
     "header": ("timestamp,Item,USER\n3,2,1\n6,5,4\n", None, [[1, 4], [2, 5], [3, 6]]),
     "named": ("a,b,c,d\n1,2,3,4\n", LogFormat(user="d", item="B", timestamp="a"), [[4], [2], [1]]),
+    "rating_as_label": (
+        "user,item,time,rating\n1,2,3,0\n4,5,6,1\n", LogFormat(label=("rating",)), [[1, 4], [2, 5], [3, 6]],
+    ),
     "header_and_columns": ("user,item,timestamp\n1,2,3\n", THREE, [[1], [2], [3]]),
     "other_header": ("a,b,c\n1,2,3\n", replace(THREE, header="yes"), [[1], [2], [3]]),
     "recbole": (
@@ -260,6 +263,7 @@ BAD = {
         "userId,movieId\nann,up\n", LogFormat(columns=("user", "item"), ids="words", timestamp="none"),
         r"line 1: columns are named, and the first line looks like a header: 'userId,movieId'",
     ),
+    "stands_for_colons": ("1::2::3\n4::5\x1f6\n", replace(THREE, delimiter="::"), r"the text has the character '\\x1f'"),
     "before": ("user,item,time\n1,2,-5\n", None, r"times from -5 to -5 are of no one unit: as seconds .*1969-12-31"),
 }  # fmt: skip
 
@@ -549,6 +553,14 @@ def test_words_are_numbered_as_they_are(tmp_path):
         log = load(tmp_path / name, LogFormat(ids="words", time_unit="s"))
         assert log.user.tolist() == pandas.factorize(frame.user)[0].tolist()
         assert log.item.tolist() == pandas.factorize(frame.item)[0].tolist()
+
+
+@pytest.mark.parametrize("name", ["rating", "stars", "likes"])
+def test_a_label_is_one_when_it_is_read_again_whatever_its_name(tmp_path, name):
+    log = load(read_path(tmp_path, f"user,item,time,{name}\n1,2,3,0\n4,5,6,1\n"), LogFormat(label=(name,)))
+    pq.write_table(table_of(log), tmp_path / "log.parquet")
+    again = load(tmp_path / "log.parquet")
+    assert again.rating is log.rating is None and again.feedback[name].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("read", [load, sequences_of])

@@ -149,6 +149,14 @@ def test_a_stream_has_the_parts_of_the_loader(rule, tmp_path):
             list(stream.evaluation_batches(part="validation"))
 
 
+def test_shares_of_all_events_that_begin_at_one_time_leave_no_validation():
+    times = np.array([1, 2, 3, 4, 5, 6, 9, 9, 9, 9])
+    assert Split.parse("time:0.6,0.2,0.2").resolved(times) == Split.time(9)
+    times[7] = 10
+    assert Split.parse("time:0.6,0.2,0.2").resolved(times) == Split.time(9)
+    assert Split.parse("time:0.6,0.2,0.2").resolved(np.arange(10)) == Split.time(8, 6)
+
+
 def test_shares_of_all_events_need_the_whole_log(tmp_path):
     write_sequences([LOG], tmp_path, rows_per_file=13, rows_per_group=4)
     split, refusal = Split.parse("time:0.6,0.2,0.2"), r"goes by all events of the log, .*--no-stream"

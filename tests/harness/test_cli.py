@@ -80,6 +80,15 @@ def test_resume_may_stand_alone(words, resume, monkeypatch):
     assert seen == [resume]
 
 
+def test_what_stands_behind_two_dashes_is_no_option(monkeypatch):
+    from tritonrec.harness.cli import emulate
+
+    seen = []
+    monkeypatch.setattr(emulate, "run", lambda command, _: seen.append(command) or 0)
+    invoke("emulate", "--", "python", "train.py", "--resume")
+    assert seen == [["python", "train.py", "--resume"]]
+
+
 def test_resume_takes_no_other_word():
     result = invoke("train", "--data", SMALL, "--checkpoint", "/tmp/nowhere", "--resume=perhaps")
     assert result.exit_code == 2 and "--resume takes yes, no or auto, got 'perhaps'" in result.output

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import commands
 import pytest
@@ -17,7 +19,7 @@ from speeds import slow_except
 
 from tritonrec import checkpoint
 from tritonrec.distributed import Communicators, RankDiedError
-from tritonrec.harness.train import loop
+from tritonrec.harness.train import launch, loop
 from tritonrec.harness.train.elastic import Memory
 from tritonrec.harness.train.run import Run, StoppingRule
 from tritonrec.pipeline import Window, WindowConfig
@@ -38,6 +40,20 @@ def dying(communicators, run, memory, victims):
     if not memory.called and name:
         _plant(name, int(at or STEPS))
     return loop.train(communicators, run, True, memory)
+
+
+def test_the_rank_that_is_first_at_the_end_writes(job, monkeypatch):
+    """It was the second of two, and the first of those that are left."""
+
+    def run_elastic(train, timeout, replicas, min_ranks):
+        here = Communicators.local()
+        train(replace(here, control=SimpleNamespace(rank=1, world_size=2)))
+        return train(here)
+
+    monkeypatch.setattr(launch.resilience, "run_elastic", run_elastic)
+    monkeypatch.setattr(launch.loop, "train", lambda communicators, run, memory: communicators.rank)
+    summary, writes, _ = launch.Launch(1, 1, timedelta(seconds=9)).train_elastically(Run(job, steps=STEPS))
+    assert (summary, writes) == (0, True)
 
 
 def _plant(name, at):

@@ -1,5 +1,6 @@
 """Promise: a command that judges exits with 1 where its judge found something, and with 0 only elsewhere."""
 
+import signal
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 from tritonrec.harness import bisect as bisection
 from tritonrec.harness.cli import app
 from tritonrec.harness.fuzz.report import Failure, FuzzReport
+from tritonrec.harness.train.stopping import Stop
 from tritonrec.harness.verify import user_model
 from tritonrec.harness.verify.cases import Case
 from tritonrec.harness.verify.record_traces import MODES, record_traces
@@ -75,6 +77,20 @@ def test_fuzz(monkeypatch, failures, expected, one):
 def test_bisect(monkeypatch, step, parts, expected):
     monkeypatch.setattr(bisection, "bisect", lambda *_: bisection.Bisection([], step, parts))
     assert status("bisect", "a", "b") == expected
+
+
+@pytest.mark.parametrize(
+    ("summary", "number", "expected"),
+    [
+        ({}, 0, 0), ({"stopped": True}, signal.SIGINT, 130), ({"stopped": True}, 0, 128 + signal.SIGTERM),
+        ({"stopped": True, "out_of_memory": True}, signal.SIGINT, 1),
+    ],
+)  # fmt: skip
+def test_train(monkeypatch, summary, number, expected):
+    monkeypatch.setattr(
+        "tritonrec.harness.train.launch.Launch.train", lambda *_: (summary, True, Stop(number))
+    )
+    assert status("train", "--data", "zipf:users=60,items=80,seed=3", "--steps", "2") == expected
 
 
 @pytest.mark.parametrize("found", [0, 1, 2])

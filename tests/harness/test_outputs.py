@@ -67,9 +67,10 @@ def test_one_that_can_be_written_is_not_touched_before_the_end(command, option, 
 
 
 def test_two_outputs_are_not_one_file(tmp_path):
-    same = [tmp_path / "out", tmp_path / "." / "out"]
-    code, output, _ = commands.invoke("train", "--json", same[0], "--trace", same[1])
-    assert code == 2 and "--json and --trace are both" in output
+    (tmp_path / "folder").symlink_to(tmp_path)
+    for other in (tmp_path / "out", tmp_path / "folder" / "out"):
+        code, output, _ = commands.invoke("train", "--json", tmp_path / "out", "--trace", other)
+        assert code == 2 and "--json and --trace are both" in output
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ def test_two_copies_of_the_tables_with_every_switch_give_the_digits_of_the_refer
     pool.run(train, 2, run, True, replicas=2)
     resumed = pool.run(train, 2, replace(run, steps=7, resume=True), True, replicas=2)
     assert all(same(summary, reference) for summary in resumed)
+    assert all(summary["tables"]["rows"] == reference["tables"]["rows"] for summary in resumed)
     alone = Run(job, "dbp", WindowConfig(2), steps=9, checkpoint=str(tmp_path), resume=True)
     longer = train(Communicators.local(), Run(job, "reference", WindowConfig(1), steps=9), quiet=True)
     assert same(train(Communicators.local(), alone, quiet=True), longer)

@@ -133,6 +133,16 @@ def test_another_shape_is_refused(wrong):
         ClickMetrics().update(*wrong)
 
 
+@pytest.mark.parametrize("column", ["weights", "groups"])
+def test_weights_and_groups_are_given_in_every_step_or_in_none(column):
+    sample = torch.full((2,), 0.5), torch.tensor([0, 1])
+    for first, second in ([{column: torch.ones(2)}, {}], [{}, {column: torch.ones(2)}]):
+        metrics = ClickMetrics()
+        metrics.update(*sample, **first)
+        with pytest.raises(ValueError, match="in every step or in none"):
+            metrics.update(*sample, **second)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 2.0**20])
 def test_a_weight_that_is_no_number_is_refused(bad):
     metrics = ClickMetrics()

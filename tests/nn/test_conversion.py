@@ -98,10 +98,11 @@ def test_what_is_left_is_said_with_its_reason(why):
 
 
 def test_parameters_of_own_code_and_hooks_are_said():
-    model = tnn.ModuleDict({"scale": Scale(), "hooked": tnn.Linear(3, 3), "relu": tnn.ReLU()})
-    model["hooked"].register_forward_hook(lambda *_: None)
-    report = nn.convert(model)
-    assert "take nn.expand" in report.left["scale.by"] and "with hooks" in report.left["hooked"]
-    assert report.replaced == {}
+    for kind in ("forward_hook", "forward_pre_hook", "full_backward_hook"):
+        model = tnn.ModuleDict({"scale": Scale(), "hooked": tnn.Linear(3, 3), "relu": tnn.ReLU()})
+        getattr(model["hooked"], f"register_{kind}")(lambda *_: None)
+        report = nn.convert(model)
+        assert "take nn.expand" in report.left["scale.by"] and "with hooks" in report.left["hooked"]
+        assert report.replaced == {}
     with pytest.raises(TypeError, match="this is a Linear"):
         nn.convert(tnn.Linear(3, 3))

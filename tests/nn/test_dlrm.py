@@ -170,6 +170,7 @@ def test_what_does_not_fit_is_refused():
 def test_tables_are_dealt_by_their_size():
     sizes = {"a": 5, "b": 9, "c": 5, "d": 4, "e": 1}
     assert partition_tables(sizes, 2) == {"b": 0, "a": 1, "c": 1, "d": 0, "e": 1}  # 13 and 11
+    assert partition_tables({"b": 5, "a": 5}, 2) == {"a": 0, "b": 1}
     assert partition_tables(sizes, 1) == dict.fromkeys(sizes, 0)
     assert set(partition_tables(sizes, 9).values()) == {0, 1, 2, 3, 4}
     assert partition_tables({}, 3) == {}

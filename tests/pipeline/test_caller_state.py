@@ -104,6 +104,10 @@ CHANGES = {
     "lr": (in_group("lr", 0.01), "lr of group 0 of AdamW was changed from 0.05 to 0.01"),
     "weight decay": (in_group("weight_decay", 0.5), "weight_decay of group 0"),
     "betas": (in_group("betas", (0.5, 0.9)), "betas of group 0"),
+    "a group's parameters": (
+        lambda model, tables, optimizer: optimizer.param_groups[0]["params"].reverse(),
+        "the parameters of group 0 of AdamW was changed",
+    ),
     "a parameter": (edited, "parameter mix.weight was changed"),
     "a parameter's data": (edited_data, "parameter mix.weight was changed"),
     "a buffer": (buffer_edited, "buffer scale was changed"),

@@ -140,6 +140,22 @@ def test_collectives_of_one_group_are_issued_in_one_order(lane):
         check(NESTPIPE._with("gradient_exchange", lane=lane), 2)
 
 
+@pytest.mark.parametrize(
+    ("like", "place", "race"),
+    [
+        ("gradient_exchange", "row_gradient", r"gradient_exchange\(0, 1\) writes row_gradient\[0, 1\]"),
+        ("exchange", "embeddings", r"compute\(0, 1\) reads embeddings\[0, 0\]"),
+    ],
+)
+def test_a_stage_beside_later_micro_batches_races_for_what_is_theirs_too(like, place, race):
+    """Sums that a later exchange adds to, and rows that a later computation reads."""
+    schedule = with_replicas(NESTPIPE)
+    as_there = [each for each in schedule[like].touches if each.place == place]
+    own = [each for each in schedule["replica_reduce"].touches if each.place != place]
+    with pytest.raises(ScheduleError, match=rf"{race} while replica_reduce|replica_reduce.* while {race}"):
+        check(schedule._with("replica_reduce", touches=(*own, *as_there)), 2)
+
+
 def test_removing_an_edge_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match="has no edge"):
         FWP.without_edge("compute", Edge("write_back"))

@@ -445,6 +445,7 @@ def with_another_module(model):
     model.mix = tnn.Sequential(model.mix, Function(OF_BATCH["mean"]))
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("change", [switched, with_a_buffer, with_a_hook, frozen, with_another_module])
 @pytest.mark.parametrize("mode", ["reference", "nestpipe"])
 def test_a_changed_model_is_compared_again(mode, change):

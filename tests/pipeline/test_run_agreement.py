@@ -149,6 +149,36 @@ def message_between_runs(
     return done, ""
 
 
+def next_epoch(trainer):
+    trainer.dense.schedulers[0].last_epoch += 1
+
+
+def test_the_digest_of_a_rank_tells_every_change():
+    """What the slow cases below show between ranks, of one rank alone."""
+    model, tables, optimizer = JOB.build("adam")
+    model.register_buffer("shift", torch.arange(4, dtype=torch.float32))
+    changes = {name: change for name, (change, _) in LATER.items()}
+    changes |= {"a scheduler's epoch": next_epoch}
+    scheduler, threads = torch.optim.lr_scheduler.StepLR(optimizer, 99), torch.get_num_threads()
+    found = {}
+    try:
+        with Trainer(
+            model, tables, optimizer, Communicators.local(), "nestpipe", WindowConfig(2), scheduler=scheduler
+        ) as trainer:
+            trainer.step(JOB.loader().batch(0))
+            agreement = RunAgreement(Communicators.local(), tables, trainer.dense, dict)
+            assert agreement.begin(False) == agreement.begin(False)
+            found[agreement.begin(False)] = "nothing"
+            for name in sorted(changes, key="default dtype".__eq__):
+                changes[name](trainer)
+                assert found.setdefault(agreement.begin(False), name) == name
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+        torch.set_flush_denormal(False)
+
+
 @pytest.mark.parametrize("name", slow_except(QUICK_CHANGES, LATER))
 def test_what_a_rank_changes_between_runs_is_named_on_every_rank(pool, name):
     change, words = LATER[name]

@@ -20,6 +20,7 @@ from tritonrec.embedding import (
     TablePolicy,
     load_table_weights,
 )
+from tritonrec.embedding.warm_start import Choice
 from tritonrec.harness.verify.thread_ranks import run_ranks
 from tritonrec.pipeline import Trainer, WindowConfig
 
@@ -67,6 +68,13 @@ def test_weights_of_equal_names_are_taken_and_optimizers_begin_anew(saved):
         list(training.run(batches(2)))
     assert report.tables == {"item": ("item", len(ids))} and not report.initial and not report.unused
     assert f"table item: {len(ids)} rows\ndense: 4 tensors" in str(report)
+
+
+def test_of_several_renamings_of_a_name_the_longest_counts():
+    choice = Choice(rename={"a.": "x.", "a.b.": "y.", "a.b.c": "z"})
+    assert choice.renamed(["a.c", "a.b.d", "a.b.c", "b.a.c"]) == {
+        "x.c": "a.c", "y.d": "a.b.d", "z": "a.b.c", "b.a.c": "b.a.c",
+    }  # fmt: skip
 
 
 def test_tables_and_modules_are_chosen_and_renamed(saved):

@@ -15,10 +15,13 @@ import torch
 import torch.distributed as dist
 from losing import STEPS, Case, Outcome, Ranks, undisturbed
 from speeds import slow_except
+from trainer_parts import JOB, ONE_DRAWS
 
 from tritonrec.checkpoint import steps
 from tritonrec.distributed.limits import within
-from tritonrec.resilience import elastic, run_elastic
+from tritonrec.harness.verify.thread_ranks import run_ranks
+from tritonrec.pipeline import Trainer, WindowConfig
+from tritonrec.resilience import PeerCopies, elastic, run_elastic
 from tritonrec.resilience.peer_copies import _newest_whole, _packed, _unpacked
 
 pytestmark = pytest.mark.multi_rank
@@ -182,6 +185,26 @@ def test_the_newest_copy_that_all_ranks_have_and_no_shard_of_which_is_lost(ranks
     assert (found, by_shard) == (step, holders) and shards == len(holders)
 
 
+def test_a_copy_that_some_ranks_lack_is_gone_after_the_return_to_one_that_all_have():
+    def step_of_each_copy(communicators):
+        copies, loader = PeerCopies(), JOB.loader(communicators.rank, communicators.world_size)
+        for run in "before", "after":
+            with ONE_DRAWS:
+                parts = JOB.build("adam")
+            with Trainer(*parts, communicators, "nestpipe", WindowConfig(2)) as training:
+                if run == "after":
+                    assert copies.restore(training) == training.next_step == 2
+                    return [each.step for each in copies._copies]
+                for step in range(4):
+                    training.step(loader.batch(step))
+                    if step % 2:
+                        copies.keep(training)
+            if communicators.rank:
+                copies._copies.pop()  # this one was being made when a third rank was lost
+
+    assert run_ranks(2, step_of_each_copy) == [[2, 2]] * 2
+
+
 @pytest.mark.parametrize("rows", [0, 1, 5])
 def test_columns_of_any_dtype_and_stride_are_packed_and_unpacked(rows):
     columns = {
@@ -230,6 +253,7 @@ def test_a_call_with_a_limit_returns_raises_or_is_given_up():
     assert within(30.0, lambda: 8) == 8
     with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s"):
         within(timedelta(seconds=0.05), threading.Event().wait)
+    assert all(each.daemon for each in threading.enumerate() if each.name == "limited call")
 
 
 def test_the_first_rank_that_is_left_says_who_goes_on():

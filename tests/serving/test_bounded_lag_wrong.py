@@ -1,5 +1,6 @@
 """Promise: ranks that disagree about an exchange get an error on all ranks; nothing wrong is returned."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -403,6 +404,9 @@ def test_a_rank_whose_messages_are_refused_at_once_is_named_then_and_ever_after(
     if allowed:
         with pytest.raises(RankDiedError, match=f"^an earlier exchange failed: {wrong}"):
             exchange.start(torch.ones(2), [1, 1], [1, 1])
+    if values == 1 and allowed == 3:
+        with pytest.raises(RankDiedError, match=f"^an earlier exchange failed: {wrong}"):
+            exchange.drain()
 
 
 class Waits(OneSided):
@@ -445,6 +449,16 @@ def test_no_slot_of_a_new_window_has_a_message():
     made = window.Window.make(layout)
     heads = [layout.head(slot, rank) for slot in range(2) for rank in range(9)]
     assert [int(made.control.words(head, 1)[0]) for head in heads] == [NO_MESSAGE] * 18
+
+
+def test_another_file_under_the_number_of_a_window_is_none():
+    layout = window.Layout(2, 2, 64)
+    made, other = window.Window.make(layout), window.Window.make(layout)
+    process, file, _ = made.name
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(FileNotFoundError, match=f"file {file} of process {process} is another one"):
+        window.Window.open(layout, (process, file, other.name[2]))
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_settings_that_have_arrived_are_awaited_no_more(transport):

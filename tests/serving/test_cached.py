@@ -362,7 +362,7 @@ def test_memory_is_bounded_and_counted(made):
     assert stats.history_bytes == 16 * sum(min(len(each), LONGEST) for each in served.events.values())
 
 
-def test_users_of_a_batch_keep_their_pages(made):
+def test_users_of_a_batch_keep_their_pages_and_evictions_are_counted_over_versions(made):
     """User 0 was used first of three, and the memory has three pages."""
     served = Served(made(False), THREE_PAGES)
     for user in range(4):
@@ -371,6 +371,13 @@ def test_users_of_a_batch_keep_their_pages(made):
     before = served.cached.stats().computed
     served.check([3, 0])
     assert served.cached.stats().computed == before + 5 and served.cached.stats().evicted == 1
+    served.reload()
+    served.append(0, PAGE)
+    served.check([0])
+    served.cut(0, 5)  # and keeps two pages
+    served.check([0, 1, 2])
+    served.check([1])
+    assert served.cached.stats().evicted == 2
 
 
 def test_sizes_of_memory():

@@ -151,7 +151,11 @@ def test_predictions_are_held_back_by_no_more_than_the_bound():
         assert ahead == [bound] * (7 - bound) + list(range(bound))[::-1]
 
 
-def test_blocks_cover_a_batch():
+def test_blocks_cover_a_batch_and_fit_the_capacity():
+    model, tables = build()
+    own = {name: table.__getitem__ for name, table in tables.items()}
+    served = TableWiseDLRM(model, {"ad": 0, "device": 1, "page": 1, "site": 2}, own, 0, WORLD)
+    assert [served.capacity(samples) for samples in (0, 1, 6, 7)] == [0, 64, 128, 192]
     for samples in range(8):
         blocks = [own_samples(samples, rank, WORLD) for rank in range(WORLD)]
         assert [at for block in blocks for at in range(samples)[block]] == list(range(samples))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -155,6 +157,12 @@ def test_words_are_published_as_they_come(tmp_path):
     with pytest.warns(RuntimeWarning, match="its state is another one"):
         opened(training, "memory://live-words").close()
     assert follower.poll() and follower.predictor.vocabularies["item"].words.to_pylist() == more[::-1]
+    assert follower.prove()
+    name, value = next(iter(follower.predictor.program.state_dict().items()))
+    value.neg_()
+    follower.predictor.vocabularies["item"].encode(["new"], extend=True)
+    with pytest.raises(CorruptDeltaError, match=f"differs from its deltas in {re.escape(name)}, words item$"):
+        follower.prove()
     training.close()
 
 
@@ -172,6 +180,11 @@ def test_training_by_command_publishes_and_dlrm_is_followed(tmp_path):
         own = follower.predictor.tables[name]
         assert torch.equal(own.ids, table.ids) and torch.equal(own.weights, table.weights), name
     assert torch.equal(follower.predictor.predict(batch), full.predict(batch))
+    stopping = Communicators.local()
+    stopping.stop.set()
+    other = replace(run, checkpoint=None, publish=f"{place}-stopped", publish_every=6)
+    stopped = train(stopping, other, quiet=True)
+    assert stopped["stopped"] and Follower.open(other.publish).step == stopped["step"] < 6
     for wrong in (replace(run, publish_every=0), replace(run, publish="")):
         with pytest.raises(ValueError, match="go together"):
             train(Communicators.local(), replace(wrong, checkpoint=None), quiet=True)
@@ -518,6 +531,16 @@ def test_redis_is_killed_and_started_again(redis_server):
     with pytest.raises(SinkError, match="equal or smaller"):
         sink.put(0, publisher.sequence, b"other")
     training.close()
+
+
+def test_a_file_of_a_snapshot_in_redis_stays_in_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    sink = RedisSink.__new__(RedisSink)
+    sink._key, sink._failure = "model", OSError
+    sink._redis = SimpleNamespace(smembers=lambda _: {b"../outside", b"dense.pt2"}, get=lambda _: b"x")
+    with sink.opened(3) as folder:
+        assert [each.name for each in folder.iterdir()] == ["dense.pt2"]
+        assert os.listdir(tmp_path) == [folder.name]
 
 
 @pytest.mark.slow

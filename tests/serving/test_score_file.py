@@ -211,11 +211,12 @@ def test_a_source_that_changes_meanwhile_and_damaged_parts_are_named(models, tmp
     assert score_file(source, out, models[1][0], SMALL) == 9 and not parts.exists()
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("rows", "columns", "options", "says"),
     [
-        ([[1], [2], [*range(LONGEST + 1)]], {}, [], "row 2: history 0 has 13 items"),
-        ([[1], [], [3]], {}, [], "row 1: history 0 has 0 items"),
+        ([[1], [2], [*range(LONGEST + 1)]], {}, ["--part", "1"], "row 2: history 0 has 13 items"),
+        ([[1], [], [3]], {}, ["--batch", "1"], "row 1: history 0 has 0 items"),
         ([[1], None], {}, [], "row 1: column 'history' has no history"),
         ([[1], [2, None]], {}, [], "row 1: ids of the history must all be int64, or all words, got None"),
         ([[1], [2]], {"c": [[3], None]}, ["--candidates", "c"], "row 1: column 'c' has no list"),

@@ -4,6 +4,7 @@ by name what is too much, too slow or too strange, and serves one version whole,
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -364,9 +365,10 @@ def test_a_closed_batcher_answers_what_it_has_and_refuses_more():
 
 
 def test_a_batch_that_raises_fails_its_requests_alone():
-    batcher = Batcher(lambda batch: [1 / n for n in batch], 1, 0.0, 100)
-    bad, good = batcher.submit(0), batcher.submit(4)
-    assert good.result(60) == 0.25 and isinstance(bad.exception(60), ZeroDivisionError)
+    batcher = Batcher(lambda batch: [1 / n if n else sys.exit() for n in batch], 1, 0.0, 100)
+    ends, bad, good = batcher.submit(0), batcher.submit("x"), batcher.submit(4)
+    assert good.result(60) == 0.25 and isinstance(bad.exception(60), TypeError)
+    assert isinstance(ends.exception(60), SystemExit)
     batcher.close()
 
 

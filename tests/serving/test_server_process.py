@@ -23,7 +23,7 @@ from served_models import SIZES, export_hstu, listening, until
 from typer.testing import CliRunner
 
 from tritonrec.harness.cli import app as commands
-from tritonrec.serving.server import ServerConfig
+from tritonrec.serving.server import ServerConfig, metrics
 from tritonrec.serving.server.run import Source, serve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,6 +121,33 @@ def test_signals(paths, tmp_path):
         running.send_signal(signal.SIGTERM)
         last.join(60)
         assert answers[0]["step"] == 2 and running.wait(60) == 0
+
+
+WORKER = """
+import runpy, sys
+made = runpy.run_path(sys.argv[1])["Metrics"]()
+for each in (made.step, made.sequence, made.lag, made.queue, made.users):
+    each.set(int(sys.argv[2]))
+print(made.text().decode())
+"""
+
+
+def test_the_page_of_metrics_has_the_oldest_step_the_longest_lag_and_the_sums_of_all_workers(tmp_path):
+    for value in "353":
+        command = [sys.executable, "-c", WORKER, metrics.__file__, value]
+        done = subprocess.run(
+            command, env={**os.environ, metrics.DIRECTORY: str(tmp_path)}, stdout=subprocess.PIPE, text=True
+        )
+    found = dict(
+        re.findall(r"^tritonrec_(step|sequence|lag_seconds|queue_users|users) (\S+)$", done.stdout, re.M)
+    )
+    assert found == {
+        "step": "3.0",
+        "sequence": "3.0",
+        "lag_seconds": "5.0",
+        "queue_users": "11.0",
+        "users": "11.0",
+    }
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonrec.pipeline.schedule import SCHEDULES, Which
-from tritonrec.trace import Recorder, Span, Trace, read
+from tritonrec.trace import LANES, Recorder, Span, Trace, read
 from tritonrec.trace.analysis import (
     MICRO_BATCH_RULES,
     check_edges,
@@ -100,6 +100,17 @@ def test_ranks_do_not_hide_each_other():
     communicating, computing = summarise(alone + busy)
     assert communicating.exposed_ratio == 1.0
     assert computing.exposed_ratio is None and computing.hidden_lookup_ratio is None
+
+
+def test_whatever_a_rank_does_beside_its_lookup_hides_it():
+    """Copies, computation and every kind of communication; other lookups do not."""
+    ticks = [("compute", "compute", 0, 1, 0), ("compute", "compute", 11, 12, 1)]
+    hidden = {}
+    for lane in LANES:
+        (summary,) = summarise(made(*ticks, ("retrieval", "retrieve", 1, 9, 2), (lane, "beside", 4, 9, 1)))
+        hidden[lane] = summary.hidden_lookup_ns
+    main = "copy", "compute", "communication", "replica", "reduce"
+    assert hidden == {lane: 5 * (lane in main) for lane in LANES}
 
 
 def test_work_one_after_another_hides_nothing():

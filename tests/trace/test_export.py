@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy
 import pytest
 from matplotlib import image
 
 from tritonrec.trace import Recorder, Span, Trace, read, save_joined
-from tritonrec.trace.timeline import STAGE_COLOURS, _times, _title, draw
+from tritonrec.trace.timeline import STAGE_COLOURS, _times, _title, _window, draw
 
 MILLISECOND = 1_000_000
 
@@ -74,6 +76,14 @@ def test_a_window_that_is_not_there_is_refused(trace, tmp_path):
         draw(trace, tmp_path / "t.png", first=7)
     with pytest.raises(ValueError, match="no batch was computed"):
         draw(type(trace)([], [], {}, ()), tmp_path / "t.png")
+
+
+@pytest.mark.parametrize(
+    ("computed", "drawn"), [(1, [0]), (3, [0, 1, 2]), (4, [1, 2, 3]), (9, [3, 4, 5])], ids=str
+)
+def test_the_middle_is_drawn_without_the_first_batch_where_there_are_others(trace, computed, drawn):
+    (one, *_) = (span for span in trace.spans if span.lane == "compute")
+    assert _window([replace(one, batch=batch) for batch in range(computed)], None, 3) == drawn
 
 
 def test_one_batch_can_be_drawn(trace, tmp_path):

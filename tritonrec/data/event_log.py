@@ -162,7 +162,7 @@ class EventLog:
             raise ValueError(
                 f"{file.path}: column 'item' holds lists: its rows are sequences, which hstu and fuxi stream"
             )
-        found = find_columns(file.names, self.format, file.path)
+        found = find_columns(file.names, self.format, file.path, file.booleans())
         if FRACTION in file.names:
             found["fraction"] = FRACTION
         labels = self.format.labels

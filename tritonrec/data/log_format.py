@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
@@ -259,26 +260,26 @@ KNOWN = {
 """Names of columns in a header that say what they are, without regard to case, ``_``, ``-`` and spaces."""
 
 
-def find_columns(names: list[str], format: LogFormat, source: str) -> dict[str, str]:
+def find_columns(
+    names: list[str], format: LogFormat, source: str, flags: Collection[str] = ()
+) -> dict[str, str]:
     """The column of each role that a log of events has, by the names of its columns.
 
-    Roles are user, item (or shown), timestamp, rating, order, and each label. Raises ValueError naming
-    `source` where a column is not there, and where two could be meant.
+    Roles are user, item (or shown), timestamp, rating, order, and each label. Columns of booleans, `flags`,
+    are no ratings unless they are named. Raises ValueError naming `source` where a column is not there, and
+    where two could be meant.
     """
     found: dict[str, str] = {}
     for role in ("user", "item", "timestamp", "rating"):
         wanted = getattr(format, role)
         if wanted == NONE or (role == "item" and format.shown):
             continue
-        column = named(names, wanted, source) if wanted else _known(names, role, format, source)
+        among = [name for name in names if role != "rating" or name not in flags]
+        column = named(names, wanted, source) if wanted else _known(among, role, format, source)
         if column is not None:
             found[role] = column
         elif role != "rating":
-            hint = (
-                ""
-                if role == "user" or role == "item"
-                else ", or none where the order of rows is that of time"
-            )
+            hint = ", or none where the order of rows is that of time" if role == "timestamp" else ""
             raise ValueError(
                 f"{source}: no column that is the {role}; found {', '.join(names) or 'none'}: name it "
                 f"({role}={hint})"

@@ -59,16 +59,13 @@ def concat(parts: Sequence[Interactions]) -> Interactions:
     """One log of several with the same columns, end to end, without features."""
     if len(parts) == 1 and parts[0].user_features is None and parts[0].genres is None:
         return parts[0]
-    has_fraction = any(part.fraction is not None for part in parts)
-    columns = [_columns_of(part, has_fraction) for part in parts]
-    return _interactions({name: np.concatenate([part[name] for part in columns]) for name in columns[0]})
-
-
-def _interactions(columns: dict[str, np.ndarray]) -> Interactions:
-    feedback = {name: column for name, column in columns.items() if name not in (*_IDS, "rating", FRACTION)}
+    fractions = [np.zeros(len(part)) if part.fraction is None else part.fraction for part in parts]
+    ratings = [part.rating for part in parts if part.rating is not None]
+    user, item, time = (np.concatenate([getattr(part, name) for part in parts]) for name in _IDS)
     return Interactions(
-        columns["user"], columns["item"], columns["timestamp"], columns.get("rating"), feedback,
-        fraction=columns.get(FRACTION),
+        user, item, time, np.concatenate(ratings) if ratings else None,
+        {name: np.concatenate([part.feedback[name] for part in parts]) for name in parts[0].feedback},
+        fraction=np.concatenate(fractions) if any(part.fraction is not None for part in parts) else None,
     )  # fmt: skip
 
 

@@ -43,14 +43,15 @@ def count_rows(run: Run, seconds: float = COUNT_SECONDS) -> Counted:
         counts.append([len(index) for index in indices])
     steps = len(counts)
     rows = []
-    for group, now, half in zip(tables.groups, counts[-1], counts[max(steps // 2 - 1, 0)], strict=True):
+    for group, seen in zip(tables.groups, zip(*counts, strict=True), strict=True):
+        now, half = seen[-1], seen[max(steps // 2 - 1, 0)]
         if steps < run.steps:
             power = math.log(now / half, steps / max(steps // 2, 1)) if half and steps > 1 else 1.0
             now = int(now * (run.steps / steps) ** power)
         eviction = group.table.policy.eviction
         capacity = eviction and eviction.rows_of(group.table.row_width)
         if capacity:
-            now = min(now, capacity * len(group.layout.names) + max(after[0] for after in counts[:2]))
+            now = min(now, capacity * len(group.layout.names) + max(seen[:2]))
         rows.append(now)
     return Counted(rows, steps)
 

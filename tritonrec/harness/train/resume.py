@@ -112,8 +112,6 @@ def resume(
         step = trainer.load(run.checkpoint, accept, position, run.changed)
     if run.new_data and isinstance(loader, DynamicStream):
         loader.begin_at(step)
-    elif run.new_data and loader is not None:
-        loader.step = step  # type: ignore[attr-defined]
     if step % run.window.accumulate:
         raise ValueError(
             f"the checkpoint is at step {step}, inside an update of {run.window.accumulate} batches"
