@@ -309,6 +309,21 @@ def place_of(path: str | bytes | os.PathLike[str] | RemotePath) -> Place:
     return RemotePath(f"{protocol}://{rest.lstrip('/') if protocol != 'memory' else rest}")
 
 
+def given_path(text: str | os.PathLike[str]) -> Path:
+    """A path of a command line or a file of settings, as a `Path` that `place_of` finds where the text is.
+
+    `pathlib` folds slashes and dots, and with them a URL's host: raises ValueError for a URL that it would
+    change, and what `place_of` raises.
+    """
+    place = place_of(text)
+    if isinstance(place, Path):
+        return place
+    path = Path(text)
+    if place_of(path) != place:
+        raise ValueError(f"{text}: a URL here has no empty part and no '.' between its slashes")
+    return path
+
+
 def local_path(path: str | os.PathLike[str], what: str) -> Path:
     """A local path; ValueError naming a URL, at which `what` cannot be."""
     found = place_of(path)

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from ... import checkpoint
 from ...checkpoint.files import manifest_of
 from ...checkpoint.manifest import read_manifest
-from ...files.places import place_of, read_document
+from ...files.places import given_path, place_of, read_document
 from ...settings import KEY, Setting
 
 CONFIG = "config"
@@ -202,6 +202,11 @@ def _value(name: str, kind: Any, value: Any, setting: Setting | None) -> Any:
         most = math.inf if setting.most is None else setting.most
         if not least <= value <= most:
             raise ValueError(f"{name} takes {words_for} from {least} to {most}, got {value}")
+    if kind is Path:
+        try:
+            return given_path(value)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
     return kind(value)
 
 

@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...files.places import local_path
 from ...settings import MOST, setting
 
 TOKEN = "TRITONREC_TOKEN"
@@ -45,7 +46,7 @@ def token_of(file: Path | None) -> str | None:
     Raises ValueError for a file that cannot be read, and for an empty or a strange one.
     """
     try:
-        text = os.environ.get(TOKEN) if file is None else file.read_text()
+        text = os.environ.get(TOKEN) if file is None else local_path(file, "a token").read_text()
     except (OSError, UnicodeError) as error:
         raise ValueError(f"--token-file {file} cannot be read: {error}") from error
     if text is None:
