@@ -66,6 +66,14 @@ def setting(
     return field(default=default, metadata={KEY: Setting(help, least, most, option, panel)})
 
 
+def check_number(
+    name: str, value: float, below: float = math.inf, *, positive: bool = False, least: float = 0.0
+) -> None:
+    """Raise ValueError for a number outside [least, below), (least, below) where `positive`, and for NaN."""
+    if not least <= value < below or (positive and value == least):
+        raise ValueError(f"{name} must lie in {'(' if positive else '['}{least:g}, {below:g}), got {value}")
+
+
 def bytes_of(memory: int | str, name: str = "memory") -> int:
     """A number of bytes, or ``"2GiB"``; ValueError naming `name` for anything else."""
     if isinstance(memory, int) and not isinstance(memory, bool) and memory >= 0:

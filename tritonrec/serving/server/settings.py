@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...files.places import local_path
-from ...settings import MOST, setting
+from ...settings import MOST, setting, typed
 
 TOKEN = "TRITONREC_TOKEN"
 """The environment variable of the token."""
 
 
+@typed
 @dataclass(frozen=True)
 class ServerConfig:
     """How the server listens, batches and refuses."""
