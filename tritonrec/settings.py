@@ -138,8 +138,9 @@ def _of_kind(value: Any, hint: Any, name: str) -> Any:
         # True is an Integral of Python's, and means something else.
         booleans = isinstance(value, _SCALARS[bool]) and bool not in kinds
         if booleans or not any(isinstance(value, _SCALARS.get(kind, kind)) for kind in kinds):
+            shown = repr(value) if len(repr(value)) <= 100 else f"a {type(value).__name__}"
             expected = " or ".join("None" if kind is NoneType else kind.__name__ for kind in kinds)
-            raise TypeError(f"{name} must be of type {expected}, got {value!r}")
+            raise TypeError(f"{name} must be of type {expected}, got {shown}")
     return value.item() if isinstance(value, np.generic) else value
 
 
