@@ -124,7 +124,10 @@ def read_config(path: Path, plan: Plan) -> Plan:
         tables = tomllib.loads(read_document(place, "config file").decode("utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is no TOML file: {error}") from error
-    return from_tables(plan, tables, path)
+    changed = from_tables(plan, tables, path)
+    if not any(_flat(keys_of(plan), tables, ())):  # a file that was cut off, or whose lines are comments
+        raise ValueError(f"{path} sets nothing: leave --config out to take all defaults")
+    return changed
 
 
 def from_tables(plan: Plan, tables: Mapping[str, Any], source: object) -> Plan:
