@@ -347,7 +347,7 @@ def large_strings(words: Words) -> list[pa.Array]:
     """Arrow arrays of large_string, without a missing word. Raises ValueError and TypeError otherwise."""
     import pyarrow as pa
 
-    if isinstance(words, (str, bytes)):
+    if isinstance(words, (str, bytes)) or not hasattr(words, "__iter__"):
         raise TypeError(f"words must be an Arrow array or several texts, got one: {words!r}")
     if isinstance(words, pa.ChunkedArray):
         columns = words.chunks

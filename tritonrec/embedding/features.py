@@ -120,6 +120,9 @@ class HashTableCollection:
         placement: Placement | None = None,
     ):
         rule = optimizer or RowOptimizer()
+        if isinstance(features, FeatureConfig):
+            raise TypeError("features are several: [FeatureConfig(name, dim)]")
+        features = list(features)
         if wrong := [each for each in features if not isinstance(each, FeatureConfig)]:
             raise TypeError(f"features are given as FeatureConfig(name, dim), got {wrong[0]!r}")
         self.features = {feature.name: feature for feature in sorted(features, key=lambda f: f.name)}

@@ -283,6 +283,8 @@ def place_of(path: str | bytes | os.PathLike[str] | RemotePath) -> Place:
     """
     if isinstance(path, RemotePath):
         return path
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        raise TypeError(f"a path or a URL is a text or a pathlib.Path, got {path!r}")
     text = os.fsdecode(path)
     if not text:  # as of a variable of the environment that is not set
         raise ValueError("the path is empty: the current folder is '.'")
