@@ -259,6 +259,11 @@ def test_a_place_of_a_place_is_the_same():
         ("s3://", "names nothing there"), ("memory:///", "names nothing there"),
         ("file:run", "is no URL for want of slashes"), ("wasbs:b/x", "is no URL for want of slashes"),
         ("s3://b ucket/x", "s3://b ucket/x cannot be opened: .*URI"),
+        ("s3://b/x#1/y", r"s3://b/x#1/y: what is behind # would be left out: write %23 for it"),
+        ("s3://b/x/../y", "s3://b/x/../y: a URL here has no empty part, and no '.' or '..'"),
+        ("memory://b/./y", "memory://b/./y: a URL here has no empty part"),
+        ("gs://b/x//y", "gs://b/x//y: a URL here has no empty part"),
+        ("az://b/../y", "az://b/../y: a URL here has no empty part"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("use", ["save", "log", "read"])
@@ -272,6 +277,42 @@ def test_an_odd_url_is_refused_and_makes_no_folder(url, says, use, tmp_path, mon
         else:
             read_document(url)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ["a b", "é/日本", "a+b&c=d", "a'b\"c", "a[1]|{x}", "~x;@y,(z)"])
+def test_a_key_of_any_letters_is_that_object(s3, key, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    import boto3
+
+    place = place_of(f"{s3}/{key}/run")
+    checkpoint.save(place, 1, {}, {"item": table(4, 1)}, {})
+    (place / "log.csv").write_text("user,item,time\n1,2,3\n")
+    assert checkpoint.steps(str(place)) == [1] and (place.parent / "run").is_dir()
+    assert same(checkpoint.load(f"{place}/").tables["item"], by_key(table(4, 1)))
+    found = boto3.client("s3").list_objects_v2(Bucket="bucket", Prefix=f"{key.strip('/')}/run/")
+    assert "log.csv" in {each["Key"].rpartition("/")[2] for each in found["Contents"]}
+    assert os.listdir(tmp_path) == []
+
+
+def test_options_of_a_url_stay_behind_all_that_is_in_its_folder(monkeypatch):
+    """Behind the name of a folder they would swallow those of its files: one object for all."""
+    opened = []
+    monkeypatch.setattr(
+        "tritonrec.files.places._filesystem_of", lambda url: opened.append(url) or (None, url)
+    )
+    folder = place_of("s3://b/run/?region=eu-west-1&scheme=http")
+    file = folder / "step-1" / "item.safetensors"
+    assert str(file) == "s3://b/run/step-1/item.safetensors?region=eu-west-1&scheme=http"
+    assert (file.name, file.suffix, str(file.parent.parent)) == (
+        "item.safetensors",
+        ".safetensors",
+        str(folder),
+    )
+    assert place_of(str(file)) == file == place_of(Path(str(file)))
+    _ = file._fs
+    assert opened == [str(file)]
+    assert str(place_of("memory://a?b/c") / "d") == "memory://a?b/c/d"
 
 
 def test_a_log_and_a_checkpoint_at_one_url_are_in_one_folder(tmp_path):

@@ -2,16 +2,74 @@
 
 import math
 import re
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from tritonrec import FeatureConfig, HashTableCollection, RowOptimizer, TablePolicy
+from tritonrec import (
+    FeatureConfig,
+    HashEmbedding,
+    HashEmbeddingBag,
+    HashTableCollection,
+    RowOptimizer,
+    TablePolicy,
+    nn,
+)
+from tritonrec.callbacks import EarlyStopping
 from tritonrec.data import LogFormat, NextItemLoader, load
+from tritonrec.embedding import DynamicTable, WarmupLinear
+from tritonrec.embedding.learning_rate import Scaled
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import ExchangeConfig, LossScaling, WindowConfig
+from tritonrec.resilience import Replay
+from tritonrec.serving.server.settings import ServerConfig
 from tritonrec.settings import values_by_option, with_values
+from tritonrec.slipstream import SlipstreamConfig
+
+NAN, INF = float("nan"), float("inf")
+HASHED = {"eps": (NAN, INF, -1.0), "lr": (NAN, INF, -1.0), "weight_decay": (NAN, INF, -1.0)}
+BETAS = {"beta1": (NAN, 1.0, -0.1), "beta2": (NAN, 1.0, -0.1)}
+SHARES = {"dropout": (NAN, INF, -0.1, 1.0), "input_dropout": (NAN, INF, -0.1, 1.0)}
+TEMPERATURE = {"temperature": (NAN, INF, 0.0, -1.0)}
+EPS = {"eps": (NAN, INF, -1.0)}
+WIDE = {"scale": (NAN, INF, -1.0)}
+NUMBERS = [
+    (partial(RowOptimizer, "adam"), HASHED | BETAS),
+    (partial(RowOptimizer, "momentum_sgd"), {"momentum": (NAN, 1.0, -0.1)}),
+    (partial(RowOptimizer, "ftrl"), HASHED | {"l1": (NAN, INF, -1.0)}),
+    (partial(RowOptimizer, "lars_sgd"), {"eta": (NAN, INF, -1.0)}),
+    (partial(HashEmbedding, 4), WIDE | {"divisor": (NAN, INF, 0.0, -1.0)}),
+    (partial(HashEmbeddingBag, 4), WIDE),
+    (partial(FeatureConfig, "a", 4), WIDE | {"learning_rate_scale": (NAN, INF, -1.0)}),
+    (partial(DynamicTable, 4), WIDE), (partial(Scaled, 0.1), {"factor": (NAN, INF, -1.0)}),
+    (partial(WarmupLinear, warmup=1, steps=2, lr=0.1), {"lr": (NAN, INF, -1.0), "floor": (NAN, INF)}),
+    (HSTUConfig, SHARES | TEMPERATURE), (nn.FuXiConfig, SHARES | TEMPERATURE), (nn.GRMConfig, SHARES),
+    (nn.LayerConfig, SHARES), (nn.TokenDropout, {"p": (NAN, INF, -0.1, 1.0)}),
+    (partial(nn.GatedNorm, 4), EPS | {"dropout": (NAN, INF, -0.1, 1.0)}), (partial(nn.LayerNorm, 4), EPS),
+    (partial(nn.RMSNorm, 4), EPS), (partial(nn.MultiheadAttention, 4, 1), {"dropout": (NAN, -0.1, 1.0)}),
+    (partial(nn.GRU, 4, 4), {"dropout": (NAN, INF, -0.1)}), (partial(nn.Dropout), {"p": (NAN, INF, -0.1)}),
+    (partial(EarlyStopping, "loss"), {"min_delta": (NAN, INF, -1.0)}),
+    (ServerConfig, dict.fromkeys(["latency", "timeout", "max_lag"], (NAN, INF, -1.0))),
+    (WindowConfig, dict.fromkeys(["max_grad_norm", "max_grad_value"], (NAN, -1.0))),
+    (LogFormat, {"label_threshold": (NAN, INF)}), (Replay, {"share": (NAN, INF, -0.1)}),
+    (SlipstreamConfig, dict.fromkeys(["hot_share", "drop", "sample", "confidence"], (NAN, INF, -0.1))),
+    (LossScaling, dict.fromkeys(["init_scale", "growth_factor", "backoff_factor"], (NAN, INF, -1.0))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "number"),
+    [(make, name, number) for make, given in NUMBERS for name, all_ in given.items() for number in all_],
+)
+def test_a_number_outside_its_range_is_refused_where_it_is_given(make, name, number):
+    """NaN is outside of all; a first step would train with it, and say nothing."""
+    given = make.keywords if isinstance(make, partial) else {}
+    if isinstance(make, partial):
+        make = partial(make.func, *make.args)
+    with pytest.raises(ValueError, match=f"({name}|{'betas' if 'beta' in name else 'p'}) .*{number}"):
+        make(**{**given, name: number})
 
 
 def test_options_name_the_settings_of_all_records():

@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal
 
+from .settings import check_number
+
 if TYPE_CHECKING:
     from .distributed import Communicators
 
@@ -56,8 +58,7 @@ class EarlyStopping:
         mode = direction_of(metric) if mode is None else mode
         if mode not in ("max", "min"):
             raise ValueError(f"mode must be max or min, got {mode!r}")
-        if not min_delta >= 0:
-            raise ValueError(f"min_delta must be at least 0, got {min_delta}")
+        check_number("min_delta", min_delta)
         self.metric, self.patience, self.mode, self.min_delta = metric, patience, mode, min_delta
         self.check_finite, self.finite = check_finite, True
         self._communicators = communicators

@@ -66,6 +66,14 @@ def setting(
     return field(default=default, metadata={KEY: Setting(help, least, most, option, panel)})
 
 
+def check_number(
+    name: str, value: float, below: float = math.inf, *, positive: bool = False, least: float = 0.0
+) -> None:
+    """Raise ValueError for a number outside [least, below), (least, below) where `positive`, and for NaN."""
+    if not least <= value < below or (positive and value == least):
+        raise ValueError(f"{name} must lie in {'(' if positive else '['}{least:g}, {below:g}), got {value}")
+
+
 def bytes_of(memory: int | str, name: str = "memory") -> int:
     """A number of bytes, or ``"2GiB"``; ValueError naming `name` for anything else."""
     if isinstance(memory, int) and not isinstance(memory, bool) and memory >= 0:
@@ -130,8 +138,9 @@ def _of_kind(value: Any, hint: Any, name: str) -> Any:
         # True is an Integral of Python's, and means something else.
         booleans = isinstance(value, _SCALARS[bool]) and bool not in kinds
         if booleans or not any(isinstance(value, _SCALARS.get(kind, kind)) for kind in kinds):
+            shown = repr(value) if len(repr(value)) <= 100 else f"a {type(value).__name__}"
             expected = " or ".join("None" if kind is NoneType else kind.__name__ for kind in kinds)
-            raise TypeError(f"{name} must be of type {expected}, got {value!r}")
+            raise TypeError(f"{name} must be of type {expected}, got {shown}")
     return value.item() if isinstance(value, np.generic) else value
 
 

@@ -22,6 +22,8 @@ from tritonrec.data.interactions import Interactions
 from tritonrec.data.log_format import LogFormat
 from tritonrec.data.sources import load, source_of
 from tritonrec.data.vocabulary import Vocabulary, words_of
+from tritonrec.files.places import place_of
+from tritonrec.harness.job import Job
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
@@ -326,6 +328,14 @@ def test_a_log_of_words_keeps_them(tmp_path, monkeypatch, partition):
         load(out, LogFormat(ids="hashed"))
     made = run(source, str(tmp_path / "sequences"), "--sequences")
     assert made.exit_code == 0 and words_of(tmp_path / "sequences") == original.words
+    for folder in ("out", "sequences"):  # at a URL as here
+        for file in filter(Path.is_file, (tmp_path / folder).rglob("*")):
+            place = f"memory://words{len(partition)}/{folder}/{file.relative_to(tmp_path / folder)}"
+            place_of(place).write_bytes(file.read_bytes())
+    assert load(f"memory://words{len(partition)}/out").words == original.words
+    for where in (f"memory://words{len(partition)}", tmp_path):
+        for name in ("sequences", "sequences/*.parquet"):
+            assert Job(f"parquet:{where}/{name}").vocabularies() == original.words
 
 
 def test_days_that_cannot_be_are_refused_naming_the_unit(tmp_path):

@@ -17,6 +17,7 @@ from tritonrec.harness.train.loop import train
 from tritonrec.harness.train.run import Run
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import Program, Trainer, Window, WindowConfig
+from tritonrec.resilience import PeerCopies
 
 SIZES = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9)
 JOB = Job(
@@ -68,7 +69,7 @@ def before_compute(function) -> None:
 
 
 def work_by_hand(communicators, where, victim, checkpoint):
-    """Two steps and a save; then `victim` stops, and the others save, load or evaluate."""
+    """Two steps and a save; then `victim` stops, or is told to end, and the others go on with `where`."""
     loader = JOB.loader(communicators.rank, communicators.world_size)
     with Trainer(*JOB.build("adam"), communicators, "nestpipe", WindowConfig(2)) as trainer:
         for _result in trainer.run(loader.batch(step) for step in range(2)):
@@ -76,12 +77,20 @@ def work_by_hand(communicators, where, victim, checkpoint):
         trainer.save(checkpoint)
         print(f"begun {time.time()}", flush=True)
         if communicators.rank == victim:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGTERM if "SIGTERM" in where else signal.SIGSTOP)
         with communicators.watch.doing(where):
             if where == "a save":
                 trainer.save(checkpoint)
             elif where == "a load":
                 trainer.load(checkpoint)
+            elif where.startswith("a copy"):
+                PeerCopies().keep(trainer)
+            elif where == "a restoration":
+                PeerCopies().restore(trainer)
+            elif where == "a trainer":
+                Trainer(*JOB.build("adam"), communicators, "nestpipe", WindowConfig(2))
+            elif where.startswith("a step"):
+                list(trainer.run([loader.batch(2)]))
             else:
                 trainer.evaluate(loader)
 

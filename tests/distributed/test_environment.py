@@ -49,6 +49,9 @@ def alone(monkeypatch):
         "MVAPICH": {"MV2_COMM_WORLD_RANK": "2", "MV2_COMM_WORLD_SIZE": "4"},
         "MPICH": {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "2"},
         "Flux": {"FLUX_TASK_RANK": "2", "FLUX_JOB_SIZE": "4"},
+        "torchrun's agents, one a task": {
+            "RANK": "2", "WORLD_SIZE": "4", **SLURM, "SLURM_PROCID": "0", "TORCHELASTIC_RUN_ID": "7"
+        },
         "srun with PMIx": {"PMIX_RANK": "2", **SLURM},
     }.values(),
 )  # fmt: skip
@@ -68,6 +71,11 @@ def test_a_rank_is_known_by_its_launchers_variables(given):
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is set and RANK is not"),
         ({"WORLD_SIZE": "x"}, "WORLD_SIZE='x' must be"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "4", **SLURM, **MASTER},
+            "RANK=0 and SLURM_PROCID=2 disagree, of WORLD_SIZE=4 and SLURM_.*=4: two processes may",
+        ),
+        ({**OPEN_MPI, "PMI_RANK": "1", "PMI_SIZE": "4"}, "OMPI_COMM_WORLD_RANK=2 and PMI_RANK=1 disagree"),
         ({"RANK": "1"}, "RANK=1 is set and WORLD_SIZE is not"),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, "LOCAL_RANK=1 does not fit RANK=0"),
         (

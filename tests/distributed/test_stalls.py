@@ -52,11 +52,16 @@ def test_a_pool_names_a_stopped_rank_and_its_stage(tmp_path, where, stage):
 class Ranks:
     """Ranks started as torchrun starts them; `agent` says whether this process serves their store."""
 
-    def __init__(self, tmp_path, where, victim, agent=True):
+    def __init__(self, tmp_path, where, victim, agent=True, world_size=2):
         script = Path(__file__).with_name("stalling.py")
         store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self.store, port = store, store.port
-        environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "OMP_NUM_THREADS": "1",
+        }
         if agent:
             environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         else:
@@ -67,7 +72,7 @@ class Ranks:
                 [sys.executable, script, where, str(victim), str(TIMEOUT), str(tmp_path)],
                 stdout=subprocess.PIPE, text=True, env={**environment, "RANK": str(rank)},
             )
-            for rank in range(2)
+            for rank in range(world_size)
         ]  # fmt: skip
 
     def ending_of(self, rank):
@@ -115,6 +120,25 @@ def test_rank_0_is_named_at_any_place_though_it_serves_the_store(tmp_path, where
     if where.startswith("a"):  # which begins before the place, so that the time is that of the wait
         assert _seconds < 2 * TIMEOUT + 5
     assert "rank 0 has not " in message and ("s ago" in message or "never seen" in message)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["a copy", "a restoration", "a trainer", "a step"])
+@pytest.mark.parametrize(("victim", "agent"), [(0, False), (1, True)])
+def test_a_rank_that_stops_at_any_other_place_is_named(tmp_path, where, victim, agent):
+    with Ranks(tmp_path, where, victim, agent) as ranks:
+        seconds, message = ranks.ending_of(1 - victim)
+    assert seconds < 2 * TIMEOUT + 5
+    assert f"rank {victim} has not " in message and ("s ago" in message or "never seen" in message), message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["a step after SIGTERM", "a copy after SIGTERM"])
+def test_three_ranks_name_a_fourth_that_was_told_to_end(tmp_path, where):
+    with Ranks(tmp_path, where, 2, world_size=4) as ranks:
+        endings = [ranks.ending_of(rank) for rank in (0, 1, 3)]
+    for seconds, message in endings:
+        assert seconds < 2 * TIMEOUT + 5 and "rank 2" in message, message
 
 
 @pytest.mark.slow

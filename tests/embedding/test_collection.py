@@ -282,7 +282,7 @@ def test_features_of_one_table_have_one_rate():
 
 @pytest.mark.parametrize("scale", [-1.0, float("inf"), float("nan")])
 def test_a_scale_that_is_none_is_named(scale):
-    with pytest.raises(ValueError, match="feature 'a': learning_rate_scale must be finite and >= 0"):
+    with pytest.raises(ValueError, match=r"feature 'a': learning_rate_scale must lie in \[0, inf\)"):
         FeatureConfig("a", 4, learning_rate_scale=scale)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tritonrec import HashEmbedding, HashEmbeddingBag, HashEmbeddingCollection, HashOptimizer
-from tritonrec.data import KeyedJaggedTensor
+from tritonrec.data import KeyedJaggedTensor, Vocabulary
 from tritonrec.embedding import (
     Eviction,
     FeatureConfig,
@@ -19,6 +19,7 @@ from tritonrec.embedding import (
     modules,
 )
 from tritonrec.embedding.in_flight import as_lane
+from tritonrec.files.places import place_of
 
 LAST = 2**63 - 1
 IDS = torch.tensor([[3, -(2**63), 3], [LAST, 0, -7]])
@@ -412,3 +413,41 @@ def test_features_of_torchrec_are_taken_as_they_are():
 
 def test_a_module_shows_its_consistency():
     assert "consistency='batch'" in repr(HashEmbedding(5))
+
+
+EMBEDDING, BAGS = HashEmbedding(4, name="item"), HashEmbeddingBag(4, name="item")
+BY_NAME = HashEmbeddingCollection([FeatureConfig("item", 4)])
+THREE = torch.tensor([1, 2, 3])
+NO_IDS = r"ids of .*'item' must be an int64 tensor, got "
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: EMBEDDING([1, 2]), NO_IDS + r"list: convert with torch\.as_tensor\(ids\)"),
+        (lambda: EMBEDDING(THREE.int()), NO_IDS + r"torch\.int32: convert with \.long\(\)"),
+        (lambda: EMBEDDING(None), NO_IDS + "NoneType"), (lambda: BAGS([1, 2], [0]), NO_IDS + "list"),
+        (lambda: BAGS({"item": THREE}), NO_IDS + "dict"), (lambda: BAGS(None), NO_IDS + "NoneType"),
+        (lambda: BAGS(THREE, torch.tensor([0.0, 1.5])), "offsets of 'item' must be .* got torch.f"),
+        (lambda: BAGS(THREE, [0, 1]), "offsets of 'item' must be an int64 tensor, got list"),
+        (lambda: BY_NAME(THREE), r"features are a KeyedJaggedTensor, or ids \(and offsets\) by .*got Tensor"),
+        (lambda: BY_NAME(None), "features are a KeyedJaggedTensor, .* got NoneType"),
+        (lambda: BY_NAME({"item": [1]}), NO_IDS + "list"),
+        (lambda: BY_NAME({"item": (1, 2)}), NO_IDS + "tuple"),
+        (lambda: HashEmbeddingCollection(FeatureConfig("a", 4)), r"features are several: \[FeatureConfig"),
+        (lambda: HashOptimizer(EMBEDDING.parameters()), "HashOptimizer takes the model, .* got generator"),
+        (lambda: HashOptimizer([EMBEDDING]), r"got list: HashOptimizer\(model\)"),
+        (lambda: place_of(None), "a path or a URL is a text or a pathlib.Path, got None"),
+        (lambda: Vocabulary(None), "words must be an Arrow array or several texts, got one: None"),
+    ],
+)  # fmt: skip
+def test_what_is_given_in_the_place_of_ids_or_of_a_model_is_named(call, says):
+    with pytest.raises(TypeError, match=says):
+        call()
+
+
+def test_features_may_come_from_a_generator():
+    made = HashEmbeddingCollection(FeatureConfig(name, 4) for name in "ab")
+    assert [*made.tables.features] == ["a", "b"]
+    pair = made({"a": [THREE, torch.tensor([0, 3])], "b": THREE})
+    assert pair["a"].shape == pair["b"].shape == (3, 4)

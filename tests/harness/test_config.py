@@ -36,10 +36,18 @@ def read(tmp_path, text, plan=RUN):
     return read_config(tmp_path / "run.toml", plan)
 
 
+@pytest.mark.parametrize("text", ["", "# steps = 3\n", "[job]\n[job.sizes]\n", "\ufeff"])
+def test_a_file_that_sets_nothing_is_refused(tmp_path, text):
+    """As one that was cut off: all defaults would be trained, without a word."""
+    (tmp_path / "run.toml").write_text(text)
+    with pytest.raises(ValueError, match=r"run\.toml sets nothing: leave --config out"):
+        read_config(tmp_path / "run.toml", Run(Job()))
+
+
 @pytest.mark.parametrize("run", [RUN, OTHER], ids=["default", "other"])
 def test_what_is_written_is_read(tmp_path, run):
     assert read(tmp_path, to_toml(tables_of(run))) == run
-    assert read(tmp_path, "") == RUN
+    assert from_tables(RUN, {}, "nothing") == RUN
 
 
 def test_every_field_is_a_key_but_those_that_follow_from_others():

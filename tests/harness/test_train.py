@@ -150,6 +150,12 @@ def test_a_run_goes_on_with_the_settings_that_are_named(job, tmp_path):
         train(here, replace(other, changed=("lr",)), True)
     train(here, replace(other, changed=("lr", "rule")), True)
     assert max(checkpoint.steps(tmp_path)) == 3
+    slow = replace(run, job=replace(job, ema=0.9), checkpoint=str(tmp_path / "average"))
+    train(here, slow, True)
+    fast = replace(slow, job=replace(job, ema=0.5), steps=3, resume=True)
+    with pytest.raises(ValueError, match=r"ema 0\.9 in the checkpoint, 0\.5 now.*--changed average"):
+        train(here, fast, True)
+    train(here, replace(fast, changed=("average",)), True)
     sizes = replace(job.sizes, layers=job.sizes.layers + 1)
     with pytest.raises(ValueError, match=r"sizes\.layers .*or another directory$"):
         train(here, replace(run, job=replace(job, sizes=sizes), steps=4, resume=True), True)

@@ -2,12 +2,18 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
-from commands import invoke
+from commands import COMMANDS, invoke
+from typer.testing import CliRunner
 
 from tritonrec import checkpoint
 from tritonrec.files.places import place_of, read_document
+from tritonrec.harness.cli import app
+from tritonrec.harness.job import Job
+from tritonrec.harness.train.config import read_config
+from tritonrec.harness.train.run import Run
 from tritonrec.serving import Predictor
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*its file system has no locks.*:RuntimeWarning")
@@ -54,10 +60,6 @@ def test_a_store_that_cannot_be_reached_is_named_before_any_work(option, monkeyp
 def test_tables_at_a_url_are_exported_there():
     here = "memory://exported"
     assert invoke("train", *SIZES, "--steps", 1, "--checkpoint", f"{here}/run")[0] == 0
-    from typer.testing import CliRunner
-
-    from tritonrec.harness.cli import app
-
     result = CliRunner().invoke(app, ["export", f"{here}/run", f"{here}/out", "--tables-only"])
     assert result.exit_code == 0 and "memory://exported/out" in result.output.replace("\n", "")
     assert len(Predictor.load(f"{here}/out").tables["item"].ids) > 10
@@ -65,9 +67,52 @@ def test_tables_at_a_url_are_exported_there():
     assert result.exit_code == 0, result.output
 
 
+def paths():
+    """(command, words) with ``{}`` for each path that a command takes; a command may lack other arguments."""
+    for name, command in COMMANDS.items():
+        for each in command.params:
+            if "Path" in str(each.type_descriptor.annotation):
+                given = [] if each.param_type_name == "argument" else each.opts[:1]
+                before = [
+                    "local" for other in command.params[: command.params.index(each)]
+                    if not given and other.param_type_name == "argument"
+                ]  # fmt: skip
+                yield pytest.param(name, [*before, *given, "{}"], id=f"{name} {each.opts[0]}")
+
+
+@pytest.mark.parametrize(("command", "words"), list(paths()))
+def test_no_path_of_a_command_loses_the_host_or_a_part_of_a_url(command, words):
+    """pathlib makes one slash of two: ``file://nas/x`` would be ``/nas/x``, and ``a//b`` another object."""
+    for url, says in (
+        ("file://nas/x", "is on the host nas: a file here is file:///nas/x"),
+        ("s3://b/a//k", "s3://b/a//k: a URL here has no empty part"),
+        ("s3:b/k", "no URL for want of slashes"),
+    ):  # fmt: skip
+        result = CliRunner(env={"COLUMNS": "400"}).invoke(
+            app, [command, *(word.format(url) for word in words)]
+        )
+        assert result.exit_code == 2 and says in " ".join(result.output.split()), result.output
+
+
+def test_a_path_of_a_config_file_is_read_as_one_of_a_command(tmp_path_factory):
+    file = tmp_path_factory.mktemp("config") / "run.toml"
+    for url, says in (("file://nas/x", "is on the host nas"), ("s3://b//k", "has no empty part")):
+        file.write_text(f'checkpoint = "{url}"')
+        code, output, _ = invoke("train", "--config", file)
+        assert code == 2 and f"checkpoint: {url}" in output and says in output, output
+    file.write_text('checkpoint = "file:///a%20b"\n')
+    assert read_config(file, Run(Job())).checkpoint == Path("/a b")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (("serve", "--token-file", "memory://a/b"), "memory://a/b: a token cannot be at a URL"),
+        (
+            ("train", "--storage", "disk", "--disk-path", "memory://a/b"),
+            "memory://a/b: the directory of tables",
+        ),
+        (("lab", "--plan", "memory://a/b"), "memory://a/b is no plan of"),
         (("profile", "--out", "s3://b/p"), "s3://b/p: the folder of --out cannot be at a URL"),
         (("verify", "--trace", "s3://b/p"), "s3://b/p: the folder of --trace cannot be at a URL"),
         (("train", "--checkpoint", "nosuch://b/p"), "nothing is written at nosuch://"),

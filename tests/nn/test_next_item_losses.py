@@ -104,7 +104,7 @@ def test_other_arguments_take_the_ops_with_their_errors(calls):
         assert len(calls) == 1
         with pytest.raises(ValueError, match="must be float32"):
             losses_by_sample(hidden.double(), others, valid, offsets, TEMPERATURE)
-        with pytest.raises(ValueError, match="temperature must be positive"):
+        with pytest.raises(ValueError, match=r"temperature must lie in \(0, inf\)"):
             losses_by_sample(hidden, others, valid, offsets, 0.0)
         with pytest.raises(ValueError, match="must end at the 5 tokens"):
             losses_by_sample(hidden, others, valid, offsets[:-1] * 1, TEMPERATURE)

@@ -1,6 +1,7 @@
 """Promise: the guard compares every bit: of losses, of all gradients, of batches and of buffers."""
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from trainer_parts import DIM, NoParameters, batches, parts, trainer
 from tritonrec import nn
 from tritonrec.data import JaggedBatch
 from tritonrec.data.batch import per_sample
-from tritonrec.pipeline import NotBatchInvariantError
+from tritonrec.pipeline import NotBatchInvariantError, attributes
+from tritonrec.pipeline.guard import KnownRows
 
 
 class LastBit(NoParameters):
@@ -152,3 +154,76 @@ def test_gradients_of_parameters_or_rows_alone_are_compared(model, what):
         pytest.raises(NotBatchInvariantError, match=f"whose {what}.* on the cut"),
     ):
         list(training.run(batches(1)))
+
+
+class Large(NoParameters):
+    """A parameter and a buffer of 16 MiB; `write` is a write to either that counts no version."""
+
+    write = staticmethod(lambda model: None)
+
+    def __init__(self):
+        super().__init__()
+        self.large = torch.nn.Parameter(torch.zeros(1 << 22, dtype=torch.float32))
+        self.register_buffer("table", torch.zeros(1 << 22, dtype=torch.float32))
+
+    def forward(self, batch, rows, seed):
+        self.write(self)
+        return super().forward(batch, rows, seed)
+
+
+class WritesParameter(Large):
+    write = staticmethod(lambda model: model.large.data[1000:1001].add_(1))
+
+
+class WritesBuffer(Large):
+    write = staticmethod(lambda model: model.table.data[1000:1001].add_(1))
+
+
+@pytest.mark.parametrize(
+    ("model", "what"), [(WritesParameter, "parameter large"), (WritesBuffer, "buffer table")]
+)
+def test_a_write_to_one_large_value_is_found(model, what):
+    with (
+        trainer(parts(model), "sequential", micro_batches=1) as training,
+        pytest.raises(NotBatchInvariantError, match=f"whose calls change {what}"),
+    ):
+        list(training.run(batches(1)))
+
+
+def test_a_comparison_copies_no_large_parameter_and_a_buffer_once(monkeypatch):
+    copied, clone = [], torch.Tensor.clone
+    monkeypatch.setattr(
+        torch.Tensor, "clone", lambda self, **rest: copied.append(self.nbytes) or clone(self, **rest)
+    )
+    with trainer(parts(Large), "sequential", micro_batches=1) as training:
+        list(training.run(batches(1)))
+        assert training.guard.checks == 1
+    training_takes = 8 << 22  # the exact sums of its gradients
+    assert sum(copied) < training_takes + 1.1 * (4 << 22)
+
+
+def test_small_tensors_are_put_back_and_large_ones_are_told():
+    small, large = torch.ones(3, dtype=torch.float32), torch.ones(attributes.MOST_VALUES, dtype=torch.float32)
+    contents = attributes.Contents({"large": large, "small": small})
+    assert contents.put_back({"large": large, "small": small}) is None
+    large.data[5] = -1
+    assert contents.put_back({"large": large, "small": small}) == "large" and large[5] == -1
+    small.data[1] = 7
+    assert contents.put_back({"large": large, "small": small}) == "small" and small.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("known", [0, 1, 40])
+def test_rows_of_keys_are_those_of_a_dictionary(known):
+    draw = torch.Generator().manual_seed(known)
+    distinct = torch.randperm(1000, generator=draw)[:known] - 500
+    values = torch.randn(known, 3, generator=draw, dtype=torch.float32)
+    inverse = torch.randint(0, max(known - 1, 1), (3 * known,), generator=draw)  # a row may have no key
+    rows = KnownRows.of(distinct[inverse], values, inverse)
+    expected = {int(distinct[at]): values[at].tolist() for at in inverse.unique()}
+    assert dict(zip(rows.keys.tolist(), rows.values.tolist(), strict=True)) == expected
+    assert rows.keys.tolist() == sorted(expected)
+    wanted = torch.cat([torch.arange(-60, 60), distinct[:2], distinct[:2]])
+    table = SimpleNamespace(dim=3, initial_rows=lambda keys: keys[:, None].expand(-1, 5).float())
+    some = rows.restricted(wanted, table)
+    assert some.keys.tolist() == sorted({*wanted.tolist()})
+    assert some.values.tolist() == [expected.get(key, [float(key)] * 3) for key in some.keys.tolist()]

@@ -505,6 +505,71 @@ def test_settings_of_a_scheduler_are_those_that_were_saved_or_given_by_name(tmp_
         assert training.load(tmp_path / "again") == 1
 
 
+def multiplied(optimizer, factor):
+    return torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda done: factor)
+
+
+def cyclic(optimizer, base):
+    scale = torch.optim.lr_scheduler.CyclicLR(
+        optimizer, 0.01, 0.1, scale_fn=lambda x: base**x, cycle_momentum=False
+    )
+    return torch.optim.lr_scheduler.ChainedScheduler([scale])
+
+
+AVERAGES = {
+    "EMA": lambda decay: {"multi_avg_fn": torch.optim.swa_utils.get_ema_multi_avg_fn(decay)},
+    "EMA of each": lambda decay: {"avg_fn": torch.optim.swa_utils.get_ema_avg_fn(decay)},
+    "own": lambda decay: {"avg_fn": lambda old, new, done: decay * old + (1 - decay) * new},
+    "buffers": lambda decay: {"use_buffers": decay > 0.6},
+    "mean": lambda decay: {} if decay > 0.6 else {"avg_fn": torch.optim.swa_utils.get_ema_avg_fn(decay)},
+}
+"""Of the model's weights, as its arguments for a decay."""
+
+
+def training_by_function(kind, value, communicators=None):
+    made = made_of()
+    given = {}
+    if kind in AVERAGES:
+        given["average"] = torch.optim.swa_utils.AveragedModel(made[0], **AVERAGES[kind](value))
+    else:
+        given["scheduler"] = kind(made[2], value)
+    return Trainer(*made, communicators or Communicators.local(), "sequential", WindowConfig(), **given)
+
+
+BY_FUNCTION = [
+    (functions, "scheduler")
+    for functions in (
+        lambda optimizer, factor: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: factor**done),
+        multiplied, cyclic,
+    )
+] + [(name, "average") for name in AVERAGES]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "named"), BY_FUNCTION)
+def test_settings_that_are_functions_are_compared_by_what_they_return(tmp_path, kind, named):
+    """Their values are in closures, which no state of torch's has."""
+    with training_by_function(kind, 0.75) as training:
+        list(training.run(batches(1)))
+        training.save(tmp_path)
+    with training_by_function(kind, 0.5) as training:
+        before = everything(training)
+        with pytest.raises(ValueError, match=rf"{named}.* is .* in .* here.*changed="):
+            training.load(tmp_path)
+        assert equal(everything(training), before)
+        training.load(tmp_path, changed={named})
+    with training_by_function(kind, 0.75) as training:
+        assert training.load(tmp_path) == 1
+
+
+@pytest.mark.parametrize(("kind", "named"), [BY_FUNCTION[0], BY_FUNCTION[3]])
+def test_ranks_whose_functions_differ_are_named(kind, named):
+    def of_rank(communicators):
+        training_by_function(kind, 0.5 if communicators.rank else 0.75, communicators)
+
+    with pytest.raises(RanksDisagreeError, match=named):
+        run_ranks(2, of_rank)
+
+
 def test_a_load_into_a_used_trainer_gives_the_bits_of_a_fresh_one(saved):
     def ended(first):
         made = made_of()

@@ -13,6 +13,7 @@ from tritonrec import ops
 from tritonrec.data.slices import work
 from tritonrec.kernels.dispatch import default_impl
 from tritonrec.pipeline import Executor, StageFailedError
+from tritonrec.serving import infer
 from tritonrec.trace import Recorder
 
 PIPELINED = slow_except(["nestpipe"], ["dbp", "fwp", "nestpipe"])
@@ -96,6 +97,29 @@ def test_anything_but_a_batch_is_refused_by_name(mode):
     with pytest.raises(TypeError, match=r"got dict: a DataLoader makes them in its collate_fn"):  # noqa: SIM117
         with trainer(parts(), mode) as training:
             list(training.run([{"item": 3}]))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (batches(1)[0], r"run takes batches one after the other, and got one: run\(\[batch\]\)"),
+        (None, "run takes an iterable of batches, as a list, .* got NoneType"),
+        (batches, "got function: call it first"), (7, "got int"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("mode", EVERY_MODE)
+def test_what_is_no_iterable_of_batches_is_refused_with_what_to_do(mode, given, says):
+    with trainer(parts(), mode) as training:
+        with pytest.raises(TypeError, match=says):
+            list(training.run(given))
+        with pytest.raises(TypeError, match=r"progress takes an iterator.*got .*: iter\(batches\)"):
+            training.progress([given])
+        with pytest.raises(TypeError, match=r"must be of type .*, got (a JaggedBatch|None|<function .*|7)$"):
+            training.evaluate(given)
+        assert len(list(training.run(batches(1)))) == 1
+    if given is not None and not callable(given):
+        with pytest.raises(TypeError, match=says.replace("run", "infer")):
+            list(infer(None, given, None))
 
 
 def test_a_loader_in_the_place_of_its_batches_is_told_how_to_give_them():

@@ -22,7 +22,7 @@ Dimensions: B samples, L tokens, K negatives per token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from itertools import accumulate
@@ -205,6 +205,29 @@ def _take(value: Tensor | KeyedJaggedTensor | None, rows: Tensor) -> Tensor | Ke
 def _row(value: Any) -> Any:
     """Shape of a column's rows, keys of its bags, or None."""
     return value.shape[1:] if isinstance(value, Tensor) else value and value.keys
+
+
+def iterator_of(batches: Any, taker: str = "run") -> Iterator[Any]:
+    """An iterator of an iterable of batches; TypeError naming what else was given to the `taker`."""
+    if isinstance(batches, Batch):
+        raise TypeError(f"{taker} takes batches one after the other, and got one: {taker}([batch])")
+    if hasattr(batches, "__iter__") or hasattr(batches, "__getitem__"):
+        return iter(batches)
+    if hasattr(batches, "batch"):
+        raise TypeError(f"a loader has no end: {taker}(loader.batch(step) for step in range(steps))")
+    called = ": call it first" if callable(batches) else ""
+    raise TypeError(
+        f"{taker} takes an iterable of batches, as a list, a generator or a DataLoader, got "
+        f"{type(batches).__name__}{called}"
+    )
+
+
+def require_iterator(batches: Any) -> Iterator[Any]:
+    """What gives the next batch; TypeError for an iterable, which would begin anew each time."""
+    if hasattr(batches, "__next__"):
+        return batches
+    kind = type(batches).__name__
+    raise TypeError(f"progress takes an iterator, the same one each time, got {kind}: iter(batches)")
 
 
 def check_binary(labels: Tensor, tasks: Sequence[str] = ()) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -219,8 +218,7 @@ class EventLog:
         from tritonrec.data.vocabulary import words_of
 
         place = self.place
-        is_here = place is not None and place.is_folder and place.filesystem.type_name == "local"
-        return words_of(Path(place.root)) if place is not None and is_here else {}
+        return words_of(place.root, place.filesystem) if place is not None and place.is_folder else {}
 
     def _take_words_beside(self) -> None:
         """Add them to the words, and where these have some already, compare."""

@@ -17,6 +17,7 @@ from tritonrec.data.impressions import ImpressionBatch
 from tritonrec.data.jagged import KeyedJaggedTensor, Lookup, token_indices
 from tritonrec.data.splits import Part, check_part
 from tritonrec.data.stream import Stream
+from tritonrec.files.places import Place, place_of, read_document
 from tritonrec.settings import typed
 
 if TYPE_CHECKING:
@@ -60,11 +61,11 @@ class ImpressionStream(Stream[ImpressionBatch]):
         from tritonrec.data.log_files import files_at
         from tritonrec.data.parquet import features_beside  # pyarrow is slow to import
 
-        self.folder = Path(folder)
+        self.folder = place_of(folder)
         self.context, self.tasks, self.label_rule = _about(self.folder / ABOUT_FILE)
         self._genres = features_beside(files_at(str(folder)))[1]
         super().__init__(
-            self._rows(folder), self._collate, batch_size, seed, rank, world_size, shuffle, buffer_rows,
+            self._rows(self.folder), self._collate, batch_size, seed, rank, world_size, shuffle, buffer_rows,
             readers,
         )  # fmt: skip
 
@@ -90,7 +91,7 @@ class ImpressionStream(Stream[ImpressionBatch]):
         for numbers, table in self._rows(file).batches(batch_size):
             yield self._collate(0, torch.from_numpy(numbers), table)
 
-    def _rows(self, path: str | Path) -> ParquetRows:
+    def _rows(self, path: Place) -> ParquetRows:
         from tritonrec.data.parquet_rows import ParquetRows
 
         rows = ParquetRows(path)
@@ -101,7 +102,7 @@ class ImpressionStream(Stream[ImpressionBatch]):
         from tritonrec.data.times import lists
         from tritonrec.data.values import Part, integers
 
-        part = Part(self.folder, "row", sample_ids.numpy())
+        part = Part(str(self.folder), "row", sample_ids.numpy())
         past, shown = (lists(part, name, table.column(name))[1] for name in ("item", "shown"))
 
         def values(name: str, lengths: np.ndarray) -> Tensor:
@@ -137,10 +138,10 @@ class ImpressionStream(Stream[ImpressionBatch]):
         )
 
 
-def _about(file: Path) -> tuple[tuple[str, ...], tuple[str, ...], str]:
+def _about(file: Place) -> tuple[tuple[str, ...], tuple[str, ...], str]:
     """Names of the context and of the tasks, and the rule of the labels, of the file of a folder."""
     try:
-        about = json.loads(file.read_text())
+        about = json.loads(read_document(file, "description of windows"))
         found = [about[name] for name in ("context", "tasks")]
     except OSError as error:
         raise ValueError(f"{file.parent} has no windows of impressions: {error}") from error

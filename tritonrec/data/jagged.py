@@ -187,6 +187,11 @@ class KeyedJaggedTensor(Movable):
 
         Raises ValueError for batch sizes that differ by key, and for values that are not integers.
         """
+        if not hasattr(features, "variable_stride_per_key"):
+            kind = type(features).__name__
+            raise TypeError(
+                f"features are a KeyedJaggedTensor, or ids (and offsets) by feature's name, got {kind}"
+            )
         if features.variable_stride_per_key():
             raise ValueError(
                 f"features {features.keys()} have different batch sizes, {features.stride_per_key()}: "

@@ -143,14 +143,17 @@ class Vocabulary:
             pq.write_table(pa.table({COLUMN: self.words}), part, compression="zstd", use_dictionary=False)
 
     @classmethod
-    def load(cls, path: Path | str) -> Vocabulary:
-        """Read what `save` wrote. Raises ValueError for a file that holds no vocabulary, and OSError."""
+    def load(cls, path: Path | str, filesystem: Any = None) -> Vocabulary:
+        """Read what `save` wrote; from a file system, by default that of the path.
+
+        Raises ValueError for a file that holds no vocabulary, and OSError.
+        """
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         from tritonrec.data.log_files import filesystem_of
 
-        filesystem, place = filesystem_of(path)
+        filesystem, place = filesystem_of(path, filesystem)
         try:
             table = pq.read_table(place, filesystem=filesystem, partitioning=None)
         except pa.ArrowInvalid as error:
@@ -254,12 +257,25 @@ class Vocabulary:
             )
 
 
-def words_of(folder: Path) -> dict[str, Vocabulary]:
-    """The vocabularies beside converted or grouped shards, by column; {} where ids are numbers."""
+def words_of(folder: Path | str, filesystem: Any = None) -> dict[str, Vocabulary]:
+    """The vocabularies beside converted or grouped shards, by column; {} where ids are numbers.
+
+    Args:
+        filesystem: in which the folder is; by default that of its path.
+    """
+    from pyarrow.fs import FileSelector
+
+    from tritonrec.data.log_files import filesystem_of
+
+    filesystem, place = filesystem_of(folder, filesystem)
     before, behind = WORDS_FILE.split("{}")
-    files = sorted(folder.glob(WORDS_FILE.format("*")))
-    names = [unquote(file.name.removeprefix(before).removesuffix(behind)) for file in files]
-    return dict(zip(names, map(Vocabulary.load, files), strict=True))
+    found = filesystem.get_file_info(FileSelector(place or ".", allow_not_found=True))
+    files = {each.base_name: each.path for each in sorted(found, key=lambda each: each.base_name)}
+    return {
+        unquote(name.removeprefix(before).removesuffix(behind)): Vocabulary.load(file, filesystem)
+        for name, file in files.items()
+        if name.startswith(before) and name.endswith(behind)
+    }
 
 
 def save_words(vocabularies: Mapping[str, Vocabulary], folder: Path) -> None:
@@ -331,7 +347,7 @@ def large_strings(words: Words) -> list[pa.Array]:
     """Arrow arrays of large_string, without a missing word. Raises ValueError and TypeError otherwise."""
     import pyarrow as pa
 
-    if isinstance(words, (str, bytes)):
+    if isinstance(words, (str, bytes)) or not hasattr(words, "__iter__"):
         raise TypeError(f"words must be an Arrow array or several texts, got one: {words!r}")
     if isinstance(words, pa.ChunkedArray):
         columns = words.chunks

@@ -90,6 +90,14 @@ def rank_here(environment: Mapping[str, str] | None = None) -> Here:
             "unknown: set RANK and WORLD_SIZE, as torchrun does, or unset it for a run of one process"
         )
     size, rank = _number(given, launcher.size, 1), _number(given, launcher.rank)
+    for other in known if size > 1 and "TORCHELASTIC_RUN_ID" not in given else ():  # torchrun numbers anew
+        told = given.get(other.size, "").strip()
+        if told == str(size) and _number(given, other.rank) != rank:
+            raise ValueError(
+                f"{launcher.rank}={rank} and {other.rank}={given[other.rank]} disagree, of "
+                f"{launcher.size}={size} and {other.size}={told}: two processes may take one rank. Unset "
+                f"those of {launcher.name} or of {other.name}"
+            )
     if rank >= size:
         raise ValueError(f"{launcher.rank}={rank} is not below {launcher.size}={size}")
     local = None

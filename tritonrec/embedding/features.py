@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -11,7 +10,7 @@ import torch
 
 from .. import ops
 from ..kernels import launch
-from ..settings import typed
+from ..settings import check_number, typed
 from .by_table import columns_by_table, keys_by_table, part_name, rows_by_table
 from .change_log import CHECKPOINT
 from .key_layout import KeyLayout
@@ -72,11 +71,8 @@ class FeatureConfig:
             raise ValueError("a feature needs a name")
         if self.dim < 1:
             raise ValueError(f"feature {self.name!r}: dim must be at least 1, got {self.dim}")
-        if not 0 <= self.learning_rate_scale < math.inf:
-            raise ValueError(
-                f"feature {self.name!r}: learning_rate_scale must be finite and >= 0, got "
-                f"{self.learning_rate_scale}"
-            )
+        check_number(f"feature {self.name!r}: scale", self.scale or 0.0)
+        check_number(f"feature {self.name!r}: learning_rate_scale", self.learning_rate_scale)
 
 
 @dataclass(frozen=True)
@@ -124,6 +120,9 @@ class HashTableCollection:
         placement: Placement | None = None,
     ):
         rule = optimizer or RowOptimizer()
+        if isinstance(features, FeatureConfig):
+            raise TypeError("features are several: [FeatureConfig(name, dim)]")
+        features = list(features)
         if wrong := [each for each in features if not isinstance(each, FeatureConfig)]:
             raise TypeError(f"features are given as FeatureConfig(name, dim), got {wrong[0]!r}")
         self.features = {feature.name: feature for feature in sorted(features, key=lambda f: f.name)}

@@ -44,6 +44,11 @@ class HashOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, model: torch.nn.Module):
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(
+                "HashOptimizer takes the model, whose hash embeddings it finds, got "
+                f"{type(model).__name__}: HashOptimizer(model)"
+            )
         found = [(path, each) for path, each in model.named_modules() if isinstance(each, HasRows)]
         self._owners = [(path, each) for path, each in found if each.fused_optimizer is None]
         if not self._owners:

@@ -103,6 +103,9 @@ class Scaled:
     schedule: Schedule
     factor: float
 
+    def __post_init__(self) -> None:
+        _check_rates(factor=self.factor)
+
     def __call__(self, update: int) -> float:
         return self.factor * rate_at(self.schedule, update)
 

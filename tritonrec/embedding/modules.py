@@ -21,7 +21,7 @@ from ..distributed.communicator import Communicator
 from ..kernels import launch
 from ..kernels.dispatch import on_host
 from ..kernels.fixed_point.errors import FRACTION_BITS
-from ..settings import typed
+from ..settings import check_number, typed
 from .features import FeatureConfig, HashTableCollection
 from .hash_optimizer import HashOptimizer
 from .module_state import load_module_state, save_module_state
@@ -90,6 +90,7 @@ class HashEmbeddingCollection(torch.nn.Module):
         self.unknown_ids = unknown_ids
         self.rows = RowsParameter()
         self.lookups = 0
+        check_number("divisor", 1.0 if divisor is None else divisor, positive=True)
         self._divisor = float(self.communicator.world_size if divisor is None else divisor)
         self._device: torch.device | None = None  # of the ids
         self._collect(fused)
@@ -124,6 +125,7 @@ class HashEmbeddingCollection(torch.nn.Module):
 
     @divisor.setter
     def divisor(self, value: float) -> None:
+        check_number("divisor", value, positive=True)
         self._divisor = float(value)
         for each in self.row_gradients:
             each.divisor = self._divisor
@@ -161,7 +163,8 @@ class HashEmbeddingCollection(torch.nn.Module):
         lookups: dict[str, Any] = {}
         for name, feature in self.tables.features.items():
             one = given[name]
-            given_ids, offsets = (one, None) if isinstance(one, torch.Tensor) else one[:2]
+            alone = not (isinstance(one, (tuple, list)) and len(one) > 1 and isinstance(one[0], torch.Tensor))
+            given_ids, offsets = (one, None) if alone else one[:2]
             ids = self._checked(name, given_ids)
             if isinstance(one, WeightedLookup):
                 lookups[name] = WeightedLookup(ids, one.offsets, one.weights.to(ids.device))
@@ -175,10 +178,9 @@ class HashEmbeddingCollection(torch.nn.Module):
 
     def _checked(self, name: str, ids: torch.Tensor) -> torch.Tensor:
         if not isinstance(ids, torch.Tensor) or ids.dtype != torch.int64:
-            got = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
-            raise TypeError(
-                f"ids of feature {name!r} must be an int64 tensor, got {got}: convert with .long()"
-            )
+            is_tensor = isinstance(ids, torch.Tensor)
+            got, how = (ids.dtype, ".long()") if is_tensor else (type(ids).__name__, "torch.as_tensor(ids)")
+            raise TypeError(f"ids of feature {name!r} must be an int64 tensor, got {got}: convert with {how}")
         if ids.dim() != 1:
             raise ValueError(f"ids of feature {name!r} must have shape (n,), got {tuple(ids.shape)}")
         self._device = self._device or ids.device

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, replace
 from typing import Literal
 
+from ..files.places import local_path
 from ..settings import MOST, bytes_of, setting, typed
 
 EvictionPolicy = Literal["lru", "lfu", "ttl"]
@@ -51,6 +52,8 @@ class Placement:
                 f"tables on disk need a directory, and others take none: got storage={self.storage!r} with "
                 f"path={self.path!r}"
             )
+        if self.path:
+            local_path(self.path, "the directory of tables on disk (disk_path)")
         bytes_of(self.memory, "memory of tables on disk (disk_memory)")
 
     def chosen(self) -> Placement:

@@ -95,6 +95,14 @@ class HashEmbeddingBag(HashEmbeddingCollection):
         """
         if isinstance(ids, torch.fx.Proxy):
             return leaf_call(self, ids, offsets, per_sample_weights)
+        if not (isinstance(ids, torch.Tensor | KeyedJaggedTensor) or hasattr(ids, "variable_stride_per_key")):
+            kind = type(ids).__name__
+            raise TypeError(f"ids of {self.name!r} must be an int64 tensor, got {kind}: torch.as_tensor(ids)")
+        if offsets is not None and (
+            not isinstance(offsets, torch.Tensor) or offsets.dtype not in (torch.int32, torch.int64)
+        ):
+            got = offsets.dtype if isinstance(offsets, torch.Tensor) else type(offsets).__name__
+            raise TypeError(f"offsets of {self.name!r} must be an int64 tensor, got {got}")
         if not isinstance(ids, torch.Tensor):
             if per_sample_weights is not None:
                 raise ValueError("a KeyedJaggedTensor has weights of its own: leave out per_sample_weights")

@@ -9,6 +9,7 @@ import torch
 from ..distributed import CorruptionError
 from ..kernels.checksums import row_checksums
 from ..kernels.padding import report
+from ..settings import check_number
 from .candidates import Candidates
 from .device_numbers import Arriving
 from .evictor import Evictor
@@ -48,6 +49,7 @@ class TrainedTable:
         placement: Placement | None = None,
     ):
         self.dim, self.row_width = dim, dim if row_width is None else row_width
+        check_number("scale", scale)
         self.layout, self.seed, self.scale = layout or KeyLayout(), seed, scale
         self.policy = policy or TablePolicy()
         self.placement = placement or Placement()

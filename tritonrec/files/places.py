@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 _URL = re.compile(r"((?:[A-Za-z0-9+.-]+::)*[A-Za-z][A-Za-z0-9+.-]+):/{1,2}(.*)", re.DOTALL)
 """Also with one slash, which is what `pathlib` leaves of two, and as a chain (``simplecache::s3://``)."""
@@ -51,7 +51,8 @@ class RemotePath:
     """
 
     def __init__(self, url: str, parent: tuple[Any, str] | None = None):
-        self.url, self._opened = url.rstrip("/"), parent
+        self._base, self._options = _without_options(url)
+        self.url, self._opened = self._base + self._options, parent
 
     @property
     def _fs(self) -> Any:
@@ -86,7 +87,7 @@ class RemotePath:
 
     def __truediv__(self, name: str) -> RemotePath:
         opened = self._opened and (self._fs, f"{self._place}/{name}")
-        return RemotePath(f"{self.url}/{name}", opened)
+        return RemotePath(f"{self._base}/{name}{self._options}", opened)
 
     def __getstate__(self) -> str:
         return self.url
@@ -97,7 +98,7 @@ class RemotePath:
     @property
     def name(self) -> str:
         """The last part."""
-        return self.url.rpartition("/")[2]
+        return self._base.rpartition("/")[2]
 
     @property
     def stem(self) -> str:
@@ -113,7 +114,7 @@ class RemotePath:
     def parent(self) -> RemotePath:
         """The folder."""
         opened = self._opened and (self._fs, self._place.rpartition("/")[0])
-        return RemotePath(self.url.rpartition("/")[0], opened)
+        return RemotePath(self._base.rpartition("/")[0] + self._options, opened)
 
     def absolute(self) -> RemotePath:
         """Itself."""
@@ -277,10 +278,13 @@ def place_of(path: str | bytes | os.PathLike[str] | RemotePath) -> Place:
 
     ``~`` is the home folder; ``file://`` has its characters escaped (``%20``), as in any URL. Nothing is
     opened: the first use raises ValueError for an unknown protocol, or a missing package. Raises ValueError
-    for an empty path, and a URL without slashes, without a name, with blanks around it or of another host.
+    for an empty path, and a URL without slashes, without a name, with blanks around it or of another host, or
+    of an object that stores and libraries name in several ways.
     """
     if isinstance(path, RemotePath):
         return path
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        raise TypeError(f"a path or a URL is a text or a pathlib.Path, got {path!r}")
     text = os.fsdecode(path)
     if not text:  # as of a variable of the environment that is not set
         raise ValueError("the path is empty: the current folder is '.'")
@@ -306,7 +310,40 @@ def place_of(path: str | bytes | os.PathLike[str] | RemotePath) -> Place:
         return Path(f"/{unquote(rest).lstrip('/')}")
     if not rest.strip("/"):
         raise ValueError(f"{text} names nothing there: write {protocol}://BUCKET/FOLDER")
-    return RemotePath(f"{protocol}://{rest.lstrip('/') if protocol != 'memory' else rest}")
+    place = RemotePath(f"{protocol}://{rest.lstrip('/')}")
+    if protocol in WRITABLE:
+        _check_key(place)
+    return place
+
+
+def _without_options(url: str) -> tuple[str, str]:
+    """A URL without slashes behind it, and the ``?region=eu-west-1`` that pyarrow takes behind it."""
+    base, mark, options = url.partition("?") if url.partition("://")[0] in _ARROWS else (url, "", "")
+    return base.rstrip("/"), mark + options
+
+
+def _check_key(place: RemotePath) -> None:
+    """Stores take any text for a key, and URLs do not: raise ValueError for one that would be another's."""
+    url, parts = place.url, place._base.partition("://")[2].split("/")
+    if "" in parts or "." in parts or ".." in parts:
+        raise ValueError(f"{url}: a URL here has no empty part, and no '.' or '..' between its slashes")
+    if "#" in url and url.partition("://")[0] in _ARROWS:
+        raise ValueError(f"{url}: what is behind # would be left out: write %23 for it")
+
+
+def given_path(text: str | os.PathLike[str]) -> Path:
+    """A path of a command line or a file of settings, as a `Path` that `place_of` finds where the text is.
+
+    `pathlib` folds slashes and dots, and with them a URL's host: raises ValueError for a URL that it would
+    change, and what `place_of` raises.
+    """
+    place = place_of(text)
+    if isinstance(place, Path):
+        return place
+    path = Path(text)
+    if place_of(path) != place:
+        raise ValueError(f"{text}: a URL here has no empty part, and no '.' or '..' between its slashes")
+    return path
 
 
 def local_path(path: str | os.PathLike[str], what: str) -> Path:
@@ -369,7 +406,9 @@ def filesystem_at(url: str) -> tuple[Any, str]:
         from pyarrow.fs import FileSystem
 
         try:
-            return FileSystem.from_uri(with_limit(url))
+            # A key may have blanks and any letters, which a URI has escaped; a bucket has none.
+            *bucket, key = with_limit(url).split("/", 3)
+            return FileSystem.from_uri("/".join([*bucket, quote(key, safe=":/?#@!$&'()*+,;=%~")]))
         except (ArrowInvalid, ArrowNotImplementedError):
             if url.partition("://")[0] in _ARROWS:  # and it is the URL that is wrong
                 raise

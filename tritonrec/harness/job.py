@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
-from pathlib import Path
 from threading import Lock
 from typing import Any, Literal
 
@@ -205,12 +204,10 @@ class Job:
             if (clicks := self._streamed(0, 1)) is None:
                 return _clicks(self.source, self.words, split)[1]
             assert isinstance(clicks, ClickStream)
-            return words_of(Path(clicks.whole.path)) if self._has_words else {}
+            return words_of(clicks.whole.root, clicks.whole.filesystem) if self._has_words else {}
         stream = self._streamed(0, 1)
-        if isinstance(stream, NextItemStream):
-            return words_of(Path(stream.rows.path))
-        if isinstance(stream, ImpressionStream):
-            return words_of(stream.folder)
+        if stream is not None:
+            return words_of(stream.rows.root, stream.rows.filesystem)
         return _interactions(self.source, self.words).words
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -39,6 +40,15 @@ def check_whole(**numbers: object) -> None:
     for name, number in numbers.items():
         if number is None or isinstance(number, float | str | list):
             raise TypeError(f"{name} must be a whole number, got {number!r}")
+
+
+def check_finite(**numbers: object) -> None:
+    """Refuse infinities and NaN, and an epsilon below 0: all that is computed with them would be lost."""
+    for name, number in numbers.items():
+        if isinstance(number, float) and not -math.inf < number < math.inf:
+            raise ValueError(f"{name} must be finite, got {number}")
+        if name == "eps" and isinstance(number, float) and number < 0:
+            raise ValueError(f"eps must be at least 0, got {number}")
 
 
 def as_float(name: str, number: Any) -> float:

@@ -42,7 +42,7 @@ import torch
 from torch.autograd import forward_ad, profiler
 from torch.autograd.forward_ad import unpack_dual
 
-from tritonrec.kernels.arguments import check_tensors, not_a_tensor
+from tritonrec.kernels.arguments import check_finite, check_tensors, not_a_tensor
 from tritonrec.kernels.autocast import (
     Casts,
     autocast_dtype,
@@ -140,6 +140,8 @@ class Op:
         optional = tuple(each.name for _, each in self._tensors if each.is_optional)
         names = [each.name for each in parameters]
         checks = [_selecting(each, names) for each in (check if isinstance(check, tuple) else (check,))]
+        if floats := [(at, each.name) for at, each in enumerate(parameters) if each.kind is float]:
+            checks.append(lambda arguments: check_finite(**{name: arguments[at] for at, name in floats}))
         outputs = None if fake is None else _selecting(fake, names)
         self.autocast = autocast or {}
         self._rules = [(names.index(name), rule) for name, rule in self.autocast.items()]

@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 
 from .. import ops
-from ..settings import typed
+from ..settings import check_number, typed
 from .hstu_layer import hstu_layer
 from .layers import RMSNorm
 from .modules import GatedMLP, GatedNorm, GatedRMSNorm, LayerNorm, Linear, RelativeAggregate
@@ -46,6 +46,10 @@ class FuXiConfig(LayerConfig):
     ffn_dim: int | None = None
     temperature: float = 1.0
     norm: Literal["layer", "rms"] = "layer"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("temperature", self.temperature, positive=True)
 
 
 class FuXiLayer(torch.nn.Module):

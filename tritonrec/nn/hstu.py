@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..settings import setting, typed
+from ..settings import check_number, setting, typed
 from .context import takes_indexed_rows
 from .hstu_layer import hstu_layer
 from .modules import GatedNorm, LayerNorm, Linear, RelativeBias
@@ -41,6 +41,10 @@ class HSTUConfig(LayerConfig):
 
     relative_bias: bool = setting(False, "hstu, grm: learned biases of position and time.")
     temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("temperature", self.temperature, positive=True)
 
 
 class HSTULayer(torch.nn.Module):

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from .. import ops
 from ..kernels.autocast import LOW, autocast_dtype, widen
+from ..settings import check_number
 from . import context
 from .exact import differentiable_sigmoid, expand, gelu, rms_normed
 
@@ -85,6 +86,7 @@ class LayerNorm(torch.nn.Module):
         dtype=None,
     ):
         super().__init__()
+        check_number("eps", eps)
         dim = _last_dimension("LayerNorm", normalized_shape)
         self.normalized_shape, self.eps, self.elementwise_affine = (dim,), eps, elementwise_affine
         self.weight = new_parameter(dim, device=device, dtype=dtype) if elementwise_affine else None
@@ -123,6 +125,7 @@ class RMSNorm(torch.nn.Module):
         dtype=None,
     ):
         super().__init__()
+        check_number("eps", eps or 0.0)
         dim = _last_dimension("RMSNorm", normalized_shape)
         self.normalized_shape, self.eps, self.elementwise_affine = (dim,), eps, elementwise_affine
         self.weight = new_parameter(dim, device=device, dtype=dtype) if elementwise_affine else None

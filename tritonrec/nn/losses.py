@@ -12,6 +12,7 @@ import torch
 
 from .. import ops
 from ..kernels.autocast import widen
+from ..settings import check_number
 
 
 @torch.no_grad()
@@ -81,8 +82,7 @@ def in_batch_softmax(
     Raises:
         ValueError: a temperature that is not positive, shapes that do not fit.
     """
-    if not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
+    check_number("temperature", temperature, positive=True)
     for name, each in (("ids", ids), ("log_q", log_q)):
         if each is not None and each.shape != candidates.shape[:1]:
             raise ValueError(f"{name} has shape {tuple(each.shape)} for {len(candidates)} candidates")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .. import ops
+from ..settings import check_number
 from . import layers
 
 
@@ -64,6 +65,8 @@ class GatedNorm(torch.nn.Module):
 
     def __init__(self, dim: int, dropout: float = 0.0, eps: float = 1e-6, norm_product: bool = False):
         super().__init__()
+        check_number("dropout", dropout, 1)
+        check_number("eps", eps)
         self.dropout, self.eps, self.norm_product = dropout, eps, norm_product
         self.weight = torch.nn.Parameter(torch.ones(dim, dtype=torch.float32))
         self.bias = torch.nn.Parameter(torch.zeros(dim, dtype=torch.float32))
@@ -90,6 +93,7 @@ class TokenDropout(torch.nn.Module):
 
     def __init__(self, p: float):
         super().__init__()
+        check_number("p", p, 1)
         self.p = p
 
     def forward(

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from .. import ops
-from ..settings import setting
+from ..settings import setting, typed
 from .context import takes_indexed_rows
 from .hstu_layer import check_recompute
 from .modules import LayerNorm, PositionalEmbedding, TokenDropout
@@ -22,6 +22,7 @@ from .next_item_losses import losses_by_sample, split
 from .tokens import Tokens, sum_by_sample
 
 
+@typed
 @dataclass(frozen=True)
 class LayerConfig:
     """Sizes that models of HSTU's kind share.

@@ -127,6 +127,7 @@ class GRU(torch.nn.Module):
     ):
         super().__init__()
         refuse("GRU", bidirectional=bidirectional)
+        Dropout(dropout)  # checks it, where one layer has none
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
         self.bias, self.batch_first, self.dropout = bias, batch_first, dropout
         for layer in range(num_layers):

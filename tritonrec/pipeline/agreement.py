@@ -24,6 +24,7 @@ from ..settings import values_by_option
 from ..version import __version__
 from .dense import DenseModel
 from .dense_checks import is_sharded
+from .recipe import average_of, functions_of
 from .run_agreement import compared_buffers, thread_settings
 from .schedule import Schedule
 from .window import WindowConfig
@@ -157,7 +158,7 @@ def _of_model(model: torch.nn.Module) -> dict[str, object]:
 
 def _of_optimizer(dense: DenseModel) -> dict[str, object]:
     """Classes and settings of optimizers and schedulers."""
-    settings: dict[str, object] = {"averaged": dense.average is not None}
+    settings: dict[str, object] = {"averaged": dense.average and average_of(dense.average)}
     for place, optimizer in enumerate(dense.optimizers):
         named = "optimizer" if len(dense.optimizers) == 1 else f"optimizer {place}"
         settings[named] = type(optimizer).__qualname__
@@ -166,7 +167,8 @@ def _of_optimizer(dense: DenseModel) -> dict[str, object]:
             settings[f"group {number} of {named}"] = f"{len(group['params'])} parameters, {values}"
     for place, scheduler in enumerate(dense.schedulers):
         kind = type(scheduler).__qualname__
-        settings[f"scheduler {place}"] = f"{kind} {_plain(scheduler.state_dict())}"
+        functions = functions_of(scheduler, kind)
+        settings[f"scheduler {place}"] = f"{kind} {_plain(scheduler.state_dict())}, {functions}"
     return settings
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict, deque
+from collections.abc import Mapping
 from dataclasses import is_dataclass
 from dis import get_instructions
 from functools import cache, cached_property, partial
@@ -206,6 +207,42 @@ def _set(value: Any, before: Any, changed: list[Any]) -> None:
                 put(own, name, before[name])
             elif name in now:
                 drop(own, name)
+
+
+class Contents:
+    """Tensors by name, as they were: copies of the smallest, `MOST_VALUES` values in all, and checksums."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]):
+        self._before, left = dict[str, torch.Tensor](), MOST_VALUES
+        self._copied = set[str]()
+        for name, each in sorted(tensors.items(), key=lambda item: item[1].numel()):
+            left -= each.numel()
+            if left >= 0:
+                self._copied.add(name)
+            self._before[name] = each.detach().clone() if left >= 0 else checksum(each)
+
+    def put_back(self, tensors: Mapping[str, torch.Tensor]) -> str | None:
+        """The first of these that has other bits, also by a write to ``.data``, which counts no version.
+
+        It is as it was again where it was copied.
+        """
+        for name, before in self._before.items():
+            if (now := tensors.get(name)) is not None:
+                copied = name in self._copied
+                if not same_bits(now.detach() if copied else checksum(now), before):
+                    if copied:
+                        now.data.copy_(before)
+                    return name
+        return None
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal in shape, dtype and bits."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    # As bytes: NaN is equal to NaN of the same bits, 0.0 is not -0.0.
+    one, other = (each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
+    return bool(torch.equal(one, other))
 
 
 def noted(model: torch.nn.Module) -> dict[str, Any]:

@@ -42,8 +42,7 @@ class Call:
     @classmethod
     def of(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Call | None:
         """None where an op is none of these, or its arguments are of several shapes."""
-        name = func.overloadpacket.__name__.removesuffix("_").removesuffix("_backward")
-        if name not in NAMES or not isinstance(out, torch.Tensor) or out.device.type != "cpu":
+        if not may_differ(func) or not isinstance(out, torch.Tensor) or out.device.type != "cpu":
             return None
         given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         tensors = [each for _, each in given if isinstance(each, torch.Tensor)]
@@ -51,6 +50,11 @@ class Call:
             return None
         arguments = tuple((place, None if isinstance(each, torch.Tensor) else each) for place, each in given)
         return cls(func, arguments, out.dtype, out.numel(), _running())
+
+
+def may_differ(func: Any) -> bool:
+    """Whether an op is one of `NAMES`, in place or backward too."""
+    return func.overloadpacket.__name__.removesuffix("_").removesuffix("_backward") in NAMES
 
 
 def first_by_place(whole: list[Call], part: list[Call]) -> Call | None:

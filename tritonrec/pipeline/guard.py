@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,14 +21,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import ops
 from ..data import Batch
 from ..embedding import HashTableCollection
+from ..embedding.table import DynamicTable
 from ..kernels import launch
+from ..kernels.checksums import checksum
 from ..kernels.compilation import say_once
 from ..kernels.deferred import DeferredErrors
 from ..kernels.philox.device_seed import Seed
 from ..nn import GradientAccumulator
-from ..nn.context import hooks_of
-from .attributes import Attributes
-from .by_place import Call, first_by_place
+from ..nn.context import HOOKS
+from .attributes import Attributes, Contents, same_bits
+from .by_place import Call, first_by_place, may_differ
 from .compiled import Compilation
 from .diagnosis import Diagnosis, blame_buffer, blame_gradient, diagnose_with
 from .model_call import CallerSettings, Shown, sees_window, train_micro_batch, versions
@@ -85,7 +88,8 @@ class Guard:
             say_once("trust_model: nobody checks that samples do not see each other")
         self.checks = 0
         self._model, self._tables, self._config = model, tables, config
-        self._path: Any = None
+        self._path: list[Any] = []
+        self._moved: list[int] = []
         self._first: Attributes | None = None  # before any call, where calls change attributes of modules
         self._sizes: set[tuple[int, int]] = set()  # that were compared
         self._company: list[Batch] = []  # of one sample each, of small batches
@@ -98,19 +102,24 @@ class Guard:
         """
         if not self.active:
             return
-        modules, parameters = list(self._model.modules()), list(self._model.parameters())
-        buffers = dict(self._model.named_buffers())
-        self._buffers = {name: each for name, each in buffers.items() if name not in self._constant}
-        path = (
-            modules,
-            [module.training for module in modules],
-            [len(hooks) for hooks in hooks_of(modules)],
-            [(id(each), each.requires_grad) for each in parameters],
-            [id(each) for each in buffers.values()],
-            versions(self._buffers.values()),
-        )
+        # Looked at for each result: one walk, of a list that grows, and names only where something is new.
+        modules, known = [self._model], {id(self._model)}
+        for module in modules:
+            inside = [each for each in module._modules.values() if each is not None]
+            modules += [each for each in inside if id(each) not in known]
+            known.update(map(id, inside))
+        path: list[Any] = modules.copy()
+        for module in modules:
+            path += module.training, *(len(getattr(module, name, ())) for name in HOOKS)
+            for each in module._parameters.values():
+                path += (each is not None and (id(each), each.requires_grad),)
+            path += map(id, module._buffers.values())
         if path != self._path:
-            self._path, self._first = path, None
+            own = self._model.named_buffers()
+            self._buffers = {name: each for name, each in own if name not in self._constant}
+        moved = versions(self._buffers.values())
+        if path != self._path or moved != self._moved:
+            self._path, self._moved, self._first = path, moved, None
             self._sizes.clear()
 
     @contextmanager
@@ -182,7 +191,7 @@ class Guard:
                 by_sample = [torch.cat(parts) for parts in zip(*calls, strict=True)]
                 found.append([*by_sample, *totals.values(), accumulator.take_flat()])
         self._sizes.add(size)
-        if not all(map(_same_bits, *found)):
+        if not all(map(same_bits, *found)):
             raise NotBatchInvariantError(
                 "whose window_loss of a sample depends on which others are computed with it, and not on the "
                 "window alone",
@@ -242,10 +251,9 @@ class Guard:
         ):
             # Samples from outside the micro-batch look up rows that have not come. Any rows do for a
             # comparison, as long as both calls get the same: these take the initial rows of their keys.
-            known = KnownRows.of(keys, launch.gather_rows(values, inverse).to(torch.float32))
+            known = KnownRows.of(keys, values, inverse)
             if together is not batch:
-                initial = group.table.initial_rows(wanted)[:, : group.table.dim].to(wanted.device)
-                known = KnownRows.of(torch.cat([wanted, keys]), torch.cat([initial, known.of_keys(keys)]))
+                known = known.restricted(wanted, group.table)
             rows.append(known)
         calls = _Calls(self._model, self._tables, self._config, rows, seed, window.settings, scale_exponent)
         self.checks += 1
@@ -261,8 +269,9 @@ class Guard:
         except ArithmeticError:  # a gradient without an exact sum, which training reports by itself
             return
         self._sizes.add(size)
-        for name in self._constant:
-            self._buffers.pop(name, None)
+        for name in self._constant & self._buffers.keys():
+            del self._buffers[name]
+        self._moved = versions(self._buffers.values())
 
     def _in_company(self, batch: Batch) -> Batch:
         """With samples of earlier windows, `FEW_SAMPLES` in all; the batch's first is kept for later."""
@@ -285,22 +294,27 @@ class KnownRows:
     values: torch.Tensor
 
     @classmethod
-    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> KnownRows:
-        """From keys (n,) with repeats, whose last values (n, dim) count."""
-        distinct, inverse = torch.unique(keys, return_inverse=True)
-        last = torch.zeros(len(distinct), dtype=torch.int64, device=keys.device)
-        last.scatter_reduce_(
-            0, inverse, torch.arange(len(keys), dtype=torch.int64, device=keys.device), "amax"
-        )
-        return cls(distinct, values[last])
+    def of(cls, keys: torch.Tensor, values: torch.Tensor, inverse: torch.Tensor) -> KnownRows:
+        """From keys (n,) with repeats, whose values are ``values[inverse]``."""
+        # One key of each row: a few of a batch's many occurrences are sorted, and no row is copied twice.
+        one = torch.full((len(values),), -1, dtype=torch.int64, device=keys.device)
+        one[inverse] = torch.arange(len(keys), dtype=torch.int64, device=keys.device)
+        used = (one >= 0).nonzero()[:, 0]
+        distinct, order = keys[one[used]].sort()
+        return cls(distinct, launch.gather_rows(values, used[order]).to(torch.float32))
+
+    def restricted(self, keys: torch.Tensor, table: DynamicTable) -> KnownRows:
+        """Rows of keys (n,) alone, with repeats; those not here have the initial rows of their `table`."""
+        wanted = torch.unique(keys)
+        values = table.initial_rows(wanted)[:, : table.dim].to(wanted.device)
+        if len(self.keys):
+            places = self.places(wanted).clamp_(max=len(self.keys) - 1)
+            values = torch.where((self.keys[places] == wanted)[:, None], self.values[places], values)
+        return KnownRows(wanted, values)
 
     def places(self, keys: torch.Tensor) -> torch.Tensor:
         """(n,) int64 of keys (n,)."""
         return torch.searchsorted(self.keys, keys)
-
-    def of_keys(self, keys: torch.Tensor) -> torch.Tensor:
-        """(n, dim)."""
-        return self.values[self.places(keys)]
 
 
 @dataclass
@@ -308,13 +322,13 @@ class _Outcome:
     """What training takes from calls of the model.
 
     Args:
-        losses: of all calls. rows: by table, exact sums by key. dense: (S,) exact sums of all parameters.
-        buffers: after each call.
+        losses: of all calls. rows: by table, exact sums by key. dense: by parameter, checksums of exact sums.
+        buffers: their checksums after each call.
     """
 
     losses: list[torch.Tensor] = field(default_factory=list)
     rows: list[torch.Tensor] = field(default_factory=list)
-    dense: torch.Tensor | None = None
+    dense: dict[str, torch.Tensor] = field(default_factory=dict)
     buffers: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
 
@@ -363,7 +377,7 @@ class _Calls:
         with self._without_traces() as (buffers, attributes):
             original = batch.select(torch.arange(count, dtype=torch.int64))
             moves = {name: versions([each]) for name, each in self.model.named_buffers()}
-            parameters = {name: each.detach().clone() for name, each in self.model.named_parameters()}
+            parameters = Contents(dict(self.model.named_parameters()))
             try:
                 with nullcontext() if again else _Ops() as ops_of_whole:
                     whole = self._outcome([batch])
@@ -371,14 +385,11 @@ class _Calls:
             except _DrawError as error:
                 self._refuse(f"which draws from torch's global generator ({error})", batch)
             edited = zip(batch.tensors(), original.tensors(), strict=True)
-            if not all(_same_bits(one, other) for one, other in edited):
+            if not all(same_bits(one, other) for one, other in edited):
                 self._refuse("which changes its batch in place: give it a copy", batch)
-            for name, each in self.model.named_parameters():
-                # Bits, since a write to `.data` counts no version.
-                if name in parameters and not _same_bits(each.detach(), parameters[name]):
-                    each.data.copy_(parameters[name])
-                    what = f"whose calls change parameter {name}"
-                    raise NotBatchInvariantError(what, Diagnosis(None, None, ""))
+            if changed := parameters.put_back(dict(self.model.named_parameters())):
+                what = f"whose calls change parameter {changed}"
+                raise NotBatchInvariantError(what, Diagnosis(None, None, ""))
             own = dict(self.model.named_buffers())
             written = {name for name, old in moves.items() if versions([own[name]]) != old}
             if count > 1:  # a sample without others is called twice on end instead
@@ -404,7 +415,7 @@ class _Calls:
                 self._judge_places(ops_of_whole.by_place, ops_of_cut.by_place)
             for name in buffers:
                 after, *others = (each[name] for each in [*whole.buffers, *cut.buffers])
-                if not all(_same_bits(after, each) for each in others):
+                if any(int(after) != int(each) for each in others):
                     raise NotBatchInvariantError(
                         f"whose calls change buffer {name}", blame_buffer(self.model, name)
                     )
@@ -442,12 +453,9 @@ class _Calls:
             self._refuse(
                 f"{what} in a batch of {len(order)} and {value} beside fewer samples", batch, otherwise
             )
-        assert whole.dense is not None and cut.dense is not None
-        if not torch.equal(whole.dense, cut.dense):
-            at = int((whole.dense != cut.dense).nonzero()[0, 0])
-            name = GradientAccumulator(self.model, self.config.fraction_bits).name_at(at)
-            what = f"whose gradient of {name.partition(':')[0]} depends on the cut of a batch"
-            self._refuse(what, batch, otherwise)
+        for name, sums in whole.dense.items():
+            if int(sums) != int(cut.dense[name]):
+                self._refuse(f"whose gradient of {name} depends on the cut of a batch", batch, otherwise)
         for group, one, other in zip(self.tables.groups, whole.rows, cut.rows, strict=True):
             if not torch.equal(one, other):
                 what = f"whose gradients of rows of {group.layout} depend on the cut of a batch"
@@ -460,7 +468,7 @@ class _Calls:
         found = _Outcome()
         with accumulator.empty_gradients():
             for batch in batches:
-                leaves, by_feature = self._leaves(batch)
+                leaves, places, by_feature = self._leaves(batch)
                 with accumulator.active():
                     losses = train_micro_batch(
                         self.model, batch, by_feature, self.seed, self.settings, self.scale_exponent
@@ -473,32 +481,34 @@ class _Calls:
                         what = f"which gives parameter {name} an ordinary float32 gradient"
                         self._refuse(what, batch, blame_gradient(self.model, name))
                 found.losses.append(losses)
-                found.buffers.append({name: each.clone() for name, each in self.model.named_buffers()})
+                found.buffers.append({name: checksum(each) for name, each in self.model.named_buffers()})
                 sums = []
-                for leaf, known, keys in zip(
-                    leaves, self.rows, self.tables.keys(batch.lookups()), strict=True
-                ):
+                for leaf, known, at in zip(leaves, self.rows, places, strict=True):
                     gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
                     terms = unscaled(gradient, self.scale_exponent)
                     # Sums by key, which are alike for any cut; gradients by occurrence are not comparable.
-                    places, bits = known.places(keys), self.config.fraction_bits
-                    sums.append(launch.segment_sum(terms, places, len(known.keys), "batch", bits, NAME))
+                    bits = self.config.fraction_bits
+                    sums.append(launch.segment_sum(terms, at, len(known.keys), "batch", bits, NAME))
                 found.rows = [a + b for a, b in zip(found.rows, sums, strict=True)] if found.rows else sums
-            found.dense = accumulator.take_flat()
+            found.dense = {name: checksum(each) for name, each in accumulator.sums.items()}
         return found
 
-    def _leaves(self, batch: Batch) -> tuple[list[torch.Tensor], dict[str, Any]]:
-        """By table the rows (n, dim) of a batch's keys, whose gradients are wanted; and rows by feature."""
+    def _leaves(self, batch: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str, Any]]:
+        """By table the rows (n, dim) of a batch's keys, whose gradients are wanted, and where they are known
+        (n,); and rows by feature.
+        """
         lookups = batch.lookups()
-        keys = self.tables.keys(lookups)
-        leaves = [known.of_keys(each).requires_grad_() for known, each in zip(self.rows, keys, strict=True)]
-        return leaves, self.tables.by_feature(leaves, lookups)
+        places = [
+            known.places(keys) for known, keys in zip(self.rows, self.tables.keys(lookups), strict=True)
+        ]
+        leaves = [known.values[at].requires_grad_() for known, at in zip(self.rows, places, strict=True)]
+        return leaves, places, self.tables.by_feature(leaves, lookups)
 
     def _refuse(self, what: str, batch: Batch, otherwise: Diagnosis | None = None) -> None:
         """Raise `NotBatchInvariantError` with the module to blame; `otherwise` where none is found."""
 
         def rows_of(part: Batch) -> dict[str, torch.Tensor]:
-            return {name: each.detach().requires_grad_() for name, each in self._leaves(part)[1].items()}
+            return {name: each.detach().requires_grad_() for name, each in self._leaves(part)[2].items()}
 
         found = diagnose_with(self.model, batch, rows_of, self.seed, self.settings)
         if otherwise is not None and (batch.num_samples == 1 or found.module is None):
@@ -522,7 +532,7 @@ class _Calls:
     def _put_back(self, buffers: dict[str, torch.Tensor]) -> None:
         with torch.no_grad():
             for name, each in self.model.named_buffers():
-                if name in buffers and not _same_bits(each, buffers[name]):
+                if name in buffers and not same_bits(each, buffers[name]):
                     each.copy_(buffers[name])
 
 
@@ -547,7 +557,8 @@ class _Ops(TorchDispatchMode):
         self.by_place: list[Call] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        draws, by_place = _looks_of(func)
+        if draws:
             taken = func._schema.arguments
             # The arguments as the op has them: defaults, then those by place, then those by name.
             given = {each.name: each.default_value for each in taken if each.has_default_value()}
@@ -557,15 +568,12 @@ class _Ops(TorchDispatchMode):
             if not idle and given.get("generator") is None:
                 raise _DrawError(str(func))
         out = func(*args, **(kwargs or {}))
-        if call := Call.of(func, args, kwargs or {}, out):
+        if by_place and (call := Call.of(func, args, kwargs or {}, out)):
             self.by_place.append(call)
         return out
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are equal in shape, dtype and bits."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    # As bytes: NaN is equal to NaN of the same bits, 0.0 is not -0.0.
-    one, other = (each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
-    return bool(torch.equal(one, other))
+@cache
+def _looks_of(func: Any) -> tuple[bool, bool]:
+    """Whether an op may draw, and whether its bits may depend on places; most do neither."""
+    return torch.Tag.nondeterministic_seeded in func.tags, may_differ(func)

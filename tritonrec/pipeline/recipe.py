@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -28,6 +28,7 @@ SETTINGS = {
     "lr": "learning rates",
     "policy": "of the tables",
     "scheduler": "of the parameters' rates",
+    "average": "of the parameters: how a step counts in it",
     "dropout_seed": "of the dropout",
     "consistency": "of sums",
     "accumulate": "batches of an update",
@@ -66,6 +67,9 @@ def recipe_of(tables: HashTableCollection, dense: DenseModel, config: WindowConf
     for number, scheduler in enumerate(dense.schedulers):
         found["scheduler"][f"scheduler {number}"] = type(scheduler).__name__
         found["scheduler"] |= _settings(scheduler.state_dict(), f"scheduler {number}")
+        found["scheduler"] |= functions_of(scheduler, f"scheduler {number}")
+    if dense.average is not None:
+        found["average"][""] = average_of(dense.average)
     found["dropout_seed"][""] = config.seed
     found["consistency"][""] = config.consistency
     if config.consistency == "batch":
@@ -168,6 +172,47 @@ def _settings(state: Any, place: str) -> dict[str, Any]:
         for number, each in enumerate(value if isinstance(value, list) else ()):
             found |= _settings(each, f"{place}, part {number}")
     return found
+
+
+def functions_of(scheduler: Any, place: str) -> dict[str, Any]:
+    """By name what functions that a scheduler was given, and those inside it, return: its state has none."""
+    found: dict[str, Any] = {}
+    for name in ("lr_lambdas", "_scale_fn_custom"):
+        given = getattr(scheduler, name, None)
+        for number, function in enumerate(given if isinstance(given, list) else [given]):
+            if callable(function):
+                found[f"{place}, {name.strip('_')} {number}"] = _results(function, PROBED)
+    for number, each in enumerate(getattr(scheduler, "_schedulers", ())):
+        found |= functions_of(each, f"{place}, part {number}")
+    return found
+
+
+def average_of(average: torch.optim.swa_utils.AveragedModel) -> list[Any]:
+    """What it makes of an average and a new value, as a few updates after each other are counted.
+
+    A function such as `get_ema_multi_avg_fn` gives says its decay to nobody.
+    """
+
+    def averaged(count: int) -> list[float]:
+        old, new = torch.eye(2, dtype=torch.float64)
+        done = torch.tensor(count, dtype=torch.int64)
+        if average.multi_avg_fn is not None:
+            average.multi_avg_fn([old], [new], done)
+        elif average.avg_fn is not None:
+            old = average.avg_fn(old, new, done)
+        else:
+            return []  # the mean of all
+        return [round(each, 9) for each in old.tolist()]
+
+    return [_results(averaged, PROBED), average.use_buffers]
+
+
+def _results(function: Callable[[int], Any], at: Sequence[int]) -> Any:
+    """As JSON has them, or the kind of function where it takes no such numbers."""
+    try:
+        return [_plain(function(each)) for each in at]
+    except Exception:
+        return type(function).__name__
 
 
 def _is_setting(name: Any) -> bool:

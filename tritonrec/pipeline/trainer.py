@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 from .. import ops
 from ..checkpoint import Saver
 from ..data import Batch, NextItemLoader, NextItemStream, Vocabulary
+from ..data.batch import iterator_of, require_iterator
 from ..data.splits import Part
 from ..distributed import Communicators
 from ..embedding import HashTableCollection
@@ -255,9 +256,7 @@ class Trainer:
         there. Before a checkpoint or an evaluation let `run` come to its end, which empties the pipeline.
         With ``accumulate`` = A each A batches are one update; what is left at the end is one too.
         """
-        if not hasattr(batches, "__iter__") and hasattr(batches, "batch"):
-            raise TypeError("a loader has no end: run(loader.batch(step) for step in range(steps))")
-        source = iter(batches)
+        source = iterator_of(batches)
         while True:
             try:
                 yield self.progress(source)
@@ -267,7 +266,7 @@ class Trainer:
     def progress(self, iterator: Iterator[Batch]) -> StepResult:
         """Fill the pipeline from `iterator` and finish its oldest batch; StopIteration when none is left."""
         with self._pending.turn():
-            return self._progress(iterator)
+            return self._progress(require_iterator(iterator))
 
     def _progress(self, iterator: Iterator[Batch]) -> StepResult:
         if not self._results:

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ..data.batch import iterator_of
+
 
 class SupportsExchange(Protocol):
     """An exchange of rows, as `BoundedLagAllToAll`."""
@@ -47,7 +49,7 @@ def infer(model: ServedModel, batches: Iterable[Any], exchange: SupportsExchange
     `Exchange.wait`.
     """
     waiting: deque[tuple[Any, Any, Any]] = deque()
-    for batch in batches:
+    for batch in iterator_of(batches, "infer"):
         started = exchange.start(*model.lookup(batch))
         waiting.append((batch, model.bottom(batch), started))
         if len(waiting) > exchange.bound:

@@ -220,7 +220,7 @@ NUMBERS = {
     "num_segments": (-1,), "first_row": (-1, 2**31), "max_seq_len": (-1, 2**27 + 1), "divisor": (0.0, INF),
     "target_group_size": (0,), "max_attn_len": (-1,), "min_full_attn_seq_len": (-1,), "table": (-1, 2**32),
     "attn_prefix_len": (-1,), "scaling_seqlen": (0,), "dim": (-1,), "upper": (0, 2**32 + 1), "count": (-4,),
-    "weight_decay": (-1.0, NAN),
+    "weight_decay": (-1.0, NAN), "eps": (-1.0,),
 }  # fmt: skip
 """Argument -> numbers that no op with it takes."""
 MOMENTUM = {"step": (0,), "beta1": (-1.0, 1.0, NAN)}
@@ -241,14 +241,19 @@ OUTSIDE = [
     for op in OPS
     for each in SCHEMAS[op]
     if str(each.type) in ("int", "float", "Optional[int]")
-    for number in (NUMBERS | NUMBERS_OF.get(op, {})).get(each.name, ())
+    for number in dict.fromkeys(
+        [
+            *(NUMBERS | NUMBERS_OF.get(op, {})).get(each.name, ()),
+            *((INF, -INF, NAN) if str(each.type) == "float" else ()),
+        ]
+    )
 ]
 
 
 @pytest.mark.parametrize(("op", "name", "number"), OUTSIDE)
 def test_a_number_outside_its_range_is_refused(op, name, number):
     given, before = given_of(op, **{name: number})
-    with pytest.raises(ValueError, match=f"^({CALLED.get(name, name)}) .*{number}"):
+    with pytest.raises(ValueError, match=f"^({CALLED.get(name, name)}|{name} must be finite,) .*{number}"):
         OPS[op](*given.values(), impl="cpu")
     assert_unwritten(given, before)
 

@@ -7,12 +7,14 @@ import signal
 import sys
 from importlib import import_module
 from inspect import cleandoc
+from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
+from typer.models import OptionInfo
 
 from ...host_memory import keep_freed_memory
 from ...version import __version__
@@ -95,9 +97,30 @@ def _made(name: str, function: Any) -> Any:
     # typer keeps the line ends of the source, and a terminal of 80 columns would add its own
     text = [" ".join(each.split()) for each in paragraphs]
     examples = "\n".join(f"  tritonrec {each}" for each in EXAMPLES[name])
+    _read_paths(function)
     shown = "\n\n".join([*text, f"\b\nExamples:\n{examples}"])
     alone.command(name, cls=Command, help=shown)(function)
     return get_command(alone)
+
+
+def _read_paths(function: Any) -> None:
+    """Every path of a command goes through `given_path`, before typer makes one slash of a URL's two."""
+    from ...files.places import given_path
+
+    def read(text: Any) -> Path:
+        try:
+            return given_path(text)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+
+    function.__annotations__ = get_type_hints(function, include_extras=True)
+    for hint in function.__annotations__.values():
+        kind, *infos = get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
+        if Path in (kind, *get_args(kind), *(inner for each in get_args(kind) for inner in get_args(each))):
+            for info in infos:
+                info.parser = read
+                if isinstance(info, OptionInfo):  # the metavar of an argument is its name
+                    info.metavar = "<path>"
 
 
 class Command(TyperCommand):

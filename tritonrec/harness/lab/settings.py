@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...files.places import read_document
+from ...files.places import place_of, read_document
 from ...pipeline import NESTPIPE, Mode, Program, WindowConfig, WindowPlaces, base_schedule
 from ...pipeline.places import Samples
 from ...settings import values_by_option, with_values
@@ -132,8 +132,9 @@ class Planned:
 
 def read_plan(path: Path) -> Planned:
     """Raises LabError naming the file and what it lacks."""
+    place = place_of(path)
     try:
-        best = json.loads(read_document(path, "plan"))["plans"][0]
+        best = json.loads(read_document(place, "plan"))["plans"][0]
         switches = {"taper": best["taper"], "depth": best["depth"] or 0, REPLICAS: best["replicas"]}
         switches |= {"clustering": best["clustered"], "first_use": best["first_use"]}
         switches |= {"skip_fetch": best["skip_fetch"]}
@@ -143,7 +144,7 @@ def read_plan(path: Path) -> Planned:
         return Planned(setting, *(float(best[name]) for name in ("step", "gain", "exposed", "sent")))
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise LabError(
-            f"{path} is no plan of tritonrec plan --json: {type(error).__name__}: {error}"
+            f"{place} is no plan of tritonrec plan --json: {type(error).__name__}: {error}"
         ) from error
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from ... import checkpoint
 from ...checkpoint.files import manifest_of
 from ...checkpoint.manifest import read_manifest
-from ...files.places import place_of, read_document
+from ...files.places import given_path, place_of, read_document
 from ...settings import KEY, Setting
 
 CONFIG = "config"
@@ -124,7 +124,10 @@ def read_config(path: Path, plan: Plan) -> Plan:
         tables = tomllib.loads(read_document(place, "config file").decode("utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is no TOML file: {error}") from error
-    return from_tables(plan, tables, path)
+    changed = from_tables(plan, tables, path)
+    if not any(_flat(keys_of(plan), tables, ())):  # a file that was cut off, or whose lines are comments
+        raise ValueError(f"{path} sets nothing: leave --config out to take all defaults")
+    return changed
 
 
 def from_tables(plan: Plan, tables: Mapping[str, Any], source: object) -> Plan:
@@ -202,6 +205,11 @@ def _value(name: str, kind: Any, value: Any, setting: Setting | None) -> Any:
         most = math.inf if setting.most is None else setting.most
         if not least <= value <= most:
             raise ValueError(f"{name} takes {words_for} from {least} to {most}, got {value}")
+    if kind is Path:
+        try:
+            return given_path(value)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
     return kind(value)
 
 

@@ -39,7 +39,7 @@ WIDTHS, HEAD_WIDTHS = {"sizes.dim", "sizes.heads"}, {"sizes.qk_dim", "sizes.v_di
 CHANGED_BY = {
     "lr": "lr", "optimizer": "rule", "eps": "rule", "weight_decay": "rule", "lazy_weight_decay": "rule",
     "policy": "policy", "lr_schedule": "scheduler", "lr_warmup": "scheduler", "lr_steps": "scheduler",
-    "accumulate": "accumulate", **dict.fromkeys(PRECISIONS, "precision"),
+    "accumulate": "accumulate", "ema": "average", **dict.fromkeys(PRECISIONS, "precision"),
 }  # fmt: skip
 """By setting the word of ``--changed`` that lets it differ."""
 

@@ -27,6 +27,7 @@ from tritonrec.kernels.dispatch import Impl
 from tritonrec.kernels.op import Op
 from tritonrec.kernels.row_layout import check_rows
 from tritonrec.kernels.rows.op import ProductTerms
+from tritonrec.settings import check_number
 
 
 def sampled_softmax(
@@ -54,8 +55,7 @@ def sampled_softmax(
         IndexError: a row is outside [0, R) (on an accelerator: an asynchronous device assertion).
         ValueError: shapes, dtypes or a temperature that do not fit.
     """
-    if not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
+    check_number("temperature", temperature, positive=True)
     return SAMPLED_SOFTMAX(hidden, positive, negatives, valid, 1 / temperature, rows, impl=impl)
 
 

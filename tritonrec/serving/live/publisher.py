@@ -23,6 +23,7 @@ from torch import Tensor
 from ...checkpoint.manifest import add_checksum
 from ...checkpoint.rows import close_rows
 from ...data import Batch
+from ...data.batch import iterator_of
 from ...distributed.watch import in_words
 from ...files.places import Place
 from ...pipeline import StepResult, Trainer
@@ -155,7 +156,7 @@ class Publisher:
 
     def run(self, batches: Iterable[Batch]) -> Iterator[StepResult]:
         """`Trainer.run`, with a publication after every stretch, and one at the end."""
-        source, every = iter(batches), self._trainer.config.accumulate
+        source, every = iterator_of(batches), self._trainer.config.accumulate
         while True:
             done = 0
             for result in self._trainer.run(islice(source, self._stretch)):

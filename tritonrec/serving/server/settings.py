@@ -7,12 +7,14 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...settings import MOST, setting
+from ...files.places import local_path
+from ...settings import MOST, setting, typed
 
 TOKEN = "TRITONREC_TOKEN"
 """The environment variable of the token."""
 
 
+@typed
 @dataclass(frozen=True)
 class ServerConfig:
     """How the server listens, batches and refuses."""
@@ -45,7 +47,7 @@ def token_of(file: Path | None) -> str | None:
     Raises ValueError for a file that cannot be read, and for an empty or a strange one.
     """
     try:
-        text = os.environ.get(TOKEN) if file is None else file.read_text()
+        text = os.environ.get(TOKEN) if file is None else local_path(file, "a token").read_text()
     except (OSError, UnicodeError) as error:
         raise ValueError(f"--token-file {file} cannot be read: {error}") from error
     if text is None:
