@@ -362,7 +362,7 @@ def test_memory_is_bounded_and_counted(made):
     assert stats.history_bytes == 16 * sum(min(len(each), LONGEST) for each in served.events.values())
 
 
-def test_users_of_a_batch_keep_their_pages_and_evictions_are_counted_over_versions(made):
+def test_users_of_a_batch_keep_their_pages(made):
     """User 0 was used first of three, and the memory has three pages."""
     served = Served(made(False), THREE_PAGES)
     for user in range(4):
