@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ci" / "attack"))
 import files
 from formats import FORMATS
 
-from tritonrec.serving import predictor
+from tritonrec.serving import exported_table
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_damages_that_once_ended_in_a_librarys_error(made, tmp_path, name, numbe
 
 
 def test_a_reader_that_skips_the_checksums_is_found(made, tmp_path, monkeypatch):
-    monkeypatch.setattr(predictor, "checked_file", lambda folder, entry: folder / entry["file"])
+    monkeypatch.setattr(exported_table, "checked_file", lambda folder, entry: folder / entry["file"])
     format = FORMATS["export-safetensors"]
     cases = (files.run_case(format, number, 11, made, tmp_path) for number in range(300))
     assert any(case["end"] == "accepted: another content" for case in cases)

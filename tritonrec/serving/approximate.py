@@ -48,14 +48,17 @@ class ApproximatePredictor(Predictor):
         table, counts = self._items(), offsets.diff()
         most = min(len(table.ids), 2 * k + int(counts.max()) if len(counts) else k)
         proposed = torch.from_numpy(self._index.search(vectors.numpy(), most)[1])
-        ids, scores = torch.empty(len(vectors), k, dtype=torch.int64), torch.empty(len(vectors), k)
+        ids, scores = (
+            torch.empty(len(vectors), k, dtype=torch.int64),
+            torch.empty(len(vectors), k, dtype=torch.float32),
+        )
         for user in range(len(vectors)):
             seen = places[offsets[user] : offsets[user + 1]]
             own = proposed[user].sort().values  # ascending: of equal scores the smaller id comes first
             own = own[(own >= 0) & ~torch.isin(own, seen)]
             one = vectors[user : user + 1]
             if len(own) < k:
-                alone = torch.tensor([0, len(seen)])
+                alone = torch.tensor([0, len(seen)], dtype=torch.int64)
                 ids[user : user + 1], scores[user : user + 1] = super().best_without(one, k, seen, alone)
                 continue
             best, scores[user : user + 1] = top_k(ops.linear(one, table.whole[own], None), k)
