@@ -67,6 +67,15 @@ def test_help_is_the_same_as_declared_and_as_loaded(name, monkeypatch):
     assert told == invoke(name, "--help").stdout
 
 
+def test_help_that_is_not_asked_for_is_not_told(tmp_path):
+    """Of the script behind two dashes, or the value of an option."""
+    (tmp_path / "script.py").write_text("import sys; print('given', sys.argv[1:])")
+    script = invoke("emulate", "--", "python", tmp_path / "script.py", "--help")
+    assert "Usage" not in script.stdout and "given ['--help']" in script.stdout
+    result = invoke("train", "--data", "--help", "--steps", "1")
+    assert result.exit_code == 2 and "Usage" not in result.stdout and "--data --help" in result.output
+
+
 @pytest.mark.parametrize(
     ("words", "resume"),
     [([], False), (["--resume"], True), (["--resume=auto"], "auto"), (["--resume", "--steps", "3"], True)],

@@ -80,9 +80,16 @@ def load(name: str) -> Any:
     return _made(name, function_of(name))
 
 
-def told(name: str) -> Any:
-    """The command `name` as it is declared: for its help, without what it runs."""
-    return _made(name, command_of(json.loads(FILE.read_text())[name]))
+def told(name: str, words: list[str]) -> Any:
+    """The command `name` as it is declared, for its help; where `words` do not ask for it, it is called."""
+    command = _made(name, command_of(json.loads(FILE.read_text())[name]))
+
+    def invoke(ctx: Any) -> Any:  # --help was the value of an option
+        loaded = load(name)
+        return loaded.invoke(loaded.make_context(name, list(words), parent=ctx.parent))
+
+    command.invoke = invoke
+    return command
 
 
 def function_of(name: str) -> Any:
@@ -139,7 +146,9 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """As of its base."""
         if args and args[0] in COMMANDS:
-            self.commands[args[0]] = told(args[0]) if "--help" in args else load(args[0])
+            name, *words = args
+            asked = "--help" in words[: words.index("--") if "--" in words else None]
+            self.commands[name] = told(name, words) if asked else load(name)
         return super().resolve_command(ctx, args)
 
 
