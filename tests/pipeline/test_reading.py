@@ -2,6 +2,7 @@
 
 import threading
 import types
+import warnings
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from trainer_parts import EVERY_MODE, batches, parts, same, state, trained, trai
 from tritonrec import ops
 from tritonrec.data.slices import work
 from tritonrec.kernels.dispatch import default_impl
-from tritonrec.pipeline import Executor, StageFailedError
+from tritonrec.pipeline import Executor, StageFailedError, Trainer
 from tritonrec.serving import infer
+from tritonrec.serving.live import Publisher
 from tritonrec.trace import Recorder
 
 PIPELINED = slow_except(["nestpipe"], ["dbp", "fwp", "nestpipe"])
@@ -188,3 +190,25 @@ def test_a_source_must_leave_the_model_alone_while_windows_are_in_flight():
 
     with pytest.raises(RuntimeError, match="a call of Ranker is refused"), trainer(made) as training:
         list(training.run(source()))
+
+
+@pytest.mark.parametrize("mode", EVERY_MODE)
+def test_results_that_nobody_takes_are_named(mode):
+    with trainer(parts(), mode) as training:
+        with pytest.warns(
+            RuntimeWarning, match=r"trainer\.run works while its results are taken, and nobody"
+        ):
+            training.run(batches(3))
+        assert training.next_step == 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert len(list(training.run(batches(3)))) == 3 and training.next_step == 3
+            for _ in training.run(batches(6)[3:]):
+                break
+            list(training.run([]))
+
+
+def test_calls_that_give_results_one_by_one_all_name_them():
+    with pytest.warns(RuntimeWarning, match="infer works while its results are taken"):
+        infer(None, [], None)
+    assert Publisher.run.__wrapped__ and Trainer.run.__wrapped__

@@ -3,14 +3,51 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from .dense import DenseModel
 from .places import DenseMeans, DeviceSamples, GradientNorm, Losses, Outputs, Routes, WindowPlaces
 from .sums import Sums
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+class Results(Iterator[Result]):
+    """Results of a generator, which does nothing before they are taken: a warning where nobody takes one."""
+
+    def __init__(self, results: Any, name: str):
+        self._results, self._name, self._taken = results, name, False
+        self.close = results.close
+
+    def __next__(self) -> Result:
+        self._taken = True
+        return next(self._results)
+
+    def __del__(self) -> None:
+        if not getattr(self, "_taken", True):
+            warnings.warn(
+                f"nothing was done: {self._name} works while its results are taken, and nobody took one. "
+                f"Write `for result in {self._name}(...)`, or list({self._name}(...))",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def to_be_taken(generator: Callable[Given, Iterator[Result]]) -> Callable[Given, Iterator[Result]]:
+    """A generator function whose calls say so where nobody takes their results."""
+
+    @wraps(generator)
+    def called(*args: Given.args, **kwargs: Given.kwargs) -> Iterator[Result]:
+        return Results(generator(*args, **kwargs), generator.__qualname__.lower())
+
+    return called
 
 
 @dataclass(frozen=True)

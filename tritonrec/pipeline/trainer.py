@@ -44,7 +44,7 @@ from .precision import LossScaler, autocast
 from .program import Program
 from .reference import ReferenceTrainer, run_sequentially
 from .replicas import ReplicaAverage
-from .results import StepResult, results_of
+from .results import StepResult, results_of, to_be_taken
 from .run_agreement import RunAgreement
 from .saver import Source, TrainingSaver, restore
 from .schedule import Schedule, Task
@@ -247,6 +247,7 @@ class Trainer:
         self._pending.batches = before  # a single step is no run, whose end the ranks would have to agree on
         return results[-1]
 
+    @to_be_taken
     def run(self, batches: Iterable[Batch]) -> Iterator[StepResult]:
         """Train on this rank's `batches`, keeping the pipeline filled; yields results in order.
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from ..data.batch import iterator_of
+from ..pipeline.results import to_be_taken
 
 
 class SupportsExchange(Protocol):
@@ -37,6 +38,7 @@ class ServedModel(Protocol):
 
 
 @torch.no_grad()
+@to_be_taken
 def infer(model: ServedModel, batches: Iterable[Any], exchange: SupportsExchange) -> Iterator[torch.Tensor]:
     """Yield the predictions for this rank's samples of every batch, in order.
 

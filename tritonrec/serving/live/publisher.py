@@ -27,6 +27,7 @@ from ...data.batch import iterator_of
 from ...distributed.watch import in_words
 from ...files.places import Place
 from ...pipeline import StepResult, Trainer
+from ...pipeline.results import to_be_taken
 from ..exporter import copied_scorer
 from ..programs import Arguments, save_program
 from .follower import read_document
@@ -154,6 +155,7 @@ class Publisher:
         """Steps of the last published state."""
         return self._header.step
 
+    @to_be_taken
     def run(self, batches: Iterable[Batch]) -> Iterator[StepResult]:
         """`Trainer.run`, with a publication after every stretch, and one at the end."""
         source, every = iterator_of(batches), self._trainer.config.accumulate
