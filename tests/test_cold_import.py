@@ -29,7 +29,8 @@ TOOLS = tuple(f"tritonrec.{name}" for name in ("resilience", "serving", "slipstr
 TOOLS += tuple(f"tritonrec.harness.{name}" for name in ("emulator", "fuzz", "lab", "simulator", "verify"))
 FIRST_CALL = "import torch; _ = tritonrec.ops.unique(torch.tensor([5, 3, 5]))"
 STEP = (
-    "from tritonrec.harness.job import Job; from tritonrec.distributed import Communicators; "
+    "import tritonrec.harness.train.evaluate; from tritonrec.harness.job import Job; "
+    "from tritonrec.distributed import Communicators; "
     "from tritonrec.pipeline import Trainer; job = Job('zipf:users=20,items=20'); "
     "_ = Trainer(*job.build('adam'), Communicators.local()).step(job.loader().batch(0))"
 )

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..kernels.checksums import checksum
+from ..kernels.checksums import checksum, same_bits
 from ..nn.context import has_global_hooks
 from .diagnosis import Diagnosis
 
@@ -234,15 +234,6 @@ class Contents:
                         now.data.copy_(before)
                     return name
         return None
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are equal in shape, dtype and bits."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    # As bytes: NaN is equal to NaN of the same bits, 0.0 is not -0.0.
-    one, other = (each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
-    return bool(torch.equal(one, other))
 
 
 def noted(model: torch.nn.Module) -> dict[str, Any]:

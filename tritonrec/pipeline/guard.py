@@ -23,13 +23,13 @@ from ..data import Batch
 from ..embedding import HashTableCollection
 from ..embedding.table import DynamicTable
 from ..kernels import launch
-from ..kernels.checksums import checksum
+from ..kernels.checksums import checksum, same_bits
 from ..kernels.compilation import say_once
 from ..kernels.deferred import DeferredErrors
 from ..kernels.philox.device_seed import Seed
 from ..nn import GradientAccumulator
 from ..nn.context import HOOKS
-from .attributes import Attributes, Contents, same_bits
+from .attributes import Attributes, Contents
 from .by_place import Call, first_by_place, may_differ
 from .compiled import Compilation
 from .diagnosis import Diagnosis, blame_buffer, blame_gradient, diagnose_with

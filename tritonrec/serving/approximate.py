@@ -31,7 +31,8 @@ class ApproximatePredictor(Predictor):
     """
 
     def __init__(self, exact: Predictor, index: Index = "hnsw"):
-        """Build an index, ``"ivf"`` (an eighth of the square root of cells is searched) or ``"hnsw"``.
+        """Build an index: ``"hnsw"``, or ``"ivf"``, of the root of the items as cells, of which
+        an eighth is searched.
 
         Raises ValueError for another word, and for a model that is not of the next item.
         `MissingPackageError` without faiss.
@@ -48,10 +49,8 @@ class ApproximatePredictor(Predictor):
         table, counts = self._items(), offsets.diff()
         most = min(len(table.ids), 2 * k + int(counts.max()) if len(counts) else k)
         proposed = torch.from_numpy(self._index.search(vectors.numpy(), most)[1])
-        ids, scores = (
-            torch.empty(len(vectors), k, dtype=torch.int64),
-            torch.empty(len(vectors), k, dtype=torch.float32),
-        )
+        ids = torch.empty(len(vectors), k, dtype=torch.int64)
+        scores = torch.empty(len(vectors), k, dtype=torch.float32)
         for user in range(len(vectors)):
             seen = places[offsets[user] : offsets[user + 1]]
             own = proposed[user].sort().values  # ascending: of equal scores the smaller id comes first

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from .. import ops
 from ..kernels.autocast import Precision, autocast, widen
-from ..kernels.checksums import as_bytes
+from ..kernels.checksums import same_bits
 from ..nn import DLRM, GRM, NextItemModel, PaddedNextItem
 from .vetting import RefusedProgramError, vetted
 
@@ -332,7 +332,7 @@ def compare(scorer: Scorer, program: Program, name: str) -> None:
     for number, arguments in enumerate(scorer.examples):
         with torch.no_grad():
             got, want = program(*arguments), module(*arguments)
-        if got.dtype != want.dtype or not torch.equal(as_bytes(got), as_bytes(want)):
+        if not same_bits(got, want):
             raise ValueError(
                 f"{name} differs from {type(scorer.module).__name__} in its bits on example {number}, of "
                 f"shapes {_shapes(arguments)}: it is not exported"

@@ -19,6 +19,7 @@ from ...files.places import Place, place_of
 from ...serving import Predictor, load_tables
 from ...serving import export as export_to
 from ...serving.onnx import to_onnx
+from ...serving.shards import Weights
 from ...settings import MOST
 from ..job import Job
 from ..train.config import CONFIG, from_tables
@@ -33,13 +34,6 @@ class Format(StrEnum):
 
     PARQUET = "parquet"
     SAFETENSORS = "safetensors"
-
-
-class Weights(StrEnum):
-    """Of the rows of tables."""
-
-    FLOAT32 = "float32"
-    INT8 = "int8"
 
 
 def export(
@@ -60,7 +54,7 @@ def export(
     ] = False,
     weights: Annotated[
         Weights, typer.Option(help="Of tables; int8 rounds them, and prints what that costs in quality.")
-    ] = Weights.FLOAT32,
+    ] = "float32",
     compiled: Annotated[
         bool, typer.Option("--compiled", help="Also compile the dense model by AOTInductor; takes a minute.")
     ] = False,
@@ -83,7 +77,7 @@ def export(
         model = None if tables_only else trained_model(checkpoint, step, hint)
         return export_to(
             checkpoint, out, model, step=step, format=format.value, metadata=metadata, shard_rows=shard_rows,
-            compiled=compiled, weights=weights.value,
+            compiled=compiled, weights=weights,
         )  # fmt: skip
 
     manifest = checked(run)
@@ -109,7 +103,7 @@ def export(
             highlight=False,
             soft_wrap=True,
         )
-    if weights == Weights.INT8 and not tables_only:
+    if weights == "int8" and not tables_only:
         console.print(checked(lambda: _quality(checkpoint, step, place)), markup=False, soft_wrap=True)
 
 
@@ -120,7 +114,7 @@ def _quality(checkpoint: Path, step: int | None, out: Place) -> str:
         job = replace(job, words=str(checkpoint))  # ids are those of the training
     try:
         loader = job.epochs()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return f"what int8 costs was not measured: {error}"
     with tempfile.TemporaryDirectory(prefix="tritonrec-") as folder:
         export_to(checkpoint, exact := Path(folder, "tables"), step=step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,8 +23,10 @@ from ...data.splits import NO_PART, Part
 from ...embedding import HashTableCollection
 from ...nn import DLRM, GRM, NextItemModel
 from ...pipeline import Precision, autocast, rank_held_out
-from ...serving import Predictor
 from ..job import Epochs
+
+if TYPE_CHECKING:
+    from ...serving import Predictor
 
 KS = (10, 50)
 

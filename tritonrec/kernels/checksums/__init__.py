@@ -26,6 +26,12 @@ def as_bytes(values: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element is contiguous with any stride
 
 
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal in shape, dtype and bits: NaN is equal to itself, 0.0 is not to -0.0."""
+    alike = one.shape == other.shape and one.dtype == other.dtype
+    return alike and torch.equal(as_bytes(one), as_bytes(other))
+
+
 def row_checksums(values: torch.Tensor) -> torch.Tensor:
     """(K,) int64 of the rows of `values` (K, n), of any dtype of four bytes."""
     words = values.detach().contiguous().view(torch.int32)

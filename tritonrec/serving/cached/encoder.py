@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...data.jagged import offsets_of
 from ...kernels.autocast import Precision, autocast, widen
-from ...kernels.checksums import as_bytes
+from ...kernels.checksums import same_bits
 from ...nn import HSTU
 from ...nn.hstu_layer import hstu_layer_over
 from ..programs import InPrecision, NextItemEncoder, Program, scorer_of
@@ -112,7 +112,7 @@ def check_equal(model: HSTU, precision: Precision, program: Program, dim: int) -
             continue
         with torch.no_grad():
             got, want = module(*arguments), program(*arguments)
-        if not torch.equal(as_bytes(got), as_bytes(want)):
+        if not same_bits(got, want):
             raise ValueError(
                 f"the {type(model).__name__} has other bits than the export's program: it was built from "
                 f"another configuration than the trained one (heads?), {model.config}"

@@ -16,6 +16,7 @@ from torch import Tensor
 from ...checkpoint.manifest import add_checksum
 from ...data.vocabulary import Vocabulary
 from ...files.places import Place
+from ...kernels.checksums import same_bits
 from ..predictor import ExportedTable, Predictor, UnknownIds
 from .replica import LiveTable, with_values
 from .sinks import Sink, sink_of
@@ -27,7 +28,6 @@ from .wire import (
     OtherRunError,
     OutOfOrderError,
     digest_of,
-    same_bits,
     schema_of,
     spelling,
     unpack,

@@ -26,6 +26,7 @@ from ...data import Batch
 from ...data.batch import iterator_of
 from ...distributed.watch import in_words
 from ...files.places import Place
+from ...kernels.checksums import same_bits
 from ...pipeline import StepResult, Trainer
 from ...pipeline.results import to_be_taken
 from ..exporter import copied_scorer
@@ -40,7 +41,6 @@ from .wire import (
     SinkError,
     digest_of,
     pack,
-    same_bits,
     schema_of,
     spelling,
     unpack,

@@ -21,7 +21,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
@@ -146,8 +145,3 @@ def schema_of(
         "values": {name: [str(each.dtype), list(each.shape)] for name, each in values.items()},
     }
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
-
-
-def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors of one shape are equal in every bit."""
-    return torch.equal(as_bytes(left), as_bytes(right))
