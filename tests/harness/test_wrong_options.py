@@ -14,7 +14,7 @@ LISTS = {
     ("serve-bench", "--bounds"), ("train", "--bottom"), ("train", "--top"),
 }  # fmt: skip
 WORDS = {
-    ("serve", "--approximate"),
+    ("serve", "--approximate"), ("export", "--weights"),
     ("verify", "--modes"), ("lab", "--modes"), ("serve-bench", "--scenarios"), ("train", "--recompute"),
     ("train", "--evict"), ("train", "--precision-tiers"), ("lab", "--switch"), ("lab", "--emulate"),
     ("lab", "--proportions"), ("train", "--early-stopping"), ("train", "--split"),
