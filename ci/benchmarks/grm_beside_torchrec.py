@@ -129,7 +129,7 @@ def ours(communicators: Communicators, job: Job, system: str, batches: list[Impr
         for result in trainer.run(batches):
             yield float(result.losses.double().sum()), parts.taken() if alone else {}
 
-    return trained(), lambda: evaluate_model(model, trainer.whole_tables(), job.epochs())
+    return trained(), lambda: evaluate_model(model, trainer.rows_of_ranks(), job.epochs())
 
 
 def theirs(communicators: Communicators, job: Job, _system: str, batches: list[ImpressionBatch]) -> Trained:

@@ -25,7 +25,7 @@ from tritonrec.harness.verify.cases import small_table
 from tritonrec.harness.verify.variants import CPU_BITS
 from tritonrec.kernels import dispatch
 from tritonrec.nn import HSTUConfig
-from tritonrec.pipeline import PIPELINED, next_item_scores
+from tritonrec.pipeline import PIPELINED, RowsOfRanks, next_item_scores
 
 ROOT = Path(__file__).parents[2]
 
@@ -201,7 +201,7 @@ def test_train_starts_a_rank_for_each_gpu(monkeypatch):
 class Elsewhere:
     """Tables that give rows where they are asked from."""
 
-    def peek(self, lookups):
+    def peek(self, lookups, over):
         self.devices = {lookup.ids.device.type for lookup in lookups.values()}
         return {
             name: torch.zeros(len(lookup.ids), 8, dtype=torch.float32, device=lookup.ids.device)
@@ -222,15 +222,15 @@ def test_an_evaluation_computes_on_the_models_device(monkeypatch, model, data, j
     job = Job(data, model, sizes=HSTUConfig(8, 1, 2, 4, 4))
     computed = []
 
-    def judged(score, loader, part="test"):
+    def judged(score, loader, part="test", scored=None):
         computed.append(score(next(iter(loader.evaluation_batches(part=part)))))
 
-    def ranked(model, tables, loader, *rest):
-        judged(lambda batch: next_item_scores(model.eval(), tables, loader.catalogue)(batch.history), loader)
+    def ranked(model, rows, loader, *rest):
+        judged(lambda batch: next_item_scores(model.eval(), rows, loader.catalogue)(batch.history), loader)
 
     monkeypatch.setattr(evaluation, judge, ranked if judge == "rank_held_out" else judged)
     tables = Elsewhere()
-    evaluation.evaluate_model(job.build("adam")[0].to("meta"), tables, job.loader())
+    evaluation.evaluate_model(job.build("adam")[0].to("meta"), RowsOfRanks(tables), job.loader())
     assert computed[0].device.type == "meta" and tables.devices == {"meta"}
 
 

@@ -13,7 +13,7 @@ from tritonrec.harness.train.evaluate import evaluate_model
 from tritonrec.harness.train.loop import train
 from tritonrec.harness.train.reports import line_of
 from tritonrec.harness.train.run import Run
-from tritonrec.pipeline import LossScaling, WindowConfig
+from tritonrec.pipeline import LossScaling, RowsOfRanks, WindowConfig
 from tritonrec.settings import with_values
 
 FP16 = {
@@ -57,7 +57,7 @@ def test_an_evaluation_computes_as_training_does(job):
         handle = model.layers[0].register_forward_hook(
             lambda *_, seen=seen: seen.append(torch.is_autocast_enabled("cpu"))
         )
-        found[precision] = evaluate_model(model, tables, job.epochs(), precision)
+        found[precision] = evaluate_model(model, RowsOfRanks(tables), job.epochs(), precision)
         handle.remove()
         assert {*seen} == {precision == "bf16"} and model.training
     assert found["float32"] == pytest.approx(found["bf16"], abs=0.2)

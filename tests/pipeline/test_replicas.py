@@ -354,7 +354,7 @@ def apart(communicators, folder, late):
         saved = tables.export()["item"]
         list(trainer.run(map(loader.batch, range(2, 4 if late else 3))))
         said = []
-        for act in (lambda: trainer.save(folder), trainer.whole_tables):
+        for act in (lambda: trainer.save(folder), trainer.whole_tables, trainer.rows_of_ranks):
             with pytest.raises(RuntimeError) as error:
                 act()
             said.append(str(error.value))

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from tritonrec.harness import cli
 from tritonrec.harness.job import Job
 from tritonrec.harness.train.evaluate import evaluate_export, evaluate_model
+from tritonrec.pipeline import RowsOfRanks
 from tritonrec.serving import ExportedTable, Predictor, export
 from tritonrec.serving.exported_table import decoded, encoded
 
@@ -102,7 +103,7 @@ def test_a_predictor_ranks_by_the_rounded_rows(trained, exported):
     assert not torch.equal(rounded.scores(history), exact.scores(history))
     torch.testing.assert_close(rounded.scores(history), exact.scores(history), rtol=0.05, atol=0.05)
     found = evaluate_export(exact, loader())
-    assert found == evaluate_model(trained.evaluated, trained.tables, loader())
+    assert found == evaluate_model(trained.evaluated, RowsOfRanks(trained.tables), loader())
 
 
 @pytest.mark.parametrize("weights", ["int4", 8, None])

@@ -31,6 +31,7 @@ from tritonrec.data.jagged import KeyedJaggedTensor, Lookup
 from tritonrec.data.labels import check_labels, check_ratings, default_rule, default_threshold, rating_labels
 from tritonrec.data.loader import LEAVE_ONE_OUT
 from tritonrec.data.ranking import auc
+from tritonrec.data.scored import Scored, one_by_one
 from tritonrec.data.splits import NO_PART, Part, Split, check_part, rows_of
 
 HELD_OUT = 0.1
@@ -306,14 +307,17 @@ class ClickPredictions(NamedTuple):
 
 
 def click_predictions(
-    predict: Callable[[ClickBatch], Tensor], loader: HoldsClicksOut, part: Part = "test"
+    predict: Callable[[ClickBatch], Tensor],
+    loader: HoldsClicksOut,
+    part: Part = "test",
+    scored: Scored = one_by_one,
 ) -> ClickPredictions:
     """What `predict` says of the held-out rows of a part; see `evaluate_clicks`, whose errors are raised."""
     if not (loader.num_held_out if check_part(part) == "test" else loader.num_validation):
         raise ValueError(f"the log has no rows held out for {part}: {NO_PART}")
     ids, scores, labels = [], [], []
-    for batch in loader.evaluation_batches(part=part):
-        found = predict(batch).detach().cpu()
+    for batch, found in scored(loader.evaluation_batches(part=part), predict):
+        found = found.detach().cpu()
         if found.shape != batch.labels.shape:
             raise ValueError(f"predictions must be {tuple(batch.labels.shape)}, got {tuple(found.shape)}")
         ids.append(batch.sample_ids)
@@ -323,15 +327,18 @@ def click_predictions(
 
 
 def evaluate_clicks(
-    predict: Callable[[ClickBatch], Tensor], loader: HoldsClicksOut, part: Part = "test"
+    predict: Callable[[ClickBatch], Tensor],
+    loader: HoldsClicksOut,
+    part: Part = "test",
+    scored: Scored = one_by_one,
 ) -> dict[str, float]:
     """``{"AUC": ..., "accuracy": ..., "BCE": ...}`` over the held-out rows of a part.
 
-    `predict` maps a batch to probabilities (B,). A probability of at least 0.5 predicts a click. BCE is the
+    `predict` maps a batch to probabilities (B,), and `scored` calls it. A probability of at least 0.5 predicts a click. BCE is the
     mean cross entropy in nats, with probabilities clamped to [1e-7, 1 - 1e-7]. AUC is NaN where all labels of
     the part are alike. Raises ValueError where nothing is held out, and for predictions of another shape.
     """
-    _, p, y = click_predictions(predict, loader, part)
+    _, p, y = click_predictions(predict, loader, part, scored)
     sure = p.clamp(1e-7, 1 - 1e-7)
     entropies = -torch.where(y == 1, sure.log(), (1 - sure).log())
     return {

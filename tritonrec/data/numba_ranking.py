@@ -7,30 +7,29 @@ from tritonrec.kernels.caches import njit
 
 
 @njit(cache=True, nogil=True)
-def count_above(scores, targets, seen_starts, seen_items, above):
-    """above[u] = items with a higher score than u's target, or the same and an earlier place.
+def count_above(scores, own, split, seen_users, seen_items, above):
+    """Add to above[u] the items with a score above own[u], or as high and before place split[u].
 
-    scores (U, I); targets (U,), -1 for none. Items ``seen_items[seen_starts[u] : seen_starts[u + 1]]``,
-    distinct, do not count. Returns (user, item) of a score that is NaN, or (-1, -1).
+    scores (U, I) of some items; the pairs of `seen_users` and `seen_items`, distinct, do not count.
+    Returns (user, item) of a score that is NaN, or (-1, -1).
     """
     users, items = scores.shape
     for u in range(users):
-        row, target = scores[u], max(targets[u], 0)
-        own, count, wrong = row[target], 0, False
-        for i in range(target):
-            count += row[i] >= own
+        row, mine, before, count, wrong = scores[u], own[u], split[u], 0, False
+        for i in range(before):
+            count += row[i] >= mine
             wrong |= row[i] != row[i]
-        for i in range(target, items):
-            count += row[i] > own
+        for i in range(before, items):
+            count += row[i] > mine
             wrong |= row[i] != row[i]
         if wrong:
             for i in range(items):
                 if row[i] != row[i]:
                     return u, i
-        for at in range(seen_starts[u], seen_starts[u + 1]):
-            i = seen_items[at]
-            count -= (row[i] > own) or (row[i] == own and i < target)
-        above[u] = count
+        above[u] += count
+    for at in range(len(seen_users)):
+        u, i = seen_users[at], seen_items[at]
+        above[u] -= scores[u, i] > own[u] or (scores[u, i] == own[u] and i < split[u])
     return -1, -1
 
 

@@ -21,7 +21,7 @@ number of impressions::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +34,7 @@ from tritonrec.data.impression_loader import ImpressionLoader
 from tritonrec.data.impression_stream import ImpressionStream
 from tritonrec.data.impressions import ImpressionBatch
 from tritonrec.data.loader import EvaluationBatch, NextItemLoader
+from tritonrec.data.scored import Scored, one_by_one
 from tritonrec.data.sequences import NextItemStream
 from tritonrec.data.splits import Part
 
@@ -63,16 +64,26 @@ def evaluate(
 
     Raises ValueError for scores of another shape, for NaN, for a k below 1, and for a part without items.
     """
+    check_ks(ks)
+    batches = loader.evaluation_batches(batch_size, part)
+    ranked = (target_ranks(score_fn(each.history), each, loader, exclude_seen) for each in batches)
+    return ranking_metrics(ranked, ks, loader.num_items)
+
+
+def check_ks(ks: Sequence[int]) -> None:
+    """Raise ValueError where a k is below 1, or there is none."""
     if not ks or min(ks) < 1:
         raise ValueError(f"ks must hold numbers of at least 1, got {tuple(ks)}")
-    batches = loader.evaluation_batches(batch_size, part)
-    kept = [min(k, max(loader.num_items, 1)) for k in ks]
+
+
+def ranking_metrics(ranks: Iterable[Tensor], ks: Sequence[int], items: int) -> dict[str, float]:
+    """``{"HR@10": ..., "NDCG@10": ..., ...}`` of users' held-out items at `ranks` (b,) of so many items."""
+    kept = [min(k, max(items, 1)) for k in ks]
     found = []
-    for batch in batches:
-        ranks = target_ranks(score_fn(batch.history), batch, loader, exclude_seen)
-        for some in ranks.split(max(1, LISTED // max(kept))):
-            hits = some[:, None] == torch.arange(max(kept), dtype=torch.int64)
-            found.append(list_terms(hits, torch.ones_like(some), kept))
+    for some in ranks:
+        for few in some.split(max(1, LISTED // max(kept))):
+            hits = few[:, None] == torch.arange(max(kept), dtype=torch.int64)
+            found.append(list_terms(hits, torch.ones_like(few), kept))
     terms = torch.cat(found, 2)
     return {
         f"{kind}@{k}": math.fsum(terms[number, row].tolist()) / terms.shape[2]
@@ -99,6 +110,60 @@ def list_terms(hits: Tensor, relevant: Tensor, ks: Sequence[int]) -> Tensor:
     return torch.stack(terms).view(len(ks), 4, -1)
 
 
+class RankCounter:
+    """Counts the items above each user's held-out one, some items of the catalogue at a time.
+
+    Args:
+        batches: whose U users are numbered on. own: (U,) scores of their held-out items.
+        exclude_seen: items before the held-out one do not compete with it.
+    """
+
+    def __init__(
+        self, batches: Sequence[EvaluationBatch], own: Tensor, loader: NextItems, exclude_seen: bool = True
+    ):
+        self._targets = torch.cat([each.targets for each in batches])
+        self._samples = torch.cat([each.history.sample_ids for each in batches])
+        self._own, self._loader = own, loader
+        self._above, self._wrong = torch.zeros(len(own), dtype=torch.int64), [-1, -1]
+        first, pairs = 0, [torch.empty(0, dtype=torch.int64)]
+        for each in batches if exclude_seen else ():
+            pairs.append(each.seen_items * len(own) + each.seen_users + first)
+            first += len(each.targets)
+        pairs = torch.unique(torch.cat(pairs))  # ascending, so the items of a block are side by side
+        self._seen_items, self._seen_users = pairs // max(len(own), 1), pairs % max(len(own), 1)
+
+    def count(self, scores: Tensor, places: Tensor) -> None:
+        """Take the scores (U, n) of the items at `places` (n,), ascending, of the catalogue."""
+        from .numba_ranking import count_above
+
+        if scores.dtype in (torch.float16, torch.bfloat16):
+            scores = scores.float()
+        bounds = torch.stack([places[0], places[-1] + 1]) if len(places) else places.new_zeros(2)
+        start, stop = torch.searchsorted(self._seen_items, bounds).tolist()
+        items, users = self._seen_items[start:stop], self._seen_users[start:stop]
+        at = torch.searchsorted(places, items)
+        here = places[at] == items
+        split = torch.searchsorted(places, self._targets)
+        numbers = (scores.contiguous(), self._own.to(scores.dtype), split, users[here], at[here], self._above)
+        user, item = count_above(*(each.numpy() for each in numbers))
+        if user >= 0 and self._wrong[0] < 0:
+            self._wrong = [int(user), int(places[item])]
+
+    def ranks(self, all_gather: Callable[[Tensor], list[Tensor]] = lambda own: [own]) -> Tensor:
+        """(U,) int64: the number of items above each user's held-out one, added up over the ranks.
+
+        2**63 - 1, above any k, where that is not in the catalogue. Raises ValueError for a score that is NaN.
+        """
+        found = all_gather(torch.cat([self._above, torch.tensor(self._wrong, dtype=torch.int64)]))
+        for user, place in (each[-2:].tolist() for each in found):
+            if user >= 0:
+                raise ValueError(
+                    f"the score of user {int(self._samples[user])} "
+                    f"for item {int(self._loader.catalogue[place])} is NaN"
+                )
+        return torch.where(self._targets >= 0, sum(each[:-2] for each in found), NO_RANK)
+
+
 def target_ranks(
     scores: Tensor, batch: EvaluationBatch, loader: NextItems, exclude_seen: bool = True
 ) -> Tensor:
@@ -111,25 +176,13 @@ def target_ranks(
         raise ValueError(
             f"scores must be ({users}, {items}): users by catalogue; got shape {tuple(scores.shape)}"
         )
-    from .numba_ranking import count_above
-
-    scores, targets = scores.detach().cpu(), batch.targets
+    scores = scores.detach().cpu()
     if items == 0:
         return torch.full((users,), NO_RANK, dtype=torch.int64)
-    pairs = batch.seen_users * items + batch.seen_items if exclude_seen else batch.seen_users[:0]
-    pairs = torch.unique(pairs)  # ascending
-    starts = torch.searchsorted(pairs, torch.arange(users + 1) * items)
-    above = np.empty(users, np.int64)
-    if scores.dtype in (torch.float16, torch.bfloat16):
-        scores = scores.float()
-    numbers = (each.contiguous().numpy() for each in (scores, targets, starts, pairs % items))
-    user, item = count_above(*numbers, above)
-    if user >= 0:
-        raise ValueError(
-            f"the score of user {int(batch.history.sample_ids[user])} "
-            f"for item {int(loader.catalogue[item])} is NaN"
-        )
-    return torch.where(targets >= 0, torch.from_numpy(above), NO_RANK)
+    own = scores.gather(1, batch.targets.clamp(min=0)[:, None])[:, 0]
+    counter = RankCounter([batch], own, loader, exclude_seen)
+    counter.count(scores, torch.arange(items))
+    return counter.ranks()
 
 
 def popularity_scores(loader: NextItems) -> ScoreFunction:
@@ -238,15 +291,15 @@ def evaluate_impressions(
     loader: ImpressionLoader | ImpressionStream,
     batch_size: int = 256,
     part: Part = "test",
+    scored: Scored = one_by_one,
 ) -> dict[str, float]:
     """``{"GAUC/click": ..., "AUC/click": ..., ...}`` over the held-out impressions of a part.
 
-    `score_fn` maps a batch to scores (Le, T); greater means more likely. Raises ValueError for scores of
-    another shape, and the errors of `gauc`.
+    `score_fn` maps a batch to scores (Le, T), greater where more likely; `scored` calls it. Raises ValueError
+    for scores of another shape, and the errors of `gauc`.
     """
     users, scores, labels = [], [], []
-    for batch in loader.evaluation_batches(batch_size, part):
-        found = score_fn(batch)
+    for batch, found in scored(loader.evaluation_batches(batch_size, part), score_fn):
         if found.shape != batch.labels.shape:
             raise ValueError(
                 f"scores must be {tuple(batch.labels.shape)}: exposed items by tasks; "

@@ -9,13 +9,14 @@ from typing import Any, Literal, Protocol
 import torch
 
 from .. import ops
-from ..kernels import launch
+from ..distributed.communicator import Communicator
 from ..settings import check_number, typed
 from .by_table import columns_by_table, keys_by_table, part_name, rows_by_table
 from .change_log import CHECKPOINT
 from .key_layout import KeyLayout
 from .learning_rate import scaled
 from .policy import Placement, TablePolicy
+from .row_exchange import plan_routes
 from .row_optimizer import RowOptimizer
 from .snapshot import SnapshotRows
 from .state_check import check_state
@@ -246,19 +247,28 @@ class HashTableCollection:
         """Whether a feature of the group is pooled."""
         return any(self.features[name].pooling != "none" for name, _ in group.features)
 
-    def peek(self, lookups: Mapping[str, SupportsLookup]) -> dict[str, torch.Tensor]:
+    def peek(
+        self, lookups: Mapping[str, SupportsLookup], over: Communicator | None = None
+    ) -> dict[str, torch.Tensor]:
         """Rows by feature, as from `by_feature`, without side effects: no insert, count or eviction.
 
-        An id without a row reads as its initial values.
+        An id without a row reads as its initial values. With `over`, of the ranks that have one shard each,
+        ids are looked up at their owners; then it is collective, and each rank asks for what it needs.
         """
+        over, home = over or Communicator(), next(iter(lookups.values())).ids.device
+        keys = [
+            each.to(group.table.device) for group, each in zip(self.groups, self.keys(lookups), strict=True)
+        ]
+        if not all(over.supports(each.device) for each in keys):
+            keys = [each.cpu() for each in keys]
         rows: list[torch.Tensor | ops.IndexedRows] = []
-        for group, keys in zip(self.groups, self.keys(lookups), strict=True):
-            distinct, inverse, _ = launch.unique(keys.to(group.table.device))
-            values = group.table.gather(group.table.find(distinct), distinct)[:, : group.table.dim]
-            if self.pools(group):
-                rows.append(ops.IndexedRows(values.to(keys.device), inverse.to(keys.device)))
-            else:
-                rows.append(launch.gather_rows(values, inverse).to(keys.device))
+        routes = plan_routes(keys, [group.layout for group in self.groups], over)
+        for group, route in zip(self.groups, routes, strict=True):
+            own = route.keys.to(group.table.device)
+            values = group.table.gather(group.table.find(own), own)[:, : group.table.dim]
+            values = route.rows(over, values.to(route.keys.device))
+            found = ops.IndexedRows(values.to(home), route.inverse.to(home))
+            rows.append(found if self.pools(group) else found.gathered())
         return self.by_feature(rows, lookups)
 
     def describe(self) -> dict[str, dict[str, dict[str, Any]]]:

@@ -2,7 +2,7 @@
 
 from .check import ScheduleError, check
 from .dense import DenseModel
-from .evaluation import next_item_scores, rank_held_out
+from .evaluation import RowsOfRanks, next_item_scores, rank_held_out
 from .executor import Executor, StageFailedError
 from .gather import rows_in_parts, whole_ids, whole_tables
 from .graphs import MicroBatchGraphs
@@ -63,6 +63,7 @@ __all__ = [
     "Precision",
     "Program",
     "ReferenceTrainer",
+    "RowsOfRanks",
     "Schedule",
     "ScheduleError",
     "Stage",

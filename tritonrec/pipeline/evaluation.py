@@ -1,22 +1,74 @@
-"""How good a next-item model is: a full ranking of every user's held-out item, as the model was trained."""
+"""How good a next-item model is: a full ranking of every user's held-out item, as the model was trained.
+
+Nobody gathers the tables. A rank ranks among the items that it owns, and the number of items above a user's
+is the sum over the ranks:
+
+    rank r   encodes every W-th batch, from rows of all ranks        user vectors, to all
+             scores its own items, a block at a time                 items above each user's, to all
+
+A score has the same bits in any block (`ops.linear`), so the result is that of one process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, TypeVar
 
 import torch
 
 from .. import ops
-from ..data import JaggedBatch, Lookup, NextItemLoader, NextItemStream, evaluate
+from ..data import JaggedBatch, Lookup, NextItemLoader, NextItemStream
+from ..data.ranking import RankCounter, check_ks, ranking_metrics
 from ..data.splits import Part
+from ..distributed.communicator import Communicator
 from ..embedding import HashTableCollection
+from ..embedding.features import SupportsLookup
 from .precision import Precision, autocast
+
+BLOCK_ITEMS, BLOCK_SCORES = 1 << 13, 1 << 21
+"""Items that are scored at a time, and scores, at most: 8 MiB."""
+
+B = TypeVar("B")
+
+
+class RowsOfRanks:
+    """The rows of all ranks, which these look up together to evaluate a model.
+
+    Args:
+        tables: of this rank. over: the ranks that have one shard each; by default this one has all rows.
+    """
+
+    def __init__(self, tables: HashTableCollection, over: Communicator | None = None):
+        self.tables, self.over = tables, over or Communicator()
+
+    def peek(self, lookups: Mapping[str, SupportsLookup]) -> dict[str, torch.Tensor]:
+        """`HashTableCollection.peek` at the owners. Collective: all ranks call it as often, with any ids."""
+        return self.tables.peek(lookups, self.over)
+
+    def shares(self, batches: Iterable[B]) -> Iterator[tuple[list[B], B]]:
+        """Batches of all ranks, as many as these at a time, and which this rank takes.
+
+        The last ones may be fewer: then ranks take the last of these, too, so that all take part.
+        """
+        rest = iter(batches)
+        while some := list(islice(rest, self.over.world_size)):
+            yield some, some[min(self.over.rank, len(some) - 1)]
+
+    def scored(
+        self, batches: Iterable[B], score: Callable[[B], torch.Tensor]
+    ) -> Iterator[tuple[B, torch.Tensor]]:
+        """Every batch with its scores on the host, of which each rank computes a share. Collective.
+
+        All ranks give the same batches.
+        """
+        for some, own in self.shares(batches):
+            yield from zip(some, self.over.all_gather(score(own).detach().cpu()), strict=False)
 
 
 def rank_held_out(
     model: Any,
-    tables: HashTableCollection,
+    rows: RowsOfRanks,
     loader: NextItemLoader | NextItemStream,
     ks: Sequence[int] = (10,),
     precision: Precision = "float32",
@@ -28,21 +80,60 @@ def rank_held_out(
     Args:
         model: ``encode(history, rows)`` gives hidden states (L, D) of a `JaggedBatch`, from the rows (L, D)
             of its items. It is in evaluation mode meanwhile.
-        tables: hold every rank's rows of the feature ``item``. precision: of the model's arithmetic; scores
-            are float32, of which few are equal.
+        rows: of the feature ``item``. All of its ranks call this.
+        precision: of the model's arithmetic; scores are float32, of which few are equal.
     """
+    check_ks(ks)
     training = model.training
     model.eval()
     try:
-        return evaluate(
-            next_item_scores(model, tables, loader.catalogue, precision),
-            loader,
-            ks,
-            part=part,
-            exclude_seen=exclude_seen,
-        )
+        ranks = _ranks(model, rows, loader, precision, part, exclude_seen)
+        return ranking_metrics(ranks, ks, loader.num_items)
     finally:
         model.train(training)
+
+
+def _ranks(
+    model: Any,
+    rows: RowsOfRanks,
+    loader: NextItemLoader | NextItemStream,
+    precision: Precision,
+    part: Part,
+    exclude_seen: bool,
+) -> Iterator[torch.Tensor]:
+    """Ranks (b,) of held-out items, see `data.ranking.target_ranks`, of some batches after the other."""
+    vectors_of, catalogue, over = _user_vectors(model, rows, precision), loader.catalogue, rows.over
+    table = rows.tables.features["item"].table or "item"
+    own = (ops.owner_of(catalogue, over.world_size) == over.rank).nonzero()[:, 0]
+    for batches, mine in rows.shares(loader.evaluation_batches(part=part)):
+        vectors = vectors_of(mine.history)
+        targets = Lookup(catalogue[mine.targets.clamp(min=0)].to(vectors.device))
+        scores = ops.linear(vectors, rows.peek({"item": targets})["item"], None).diagonal()
+        sent = over.all_gather(torch.cat([vectors, scores[:, None]], 1).cpu())
+        found = torch.cat(sent[: len(batches)])  # a rank without a batch of its own has sent another's
+        counter = RankCounter(batches, found[:, -1], loader, exclude_seen)
+        users = found[:, :-1].to(vectors.device).contiguous()
+        for places in own.split(max(1, min(BLOCK_SCORES // len(users), BLOCK_ITEMS))):
+            weights = rows.tables.current_rows(table, catalogue[places])[:, : users.shape[1]]
+            weights = weights.to(users.device)
+            counter.count(ops.linear(users, weights, None).cpu(), places)
+        yield counter.ranks(over.all_gather)
+
+
+def _user_vectors(
+    model: Any, tables: HashTableCollection | RowsOfRanks, precision: Precision
+) -> Callable[[JaggedBatch], torch.Tensor]:
+    """The vectors (B, D) float32 of histories, on the model's device: the last token stands for the user."""
+    device = next((each.device for each in model.parameters()), torch.device("cpu"))
+
+    def vectors(history: JaggedBatch) -> torch.Tensor:
+        history = history.to(device)
+        rows = tables.peek({"item": Lookup(history.ids)})["item"]
+        with torch.no_grad(), autocast(precision, device):
+            hidden: torch.Tensor = model.encode(history, rows).to(torch.float32)
+        return hidden[history.offsets[1:] - 1]
+
+    return vectors
 
 
 def next_item_scores(
@@ -50,17 +141,9 @@ def next_item_scores(
 ) -> Callable[[JaggedBatch], torch.Tensor]:
     """The scores (B, I) float32 of items (I,) for each history, of a model as `rank_held_out` takes it.
 
-    They are on the model's device.
+    They are on the model's device. The linear op scores each user alone.
     """
+    vectors_of = _user_vectors(model, tables, precision)
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
     items = tables.peek({"item": Lookup(catalogue.to(device))})["item"]
-
-    def scores(history: JaggedBatch) -> torch.Tensor:
-        history = history.to(device)
-        rows = tables.peek({"item": Lookup(history.ids)})["item"]
-        with torch.no_grad(), autocast(precision, device):
-            hidden = model.encode(history, rows).to(torch.float32)
-        # the last token of each sequence stands for the user; the linear op scores each user alone
-        return ops.linear(hidden[history.offsets[1:] - 1], items, None)
-
-    return scores
+    return lambda history: ops.linear(vectors_of(history), items, None)

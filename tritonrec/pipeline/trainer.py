@@ -28,7 +28,7 @@ from ..trace import NullRecorder, SupportsRecording
 from .agreement import settings_of, validate_same_training
 from .dense import DenseModel
 from .dense_checks import validate_hooks, validate_invariant
-from .evaluation import rank_held_out
+from .evaluation import RowsOfRanks, rank_held_out
 from .executor import Delay, Executor, StageFailedError
 from .flight import lane_work, on_the_callers_thread, validate_model_place, validate_places
 from .gather import whole_tables
@@ -466,13 +466,23 @@ class Trainer:
         return warm_start(self._communicators, self.tables, self.dense, source, choice, step)
 
     def whole_tables(self) -> HashTableCollection:
-        """Every rank's weights in tables of one process, for an evaluation. Collective.
+        """Every rank's weights in tables of one process; `rows_of_ranks` makes no copy. Collective.
 
         Ids that no rank has seen have their initial values there. Raises RuntimeError while batches are in
         flight, and where replicas have trained apart since they were averaged (`sync`).
         """
         self._check_averaged()
         return whole_tables(self._communicators, self.tables)
+
+    def rows_of_ranks(self) -> RowsOfRanks:
+        """Every rank's rows where they are, for an evaluation: all ranks look them up together.
+
+        Raises the errors of `whole_tables`.
+        """
+        self._check_averaged()
+        for group in self.tables.groups:
+            group.table.in_flight.check("evaluation")
+        return RowsOfRanks(self.tables, self._communicators.shard_control)
 
     @typed
     def evaluate(
@@ -487,9 +497,8 @@ class Trainer:
         The averaged model is ranked where there is one, in the precision of training. Raises RuntimeError
         while batches are in flight.
         """
-        precision = self.config.precision
-        tables = self.whole_tables()
-        return rank_held_out(self.dense.evaluated, tables, loader, ks, precision, part, exclude_seen)
+        rows, precision = self.rows_of_ranks(), self.config.precision
+        return rank_held_out(self.dense.evaluated, rows, loader, ks, precision, part, exclude_seen)
 
     def close(self) -> None:
         """Stop the lanes and give the model back.

@@ -72,7 +72,7 @@ def trial(communicators: Communicators, run: Run, steps: int) -> dict[str, Any]:
         found.dense_bytes = sum(each.nbytes for each in trainer.dense.tensors().values())
         began = time.perf_counter()
         with _highest() as evaluated:
-            evaluate_model(trainer.dense.evaluated, trainer.whole_tables(), held_out, run.window.precision)
+            evaluate_model(trainer.dense.evaluated, trainer.rows_of_ranks(), held_out, run.window.precision)
             baseline(held_out)
         found.evaluated, found.evaluation_seconds = evaluated[0], time.perf_counter() - began
         if run.checkpoint:

@@ -238,7 +238,7 @@ def _turn(left: RemainingLoader, turn: int, accumulate: int) -> range:
 def _outcome(communicators: Communicators, job: Job, branch: _Branch, loader: ClickLoader) -> dict[str, Any]:
     trainer = branch.trainer
     metrics = evaluate_model(
-        trainer.dense.evaluated, trainer.whole_tables(), loader, trainer.config.precision
+        trainer.dense.evaluated, trainer.rows_of_ranks(), loader, trainer.config.precision
     )
     seconds = _each_rank(communicators, int(branch.cpu * 1e6))
     return {

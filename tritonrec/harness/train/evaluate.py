@@ -20,9 +20,8 @@ from ...data import (
     popularity_scores,
 )  # fmt: skip
 from ...data.splits import NO_PART, Part
-from ...embedding import HashTableCollection
 from ...nn import DLRM, GRM, NextItemModel
-from ...pipeline import Precision, autocast, rank_held_out
+from ...pipeline import Precision, RowsOfRanks, autocast, rank_held_out
 from ..job import Epochs
 
 if TYPE_CHECKING:
@@ -66,12 +65,12 @@ def check_held_out(loader: Epochs, split: Split) -> None:
 
 def evaluate_model(
     model: torch.nn.Module,
-    tables: HashTableCollection,
+    rows: RowsOfRanks,
     loader: Epochs,
     precision: Precision = "float32",
     part: Part = "test",
 ) -> Metrics:
-    """Metrics of the samples of a part that the loader holds out; `tables` hold every rank's rows.
+    """Metrics of the samples of a part that the loader holds out. Collective over the ranks of the `rows`.
 
     The model computes in `precision`; rankings are of float32 scores, which few items share.
 
@@ -84,14 +83,14 @@ def evaluate_model(
         assert isinstance(model, (DLRM, GRM))
         batch = batch.to(device)
         with autocast(precision, device):
-            return model.predict(batch, tables.peek(batch.lookups())).to(torch.float32)
+            return model.predict(batch, rows.peek(batch.lookups())).to(torch.float32)
 
     if isinstance(loader, (ClickLoader, ClickStream)):
-        return evaluate_clicks(predicted, loader, part)
+        return evaluate_clicks(predicted, loader, part, rows.scored)
     if isinstance(loader, (ImpressionLoader, ImpressionStream)):
-        return evaluate_impressions(predicted, loader, part=part)
+        return evaluate_impressions(predicted, loader, part=part, scored=rows.scored)
     assert isinstance(model, NextItemModel)
-    return rank_held_out(model, tables, loader, KS, precision, part)
+    return rank_held_out(model, rows, loader, KS, precision, part)
 
 
 def evaluate_export(predictor: Predictor, loader: Epochs) -> Metrics:

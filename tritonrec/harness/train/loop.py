@@ -148,7 +148,7 @@ def train(
         def evaluate() -> None:
             nonlocal metrics
             with communicators.watch.doing(f"evaluation({step})"):
-                evaluated, rows = trainer.dense.evaluated, trainer.whole_tables()
+                evaluated, rows = trainer.dense.evaluated, trainer.rows_of_ranks()
                 metrics = evaluate_model(evaluated, rows, held_out, run.window.precision, part)
             judged = stopping is not None and stopping.step == step  # a run that had ended, which is resumed
             logged = judged or has_ended or (called_again and step == start <= known)
@@ -206,7 +206,7 @@ def train(
         validation = metrics
         if split.has_validation and not stopped:
             with communicators.watch.doing(f"test({step})"):
-                evaluated, rows = trainer.dense.evaluated, trainer.whole_tables()
+                evaluated, rows = trainer.dense.evaluated, trainer.rows_of_ranks()
                 metrics = evaluate_model(evaluated, rows, held_out, run.window.precision, "test")
             known_already = not reports.steps_run and stopping is not None and stopping.step == step
             reports.on_evaluation_end(step, None, metrics, known_already, "test")
