@@ -334,9 +334,10 @@ def evaluate_clicks(
 ) -> dict[str, float]:
     """``{"AUC": ..., "accuracy": ..., "BCE": ...}`` over the held-out rows of a part.
 
-    `predict` maps a batch to probabilities (B,), and `scored` calls it. A probability of at least 0.5 predicts a click. BCE is the
-    mean cross entropy in nats, with probabilities clamped to [1e-7, 1 - 1e-7]. AUC is NaN where all labels of
-    the part are alike. Raises ValueError where nothing is held out, and for predictions of another shape.
+    `predict` maps a batch to probabilities (B,), and `scored` calls it. A probability of at least 0.5 predicts
+    a click. BCE is the mean cross entropy in nats, with probabilities clamped to [1e-7, 1 - 1e-7]. AUC is NaN
+    where all labels of the part are alike. Raises ValueError where nothing is held out, and for predictions
+    of another shape.
     """
     _, p, y = click_predictions(predict, loader, part, scored)
     sure = p.clamp(1e-7, 1 - 1e-7)

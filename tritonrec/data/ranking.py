@@ -43,6 +43,8 @@ ImpressionScoreFunction = Callable[[ImpressionBatch], Tensor]
 NextItems = NextItemLoader | NextItemStream
 NO_RANK = 2**63 - 1
 """Of an item that is not in the catalogue."""
+AT_A_TIME = 2**26
+"""Scores that an evaluation has in memory, 256 MiB."""
 LISTED = 2**21
 """Places of lists at a time: k may be the catalogue, and a place takes more memory than a score."""
 
@@ -51,20 +53,23 @@ def evaluate(
     score_fn: ScoreFunction,
     loader: NextItems,
     ks: Sequence[int] = (10, 50),
-    batch_size: int = 256,
+    batch_size: int | None = None,
     part: Part = "test",
     exclude_seen: bool = True,
 ) -> dict[str, float]:
     """``{"HR@10": ..., "NDCG@10": ..., ...}`` over all held-out items of a part of the loader's split.
 
     `score_fn` maps histories (`EvaluationBatch.history`, B users) to scores (B, I) of the items of
-    `loader.catalogue`, in its order; greater is better. The result depends on `batch_size` only if the scores
-    do. With `exclude_seen` the items before the held-out one do not compete with it; without it all items do,
-    for logs in which users come back to what they know.
+    `loader.catalogue`, in its order; greater is better. `batch_size` users are scored at a time: by default
+    256, or fewer of a catalogue that is so large that theirs would be more than 2**26 scores. The result
+    depends on it only if the scores do. With `exclude_seen` the items before the held-out one do not compete
+    with it; without it all items do, for logs in which users come back to what they know.
 
     Raises ValueError for scores of another shape, for NaN, for a k below 1, and for a part without items.
     """
     check_ks(ks)
+    if batch_size is None:
+        batch_size = max(1, min(256, AT_A_TIME // max(loader.num_items, 1)))
     batches = loader.evaluation_batches(batch_size, part)
     ranked = (target_ranks(score_fn(each.history), each, loader, exclude_seen) for each in batches)
     return ranking_metrics(ranked, ks, loader.num_items)

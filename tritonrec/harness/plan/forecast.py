@@ -6,9 +6,8 @@ import math
 import time
 from dataclasses import dataclass
 
-from ...capacity import Room, Sizes, memory_left
-from ...capacity.footprint import SLOT_BYTES
-from ...embedding.key_index import LOAD_FACTOR, KeyIndex
+from ...capacity import Room, memory_left
+from ...embedding.key_index import KeyIndex
 from ...settings import in_bytes
 from ..train.run import Run
 from .trial import Rank
@@ -161,14 +160,7 @@ def _need(run: Run, rank: Rank, counted: Counted, shards: int) -> Need:
     peak = sum(table.added(more) for table, more in at_the_end)
     values = sum(table.values(table.rows + more) for table, more in at_the_end)
     training = rank.trained + peak
-    evaluating = (
-        rank.evaluated
-        + added
-        + sum(
-            _copy(dim, table.rows * shards).added(more * shards)
-            for (table, more), dim in zip(at_the_end, rank.dims, strict=True)
-        )
-    )
+    evaluating = rank.evaluated + added
     saving = rank.saved + added + SNAPSHOT_BYTES * sum(more for _, more in at_the_end)
     highest = max(training, evaluating, saving if run.checkpoint else 0)
     return Need(
@@ -181,14 +173,6 @@ def _need(run: Run, rank: Rank, counted: Counted, shards: int) -> Need:
         saving=max(saving - training, 0) if run.checkpoint else 0,
         peak=highest,
     )
-
-
-def _copy(dim: int, rows: int) -> Sizes:
-    """The weights of all ranks' rows, which an evaluation has in one table."""
-    slots = 1024
-    while rows > LOAD_FACTOR * slots:
-        slots *= 2
-    return Sizes(rows, 4 * dim, SLOT_BYTES * slots, 0, 0)
 
 
 def _count(steps: int, every: int) -> int:

@@ -28,8 +28,7 @@ class Rank:
     Args:
         began: before its first step, with libraries, log and dense model. trained: at most while it trained,
             with `rows` by table. evaluated, saved: at most in an evaluation and a save; 0 without one.
-        tables: `Sizes` of each table after the steps. row_width, dim: of each. dense_bytes: of parameters
-            and optimizer states.
+        tables: `Sizes` of each table after the steps. dense_bytes: of parameters and optimizer states.
         step_seconds, evaluation_seconds, save_seconds: time. link_bytes: sent a step.
     """
 
@@ -38,7 +37,6 @@ class Rank:
     evaluated: int = 0
     saved: int = 0
     tables: list[Sizes] = field(default_factory=list)
-    dims: list[int] = field(default_factory=list)
     dense_bytes: int = 0
     step_seconds: float = 0.0
     evaluation_seconds: float = 0.0
@@ -68,7 +66,6 @@ def trial(communicators: Communicators, run: Run, steps: int) -> dict[str, Any]:
         sent = trainer.counts
         found.link_bytes = (sent.key_bytes + sent.row_bytes) / steps  # of this rank
         found.trained, found.tables = trained[0], [sizes_of(group.table) for group in tables.groups]
-        found.dims = [group.table.dim for group in tables.groups]
         found.dense_bytes = sum(each.nbytes for each in trainer.dense.tensors().values())
         began = time.perf_counter()
         with _highest() as evaluated:

@@ -31,6 +31,8 @@ KS = (10, 50)
 
 COUNTED_STEPS = 256
 """Batches whose impressions are in memory at once for the baseline."""
+COUNTED_SCORES = 2**21
+"""Scores of it that are in memory at once."""
 
 Metrics = dict[str, float]
 
@@ -110,7 +112,8 @@ def baseline(loader: Epochs) -> Metrics:
         rate_of_clicks = torch.tensor(loader.click_rate, dtype=torch.float32)
         return evaluate_clicks(lambda batch: rate_of_clicks.expand(batch.num_samples), loader)
     if isinstance(loader, (NextItemLoader, NextItemStream)):
-        return evaluate(popularity_scores(loader), loader, KS)
+        few = max(1, min(256, COUNTED_SCORES // max(loader.num_items, 1)))  # they take a moment and no model
+        return evaluate(popularity_scores(loader), loader, KS, batch_size=few)
     known, counts = (
         torch.empty(0, dtype=torch.int64),
         torch.zeros(0, 1 + len(loader.tasks), dtype=torch.double),
