@@ -75,11 +75,11 @@ def train(log, epochs, patience, folder, mode="nestpipe", micro_batches=4):
     ) as trainer:
 
         def predictions(part):
-            rows = trainer.whole_tables()
+            rows = trainer.rows_of_ranks()
             model.eval()
             with torch.no_grad():
                 found = click_predictions(
-                    lambda batch: model.predict(batch, rows.peek(batch.lookups())), loader, part
+                    lambda batch: model.predict(batch, rows.peek(batch.lookups())), loader, part, rows.scored
                 )
             model.train()
             return found

@@ -87,7 +87,7 @@ def train(model, log, epochs, mode="nestpipe", micro_batches=4):
             pass
         test = log.batch(0, torch.arange(log.trained, len(log.labels)))
         with torch.no_grad():
-            logits = model.eval().logits(test, trainer.whole_tables().peek(test.lookups()))
+            logits = model.eval().logits(test, trainer.rows_of_ranks().peek(test.lookups()))
     names = [list(TASKS)[task] for task in model.tasks]
     return {
         name: auc(*each) for name, *each in zip(names, logits.T, test.labels[:, model.tasks].T, strict=True)

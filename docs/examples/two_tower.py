@@ -202,7 +202,7 @@ def train(kind, log, batch_size, epochs, mode="nestpipe", ks=(10, 50), communica
     with Trainer(model, tables, optimizer, ranks, mode, WindowConfig(micro_batches)) as trainer:
         for result in trainer.run(batches()):
             last = result.loss
-        tables = trainer.whole_tables()
+        tables = trainer.rows_of_ranks()
     return {f"HR@{k}": hit_rate(model, tables, log, k) for k in ks}, last
 
 

@@ -14,7 +14,7 @@ from tritonrec.embedding import Eviction, TablePolicy
 from tritonrec.harness.job import Job
 from tritonrec.harness.plan.beside import BesidePlan, Planned, beside_plan_line
 from tritonrec.harness.plan.forecast import Counted, count_rows, forecast
-from tritonrec.harness.plan.trial import Rank, _highest, trial
+from tritonrec.harness.plan.trial import Rank, _highest, _more, trial
 from tritonrec.harness.progress import Pace
 from tritonrec.harness.train.loop import train
 from tritonrec.harness.train.run import Run
@@ -163,6 +163,22 @@ def test_a_trial_measures_every_part():
     (table,) = found.tables
     assert table["rows"] > 100 and table["row_bytes"] == 4 * 3 * 8
     assert found.dense_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "steps", "last"),
+    [(1.0, 500, 32), (30.0, 500, 12), (0.01, 500, 100), (0.01, 40, 40), (2.0, 9, 9), (0.0, 500, 100)],
+)
+def test_a_trial_has_as_many_steps_as_its_seconds_hold(seconds, steps, last):
+    """From the pace of the slowest rank, after the steps that compile."""
+    first = min(12, steps)
+
+    def more(communicators):
+        pace = seconds / (2 - communicators.rank)
+        ends = [99.0 * min(step, 3) + pace * max(step - 3, 0) for step in range(first)]
+        return _more(communicators, replace(RUN, steps=steps), ends)
+
+    assert run_ranks(2, more) == [range(first, last)] * 2
 
 
 def test_the_command(tmp_path):

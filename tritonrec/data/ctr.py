@@ -334,7 +334,7 @@ def evaluate_clicks(
 ) -> dict[str, float]:
     """``{"AUC": ..., "accuracy": ..., "BCE": ...}`` over the held-out rows of a part.
 
-    `predict` maps a batch to probabilities (B,), and `scored` calls it. A probability of at least 0.5 predicts
+    `predict` maps a batch to probabilities (B,), and `scored` calls it. A probability of 0.5 or more predicts
     a click. BCE is the mean cross entropy in nats, with probabilities clamped to [1e-7, 1 - 1e-7]. AUC is NaN
     where all labels of the part are alike. Raises ValueError where nothing is held out, and for predictions
     of another shape.

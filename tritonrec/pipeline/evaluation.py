@@ -137,7 +137,10 @@ def _user_vectors(
 
 
 def next_item_scores(
-    model: Any, tables: HashTableCollection, catalogue: torch.Tensor, precision: Precision = "float32"
+    model: Any,
+    tables: HashTableCollection | RowsOfRanks,
+    catalogue: torch.Tensor,
+    precision: Precision = "float32",
 ) -> Callable[[JaggedBatch], torch.Tensor]:
     """The scores (B, I) float32 of items (I,) for each history, of a model as `rank_held_out` takes it.
 

@@ -31,7 +31,10 @@ def plan(
     ] = None,
     replicas: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Copies of the tables.")] = 1,
     nodes: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Nodes that ranks are treated as.")] = 1,
-    trial_steps: Annotated[int, typer.Option(min=4, max=10_000, help="Steps of the run to try.")] = 12,
+    trial_steps: Annotated[
+        int | None,
+        typer.Option(min=4, max=10_000, help="Steps of the run to try; by default as many as 20 s hold."),
+    ] = None,
     memory: Annotated[
         str | None, typer.Option(help="Of the machine for all ranks, as 64GiB; default: what is left here.")
     ] = None,

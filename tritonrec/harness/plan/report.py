@@ -36,21 +36,22 @@ def plan_run(
     world_size: int,
     replicas: int = 1,
     nodes: int = 1,
-    trial_steps: int = 12,
+    trial_steps: int | None = None,
     memory: int | None = None,
     timeout: timedelta = timedelta(seconds=60),
     json_file: Path | None = None,
     console: Console | None = None,
 ) -> Forecast:
-    """Try `trial_steps` steps of a run on all of its ranks here, and print what the whole will need.
+    """Try some steps of a run on all of its ranks here, and print what the whole will need.
 
     Args:
+        trial_steps: to try; as many as 20 s hold by default, 12 to 100.
         memory: bytes of the machine for all ranks; those that are left here by default.
     """
     console = console or Console()
     mesh = {"replicas": replicas, "nodes": nodes}
     with distributed.RankPool([(world_size, replicas, nodes)], timeout) as pool:
-        found = pool.run(trial, world_size, run, min(trial_steps, run.steps), **mesh)
+        found = pool.run(trial, world_size, run, trial_steps, **mesh)
     ranks = [Rank(**{**each, "tables": [Sizes(**table) for table in each["tables"]]}) for each in found]
     room = None if memory is None else Room(memory, memory, "--memory")
     result = forecast(run, ranks, count_rows(run), room, replicas)

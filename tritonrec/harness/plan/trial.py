@@ -19,6 +19,10 @@ from ..train.run import Run
 
 WARMING_STEPS = 3
 """Steps at first that are not timed: they compile kernels, fill the pipeline and find the model's path."""
+FEWEST, MOST, SECONDS = 12, 100, 20.0
+"""Steps of a trial: as many as these seconds hold. Buffers of windows in flight grow to their full size only
+while lanes meet by chance, over some hundred steps.
+"""
 
 
 @dataclass
@@ -44,8 +48,11 @@ class Rank:
     link_bytes: float = 0.0
 
 
-def trial(communicators: Communicators, run: Run, steps: int) -> dict[str, Any]:
-    """`Rank` of this rank as plain values: `steps` steps, an evaluation, and a save if the run saves."""
+def trial(communicators: Communicators, run: Run, steps: int | None = None) -> dict[str, Any]:
+    """`Rank` of this rank as plain values: some steps, an evaluation, and a save if the run saves.
+
+    `steps` are as many as `SECONDS` hold by default. Collective.
+    """
     job, found = run.job, Rank()
     model, tables, optimizer = job.build(run.optimizer)
     loader, held_out = job.loader(communicators.rank, communicators.world_size), job.epochs()
@@ -59,12 +66,15 @@ def trial(communicators: Communicators, run: Run, steps: int) -> dict[str, Any]:
         found.began = resident_bytes()
         ends: list[float] = []
         with _highest() as trained:
-            for _ in trainer.run(loader.batch(step) for step in range(steps)):
+            for _ in trainer.run(loader.batch(step) for step in range(min(steps or FEWEST, run.steps))):
                 ends.append(time.perf_counter())
+            if steps is None:
+                for _ in trainer.run(map(loader.batch, _more(communicators, run, ends))):
+                    ends.append(time.perf_counter())
         first, last = min(WARMING_STEPS, len(ends) - 1), len(ends) - 1
         found.step_seconds = (ends[last] - ends[first - 1]) / (last - first + 1) if first else 0.0
         sent = trainer.counts
-        found.link_bytes = (sent.key_bytes + sent.row_bytes) / steps  # of this rank
+        found.link_bytes = (sent.key_bytes + sent.row_bytes) / len(ends)  # of this rank
         found.trained, found.tables = trained[0], [sizes_of(group.table) for group in tables.groups]
         found.dense_bytes = sum(each.nbytes for each in trainer.dense.tensors().values())
         began = time.perf_counter()
@@ -79,6 +89,15 @@ def trial(communicators: Communicators, run: Run, steps: int) -> dict[str, Any]:
                 trainer.save(Path(name))
             found.saved, found.save_seconds = saved[0], time.perf_counter() - began
     return asdict(found)
+
+
+def _more(communicators: Communicators, run: Run, ends: list[float]) -> range:
+    """Further steps, the same on all ranks, from the times at which a rank's first ones ended."""
+    warm = min(WARMING_STEPS, len(ends) - 1)
+    own = (ends[-1] - ends[warm]) / max(len(ends) - 1 - warm, 1)
+    slowest = max(float(text) for text in communicators.control.all_gather_texts(repr(own)))
+    most = min(run.steps, MOST, FEWEST + int(SECONDS / max(slowest, 1e-6)))
+    return range(len(ends), most)
 
 
 @contextmanager
