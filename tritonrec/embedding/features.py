@@ -255,10 +255,9 @@ class HashTableCollection:
         An id without a row reads as its initial values. With `over`, of the ranks that have one shard each,
         ids are looked up at their owners; then it is collective, and each rank asks for what it needs.
         """
-        over, home = over or Communicator(), next(iter(lookups.values())).ids.device
-        keys = [
-            each.to(group.table.device) for group, each in zip(self.groups, self.keys(lookups), strict=True)
-        ]
+        over, keys = over or Communicator(), self.keys(lookups)
+        home = keys[0].device
+        keys = [each.to(group.table.device) for group, each in zip(self.groups, keys, strict=True)]
         if not all(over.supports(each.device) for each in keys):
             keys = [each.cpu() for each in keys]
         rows: list[torch.Tensor | ops.IndexedRows] = []

@@ -27,7 +27,7 @@ ROWS = U(32)
 SUMS = U(2**15)
 """Elements of an int64 accumulator that stay in the second-level cache while all samples add to them."""
 NO_BIAS = np.empty(0, np.float32)
-PAD = U(16)
+PAD = TILE = U(16)
 FEW = 3
 """From so many samples on it pays to look at an accumulator before its sums."""
 
@@ -66,8 +66,22 @@ def _lay_out(weight: torch.Tensor) -> np.ndarray:
     if stride == columns:
         return flat(weight)
     rows = weight.new_empty(inner, stride)
-    rows[:, :columns].copy_(weight.detach())
+    if weight.stride(0) == 1 and weight.stride(1) == inner:
+        _transpose(flat(weight.t()), rows.numpy().reshape(-1), U(inner), U(columns), U(stride))
+    else:
+        rows[:, :columns].copy_(weight.detach())
     return rows.numpy().reshape(-1)
+
+
+@njit(cache=True, nogil=True)
+def _transpose(weight, out, inner, columns, stride):
+    """A weight (columns, inner) to rows of `out`, a tile at a time: torch's copy takes 1.6 to 5 times as long."""
+    for first in range(U(0), columns, TILE):
+        last = min(first + TILE, columns)
+        for start in range(U(0), inner, TILE):
+            for i in range(start, min(start + TILE, inner)):
+                for c in range(first, last):
+                    out[i * stride + c] = weight[c * inner + i]
 
 
 @njit(cache=True, nogil=True)
