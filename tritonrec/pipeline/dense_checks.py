@@ -69,14 +69,14 @@ def validate_optimizers(model: torch.nn.Module, optimizers: Sequence[Optimizer])
         for group in optimizer.param_groups:
             twice |= held.keys() & {id(parameter) for parameter in group["params"]}
             held |= {id(parameter): (parameter, group) for parameter in group["params"]}
-    found = {}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    found, named = {}, list(model.named_parameters())
+    for name, tensor in [*named, *model.named_buffers()]:
         if is_lazy(tensor):
             raise ValueError(
                 f"{name} has no shape before the first call of its lazy module: call the model once, with a "
                 "batch and rows of its sizes, before there are an optimizer and a trainer"
             )
-    for name, parameter in model.named_parameters():
+    for name, parameter in named:
         if isinstance(parameter, RowsParameter):
             raise ValueError(
                 f"the model has rows of its own ({name}), which a trainer would not update: give their "
