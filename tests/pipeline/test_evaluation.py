@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from tempfile import gettempdir
 from types import SimpleNamespace
 
@@ -138,6 +139,35 @@ def test_a_score_that_is_nan_is_named_on_all_ranks():
         return user, item
 
     assert len({*run_ranks(3, lambda each: trained(each, NEXT, judge, 9))}) == 1
+
+
+@pytest.mark.parametrize(
+    ("what", "evaluated"),
+    [
+        ("items", lambda trainer, rank: trainer.evaluate(NEXT.epochs(), part="test", exclude_seen=rank < 2)),
+        ("items", lambda trainer, rank: trainer.evaluate(replace(NEXT, data=f"{NEXT.data}{rank}").epochs())),
+        ("samples", lambda trainer, rank: trainer.evaluate(of_batches(NEXT.epochs(), 20 + rank))),
+        ("samples", lambda trainer, rank: trainer.evaluate(without_the_last(rank == 1))),
+    ],
+)
+def test_ranks_that_evaluate_other_things_are_told_which(what, evaluated):
+    def judge(communicators, trainer):
+        with pytest.raises(ValueError) as error:
+            evaluated(trainer, communicators.rank)
+        return str(error.value)
+
+    found = run_ranks(3, lambda each: trained(each, NEXT, partial(judge, each)))
+    assert len({*found}) == 1 and re.match(
+        rf"rank [12] evaluates by other {what} than rank 0: .* same log", found[0]
+    )
+
+
+def without_the_last(less):
+    """A loader one of whose last batches is missing."""
+    loader = of_batches(NEXT.epochs(), 23)
+    cut = loader.evaluation_batches
+    loader.evaluation_batches = lambda part="test": iter(list(cut(part=part))[: -1 if less else None])
+    return loader
 
 
 def test_scores_in_memory_at_a_time_are_bounded(monkeypatch):

@@ -11,9 +11,10 @@ A score has the same bits in any block (`ops.linear`), so the result is that of 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -28,8 +29,6 @@ from .precision import Precision, autocast
 
 BLOCK_ITEMS, BLOCK_SCORES = 1 << 13, 1 << 21
 """Items that are scored at a time, and scores, at most: 8 MiB."""
-
-B = TypeVar("B")
 
 
 class RowsOfRanks:
@@ -46,18 +45,37 @@ class RowsOfRanks:
         """`HashTableCollection.peek` at the owners. Collective: all ranks call it as often, with any ids."""
         return self.tables.peek(lookups, self.over)
 
-    def shares(self, batches: Iterable[B]) -> Iterator[tuple[list[B], B]]:
+    def shares(self, batches: Iterable[Any]) -> Iterator[tuple[list[Any], Any]]:
         """Batches of all ranks, as many as these at a time, and which this rank takes.
 
-        The last ones may be fewer: then ranks take the last of these, too, so that all take part.
+        The last ones may be fewer: then ranks take the last of these, too, so that all take part. Raises
+        ValueError on all ranks where their batches have other samples.
         """
-        rest = iter(batches)
-        while some := list(islice(rest, self.over.world_size)):
-            yield some, some[min(self.over.rank, len(some) - 1)]
+        rest, more = iter(batches), True
+        while more:
+            some = list(islice(rest, self.over.world_size))
+            self.agree("samples", *(getattr(each, "history", each).sample_ids for each in some))
+            if more := bool(some):
+                yield some, some[min(self.over.rank, len(some) - 1)]
+
+    def agree(self, what: str, *values: Any) -> None:
+        """Raise ValueError on all ranks where `what` they evaluate by differs; of tensors all bytes count."""
+        if self.over.world_size == 1:
+            return
+        found = hashlib.sha256()
+        for each in values:
+            found.update(each.numpy().tobytes() if isinstance(each, torch.Tensor) else repr(each).encode())
+        digests = self.over.all_gather_texts(found.hexdigest())
+        for rank, each in enumerate(digests):
+            if each != digests[0]:
+                raise ValueError(
+                    f"rank {rank} evaluates by other {what} than rank 0: ranks evaluate together, so "
+                    "give all the same log, split and arguments"
+                )
 
     def scored(
-        self, batches: Iterable[B], score: Callable[[B], torch.Tensor]
-    ) -> Iterator[tuple[B, torch.Tensor]]:
+        self, batches: Iterable[Any], score: Callable[[Any], torch.Tensor]
+    ) -> Iterator[tuple[Any, torch.Tensor]]:
         """Every batch with its scores on the host, of which each rank computes a share. Collective.
 
         All ranks give the same batches.
@@ -103,6 +121,7 @@ def _ranks(
 ) -> Iterator[torch.Tensor]:
     """Ranks (b,) of held-out items, see `data.ranking.target_ranks`, of some batches after the other."""
     vectors_of, catalogue, over = _user_vectors(model, rows, precision), loader.catalogue, rows.over
+    rows.agree("items", catalogue, part, exclude_seen)
     table = rows.tables.features["item"].table or "item"
     own = (ops.owner_of(catalogue, over.world_size) == over.rank).nonzero()[:, 0]
     for batches, mine in rows.shares(loader.evaluation_batches(part=part)):
