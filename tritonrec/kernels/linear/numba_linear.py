@@ -75,7 +75,7 @@ def _lay_out(weight: torch.Tensor) -> np.ndarray:
 
 @njit(cache=True, nogil=True)
 def _transpose(weight, out, inner, columns, stride):
-    """A weight (columns, inner) to rows of `out`, a tile at a time: torch's copy takes up to 5 times as long."""
+    """A weight (columns, inner) to rows of `out`, a tile at a time: torch takes up to 5 times as long."""
     for first in range(U(0), columns, TILE):
         last = min(first + TILE, columns)
         for start in range(U(0), inner, TILE):
