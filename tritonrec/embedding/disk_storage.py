@@ -58,6 +58,7 @@ class DiskStorage(RowStorage):
         )
         self._handles, self._dirty = (torch.zeros(count, dtype=dtype) for dtype in (torch.int64, torch.bool))
         self._hand, self._lookup, self._found = 0, 1, 0
+        self._all_used = -1  # the last lookup since which all places were used: looked at once, as in a load
         self._outside = torch.empty(0, dtype=torch.int64)  # handles of the last lookup without a place
         self._moving = StreamLock(
             self.device
@@ -138,10 +139,12 @@ class DiskStorage(RowStorage):
         """Give places to rows of `handles` (K,), of rows that no lookup since `before` has used, and read
         them unless they are `new`; returns the handles of the first ones, for which there were places.
         """
-        places = torch.empty(len(handles), dtype=torch.int64)
+        places = torch.empty(len(handles) if before > self._all_used else 0, dtype=torch.int64)
         count, hand = numba_disk.choose(
             self._recent.numpy(), self._uses.numpy(), self._hand, before, places.numpy()
         )
+        if count < len(places):
+            self._all_used = before
         self._hand = int(hand)
         places, handles = places[:count], handles[:count]
         # A row that leaves is written before its place is
