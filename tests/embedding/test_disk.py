@@ -226,3 +226,26 @@ def test_the_hand_passes_over_a_row_for_each_use_and_over_the_last_lookups():
     assert chosen[:count].tolist() == [4, 0, 2] and recent.tolist() == [9, 9, 9, 9, 9]
     recent, uses = np.zeros(3, np.int32), np.full(3, MOST_USES, np.uint8)
     assert choose(recent, uses, 0, 1, chosen[:3])[0] == 3  # however often they were used
+
+
+def test_a_load_of_more_rows_than_memory_looks_for_places_until_there_are_none(tmp_path, monkeypatch):
+    """Lookups find places again from the second one on: those of the last two are spared."""
+    table, asked = DynamicTable(WIDTH, placement=on_disk(tmp_path)), []
+
+    def counted(recent, uses, hand, before, chosen):
+        count, hand = choose(recent, uses, hand, before, chosen)
+        asked.append((len(chosen), count))
+        return count, hand
+
+    monkeypatch.setattr(numba_disk, "choose", counted)
+    rows = torch.rand(40 * PLACES, WIDTH)
+    for ids in torch.arange(len(rows)).split(PLACES // 2):
+        table.load(ids, rows[ids])
+    assert sum(size > count for size, count in asked) == 1 and sum(count for _, count in asked) == PLACES
+    asked.clear()
+    assert torch.equal(table.export()[1], rows)
+    last = torch.arange(len(rows) - 3, len(rows))
+    for step in range(3):
+        table.lookup(last - 3 * step, step)
+    assert [count for _, count in asked] == [0, 3, 3]
+    assert torch.equal(table.export()[1], rows)
