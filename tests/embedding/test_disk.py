@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -12,17 +13,23 @@ import torch
 from trainer_parts import DIM, Ranker, batches, optimizer_of, same, state, trainer
 
 from tritonrec import checkpoint
+from tritonrec.checkpoint import slices
 from tritonrec.embedding import (
     DynamicTable,
+    Eviction,
     FeatureConfig,
     HashTableCollection,
     Placement,
     RowOptimizer,
+    TablePolicy,
+    disk_storage,
     numba_disk,
+    snapshot,
 )
 from tritonrec.embedding.disk_storage import PLACE_BYTES, DiskStorage
 from tritonrec.embedding.numba_disk import MOST_USES, choose
 from tritonrec.embedding.row_file import RowFile
+from tritonrec.embedding.snapshot import SnapshotRows
 from tritonrec.pipeline import StageFailedError
 
 WIDTH, PLACES = 6, 10
@@ -249,3 +256,63 @@ def test_a_load_of_more_rows_than_memory_looks_for_places_until_there_are_none(t
         table.lookup(last - 3 * step, step)
     assert [count for _, count in asked] == [0, 3, 3]
     assert torch.equal(table.export()[1], rows)
+
+
+@pytest.mark.parametrize("space", ["enough", "none for a copy"])
+def test_a_save_that_copies_rows_in_the_order_of_the_file_writes_the_same_files(tmp_path, monkeypatch, space):
+    """Of merged tables with evicted rows, while rows are updated and erased."""
+    monkeypatch.setattr(disk_storage, "SPOOLED", 0)
+    monkeypatch.setattr(snapshot, "COPIED", 5 * 4 * 2 * DIM)  # five rows
+    monkeypatch.setattr(snapshot, "SORTED", 11)
+    monkeypatch.setattr(slices, "PART_BYTES", 64)
+    copies, reserve = [], RowFile.reserve
+
+    def reserved(file, rows):
+        if file.nbytes == 0 and file is not own._file:
+            copies.append(rows)
+            if space != "enough":
+                raise OSError(errno.ENOSPC, "no space")
+        reserve(file, rows)
+
+    digests = []
+    for placement in (Placement("host"), Placement("disk", path=str(tmp_path), memory="1KiB")):
+        features = [
+            FeatureConfig(name, DIM, policy=TablePolicy(Eviction("lru", capacity=60, every=2)))
+            for name in ("a", "b")
+        ]
+        tables = HashTableCollection(features, RowOptimizer("adagrad", lr=0.5), placement=placement)
+        group, draw = tables.groups[0], torch.Generator().manual_seed(3)
+        table = group.table
+        own = table._rows._storage
+
+        def step(number, group=group, table=table, draw=draw):
+            keys = group.layout.pack(number % 2, torch.randint(0, 500, (40,), generator=draw).unique(), "a")
+            found = table.lookup(keys, number)
+            table.update(found.handles, table.gather(found.handles, keys) + torch.rand(1, generator=draw))
+
+        for number in range(12):
+            step(number)
+        taken = tables.snapshot()
+        for number in range(12, 15):
+            step(number)
+        if placement.storage == "disk":
+            monkeypatch.setattr(RowFile, "reserve", reserved)
+        folder = tmp_path / placement.storage
+        arrange, later = SnapshotRows.arrange, iter(range(15, 99))
+
+        def while_training(rows, sort, step=step, arrange=arrange, later=later):
+            step(next(later))
+            arrange(rows, sort)
+            step(next(later))
+
+        monkeypatch.setattr(SnapshotRows, "arrange", while_training)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            checkpoint.save(folder, 0, {}, taken, {})
+        monkeypatch.setattr(SnapshotRows, "arrange", arrange)
+        digests.append({each.name for each in folder.rglob("*.safetensors")})
+    assert digests[0] == digests[1] and len(digests[0]) > 9
+    assert len(copies) == 2 and min(copies) > 20
+    assert [("no space for a copy" in str(each.message)) for each in warned] == [True] * (
+        2 * (space != "enough")
+    )

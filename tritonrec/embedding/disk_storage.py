@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import warnings
+
 import torch
 
 from ..kernels import chunked_rows
@@ -13,6 +16,8 @@ from .stream_lock import StreamLock
 
 PLACE_BYTES = 4 + 8 + 1 + 1
 """Of a row in memory, beside its values."""
+SPOOLED = 1 << 26
+"""Bytes of rows from which on a save copies them; the page cache holds fewer, and then each read is short."""
 
 
 class DiskStorage(RowStorage):
@@ -120,6 +125,26 @@ class DiskStorage(RowStorage):
 
     def in_low_precision(self, handles: torch.Tensor) -> torch.Tensor:
         return self._low[handles] if self.tiered else super().in_low_precision(handles)
+
+    def spool(self, rows: int) -> RowFile | None:
+        size = rows * self._file.row_bytes
+        if size <= SPOOLED:
+            return None
+        file = RowFile(self._file.path, self._file.row_bytes)
+        try:
+            file.reserve(rows)
+        except OSError as error:
+            file.close()
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            warnings.warn(
+                f"tritonrec: {self._file.path!r} has no space for a copy of {size:,} bytes of rows during a "
+                "save: each is read by itself, which takes longer",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return None
+        return file
 
     def prefetch(self, handles: torch.Tensor) -> None:
         with self._moving:

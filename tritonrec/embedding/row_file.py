@@ -48,6 +48,10 @@ class RowFile:
                 raise self._named(error, f"cannot grow to {end:,} bytes") from error
             self.nbytes = end
 
+    def close(self) -> None:
+        """Give its space back at once."""
+        self._file.close()
+
     def read(self, rows: torch.Tensor, memory: torch.Tensor, places: torch.Tensor) -> None:
         """``memory[places[i]]`` = row ``rows[i]``, both (K,) int64; `places` are distinct."""
         self._move(False, rows, memory, places)

@@ -9,6 +9,7 @@ from ..kernels.chunked_rows import LOW
 from .device_pool import DevicePool, most_of
 from .index_pool import MAX_ROWS
 from .row_column import RowColumn
+from .row_file import RowFile
 from .stream_lock import Replaceable, StreamLock
 
 
@@ -118,6 +119,10 @@ class RowStorage:
 
     def prefetch(self, handles: torch.Tensor) -> None:
         """See `StoredTable.prefetch`."""
+
+    def spool(self, rows: int) -> RowFile | None:
+        """See `StoredTable.spool`."""
+        return None
 
     def in_low_precision(self, handles: torch.Tensor) -> torch.Tensor:
         """See `StoredTable.in_low_precision`."""

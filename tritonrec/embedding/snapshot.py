@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from .key_index import KeyIndex
+from .row_file import RowFile
 from .row_storage import RowStorage
 from .stored_table import StoredTable
 
@@ -25,6 +26,17 @@ READ = 8192
 
 SORTED = 1 << 18
 """Keys put into the order of the parts at a time; more would take more memory."""
+
+COPIED = 1 << 25
+"""Bytes of rows of a file that are put into this order at a time."""
+
+
+# Rows in a file are read once, in its order. Parts are by hash, so every part has rows of nearly every page,
+# and a table larger than the page cache would be read a page for each row. A stretch of the file goes to a
+# copy, its rows by part, and each part then reads a piece of each stretch::
+#
+#     file   2 7 5 9 | 4 1 8 3      copy   2 5 7 9 | 1 4 3 8      part of 1 to 5   2 5, 1 4 3
+#                                          part: a a b b | a a a b
 
 
 class Snapshot:
@@ -101,6 +113,10 @@ class Snapshot:
                 self._pending[here.numpy()] = False
         return values
 
+    def spool(self, rows: int) -> RowFile | None:
+        """See `StoredTable.spool`."""
+        return self._rows.spool(rows)
+
     def close(self) -> None:
         """One of its readers has ended."""
         self._readers -= 1
@@ -128,16 +144,26 @@ class SnapshotRows:
             **{name: values[:0] for name, values in snapshot.metadata.items()},
             "rows": torch.empty(0, snapshot.row_width, dtype=torch.float32),
         }
-        self._bounds: list[list[int]] = []  # where the parts begin in each stretch of `SORTED`
+        self._bounds: list[list[int]] = []  # where the parts begin in each stretch
+        self._copy: RowFile | None = None  # of the rows in their new order
 
     def __len__(self) -> int:
         return len(self._ids)
 
     def arrange(self, sort: Callable[[torch.Tensor], tuple[np.ndarray, list[int]]]) -> None:
         """See `checkpoint.rows.Rows`."""
-        for start in range(0, len(self), SORTED):
-            ids, handles = (each[start : start + SORTED] for each in (self._ids, self._handles))
+        self._copy, stretch = self._snapshot.spool(len(self)), SORTED
+        if self._copy is not None:
+            stretch = max(1, COPIED // self._copy.row_bytes)
+            self._order_by_handle()
+        for start in range(0, len(self), stretch):
+            ids, handles = (each[start : start + stretch] for each in (self._ids, self._handles))
             order, bounds = sort(torch.from_numpy(ids))
+            if self._copy is not None:
+                keys, places = self._pack(torch.from_numpy(ids)), torch.from_numpy(handles.astype(np.int64))
+                rows = torch.from_numpy(np.take(self._snapshot.read(keys, places).numpy(), order, axis=0))
+                here = torch.arange(len(rows), dtype=torch.int64)
+                self._copy.write(start + here, rows, here)
             ids[:], handles[:] = np.take(ids, order), np.take(handles, order)
             self._bounds.append([start + bound for bound in bounds])
 
@@ -153,11 +179,32 @@ class SnapshotRows:
             name: torch.from_numpy(values.numpy()[handles])
             for name, values in self._snapshot.metadata.items()
         }
-        return {"keys": keys, **columns, "rows": self._snapshot.read(self._pack(keys), places)}
+        if self._copy is None:
+            return {"keys": keys, **columns, "rows": self._snapshot.read(self._pack(keys), places)}
+        copied = torch.empty(len(ids), self._snapshot.row_width, dtype=torch.float32)
+        places = torch.cat([torch.arange(at[part], at[part + 1], dtype=torch.int64) for at in self._bounds])
+        self._copy.read(places, copied, torch.arange(len(ids), dtype=torch.int64))
+        return {"keys": keys, **columns, "rows": torch.from_numpy(np.take(copied.numpy(), order, axis=0))}
 
     def close(self) -> None:
         """See `checkpoint.rows.Rows`."""
+        if self._copy is not None:
+            self._copy.close()
+            self._copy = None
         self._snapshot.close()
+
+    def _order_by_handle(self) -> None:
+        """As the rows lie in the file, a few at a time: training waits while numpy moves some."""
+        end = int(self._handles.max()) + 1
+        ids, used = np.empty(end, np.int64), np.zeros(end, bool)
+        for start in range(0, len(self), SORTED):
+            here = self._handles[start : start + SORTED]
+            ids[here], used[here] = self._ids[start : start + SORTED], True
+        at = 0
+        for start in range(0, end, SORTED):
+            here = np.flatnonzero(used[start : start + SORTED]) + start
+            self._handles[at : at + len(here)], self._ids[at : at + len(here)] = here, ids[here]
+            at += len(here)
 
     def _of(self, part: int, values: np.ndarray) -> np.ndarray:
         none = values[:0]

@@ -14,6 +14,7 @@ from .disk_storage import DiskStorage
 from .key_index import KeyIndex
 from .policy import Placement
 from .row_checksums import RowChecksums
+from .row_file import RowFile
 from .row_storage import RowStorage, TieredStorage
 from .stream_lock import StreamLock
 
@@ -100,6 +101,12 @@ class StoredTable:
         Call it once a lookup, after the update of the rows of the lookup before the last one.
         """
         self._storage.prefetch(handles)
+
+    def spool(self, rows: int) -> RowFile | None:
+        """A file for a copy of so many rows, where the table lies in one: it is read in the order of the
+        handles, and the copy has the order in which a reader wants the rows. None where that gains nothing.
+        """
+        return self._storage.spool(rows)
 
     def gather(self, handles: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Copies of rows (K, row_width) float32, repeats allowed, in `out` if given; undefined where a handle
