@@ -79,13 +79,19 @@ def test_a_digest_in_parts_of_any_size_is_that_of_one_rank(monkeypatch, part):
     draw = torch.Generator().manual_seed(4)
     ids, rows = torch.randperm(50, generator=draw), torch.randn(50, 9, generator=draw, dtype=torch.float32)
 
-    def digest(ranks):
+    def digest(ranks, **dense):
         tables = HashTableCollection([FeatureConfig(name, 3) for name in "abc"], seed=1)
         for name in "ab":  # the third has no rows
             own = ids % ranks.world_size == ranks.rank
             tables.load(name, ids[own], rows[own] + ord(name))
-        return state_digest(ranks, tables, {})
+        return state_digest(ranks, tables, dense)
 
     whole = digest(Communicators.local())
     monkeypatch.setattr(gather, "PART_ROWS", part)
     assert [*run_ranks(1, digest), *run_ranks(3, digest)] == [whole] * 4
+
+    def other_on_the_last(ranks):
+        return digest(ranks, weight=torch.full((2,), ranks.rank == 2, dtype=torch.float32))
+
+    found = run_ranks(3, other_on_the_last)
+    assert found[0] == found[1] != found[2]

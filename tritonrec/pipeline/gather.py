@@ -34,20 +34,28 @@ def rows_in_parts(
     own: torch.Tensor,
     ids: torch.Tensor,
     width: int | None = None,
+    to_all: bool = True,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """`PART_ROWS` ids at a time in ascending order, and their rows (n, width) in host memory. Collective.
 
     Args:
         own, ids: of the table, from `whole_ids`.
         width: values of a row; all with the optimizer state by default.
+        to_all: False: only the first rank of the shards gets rows, others none.
     """
+    over = communicators.shard_control
+
+    def gathered(values: torch.Tensor) -> torch.Tensor:
+        if to_all:
+            return torch.cat(over.all_gather(values))
+        return over.all_to_all_counted(values, [len(values)] + [0] * (over.world_size - 1))
+
     for part in ids.split(PART_ROWS) if len(ids) else ():
         first, end = torch.searchsorted(own, part[:1]), torch.searchsorted(own, part[-1:], right=True)
         here = own[int(first) : int(end)]
         values = tables.current_rows(table, here)[:, :width].cpu().contiguous()
-        found = torch.cat(communicators.shard_control.all_gather(here))
-        rows = torch.cat(communicators.shard_control.all_gather(values))
-        yield part, rows[found.argsort()]
+        found = gathered(here)
+        yield part, gathered(values)[found.argsort()]
 
 
 def whole_tables(communicators: Communicators, tables: HashTableCollection) -> HashTableCollection:

@@ -49,17 +49,23 @@ def save_trace(communicators: Communicators, recorder, path: str | Path) -> None
 def state_digest(
     communicators: Communicators, tables: HashTableCollection, dense: dict[str, torch.Tensor]
 ) -> str:
-    """SHA-256 over dense parameters, keys and rows with states, independent of the sharding. Collective."""
+    """SHA-256 over dense parameters, keys and rows with states, independent of the sharding. Collective.
+
+    One rank computes it: rows are sent once, and not to every rank. A rank whose dense parameters are others
+    than that one's has another digest.
+    """
     digest = hashlib.sha256()
     for name in sorted(dense):
         digest.update(name.encode())
         _add(digest, dense[name])
+    of_dense = digest.hexdigest()
     for name, (own, ids) in sorted(whole_ids(communicators, tables).items()):
         digest.update(name.encode())
         _add(digest, ids)
-        for _, rows in rows_in_parts(communicators, tables, name, own, ids):
+        for _, rows in rows_in_parts(communicators, tables, name, own, ids, to_all=False):
             _add(digest, rows)
-    return digest.hexdigest()
+    first, whole = communicators.shard_control.all_gather_texts(f"{of_dense} {digest.hexdigest()}")[0].split()
+    return whole if of_dense == first else hashlib.sha256(f"{of_dense} {whole}".encode()).hexdigest()
 
 
 def _add(digest: hashlib._Hash, values: torch.Tensor) -> None:
