@@ -8,13 +8,13 @@ import torch
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import FeatureConfig, HashTableCollection
 from tritonrec.harness.job import Job
+from tritonrec.harness.train import gather
 from tritonrec.harness.train.elastic import Memory, lacks_evaluation
 from tritonrec.harness.train.gather import state_digest
 from tritonrec.harness.train.loop import _outcome
 from tritonrec.harness.train.resume import metadata, resume
 from tritonrec.harness.train.run import Run
 from tritonrec.harness.verify.thread_ranks import run_ranks
-from tritonrec.pipeline import gather
 
 pytestmark = pytest.mark.every_case
 

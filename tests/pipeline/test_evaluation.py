@@ -13,6 +13,7 @@ from tritonrec.data import evaluate
 from tritonrec.embedding import Eviction, Placement, PrecisionTiers, TablePolicy
 from tritonrec.harness.job import Job
 from tritonrec.harness.train.evaluate import evaluate_model
+from tritonrec.harness.train.gather import whole_tables
 from tritonrec.harness.verify.thread_ranks import run_ranks
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import RowsOfRanks, Trainer, WindowConfig, evaluation, next_item_scores
@@ -84,7 +85,7 @@ def test_ranks_find_together_what_one_process_finds_with_all_rows(
     monkeypatch.setattr(evaluation, "BLOCK_ITEMS", 13)
 
     def judge(trainer):
-        dense, whole = trainer.dense.evaluated, trainer.whole_tables()
+        dense, whole = trainer.dense.evaluated, whole_tables(trainer.rows_of_ranks())
         before = trainer.tables.state()
         found = evaluate_model(dense, trainer.rows_of_ranks(), of_batches(job.epochs(), size))
         after = trainer.tables.state()
@@ -112,7 +113,9 @@ def test_equal_scores_go_by_the_catalogue_over_ranks():
         ids = loader.catalogue[trainer.tables.groups[0].table.keys().unsqueeze(1).eq(loader.catalogue).any(0)]
         trainer.tables.load("item", ids, torch.zeros(len(ids), trainer.tables.groups[0].table.row_width))
         found = trainer.evaluate(of_batches(loader, 9), ks=(1, 4, 30))
-        scores = next_item_scores(trainer.dense.evaluated.eval(), trainer.whole_tables(), loader.catalogue)
+        scores = next_item_scores(
+            trainer.dense.evaluated.eval(), whole_tables(trainer.rows_of_ranks()), loader.catalogue
+        )
         assert found == evaluate(scores, NEXT.epochs(), (1, 4, 30))
         return len(ids)
 
@@ -132,7 +135,9 @@ def test_a_score_that_is_nan_is_named_on_all_ranks():
         with pytest.raises(ValueError) as error:
             trainer.evaluate(of_batches(loader, 16))
         user, item = map(int, re.match(SAID, str(error.value)).groups())
-        scores = next_item_scores(trainer.dense.evaluated.eval(), trainer.whole_tables(), loader.catalogue)
+        scores = next_item_scores(
+            trainer.dense.evaluated.eval(), whole_tables(trainer.rows_of_ranks()), loader.catalogue
+        )
         for batch in NEXT.epochs().evaluation_batches(70):
             found = scores(batch.history)[batch.history.sample_ids == user, loader.catalogue == item]
             assert bool(found.isnan().any())

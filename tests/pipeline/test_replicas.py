@@ -354,13 +354,13 @@ def apart(communicators, folder, late):
         saved = tables.export()["item"]
         list(trainer.run(map(loader.batch, range(2, 4 if late else 3))))
         said = []
-        for act in (lambda: trainer.save(folder), trainer.whole_tables, trainer.rows_of_ranks):
+        for act in (lambda: trainer.save(folder), trainer.rows_of_ranks):
             with pytest.raises(RuntimeError) as error:
                 act()
             said.append(str(error.value))
         trainer.load(folder)
         trainer.sync()  # adds nothing of what was undone
-        trainer.whole_tables()
+        trainer.rows_of_ranks()
         return said, saved, tables.export()["item"]
 
 

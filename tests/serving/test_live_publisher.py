@@ -38,6 +38,7 @@ from tritonrec import Communicators
 from tritonrec.data import Vocabulary
 from tritonrec.distributed import RankDiedError, Watch
 from tritonrec.harness.job import Job
+from tritonrec.harness.train.gather import whole_tables
 from tritonrec.harness.train.loop import train
 from tritonrec.harness.train.run import Run
 from tritonrec.pipeline import WindowConfig
@@ -377,7 +378,7 @@ def _two_ranks(communicators, folder):
             follower = follower or Follower.open(sink)
             follower.poll()
             assert follower.step == training.trainer.next_step, turn
-            whole = training.trainer.whole_tables().weights()["item"]
+            whole = whole_tables(training.trainer.rows_of_ranks()).weights()["item"]
             table = follower.predictor.tables["item"]
             at = torch.searchsorted(whole[0], table.ids)
             assert torch.equal(whole[0][at], table.ids) and torch.equal(whole[1][at], table.weights)

@@ -4,7 +4,6 @@ from .check import ScheduleError, check
 from .dense import DenseModel
 from .evaluation import RowsOfRanks, next_item_scores, rank_held_out
 from .executor import Executor, StageFailedError
-from .gather import rows_in_parts, whole_ids, whole_tables
 from .graphs import MicroBatchGraphs
 from .guard import NotBatchInvariantError
 from .modes import MODES, PIPELINED, STAGED, TWO_BUFFERS, Mode, base_schedule, schedule_of
@@ -86,12 +85,9 @@ __all__ = [
     "over_nodes",
     "rank_held_out",
     "restore",
-    "rows_in_parts",
     "run_sequentially",
     "saved_vocabularies",
     "schedule_of",
-    "whole_ids",
-    "whole_tables",
     "with_norm",
     "with_replicas",
     "with_window_loss",

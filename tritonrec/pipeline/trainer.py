@@ -31,7 +31,6 @@ from .dense_checks import validate_hooks, validate_invariant
 from .evaluation import RowsOfRanks, rank_held_out
 from .executor import Delay, Executor, StageFailedError
 from .flight import lane_work, on_the_callers_thread, validate_model_place, validate_places
-from .gather import whole_tables
 from .graphs import MicroBatchGraphs
 from .guard import Guard, NotBatchInvariantError
 from .interrupts import uninterrupted
@@ -465,19 +464,11 @@ class Trainer:
         choice = Choice(tables, features, dense, rename or {})
         return warm_start(self._communicators, self.tables, self.dense, source, choice, step)
 
-    def whole_tables(self) -> HashTableCollection:
-        """Every rank's weights in tables of one process; `rows_of_ranks` makes no copy. Collective.
-
-        Ids that no rank has seen have their initial values there. Raises RuntimeError while batches are in
-        flight, and where replicas have trained apart since they were averaged (`sync`).
-        """
-        self._check_averaged()
-        return whole_tables(self._communicators, self.tables)
-
     def rows_of_ranks(self) -> RowsOfRanks:
         """Every rank's rows where they are, for an evaluation: all ranks look them up together.
 
-        Raises the errors of `whole_tables`.
+        Ids that no rank has seen have their initial values. Raises RuntimeError while batches are in flight,
+        and where replicas have trained apart since they were averaged (`sync`).
         """
         self._check_averaged()
         for group in self.tables.groups:

@@ -1,18 +1,23 @@
-"""State of all ranks together: counts, the digest, the trace."""
+"""State of all ranks together: counts, the digest, tables, the trace."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from ...distributed import Communicator, Communicators
-from ...embedding import HashTableCollection
+from ...embedding import HashTableCollection, RowOptimizer, TablePolicy
 from ...files.places import place_of
-from ...pipeline import rows_in_parts, whole_ids
+from ...pipeline import RowsOfRanks
 from ...trace import save_joined
+
+PART_ROWS = 1 << 16
+"""Rows that are gathered at a time."""
 
 
 def totals(communicator: Communicator, counts: dict[str, int]) -> dict[str, int]:
@@ -59,14 +64,72 @@ def state_digest(
         digest.update(name.encode())
         _add(digest, dense[name])
     of_dense = digest.hexdigest()
-    for name, (own, ids) in sorted(whole_ids(communicators, tables).items()):
+    over = communicators.shard_control
+    for name, (own, ids) in sorted(whole_ids(over, tables).items()):
         digest.update(name.encode())
         _add(digest, ids)
-        for _, rows in rows_in_parts(communicators, tables, name, own, ids, to_all=False):
+        for _, rows in rows_in_parts(over, tables, name, own, ids, to_all=False):
             _add(digest, rows)
-    first, whole = communicators.shard_control.all_gather_texts(f"{of_dense} {digest.hexdigest()}")[0].split()
+    first, whole = over.all_gather_texts(f"{of_dense} {digest.hexdigest()}")[0].split()
     return whole if of_dense == first else hashlib.sha256(f"{of_dense} {whole}".encode()).hexdigest()
 
 
 def _add(digest: hashlib._Hash, values: torch.Tensor) -> None:
     digest.update(values.cpu().contiguous().numpy().data)
+
+
+def whole_ids(
+    over: Communicator, tables: HashTableCollection
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """By logical table this rank's ids, and those of all ranks, (n,) int64 ascending. Collective."""
+    whole = {}
+    for group in tables.groups:
+        members, ids = group.layout.unpack(group.table.keys().cpu())
+        for member, name in enumerate(group.layout.names):
+            own = ids[members == member]
+            whole[name] = own, torch.cat(over.all_gather(own)).sort()[0]
+    return whole
+
+
+def rows_in_parts(
+    over: Communicator,
+    tables: HashTableCollection,
+    table: str,
+    own: torch.Tensor,
+    ids: torch.Tensor,
+    width: int | None = None,
+    to_all: bool = True,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """`PART_ROWS` ids at a time in ascending order, and their rows (n, width) in host memory. Collective.
+
+    Args:
+        own, ids: of the table, from `whole_ids`.
+        width: values of a row; all with the optimizer state by default.
+        to_all: False: only the first rank of the shards gets rows, others none.
+    """
+
+    def gathered(values: torch.Tensor) -> torch.Tensor:
+        if to_all:
+            return torch.cat(over.all_gather(values))
+        return over.all_to_all_counted(values, [len(values)] + [0] * (over.world_size - 1))
+
+    for part in ids.split(PART_ROWS) if len(ids) else ():
+        first, end = torch.searchsorted(own, part[:1]), torch.searchsorted(own, part[-1:], right=True)
+        here = own[int(first) : int(end)]
+        values = tables.current_rows(table, here)[:, :width].cpu().contiguous()
+        found = gathered(here)
+        yield part, gathered(values)[found.argsort()]
+
+
+def whole_tables(rows: RowsOfRanks) -> HashTableCollection:
+    """Every rank's weights in tables of one process, in host memory, without policies. Collective."""
+    over, tables = rows.over, rows.tables
+    features = [
+        replace(feature, policy=TablePolicy(), optimizer=None, placement=None)
+        for feature in tables.features.values()
+    ]
+    whole = HashTableCollection(features, RowOptimizer("sgd"), merge=False, seed=tables.seed)
+    for name, (own, ids) in whole_ids(over, tables).items():
+        for part, weights in rows_in_parts(over, tables, name, own, ids, tables.dim_of(name)):
+            whole.load(name, part, weights)
+    return whole

@@ -18,6 +18,7 @@ from ....pipeline import next_item_scores
 from ....serving import Predictor, export
 from ....serving.cached import CachedPredictor
 from ....serving.cached.pages import Pages, pages_of
+from ...train.gather import whole_tables
 from ..faults import case, fault
 from ..variants import MADE, Run, Variant, add_variants
 from .exported import USERS, exporting
@@ -40,7 +41,7 @@ def cached(run: Run) -> Iterator[Sequence[Batch]]:
     rank, half = trainer.program.communicators.rank, run.steps[0] + len(run.steps) // 2
     run.due += [PART][rank:]
     yield from exporting(run)
-    trained, tables = trainer.dense.evaluated, trainer.whole_tables()
+    trained, tables = trainer.dense.evaluated, whole_tables(trainer.rows_of_ranks())
     if rank:
         return
     server: type[CachedPredictor] = run.injected or CachedPredictor

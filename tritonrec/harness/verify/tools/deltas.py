@@ -12,6 +12,7 @@ import torch
 from ....data import Batch
 from ....serving.live import Follower, Publisher
 from ....serving.live.follower import Part
+from ...train.gather import whole_tables
 from ..faults import case, fault
 from ..variants import MADE, POLICIES, SMALL, Run, Variant, add_variants
 from .exported import SCORES, exported_parts, scores_of
@@ -50,7 +51,7 @@ def followed(run: Run) -> Iterator[Sequence[Batch]]:
             step = run.steps[0] + at + len(stretch) - 1
             for name, table in replica.predictor.tables.items():
                 comparison.compare_weights(step, run.expected(step), name, table.ids, table.weights)
-            whole = trainer.whole_tables()
+            whole = whole_tables(trainer.rows_of_ranks())
             if rank == 0:
                 scores = scores_of(trainer, whole, replica.predictor, run.loader)
                 comparison.compare_part(step, SCORES, *scores)

@@ -15,6 +15,7 @@ from ....nn import GRM
 from ....pipeline import Trainer, autocast, next_item_scores
 from ....serving import Predictor, export
 from ...job import Loader
+from ...train.gather import whole_tables
 from .. import kept_state
 from ..faults import case, fault
 from ..variants import POLICIES, SMALL, Run, Variant, add_variants
@@ -55,7 +56,7 @@ def exporting(run: Run, export: Callable[..., object] = export) -> Iterator[Sequ
     predictor = Predictor.load(out)
     for name, table in predictor.tables.items():
         run.comparison.compare_weights(steps[-1], run.expected(steps[-1]), name, table.ids, table.weights)
-    whole = trainer.whole_tables()
+    whole = whole_tables(trainer.rows_of_ranks())
     if communicators.rank == 0:
         run.comparison.compare_part(steps[-1], SCORES, *scores_of(trainer, whole, predictor, run.loader))
 

@@ -13,6 +13,7 @@ from ....embedding import HashTableCollection
 from ....nn import DLRM, partition_tables
 from ....serving import TableWiseDLRM, infer, own_samples
 from ....serving.bounded_lag import BoundedLagAllToAll, Exchange
+from ...train.gather import whole_tables
 from ..faults import case, fault
 from ..variants import CRITEO, Run, Variant, add_variants
 
@@ -35,7 +36,7 @@ def served(run: Run) -> Iterator[Iterable[Batch]]:
     communicators, model = trainer.program.communicators, deepcopy(trainer.dense.evaluated).cpu()
     assert isinstance(loader, ClickLoader) and isinstance(model, DLRM)
     rank, world = communicators.rank, communicators.world_size
-    whole, features = trainer.whole_tables(), model.config.features
+    whole, features = whole_tables(trainer.rows_of_ranks()), model.config.features
     served = TableWiseDLRM(
         model, partition_tables(dict.fromkeys(features, 1), world),
         {name: _rows(whole, name) for name in features}, rank, world,

@@ -17,6 +17,7 @@ from ....data import Batch, NextItemLoader
 from ....nn import HSTU, HSTUConfig
 from ....pipeline import next_item_scores
 from ....serving import Predictor, export, top_k
+from ...train.gather import whole_tables
 from ..faults import FAULTS, case, fault
 from ..variants import MADE, Run, Variant, add_variants
 from .exported import USERS, exporting
@@ -44,7 +45,7 @@ def answered(run: Run) -> Iterator[Sequence[Batch]]:
     rank, half = trainer.program.communicators.rank, run.steps[0] + len(run.steps) // 2
     run.due += PARTS if rank == 0 else []
     yield from exporting(run)
-    trained, tables = trainer.dense.evaluated, trainer.whole_tables()
+    trained, tables = trainer.dense.evaluated, whole_tables(trainer.rows_of_ranks())
     if rank:
         return
     from fastapi.testclient import TestClient
