@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from ...checkpoint.rows import Rows, TensorRows, close_rows
 from ...distributed import Communicator, Communicators
 from ...embedding import HashTableCollection, RowOptimizer, TablePolicy
 from ...files.places import place_of
@@ -65,10 +67,10 @@ def state_digest(
         _add(digest, dense[name])
     of_dense = digest.hexdigest()
     over = communicators.shard_control
-    for name, (own, ids) in sorted(whole_ids(over, tables).items()):
+    for name, ids, parts in rows_of_all(over, tables, to_all=False):
         digest.update(name.encode())
         _add(digest, ids)
-        for _, rows in rows_in_parts(over, tables, name, own, ids, to_all=False):
+        for rows in parts:
             _add(digest, rows)
     first, whole = over.all_gather_texts(f"{of_dense} {digest.hexdigest()}")[0].split()
     return whole if of_dense == first else hashlib.sha256(f"{of_dense} {whole}".encode()).hexdigest()
@@ -78,58 +80,54 @@ def _add(digest: hashlib._Hash, values: torch.Tensor) -> None:
     digest.update(values.cpu().contiguous().numpy().data)
 
 
-def whole_ids(
-    over: Communicator, tables: HashTableCollection
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """By logical table this rank's ids, and those of all ranks, (n,) int64 ascending. Collective."""
-    whole = {}
+def rows_of_all(
+    over: Communicator, tables: HashTableCollection, to_all: bool = True
+) -> Iterator[tuple[str, torch.Tensor, Iterator[torch.Tensor]]]:
+    """Logical tables with the ids of all ranks (n,) int64, ascending, and their rows in parts of `PART_ROWS`.
+
+    Rows (k, row_width) are in host memory. Collective, and so is each part: take all of a table before the
+    next one. Unless `to_all` the first of the ranks alone gets rows, and others none.
+    """
+    ids_here: dict[str, torch.Tensor] = {}
     for group in tables.groups:
         members, ids = group.layout.unpack(group.table.keys().cpu())
-        for member, name in enumerate(group.layout.names):
-            own = ids[members == member]
-            whole[name] = own, torch.cat(over.all_gather(own)).sort()[0]
-    return whole
+        ids_here |= {name: ids[members == member] for member, name in enumerate(group.layout.names)}
+    snapshot = tables.snapshot()  # which reads a table on disk in the order of its file
+    try:
+        for name, own in sorted(ids_here.items()):
+            rows, ids = snapshot[name], torch.cat(over.all_gather(own)).sort()[0]
+            yield name, ids, _parts(over, TensorRows(rows) if isinstance(rows, dict) else rows, ids, to_all)
+    finally:
+        close_rows(snapshot)
 
 
-def rows_in_parts(
-    over: Communicator,
-    tables: HashTableCollection,
-    table: str,
-    own: torch.Tensor,
-    ids: torch.Tensor,
-    width: int | None = None,
-    to_all: bool = True,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """`PART_ROWS` ids at a time in ascending order, and their rows (n, width) in host memory. Collective.
+def _parts(over: Communicator, rows: Rows, ids: torch.Tensor, to_all: bool) -> Iterator[torch.Tensor]:
+    firsts = ids[::PART_ROWS].numpy()
 
-    Args:
-        own, ids: of the table, from `whole_ids`.
-        width: values of a row; all with the optimizer state by default.
-        to_all: False: only the first rank of the shards gets rows, others none.
-    """
+    def sort(some: torch.Tensor) -> tuple[np.ndarray, list[int]]:
+        part = np.searchsorted(firsts, some.numpy(), side="right") - 1
+        return part.argsort(kind="stable"), [0, *np.bincount(part, minlength=len(firsts)).cumsum().tolist()]
 
     def gathered(values: torch.Tensor) -> torch.Tensor:
         if to_all:
             return torch.cat(over.all_gather(values))
         return over.all_to_all_counted(values, [len(values)] + [0] * (over.world_size - 1))
 
-    for part in ids.split(PART_ROWS) if len(ids) else ():
-        first, end = torch.searchsorted(own, part[:1]), torch.searchsorted(own, part[-1:], right=True)
-        here = own[int(first) : int(end)]
-        values = tables.current_rows(table, here)[:, :width].cpu().contiguous()
-        found = gathered(here)
-        yield part, gathered(values)[found.argsort()]
+    rows.arrange(sort)
+    for part in range(len(firsts)):
+        own = rows.read(part, rows.keys(part).numpy().argsort())
+        order = gathered(own["keys"]).argsort()
+        yield gathered(own["rows"])[order]
 
 
 def whole_tables(rows: RowsOfRanks) -> HashTableCollection:
     """Every rank's weights in tables of one process, in host memory, without policies. Collective."""
-    over, tables = rows.over, rows.tables
     features = [
         replace(feature, policy=TablePolicy(), optimizer=None, placement=None)
-        for feature in tables.features.values()
+        for feature in rows.tables.features.values()
     ]
-    whole = HashTableCollection(features, RowOptimizer("sgd"), merge=False, seed=tables.seed)
-    for name, (own, ids) in whole_ids(over, tables).items():
-        for part, weights in rows_in_parts(over, tables, name, own, ids, tables.dim_of(name)):
-            whole.load(name, part, weights)
+    whole = HashTableCollection(features, RowOptimizer("sgd"), merge=False, seed=rows.tables.seed)
+    for name, ids, parts in rows_of_all(rows.over, rows.tables):
+        for part, values in zip(ids.split(PART_ROWS), parts, strict=False):
+            whole.load(name, part, values[:, : rows.tables.dim_of(name)])
     return whole
