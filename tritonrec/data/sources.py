@@ -118,7 +118,7 @@ def load(
     ``movielens-1m:PATH``, ...                a published log (`tritonrec.data.presets`)
     ``clicks:PATH``                           clicks, by the types of their columns (`click_columns`)
     ``criteo-tsv:PATH``, ``avazu-csv:PATH``   published clicks; ``ali-ccp:PATH`` (`tritonrec.data.ali_ccp`)
-    a table                                   of pyarrow, pandas or Polars, or arrays by name
+    a table                                   with Arrow's C stream (`data.tables.Frame`), or arrays by name
     ========================================  ============================================================
 
     Args:
