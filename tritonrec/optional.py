@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 
 EXTRAS = {
+    "confluent_kafka": "kafka",
     "faiss": "faiss",
     "fastapi": "serve",
     "huggingface_hub": "hub",
