@@ -14,6 +14,7 @@ EXTRAS = {
     "matplotlib": "traces",
     "onnxruntime": "onnx",
     "onnxscript": "onnx",
+    "opentelemetry": "telemetry",
     "perfetto": "traces",
     "prometheus_client": "serve",
     "pytest": "test",
@@ -32,7 +33,9 @@ class MissingPackageError(ModuleNotFoundError, ValueError):
 def require(package: str, what: str) -> None:
     """Raise `MissingPackageError` where `package` is not installed. `what` needs it, such as ``"--png"``."""
     if find_spec(package) is None:
-        name = {"faiss": "faiss-cpu"}.get(package, package.replace("_", "-"))
+        name = {"faiss": "faiss-cpu", "opentelemetry": "opentelemetry-sdk"}.get(
+            package, package.replace("_", "-")
+        )
         raise MissingPackageError(
             f"{what} needs the package {name}: pip install {name}, or pip install "
             f"'tritonrec[{EXTRAS[package]}]'",
