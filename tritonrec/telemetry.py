@@ -12,8 +12,6 @@ from typing import Any
 from .optional import require
 from .version import __version__
 
-__all__ = ["OpenTelemetryLogger", "OpenTelemetryRecorder"]
-
 OPEN_STEPS = 16
 """Steps whose spans are kept open, more than a pipeline has in flight."""
 
@@ -25,8 +23,6 @@ class OpenTelemetryLogger:
 
     Args:
         attributes: of every measurement, such as ``{"run": "nightly"}``.
-
-    Raises `tritonrec.optional.MissingPackageError` without the package opentelemetry-api.
     """
 
     def __init__(self, attributes: Mapping[str, Any] | None = None) -> None:
@@ -54,13 +50,10 @@ class OpenTelemetryLogger:
 class OpenTelemetryRecorder:
     """A trace for each step, with a span for each stage: ``Trainer(..., recorder=OpenTelemetryRecorder())``.
 
-    Spans are named as the stages, and have ``lane``, ``batch``, ``micro_batch``, and ``bytes`` and ``keys``
-    where they are known. It stands in the place of a `tritonrec.trace.Recorder`.
+    It stands in the place of a `tritonrec.trace.Recorder`, and its spans have the same names and annotations.
 
     Args:
         attributes: of every step's span, such as ``{"rank": 0}``.
-
-    Raises `tritonrec.optional.MissingPackageError` without the package opentelemetry-api.
     """
 
     def __init__(self, attributes: Mapping[str, Any] | None = None) -> None:
@@ -80,8 +73,7 @@ class OpenTelemetryRecorder:
     ) -> Iterator[dict[str, Any]]:
         """As of `Recorder`."""
         start = time.perf_counter_ns()
-        if micro_batch is not None:
-            args["micro_batch"] = micro_batch
+        args |= {} if micro_batch is None else {"micro_batch": micro_batch}
         try:
             yield args
         except BaseException as error:
@@ -114,8 +106,8 @@ class OpenTelemetryRecorder:
     def close(self) -> None:
         """End the spans of the last steps, and send what is not sent."""
         with self._lock:
-            for batch in sorted(self._steps):
-                self._end(batch)
+            while self._steps:
+                self._end(min(self._steps))
         _flush(self._trace.get_tracer_provider())
 
     def _end(self, batch: int) -> None:

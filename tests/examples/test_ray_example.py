@@ -72,6 +72,7 @@ def of_one_process():
 @pytest.mark.multi_rank
 def test_workers_are_started_anew_and_go_on_with_the_digits_of_one_process(tmp_path):
     (tmp_path / "ray/train").mkdir(parents=True)
+    (tmp_path / "ray/__init__.py").touch()  # else the package that is installed comes first
     (tmp_path / "ray/train/__init__.py").write_text(STAND_IN)
     (tmp_path / "ray/train/torch.py").write_text("from ray.train import TorchTrainer")
     command = [sys.executable, EXAMPLE, str(tmp_path)]
@@ -83,6 +84,7 @@ def test_workers_are_started_anew_and_go_on_with_the_digits_of_one_process(tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # Ray starts a dozen processes, twice
 @pytest.mark.multi_rank
 def test_ray_itself_starts_workers_anew(tmp_path):
     pytest.importorskip("ray", reason="240 MB: pip install 'tritonrec[heavy]'")

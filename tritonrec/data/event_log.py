@@ -104,15 +104,15 @@ class EventLog:
 
     def rows(self) -> int:
         """The number of rows of a log in files; of text an estimate, rather too large."""
-        counts = []
         assert self.place is not None
+        rows = 0
         for file in self.opened:
             if isinstance(file, ParquetFile):
-                counts.append(file.footer[1].num_rows)
+                rows += file.footer[1].num_rows
             else:
                 size = self.place.filesystem.get_file_info(file.path).size or 0
-                counts.append(1 + size * (5 if file.path.endswith(PACKED) else 1) // ROW_BYTES)
-        return sum(counts)
+                rows += 1 + size * (5 if file.path.endswith(PACKED) else 1) // ROW_BYTES
+        return rows
 
     def features(self) -> Features:
         """Features of users and items that are beside the log; None for those that are not there."""

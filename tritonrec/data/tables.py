@@ -189,12 +189,9 @@ class Frame(_Typed):
             if isinstance(source, pa.RecordBatch):
                 source = pa.Table.from_batches([source])
             while not hasattr(source, "__arrow_c_stream__"):
-                ways = [name for name in TOWARDS if hasattr(source, name)]
-                if not ways:
-                    raise ValueError(
-                        "expected a path or a table (with Arrow's C stream, as of pyarrow, pandas or Polars, "
-                        f"or arrays by name), got {given}"
-                    )
+                if not (ways := [name for name in TOWARDS if hasattr(source, name)]):
+                    means = "with Arrow's C stream, as of pyarrow, pandas or Polars, or arrays by name"
+                    raise ValueError(f"expected a path or a table ({means}), got {given}")
                 source = getattr(source, ways[0])()
             self._reader = pa.RecordBatchReader.from_stream(source)
         except (pa.ArrowException, TypeError, OverflowError) as error:  # what Arrow has no type for
@@ -210,9 +207,7 @@ class Frame(_Typed):
 
 
 TOWARDS = ("scanner", "scan", "collect", "to_pyarrow_dataset", "to_arrow_batch_reader", "to_reader")
-"""Methods that lead towards a stream, of: a dataset of pyarrow or Lance, a table of Iceberg, a lazy frame of
-Polars, a table of Delta, a scan of Iceberg, a scanner.
-"""
+"""Methods towards a stream, of a dataset of pyarrow or Lance, Iceberg, a lazy frame, Delta, scans."""
 
 
 def is_frame(source: Any) -> bool:

@@ -71,10 +71,7 @@ class TopicStream(Generic[BatchType]):
     ) -> None:
         check_at_least("batch_size", batch_size, 1)
         if not 0 <= rank < world_size <= topic.partitions:
-            raise ValueError(
-                f"rank {rank} of {world_size} has no partition of topic {topic.name}, which has "
-                f"{topic.partitions}"
-            )
+            raise ValueError(f"rank {rank} of {world_size} has none of the {topic.partitions} partitions")
         starts = [start] * topic.partitions if isinstance(start, int) else list(start)
         if len(starts) != topic.partitions or min(starts) < 0:
             raise ValueError(f"start must be {topic.partitions} offsets of at least 0, got {starts}")
@@ -94,10 +91,8 @@ class TopicStream(Generic[BatchType]):
         every = self.topic.partitions
         with work("read"):
             for partition in range(self.rank, every, self.world_size):
-                first, last = (
-                    self.start[partition] - (partition - at * self.batch_size) // every
-                    for at in (step, step + 1)
-                )
+                turns = (partition - at * self.batch_size for at in (step, step + 1))
+                first, last = (self.start[partition] - turn // every for turn in turns)
                 found = self.topic.read(partition, first, last - first, self.wait)
                 if len(found) < last - first:
                     raise TimeoutError(
@@ -118,7 +113,7 @@ class TopicStream(Generic[BatchType]):
         return max(missing // self.batch_size - self.step, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, the same on every rank: a few numbers."""
+        """The position, the same on every rank."""
         return {"step": self.step, "start": self.start, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -127,25 +122,23 @@ class TopicStream(Generic[BatchType]):
         self.step, self.start = int(state["step"]), [int(each) for each in state["start"]]
 
     def _identity(self) -> dict[str, Any]:
-        about = {"topic": self.topic.name, "partitions": self.topic.partitions, "batch_size": self.batch_size}
+        topic = self.topic
+        about = {"topic": topic.name, "partitions": topic.partitions, "batch_size": self.batch_size}
         return {"kind": type(self).__name__, **about}
 
 
 class KafkaTopic:
     """A topic of Kafka, or of what speaks its protocol, by the package confluent-kafka (extra ``kafka``).
 
-    It joins no group and commits nothing: positions are in checkpoints. Each partition that is read has a
-    consumer.
+    It joins no group and commits nothing: positions are in checkpoints.
 
     Args:
         name: of the topic.
         config: of librdkafka, such as ``{"bootstrap.servers": "host:9092"}``.
         timeout: seconds in which the broker answers a question.
 
-    Raises `tritonrec.optional.MissingPackageError` without that package, ConnectionError where no broker
-    answers, and ValueError for a topic that is not there. `read` raises ValueError for an offset that the
-    partition has not or no longer, and where offsets have gaps, as those of compacted topics and of
-    transactions do.
+    Raises ConnectionError where no broker answers, and ValueError for a topic that is not there. `read`
+    raises ValueError for an offset that the partition has not or no longer, and where offsets have gaps.
     """
 
     def __init__(self, name: str, config: Mapping[str, Any], timeout: float = 10.0) -> None:
@@ -157,7 +150,7 @@ class KafkaTopic:
         self._config = {**own, "enable.auto.commit": False, "auto.offset.reset": "error"}
         self._asking = confluent_kafka.Consumer(self._config)
         self._consumers: dict[int, Any] = {}
-        self._next: dict[int, int] = {}
+        self._next: dict[int, int] = {}  # offset by partition
         try:
             found = self._asking.list_topics(name, timeout).topics[name]
         except confluent_kafka.KafkaException as error:
@@ -177,21 +170,14 @@ class KafkaTopic:
                 self._consumers[partition] = self._kafka.Consumer(self._config)
             self._consumers[partition].assign([self._kafka.TopicPartition(self.name, partition, first)])
         found: list[Any] = []
-        until = monotonic() + wait
-        while len(found) < count:
-            left = until - monotonic()
-            for message in self._consumers[partition].consume(count - len(found), max(min(left, 0.1), 0)):
+        until, left = monotonic() + wait, 0.1
+        while len(found) < count and left > 0:
+            left = max(until - monotonic(), 0)
+            for message in self._consumers[partition].consume(count - len(found), min(left, 0.1)):
                 self._check(message, partition, first + len(found))
                 found.append(message.value())
-            if left <= 0:
-                break
         self._next[partition] = first + len(found)
         return found
-
-    def close(self) -> None:
-        """Leave the broker."""
-        for consumer in (self._asking, *self._consumers.values()):
-            consumer.close()
 
     def _bounds(self, partition: int) -> tuple[int, int]:
         where = self._kafka.TopicPartition(self.name, partition)
