@@ -73,7 +73,6 @@ TOOLS = {
     "resilience",
     "serving",
     "slipstream",
-    "telemetry",
     "torchrec",
     "__main__",
 }
