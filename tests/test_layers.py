@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "embedding": {"ops", "kernels", "distributed", "data"},
     "checkpoint": {"ops", "kernels"},
     "loggers": set(),
+    "telemetry": set(),
     "callbacks": {"distributed"},
     "serving": {"ops", "kernels", "pipeline", *BELOW_PIPELINE},
     "pipeline": {"ops", "kernels", *BELOW_PIPELINE},

@@ -1,13 +1,17 @@
-"""Promise: workflows call what exists and store no secret; a release's links and versions are whole, and its
-changes are a screen with a page of all behind; the package has no upper bounds, and our own machines have
-one for torch."""
+"""Promise: workflows call what exists and store no secret; a release's links and versions are whole, every
+Python that it names is built for and tried, its bill of materials is what a wheel brings, and its changes are
+a screen with a page of all behind; the package has no upper bounds, and our own machines have one for torch.
+"""
 
 import json
+import os
 import re
+import subprocess
 import sys
 import tomllib
 from itertools import chain
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 import yaml
@@ -92,6 +96,50 @@ def test_the_changelog_has_a_screen_for_each_release_and_a_page_of_all_its_chang
         minor = re.search(r"\d+\.\d+", title)[0]
         assert (ROOT / f"docs/changes/{minor}.md").is_file(), title
     assert f"docs/changes/{minor}.md" in head + releases[-1]
+
+
+def test_every_supported_python_is_declared_built_and_tried():
+    declared = [
+        each.rpartition(" ")[2] for each in PROJECT["classifiers"] if re.search(r"Python :: 3\.", each)
+    ]
+    assert declared[0] == PROJECT["requires-python"].removeprefix(">=")
+    matrices = [
+        job["strategy"]["matrix"]["python"]
+        for path in WORKFLOWS
+        for job in jobs(path).values()
+        if "python" in job.get("strategy", {}).get("matrix", {})
+    ]
+    assert (
+        len(matrices) == 4 and matrices == [declared] * 4
+    )  # tests, kernels of a release, its wheel, a first contact
+    assert f"| Python | {', '.join(declared)} |" in (ROOT / "docs/versions.md").read_text()
+
+
+def test_the_bill_of_materials_has_what_a_wheel_brings(tmp_path):
+    """By the command of the workflow, for a wheel without dependencies."""
+    about = {"METADATA": "Metadata-Version: 2.1\nName: tiny\nVersion: 3\n", "RECORD": "",
+             "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"}  # fmt: skip
+    with ZipFile(tmp_path / "tiny-3-py3-none-any.whl", "w") as wheel:
+        for name, text in about.items():
+            wheel.writestr(f"tiny-3.dist-info/{name}", text)
+    command = [ROOT / "ci/sbom.sh", tmp_path / "tiny-3-py3-none-any.whl", tmp_path / "new/sbom.json"]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    subprocess.run(command, check=True, env={**os.environ, "PATH": path, "PYTHON": sys.executable})
+    found = json.loads((tmp_path / "new/sbom.json").read_text())
+    assert (found["metadata"]["component"]["name"], found["bomFormat"]) == ("tritonrec", "CycloneDX")
+    assert [(each["name"], each["version"]) for each in found["components"]] == [("tiny", "3")]
+    (build,) = (job for name, job in jobs(ROOT / ".github/workflows/release.yml").items() if name == "build")
+    assert "ci/sbom.sh dist/*.whl sbom/sbom.cdx.json" in json.dumps(build)
+
+
+def test_the_dockerfile_is_clean():
+    """By hadolint; a workflow builds and runs the image."""
+    done = subprocess.run(
+        [Path(sys.executable).with_name("hadolint"), ROOT / "docs/examples/Dockerfile"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
 
 
 def test_urls_of_a_release():

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 
 EXTRAS = {
+    "confluent_kafka": "kafka",
     "faiss": "faiss",
     "fastapi": "serve",
     "huggingface_hub": "hub",
@@ -13,6 +14,7 @@ EXTRAS = {
     "matplotlib": "traces",
     "onnxruntime": "onnx",
     "onnxscript": "onnx",
+    "opentelemetry": "telemetry",
     "perfetto": "traces",
     "prometheus_client": "serve",
     "pytest": "test",
@@ -31,7 +33,9 @@ class MissingPackageError(ModuleNotFoundError, ValueError):
 def require(package: str, what: str) -> None:
     """Raise `MissingPackageError` where `package` is not installed. `what` needs it, such as ``"--png"``."""
     if find_spec(package) is None:
-        name = {"faiss": "faiss-cpu"}.get(package, package.replace("_", "-"))
+        name = {"faiss": "faiss-cpu", "opentelemetry": "opentelemetry-sdk"}.get(
+            package, package.replace("_", "-")
+        )
         raise MissingPackageError(
             f"{what} needs the package {name}: pip install {name}, or pip install "
             f"'tritonrec[{EXTRAS[package]}]'",

@@ -35,9 +35,9 @@ def model_of(dropout=0.2):
     return model
 
 
-def main(data, epochs, patience, mode="nestpipe", micro_batches=4, seed=0):
+def main(data, epochs, patience, mode="nestpipe", micro_batches=4, seed=0, make=model_of):
     torch.manual_seed(seed)
-    model = model_of()
+    model = make()
     with tritonrec.from_environment() as ranks:
         shard = {"rank": ranks.rank, "world_size": ranks.world_size}
         split = Split.leave_one_out(True)  # a user's last item is for test, the one before for validation

@@ -50,6 +50,20 @@ def test_all_spellings_of_a_type_are_one(tmp_path, case, how):
     assert columns(load(source)) == columns(load(pa.table(arrays())))
 
 
+@pytest.mark.parametrize("case", SPELLINGS)
+def test_rows_of_any_spelling_are_repeated_and_left_out(case):
+    """Arrow itself takes no rows of views."""
+    table = pa.table(SPELLINGS[case]).append_column(
+        "shown", pa.array(["7-1 8-0", None, "9-1"], pa.string_view())
+    )
+    log = load(table.drop_columns("item"), LogFormat(shown="shown"))
+    assert log.user.tolist() == [1, 1, 1] and log.item.tolist() == [7, 8, 9]
+    assert log.timestamp.tolist() == [1396867869, 1396867869, 1396867870]
+    users = pa.array(["1", None, "1"], pa.string_view())
+    log = load(table.set_column(0, "user", users), LogFormat(drop_missing=True))
+    assert log.item.tolist() == [10, 12] and log.timestamp.tolist() == [1396867869, 1396867870]
+
+
 def test_dates_are_seconds_of_their_days():
     log = load(pa.table(arrays(timestamp=pa.array([16167, 3, 16168], pa.date32()))))
     assert log.timestamp.tolist() == [16167 * 86400, 3 * 86400, 16168 * 86400] and log.time_unit == "s"

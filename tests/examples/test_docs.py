@@ -57,7 +57,7 @@ LEFT = {
     "server": "answer['step'] == 1 and len(items) == 2",
     "serving": "probabilities.shape == (8,) and rows.shape == (5, 4)",
     "slipstream": "left.num_steps > 0 and found.kept is not None",
-    "traces": "__import__('pathlib').Path('run.pftrace').stat().st_size > 1000",
+    "traces": "__import__('pathlib').Path('run.pftrace').stat().st_size > 1000 and stages.count('step') == 3",
     "tutorial": "result.step == 9 and 'NDCG@10' in metrics and trainer.next_step == 10",
     "verifying": "report.passed and len(report.cases) > 2 and callable(test_my_model)",
 }
@@ -196,7 +196,7 @@ def test_a_page_runs_as_pasted(page, elsewhere, trackers, capsys):
     if page == "training":
         rows = csv.DictReader(Path("metrics.csv").read_text().splitlines())
         assert [row["step"] for row in rows] == [str(step) for step in range(1, 9)]
-        assert trackers == [(names["values"], 8)] * 2 and "tokens_per_second" in names["values"]
+        assert trackers == [(names["values"], 8)] * 3 and "tokens_per_second" in names["values"]
         saved: list[object] = []
         names["trainer"].load("checkpoints", saved.append)
         assert saved == [{"early_stopping": names["stopping"].state_dict()}]
@@ -207,12 +207,14 @@ def test_a_page_runs_as_pasted(page, elsewhere, trackers, capsys):
 
 @pytest.fixture
 def trackers(monkeypatch):
-    """What wandb and mlflow are sent; neither is installed here."""
+    """What trackers are sent; none of them is installed here."""
     sent: list[tuple[dict[str, float], int]] = []
     run = SimpleNamespace(log=lambda values, step: sent.append((values, step)), finish=lambda: None)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda project: run))
     mlflow = SimpleNamespace(start_run=lambda: None, end_run=lambda: None, log_metrics=run.log)
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    comet = SimpleNamespace(log_metrics=run.log, end=run.finish)
+    monkeypatch.setitem(sys.modules, "comet_ml", SimpleNamespace(start=lambda project_name, online: comet))
     return sent
 
 

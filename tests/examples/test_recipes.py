@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -77,13 +78,32 @@ def test_a_task_alone_is_the_one_that_it_names(capsys):
     torch.testing.assert_close(model(batch, rows, 0), wanted)
 
 
-def test_gru4rec_learns_in_the_same_bits_for_any_cut(capsys):
-    gru4rec = example("gru4rec")
-    data = "zipf:users=60,items=90,communities=6,affinity=1,seed=2"
-    found = gru4rec.main(data, 4, 9)
-    assert found == gru4rec.main(data, 4, 9, "reference", 1)
+@pytest.mark.parametrize("name", ["gru4rec", "bert4rec"])
+def test_next_items_are_learned_in_the_same_bits_for_any_cut(name, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)  # of which one imports the other's loop
+    module = example(name)
+    data, loop = "zipf:users=60,items=90,communities=6,affinity=1,seed=2", example("gru4rec").main
+    found = loop(data, 4, 9, make=module.model_of)
+    assert found == loop(data, 4, 9, "reference", 1, make=module.model_of)
     assert found["NDCG@10"] > 0.25  # the most popular items for all have 0.16
     assert capsys.readouterr().out.count("epoch 4: loss") == 2
+
+
+def test_bert4rec_sees_both_sides_in_training_and_never_what_comes_next(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    bert4rec = example("bert4rec")
+    torch.manual_seed(0)
+    model = bert4rec.model_of().eval()
+    batch = SimpleNamespace(offsets=torch.tensor([0, 4, 6]))
+    rows = torch.randn(6, bert4rec.DIM)
+
+    def changed(at):
+        other = rows.clone()
+        other[at] += 1
+        return (model.encode(batch, other) != model.encode(batch, rows)).any(1).tolist()
+
+    assert changed(3) == [True] * 4 + [False] * 2  # the last known item, of all positions of its user
+    assert changed(0) == [False] * 6 and changed(4) == [False] * 6  # a user's first item has no place
 
 
 def test_the_notebook_runs_and_prints_what_it_shows():

@@ -36,6 +36,7 @@ from tritonrec.data.slices import work
 from tritonrec.data.sources import load, load_clicks, load_interactions
 from tritonrec.data.splits import Split
 from tritonrec.data.stream import Stream
+from tritonrec.data.topics import KafkaTopic, TopicStream
 from tritonrec.data.vocabulary import Vocabulary, hashed_ids
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "ImpressionStream",
     "Interactions",
     "JaggedBatch",
+    "KafkaTopic",
     "KeyedJaggedTensor",
     "LogFormat",
     "Lookup",
@@ -62,6 +64,7 @@ __all__ = [
     "SequenceCost",
     "Split",
     "Stream",
+    "TopicStream",
     "Vocabulary",
     "WeightedLookup",
     "auc",

@@ -103,16 +103,16 @@ class EventLog:
         return kuairand if self.preset and self.preset.features else parquet
 
     def rows(self) -> int:
-        """The number of rows; of text an estimate, rather too large."""
-        counts = []
+        """The number of rows of a log in files; of text an estimate, rather too large."""
+        assert self.place is not None
+        rows = 0
         for file in self.opened:
-            if isinstance(file, (ParquetFile, Frame)):
-                counts.append(file.footer[1].num_rows if isinstance(file, ParquetFile) else file.num_rows)
+            if isinstance(file, ParquetFile):
+                rows += file.footer[1].num_rows
             else:
-                assert self.place is not None
                 size = self.place.filesystem.get_file_info(file.path).size or 0
-                counts.append(1 + size * (5 if file.path.endswith(PACKED) else 1) // ROW_BYTES)
-        return sum(counts)
+                rows += 1 + size * (5 if file.path.endswith(PACKED) else 1) // ROW_BYTES
+        return rows
 
     def features(self) -> Features:
         """Features of users and items that are beside the log; None for those that are not there."""
@@ -321,7 +321,7 @@ def _without_missing(
     """The rows that have a value in each of some columns."""
     there = np.ones(len(table), bool)
     for name in names:
-        column = plain(table.column(name))
+        column = part.plain(name, table.column(name))
         missing = pc.is_null(column, nan_is_null=True)
         if pa.types.is_string(column.type):
             empty = pc.is_in(pc.utf8_trim_whitespace(column), pa.array(["", *format.missing]))
@@ -330,7 +330,14 @@ def _without_missing(
     if there.all():
         return part, table
     rows = there.nonzero()[0]
-    return Part(part.path, part.unit, lambda row: part.number(int(rows[row]))), table.take(rows)
+    return Part(part.path, part.unit, lambda row: part.number(int(rows[row]))), _taken(part, table, rows)
+
+
+def _taken(part: Part, table: pa.Table, rows: np.ndarray) -> pa.Table:
+    """Some rows, in plain types: Arrow takes none of views and runs."""
+    columns = [part.plain(each.name, table.column(each.name)) for each in table.schema]
+    fields = [each.with_type(own.type) for each, own in zip(table.schema, columns, strict=True)]
+    return pa.table(columns, pa.schema(fields)).take(rows)
 
 
 def _each_shown(part: Part, table: pa.Table, name: str) -> tuple[Part, pa.Table, np.ndarray]:
@@ -341,12 +348,12 @@ def _each_shown(part: Part, table: pa.Table, name: str) -> tuple[Part, pa.Table,
     there = pc.not_equal(words, "").to_numpy(zero_copy_only=False)
     rows, words = rows[there], words.filter(pa.array(there))
     number = part.number
+    table = _taken(part, table, rows)
     part = Part(part.path, part.unit, lambda row: number(int(rows[row])))
     found = pc.extract_regex(words, r"^(?P<item>.+)-(?P<label>[01])$")
     if found.null_count:
         part.fail(name, words, found.is_null().to_numpy(zero_copy_only=False), "words ITEM-0 or ITEM-1")
     label = pc.equal(pc.struct_field(found, "label"), "1").to_numpy(zero_copy_only=False).astype(np.int64)
-    table = table.take(rows)
     return part, table.set_column(table.column_names.index(name), name, pc.struct_field(found, "item")), label
 
 

@@ -40,12 +40,11 @@ class Source:
     @property
     def is_parquet(self) -> bool:
         """Whether the files are Parquet, by the first one."""
+        from tritonrec.data.log_files import files_at
         from tritonrec.data.tables import ParquetFile, open_files
 
         if self.kind or self.word == "ali-ccp":
             return self.kind == "parquet"
-        from tritonrec.data.log_files import files_at
-
         return isinstance(open_files(files_at(str(self.where)), "", self.format)[0], ParquetFile)
 
     def events(self, words: dict[str, Any] | None = None) -> EventLog:
@@ -118,7 +117,7 @@ def load(
     ``movielens-1m:PATH``, ...                a published log (`tritonrec.data.presets`)
     ``clicks:PATH``                           clicks, by the types of their columns (`click_columns`)
     ``criteo-tsv:PATH``, ``avazu-csv:PATH``   published clicks; ``ali-ccp:PATH`` (`tritonrec.data.ali_ccp`)
-    a table                                   of pyarrow, pandas or Polars, or arrays by name
+    a table                                   with Arrow's C stream (`data.tables.Frame`), or arrays by name
     ========================================  ============================================================
 
     Args:

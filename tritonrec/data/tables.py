@@ -1,4 +1,4 @@
-"""Any source of rows as tables: files of text, JSON, Parquet and Arrow, and frames in memory.
+"""Any source of rows as tables: files of text, JSON, Parquet and Arrow, and frames of other libraries.
 
 A source has files (a frame is one), and a file has `names` of its columns and `tables` of some of them, each
 with the `Part` that its errors name.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -174,46 +175,63 @@ class ArrowFile(_Typed):
 
 
 class Frame(_Typed):
-    """A table, a reader or a frame in memory: whatever has Arrow's C stream, as pandas and Polars."""
+    """Rows of another library: whatever has Arrow's C stream, or leads to one by `TOWARDS`."""
 
     path = "the table"
 
     def __init__(self, source: Any) -> None:
-        if not is_frame(source):
-            raise ValueError(
-                f"expected a path or a table (of pyarrow, pandas or Polars, or arrays by name), got "
-                f"{type(source).__name__}"
-            )
+        given = type(source).__name__
         try:
+            if hasattr(source, "with_format"):
+                source = _of_hugging_face(source)
             if isinstance(source, dict):
                 source = pa.table({name: _array(own) for name, own in source.items()})
             if isinstance(source, pa.RecordBatch):
                 source = pa.Table.from_batches([source])
-            if hasattr(source, "scanner"):  # a dataset of pyarrow
-                source = source.scanner().to_reader()
-            if hasattr(source, "collect"):  # a lazy frame of Polars
-                source = source.collect()
+            while not hasattr(source, "__arrow_c_stream__"):
+                if not (ways := [name for name in TOWARDS if hasattr(source, name)]):
+                    means = "with Arrow's C stream, as of pyarrow, pandas or Polars, or arrays by name"
+                    raise ValueError(f"expected a path or a table ({means}), got {given}")
+                source = getattr(source, ways[0])()
             self._reader = pa.RecordBatchReader.from_stream(source)
         except (pa.ArrowException, TypeError, OverflowError) as error:  # what Arrow has no type for
             raise ValueError(f"the table cannot be read as Arrow: {error}") from error
         self.schema = self._reader.schema
-        self.num_rows: int = len(source) if hasattr(source, "__len__") else 0
 
     def tables(self, columns: Sequence[str]) -> Iterator[tuple[Part, pa.Table]]:
-        """The columns, batch by batch; a reader can be read once."""
-        yield from _numbered(self.path, self._reader, columns)
+        """The columns, batch by batch; a reader can be read once. ValueError where a query fails then."""
+        try:
+            yield from _numbered(self.path, self._reader, columns)
+        except UNREADABLE as error:
+            raise ValueError(f"the table cannot be read: {error}") from error
+
+
+TOWARDS = ("scanner", "scan", "collect", "to_pyarrow_dataset", "to_arrow_batch_reader", "to_reader")
+"""Methods towards a stream, of a dataset of pyarrow or Lance, Iceberg, a lazy frame, Delta, scans."""
 
 
 def is_frame(source: Any) -> bool:
-    """Whether `source` is rows in memory."""
-    return isinstance(source, (dict, pa.RecordBatch)) or any(
-        hasattr(source, name) for name in ("__arrow_c_stream__", "scanner", "collect")
-    )
+    """Whether `source` is rows of another library, or arrays by name."""
+    names = ("__arrow_c_stream__", "with_format", *TOWARDS)
+    return isinstance(source, (dict, pa.RecordBatch)) or any(hasattr(source, name) for name in names)
 
 
 def _array(values: Any) -> Any:
     """A column of a dictionary; tensors as arrays."""
     return values.detach().cpu().numpy() if isinstance(values, Tensor) else values
+
+
+def _of_hugging_face(source: Any) -> pa.RecordBatchReader:
+    """A dataset's rows, selected and shuffled as it has them, which those of its table are not."""
+    if isinstance(source, dict):
+        raise ValueError(f"the datasets {', '.join(source)} are a log each: take one of them")
+    tables = source.with_format("arrow").iter(TABLE_ROWS)
+    if source.features is None:  # an iterable's, found by its first rows
+        tables = chain([first := next(tables, pa.table({}))], tables)
+    schema = first.schema if source.features is None else source.features.arrow_schema
+    return pa.RecordBatchReader.from_batches(
+        schema, (batch for table in tables for batch in table.to_batches())
+    )
 
 
 def common_schema(
