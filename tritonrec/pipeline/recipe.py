@@ -55,6 +55,8 @@ def recipe_of(tables: HashTableCollection, dense: DenseModel, config: WindowConf
             found["scale"][place] = group.table.scale
             found["policy"][place] = _plain(tables.policy_of(name))
             found["rule"][place] = _rule(group.optimizer)
+            if own := group.optimizer.custom_update:
+                found["rule"][f"{place}, its function's results"] = own.results
             found["lr"][place] = _rate(group.optimizer)
     for number, (optimizer, groups) in enumerate(zip(dense.optimizers, dense.settings, strict=True)):
         found["rule"][f"optimizer {number}"] = type(optimizer).__name__
