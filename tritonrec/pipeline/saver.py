@@ -43,7 +43,7 @@ class TrainingSaver:
         meta: values of the caller's that JSON keeps unchanged, saved with every checkpoint.
         loader: its position is saved too. config: of the training.
         vocabularies: gives those of the tables' ids at a save.
-        make: of what writes, called and used as `checkpoint.Saver` is.
+        make: of what writes, called and used as `checkpoint.Saver` is; all its work is inside of ``context``.
         check: raises where there is no one state to save.
     """
 
