@@ -193,6 +193,8 @@ def parse_emulation(text: str) -> dict[str, float]:
         if not 0 < amount < 3600:
             raise LabError(f"--emulate {part!r} takes milliseconds, as in {name}=20")
         seconds.update(lookup_stages(amount) if name == "lookup" else {name: amount})
+    if text and not seconds:
+        raise LabError(f"--emulate {text!r} names no stage")
     return seconds
 
 
