@@ -101,10 +101,10 @@ def test_a_namespace_that_cannot_be_removed_spares_no_other(stuck, step):
     lab = Network(2, 100.0, owner=77)
     broken = ("ip", "netns", step, lab.namespaces[stuck])
     machine = Machine(fails=lambda command: command == broken)
-    with pytest.raises(LabError, match="^ip netns .* failed: injected$"), built(lab, machine, watched=False):
+    with pytest.raises(LabError, match=r"^ip netns .* failed: injected$"), built(lab, machine, watched=False):
         assert machine.namespaces == lab.namespaces
     assert machine.namespaces == [lab.namespaces[stuck]]
-    with pytest.raises(LabError, match="failed: injected$"):
+    with pytest.raises(LabError, match=r"failed: injected$"):
         remove([*lab.namespaces, lab.namespaces[stuck]], Machine(lab.namespaces, machine.fails))
 
 
