@@ -99,6 +99,26 @@ def test_growth_is_measured_anew_where_a_run_has_gone_back(monkeypatch):
     assert watch._rates() == [5.0]
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["of the machine", "of the process"])
+@pytest.mark.parametrize(
+    ("world_size", "machines", "here"), [(1, 1, 1), (6, 1, 6), (6, 2, 3), (5, 2, 3), (3, 3, 1), (4, 0, 4)]
+)
+def test_ranks_of_a_machine_share_what_is_left_of_it(monkeypatch, world_size, machines, here, own):
+    """To the step: a rank's tables take 1,000 bytes a step, of what is left for it."""
+    left, said = 900_000, []
+    monkeypatch.setattr(watching, "memory_left", lambda _: Room(left + 77, 1 << 40, "it", own))
+    monkeypatch.setattr(watching, "tables_added", lambda tables, rows: 100 * sum(rows))
+    group = SimpleNamespace(table=[])
+    groups = SimpleNamespace(stop=Event(), world_size=world_size, machines=machines)
+    trainer = SimpleNamespace(tables=SimpleNamespace(groups=[group]), communicators=groups)
+    watch = MemoryWatch(trainer, every=0.0, reserve=77, say=said.append)
+    for step in range(1, 4):
+        group.table = range(10 * step)
+        watch.on_step_end(step)
+    steps = left // 1000 // (1 if own else here)
+    assert [number(line, "about ") for line in said] == [steps] and number(said[0], "at step ") == steps + 2
+
+
 def test_memory_that_is_gone_at_first_is_an_error(monkeypatch):
     with pytest.raises(
         MemoryError, match=r"0 MiB of the 1\.0 GiB of it are taken before the first step, and 2"

@@ -1,5 +1,6 @@
 """Promise: a training goes on from a torch.distributed.checkpoint folder at any world size, with its bits."""
 
+import threading
 import time
 from datetime import timedelta
 from functools import cache
@@ -105,6 +106,44 @@ def test_a_folder_is_read_in_parts_none_of_which_reads_all_rows(tmp_path, monkey
     assert max(map(max, rows)) == 16 and min(map(sum, rows)) > 32 and len(rows) > 1
     for loads in 1, 3:
         assert run_ranks(loads, lambda each: imported(each, tmp_path / "out")) == [bits] * loads
+
+
+def saved_by_several(communicators, folder):
+    """Saves of four kinds with no wait between them; no two use the savers' group at once."""
+    group, used = communicators.checkpoint, threading.Lock()
+    exchange = group.exchange
+
+    def alone(*given):
+        assert used.acquire(blocking=False), "two saves exchange at once"
+        try:
+            time.sleep(0.005)  # so that saves overlap
+            return exchange(*given)
+        finally:
+            used.release()
+
+    group.exchange = alone
+    with (
+        made(communicators) as trainer,
+        trainer.saver(folder / "whole") as whole,
+        trainer.saver(folder / "changes", full_every=2) as changes,
+    ):
+        for step in range(2):
+            trained(trainer, 1)
+            whole.save(step + 1)
+            changes.save(step + 1)
+            exports = [
+                dcp.async_save(trainer, folder / f"{format}{step}", format=format) for format in FORMATS
+            ]
+            trainer.save(folder / "last")
+        for each in exports:
+            each.result()
+        assert dcp.load(trainer, folder / "dcp1") == dcp.load(trainer, folder / "safetensors1") == 2
+        return [trainer.load(folder / name) for name in ("whole", "changes", "last")], digest(trainer)
+
+
+def test_savers_of_one_group_take_turns(tmp_path):
+    (steps, first), other = run_ranks(2, lambda each: saved_by_several(each, tmp_path))
+    assert steps == [2, 2, 2] and other == (steps, first)
 
 
 @pytest.mark.slow

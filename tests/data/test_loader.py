@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tritonrec.data import DynamicBatchLoader, NumberedLoader
 from tritonrec.data.batch import JaggedBatch
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.loader import NextItemLoader
@@ -30,6 +31,17 @@ def small_log(*users: list[int]) -> Interactions:
     """User u has the items given, in this order."""
     rows = [(user, item, time) for user, items in enumerate(users) for time, item in enumerate(items)]
     return Interactions(*np.array(rows, dtype=np.int64).T)
+
+
+@pytest.mark.parametrize("kind", [NextItemLoader, DynamicBatchLoader])
+def test_a_loader_has_no_end_and_says_what_to_take(kind):
+    made = loader() if kind is NextItemLoader else kind(loader())
+    for function in (iter, list, NumberedLoader(made).__next__):
+        with pytest.raises(TypeError, match=rf"a {kind.__name__} has no end: \(loader.batch\(step\) for"):
+            function(*[made] * (function in (iter, list)))
+    with pytest.raises(TypeError, match=rf"a {kind.__name__} has no end: an epoch has loader.steps"):
+        len(made)
+    assert made
 
 
 def test_the_sequence_of_the_docstring():

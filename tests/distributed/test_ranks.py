@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -27,7 +28,9 @@ from tritonrec.distributed import (
     from_environment,
     join,
     launch,
+    rank_process,
 )
+from tritonrec.distributed.rank_process import StopRequests, is_lost
 from tritonrec.distributed.signals import end_with_parent
 from tritonrec.ops import ExactSumError
 
@@ -392,3 +395,54 @@ def test_the_largest_value_of_a_sum_is_that_of_all_ranks_together(world_size, si
     group._check_overflow(torch.tensor([5, sign * most]), "a")
     with pytest.raises(ExactSumError, match=r"a\[1\]"):
         group._check_overflow(torch.tensor([5, sign * (most + 1)]), "a")
+
+
+def test_a_wish_to_stop_is_of_its_task_alone(monkeypatch):
+    """Drawn wishes, before their task and after it, and signals: as a list of tasks that are to stop says."""
+    handlers, killed, draw = {}, [], random.Random(4)
+    monkeypatch.setattr(
+        rank_process.signal, "signal", lambda number, handler: handlers.update({number: handler})
+    )
+    monkeypatch.setattr(rank_process.os, "kill", lambda *given: killed.append(given))
+    stop = StopRequests()
+    stop.install_signal_handlers()
+    for task in range(1, 60):
+        early, late, old, signals = (draw.random() < 0.4 for _ in range(4))
+        if early:
+            stop.request(task)
+        stop.begin_task()
+        assert stop.event.is_set() == early, task
+        if old:
+            stop.request(task - 1)
+        if late:
+            stop.request(task)
+        assert stop.event.is_set() == (early or late), task
+        if signals:
+            handlers[signal.SIGTERM](signal.SIGTERM, None)
+            assert stop.event.wait(10) and not killed  # the first one of this task
+    for handler in [handlers[signal.SIGINT]] * (1 if signals else 2):
+        handler(signal.SIGINT, None)
+    assert killed == [(os.getpid(), signal.SIGINT)]
+
+
+class OwnError(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("[gloo] Timed out waiting 3000ms for recv"), True),
+        (dist.DistError("failed to recv, got 0 bytes. Connection was likely closed."), True),
+        (RankDiedError("rank 1 has not reached stage route(3)"), True),
+        (RuntimeError("shapes differ"), False),
+        (OSError("connection to the shop timed out"), False),
+        (ValueError("timeout must be above 0"), False),
+        (OwnError("no connection to the shop"), False),
+    ],
+)
+def test_an_error_of_the_ranks_own_is_blamed_on_nobody_else(error, lost):
+    assert is_lost(error) == lost
+    caused = ValueError("outside")
+    caused.__cause__ = error
+    assert is_lost(caused) == isinstance(error, RankDiedError)

@@ -212,6 +212,20 @@ def test_a_state_of_another_rule_is_refused():
         made("rowwise_adagrad")[1].load_state_dict(state)
 
 
+@pytest.mark.parametrize("option", ["eps", "beta1", "beta2", "weight_decay"])
+def test_a_state_of_other_settings_is_refused_or_loaded_by_choice(option):
+    there, here = made(), made(**{option: 0.5})
+    step(*there)
+    there[1].step()
+    state = there[1].state_dict()
+    with pytest.raises(ValueError, match=rf"was updated with .*{option}=.*, and here with .*{option}=0.5"):
+        here[1].load_state_dict(state)
+    assert here[1].updates == 0
+    del state["param_groups"][0]["settings"]
+    here[1].load_state_dict(state)
+    assert here[1].updates == 1
+
+
 def test_a_copy_trains_on_alone():
     model, optimizer = made()
     step(model, optimizer)

@@ -241,6 +241,12 @@ def test_other_dtypes_are_refused(convert, whole):
         net.items.to(torch.bfloat16)
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a device to move to")
+def test_a_device_that_is_not_here_is_named():
+    with pytest.raises(RuntimeError, match=r"cannot be moved .*: torch .* finds no accelerator"):
+        Net().items.to("cuda")
+
+
 def test_what_changes_nothing_is_taken():
     net = Net()
     before = stepped(net)

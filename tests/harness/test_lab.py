@@ -13,7 +13,7 @@ from tritonrec.harness.lab import report
 from tritonrec.harness.lab.figures import Figures
 from tritonrec.harness.lab.network import LabError
 from tritonrec.harness.lab.rounds import LabConfig, Measurement, Result, measure, rows
-from tritonrec.harness.lab.run import TOLERANCE, LabRun, compare_losses, run_once
+from tritonrec.harness.lab.run import TOLERANCE, LabRun, RankRun, compare_losses, run_once
 from tritonrec.harness.lab.settings import (
     BASELINE,
     Setting,
@@ -46,6 +46,19 @@ def test_a_loss_that_differs_in_one_bit_is_found():
             with pytest.raises(LabError, match="sample 7"):
                 compare_losses(run_with(other, nest), reference, tolerance)
     assert compare_losses(run_with({**expected, 0: (ids, np.float32([0.5, 9, 2.5]))}), reference, np.inf)
+
+
+def test_bytes_of_a_link_are_those_that_its_ranks_sent_in_the_run(monkeypatch, tmp_path):
+    """A link counts from its beginning, for all ranks of its machine, which read it at other times."""
+    sent = {"a": [(1000, 1500), (1010, 1700)], "b": [(5000, 5100), (4990, 5050)]}
+    one = {0: (np.array([1]), np.float32([0.5]))}
+    homes = [RankRun(one, {"rows": 2}, 1, 0, name, each) for name in sent for each in sent[name]]
+    monkeypatch.setattr("tritonrec.harness.lab.run.save_joined", lambda parts, path: None)
+    for rank in range(4):
+        (tmp_path / f"trace.{rank}").write_text("")
+    pool = SimpleNamespace(run=lambda *given, **mesh: homes)
+    run = run_once(pool, 4, None, BASELINE, {}, 1, tmp_path / "trace")
+    assert run.link_bytes == (700 + 110) / 2 and run.counts == {"rows": 8} and run.tasks == 4
 
 
 def test_missing_steps_and_other_samples_are_errors():

@@ -95,6 +95,19 @@ def test_a_failure_half_way_leaves_nothing(step):
     assert machine.namespaces == ["someone-else"]
 
 
+@pytest.mark.parametrize("stuck", range(3))
+@pytest.mark.parametrize("step", ["pids", "delete"])
+def test_a_namespace_that_cannot_be_removed_spares_no_other(stuck, step):
+    lab = Network(2, 100.0, owner=77)
+    broken = ("ip", "netns", step, lab.namespaces[stuck])
+    machine = Machine(fails=lambda command: command == broken)
+    with pytest.raises(LabError, match=r"^ip netns .* failed: injected$"), built(lab, machine, watched=False):
+        assert machine.namespaces == lab.namespaces
+    assert machine.namespaces == [lab.namespaces[stuck]]
+    with pytest.raises(LabError, match=r"failed: injected$"):
+        remove([*lab.namespaces, lab.namespaces[stuck]], Machine(lab.namespaces, machine.fails))
+
+
 def test_what_runs_inside_is_killed_but_not_the_caller():
     killed = []
 

@@ -85,6 +85,8 @@ def test_proportions_follow_from_the_probe(job):
         (["--emulate", "compute=3", "--proportions", "paper"], "give one of them"),
         (["--proportions", "90,20"], "takes paper"),
         (["--rate", "0"], "'--rate'"),
+        (["--switch", "accumulate=2"], "one update of one batch: leave out accumulate"),
+        (["--switch", "replicas=2", "--switch", "average_every=4"], "all but 2, hold no whole number"),
         (["--modes", "reference"], "takes some of"),
         (["--steps", "2"], "at least 4 steps"),
         (["--data", "movies"], "unknown data"),

@@ -94,7 +94,7 @@ def test_no_list_of_numbers(command, option, value):
 
 
 @pytest.mark.parametrize(("command", "option"), sorted(WORDS))
-@pytest.mark.parametrize("value", ["nonsense", ",,x", "=1"])
+@pytest.mark.parametrize("value", ["nonsense", ",,x", "=1", " , "])
 def test_no_known_words(command, option, value):
     refused(command, option, value)
 

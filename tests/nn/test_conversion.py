@@ -61,6 +61,19 @@ def test_a_converted_model_computes_the_same():
     assert nn.convert(model).replaced == {}
 
 
+def test_no_fast_path_of_torch_is_taken_in_evaluation():
+    """Padding alone, on the right, without gradients: where torch's encoder makes a nested tensor."""
+    torch.manual_seed(0)
+    layer = tnn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
+    made = tnn.Sequential(tnn.TransformerEncoder(layer, 2)).eval()
+    theirs, hidden, x = copy.deepcopy(made[0]), IDS == 0, torch.randn(3, 4, 8)
+    nn.convert(made)
+    with torch.no_grad():
+        found, expected = made[0](x, src_key_padding_mask=hidden), theirs(x, src_key_padding_mask=hidden)
+    torch.testing.assert_close(found[~hidden], expected[~hidden])
+    assert torch.equal(found, made[0](x, src_key_padding_mask=hidden))
+
+
 class Scale(tnn.Module):
     def __init__(self):
         super().__init__()

@@ -3,12 +3,14 @@
 import copy
 import io
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 from trainer_parts import (
     EVERY,
+    ONE_DRAWS,
     ONE_IN_FLIGHT,
     READS_AHEAD,
     Ranker,
@@ -23,6 +25,7 @@ from trainer_parts import (
 
 from tritonrec.data import Lookup
 from tritonrec.embedding.in_flight import as_lane
+from tritonrec.harness.verify.thread_ranks import run_ranks
 from tritonrec.nn.context import takes_indexed_rows
 from tritonrec.pipeline import DenseModel
 from tritonrec.pipeline.dense_checks import PROBE_ELEMENTS, _capped, validate_invariant
@@ -138,6 +141,33 @@ def test_a_second_trainer_waits_for_the_windows_of_the_first(shared):
             second.step(batches(8)[7])
         list(first.run([]))
         assert second.step(batches(8)[7]).step == 7
+
+
+def by_turns(communicators, mode):
+    """Two trainers of the same ranks, of which the second steps while the first may have steps in flight."""
+    with ONE_DRAWS:
+        one, two = parts(), parts()
+    given = batches(6, 8, communicators.rank, communicators.world_size)
+    with (
+        trainer(one, mode, "batch", communicators) as first,
+        trainer(two, mode, "batch", communicators) as second,
+    ):
+        results = first.run(given)
+        next(results)
+        with pytest.raises(RuntimeError) if first.in_flight else nullcontext() as refused:
+            second.step(given[0])
+        list(results)
+        return str(refused.value) if refused else "", second.step(given[5]).loss
+
+
+@pytest.mark.parametrize("mode", ["nestpipe", "sequential"])
+def test_a_second_trainer_of_the_same_ranks_waits_too(mode):
+    words, losses = zip(*run_ranks(2, lambda each: by_turns(each, mode)), strict=True)
+    assert losses[0] == losses[1]
+    refused = (
+        "another trainer's use of the ranks' groups is refused while steps 1 to" if mode == "nestpipe" else ""
+    )
+    assert all(each.startswith(refused) and bool(each) == bool(refused) for each in words)
 
 
 def ids_of(table):

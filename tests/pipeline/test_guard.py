@@ -294,6 +294,14 @@ def test_samples_that_see_each_other_are_refused_by_module(what, mode):
         assert same(state(made)[2:], before[2:])
 
 
+def test_a_parameter_too_large_to_copy_says_that_it_is_not_put_back(monkeypatch):
+    monkeypatch.setattr("tritonrec.pipeline.attributes.MOST_VALUES", 0)
+    made = parts(MIXING["first mean in a parameter"][0])
+    words = r"first.mean \(which keeps the call's values: .*anew\)"
+    with pytest.raises(NotBatchInvariantError, match=words), trainer(made, "reference") as training:
+        list(training.run(batches(1)))
+
+
 class PaddedAttention(tnn.Module):
     """Over the samples' tokens, padded and masked."""
 

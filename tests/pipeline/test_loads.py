@@ -422,6 +422,33 @@ def test_a_setting_that_is_given_as_changed_holds_from_the_load_on(saved, change
         list(training.run(batches(5)[3:]))
 
 
+def ftrl_like(decay=0.9, eps=1e-8, until=1000, sign=1.0):
+    """A rule with constants in a closure, which no name shows."""
+
+    def rule(weight, state, gradient, step, lr):
+        state = (decay if step < until else 0.5) * state + gradient * gradient
+        return weight - sign * lr * gradient / (state.sqrt() + eps), state
+
+    return RowOptimizer.custom(rule, lambda dim: dim, lr=0.05)
+
+
+CONSTANTS = {"decay": 0.91, "eps": 1e-7, "until": 5000, "sign": -1.0}
+
+
+def test_a_rule_of_ones_own_is_compared_by_what_it_computes(tmp_path):
+    with trainer(made_of(rule=ftrl_like())) as training:
+        training.save(tmp_path)
+    with trainer(made_of(rule=ftrl_like())) as training:
+        assert training.load(tmp_path) == 0
+    for name, value in CONSTANTS.items():
+        other = ftrl_like(**{name: value})
+        assert repr(other) != repr(ftrl_like()), name  # by which ranks are compared
+        with trainer(made_of(rule=other)) as training:
+            with pytest.raises(ValueError, match=r"table item, its function's results.*changed=\{\"rule"):
+                training.load(tmp_path)
+            training.load(tmp_path, changed={"rule"})
+
+
 def test_the_dropout_seed_is_compared(saved):
     made = made_of()
     config = WindowConfig(micro_batches=3, seed=5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -18,6 +19,7 @@ from tritonrec.pipeline import WindowConfig
 from tritonrec.serving import Predictor, export
 from tritonrec.serving.cached import CachedPredictor, CacheMemoryError, encoder
 from tritonrec.serving.cached.pages import PAGE, Pages
+from tritonrec.serving.users import UserHistories
 from tritonrec.settings import bytes_of
 
 LONGEST = PAGE + 6
@@ -465,6 +467,18 @@ def day(folder, words, longest, model_of=HSTU):
         trainer.save(folder / "run")
     export(folder / "run", folder / "out", model)
     return folder / "out", model
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=1, max_size=4))
+def test_a_history_remembers_that_it_was_cut_and_what_came_without_times(parts):
+    """However its events came; a version that takes more, or goes by times, must not go on with it."""
+    needs = {"max_seq_len": 4, "timestamps": False}
+    histories = UserHistories(SimpleNamespace(dense_of=lambda *_: needs, vocabularies={}))
+    for number, (count, timed) in enumerate(parts):
+        histories.append("u", list(range(count)), [number] * count if timed else None)
+    own, counts = histories._histories["u"], [count for count, _ in parts]
+    assert len(own.ids) == min(sum(counts), 4) and own.cut == (sum(counts) > 4)
+    assert own.timed == all(timed for _, timed in parts)
 
 
 def test_words_and_exports_that_take_more(tmp_path):

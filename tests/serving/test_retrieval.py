@@ -272,6 +272,16 @@ def test_search_is_a_stable_sort_of_all_scores(items, users, k):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("row", [0, 63, 64, 70, 129])
+def test_a_row_of_many_whose_score_is_nan_has_the_number_that_the_caller_knows(row):
+    """Users are searched 64 at a time, which is nobody else's business."""
+    vectors, weights = torch.randn(130, 3), torch.randn(9, 3)
+    vectors[row, 1] = torch.nan
+    none = torch.empty(0, dtype=torch.int64), torch.zeros(131, dtype=torch.int64)
+    with pytest.raises(ValueError, match=rf"the score of row {row} for item 0 is NaN"):
+        best_items(vectors, weights, 2, *none)
+
+
 def test_a_score_that_is_nan_is_named():
     predictor = make()
     predictor.tables["items"].weights[5, 1] = torch.nan

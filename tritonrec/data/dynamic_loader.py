@@ -14,17 +14,17 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from threading import Lock
-from typing import Any, Generic
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritonrec.data.balancing import dynamic_batches
-from tritonrec.data.epochs import BatchType, EpochLoader, check_at_least
+from tritonrec.data.epochs import BatchType, Endless, EpochLoader, check_at_least
 from tritonrec.data.positions import check_same
 
 
-class DynamicBatchLoader(Generic[BatchType]):
+class DynamicBatchLoader(Endless[BatchType]):
     """The samples of `loader` in batches of about `target_tokens` tokens a rank; a function of (seed, step).
 
     Args:

@@ -6,7 +6,7 @@ step at any time, and a run resumed at step t gets the same batches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -23,7 +23,23 @@ SHUFFLE, NEGATIVES = 0, 1
 BatchType = TypeVar("BatchType")
 
 
-class EpochLoader(Generic[BatchType]):
+class Endless(Generic[BatchType]):
+    """A loader of steps, of which an iterator, or a length, would have to choose an end."""
+
+    def __iter__(self) -> Iterator[BatchType]:
+        raise TypeError(f"a {type(self).__name__} has no end: (loader.batch(step) for step in range(steps))")
+
+    def __len__(self) -> int:
+        raise TypeError(
+            f"a {type(self).__name__} has no end: an epoch has loader.steps_per_epoch batches, and "
+            "loader.num_samples samples"
+        )
+
+    def __bool__(self) -> bool:  # which would be the length
+        return True
+
+
+class EpochLoader(Endless[BatchType]):
     """Batches of samples in the order of an epoch, sharded over ranks.
 
     Args:

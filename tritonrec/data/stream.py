@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tritonrec.data.epochs import BatchType
+from tritonrec.data.epochs import BatchType, Endless
 from tritonrec.data.positions import check_same
 from tritonrec.data.slices import work
 from tritonrec.data.stream_plan import StreamPlan
@@ -36,7 +36,7 @@ MOST_AT_ONCE = 4096
 
 
 @typed
-class Stream(Generic[BatchType]):
+class Stream(Endless[BatchType]):
     """Endless batches from Parquet shards, epoch after epoch; an iterator with a position.
 
     A sample is a row, and its id is the row's number in the dataset. Every rank has the same number of

@@ -66,7 +66,7 @@ def async_save(
     """Export the state after `trainer.next_step` steps while training goes on. Collective.
 
     Rows are read beside the training, as `Trainer.saver` reads them. Arguments as of `Trainer.save`; the
-    folder must be empty, or not there. Call ``result()`` before the next collective of a save.
+    folder must be empty, or not there.
 
     Raises RuntimeError while batches are in flight; the future raises `CheckpointError` on all ranks where
     one cannot write, and then the folder holds no checkpoint.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from ..ops import FRACTION_BITS, ExactSumError
 from .ledger import Ledger
-from .watch import Watch
+from .watch import RankDiedError, Watch
 
 TIMEOUT = timedelta(seconds=60)
 """Timeout of a collective that waits for a rank."""
@@ -36,6 +37,8 @@ class Communicator:
 
     Attributes:
         ledger: of the messages of its all-to-alls, on all ranks alike; None: they are not looked at.
+        turn: of a caller whose collectives come one after the other, where several threads have some. Taken
+            in one order on all ranks, by the thread that makes steps.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class Communicator:
         self.group, self.name, self.peers, self.monitored = group, name, tuple(peers), monitored
         self.watch = watch
         self.ledger: Ledger | None = None
+        self.turn = threading.Lock()
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
 
@@ -129,8 +133,15 @@ class Communicator:
         if watch is None:
             function()
             return
+        # A rank that one collective has named is not waited for again, by another thread or in the next call.
+        if watch.lost:
+            raise RankDiedError(watch.lost)
         if self.monitored:
-            watch.monitored_barrier(self.name, self.peers, SAVE_TIMEOUT)
+            try:
+                watch.monitored_barrier(self.name, self.peers, SAVE_TIMEOUT)
+            except RankDiedError as error:
+                watch.lost = str(error)
+                raise
         # Counted on all ranks alike: a rank whose count is lower
         # has not reached this collective (`Watch.explain`).
         number, began = watch.begin_call(self.name), time.monotonic()

@@ -50,6 +50,7 @@ def from_environment(timeout: timedelta = TIMEOUT, replicas: int = 1, backend: s
         yield communicators
     except BaseException as error:
         watch.fail(error)
+        watch.linger()
         raise
     finally:
         watch.close()

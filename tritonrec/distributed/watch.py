@@ -75,6 +75,9 @@ class Watch:
         rank, world_size: among all ranks that use the store. timeout: of their collectives.
         is_gone: whether a rank's process has ended, for a sure and quick answer.
         server: the rank whose process serves the store; None: another process, as torchrun's agent.
+
+    Attributes:
+        lost: what a failed collective has said of the ranks that are missing, "" before.
     """
 
     def __init__(
@@ -94,7 +97,7 @@ class Watch:
         self._last: object = ""
         self._calls: dict[str, int] = {}
         self._task, self._failure, self._peer_failed = 0, "", False
-        self._lost = ""  # a failed collective has named these ranks
+        self.lost = ""
         self._number = 0
         self._last_of_rank_0: dict[int, Report] = {}  # a store served by rank 0 ends with it
         self._silent_store = False  # it did not answer when it was read last
@@ -125,7 +128,7 @@ class Watch:
     def begin_task(self) -> None:
         """Begin the next task, without the failure of the last one."""
         self._task, self._failure, self._peer_failed = self._task + 1, "", False
-        self._last = self._lost = ""
+        self._last = self.lost = ""
 
     def fail(self, error: BaseException) -> None:
         """Report at once that this rank has failed."""
@@ -133,6 +136,20 @@ class Watch:
         self._peer_failed = cause is not None
         self._failure = (in_words(error) if cause is None else str(cause))[:500]
         self._report_now()
+
+    def linger(self) -> None:
+        """Where this process serves the store, let the others read that this rank failed before it ends.
+
+        They would name this one, which has only seen first that a third is missing. Two intervals at most,
+        and less where all others have failed too.
+        """
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        until = time.monotonic() + 2 * self.interval
+        while self.rank == self._server and time.monotonic() < until:
+            reports = self._read(others)
+            if all(rank in reports and reports[rank].failure for rank in others):
+                return
+            time.sleep(self.interval / 10)
 
     def close(self) -> None:
         """Stop the reports."""
@@ -157,7 +174,7 @@ class Watch:
             self._meet(self.store, group, number, peers, timeout)
         except TimeoutError as error:
             text = self._describe_server(time.monotonic() - began, group, number)
-            raise RankDiedError(self._lost or text) from error
+            raise RankDiedError(self.lost or text) from error
         except dist.DistError as error:  # the store has ended, with the rank that served it
             raise self.explain(group, number, peers, time.monotonic() - began, error) from error
 
@@ -187,8 +204,8 @@ class Watch:
         # Three clocks: the caller's `timeout` for work that takes long; the watch's for a rank that says
         # nothing; and a read of the reports once an interval, since each one costs the store.
         while ranks := missing():
-            if self._lost:
-                raise RankDiedError(self._lost)
+            if self.lost:
+                raise RankDiedError(self.lost)
             if time.monotonic() - last_read > self.interval:
                 reports = self._read(ranks)
                 now = last_read = time.monotonic()  # reading takes time too, which is no silence of a rank
@@ -233,8 +250,8 @@ class Watch:
         while time.monotonic() < deadline:  # its connections may close before its store
             if gone := [rank for rank in others if self._is_gone(rank)]:
                 reports = before or self._last_of_rank_0
-                self._lost = self._describe_missing(gone, gone, reports, waited, group, number)
-                return RankDiedError(self._lost)
+                self.lost = self._describe_missing(gone, gone, reports, waited, group, number)
+                return RankDiedError(self.lost)
             time.sleep(self.interval / 10)
         after = self._read(others)
         failed = self._failed(after)
@@ -246,8 +263,8 @@ class Watch:
             if rank not in after or rank not in before or after[rank].number == before[rank].number
         ]
         if self._silent_store and self.rank != self._server:
-            self._lost = self._describe_server(waited, group, number)
-            return RankDiedError(self._lost)
+            self.lost = self._describe_server(waited, group, number)
+            return RankDiedError(self.lost)
         # Of the ranks that report: those that have begun fewer
         # collectives of this group are being waited for, or
         # came after this one had waited for long.
@@ -267,11 +284,13 @@ class Watch:
                 f"{self._place(group, number)} failed after {waited:.1f} s, and every rank still reports: "
                 f"check the network between them: {error}"
             )
-        self._lost = self._describe_missing(silent or behind, silent, reports, waited, group, number)
-        return RankDiedError(self._lost)
+        self.lost = self._describe_missing(silent or behind, silent, reports, waited, group, number)
+        return RankDiedError(self.lost)
 
     def _describe_server(self, waited: float, group: str, number: int) -> str:
-        """A text about the process that serves the store, which gives no answer."""
+        """A text about the process that serves the store, which gives no answer, or what it said last."""
+        if failed := self._failed(self._last_of_rank_0):
+            return failed
         if self._server is None:
             return (
                 f"not all ranks have reached {self._place(group, number)} within {waited:.3g} s, and it is "

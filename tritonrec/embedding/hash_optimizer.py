@@ -161,7 +161,8 @@ class HashOptimizer(torch.optim.Optimizer):
         Of this rank's rows; the weights are in the modules' ``state_dict``.
         """
         groups = [
-            {"rule": each.group.optimizer.name} | {k: v for k, v in group.items() if k != "params"}
+            {"rule": each.group.optimizer.name, "settings": _settings(each)}
+            | {name: value for name, value in group.items() if name != "params"}
             for each, group in zip(self.gradients, self.param_groups, strict=True)
         ]
         return {"state": self._tables(), "param_groups": groups, "updates": self.updates}
@@ -173,8 +174,8 @@ class HashOptimizer(torch.optim.Optimizer):
         An id without a row gets its initial weights, a row without a state a state of zeros. Tables may be
         merged otherwise than they were.
 
-        Raises ValueError naming what differs: a table, the width of its state, its rule, or rates of tables
-        that are merged here. Nothing is loaded then.
+        Raises ValueError naming what differs: a table, the width of its state, its rule and its settings, or
+        rates of tables that are merged here. Nothing is loaded then.
         """
         try:
             saved, updates = dict(state_dict["state"]), state_dict["updates"]
@@ -248,6 +249,12 @@ def _group_of(
             raise ValueError(
                 f"table {table!r} was updated by the rule {rule!r}, and here by {own.group.optimizer.name!r}"
             )
+        settings = each.pop("settings", _settings(own))
+        if settings != _settings(own):
+            raise ValueError(
+                f"table {table!r} was updated with {settings}, and here with {_settings(own)}: give its "
+                'RowOptimizer the same, or leave "settings" out of the state\'s param_groups for other values'
+            )
         lr: Any = each.get("lr")
         if isinstance(lr, torch.Tensor) and lr.numel() == 1:
             lr = float(lr)
@@ -262,6 +269,11 @@ def _group_of(
         # Merged tables are one parameter group here; it can take one rate.
         found = each
     return found
+
+
+def _settings(gradients: RowGradients) -> str:
+    """Those of the rows' rule, as a state has them."""
+    return ", ".join(f"{name}={value}" for name, value in gradients.group.optimizer.settings.items())
 
 
 def _check_table(name: str, saved: Any, width: int) -> None:

@@ -293,7 +293,14 @@ class HashEmbeddingCollection(torch.nn.Module):
 
         Raises TypeError for another dtype than float32, and for memory that processes share.
         """
-        probe = fn(torch.zeros(1, dtype=torch.float32, device="cpu"))
+        try:
+            probe = fn(torch.zeros(1, dtype=torch.float32, device="cpu"))
+        except (RuntimeError, AssertionError) as error:
+            here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+            raise RuntimeError(
+                f"{type(self).__name__} cannot be moved ({error}): torch {torch.__version__} finds "
+                f"{here or 'no accelerator'} here. Leave it on the CPU, or install a torch for the device"
+            ) from error
         if probe.dtype != torch.float32:
             raise TypeError(
                 f"rows of {type(self).__name__} are float32, and cannot become {probe.dtype}: compute under "

@@ -164,6 +164,13 @@ class RowOptimizer:
         """Whether the state is a sum of squared gradients."""
         return self.name in SCALED_BY_MOMENT and self.custom_update is None
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What updates depend on beside gradients and rates; a function of one's own by its results."""
+        own = self.custom_update
+        given = {name: each for name, each in vars(self).items() if name not in ("lr", "custom_update")}
+        return given if own is None else {**given, "results": own.results}
+
     def row_width(self, dim: int) -> int:
         """float32 values of one row: its weights and its state."""
         return dim + sum(self._state_widths(dim)) + self.lazy_weight_decay

@@ -221,6 +221,10 @@ class Contents:
                 self._copied.add(name)
             self._before[name] = each.detach().clone() if left >= 0 else checksum(each)
 
+    def copied(self, name: str) -> bool:
+        """Whether `put_back` can give this one its values."""
+        return name in self._copied
+
     def put_back(self, tensors: Mapping[str, torch.Tensor]) -> str | None:
         """The first of these that has other bits, also by a write to ``.data``, which counts no version.
 

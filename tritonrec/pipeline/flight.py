@@ -28,6 +28,7 @@ import torch
 
 from .. import ops
 from ..data import Batch
+from ..distributed import Communicator, Communicators
 from ..embedding import HashTableCollection
 from ..embedding.in_flight import InFlight, as_lane, in_flight_message, is_lane
 from ..kernels.dispatch import computes_eagerly, is_compiling
@@ -51,6 +52,7 @@ from .model_call import (
 from .window_loss import WindowLoss, losses_of
 
 _models: WeakKeyDictionary[torch.nn.Module, InFlight] = WeakKeyDictionary()
+_groups: WeakKeyDictionary[Communicator, InFlight] = WeakKeyDictionary()
 
 
 class Flight:
@@ -63,6 +65,7 @@ class Flight:
         steps: says which, for messages.
         graphs: run the model's calls; None: they run one kernel after the other.
         guard: compares calls of the model.
+        communicators: whose groups the lanes have; those of two trainers would take each other's messages.
     """
 
     def __init__(
@@ -74,11 +77,13 @@ class Flight:
         steps: Callable[[], str],
         graphs: MicroBatchGraphs | None,
         guard: Guard,
+        communicators: Communicators,
     ):
         self._graphs, self.guard = graphs, guard
         self.model, self.dense, self._bits = dense.model, dense, bits
         self._shared, self._steps = shared, steps
         self._tables = [group.table.in_flight for group in tables.groups]
+        self._groups = [communicators.control] if communicators.world_size > 1 else []
         self._inside = ExitStack()
         self._modules: list[tuple[str, torch.nn.Module]] = []
         self._modes: list[bool] = []
@@ -117,7 +122,8 @@ class Flight:
         self.called = 0
         # Each guard that has begun is ended again where a later one refuses; `end` closes all of them.
         with ExitStack() as inside:
-            for guard in [_models.setdefault(self.model, InFlight("the model")), *self._tables]:
+            groups = [_groups.setdefault(each, InFlight("the ranks' groups")) for each in self._groups]
+            for guard in [_models.setdefault(self.model, InFlight("the model")), *self._tables, *groups]:
                 guard.begin(self._steps)
                 inside.callback(guard.end)
             self.dense.begin(self._steps, self._shared)

@@ -389,6 +389,10 @@ class _Calls:
                 self._refuse("which changes its batch in place: give it a copy", batch)
             if changed := parameters.put_back(dict(self.model.named_parameters())):
                 what = f"whose calls change parameter {changed}"
+                if not parameters.copied(changed):
+                    what += (
+                        " (which keeps the call's values: it is too large to be copied, so load them anew)"
+                    )
                 raise NotBatchInvariantError(what, Diagnosis(None, None, ""))
             own = dict(self.model.named_buffers())
             written = {name for name, old in moves.items() if versions([own[name]]) != old}

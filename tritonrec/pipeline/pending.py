@@ -15,7 +15,7 @@ import torch
 from .. import ops
 from ..data import Batch
 from ..data.slices import Slices, collected
-from ..distributed.watch import Watch
+from ..distributed import Communicators
 from ..embedding import HashTableCollection
 from ..kernels.dispatch import computes_eagerly, default_impl
 from ..trace import SupportsRecording
@@ -48,7 +48,7 @@ class PendingWindows:
         tables, dense: what is trained. config: of the run. device: where the model is.
         shared: the caller's code runs while windows are in flight.
         graphs: of the model's calls, or None. guard: compares these.
-        recorder: of the trace. watch: of this rank.
+        recorder: of the trace. communicators: of the lanes.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class PendingWindows:
         graphs: MicroBatchGraphs | None,
         guard: Guard,
         recorder: SupportsRecording,
-        watch: Watch,
+        communicators: Communicators,
     ):
         bits = config.fraction_bits if config.consistency == "batch" else None
-        self.flight = Flight(tables, dense, bits, shared, self._described, graphs, guard)
+        self.flight = Flight(tables, dense, bits, shared, self._described, graphs, guard, communicators)
         self.abandoned: list[WindowPlaces] = []  # a device may still work on what they hold
         self.batches = 0  # begun in this run
         self._config, self._device, self._tables, self._shared = config, device, tables, shared
@@ -80,7 +80,7 @@ class PendingWindows:
         self._windows: deque[WindowPlaces] = deque()
         self._number = 0
         self._read = -1  # the last update whose batches were read
-        self._recorder, self._watch = recorder, watch
+        self._recorder, self._watch = recorder, communicators.watch
         self.executor: Executor | None = None  # its lane reads; None: the caller's thread, as all else
         self._last: int | None = None  # step of the last batch that was read
         self._call: Call[list[Batch]] | None = None  # under way, or not taken since an interrupt

@@ -54,7 +54,10 @@ def recipe_of(tables: HashTableCollection, dense: DenseModel, config: WindowConf
             found["seed"][place] = group.table.seed
             found["scale"][place] = group.table.scale
             found["policy"][place] = _plain(tables.policy_of(name))
-            found["rule"][place] = _rule(group.optimizer)
+            rule = {name: _plain(value) for name, value in group.optimizer.settings.items()}
+            if "results" in rule:  # in a place of their own, which checkpoints of before do not have
+                found["rule"][f"{place}, its function's results"] = rule.pop("results")
+            found["rule"][place] = rule
             found["lr"][place] = _rate(group.optimizer)
     for number, (optimizer, groups) in enumerate(zip(dense.optimizers, dense.settings, strict=True)):
         found["rule"][f"optimizer {number}"] = type(optimizer).__name__
@@ -217,10 +220,6 @@ def _results(function: Callable[[int], Any], at: Sequence[int]) -> Any:
 
 def _is_setting(name: Any) -> bool:
     return isinstance(name, str) and name.lstrip("_") in _OF_SCHEDULERS
-
-
-def _rule(rule: RowOptimizer) -> dict[str, Any]:
-    return {name: _plain(value) for name, value in vars(rule).items() if name not in ("lr", "custom_update")}
 
 
 def _rate(rule: RowOptimizer) -> Any:

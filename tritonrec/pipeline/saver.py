@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -43,7 +43,7 @@ class TrainingSaver:
         meta: values of the caller's that JSON keeps unchanged, saved with every checkpoint.
         loader: its position is saved too. config: of the training.
         vocabularies: gives those of the tables' ids at a save.
-        make: of what writes, called and used as `checkpoint.Saver` is.
+        make: of what writes, called and used as `checkpoint.Saver` is; all its work is inside of ``context``.
         check: raises where there is no one state to save.
     """
 
@@ -69,15 +69,18 @@ class TrainingSaver:
         self._vocabularies, self._check = vocabularies, check
         self._incremental = full_every > 1
         self._saver: Any = None
+        # All savers have one group: a save under way, of another one, ends before this one's collectives.
+        self._turn = ExitStack()
         if communicators.saves:
-            self._saver = make(
-                directory,
-                rank=communicators.shard,
-                world_size=communicators.shards,
-                gather=communicators.checkpoint.all_gather_texts,
-                full_every=full_every,
-                context=lambda step: communicators.watch.doing(f"save({step})"),
-            )
+            with communicators.checkpoint.turn:
+                self._saver = make(
+                    directory,
+                    rank=communicators.shard,
+                    world_size=communicators.shards,
+                    gather=communicators.checkpoint.all_gather_texts,
+                    full_every=full_every,
+                    context=self._writing,
+                )
 
     def save(self, step: int, meta: Mapping[str, Any] | None = None) -> None:
         """Take the state after `step` steps, and return while it is being written. Collective.
@@ -94,12 +97,30 @@ class TrainingSaver:
         if self._saver is None:
             return
         plain, shared = flatten(state, DENSE)
+        self._communicators.checkpoint.turn.acquire()
+        turn = self._turn = ExitStack()
+        turn.callback(self._communicators.checkpoint.turn.release)
+        try:
+            self._save(step, plain, shared, {**self.meta, **(meta or {}), **at})
+        except BaseException:
+            turn.close()
+            raise
+
+    @contextmanager
+    def _writing(self, step: int) -> Iterator[None]:
+        """Around the work of the thread that writes, at whose end the turn of this save is over."""
+        with self._turn, self._communicators.watch.doing(f"save({step})"):
+            yield
+
+    def _save(
+        self, step: int, plain: Mapping[str, Any], shared: dict[str, torch.Tensor], meta: dict[str, Any]
+    ) -> None:
         full = self._saver.next_is_full()
         dense = {name.removeprefix(f"{DENSE}/"): tensor.clone() for name, tensor in shared.items()}
         dense |= tensors_of(self._vocabularies())
         own = {DENSE: plain, EMBEDDING: self.tables.describe(), PRECISION: self._config.precision}
         own[RECIPE] = recipe_of(self.tables, self.dense, self._config)
-        values = {**self.meta, **(meta or {}), **at, **own}
+        values = {**meta, **own}
         if full:
             if self._incremental:
                 # The log of changes begins with the state that this checkpoint holds.

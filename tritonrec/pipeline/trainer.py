@@ -164,7 +164,7 @@ class Trainer:
         self.guard = guard = Guard(model, tables, self.config, trust_model)
         self._pending = PendingWindows(
             tables, self.dense, self.config, self._device, shared, graphs, guard, self.recorder,
-            communicators.watch,
+            communicators,
         )  # fmt: skip
         self._sums = Sums(self.config, self._device, communicators.copies_messages(self._device))
         self.recorder.metadata.update(

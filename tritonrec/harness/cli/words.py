@@ -126,12 +126,17 @@ def _numbers(text: str, option: str, setting: Setting) -> tuple[int, ...]:
     return tuple(numbers(text, option, 1 if least is None else least, MOST_NUMBER if most is None else most))
 
 
+def _texts(text: str, option: str) -> tuple[str, ...]:
+    found = tuple(part for word in text.split(",") if (part := word.strip()))
+    if text and not found:
+        raise ValueError(f"{option} takes words separated by commas, got {text!r}")
+    return found
+
+
 PARSERS: dict[Any, Words] = {
     tuple[int, ...]: _list(_numbers),
     tuple[float, ...]: _list(lambda text, option, _: shares(text, option)),
-    tuple[str, ...]: _list(
-        lambda text, *_: tuple(part for word in text.split(",") if (part := word.strip()))
-    ),
+    tuple[str, ...]: _list(lambda text, option, _: _texts(text, option)),
     Eviction | None: Words(lambda _: "", lambda text, option, _: eviction(text, option)),
     StoppingRule | None: Words(lambda _: "", lambda text, option, _: stopping_rule(text, option)),
     Resume: Words(lambda value: RESUMING[value], lambda text, option, _: resuming(text, option)),

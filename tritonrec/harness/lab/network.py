@@ -213,8 +213,8 @@ def built(network: Network, run: Runner = execute, watched: bool = True) -> Iter
     made: list[str] = []
 
     def down() -> None:
-        while made:
-            remove([made.pop()], run)
+        remove(made[::-1], run)
+        made.clear()
 
     watchdog = _start_watchdog(network) if watched else None
     atexit.register(down)

@@ -70,8 +70,8 @@ class LabConfig:
                 schedule_of(setting.mode, window, setting.replicas, setting.nodes)
             except ValueError as error:
                 raise LabError(f"{setting}: {error}") from error
-            every = window.average_every * window.accumulate
-            if every and (left := (self.steps - WARMUP * window.accumulate) % every):
+            every = window.average_every
+            if every and (left := (self.steps - WARMUP) % every):
                 raise LabError(
                     f"{setting}: the steps measured, all but {WARMUP}, hold no whole number of averages: "
                     f"--steps {self.steps + every - left}"

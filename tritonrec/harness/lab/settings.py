@@ -48,6 +48,8 @@ class Setting:
             window = with_values(WindowConfig(), {**own, **chosen})
         except ValueError as error:
             raise LabError(f"{self}: {error}") from error
+        if window.accumulate > 1:  # the baseline's losses are others, and its steps half as long
+            raise LabError(f"{self}: a step of a lab is one update of one batch: leave out accumulate")
         if window.average_every and self.replicas == 1:
             raise LabError(f"{self}: there is one copy of the tables: say replicas=2 as well")
         if self.replicas > 1 and window.exchange.dedup not in ("lookup", "both"):
@@ -191,6 +193,8 @@ def parse_emulation(text: str) -> dict[str, float]:
         if not 0 < amount < 3600:
             raise LabError(f"--emulate {part!r} takes milliseconds, as in {name}=20")
         seconds.update(lookup_stages(amount) if name == "lookup" else {name: amount})
+    if text and not seconds:
+        raise LabError(f"--emulate {text!r} names no stage")
     return seconds
 
 
