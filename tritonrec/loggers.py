@@ -29,7 +29,7 @@ class Logger(Protocol):
         """Write what is not written yet; nothing is logged afterwards."""
 
 
-class CSVLogger:
+class CSVLogger(Logger):
     """A table with a row for each call of `log`, as `pandas.read_csv` takes it: `step`, and a column by name.
 
     Each row is written at once. A name that is new rewrites the file with one more column.
@@ -52,7 +52,6 @@ class CSVLogger:
         self._file = self._write(rows)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """As of `Logger`."""
         new = [name for name in values if name not in self._names]
         if new:
             self._file.close()
@@ -64,7 +63,6 @@ class CSVLogger:
             self._file.flush()
 
     def close(self) -> None:
-        """As of `Logger`."""
         with full_disk_named(self.path):  # what could not be written is tried again
             self._file.close()
 
@@ -96,7 +94,7 @@ class CSVLogger:
         return csv.DictWriter(self._file, self._names, lineterminator="\n")
 
 
-class JSONLinesLogger:
+class JSONLinesLogger(Logger):
     """An object for each call of `log` on a line of its own, ``{"step": 3, "loss": 4.5, ...}``.
 
     Numbers that JSON lacks (NaN, infinity) become null.
@@ -126,19 +124,17 @@ class JSONLinesLogger:
         self._file = target.open("a")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """As of `Logger`."""
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         with full_disk_named(self._path):
             print(json.dumps({"step": step, **finite}), file=self._file, flush=True)
 
     def close(self) -> None:
-        """As of `Logger`."""
         if self._file is not sys.stdout:
             with full_disk_named(self._path):
                 self._file.close()
 
 
-class TensorBoardLogger:
+class TensorBoardLogger(Logger):
     """Scalars for TensorBoard, through `torch.utils.tensorboard`: ``tensorboard --logdir FOLDER`` shows them.
 
     Args:
@@ -154,12 +150,10 @@ class TensorBoardLogger:
         self._writer: Any = SummaryWriter(str(place_of(folder)), purge_step=purge_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """As of `Logger`."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """As of `Logger`."""
         self._writer.close()
 
 

@@ -13,7 +13,7 @@ from .kernels.dropout.op import dropout
 from .kernels.fixed_point.errors import FRACTION_BITS, ExactSumError
 from .kernels.fixed_point.op import check_summed, from_fixed_point, to_fixed_point
 from .kernels.hash_table.errors import HashTableFullError
-from .kernels.hash_table.op import check_inserted, hash_assign, hash_erase, hash_find, hash_grow, hash_insert
+from .kernels.hash_table.op import check_inserted, hash_erase, hash_find, hash_grow, hash_insert
 from .kernels.hstu_attention.call import HSTUBias, HSTUMask
 from .kernels.hstu_attention.op import hstu_attention
 from .kernels.intersect.op import intersect
@@ -64,7 +64,6 @@ __all__ = [
     "dropout",
     "from_fixed_point",
     "gather_rows",
-    "hash_assign",
     "hash_erase",
     "hash_find",
     "hash_grow",

@@ -54,7 +54,7 @@ DRAWN: dict[str, Callable[[Draw], Arguments]] = {
     "counting_sort": sorted_by_bucket,
     "intersect": two_lists, "intersect_padded": two_lists,
     "hash_insert": hash_table, "hash_find": hash_table,
-    "hash_assign": hash_table, "hash_erase": hash_table, "hash_grow": hash_table,
+    "hash_erase": hash_table, "hash_grow": hash_table,
     "gather_rows": gathered, "scatter_rows": moved,
     "segment_sum": summed, "segment_sum_into": summed,
     "to_fixed_point": fixed_point, "to_fixed_point_status": fixed_point, "from_fixed_point": fixed_point,
@@ -77,7 +77,7 @@ DRAWN: dict[str, Callable[[Draw], Arguments]] = {
 DISTINCT = {
     "intersect": ["left", "right"], "intersect_padded": ["left", "right"], "scatter_rows": ["rows"],
     **{op: ["indices"] for op in (*UPDATES, "sparse_lazy_decay")},
-    "hash_insert": ["keys"], "hash_assign": ["keys"], "hash_erase": ["keys"],
+    "hash_insert": ["keys"], "hash_erase": ["keys"],
 }  # fmt: skip
 # ops that agree with their reference up to rounding; all others in every bit
 ROUNDED = {

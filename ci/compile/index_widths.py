@@ -59,7 +59,7 @@ LOADED: dict[str, Interval] = {
 # By function and variable, the range of what is converted to 32 bits there, and of sums of 32 bits.
 LIMITS: dict[tuple[str, str], Interval] = {
     # `hash_table` refuses other row numbers; -1 and -2 are none
-    ("_find_kernel", "new_row"): (0, 2**31 - 1), ("_claim_kernel", "row"): (-2, 2**31 - 1),
+    ("_claim_kernel", "row"): (-2, 2**31 - 1),
     # `unique` and `intersect` refuse 2**31 keys; lanes behind the last key are masked
     ("_build_kernel", "position"): (0, 2**31 - 1),
     # `check_lengths` refuses a longer sequence, `_check_counts` more targets and contexts than it has

@@ -324,7 +324,6 @@ def _hash_table():
     with suppress(ValueError):  # a table of zeros may look full
         run(ops.hash_insert, *table, keys(), 0)
     run(ops.hash_find, *table, keys())
-    run(ops.hash_assign, *table, keys(), keys())
     run(ops.hash_erase, *table, keys())
     run(ops.hash_grow, *table)
 

@@ -34,6 +34,12 @@ def storage():
     return found
 
 
+def test_the_cache_takes_the_memory_of_its_rows_alone():
+    home = RowStorage(2, 2, 8)
+    found = CachedStorage(home, 1000).memory()["fp32_values"] - home.memory()["fp32_values"]
+    assert found == 1000 * 2 * 4
+
+
 def test_a_row_that_leaves_the_cache_meanwhile_is_read_whole(storage, monkeypatch):
     read, lookup = storage._home.gather, threading.Thread(target=storage.prefetch, args=(handles(2, 3),))
 

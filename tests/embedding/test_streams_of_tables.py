@@ -77,7 +77,7 @@ def test_a_writer_waits_for_the_addresses_of_new_chunks(on, monkeypatch):
 
     monkeypatch.setattr("tritonrec.kernels.chunked_rows.addresses", addresses)
     with on("retrieval") as filling:
-        chunks = Chunks(3, torch.float32, 2, SOMEWHERE)
+        chunks = Chunks(3, torch.float32, 2, SOMEWHERE, False, 1)
         chunks.grow(9)
     with on("write_back") as stream:
         assert chunks.addresses is made[-1]

@@ -18,14 +18,9 @@ from triton.compiler import ASTSource
 from tritonrec.kernels.hash_table import triton_hash_table
 
 types = {"slot_rows_ptr": "*i32", "wanted_ptr": "*i1", "num_keys": "i32", "num_groups": "i32"}
-for name, assign, erase in (
-    ("_find_kernel", False, False),
-    ("_find_kernel", True, False),
-    ("_find_kernel", False, True),
-    ("_claim_kernel", False, False),
-):
+for name, erase in (("_find_kernel", False), ("_find_kernel", True), ("_claim_kernel", False)):
     kernel = getattr(triton_hash_table, name)
-    constants = {"ASSIGN": assign, "ERASE": erase, "BLOCK": 128}
+    constants = {"ERASE": erase, "BLOCK": 128}
     constants = {one: value for one, value in constants.items() if one in kernel.arg_names}
     signature = {one: "constexpr" if one in constants else types.get(one, "*i64") for one in kernel.arg_names}
     pointers = [n for n, one in enumerate(kernel.arg_names) if one.endswith("_ptr")]
@@ -38,7 +33,7 @@ for name, assign, erase in (
     assert ("ld.global.v2.b64" in compiled.asm["ptx"]) == (name == "_find_kernel")
     atomics = set(re.findall(r"\b(?:atom|red)\.\S+", compiled.asm["ptx"]))
     assert atomics == ({"atom.global.relaxed.gpu.cas.b32"} if name == "_claim_kernel" else set()), atomics
-    print(name, assign, erase)
+    print(name, erase)
 """
 
 

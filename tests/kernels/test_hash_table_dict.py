@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 from impls import GPU, IMPLS
 
 from tritonrec.kernels.hash_table.errors import HashTableFullError
-from tritonrec.kernels.hash_table.op import hash_assign, hash_erase, hash_find, hash_grow, hash_insert
+from tritonrec.kernels.hash_table.op import hash_erase, hash_find, hash_grow, hash_insert
 
 
 class TableMachine(RuleBasedStateMachine):
@@ -66,16 +66,6 @@ class TableMachine(RuleBasedStateMachine):
     def find(self, keys):
         rows = hash_find(*self.table, keys_of(keys + keys[:2], self.impl), impl=self.impl).tolist()
         assert rows == [self.rows_of.get(key, -1) for key in keys + keys[:2]]
-
-    @rule(keys=keys)
-    def assign(self, keys):
-        rows = range(self.next_row, self.next_row + len(keys))
-        before = hash_assign(*self.table, keys_of(keys, self.impl), keys_of(rows, self.impl), impl=self.impl)
-        assert before.tolist() == [self.rows_of.get(key, -1) for key in keys]
-        present = {key: row for key, row in zip(keys, rows, strict=True) if key in self.rows_of}
-        self.free_rows += [self.rows_of[key] for key in present]
-        self.rows_of.update(present)
-        self.next_row += len(keys)
 
     @precondition(lambda self: self.table[0].numel() < 256)
     @rule()

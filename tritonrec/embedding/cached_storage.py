@@ -28,6 +28,8 @@ class CachedStorage(RowStorage):
         cache_rows: rows of the cache, at most `policy.MAX_CACHE_ROWS`.
     """
 
+    ahead = 0  # it never grows
+
     def __init__(self, home: RowStorage, cache_rows: int):
         device = home.device
         super().__init__(home.dim, home.row_width, cache_rows, device)

@@ -22,13 +22,14 @@ class Chunks:
     Args:
         device: where rows are read and written.
         on_host: the chunks are in page-locked host memory, which an accelerator reads by address.
+        ahead: chunks allocated beyond those in use.
     """
 
     def __init__(
-        self, width: int, dtype: torch.dtype, chunk_rows: int, device: torch.device, on_host: bool = False
+        self, width: int, dtype: torch.dtype, chunk_rows: int, device: torch.device, on_host: bool, ahead: int
     ):
         self._shape, self._dtype, self._device = (chunk_rows, width), dtype, device
-        self._pinned = on_host and device.type != "cpu"
+        self._pinned, self._ahead = on_host and device.type != "cpu", ahead
         self._chunks: list[torch.Tensor] = []
         self._table = Replaceable(torch.empty(0, dtype=torch.int64, device=device))
         self.rows = 0
@@ -40,9 +41,9 @@ class Chunks:
         return sum(chunk.nbytes for chunk in self._chunks)
 
     def reserve(self, rows: int) -> None:
-        """Allocate memory for rows below `rows`, and one chunk more."""
+        """Allocate memory for rows below `rows`, and the chunks ahead."""
         # One chunk is always ahead: a lookup that fills the current one finds the next one allocated.
-        needed = max(-(-rows // self._shape[0]), 1) + 1
+        needed = max(-(-rows // self._shape[0]), 1) + self._ahead
         if len(self._chunks) < needed:
             device = torch.device("cpu") if self._pinned else self._device
             self._chunks += [
@@ -73,8 +74,8 @@ class RowStorage:
         device, on_host: see `Chunks`.
     """
 
-    tiered = False
-    """Whether rows may be in 16 bits."""
+    tiered, ahead = False, 1
+    """Whether rows may be in 16 bits; chunks allocated beyond those in use."""
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ class RowStorage:
         if not 1 <= chunk_rows <= MAX_ROWS // 2:
             raise ValueError(f"a chunk holds 1 to {MAX_ROWS // 2} rows, got {chunk_rows}")
         self.dim, self.row_width, self._chunk_rows, self.device = dim, row_width, chunk_rows, device
-        self._full = Chunks(row_width, torch.float32, chunk_rows, device, on_host)
+        self._full = Chunks(row_width, torch.float32, chunk_rows, device, on_host, self.ahead)
 
     def grow(self, end: int) -> None:
         """Reserve memory for handles below `end`."""
@@ -179,7 +180,7 @@ class TieredStorage(RowStorage):
         on_host: bool = False,
     ):
         super().__init__(dim, row_width, chunk_rows, device, on_host)
-        self._low = Chunks(row_width, torch.int16, chunk_rows, self.device, on_host)
+        self._low = Chunks(row_width, torch.int16, chunk_rows, self.device, on_host, self.ahead)
         self._pools = DevicePool(self.device), DevicePool(self.device)  # of float32 rows, of 16-bit rows
         self._locations = RowColumn(torch.int32, absent=-1, device=self.device)
         self._moved = torch.zeros(2, dtype=torch.int64, device=self.device)  # to float32, to 16 bits

@@ -91,6 +91,8 @@ class Op:
             ``()``. torch parses it.
         reference: the plain implementation. It takes the schema's arguments, and so do the others.
         cpu, triton: ``"module:function"`` beside `reference`, imported when they run.
+        over: an op that writes what this one returns, in place of `cpu` and `triton`: `reference` makes the
+            tensors, and is called with that op's implementation before the arguments.
         fake: outputs of the right shapes and dtypes, without values; by default none.
         check: one function or several, which raise for arguments that do not fit each other: shapes, dtypes,
             ranges of numbers. They run in the op and in the fake kernel, so they read no tensor's values.
@@ -114,8 +116,9 @@ class Op:
         schema: str,
         *,
         reference: Callable[..., Any],
-        cpu: str,
-        triton: str,
+        cpu: str = "",
+        triton: str = "",
+        over: Op | None = None,
         fake: Callable[..., Any] | None = None,
         check: Callable[..., None] | tuple[Callable[..., None], ...] = (),
         check_memory: Callable[..., None] | None = None,
@@ -127,7 +130,7 @@ class Op:
     ):
         parsed = torch._C.parse_schema(f"tritonrec::{schema}")
         self.name = parsed.name.removeprefix("tritonrec::")
-        self._options = options
+        self._options, self._over = options, over
         self._reference, package = reference, reference.__module__.rpartition(".")[0]
         self._places = {"cpu": f"{package}.{cpu}".split(":"), "triton": f"{package}.{triton}".split(":")}
         parameters = [_Parameter(each) for each in parsed.arguments]
@@ -309,6 +312,8 @@ class Op:
         return self._implementation(chosen)(*arguments, **self._options)
 
     def _implementation(self, chosen: str) -> Callable[..., Any]:
+        if self._over is not None:
+            return partial(self._reference, self._over._implementation(chosen))
         if chosen == "reference":
             return self._reference
         name, function = self._places[chosen]

@@ -260,7 +260,7 @@ def test_what_is_written_into_an_argument_is_what_the_other_op_returns(op, impl)
 
 BEHIND = {
     "unique": ["keys"], "unique_padded": ["keys"], "bucketize": ["keys"], "counting_sort": ["buckets"],
-    "hash_find": ["keys"], "hash_erase": ["keys"], "hash_insert": ["keys"], "hash_assign": ["keys", "rows"],
+    "hash_find": ["keys"], "hash_erase": ["keys"], "hash_insert": ["keys"],
     "gather_rows": ["rows"], "scatter_rows": ["rows", "source", "values"], "sum_of_squares": ["values"],
     "segment_sum": ["segments", "source", "values"], "segment_sum_into": ["segments", "source", "values"],
     "sparse_lazy_decay": ["indices"],

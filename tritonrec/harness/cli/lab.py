@@ -57,10 +57,6 @@ def lab(
     trace: Annotated[
         Path | None, typer.Option(help="Keep a trace and a timeline of each setting here.")
     ] = None,
-    plan_file: Annotated[
-        Path | None,
-        typer.Option("--plan", help="Also run the best of tritonrec plan's; expected beside measured."),
-    ] = None,
     clean: Annotated[
         bool, typer.Option("--clean", help="Only remove namespaces whose lab is gone, and end.")
     ] = False,
@@ -87,7 +83,6 @@ def lab(
             switches=settings.parse_switches(switch or []),
             seconds=settings.parse_emulation(emulate),
             proportions=settings.parse_proportions(proportions) if proportions else {},
-            planned=settings.read_plan(plan_file) if plan_file else None,
         )
         load_job(whole.job)
         return rounds.run_lab(whole, console, trace, timedelta(seconds=timeout))

@@ -120,15 +120,6 @@ def notes(result: Result) -> list[str]:
             f"APPROXIMATE: {', '.join(drifting)}. Copies of the tables are averaged now and then, and differ "
             "in between; step and speedup are of mean times, since only some steps average"
         )
-    if checked := plan_checked(result):
-        gain, step, exposed, sent = (checked[name] for name in ("gain", "step", "exposed", "sent"))
-        lines.append(
-            f"the plan, {checked['setting']}: expected {gain['expected']:.2f}x sequential, measured "
-            f"{gain['measured']:.2f}x ({gain['error']:+.1%}); step {step['expected'] * 1e3:.0f} ms, "
-            f"{step['measured'] * 1e3:.0f} ms; exposed communication {exposed['expected'] * 1e3:.0f} ms, "
-            f"{exposed['measured'] * 1e3:.0f} ms; rows sent {sent['expected'] / 1e6:.2f} MB, "
-            f"{sent['measured'] / 1e6:.2f} MB"
-        )
     if result.seconds:
         named = ", ".join(f"{stage} {seconds * 1e3:.1f} ms" for stage, seconds in result.seconds.items())
         tasks, overruns = (sum(getattr(row, name) for row in result.rows) for name in ("tasks", "overruns"))
@@ -137,22 +128,6 @@ def notes(result: Result) -> list[str]:
     else:
         lines.append(f"nothing emulated; {plan.ranks} ranks share {os.cpu_count()} processors")
     return lines
-
-
-def plan_checked(result: Result) -> dict[str, Any] | None:
-    """What `tritonrec plan` expected beside what was measured; None where no plan was given."""
-    planned = result.plan.planned
-    if planned is None:
-        return None
-    row = next(row for row in result.rows if row.setting == planned.setting)
-    gain = median(row.ratios)
-    return {
-        "setting": str(planned.setting),
-        "gain": {"expected": planned.gain, "measured": gain, "error": planned.gain / gain - 1},
-        "step": {"expected": planned.step, "measured": row.figures.step},
-        "exposed": {"expected": planned.exposed, "measured": row.figures.exposed},
-        "sent": {"expected": planned.sent, "measured": row.figures.row_bytes},
-    }
 
 
 def losses(result: Result) -> list[str]:
@@ -177,7 +152,6 @@ def as_json(result: Result) -> dict[str, Any]:
             "lookup_shares": LOOKUP_SHARES if plan.proportions else {},
             "probes": PROBES if plan.proportions else 0,
         },
-        "plan": plan_checked(result),
         "rows": [
             {
                 "mode": row.setting.mode,

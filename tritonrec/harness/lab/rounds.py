@@ -25,7 +25,7 @@ from ..progress import CommandProgress
 from .figures import WARMUP, Figures, StageCost, figures, medians, stage_costs
 from .network import PREFIX, Enter, LabError, Network, built, clean, require_tools
 from .run import TOLERANCE, LabRun, compare_losses, run_once
-from .settings import BASELINE, Planned, Setting, lookup_stages, settings
+from .settings import BASELINE, Setting, lookup_stages, settings
 
 PROBES = 2
 """Runs that find the communication time: the second with the stages already slowed by the first's."""
@@ -41,7 +41,6 @@ class LabConfig:
         seconds: emulated stages, seconds per step. proportions: shares of ``lookup`` and ``communication`` in
             a sequential step; the seconds are then found from the real communication. Empty: nothing.
         steps: steps of a run, `WARMUP` of them not measured. rounds: runs of each setting.
-        planned: what `tritonrec plan` has chosen, to be run as well.
         nodes: machines of as many ranks each, with one link; 0: one for each rank.
     """
 
@@ -55,7 +54,6 @@ class LabConfig:
     proportions: Mapping[str, float] = field(default_factory=dict)
     steps: int = user_setting(8, "Steps of a run, at least 4; two of them warm up.", 1, MOST)
     rounds: int = user_setting(3, "Interleaved runs of each setting.", 1, 10_000)
-    planned: Planned | None = None
     nodes: int = user_setting(0, "Machines of as many ranks each behind one link; 0: one a rank.", 0, 1024)
 
     def __post_init__(self) -> None:
@@ -80,10 +78,7 @@ class LabConfig:
     @property
     def settings(self) -> list[Setting]:
         """Rows of the report, the baseline first."""
-        found = settings(self.modes, self.micro_batches, self.switches)
-        if self.planned and self.planned.setting not in found:
-            found.append(self.planned.setting)
-        return found
+        return settings(self.modes, self.micro_batches, self.switches)
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from ...files.places import place_of, read_document
 from ...pipeline import NESTPIPE, Mode, Program, WindowConfig, WindowPlaces, base_schedule
 from ...pipeline.places import Samples
 from ...settings import values_by_option, with_values
@@ -113,41 +110,6 @@ def settings(
     if switches:
         chosen += [Setting("nestpipe", count, switches) for count in counts]
     return [setting for place, setting in enumerate(chosen) if setting not in chosen[:place]]
-
-
-@dataclass(frozen=True)
-class Planned:
-    """The best plan of a file that `tritonrec plan --json` has written, and what it expects.
-
-    Args:
-        setting: N and switches. step: expected seconds per step. gain: over sequential training.
-        exposed: expected seconds of exposed communication per step. sent: expected bytes of rows that leave
-            a rank per step.
-    """
-
-    setting: Setting
-    step: float
-    gain: float
-    exposed: float
-    sent: float
-
-
-def read_plan(path: Path) -> Planned:
-    """Raises LabError naming the file and what it lacks."""
-    place = place_of(path)
-    try:
-        best = json.loads(read_document(place, "plan"))["plans"][0]
-        switches = {"taper": best["taper"], "depth": best["depth"] or 0, REPLICAS: best["replicas"]}
-        switches |= {"clustering": best["clustered"], "first_use": best["first_use"]}
-        switches |= {"skip_fetch": best["skip_fetch"]}
-        plain = {**values_by_option(WindowConfig()), REPLICAS: 1}
-        chosen = {name: value for name, value in switches.items() if value != plain[name]}
-        setting = Setting(best["pipeline"], best["micro_batches"], chosen)
-        return Planned(setting, *(float(best[name]) for name in ("step", "gain", "exposed", "sent")))
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise LabError(
-            f"{place} is no plan of tritonrec plan --json: {type(error).__name__}: {error}"
-        ) from error
 
 
 def parse_switches(words: Iterable[str]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from rich.progress import TimeElapsedColumn
 from ...distributed import TIMEOUT, RankPool
 from ...files import ScratchFolder
 from ...settings import MOST, MOST_SEED, setting, typed
+from ...slipstream.threshold import t_quantile
 from ..progress import CommandProgress
 from .collectives import time_counts, time_size
 from .mpi import Cells, available, run_with_mpi
@@ -148,21 +149,10 @@ def delays_alone(delays: np.ndarray, bound: int) -> float:
 def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
     """Mean, and half the width of its confidence interval by Student's t."""
     count = len(values)
-    spread = float(np.std(values, ddof=1)) if count > 1 else float("nan")
-    return float(np.mean(values)), student(count - 1, confidence) * spread / sqrt(count)
-
-
-def student(freedom: int, confidence: float) -> float:
-    """t with P(-t < T < t) = `confidence`.
-
-    With T = sqrt(freedom) tan(a), the angle a has a density proportional to cos(a) ** (freedom - 1).
-    """
-    if freedom < 1:
-        return float("nan")
-    angle = np.linspace(0, np.pi / 2, 200_001)
-    density = np.cos(angle) ** (freedom - 1)
-    share = np.append(0.0, np.cumsum(density[1:] + density[:-1]))
-    return float(sqrt(freedom) * np.tan(np.interp(confidence, share / share[-1], angle)))
+    if count < 2:
+        return float(np.mean(values)), float("nan")
+    spread, half = float(np.std(values, ddof=1)), t_quantile(confidence, count - 1)
+    return float(np.mean(values)), half * spread / sqrt(count)
 
 
 def run_bench(

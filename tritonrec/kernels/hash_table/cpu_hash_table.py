@@ -44,15 +44,6 @@ def _insert(
     return (rows, inserted) if reused >= 0 else None
 
 
-def hash_assign(slot_keys, slot_rows, keys, rows, count) -> torch.Tensor:
-    """See `tritonrec.ops.hash_assign`."""
-    valid, new_rows = first_valid(keys, count), first_valid(rows, count).long().contiguous()
-    before = torch.empty(valid.numel(), dtype=torch.int64)
-    table = _unsigned(slot_keys), slot_rows.numpy()
-    kernels.hash_assign(*table, _unsigned(valid), new_rows.numpy(), before.numpy())
-    return pad(before, keys.numel(), -1)
-
-
 def hash_erase(slot_keys, slot_rows, keys, count, used) -> torch.Tensor:
     """See `tritonrec.ops.hash_erase`."""
     valid = first_valid(keys, count)

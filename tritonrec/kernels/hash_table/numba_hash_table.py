@@ -165,21 +165,6 @@ def hash_insert(slot_keys, slot_rows, keys, next_row, free_rows, rows, inserted)
 
 
 @njit(cache=True, nogil=True)
-def hash_assign(slot_keys, slot_rows, keys, new_rows, rows):
-    """``rows[i]`` = the row `keys[i]` had, or -1; where it had one it has ``new_rows[i]`` now."""
-    last_group = np.uint64(len(slot_keys) // 8 - 1)
-    hashes = np.empty(BLOCK, np.uint64)
-    for start in range(0, len(keys), BLOCK):
-        size = min(BLOCK, len(keys) - start)
-        _ask_for(slot_keys, slot_rows, keys, start, size, last_group, hashes)
-        for i in range(size):
-            row, slot = _search(slot_keys, slot_rows, keys[start + i], hashes[i], last_group)
-            rows[start + i] = row
-            if row >= 0:
-                slot_rows[slot] = new_rows[start + i]
-
-
-@njit(cache=True, nogil=True)
 def hash_erase(slot_keys, slot_rows, keys, rows):
     """``rows[i]`` = the row `keys[i]` had, or -1; returns how many tombstones were left."""
     last_group = np.uint64(len(slot_keys) // 8 - 1)

@@ -35,7 +35,7 @@ from tritonrec.kernels.dispatch import Impl, on_host
 from tritonrec.kernels.hash_table.errors import HashTableFullError, report_refused
 from tritonrec.kernels.murmur.reference import mix64
 from tritonrec.kernels.op import Op
-from tritonrec.kernels.padding import check_scalar, check_status, first_valid, pad, padding
+from tritonrec.kernels.padding import check_scalar, check_status, first_valid, pad
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -127,31 +127,6 @@ def hash_find(
         (K,) int64; -1 behind `count`.
     """
     return HASH_FIND(slot_keys, slot_rows, keys, count, impl=impl)
-
-
-def hash_assign(
-    slot_keys: torch.Tensor,
-    slot_rows: torch.Tensor,
-    keys: torch.Tensor,
-    rows: torch.Tensor,
-    *,
-    count: torch.Tensor | None = None,
-    impl: Impl = "auto",
-) -> torch.Tensor:
-    """Give each key that is in the table a new row.
-
-    Args:
-        slot_keys: (M,) int64.
-        slot_rows: (M,) int32, mutated.
-        keys: (K,) int64, distinct (not checked). Absent keys stay absent.
-        rows: (K,) int64 or int32, in [0, 2**31).
-        count: () int64, the number of valid keys (`kernels.padding`).
-        impl: ``"auto"``, ``"triton"``, ``"cpu"`` or ``"reference"``.
-
-    Returns:
-        (K,) int64, the row each key had, or -1 where it is absent or behind `count`.
-    """
-    return HASH_ASSIGN(slot_keys, slot_rows, keys, rows, count, impl=impl)
 
 
 def hash_erase(
@@ -320,19 +295,6 @@ def _insert(
     )
 
 
-def hash_assign_reference(slot_keys, slot_rows, keys, rows, count) -> torch.Tensor:
-    """See `hash_assign`."""
-    table_keys, table_rows = slot_keys.tolist(), slot_rows.tolist()
-    before = []
-    for key, new_row in zip(first_valid(keys, count).tolist(), rows.tolist(), strict=False):
-        row, slot = _search(table_keys, table_rows, key)
-        before.append(row)
-        if row != -1:
-            table_rows[slot] = new_row
-    slot_rows.copy_(torch.tensor(table_rows, dtype=torch.int32))
-    return _rows_of(before, keys)
-
-
 def hash_erase_reference(slot_keys, slot_rows, keys, count, used) -> torch.Tensor:
     """See `hash_erase`."""
     table_keys, table_rows = slot_keys.tolist(), slot_rows.tolist()
@@ -388,22 +350,13 @@ def _check_keys(keys, count) -> None:
     check_scalar("count", count)
 
 
-def _check_row_list(name: str, rows: torch.Tensor) -> None:
-    if rows.dtype not in (torch.int64, torch.int32) or rows.dim() != 1:
-        raise ValueError(f"{name} must be 1-dimensional int64 or int32, got {tuple(rows.shape)} {rows.dtype}")
-
-
-def _check_range(name: str, rows: torch.Tensor, count: torch.Tensor | None = None) -> None:
+def _check_free_rows(rows: torch.Tensor) -> None:
     """Refuse row numbers outside [0, 2**31); on an accelerator the check is queued, and nothing waits."""
     if not on_host(rows):
         inside = (rows >= 0) & (rows <= (1 << 31) - 1)  # a bound that int32 has
-        if count is not None:
-            inside |= padding(rows.numel(), count)
-        torch._assert_async(inside.all(), f"{name} must be in [0, 2**31)")
-        return
-    rows = first_valid(rows, count)
-    if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < 1 << 31:
-        raise ValueError(f"{name} must be in [0, 2**31), got {int(rows.min())} to {int(rows.max())}")
+        torch._assert_async(inside.all(), "free_rows must be in [0, 2**31)")
+    elif rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < 1 << 31:
+        raise ValueError(f"free_rows must be in [0, 2**31), got {int(rows.min())} to {int(rows.max())}")
 
 
 def _fake_lookup(keys):
@@ -411,8 +364,10 @@ def _fake_lookup(keys):
 
 
 def _check_insert(first_row, free_rows, next_row, status, used) -> None:
-    if free_rows is not None:
-        _check_row_list("free_rows", free_rows)
+    if free_rows is not None and (free_rows.dtype not in (torch.int64, torch.int32) or free_rows.dim() != 1):
+        raise ValueError(
+            f"free_rows must be 1-dimensional int64 or int32, got {tuple(free_rows.shape)} {free_rows.dtype}"
+        )
     if not 0 <= first_row < 1 << 31:
         raise ValueError(f"next_row must be in [0, 2**31), got {first_row}")
     check_scalar("next_row", next_row)
@@ -433,7 +388,7 @@ def _check_used(slot_rows, used) -> None:
 def _check_numbers(slot_rows, keys, free_rows, next_row, used) -> None:
     _check_used(slot_rows, used)
     if free_rows is not None:
-        _check_range("free_rows", free_rows[: keys.numel()])
+        _check_free_rows(free_rows[: keys.numel()])
     if next_row is None:
         return
     # 2**31 is a counter whose rows are all taken
@@ -457,23 +412,6 @@ HASH_FIND = Op(
     "hash_find(Tensor slot_keys, Tensor slot_rows, Tensor keys, Tensor? count) -> Tensor",
     reference=hash_find_reference, cpu="cpu_hash_table:hash_find", triton="triton_hash_table:hash_find",
     check=(_check_table, _check_keys), fake=_fake_lookup,
-)  # fmt: skip
-
-
-def _check_rows(keys, rows) -> None:
-    _check_row_list("rows", rows)
-    if rows.shape != keys.shape:
-        raise ValueError(f"keys and rows must be equally many, got {tuple(keys.shape)}, {tuple(rows.shape)}")
-
-
-def _check_row_numbers(rows, count) -> None:
-    _check_range("rows", rows, count)
-
-
-HASH_ASSIGN = Op(
-    "hash_assign(Tensor slot_keys, Tensor(a!) slot_rows, Tensor keys, Tensor rows, Tensor? count) -> Tensor",
-    reference=hash_assign_reference, cpu="cpu_hash_table:hash_assign", triton="triton_hash_table:hash_assign",
-    check=(_check_table, _check_keys, _check_rows), check_memory=_check_row_numbers, fake=_fake_lookup,
 )  # fmt: skip
 
 

@@ -24,10 +24,10 @@ BLOCK, NUM_WARPS = 128, 4
 @declared(races=("slot_rows_ptr",))
 @jit_kernel
 def _find_kernel(
-    slot_keys_ptr, slot_rows_ptr, keys_ptr, new_rows_ptr, rows_ptr, missing_ptr, num_keys, count_ptr,
-    num_groups, ASSIGN: tl.constexpr, ERASE: tl.constexpr, BLOCK: tl.constexpr,
+    slot_keys_ptr, slot_rows_ptr, keys_ptr, rows_ptr, missing_ptr, num_keys, count_ptr,
+    num_groups, ERASE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The row of every key, -1 behind the count; then that row becomes the new one, or its slot is freed.
+    """The row of every key, -1 behind the count; then its slot may be freed.
 
     With `missing`, the keys before the count that have none are noted there.
 
@@ -60,14 +60,10 @@ def _find_kernel(
         # A key is done where it is found, or where its group has an empty slot: it would have been put there.
         hit = pending & (match >= 0)
         found = tl.where(hit, match, found)
-        if ASSIGN or ERASE:
+        if ERASE:
             slot = group * 8 + tl.max(tl.where(holds, lanes[None, :], 0), axis=1)
-            if ASSIGN:
-                new_row = tl.load(new_rows_ptr + offsets, mask=hit, other=0).to(tl.int32)
-            else:
-                # Empty where searches end at this group anyhow; else a tombstone, over which they go on.
-                new_row = tl.where(ends_here, -1, -2)
-            tl.store(slot_rows_ptr + slot, new_row, mask=hit)
+            # Empty where searches end at this group anyhow; else a tombstone, over which they go on.
+            tl.store(slot_rows_ptr + slot, tl.where(ends_here, -1, -2), mask=hit)
         pending = pending & (match < 0) & (ends_here == 0)
         group = (group + step) & (num_groups - 1)
         visit += 1
@@ -181,18 +177,15 @@ def _claim_kernel(
         visit += 1
 
 
-def _launch_find(slot_keys, slot_rows, keys, count, new_rows=None, erase=False, missing=None):
+def _launch_find(slot_keys, slot_rows, keys, count, erase=False, missing=None):
     keys = keys.contiguous()
     rows = torch.empty_like(keys)
     if keys.numel():
-        assign = new_rows is not None
-        # without ASSIGN no lane follows this pointer, but a launch needs a tensor
-        new_rows = new_rows.contiguous() if assign else keys
         grid = (triton.cdiv(keys.numel(), BLOCK),)
         num_groups = slot_keys.numel() // 8
         _find_kernel[grid](
-            slot_keys, slot_rows, keys, new_rows, rows, missing, keys.numel(), count, num_groups,
-            ASSIGN=assign, ERASE=erase, BLOCK=BLOCK, num_warps=NUM_WARPS,
+            slot_keys, slot_rows, keys, rows, missing, keys.numel(), count, num_groups, ERASE=erase,
+            BLOCK=BLOCK, num_warps=NUM_WARPS,
         )  # fmt: skip
     return rows
 
@@ -200,11 +193,6 @@ def _launch_find(slot_keys, slot_rows, keys, count, new_rows=None, erase=False, 
 def hash_find(slot_keys, slot_rows, keys, count) -> torch.Tensor:
     """See `tritonrec.ops.hash_find`."""
     return _launch_find(slot_keys, slot_rows, keys, count)
-
-
-def hash_assign(slot_keys, slot_rows, keys, rows, count) -> torch.Tensor:
-    """See `tritonrec.ops.hash_assign`."""
-    return _launch_find(slot_keys, slot_rows, keys, count, new_rows=rows)
 
 
 def hash_erase(slot_keys, slot_rows, keys, count, used) -> torch.Tensor:

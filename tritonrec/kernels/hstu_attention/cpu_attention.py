@@ -26,14 +26,6 @@ def hstu_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *described
     return out
 
 
-def hstu_attention_backward(
-    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *described: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv, and each sequence's gradients of the tables, (B, entries) float32."""
-    dq, dk, dv = (each.new_empty(each.shape) for each in (q, k, v))
-    return dq, dk, dv, *hstu_attention_backward_into(dq, dk, dv, do, q, k, v, *described)
-
-
 def hstu_attention_backward_into(dq, dk, dv, do, q, k, v, *described) -> tuple[torch.Tensor, torch.Tensor]:
     """Each sequence's gradients of the tables; overwrites dq, dk and dv, of any strides but the last."""
     call = Call(*described)

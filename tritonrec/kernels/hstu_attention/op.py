@@ -31,6 +31,7 @@ head.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -156,12 +157,13 @@ def hstu_attention_reference(q, k, v, *described) -> torch.Tensor:
     return out
 
 
-def hstu_attention_backward_reference(
-    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *described: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def hstu_attention_backward(
+    backward_into: Callable[..., tuple[torch.Tensor, ...]], do: torch.Tensor, q: torch.Tensor,
+    k: torch.Tensor, v: torch.Tensor, *described: Any,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """dq, dk, dv, and each sequence's gradients of the tables, (B, entries)."""
     dq, dk, dv = (each.new_empty(each.shape) for each in (q, k, v))
-    return dq, dk, dv, *hstu_attention_backward_into_reference(dq, dk, dv, do, q, k, v, *described)
+    return dq, dk, dv, *backward_into(dq, dk, dv, do, q, k, v, *described)
 
 
 def hstu_attention_backward_into_reference(
@@ -240,13 +242,6 @@ HSTU_ATTENTION = Op(
     autocast=dict.fromkeys("qkv", LOWER)
     | dict.fromkeys(("attn_scale", "pos_weights", "ts_weights"), FLOAT32),
 )  # fmt: skip
-HSTU_ATTENTION_BACKWARD = Op(
-    f"hstu_attention_backward(Tensor do, Tensor q, Tensor k, Tensor v, {CALL}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    reference=hstu_attention_backward_reference, cpu="cpu_attention:hstu_attention_backward",
-    triton="triton_attention:hstu_attention_backward", check=(checks.check, checks.check_backward),
-    check_memory=checks.check_memory, fake=_fake_backward, widens=True,
-)  # fmt: skip
 HSTU_ATTENTION_BACKWARD_INTO = Op(
     "hstu_attention_backward_into(Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor do, Tensor q, "
     f"Tensor k, Tensor v, {CALL}) -> (Tensor, Tensor)",
@@ -254,4 +249,11 @@ HSTU_ATTENTION_BACKWARD_INTO = Op(
     triton="triton_attention:hstu_attention_backward_into",
     check=(checks.check, checks.check_backward, checks.check_into), check_memory=checks.check_memory,
     fake=_fake_into, widens=True,
+)  # fmt: skip
+HSTU_ATTENTION_BACKWARD = Op(
+    f"hstu_attention_backward(Tensor do, Tensor q, Tensor k, Tensor v, {CALL}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference=hstu_attention_backward, over=HSTU_ATTENTION_BACKWARD_INTO,
+    check=(checks.check, checks.check_backward), check_memory=checks.check_memory, fake=_fake_backward,
+    widens=True,
 )  # fmt: skip

@@ -227,12 +227,6 @@ def hstu_attention(q, k, v, *described):
     return out
 
 
-def hstu_attention_backward(do, q, k, v, *described):
-    """dq, dk, dv, and each sequence's gradients of the tables, (B, entries) float32."""
-    into = tuple(each.new_empty(each.shape) for each in (q, k, v))
-    return *into, *hstu_attention_backward_into(*into, do, q, k, v, *described)
-
-
 def hstu_attention_backward_into(dq, dk, dv, do, q, k, v, *described):
     """Each sequence's gradients of the tables; overwrites dq, dk and dv, of any strides but the last."""
     call = Call(*described)

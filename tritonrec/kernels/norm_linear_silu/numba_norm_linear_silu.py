@@ -5,8 +5,6 @@ The loops are those of the three ops, so the bits are theirs. In bfloat16 and fl
 after another.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -111,12 +109,6 @@ def norm_linear_silu(
 
     over_ranges(run, rows, rows * (2.0 * dim * columns + 20.0 * dim + 10.0 * columns))
     return y, z, normed, means, rstds
-
-
-def norm_linear_silu_backward(dy: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
-    """dz (L, out), and what the op into dy returns."""
-    dz = dy.clone(memory_format=torch.contiguous_format)
-    return dz, *norm_linear_silu_backward_into(dz, *rest)
 
 
 def norm_linear_silu_backward_into(

@@ -137,10 +137,12 @@ def one_by_one(impl: Impl) -> tuple[Callable[..., Any], Callable[..., Any]]:
 norm_linear_silu_reference, norm_linear_silu_backward_into_reference = one_by_one("reference")
 
 
-def norm_linear_silu_backward_reference(dy: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+def norm_linear_silu_backward(
+    backward_into: Callable[..., tuple[torch.Tensor, ...]], dy: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, ...]:
     """dz (L, out), and what the op into dy returns."""
     dz = dy.clone(memory_format=torch.contiguous_format)
-    return dz, *norm_linear_silu_backward_into_reference(dz, *rest)
+    return dz, *backward_into(dz, *rest)
 
 
 def by_terms(
@@ -276,14 +278,6 @@ NORM_LINEAR_SILU = Op(
     autocast=dict.fromkeys(("x", "norm_weight", "norm_bias"), FLOAT32)
     | dict.fromkeys(("weight", "bias"), LOWER),
 )  # fmt: skip
-NORM_LINEAR_SILU_BACKWARD = Op(
-    "norm_linear_silu_backward(Tensor dy, Tensor x, Tensor norm_weight, Tensor norm_bias, Tensor weight, "
-    "Tensor? bias, float eps, Tensor z, Tensor normed, Tensor means, Tensor rstds) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    reference=norm_linear_silu_backward_reference, cpu="numba_norm_linear_silu:norm_linear_silu_backward",
-    triton="triton_norm_linear_silu:norm_linear_silu_backward", check=(_check, _check_backward),
-    fake=_fake_backward,
-)  # fmt: skip
 NORM_LINEAR_SILU_BACKWARD_INTO = Op(
     "norm_linear_silu_backward_into(Tensor(a!) dy, Tensor x, Tensor norm_weight, Tensor norm_bias, "
     "Tensor weight, Tensor? bias, float eps, Tensor z, Tensor normed, Tensor means, Tensor rstds) "
@@ -292,6 +286,13 @@ NORM_LINEAR_SILU_BACKWARD_INTO = Op(
     cpu="numba_norm_linear_silu:norm_linear_silu_backward_into",
     triton="triton_norm_linear_silu:norm_linear_silu_backward_into",
     check=(_check, _check_backward, _check_dy), fake=_fake_backward_into,
+)  # fmt: skip
+NORM_LINEAR_SILU_BACKWARD = Op(
+    "norm_linear_silu_backward(Tensor dy, Tensor x, Tensor norm_weight, Tensor norm_bias, Tensor weight, "
+    "Tensor? bias, float eps, Tensor z, Tensor normed, Tensor means, Tensor rstds) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference=norm_linear_silu_backward, over=NORM_LINEAR_SILU_BACKWARD_INTO,
+    check=(_check, _check_backward), fake=_fake_backward,
 )  # fmt: skip
 NORM_LINEAR_SILU_BACKWARD_EXACT = Op(
     "norm_linear_silu_backward_exact(Tensor(a!) norm_weight_sums, Tensor(b!) norm_bias_sums, "

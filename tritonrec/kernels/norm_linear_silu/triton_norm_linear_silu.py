@@ -10,8 +10,6 @@ so the bits are those of the three ops one after another.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -26,8 +24,8 @@ from tritonrec.kernels.linear.triton_linear import (
 )
 from tritonrec.kernels.norm_linear_silu.op import NO_DROPOUT, outputs
 from tritonrec.kernels.norm_mul_dropout.triton_norm import (
-    norm_mul_dropout_backward,
     norm_mul_dropout_backward_exact,
+    norm_mul_dropout_backward_into,
     normalise,
 )
 from tritonrec.kernels.silu.triton_silu import backward_in_place as silu_backward_in_place
@@ -90,12 +88,6 @@ def norm_linear_silu(
     return y, z, normed, means, rstds
 
 
-def norm_linear_silu_backward(dy: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
-    """dz (L, out), and what the op into dy returns."""
-    dz = dy.clone(memory_format=torch.contiguous_format)
-    return dz, *norm_linear_silu_backward_into(dz, *rest)
-
-
 def norm_linear_silu_backward_exact(
     norm_weight_sums, norm_bias_sums, weight_sums, bias_sums, dy, x, norm_weight, norm_bias, weight, bias,
     eps, z, normed, means, rstds, seq_offsets, fraction_bits, names,
@@ -126,8 +118,9 @@ def norm_linear_silu_backward_into(
     if len(again):
         _norm(x, norm_weight, norm_bias, eps, again, torch.empty_like(means), torch.empty_like(rstds))
     dnormed = _differentiate_silu(dy, x, norm_weight, norm_bias, weight, bias, z, means, rstds)
-    dx, _, dnorm_weight, dnorm_bias = norm_mul_dropout_backward(
-        dnormed, x, None, norm_weight, norm_bias, *NO_DROPOUT, means, rstds
+    no_gate = x.new_empty(0, x.shape[1])
+    dx, dnorm_weight, dnorm_bias = norm_mul_dropout_backward_into(
+        no_gate, dnormed, x, None, norm_weight, norm_bias, *NO_DROPOUT, means, rstds
     )
     return dx, dnorm_weight, dnorm_bias, again
 

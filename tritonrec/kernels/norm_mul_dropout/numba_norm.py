@@ -127,15 +127,6 @@ def norm_mul_dropout(
     return y, means, rstds
 
 
-def norm_mul_dropout_backward(
-    dy: torch.Tensor, x: torch.Tensor, u: torch.Tensor | None, *rest
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dx, du (of no rows without u), and each token's terms of dweight and dbias, all (L, D)."""
-    du = x.new_empty(x.shape) if u is not None else x.new_empty(0, x.shape[1])
-    dx, dweight, dbias = norm_mul_dropout_backward_into(du, dy, x, u, *rest)
-    return dx, du, dweight, dbias
-
-
 def norm_mul_dropout_backward_into(
     du, dy, x, u, weight, bias, p, seed, sample_ids, positions, means, rstds
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

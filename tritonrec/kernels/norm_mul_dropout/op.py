@@ -118,12 +118,13 @@ def norm_mul_dropout_reference(
     return y, means, rstds
 
 
-def norm_mul_dropout_backward_reference(
-    dy: torch.Tensor, x: torch.Tensor, u: torch.Tensor | None, *rest
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def norm_mul_dropout_backward(
+    backward_into: Callable[..., tuple[torch.Tensor, ...]], dy: torch.Tensor, x: torch.Tensor,
+    u: torch.Tensor | None, *rest: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dx, du (of no rows without u), and each token's terms of dweight and dbias, all (L, D)."""
     du = x.new_empty(x.shape) if u is not None else x.new_empty(0, x.shape[1])
-    dx, dweight, dbias = norm_mul_dropout_backward_into_reference(du, dy, x, u, *rest)
+    dx, dweight, dbias = backward_into(du, dy, x, u, *rest)
     return dx, du, dweight, dbias
 
 
@@ -262,14 +263,6 @@ NORM_MUL_DROPOUT = Op(
     triton="triton_norm:norm_mul_dropout", check=_check, fake=_fake, save=_save, backward=_backward,
     widens=True, autocast=dict.fromkeys(("x", "u", "weight", "bias"), FLOAT32),
 )  # fmt: skip
-NORM_MUL_DROPOUT_BACKWARD = Op(
-    "norm_mul_dropout_backward(Tensor dy, Tensor x, Tensor? u, Tensor weight, Tensor bias, float p, "
-    "int seed, Tensor? sample_ids, Tensor? positions, Tensor means, Tensor rstds) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-    reference=norm_mul_dropout_backward_reference, cpu="numba_norm:norm_mul_dropout_backward",
-    triton="triton_norm:norm_mul_dropout_backward", check=(_check, _check_backward), fake=_fake_backward,
-    widens=True,
-)  # fmt: skip
 NORM_MUL_DROPOUT_BACKWARD_INTO = Op(
     "norm_mul_dropout_backward_into(Tensor(a!) du, Tensor dy, Tensor x, Tensor u, Tensor weight, "
     "Tensor bias, float p, int seed, Tensor? sample_ids, Tensor? positions, Tensor means, Tensor rstds) "
@@ -277,6 +270,13 @@ NORM_MUL_DROPOUT_BACKWARD_INTO = Op(
     reference=norm_mul_dropout_backward_into_reference, cpu="numba_norm:norm_mul_dropout_backward_into",
     triton="triton_norm:norm_mul_dropout_backward_into",
     check=(_check, _check_backward, _check_du), fake=_fake_backward_into, widens=True,
+)  # fmt: skip
+NORM_MUL_DROPOUT_BACKWARD = Op(
+    "norm_mul_dropout_backward(Tensor dy, Tensor x, Tensor? u, Tensor weight, Tensor bias, float p, "
+    "int seed, Tensor? sample_ids, Tensor? positions, Tensor means, Tensor rstds) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    reference=norm_mul_dropout_backward, over=NORM_MUL_DROPOUT_BACKWARD_INTO,
+    check=(_check, _check_backward), fake=_fake_backward, widens=True,
 )  # fmt: skip
 NORM_MUL_DROPOUT_BACKWARD_EXACT = Op(
     "norm_mul_dropout_backward_exact(Tensor(a!) weight_sums, Tensor(b!) bias_sums, Tensor(c!)? du, "

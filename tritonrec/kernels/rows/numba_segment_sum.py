@@ -24,7 +24,6 @@ from tritonrec.kernels.fixed_point.numba_fixed_point import (
 from tritonrec.kernels.numba_intrinsics import bits_of, prefetch
 from tritonrec.kernels.padding import first_valid, report
 from tritonrec.kernels.row_layout import contiguous_rows, flat, flat_rows
-from tritonrec.kernels.rows.sums import into_zeros
 
 from ..caches import njit
 
@@ -59,9 +58,6 @@ def segment_sum_into(
         bad = add_batch(*arguments, 2.0**fraction_bits, np.float32(2.0 ** (62 - fraction_bits)))
     if bad >= 0:
         report_sum(bad + 1, status, name, values, segments, fraction_bits, source)
-
-
-segment_sum = into_zeros(segment_sum_into)
 
 
 def add_rows(sums: torch.Tensor, values: torch.Tensor, fraction_bits: int, name: str) -> None:

@@ -17,6 +17,7 @@ never a wrap-around.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -29,7 +30,6 @@ from tritonrec.kernels.gradients import Terms
 from tritonrec.kernels.op import Op
 from tritonrec.kernels.padding import check_scalar, first_valid
 from tritonrec.kernels.row_layout import check_matrix, check_rows
-from tritonrec.kernels.rows.sums import check_room, into_zeros, zero_sums
 
 Consistency = Literal["window", "batch"]
 
@@ -195,7 +195,28 @@ def segment_sum_into_reference(
     report_sum(code, status, name, values, segments, fraction_bits)
 
 
-segment_sum_reference = into_zeros(segment_sum_into_reference)
+def zero_sums(values: torch.Tensor, num_segments: int, consistency: str) -> torch.Tensor:
+    """(S, D) zeros to add `values` to: float32 for consistency "window", int64 for "batch"."""
+    if not isinstance(values, torch.Tensor) or values.dim() != 2:
+        check_matrix("values", values, torch.float32)
+    check_room(num_segments, values.shape[1])
+    dtype = torch.float32 if consistency == "window" else torch.int64
+    return torch.zeros(num_segments, values.shape[1], dtype=dtype, device=values.device)
+
+
+def check_room(num_segments: int, dim: int) -> None:
+    """Refuse a number of sums that no memory has room for; torch's error would not name it."""
+    if not 0 <= num_segments * dim < 1 << 60:
+        raise ValueError(f"num_segments = {num_segments} rows of {dim} columns fit no memory")
+
+
+def segment_sum_of_zeros(
+    add: Callable[..., None], values, segments, num_segments, consistency, *rest
+) -> torch.Tensor:
+    """See `segment_sum`: zeros to which the op with `out` adds."""
+    out = zero_sums(values, num_segments, consistency)
+    add(out, values, segments, num_segments, consistency, *rest)
+    return out
 
 
 def add_batch(
@@ -447,16 +468,6 @@ def _differentiate_sums(ctx, grad: torch.Tensor):
     return IndexedTerms(grad, source, ctx.num_values, count, ctx.impl, segments), *(None,) * 7
 
 
-SEGMENT_SUM = Op(
-    "segment_sum(Tensor values, Tensor segments, int num_segments, str consistency, int fraction_bits, "
-    "str name, Tensor? count, Tensor? source) -> Tensor",
-    reference=segment_sum_reference, cpu="numba_segment_sum:segment_sum",
-    triton="triton_segment_sum:segment_sum",
-    check=_check_sums, check_memory=_check_segments, fake=_fake_sums,
-    save=_save_sums, backward=_differentiate_sums, widens=True, autocast={"values": FLOAT32},
-)  # fmt: skip
-
-
 def _check_out(out, values, num_segments, consistency, status) -> None:
     check_matrix("out", out, torch.float32 if consistency == "window" else torch.int64, in_place=True)
     if out.shape[0] != num_segments or out.shape[1] != values.shape[1]:
@@ -471,4 +482,11 @@ SEGMENT_SUM_INTO = Op(
     triton="triton_segment_sum:segment_sum_into",
     check=(_check_sums, _check_out), check_memory=_check_segments, widens=True,
     autocast={"values": FLOAT32},
+)  # fmt: skip
+SEGMENT_SUM = Op(
+    "segment_sum(Tensor values, Tensor segments, int num_segments, str consistency, int fraction_bits, "
+    "str name, Tensor? count, Tensor? source) -> Tensor",
+    reference=segment_sum_of_zeros, over=SEGMENT_SUM_INTO,
+    check=_check_sums, check_memory=_check_segments, fake=_fake_sums,
+    save=_save_sums, backward=_differentiate_sums, widens=True, autocast={"values": FLOAT32},
 )  # fmt: skip

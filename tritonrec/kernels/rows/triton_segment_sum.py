@@ -33,7 +33,6 @@ from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, add_atomicall
 from tritonrec.kernels.padding import padding, report
 from tritonrec.kernels.races import declared
 from tritonrec.kernels.row_layout import contiguous_rows
-from tritonrec.kernels.rows.sums import into_zeros
 from tritonrec.kernels.rows.triton_walks import add_rows, add_rows_checked, fold_rows
 from tritonrec.kernels.triton_jit import jit_kernel
 from tritonrec.kernels.triton_padding import num_valid
@@ -300,9 +299,6 @@ def _launch(
         num_warps=NUM_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return bad
-
-
-segment_sum = into_zeros(segment_sum_into)
 
 
 def by_segment(segments: torch.Tensor, num_segments: int) -> Grouped:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ...distributed.watch import RankDiedError
-from .checks import capacity_problem, disagreement
+from .checks import check_header
 from .messages import (
     EAGER,
     FAILED,
@@ -30,7 +30,7 @@ from .messages import (
     buffer_size,
     header_words,
 )
-from .transport import Disagreement, Exchange, others
+from .transport import Exchange, others
 
 
 class MessageTransport:
@@ -153,14 +153,7 @@ class MessageTransport:
         header = Header.read(buffer)
         if header.expects == FAILED:
             raise RuntimeError(bytes(buffer[HEADER : HEADER + header.rows].tolist()).decode(errors="replace"))
-        expected = UNKNOWN if exchange.receive is None else exchange.receive[peer]
-        sent = exchange.send[peer]
-        problem = disagreement(header, peer, self.rank, exchange.number, exchange.layout, sent, expected)
-        problem = problem or capacity_problem(
-            header, peer, self.rank, exchange, sent, expected, self.capacity, self._eager
-        )
-        if problem:
-            raise Disagreement(problem)
+        check_header(header, exchange, peer, self.rank, self.capacity, self._eager)
         exchange.counts.append(header.rows)
 
     def _await(self, works: list[tuple[int, Any]], number: int, deadline: Deadline) -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import operator
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import torch
 
 from .messages import UNKNOWN, Header, Layout
-
-if TYPE_CHECKING:
-    from .transport import Exchange
+from .transport import Disagreement, Exchange
 
 
 def checked_counts(name: str, counts: list[int], world_size: int) -> list[int]:
@@ -46,56 +43,37 @@ def check_out(out: torch.Tensor, values: torch.Tensor, receive: list[int] | None
         )
 
 
-def disagreement(
-    header: Header, peer: int, rank: int, number: int, layout: Layout, sent: int, expected: int
-) -> str:
-    """The difference between a message's header and its receiver's expectation, in words; empty if none.
+def check_header(header: Header, exchange: Exchange, peer: int, rank: int, capacity: int, most: int) -> None:
+    """Raise Disagreement where a message from `peer` to `rank` is none that its receiver expects.
 
     Args:
-        header: of the message from `peer` to `rank`. number: of the receiver's all-to-all.
-        layout: of the receiver's rows. sent: rows from `rank` to `peer`.
-        expected: rows from `peer` to `rank`, or `UNKNOWN`.
+        exchange: of the receiver. capacity: of `BoundedLagAllToAll`. most: bytes of rows whose receiver
+            expects any number.
     """
+    number, layout, sent = exchange.number, exchange.layout, exchange.send[peer]
+    expected = UNKNOWN if exchange.receive is None else exchange.receive[peer]
     if header.number != number:
-        return (
+        raise Disagreement(
             f"rank {peer} sent all-to-all {header.number} and rank {rank} expects {number}: all ranks have "
             "to run the same exchanges"
         )
     if not header.matches(layout) or expected not in (UNKNOWN, header.rows):
         rows = "any number" if expected == UNKNOWN else expected
-        return (
+        raise Disagreement(
             f"rank {peer} sent {header.rows} rows of {header.layout}, and rank {rank} expects {rows} of "
             f"{layout} in all-to-all {number}: give all ranks one dtype and row shape, and each rank the "
             "counts that are sent to it"
         )
     if header.expects not in (UNKNOWN, sent):
-        return (
+        raise Disagreement(
             f"rank {rank} sent {sent} rows of {layout}, and rank {peer} expects {header.expects} of "
             f"{header.layout} in all-to-all {number}: give each rank the counts that are sent to it"
         )
-    return ""
-
-
-def capacity_problem(
-    header: Header,
-    peer: int,
-    rank: int,
-    exchange: Exchange,
-    sent: int,
-    expected: int,
-    capacity: int,
-    most: int,
-) -> str:
-    """The words for rows of more than `most` bytes whose receiver expects any number; empty if none.
-
-    Args: as for `disagreement`; capacity: of `BoundedLagAllToAll`.
-    """
     # Both directions: both ranks find the same message too large.
     for source, to, rows, known in ((peer, rank, header.rows, expected), (rank, peer, sent, header.expects)):
         size = exchange.size(rows)
         if known == UNKNOWN and source != to and size > most:
-            return (
+            raise Disagreement(
                 f"rank {source} sent {size} bytes, and rank {to} has a capacity of {capacity} in "
-                f"all-to-all {exchange.number}: give BoundedLagAllToAll a larger one, on all ranks"
+                f"all-to-all {number}: give BoundedLagAllToAll a larger one, on all ranks"
             )
-    return ""

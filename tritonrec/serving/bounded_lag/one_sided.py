@@ -19,7 +19,7 @@ import torch
 
 from ...distributed.watch import RankDiedError
 from . import numba_puts
-from .checks import capacity_problem, disagreement
+from .checks import check_header
 from .messages import EAGER, HEADER, UNKNOWN, Deadline, Header, buffer_size
 from .transport import Disagreement, Exchange, others
 from .window import DIED, END, FAILED_LENGTH, FAILED_STATE, FAILED_TEXT, TEXT_BYTES, Layout
@@ -162,14 +162,7 @@ class OneSided:
         """Rows of a header, and where they are; raises Disagreement where it is not as expected."""
         words = self.words(self.layout.head(slot, peer), HEADER // 8)
         header = Header.of_words(words)
-        expected = UNKNOWN if exchange.receive is None else exchange.receive[peer]
-        sent = exchange.send[peer]
-        problem = disagreement(header, peer, self.rank, exchange.number, exchange.layout, sent, expected)
-        problem = problem or capacity_problem(
-            header, peer, self.rank, exchange, sent, expected, self.capacity, self._most
-        )
-        if problem:
-            raise Disagreement(problem)
+        check_header(header, exchange, peer, self.rank, self.capacity, self._most)
         return header.rows, int(words[6])
 
     def _look(self, exchange: Exchange, peer: int, slot: int) -> None:

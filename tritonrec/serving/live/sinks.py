@@ -93,7 +93,7 @@ def sink_of(url: str | Place | Sink) -> Sink:
     return DirectorySink(url) if isinstance(url, (str, Path, RemotePath)) else url
 
 
-class DirectorySink:
+class DirectorySink(Sink):
     """A `Sink` in a folder, or at a URL."""
 
     def __init__(self, place: Place | str):
@@ -101,33 +101,27 @@ class DirectorySink:
         self.name = str(self._place)
 
     def prepare(self) -> None:
-        """See `Sink`."""
         with self._errors():
             check_writable(self._place, folder=True)
             if not isinstance(self._place, RemotePath):
                 self._place.mkdir(parents=True, exist_ok=True)
 
     def put(self, part: int, sequence: int, content: bytes) -> None:
-        """See `Sink`."""
         self._write(self._delta(part, sequence), content)
 
     def get(self, part: int, sequence: int) -> bytes | None:
-        """See `Sink`."""
         return self._read(self._delta(part, sequence))
 
     def last(self, part: int) -> int:
-        """See `Sink`."""
         return max((number for number, own in self._deltas() if own == part), default=0)
 
     def truncate(self, part: int, after: int) -> None:
-        """See `Sink`."""
         with self._errors():
             for number, own in self._deltas():
                 if own == part and number > after:
                     self._delta(part, number).unlink(missing_ok=True)
 
     def put_file(self, sequence: int, name: str, file: Path) -> None:
-        """See `Sink`."""
         with self._errors():
             place = self._folder(sequence) / name
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -136,31 +130,25 @@ class DirectorySink:
                 publish(partial, place)
 
     def get_file(self, sequence: int, name: str) -> bytes | None:
-        """See `Sink`."""
         return self._read(self._folder(sequence) / name)
 
     def put_document(self, sequence: int, text: str) -> None:
-        """See `Sink`."""
         self._write(self._folder(sequence) / DOCUMENT, text.encode())
 
     def document(self, sequence: int) -> str | None:
-        """See `Sink`."""
         found = self._read(self._folder(sequence) / DOCUMENT)
         return None if found is None else found.decode(errors="replace")
 
     def snapshots(self) -> list[int]:
-        """See `Sink`."""
         with self._errors():
             found = [int(match[1]) for match in map(_SNAPSHOT.fullmatch, self._names()) if match]
             return sorted(each for each in found if (self._folder(each) / DOCUMENT).is_file())
 
     @contextmanager
     def opened(self, sequence: int) -> Iterator[Place]:
-        """See `Sink`."""
         yield self._folder(sequence)
 
     def prune(self, parts: int, before: int) -> None:
-        """See `Sink`."""
         with self._errors():
             for number, part in self._deltas():
                 if number <= before:
@@ -212,7 +200,7 @@ class DirectorySink:
             raise SinkError(f"{self.name} cannot be used: {error}") from error
 
 
-class RedisSink:
+class RedisSink(Sink):
     """A `Sink` in Redis, by the package redis (extra ``redis``)."""
 
     def __init__(self, url: str):
@@ -230,12 +218,10 @@ class RedisSink:
         self._failure, self._refused = redis.exceptions.RedisError, redis.exceptions.ResponseError
 
     def prepare(self) -> None:
-        """See `Sink`."""
         with self._errors():
             self._redis.ping()
 
     def put(self, part: int, sequence: int, content: bytes) -> None:
-        """See `Sink`."""
         self._check_size(f"part {part} of delta {sequence}", len(content))
         with self._errors():
             try:
@@ -245,19 +231,16 @@ class RedisSink:
                     raise
 
     def get(self, part: int, sequence: int) -> bytes | None:
-        """See `Sink`."""
         with self._errors():
             found = self._redis.xrange(self._stream(part), f"{sequence}-1", f"{sequence}-1")
             return found[0][1][b"delta"] if found else None
 
     def last(self, part: int) -> int:
-        """See `Sink`."""
         with self._errors():
             found = self._redis.xrevrange(self._stream(part), count=1)
             return int(found[0][0].split(b"-")[0]) if found else 0
 
     def truncate(self, part: int, after: int) -> None:
-        """See `Sink`."""
         with self._errors():
             stream = self._stream(part)
             if self.last(part) <= after:
@@ -270,36 +253,30 @@ class RedisSink:
                 steps.execute()
 
     def put_file(self, sequence: int, name: str, file: Path) -> None:
-        """See `Sink`."""
         self._check_size(f"{name} of snapshot {sequence}", file.stat().st_size)
         with self._errors():
             self._redis.set(self._file(sequence, name), file.read_bytes())
             self._redis.sadd(self._file(sequence, ""), name)
 
     def get_file(self, sequence: int, name: str) -> bytes | None:
-        """See `Sink`."""
         with self._errors():
             return self._redis.get(self._file(sequence, name))
 
     def put_document(self, sequence: int, text: str) -> None:
-        """See `Sink`."""
         with self._errors():
             self._redis.hset(f"{self._key}:snapshots", str(sequence), text)
 
     def document(self, sequence: int) -> str | None:
-        """See `Sink`."""
         with self._errors():
             found = self._redis.hget(f"{self._key}:snapshots", str(sequence))
             return None if found is None else found.decode(errors="replace")
 
     def snapshots(self) -> list[int]:
-        """See `Sink`."""
         with self._errors():
             return sorted(int(each) for each in self._redis.hkeys(f"{self._key}:snapshots"))
 
     @contextmanager
     def opened(self, sequence: int) -> Iterator[Path]:
-        """See `Sink`."""
         with tempfile.TemporaryDirectory(prefix="tritonrec-") as folder:
             with self._errors():
                 for name in self._redis.smembers(self._file(sequence, "")):
@@ -309,7 +286,6 @@ class RedisSink:
             yield Path(folder)
 
     def prune(self, parts: int, before: int) -> None:
-        """See `Sink`."""
         with self._errors():
             for part in range(parts):
                 self._redis.xtrim(self._stream(part), minid=f"{before + 1}-0", approximate=False)
