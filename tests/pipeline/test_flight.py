@@ -10,7 +10,6 @@ import pytest
 import torch
 from trainer_parts import (
     EVERY,
-    ONE_DRAWS,
     ONE_IN_FLIGHT,
     READS_AHEAD,
     Ranker,
@@ -145,8 +144,7 @@ def test_a_second_trainer_waits_for_the_windows_of_the_first(shared):
 
 def by_turns(communicators, mode):
     """Two trainers of the same ranks, of which the second steps while the first may have steps in flight."""
-    with ONE_DRAWS:
-        one, two = parts(), parts()
+    one, two = parts(), parts()
     given = batches(6, 8, communicators.rank, communicators.world_size)
     with (
         trainer(one, mode, "batch", communicators) as first,
@@ -154,7 +152,7 @@ def by_turns(communicators, mode):
     ):
         results = first.run(given)
         next(results)
-        with pytest.raises(RuntimeError) if first.in_flight else nullcontext() as refused:
+        with pytest.raises(RuntimeError) if first.in_flight() else nullcontext() as refused:
             second.step(given[0])
         list(results)
         return str(refused.value) if refused else "", second.step(given[5]).loss
