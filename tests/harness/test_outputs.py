@@ -9,7 +9,7 @@ import pytest
 from tritonrec import files
 
 INPUTS = {
-    ("bench", "--compare"), ("lab", "--plan"), ("plan", "--costs"), ("plan", "--trace"),
+    ("bench", "--compare"), ("plan", "--costs"), ("plan", "--trace"),
     ("report", "--folder"), ("serve-bench", "--checkpoint"), ("train", "--config"), ("train", "--plan"),
     ("score", "--model"), ("serve", "--cached"), ("serve", "--token-file"), ("warmup", "--config"),
 }  # fmt: skip

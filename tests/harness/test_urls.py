@@ -112,7 +112,6 @@ def test_a_path_of_a_config_file_is_read_as_one_of_a_command(tmp_path_factory):
             ("train", "--storage", "disk", "--disk-path", "memory://a/b"),
             "memory://a/b: the directory of tables",
         ),
-        (("lab", "--plan", "memory://a/b"), "memory://a/b is no plan of"),
         (("profile", "--out", "s3://b/p"), "s3://b/p: the folder of --out cannot be at a URL"),
         (("verify", "--trace", "s3://b/p"), "s3://b/p: the folder of --trace cannot be at a URL"),
         (("train", "--checkpoint", "nosuch://b/p"), "nothing is written at nosuch://"),

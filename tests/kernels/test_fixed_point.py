@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from impls import IMPLS, TRITON, on
 
+from tritonrec import ops
 from tritonrec.kernels.deferred import NONE
 from tritonrec.kernels.fixed_point.errors import ExactSumError, late_error, report_exact_gradients, sum_error
 from tritonrec.kernels.fixed_point.op import from_fixed_point, to_fixed_point
 from tritonrec.kernels.fixed_point.triton_fixed_point import is_far, magnitude
-from tritonrec.kernels.rows.numba_segment_sum import add_products, add_rows, segment_sum
+from tritonrec.kernels.rows.numba_segment_sum import add_products, add_rows
 
 
 @pytest.mark.smoke
@@ -86,7 +87,9 @@ def test_sums_of_rows_around_the_size_that_a_sum_rounds(bits, rows):
     one, sums = torch.zeros(rows, dtype=torch.int64), torch.zeros(19, dtype=torch.int64)
     add_rows(sums, values, bits, "gradient")
     assert torch.equal(sums, expected[0])
-    assert torch.equal(segment_sum(values, one, 1, "batch", bits, "gradient", None, None), expected)
+    assert torch.equal(
+        ops.segment_sum(values, one, 1, consistency="batch", fraction_bits=bits, impl="cpu"), expected
+    )
 
 
 @pytest.mark.parametrize("total", [2**63 - 1, 2**63 - 2**36, 2**61, -(2**61), 2**36 - 1 - 2**63, -(2**63)])

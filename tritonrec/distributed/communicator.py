@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,6 +60,13 @@ class Communicator:
     def __deepcopy__(self, memo: object) -> Communicator:
         """The communicator itself: a copied module communicates over the same group."""
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a run of one rank, as a module is saved with it; a group is no file's."""
+        return {name: value for name, value in vars(self).items() if name != "turn"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, turn=threading.Lock())
 
     def supports(self, device: torch.device) -> bool:
         """Whether tensors on `device` can be exchanged; gloo takes those of the host only."""
