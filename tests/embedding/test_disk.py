@@ -313,6 +313,5 @@ def test_a_save_that_copies_rows_in_the_order_of_the_file_writes_the_same_files(
         digests.append({each.name for each in folder.rglob("*.safetensors")})
     assert digests[0] == digests[1] and len(digests[0]) > 9
     assert len(copies) == 2 and min(copies) > 20
-    assert [("no space for a copy" in str(each.message)) for each in warned] == [True] * (
-        2 * (space != "enough")
-    )
+    said = [each for each in warned if "no space for a copy" in str(each.message)]
+    assert len(said) == 2 * (space != "enough")
