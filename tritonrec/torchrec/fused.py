@@ -27,32 +27,10 @@ _LR = 0.01
 
 
 class _Fused:
-    """A collection whose rows are updated in backward passes by a given rule.
+    """What both collections share."""
 
-    Args:
-        tables, rest, options: as of the collection without this.
-        optimizer_type: ``torch.optim.SGD``, ``Adagrad`` or ``Adam``, or TorchRec's ``RowWiseAdagrad``.
-        optimizer_kwargs: ``lr`` (or ``learning_rate``; 0.01 by default), ``eps`` (1e-8), ``beta1`` and
-            ``beta2`` or ``betas``.
-        location: of TorchRec's tables, also third of `rest`; ours are where `placement` says.
-
-    Raises ValueError for another optimizer or argument of it.
-    """
-
+    _optimizer: tuple[type, dict[str, Any]]
     embeddings: HashEmbeddingCollection
-
-    def __init__(
-        self,
-        tables: Sequence[Any],
-        optimizer_type: type,
-        optimizer_kwargs: Mapping[str, Any],
-        *rest: Any,
-        location: Any = None,
-        **options: Any,
-    ):
-        rule: Any = _rule(optimizer_type, optimizer_kwargs)
-        super().__init__(tables, *rest[:2], optimizer=rule, **options)  # type: ignore[call-arg]
-        self._optimizer = optimizer_type, dict(optimizer_kwargs)
 
     def optimizer_type(self) -> type:
         """As given."""
@@ -68,11 +46,52 @@ class _Fused:
 
 
 class FusedEmbeddingBagCollection(_Fused, EmbeddingBagCollection):
-    """See `_Fused`; `rest` are is_weighted and device."""
+    """An `EmbeddingBagCollection` whose rows are updated in backward passes by a given rule.
+
+    Args:
+        tables, is_weighted, device, options: as `EmbeddingBagCollection`.
+        optimizer_type: ``torch.optim.SGD``, ``Adagrad`` or ``Adam``, or TorchRec's ``RowWiseAdagrad``.
+        optimizer_kwargs: ``lr`` (or ``learning_rate``; 0.01 by default), ``eps`` (1e-8), ``beta1`` and
+            ``beta2`` or ``betas``.
+        location: of TorchRec's tables; ours are where `placement` says.
+
+    Raises ValueError for another optimizer or argument of it.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Any],
+        optimizer_type: type,
+        optimizer_kwargs: Mapping[str, Any],
+        is_weighted: bool = False,
+        device: Any = None,
+        location: Any = None,
+        **options: Any,
+    ):
+        rule = _rule(optimizer_type, optimizer_kwargs)
+        super().__init__(tables, is_weighted, device, optimizer=rule, **options)
+        self._optimizer = optimizer_type, dict(optimizer_kwargs)
 
 
 class FusedEmbeddingCollection(_Fused, EmbeddingCollection):
-    """See `_Fused`; `rest` are device and need_indices."""
+    """An `EmbeddingCollection` whose rows are updated in backward passes by a given rule.
+
+    Arguments and errors are those of `FusedEmbeddingBagCollection`, and `need_indices`.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Any],
+        optimizer_type: type,
+        optimizer_kwargs: Mapping[str, Any],
+        device: Any = None,
+        need_indices: bool = False,
+        location: Any = None,
+        **options: Any,
+    ):
+        rule = _rule(optimizer_type, optimizer_kwargs)
+        super().__init__(tables, device, need_indices, optimizer=rule, **options)
+        self._optimizer = optimizer_type, dict(optimizer_kwargs)
 
 
 def _rule(optimizer_type: type, arguments: Mapping[str, Any]) -> RowOptimizer:
