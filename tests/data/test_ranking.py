@@ -118,6 +118,22 @@ def test_a_large_k_lists_some_users_at_a_time(monkeypatch):
     assert len(places) > 5 and max(places) <= 50
 
 
+@pytest.mark.parametrize(("most", "users"), [(1, 1), (3 * 50 + 7, 3), (2**26, 39)])
+def test_scores_of_a_large_catalogue_are_of_few_users_at_a_time(monkeypatch, most, users):
+    log = generate(ZipfOptions(users=40, items=60, seed=2))
+    loader, asked = NextItemLoader(log, 8, 5, 0, seed=0), []
+    loader.catalogue = loader.catalogue[:50]
+
+    def scores(history):
+        asked.append(history.num_samples)
+        return history.sample_ids[:, None] * 7 % torch.arange(1, 51) * 1.0
+
+    expected = evaluate(scores, loader, batch_size=40)
+    monkeypatch.setattr(ranking, "AT_A_TIME", most)
+    asked.clear()
+    assert evaluate(scores, loader) == expected and max(asked) == users
+
+
 def test_popularity_beats_chance_and_loses_to_the_truth():
     loader = NextItemLoader(generate(ZipfOptions(users=400, items=300, seed=2)), 32, 20, 0, seed=0)
     random = torch.Generator().manual_seed(1)

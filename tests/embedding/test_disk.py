@@ -298,20 +298,34 @@ def test_a_save_that_copies_rows_in_the_order_of_the_file_writes_the_same_files(
         if placement.storage == "disk":
             monkeypatch.setattr(RowFile, "reserve", reserved)
         folder = tmp_path / placement.storage
+        asked = []
         arrange, later = SnapshotRows.arrange, iter(range(15, 99))
 
-        def while_training(rows, sort, step=step, arrange=arrange, later=later):
+        def while_training(rows, sort, step=step, arrange=arrange, later=later, asked=asked):
             step(next(later))
+            asked.append([])
             arrange(rows, sort)
+            asked.append([])
             step(next(later))
 
+        read = RowFile.read
+
+        def noted(file, rows, memory, places, own=own, asked=asked, read=read):
+            if file is getattr(own, "_file", None) and asked:
+                asked[-1] += rows.tolist()
+            read(file, rows, memory, places)
+
+        monkeypatch.setattr(RowFile, "read", noted)
         monkeypatch.setattr(SnapshotRows, "arrange", while_training)
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             checkpoint.save(folder, 0, {}, taken, {})
         monkeypatch.setattr(SnapshotRows, "arrange", arrange)
+        monkeypatch.setattr(RowFile, "read", read)
         digests.append({each.name for each in folder.rglob("*.safetensors")})
     assert digests[0] == digests[1] and len(digests[0]) > 9
     assert len(copies) == 2 and min(copies) > 20
+    if space == "enough":  # each row of a table is read once, in the order of the file
+        assert all(each == sorted(set(each)) and len(each) > 20 for each in asked[::2])
     said = [each for each in warned if "no space for a copy" in str(each.message)]
     assert len(said) == 2 * (space != "enough")

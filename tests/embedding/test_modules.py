@@ -16,7 +16,7 @@ from tritonrec.embedding import (
     Placement,
     RowOptimizer,
     TablePolicy,
-    modules,
+    row_exchange,
 )
 from tritonrec.embedding.in_flight import as_lane
 from tritonrec.files.places import place_of
@@ -388,7 +388,7 @@ def test_keys_leave_a_device_from_which_ranks_cannot_exchange_them(supported, mo
         raise KeyboardInterrupt
 
     module = HashEmbedding(5)
-    monkeypatch.setattr(modules, "plan_routes", plan)
+    monkeypatch.setattr(row_exchange, "plan_routes", plan)
     monkeypatch.setattr(type(module.communicator), "supports", lambda self, device: supported)
     key = SimpleNamespace(device="there", cpu=lambda: "on the host")
     with pytest.raises(KeyboardInterrupt):

@@ -10,7 +10,7 @@ from tritonrec.embedding import FeatureConfig, HashTableCollection
 from tritonrec.harness.job import Job
 from tritonrec.harness.train import gather
 from tritonrec.harness.train.elastic import Memory, lacks_evaluation
-from tritonrec.harness.train.gather import state_digest
+from tritonrec.harness.train.gather import rows_of_all, state_digest
 from tritonrec.harness.train.loop import _outcome
 from tritonrec.harness.train.resume import metadata, resume
 from tritonrec.harness.train.run import Run
@@ -89,6 +89,15 @@ def test_a_digest_in_parts_of_any_size_is_that_of_one_rank(monkeypatch, part):
     whole = digest(Communicators.local())
     monkeypatch.setattr(gather, "PART_ROWS", part)
     assert [*run_ranks(1, digest), *run_ranks(3, digest)] == [whole] * 4
+
+    def sent(ranks):
+        tables = HashTableCollection([FeatureConfig("a", 3)])
+        own = ids % ranks.world_size == ranks.rank
+        tables.load("a", ids[own], rows[own])
+        every = rows_of_all(ranks.shard_control, tables, to_all=False)
+        return sum(len(part) for _name, _ids, parts in every for part in parts)
+
+    assert run_ranks(3, sent) == [50, 0, 0]  # rows go to one rank
 
     def other_on_the_last(ranks):
         return digest(ranks, weight=torch.full((2,), ranks.rank == 2, dtype=torch.float32))

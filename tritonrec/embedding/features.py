@@ -16,7 +16,7 @@ from .change_log import CHECKPOINT
 from .key_layout import KeyLayout
 from .learning_rate import scaled
 from .policy import Placement, TablePolicy
-from .row_exchange import plan_routes
+from .row_exchange import rows_of_owners
 from .row_optimizer import RowOptimizer
 from .snapshot import SnapshotRows
 from .state_check import check_state
@@ -258,15 +258,13 @@ class HashTableCollection:
         over, keys = over or Communicator(), self.keys(lookups)
         home = keys[0].device
         keys = [each.to(group.table.device) for group, each in zip(self.groups, keys, strict=True)]
-        if not all(over.supports(each.device) for each in keys):
-            keys = [each.cpu() for each in keys]
+        routes, values = rows_of_owners(
+            self.groups, keys, over,
+            lambda group, own: group.table.gather(group.table.find(own), own)[:, : group.table.dim],
+        )  # fmt: skip
         rows: list[torch.Tensor | ops.IndexedRows] = []
-        routes = plan_routes(keys, [group.layout for group in self.groups], over)
-        for group, route in zip(self.groups, routes, strict=True):
-            own = route.keys.to(group.table.device)
-            values = group.table.gather(group.table.find(own), own)[:, : group.table.dim]
-            values = route.rows(over, values.to(route.keys.device))
-            found = ops.IndexedRows(values.to(home), route.inverse.to(home))
+        for group, route, weights in zip(self.groups, routes, values, strict=True):
+            found = ops.IndexedRows(weights.to(home), route.inverse.to(home))
             rows.append(found if self.pools(group) else found.gathered())
         return self.by_feature(rows, lookups)
 

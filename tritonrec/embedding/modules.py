@@ -22,10 +22,10 @@ from ..kernels import launch
 from ..kernels.dispatch import on_host
 from ..kernels.fixed_point.errors import FRACTION_BITS
 from ..settings import check_number, typed
-from .features import FeatureConfig, HashTableCollection
+from .features import FeatureConfig, HashTableCollection, TableGroup
 from .hash_optimizer import HashOptimizer
 from .module_state import load_module_state, save_module_state
-from .row_exchange import Route, plan_routes
+from .row_exchange import Route, rows_of_owners
 from .row_gradients import RowGradients
 from .row_optimizer import RowOptimizer
 from .rows_parameter import RowsParameter
@@ -193,14 +193,10 @@ class HashEmbeddingCollection(torch.nn.Module):
 
     def _rows(self, keys: list[torch.Tensor]) -> list[torch.Tensor]:
         """For each table the rows (n, dim) of its keys (n,)."""
-        device, over = keys[0].device, self.communicator
-        if not over.supports(device):
-            keys = [each.cpu() for each in keys]
+        device = keys[0].device
         training = self.training and torch.is_grad_enabled() and self.rows.requires_grad
-        routes = plan_routes(keys, [group.layout for group in self.tables.groups], over)
-        values = []
-        for group, route in zip(self.tables.groups, routes, strict=True):
-            own = route.keys.to(group.table.device)
+
+        def read(group: TableGroup, own: torch.Tensor) -> torch.Tensor:
             if training:
                 handles = group.table.lookup(own, self.lookups, self._over_ranks).handles
             else:
@@ -208,11 +204,13 @@ class HashEmbeddingCollection(torch.nn.Module):
             found = group.table.gather(handles, own)[:, : group.table.dim]
             if not training and self.unknown_ids == "zeros":
                 found = torch.where((handles < 0).unsqueeze(1), 0.0, found)
-            values.append(route.rows(over, found.to(route.keys.device)))
+            return found
+
+        routes, values = rows_of_owners(self.tables.groups, keys, self.communicator, read)
         if training:
             self.lookups += 1
             # DDP waits for each parameter that requires a gradient, so this one takes part
-            leaf = self.rows.to(keys[0].device)
+            leaf = self.rows.to(values[0].device)
             rows = list(_Gather.apply(leaf, self, routes, *values))
         else:
             rows = _gather(values, routes)

@@ -7,8 +7,9 @@ With one rank nothing is sent: the K keys are those of the occurrences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +17,9 @@ from ..distributed.communicator import Communicator
 from ..kernels import launch
 from .key_layout import KeyLayout
 from .selection import distinct
+
+if TYPE_CHECKING:
+    from .features import TableGroup
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,26 @@ class Route:
         # owner's sum has the bits of one sum over all ranks.
         received = over.all_to_all(sums, self.send, self.receive)
         return launch.segment_sum(received, self.received, len(self.keys), *options)
+
+
+def rows_of_owners(
+    groups: Sequence[TableGroup],
+    keys: Sequence[torch.Tensor],
+    over: Communicator,
+    read: Callable[[TableGroup, torch.Tensor], torch.Tensor],
+) -> tuple[list[Route], list[torch.Tensor]]:
+    """Routes of the keys (n,) of each group, and the rows (S, dim) that came; collective over the ranks.
+
+    `read` gives the rows (K, dim) of a group's keys (K,) that this rank owns, on the table's device.
+    """
+    if not all(over.supports(each.device) for each in keys):
+        keys = [each.cpu() for each in keys]
+    routes = plan_routes(keys, [group.layout for group in groups], over)
+    rows = []
+    for group, route in zip(groups, routes, strict=True):
+        values = read(group, route.keys.to(group.table.device))
+        rows.append(route.rows(over, values.to(route.keys.device)))
+    return routes, rows
 
 
 def plan_routes(
