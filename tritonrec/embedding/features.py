@@ -259,8 +259,8 @@ class HashTableCollection:
         home = keys[0].device
         keys = [each.to(group.table.device) for group, each in zip(self.groups, keys, strict=True)]
         routes, values = rows_of_owners(
-            self.groups, keys, over,
-            lambda group, own: group.table.gather(group.table.find(own), own)[:, : group.table.dim],
+            [group.table for group in self.groups], keys, over,
+            lambda table, own: table.gather(table.find(own), own)[:, : table.dim],
         )  # fmt: skip
         rows: list[torch.Tensor | ops.IndexedRows] = []
         for group, route, weights in zip(self.groups, routes, values, strict=True):

@@ -22,7 +22,7 @@ from ..kernels import launch
 from ..kernels.dispatch import on_host
 from ..kernels.fixed_point.errors import FRACTION_BITS
 from ..settings import check_number, typed
-from .features import FeatureConfig, HashTableCollection, TableGroup
+from .features import FeatureConfig, HashTableCollection
 from .hash_optimizer import HashOptimizer
 from .module_state import load_module_state, save_module_state
 from .row_exchange import Route, rows_of_owners
@@ -30,6 +30,7 @@ from .row_gradients import RowGradients
 from .row_optimizer import RowOptimizer
 from .rows_parameter import RowsParameter
 from .state_check import check_distinct
+from .table import DynamicTable
 from .tracing import UNSCRIPTABLE, leaf_call
 
 Consistency = Literal["batch", "window"]
@@ -196,17 +197,19 @@ class HashEmbeddingCollection(torch.nn.Module):
         device = keys[0].device
         training = self.training and torch.is_grad_enabled() and self.rows.requires_grad
 
-        def read(group: TableGroup, own: torch.Tensor) -> torch.Tensor:
+        def read(table: DynamicTable, own: torch.Tensor) -> torch.Tensor:
             if training:
-                handles = group.table.lookup(own, self.lookups, self._over_ranks).handles
+                handles = table.lookup(own, self.lookups, self._over_ranks).handles
             else:
-                handles = group.table.find(own)
-            found = group.table.gather(handles, own)[:, : group.table.dim]
+                handles = table.find(own)
+            found = table.gather(handles, own)[:, : table.dim]
             if not training and self.unknown_ids == "zeros":
                 found = torch.where((handles < 0).unsqueeze(1), 0.0, found)
             return found
 
-        routes, values = rows_of_owners(self.tables.groups, keys, self.communicator, read)
+        routes, values = rows_of_owners(
+            [group.table for group in self.tables.groups], keys, self.communicator, read
+        )
         if training:
             self.lookups += 1
             # DDP waits for each parameter that requires a gradient, so this one takes part

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,9 +16,7 @@ from ..distributed.communicator import Communicator
 from ..kernels import launch
 from .key_layout import KeyLayout
 from .selection import distinct
-
-if TYPE_CHECKING:
-    from .features import TableGroup
+from .table import DynamicTable
 
 
 @dataclass(frozen=True)
@@ -60,21 +57,21 @@ class Route:
 
 
 def rows_of_owners(
-    groups: Sequence[TableGroup],
+    tables: Sequence[DynamicTable],
     keys: Sequence[torch.Tensor],
     over: Communicator,
-    read: Callable[[TableGroup, torch.Tensor], torch.Tensor],
+    read: Callable[[DynamicTable, torch.Tensor], torch.Tensor],
 ) -> tuple[list[Route], list[torch.Tensor]]:
-    """Routes of the keys (n,) of each group, and the rows (S, dim) that came; collective over the ranks.
+    """Routes of the keys (n,) of each table, and the rows (S, dim) that came; collective over the ranks.
 
-    `read` gives the rows (K, dim) of a group's keys (K,) that this rank owns, on the table's device.
+    `read` gives the rows (K, dim) of a table's keys (K,) that this rank owns, on the table's device.
     """
     if not all(over.supports(each.device) for each in keys):
         keys = [each.cpu() for each in keys]
-    routes = plan_routes(keys, [group.layout for group in groups], over)
+    routes = plan_routes(keys, [table.layout for table in tables], over)
     rows = []
-    for group, route in zip(groups, routes, strict=True):
-        values = read(group, route.keys.to(group.table.device))
+    for table, route in zip(tables, routes, strict=True):
+        values = read(table, route.keys.to(table.device))
         rows.append(route.rows(over, values.to(route.keys.device)))
     return routes, rows
 
