@@ -21,7 +21,7 @@ from .kernels.linear.op import linear, linear_weight_grad
 from .kernels.norm_linear_silu.op import norm_linear_silu
 from .kernels.norm_mul_dropout.op import norm_mul_dropout
 from .kernels.packed_rows.op import add_packed_rows, pack_rows, packed_bytes
-from .kernels.philox.op import derive_seed, initial_rows, random_indices
+from .kernels.philox.op import derive_seed, initial_rows, initial_rows_of_tables, random_indices
 from .kernels.relative_aggregate.op import relative_aggregate
 from .kernels.rows.op import IndexedRows, gather_rows, scatter_rows, segment_sum
 from .kernels.sampled_softmax.op import sampled_softmax
@@ -71,6 +71,7 @@ __all__ = [
     "hstu_attention",
     "implementation",
     "initial_rows",
+    "initial_rows_of_tables",
     "intersect",
     "linear",
     "linear_weight_grad",

@@ -192,6 +192,7 @@ def drawn(d: Draw) -> Arguments:
     return {
         "seed": int(d.rng.integers(-(2**63), 2**63 - 1)), "table": int(d.rng.integers(0, 2**32)),
         "keys": d.keys(count), "dim": d.size(40), "scale": 0.25, "stream": 3, "step": 17,
+        "tables": d.keys(count), "dims": d.rows(count, 50), "scales": d.floats(count), "width": d.size(40),
         "sample_ids": d.keys(count), "positions": d.keys(count), "count": d.size(9), "upper": 1 + d.size(99),
     }  # fmt: skip
 

@@ -60,7 +60,7 @@ DRAWN: dict[str, Callable[[Draw], Arguments]] = {
     "to_fixed_point": fixed_point, "to_fixed_point_status": fixed_point, "from_fixed_point": fixed_point,
     "sum_of_squares": squared,
     "pack_rows": packed, "add_packed_rows": packed,
-    "initial_rows": drawn, "random_indices": drawn,
+    "initial_rows": drawn, "initial_rows_of_tables": drawn, "random_indices": drawn,
     **{op: partial(updated, row_wise="rowwise" in op) for op in UPDATES}, "sparse_lazy_decay": updated,
     "silu": layer, "silu_backward": layer, "linear": layer, "linear_weight_grad": front,
     "norm_mul_dropout": norm, "norm_mul_dropout_backward": norm, "norm_mul_dropout_backward_into": gated,

@@ -27,7 +27,7 @@ from torchrec_peer import environment_beside_torchrec, find_torchrec, fused, sha
 
 from tritonrec.data import ImpressionBatch, evaluate_impressions
 from tritonrec.distributed import Communicators, RankPool
-from tritonrec.embedding.features import pool
+from tritonrec.embedding.bags import pool
 from tritonrec.harness.job import Job, dense_optimizer
 from tritonrec.harness.train.evaluate import evaluate_model
 from tritonrec.nn import HSTUConfig

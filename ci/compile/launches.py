@@ -420,6 +420,7 @@ def _optimizers(dim):
 @case("philox", dim=(50, 128))
 def _philox(dim):
     run(ops.initial_rows, 7, 2**31 + 1, keys(), dim, 0.05)
+    run(ops.initial_rows_of_tables, 7, keys(), keys(), keys(), ones(size), dim)
     run(ops.random_indices, 7, 2, 3, keys(), keys(), dim, 10**7)
 
 

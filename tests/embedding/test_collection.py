@@ -19,7 +19,7 @@ from tritonrec.embedding import (
     TablePolicy,
     WarmupLinear,
 )
-from tritonrec.embedding.features import pool
+from tritonrec.embedding.bags import pool
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 

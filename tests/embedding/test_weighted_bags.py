@@ -7,7 +7,7 @@ from tritonrec import HashEmbeddingBag, HashEmbeddingCollection, HashOptimizer, 
 from tritonrec.data import Lookup, WeightedLookup, split
 from tritonrec.data.batch import Batch
 from tritonrec.embedding import FeatureConfig, RowOptimizer
-from tritonrec.embedding.weighted_bags import weighted_rows
+from tritonrec.embedding.bags import weighted_rows
 
 DIM, BAGS = 37, 12
 GENERATOR = torch.Generator().manual_seed(3)

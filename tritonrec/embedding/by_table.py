@@ -28,6 +28,8 @@ def columns_by_table(layout: KeyLayout, parts: State) -> State:
         for member, name in enumerate(layout.names):
             here = members == member
             own = {column: values[here] for column, values in columns.items()}
+            if "rows" in own:
+                own["rows"] = layout.narrowed(member, own["rows"])
             tables[part_name(name, part)] = {**own, "keys": ids[here]}
     return tables
 
@@ -48,5 +50,7 @@ def rows_by_table(
         if len(layout.names) > 1:
             members, ids = layout.unpack(keys)
             ids, own = ids[members == member], handles[members == member]
-        tables[name] = rows.part(ids, own, partial(layout.pack, member, feature=name))
+        tables[name] = rows.part(
+            ids, own, partial(layout.pack, member, feature=name), partial(layout.narrowed, member)
+        )
     return tables

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from .. import ops
+from ..data.jagged import WeightedLookup
 from ..distributed.communicator import Communicator
 from ..settings import check_number, typed
+from .bags import Pooling, parts, pool, weighted_rows
 from .by_table import columns_by_table, keys_by_table, part_name, rows_by_table
 from .change_log import CHECKPOINT
 from .key_layout import KeyLayout
@@ -21,9 +23,6 @@ from .row_optimizer import RowOptimizer
 from .snapshot import SnapshotRows
 from .state_check import check_state
 from .table import DynamicTable, State
-from .weighted_bags import WeightedLookup, weighted_rows
-
-Pooling = Literal["none", "sum", "mean"]
 
 
 class SupportsLookup(Protocol):
@@ -159,18 +158,20 @@ class HashTableCollection:
                 )
         members: dict[object, list[str]] = {}
         for name, feature in tables.items():
-            apart = name if not (merge and feature.merge) else None
-            members.setdefault((apart, _table_settings(feature)), []).append(name)
+            alike = _mergeable(feature) if merge and feature.merge else name
+            members.setdefault(alike, []).append(name)
         self.groups: list[TableGroup] = []
         self._location: dict[str, tuple[int, int]] = {}  # table name -> group, member
         for names in sorted(sorted(names) for names in members.values()):
-            feature = tables[names[0]]
-            layout = KeyLayout(tuple(names))
+            feature, dims = tables[names[0]], tuple(tables[name].dim for name in names)
+            layout = KeyLayout(tuple(names), dims)
             own = feature.optimizer or rule
+            scales = (tables[name].scale for name in names)
             table = DynamicTable(
-                feature.dim, own.row_width(feature.dim), layout=layout, seed=seed,
-                scale=feature.dim**-0.5 if feature.scale is None else feature.scale, slots=slots,
-                chunk_rows=chunk_rows, policy=feature.policy, placement=feature.placement or placement,
+                max(dims), own.row_width(max(dims)), layout=layout, seed=seed,
+                scale=[dim**-0.5 if some is None else some for dim, some in zip(dims, scales, strict=True)],
+                slots=slots, chunk_rows=chunk_rows, policy=feature.policy,
+                placement=feature.placement or placement,
             )  # fmt: skip
             for member, name in enumerate(names):
                 self._location[name] = len(self.groups), member
@@ -227,20 +228,21 @@ class HashTableCollection:
         found: dict[str, Any] = {}
         for group, group_rows in zip(self.groups, rows, strict=True):
             names = [name for name, _ in group.features]
-            for name, part in zip(names, _parts(group_rows, [lookups[n].ids for n in names]), strict=True):
-                pooling, offsets = self.features[name].pooling, lookups[name].offsets
-                lookup, keeps = lookups[name], pooling != "none" or (indexed and len(names) == 1)
-                keeps &= not isinstance(lookup, WeightedLookup)
-                if isinstance(part, ops.IndexedRows) and not keeps:
+            for name, part in zip(names, parts(group_rows, [lookups[n].ids for n in names]), strict=True):
+                feature, lookup = self.features[name], lookups[name]
+                pooled = feature.pooling != "none"
+                keeps = pooled or (indexed and len(names) == 1)
+                if isinstance(part, ops.IndexedRows) and (isinstance(lookup, WeightedLookup) or not keeps):
                     part = part.gathered()
                 if isinstance(part, torch.Tensor):
-                    part = weighted_rows(name, part, pooling, lookup)
-                if pooling == "none":
-                    found[name] = part
-                elif offsets is None:
-                    raise ValueError(f"feature {name!r} is pooled, but its lookup has no offsets of bags")
-                else:
-                    found[name] = pool(part, offsets, pooling)
+                    part = weighted_rows(name, part, feature.pooling, lookup)
+                if pooled:
+                    if lookup.offsets is None:
+                        raise ValueError(f"feature {name!r} is pooled, but its lookup has no offsets of bags")
+                    part = pool(part, lookup.offsets, feature.pooling)
+                if isinstance(part, torch.Tensor) and feature.dim < part.shape[1]:
+                    part = part[:, : feature.dim].contiguous()  # as it would be in a table of its own
+                found[name] = part
         return found
 
     def pools(self, group: TableGroup) -> bool:
@@ -276,10 +278,11 @@ class HashTableCollection:
         """
         tables = {}
         for group in self.groups:
-            for name, table_id in zip(group.layout.names, group.layout.table_ids, strict=True):
-                table = group.table
+            table, layout = group.table, group.layout
+            each = zip(layout.names, layout.table_ids, layout.dims, table.scales, strict=True)
+            for name, table_id, dim, scale in each:
                 tables[name] = {
-                    "dim": table.dim, "seed": table.seed, "table_id": table_id, "scale": table.scale,
+                    "dim": dim, "seed": table.seed, "table_id": table_id, "scale": scale,
                 }  # fmt: skip
         features = {
             name: {"table": each.table or name, "pooling": each.pooling}
@@ -295,13 +298,13 @@ class HashTableCollection:
             members, ids = group.layout.unpack(keys)
             for member, name in enumerate(group.layout.names):
                 here = members == member
-                exported[name] = ids[here], rows[here]
+                exported[name] = ids[here], group.layout.narrowed(member, rows[here])
         return exported
 
     def load(self, table: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """Add or overwrite rows (n, row_width) of distinct `ids` (n,) of a logical table."""
         group, member = self._group(table)
-        group.table.load(group.layout.pack(member, ids, table), rows)
+        group.table.load(group.layout.pack(member, ids, table), group.layout.widened(member, rows))
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         """Complete state by logical table and column, for `load_state` and checkpoints.
@@ -370,8 +373,7 @@ class HashTableCollection:
             for part, empty in group.table.empty_state().items():
                 members = []
                 for member, name in enumerate(group.layout.names):
-                    saved = dict(state[part_name(name, part)])
-                    members.append({**saved, "keys": group.layout.pack(member, saved["keys"], name)})
+                    members.append(group.layout.merged(member, state[part_name(name, part)], name))
                 columns[part] = {name: torch.cat([saved[name] for saved in members]) for name in empty}
             prepared.append((group.table, columns))
 
@@ -402,7 +404,7 @@ class HashTableCollection:
             for part in group.table.empty_state():
                 for member, name in enumerate(group.layout.names):
                     for each in parts(part_name(name, part)):
-                        new.add_part({part: {**each, "keys": group.layout.pack(member, each["keys"], name)}})
+                        new.add_part({part: group.layout.merged(member, each, name)})
             made.append((group.table, new))
 
         def load() -> None:
@@ -483,7 +485,8 @@ class HashTableCollection:
 
     def dim_of(self, table: str) -> int:
         """Weights of a row of a logical table."""
-        return self._group(table)[0].table.dim
+        group, member = self._group(table)
+        return group.layout.dims[member]
 
     def current_rows(self, table: str, ids: torch.Tensor) -> torch.Tensor:
         """Rows (n, row_width) float32 of `ids` (n,) of a logical table, initial where there is none."""
@@ -492,7 +495,7 @@ class HashTableCollection:
         handles = group.table.find(keys)
         rows = group.table.gather(handles, keys)
         group.table.validate_rows(handles, keys, rows)
-        return rows
+        return group.layout.narrowed(member, rows)
 
     def policy_of(self, table: str) -> TablePolicy:
         """Of a logical table."""
@@ -560,7 +563,8 @@ class HashTableCollection:
     def initial_rows(self, table: str, ids: torch.Tensor) -> torch.Tensor:
         """Initial rows (n, row_width) float32 of `ids` (n,) of a logical table."""
         group, member = self._group(table)
-        return group.table.initial_rows(group.layout.pack(member, ids, table))
+        keys = group.layout.pack(member, ids, table)
+        return group.layout.narrowed(member, group.table.initial_rows(keys))
 
     def _group(self, table: str) -> tuple[TableGroup, int]:
         number, member = self._location[self._named(table)]
@@ -572,32 +576,20 @@ class HashTableCollection:
         return table
 
 
-def pool(rows: torch.Tensor | ops.IndexedRows, offsets: torch.Tensor, how: Pooling) -> torch.Tensor:
-    """Sum or mean of the rows of each bag, in the order of its ids: (n, dim) -> (m, dim).
+def _mergeable(feature: FeatureConfig) -> FeatureConfig:
+    """What tables of one group have in common: of those that may be padded a dim rounded up, else their own.
 
-    A bag's result does not depend on the others; an empty bag gives zeros.
+    Zeros behind a row stay zeros, and change no bit of it, where a rule computes every column on its own. The
+    rounding adds at most a quarter to a row: 3 bits of the dim count.
     """
-    lengths = offsets[1:] - offsets[:-1]
-    numbers = torch.arange(len(lengths), device=lengths.device)
-    count = len(rows.rows) if isinstance(rows, ops.IndexedRows) else len(rows)
-    bags = torch.repeat_interleave(numbers, lengths, output_size=count)
-    if isinstance(rows, ops.IndexedRows):
-        pooled = rows.pooled(bags, len(lengths))
-    else:
-        pooled = ops.segment_sum(rows, bags, len(lengths))
-    return pooled / lengths.clamp(min=1).unsqueeze(1).to(pooled.dtype) if how == "mean" else pooled
-
-
-def _parts(
-    rows: torch.Tensor | ops.IndexedRows, ids: Sequence[torch.Tensor]
-) -> Sequence[torch.Tensor | ops.IndexedRows]:
-    """The rows of each feature of a group."""
-    if len(ids) == 1:  # the gradient of a split is a copy
-        return (rows,)
-    sizes = [each.shape[0] for each in ids]
-    if isinstance(rows, ops.IndexedRows):
-        return [ops.IndexedRows(rows.values, part) for part in rows.rows.split(sizes)]
-    return rows.split(sizes)
+    own, policy = feature.optimizer, feature.policy
+    assert own is not None
+    by_bytes = policy.eviction is not None and isinstance(policy.eviction.capacity, str)
+    dim = feature.dim
+    if own.keeps_zeros and not by_bytes:
+        unit = max(4, 1 << (dim.bit_length() - 3))
+        dim = -(-dim // unit) * unit
+    return replace(_table_settings(feature), dim=dim, scale=None)
 
 
 def _table_settings(feature: FeatureConfig) -> FeatureConfig:

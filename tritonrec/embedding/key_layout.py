@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 
-from ..kernels import launch
 from ..kernels.dispatch import on_host
 
 
@@ -22,15 +22,21 @@ class KeyLayout:
 
     The keys of a single table are its ids, all 2**64 of them.
 
+    Rows are as wide as the widest table's. Those of a narrower one have zeros behind their weights, and
+    behind each of their states::
+
+        row of dim 3 beside dim 4    w w w 0 | s s s 0
+
     Args:
         names: of the logical tables, in the order of their member numbers; by default a single table without
             a name.
+        dims: weights of a row of each; by default all have as many.
     """
 
-    def __init__(self, names: tuple[str, ...] = ("",)):
+    def __init__(self, names: tuple[str, ...] = ("",), dims: tuple[int, ...] = ()):
         if not names or len(set(names)) != len(names):
             raise ValueError(f"a table needs one or more distinct names, got {list(names)}")
-        self.names = names
+        self.names, self.dims = names, dims
         # ceil(log2(m + 1)) is the bit length of m.
         self.bits = len(names).bit_length() if len(names) > 1 else 0
         self.table_ids = [
@@ -109,18 +115,24 @@ class KeyLayout:
         ones = torch.ones_like(keys) if which is None else which.to(torch.int64)
         return keys.new_zeros(len(self.names)).scatter_add_(0, torch.where(ones > 0, members, 0), ones)
 
-    def initial_rows(self, seed: int, keys: torch.Tensor, dim: int, scale: float) -> torch.Tensor:
-        """Initial weights (K, dim) float32: a function of (seed, table name, id, column), merged or not."""
-        if not self.bits:
-            return launch.initial_rows(seed, self.table_ids[0], keys, dim, scale)
-        members, ids = self.unpack(keys)
-        rows = torch.empty(len(keys), dim, dtype=torch.float32, device=keys.device)
-        if not on_host(keys):  # nothing waits for the number of keys of a table: each draws all rows
-            for member, table_id in enumerate(self.table_ids):
-                own = launch.initial_rows(seed, table_id, ids, dim, scale)
-                rows = own if member == 0 else torch.where((members == member).unsqueeze(1), own, rows)
+    def merged(
+        self, member: int, columns: Mapping[str, torch.Tensor], feature: str
+    ) -> dict[str, torch.Tensor]:
+        """Columns of a state of logical table `member`, by name, as this table's."""
+        found = {**columns, "keys": self.pack(member, columns["keys"], feature)}
+        if "rows" in columns:
+            found["rows"] = self.widened(member, columns["rows"])
+        return found
+
+    def narrowed(self, member: int, rows: torch.Tensor) -> torch.Tensor:
+        """The columns (K, w) of logical table `member` in `rows` (K, W) of this table."""
+        if not self.dims or self.dims[member] == (widest := max(self.dims)):
             return rows
-        for member in torch.unique(members).tolist():
-            here = members == member
-            rows[here] = launch.initial_rows(seed, self.table_ids[member], ids[here], dim, scale)
-        return rows
+        return rows.reshape(len(rows), rows.shape[1] // widest, widest)[:, :, : self.dims[member]].flatten(1)
+
+    def widened(self, member: int, rows: torch.Tensor) -> torch.Tensor:
+        """Rows (K, W) of this table, from the `rows` (K, w) of logical table `member`."""
+        if not self.dims or self.dims[member] == (widest := max(self.dims)):
+            return rows
+        blocks = rows.reshape(len(rows), rows.shape[1] // self.dims[member], self.dims[member])
+        return F.pad(blocks, (0, widest - self.dims[member])).flatten(1)

@@ -7,7 +7,8 @@ from typing import Any, Literal
 import torch
 
 from ..data.jagged import KeyedJaggedTensor, Lookup, WeightedLookup
-from .features import FeatureConfig, Pooling
+from .bags import Pooling
+from .features import FeatureConfig
 from .modules import HashEmbeddingCollection
 from .policy import Placement, TablePolicy
 from .row_optimizer import RowOptimizer

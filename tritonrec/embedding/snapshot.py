@@ -71,11 +71,18 @@ class Snapshot:
         self._kept = threading.local()
 
     def part(
-        self, ids: torch.Tensor, handles: torch.Tensor, pack: Callable[[torch.Tensor], torch.Tensor]
+        self,
+        ids: torch.Tensor,
+        handles: torch.Tensor,
+        pack: Callable[[torch.Tensor], torch.Tensor],
+        narrowed: Callable[[torch.Tensor], torch.Tensor],
     ) -> SnapshotRows:
-        """The rows of one logical table, by `ids` (n,) int64, whose keys are ``pack(ids)``."""
+        """The rows of one logical table, by `ids` (n,) int64, whose keys are ``pack(ids)``.
+
+        Of rows (K, row_width) of the table ``narrowed(rows)`` are its own columns.
+        """
         self._readers += 1
-        return SnapshotRows(self, ids, handles, pack)
+        return SnapshotRows(self, ids, handles, pack, narrowed)
 
     def preserve(self, handles: torch.Tensor) -> None:
         """Copy those rows of `handles` (K,), or -1, that are still to be read: they are about to change."""
@@ -137,12 +144,14 @@ class SnapshotRows:
         ids: torch.Tensor,
         handles: torch.Tensor,
         pack: Callable[[torch.Tensor], torch.Tensor],
+        narrowed: Callable[[torch.Tensor], torch.Tensor],
     ):
         self._snapshot, self._ids, self._handles, self._pack = snapshot, ids.numpy(), handles.numpy(), pack
+        self._narrowed = narrowed
         self.like: Mapping[str, torch.Tensor] = {
             "keys": ids[:0],
             **{name: values[:0] for name, values in snapshot.metadata.items()},
-            "rows": torch.empty(0, snapshot.row_width, dtype=torch.float32),
+            "rows": narrowed(torch.empty(0, snapshot.row_width, dtype=torch.float32)),
         }
         self._bounds: list[list[int]] = []  # where the parts begin in each stretch
         self._copy: RowFile | None = None  # of the rows in their new order
@@ -180,11 +189,13 @@ class SnapshotRows:
             for name, values in self._snapshot.metadata.items()
         }
         if self._copy is None:
-            return {"keys": keys, **columns, "rows": self._snapshot.read(self._pack(keys), places)}
+            rows = self._narrowed(self._snapshot.read(self._pack(keys), places))
+            return {"keys": keys, **columns, "rows": rows}
         copied = torch.empty(len(ids), self._snapshot.row_width, dtype=torch.float32)
         places = torch.cat([torch.arange(at[part], at[part + 1], dtype=torch.int64) for at in self._bounds])
         self._copy.read(places, copied, torch.arange(len(ids), dtype=torch.int64))
-        return {"keys": keys, **columns, "rows": torch.from_numpy(np.take(copied.numpy(), order, axis=0))}
+        rows = self._narrowed(torch.from_numpy(np.take(copied.numpy(), order, axis=0)))
+        return {"keys": keys, **columns, "rows": rows}
 
     def close(self) -> None:
         """See `checkpoint.rows.Rows`."""

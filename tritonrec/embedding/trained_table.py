@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from ..distributed import CorruptionError
+from ..kernels import launch
 from ..kernels.checksums import row_checksums
 from ..kernels.padding import report
 from ..settings import check_number
@@ -42,15 +43,20 @@ class TrainedTable:
         *,
         layout: KeyLayout | None = None,
         seed: int = 0,
-        scale: float = 0.05,
+        scale: float | Sequence[float] = 0.05,
         slots: int = 1024,
         chunk_rows: int = 65536,
         policy: TablePolicy | None = None,
         placement: Placement | None = None,
     ):
         self.dim, self.row_width = dim, dim if row_width is None else row_width
-        check_number("scale", scale)
-        self.layout, self.seed, self.scale = layout or KeyLayout(), seed, scale
+        self.layout, self.seed = layout or KeyLayout(), seed
+        names = self.layout.names
+        self.scales = (scale,) * len(names) if isinstance(scale, (int, float)) else tuple(scale)
+        for each in self.scales:
+            check_number("scale", each)
+        if len(self.scales) != len(names) or (self.layout.dims and max(self.layout.dims) != dim):
+            raise ValueError(f"{self.layout}: dim {dim} and scales {self.scales} are not those of its tables")
         self.policy = policy or TablePolicy()
         self.placement = placement or Placement()
         self._slots, self._chunk_rows = slots, chunk_rows
@@ -58,6 +64,13 @@ class TrainedTable:
         self.requires_grad = True  # else updates leave the rows as they are
         self._rank: int | None = None  # of a table with checksums, for errors
         self._begin(self.initial_rows)
+        # of each logical table its number for `ops.initial_rows`, weights of a row, and scale
+        dims = self.layout.dims or (dim,) * len(names)
+        self._of_tables = (
+            torch.tensor(self.layout.table_ids, dtype=torch.int64, device=self.device),
+            torch.tensor(dims, dtype=torch.int64, device=self.device),
+            torch.tensor(self.scales, dtype=torch.float32, device=self.device),
+        )
         # keys found, inserted, rejected; rows evicted; of tables before this one: `_moves`
         self._looked_up, self._evicted = (
             torch.zeros(size, dtype=torch.int64, device=self.device if self.padded else None)
@@ -194,9 +207,17 @@ class TrainedTable:
         return self._candidates is None
 
     def initial_rows(self, keys: torch.Tensor) -> torch.Tensor:
-        """Initial rows (K, row_width) float32 of `keys` (K,)."""
+        """Initial rows (K, row_width) float32 of `keys` (K,): weights by (seed, table name, id, column)."""
         values = torch.zeros(keys.shape[0], self.row_width, dtype=torch.float32, device=keys.device)
-        values[:, : self.dim] = self.layout.initial_rows(self.seed, keys, self.dim, self.scale)
+        table_ids = self.layout.table_ids
+        if len(table_ids) == 1:
+            values[:, : self.dim] = launch.initial_rows(self.seed, *table_ids, keys, self.dim, *self.scales)
+        else:
+            members, ids = self.layout.unpack(keys)
+            tables, dims, scales = (each.to(keys.device)[members] for each in self._of_tables)
+            values[:, : self.dim] = launch.initial_rows_of_tables(
+                self.seed, tables, ids, dims, scales, self.dim
+            )
         return values
 
     def round_low_precision(self, values: torch.Tensor, low_precision: torch.Tensor) -> None:

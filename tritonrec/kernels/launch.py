@@ -11,7 +11,7 @@ from tritonrec.kernels.fixed_point.op import FROM_FIXED_POINT, TO_FIXED_POINT
 from tritonrec.kernels.hash_table.op import HASH_ERASE, HASH_FIND, HASH_GROW, HASH_INSERT
 from tritonrec.kernels.intersect.op import INTERSECT, INTERSECT_PADDED
 from tritonrec.kernels.packed_rows.op import ADD_PACKED_ROWS, PACK_ROWS
-from tritonrec.kernels.philox.op import INITIAL_ROWS, RANDOM_INDICES
+from tritonrec.kernels.philox.op import INITIAL_ROWS, INITIAL_ROWS_OF_TABLES, RANDOM_INDICES
 from tritonrec.kernels.rows.op import GATHER_ROWS, SCATTER_ROWS, SEGMENT_SUM, SEGMENT_SUM_INTO
 from tritonrec.kernels.sparse_optimizers.op import SPARSE_LAZY_DECAY, SPARSE_UPDATES
 from tritonrec.kernels.sum_of_squares.op import SUM_OF_SQUARES
@@ -27,6 +27,7 @@ hash_find = HASH_FIND.launch
 hash_grow = HASH_GROW.launch
 hash_insert = HASH_INSERT.launch
 initial_rows = INITIAL_ROWS.launch
+initial_rows_of_tables = INITIAL_ROWS_OF_TABLES.launch
 intersect = INTERSECT.launch
 intersect_padded = INTERSECT_PADDED.launch
 owner_of = OWNER_OF.launch

@@ -49,10 +49,10 @@ def recipe_of(tables: HashTableCollection, dense: DenseModel, config: WindowConf
     """As JSON keeps it."""
     found: Recipe = {name: {} for name in SETTINGS}
     for group in tables.groups:
-        for name in group.layout.names:
+        for name, scale in zip(group.layout.names, group.table.scales, strict=True):
             place = f"table {name}"
             found["seed"][place] = group.table.seed
-            found["scale"][place] = group.table.scale
+            found["scale"][place] = scale
             found["policy"][place] = _plain(tables.policy_of(name))
             rule = {name: _plain(value) for name, value in group.optimizer.settings.items()}
             if "results" in rule:  # in a place of their own, which checkpoints of before do not have

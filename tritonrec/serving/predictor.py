@@ -16,7 +16,7 @@ from .. import ops
 from ..data.impressions import ImpressionBatch
 from ..data.jagged import check_offsets, check_tensor
 from ..data.vocabulary import Vocabulary
-from ..embedding.features import pool
+from ..embedding.bags import pool
 from ..files.places import Place, place_of
 from ..nn import sigmoid
 from .exported_table import ExportedTable, UnknownIds, load_table

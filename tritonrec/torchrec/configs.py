@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import ops
-from ..embedding.features import FeatureConfig, Pooling
+from ..embedding.bags import Pooling
+from ..embedding.features import FeatureConfig
 from ..embedding.policy import TablePolicy
 from ..embedding.row_optimizer import RowOptimizer
 

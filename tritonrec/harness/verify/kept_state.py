@@ -31,7 +31,7 @@ def initial_value_by_arrival(program: Program) -> None:
         if new.numel():
             values = table.gather(table.find(new), new)
             places = torch.arange(before, before + len(new))
-            values[:, : table.dim] = ops.initial_rows(table.seed, 0, places, table.dim, table.scale)
+            values[:, : table.dim] = ops.initial_rows(table.seed, 0, places, table.dim, *table.scales)
             table.update(table.find(new), values)
         return found
 

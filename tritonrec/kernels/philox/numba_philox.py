@@ -21,9 +21,21 @@ U = np.uintp
 
 def initial_rows(seed: int, table: int, keys: torch.Tensor, dim: int, scale: float) -> torch.Tensor:
     """See `tritonrec.ops.initial_rows`."""
-    rows = torch.empty(keys.numel(), dim, dtype=torch.float32)
-    identity = *map(np.uint32, (*halves(seed), table)), np.uint64(reference.INITIAL_ROWS)
-    _initial_rows(*identity, keys.contiguous().numpy(), np.float32(scale), flat(rows), U(dim))
+    count = keys.numel()
+    scales = np.full(count, scale, np.float32)
+    return _of_tables(seed, np.full(count, table), keys, np.full(count, dim), scales, dim)
+
+
+def initial_rows_of_tables(seed, tables, keys, dims, scales, width) -> torch.Tensor:
+    """See `tritonrec.ops.initial_rows_of_tables`."""
+    tables, dims, scales = (each.contiguous().numpy() for each in (tables, dims, scales))
+    return _of_tables(seed, tables, keys, dims, scales, width)
+
+
+def _of_tables(seed, tables, keys, dims, scales, width) -> torch.Tensor:
+    rows = torch.empty(keys.numel(), width, dtype=torch.float32)
+    identity = *map(np.uint32, halves(seed)), np.uint64(reference.INITIAL_ROWS)
+    _initial_rows(*identity, tables, keys.contiguous().numpy(), dims, scales, flat(rows), U(width))
     return rows
 
 
@@ -70,13 +82,15 @@ def bounded(word, upper):
 
 
 @njit(cache=True, nogil=True)
-def _initial_rows(k0, k1, table, tag, keys, scale, rows, dim):
-    """rows is flat (keys, dim). Positions have no sign: one that could wrap around does not vectorise."""
-    blocks = dim // U(4)
+def _initial_rows(k0, k1, tag, tables, keys, dims, scales, rows, width):
+    """rows is flat (keys, width). Positions have no sign: one that could wrap around does not vectorise."""
     for i in range(keys.shape[0]):
         low = np.uint32(keys[i] & 0xFFFFFFFF)
         high = np.uint32((keys[i] >> 32) & 0xFFFFFFFF)
-        first = U(i) * dim
+        table, scale = np.uint32(tables[i] & 0xFFFFFFFF), scales[i]
+        dim = U(min(max(dims[i], 0), np.int64(width)))
+        blocks = dim // U(4)
+        first = U(i) * width
         for block in range(blocks):
             # A counter block gives four columns; the key of a row and the block number are its identity.
             w0, w1, w2, w3 = philox4x32(low, high, np.uint32(tag | block), table, k0, k1)
@@ -89,6 +103,8 @@ def _initial_rows(k0, k1, table, tag, keys, scale, rows, dim):
             words = philox4x32(low, high, np.uint32(tag | blocks), table, k0, k1)
             for j in range(dim - U(4) * blocks):
                 rows[first + U(4) * blocks + j] = signed_unit(words[j]) * scale
+        for column in range(dim, width):
+            rows[first + column] = np.float32(0.0)
 
 
 @njit(cache=True, nogil=True)

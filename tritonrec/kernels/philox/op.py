@@ -25,7 +25,7 @@ from tritonrec.kernels.op import Op
 from tritonrec.kernels.philox import reference
 from tritonrec.kernels.philox.device_seed import DeviceSeed, Seed
 
-__all__ = ["derive_seed", "initial_rows", "random_indices"]
+__all__ = ["derive_seed", "initial_rows", "initial_rows_of_tables", "random_indices"]
 
 
 @overload
@@ -64,6 +64,31 @@ def initial_rows(
         ValueError: an argument of another shape, dtype or range.
     """
     return INITIAL_ROWS(seed, table, keys, dim, scale, impl=impl)
+
+
+def initial_rows_of_tables(
+    seed: int,
+    tables: torch.Tensor,
+    keys: torch.Tensor,
+    dims: torch.Tensor,
+    scales: torch.Tensor,
+    width: int,
+    *,
+    impl: Impl = "auto",
+) -> torch.Tensor:
+    """`initial_rows` of several tables: row k is that of table, dim and scale k, with zeros behind it.
+
+    Args:
+        seed: int64.
+        tables: (K,) int64, of which the low 32 bits count. keys: (K,) int64.
+        dims: (K,) int64; all columns are drawn of one above `width`, and none of one below 0.
+        scales: (K,) float32. width: columns W, 0 <= W < 2**30.
+    Returns:
+        (K, W) float32.
+    Raises:
+        ValueError: an argument of another shape, dtype, device or range.
+    """
+    return INITIAL_ROWS_OF_TABLES(seed, tables, keys, dims, scales, width, impl=impl)
 
 
 def random_indices(
@@ -113,6 +138,30 @@ INITIAL_ROWS = Op(
     "initial_rows(int seed, int table, Tensor keys, int dim, float scale) -> Tensor",
     reference=reference.initial_rows, cpu="numba_philox:initial_rows", triton="triton_philox:initial_rows",
     check=_check_initial_rows, fake=_fake_initial_rows,
+)  # fmt: skip
+
+
+def _check_initial_rows_of_tables(tables, keys, dims, scales, width) -> None:
+    own = {"tables": torch.int64, "keys": torch.int64, "dims": torch.int64, "scales": torch.float32}
+    for tensor, (name, dtype) in zip((tables, keys, dims, scales), own.items(), strict=True):
+        if tensor.dim() != 1 or tensor.dtype != dtype:
+            raise ValueError(f"{name} must be (K,) {dtype}, got {tuple(tensor.shape)} {tensor.dtype}")
+        if tensor.shape != keys.shape:
+            raise ValueError(f"{keys.shape[0]} keys but {tensor.shape[0]} {name}")
+    if not 0 <= width < 2**30:
+        raise ValueError(f"width must lie in [0, 2**30), got {width}")
+
+
+def _fake_initial_rows_of_tables(keys, width):
+    return keys.new_empty(keys.shape[0], width, dtype=torch.float32)
+
+
+INITIAL_ROWS_OF_TABLES = Op(
+    "initial_rows_of_tables(int seed, Tensor tables, Tensor keys, Tensor dims, Tensor scales, int width) "
+    "-> Tensor",
+    reference=reference.initial_rows_of_tables, cpu="numba_philox:initial_rows_of_tables",
+    triton="triton_philox:initial_rows_of_tables",
+    check=_check_initial_rows_of_tables, fake=_fake_initial_rows_of_tables,
 )  # fmt: skip
 
 

@@ -62,12 +62,21 @@ _derived = lru_cache(maxsize=1024)(_derive)  # the micro-batches of a window der
 
 def initial_rows(seed: int, table: int, keys: torch.Tensor, dim: int, scale: float) -> torch.Tensor:
     """See `tritonrec.ops.initial_rows`."""
+    tables, dims = (torch.full(keys.shape, each, dtype=torch.int64) for each in (table, dim))
+    scales = torch.full(keys.shape, scale, dtype=torch.float32)
+    return initial_rows_of_tables(seed, tables, keys, dims, scales, dim)
+
+
+def initial_rows_of_tables(seed, tables, keys, dims, scales, width) -> torch.Tensor:
+    """See `tritonrec.ops.initial_rows_of_tables`."""
     low, high = halves(keys.cpu().numpy().astype(np.uint64)[:, None])
-    blocks = INITIAL_ROWS | np.arange(-(-dim // 4), dtype=np.uint64)
+    table = tables.cpu().numpy().astype(np.uint64)[:, None] & MASK
+    blocks = INITIAL_ROWS | np.arange(-(-width // 4), dtype=np.uint64)
     words = np.stack(philox4x32((low, high, blocks, table), halves(seed)), axis=-1)
     units = ((words >> 8).astype(np.float32) - np.float32(2**23)) * np.float32(2.0**-23)
-    rows = units.reshape(len(keys), 4 * len(blocks))[:, :dim] * np.float32(scale)
-    return torch.from_numpy(rows).to(keys.device)
+    rows = torch.from_numpy(units.reshape(len(keys), 4 * len(blocks))[:, :width]) * scales.cpu()[:, None]
+    own = torch.arange(width, dtype=torch.int64) < dims.cpu()[:, None]
+    return torch.where(own, rows, 0.0).to(keys.device)
 
 
 def random_indices(seed, stream, step, sample_ids, positions, count, upper) -> torch.Tensor:

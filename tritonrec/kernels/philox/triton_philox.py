@@ -59,12 +59,21 @@ def bounded(word, upper):
 
 @jit_kernel
 def initial_rows_kernel(
-    keys_ptr, rows_ptr, seed, table, tag, scale, num_rows, dim, ROWS: tl.constexpr, BLOCKS: tl.constexpr
-):
-    """rows[k, d] = scale * word d of the stream of (seed, table, keys[k]), as a number in [-1, 1)."""
+    keys_ptr, rows_ptr, seed, table, tag, scale, num_rows, dim, tables_ptr, dims_ptr, scales_ptr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """rows[k, d] = scale * word d of the stream of (seed, table, keys[k]), as a number in [-1, 1).
+
+    Rows of several tables have their own table and scale, and are 0 from their own dim on.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     block = tl.program_id(1).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[None, :]
     key = tl.load(keys_ptr + row, mask=row < num_rows, other=0)
+    drawn = dim
+    if tables_ptr is not None:
+        table = tl.load(tables_ptr + row, mask=row < num_rows, other=0)
+        scale = tl.load(scales_ptr + row, mask=row < num_rows, other=0.0)
+        drawn = tl.load(dims_ptr + row, mask=row < num_rows, other=0)
     # Adding a zero of the tile's shape gives all four counter words that shape before the first round.
     zero = row * 0 + block * 0
     w0, w1, w2, w3 = philox4x32(
@@ -78,10 +87,14 @@ def initial_rows_kernel(
     column = block * 4
     out = rows_ptr + row * dim + column
     # four words for four neighbouring columns, of which a row's last block may lack some
-    tl.store(out, signed_unit(w0) * scale, mask=(row < num_rows) & (column < dim))
-    tl.store(out + 1, signed_unit(w1) * scale, mask=(row < num_rows) & (column + 1 < dim))
-    tl.store(out + 2, signed_unit(w2) * scale, mask=(row < num_rows) & (column + 2 < dim))
-    tl.store(out + 3, signed_unit(w3) * scale, mask=(row < num_rows) & (column + 3 < dim))
+    value = tl.where(column < drawn, signed_unit(w0) * scale, 0.0)
+    tl.store(out, value, mask=(row < num_rows) & (column < dim))
+    value = tl.where(column + 1 < drawn, signed_unit(w1) * scale, 0.0)
+    tl.store(out + 1, value, mask=(row < num_rows) & (column + 1 < dim))
+    value = tl.where(column + 2 < drawn, signed_unit(w2) * scale, 0.0)
+    tl.store(out + 2, value, mask=(row < num_rows) & (column + 2 < dim))
+    value = tl.where(column + 3 < drawn, signed_unit(w3) * scale, 0.0)
+    tl.store(out + 3, value, mask=(row < num_rows) & (column + 3 < dim))
 
 
 @jit_kernel
@@ -124,11 +137,20 @@ def _tile(out: torch.Tensor) -> tuple[tuple[int, int], dict[str, int]]:
 
 def initial_rows(seed: int, table: int, keys: torch.Tensor, dim: int, scale: float) -> torch.Tensor:
     """See `tritonrec.ops.initial_rows`."""
-    rows = torch.empty(keys.numel(), dim, dtype=torch.float32, device=keys.device)
+    return _initial_rows(seed, table, keys, dim, scale)
+
+
+def initial_rows_of_tables(seed, tables, keys, dims, scales, width) -> torch.Tensor:
+    """See `tritonrec.ops.initial_rows_of_tables`."""
+    return _initial_rows(seed, 0, keys, width, 1.0, *(each.contiguous() for each in (tables, dims, scales)))
+
+
+def _initial_rows(seed, table, keys, width, scale, tables=None, dims=None, scales=None) -> torch.Tensor:
+    rows = torch.empty(keys.numel(), width, dtype=torch.float32, device=keys.device)
     if rows.numel():
         grid, tile = _tile(rows)
-        identity = seed, table, reference.INITIAL_ROWS
-        initial_rows_kernel[grid](keys.contiguous(), rows, *identity, scale, *rows.shape, **tile)
+        numbers = seed, table, reference.INITIAL_ROWS, scale, *rows.shape
+        initial_rows_kernel[grid](keys.contiguous(), rows, *numbers, tables, dims, scales, **tile)
     return rows
 
 

@@ -1,4 +1,6 @@
-"""Rows of weighted bags: each row times the weight of its id, before the bag's sum.
+"""Rows of features, and of bags of ids: their sum or mean, and weights.
+
+A weighted bag takes each row times the weight of its id, before the sum::
 
     bag j   sum over its ids i of  weight[i] * row[id[i]]
 
@@ -7,11 +9,15 @@ The bits of a bag, and of the gradients of its rows and weights, depend on nothi
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 
+from .. import ops
 from ..data.jagged import WeightedLookup
+
+Pooling = Literal["none", "sum", "mean"]
 
 
 def weighted_rows(name: str, rows: torch.Tensor, pooling: str, lookup: Any) -> torch.Tensor:
@@ -53,3 +59,31 @@ class _OverColumns(torch.autograd.Function):
             rest = gradient[:, 2 * half :]
             gradient = torch.cat([gradient[:, :half] + gradient[:, half : 2 * half], rest], 1)
         return gradient.squeeze(1), None
+
+
+def pool(rows: torch.Tensor | ops.IndexedRows, offsets: torch.Tensor, how: Pooling) -> torch.Tensor:
+    """Sum or mean of the rows of each bag, in the order of its ids: (n, dim) -> (m, dim).
+
+    A bag's result does not depend on the others; an empty bag gives zeros.
+    """
+    lengths = offsets[1:] - offsets[:-1]
+    numbers = torch.arange(len(lengths), device=lengths.device)
+    count = len(rows.rows) if isinstance(rows, ops.IndexedRows) else len(rows)
+    bags = torch.repeat_interleave(numbers, lengths, output_size=count)
+    if isinstance(rows, ops.IndexedRows):
+        pooled = rows.pooled(bags, len(lengths))
+    else:
+        pooled = ops.segment_sum(rows, bags, len(lengths))
+    return pooled / lengths.clamp(min=1).unsqueeze(1).to(pooled.dtype) if how == "mean" else pooled
+
+
+def parts(
+    rows: torch.Tensor | ops.IndexedRows, ids: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor | ops.IndexedRows]:
+    """The rows of each feature of a group."""
+    if len(ids) == 1:  # the gradient of a split is a copy
+        return (rows,)
+    sizes = [each.shape[0] for each in ids]
+    if isinstance(rows, ops.IndexedRows):
+        return [ops.IndexedRows(rows.values, part) for part in rows.rows.split(sizes)]
+    return rows.split(sizes)
