@@ -164,10 +164,9 @@ class TableAgainstRules(RuleBasedStateMachine):
 
     def _initial(self, key):
         if key not in self.initial:
-            if self.layout is None:
-                weights = ops.initial_rows(SEED, 0, tensor([key]), DIM, 0.5, impl="reference")
-            else:
-                weights = self.layout.initial_rows(SEED, tensor([key]), DIM, 0.5)
+            member, number = self._unpack(key)
+            table_id = 0 if self.layout is None else self.layout.table_ids[member]
+            weights = ops.initial_rows(SEED, table_id, tensor([number]), DIM, 0.5, impl="reference")
             self.initial[key] = np.concatenate([weights.numpy()[0], np.zeros(WIDTH - DIM, np.float32)])
         return self.initial[key].copy()
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from impls import TRITON, on
 
 from tritonrec.kernels.philox import reference
-from tritonrec.kernels.philox.op import derive_seed, initial_rows, random_indices
+from tritonrec.kernels.philox.op import derive_seed, initial_rows, initial_rows_of_tables, random_indices
 from tritonrec.kernels.philox.triton_philox import philox4x32 as triton_philox4x32
 
 SMALLEST, LARGEST = -(2**63), 2**63 - 1
@@ -73,6 +73,21 @@ def test_first_row_is_the_known_answer(impl):
 def test_initial_rows_equal_the_reference(impl, dim):
     rows = initial_rows(-5, 2**32 - 1, on(impl, KEYS), dim, 0.3, impl=impl).cpu()
     assert torch.equal(rows, initial_rows(-5, 2**32 - 1, KEYS, dim, 0.3, impl="reference"))
+
+
+@pytest.mark.parametrize("width", [0, 1, 4, 7, 261])
+@pytest.mark.parametrize("impl", ["reference", "cpu", TRITON])
+def test_rows_of_tables_are_those_of_each_and_zeros_behind_them(impl, width):
+    generator = torch.Generator().manual_seed(width)
+    tables, dims = (torch.randint(2**32, (len(KEYS),), generator=generator) for _ in range(2))
+    dims, scales = dims % (width + 3) - 1, torch.rand(len(KEYS), generator=generator)
+    given = (on(impl, each) for each in (tables + (5 << 32), KEYS, dims, scales))
+    rows = initial_rows_of_tables(-5, *given, width, impl=impl).cpu()
+    assert rows.shape == (len(KEYS), width)
+    facts = (each.tolist() for each in (tables, dims, scales))
+    for row, key, table, dim, scale in zip(rows, KEYS.split(1), *facts, strict=True):
+        own = initial_rows(-5, table, key, min(max(dim, 0), width), scale, impl="reference")[0]
+        assert torch.equal(row[: len(own)], own) and not row[len(own) :].any()
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 127, 128, 129])

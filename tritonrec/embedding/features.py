@@ -587,7 +587,7 @@ def _mergeable(feature: FeatureConfig) -> FeatureConfig:
     by_bytes = policy.eviction is not None and isinstance(policy.eviction.capacity, str)
     dim = feature.dim
     if own.keeps_zeros and not by_bytes:
-        unit = max(4, 1 << (dim.bit_length() - 3))
+        unit = max(4, (1 << dim.bit_length()) // 8)
         dim = -(-dim // unit) * unit
     return replace(_table_settings(feature), dim=dim, scale=None)
 

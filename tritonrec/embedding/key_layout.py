@@ -128,7 +128,11 @@ class KeyLayout:
         """The columns (K, w) of logical table `member` in `rows` (K, W) of this table."""
         if not self.dims or self.dims[member] == (widest := max(self.dims)):
             return rows
-        return rows.reshape(len(rows), rows.shape[1] // widest, widest)[:, :, : self.dims[member]].flatten(1)
+        return (
+            rows.reshape(len(rows), rows.shape[1] // widest, widest)[:, :, : self.dims[member]]
+            .flatten(1)
+            .contiguous()
+        )
 
     def widened(self, member: int, rows: torch.Tensor) -> torch.Tensor:
         """Rows (K, W) of this table, from the `rows` (K, w) of logical table `member`."""

@@ -142,8 +142,8 @@ INITIAL_ROWS = Op(
 
 
 def _check_initial_rows_of_tables(tables, keys, dims, scales, width) -> None:
-    own = {"tables": torch.int64, "keys": torch.int64, "dims": torch.int64, "scales": torch.float32}
-    for tensor, (name, dtype) in zip((tables, keys, dims, scales), own.items(), strict=True):
+    for name, tensor in {"keys": keys, "tables": tables, "dims": dims, "scales": scales}.items():
+        dtype = torch.float32 if name == "scales" else torch.int64
         if tensor.dim() != 1 or tensor.dtype != dtype:
             raise ValueError(f"{name} must be (K,) {dtype}, got {tuple(tensor.shape)} {tensor.dtype}")
         if tensor.shape != keys.shape:

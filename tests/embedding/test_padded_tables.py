@@ -1,0 +1,186 @@
+"""Promise: tables of near dims are kept in one, with zeros behind the narrow rows, and no bit tells."""
+
+import pytest
+import torch
+
+from tritonrec.data import Batch, KeyedJaggedTensor
+from tritonrec.distributed import Communicators
+from tritonrec.embedding import (
+    Eviction,
+    FeatureConfig,
+    HashTableCollection,
+    Placement,
+    PrecisionTiers,
+    RowOptimizer,
+    TablePolicy,
+)
+from tritonrec.kernels.checksums import same_bits
+from tritonrec.pipeline import Trainer, WindowConfig
+
+DIMS = {"a": 1, "b": 3, "c": 4, "d": 18, "e": 20, "f": 37}
+GROUPS = [("a", "b", "c"), ("d", "e"), ("f",)]
+ALONE = [(name,) for name in DIMS]
+POOLED = {"b": "mean", "d": "sum"}
+
+
+class Sums(torch.nn.Module):
+    """Losses that every column moves in its own way."""
+
+    def forward(self, batch, rows, seed=0):
+        weights = (torch.arange(1, 1 + each.shape[1], dtype=torch.float32) for each in rows.values())
+        return torch.tanh(sum((each * own).sum(1) for each, own in zip(rows.values(), weights, strict=True)))
+
+
+def clicks(steps=5, size=12):
+    draw = torch.Generator().manual_seed(3)
+    for step in range(steps):
+        lengths = torch.ones(len(DIMS), size, dtype=torch.int64)
+        for number, name in enumerate(DIMS):
+            if name in POOLED:
+                lengths[number] = torch.randint(0, 4, (size,), generator=draw)
+        ids = torch.randint(0, 25, (int(lengths.sum()),), generator=draw)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.flatten().cumsum(0)])
+        sparse = KeyedJaggedTensor(list(DIMS), ids, offsets)
+        samples = torch.arange(size) + step * size
+        yield Batch(step, samples, sparse)
+
+
+def collection(rule, merge=True, **options):
+    features = [
+        FeatureConfig(
+            name, dim, pooling=POOLED.get(name, "none"), scale=0.3 if name == "c" else None, **options
+        )
+        for name, dim in DIMS.items()
+    ]
+    return HashTableCollection(features, rule, merge=merge, seed=5, slots=16, chunk_rows=16)
+
+
+def trained(tables, mode="nestpipe", save=None, steps=5):
+    window = WindowConfig(1 if mode == "reference" else 3, max_grad_norm=0.5)
+    with Trainer(Sums(), tables, None, Communicators.local(), mode, window) as trainer:
+        losses = [each.losses for each in trainer.run(clicks(steps))]
+        if save:
+            trainer.save(save)
+    return losses
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    for name, columns in one.items():
+        assert columns.keys() == other[name].keys()
+        for column, values in columns.items():
+            theirs = other[name][column]
+            assert values.dtype == theirs.dtype and same_bits(values, theirs), (name, column)
+
+
+def names(tables):
+    return [group.layout.names for group in tables.groups]
+
+
+RULES = {
+    "sgd": RowOptimizer("sgd", 0.1, eps=0.0),
+    "nesterov": RowOptimizer("momentum_sgd", 0.1, momentum=0.5, nesterov=True, weight_decay=0.1),
+    "adagrad": RowOptimizer("adagrad", 0.1),
+    "adamw": RowOptimizer("adamw", 0.1, weight_decay=0.1),
+    "ftrl": RowOptimizer("ftrl", 0.1, l1=0.02),
+}
+
+
+@pytest.mark.parametrize("mode", ["nestpipe", "reference"])
+@pytest.mark.parametrize("rule", RULES)
+def test_near_dims_are_merged_and_no_bit_changes(rule, mode):
+    tables, apart = collection(RULES[rule]), collection(RULES[rule], merge=False)
+    assert names(tables) == GROUPS and names(apart) == ALONE
+    losses, expected = trained(tables, mode), trained(apart, mode)
+    assert all(same_bits(one, other) for one, other in zip(losses, expected, strict=True))
+    same(tables.state(), apart.state())
+    for name, dim in DIMS.items():
+        ids, rows = tables.export()[name]
+        assert rows.shape[1] == RULES[rule].row_width(dim) and len(ids) > 5
+        assert same_bits(rows, apart.export()[name][1])
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        RowOptimizer("rowwise_adagrad"),
+        RowOptimizer("lamb"),
+        RowOptimizer("lars_sgd"),
+        RowOptimizer("adam", eps=0.0),
+        RowOptimizer("adam", weight_decay=0.1, lazy_weight_decay=True),
+        RowOptimizer.custom(lambda weight, state, gradient, step, lr: (weight + 1, state), 0),
+    ],
+)
+def test_rows_whose_zeros_would_count_are_kept_apart(rule):
+    assert names(collection(rule)) == ALONE
+
+
+def test_a_capacity_in_bytes_counts_a_tables_own_columns():
+    policy = TablePolicy(Eviction("lru", capacity="4KiB"))
+    assert names(collection(RULES["adagrad"], policy=policy)) == ALONE
+
+
+@pytest.mark.parametrize("store", ["evicted", "tiers", "disk", "cached", "device"])
+def test_policies_and_placements(store, tmp_path):
+    options = {
+        "evicted": {"policy": TablePolicy(Eviction("lru", capacity=16, every=2), admission=2)},
+        "tiers": {"policy": TablePolicy(precision=PrecisionTiers(2, every=2))},
+        "disk": {"placement": Placement("disk", path=str(tmp_path), memory="1MiB")},
+        "cached": {"placement": Placement("cached", cache_rows=64)},
+        "device": {"placement": Placement("device")},
+    }[store]
+    tables, apart = (collection(RULES["adamw"], merge, **options) for merge in (True, False))
+    assert names(tables) == GROUPS
+    trained(tables)
+    trained(apart)
+    same(tables.state(), apart.state())
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_a_checkpoint_is_of_logical_tables(merge, tmp_path):
+    """Saved merged or apart it has the same rows, and is loaded into the other layout; so are changes."""
+    saved, loaded = collection(RULES["adagrad"], merge), collection(RULES["adagrad"], not merge)
+    trained(saved, save=tmp_path / "one")
+    window = WindowConfig(3, max_grad_norm=0.5)
+    with Trainer(Sums(), loaded, None, Communicators.local(), "nestpipe", window) as trainer:
+        trainer.load(tmp_path / "one")
+    same(loaded.state(), saved.state())
+    again = collection(RULES["adagrad"], not merge)
+    again.load_state(saved.state())
+    same(again.state(), saved.state())
+
+
+def test_rows_are_read_and_written_by_logical_table():
+    tables, apart = collection(RULES["adamw"]), collection(RULES["adamw"], merge=False)
+    ids = torch.tensor([4, 9, 2**40])
+    for name, dim in DIMS.items():
+        assert tables.dim_of(name) == dim
+        rows = tables.initial_rows(name, ids)
+        assert rows.shape == (3, 3 * dim) and same_bits(rows, apart.initial_rows(name, ids))
+        assert float(rows[:, :dim].abs().max()) <= (0.3 if name == "c" else dim**-0.5)
+        written = torch.randn(3, 3 * dim, generator=torch.Generator().manual_seed(dim))
+        tables.load(name, ids, written)
+        assert same_bits(tables.current_rows(name, ids), written)
+        tables.load_weights(name, ids[:2], written[1:, :dim])
+        assert same_bits(tables.weights()[name][1], torch.stack([*written[1:, :dim], written[2, :dim]]))
+        assert same_bits(tables.export()[name][1][:, dim:], written[:, dim:])
+    assert tables.describe() == apart.describe()
+    kept = tables.groups[0].table.export()[1].view(-1, 3, 4)
+    assert kept.shape[0] == 9 and not kept[:3, :, 1:].any() and not kept[3:6, :, 3:].any()
+
+
+def test_averages_and_changes(tmp_path):
+    made = []
+    for merge in (True, False):
+        tables = collection(RULES["sgd"], merge)
+        tables.track_changes()
+        trained(tables, steps=2)
+        averaged = collection(RULES["sgd"], merge)
+        averaged.lerp_(tables, 0.25)
+        tables.requires_grad_(False)
+        made.append((tables, averaged, tables.take_changes()))
+    (tables, averaged, changes), (_, other, expected) = made
+    same(averaged.state(), other.state())
+    same(changes[0], expected[0])
+    with pytest.raises(ValueError, match="table a is merged with b, c"):
+        tables.requires_grad_(True, "a")
