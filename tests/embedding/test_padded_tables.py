@@ -6,9 +6,11 @@ import torch
 from tritonrec.data import Batch, KeyedJaggedTensor
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import (
+    DynamicTable,
     Eviction,
     FeatureConfig,
     HashTableCollection,
+    KeyLayout,
     Placement,
     PrecisionTiers,
     RowOptimizer,
@@ -27,6 +29,7 @@ class Sums(torch.nn.Module):
     """Losses that every column moves in its own way."""
 
     def forward(self, batch, rows, seed=0):
+        assert all(each.is_contiguous() for each in rows.values())  # as rows of tables of their own are
         weights = (torch.arange(1, 1 + each.shape[1], dtype=torch.float32) for each in rows.values())
         return torch.tanh(sum((each * own).sum(1) for each, own in zip(rows.values(), weights, strict=True)))
 
@@ -136,10 +139,11 @@ def test_policies_and_placements(store, tmp_path):
     same(tables.state(), apart.state())
 
 
-@pytest.mark.parametrize("merge", [True, False])
-def test_a_checkpoint_is_of_logical_tables(merge, tmp_path):
-    """Saved merged or apart it has the same rows, and is loaded into the other layout; so are changes."""
-    saved, loaded = collection(RULES["adagrad"], merge), collection(RULES["adagrad"], not merge)
+@pytest.mark.parametrize(("merge", "store"), [(True, "host"), (False, "host"), (True, "disk")])
+def test_a_checkpoint_is_of_logical_tables(merge, store, tmp_path):
+    """Saved merged or apart it has the same rows, and is loaded into the other layout."""
+    on_disk = {"placement": Placement("disk", path=str(tmp_path), memory="1MiB")} if store == "disk" else {}
+    saved, loaded = collection(RULES["adagrad"], merge, **on_disk), collection(RULES["adagrad"], not merge)
     trained(saved, save=tmp_path / "one")
     window = WindowConfig(3, max_grad_norm=0.5)
     with Trainer(Sums(), loaded, None, Communicators.local(), "nestpipe", window) as trainer:
@@ -148,6 +152,14 @@ def test_a_checkpoint_is_of_logical_tables(merge, tmp_path):
     again = collection(RULES["adagrad"], not merge)
     again.load_state(saved.state())
     same(again.state(), saved.state())
+
+
+def test_a_table_has_the_dim_and_scales_of_its_members():
+    layout = KeyLayout(("a", "b"), (3, 4))
+    assert DynamicTable(4, 8, layout=layout, scale=(0.1, 0.2)).scales == (0.1, 0.2)
+    for dim, scale in ((3, (0.1, 0.2)), (4, (0.1,)), (4, (0.1, 0.2, 0.3))):
+        with pytest.raises(ValueError, match=rf"table a, b: dim {dim} and scales .* are not those of its"):
+            DynamicTable(dim, 8, layout=layout, scale=scale)
 
 
 def test_rows_are_read_and_written_by_logical_table():
