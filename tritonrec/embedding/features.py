@@ -92,8 +92,8 @@ class TableGroup:
 class HashTableCollection:
     """The tables of a model, made from its features and merged where possible (MTGRBoost, section 4.2).
 
-    Tables of one dimension, optimizer, scale, policy and placement become one `DynamicTable`, and `KeyLayout`
-    keeps their ids apart. Merging changes the number of lookups and exchanges of a step, and no bit of its
+    Tables of near dims and of one optimizer, policy and placement become one `DynamicTable`; `KeyLayout` keeps
+    their ids apart, and their rows, which have zeros behind them where others are wider. Merging changes the number of lookups and exchanges of a step, and no bit of its
     results: initial values, eviction and owners depend on table name and id only.
 
     Args:

@@ -170,8 +170,8 @@ VARIANTS: dict[str, Variant] = {
     ),
     "policies": _policy("these together", "evicted", "rejected", "promoted", **vars(POLICIES)),
     "merged": Variant(
-        "GRM with tables of one dimension merged",
-        {"model": "grm"},
+        "GRM with its tables merged, of 60 and 64 columns",
+        {"model": "grm", "context_dim": 60},
         {"merge": True},
         {"merge": False},
         shows=("lookups",),
@@ -181,7 +181,7 @@ VARIANTS: dict[str, Variant] = {
     ),
     "grm-policies": Variant(
         "GRM, merged, with all policies",
-        {"model": "grm", "batch_size": 12, "policy": POLICIES},
+        {"model": "grm", "context_dim": 60, "batch_size": 12, "policy": POLICIES},
         {"merge": True},
         {"merge": False},
         shows=("rejected", "promoted"),
