@@ -19,7 +19,7 @@ Column: TypeAlias = "pa.Array | pa.ChunkedArray"
 def plain(values: Column) -> pa.Array:
     """The same values in the plain type of their kind."""
     if isinstance(values, pa.ChunkedArray):
-        values = values.combine_chunks()
+        values = values.chunk(0) if values.num_chunks == 1 else values.combine_chunks()  # which copies
         if isinstance(values, pa.ChunkedArray):  # of a type that has no larger offsets
             values = pa.concat_arrays([plain(chunk) for chunk in values.chunks])
     if isinstance(values, pa.ExtensionArray):
@@ -33,6 +33,11 @@ def plain(values: Column) -> pa.Array:
         inner = plain_type(kind.value_type)
         return values if kind == pa.large_list(inner) else _large_list(values, inner)
     return values if kind == plain_type(kind) else values.cast(plain_type(kind))
+
+
+def filled(values: pa.Array, value: object) -> pa.Array:
+    """`values` with `value` in the place of missing ones; itself where there are none."""
+    return pc.fill_null(values, value) if values.null_count else values
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:

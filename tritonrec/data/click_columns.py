@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tritonrec.data.arrow_types import is_integer, plain
+from tritonrec.data.arrow_types import filled, is_integer, plain
 from tritonrec.data.ctr import ClickLog, num_training_rows
 from tritonrec.data.log_files import files_at
 from tritonrec.data.log_format import LogFormat, named
@@ -146,7 +146,7 @@ class ClickColumns:
                 is_integer(values.type) or pa.types.is_floating(values.type) or pa.types.is_null(values.type)
             ):
                 part.fail_type(name, values.type, "numbers")
-        found = pc.fill_null(counts, 0).cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+        found = filled(counts, 0).cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
         if not np.isfinite(found).all():
             part.fail(name, values, ~np.isfinite(found), "a finite number")
         return np.log1p(np.maximum(found, 0)).astype(np.float32)
@@ -171,28 +171,28 @@ class ClickColumns:
 def _hexadecimal(part: Part, name: str, values: pa.Array) -> np.ndarray:
     """(n,) int64: integers from 0 on, or the numbers of hexadecimal digits; `MISSING` where there is none."""
     if is_integer(values.type) or pa.types.is_null(values.type):
-        found = pc.fill_null(values.cast(pa.int64()), MISSING).to_numpy(zero_copy_only=False)
+        found = filled(values.cast(pa.int64()), MISSING).to_numpy(zero_copy_only=False)
         if (found < 0).any():
             part.fail(name, values, found < 0, "an integer from 0 on")
         return found
     if not pa.types.is_string(values.type):
         part.fail_type(name, values.type, "hexadecimal strings or integers")
-    filled = pc.fill_null(values, "00000000")
-    widths = pc.binary_length(filled).to_numpy()
+    digits = filled(values, "00000000")
+    widths = pc.binary_length(digits).to_numpy()
     if (widths != 8).any():
         if (widths > 8).any() or (widths == 0).any():
             _fail_digits(part, name, values)
-        filled = pc.utf8_lpad(filled, width=8, padding="0")
-        if (pc.binary_length(filled).to_numpy() != 8).any():
+        digits = pc.utf8_lpad(digits, width=8, padding="0")
+        if (pc.binary_length(digits).to_numpy() != 8).any():
             _fail_digits(part, name, values)
-    _valid, offsets, data = filled.buffers()
-    start = int(np.frombuffer(offsets, np.int32, 1, 4 * filled.offset)[0]) if len(filled) else 0
-    if not len(filled):
+    _valid, offsets, data = digits.buffers()
+    start = int(np.frombuffer(offsets, np.int32, 1, 4 * digits.offset)[0]) if len(digits) else 0
+    if not len(digits):
         return np.empty(0, np.int64)
-    if not _IS_DIGIT[np.frombuffer(data, np.uint8, 8 * len(filled), start)].all():
+    if not _IS_DIGIT[np.frombuffer(data, np.uint8, 8 * len(digits), start)].all():
         _fail_digits(part, name, values)
     # Eight digits are the bytes of one word: bytes become values, then pairs, fours and all are joined.
-    word = np.frombuffer(data, "<u8", len(filled), start)
+    word = np.frombuffer(data, "<u8", len(digits), start)
     number = (word & 0x0F0F0F0F0F0F0F0F) + (word >> 6 & 0x0101010101010101) * 9
     for bits, mask in ((4, 0x00FF00FF00FF00FF), (8, 0x0000FFFF0000FFFF), (16, 0x00000000FFFFFFFF)):
         number = (number << bits | number >> 2 * bits) & mask
