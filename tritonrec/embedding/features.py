@@ -92,8 +92,8 @@ class TableGroup:
 class HashTableCollection:
     """The tables of a model, made from its features and merged where possible (MTGRBoost, section 4.2).
 
-    Tables of near dims and of one optimizer, policy and placement become one `DynamicTable`. `KeyLayout` keeps
-    their ids apart, and narrower rows have zeros behind them. Merging changes the number of lookups and
+    Tables of near dims and of one optimizer, policy and placement become one `DynamicTable`: `KeyLayout`
+    keeps their ids apart, and narrower rows have zeros behind them. Merging changes the number of lookups and
     exchanges of a step, and no bit of its results: initial values, eviction and owners depend on table name
     and id only.
 
