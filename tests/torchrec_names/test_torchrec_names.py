@@ -92,7 +92,7 @@ def test_a_collection_gives_jagged_rows():
     tables = module.embeddings.tables
     assert tables.table_names == ["city", "items"]
     assert torch.equal(found["city"].values(), tables.initial_rows("city", torch.tensor([-1]))[:, :2])
-    assert tables.groups[0].table.scale == 0.5
+    assert tables.groups[0].table.scales == (0.5,)
 
 
 def test_a_hash_optimizer_may_take_the_place_of_the_fused_one():
