@@ -24,6 +24,23 @@ def _payload(figures: Any, count: int) -> str:
     )
 
 
+def _by_count(figures: Any) -> str:
+    """Exposed share and physical communication at each N, plain and clustered."""
+    shown = []
+    for name, switches in (("plain", {}), ("clustered", {"clustering": True})):
+        rows = [r for r in figures["rows"] if r["mode"] == "nestpipe" and r["switches"] == switches]
+        each = (f"N = {r['micro_batches']}: {r['exposed'] / r['communication']:.1%} of "
+                f"{r['communication'] * 1e3:.0f} ms" for r in rows)  # fmt: skip
+        shown.append(f"{name} {', '.join(each)}")
+    return "; ".join(shown)
+
+
+def _busy(figures: Any) -> str:
+    """Share of a step in which the compute lane is at work."""
+    rows = [row for row in figures["rows"] if not row["switches"] and row["micro_batches"] in (1, 8)]
+    return ", ".join(f"{row['mode']} {row['compute'] / row['step']:.1%}" for row in rows)
+
+
 def _apart(figures: Any, model: str, metric: str) -> str:
     shown = []
     for row in figures["summary"]:
@@ -100,6 +117,8 @@ FIGURES = {
         "Fig. 9, micro-batch 16, plain, exposed %, 512 npu",
         "Fig. 9, micro-batch 16, plain, communication ms, 512 npu",
     ),
+    "Fig. 8 in the lab: the compute lane's share of a step": _busy,
+    "Fig. 9 in the lab: N = 2 to 64": _by_count,
     "Fig. 10a, b: dimension 1,024": simulated(
         "{:.1f} % exposed", "Fig. 10, dimension 1024, exposed %, 1536 npu"
     ),

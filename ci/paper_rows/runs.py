@@ -92,6 +92,11 @@ def _lab(document: Document) -> Document:
     return {"environment": {**document["environment"], "job": None}, "rows": rows}
 
 
+def _collapse(document: Document) -> Document:
+    kept = "mode micro_batches switches step communication exposed compute lookup speedup losses"
+    return {"rows": [{name: row[name] for name in kept.split()} for row in document["rows"]]}
+
+
 def _switches(document: Document) -> Document:
     return {name: document[name] for name in ("payload", "replicas")}
 
@@ -202,6 +207,12 @@ RUNS = {
         "tritonrec lab --proportions paper --rate 30 --rounds 3 --steps 6 --micro-batches 8 "
         "--modes dbp,fwp,nestpipe --json OUT",
         _lab,
+        root=True,
+    ),
+    "collapse": Run(
+        "tritonrec lab --proportions paper --rate 30 --rounds 1 --steps 6 --micro-batches 2,4,8,16,32,64 "
+        "--modes nestpipe --switch clustering --json OUT",
+        _collapse,
         root=True,
     ),
     "switches": Run("python ci/benchmarks/measure_switches.py --steps 6 --json OUT", _switches),
