@@ -80,7 +80,7 @@ def drawn(draw: random.Random) -> Kill:
         mesh=mesh,
         micro_batches=draw.choice((1, 2, 3)),
         save_every=draw.choice((1, 2, 5)),
-        full_every=draw.choice((1, 3)),
+        full_every=draw.choice((0, 1, 3)),
         victim=draw.choice(("rank", "server", "launcher", "all")),
         number=draw.choice(("SIGKILL", "SIGKILL", "SIGTERM", "SIGHUP")),
         phase=phase,
