@@ -23,7 +23,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -80,7 +80,7 @@ def drawn(draw: random.Random) -> Kill:
         mesh=mesh,
         micro_batches=draw.choice((1, 2, 3)),
         save_every=draw.choice((1, 2, 5)),
-        full_every=draw.choice((1, 3)),
+        full_every=draw.choice((0, 1, 3)),
         victim=draw.choice(("rank", "server", "launcher", "all")),
         number=draw.choice(("SIGKILL", "SIGKILL", "SIGTERM", "SIGHUP")),
         phase=phase,
@@ -212,9 +212,18 @@ def perform(kill: Kill, draw: random.Random, pool: RankPool, expected: str, plac
 def resumed(kill: Kill, pool: RankPool, expected: str, folder: Path) -> str:
     """Train on from the newest checkpoint; what is wrong with that, or nothing."""
     world_size, replicas, micro_batches = kill.resume
-    run = Run(JOB, window=WindowConfig(micro_batches), steps=STEPS, checkpoint=str(folder), resume=True)
+    run = Run(
+        JOB,
+        window=WindowConfig(micro_batches),
+        checkpoint=str(folder),
+        full_every=kill.full_every,
+        resume=True,
+    )
     try:
-        summary = pool.run(train, world_size, run, True, replicas=replicas)[0]
+        # Twice where steps are left: the second run loads what the first has added to the checkpoint.
+        for steps in sorted({(max(checkpoint.steps(folder), default=STEPS) + STEPS + 1) // 2, STEPS}):
+            run = replace(run, steps=steps)
+            summary = pool.run(train, world_size, run, True, replicas=replicas)[0]
     except (RankDiedError, ValueError) as error:
         return f"the newest checkpoint does not go on: {error}"
     return "" if summary["digest"] == expected else f"digest {summary['digest']}, expected {expected}"

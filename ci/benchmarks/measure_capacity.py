@@ -5,7 +5,8 @@
 Every step of a batch of ``--batch`` ids has new ids but for a tenth, and updates all of their rows (dimension
 16, sgd, a bag each). Steps are told by tenths of the growth, so that one that takes longer in a large table
 shows. Then the rank saves, trains on and is killed with SIGKILL, and ranks of another number load what it
-saved: rows of a sample of ids have to be those of the first process, in every bit.
+saved: rows of a sample of ids have to be those of the first process, in every bit. They train five steps,
+and save what these changed.
 """
 
 from __future__ import annotations
@@ -73,6 +74,10 @@ def trainer_of(communicators: Communicators, memory: str, folder: Path) -> Train
     return Trainer(Sum(), tables, None, communicators, "nestpipe", WindowConfig(1), trust_model=True)
 
 
+def bytes_in(folder: Path) -> int:
+    return sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
+
+
 def rows_of(trainer: Trainer) -> int:
     return sum(len(group.table) for group in trainer.tables.groups)
 
@@ -115,9 +120,13 @@ def fill(communicators: Communicators, keys: int, size: int, memory: str, folder
 
 
 def load(communicators: Communicators, size: int, memory: str, folder: Path) -> dict[str, Any]:
-    with trainer_of(communicators, memory, folder) as trainer:
+    saved = folder / "checkpoint"
+    with (
+        trainer_of(communicators, memory, folder) as trainer,
+        trainer.saver(saved, full_every=0) as saver,
+    ):
         began = time.perf_counter()
-        trainer.load(folder / "checkpoint")
+        trainer.load(saver)
         seconds = time.perf_counter() - began
         steps = trainer.next_step
         rows = sampled(trainer, int(steps * size * (1 - OLD)))
@@ -125,8 +134,13 @@ def load(communicators: Communicators, size: int, memory: str, folder: Path) -> 
         first = time.perf_counter()
         own = communicators.rank, communicators.world_size
         list(trainer.run(batch(each, size, *own) for each in range(steps, steps + 5)))
+        trained = time.perf_counter()
+        saver.save(steps + 5)
+        saver.wait()
+        changes = bytes_in(saved / f"step-{steps + 5:012d}")
         return {
-            "load_seconds": seconds, "same": same, "five_steps_seconds": time.perf_counter() - first,
+            "load_seconds": seconds, "same": same, "five_steps_seconds": trained - first,
+            "changes_seconds": time.perf_counter() - trained, "changes_bytes": changes,
             "rows": rows_of(trainer), "peak": peak_bytes(),
         }  # fmt: skip
 
@@ -143,7 +157,7 @@ def main() -> None:
             pool.run(fill, 1, options.keys, *given)
         found = json.loads((folder / "filled.json").read_text())
         print({name: value for name, value in found.items() if name != "step_seconds"}, flush=True)
-        size = sum(each.stat().st_size for each in (folder / "checkpoint").rglob("*") if each.is_file())
+        size = bytes_in(folder / "checkpoint")
         with RankPool([options.ranks], wait) as pool:
             loaded = pool.run(load, options.ranks, *given)
         for each in loaded:

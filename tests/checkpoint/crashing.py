@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tritonrec import ops
-from tritonrec.checkpoint import Saver, single_rank, steps, writer
+from tritonrec.checkpoint import CheckpointStream, Saver, single_rank, steps, writer
 
 FULL_EVERY = 3
 KEYS = torch.cat([torch.arange(-30, 30) * 2**40, torch.tensor([-(2**63), 2**63 - 1, -1, 1])])
@@ -124,10 +124,15 @@ def gather_over(links: list[socket.socket], rank: int) -> Callable[[str], list[s
     return gather if links else single_rank
 
 
-def save_steps(directory: Path, rank: int, world_size: int, gather, count: int, report: int) -> None:
+def save_steps(
+    directory: Path, rank: int, world_size: int, gather, count: int, report: int, follows: bool
+) -> None:
     """Go on from the newest checkpoint for `count` steps, writing a byte to `report` after each."""
     first = (steps(directory) or [0])[-1] + 1
     saver = Saver(directory, rank=rank, world_size=world_size, gather=gather, full_every=FULL_EVERY)
+    if follows and first > 1:
+        stream = CheckpointStream(directory)
+        saver.follow(stream.saved, stream.layers)
     for step in range(first, first + count):
         full = saver.next_is_full()
         table, gone = (table_at(step), KEYS[:0]) if full else change_at(step)
@@ -140,9 +145,17 @@ def save_steps(directory: Path, rank: int, world_size: int, gather, count: int, 
 
 
 def run(
-    directory: str, world_size: int, victims: list[int], point: int = 0, after: float = 0, count: int = 2
+    directory: str,
+    world_size: int,
+    victims: list[int],
+    point: int = 0,
+    after: float = 0,
+    count: int = 2,
+    follows: bool = False,
 ) -> dict[str, Any]:
     """One run of `world_size` ranks. `victims` die at file operation `point`, or `after` so many seconds.
+
+    `follows`: the first save is of changes to what is there.
 
     Returns how many steps a rank reported as saved, how each rank ended, and the operations of rank 0 and 1
     where nobody died.
@@ -161,7 +174,7 @@ def run(
             code = 3
             try:
                 gather = gather_over(own, rank)
-                save_steps(Path(directory), rank, world_size, gather, count, reports[rank][1])
+                save_steps(Path(directory), rank, world_size, gather, count, reports[rank][1], follows)
                 os.write(logs[rank][1], json.dumps(passed).encode())
                 code = 0
             finally:

@@ -168,8 +168,8 @@ def test_the_save_after_a_failure_is_full_on_all_ranks(tmp_path):
 
 
 def test_the_wrong_kind_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="full_every must be at least 1, got 0"):
-        Saver(tmp_path, full_every=0)
+    with pytest.raises(ValueError, match="full_every must be 0 or more, got -1"):
+        Saver(tmp_path, full_every=-1)
     with Saver(tmp_path, full_every=2) as saver:
         with pytest.raises(ValueError, match="the next checkpoint is full and takes no erased keys"):
             saver.save(1, {}, {}, {}, erased={})
@@ -180,10 +180,10 @@ def test_the_wrong_kind_is_refused(tmp_path):
 
 def test_a_checkpoint_in_the_place_of_the_one_saved_last_is_no_base(tmp_path):
     saved = save(tmp_path, 4, {"w": torch.zeros(2)}, {}, {})
-    assert saver._disk_error(saved) is None
+    assert saver._disk_error(saved)[0] is None
     shutil.rmtree(tmp_path)
     save(tmp_path, 4, {"w": torch.ones(2)}, {}, {})
-    assert saver._disk_error(saved) == f"{saved.path} is another checkpoint than the one saved last"
+    assert saver._disk_error(saved)[0] == f"{saved.path} is another checkpoint than the one saved last"
 
 
 def test_a_folder_that_is_not_there_has_no_steps(tmp_path):

@@ -87,7 +87,7 @@ def test_a_digest_in_parts_of_any_size_is_that_of_one_rank(monkeypatch, part):
         return state_digest(ranks, tables, dense)
 
     whole = digest(Communicators.local())
-    monkeypatch.setattr(gather, "PART_ROWS", part)
+    monkeypatch.setattr(gather, "PART_BYTES", part * 36)
     assert [*run_ranks(1, digest), *run_ranks(3, digest)] == [whole] * 4
 
     def sent(ranks):
@@ -95,9 +95,10 @@ def test_a_digest_in_parts_of_any_size_is_that_of_one_rank(monkeypatch, part):
         own = ids % ranks.world_size == ranks.rank
         tables.load("a", ids[own], rows[own])
         every = rows_of_all(ranks.shard_control, tables, to_all=False)
-        return sum(len(part) for _name, _ids, parts in every for part in parts)
+        return [len(part) for _name, _ids, parts in every for part in parts]
 
-    assert run_ranks(3, sent) == [50, 0, 0]  # rows go to one rank
+    sizes = [min(part, 50 - start) for start in range(0, 50, part)]
+    assert run_ranks(3, sent) == [sizes, [0] * len(sizes), [0] * len(sizes)]  # rows go to one rank
 
     def other_on_the_last(ranks):
         return digest(ranks, weight=torch.full((2,), ranks.rank == 2, dtype=torch.float32))

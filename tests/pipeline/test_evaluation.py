@@ -12,6 +12,7 @@ import torch
 from tritonrec.data import evaluate
 from tritonrec.embedding import Eviction, Placement, PrecisionTiers, TablePolicy
 from tritonrec.harness.job import Job
+from tritonrec.harness.train import gather
 from tritonrec.harness.train.evaluate import evaluate_model
 from tritonrec.harness.train.gather import whole_tables
 from tritonrec.harness.verify.thread_ranks import run_ranks
@@ -83,6 +84,7 @@ def test_ranks_find_together_what_one_process_finds_with_all_rows(
     data = JOBS[model].data.format(tmp_path / "log.csv")
     job = replace(JOBS[model], data=data, placement=placement(storage), policy=POLICIES[policy])
     monkeypatch.setattr(evaluation, "BLOCK_ITEMS", 13)
+    monkeypatch.setattr(gather, "PART_BYTES", 999)
 
     def judge(trainer):
         dense, whole = trainer.dense.evaluated, whole_tables(trainer.rows_of_ranks())

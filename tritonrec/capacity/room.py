@@ -30,7 +30,7 @@ def memory_left(limit: int | None = None, root: Path = Path("/")) -> Room:
 
     Args:
         limit: bytes of this process, resident; None: what the machine and the cgroups leave. Page cache that
-            the kernel can drop counts as left. Swap does not.
+            the kernel can drop counts as left, and no file that is mapped. Swap does not.
         root: of the file system, for tests.
 
     Raises OSError where the kernel does not tell, which is anywhere but on Linux.
@@ -78,7 +78,12 @@ def _of_cgroups(root: Path) -> Iterator[Room]:
                 continue
             if given == "max" or int(given) > _NO_LIMIT:
                 continue
-            droppable = stat.get("inactive_file" if new else "total_inactive_file", 0)
+            # The kernel drops active pages too, such as of rows that are read often, but not of code in use.
+            inactive, active, mapped = (
+                stat.get(name if new else f"total_{name}", 0)
+                for name in ("inactive_file", "active_file", "file_mapped" if new else "mapped_file")
+            )
+            droppable = inactive + max(active - mapped, 0)
             yield Room(int(given) - int(used) + droppable, int(given), f"the memory cgroup {folder}")
 
 

@@ -21,7 +21,7 @@ from ..kernels.arguments import check_rank
 from . import slices
 from .files import CheckpointError, describe, manifest_of, size_of, steps
 from .manifest import ERASED, MAX_HEADER_BYTES, read_manifest
-from .writer import columns_of, difference
+from .writer import Saved, columns_of, difference
 
 SLICE_BYTES = 16 << 20
 """Of files that `CheckpointStream.rows` reads at a time."""
@@ -123,6 +123,7 @@ class CheckpointStream:
     Attributes:
         step: number of steps of the saved state. meta: as saved. world_size: of the run that saved.
         digest: of the manifest, which has those of all files.
+        saved: the checkpoint as a base of changes. layers: saves that it is made of.
         columns: by table and column the dtype and the shape of a row, such as ``("float32", [64])``.
 
     Raises CheckpointError as `load`.
@@ -130,7 +131,9 @@ class CheckpointStream:
 
     def __init__(self, directory: Place | str, step: int | None = None):
         self._directory = place_of(directory)
-        self.step, _, self._body, self._advice = _opened(self._directory, step)
+        self.step, path, self._body, self._advice = _opened(self._directory, step)
+        self.saved = Saved(self.step, path, self._body["manifest_sha256"], 0)
+        self.layers = max((len(table["layers"]) for table in self._body["tables"].values()), default=1)
         self.meta: dict[str, Any] = self._body["meta"]
         self.world_size: int = self._body["world_size"]
         self.digest = _digest(self._body)

@@ -21,6 +21,9 @@ from .manifest import first_missing, read_manifest
 from .rows import close_rows
 from .writer import Saved, Tables, copy_of, save
 
+MOST_LAYERS = 256
+"""Saves of changes after which one is full where bytes decide: a load opens files of each."""
+
 
 class Saver:
     """Writes checkpoints on a background thread, one at a time, while training goes on::
@@ -37,8 +40,10 @@ class Saver:
 
     Args:
         directory, rank, world_size, gather: see `save`.
-        full_every: one checkpoint of this many is full, the others are incremental. The first one is also
-            full, and one after a failed save, or after files of the last checkpoint were removed.
+        full_every: one checkpoint of this many is full, the others are incremental; 0: once the files of
+            changes since the last full one have as many bytes as its own, or are of `MOST_LAYERS` saves.
+            The first one is also full, and one after a failed save, one at the step of the last checkpoint,
+            or after files of that were removed.
         context: makes a context manager for the thread's work, from the step.
 
     Raises:
@@ -60,8 +65,8 @@ class Saver:
         full_every: int = 1,
         context: Callable[[int], AbstractContextManager[object]] = nullcontext,
     ):
-        if full_every < 1:
-            raise ValueError(f"full_every must be at least 1, got {full_every}")
+        if full_every < 0:
+            raise ValueError(f"full_every must be 0 or more, got {full_every}")
         check_rank(rank, world_size)
         self.directory = place_of(directory).absolute()  # a thread writes later, wherever the program is then
         self.rank, self.world_size, self.gather = rank, world_size, gather
@@ -82,15 +87,28 @@ class Saver:
             self._lock.release()
             raise
 
-    def next_is_full(self) -> bool:
-        """Whether the next save takes the whole state, rather than the changes since the last save.
+    def follow(self, saved: Saved, layers: int) -> None:
+        """Save changes of `saved`, of so many `layers` in this directory, which was loaded on all ranks.
+
+        The caller logs changes from then on.
+        """
+        self.wait()
+        self._last, self._since_full, self._next_is_full = saved, layers, None
+
+    def next_is_full(self, step: int | None = None) -> bool:
+        """Whether the next save, at `step`, takes the whole state, rather than the changes since the last.
 
         Collective, and the same on all ranks. Waits for a running save, and raises its error. If files that
         an incremental checkpoint needs are missing, the next one is full, with a warning on rank 0.
         """
         self.wait()
         if self._next_is_full is None:
-            self._next_is_full = self._since_full in (0, self.full_every) or self._base_is_gone()
+            self._next_is_full = (
+                self._since_full == 0
+                or self._since_full >= (self.full_every or MOST_LAYERS)
+                or (self._last is not None and self._last.step == step)  # its manifest is replaced
+                or self._base_is_unfit()
+            )
         return self._next_is_full
 
     def save(
@@ -115,7 +133,7 @@ class Saver:
         """
         began = time.perf_counter()
         try:
-            full = self.next_is_full()
+            full = self.next_is_full(step)
             self.waited = time.perf_counter() - began
             if full != (erased is None):
                 raise ValueError(
@@ -193,29 +211,37 @@ class Saver:
     def _agreement(self, failed: str) -> Agreement:
         return Agreement(single_rank if self.world_size == 1 else self.gather, self.rank, failed)
 
-    def _base_is_gone(self) -> bool:
-        """Whether files of the last checkpoint are missing or changed; rank 0 checks for all."""
+    def _base_is_unfit(self) -> bool:
+        """Whether files of the last checkpoint are missing or changed, or the changes in it, where that is
+        the rule, outweigh the rest; rank 0 checks for all.
+        """
         assert self._last is not None
         agreement = self._agreement(f"{self._last.path} could not be checked")
         with agreement.phase() as report:
             if self.rank == 0:
-                report["problem"] = _disk_error(self._last)
-        problem = agreement.reports[0]["problem"]
+                report["problem"], report["outweighed"] = _disk_error(self._last)
+        problem, outweighed = (agreement.reports[0][name] for name in ("problem", "outweighed"))
         if problem and self.rank == 0:
             warnings.warn(
                 f"{problem}, and an incremental checkpoint needs it: a full checkpoint is saved instead",
                 RuntimeWarning,
                 stacklevel=3,
             )
-        return bool(problem)
+        return bool(problem) or (outweighed and not self.full_every)
 
 
-def _disk_error(saved: Saved) -> str | None:
-    """An error about a saved checkpoint's manifest and file lengths on the disk; None if they are right."""
+def _disk_error(saved: Saved) -> tuple[str | None, bool]:
+    """An error about a saved checkpoint's manifest and file lengths on the disk, None if they are right;
+    whether its files of changes have as many bytes as those below them.
+    """
     try:
         body = read_manifest(saved.path)
     except CheckpointError as error:
-        return str(error)
+        return str(error), False
     if body["manifest_sha256"] != saved.sha256:
-        return f"{saved.path} is another checkpoint than the one saved last"
-    return first_missing(saved.path.parent, body)
+        return f"{saved.path} is another checkpoint than the one saved last", False
+    first = written = 0
+    for table in body["tables"].values():
+        sizes = [sum(part["bytes"] for part in layer["parts"]) for layer in table["layers"]]
+        first, written = first + sizes[0], written + sum(sizes)
+    return first_missing(saved.path.parent, body), written >= 2 * first

@@ -121,7 +121,7 @@ class _Writer:
         self._rank, self._gather, self._context = rank, gather, options["context"]
         self.future: Future[None]
 
-    def next_is_full(self) -> bool:
+    def next_is_full(self, step: int) -> bool:
         return True
 
     def save(

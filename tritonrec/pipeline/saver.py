@@ -36,7 +36,8 @@ class TrainingSaver:
     """Saves a training beside its steps; every `full_every`-th checkpoint is whole, the others hold changes.
 
     One replica of the tables is saved. The directory is this training's from here on (`checkpoint.Saver`).
-    Use as a context manager: leaving it waits for the save under way.
+    Use as a context manager: leaving it waits for the save under way. ``Trainer.load(saver)`` loads from its
+    directory, and the next save holds what changed since.
 
     Args:
         directory: visible to all ranks. tables, dense: what is saved.
@@ -67,7 +68,7 @@ class TrainingSaver:
         self._communicators, self._loader, self._config = communicators, loader, config or WindowConfig()
         self.tables, self.dense, self.meta = tables, dense, meta
         self._vocabularies, self._check = vocabularies, check
-        self._incremental = full_every > 1
+        self.directory, self._incremental = directory, full_every != 1
         self._saver: Any = None
         # All savers have one group: a save under way, of another one, ends before this one's collectives.
         self._turn = ExitStack()
@@ -115,7 +116,7 @@ class TrainingSaver:
     def _save(
         self, step: int, plain: Mapping[str, Any], shared: dict[str, torch.Tensor], meta: dict[str, Any]
     ) -> None:
-        full = self._saver.next_is_full()
+        full = self._saver.next_is_full(step)
         dense = {name.removeprefix(f"{DENSE}/"): tensor.clone() for name, tensor in shared.items()}
         dense |= tensors_of(self._vocabularies())
         own = {DENSE: plain, EMBEDDING: self.tables.describe(), PRECISION: self._config.precision}
@@ -129,6 +130,12 @@ class TrainingSaver:
         else:
             changed, erased = self.tables.snapshot_of_changes()
             self._saver.save(step, dense, changed, values, erased=erased, owned=True)
+
+    def follow(self, stream: CheckpointStream) -> None:
+        """Save changes of the checkpoint of this directory whose rows were just loaded, by all ranks."""
+        if self._saver is not None and self._incremental:
+            self.tables.track_changes()
+            self._saver.follow(stream.saved, stream.layers)
 
     def wait(self) -> None:
         """Wait for the save under way, and raise its error."""
@@ -153,8 +160,8 @@ def restore(
     loader: SupportsState | None = None,
     changed: Collection[str] = (),
     vocabularies: dict[str, Vocabulary] | None = None,
-) -> int:
-    """Load this rank's part of the newest checkpoint; returns its step. Collective.
+) -> Any:
+    """Load this rank's part of the newest checkpoint; returns what was read. Collective.
 
     Everything is checked on every rank before anything is changed on one, see `whole_or_nothing`.
     `vocabularies` must extend those that were saved, and get those that are missing.
@@ -187,7 +194,7 @@ def restore(
     load()
     if vocabularies is not None:
         vocabularies |= {name: each for name, each in saved.items() if name not in vocabularies}
-    return stream.step
+    return stream
 
 
 def _read_rows(

@@ -401,7 +401,7 @@ class Trainer:
 
     def load(
         self,
-        directory: Source,
+        directory: Source | TrainingSaver,
         accept: Callable[[dict[str, Any]], None] = lambda meta: None,
         loader: SupportsState | None = None,
         changed: Collection[str] = (),
@@ -414,6 +414,8 @@ class Trainer:
         are loaded.
 
         Args:
+            directory: of checkpoints; or this trainer's `saver`, which then goes on with changes of what it
+                has loaded, unless settings are `changed`.
             accept: is called with the metadata that was saved, and may raise; nothing is loaded then.
             loader: gets the position that was saved with ``loader=``.
             changed: settings that may differ from those of the training that saved (`recipe.SETTINGS`):
@@ -423,10 +425,17 @@ class Trainer:
         Raises RuntimeError while batches are in flight, ValueError or `CheckpointError` for a checkpoint that
         is damaged, of another model, optimizer or table, or of other settings that are not `changed`.
         """
-        self.next_step = restore(
+        saver = None
+        if isinstance(directory, TrainingSaver):
+            saver, directory = directory, directory.directory
+            saver.wait()
+        stream = restore(
             self._communicators, directory, self.tables, self.dense, self.config, accept, loader, changed,
             self.vocabularies,
         )  # fmt: skip
+        self.next_step = stream.step
+        if saver and not changed:
+            saver.follow(stream)
         self._broken = ""
         if self._average is not None:
             self._average.forget()

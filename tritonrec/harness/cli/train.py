@@ -132,7 +132,7 @@ def train(
         at_urls=("--checkpoint", "--log-dir"),
         inputs={"--data": log_of(run.job.data), "--plan": run.plan},
     )
-    if not run.checkpoint and (run.save_every or run.full_every > 1):
+    if not run.checkpoint and (run.save_every or run.full_every != 1):
         raise typer.BadParameter("--save-every and --full-every go with --checkpoint")
     if run.job.lr_warmup and run.job.lr_schedule not in ("linear", "cosine"):
         raise typer.BadParameter("--lr-warmup goes with --lr-schedule linear or cosine")

@@ -18,8 +18,8 @@ from ...files.places import place_of
 from ...pipeline import RowsOfRanks
 from ...trace import save_joined
 
-PART_ROWS = 1 << 16
-"""Rows that are gathered at a time."""
+PART_BYTES = 8 << 20
+"""Of rows that are gathered at a time; there are a few copies of them."""
 
 
 def totals(communicator: Communicator, counts: dict[str, int]) -> dict[str, int]:
@@ -83,7 +83,7 @@ def _add(digest: hashlib._Hash, values: torch.Tensor) -> None:
 def rows_of_all(
     over: Communicator, tables: HashTableCollection, to_all: bool = True
 ) -> Iterator[tuple[str, torch.Tensor, Iterator[torch.Tensor]]]:
-    """Logical tables with the ids of all ranks (n,) int64, ascending, and their rows in parts of `PART_ROWS`.
+    """Logical tables, ids of all ranks (n,) int64, ascending, and their rows in parts of `PART_BYTES`.
 
     Rows (k, row_width) are in host memory. Collective, and so is each part: take all of a table before the
     next one. Unless `to_all` the first of the ranks alone gets rows, and others none.
@@ -102,7 +102,7 @@ def rows_of_all(
 
 
 def _parts(over: Communicator, rows: Rows, ids: torch.Tensor, to_all: bool) -> Iterator[torch.Tensor]:
-    firsts = ids[::PART_ROWS].numpy()
+    firsts = ids[:: max(1, PART_BYTES // (4 * rows.like["rows"].shape[1]))].numpy()
 
     def sort(some: torch.Tensor) -> tuple[np.ndarray, list[int]]:
         part = np.searchsorted(firsts, some.numpy(), side="right") - 1
@@ -128,6 +128,9 @@ def whole_tables(rows: RowsOfRanks) -> HashTableCollection:
     ]
     whole = HashTableCollection(features, RowOptimizer("sgd"), merge=False, seed=rows.tables.seed)
     for name, ids, parts in rows_of_all(rows.over, rows.tables):
-        for part, values in zip(ids.split(PART_ROWS), parts, strict=False):
-            whole.load(name, part, values[:, : rows.tables.dim_of(name)])
+        start = 0
+        for values in parts:
+            end = start + len(values)
+            whole.load(name, ids[start:end], values[:, : rows.tables.dim_of(name)])
+            start = end
     return whole

@@ -114,7 +114,7 @@ def train(
         start, states = 0, dict[str, Any]()
         if memory or _goes_on(run, communicators):
             copies = memory.copies if memory else None
-            start, states = resume(trainer, run, position, copies, None if called_again else whole)
+            start, states = resume(trainer, run, position, copies, None if called_again else whole, saver)
         publisher = None
         if run.warm_start and not start:
             console.print(str(trainer.warm_start(run.warm_start)), highlight=False, markup=False)

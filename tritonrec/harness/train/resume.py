@@ -9,7 +9,7 @@ from typing import Any
 
 from ... import checkpoint
 from ...data import DynamicStream
-from ...pipeline import SupportsState, Trainer
+from ...pipeline import SupportsState, Trainer, TrainingSaver
 from ...resilience import PeerCopies
 from ...settings import values_by_option
 from ..job import Job
@@ -65,13 +65,15 @@ def resume(
     loader: SupportsState | None = None,
     copies: PeerCopies | None = None,
     whole: SupportsState | None = None,
+    saver: TrainingSaver | None = None,
 ) -> tuple[int, dict[str, Any]]:
     """Load the newest checkpoint; returns its step, and the states that were saved with it: those of early
     stopping and of streaming metrics, where there were any.
 
     Each rank reads the slices it owns, whatever world size saved them; `loader` goes on at its position, and
-    `whole`, a loader without one, must have the batches of the run that saved. With
-    `copies` they are loaded where they are newer; and step 0 is returned where there is no state at all.
+    `whole`, a loader without one, must have the batches of the run that saved. `saver`
+    goes on with changes. With `copies` they are loaded where they are newer; and step 0 is returned where
+    there is no state at all.
     """
     usual = _settings(
         {"job": Job().as_json(), **dict.fromkeys(PRECISIONS, "float32")}
@@ -109,7 +111,7 @@ def resume(
         step = copies.restore(trainer, run.checkpoint, accept, position, run.changed)
     else:
         assert run.checkpoint is not None
-        step = trainer.load(run.checkpoint, accept, position, run.changed)
+        step = trainer.load(saver or run.checkpoint, accept, position, run.changed)
     if run.new_data and isinstance(loader, DynamicStream):
         loader.begin_at(step)
     if step % run.window.accumulate:

@@ -37,7 +37,7 @@ class Run:
         job: data, model, optimizer settings. mode, window: see `Trainer`. optimizer: of rows and dense.
         steps: train up to this step, counted from the run's beginning.
         checkpoint: directory to save to. save_every: steps between saves; the last step is saved always.
-        full_every: every n-th save is whole, those between hold the changes.
+        full_every: every n-th save is whole, those between hold the changes; 0: see `checkpoint.Saver`.
         warm_start: directory of another training's checkpoint, whose weights are taken where a run begins.
         resume: go on from the newest checkpoint there; ``"auto"``: begin where there is none, and where the
             run has ended evaluate what it left. new_data: go on with another log, from the same step on.
@@ -69,7 +69,12 @@ class Run:
     steps: int = setting(100, "Steps in all; 0: those of 20 epochs.", 0, MOST)
     checkpoint: Path | None = setting(None, "Directory to save to.")
     save_every: int = setting(0, "Steps between saves; 0: at the end only.", 0, MOST)
-    full_every: int = setting(1, "Whole checkpoints among the saves; the others hold changes.", 1, MOST)
+    full_every: int = setting(
+        1,
+        "Whole checkpoints among the saves; the others hold changes. 0: once changes outweigh them.",
+        0,
+        MOST,
+    )
     warm_start: str = setting("", "Begin with the tables and parameters that fit of this checkpoint.")
     resume: Resume = setting(
         False, "Go on from the newest checkpoint; =auto: or begin without one, and end where all is done."
