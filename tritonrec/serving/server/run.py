@@ -19,7 +19,7 @@ from uvicorn.supervisors.multiprocess import Multiprocess, Process
 
 from ...files import ScratchFolder
 from ...files.places import Place, place_of
-from ...nn import HSTU, HSTUConfig
+from ...nn import NextItemModel
 from ..approximate import ApproximatePredictor, Index
 from ..manifest import read_manifest
 from ..predictor import Predictor
@@ -38,12 +38,12 @@ class Source:
     """Where the model is.
 
     Args:
-        path: of the export; None where `follow` is alone. sizes: of the HSTU, for cached inference within
-            `memory`. follow: the URL that a trainer publishes to.
+        path: of the export; None where `follow` is alone. model: of the trained configuration, for cached
+            inference within `memory`. follow: the URL that a trainer publishes to.
     """
 
     path: Place | str | None
-    sizes: HSTUConfig | None = None
+    model: NextItemModel | None = None
     memory: str = "2GiB"
     follow: str | None = None
     approximate: Index | None = None
@@ -51,8 +51,7 @@ class Source:
     def open(self, config: ServerConfig) -> Served:
         """Read it."""
         load = None if self.path is None else self._load
-        model = None if self.sizes is None else HSTU(self.sizes)
-        return Served(load, model, self.memory, config.workers == 1, config.max_users)
+        return Served(load, self.model, self.memory, config.workers == 1, config.max_users)
 
     def _load(self) -> Predictor:
         assert self.path is not None
@@ -116,7 +115,7 @@ def serve(source: Source, config: ServerConfig = DEFAULTS, token: str | None = N
         raise ValueError(
             f"{config.host} can be reached by others: give --token-file or the variable TRITONREC_TOKEN"
         )
-    if config.workers > 1 and source.sizes is not None:
+    if config.workers > 1 and source.model is not None:
         raise ValueError("a cache of users' keys and values needs one worker: each would have its own")
     options: dict[str, Any] = {
         "host": config.host, "port": config.port, "workers": config.workers, "factory": True,
