@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from multiprocessing import parent_process
 from threading import Thread
@@ -23,6 +24,7 @@ from ...nn import NextItemModel
 from ..approximate import ApproximatePredictor, Index
 from ..manifest import read_manifest
 from ..predictor import Predictor
+from ..spread import SpreadPredictor
 from .app import DEFAULTS, create_app
 from .follow import open_follower
 from .guard import Impatient
@@ -50,11 +52,13 @@ class Source:
 
     def open(self, config: ServerConfig) -> Served:
         """Read it."""
-        load = None if self.path is None else self._load
+        load = None if self.path is None else partial(self._load, config)
         return Served(load, self.model, self.memory, config.workers == 1, config.max_users)
 
-    def _load(self) -> Predictor:
+    def _load(self, config: ServerConfig) -> Predictor:
         assert self.path is not None
+        if config.ranks > 1:
+            return SpreadPredictor(self.path, config.ranks, timedelta(seconds=config.timeout))
         exact = Predictor.load(self.path)
         if self.approximate is None:
             return exact
@@ -115,6 +119,8 @@ def serve(source: Source, config: ServerConfig = DEFAULTS, token: str | None = N
         raise ValueError(
             f"{config.host} can be reached by others: give --token-file or the variable TRITONREC_TOKEN"
         )
+    if config.ranks > 1 and (config.workers > 1 or source.follow is not None):
+        raise ValueError("--ranks goes neither with --workers nor with --follow: ranks load one export")
     if config.workers > 1 and source.model is not None:
         raise ValueError("a cache of users' keys and values needs one worker: each would have its own")
     options: dict[str, Any] = {
