@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ...nn import HSTU, SASRec
 from ...optional import require
 from ...serving.approximate import Index
 from ...serving.server import ServerConfig
@@ -60,7 +61,7 @@ def serve(
         from ...serving.server.run import Source, serve
 
         trained = None if cached is None else trained_model(cached, None, "serve without --cached")
-        if trained is not None and not hasattr(getattr(trained, "layer", None), "over"):
+        if not (trained is None or isinstance(trained, (HSTU, SASRec))):
             raise ValueError(f"--cached serves HSTU and SASRec, and {cached} has {type(trained).__name__}")
         source = Source(model, trained, memory, follow, approximate)
         serve(source, replace(config, host=host), token_of(token_file))

@@ -57,9 +57,10 @@ class Source:
 
     def _load(self, config: ServerConfig) -> Predictor:
         assert self.path is not None
-        if config.ranks > 1:
-            return SpreadPredictor(self.path, config.ranks, timedelta(seconds=config.timeout))
-        exact = Predictor.load(self.path)
+        if config.ranks == 1:
+            exact = Predictor.load(self.path)
+        else:
+            exact = SpreadPredictor(self.path, config.ranks, timedelta(seconds=config.timeout))
         if self.approximate is None:
             return exact
         found = ApproximatePredictor(exact, self.approximate)
