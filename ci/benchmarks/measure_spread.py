@@ -4,14 +4,16 @@
     python ci/benchmarks/measure_spread.py --rows 20000 --seconds 3 --json FILE
 
 26 tables of so many rows, 32 columns; each request has so many impressions, known and unknown ids, from eight
-connections. Every answer is compared with the Predictor's in every bit. The servers take turns; a rate is the
-median over rounds. Memory is the proportional share (PSS) of all processes of a server, and of the largest.
+connections. Every answer is compared with the Predictor's in every bit. The servers take turns; a rate, and
+the processor's time for a request in all processes of a server, is the median over rounds. Memory is the
+proportional share (PSS) of all processes, and of the largest.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import signal
 import subprocess
@@ -85,6 +87,12 @@ def shares(process: int) -> list[int]:
     return [int(re.search(r"^Pss:\s+(\d+) kB", text, re.M)[1]) * 1024 for text in texts]  # type: ignore[index]
 
 
+def processor_seconds(process: int) -> float:
+    """Of all processes of a server."""
+    texts = [Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split() for each in family(process)]
+    return sum(int(text[11]) + int(text[12]) for text in texts) / os.sysconf("SC_CLK_TCK")
+
+
 def measured(path: Path, words: list[str], requests: list[Any], seconds: float) -> dict[str, float]:
     command = [sys.executable, "-m", "tritonrec", "serve", str(path), "--port", "0", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
@@ -106,12 +114,13 @@ def measured(path: Path, words: list[str], requests: list[Any], seconds: float) 
 
         with ThreadPoolExecutor(CONNECTIONS) as pool:
             [*pool.map(load, range(CONNECTIONS), [0.0] * CONNECTIONS)]  # compiles
-            began = time.monotonic()
+            began, before = time.monotonic(), processor_seconds(server.pid)
             count = sum(pool.map(load, range(CONNECTIONS), [began + seconds] * CONNECTIONS))
             rate = count / (time.monotonic() - began)
+            spent = (processor_seconds(server.pid) - before) / count * 1e3
         memory = shares(server.pid)
         server.send_signal(signal.SIGTERM)
-    return {"rate": rate, "all_bytes": sum(memory), "largest_bytes": max(memory)}
+    return {"rate": rate, "processor_ms": spent, "all_bytes": sum(memory), "largest_bytes": max(memory)}
 
 
 def main() -> None:
@@ -130,7 +139,8 @@ def main() -> None:
         rows.append({"server": name, **row, "ratio": median(ratios), "ratios": ratios})
         print(
             f"{name:12} {row['rate']:7.1f} requests/s, {median(ratios):.2f} of one process "
-            f"({min(ratios):.2f} to {max(ratios):.2f}); PSS {row['all_bytes'] / 2**20:,.0f} MiB in all, "
+            f"({min(ratios):.2f} to {max(ratios):.2f}); {row['processor_ms']:.1f} ms of the processor; "
+            f"PSS {row['all_bytes'] / 2**20:,.0f} MiB in all, "
             f"{row['largest_bytes'] / 2**20:,.0f} of the largest process"
         )
     record(options, rows=rows)

@@ -56,15 +56,16 @@ def test_probabilities_have_the_bits_of_one_process(exported, ranks, samples):
 
 
 def held(communicators):
-    """Features whose tables a rank holds."""
-    return [*spread._opened["model"].tables]
+    """Tables that a rank has loaded."""
+    (loaded,) = {rows.func.__self__ for rows in spread._opened["model"].tables.values()}
+    return [*loaded.tables]
 
 
 def test_each_table_is_in_one_process(exported, ranks):
-    features = ranks.manifest["dense"]["features"]
+    features, tables = ranks.manifest["dense"]["features"], ranks.manifest["tables"]
     of_ranks = ranks._pool.run(held, RANKS)
-    assert sorted(name for each in of_ranks for name in each) == sorted(features) and all(of_ranks)
-    assert not ranks.tables
+    assert sorted(name for each in of_ranks for name in each) == sorted(tables) and all(of_ranks)
+    assert len(tables) == len(features) and not ranks.tables
     with pytest.raises(ValueError, match="spread over processes"):
         ranks.rows(features[0], torch.tensor([1]))
 
