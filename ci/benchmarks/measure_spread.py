@@ -4,9 +4,9 @@
     python ci/benchmarks/measure_spread.py --rows 20000 --seconds 3 --json FILE
 
 26 tables of so many rows, 32 columns; each request has so many impressions, known and unknown ids, from eight
-connections. Every answer is compared with the Predictor's in every bit. The servers take turns; a rate, and
-the processor's time for a request in all processes of a server, is the median over rounds. Memory is the
-proportional share (PSS) of all processes, and of the largest.
+connections, in batches of 512 at most. Every answer is compared with the Predictor's in every bit. The
+servers take turns; a rate, and the processor's time for a request in all processes of a server, is the median
+over rounds. Memory is the proportional share (PSS) of all processes, and of the largest.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tritonrec.data import ClickLoader, ClickLog
 from tritonrec.nn import DLRM, DLRMConfig
 from tritonrec.serving import Predictor, export
 
-FEATURES, DENSE, DIM, CONNECTIONS, BODIES = 26, 13, 32, 8, 32
+FEATURES, DENSE, DIM, CONNECTIONS, BODIES, BATCH = 26, 13, 32, 8, 32, 512
 SERVERS = {"one process": [], "2 ranks": ["--ranks", "2"], "2 workers": ["--workers", "2"]}
 
 
@@ -94,7 +94,18 @@ def processor_seconds(process: int) -> float:
 
 
 def measured(path: Path, words: list[str], requests: list[Any], seconds: float) -> dict[str, float]:
-    command = [sys.executable, "-m", "tritonrec", "serve", str(path), "--port", "0", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "tritonrec",
+        "serve",
+        str(path),
+        "--port",
+        "0",
+        "--batch",
+        str(BATCH),
+        *words,
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
         assert server.stdout is not None
         found = re.search(r":(\d+)$", server.stdout.readline())
