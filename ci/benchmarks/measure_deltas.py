@@ -6,9 +6,10 @@
 An HSTU of two layers and 64 dimensions trains in mode "nestpipe" in this process, over a table of so many
 rows; one follower polls a folder in another process. Stretches of `every` steps with and without a
 publication take turns, so that a delta has the rows of twice as many steps. `held` is the time for which a
-publication holds the caller's thread, and its share of a stretch; the ratio of the stretches' medians also
-has what the threads and the follower take from the steps. Visible: from the moment at which the state was
-taken until the follower has it, by the clock of one machine, also of publications after single steps.
+publication holds the caller's thread, and its share of a stretch, also of that thread's processor time over
+that of a stretch; the ratio of the stretches' medians also has what the threads and the follower take from
+the steps. Visible: from the moment at which the state was taken until the follower has it, by the clock of
+one machine, also of publications after single steps.
 
 Before, `LiveTable` alone, at so many rows of 64 columns: a delta of 1,000 known rows, of 1,000 new ones
 behind the last, and of 1,000 in between, beside a copy of the table.
@@ -79,16 +80,20 @@ def measure_training(rows: int, batch: int, every: int, steps: int, more: int) -
             plain: list[float] = []
             published: list[float] = []
             held: list[float] = []
+            held_cpu: list[float] = []
+            plain_cpu: list[float] = []
             changed: list[tuple[int, int]] = []
             for stretch in range(2 * steps // every):
                 first = trainer.next_step
-                began = time.perf_counter()
+                began, spent, own = time.perf_counter(), time.process_time(), time.thread_time()
                 if stretch % 2:  # the threads' work falls into the steps that follow
                     publisher.publish()
                     held.append(time.perf_counter() - began)
+                    held_cpu.append(time.thread_time() - own)
                 for _ in trainer.run(loader.batch(step) for step in range(first, first + every)):
                     pass
                 (published if stretch % 2 else plain).append(time.perf_counter() - began)
+                plain_cpu += [time.process_time() - spent] * (1 - stretch % 2)
             of_stretches = publisher.sequence
             for _ in range(more):
                 for _ in trainer.run([loader.batch(trainer.next_step)]):
@@ -109,6 +114,7 @@ def measure_training(rows: int, batch: int, every: int, steps: int, more: int) -
     return {
         "rows": rows, "batch": batch, "every": every, "step_ms": 1e3 * step,
         "held_ms": 1e3 * median(held), "held_share": sum(held) / (len(held) * median(plain)),
+        "held_cpu_share": sum(held_cpu) / (len(held) * median(plain_cpu)),
         "stretch_ratio": median(published) / median(plain),
         "visible_p50_s": median(visible), "visible_p99_s": visible[int(0.99 * (len(visible) - 1))],
         "apply_ms": 1e3 * median(applied), "publications": len(held) + more, "seen": len(seen),

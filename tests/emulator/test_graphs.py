@@ -28,6 +28,8 @@ from tritonrec.nn import (  # noqa: E402
     FuXiConfig,
     GradientAccumulator,
     HSTUConfig,
+    SASRec,
+    SASRecConfig,
     scaled_dot_product_attention,
     sum_by_sample,
 )
@@ -122,7 +124,10 @@ class DropsMore(HSTU):
         return self.more(super().encode(batch, self.more(rows), seed))
 
 
-KINDS = {"hstu": HSTU, "fuxi": FuXi, "module": DropsMore}
+KINDS = {
+    "hstu": (HSTU, HSTUConfig), "fuxi": (FuXi, FuXiConfig), "module": (DropsMore, HSTUConfig),
+    "sasrec": (SASRec, SASRecConfig),
+}  # fmt: skip
 SEEDS = [7, 7, 2**62 + 11, -5, 0]
 
 
@@ -131,8 +136,8 @@ def test_dropout_draws_from_the_seed_of_each_micro_batch(kind):
     """The same samples under other seeds, of which the first is not the recorded one."""
     torch.manual_seed(3)
     sizes = {**vars(SIZES), "layers": 2, "dropout": 0.4, "input_dropout": 0.3}
-    config = FuXiConfig(**{k: v for k, v in sizes.items() if k in FuXiConfig.__dataclass_fields__})
-    net = KINDS[kind](config if kind == "fuxi" else HSTUConfig(**sizes)).to("cuda")
+    build, config = KINDS[kind]
+    net = build(config(**{k: v for k, v in sizes.items() if k in config.__dataclass_fields__})).to("cuda")
     made, _ = graphs(4, 30)
     parts = [batch(MICRO_BATCHES["some"])] * len(SEEDS)
     expected, sums = called(net, parts, plain(net), SEEDS)

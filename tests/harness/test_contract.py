@@ -58,6 +58,7 @@ CASES = [
     Case("fwp", "batch", 4, 3, True, "sgd", 3, variant="bounded-lag"),
     # two versions served with cached keys and values
     Case("nestpipe", "batch", 2, 3, True, "adam", 8, 1, variant="cached"),
+    Case("fwp", "batch", 1, 2, False, "adagrad", 8, variant="cached-sasrec"),
     # a replica follows
     Case("nestpipe", "batch", 2, 3, True, "adam", 8, 1, variant="deltas"),
     # a server of two versions, asked by all at one time

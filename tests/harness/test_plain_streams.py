@@ -216,7 +216,7 @@ def test_a_log_is_read_whole_where_that_is_wanted(events, clicks, tmp_path):
         with pytest.raises(ValueError, match="dynamic, or --no-stream for a log that can be read whole"):
             replace(job, balance=True).loader()
         assert replace(job, balance=True, stream=False).loader().batch(0).num_samples == 16
-    with pytest.raises(ValueError, match="dynamic cuts streams of hstu and fuxi: choose --no-stream"):
+    with pytest.raises(ValueError, match="dynamic cuts streams of hstu, fuxi, sasrec: choose --no-stream"):
         replace(clicks, dynamic=True).loader()
 
 

@@ -74,7 +74,7 @@ def test_a_run_on_other_shards_is_not_gone_on_with(job, tmp_path):
 def test_a_stream_refuses_what_it_cannot_do(job):
     with pytest.raises(ValueError, match="a rank streams its own part only: choose dynamic"):
         replace(job, balance=True).loader()
-    with pytest.raises(ValueError, match="its rows are sequences, which hstu and fuxi stream"):
+    with pytest.raises(ValueError, match="sequences, which models of the next item stream"):
         replace(job, model="grm").loader()
 
 

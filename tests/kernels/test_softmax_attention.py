@@ -210,3 +210,18 @@ def test_an_argument_that_is_no_number_is_refused_by_name(name, number):
     q = torch.zeros(1, 1, 1)
     with pytest.raises(TypeError, match=f"{name} must be a number, got"):
         softmax_attention(q, q, q, torch.tensor([0, 1]), 1, **{name: number})
+
+
+def test_last_queries_have_the_bits_of_all():
+    """Whatever part of four rows they begin in, beside other sequences with more of them or none before."""
+    from tritonrec.kernels.softmax_attention import numba_softmax_attention as on_the_cpu
+
+    lengths, last = [71, 9, 1, 130, 66], [3, 9, 1, 70, 2]
+    draw = torch.Generator().manual_seed(4)
+    q, k, v = (torch.randn(sum(lengths), 2, size, generator=draw) * 3 for size in (5, 5, 7))
+    offsets, fresh = (torch.tensor([0, *np.cumsum(each)]) for each in (lengths, last))
+    rest = 0.8, True, None, 0.3, 5, torch.arange(5)
+    want = on_the_cpu.softmax_attention(q, k, v, offsets, None, 130, *rest)
+    own = torch.cat([torch.arange(end - n, end) for end, n in zip(offsets[1:].tolist(), last, strict=True)])
+    got = on_the_cpu.softmax_attention(q[own], k, v, fresh, offsets, 130, *rest, last=True)
+    assert all(torch.equal(a, b[own]) for a, b in zip(got, want, strict=True))

@@ -101,6 +101,19 @@ def fuxi_layer(x, module, times):
     return y + linear(silu(gate) * value, module.ffn.outer)
 
 
+def sasrec_layer(x, module):
+    """One sample (n, d), without dropout."""
+    heads = module.config.heads
+    parts = linear(layer_norm(x, module.norm), module.qkv).split(module.sizes, 1)
+    attended = []
+    for q, k, v in zip(*(part.chunk(heads, 1) for part in parts), strict=True):
+        later = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+        scores = (q @ k.t() * module.config.qk_dim**-0.5).masked_fill(later, -torch.inf)
+        attended.append(torch.softmax(scores, 1) @ v)
+    x = x + linear(torch.cat(attended, 1), module.output)
+    return x + linear(linear(layer_norm(x, module.ffn_norm), module.inner).clamp(min=0), module.outer)
+
+
 def sampled_softmax(hidden, positives, negatives, valid, temperature):
     """Losses (n,) of one sample's tokens."""
     losses = []

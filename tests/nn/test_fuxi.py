@@ -1,4 +1,4 @@
-"""FuXi, and HSTU beside it: the formulas in float64, and a sample's bits depend on that sample alone."""
+"""FuXi, HSTU and SASRec: the formulas in float64, and a sample's bits depend on that sample alone."""
 
 from dataclasses import replace
 from functools import partial
@@ -17,6 +17,9 @@ from tritonrec.nn import (
     FuXiLayer,
     HSTUConfig,
     RelativeAggregate,
+    SASRec,
+    SASRecConfig,
+    SASRecLayer,
     Tokens,
 )
 
@@ -26,7 +29,10 @@ SIZES = {
 }  # fmt: skip
 CONFIG = FuXiConfig(**SIZES, ffn_dim=13, time_buckets=8)  # times further apart than 2**7 share a bucket
 PUBLISHED = replace(CONFIG, norm="rms")
-MODELS = {"fuxi": (FuXi, CONFIG), "fuxi-rms": (FuXi, PUBLISHED), "hstu": (HSTU, HSTUConfig(**SIZES))}
+MODELS = {
+    "fuxi": (FuXi, CONFIG), "fuxi-rms": (FuXi, PUBLISHED), "hstu": (HSTU, HSTUConfig(**SIZES)),
+    "sasrec": (SASRec, SASRecConfig(**SIZES, ffn_dim=13)),
+}  # fmt: skip
 LENGTHS = [5, 0, 1, 21, 3, 0, 7]
 NEGATIVES = 4
 SEED = 77
@@ -96,8 +102,12 @@ def oracle(model, batch, rows):
         own, times = parts[start:stop], batch.timestamps[start:stop]
         x = own[:, 0] * config.dim**0.5 + model.positions.weight[: stop - start]
         for layer in model.layers:
-            fuxi = isinstance(layer, FuXiLayer)
-            x = formulas.fuxi_layer(x, layer, times) if fuxi else formulas.hstu_layer(x, layer)
+            formula = formulas.hstu_layer
+            if isinstance(layer, FuXiLayer):
+                formula = partial(formulas.fuxi_layer, times=times)
+            elif isinstance(layer, SASRecLayer):
+                formula = formulas.sasrec_layer
+            x = formula(x, layer)
         hidden = formulas.layer_norm(x, model.norm)
         losses.append(
             formulas.sampled_softmax(
@@ -120,7 +130,7 @@ def test_forward_and_gradients_are_the_formula(accumulate, name, exactly):
     formulas.assert_same(results, model, exact, attached)
 
 
-@pytest.mark.parametrize("name", ["fuxi", "fuxi-rms"])
+@pytest.mark.parametrize("name", ["fuxi", "fuxi-rms", "sasrec"])
 @pytest.mark.parametrize("exactly", [False, True])
 def test_a_sample_keeps_its_bits_in_any_batch(accumulate, exactly, name):
     model, (batch, rows) = make_model(name), make_batch()
@@ -135,7 +145,7 @@ def test_a_sample_keeps_its_bits_in_any_batch(accumulate, exactly, name):
 
 
 @pytest.mark.parametrize("split", [[[b] for b in range(7)], [[3, 1], [], [0, 6], [5, 2, 4]]])
-@pytest.mark.parametrize("name", ["fuxi", "fuxi-rms"])
+@pytest.mark.parametrize("name", ["fuxi", "fuxi-rms", "sasrec"])
 def test_exact_sums_do_not_depend_on_the_split(same_sums, name, split):
     whole = make_batch()
     same_sums(make_model(name), run, whole, [select(*whole, subset) for subset in split])
@@ -156,6 +166,14 @@ def test_a_token_sees_no_later_token_nor_its_time():
         assert torch.equal(before[:4], after[:4]) and (before[4:] != after[4:]).any(1).all()
 
 
+def test_the_parts_of_a_sasrec_layer_draw_masks_of_their_own():
+    layer, (batch, _) = make_model("sasrec").layers[0], make_batch([7])
+    x, masks = torch.randn(7, CONFIG.dim), []
+    layer.drop.register_forward_hook(lambda module, given, out: masks.append(out == 0))
+    layer(x, Tokens.place(batch.offsets, batch.sample_ids, 21), SEED)
+    assert len(masks) == 2 and not torch.equal(*masks) and all(0 < each.sum() < 70 for each in masks)
+
+
 def test_only_differences_of_times_matter():
     model, (batch, rows) = make_model(), make_batch()
     later = replace(batch, timestamps=batch.timestamps + 10**15)
@@ -169,17 +187,19 @@ def test_only_differences_of_times_matter():
 
 
 @pytest.mark.parametrize("exactly", [False, True])
+@pytest.mark.parametrize("name", ["fuxi", "sasrec"])
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
-def test_empty_batches_and_samples(accumulate, lengths, exactly):
-    model, (batch, rows) = make_model(), make_batch(lengths)
+def test_empty_batches_and_samples(accumulate, lengths, name, exactly):
+    model, (batch, rows) = make_model(name), make_batch(lengths)
     attached = accumulate(model) if exactly else {}
     losses, hidden, gradient = run(model, batch, rows)
     assert losses.tolist() == [0.0] * len(lengths)
     assert len(hidden) == len(gradient) == 0 and not any(total.any() for total in attached.values())
 
 
-def test_layers_draw_masks_of_their_own():
-    model, (batch, rows) = make_model(), make_batch()
+@pytest.mark.parametrize("name", ["fuxi", "sasrec"])
+def test_layers_draw_masks_of_their_own(name):
+    model, (batch, rows) = make_model(name), make_batch()
     one, two, other = (model(batch, {"item": rows}, seed) for seed in (1, 1, 2))
     assert torch.equal(one, two) and not torch.equal(one, other)
     seeds = []

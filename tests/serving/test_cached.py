@@ -12,12 +12,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tritonrec import Communicators, FeatureConfig, HashTableCollection, RowOptimizer, Trainer
+from tritonrec import Communicators, FeatureConfig, HashTableCollection, RowOptimizer, Trainer, ops
 from tritonrec.data import Interactions, NextItemLoader, Vocabulary, load
-from tritonrec.nn import HSTU, FuXi, FuXiConfig, HSTUConfig
+from tritonrec.nn import (
+    HSTU,
+    FuXi,
+    FuXiConfig,
+    HSTUConfig,
+    HSTULayer,
+    NextItemModel,
+    PaddedNextItem,
+    SASRec,
+    SASRecConfig,
+    SASRecLayer,
+)
 from tritonrec.pipeline import WindowConfig
 from tritonrec.serving import Predictor, export
-from tritonrec.serving.cached import CachedPredictor, CacheMemoryError, encoder
+from tritonrec.serving.cached import CachedPredictor, CacheMemoryError
 from tritonrec.serving.cached.pages import PAGE, Pages
 from tritonrec.serving.users import UserHistories
 from tritonrec.settings import bytes_of
@@ -30,16 +41,19 @@ KINDS = [
     pytest.param((False, "float32"), id="plain", marks=pytest.mark.slow),
     pytest.param((True, "float32"), id="timed"),
     pytest.param((True, "bf16"), id="timed-bf16", marks=pytest.mark.slow),
+    pytest.param((False, "float32", SASRec), id="sasrec"),
+    pytest.param((False, "bf16", SASRec), id="sasrec-bf16", marks=pytest.mark.slow),
 ]
 
 
 class Exports:
     """Two versions of a model, as exports and as predictors that compute everything."""
 
-    def __init__(self, folder, timed, precision):
-        self.config, self.timed = HSTUConfig(**SIZES, relative_bias=timed), timed
+    def __init__(self, folder, timed, precision, kind):
+        self.kind, self.timed = kind, timed
+        self.config = SASRecConfig(**SIZES) if kind is SASRec else HSTUConfig(**SIZES, relative_bias=timed)
         torch.manual_seed(7)
-        model = HSTU(self.config)
+        model = self.model()
         with torch.no_grad():  # as after a long training: weights of time and position that matter
             for each in model.parameters():
                 each.mul_(1.5).add_(torch.randn(each.shape, dtype=torch.float32) * 0.1)
@@ -56,7 +70,7 @@ class Exports:
         self.full = [Predictor.load(path) for path in self.paths]
 
     def model(self):
-        return HSTU(self.config)
+        return self.kind(self.config)
 
     def load(self, path, unknown="initial"):
         """In place of `Predictor.load`, which takes a second."""
@@ -73,10 +87,10 @@ class Exports:
 def made(tmp_path_factory):
     kinds = {}
 
-    def of(timed, precision="float32"):
-        if (timed, precision) not in kinds:
-            kinds[timed, precision] = Exports(tmp_path_factory.mktemp("cached"), timed, precision)
-        return kinds[timed, precision]
+    def of(timed, precision="float32", kind=HSTU):
+        if (timed, precision, kind) not in kinds:
+            kinds[timed, precision, kind] = Exports(tmp_path_factory.mktemp("cached"), timed, precision, kind)
+        return kinds[timed, precision, kind]
 
     return of
 
@@ -316,8 +330,8 @@ def test_a_call_that_ends_in_an_error_leaves_the_cache_exact(made, monkeypatch):
             raise MemoryError
         return original(*arguments)
 
-    original = encoder.hstu_layer_over
-    monkeypatch.setattr(encoder, "hstu_layer_over", failing)
+    original = HSTULayer.over
+    monkeypatch.setattr(HSTULayer, "over", failing)
     with pytest.raises(MemoryError):
         served.cached.scores([0])
     monkeypatch.undo()
@@ -411,6 +425,9 @@ def test_other_models_are_refused_by_name(made, tmp_path):
     fuxi = FuXi(FuXiConfig(dim=16, max_seq_len=LONGEST))
     with pytest.raises(TypeError, match=r"FuXi has no cached inference"):
         CachedPredictor.load(exports.paths[0], fuxi)
+    padded = PaddedNextItem(torch.nn.Identity(), LONGEST)
+    with pytest.raises(TypeError, match=r"PaddedNextItem has no cached inference.*BERT4Rec"):
+        CachedPredictor.load(exports.paths[0], padded)
     for changes, message in [
         ({"max_seq_len": 9}, f"the export takes {LONGEST} events, the model 9"),
         ({"layers": 1}, "layers.1.* in the export and missing in the model"),
@@ -419,6 +436,29 @@ def test_other_models_are_refused_by_name(made, tmp_path):
     ]:
         with pytest.raises(ValueError, match=message):
             CachedPredictor.load(exports.paths[0], HSTU(HSTUConfig(**SIZES | changes)))
+
+
+class SeesAll(SASRecLayer):
+    """Its tokens see later ones, which its ``over`` does not say."""
+
+    def forward(self, x, tokens, seed):
+        q, k, v = self._projected(x)
+        bounds = tokens.seq_offsets, self.config.max_seq_len
+        x = x + self.output(ops.softmax_attention(q, k, v, *bounds).flatten(1))
+        return x + self._fed(x)
+
+
+class Bidirectional(NextItemModel):
+    layer = SeesAll
+
+
+def test_a_model_whose_tokens_see_later_ones_is_refused(tmp_path):
+    """Of two layers: keys and values of the first one are those of a token by itself."""
+    config = SASRecConfig(**SIZES | {"max_seq_len": 6, "dim": 8})
+    words = {"user": Vocabulary(), "item": Vocabulary()}
+    path, _ = day(tmp_path, words, 6, Bidirectional, config)
+    with pytest.raises(ValueError, match=r"Bidirectional has other bits than the export's.*see later ones"):
+        CachedPredictor.load(path, Bidirectional(config))
 
 
 def test_a_value_that_is_not_finite_is_refused(made):
@@ -449,12 +489,12 @@ def test_histories_that_another_export_cannot_go_on_with(made, tmp_path):
     assert torch.equal(cached.scores(["v"]), made(True).full[0].scores([1, 2], timestamps=[5, 6]))
 
 
-def day(folder, words, longest, model_of=HSTU):
+def day(folder, words, longest, model_of=HSTU, config=None):
     """An export whose items are words."""
     rng = np.random.default_rng(longest)
     users = words["user"].encode([f"u{n}" for n in rng.integers(9, size=90)], extend=True)
     items = words["item"].encode([f"B{n}" for n in rng.integers(30, size=90)], extend=True)
-    config = HSTUConfig(dim=8, layers=1, heads=1, qk_dim=8, v_dim=8, max_seq_len=longest)
+    config = config or HSTUConfig(dim=8, layers=1, heads=1, qk_dim=8, v_dim=8, max_seq_len=longest)
     loader = NextItemLoader(Interactions(users, items, np.arange(90)), 8, longest, 3, 0)
     torch.manual_seed(1)
     model = model_of(config)

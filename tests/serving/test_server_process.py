@@ -23,6 +23,7 @@ from served_models import SIZES, export_hstu, listening, until
 from typer.testing import CliRunner
 
 from tritonrec.harness.cli import app as commands
+from tritonrec.nn import HSTU
 from tritonrec.serving.server import ServerConfig, metrics
 from tritonrec.serving.server.run import Source, serve
 
@@ -207,6 +208,6 @@ def test_what_cannot_be_served_is_one_sentence(paths, tmp_path, monkeypatch, wor
 
 def test_what_a_cache_cannot_be(paths):
     with pytest.raises(ValueError, match="much"):
-        Source(paths[0], SIZES, "much").open(ServerConfig())
+        Source(paths[0], HSTU(SIZES), "much").open(ServerConfig())
     with pytest.raises(ValueError, match="needs one worker"):
-        serve(Source(paths[0], SIZES), ServerConfig(workers=2))
+        serve(Source(paths[0], HSTU(SIZES)), ServerConfig(workers=2))

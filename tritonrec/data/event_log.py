@@ -159,7 +159,7 @@ class EventLog:
         typed = isinstance(file, ParquetFile)
         if typed and "item" in file.names and is_list(file.schema.field("item").type):  # type: ignore[attr-defined]
             raise ValueError(
-                f"{file.path}: column 'item' holds lists: its rows are sequences, which hstu and fuxi stream"
+                f"{file.path}: column 'item' holds lists: sequences, which models of the next item stream"
             )
         found = find_columns(file.names, self.format, file.path, file.booleans())
         if FRACTION in file.names:

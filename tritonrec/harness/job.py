@@ -44,14 +44,28 @@ from ..embedding import (
     WarmupCosine,
     WarmupLinear,
 )  # fmt: skip
-from ..nn import DLRM, GRM, HSTU, DLRMConfig, FuXi, FuXiConfig, GRMConfig, HSTUConfig, LayerConfig
+from ..nn import (
+    DLRM,
+    GRM,
+    HSTU,
+    DLRMConfig,
+    FuXi,
+    FuXiConfig,
+    GRMConfig,
+    HSTUConfig,
+    LayerConfig,
+    SASRec,
+    SASRecConfig,
+)  # fmt: skip
 from ..settings import MOST, seed_setting, setting
 from .devices import Target
 from .streams import SHARDS, clicks, grouped, known_words, sequences, windows
 
 Wrapping = Literal["", "fully_shard", "checkpoint"]
 LrSchedule = Literal["constant", "linear", "cosine", "step"]
-ModelName = Literal["hstu", "fuxi", "grm", "dlrm"]
+ModelName = Literal["hstu", "fuxi", "sasrec", "grm", "dlrm"]
+NEXT_ITEM: tuple[ModelName, ...] = ("hstu", "fuxi", "sasrec")
+"""Models that predict the next item."""
 DATA_HELP = (
     "ml-100k, zipf, zipf:users=N,items=N, a path, csv:PATH, json:PATH, parquet:PATH, or a published log as "
     "movielens-1m:PATH (docs/data.md); settings of its format behind a ?, as PATH?user=uid&time_unit=ms. For "
@@ -69,7 +83,7 @@ class Job:
 
     Args:
         data: a word for `tritonrec.data.load`.
-        model: ``hstu`` and ``fuxi`` predict the next item, ``grm`` click and conversion of shown items,
+        model: those of `NEXT_ITEM` predict the next item, ``grm`` click and conversion of shown items,
             ``dlrm`` the click of one impression.
         batch_size: samples of the global batch. max_seq_len: tokens per sample at most, for GRM of history.
         num_negatives: sampled items per token. max_exposed: shown items per sample of GRM.
@@ -100,7 +114,7 @@ class Job:
 
     data: str = setting("ml-100k", DATA_HELP)
     model: ModelName = setting(
-        "hstu", "hstu, fuxi: the next item. grm: clicks and conversions. dlrm: a click."
+        "hstu", "hstu, fuxi, sasrec: the next item. grm: clicks and conversions. dlrm: a click."
     )
     batch_size: int = setting(32, "Samples of the global batch.", 1, 2**24)
     max_seq_len: int = setting(50, "Tokens per sample at most; grm: of history.", 1, 2**20)
@@ -175,7 +189,9 @@ class Job:
             tokens = min(int(loader.popularity.sum()) / loader.num_samples, self.max_seq_len)
             return DynamicStream(loader, max(int(tokens * self.batch_size / world_size), 1))
         if isinstance(loader, (ClickStream, ImpressionStream)):
-            raise ValueError("dynamic cuts streams of hstu and fuxi: choose --no-stream for this model")
+            raise ValueError(
+                f"dynamic cuts streams of {', '.join(NEXT_ITEM)}: choose --no-stream for this model"
+            )
         return DynamicBatchLoader(loader)
 
     def epochs(self, rank: int = 0, world_size: int = 1) -> Epochs:
@@ -218,7 +234,7 @@ class Job:
     def _streamed(self, rank: int, world_size: int) -> Streamed | None:
         """The stream of the data; None for data that is read whole."""
         shard, split = (self.seed, rank, world_size), Split.parse(self.split)
-        if self.model in ("hstu", "fuxi"):
+        if self.model in NEXT_ITEM:
             rows = grouped(self.source, self.words) if self.stream else sequences(self.source)
             sizes = (self.batch_size, self.max_seq_len, self.num_negatives)
             return None if rows is None else NextItemStream(rows, *sizes, *shard, split=split)
@@ -266,6 +282,8 @@ class Job:
         shared = {each.name: getattr(sizes, each.name) for each in fields(LayerConfig)}
         if self.model == "fuxi":
             return FuXi(FuXiConfig(**shared, temperature=sizes.temperature))
+        if self.model == "sasrec":
+            return SASRec(SASRecConfig(**shared, temperature=sizes.temperature))
         loader = self._impressions()
         context = loader.context
         return GRM(

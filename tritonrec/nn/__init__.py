@@ -24,6 +24,7 @@ from .modules import (
 )
 from .next_item import LayerConfig, NextItemModel
 from .padding import Padded, PaddedNextItem, pad, unpad
+from .sasrec import SASRec, SASRecConfig, SASRecLayer
 from .sequence import GRU, Conv1d
 from .tokens import Tokens, sum_by_sample
 
@@ -62,6 +63,9 @@ __all__ = [
     "RMSNorm",
     "RelativeAggregate",
     "RelativeBias",
+    "SASRec",
+    "SASRecConfig",
+    "SASRecLayer",
     "SiLU",
     "Sigmoid",
     "TokenDropout",

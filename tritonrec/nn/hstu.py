@@ -22,7 +22,7 @@ import torch
 from .. import ops
 from ..settings import check_number, setting, typed
 from .context import takes_indexed_rows
-from .hstu_layer import hstu_layer
+from .hstu_layer import hstu_layer, hstu_layer_over
 from .modules import GatedNorm, LayerNorm, Linear, RelativeBias
 from .next_item import LayerConfig, NextItemInput, NextItemModel
 from .next_item_step import losses_by_one_op
@@ -70,6 +70,8 @@ class HSTULayer(torch.nn.Module):
         if self.bias is not None and tokens.timestamps is None:
             raise ValueError("an HSTU layer with a relative bias needs the tokens' timestamps")
         return hstu_layer(self, x, tokens, seed, **self.tables())
+
+    over = hstu_layer_over
 
     def tables(self) -> dict[str, torch.Tensor]:
         """The weights of the relative bias, where there is one, by their names in `hstu_layer`."""

@@ -32,8 +32,10 @@ class Predictor:
     Attributes:
         manifest: of the export. step: of the checkpoint. tables: by name. program: the dense part, called
             with the tensors of its scorer; None where the tables were exported alone.
-        vocabularies: of the words that the log had, by name.
+        vocabularies: of the words that the log had, by name. failure: why it answers nothing any more.
     """
+
+    failure = ""
 
     def __init__(
         self,
@@ -54,6 +56,7 @@ class Predictor:
         compiled: bool = False,
         unknown: UnknownIds = "initial",
         namespaces: Collection[str] = (),
+        features: Collection[str] | None = None,
     ) -> Predictor:
         """Load a folder of `export`; every file is compared with its checksum.
 
@@ -65,6 +68,7 @@ class Predictor:
             unknown: what ids without a row read as: their ``"initial"`` values, as in training, or
                 ``"zeros"``.
             namespaces: of ``torch.ops``, operators of other libraries that the program may call.
+            features: whose tables are loaded; None: all.
 
         Raises ValueError for a folder that is no export, a file that is missing or altered, a program that
         could run code, and `compiled` where nothing was compiled.
@@ -73,7 +77,10 @@ class Predictor:
             raise ValueError(f"unknown must be 'initial' or 'zeros', got {unknown!r}")
         folder = place_of(path)
         manifest = read_manifest(folder)
-        tables = {name: load_table(folder, table, unknown) for name, table in manifest["tables"].items()}
+        names = manifest["tables"]
+        if features is not None:
+            names = dict.fromkeys(manifest["features"][each]["table"] for each in features)
+        tables = {name: load_table(folder, manifest["tables"][name], unknown) for name in names}
         dense, program = manifest["dense"], None
         if compiled and not (dense or {}).get("compiled"):
             raise ValueError(f"{folder} has no compiled program: export with compiled=True (--compiled)")
@@ -225,7 +232,7 @@ class Predictor:
             if isinstance(batch, Tensor):
                 raise ValueError(f"give the ids of features {', '.join(names)}")
             features = {name: lookup.ids for name, lookup in batch.lookups().items()}
-        rows = []
+        found = {}
         for name in names:
             if name not in features:
                 raise ValueError(f"ids of feature {name!r} are missing, there are {sorted(features)}")
@@ -237,7 +244,12 @@ class Predictor:
                     f"ids of feature {name!r} must be ({len(dense)},) like the dense features, got "
                     f"{told(ids)}"
                 )
-            rows.append(self.rows(name, ids))
+            found[name] = ids
+        return self.clicks(dense, found)
+
+    def clicks(self, dense: Tensor, ids: Mapping[str, Tensor]) -> Tensor:
+        """Probabilities (B,) of what `predict` has checked, ids (B,) in the order of the model's features."""
+        rows = [self.rows(name, each) for name, each in ids.items()]
         with torch.no_grad():
             return sigmoid(self.program(dense, torch.stack(rows, 1))).squeeze(1)
 

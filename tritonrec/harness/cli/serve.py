@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ...nn import HSTU
+from ...nn import HSTU, SASRec
 from ...optional import require
 from ...serving.approximate import Index
 from ...serving.server import ServerConfig
@@ -35,7 +35,7 @@ def serve(
     ] = None,
     cached: Annotated[
         Path | None,
-        typer.Option(help="Checkpoint of the training, for HSTU: keep keys and values of users' events."),
+        typer.Option(help="Checkpoint of the training, hstu or sasrec: keep keys and values of users."),
     ] = None,
     memory: Annotated[str, typer.Option(help="Of --cached, such as 512MiB.")] = "2GiB",
     approximate: Annotated[
@@ -60,13 +60,10 @@ def serve(
                 raise ValueError("--approximate does not go with --follow: each version needs a new index")
         from ...serving.server.run import Source, serve
 
-        sizes = None
-        if cached is not None:
-            trained = trained_model(cached, None, "serve without --cached")
-            if not isinstance(trained, HSTU):
-                raise ValueError(f"--cached serves HSTU, and {cached} has {type(trained).__name__}")
-            sizes = trained.config
-        source = Source(model, sizes, memory, follow, approximate)
+        trained = None if cached is None else trained_model(cached, None, "serve without --cached")
+        if not (trained is None or isinstance(trained, (HSTU, SASRec))):
+            raise ValueError(f"--cached serves HSTU and SASRec, and {cached} has {type(trained).__name__}")
+        source = Source(model, trained, memory, follow, approximate)
         serve(source, replace(config, host=host), token_of(token_file))
 
     checked(run)

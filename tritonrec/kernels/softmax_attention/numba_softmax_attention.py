@@ -71,7 +71,7 @@ def keep(kept, draws, samples, b, h, position, columns):
 @njit(cache=True, nogil=True, error_model="numpy")
 def forward(
     q, q_token, q_head, k, k_token, k_head, v, v_token, v_head, q_offsets, k_offsets, scale, causal, bias,
-    bias_strides, draws, samples, out, most, total, start, stop, heads, dim, dim_v, longest,
+    bias_strides, draws, samples, out, most, total, last, start, stop, heads, dim, dim_v, longest,
 ):  # fmt: skip
     """Sequences [start, stop); `out` is contiguous and zero."""
     width = longest + U(16)  # rows of a power of two would fall into one set of the cache
@@ -82,15 +82,16 @@ def forward(
     for b in range(start, stop):
         q_begin, k_begin = U(q_offsets[b]), U(k_offsets[b])
         queries, length = U(q_offsets[b + 1]) - q_begin, U(k_offsets[b + 1]) - k_begin
+        shift = length - queries if last else U(0)
         for h in range(heads):
             transpose(k, k_begin * k_token + h * k_head, k_token, length, dim, keys, width)
             i = U(0)
             while i < queries:
-                rows = min(FOUR, queries - i)
-                columns = min(length, i + rows) if causal else length
+                rows, place = min(FOUR, queries - i), shift + i
+                columns = min(length, place + rows) if causal else length
                 find_scores(
                     s, width, q, (q_begin + i) * q_token + h * q_head, q_token, keys, scale, causal, bias,
-                    bias_strides, b, h, i, rows, columns, dim,
+                    bias_strides, b, h, place, rows, columns, dim,
                 )  # fmt: skip
                 for r in range(rows):
                     at = r * width
@@ -101,7 +102,7 @@ def forward(
                     highest = F32(0.0) if highest == HIDDEN else highest
                     exponentials(s, at, columns, highest)
                     # by the keys that this row sees, whatever its neighbours in the four see
-                    seen = min(i + r + ONE, columns) if causal else columns
+                    seen = min(place + r + ONE, columns) if causal else columns
                     # By `dot`, whose order of additions is a function of `seen` alone.
                     whole = dot(s, at, ones, U(0), seen)
                     # A row that sees no key has weights of 0 / 1.
@@ -109,11 +110,11 @@ def forward(
                     for j in range(columns):
                         s[at + j] /= whole
                     # Kept for backward, which makes the weights again: exp(s - most) / total.
-                    place = (q_begin + i + r) * heads + h
-                    most[place], total[place] = highest, whole
+                    kept_at = (q_begin + i + r) * heads + h
+                    most[kept_at], total[kept_at] = highest, whole
                     # draws[3] is the threshold: 0 without dropout.
                     if draws[3]:
-                        keep(kept, draws, samples, b, h, i + r, columns)
+                        keep(kept, draws, samples, b, h, place + r, columns)
                         for j in range(columns):
                             s[at + j] *= kept[j]
                 add_products(
@@ -189,15 +190,22 @@ def backward(
                 i += FOUR
 
 
-def softmax_attention(q, k, v, *described) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """out (M, H, E), and for each query and head its greatest score and the sum of exponentials, (M, H)."""
+def softmax_attention(
+    q, k, v, *described, last: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """out (M, H, E), and for each query and head its greatest score and the sum of exponentials, (M, H).
+
+    Where they are the `last`, queries stand at the last places of their sequence's keys, of which there are
+    as many or more. They get the bits that they have when all queries are given.
+    """
     call = Call(*described)
     out = v.new_zeros(*q.shape[:2], v.shape[2])
     most, total = q.new_zeros(q.shape[:2]), q.new_ones(q.shape[:2])
     if most.numel() == 0 or k.shape[0] == 0:
         return out, most, total
     rest, sizes, cost = _plan(q, v, call)
-    arguments = (*flat_heads(q), *flat_heads(k), *_heads(v), *rest, flat(out), flat(most), flat(total))
+    written = flat(out), flat(most), flat(total), last
+    arguments = (*flat_heads(q), *flat_heads(k), *_heads(v), *rest, *written)
     over_ranges(
         lambda start, stop: forward(*arguments, U(start), U(stop), *sizes), len(call.q_offsets) - 1, cost
     )  # fmt: skip

@@ -1,8 +1,10 @@
-"""The user vectors of an HSTU from new tokens alone, over keys and values of the tokens before them.
+"""User vectors from new tokens alone, over keys and values of the tokens before them.
 
-Every op of the model is one of rows, but attention; and a row of attention is a sum over keys in their order,
-in chains that begin at multiples of 64 whatever rows are computed. So the rows of new tokens have the bits
-that they have when all are computed, and so have their keys and values in the next layer.
+A layer that has a method ``over`` declares what it reads of past tokens: their keys and values
+(`nn.hstu_layer.hstu_layer_over` describes it). Every op of such a layer is one of rows, but causal attention;
+and a row of attention is a sum over keys in their order, in chains that begin at multiples of 64 whatever
+rows are computed. So the rows of new tokens have the bits that they have when all are computed, and so have
+their keys and values in the next layer. `check_equal` compares that with the export's program.
 
 Dimensions: B users, L tokens, M new ones of them, d model dimension.
 """
@@ -18,8 +20,7 @@ from torch import Tensor
 from ...data.jagged import offsets_of
 from ...kernels.autocast import Precision, autocast, widen
 from ...kernels.checksums import same_bits
-from ...nn import HSTU
-from ...nn.hstu_layer import hstu_layer_over
+from ...nn import NextItemModel
 from ..programs import InPrecision, NextItemEncoder, Program, scorer_of
 
 
@@ -54,7 +55,7 @@ class Step:
         return (torch.arange(len(starts)) >= starts).nonzero().squeeze(1)
 
 
-def encode_new(model: HSTU, precision: Precision, rows: Tensor, step: Step, store: Tensor) -> Tensor:
+def encode_new(model: NextItemModel, precision: Precision, rows: Tensor, step: Step, store: Tensor) -> Tensor:
     """Vectors (B, d) float32 of the users; writes the new tokens' keys and values to the store.
 
     Args:
@@ -70,7 +71,7 @@ def encode_new(model: HSTU, precision: Precision, rows: Tensor, step: Step, stor
         for number, layer in enumerate(model.layers):
             keep = partial(_keep, store[number], step, new)
             wanted = fresh[1:] - 1 if number == len(model.layers) - 1 else None
-            x = hstu_layer_over(layer, x, tokens, fresh, keep, wanted)
+            x = layer.over(x, tokens, fresh, keep, wanted)  # type: ignore[operator]
         return widen(model.norm(x))
 
 
@@ -88,7 +89,7 @@ def _keep(store: Tensor, step: Step, new: Tensor, keys: Tensor, values: Tensor) 
     return keys, values
 
 
-def give_weights(model: HSTU, program: Program) -> None:
+def give_weights(model: NextItemModel, program: Program) -> None:
     """Give `model` the weights of a `NextItemEncoder`'s program; ValueError where their shapes differ."""
     holder = InPrecision(NextItemEncoder(model), "float32")
     theirs, own = program.state_dict(), holder.state_dict()  # type: ignore[attr-defined]
@@ -100,20 +101,29 @@ def give_weights(model: HSTU, program: Program) -> None:
     holder.load_state_dict(theirs)
 
 
-def check_equal(model: HSTU, precision: Precision, program: Program, dim: int) -> None:
-    """Raise ValueError unless the model has the bits of the export's program.
+def check_equal(
+    model: NextItemModel, precision: Precision, program: Program, store: Tensor, timed: bool
+) -> None:
+    """Raise ValueError unless the model has the bits of the export's program, with half of a history cached.
 
-    Numbers of a configuration that no shape shows, as that of heads, are found in this way.
+    Numbers of a configuration that no shape shows, as that of heads, are found in this way, and layers whose
+    tokens see later ones. `timed`: a token asks at the time of the next one.
     """
-    scorer = scorer_of(model, dim)
-    module = InPrecision(scorer.module, precision).eval()
-    for arguments in scorer.examples:
-        if len(arguments[0]) > 1024:
+    for rows, offsets, times in scorer_of(model, model.config.dim).examples:
+        if len(rows) > min(1024, store.shape[1]):
             continue
+        lengths, places = offsets.diff(), torch.arange(len(rows))
+        half = (lengths + 1) // 2
+        early = places < torch.repeat_interleave(offsets[:-1] + half, lengths)
+        before = Step(half, torch.zeros_like(half), times[early], places[early])
+        encode_new(model, precision, rows[early], before, store)
+        step = Step(lengths, torch.minimum(half - int(timed), lengths - 1).clamp(min=0), times, places)
+        got = encode_new(model, precision, rows[step.new], step, store)
         with torch.no_grad():
-            got, want = module(*arguments), program(*arguments)
+            want = program(rows, offsets, times)
         if not same_bits(got, want):
             raise ValueError(
                 f"the {type(model).__name__} has other bits than the export's program: it was built from "
-                f"another configuration than the trained one (heads?), {model.config}"
+                f"another configuration than the trained one (heads?), {model.config}, or its tokens see "
+                "later ones"
             )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...files.places import Place
 from ...kernels.autocast import DTYPES
-from ...nn import HSTU
+from ...nn import NextItemModel
 from ...settings import bytes_of
 from ..predictor import Predictor, UnknownIds
 from ..programs import NEXT_ITEM
@@ -51,7 +51,7 @@ class CacheStats:
 
 
 class CachedPredictor(UserHistories):
-    """An exported HSTU on the CPU that computes new events alone; make one by `load`.
+    """An exported HSTU or SASRec on the CPU that computes new events alone; make one by `load`.
 
     Scores equal those of a `Predictor` for the last ``max_seq_len`` events of each user in every bit. Calls
     may come from several threads; one computes at a time.
@@ -62,7 +62,7 @@ class CachedPredictor(UserHistories):
 
     _what = "cached inference"
 
-    def __init__(self, predictor: Predictor, model: HSTU, memory: int | str = "2GiB"):
+    def __init__(self, predictor: Predictor, model: NextItemModel, memory: int | str = "2GiB"):
         super().__init__(predictor)
         self._memory = bytes_of(memory)
         self._computed = self._reused = self._restarted = self._evicted = 0
@@ -72,7 +72,7 @@ class CachedPredictor(UserHistories):
     def load(
         cls,
         path: Place | str,
-        model: HSTU,
+        model: NextItemModel,
         *,
         memory: int | str = "2GiB",
         unknown: UnknownIds = "initial",
@@ -80,17 +80,20 @@ class CachedPredictor(UserHistories):
         """Load a folder of `export`, as `Predictor.load` does.
 
         Args:
-            model: an `HSTU` of the trained configuration; its values do not matter, a copy gets those of the
-                export. memory: of keys and values, in bytes or such as ``"512MiB"``.
+            model: an `HSTU` or `SASRec` of the trained configuration, or a model of yours whose layers have
+                a method ``over`` (`nn.hstu_layer.hstu_layer_over`); its values do not matter, a copy gets
+                those of the export. memory: of keys and values, in bytes or such as ``"512MiB"``.
 
         Raises:
-            TypeError: another model than `HSTU`, whose attention has no cache here.
+            TypeError: a model whose layers do not say what they keep of past tokens.
             ValueError: as `Predictor.load`; the export is of another model, or configuration.
             CacheMemoryError: `memory` is less than one user of ``max_seq_len`` events needs.
         """
         return cls(Predictor.load(path, unknown=unknown), model, memory)
 
-    def reload(self, path: Place | str, model: HSTU | None = None, unknown: UnknownIds = "initial") -> None:
+    def reload(
+        self, path: Place | str, model: NextItemModel | None = None, unknown: UnknownIds = "initial"
+    ) -> None:
         """Go on with another export. Histories stay, nothing else: every key and value is computed again.
 
         Args:
@@ -101,7 +104,7 @@ class CachedPredictor(UserHistories):
         """
         self.use(Predictor.load(path, unknown=unknown), model)
 
-    def use(self, predictor: Predictor, model: HSTU | None = None) -> None:
+    def use(self, predictor: Predictor, model: NextItemModel | None = None) -> None:
         """`reload` of an export that is in memory, such as the ``predictor`` of a `live.Follower`."""
         with self._lock:
             self._check_histories(predictor)
@@ -110,10 +113,13 @@ class CachedPredictor(UserHistories):
             self._evicted += evicted
             self._histories = {user: each.last(self._longest) for user, each in self._histories.items()}
 
-    def _use(self, predictor: Predictor, model: HSTU) -> None:
-        if type(model) is not HSTU:
+    def _use(self, predictor: Predictor, model: NextItemModel) -> None:
+        next_item = isinstance(model, NextItemModel) and type(model).encode is NextItemModel.encode
+        if not next_item or not hasattr(model.layer, "over"):
             raise TypeError(
-                f"{type(model).__name__} has no cached inference, only tritonrec.nn.HSTU has: take Predictor"
+                f"{type(model).__name__} has no cached inference: its layers do not say which keys and "
+                "values of past tokens they read, as those of tritonrec.nn.HSTU and SASRec do; a model whose "
+                "tokens see later ones (BERT4Rec) can have none. Take Predictor"
             )
         dense, config = predictor.dense_of(NEXT_ITEM, "cached inference"), model.config
         if config.max_seq_len != dense["max_seq_len"]:
@@ -123,9 +129,9 @@ class CachedPredictor(UserHistories):
         model = copy.deepcopy(model).cpu().eval().requires_grad_(False)
         give_weights(model, predictor.program)
         precision = dense.get("precision", "float32")
-        check_equal(model, precision, predictor.program, config.dim)
         width = config.heads * (config.qk_dim + config.v_dim)
         pages = Pages(self._memory, config.layers, width, DTYPES[precision], config.max_seq_len)
+        check_equal(model, precision, predictor.program, pages.store, dense["timestamps"])
         self._use_predictor(predictor)
         self._model, self._precision = model, precision
         self._pages: Pages = pages

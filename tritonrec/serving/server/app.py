@@ -141,7 +141,8 @@ def create_app(
         version, following = state.served.version, state.following
         lag = None if following is None else following.lag_seconds
         late = bool(config.max_lag) and following is not None and (lag is None or lag > config.max_lag)
-        status = "not_ready" if version is None else "lagging" if late else "ready"
+        failed = version is not None and version.predictor.failure
+        status = "rank_died" if failed else "not_ready" if version is None else "lagging" if late else "ready"
         return JSONResponse(
             {
                 "status": status,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...distributed import RankDiedError
+
 STATUS = {
     "malformed": 400,
     "unauthorized": 401,
@@ -25,6 +27,7 @@ STATUS = {
     "not_ready": 503,
     "stopping": 503,
     "timeout": 503,
+    "rank_died": 503,
     "too_many_connections": 503,
 }
 """Of HTTP, by name of the error."""
@@ -54,6 +57,8 @@ def named(error: BaseException) -> ServerError:
         return error
     if isinstance(error, KeyError):
         return ServerError("unknown_user", str(error.args[0]))
+    if isinstance(error, RankDiedError):
+        return ServerError("rank_died", str(error))
     if isinstance(error, ValueError):
         return ServerError("invalid", str(error))
     return ServerError("model_error", f"the model failed: {type(error).__name__}; the server's log says more")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...data import ImpressionBatch
 from ...data.jagged import offsets_of
-from ...nn import HSTU
+from ...nn import NextItemModel
 from ..cached import CachedPredictor
 from ..histories import Ids, array_of
 from ..predictor import Predictor
@@ -262,15 +262,15 @@ class Served:
     """The version that is served, and how the next one takes its place: whole, between two batches.
 
     Args:
-        load: reads the model's folder; None where a trainer is followed alone. model: an `HSTU` of the
-            trained configuration, for cached inference. memory: of its keys and values. users: keep
-            histories of users. most_users: that have one.
+        load: reads the model's folder; None where a trainer is followed alone. model: of the trained
+            configuration, for cached inference. memory: of its keys and values. users: keep histories of
+            users. most_users: that have one.
     """
 
     def __init__(
         self,
         load: Callable[[], Predictor] | None,
-        model: HSTU | None = None,
+        model: NextItemModel | None = None,
         memory: int | str = "2GiB",
         users: bool = True,
         most_users: int = 100_000,

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from multiprocessing import parent_process
 from threading import Thread
@@ -19,10 +20,11 @@ from uvicorn.supervisors.multiprocess import Multiprocess, Process
 
 from ...files import ScratchFolder
 from ...files.places import Place, place_of
-from ...nn import HSTU, HSTUConfig
+from ...nn import NextItemModel
 from ..approximate import ApproximatePredictor, Index
 from ..manifest import read_manifest
 from ..predictor import Predictor
+from ..spread import SpreadPredictor
 from .app import DEFAULTS, create_app
 from .follow import open_follower
 from .guard import Impatient
@@ -38,25 +40,27 @@ class Source:
     """Where the model is.
 
     Args:
-        path: of the export; None where `follow` is alone. sizes: of the HSTU, for cached inference within
-            `memory`. follow: the URL that a trainer publishes to.
+        path: of the export; None where `follow` is alone. model: of the trained configuration, for cached
+            inference within `memory`. follow: the URL that a trainer publishes to.
     """
 
     path: Place | str | None
-    sizes: HSTUConfig | None = None
+    model: NextItemModel | None = None
     memory: str = "2GiB"
     follow: str | None = None
     approximate: Index | None = None
 
     def open(self, config: ServerConfig) -> Served:
         """Read it."""
-        load = None if self.path is None else self._load
-        model = None if self.sizes is None else HSTU(self.sizes)
-        return Served(load, model, self.memory, config.workers == 1, config.max_users)
+        load = None if self.path is None else partial(self._load, config)
+        return Served(load, self.model, self.memory, config.workers == 1, config.max_users)
 
-    def _load(self) -> Predictor:
+    def _load(self, config: ServerConfig) -> Predictor:
         assert self.path is not None
-        exact = Predictor.load(self.path)
+        if config.ranks == 1:
+            exact = Predictor.load(self.path)
+        else:
+            exact = SpreadPredictor(self.path, config.ranks, timedelta(seconds=config.timeout))
         if self.approximate is None:
             return exact
         found = ApproximatePredictor(exact, self.approximate)
@@ -116,7 +120,9 @@ def serve(source: Source, config: ServerConfig = DEFAULTS, token: str | None = N
         raise ValueError(
             f"{config.host} can be reached by others: give --token-file or the variable TRITONREC_TOKEN"
         )
-    if config.workers > 1 and source.sizes is not None:
+    if config.ranks > 1 and (config.workers > 1 or source.follow is not None):
+        raise ValueError("--ranks goes neither with --workers nor with --follow: ranks load one export")
+    if config.workers > 1 and source.model is not None:
         raise ValueError("a cache of users' keys and values needs one worker: each would have its own")
     options: dict[str, Any] = {
         "host": config.host, "port": config.port, "workers": config.workers, "factory": True,

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from ....data import Batch, NextItemLoader
-from ....nn import HSTU, HSTUConfig
+from ....nn import HSTUConfig, NextItemModel
 from ....pipeline import next_item_scores
 from ....serving import Predictor, export
 from ....serving.cached import CachedPredictor
 from ....serving.cached.pages import Pages, pages_of
 from ...train.gather import whole_tables
 from ..faults import case, fault
-from ..variants import MADE, Run, Variant, add_variants
+from ..variants import MADE, RESTART, Run, Variant, add_variants
 from .exported import USERS, exporting
 
 PART = "scores, cached"
@@ -45,7 +45,7 @@ def cached(run: Run) -> Iterator[Sequence[Batch]]:
     if rank:
         return
     server: type[CachedPredictor] = run.injected or CachedPredictor
-    assert isinstance(loader, NextItemLoader) and isinstance(trained, HSTU)
+    assert isinstance(loader, NextItemLoader) and isinstance(trained, NextItemModel)
     model, before, after = deepcopy(trained).cpu(), Path(folder, "before"), Path(folder, "export")
     export(Path(folder, "checkpoint"), before, model, step=half)
     history = next(iter(loader.evaluation_batches(USERS))).history
@@ -102,6 +102,17 @@ add_variants(
     },
     before="balanced",
 )
+add_variants(
+    {
+        "cached-sasrec": Variant(
+            "an export of SASRec is served with cached keys and values",
+            {"model": "sasrec", "data": MADE},
+            shows=("reused_tokens",),
+            tool=cached,
+        ),
+    },
+    before=RESTART,
+)
 
 
 @fault(case(variant="cached", steps=8), of="tool")
@@ -145,7 +156,7 @@ class AppendLost(CachedPredictor):
 class CachedPositionOffByOne(CachedPredictor):
     """Tokens behind cached ones stand one place late."""
 
-    def _use(self, predictor: Predictor, model: HSTU) -> None:
+    def _use(self, predictor: Predictor, model: NextItemModel) -> None:
         model = deepcopy(model)
         model.positions._forward_pre_hooks.clear()  # of the version before
         super()._use(predictor, model)
