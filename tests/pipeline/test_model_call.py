@@ -93,6 +93,33 @@ def test_a_module_that_a_call_switches_is_switched_back_by_it(mode, consistency)
         trained(parts(Switching), mode, consistency, batches(2))
 
 
+class Freezing(Ranker):
+    """Freezes or thaws a parameter in its forward, and maybe puts it back."""
+
+    def __init__(self, frozen=False, back=False):
+        super().__init__()
+        self.mix.bias.requires_grad_(not frozen)
+        self.back = back
+
+    def forward(self, batch, rows, seed):
+        trained = self.mix.bias.requires_grad
+        self.mix.bias.requires_grad_(not trained)
+        losses = super().forward(batch, rows, seed)
+        self.mix.bias.requires_grad_(trained == self.back)
+        return losses
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize(("mode", "consistency"), EVERY)
+def test_a_parameter_that_a_call_freezes_is_thawed_by_it(mode, consistency, frozen):
+    made = parts(lambda: Freezing(frozen, back=True))
+    bias = made[0].mix.bias
+    assert len(trained(made, mode, consistency, batches(2))[1]) == 2 and bias.requires_grad != frozen
+    words = rf"parameter mix.bias was switched by requires_grad_\({frozen}\) during a call"
+    with pytest.raises(RuntimeError, match=words):
+        trained(parts(lambda: Freezing(frozen)), mode, consistency, batches(2))
+
+
 class NeedsSamples(Ranker):
     """As torch's MultiheadAttention: cannot take a batch without samples."""
 

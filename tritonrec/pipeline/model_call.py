@@ -256,16 +256,29 @@ def _backward_of_shown(
 
 @contextmanager
 def modes_kept(modules: Sequence[tuple[str, torch.nn.Module]]) -> Iterator[None]:
-    """Around a call of the model: RuntimeError naming one of its `modules` that it leaves in another mode."""
-    before = [module.training for _, module in modules]
+    """Around a call of the model: RuntimeError naming one of its `modules` that it leaves in another mode, or
+    a parameter of theirs that it freezes or thaws.
+    """
+    before = [(module.training, _frozen(module)) for _, module in modules]
     yield
-    for (name, module), mode in zip(modules, before, strict=True):
+    for (path, module), (mode, frozen) in zip(modules, before, strict=True):
+        what = ""
         if module.training != mode:
+            what = f"module {path or type(module).__name__} was switched by {'eval' if mode else 'train'}()"
+        elif changed := _frozen(module) ^ frozen:
+            name = min(changed)
+            what = f"parameter {path and path + '.'}{name} was switched by requires_grad_({name in frozen})"
+        if what:
             raise RuntimeError(
-                f"module {name or type(module).__name__} was switched by {'eval' if mode else 'train'}() "
-                "during a call of the model, and the next call would find it so: a forward that switches "
-                "modules puts them back before it returns, and others wait until no step is in flight"
+                f"{what} during a call of the model, and the next call would find it so: a forward that "
+                "switches modules or parameters puts them back before it returns, and others wait until no "
+                "step is in flight"
             )
+
+
+def _frozen(module: torch.nn.Module) -> set[str]:
+    """Names of its own parameters that are not trained."""
+    return {name for name, each in module._parameters.items() if each is not None and not each.requires_grad}
 
 
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
