@@ -198,6 +198,11 @@ class EventLog:
             time = np.arange(seen.rows, seen.rows + len(user))
         if "fraction" in columns:
             fraction = values.numbers(part, columns["fraction"], get["fraction"])
+        if "order" in columns and fraction is not None:
+            raise ValueError(
+                f"{part.path}: order= orders events of one time, and times of column "
+                f"{columns['timestamp']!r} have fractions that do so: take a finer time_unit, or no order="
+            )
         if "order" in columns:
             fraction = _order(part, columns["order"], get["order"])
         rating = None

@@ -19,6 +19,7 @@ from ..data.vocabulary import Vocabulary
 from ..embedding.features import pool
 from ..files.places import Place, place_of
 from ..nn import sigmoid
+from ..settings import typed
 from .exported_table import ExportedTable, UnknownIds, load_table
 from .histories import Ids, array_of, ids_of, times_of, told
 from .manifest import checked_file, local_copy, read_manifest
@@ -47,6 +48,7 @@ class Predictor:
         self.step: int = manifest["step"]
 
     @classmethod
+    @typed
     def load(
         cls,
         path: Place | str,
