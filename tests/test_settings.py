@@ -131,6 +131,7 @@ WRONG = {
         lambda: HashTableCollection([FeatureConfig("item", 4)], "adam"),
         "optimizer must be of type RowOptimizer or None, got 'adam'",
     ),
+    "a size as of nn.Embedding": (lambda: HashEmbedding(100, 4), "HashEmbedding: optimizer must be of type"),
     "features by name": (lambda: HashTableCollection(["item"]), "FeatureConfig(name, dim), got 'item'"),
     "a rate": (lambda: RowOptimizer("adam", eps="x"), "eps must be of type float, got 'x'"),
     "a policy": (lambda: FeatureConfig("item", 4, policy="lru"), "policy must be of type TablePolicy"),

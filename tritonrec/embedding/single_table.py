@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 
 from ..data.jagged import KeyedJaggedTensor, Lookup, WeightedLookup
+from ..settings import typed
 from .features import FeatureConfig, Pooling
 from .modules import HashEmbeddingCollection
 from .policy import Placement, TablePolicy
@@ -14,6 +15,7 @@ from .row_optimizer import RowOptimizer
 from .tracing import leaf_call
 
 
+@typed
 class HashEmbedding(HashEmbeddingCollection):
     """`torch.nn.Embedding` over any int64 ids: one row each, made when its id is first seen in training.
 
@@ -52,6 +54,7 @@ class HashEmbedding(HashEmbeddingCollection):
         return rows.view(*ids.shape, self.dim)
 
 
+@typed
 class HashEmbeddingBag(HashEmbeddingCollection):
     """`torch.nn.EmbeddingBag` over any int64 ids: the sum or mean of the rows of each bag.
 
@@ -74,8 +77,6 @@ class HashEmbeddingBag(HashEmbeddingCollection):
         include_last_offset: bool = False,
         **options: Any,
     ):
-        if pooling not in ("sum", "mean"):
-            raise ValueError(f"pooling must be sum or mean, got {pooling!r}")
         feature = _only_feature(name, dim, pooling, scale, policy)
         super().__init__([feature], optimizer, placement=placement, **options)
         self.name, self.include_last_offset = name, include_last_offset
