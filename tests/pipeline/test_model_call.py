@@ -23,6 +23,7 @@ from tritonrec import nn, verify
 from tritonrec.embedding import FeatureConfig
 from tritonrec.pipeline.diagnosis import diagnose
 from tritonrec.pipeline.model_call import CallerSettings
+from tritonrec.pipeline.results import note_outputs
 
 FEATURES = [FeatureConfig("item", DIM)]
 REFERENCE = {"batch": "reference", "window": "sequential"}
@@ -284,3 +285,12 @@ def test_the_caller_s_default_device_is_the_model_s():
     with torch.device("meta"):
         settings = CallerSettings.of_this_thread(cpu)
     assert settings == CallerSettings(device=torch.device("meta")) and not settings.plain
+
+
+def test_what_is_recorded_is_alike_within_a_batch_and_may_differ_in_the_next():
+    outputs, rows = {}, torch.ones(2, 3)
+    note_outputs(outputs, 0, {"score": rows}, 2)
+    note_outputs(outputs, 3, {"other": rows}, 2)
+    for micro_batch, recorded in ((1, {"score": rows[0]}), (2, {"score": rows})):
+        with pytest.raises(ValueError, match=r"the model records (score|other) of some micro-batches with"):
+            note_outputs(outputs, micro_batch, recorded, 2)
