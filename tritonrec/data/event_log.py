@@ -25,7 +25,7 @@ from tritonrec.data.log_format import LogFormat, find_columns, named
 from tritonrec.data.parquet import FRACTION, TIME_UNIT, concat
 from tritonrec.data.presets import Preset
 from tritonrec.data.tables import File, Frame, ParquetFile, open_files
-from tritonrec.data.times import checked_unit, times
+from tritonrec.data.times import checked_unit, found_unit, times
 from tritonrec.data.values import Part
 
 if TYPE_CHECKING:
@@ -267,6 +267,12 @@ class EventLog:
                 "write it alike"
             )
         if self._unit or seen.has_unit:
+            other = found_unit(seen.low, seen.high)
+            if self.preset and self._unit == self.preset.format.unit and other not in ("", self._unit):
+                raise ValueError(
+                    f"{self.name}: times from {seen.low} to {seen.high} are in {other}, and the files of this "
+                    f"log have {self._unit}: name time_unit={other}"
+                )
             return self._unit
         if seen.rows >= FEW and 1 <= seen.low <= seen.high <= MOST_RATED:
             raise ValueError(
