@@ -270,7 +270,7 @@ class EventLog:
             other = found_unit(seen.low, seen.high)
             if self.preset and self._unit == self.preset.format.unit and other not in ("", self._unit):
                 raise ValueError(
-                    f"{self.name}: times from {seen.low} to {seen.high} are in {other}, and the files of this "
+                    f"{self.name}: times from {seen.low} to {seen.high} are in {other}, and files of this "
                     f"log have {self._unit}: name time_unit={other}"
                 )
             return self._unit
