@@ -229,9 +229,7 @@ def test_times_in_another_unit_than_a_log_has_are_refused_until_it_is_named(tmp_
     text, unit, own = OTHER_UNITS[word]
     source = f"{word}:{tmp_path / 'log.csv'}"
     (tmp_path / "log.csv").write_text(text)
-    with pytest.raises(
-        ValueError, match=f"are in {unit}, and the files of this log have {own}: name time_unit"
-    ):
+    with pytest.raises(ValueError, match=f"are in {unit}, and files of this log have {own}: name time_unit"):
         load(source)
     assert load(f"{source}?time_unit={unit}").time_unit == unit
     (tmp_path / "log.csv").write_text(re.sub(r"\b1[0-9]{9,}", "17", text))  # of no unit: as the log says
