@@ -71,8 +71,6 @@ class Predictor:
         Raises ValueError for a folder that is no export, a file that is missing or altered, a program that
         could run code, and `compiled` where nothing was compiled.
         """
-        if unknown not in ("initial", "zeros"):
-            raise ValueError(f"unknown must be 'initial' or 'zeros', got {unknown!r}")
         folder = place_of(path)
         manifest = read_manifest(folder)
         tables = {name: load_table(folder, table, unknown) for name, table in manifest["tables"].items()}
