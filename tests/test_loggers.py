@@ -95,6 +95,7 @@ def test_a_table_that_is_no_log_is_kept(tmp_path):
         '{"name": "ann"}\n',
         '{"step": 1}\n[2]\n',
         "x\n" * 3,
+        '{"step": 1}\n{"step": 2, "lo\n{"step": 3}\n',  # torn, and not at the end
         '{"step": "1"}\n',
         "\xff\n",
         "[" * 9999,

@@ -18,15 +18,18 @@ from tritonrec import (
     nn,
 )
 from tritonrec.callbacks import EarlyStopping
-from tritonrec.data import LogFormat, NextItemLoader, load
+from tritonrec.data import KeyedJaggedTensor, LogFormat, NextItemLoader, load
+from tritonrec.data.parquet_rows import ParquetRows
 from tritonrec.embedding import DynamicTable, WarmupLinear
 from tritonrec.embedding.learning_rate import Scaled
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import ExchangeConfig, LossScaling, WindowConfig
 from tritonrec.resilience import Replay
+from tritonrec.serving import Predictor
 from tritonrec.serving.server.settings import ServerConfig
 from tritonrec.settings import values_by_option, with_values
 from tritonrec.slipstream import SlipstreamConfig
+from tritonrec.torchrec import EmbeddingBagConfig
 
 NAN, INF = float("nan"), float("inf")
 HASHED = {"eps": (NAN, INF, -1.0), "lr": (NAN, INF, -1.0), "weight_decay": (NAN, INF, -1.0)}
@@ -128,6 +131,7 @@ WRONG = {
         lambda: HashTableCollection([FeatureConfig("item", 4)], "adam"),
         "optimizer must be of type RowOptimizer or None, got 'adam'",
     ),
+    "a size as of nn.Embedding": (lambda: HashEmbedding(100, 4), "HashEmbedding: optimizer must be of type"),
     "features by name": (lambda: HashTableCollection(["item"]), "FeatureConfig(name, dim), got 'item'"),
     "a rate": (lambda: RowOptimizer("adam", eps="x"), "eps must be of type float, got 'x'"),
     "a policy": (lambda: FeatureConfig("item", 4, policy="lru"), "policy must be of type TablePolicy"),
@@ -135,6 +139,16 @@ WRONG = {
     "a seed": (lambda: NextItemLoader(LOG, 4, 4, 1, seed=0.5), "seed must be of type int, got 0.5"),
     "a path for a log": (lambda: NextItemLoader("log.csv", 4, 4, 1, 0), "must be of type Interactions"),
     "a step": (lambda: NextItemLoader(LOG, 4, 4, 1, 0).batch(1.0), "step must be of type int, got 1.0"),
+    "a field for fields": (lambda: LogFormat(missing="NA"), "several names, got the text 'NA': write ['NA']"),
+    "columns in one": (lambda: LogFormat(columns="user,item"), "write ['user', 'item']"),
+    "a column for columns": (lambda: ParquetRows("there", "user"), "ParquetRows: columns must be several"),
+    "a key for keys": (
+        lambda: KeyedJaggedTensor.from_matrix("ab", torch.ones(1, 2, dtype=torch.int64)), "keys must be",
+    ),
+    "a feature for features": (
+        lambda: EmbeddingBagConfig(9, 4, "t", "ab"), "EmbeddingBagConfig: feature_names must be several",
+    ),
+    "operators by name": (lambda: Predictor.load("there", namespaces="mine"), "namespaces must be several"),
     "header": (lambda: LogFormat(multiline="no"), "multiline must be of type bool, got 'no'"),
 }  # fmt: skip
 
@@ -157,6 +171,10 @@ def test_a_number_beyond_its_bounds_is_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         WindowConfig(**settings)
     assert WindowConfig(65_536, max_grad_norm=math.inf, seed=2**63 - 1)
+
+
+def test_a_list_where_a_tuple_is_kept_becomes_one():
+    assert LogFormat(label=["bought"]) == LogFormat(label=("bought",))
 
 
 def test_numbers_of_numpy_are_those_of_python():

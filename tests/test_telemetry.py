@@ -76,6 +76,16 @@ def test_a_stage_that_fails_says_so_and_long_runs_keep_few_steps_open(exported):
     assert [span.attributes["batch"] for span in found if span.name == "step"] == [0, 1]
 
 
+def test_a_step_ends_with_its_last_stage_in_whatever_order_they_come(exported):
+    spans, _ = exported
+    recorder = OpenTelemetryRecorder()
+    for name, start, end in (("exchange", 1000, 5000), ("compute", 1200, 2000)):
+        recorder.add("lane", name, start, end, batch=0)
+    recorder.close()
+    (step,) = (span for span in spans.get_finished_spans() if span.name == "step")
+    assert step.end_time - step.start_time == 4000
+
+
 def test_a_package_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(optional, "find_spec", lambda name: None)
     for make in (OpenTelemetryLogger, OpenTelemetryRecorder):

@@ -85,15 +85,18 @@ def bytes_of(memory: int | str, name: str = "memory") -> int:
 
 
 def typed(made: Made) -> Made:
-    """A class or a function that takes numbers, text, booleans, and objects of ours and torch's as annotated.
+    """A class or a function that takes numbers, text, booleans, lists of names, and objects of ours and
+    torch's as annotated.
 
-    Numbers of numpy become Python's. Anything else, as ``"4"`` or ``4.5`` for an int, or 1 for a bool, is a
-    TypeError that names the argument; a number beyond the bounds of its `Setting`, or a word that is none of
-    its `Literal`, a ValueError. What has other annotations is not looked at. So a class checks itself only
-    what several of its arguments say together.
+    Numbers of numpy become Python's, and a list where a tuple is kept becomes one. Anything else, as ``"4"``
+    or ``4.5`` for an int, 1 for a bool, or a text for several, is a TypeError that names the argument; a
+    number beyond the bounds of its `Setting`, or a word that is none of its `Literal`, a ValueError. What has
+    other annotations is not looked at. So a class checks itself only what several of its arguments say
+    together.
     """
     call: Any = vars(made)["__init__"] if isinstance(made, type) else made
-    taken, called = inspect.signature(call), getattr(made, "__name__", "")
+    taken, called = inspect.signature(call), getattr(made, "__qualname__", "")
+    called = called.removesuffix(".__init__")
     # Not yet: annotations may name classes that stand below this one.
     hints = cache(lambda: _hints(call))
     known = {
@@ -134,6 +137,11 @@ def _of_kind(value: Any, hint: Any, name: str) -> Any:
     if get_origin(hint) is Literal and value not in get_args(hint):
         raise ValueError(f"{name} must be one of {', '.join(map(str, get_args(hint)))}, got {value!r}")
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    several = [get_origin(kind) for kind in kinds if get_args(kind) in ((str,), (str, ...))]
+    if isinstance(value, str) and str not in kinds and several:  # whose letters it would be
+        raise TypeError(f"{name} must be several names, got the text {value!r}: write {value.split(',')}")
+    if isinstance(value, list) and several == [tuple]:
+        return tuple(value)
     if all(kind in _SCALARS or _is_own(kind) for kind in kinds):
         # True is an Integral of Python's, and means something else.
         booleans = isinstance(value, _SCALARS[bool]) and bool not in kinds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import warnings
@@ -12,6 +13,7 @@ import torch
 from simulated import ascending, load_on, on_ranks, part_of, random_table, same, save_on, whole
 
 from tritonrec.checkpoint import CheckpointError, Saver, load, range_of, save, steps
+from tritonrec.checkpoint.agreement import Agreement
 from tritonrec.checkpoint.files import manifest_of
 from tritonrec.data.balancing import partition_samples
 from tritonrec.nn import DLRM, DLRMConfig
@@ -227,3 +229,15 @@ def test_every_table_and_tensor_that_differs_is_named(tmp_path):
         "'old' is torch.float32 of shape (1,) in the checkpoint, not there here",
         "'w' is torch.float32 of shape (2, 3) in the checkpoint, torch.float32 of shape (2, 4) here",
     ]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_alone_takes_back_a_phase_that_failed_elsewhere(rank):
+    undone = []
+    agreement = Agreement(lambda text: [text, json.dumps({"error": "rank 2: full"})], rank, "no save")
+    with (
+        pytest.raises(CheckpointError, match="no save: rank 2: full"),
+        agreement.phase(lambda: undone.append(1)),
+    ):
+        pass
+    assert len(undone) == (rank == 0)

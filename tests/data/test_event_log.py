@@ -264,6 +264,9 @@ BAD = {
         r"line 1: columns are named, and the first line looks like a header: 'userId,movieId'",
     ),
     "stands_for_colons": ("1::2::3\n4::5\x1f6\n", replace(THREE, delimiter="::"), r"the text has the character '\\x1f'"),
+    "fractions_and_an_order": (
+        "user,item,time,at\n1,2,5,9\n1,3,5.5,8\n", LogFormat(order="at"), r"log.csv: .*times of column 'time' have frac",
+    ),
     "before": ("user,item,time\n1,2,-5\n", None, r"times from -5 to -5 are of no one unit: as seconds .*1969-12-31"),
 }  # fmt: skip
 
@@ -427,10 +430,16 @@ def test_whole_floats_in_text_name_the_setting(tmp_path):
         load(tmp_path / "a.csv")
 
 
-def test_a_pipe_is_no_file_of_a_log(tmp_path):
-    os.mkfifo(tmp_path / "a.csv")
-    with pytest.raises(ValueError, match=r"a\.csv: neither a file nor a folder"):
-        load(tmp_path / "a.csv")
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("gone")])
+def test_a_pipe_or_a_link_to_nothing_is_no_file_of_a_log(tmp_path, make):
+    make(tmp_path / "b.csv")
+    with pytest.raises((ValueError, FileNotFoundError), match=r"b\.csv: (neither a file nor a|no such)"):
+        load(tmp_path / "b.csv")
+    (tmp_path / "a.csv").write_text("user,item,time\n3,2,4\n")
+    for source in (tmp_path, f"{tmp_path}/*.csv"):
+        with pytest.raises(ValueError, match=r"b\.csv: no file, but a link to nothing, a pipe or a dev"):
+            load(source)
+    assert len(load(f"{tmp_path}/a*.csv")) == 1
 
 
 def test_whole_floats_are_ids_by_choice(tmp_path):

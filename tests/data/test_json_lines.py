@@ -44,3 +44,18 @@ def test_fields_are_looked_for_in_some_lines_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(json_tables, "FIRST_LINES", 2)
     late = [{name: each[name] for name in ("user", "item", "timestamp")} for each in EVENTS[:2]] + EVENTS[2:]
     assert load_interactions(written(tmp_path / "log.json", late)).rating is None
+
+
+@pytest.mark.parametrize("at", [1, 4])
+def test_a_field_that_an_object_has_twice_is_named_where_it_is_read(tmp_path, at):
+    path = tmp_path / "log.json"
+    source, lines = written(path, EVENTS), path.read_text().splitlines()
+    for field, is_read in (("rating", True), ("other", False)):
+        twice = [line.replace("}", f', "{field}": 1.0, "{field}": 2.0}}') if n == at else line
+                 for n, line in enumerate(lines, 1)]  # fmt: skip
+        path.write_text("\n".join(twice))
+        if is_read:
+            with pytest.raises(ValueError, match=f"log.json, line {at}: the object has 'rating' twice"):
+                load_interactions(source)
+        else:
+            assert len(load_interactions(source)) == 4

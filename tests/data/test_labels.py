@@ -23,6 +23,7 @@ from tritonrec.data import (
 )
 from tritonrec.data.convert_windows import write_windows
 from tritonrec.data.grouped import clicks_of, words_of
+from tritonrec.data.labels import check_labels, check_ratings
 from tritonrec.data.log_format import LogFormat
 
 
@@ -138,3 +139,11 @@ def test_a_missing_rating_is_named():
     rating[7] = np.nan
     with pytest.raises(ValueError, match="row 7 has no rating"):
         clicks_from_ratings(replace(LOG, rating=rating))
+
+
+def test_a_lone_label_is_no_task_of_one_kind():
+    check_labels("like", np.array([1]))
+    check_ratings(np.array([1.0]), 4.0)
+    for label in (0, 1):
+        with pytest.raises(ValueError, match=f"all 2 labels of task 'like' are {label}"):
+            check_labels("like", np.full(2, label))

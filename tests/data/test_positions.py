@@ -35,6 +35,7 @@ from tritonrec.data import (
 )
 from tritonrec.data.convert_sequences import write_sequences
 from tritonrec.data.convert_windows import write_windows
+from tritonrec.data.positions import digest_of
 
 WITH_VALIDATION = Split.leave_one_out(True)
 
@@ -212,6 +213,14 @@ def test_a_message_names_every_difference_and_both_values():
         ValueError, match="with split leave-one-out, and this one has leave-one-out:validation: use"
     ):
         next_item(split=WITH_VALIDATION).load_state_dict(state)
+
+
+def test_a_digest_tells_values_types_shapes_and_columns_apart():
+    zeros = torch.zeros(2, 2, dtype=torch.int64)
+    halves = torch.zeros(4, 2, dtype=torch.int32)
+    columns = [(zeros,), (zeros.flatten(),), (halves,), (zeros[:1], zeros[1:]), (zeros + 1,)]
+    assert len({digest_of(*each) for each in columns}) == len(columns)
+    assert digest_of(zeros) == digest_of(zeros.numpy()[::-1])
 
 
 def test_an_earlier_version_saved_less():

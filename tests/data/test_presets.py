@@ -2,6 +2,7 @@
 
 # ruff: noqa: E501 - published lines are long
 import gzip
+import re
 from pathlib import Path
 
 import pytest
@@ -209,6 +210,30 @@ def test_ratings_of_amazon_with_user_and_item_the_other_way_round_are_refused(tm
     assert load(f"amazon-2018:{path}").words["user"].words.to_pylist() == ["A2SUAM1J3GNN3B", "AKM1MP6P0OYPR"]
     with pytest.raises(ValueError, match="other way round"):
         load(f"amazon-2014:{path}")
+
+
+OTHER_UNITS = {
+    "movielens-20m": ("userId,movieId,rating,timestamp\n1,2,3.5,1112486027000\n", "ms", "s"),
+    "taobao": ("1,2,3,pv,1511544070000\n", "ms", "s"),
+    "retailrocket": (
+        "timestamp,visitorid,event,itemid,transactionid\n1433221332,257597,view,355908,\n",
+        "s",
+        "ms",
+    ),
+    "amazon-2023": ("user_id,parent_asin,rating,timestamp\nAFK,B00,5.0,1588687728\n", "s", "ms"),
+}
+
+
+@pytest.mark.parametrize("word", OTHER_UNITS)
+def test_times_in_another_unit_than_a_log_has_are_refused_until_it_is_named(tmp_path, word):
+    text, unit, own = OTHER_UNITS[word]
+    source = f"{word}:{tmp_path / 'log.csv'}"
+    (tmp_path / "log.csv").write_text(text)
+    with pytest.raises(ValueError, match=f"are in {unit}, and files of this log have {own}: name time_unit"):
+        load(source)
+    assert load(f"{source}?time_unit={unit}").time_unit == unit
+    (tmp_path / "log.csv").write_text(re.sub(r"\b1[0-9]{9,}", "17", text))  # of no unit: as the log says
+    assert load(source).time_unit == own
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from tritonrec.data.interactions import Interactions
 from tritonrec.data.loader import NextItemLoader
 from tritonrec.data.ranking import evaluate, popularity_scores, target_ranks
 from tritonrec.data.zipf import ZipfOptions, generate
+from tritonrec.metrics import RankingMetrics
 
 
 def loader_of(*users: list[int]) -> NextItemLoader:
@@ -162,6 +164,15 @@ def test_bad_scores_are_named():
     for ks in ((), (0, 10)):
         with pytest.raises(ValueError, match="ks must hold numbers of at least 1"):
             evaluate(constant(0, 0, 0, 0, 0), loader, ks=ks)
+    for ks in (10, "10", [1.5], None):
+        for call in (partial(evaluate, constant(0, 0, 0, 0, 0), loader), RankingMetrics):
+            with pytest.raises(TypeError, match=r"ks must hold whole numbers, as \(10, 50\), got"):
+                call(ks=ks)
+    same = evaluate(constant(0, 0, 0, 0, 0), loader, ks=(k for k in (np.int64(1), 2)))
+    assert same == evaluate(constant(0, 0, 0, 0, 0), loader, ks=[1, 2])
+    for scores in (None, [[0.0] * 5] * 2):
+        with pytest.raises(TypeError, match=r"scores must be a tensor \(2, 5\): users by cat"):
+            evaluate(lambda history, scores=scores: scores, loader)
 
 
 def test_popularity_on_the_real_log():

@@ -58,6 +58,15 @@ def test_a_model_without_hash_embeddings_is_refused():
         HashOptimizer(torch.nn.Linear(2, 2))
 
 
+def test_parameters_that_nothing_would_update_are_refused():
+    rows = HashOptimizer(HashEmbedding(4))
+    with pytest.raises(
+        ValueError, match="rows of the model's hash embeddings alone: give parameters to an opt"
+    ):
+        rows.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    assert len(rows.param_groups) == 1
+
+
 def test_gradients_stay_until_zero_grad_as_in_torch():
     model, optimizer = made("sgd", lr=1.0)
     before = model[0].tables.initial_rows("embedding", torch.tensor([4]))

@@ -91,7 +91,7 @@ def test_a_frozen_dataclass_of_a_user_is_left_as_it_is_and_another_object_gets_a
         def __call__(self, update):
             return 0.5
 
-    @dataclass
+    @dataclass(frozen=True)
     class Listed:
         rates: list
 

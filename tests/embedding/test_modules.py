@@ -249,7 +249,7 @@ def test_wrong_arguments_are_named():
     ):
         with pytest.raises(ValueError, match=message):
             HashEmbedding(3, **arguments)
-    with pytest.raises(ValueError, match="pooling must be sum or mean, got 'max'"):
+    with pytest.raises(ValueError, match="pooling must be one of sum, mean, got 'max'"):
         HashEmbeddingBag(3, "max")
     with pytest.raises(ValueError, match="the tables are made already"):
         HashEmbeddingCollection(HashTableCollection(FEATURES), seed=3)

@@ -200,6 +200,29 @@ def test_buffers_that_differ_from_the_start_are_named(pool):
         assert "rank 1 has buffer shift=float32 (4,) with SHA-256 " in message
 
 
+def other_groups(communicators, name, values):
+    try:
+        Communicators.over([0, 1], **{name: values[communicators.rank]})
+    except RanksDisagreeError as error:
+        return str(error)
+
+
+GROUPS = {"replicas": (1, 2), "nodes": (1, 2), "backend": ("gloo", "cpu:gloo")}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_ranks_that_make_other_groups_are_named_before_they_wait(pool, name):
+    first, second = GROUPS[name]
+    for message in pool.run(other_groups, 2, name, (first, second)):
+        assert f"rank 1 has {name}={second} and rank 0 has {name}={first}" in message
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [([1, 0], 1), ([0, 0], 1), ([1, 0], 2), ([0, 1, 3, 2], 2)])
+def test_ranks_that_groups_would_count_otherwise_are_refused(ranks, replicas):
+    with pytest.raises(ValueError, match="ranks must ascend along 'shard' and along 'replicate'"):
+        Communicators.over(ranks, replicas=replicas)
+
+
 def test_processors_of_another_kind_are_an_error_at_batch_and_a_warning_at_window(pool):
     for message in pool.run(other_processor, 2, "batch"):
         assert "rank 1 has torch.backends.cpu.get_cpu_capability()=AVX9 and rank 0 has " in message

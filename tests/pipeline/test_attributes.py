@@ -29,6 +29,10 @@ def in_a_default(value, kept=[]):  # noqa: B006
     return kept
 
 
+def in_a_keyword(value, *, kept=[]):  # noqa: B006
+    kept.append(value)
+
+
 def in_a_function(value):
     in_a_function.kept = value
 
@@ -115,6 +119,9 @@ WAYS = {
     "class": a_class("of_the_class"),
     "new in the class": a_class("late"),
     "default argument": (None, lambda m, value: m.default(value), lambda m: [*in_a_default.__defaults__[0]]),
+    "default of a keyword": (
+        lambda: in_a_keyword, lambda m, value: m.kept(value), lambda m: [*m.kept.__kwdefaults__["kept"]],
+    ),
     "function": (None, lambda m, value: m.function(value), lambda m: dict(vars(in_a_function))),
     "global": (None, lambda m, value: m.names(value), lambda m: dict(OF_ALL)),
     "parameter's attribute": (
@@ -142,6 +149,15 @@ def test_what_a_call_keeps_is_seen_and_put_back(way):
     module("value")
     attributes.put_back_changed()
     assert read(module[0]) == before
+
+
+def test_what_a_long_way_reaches_first_is_followed_from_the_short_one():
+    box = SimpleNamespace(of=[])
+    module = torch.nn.Sequential(Keeper([[box]]), Keeper(box, lambda m, value: m.kept.of.append(value)))
+    attributes = Attributes(module)
+    module[1]("value")
+    attributes.put_back()
+    assert attributes.blamed.module == "1" and box.of == []
 
 
 def test_what_a_call_reads_is_no_state():

@@ -12,7 +12,7 @@ from tritonrec import ops
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import TablePolicy
 from tritonrec.pipeline import NESTPIPE, Edge, ScheduleError, Trainer, WindowConfig, check, schedule_of
-from tritonrec.pipeline.clipping import clamp, norm_of, squares
+from tritonrec.pipeline.clipping import clamp, norm_of, scale_of, squares
 
 LIMITS = [{"max_grad_norm": 0.02}, {"max_grad_norm": 0.01, "max_grad_value": 0.002}]
 
@@ -97,6 +97,8 @@ def test_the_norm_is_that_of_torch():
     norm = norm_of(squares(gradients, torch.device("cpu")))
     expected = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
     assert float(norm) == pytest.approx(float(expected), rel=1e-6)
+    tiny = torch.tensor(1e-6, dtype=torch.float64)  # as large as torch's epsilon beside it
+    assert float(scale_of(tiny, WindowConfig(max_grad_norm=1e-6))) == 0.5
     together = squares([torch.cat(gradients)], torch.device("cpu"))
     assert torch.equal(together, sum(ops.sum_of_squares(each) for each in reversed(gradients)))
 

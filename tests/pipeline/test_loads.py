@@ -458,6 +458,10 @@ def test_the_dropout_seed_is_compared(saved):
         assert training.load(saved, changed={"dropout_seed"}) == 3
         with pytest.raises(ValueError, match="changed= has 'sed', and takes seed, scale"):
             training.load(saved, changed={"sed"})
+        with pytest.raises(
+            TypeError, match=r"Trainer.load: changed must be several names.*: write \['seed'\]"
+        ):
+            training.load(saved, changed="seed")
 
 
 def test_rates_that_follow_a_scheduler_are_not_changed(saved, tmp_path):

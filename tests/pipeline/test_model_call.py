@@ -23,6 +23,7 @@ from tritonrec import nn, verify
 from tritonrec.embedding import FeatureConfig
 from tritonrec.pipeline.diagnosis import diagnose
 from tritonrec.pipeline.model_call import CallerSettings
+from tritonrec.pipeline.results import note_outputs
 
 FEATURES = [FeatureConfig("item", DIM)]
 REFERENCE = {"batch": "reference", "window": "sequential"}
@@ -91,6 +92,33 @@ def test_a_module_that_a_call_switches_is_switched_back_by_it(mode, consistency)
     assert len(trained(made, mode, consistency, batches(2))[1]) == 2 and made[0].norm.training
     with pytest.raises(RuntimeError, match=r"module norm was switched by eval\(\) during a call"):
         trained(parts(Switching), mode, consistency, batches(2))
+
+
+class Freezing(Ranker):
+    """Freezes or thaws a parameter in its forward, and maybe puts it back."""
+
+    def __init__(self, frozen=False, back=False):
+        super().__init__()
+        self.mix.bias.requires_grad_(not frozen)
+        self.back = back
+
+    def forward(self, batch, rows, seed):
+        trained = self.mix.bias.requires_grad
+        self.mix.bias.requires_grad_(not trained)
+        losses = super().forward(batch, rows, seed)
+        self.mix.bias.requires_grad_(trained == self.back)
+        return losses
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize(("mode", "consistency"), EVERY)
+def test_a_parameter_that_a_call_freezes_is_thawed_by_it(mode, consistency, frozen):
+    made = parts(lambda: Freezing(frozen, back=True))
+    bias = made[0].mix.bias
+    assert len(trained(made, mode, consistency, batches(2))[1]) == 2 and bias.requires_grad != frozen
+    words = rf"parameter mix.bias was switched by requires_grad_\({frozen}\) during a call"
+    with pytest.raises(RuntimeError, match=words):
+        trained(parts(lambda: Freezing(frozen)), mode, consistency, batches(2))
 
 
 class NeedsSamples(Ranker):
@@ -257,3 +285,12 @@ def test_the_caller_s_default_device_is_the_model_s():
     with torch.device("meta"):
         settings = CallerSettings.of_this_thread(cpu)
     assert settings == CallerSettings(device=torch.device("meta")) and not settings.plain
+
+
+def test_what_is_recorded_is_alike_within_a_batch_and_may_differ_in_the_next():
+    outputs, rows = {}, torch.ones(2, 3)
+    note_outputs(outputs, 0, {"score": rows}, 2)
+    note_outputs(outputs, 3, {"other": rows}, 2)
+    for micro_batch, recorded in ((1, {"score": rows[0]}), (2, {"score": rows})):
+        with pytest.raises(ValueError, match=r"the model records (score|other) of some micro-batches with"):
+            note_outputs(outputs, micro_batch, recorded, 2)

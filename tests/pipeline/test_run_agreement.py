@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from datetime import timedelta
 from itertools import product
 from types import SimpleNamespace
@@ -367,16 +368,19 @@ def samples_of(communicators, kind, steps=3):
     world, last = communicators.world_size, communicators.rank == communicators.world_size - 1
     loader = JOB.loader(0, 1) if kind == "whole" else JOB.loader(communicators.rank, world)
     other = JOB.loader(0, world)
+    longer = replace(JOB, batch_size=JOB.batch_size + 1).loader(communicators.rank, world)
 
     def batch(step):
         if last and kind == "part":
             return JaggedBatch.concat([loader.batch(step), other.batch(step).select(torch.tensor([1]))])
         if last and kind == "later" and step == 2:
             return other.batch(step)
+        if last and kind == "size":
+            return longer.batch(step)
         return loader.batch(step)
 
     # the groups of a pool are of no use after windows that ranks have left half done
-    mode = "sequential" if kind == "later" else "nestpipe"
+    mode = "sequential" if kind in ("later", "size") else "nestpipe"
     try:
         with Trainer(model, tables, optimizer, communicators, mode, WindowConfig(2)) as trainer:
             return "", [result.step for result in trainer.run(map(batch, range(steps)))]
@@ -384,7 +388,7 @@ def samples_of(communicators, kind, steps=3):
         return str(error), []
 
 
-@pytest.mark.parametrize("kind, step", [("whole", 0), ("part", 0), ("later", 2)])
+@pytest.mark.parametrize("kind, step", [("whole", 0), ("part", 0), ("later", 2), ("size", 1)])
 def test_samples_that_two_ranks_share_are_named(pool, kind, step):
     for message, _ in pool.run(samples_of, 2, kind):
         assert (
@@ -394,8 +398,8 @@ def test_samples_that_two_ranks_share_are_named(pool, kind, step):
         assert "rank= and world_size=" in message
 
 
-def some(*ids):
-    return SimpleNamespace(sample_ids=torch.tensor(ids, dtype=torch.int64))
+def some(*ids, step=0):
+    return SimpleNamespace(sample_ids=torch.tensor(ids, dtype=torch.int64), step=step)
 
 
 def differ(*ranks):
@@ -416,12 +420,18 @@ def test_words_of_samples_tell_those_that_are_shared():
         later, words_of(plain, 0, [some(3, 4, 5)], {})
     )  # as the end of an epoch may be filled up
     assert differ(later, words_of(plain, 0, [some(3, 2, 1)], {}))
+    assert differ(later, words_of(plain, 0, [some(4, 3, 2)], {}))  # most of them
+    two = words_of(plain, 7, [some(1, 2), some(3, 4, step=1)], {})  # steps of two epochs
+    assert not differ(two, words_of(plain, 7, [some(3, 4), some(1, 2, step=1)], {}))
     empty = words_of(plain, 7, [some()], {})
     assert empty.samples == 0 and not differ(empty, empty, first)  # ranks without samples
     assert not differ(Words(), Words(), first)
     many = words_of(plain, 7, [some(*range(1000))], {})
     assert len(many.lowest) == LOWEST and all(many.lowest)
     assert differ(many, words_of(plain, 7, [some(*range(500))], {}))
+    assert differ(
+        words_of(plain, 0, [some(*range(1000))], {}), words_of(plain, 0, [some(*range(9, 1000))], {})
+    )
 
 
 class Running(torch.nn.Module):

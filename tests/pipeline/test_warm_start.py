@@ -114,12 +114,13 @@ def test_tables_and_modules_are_chosen_and_renamed(saved):
         (dict(), dict(rename={"a.": "b."}), "rename= has a., which nothing here took"),
         (dict(), dict(rename={"mix.weight": "norm.weight"}), "would both be norm.weight here"),
         (dict(), dict(step=7), "step-000000000007.json is missing"),
+        (dict(), dict(tables="item"), "Trainer.warm_start: tables must be several names"),
     ],
 )
 def test_what_is_named_has_to_be_there_and_nothing_is_taken_otherwise(saved, options, choice, message):
     with trainer(made_of(**options)) as training:
         before = everything(training)
-        with pytest.raises((ValueError, RuntimeError), match=message):
+        with pytest.raises((ValueError, RuntimeError, TypeError), match=message):
             training.warm_start(saved[0], **choice)
         assert equal(everything(training), before)
 

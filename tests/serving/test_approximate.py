@@ -67,6 +67,15 @@ def test_a_user_to_whom_too_little_is_proposed_is_searched_exactly(exact):
     assert {*ids[1].tolist()} <= {*exact.item_ids[[9, 8, 7, 6]].tolist()}
 
 
+def test_of_equal_scores_the_smaller_id_comes_first(path):
+    exact = Predictor.load(path)
+    found = ApproximatePredictor(exact, "hnsw")
+    found._items().whole[5:9] = found._items().whole[5].clone()
+    found._index = Index([8, 6, 7, 5])
+    ids, scores = found.retrieve([exact.item_ids[[3]].tolist()], 3)
+    assert ids[0].tolist() == exact.item_ids[[5, 6, 7]].tolist() and len(scores.unique()) == 1
+
+
 def test_recall_is_that_of_what_is_found(exact, monkeypatch):
     class Half(ApproximatePredictor):
         def best_without(self, vectors, k, places, offsets):

@@ -182,7 +182,7 @@ def test_tables_alone_have_no_scores(tmp_path):
     assert torch.equal(predictor.rows("item", IDS), make().rows("item", IDS))
     with pytest.raises(ValueError, match="encode needs a dense model, and the tables were exported alone"):
         predictor.encode(HISTORY)
-    with pytest.raises(ValueError, match="unknown must be 'initial' or 'zeros', got 'zero'"):
+    with pytest.raises(ValueError, match="unknown must be one of initial, zeros, got 'zero'"):
         Predictor.load(tmp_path / "out", unknown="zero")
 
 

@@ -80,7 +80,7 @@ class EpochLoader(Endless[BatchType]):
 
     def content(self) -> tuple[Tensor, ...]:
         """The data that a step's batch depends on."""
-        return self.sample_ids, self.sample_tokens
+        raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
         """What a position depends on. The position itself is the step, at which `batch` begins anywhere."""

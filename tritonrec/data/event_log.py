@@ -25,7 +25,7 @@ from tritonrec.data.log_format import LogFormat, find_columns, named
 from tritonrec.data.parquet import FRACTION, TIME_UNIT, concat
 from tritonrec.data.presets import Preset
 from tritonrec.data.tables import File, Frame, ParquetFile, open_files
-from tritonrec.data.times import checked_unit, times
+from tritonrec.data.times import checked_unit, found_unit, times
 from tritonrec.data.values import Part
 
 if TYPE_CHECKING:
@@ -198,6 +198,11 @@ class EventLog:
             time = np.arange(seen.rows, seen.rows + len(user))
         if "fraction" in columns:
             fraction = values.numbers(part, columns["fraction"], get["fraction"])
+        if "order" in columns and fraction is not None:
+            raise ValueError(
+                f"{part.path}: order= orders events of one time, and times of column "
+                f"{columns['timestamp']!r} have fractions that do so: take a finer time_unit, or no order="
+            )
         if "order" in columns:
             fraction = _order(part, columns["order"], get["order"])
         rating = None
@@ -262,6 +267,12 @@ class EventLog:
                 "write it alike"
             )
         if self._unit or seen.has_unit:
+            other = found_unit(seen.low, seen.high)
+            if self.preset and self._unit == self.preset.format.unit and other not in ("", self._unit):
+                raise ValueError(
+                    f"{self.name}: times from {seen.low} to {seen.high} are in {other}, and files of this "
+                    f"log have {self._unit}: name time_unit={other}"
+                )
             return self._unit
         if seen.rows >= FEW and 1 <= seen.low <= seen.high <= MOST_RATED:
             raise ValueError(

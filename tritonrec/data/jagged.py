@@ -24,6 +24,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from tritonrec.settings import typed
+
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
@@ -142,6 +144,7 @@ class KeyedJaggedTensor(Movable):
         return KeyedJaggedTensor(tuple(features), values, offsets, torch.cat(weights) if weights else None)
 
     @staticmethod
+    @typed
     def from_matrix(keys: Sequence[str], ids: Tensor) -> KeyedJaggedTensor:
         """One id for each key and sample: `ids` (B, F) int64; ValueError for other columns."""
         if ids.dim() != 2 or ids.shape[1] != len(keys):
@@ -152,6 +155,7 @@ class KeyedJaggedTensor(Movable):
         return KeyedJaggedTensor(tuple(keys), values, torch.arange(len(values) + 1, device=ids.device))
 
     @staticmethod
+    @typed
     def from_lengths_sync(
         keys: Sequence[str], values: Tensor, lengths: Tensor, weights: Tensor | None = None
     ) -> KeyedJaggedTensor:
@@ -171,6 +175,7 @@ class KeyedJaggedTensor(Movable):
         return KeyedJaggedTensor.from_offsets_sync(keys, values, offsets_of(lengths), weights)
 
     @staticmethod
+    @typed
     def from_offsets_sync(
         keys: Sequence[str], values: Tensor, offsets: Tensor, weights: Tensor | None = None
     ) -> KeyedJaggedTensor:

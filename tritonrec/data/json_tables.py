@@ -6,7 +6,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import pyarrow as pa
@@ -18,6 +18,8 @@ from tritonrec.data.values import Part
 
 FIRST_BYTES, FIRST_LINES = 1 << 18, 1000
 """Of a file, where its fields are found: a field may be missing in the first object."""
+
+TWICE = object()
 
 
 class JsonFile(TextFile):
@@ -98,6 +100,8 @@ class JsonFile(TextFile):
                 value = self._object(text, number)
                 for own, name in zip(found, columns, strict=True):
                     own.append(value.get(name))
+                    if own[-1] is TWICE:
+                        raise ValueError(f"{self.path}, line {number}: the object has {name!r} twice")
         line_of = block.line_of
         return pa.table({name: self._array(name, own, line_of)
                          for name, own in zip(columns, found, strict=True)})  # fmt: skip
@@ -121,7 +125,7 @@ class JsonFile(TextFile):
             return pa.array([None if value is None else str(value) for value in values])
 
     def _load(self, text: str, line: int) -> Any:
-        load: Callable[[str], Any] = json.loads
+        load: Callable[[str], Any] = partial(json.loads, object_pairs_hook=_once)
         if re.match(r"\s*\{\s*u?'", text):
             load = ast.literal_eval
         try:
@@ -131,3 +135,12 @@ class JsonFile(TextFile):
                 f"{self.path}, line {line}: no JSON object: {error}; expected one a line, "
                 f"got {text[:SHOWN]!r}"
             ) from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; a field that it has twice is `TWICE`: some readers take the first, and some the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        found |= {name: TWICE for name in found if names.count(name) > 1}
+    return found

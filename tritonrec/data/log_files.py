@@ -72,13 +72,18 @@ def files_at(path: str, kind: str = "file", filesystem: Any = None, patterns: Se
         found = fs.get_file_info(FileSelector(base or "/", recursive=True))
     except pa.ArrowException as error:
         raise ValueError(f"{path}: {error}") from error
-    files = []
-    for info in found:
-        below = below_folder(base, info.path).split("/")
-        if info.type != FileType.File or any(part[:1] in ("_", ".") for part in below):
-            continue
-        if _matches(below, wild):
-            files.append(info.path)
+
+    def is_due(file: str) -> bool:
+        below = below_folder(base, file).split("/")
+        if any(part[:1] in ("_", ".") for part in below) or not _matches(below, wild):
+            return False
+        return bool(wild) or not patterns or any(_is(file, each) for each in patterns)
+
+    files = [info.path for info in found if info.type == FileType.File and is_due(info.path)]
+    for folder, _folders, names in os.walk(base or "/") if isinstance(fs, LocalFileSystem) else ():
+        for path_there in (os.path.join(folder, name) for name in names):
+            if is_due(path_there) and not os.path.isfile(path_there):  # a part would be missing in silence
+                raise ValueError(f"{path_there}: no file, but a link to nothing, a pipe or a device")
     if patterns and not wild:
         files = next(filter(None, ([file for file in files if _is(file, each)] for each in patterns)), [])
         if not files:

@@ -30,6 +30,7 @@ from tritonrec.data.stream_plan import Stretch
 from tritonrec.data.tables import Frame, ParquetFile, common_schema, is_frame
 from tritonrec.data.text_tables import UNREADABLE
 from tritonrec.files import ScratchFolder
+from tritonrec.settings import typed
 
 FOOTER_THREADS = 16
 BUFFER_BYTES = 1 << 16
@@ -72,6 +73,7 @@ class ParquetRows:
     naming the file that is no Parquet, that lacks a column or has one of another kind than the first file.
     """
 
+    @typed
     def __init__(
         self,
         path: Any,

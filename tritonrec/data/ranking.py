@@ -21,8 +21,9 @@ number of impressions::
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -67,7 +68,7 @@ def evaluate(
 
     Raises ValueError for scores of another shape, for NaN, for a k below 1, and for a part without items.
     """
-    check_ks(ks)
+    ks = checked_ks(ks)
     if batch_size is None:
         batch_size = max(1, min(256, AT_A_TIME // max(loader.num_items, 1)))
     batches = loader.evaluation_batches(batch_size, part)
@@ -75,10 +76,25 @@ def evaluate(
     return ranking_metrics(ranked, ks, loader.num_items)
 
 
-def check_ks(ks: Sequence[int]) -> None:
-    """Raise ValueError where a k is below 1, or there is none."""
-    if not ks or min(ks) < 1:
-        raise ValueError(f"ks must hold numbers of at least 1, got {tuple(ks)}")
+def checked_ks(ks: Iterable[int]) -> tuple[int, ...]:
+    """The lengths of lists. Raises TypeError for what is none, ValueError for one below 1 and for none."""
+    try:
+        found = tuple(map(operator.index, ks))
+    except TypeError:
+        raise TypeError(f"ks must hold whole numbers, as (10, 50), got {ks!r}") from None
+    if not found or min(found) < 1:
+        raise ValueError(f"ks must hold numbers of at least 1, got {found}")
+    return found
+
+
+def checked_scores(scores: Any, expected: tuple[int, ...], what: str) -> Tensor:
+    """What a function of the caller's returned, on the CPU. TypeError for no tensor, ValueError for another
+    shape."""
+    if not isinstance(scores, Tensor):
+        raise TypeError(f"scores must be a tensor {expected}: {what}; got {type(scores).__name__}")
+    if scores.shape != expected:
+        raise ValueError(f"scores must be {expected}: {what}; got shape {tuple(scores.shape)}")
+    return scores.detach().cpu()
 
 
 def ranking_metrics(ranks: Iterable[Tensor], ks: Sequence[int], items: int) -> dict[str, float]:
@@ -177,11 +193,7 @@ def target_ranks(
     2**63 - 1, above any k, where the item is not in the catalogue.
     """
     users, items = len(batch.targets), loader.num_items
-    if scores.shape != (users, items):
-        raise ValueError(
-            f"scores must be ({users}, {items}): users by catalogue; got shape {tuple(scores.shape)}"
-        )
-    scores = scores.detach().cpu()
+    scores = checked_scores(scores, (users, items), "users by catalogue")
     if items == 0:
         return torch.full((users,), NO_RANK, dtype=torch.int64)
     own = scores.gather(1, batch.targets.clamp(min=0)[:, None])[:, 0]
@@ -305,13 +317,9 @@ def evaluate_impressions(
     """
     users, scores, labels = [], [], []
     for batch, found in scored(loader.evaluation_batches(batch_size, part), score_fn):
-        if found.shape != batch.labels.shape:
-            raise ValueError(
-                f"scores must be {tuple(batch.labels.shape)}: exposed items by tasks; "
-                f"got shape {tuple(found.shape)}"
-            )
+        found = checked_scores(found, tuple(batch.labels.shape), "exposed items by tasks")
         users.append(batch.exposed_context("user_id"))
-        scores.append(found.detach().cpu())
+        scores.append(found)
         labels.append(batch.labels)
     metrics = {}
     for column, task in enumerate(loader.tasks):

@@ -111,6 +111,15 @@ class HashOptimizer(torch.optim.Optimizer):
                 group["lr"] = rate_at(each.group.optimizer.lr, number + 1)
         return loss
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only at the start, one for each table: ValueError for another one, which nothing would update."""
+        if len(getattr(self, "param_groups", ())) == len(self.gradients):
+            raise ValueError(
+                "HashOptimizer updates rows of the model's hash embeddings alone: give parameters to an "
+                "optimizer of torch, and make a new HashOptimizer of a model with more embeddings"
+            )
+        super().add_param_group(param_group)
+
     @property
     def rates(self) -> list[float]:
         """The learning rate of each of `param_groups`."""

@@ -107,7 +107,7 @@ class Scaled:
         _check_rates(factor=self.factor)
 
     def __call__(self, update: int) -> float:
-        return self.factor * rate_at(self.schedule, update)
+        return self.factor * self.schedule(update)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 
 from ..data.jagged import KeyedJaggedTensor, Lookup, WeightedLookup
+from ..settings import typed
 from .bags import Pooling
 from .features import FeatureConfig
 from .modules import HashEmbeddingCollection
@@ -15,6 +16,7 @@ from .row_optimizer import RowOptimizer
 from .tracing import leaf_call
 
 
+@typed
 class HashEmbedding(HashEmbeddingCollection):
     """`torch.nn.Embedding` over any int64 ids: one row each, made when its id is first seen in training.
 
@@ -53,6 +55,7 @@ class HashEmbedding(HashEmbeddingCollection):
         return rows.view(*ids.shape, self.dim)
 
 
+@typed
 class HashEmbeddingBag(HashEmbeddingCollection):
     """`torch.nn.EmbeddingBag` over any int64 ids: the sum or mean of the rows of each bag.
 
@@ -75,8 +78,6 @@ class HashEmbeddingBag(HashEmbeddingCollection):
         include_last_offset: bool = False,
         **options: Any,
     ):
-        if pooling not in ("sum", "mean"):
-            raise ValueError(f"pooling must be sum or mean, got {pooling!r}")
         feature = _only_feature(name, dim, pooling, scale, policy)
         super().__init__([feature], optimizer, placement=placement, **options)
         self.name, self.include_last_offset = name, include_last_offset

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..data.ranking import list_terms
+from ..data.ranking import checked_ks, list_terms
 from ..distributed import Communicators
 from .sums import exact_sums, merged
 
@@ -39,13 +39,11 @@ class RankingMetrics:
     def __init__(
         self, ks: Sequence[int], popularity: Tensor | None = None, communicators: Communicators | None = None
     ):
-        if not ks or min(ks) < 1:
-            raise ValueError(f"ks must hold numbers of at least 1, got {tuple(ks)}")
-        self.ks, self.popularity = tuple(ks), popularity
+        self.ks, self.popularity = checked_ks(ks), popularity
         self._control = (communicators or Communicators.local()).control
-        self._sums = [0] * (1 + 4 * len(ks))
+        self._sums = [0] * (1 + 4 * len(self.ks))
         items = 0 if popularity is None else len(popularity)
-        self._listed = torch.zeros(len(ks), items, dtype=torch.int64)
+        self._listed = torch.zeros(len(self.ks), items, dtype=torch.int64)
 
     def update(self, hits: Tensor, relevant: Tensor, items: Tensor | None = None) -> None:
         """Take the lists of some users.

@@ -54,15 +54,21 @@ class Attributes:
         # by id, with the values, so that no id is given to another one meanwhile
         self._seen: dict[int, Any] = {id(each): each for each in [*model.parameters(), *model.buffers()]}
         self._modules = {id(each) for each in model.modules()}
+        # By levels: what a long way reaches first would be followed less far than by a short one.
+        levels: list[list[tuple[str, str, Any]]] = [[] for _ in range(DEPTH + 2)]
         for path, module in model.named_modules():
-            self._keep(path, "", module, DEPTH + 1)
-            for value in [*map(vars, module.parameters(recurse=False)), *type(module).__mro__]:
-                self._keep(path, "", value, DEPTH + 1)
+            own = [module, *map(vars, module.parameters(recurse=False)), *type(module).__mro__]
+            levels[-1] += [(path, "", value) for value in own]
+        for depth in range(DEPTH + 1, 0, -1):
+            for path, name, value in levels[depth]:  # which grows
+                self._keep(path, name, value, depth, levels)
         self.blamed: Diagnosis | None = None
         self._changed: list[tuple[Any, Any, list[Any]]] = []
 
-    def _keep(self, path: str, name: str, value: Any, depth: int) -> None:
-        if type(value) in _PLAIN or id(value) in self._seen or not (depth and _may_change(value)):
+    def _keep(
+        self, path: str, name: str, value: Any, depth: int, levels: list[list[tuple[str, str, Any]]]
+    ) -> None:
+        if type(value) in _PLAIN or id(value) in self._seen or not _may_change(value):
             return
         if id(value) in self._modules and depth <= DEPTH:  # which has a turn of its own
             return
@@ -75,7 +81,7 @@ class Attributes:
         below = depth if isinstance(value, (tuple, *_BEHIND)) else depth - 1
         for part, each in before.items():
             if not isinstance(value, torch.nn.Module) or part not in _HOOKS_OF_MODULES or each:
-                self._keep(path, names or str(part), each, below)
+                levels[below].append((path, names or str(part), each))
 
     def put_back(self) -> None:
         """As they were; what else has changed inside of them stays."""
@@ -149,7 +155,8 @@ def _parts(value: Any) -> Any:
         named = frozenset().union(*_globals_of(code))
         found = {name: globals_[name] for name in named if name in globals_}
         found |= dict(zip(code.co_freevars, value.__closure__ or (), strict=False))
-        return found | {"__defaults__": value.__defaults__, "__dict__": vars(value)}
+        own = ("__defaults__", "__kwdefaults__", "__dict__")
+        return found | {name: getattr(value, name) for name in own}
     names = _BEHIND.get(type(value), "").split()
     for kind in () if names else type(value).__mro__:
         slots = vars(kind).get("__slots__", ())

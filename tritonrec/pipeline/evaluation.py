@@ -20,7 +20,7 @@ import torch
 
 from .. import ops
 from ..data import JaggedBatch, Lookup, NextItemLoader, NextItemStream
-from ..data.ranking import RankCounter, check_ks, ranking_metrics
+from ..data.ranking import RankCounter, checked_ks, ranking_metrics
 from ..data.splits import Part
 from ..distributed.communicator import Communicator
 from ..embedding import HashTableCollection
@@ -101,7 +101,7 @@ def rank_held_out(
         rows: of the feature ``item``. All of its ranks call this.
         precision: of the model's arithmetic; scores are float32, of which few are equal.
     """
-    check_ks(ks)
+    ks = checked_ks(ks)
     training = model.training
     model.eval()
     try:

@@ -33,7 +33,7 @@ from .attributes import Attributes, Contents
 from .by_place import Call, first_by_place, may_differ
 from .compiled import Compilation
 from .diagnosis import Diagnosis, blame_buffer, blame_gradient, diagnose_with
-from .model_call import CallerSettings, Shown, sees_window, train_micro_batch, versions
+from .model_call import CallerSettings, Shown, modes_kept, sees_window, train_micro_batch, versions
 from .precision import unscaled
 from .window import Window, WindowConfig
 from .window_loss import losses_of
@@ -473,7 +473,7 @@ class _Calls:
         with accumulator.empty_gradients():
             for batch in batches:
                 leaves, places, by_feature = self._leaves(batch)
-                with accumulator.active():
+                with modes_kept([*self.model.named_modules()]), accumulator.active():
                     losses = train_micro_batch(
                         self.model, batch, by_feature, self.seed, self.settings, self.scale_exponent
                     )

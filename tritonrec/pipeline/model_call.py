@@ -256,16 +256,33 @@ def _backward_of_shown(
 
 @contextmanager
 def modes_kept(modules: Sequence[tuple[str, torch.nn.Module]]) -> Iterator[None]:
-    """Around a call of the model: RuntimeError naming one of its `modules` that it leaves in another mode."""
-    before = [module.training for _, module in modules]
+    """Around a call of the model: RuntimeError naming one of its `modules` that it leaves in another mode, or
+    a parameter of theirs that it freezes or thaws.
+    """
+    modes, trained = [module.training for _, module in modules], _trained(modules)
     yield
-    for (name, module), mode in zip(modules, before, strict=True):
+    for (path, module), mode in zip(modules, modes, strict=True):
         if module.training != mode:
-            raise RuntimeError(
-                f"module {name or type(module).__name__} was switched by {'eval' if mode else 'train'}() "
-                "during a call of the model, and the next call would find it so: a forward that switches "
-                "modules puts them back before it returns, and others wait until no step is in flight"
-            )
+            name = path or type(module).__name__
+            raise RuntimeError(_SWITCHED.format(f"module {name}", "eval()" if mode else "train()"))
+    if (now := _trained(modules)) != trained:  # in nearly every call all is as it was: no name is made
+        names = [f"{path and path + '.'}{name}" for path, module in modules for name in module._parameters]
+        for name, old, new in zip(names, trained, now, strict=False):
+            if old != new:
+                raise RuntimeError(_SWITCHED.format(f"parameter {name}", f"requires_grad_({new})"))
+
+
+_SWITCHED = (
+    "{} was switched by {} during a call of the model, and the next call would find it so: a forward that "
+    "switches modules or parameters puts them back before it returns, and others wait until no step is in "
+    "flight"
+)
+
+
+def _trained(modules: Sequence[tuple[str, torch.nn.Module]]) -> list[bool]:
+    """Of their parameters, one module's after the other's."""
+    every = [each for _, module in modules for each in module._parameters.values()]
+    return [each is not None and each.requires_grad for each in every]
 
 
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:

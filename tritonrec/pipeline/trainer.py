@@ -399,6 +399,7 @@ class Trainer:
         with self.saver(directory, meta, loader=loader) as saver:
             saver.save(self.next_step)
 
+    @typed
     def load(
         self,
         directory: Source | TrainingSaver,
@@ -442,6 +443,7 @@ class Trainer:
         self._pending.loaded()
         return self.next_step
 
+    @typed
     def warm_start(
         self,
         source: str | Place | Mapping[str, Any],

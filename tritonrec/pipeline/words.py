@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from .model_call import CallerSettings
 
 LOWEST = 32
 """Hashes of samples in a header: all of a small window, of a larger one enough to see a shared part."""
+PER_STEP = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
@@ -59,18 +61,27 @@ def may_differ(rows: Sequence[Sequence[int]]) -> bool:
     if len({(each.shard, each.rows) for each in found}) > len({each.shard for each in found}):
         return True
     samples = [each.samples for each in found if each.samples]
-    lowest = [value for each in found for value in each.lowest if value]
-    return len({*samples}) < len(samples) or len({*lowest}) < len(lowest)
+    if len({*samples}) < len(samples):
+        return True
+    owners = Counter(value for each in found for value in each.lowest if value)
+    for each in found:
+        shared = [owners[value] > 1 for value in each.lowest if value]
+        # Later, the end of an epoch may be filled up; what shares most is a loader of other settings.
+        if sum(shared) > (0 if each.state else len(shared) // 2):
+            return True
+    return False
 
 
 def words_of(
     settings: CallerSettings, state: int, batches: Sequence[Any], rates: Mapping[str, float | None]
 ) -> Words:
     """The words of a window of these batches; `state` as of `RunAgreement.begin`, 0 in a later window."""
-    hashes = _hashes([batch.sample_ids for batch in batches])
+    # A step may have a sample that another step of the window, of the next epoch, has on another rank.
+    hashes = _hashes([(batch.sample_ids, batch.step) for batch in batches])
     lowest = [0] * LOWEST
-    if state and len(hashes):
-        smallest = np.unique(hashes)[:LOWEST].tolist()
+    if len(hashes):
+        few = np.partition(hashes, LOWEST)[:LOWEST] if len(hashes) > LOWEST else hashes
+        smallest = np.unique(few).tolist()
         lowest[: len(smallest)] = smallest
     # A sum over the samples has no order; the last bit keeps it from 0, which stands for none.
     samples = int(hashes.sum(dtype=np.int64)) | 1 if len(hashes) else 0
@@ -82,9 +93,10 @@ def words_of_end(rates: Mapping[str, float | None]) -> Words:
     return Words(settings=digest(repr(rates)), rates=rates)
 
 
-def _hashes(ids: Sequence[torch.Tensor]) -> np.ndarray:
-    """Of ids (n,) int64: int64 hashes, none of which is 0 (the finalizer of splitmix64)."""
-    values = np.concatenate([each.cpu().numpy() for each in ids]).view(np.uint64)
+def _hashes(samples: Sequence[tuple[torch.Tensor, int]]) -> np.ndarray:
+    """Of ids (n,) int64 and their step: int64 hashes, none of which is 0 (the finalizer of splitmix64)."""
+    at = [(ids.cpu().numpy().view(np.uint64), np.uint64(step * PER_STEP % 2**64)) for ids, step in samples]
+    values = np.concatenate([ids + of_step for ids, of_step in at])
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return ((values ^ (values >> np.uint64(31))) | np.uint64(1)).view(np.int64)

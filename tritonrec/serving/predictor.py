@@ -19,6 +19,7 @@ from ..data.vocabulary import Vocabulary
 from ..embedding.bags import pool
 from ..files.places import Place, place_of
 from ..nn import sigmoid
+from ..settings import typed
 from .exported_table import ExportedTable, UnknownIds, load_table
 from .histories import Ids, array_of, ids_of, times_of, told
 from .manifest import checked_file, local_copy, read_manifest
@@ -49,6 +50,7 @@ class Predictor:
         self.step: int = manifest["step"]
 
     @classmethod
+    @typed
     def load(
         cls,
         path: Place | str,
@@ -73,8 +75,6 @@ class Predictor:
         Raises ValueError for a folder that is no export, a file that is missing or altered, a program that
         could run code, and `compiled` where nothing was compiled.
         """
-        if unknown not in ("initial", "zeros"):
-            raise ValueError(f"unknown must be 'initial' or 'zeros', got {unknown!r}")
         folder = place_of(path)
         manifest = read_manifest(folder)
         names = manifest["tables"]

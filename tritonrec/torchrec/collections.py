@@ -27,6 +27,7 @@ from ..embedding.modules import HashEmbeddingCollection
 from ..embedding.policy import TablePolicy
 from ..embedding.row_optimizer import RowOptimizer
 from ..embedding.tracing import UNSCRIPTABLE
+from ..settings import typed
 from .configs import check_tables, embedding_names, features_of_tables, fill_by_init_fn
 
 
@@ -45,6 +46,7 @@ class DataType(Enum):
     BF16 = "BF16"
 
 
+@typed
 @dataclass
 class EmbeddingConfig:
     """A table and the features that look it up.
@@ -74,6 +76,7 @@ class EmbeddingConfig:
     policy: TablePolicy | None = None
 
 
+@typed
 @dataclass
 class EmbeddingBagConfig(EmbeddingConfig):
     """`EmbeddingConfig` and how the rows of a bag are pooled."""

@@ -17,6 +17,7 @@ from ...checkpoint.manifest import add_checksum
 from ...data.vocabulary import Vocabulary
 from ...files.places import Place
 from ...kernels.checksums import same_bits
+from ...settings import typed
 from ..predictor import ExportedTable, Predictor, UnknownIds
 from .replica import LiveTable, with_values
 from .sinks import Sink, sink_of
@@ -46,6 +47,7 @@ class Follower:
     `poll` may be called by any thread; readers never wait for it.
     """
 
+    @typed
     def __init__(self, sink: Sink, unknown: UnknownIds = "initial", namespaces: Collection[str] = ()):
         self._sink, self._unknown, self._namespaces = sink, unknown, namespaces
         self._lock = threading.Lock()
