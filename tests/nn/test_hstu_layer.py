@@ -364,7 +364,9 @@ def test_without_a_bias_there_are_no_tables():
 def test_what_to_recompute_is_checked(config):
     with pytest.raises(ValueError, match=r"recompute takes some of norm, uvqk, silu, .*, got attn, normed"):
         config(recompute=("normed", "gate", "attn"))
-    assert config(recompute=["gate"]).recompute == config(recompute="gate").recompute == ("gate",)
+    with pytest.raises(TypeError, match=r"recompute must be several names, .* write \['gate'\]"):
+        config(recompute="gate")
+    assert config(recompute=["gate"]).recompute == ("gate",)
 
 
 def test_the_page_shows_the_bytes_that_are_kept():

@@ -15,7 +15,7 @@ Dimensions: L tokens, H heads, d model dimension.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -48,12 +48,10 @@ RECOMPUTED = ("norm", "uvqk", "silu", "attention", "gate")
 CHANNELS = ("by_position", "by_time")  # beside attention
 
 
-def check_recompute(names: Iterable[str]) -> tuple[str, ...]:
-    """The names as a tuple; ValueError for one that is not in `RECOMPUTED`."""
-    names = (names,) if isinstance(names, str) else tuple(names)
+def check_recompute(names: tuple[str, ...]) -> None:
+    """Raise ValueError for a name that is not in `RECOMPUTED`."""
     if unknown := sorted(set(names).difference(RECOMPUTED)):
         raise ValueError(f"recompute takes some of {', '.join(RECOMPUTED)}, got {', '.join(unknown)}")
-    return names
 
 
 class Parameters(NamedTuple):

@@ -51,7 +51,7 @@ class LayerConfig:
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "recompute", check_recompute(self.recompute))
+        check_recompute(self.recompute)
 
 
 class NextItemInput(Protocol):
