@@ -1,9 +1,11 @@
 """Promise: tables of near dims are kept in one, with zeros behind the narrow rows, and no bit tells."""
 
+import numpy as np
 import pytest
 import torch
 
 from tritonrec.data import Batch, KeyedJaggedTensor
+from tritonrec.data.jagged import WeightedLookup
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import (
     DynamicTable,
@@ -19,8 +21,8 @@ from tritonrec.embedding import (
 from tritonrec.kernels.checksums import same_bits
 from tritonrec.pipeline import Trainer, WindowConfig
 
-DIMS = {"a": 1, "b": 3, "c": 4, "d": 18, "e": 20, "f": 37}
-GROUPS = [("a", "b", "c"), ("d", "e"), ("f",)]
+DIMS = {"a": 9, "b": 10, "c": 17, "d": 18, "e": 20, "f": 37, "g": 3, "h": 4}
+GROUPS = [("a", "b"), ("c", "d", "e"), ("f",), ("g",), ("h",)]
 ALONE = [(name,) for name in DIMS]
 POOLED = {"b": "mean", "d": "sum"}
 
@@ -109,7 +111,7 @@ def test_near_dims_are_merged_and_no_bit_changes(rule, mode):
         RowOptimizer("rowwise_adagrad"),
         RowOptimizer("lamb"),
         RowOptimizer("lars_sgd"),
-        RowOptimizer("adam", eps=0.0),
+        RowOptimizer("adam", eps=1e-50),
         RowOptimizer("adam", weight_decay=0.1, lazy_weight_decay=True),
         RowOptimizer.custom(lambda weight, state, gradient, step, lr: (weight + 1, state), 0),
     ],
@@ -157,6 +159,9 @@ def test_a_checkpoint_is_of_logical_tables(merge, store, tmp_path):
 def test_a_table_has_the_dim_and_scales_of_its_members():
     layout = KeyLayout(("a", "b"), (3, 4))
     assert DynamicTable(4, 8, layout=layout, scale=(0.1, 0.2)).scales == (0.1, 0.2)
+    with pytest.raises(ValueError, match=r"tables \['a', 'b'\] need a dim each, got \[4\]"):
+        KeyLayout(("a", "b"), (4,))
+    assert DynamicTable(4, 8, scale=np.float32(0.5)).scales == (0.5,)
     for dim, scale in ((3, (0.1, 0.2)), (4, (0.1,)), (4, (0.1, 0.2, 0.3))):
         with pytest.raises(ValueError, match=rf"table a, b: dim {dim} and scales .* are not those of its"):
             DynamicTable(dim, 8, layout=layout, scale=scale)
@@ -177,8 +182,33 @@ def test_rows_are_read_and_written_by_logical_table():
         assert same_bits(tables.weights()[name][1], torch.stack([*written[1:, :dim], written[2, :dim]]))
         assert same_bits(tables.export()[name][1][:, dim:], written[:, dim:])
     assert tables.describe() == apart.describe()
-    kept = tables.groups[0].table.export()[1].view(-1, 3, 4)
-    assert kept.shape[0] == 9 and not kept[:3, :, 1:].any() and not kept[3:6, :, 3:].any()
+    kept = tables.groups[1].table.export()[1].view(-1, 3, 20)
+    assert kept.shape[0] == 9 and not kept[:3, :, 17:].any() and not kept[3:6, :, 18:].any()
+
+
+def test_weights_of_bags_have_the_gradients_of_tables_apart():
+    draw = torch.Generator().manual_seed(7)
+    offsets = torch.arange(0, 41, 4)
+    ids = {name: torch.randint(0, 30, (40,), generator=draw) for name in DIMS}
+    weights = {name: torch.randn(40, generator=draw) for name in DIMS}
+    found = []
+    for merge in (True, False):
+        features = [FeatureConfig(name, dim, pooling="sum") for name, dim in DIMS.items()]
+        tables = HashTableCollection(features, RULES["sgd"], merge=merge, seed=2)
+        leaves = {name: each.clone().requires_grad_() for name, each in weights.items()}
+        rows = tables.peek({name: WeightedLookup(ids[name], offsets, leaves[name]) for name in DIMS})
+        sum((each * torch.linspace(-1, 2, each.shape[1])).sum() for each in rows.values()).backward()
+        found.append((rows, {name: leaf.grad for name, leaf in leaves.items()}))
+    for name in DIMS:
+        assert same_bits(found[0][0][name], found[1][0][name])
+        assert same_bits(found[0][1][name], found[1][1][name]), name
+
+
+def test_rows_of_another_width_are_named():
+    tables = collection(RULES["adamw"])
+    for width in (9, 26, 30):
+        with pytest.raises(ValueError, match=rf"table 'a' takes rows \(1, 27\), got \(1, {width}\)"):
+            tables.load("a", torch.tensor([1]), torch.zeros(1, width))
 
 
 def test_averages_and_changes(tmp_path):
@@ -194,5 +224,5 @@ def test_averages_and_changes(tmp_path):
     (tables, averaged, changes), (_, other, expected) = made
     same(averaged.state(), other.state())
     same(changes[0], expected[0])
-    with pytest.raises(ValueError, match="table a is merged with b, c"):
+    with pytest.raises(ValueError, match="table a is merged with b:"):
         tables.requires_grad_(True, "a")

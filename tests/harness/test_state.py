@@ -145,7 +145,7 @@ def test_a_shard_is_compared_with_its_own_keys_only():
 
 
 def test_every_table_is_compared():
-    tables = HashTableCollection([FeatureConfig("item", 2), FeatureConfig("genre", 3)], seed=1, merge=False)
+    tables = HashTableCollection([FeatureConfig("item", 2), FeatureConfig("genre", 3)], seed=1)
     for name, width in (("item", 6), ("genre", 9)):
         tables.load(name, KEYS, torch.randn(6, width))
     expected = table_state(tables)

@@ -87,3 +87,8 @@ def parts(
     if isinstance(rows, ops.IndexedRows):
         return [ops.IndexedRows(rows.values, part) for part in rows.rows.split(sizes)]
     return rows.split(sizes)
+
+
+def first_columns(rows: torch.Tensor, dim: int) -> torch.Tensor:
+    """The first `dim` columns (n, dim), as a table of its own would give them."""
+    return rows if rows.shape[1] == dim else rows[:, :dim].contiguous()

@@ -12,7 +12,7 @@ from .. import ops
 from ..data.jagged import WeightedLookup
 from ..distributed.communicator import Communicator
 from ..settings import check_number, typed
-from .bags import Pooling, parts, pool, weighted_rows
+from .bags import Pooling, first_columns, parts, pool, weighted_rows
 from .by_table import columns_by_table, keys_by_table, part_name, rows_by_table
 from .change_log import CHECKPOINT
 from .key_layout import KeyLayout
@@ -236,14 +236,12 @@ class HashTableCollection:
                 if isinstance(part, ops.IndexedRows) and (isinstance(lookup, WeightedLookup) or not keeps):
                     part = part.gathered()
                 if isinstance(part, torch.Tensor):
-                    part = weighted_rows(name, part, feature.pooling, lookup)
+                    part = weighted_rows(name, first_columns(part, feature.dim), feature.pooling, lookup)
                 if pooled:
                     if lookup.offsets is None:
                         raise ValueError(f"feature {name!r} is pooled, but its lookup has no offsets of bags")
                     part = pool(part, lookup.offsets, feature.pooling)
-                if isinstance(part, torch.Tensor) and feature.dim < part.shape[1]:
-                    part = part[:, : feature.dim].contiguous()  # as it would be in a table of its own
-                found[name] = part
+                found[name] = first_columns(part, feature.dim) if isinstance(part, torch.Tensor) else part
         return found
 
     def pools(self, group: TableGroup) -> bool:
@@ -305,6 +303,9 @@ class HashTableCollection:
     def load(self, table: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """Add or overwrite rows (n, row_width) of distinct `ids` (n,) of a logical table."""
         group, member = self._group(table)
+        width = group.optimizer.row_width(group.layout.dims[member])
+        if rows.shape != (len(ids), width):
+            raise ValueError(f"table {table!r} takes rows ({len(ids)}, {width}), got {tuple(rows.shape)}")
         group.table.load(group.layout.pack(member, ids, table), group.layout.widened(member, rows))
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -581,14 +582,14 @@ def _mergeable(feature: FeatureConfig) -> FeatureConfig:
     """What tables of one group have in common: of those that may be padded a dim rounded up, else their own.
 
     Zeros behind a row stay zeros, and change no bit of it, where a rule computes every column on its own. The
-    rounding adds at most a quarter to a row: 3 bits of the dim count.
+    rounding to three bits adds at most a quarter to a row.
     """
     own, policy = feature.optimizer, feature.policy
     assert own is not None
     by_bytes = policy.eviction is not None and isinstance(policy.eviction.capacity, str)
     dim = feature.dim
     if own.keeps_zeros and not by_bytes:
-        unit = max(4, (1 << dim.bit_length()) // 8)
+        unit = max(1, (1 << dim.bit_length()) // 8)
         dim = -(-dim // unit) * unit
     return replace(_table_settings(feature), dim=dim, scale=None)
 

@@ -36,6 +36,8 @@ class KeyLayout:
     def __init__(self, names: tuple[str, ...] = ("",), dims: tuple[int, ...] = ()):
         if not names or len(set(names)) != len(names):
             raise ValueError(f"a table needs one or more distinct names, got {list(names)}")
+        if dims and len(dims) != len(names):
+            raise ValueError(f"tables {list(names)} need a dim each, got {list(dims)}")
         self.names, self.dims = names, dims
         # ceil(log2(m + 1)) is the bit length of m.
         self.bits = len(names).bit_length() if len(names) > 1 else 0

@@ -162,10 +162,11 @@ class RowOptimizer:
     @property
     def keeps_zeros(self) -> bool:
         """Whether columns of zeros without gradients stay zeros, and change no other column of their row."""
-        # A norm is of a row; a number of the last update is no column; without eps Adam would divide 0 by 0.
+        # A norm is of a row; a number of the last update is no column; and without eps, which is a float32
+        # there, Adam would divide 0 by 0.
         plain = self.custom_update is None and not self.lazy_weight_decay
         whole = RULES[self.name].row_wise or self.name in ("lamb", "lars_sgd") if plain else True
-        return not whole and (self.eps > 0 or self.name in ("sgd", "momentum_sgd"))
+        return not whole and (self.eps >= 1e-30 or self.name in ("sgd", "momentum_sgd"))
 
     @property
     def sums_squares(self) -> bool:

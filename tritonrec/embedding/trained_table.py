@@ -52,7 +52,7 @@ class TrainedTable:
         self.dim, self.row_width = dim, dim if row_width is None else row_width
         self.layout, self.seed = layout or KeyLayout(), seed
         names = self.layout.names
-        self.scales = (scale,) * len(names) if isinstance(scale, (int, float)) else tuple(scale)
+        self.scales = tuple(scale) if isinstance(scale, Sequence) else (scale,) * len(names)
         for each in self.scales:
             check_number("scale", each)
         if len(self.scales) != len(names) or (self.layout.dims and max(self.layout.dims) != dim):
