@@ -153,3 +153,19 @@ def test_every_third_is_whole_across_runs(tmp_path):
             kinds.append(saving.next_is_full())
             saving.save(step, {}, {"t": table}, {}, **({} if kinds[-1] else {"erased": none}))
     assert kinds == [True, False, False, True, False, False, True]
+
+
+def test_a_saver_is_of_one_trainer_and_of_one_folder(tmp_path, monkeypatch):
+    """Another trainer's would take its own changes for those of what was loaded."""
+    with trainer(parts(tmp_path, "host")) as one, trainer(parts(tmp_path, "host")) as two:
+        monkeypatch.chdir(tmp_path)
+        saver = one.saver("run", full_every=4)
+        with saver:
+            list(one.run(batches(2)))
+            saver.save(2)
+            saver.wait()
+            with pytest.raises(ValueError, match="the saver is another trainer's"):
+                two.load(saver)
+            (tmp_path / "elsewhere").mkdir()
+            monkeypatch.chdir(tmp_path / "elsewhere")
+            assert one.load(saver) == 2

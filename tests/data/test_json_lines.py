@@ -46,6 +46,17 @@ def test_fields_are_looked_for_in_some_lines_alone(tmp_path, monkeypatch):
     assert load_interactions(written(tmp_path / "log.json", late)).rating is None
 
 
+def test_a_field_twice_inside_a_value_is_shown_as_such(tmp_path):
+    path = tmp_path / "log.json"
+    source, lines = written(path, EVENTS), path.read_text().splitlines()
+    lines[2] = (
+        lines[2].replace("{", '{"user": {"x": 1, "x": 2}, "was": ', 1).replace('"was": "user": ', '"was": ')
+    )
+    path.write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=r"log.json, line 3: column user has {\"x\": \"a field twice\"}"):
+        load_interactions(source)
+
+
 @pytest.mark.parametrize("at", [1, 4])
 def test_a_field_that_an_object_has_twice_is_named_where_it_is_read(tmp_path, at):
     path = tmp_path / "log.json"

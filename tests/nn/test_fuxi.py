@@ -273,3 +273,9 @@ def test_the_table_takes_each_samples_gradient_rounded_once(accumulate, times):
     accumulate(module)
     with pytest.raises(ops.ExactSumError, match=r"gradient of weight.*inf"):
         module(v * float("inf"), torch.tensor([0, 2, 4]), 2, times).backward(dy)
+
+
+@pytest.mark.parametrize("width", [0, -3])
+def test_an_inner_width_that_is_none_is_named(width):
+    with pytest.raises(ValueError, match=f"ffn_dim must be at least 1, got {width}"):
+        SASRecConfig(ffn_dim=width)

@@ -8,8 +8,10 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
+from datetime import timedelta
 
 import pytest
 import torch
@@ -53,6 +55,61 @@ def test_probabilities_have_the_bits_of_one_process(exported, ranks, samples):
     assert got.shape == (samples,)
     if samples:  # the program of one process takes no empty batch
         assert torch.equal(got, Predictor.load(exported[0]).predict(dense, ids))
+
+
+def test_a_wrong_call_is_refused_and_the_ranks_go_on(exported, ranks):
+    dense, ids = drawn(exported[1], 3)
+    name = next(iter(ids))
+    for wrong, own, named in (
+        (torch.ones(3, dense.shape[1] + 1), ids, "dense must be"),
+        (dense.double(), ids, "dense"),
+        (dense, {**ids, name: ids[name].int()}, f"ids of '{name}' must be"),
+        (dense, {**ids, name: ids[name][:2]}, name),
+    ):
+        with pytest.raises(ValueError, match=named):
+            ranks.predict(wrong, own)
+    dense.requires_grad_()
+    assert torch.equal(ranks.predict(dense, ids), Predictor.load(exported[0]).predict(dense.detach(), ids))
+
+
+def late(rank):
+    """One rank's tables take longer to load than a request may."""
+    load = Predictor.load
+
+    def slow(*given, **options):
+        time.sleep(2.5 * rank)
+        return load(*given, **options)
+
+    spread.Predictor.load = slow
+
+
+def test_ranks_load_at_their_own_speed_and_one_that_ends_is_seen(exported, monkeypatch):
+    pool = spread.RankPool
+    monkeypatch.setattr(spread, "RankPool", lambda ranks: pool(ranks, enter=late))
+    made = SpreadPredictor(exported[0], 2, timedelta(seconds=1))
+    try:
+        dense, ids = drawn(exported[1], 4)
+        assert torch.equal(made.predict(dense, ids), Predictor.load(exported[0]).predict(dense, ids))
+        assert made.failure == ""
+        made._pool.processes[1].kill()
+        until(lambda: made.failure == "rank 1 has ended, load the model again")
+    finally:
+        made.close()
+    with pytest.raises(RankDiedError, match="it was closed"):
+        made.predict(dense, ids)
+
+
+def test_an_export_that_is_replaced_while_ranks_load_is_refused(exported, monkeypatch):
+    load = Predictor.load
+
+    def earlier(*given, **options):
+        found = load(*given, **options)
+        found.manifest["step"] -= 1
+        return found
+
+    monkeypatch.setattr(Predictor, "load", earlier)  # of this process, not of the ranks
+    with pytest.raises(RankDiedError, match="has become another export while its tables were loaded"):
+        SpreadPredictor(exported[0], 2)
 
 
 def held(communicators):

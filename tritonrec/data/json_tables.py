@@ -19,7 +19,13 @@ from tritonrec.data.values import Part
 FIRST_BYTES, FIRST_LINES = 1 << 18, 1000
 """Of a file, where its fields are found: a field may be missing in the first object."""
 
-TWICE = object()
+
+class _Twice:
+    def __str__(self) -> str:
+        return "a field twice"
+
+
+TWICE = _Twice()
 
 
 class JsonFile(TextFile):
@@ -118,8 +124,9 @@ class JsonFile(TextFile):
         except (pa.ArrowException, OverflowError):
             for row, value in enumerate(values):
                 if value is not None and type(value) not in (str, int):
+                    shown = json.dumps(value, default=str)
                     raise ValueError(
-                        f"{self.path}, line {line_of(row)}: column {name} has {json.dumps(value)}, and "
+                        f"{self.path}, line {line_of(row)}: column {name} has {shown}, and "
                         "values of another type in other lines: write it alike"
                     ) from None
             return pa.array([None if value is None else str(value) for value in values])

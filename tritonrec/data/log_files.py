@@ -82,7 +82,8 @@ def files_at(path: str, kind: str = "file", filesystem: Any = None, patterns: Se
     files = [info.path for info in found if info.type == FileType.File and is_due(info.path)]
     for folder, _folders, names in os.walk(base or "/") if isinstance(fs, LocalFileSystem) else ():
         for path_there in (os.path.join(folder, name) for name in names):
-            if is_due(path_there) and not os.path.isfile(path_there):  # a part would be missing in silence
+            if is_due(path_there) and os.path.lexists(path_there) and not os.path.isfile(path_there):
+                # a part would be missing in silence
                 raise ValueError(f"{path_there}: no file, but a link to nothing, a pipe or a device")
     if patterns and not wild:
         files = next(filter(None, ([file for file in files if _is(file, each)] for each in patterns)), [])

@@ -64,7 +64,7 @@ from .streams import SHARDS, clicks, grouped, known_words, sequences, windows
 Wrapping = Literal["", "fully_shard", "checkpoint"]
 LrSchedule = Literal["constant", "linear", "cosine", "step"]
 ModelName = Literal["hstu", "fuxi", "sasrec", "grm", "dlrm"]
-NEXT_ITEM: tuple[ModelName, ...] = ("hstu", "fuxi", "sasrec")
+NEXT_ITEM_MODELS: tuple[ModelName, ...] = ("hstu", "fuxi", "sasrec")
 """Models that predict the next item."""
 DATA_HELP = (
     "ml-100k, zipf, zipf:users=N,items=N, a path, csv:PATH, json:PATH, parquet:PATH, or a published log as "
@@ -83,7 +83,7 @@ class Job:
 
     Args:
         data: a word for `tritonrec.data.load`.
-        model: those of `NEXT_ITEM` predict the next item, ``grm`` click and conversion of shown items,
+        model: those of `NEXT_ITEM_MODELS` predict the next item, ``grm`` click and conversion of shown items,
             ``dlrm`` the click of one impression.
         batch_size: samples of the global batch. max_seq_len: tokens per sample at most, for GRM of history.
         num_negatives: sampled items per token. max_exposed: shown items per sample of GRM.
@@ -95,7 +95,7 @@ class Job:
         seed: of everything drawn.
         slots: slots of a key structure at the start; small, so that growth is exercised.
         chunk_rows: rows of a value chunk.
-        merge: keep tables of one dimension in one.
+        merge: keep tables of near dimensions in one.
         policy: eviction, admission and precision tiers, of every table.
         balance: deal the samples of a batch to ranks by their cost.
         stream: a log in files is written once as shards, which are streamed; else it is read whole.
@@ -141,7 +141,7 @@ class Job:
     seed: int = seed_setting()
     slots: int = 64
     chunk_rows: int = 65536
-    merge: bool = setting(True, "Keep tables of one dimension in one.")
+    merge: bool = setting(True, "Keep tables of near dimensions in one.")
     policy: TablePolicy = field(default_factory=TablePolicy)
     balance: bool = setting(False, "Deal a batch's samples to ranks by cost; no bit changes.")
     stream: bool = setting(True, "Stream a log in files, and do not read it whole.")
@@ -190,7 +190,7 @@ class Job:
             return DynamicStream(loader, max(int(tokens * self.batch_size / world_size), 1))
         if isinstance(loader, (ClickStream, ImpressionStream)):
             raise ValueError(
-                f"dynamic cuts streams of {', '.join(NEXT_ITEM)}: choose --no-stream for this model"
+                f"dynamic cuts streams of {', '.join(NEXT_ITEM_MODELS)}: choose --no-stream for this model"
             )
         return DynamicBatchLoader(loader)
 
@@ -234,7 +234,7 @@ class Job:
     def _streamed(self, rank: int, world_size: int) -> Streamed | None:
         """The stream of the data; None for data that is read whole."""
         shard, split = (self.seed, rank, world_size), Split.parse(self.split)
-        if self.model in NEXT_ITEM:
+        if self.model in NEXT_ITEM_MODELS:
             rows = grouped(self.source, self.words) if self.stream else sequences(self.source)
             sizes = (self.batch_size, self.max_seq_len, self.num_negatives)
             return None if rows is None else NextItemStream(rows, *sizes, *shard, split=split)

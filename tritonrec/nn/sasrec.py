@@ -41,6 +41,8 @@ class SASRecConfig(LayerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_number("temperature", self.temperature, positive=True)
+        if self.ffn_dim is not None and self.ffn_dim < 1:
+            raise ValueError(f"ffn_dim must be at least 1, got {self.ffn_dim}")
 
 
 class SASRecLayer(torch.nn.Module):
@@ -49,7 +51,7 @@ class SASRecLayer(torch.nn.Module):
     def __init__(self, config: SASRecConfig):
         super().__init__()
         self.config = config
-        width, inner = config.heads * config.v_dim, config.ffn_dim or config.dim
+        width, inner = config.heads * config.v_dim, config.dim if config.ffn_dim is None else config.ffn_dim
         self.sizes = [config.heads * config.qk_dim, config.heads * config.qk_dim, width]
         self.norm, self.ffn_norm = LayerNorm(config.dim), LayerNorm(config.dim)
         self.qkv, self.output = Linear(config.dim, sum(self.sizes)), Linear(width, config.dim)

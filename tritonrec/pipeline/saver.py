@@ -16,7 +16,7 @@ from ..data import Vocabulary
 from ..data.vocabulary import tensors_of, vocabularies_of
 from ..distributed import Communicators, check_ranks_agree
 from ..embedding import HashTableCollection
-from ..files.places import Place
+from ..files.places import Place, place_of
 from .dense import DenseModel
 from .position import LOADER, SupportsState, position_of, positions
 from .recipe import RECIPE, keep_settings, recipe_of, require_same, with_own_settings
@@ -68,7 +68,7 @@ class TrainingSaver:
         self._communicators, self._loader, self._config = communicators, loader, config or WindowConfig()
         self.tables, self.dense, self.meta = tables, dense, meta
         self._vocabularies, self._check = vocabularies, check
-        self.directory, self._incremental = directory, full_every != 1
+        self.directory, self._incremental = place_of(directory).absolute(), full_every != 1
         self._saver: Any = None
         # All savers have one group: a save under way, of another one, ends before this one's collectives.
         self._turn = ExitStack()

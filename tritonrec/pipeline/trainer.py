@@ -429,6 +429,8 @@ class Trainer:
         saver = None
         if isinstance(directory, TrainingSaver):
             saver, directory = directory, directory.directory
+            if saver.tables is not self.tables:
+                raise ValueError("the saver is another trainer's: give its directory, or a saver of this one")
             saver.wait()
         stream = restore(
             self._communicators, directory, self.tables, self.dense, self.config, accept, loader, changed,

@@ -33,10 +33,13 @@ class Predictor:
     Attributes:
         manifest: of the export. step: of the checkpoint. tables: by name. program: the dense part, called
             with the tensors of its scorer; None where the tables were exported alone.
-        vocabularies: of the words that the log had, by name. failure: why it answers nothing any more.
+        vocabularies: of the words that the log had, by name.
     """
 
-    failure = ""
+    @property
+    def failure(self) -> str:
+        """Why it answers nothing any more."""
+        return ""
 
     def __init__(
         self,

@@ -43,10 +43,11 @@ class SpreadPredictor(Predictor):
 
     Args:
         path: of the export. ranks: 2 or more; those beyond the number of tables hold none. timeout: for a
-            rank that does not answer another one.
+            rank that does not answer another one; loading has the time that training has.
 
     The processes end with this one, or by `close`. Raises ValueError as `Predictor.load`, and for a model
-    that is no DLRM or has pooled features; RankDiedError where a rank cannot load its tables.
+    that is no DLRM or has pooled features; RankDiedError where a rank cannot load its tables, or finds
+    another export than this one.
     """
 
     def __init__(self, path: Place | str, ranks: int, timeout: timedelta = TIMEOUT):
@@ -60,35 +61,50 @@ class SpreadPredictor(Predictor):
         sizes = {name: each["rows"] * each["dim"] for name, each in tables.items()}
         of_tables = partition_tables(sizes, ranks)
         owners = {name: of_tables[features[name]["table"]] for name in facts["features"]}
-        self._ranks, self._lock = ranks, Lock()
-        self._pool = RankPool([ranks], timeout)
-        self._run(_open, str(path), owners, timeout)
+        self._ranks, self._lock, self._failure = ranks, Lock(), ""
+        self._pool = RankPool([ranks])
+        self._run(_open, str(path), self.manifest, owners, timeout)
+
+    @property
+    def failure(self) -> str:
+        """As of its base; a process that has ended is one."""
+        gone = [rank for rank, each in enumerate(self._pool.processes) if not each.is_alive()]
+        return self._failure or (f"rank {gone[0]} has ended, load the model again" if gone else "")
 
     def rows(self, feature: str, ids: Tensor, offsets: Tensor | None = None) -> Tensor:
         """Refused: the rows are in other processes."""
         raise ValueError("the tables are spread over processes, which give probabilities alone")
 
     def clicks(self, dense: Tensor, ids: Mapping[str, Tensor]) -> Tensor:
-        """As of its base."""
+        """As of its base; what does not fit is an error here, which no rank sees."""
+        dense, width = dense.detach(), self.dense_of(CLICK, "predict")["dense"]
+        if dense.shape[1:] != (width,) or dense.dtype != torch.float32:
+            raise ValueError(f"dense must be (B, {width}) float32, got {tuple(dense.shape)} {dense.dtype}")
+        for name, each in ids.items():
+            if each.shape != dense.shape[:1] or each.dtype != torch.int64:
+                raise ValueError(
+                    f"ids of {name!r} must be ({len(dense)},) int64, got {tuple(each.shape)} {each.dtype}"
+                )
         of_ranks = self._run(_clicks, dense.numpy(), {name: each.numpy() for name, each in ids.items()})
         blocks = [block for chunk in zip(*of_ranks, strict=True) for block in chunk]
         return torch.from_numpy(np.concatenate(blocks))
 
     def close(self) -> None:
         """End the processes."""
+        self._failure = self._failure or "it was closed"
         self._pool.close()
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What each rank returns. After the failure of one all end, for they would wait for it."""
         with self._lock:
-            if self.failure:
-                raise RankDiedError(self.failure)
+            if self._failure:
+                raise RankDiedError(self._failure)
             try:
                 return self._pool.run(function, self._ranks, *arguments)
             except RankDiedError as error:
-                self.failure = f"the tables are gone, load the model again: {error}"
+                self._failure = f"the tables are gone, load the model again: {error}"
                 self._pool.close()
-                raise RankDiedError(self.failure, error.details) from error
+                raise RankDiedError(self._failure, error.details) from error
 
 
 class _Program:
@@ -111,16 +127,25 @@ _opened: dict[str, Any] = {}
 """Of a rank's process: its model and its exchange."""
 
 
-def _open(communicators: Communicators, path: str, owners: dict[str, int], timeout: timedelta) -> None:
+def _open(
+    communicators: Communicators,
+    path: str,
+    manifest: dict[str, Any],
+    owners: dict[str, int],
+    timeout: timedelta,
+) -> None:
     """Load this rank's tables, and meet the other ranks."""
     rank, world_size = communicators.rank, communicators.world_size
     own = [name for name, owner in owners.items() if owner == rank]
     loaded = Predictor.load(path, features=own)
+    if loaded.manifest != manifest:
+        raise ValueError(f"{path} has become another export while its tables were loaded: load it again")
     names = loaded.dense_of(CLICK, "spread")["features"]
     dim = loaded.manifest["tables"][loaded.manifest["features"][names[0]]["table"]]["dim"]
     program: Any = _Program(loaded.program, names, dim)
     rows = {name: partial(loaded.rows, name) for name in own}
     model = TableWiseDLRM(program, owners, rows, rank, world_size)
+    communicators.control.all_gather(torch.zeros(1, dtype=torch.int64))  # all have loaded; now a limit holds
     exchange = BoundedLagAllToAll(communicators.control.group, LAG, model.capacity(CHUNK), timeout)
     exchange.connect()
     _opened.update(model=model, exchange=exchange)

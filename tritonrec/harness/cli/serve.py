@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ...nn import HSTU, SASRec
+from ...nn import NextItemModel
 from ...optional import require
 from ...serving.approximate import Index
 from ...serving.server import ServerConfig
@@ -61,8 +61,8 @@ def serve(
         from ...serving.server.run import Source, serve
 
         trained = None if cached is None else trained_model(cached, None, "serve without --cached")
-        if not (trained is None or isinstance(trained, (HSTU, SASRec))):
-            raise ValueError(f"--cached serves HSTU and SASRec, and {cached} has {type(trained).__name__}")
+        if not (trained is None or isinstance(trained, NextItemModel)):
+            raise ValueError(f"--cached takes a model of the next item, and {cached} has none")
         source = Source(model, trained, memory, follow, approximate)
         serve(source, replace(config, host=host), token_of(token_file))
 

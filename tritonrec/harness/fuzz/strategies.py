@@ -11,7 +11,7 @@ from ...nn import RECOMPUTED
 from ...pipeline import Consistency, Mode, Precision
 from ...pipeline.modes import STAGED
 from ...pipeline.window import Dedup, ExchangeSums
-from ..job import NEXT_ITEM, LrSchedule, ModelName
+from ..job import NEXT_ITEM_MODELS, LrSchedule, ModelName
 from .configuration import Configuration
 
 RANKS = 4
@@ -76,7 +76,7 @@ def configurations(draw: st.DrawFn, mode: Mode | None = None) -> Configuration:
         median_length=draw(st.integers(1, 9)),
         extreme_ids=extreme_ids,
         data_seed=draw(st.integers(0, 9)),
-        streamed=draw(_seldom(st.just(True), False, 6)) and model in NEXT_ITEM,
+        streamed=draw(_seldom(st.just(True), False, 6)) and model in NEXT_ITEM_MODELS,
         model=model,
         batch_size=draw(st.integers(1, 40)),
         max_seq_len=draw(st.integers(2, 12)),
