@@ -1,24 +1,30 @@
 """Promise: a plan counts the rows that a run will have, adds up what each rank needs, and says what lacks."""
 
+import io
 import json
+import sys
 from dataclasses import replace
 from mmap import mmap
 
 import commands
 import pytest
 import torch
+from rich.console import Console
 
 from tritonrec.capacity import Room, Sizes, resident_bytes
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import Eviction, TablePolicy
 from tritonrec.harness.job import Job
+from tritonrec.harness.plan import report
 from tritonrec.harness.plan.beside import BesidePlan, Planned, beside_plan_line
 from tritonrec.harness.plan.forecast import Counted, count_rows, forecast
+from tritonrec.harness.plan.report import plan_run
 from tritonrec.harness.plan.trial import Rank, _highest, _more, trial
 from tritonrec.harness.progress import Pace
 from tritonrec.harness.train.loop import train
 from tritonrec.harness.train.run import Run
 from tritonrec.harness.verify.thread_ranks import run_ranks
+from tritonrec.kernels.compilation import compiling, note_compilation
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import WindowConfig
 
@@ -294,3 +300,38 @@ def test_the_rank_that_exceeds_its_plan_most_is_shown(monkeypatch):
     assert beside_plan_line(first) == (
         "beside its plan: 300 MiB of 200 MiB (1.50) at most on a rank, 7 rows of 5, too few steps to time"
     )
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_trial_says_whether_it_compiled(compiles, monkeypatch):
+    run, trials = replace(RUN, steps=4), sys.modules[trial.__module__]
+    evaluate = trials.evaluate_model
+    monkeypatch.setattr(
+        trials, "evaluate_model", lambda *given: (note_compilation() if compiles else None, evaluate(*given))
+    )
+    trial(Communicators.local(), run, 2)  # compiles what it needs
+    before = list(compiling)
+    assert trial(Communicators.local(), run, 2)["compiled"] == compiles and compiling == before
+
+
+def test_a_trial_that_compiled_is_made_again(monkeypatch):
+    """The memory of its compiler would be foretold; the run finds its kernels compiled."""
+    run, found = replace(RUN, steps=4), []
+
+    class Pool:
+        def __init__(self, *_):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def run(self, function, world_size, *given, **options):
+            found.append({**function(Communicators.local(), *given), "compiled": not found})
+            return [found[-1]]
+
+    monkeypatch.setattr(report.distributed, "RankPool", Pool)
+    plan_run(run, 1, trial_steps=2, console=Console(file=io.StringIO()))
+    assert [each["compiled"] for each in found] == [True, False]

@@ -50,8 +50,11 @@ def plan_run(
     """
     console = console or Console()
     mesh = {"replicas": replicas, "nodes": nodes}
-    with distributed.RankPool([(world_size, replicas, nodes)], timeout) as pool:
-        found = pool.run(trial, world_size, run, trial_steps, **mesh)
+    for _ in range(2):
+        with distributed.RankPool([(world_size, replicas, nodes)], timeout) as pool:
+            found = pool.run(trial, world_size, run, trial_steps, **mesh)
+        if not any(each["compiled"] for each in found):
+            break  # else once more: the run itself will find its kernels compiled
     ranks = [Rank(**{**each, "tables": [Sizes(**table) for table in each["tables"]]}) for each in found]
     room = None if memory is None else Room(memory, memory, "--memory")
     result = forecast(run, ranks, count_rows(run), room, replicas)

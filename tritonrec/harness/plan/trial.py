@@ -12,6 +12,7 @@ from typing import Any
 
 from ...capacity import Sizes, peak_bytes, resident_bytes, sizes_of
 from ...distributed import Communicators
+from ...kernels.compilation import compiling
 from ...pipeline import Trainer
 from ..devices import kernels_of
 from ..train.evaluate import baseline, evaluate_model
@@ -34,6 +35,7 @@ class Rank:
             with `rows` by table. evaluated, saved: at most in an evaluation and a save; 0 without one.
         tables: `Sizes` of each table after the steps. dense_bytes: of parameters and optimizer states.
         step_seconds, evaluation_seconds, save_seconds: time. link_bytes: sent a step.
+        compiled: whether a compiler's memory and time are among them.
     """
 
     began: int = 0
@@ -46,6 +48,7 @@ class Rank:
     evaluation_seconds: float = 0.0
     save_seconds: float = 0.0
     link_bytes: float = 0.0
+    compiled: bool = False
 
 
 def trial(communicators: Communicators, run: Run, steps: int | None = None) -> dict[str, Any]:
@@ -53,7 +56,12 @@ def trial(communicators: Communicators, run: Run, steps: int | None = None) -> d
 
     `steps` are as many as `SECONDS` hold by default. Collective.
     """
-    job, found = run.job, Rank()
+    job, found, compiled = run.job, Rank(), [False]
+
+    def note() -> None:
+        compiled[0] = True
+
+    compiling.append(note)
     model, tables, optimizer = job.build(run.optimizer)
     loader, held_out = job.loader(communicators.rank, communicators.world_size), job.epochs()
     with (
@@ -88,6 +96,9 @@ def trial(communicators: Communicators, run: Run, steps: int | None = None) -> d
                 name = communicators.control.all_gather_texts(folder)[0]
                 trainer.save(Path(name))
             found.saved, found.save_seconds = saved[0], time.perf_counter() - began
+    if note in compiling:
+        compiling.remove(note)
+    found.compiled = compiled[0]
     return asdict(found)
 
 
