@@ -180,10 +180,10 @@ def test_the_wrong_kind_is_refused(tmp_path):
 
 def test_a_checkpoint_in_the_place_of_the_one_saved_last_is_no_base(tmp_path):
     saved = save(tmp_path, 4, {"w": torch.zeros(2)}, {}, {})
-    assert saver._disk_error(saved)[0] is None
+    assert saver._base_on_disk(saved)[0] is None
     shutil.rmtree(tmp_path)
     save(tmp_path, 4, {"w": torch.ones(2)}, {}, {})
-    assert saver._disk_error(saved)[0] == f"{saved.path} is another checkpoint than the one saved last"
+    assert saver._base_on_disk(saved)[0] == f"{saved.path} is another checkpoint than the one saved last"
 
 
 def test_a_folder_that_is_not_there_has_no_steps(tmp_path):

@@ -61,9 +61,9 @@ def test_a_wrong_call_is_refused_and_the_ranks_go_on(exported, ranks):
     dense, ids = drawn(exported[1], 3)
     name = next(iter(ids))
     for wrong, own, named in (
-        (torch.ones(3, dense.shape[1] + 1), ids, "dense must be"),
+        (torch.ones(3, dense.shape[1] + 1), ids, "dense features must be"),
         (dense.double(), ids, "dense"),
-        (dense, {**ids, name: ids[name].int()}, f"ids of '{name}' must be"),
+        (dense, {**ids, name: ids[name].int()}, name),
         (dense, {**ids, name: ids[name][:2]}, name),
     ):
         with pytest.raises(ValueError, match=named):
@@ -83,7 +83,7 @@ def late(rank):
     spread.Predictor.load = slow
 
 
-def test_ranks_load_at_their_own_speed_and_one_that_ends_is_seen(exported, monkeypatch):
+def test_ranks_load_at_their_own_speed_and_one_that_stops_is_named(exported, monkeypatch):
     pool = spread.RankPool
     monkeypatch.setattr(spread, "RankPool", lambda ranks: pool(ranks, enter=late))
     made = SpreadPredictor(exported[0], 2, timedelta(seconds=1))
@@ -91,6 +91,20 @@ def test_ranks_load_at_their_own_speed_and_one_that_ends_is_seen(exported, monke
         dense, ids = drawn(exported[1], 4)
         assert torch.equal(made.predict(dense, ids), Predictor.load(exported[0]).predict(dense, ids))
         assert made.failure == ""
+        os.kill(made._pool.processes[1].pid, signal.SIGSTOP)  # it lives, and answers nothing
+        with pytest.raises(RankDiedError, match="rank 1"):
+            made.predict(dense, ids)
+        assert "rank 1" in made.failure
+    finally:
+        made.close()
+    with pytest.raises(RankDiedError, match="the tables are gone"):
+        made.predict(dense, ids)
+
+
+def test_a_rank_that_ends_and_a_predictor_that_was_closed_are_named(exported):
+    made = SpreadPredictor(exported[0], 2)
+    dense, ids = drawn(exported[1], 4)
+    try:
         made._pool.processes[1].kill()
         until(lambda: made.failure == "rank 1 has ended, load the model again")
     finally:

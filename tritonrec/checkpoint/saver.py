@@ -219,7 +219,7 @@ class Saver:
         agreement = self._agreement(f"{self._last.path} could not be checked")
         with agreement.phase() as report:
             if self.rank == 0:
-                report["problem"], report["outweighed"] = _disk_error(self._last)
+                report["problem"], report["outweighed"] = _base_on_disk(self._last)
         problem, outweighed = (agreement.reports[0][name] for name in ("problem", "outweighed"))
         if problem and self.rank == 0:
             warnings.warn(
@@ -230,7 +230,7 @@ class Saver:
         return bool(problem) or (outweighed and not self.full_every)
 
 
-def _disk_error(saved: Saved) -> tuple[str | None, bool]:
+def _base_on_disk(saved: Saved) -> tuple[str | None, bool]:
     """An error about a saved checkpoint's manifest and file lengths on the disk, None if they are right;
     whether its files of changes have as many bytes as those below them.
     """

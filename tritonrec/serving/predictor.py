@@ -228,9 +228,12 @@ class Predictor:
         """
         if isinstance(batch, ImpressionBatch):
             return self._predict_impressions(batch)
-        names = self.dense_of(CLICK, "predict")["features"]
+        facts = self.dense_of(CLICK, "predict")
+        names, width = facts["features"], facts["dense"]
         dense = batch if isinstance(batch, Tensor) else getattr(batch, "dense", batch)
         check_tensor("dense features", dense, torch.float32, 2)
+        if dense.shape[1] != width:
+            raise ValueError(f"dense features must be (B, {width}), got {tuple(dense.shape)}")
         if features is None:
             if isinstance(batch, Tensor):
                 raise ValueError(f"give the ids of features {', '.join(names)}")
@@ -247,6 +250,7 @@ class Predictor:
                     f"ids of feature {name!r} must be ({len(dense)},) like the dense features, got "
                     f"{told(ids)}"
                 )
+            check_tensor(f"ids of feature {name!r}", ids, torch.int64, 1)
             found[name] = ids
         return self.clicks(dense, found)
 

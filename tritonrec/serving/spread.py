@@ -76,16 +76,9 @@ class SpreadPredictor(Predictor):
         raise ValueError("the tables are spread over processes, which give probabilities alone")
 
     def clicks(self, dense: Tensor, ids: Mapping[str, Tensor]) -> Tensor:
-        """As of its base; what does not fit is an error here, which no rank sees."""
-        dense, width = dense.detach(), self.dense_of(CLICK, "predict")["dense"]
-        if dense.shape[1:] != (width,) or dense.dtype != torch.float32:
-            raise ValueError(f"dense must be (B, {width}) float32, got {tuple(dense.shape)} {dense.dtype}")
-        for name, each in ids.items():
-            if each.shape != dense.shape[:1] or each.dtype != torch.int64:
-                raise ValueError(
-                    f"ids of {name!r} must be ({len(dense)},) int64, got {tuple(each.shape)} {each.dtype}"
-                )
-        of_ranks = self._run(_clicks, dense.numpy(), {name: each.numpy() for name, each in ids.items()})
+        """As of its base."""
+        given = {name: each.numpy() for name, each in ids.items()}
+        of_ranks = self._run(_clicks, dense.detach().numpy(), given)
         blocks = [block for chunk in zip(*of_ranks, strict=True) for block in chunk]
         return torch.from_numpy(np.concatenate(blocks))
 

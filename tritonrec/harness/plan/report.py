@@ -54,7 +54,9 @@ def plan_run(
         with distributed.RankPool([(world_size, replicas, nodes)], timeout) as pool:
             found = pool.run(trial, world_size, run, trial_steps, **mesh)
         if not any(each["compiled"] for each in found):
-            break  # else once more: the run itself will find its kernels compiled
+            break
+        # The run itself will find its kernels compiled, and have no compiler's memory.
+        console.print("kernels were compiled in the trial: it is made once more without")
     ranks = [Rank(**{**each, "tables": [Sizes(**table) for table in each["tables"]]}) for each in found]
     room = None if memory is None else Room(memory, memory, "--memory")
     result = forecast(run, ranks, count_rows(run), room, replicas)

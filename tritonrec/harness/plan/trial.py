@@ -56,10 +56,10 @@ def trial(communicators: Communicators, run: Run, steps: int | None = None) -> d
 
     `steps` are as many as `SECONDS` hold by default. Collective.
     """
-    job, found, compiled = run.job, Rank(), [False]
+    job, found = run.job, Rank()
 
     def note() -> None:
-        compiled[0] = True
+        found.compiled = True
 
     compiling.append(note)
     model, tables, optimizer = job.build(run.optimizer)
@@ -98,7 +98,6 @@ def trial(communicators: Communicators, run: Run, steps: int | None = None) -> d
             found.saved, found.save_seconds = saved[0], time.perf_counter() - began
     if note in compiling:
         compiling.remove(note)
-    found.compiled = compiled[0]
     return asdict(found)
 
 

@@ -21,21 +21,17 @@ U = np.uintp
 
 def initial_rows(seed: int, table: int, keys: torch.Tensor, dim: int, scale: float) -> torch.Tensor:
     """See `tritonrec.ops.initial_rows`."""
-    count = keys.numel()
-    scales = np.full(count, scale, np.float32)
-    return _of_tables(seed, np.full(count, table), keys, np.full(count, dim), scales, dim)
+    tables, dims = (torch.full(keys.shape, each, dtype=torch.int64) for each in (table, dim))
+    scales = torch.full(keys.shape, scale, dtype=torch.float32)
+    return initial_rows_of_tables(seed, tables, keys, dims, scales, dim)
 
 
 def initial_rows_of_tables(seed, tables, keys, dims, scales, width) -> torch.Tensor:
     """See `tritonrec.ops.initial_rows_of_tables`."""
-    tables, dims, scales = (each.contiguous().numpy() for each in (tables, dims, scales))
-    return _of_tables(seed, tables, keys, dims, scales, width)
-
-
-def _of_tables(seed, tables, keys, dims, scales, width) -> torch.Tensor:
     rows = torch.empty(keys.numel(), width, dtype=torch.float32)
     identity = *map(np.uint32, halves(seed)), np.uint64(reference.INITIAL_ROWS)
-    _initial_rows(*identity, tables, keys.contiguous().numpy(), dims, scales, flat(rows), U(width))
+    given = (each.contiguous().numpy() for each in (tables, keys, dims, scales))
+    _initial_rows(*identity, *given, flat(rows), U(width))
     return rows
 
 

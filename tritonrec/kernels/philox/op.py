@@ -119,9 +119,18 @@ def random_indices(
     return RANDOM_INDICES(seed, stream, step, sample_ids, positions, count, upper, impl=impl)
 
 
+def _check_rows(letter: str, **given: torch.Tensor) -> None:
+    """All are (letter,) int64, of as many rows as the first."""
+    first, *_ = given
+    for name, tensor in given.items():
+        if tensor.dim() != 1 or tensor.dtype != torch.int64:
+            raise ValueError(f"{name} must be ({letter},) int64, got {tuple(tensor.shape)} {tensor.dtype}")
+        if tensor.shape != given[first].shape:
+            raise ValueError(f"{given[first].shape[0]} {first} but {tensor.shape[0]} {name}")
+
+
 def _check_initial_rows(table, keys, dim, scale) -> None:
-    if keys.dim() != 1 or keys.dtype != torch.int64:
-        raise ValueError(f"keys must be (K,) int64, got {tuple(keys.shape)} {keys.dtype}")
+    _check_rows("K", keys=keys)
     if not 0 <= table < 2**32:
         raise ValueError(f"table must lie in [0, 2**32), got {table}")
     if not 0 <= dim < 2**30:
@@ -142,12 +151,11 @@ INITIAL_ROWS = Op(
 
 
 def _check_initial_rows_of_tables(tables, keys, dims, scales, width) -> None:
-    for name, tensor in {"keys": keys, "tables": tables, "dims": dims, "scales": scales}.items():
-        dtype = torch.float32 if name == "scales" else torch.int64
-        if tensor.dim() != 1 or tensor.dtype != dtype:
-            raise ValueError(f"{name} must be (K,) {dtype}, got {tuple(tensor.shape)} {tensor.dtype}")
-        if tensor.shape != keys.shape:
-            raise ValueError(f"{keys.shape[0]} keys but {tensor.shape[0]} {name}")
+    if scales.dim() != 1 or scales.dtype != torch.float32:
+        raise ValueError(f"scales must be (K,) float32, got {tuple(scales.shape)} {scales.dtype}")
+    _check_rows("K", keys=keys, tables=tables, dims=dims)
+    if scales.shape != keys.shape:
+        raise ValueError(f"{keys.shape[0]} keys but {scales.shape[0]} scales")
     if not 0 <= width < 2**30:
         raise ValueError(f"width must lie in [0, 2**30), got {width}")
 
@@ -166,11 +174,7 @@ INITIAL_ROWS_OF_TABLES = Op(
 
 
 def _check_random_indices(sample_ids, positions, count, upper) -> None:
-    for name, tensor in (("sample_ids", sample_ids), ("positions", positions)):
-        if tensor.dim() != 1 or tensor.dtype != torch.int64:
-            raise ValueError(f"{name} must be (T,) int64, got {tuple(tensor.shape)} {tensor.dtype}")
-    if sample_ids.shape[0] != positions.shape[0]:
-        raise ValueError(f"{sample_ids.shape[0]} sample_ids but {positions.shape[0]} positions")
+    _check_rows("T", sample_ids=sample_ids, positions=positions)
     if not 0 <= count < 2**30:
         raise ValueError(f"count must lie in [0, 2**30), got {count}")
     if not 1 <= upper <= 2**32:

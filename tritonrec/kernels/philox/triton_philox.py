@@ -135,18 +135,14 @@ def _tile(out: torch.Tensor) -> tuple[tuple[int, int], dict[str, int]]:
     return (triton.cdiv(num_rows, rows), triton.cdiv(counters, blocks)), tile
 
 
-def initial_rows(seed: int, table: int, keys: torch.Tensor, dim: int, scale: float) -> torch.Tensor:
-    """See `tritonrec.ops.initial_rows`."""
-    return _initial_rows(seed, table, keys, dim, scale)
-
-
 def initial_rows_of_tables(seed, tables, keys, dims, scales, width) -> torch.Tensor:
     """See `tritonrec.ops.initial_rows_of_tables`."""
-    return _initial_rows(seed, 0, keys, width, 1.0, *(each.contiguous() for each in (tables, dims, scales)))
+    return initial_rows(seed, 0, keys, width, 1.0, *(each.contiguous() for each in (tables, dims, scales)))
 
 
-def _initial_rows(seed, table, keys, width, scale, tables=None, dims=None, scales=None) -> torch.Tensor:
-    rows = torch.empty(keys.numel(), width, dtype=torch.float32, device=keys.device)
+def initial_rows(seed, table, keys, dim, scale, tables=None, dims=None, scales=None) -> torch.Tensor:
+    """See `tritonrec.ops.initial_rows`; with `tables`, `dims` and `scales` of each row, these count."""
+    rows = torch.empty(keys.numel(), dim, dtype=torch.float32, device=keys.device)
     if rows.numel():
         grid, tile = _tile(rows)
         numbers = seed, table, reference.INITIAL_ROWS, scale, *rows.shape
