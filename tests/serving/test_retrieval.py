@@ -155,9 +155,11 @@ def test_what_a_model_cannot_do_is_one_sentence():
         ValueError, match="predict needs a dense model of kind click, and this one is of kind next_item"
     ):
         make().predict(HISTORY)
-    click = make({"kind": "click", "features": ["item", "ad"]})
+    click = make({"kind": "click", "features": ["item", "ad"], "dense": 3})
     with pytest.raises(ValueError, match="give the ids of features item, ad"):
         click.predict(torch.zeros(2, 3))
+    with pytest.raises(ValueError, match=r"dense features must be \(B, 3\), got \(2, 4\)"):
+        click.predict(torch.zeros(2, 4))
     with pytest.raises(ValueError, match=r"ids of feature 'ad' are missing, there are .'item'."):
         click.predict(torch.zeros(2, 3), {"item": torch.tensor([1, 2])})
     with pytest.raises(ValueError, match=r"ids of feature 'item' must be \(2,\) like the dense features"):

@@ -114,8 +114,7 @@ class CachedPredictor(UserHistories):
             self._histories = {user: each.last(self._longest) for user, each in self._histories.items()}
 
     def _use(self, predictor: Predictor, model: NextItemModel) -> None:
-        next_item = isinstance(model, NextItemModel) and type(model).encode is NextItemModel.encode
-        if not next_item or not hasattr(model.layer, "over"):
+        if not isinstance(model, NextItemModel) or not hasattr(model.layer, "over"):
             raise TypeError(
                 f"{type(model).__name__} has no cached inference: its layers do not say which keys and "
                 "values of past tokens they read, as those of tritonrec.nn.HSTU and SASRec do; a model whose "
