@@ -6,9 +6,11 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import changed
 import pytest
@@ -104,6 +106,15 @@ def pytest_collection_finish():
 
 def pytest_unconfigure():
     gc.unfreeze()
+
+
+def _enter_on_main_thread(patch, enter=mock._patch.__enter__):
+    """Of two ranks in threads that patch one name at once, the second puts back what the first has set."""
+    assert threading.current_thread() is threading.main_thread(), f"{patch.attribute} is patched by a thread"
+    return enter(patch)
+
+
+mock._patch.__enter__ = _enter_on_main_thread
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,6 +5,8 @@ import threading
 import time
 from random import Random
 
+LONGEST = 300  # seconds: kernels may be compiled meanwhile
+
 
 class FakeEvent:
     def __init__(self, lane):
@@ -37,20 +39,23 @@ class FakeAccelerator:
         return event
 
     def finish(self, event):
-        if not event.done.wait(60):
-            raise TimeoutError(f"the stream of {event.lane} is stuck")
+        self._await(event)
         if event.error is not None:
             raise event.error
+
+    def _await(self, event):
+        if not event.done.wait(LONGEST):
+            raise TimeoutError(f"the stream of {event.lane} is stuck")
 
     def _work(self, pieces):
         failed = None
         while True:
             after, work, event, wait = pieces.get()
-            for other in after:
-                other.done.wait(60)
-                failed = failed or other.error
-            time.sleep(wait)
             try:
+                for other in after:
+                    self._await(other)  # what runs ahead of it computes other bits
+                    failed = failed or other.error
+                time.sleep(wait)
                 if failed is None:
                     work()
             except Exception as error:

@@ -197,12 +197,19 @@ def test_only_ranks_of_an_accelerator_take_turns():
 
 def train(communicators, mode, in_turn, seed=0, **window):
     """On an accelerator made of threads, which runs everything later."""
+    with turns(in_turn):
+        return in_steps(communicators, mode, seed, **window)
+
+
+def turns(in_turn):
+    """Trainers take turns, or not: all of the process, so that ranks which are threads do not enter this."""
+    return mock.patch("tritonrec.pipeline.trainer.launches_in_turn", lambda device, world_size: in_turn)
+
+
+def in_steps(communicators, mode, seed=0, **window):
     made, loader = JOB.build("adam"), JOB.loader(communicators.rank, communicators.world_size)
     window = with_values(WindowConfig(3, seed=4), {"first_use": True, **window})
-    with (
-        mock.patch("tritonrec.pipeline.trainer.launches_in_turn", lambda device, world_size: in_turn),
-        Trainer(*made, communicators, mode, window, streams=FakeAccelerator(seed)) as trainer,
-    ):
+    with Trainer(*made, communicators, mode, window, streams=FakeAccelerator(seed)) as trainer:
         list(trainer.run(loader.batch(step) for step in range(5)))
         trainer.step(loader.batch(5))
     return state(made)
@@ -227,8 +234,11 @@ def test_two_ranks_in_turn_have_the_bits_of_two_ranks_without(mode):
 def test_replicas_whose_micro_batches_share_exchanges_end_in_turn():
     """A reduction over replicas waits for gradients that leave with those of a later micro-batch."""
 
-    def rank(communicators, in_turn):
-        return train(communicators, "nestpipe", in_turn, micro_batches=4, exchanges="joined")
+    def rank(communicators):
+        return in_steps(communicators, "nestpipe", micro_batches=4, exchanges="joined")
 
-    ranks = [run_ranks(4, lambda groups, turn=turn: rank(groups, turn), replicas=2) for turn in (True, False)]
+    ranks = []
+    for in_turn in (True, False):
+        with turns(in_turn):
+            ranks.append(run_ranks(4, rank, replicas=2))
     assert all(same(*each) for each in zip(*ranks, strict=True))
