@@ -81,7 +81,7 @@ QUICK_FAULTS = (
     "overflow-of-one-rank", "own-rows-not-rounded", "gradients-of-the-last-pass", "page-reused-early",
     "delta-applied-twice",
     "answer-of-another-request",
-    "disk-lost-write-back",
+    "disk-lost-write-back", "early-gradients-before-backward",
 )  # fmt: skip
 
 

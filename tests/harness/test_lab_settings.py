@@ -16,8 +16,9 @@ from tritonrec.harness.lab.rounds import LabConfig
 from tritonrec.harness.lab.settings import (
     Emulation,
 )
-from tritonrec.pipeline import Window, WindowPlaces
-from tritonrec.pipeline.places import Samples
+from tritonrec.pipeline import NESTPIPE, Window, WindowPlaces
+from tritonrec.pipeline.places import Dense, Samples
+from tritonrec.pipeline.schedule import with_early_dense
 
 # What is asked for.
 """All but those of the loss scale, which are fields of their own."""
@@ -30,9 +31,14 @@ class _Program:
     def __init__(self):
         self.done = []
         self.actions = {"compute": self._act, "retrieve": self._act, "exchange": self._act}
+        self.schedule, self.completed = with_early_dense(NESTPIPE), []
+        self.early = SimpleNamespace(share=0.4, completed=lambda: self.completed.append(len(self.done)))
+        self.run_places = {Dense: SimpleNamespace(flight=SimpleNamespace(early=self.early))}
 
     def _act(self, places, micro_batch=None):
         self.done.append((places, micro_batch))
+        if micro_batch == 1:
+            self.early.completed()
 
 
 def window_of(job, micro_batches):
@@ -56,7 +62,9 @@ def test_an_emulated_stage_works_then_waits_for_the_rest(job, monkeypatch):
         program.actions["compute"](places, i)
     program.actions["retrieve"](places)
     assert program.done == [(places, 0), (places, 1), (places, 2), (places, None)]
-    assert slept == pytest.approx([0.04, 0.04, 0.02, 0.04])
+    # gradients of 0.6 of the model are complete when 0.6 of a backward is over, which has 2/3 of the task
+    assert slept == pytest.approx([0.04, 0.05 * (1 / 3 + 0.6 * 2 / 3) - 0.01, 0.04, 0.02, 0.04])
+    assert program.completed == [2]
     assert (emulation.tasks, emulation.overruns) == (4, 0)
 
 

@@ -7,7 +7,13 @@ from textwrap import indent
 import pytest
 
 from tritonrec.pipeline import DBP, FWP, NESTPIPE, SCHEDULES, Edge, Schedule, ScheduleError, check
-from tritonrec.pipeline.schedule import SEQUENTIAL, with_norm, with_replicas, with_window_loss
+from tritonrec.pipeline.schedule import (
+    SEQUENTIAL,
+    with_early_dense,
+    with_norm,
+    with_replicas,
+    with_window_loss,
+)
 from tritonrec.pipeline.stage import Stage
 
 pytestmark = pytest.mark.smoke
@@ -23,7 +29,7 @@ def test_the_modes_tables_are_sound(schedule, micro_batches):
 
 def test_the_schedule_is_drawn_in_the_source():
     every = with_norm(with_replicas(NESTPIPE))
-    names = {stage.name for stage in with_window_loss(every).stages}
+    names = {stage.name for stage in with_early_dense(with_window_loss(every)).stages}
     assert names == {stage.name for stage in schedule_module.STAGES}
     assert indent(every.drawn(), "    ") in schedule_module.__doc__
 

@@ -29,10 +29,11 @@ from tritonrec.pipeline.check import (
     _same_values,
     _state,
 )
-from tritonrec.pipeline.schedule import with_norm, with_replicas
+from tritonrec.pipeline.schedule import with_early_dense, with_norm, with_replicas
 from tritonrec.pipeline.stage import Access, Stage
 
 TABLES = [*SCHEDULES.values(), keep_rows(NESTPIPE), with_replicas(NESTPIPE), with_norm(FWP)]
+TABLES.append(with_early_dense(NESTPIPE))
 
 
 def remembers(distance, waits):

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from random import Random
 
@@ -23,6 +23,7 @@ from tritonrec.pipeline import (
     with_replicas,
 )
 from tritonrec.pipeline.exchange_groups import joined_groups
+from tritonrec.pipeline.schedule import with_early_dense
 
 pytestmark = pytest.mark.smoke
 
@@ -68,6 +69,74 @@ def test_every_task_runs_once_and_after_all_it_waits_for(mode, micro_batches, ba
     run(Tasks(schedule, micro_batches), batches, action, lambda task: random.random() * 0.002, shared=shared)
     expected = [task for batch in range(batches) for task in schedule.tasks(batch, micro_batches)]
     assert sorted(map(str, finished)) == sorted(map(str, expected))
+
+
+@settings(max_examples=15)
+@given(
+    st.sampled_from(["fwp", "nestpipe"]), st.integers(1, 5), st.integers(1, 4), st.booleans(),
+    st.integers(0, 2**32),
+)  # fmt: skip
+def test_a_part_of_a_task_ends_when_that_says_so_or_with_it(mode, micro_batches, batches, in_turn, seed):
+    schedule, random = with_early_dense(SCHEDULES[mode]), Random(seed)
+    lock, finished, executors, spans = threading.Lock(), set(), [], []
+
+    def action(task):
+        with lock:
+            missing = [each for each in schedule.waits_for(task, micro_batches) if each not in finished]
+            assert not missing, f"{task} started before {missing}"
+            speaks = random.random() < 0.7
+        if task.stage == "compute":
+            with lock:
+                finished.add(task._replace(stage="early_gradients"))
+            if speaks:
+                executors[0].end_part()
+                executors[0].end_part()  # once is enough
+            time.sleep(random.random() * 0.004)
+        with lock:
+            finished.add(task)
+
+    @contextmanager
+    def span(lane, task, context):
+        spans.append(("begin", task))
+        yield
+        spans.append(("end", task))
+
+    actions = {
+        stage.name: (lambda context, i, name=stage.name: action(Task(name, context, i)))
+        for stage in schedule.stages
+    }
+    with Executor(Tasks(schedule, micro_batches), actions, span, in_turn=in_turn) as executor:
+        executors.append(executor)
+        for batch in range(batches):
+            executor.submit(batch, batch)
+        for batch in range(batches):
+            executor.wait(batch)
+    every = [task for batch in range(batches) for task in schedule.tasks(batch, micro_batches)]
+    assert finished == set(every)
+    for each in every:
+        assert spans.index(("begin", each)) < spans.index(("end", each))
+        if each.stage == "early_gradients":  # a slice inside of the other
+            whole = each._replace(stage="compute")
+            assert spans.index(("begin", whole)) < spans.index(("begin", each))
+            assert spans.index(("end", each)) < spans.index(("end", whole))
+
+
+def test_what_waits_for_a_part_does_not_wait_for_the_rest():
+    schedule, reduced = with_early_dense(NESTPIPE), threading.Event()
+    with pytest.raises(StageFailedError, match="compute"):
+
+        def compute(context, i):
+            executors[0].end_part()
+            assert reduced.wait(60)
+            raise KeyError("the rest fails")
+
+        actions = {stage.name: lambda context, i: None for stage in schedule.stages}
+        actions |= {"compute": compute, "early_dense_reduce": lambda context, i: reduced.set()}
+        executors = [Executor(Tasks(schedule, 1), actions, idle_span)]
+        with executors[0] as executor:
+            executor.submit(0, 0)
+            executor.wait(0)
+    assert reduced.is_set()
 
 
 @settings(max_examples=15)
@@ -255,8 +324,34 @@ class Noting:
         self.after[task] = set(after)
         return None if lane == self.ended else task
 
+    def mark(self, lane):
+        return f"in {self.running.get(threading.current_thread())}"
+
     def finish(self, event):
         self.finished.append(event)
+
+
+def test_a_part_ends_on_the_thread_of_its_task_with_the_event_of_what_that_has_queued():
+    schedule, streams, part = with_early_dense(NESTPIPE), Noting(""), Task("early_gradients", 0, 0)
+
+    def noted(name):
+        def action(batch, i):
+            streams.running[threading.current_thread()] = Task(name, batch, i)
+            if name == "compute":
+                other = threading.Thread(target=executor.end_part)  # that of a stream which runs work later
+                other.start()
+                other.join()
+                assert part in executor._unfinished
+                executor.end_part()
+                assert part not in executor._unfinished
+
+        return action
+
+    actions = {stage.name: noted(stage.name) for stage in schedule.stages}
+    with Executor(Tasks(schedule, 1), actions, idle_span, streams=streams) as executor:
+        executor.submit(0, 0)
+        executor.wait(0)
+    assert streams.after[Task("early_dense_reduce", 0)] == {"in compute(0, 0)"}
 
 
 @pytest.mark.parametrize("mode", sorted(SCHEDULES))

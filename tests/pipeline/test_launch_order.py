@@ -38,10 +38,12 @@ from tritonrec.pipeline import (
     keep_rows,
     with_replicas,
 )
+from tritonrec.pipeline.schedule import with_early_dense
 from tritonrec.pipeline.streams import launches_in_turn
 from tritonrec.settings import with_values
 
 TABLES = {**SCHEDULES, "keep_rows": keep_rows(NESTPIPE), "replicas": with_replicas(NESTPIPE)}
+TABLES["early_dense"] = with_early_dense(NESTPIPE)
 COUNT = 4
 
 

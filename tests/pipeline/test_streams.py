@@ -152,14 +152,14 @@ def test_device_streams_use_one_stream_a_lane_and_wait_before_they_work(monkeypa
     on.begin()
     first = on.run("compute", [], lambda: log.append("work 1"))
     second = on.run("communication", [first], lambda: log.append("work 2"))
-    on.run("compute", [second], lambda: log.append("work 3"))
+    on.run("compute", [second], lambda: log.append(f"work 3, {on.mark('compute')}"))
     assert log == [
         "synchronised cuda:0",
         "new stream 0 on cuda:0", "stream 0 entered", "work 1", "stream 0 left", "stream 0 records",
         "new stream 1 on cuda:0", "stream 1 waits for event of stream 0", "stream 1 entered", "work 2",
         "stream 1 left", "stream 1 records",
-        "stream 0 waits for event of stream 1", "stream 0 entered", "work 3", "stream 0 left",
-        "stream 0 records",
+        "stream 0 waits for event of stream 1", "stream 0 entered", "stream 0 records",
+        "work 3, event of stream 0", "stream 0 left", "stream 0 records",
     ]  # fmt: skip
 
 
@@ -239,6 +239,6 @@ def test_lanes_of_one_rank_on_the_host_share_a_thread(monkeypatch):
 
 
 def test_lanes_that_wait_for_others_have_threads_of_their_own():
-    assert streams.lanes_of_one_thread(streams.HostStreams(), 1)
-    assert not streams.lanes_of_one_thread(streams.HostStreams(), 2)
-    assert not streams.lanes_of_one_thread(FakeAccelerator(), 1)
+    assert streams.lanes_of_one_thread(streams.HostStreams(), True)
+    assert not streams.lanes_of_one_thread(streams.HostStreams(), False)
+    assert not streams.lanes_of_one_thread(FakeAccelerator(), True)

@@ -123,9 +123,14 @@ class GradientAccumulator(Accumulator):
         """
         return self.views(self.take_flat())
 
-    def take_flat(self, names: Collection[str] | None = None) -> torch.Tensor:
-        """`take` as one tensor (S,): the sums of all parameters, or of those, one after the other."""
-        self.of_window = None
+    def take_flat(self, names: Collection[str] | None = None, over: bool = True) -> torch.Tensor:
+        """`take` as one tensor (S,): the sums of all parameters, or of those, one after the other.
+
+        Args:
+            over: so is the window.
+        """
+        if over:
+            self.of_window = None
         chosen = self._chosen(names)
         if self.fraction_bits is None:
             gradients = [

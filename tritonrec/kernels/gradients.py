@@ -9,7 +9,7 @@ their float32 total, unless an `Accumulator` is active on the thread and holds t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -54,11 +54,14 @@ class Accumulator:
             those of unscaled ones.
         addresses: of the parameters.
         of_window: what kernels made of them, while they are frozen; None outside of a window.
+        complete: called, if anybody asks, with parameters whose terms have all come, by an op that goes on to
+            others. Autograd tells of ops that take a parameter as an input.
     """
 
     scale_exponent: int = 0
     addresses: frozenset[int] = frozenset()
     of_window: dict[Hashable, tuple[int, Any]] | None = None
+    complete: Callable[[Iterable[torch.Tensor | None]], None] | None = None
 
     def holds(self, tensor: Any) -> bool:
         """Whether this is a parameter whose terms are added here."""

@@ -10,6 +10,7 @@ Dimensions: L tokens, B samples, K negatives, d model dimension.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -256,6 +257,7 @@ class Step:
         with annotation("sampled_softmax_by_sample_backward"):
             dhidden, slopes = self._losses.backward_rows(dlosses, self._hidden, *self._items, drows[tokens:])
         dx, of_norm = self._norm_backward(accumulator, dhidden)
+        _note_complete(accumulator, plan.norm, of_norm)
         of_layers: list[torch.Tensor | None] = []
         for layer, bound in zip(reversed(plan.layers), reversed(self._layers), strict=True):
             x, of_layer = self._kept.pop()
@@ -263,6 +265,7 @@ class Step:
                 dx, found = whole_backward(
                     accumulator, layer.own, bound, dx, x, of_layer, self._placed.seq_offsets, layer.targets
                 )
+            _note_complete(accumulator, layer.own, found)
             # Layers come last to first, their gradients stand first to last.
             of_layers[:0] = (each for each, own in zip(found, layer.own, strict=True) if own is not None)
         torch.mul(dx, plan.factor, out=drows[:tokens])
@@ -292,6 +295,11 @@ class Step:
         dx, _, *terms = NORM_MUL_DROPOUT_BACKWARD.launch(dhidden, *self._normed)
         pairs = zip(plan.norm, terms, strict=True)
         return dx, [sum_terms(accumulator, own, RowTerms(values)) for own, values in pairs]
+
+
+def _note_complete(accumulator: Accumulator, parameters: Sequence[Any], found: list[Any]) -> None:
+    if accumulator.complete is not None and all(each is None for each in found):  # else autograd takes them
+        accumulator.complete(parameters)
 
 
 def _is_list(tensor: torch.Tensor, shape: tuple[int, ...]) -> bool:

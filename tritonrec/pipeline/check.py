@@ -26,6 +26,8 @@ Why a few batches and micro-batches are enough, for any table of this vocabulary
   t - 1, t, t + d - 1 and t + d, four different batches from d = 2 on, and buffers alternate. So a race for
   d > 3 is also one for d - 2, unless it is over a place of a batch. Tasks share that at one distance only,
   `Access.batch` at most, which `_most_batches` covers.
+- *Parts.* A task that another one does on its way (`Stage.within`) has the place of a task just before it. So
+  what waits for the part alone is ordered before nothing of the other: all of that may still run beside it.
 - *Number of batches* in the symbolic run. After a batch only equality matters, among the values that later
   batches may still read. `_same_values` follows every use of a row until no such state is new: these states
   are the invariant of an induction.
@@ -93,7 +95,14 @@ def _well_formed(schedule: Schedule) -> None:
             f"{schedule.name}: with {schedule.batches_in_flight} batches in flight none starts"
         )
     stages = {stage.name: stage for stage in schedule.stages}
-    for stage in schedule.stages:
+    for stage, behind in zip(schedule.stages, (*schedule.stages[1:], None), strict=True):
+        if stage.within:
+            alike = ("lane", "per_micro_batch", "after") if behind and behind.name == stage.within else ()
+            if not alike or any(getattr(stage, each) != getattr(behind, each) for each in alike):
+                raise ScheduleError(
+                    f"{schedule.name}: {stage.name} is a part of {stage.within}, which must come next on the "
+                    "same lane and wait for the same"
+                )
         for edge in stage.after:
             if edge.stage not in stages:
                 raise ScheduleError(f"{schedule.name}: {stage.name} waits for {edge.stage}, which never runs")

@@ -6,7 +6,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -57,6 +58,16 @@ class Call(Generic[Result]):
         return self._result  # type: ignore[return-value]
 
 
+@dataclass
+class _Part:
+    """A task that another one does on its way (`stage.within`)."""
+
+    task: Task
+    thread: int
+    span: ExitStack = field(default_factory=ExitStack)
+    ended: bool = False
+
+
 class Executor:
     """Runs the tasks of a schedule, each lane on a thread.
 
@@ -102,6 +113,8 @@ class Executor:
         self._actions, self._span, self._delay, self._within = actions, span, delay, lane
         self._streams = streams or HostStreams()
         self._events: dict[Task, Any] = {}  # of work that may be under way on a device
+        self._next_part: Task | None = None  # what the next task of the same lane does on its way
+        self._part: _Part | None = None  # under way
         self._lock = threading.Lock()
         self._of_caller = threading.Condition(self._lock)
         self._lane_of = {stage.name: stage.lane for stage in tasks.schedule.stages}
@@ -245,19 +258,48 @@ class Executor:
             task, context, after = work
             lane = self._lane_of[task.stage]
             action = partial(self._act, task, context)
+            part = self._begin_part(task)
             try:
                 # A delay ends early when the executor stops.
                 if self._delay:
                     self._interrupt.wait(self._delay(task))
-                with self._span(lane, task, context):
+                with self._span(lane, task, context), ExitStack() as inside:
+                    if part is not None:
+                        part.span = inside.enter_context(ExitStack())
+                        part.span.enter_context(self._span(lane, part.task, context))
                     event = self._streams.run(lane, after, action)
             except BaseException as error:
                 self._fail(task, error)
                 return
             with self._lock:
-                if event is not None:
-                    self._events[task] = event
-                self._finish(task)
+                # A part that has not said so ends with the whole.
+                done = [task] if part is None or part.ended else [part.task, task]
+                for each in done:
+                    if event is not None:
+                        self._events[each] = event
+                    self._finish(each)
+
+    def end_part(self) -> None:
+        """The task that this thread is at has done the part of a stage `within` it, which others wait for."""
+        part = self._part
+        # Streams may run a task later, on a thread of theirs: its part then ends with it.
+        if part is None or part.ended or part.thread != threading.get_ident():
+            return
+        event = self._streams.mark(self._lane_of[part.task.stage])
+        part.span.close()
+        with self._lock:
+            part.ended = True
+            if event is not None:
+                self._events[part.task] = event
+            self._finish(part.task)
+
+    def _begin_part(self, whole: Task) -> _Part | None:
+        """The part of a task that others wait for, if there is one."""
+        task = self._next_part
+        if task is None or self.schedule[task.stage].within != whole.stage:
+            return None
+        self._next_part, self._part = None, _Part(task, threading.get_ident())
+        return self._part
 
     def _put(self, lane: str, work: tuple[Task, Any] | Call[Any]) -> None:
         """Queue work on the lane's thread, which sleeps only if it has none."""
@@ -312,13 +354,17 @@ class Executor:
         """
         queue, wake = self._queues[thread], self._wake[thread]
         with self._lock:
-            wake.wait_for(lambda: self._stopped or queue)
-            if self._stopped:
-                return None
-            work = queue.popleft()
-            if isinstance(work, Call):
-                return work
-            task, context = work
+            while True:
+                wake.wait_for(lambda: self._stopped or queue)
+                if self._stopped:
+                    return None
+                work = queue.popleft()
+                if isinstance(work, Call):
+                    return work
+                task, context = work
+                if not self.schedule[task.stage].within:
+                    break
+                self._next_part = task
             waits_for = self._tasks.waits_for(task)
             # The set is shared with `_finish`, which empties it. Tasks that ended earlier are not in it.
             missing = self._awaited_by[thread] = self._unfinished.intersection(waits_for)

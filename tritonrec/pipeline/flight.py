@@ -38,6 +38,7 @@ from .caller_state import refusal, structure_of
 from .compiled import Compilation
 from .dense import DenseModel
 from .dense_checks import validate_hooks
+from .early import EarlyDense
 from .graphs import MicroBatchGraphs
 from .guard import Guard
 from .model_call import (
@@ -94,6 +95,7 @@ class Flight:
         self._caller: int  # the thread of the trainer's caller
         self.reader = 0  # the thread that reads the caller's batches
         self.under_way = False
+        self.early = EarlyDense()
         self.calls = threading.RLock()  # a lane holds it while it calls the model
         self.called = 0  # how often lanes have, in this flight
         self._compilation = Compilation(dense.model, bits)
@@ -130,6 +132,9 @@ class Flight:
             inside.callback(self.dense.end)
             self.accumulator = GradientAccumulator(self.model, self._bits)
             inside.enter_context(self.accumulator.empty_gradients())
+            if self._graphs is None:  # which call no hooks
+                for end in self.early.watch(self.model, self.accumulator):
+                    inside.callback(end)
             self._modules = list(self.model.named_modules())
             self._modes = self._training()
             self._trained = self._requires_grad()

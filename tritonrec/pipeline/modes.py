@@ -13,6 +13,7 @@ from .schedule import (
     Schedule,
     keep_rows,
     over_nodes,
+    with_early_dense,
     with_norm,
     with_replicas,
     with_window_loss,
@@ -41,11 +42,16 @@ def base_schedule(mode: Mode) -> Schedule:
 
 
 def schedule_of(
-    mode: Mode, config: WindowConfig, replicas: int = 1, nodes: int = 1, sees_window: bool = False
+    mode: Mode,
+    config: WindowConfig,
+    replicas: int = 1,
+    nodes: int = 1,
+    sees_window: bool = False,
+    early: bool = False,
 ) -> Schedule:
     """The schedule of a mode with the switches of `config`; ``reference`` has none.
 
-    `sees_window`: of a model with a `window_loss`.
+    `sees_window`: of a model with a `window_loss`. `early`: dense gradients may be reduced beside backward.
 
     Raises ValueError where the mode has no buffer in which ``skip_fetch`` could keep rows, where it cannot
     have several batches in flight, and where lookups over nodes do not go with the rest.
@@ -83,6 +89,8 @@ def schedule_of(
         if replicas > 1:
             raise ValueError(f"{replicas} replicas of the tables and {nodes} nodes: {NO_REPLICAS}")
         schedule = over_nodes(schedule)
+    if early and schedule.overlaps_window and not sees_window and config.window_micro_batches > 1:
+        schedule = with_early_dense(schedule)
     return with_norm(schedule) if config.clips else schedule
 
 

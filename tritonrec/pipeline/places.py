@@ -91,8 +91,9 @@ class DenseGradient:
     flight: Flight
 
     def take(self) -> torch.Tensor:
-        """(S,) the sums of all parameters that are not sharded; they start from zero again."""
-        return self.flight.accumulator.take_flat(self.flight.replicated)
+        """(S,) the sums of all parameters but sharded and early ones; they start from zero again."""
+        names = self.flight.early.others if self.flight.early.names else self.flight.replicated
+        return self.flight.accumulator.take_flat(names)
 
     def reduce_scatter_mean(self, sums: Sums, over: Communicator, normalizer: int) -> torch.Tensor:
         """(S_r,) float32, the mean gradients of this rank's shards; their sums start from zero again."""
@@ -104,6 +105,18 @@ class DenseGradient:
     def name_at(self, position: int) -> str:
         """The parameter, and the index in it, of a position in `DenseMeans.gradients`."""
         return self.flight.name_at(position)
+
+
+@place("run")
+@dataclass(frozen=True)
+class EarlyGradient:
+    """The sums of the gradients that backward completes first; see `EarlyDense`."""
+
+    flight: Flight
+
+    def take(self) -> torch.Tensor:
+        """(S,) the sums, which start from zero again; backward may go on to others."""
+        return self.flight.accumulator.take_flat(self.flight.early.names, over=False)
 
 
 Tables = NewType("Tables", list[DynamicTable])
@@ -241,6 +254,15 @@ class OwnedRows:
     def most_keys(self) -> int:
         """Keys of all tables; with those that only padding makes, where a device knows the number."""
         return sum(table.keys.shape[0] for table in self.tables)
+
+
+@place("batch")
+@dataclass(frozen=True)
+class EarlyMeans:
+    """`DenseMeans` of the parameters in `EarlyDense.names`: gradients (S,) float32, and this rank's sums."""
+
+    gradients: torch.Tensor
+    sums: torch.Tensor
 
 
 @place("batch")

@@ -18,6 +18,7 @@ from ..kernels.dispatch import usable_device
 from . import places as at
 from .caller_state import Noted
 from .dense import DenseModel
+from .early import EarlyDense
 from .exchange_groups import ExchangeGroups, each_alone, joined_groups
 from .flight import Flight
 from .headers import Header, exchange
@@ -75,6 +76,8 @@ class Program:
         validate_replicable(tables, communicators, config)
         self.schedule, self.communicators, self.config = schedule, communicators, config
         self.model, self.tables, self.dense = dense.model, tables, dense
+        if schedule.reduces_early:
+            flight.early = EarlyDense(dense)
         device = usable_device(device)
         self.sums = Sums(config, device, communicators.copies_messages(device))
         groups, reason = self._exchange_groups()
@@ -93,6 +96,7 @@ class Program:
             at.Tables: [group.table for group in tables.groups],
             at.Dense: at.Dense(flight, dense),
             at.DenseGradient: at.DenseGradient(flight),
+            at.EarlyGradient: at.EarlyGradient(flight),
             at.RoutingGroup: communicators.routing,
             at.ReplicaRoutingGroup: communicators.replica_routing,
             at.RetrievalGroup: communicators.retrieval,

@@ -19,6 +19,8 @@ Stages of the next batches run beside it, as far as `Schedule.batches_in_flight`
 let them. `copy_kept_rows` is in schedules with two buffers, `replica_reduce` where replicas of the tables add
 up their gradients (`with_replicas`), and `gradient_norm` where gradients have limits (`with_norm`). With
 a loss of the whole global batch (`with_window_loss`) `represent[i]` and `window_loss` precede `compute[i]`.
+Where a part of the dense gradients is reduced beside the last backward (`with_early_dense`), that waits for
+`early_gradients[i]`, a part of `compute[i]`.
 Each declares so (`Stage.feature`); other stages declare what they take from it, and do without where it is
 absent.
 
@@ -39,8 +41,8 @@ from .stage import Access, Edge, Feature, Stage, Which
 
 __all__ = [
     "DBP", "FWP", "NESTPIPE", "SCHEDULES", "SEQUENTIAL",
-    "Access", "Edge", "Schedule", "Stage", "Task", "Which", "keep_rows", "over_nodes", "with_norm",
-    "with_replicas", "with_window_loss",
+    "Access", "Edge", "Schedule", "Stage", "Task", "Which", "keep_rows", "over_nodes",
+    "with_early_dense", "with_norm", "with_replicas", "with_window_loss",
 ]  # fmt: skip
 
 
@@ -114,6 +116,11 @@ class Schedule:
     def sees_window(self) -> bool:
         """Whether losses are of the whole global batch; see `with_window_loss`."""
         return self._has("sees_window")
+
+    @property
+    def reduces_early(self) -> bool:
+        """Whether a part of the dense gradients is reduced while backward goes on; see `with_early_dense`."""
+        return self._has("early_dense")
 
     def _has(self, feature: Feature) -> bool:
         return any(stage.feature == feature for stage in self.stages)
@@ -256,9 +263,11 @@ STAGES: tuple[Stage, ...] = (
     stages.exchange,
     stages.represent,
     stages.window_loss,
+    stages.early_gradients,
     stages.compute,
     stages.gradient_exchange,
     stages.replica_reduce,
+    stages.early_dense_reduce,
     stages.dense_reduce,
     stages.gradient_norm,
     stages.sparse_update,
@@ -364,6 +373,15 @@ def with_replicas(schedule: Schedule) -> Schedule:
 def with_norm(schedule: Schedule) -> Schedule:
     """The schedule with updates from gradients within limits: they wait for the norm of all gradients."""
     return schedule.with_stage(stages.gradient_norm)
+
+
+def with_early_dense(schedule: Schedule) -> Schedule:
+    """The schedule in which the dense gradients that backward completes first are reduced beside its rest.
+
+    Those of DDP's buckets do so (Li et al., VLDB 2020, section 3.2.3); here it is the backward of the last
+    micro-batch, and two buckets: what the second one takes is all that is left exposed.
+    """
+    return schedule.with_stage(stages.early_gradients).with_stage(stages.early_dense_reduce)
 
 
 def with_window_loss(schedule: Schedule) -> Schedule:

@@ -34,7 +34,7 @@ Per = Literal["run", "batch", "micro_batch"]
 Group = Literal["", "host", "device"]
 """Whether a place is a process group, and where its collectives run."""
 
-Feature = Literal["", "dual_buffer", "replicated", "clips", "sees_window"]
+Feature = Literal["", "dual_buffer", "replicated", "clips", "sees_window", "early_dense"]
 """What a schedule can do because it has a stage; see the properties of `Schedule`."""
 
 Read = Annotated[T, ("mode", "read")]
@@ -109,6 +109,7 @@ class Stage:
     moves: bool = False
     gathers: bool = False
     feature: Feature = ""
+    within: str = ""
     function: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -219,7 +220,7 @@ def _parameter(name: str, hint: Any, per_micro_batch: bool, mode: str | None) ->
 
 def stage(
     lane: str, after: tuple[Edge, ...] = (), moves: bool = False, gathers: bool = False,
-    feature: Feature = "", name: str = "",
+    feature: Feature = "", name: str = "", within: str = "",
 ) -> Callable[[Callable[..., Any]], Stage]:  # fmt: skip
     """Make a function a stage.
 
@@ -229,6 +230,9 @@ def stage(
         gathers: it launches collectives of another group than its own: FSDP2's, of sharded parameters.
         feature: a schedule has the stage only with this feature.
         name: of the stage, where another function has the plain name.
+        within: the stage whose tasks do the work of this one's on their way. It is next on the lane and waits
+            for the same; it says where its part is done (`Executor.end_part`), at its own end at the latest.
+            Nobody calls the function, which declares the part's accesses: the other has the rest.
     """
 
     def declared(function: Callable[..., Any]) -> Stage:
@@ -236,7 +240,7 @@ def stage(
         per_micro_batch = any(each.name == "micro_batch" for each in signature.parameters)
         return Stage(
             name or function.__name__, lane, after, signature.accesses, per_micro_batch,
-            moves, gathers, feature, function,
+            moves, gathers, feature, within, function,
         )  # fmt: skip
 
     return declared

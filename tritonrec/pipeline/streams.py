@@ -28,6 +28,9 @@ class Streams(Protocol):
         Returns the event of its end, or None where it has ended.
         """
 
+    def mark(self, lane: str) -> Any:
+        """The event of all that the lane's work, under way on this thread, has queued so far."""
+
     def finish(self, event: Any) -> None:
         """Return when the event's work has ended; raises what made it fail."""
 
@@ -41,6 +44,9 @@ class HostStreams:
     def run(self, lane: str, after: Sequence[Any], work: Callable[[], None]) -> None:
         """See `Streams`."""
         work()
+
+    def mark(self, lane: str) -> None:
+        """See `Streams`."""
 
     def finish(self, event: Any) -> None:
         """See `Streams`."""
@@ -72,6 +78,10 @@ class DeviceStreams:
             work()
         return stream.record_event()
 
+    def mark(self, lane: str) -> torch.Event:
+        """See `Streams`."""
+        return self._streams[lane].record_event()
+
     def finish(self, event: torch.Event) -> None:
         """See `Streams`."""
         event.synchronize()
@@ -91,14 +101,14 @@ def launches_in_turn(device: torch.device, world_size: int) -> bool:
     return device.type != "cpu" and world_size > 1
 
 
-def lanes_of_one_thread(streams: Streams, world_size: int) -> tuple[str, ...]:
-    """Lanes that share a thread, because none of them ever waits for another rank or for a device.
+def lanes_of_one_thread(streams: Streams, alone: bool) -> tuple[str, ...]:
+    """Lanes that share a thread where none of them waits for another rank (`alone`), nor for a device.
 
     Such lanes overlap nothing but each other's Python, and take turns at the interpreter's lock for it.
     Lanes that read batches and tables ahead keep threads of their own.
     """
-    alone = isinstance(streams, HostStreams) and world_size == 1
-    return ("copy", "communication", "compute", "reduce") if alone else ()
+    together = isinstance(streams, HostStreams) and alone
+    return ("copy", "communication", "compute", "reduce") if together else ()
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:

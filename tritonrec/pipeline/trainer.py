@@ -28,6 +28,7 @@ from ..trace import NullRecorder, SupportsRecording
 from .agreement import settings_of, validate_same_training
 from .dense import DenseModel
 from .dense_checks import validate_hooks, validate_invariant
+from .early import reduces_early
 from .evaluation import RowsOfRanks, rank_held_out
 from .executor import Delay, Executor, StageFailedError
 from .flight import lane_work, on_the_callers_thread, validate_model_place, validate_places
@@ -153,7 +154,8 @@ class Trainer:
         self._schedule = None if mode == "reference" else schedule
         around = communicators.replicas, communicators.nodes, sees_window(model)
         if mode != "reference" and schedule is None:
-            self._schedule = schedule_of(mode, self.config, *around)
+            early = reduces_early(self.dense, communicators, self.config, device)
+            self._schedule = schedule_of(mode, self.config, *around, early)
         self.config = self.config.cut(self._schedule is not None and self._schedule.overlaps_window)
         shared = self._schedule is not None and self._schedule.overlaps_batches
         if graphs == "auto":  # on several GPUs nobody has run them
@@ -197,13 +199,16 @@ class Trainer:
             self._average = ReplicaAverage(tables, communicators.replica, self.config.late_states)
         if self._schedule.concurrent:
             streams = streams or streams_for(self._device)
-            one_thread = lanes_of_one_thread(streams, communicators.world_size)
+            # a lane that waits for a part of another lane's task is no place to run that task
+            alone = communicators.world_size == 1 and not self._schedule.reduces_early
+            one_thread = lanes_of_one_thread(streams, alone)
             self.recorder.metadata["one_thread"] = list(one_thread)
             self._executor = self._pending.executor = Executor(
                 tasks, self._program.actions, self._span, delay, checked,
                 streams, partial(lane_work, self.impl),
                 launches_in_turn(self._device, communicators.world_size), one_thread,
             )  # fmt: skip
+            self._pending.flight.early.completed = self._executor.end_part
 
     @property
     def impl(self) -> ops.Impl:

@@ -53,6 +53,7 @@ class LookupCounts:
         key_bytes, row_bytes: what left this rank: keys, and embeddings and gradients together.
         embedding_bytes: of `row_bytes`, the embeddings.
         node_bytes: of `key_bytes` and `row_bytes`, what stayed in the node, of lookups in two steps.
+        early: dense gradients that were reduced beside a backward.
     """
 
     occurrences: int = 0
@@ -67,6 +68,7 @@ class LookupCounts:
     row_bytes: int = 0
     embedding_bytes: int = 0
     node_bytes: int = 0
+    early: int = 0
 
     def add(self, other: LookupCounts) -> None:
         """Add another's counts to these."""

@@ -6,6 +6,7 @@ what it is passed.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -547,6 +548,18 @@ def reduce_before_last_micro_batch(program: Program) -> None:
             losses[micro_batch] = torch.zeros(1, dtype=torch.float32)
 
     program.after("route", zeroed)
+
+
+@fault(case(variant="early-dense"))
+def early_gradients_before_backward(program: Program) -> None:
+    """The gradients that backward completes first are reduced before the last backward has completed them."""
+
+    def at_once(micro_batch: int, dense: Read[Dense]) -> None:
+        if micro_batch == program.config.window_micro_batches - 1:
+            dense.flight.early.completed()
+            time.sleep(0.15)  # the reduction has taken what there was
+
+    program.before("compute", at_once)
 
 
 @fault(case(variant="scale", replicas=2), delay=slow("gradient_exchange"))

@@ -267,6 +267,13 @@ VARIANTS: dict[str, Variant] = {
         window={"max_grad_norm": 0.02},
         shows=("lookups",),
     ),
+    "early-dense": Variant(
+        "dense gradients of the later layers are reduced beside the last backward",
+        {"sizes": HSTUConfig(layers=3)},
+        window={"exchanges": "each"},
+        shows=("early",),
+        modes=("fwp", "nestpipe"),
+    ),
     "first-use": Variant(
         "rows are sent with their first use, gradients with their last",
         window={"first_use": True},

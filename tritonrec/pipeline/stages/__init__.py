@@ -6,6 +6,7 @@ from .samples import h2d, prefetch
 from .update import (
     dense_reduce,
     dense_update,
+    early_dense_reduce,
     gradient_norm,
     sparse_update,
     write_back,
@@ -13,6 +14,7 @@ from .update import (
 )
 from .window import (
     compute,
+    early_gradients,
     exchange,
     exchange_over_nodes,
     gradient_exchange,
@@ -27,6 +29,8 @@ __all__ = [
     "copy_kept_rows",
     "dense_reduce",
     "dense_update",
+    "early_dense_reduce",
+    "early_gradients",
     "exchange",
     "exchange_over_nodes",
     "gradient_exchange",

@@ -16,6 +16,8 @@ from ..places import (
     Dense,
     DenseGradient,
     DenseMeans,
+    EarlyGradient,
+    EarlyMeans,
     GradientNorm,
     KeptRows,
     Losses,
@@ -34,6 +36,20 @@ from ..sums import NAME
 from ..window import LookupCounts, Window
 
 
+@stage(lane="reduce", after=(Edge("early_gradients", "all"),), feature="early_dense")
+def early_dense_reduce(
+    context: Context,
+    routes: Read[Routes],
+    reduce: Update[ReduceGroup],
+    early_gradient: Update[EarlyGradient],
+    counts: LookupCounts,
+) -> EarlyMeans:
+    """`dense_reduce` of the gradients that backward completes first, beside the rest of the last backward."""
+    own = early_gradient.take()
+    counts.early += len(own)
+    return EarlyMeans(_mean_of_ranks(context, reduce, own, routes.loss_normalizer), own)
+
+
 @stage(lane="reduce", after=(Edge("compute", "all"),))
 def dense_reduce(
     context: Context,
@@ -41,6 +57,7 @@ def dense_reduce(
     losses: Read[Losses],
     reduce: Update[ReduceGroup],
     dense_gradient: Update[DenseGradient],
+    early: Read[EarlyMeans] | None,
 ) -> DenseMeans:
     """The mean dense gradients of all ranks, as one message of rows of `DENSE_ROW` values; and with them the
     mean loss. Of sharded parameters each rank gets those of its shards.
@@ -49,19 +66,27 @@ def dense_reduce(
     total = sums.total(torch.cat([losses[i] for i in range(context.config.window_micro_batches)]))
     # The loss is the last value of the gradients' message: it costs no message of its own.
     own = torch.cat([dense_gradient.take(), total])
-    if reduce.world_size == 1:
-        means = sums.divide(own, normalizer)
-    else:
-        # As rows, so that sums of dense gradients are packed
-        # and exchanged by the code that does it for tables.
-        rows = torch.nn.functional.pad(own, (0, -len(own) % DENSE_ROW)).view(-1, DENSE_ROW)
-        plan = even_reduce_scatter(len(rows), reduce.world_size, reduce.rank)
-        means = sums.all_reduce_mean(None, reduce, rows, plan, normalizer, "dense gradients").view(-1)
-    size = len(own) - 1
+    means = _mean_of_ranks(context, reduce, own, normalizer)
     shards = dense_gradient.reduce_scatter_mean(sums, reduce, normalizer)
-    gradients = torch.cat([shards, means[:size]]) if len(shards) else means[:size]
-    loss = means[size : size + 1]
-    return DenseMeans(sums.finite(gradients, dense_gradient.name_at), loss, own, len(shards))
+    gradients = means[:-1]
+    if early is not None:  # of the parameters behind these
+        gradients = torch.cat([gradients, early.gradients])
+    elif len(shards):
+        gradients = torch.cat([shards, gradients])
+    return DenseMeans(sums.finite(gradients, dense_gradient.name_at), means[-1:], own, len(shards))
+
+
+def _mean_of_ranks(context: Context, reduce: ReduceGroup, own: torch.Tensor, normalizer: int) -> torch.Tensor:
+    """(S,) float32, the sums (S,) of all ranks over the normalizer."""
+    sums = context.sums
+    if reduce.world_size == 1:
+        return sums.divide(own, normalizer)
+    # As rows, so that sums of dense gradients are packed
+    # and exchanged by the code that does it for tables.
+    rows = torch.nn.functional.pad(own, (0, -len(own) % DENSE_ROW)).view(-1, DENSE_ROW)
+    plan = even_reduce_scatter(len(rows), reduce.world_size, reduce.rank)
+    means = sums.all_reduce_mean(None, reduce, rows, plan, normalizer, "dense gradients")
+    return means.view(-1)[: len(own)]
 
 
 @stage(

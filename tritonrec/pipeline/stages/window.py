@@ -22,6 +22,7 @@ from ..places import (
     Dense,
     DenseGradient,
     DeviceSamples,
+    EarlyGradient,
     Embeddings,
     Gradients,
     Losses,
@@ -222,6 +223,23 @@ def window_loss(
             done += len(losses)
 
 
+@stage(
+    lane="compute",
+    after=(Edge("exchange", "same"), Edge("dense_update", batch=1)),
+    feature="early_dense",
+    within="compute",
+)
+def early_gradients(
+    micro_batch: int,
+    samples: Read[DeviceSamples],
+    routes: Read[Routes],
+    embeddings: Read[UpTo[Embeddings]],
+    dense: Read[Dense],
+    early_gradient: Update[EarlyGradient],
+) -> None:
+    """The gradients of the parameters that backward reaches first (`EarlyDense`): a part of `compute`."""
+
+
 @stage(lane="compute", after=(Edge("exchange", "same"), Edge("window_loss"), Edge("dense_update", batch=1)))
 def compute(
     micro_batch: int,
@@ -245,6 +263,7 @@ def compute(
     global batch, backward starts from the gradients of what the samples show.
     """
     part, flight = samples[micro_batch], dense.flight
+    flight.early.begin(last=micro_batch == context.config.window_micro_batches - 1)
     # The first micro-batch to run makes the sums of all.
     if not gradients:
         sizes = zip(embeddings, routes.tables, strict=True)

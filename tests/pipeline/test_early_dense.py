@@ -1,0 +1,348 @@
+"""Dense gradients that backward completes first are reduced beside the rest of it, in the same bits."""
+
+import threading
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from trainer_parts import DIM, JOB, NoParameters, Ranker, batches, parts, same, state, trainer
+
+from tritonrec import nn
+from tritonrec.distributed import Communicators
+from tritonrec.harness.verify.thread_ranks import run_ranks
+from tritonrec.kernels.accumulator import GradientAccumulator
+from tritonrec.kernels.hstu_layer import cpu_hstu_layer
+from tritonrec.pipeline import (
+    FWP,
+    NESTPIPE,
+    DenseModel,
+    ScheduleError,
+    StageFailedError,
+    Trainer,
+    WindowConfig,
+    check,
+)
+from tritonrec.pipeline.early import EarlyDense
+from tritonrec.pipeline.schedule import (
+    Edge,
+    keep_rows,
+    over_nodes,
+    with_early_dense,
+    with_norm,
+    with_replicas,
+)
+
+
+class Deep(Ranker):
+    """Three layers, of which backward completes the last two first."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+        self.mix = torch.nn.Identity()  # no parameters in front of the layers but the norm's
+
+    def hidden(self, batch, rows):
+        hidden = self.norm(rows)
+        for number, layer in enumerate(self.layers):
+            hidden = self.through(number, layer, hidden, batch)
+        return hidden
+
+    def through(self, number, layer, hidden, batch):
+        return torch.sin(layer(hidden, batch.offsets))
+
+
+class Choosing(Deep):
+    """Leaves the last layer out where a micro-batch has few tokens."""
+
+    def through(self, number, layer, hidden, batch):
+        return (
+            super().through(number, layer, hidden, batch) if number < 2 or batch.num_tokens > 20 else hidden
+        )
+
+
+class Again(Deep):
+    """Uses the second layer twice, in backward passes of their own."""
+
+    def through(self, number, layer, hidden, batch):
+        for _ in range(1 + (number == 1)):
+            hidden = checkpoint(super().through, number, layer, hidden, batch, use_reentrant=True)
+        return hidden
+
+
+class AgainAtLast(Deep):
+    """Goes through the layers a second time in some micro-batches, in a backward pass inside of backward."""
+
+    def hidden(self, batch, rows):
+        if batch.sample_ids[-1] % 7 < 6:
+            return super().hidden(batch, rows)
+        first = checkpoint(super().hidden, batch, rows, use_reentrant=True)
+        return super().hidden(batch, rows) + first
+
+
+def trained(
+    communicators, model=Deep, mode="nestpipe", steps=5, recorder=None, ahead=lambda made: None, **how
+):
+    made = parts(model)
+    with trainer(made, mode, communicators=communicators, trust_model=True, **how) as training:
+        ahead(training)
+        rank, world_size = communicators.rank, communicators.world_size
+        list(training.run(batches(steps, rank=rank, world_size=world_size)))
+    return state(made)
+
+
+def of_ranks(count=2, replicas=1, nodes=1, **how):
+    return run_ranks(count, lambda ranks: trained(ranks, **how), replicas, nodes)
+
+
+TOLD_APART = [
+    (Deep, ["norm", "layers.0"]),
+    (lambda: nn.HSTU(nn.HSTUConfig(dim=16, layers=3, heads=2, qk_dim=8, v_dim=8, max_seq_len=9)),
+     ["positions", "layers.0"]),
+    (lambda: nn.DLRM(nn.DLRMConfig(("a", "b"), 3, 4, (8, 4), (8, 1))), ["bottom"]),
+    (lambda: torch.nn.Sequential(torch.nn.Linear(9, 1), torch.nn.Linear(1, 9)), ["0"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "first"), TOLD_APART, ids=["deep", "hstu", "dlrm", "sequential"])
+def test_the_first_layers_are_those_whose_gradients_come_last(model, first):
+    model = model()
+    early = EarlyDense(DenseModel(model, torch.optim.SGD(model.parameters(), 0.1)))
+    names = [name for name, _ in model.named_parameters()]
+    assert early.others + early.names == names and early.names
+    assert {name for name in names if name.startswith(tuple(f"{each}." for each in first))} == set(
+        early.others
+    )
+    sizes = {name: each.numel() for name, each in model.named_parameters()}
+    assert early.share == sum(sizes[name] for name in early.others) / sum(sizes.values()) >= 1 / 4
+
+
+def test_a_model_of_one_part_has_none_to_reduce_early():
+    model = torch.nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="model of two parts or more"):
+        EarlyDense(DenseModel(model, torch.optim.SGD(model.parameters(), 0.1)))
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [NESTPIPE, FWP, keep_rows(NESTPIPE), with_replicas(NESTPIPE), with_norm(FWP), over_nodes(NESTPIPE)],
+    ids=["nestpipe", "fwp", "kept", "replicas", "norm", "nodes"],
+)
+def test_the_schedule_is_proven(schedule):
+    early = with_early_dense(schedule)
+    assert early.reduces_early and not schedule.reduces_early
+    for micro_batches in (1, 2, 5):
+        check(early, micro_batches)
+
+
+EARLY = with_early_dense(NESTPIPE)
+
+
+def without(stage, edge, instead):
+    return EARLY.without_edge(stage, edge).with_edges(stage, instead)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (without("early_dense_reduce", Edge("early_gradients", "all"), Edge("route")), "early_gradient "),
+        (without("dense_reduce", Edge("compute", "all"), Edge("early_gradients", "all")), "losses"),
+        (EARLY.with_edges("early_gradients", Edge("retrieve")), "a part of compute, which must come next"),
+        (EARLY._with("early_gradients", lane="reduce"), "a part of compute, which must come next"),
+        # what travels beside backward must be left alone by the rest of it
+        (EARLY._with("compute", touches=(*EARLY["compute"].touches, EARLY["early_gradients"].touches[-1])),
+         "early_gradient "),
+    ],
+    ids=["no_wait", "dense_no_wait", "waits_for_more", "other_lane", "shared"],
+)  # fmt: skip
+def test_a_wrong_schedule_is_refused(schedule, message):
+    with pytest.raises(ScheduleError, match=message):
+        check(schedule, 3)
+
+
+class Waits(torch.autograd.Function):
+    """Backward calls what it was given."""
+
+    @staticmethod
+    def forward(ctx, x, call):
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.call()
+        return dy, None
+
+
+@pytest.mark.parametrize("consistency", ["batch", "window"])
+@pytest.mark.parametrize("mode", ["nestpipe", "fwp"])
+def test_the_reduction_begins_before_the_backward_ends(mode, consistency):
+    """The last backward goes on to the first layer once the others' gradients are on their way."""
+    waited = []
+
+    def ahead(training):
+        begun, model, count = threading.Event(), training.dense.model, training.config.window_micro_batches
+        training.program.before("early_dense_reduce", begun.set)
+        through, calls = model.through, []
+
+        def wait():
+            waited.append(begun.wait(60))
+
+        def waiting(number, layer, hidden, batch):
+            calls.append(number)
+            if calls.count(1) % count == 0 and number == 1:  # behind layer 0
+                begun.clear()  # by the reduction of the window before
+                hidden = Waits.apply(hidden, wait)
+            return through(number, layer, hidden, batch)
+
+        model.through = waiting
+
+    of_ranks(mode=mode, consistency=consistency, steps=4, ahead=ahead, exchanges="each")
+    assert len(waited) == 8 and all(waited)
+
+
+@pytest.mark.parametrize("consistency", ["batch", "window"])
+def test_an_op_of_all_layers_tells_of_each(monkeypatch, consistency):
+    """A call of HSTU by one op has exact gradients of a layer after the other; autograd gets float32 ones."""
+    job, done = replace(JOB, sizes=replace(JOB.sizes, layers=3)), defaultdict(list)
+    name = {"batch": "backward_exact", "window": "backward"}[consistency]
+    of_layer = getattr(cpu_hstu_layer.Bound, name)
+
+    def note(what):
+        done[threading.current_thread()].append(what)
+
+    def backward(bound, *given):
+        found = of_layer(bound, *given)
+        note("layer")
+        return found
+
+    def rank(communicators):
+        made, loader = job.build("adam"), job.loader(communicators.rank, 2)
+        how = {"consistency": consistency, "exchanges": "each", "trust_model": True}
+        with trainer(made, communicators=communicators, **how) as training:
+            early = training._pending.flight.early
+            completed = early.completed
+            early.completed = lambda: (note("complete"), completed())
+            list(training.run(loader.batch(step) for step in range(2)))
+
+    monkeypatch.setattr(cpu_hstu_layer.Bound, name, backward)
+    run_ranks(2, rank)
+    window = ["layer"] * 9  # of three micro-batches
+    window.insert(8 if consistency == "batch" else 9, "complete")
+    assert list(done.values()) == [window * 2] * 2
+
+
+def test_calls_that_leave_no_trace_do_not_count():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    early = EarlyDense(DenseModel(model, torch.optim.SGD(model.parameters(), 0.1)))
+    own, other, seen = GradientAccumulator(model, None), GradientAccumulator(model, None), []
+    early.completed = lambda: seen.append("complete")
+    ends = list(early.watch(model, own))
+    early.begin(last=True)
+    with other.active():
+        model(torch.ones(2, 3, requires_grad=True)).sum().backward()
+    model(torch.ones(2, 3, requires_grad=True)).sum().backward()
+    assert not seen
+    with own.active():
+        model(torch.ones(2, 3, requires_grad=True)).sum().backward()
+    assert seen == ["complete"]
+    for end in ends:
+        end()
+    early.begin(last=True)
+    with own.active():
+        model(torch.ones(2, 3, requires_grad=True)).sum().backward()
+    assert seen == ["complete"]
+
+
+def test_what_kernels_keep_of_a_window_outlives_its_early_gradients():
+    accumulator = GradientAccumulator(model := Deep())
+    accumulator.begin_window()
+    accumulator.take_flat(list(dict(model.named_parameters()))[:2], over=False)
+    assert accumulator.of_window is not None
+    accumulator.take_flat()
+    assert accumulator.of_window is None
+
+
+def test_one_rank_may_run_the_schedule_too():
+    """Its lanes have threads of their own: one that waits for a part of a task cannot run that task."""
+    made, done = [parts(Deep), parts(Deep)], []
+
+    def run():
+        for each, schedule in zip(made, (EARLY, NESTPIPE), strict=True):
+            config = WindowConfig(3, seed=4)
+            with Trainer(*each, Communicators.local(), "nestpipe", config, schedule=schedule) as training:
+                list(training.run(batches(4)))
+            done.append(state(each))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(120)
+    assert len(done) == 2 and same(*done)
+
+
+@pytest.mark.parametrize("consistency", ["batch", "window"])
+@pytest.mark.parametrize("model", [Deep, Choosing, Again])
+def test_it_has_the_bits_of_one_reduction(model, consistency):
+    how = {"model": model, "consistency": consistency}
+    for early, once in zip(of_ranks(exchanges="each", **how), of_ranks(exchanges="once", **how), strict=True):
+        assert same(early, once)
+
+
+WITH = {
+    "fwp": {"mode": "fwp"},
+    "joined": {"exchanges": "joined"},
+    "accumulated": {"accumulate": 2, "micro_batches": 1},
+    "kept": {"skip_fetch": True},
+    "clipped": {"max_grad_norm": 0.05},
+    "replicas": {"count": 4, "replicas": 2},
+    "averaged": {"count": 4, "replicas": 2, "average_every": 2},
+    "nodes": {"count": 4, "nodes": 2},
+    "fp16": {"precision": "fp16"},
+    "two": {"micro_batches": 2},
+}
+
+
+@pytest.mark.parametrize("how", WITH.values(), ids=WITH)
+def test_it_goes_with_the_other_switches(how):
+    seen = []
+
+    def ahead(training):
+        seen.append(training.program.schedule.reduces_early)
+
+    early = of_ranks(ahead=ahead, **{"exchanges": "each", **how})
+    assert seen and all(seen)
+    for each, other in zip(early, of_ranks(**{**how, "exchanges": "once"}), strict=True):
+        assert same(each, other)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "how"),
+    [(1, {"exchanges": "each"}), (2, {"exchanges": "once"}), (2, {"exchanges": "each", "mode": "dbp"}),
+     (2, {"exchanges": "each", "micro_batches": 1}), (2, {"exchanges": "each", "model": NoParameters})],
+    ids=["alone", "once", "dbp", "one_micro_batch", "no_parameters"],
+)  # fmt: skip
+def test_where_nothing_travels_beside_a_backward_all_is_reduced_after_it(ranks, how):
+    seen = []
+    of_ranks(ranks, ahead=lambda training: seen.append(training.program.schedule.reduces_early), **how)
+    assert seen == [False] * ranks
+
+
+def test_parameters_frozen_and_thawed_between_runs():
+    def rank(communicators, exchanges):
+        made = parts(Deep)
+        with trainer(made, communicators=communicators, exchanges=exchanges) as training:
+            given = iter(batches(9, rank=communicators.rank, world_size=2))
+            for frozen in (True, False, True):
+                made[0].layers[2].requires_grad_(not frozen)
+                made[0].layers[0].requires_grad_(frozen)
+                list(training.run([next(given) for _ in range(3)]))
+        return state(made)
+
+    early, once = (run_ranks(2, lambda ranks, each=each: rank(ranks, each)) for each in ("each", "once"))
+    assert all(same(*pair) for pair in zip(early, once, strict=True))
+
+
+def test_a_gradient_that_comes_after_all_is_refused():
+    with pytest.raises(StageFailedError, match=r"backward has come to parameter layers\.\d\.\w+ again"):
+        of_ranks(model=AgainAtLast, exchanges="each")
