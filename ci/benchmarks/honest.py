@@ -111,8 +111,8 @@ def in_turn(variants: Sequence[Given]) -> Rounds:
 def time_rounds(benchmark: Any, rounds: Rounds, least_bytes: int, device: torch.device | str = "cpu") -> None:
     """Time a contender with pytest-benchmark, on a GPU until it has finished.
 
-    `least_bytes` is what any implementation reads and writes at least. Raises `CheatError` for a wrong output,
-    a changed input, or a time that the memory does not allow.
+    `least_bytes` is what any implementation reads and writes at least. Raises `CheatError` for a wrong
+    output, a changed input, or a time that the memory does not allow.
     """
     on_gpu = torch.device(device).type == "cuda"
     now: dict[str, Any] = {"number": 0}

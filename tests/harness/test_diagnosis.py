@@ -1,4 +1,4 @@
-"""Promise: `verify` proves a user's own model, and names the module that breaks bits and why, and no other."""
+"""Promise: `verify` proves a user's own model, and names the module that breaks bits, the reason, no other."""
 
 import pytest
 import torch
