@@ -1,4 +1,4 @@
-"""Promise: `verify` proves a user's own model, and names the module that breaks bits, the reason, no other."""
+"""Promise: `verify` proves a user's own model, and names the module that breaks bits and the reason."""
 
 import pytest
 import torch
