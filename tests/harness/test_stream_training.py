@@ -1,22 +1,16 @@
-"""Promise: training from shards goes on with the same bits at another world size, also after kill -9."""
+"""Promise: training from shards goes on with the same bits at another world size."""
 
 import os
-import subprocess
-import sys
-import time
 from dataclasses import replace
 
 import pytest
 from commands import invoke
 
-from tritonrec import checkpoint
-from tritonrec.checkpoint.lock import WriterLock
 from tritonrec.data.convert_sequences import write_sequences
 from tritonrec.data.sources import load_interactions
 from tritonrec.distributed import Communicators
 from tritonrec.harness import streams
 from tritonrec.harness.job import Job
-from tritonrec.harness.train.config import read_config
 from tritonrec.harness.train.loop import train
 from tritonrec.harness.train.run import Run
 from tritonrec.pipeline import WindowConfig
@@ -89,38 +83,3 @@ def test_batches_cut_by_tokens_train(job, tmp_path):
     ended = train(Communicators.local(), replace(run, steps=8, resume=True), quiet=True)
     whole = train(Communicators.local(), replace(run, steps=8, checkpoint=None), quiet=True)
     assert ended["digest"] == whole["digest"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3)])
-def test_a_run_killed_at_once_goes_on_at_another_world_size(job, pool, tmp_path, before, after):
-    options = {"steps": 10_000, "batch-size": 16, "max-seq-len": 10, "negatives": 2, "save-every": 2}
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    command = [
-        sys.executable, "-m", "tritonrec", "train", "--data", job.data, "--checkpoint", str(tmp_path),
-        "--lr", "0.001", "--micro-batches", "2", "--world-size", str(before), *words,
-    ]  # fmt: skip
-    running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    until = time.monotonic() + 200
-    while not (saved := [step for step in checkpoint.steps(tmp_path) if step >= 4]):
-        assert running.poll() is None and time.monotonic() < until
-        time.sleep(0.02)
-    running.kill()
-    running.wait()
-    lock = WriterLock(tmp_path)
-    while True:  # its ranks end when they notice
-        try:
-            lock.acquire()
-            break
-        except checkpoint.CheckpointError:
-            assert time.monotonic() < until
-    lock.release()
-    steps = checkpoint.steps(tmp_path)[-1] + 7
-    assert steps > saved[0]
-    run = replace(read_config(tmp_path, Run(Job())), steps=steps, checkpoint=str(tmp_path), resume=True)
-    ended = pool.run(train, after, run, True)[0]
-    reference = replace(
-        run, mode="reference", window=WindowConfig(1), checkpoint=None, resume=False, save_every=0
-    )
-    assert ended["digest"] == train(Communicators.local(), reference, quiet=True)["digest"]
-    assert ended["steps_run"] == 7 and ended["world_size"] == after
