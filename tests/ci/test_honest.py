@@ -49,9 +49,13 @@ def scaled(number):
     return VALUES * ((-1.0) ** number * 2.0 ** -(number % 4))
 
 
+def rounds_of(call):
+    return lambda number: honest.Given(call, (scaled(number),), check)
+
+
 def by_fresh_values(call, seconds=1.0, least_bytes=BYTES):
     rounds = Rounds(seconds)
-    honest.time_rounds(rounds, lambda number: honest.Given(call, (scaled(number),), check), least_bytes)
+    honest.time_rounds(rounds, rounds_of(call), least_bytes)
     return rounds
 
 
@@ -80,9 +84,6 @@ def by_contenders(call, seconds=1.0, least_bytes=BYTES):
     def stopwatch(run):
         run()
         return seconds
-
-    def rounds_of(call):
-        return lambda number: honest.Given(call, (scaled(number),), check)
 
     contenders = {call.__name__: rounds_of(call), "peer": rounds_of(doubled)}
     times = honest.by_turns(contenders, 12, least_bytes, stopwatch)
