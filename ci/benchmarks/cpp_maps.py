@@ -1,4 +1,4 @@
-"""Hash maps of C++ (hash_maps.cpp) behind the calls of a key index.
+"""Hash maps of C++ (hash_maps.cpp), peers of `unique` and `hash_find`.
 
 boost 1.81 or later (Debian's libboost1.81-dev) and github.com/martinus/unordered_dense; g++ looks for headers
 that are elsewhere in the folders of CPLUS_INCLUDE_PATH.
@@ -52,9 +52,6 @@ class CppMap:
     def __del__(self) -> None:
         if hasattr(self, "_map"):
             self._calls.release(self._map)
-
-    def prepare(self, keys: np.ndarray) -> np.ndarray:
-        return keys
 
     def insert(self, keys: np.ndarray) -> np.ndarray:
         return self._rows(self._calls.insert, keys)

@@ -22,6 +22,8 @@ from statistics import median
 from typing import Any
 
 import torch
+from bench_torchrec import Run as Whole
+from bench_torchrec import compare
 from frame import options_of, record
 from torchrec_peer import environment_beside_torchrec, find_torchrec, fused, sharded
 
@@ -36,8 +38,6 @@ from tritonrec.pipeline import Trainer, WindowConfig
 from tritonrec.trace import NullRecorder
 
 WARMUP, COMPARED = 3, 6
-TOLERANCE = 1e-4
-"""Relative, of the mean loss of each of the first `COMPARED` steps: sums have another order."""
 
 SYSTEMS = ("TorchRec", "sequential, window", "sequential, batch", "nestpipe, window", "nestpipe, batch")
 LOOKUP = ("prefetch", "h2d", "route", "retrieve", "copy_kept_rows", "exchange")
@@ -218,20 +218,13 @@ def sizes_of(job: Job) -> dict[str, int]:
     return found
 
 
-def compare(runs: dict[str, list[Run]]) -> float:
-    """The largest relative difference of a step's loss sum from TorchRec's; SystemExit beyond `TOLERANCE`."""
-
-    def sums(name: str) -> list[float]:
-        return [sum(each) for each in zip(*(run.losses[:COMPARED] for run in runs[name]), strict=True)]
-
-    worst = 0.0
-    for name in runs:
-        for step, (own, peer) in enumerate(zip(sums(name), sums("TorchRec"), strict=True)):
-            off = abs(own - peer) / abs(peer)
-            if not off <= TOLERANCE:
-                raise SystemExit(f"{name}, step {step}: loss {own:.7f}, {peer:.7f} there: no time is told")
-            worst = max(worst, off)
-    return worst
+def compared(runs: dict[str, list[Run]]) -> float:
+    """The largest relative difference of a step's loss sum from TorchRec's, of the first `COMPARED` steps."""
+    sums = {
+        name: [sum(each) for each in zip(*(run.losses[:COMPARED] for run in ranks), strict=True)]
+        for name, ranks in runs.items()
+    }
+    return max(compare({name: Whole([], losses) for name, losses in sums.items()}, "TorchRec").values())
 
 
 def split(pool_of: RankPool, ranks: int, job: Job, steps: int, rounds: int) -> list[dict[str, Any]]:
@@ -239,7 +232,7 @@ def split(pool_of: RankPool, ranks: int, job: Job, steps: int, rounds: int) -> l
     medians: dict[str, list[dict[str, float]]] = {name: [] for name in SYSTEMS}
     for number in range(rounds + 1):  # the first one compiles
         runs = {name: pool_of.run(run_rank, ranks, job, name, steps, 0) for name in SYSTEMS}
-        worst = compare(runs)
+        worst = compared(runs)
         for name, found in runs.items() if number else ():
             every = [part for run in found for part in run.parts]
             medians[name].append({part: median(each[part] for each in every) for part in every[0]})

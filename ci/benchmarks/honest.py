@@ -1,12 +1,11 @@
 """Timings that cannot be cheated: a checked output in every round, input that is not the last one's, and a
 physical floor.
 
-    honest(benchmark, call, keys, fresh=flipped, check=is_right, least_bytes=8 * len(keys))
     time_rounds(benchmark, in_turn([Given(call, (keys,), is_right), ...]), least_bytes)
     by_turns({"ours": rounds, "peer": rounds}, 21, least_bytes)
 
-A round gets values of its own in new memory: made for it (`fresh`), or a copy of one of a few variants whose
-answers were computed before (`in_turn`), so that what is remembered from the round before is wrong. After its
+A round gets values of its own in new memory, mostly a copy of one of a few variants whose answers were
+computed before (`in_turn`), so that what is remembered from the round before is wrong. After its
 time is taken, its output is checked, its inputs are compared with a copy, and the output is overwritten: an
 element that the next round leaves unwritten holds poison, also where its memory is used again. A figure below
 half the time in which the same number of bytes can be copied here is refused.
@@ -37,7 +36,6 @@ CACHE = 1 << 28
 """Bytes written before a time on a device is taken, so that no input lies in its cache."""
 
 Check = Callable[..., None]
-Fresh = Callable[..., tuple[Any, ...]]
 Stopwatch = Callable[[Callable[[], object]], float]
 
 
@@ -110,31 +108,12 @@ def in_turn(variants: Sequence[Given]) -> Rounds:
     return rounds
 
 
-def honest(
-    benchmark: Any,
-    call: Callable[..., Any],
-    *args: Any,
-    fresh: Fresh,
-    check: Check,
-    least_bytes: int,
-    writes: Iterable[int] = (),
-) -> None:
-    """Time ``call(*args)`` with pytest-benchmark; `fresh` makes the arguments of each round from `args`.
-
-    Args:
-        fresh: (round, *args) -> the arguments of that round: other values, the same amount of work.
-        least_bytes: what any implementation reads and writes at least.
-        check, writes: as in `Given`.
-
-    Raises `CheatError` for a wrong output, a changed input, or a time that the memory does not allow.
-    """
-    time_rounds(
-        benchmark, lambda number: Given(call, fresh(number, *args), check, tuple(writes)), least_bytes
-    )
-
-
 def time_rounds(benchmark: Any, rounds: Rounds, least_bytes: int, device: torch.device | str = "cpu") -> None:
-    """Time a contender with pytest-benchmark, on a GPU until it has finished."""
+    """Time a contender with pytest-benchmark, on a GPU until it has finished.
+
+    `least_bytes` is what any implementation reads and writes at least. Raises `CheatError` for a wrong
+    output, a changed input, or a time that the memory does not allow.
+    """
     on_gpu = torch.device(device).type == "cuda"
     now: dict[str, Any] = {"number": 0}
 
@@ -181,7 +160,7 @@ def by_turns(
 
     `stopwatch` is the processor time of this thread unless given. Ends when `until` seconds have passed, but
     not before `LEAST_TURNS`. The turn of number 0, which may compile, is checked and not counted. Raises as
-    `honest` does.
+    `time_rounds` does.
     """
     stopwatch = stopwatch or clocked(time.thread_time)
     names = list(contenders)
@@ -275,27 +254,6 @@ def poison(output: Any) -> None:
     elif isinstance(output, list | tuple):
         for each in output:
             poison(each)
-
-
-def flipped(number: int, *args: Any) -> tuple[Any, ...]:
-    """Every int64 tensor with bits of the round flipped: distinct keys stay distinct, equal ones equal, and
-    the work is the same. Others are copied."""
-    mask = (number + 1) * 0x9E3779B97F4A7C15 % 2**62
-    return tuple(_flipped(each, mask) if isinstance(each, torch.Tensor) else each for each in args)
-
-
-def _flipped(values: torch.Tensor, mask: int) -> torch.Tensor:
-    return values ^ mask if values.dtype == torch.int64 else values.clone()
-
-
-def scaled(number: int, *args: Any) -> tuple[Any, ...]:
-    """Every float tensor times a sign and a power of two of the round, which round nothing; others copied."""
-    factor = (-1.0) ** number * 2.0 ** -(number % 4)
-    return tuple(_scaled(each, factor) if isinstance(each, torch.Tensor) else each for each in args)
-
-
-def _scaled(values: torch.Tensor, factor: float) -> torch.Tensor:
-    return values * factor if values.is_floating_point() else values.clone()
 
 
 def copied(value: Any) -> Any:

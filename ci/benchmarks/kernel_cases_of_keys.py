@@ -146,7 +146,7 @@ def empty_table(slots: int, device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @case(
-    "torch_searchsorted", "pandas_index", "python_dict",
+    "torch_searchsorted", "pandas_index", "python_dict", *cpp_maps.NAMES,
     workloads={"1m_slots": (1 << 20, 1 << 18), "64k_slots": (1 << 16, 1 << 18)},
 )  # fmt: skip
 def hash_find(device, seed, slots, lookups):
@@ -167,6 +167,11 @@ def hash_find(device, seed, slots, lookups):
         place = torch.searchsorted(ascending, query).clamp_(max=count - 1)
         return torch.where(ascending[place] == query, rows[order[place]], -1)
 
+    def by_map(name):
+        table = cpp_maps.CppMap(name)
+        table.insert(keys.numpy())
+        return {name: lambda _keys, _rows, query: table.find(query.numpy())}
+
     calls = {"tritonrec": ops.hash_find, "torch_searchsorted": by_search}
     prepare = {}
     if device.type == "cpu":
@@ -177,6 +182,8 @@ def hash_find(device, seed, slots, lookups):
             "python_dict": lambda _keys, _rows, query: [row_of.get(key, -1) for key in query],
         }
         prepare["python_dict"] = lambda keys, rows, query: (keys, rows, query.tolist())
+        for name in cpp_maps.NAMES:
+            calls |= where_installed(lambda name=name: by_map(name))
     workload = f"{lookups:,} lookups, half absent, {count:,} keys, load 0.75"
     return Case(workload, (*table, query), calls, same(exact), moved(query, exact), prepare=prepare)
 

@@ -83,35 +83,38 @@ class Measured:
         return counts, float(losses), rows[ids.argsort()]
 
 
-def payload(run: Measured, console: Console) -> list[dict]:
-    table = Table(title=f"rows and gradients exchanged, over the batch deduplicated, {run.ranks} ranks")
+def print_by_count(title: str, found: list[dict], value: str, digits: int, console: Console) -> None:
+    """A row of each of `PAYLOADS`, a column of each number of micro-batches."""
+    table = Table(title=title)
     for name in ("", *(f"N = {count}" for count in MICRO_BATCHES)):
         table.add_column(name, justify="right" if name else "left")
+    for at, name in enumerate(PAYLOADS):
+        rows = found[at * len(MICRO_BATCHES) :][: len(MICRO_BATCHES)]
+        table.add_row(name, *(f"{row[value]:.{digits}f}" for row in rows))
+    console.print(table)
+
+
+def payload(run: Measured, console: Console) -> list[dict]:
     found = []
     for name, switches in PAYLOADS.items():
-        ratios = []
         for count in MICRO_BATCHES:
             counts = run(count, **switches)[0]
-            ratios.append(counts["rows"] / run.whole["rows"])
-            keys = counts["key_bytes"] / run.whole["key_bytes"]
-            found.append({"payload": name, "N": count, "rows": ratios[-1], "keys": keys})
-        table.add_row(name, *(f"{ratio:.3f}" for ratio in ratios))
-    console.print(table)
+            shares = {each: counts[each] / run.whole[each] for each in ("rows", "key_bytes")}
+            found.append({"payload": name, "N": count, "rows": shares["rows"], "keys": shares["key_bytes"]})
+    title = f"rows and gradients exchanged, over the batch deduplicated, {run.ranks} ranks"
+    print_by_count(title, found, "rows", 3, console)
     return found
 
 
 def packed(run: Measured, console: Console) -> list[dict]:
-    table = Table(title="bytes that a value of a gradient takes on its way, 8 as an int64, 4 as a float32")
-    for name in ("", *(f"N = {count}" for count in MICRO_BATCHES)):
-        table.add_column(name, justify="right" if name else "left")
     found = []
     for name, switches in PAYLOADS.items():
         for count in MICRO_BATCHES:
             counts = run(count, **switches)[0]
             values = counts["rows"] / 2 * MODEL.dim  # as many rows come as gradients go
             found.append({"packed": name, "N": count, "bytes": counts["row_bytes"] / values - 4})
-        table.add_row(name, *(f"{row['bytes']:.2f}" for row in found[-len(MICRO_BATCHES) :]))
-    console.print(table)
+    title = "bytes that a value of a gradient takes on its way, 8 as an int64, 4 as a float32"
+    print_by_count(title, found, "bytes", 2, console)
     return found
 
 

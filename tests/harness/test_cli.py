@@ -152,35 +152,6 @@ def test_verify_writes_its_report(tmp_path):
     assert {case["mode"] for case in cases if case["variant"] != "hash-embedding"} == {"nestpipe"}
 
 
-@pytest.mark.multi_rank
-def test_an_injected_fault_makes_verify_exit_with_1(monkeypatch):
-    from tritonrec.harness.cli import verify
-    from tritonrec.harness.verify import run_case
-
-    table = verify.contract_table
-    monkeypatch.setattr(verify, "contract_table", lambda *options: table(*options)[:2])
-    clean = run_case.injection_of
-    monkeypatch.setattr(run_case, "Injection", lambda: clean("gradient-added-twice"))
-    from tritonrec.distributed import Communicators
-    from tritonrec.harness.verify import contract
-    from tritonrec.harness.verify.contract import Verifier
-    from tritonrec.harness.verify.report import CaseResult
-
-    def run(self, case, fault=None):
-        self.record([case])
-        report = run_case.run_case(Communicators.local(), self.job, case, self._references.path)
-        return CaseResult(case, report.first_difference is None, report.first_difference)
-
-    monkeypatch.setattr(Verifier, "run", run)
-    monkeypatch.setattr(contract, "MAX_SHRINKS", 2)
-    result = invoke(
-        "verify", "--data", SMALL, "--quick", "--modes", "dbp", "--world-size", 1, "--micro-batches", 2,
-        "--steps", 2,
-    )  # fmt: skip
-    assert result.exit_code == 1
-    assert "Smallest case that fails" in result.stdout and "table" in result.stdout
-
-
 def test_train_reports_and_saves(tmp_path):
     summary, trace = tmp_path / "summary.json", tmp_path / "run.pftrace"
     arguments = [

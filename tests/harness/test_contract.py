@@ -5,12 +5,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 from speeds import slow_except
 
 from tritonrec.harness.verify.cases import Case
 from tritonrec.harness.verify.contract import Verifier
-from tritonrec.harness.verify.report import CaseResult, Report, print_report
+from tritonrec.harness.verify.report import CaseResult, Report
 from tritonrec.harness.verify.state import Difference
 from tritonrec.harness.verify.tools import FAULTS
 
@@ -162,17 +161,3 @@ def test_the_report_has_the_documented_shape(verifier, job, tmp_path):
     assert case["identical"] is True and case["first_difference"] is None
     (fault,) = document["faults"]
     assert fault["name"] == "no-copy-of-kept-rows" and fault["caught"] is True
-
-
-def test_a_report_with_nothing_run_has_not_passed(job):
-    assert not Report(job).passed
-
-
-def test_a_case_that_could_not_run_has_failed(job):
-    report = Report(job, [CaseResult(CASES[0], False, error="rank 1 died (exit code -9)")])
-    report.smallest = report.cases[0]
-    console = Console(record=True, width=200)
-    print_report(report, console)
-    text = console.export_text()
-    assert not report.passed
-    assert "failed" in text and "rank 1 died" in text and "0 of 1 cases identical" in text

@@ -1,4 +1,4 @@
-"""Promise: `verify` names the module that breaks bits and the reason, never one that is not to blame."""
+"""Promise: `verify` proves a user's own model, and names the module that breaks bits and the reason."""
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from tritonrec import nn, verify
 from tritonrec.data import NextItemLoader, load
 from tritonrec.embedding import FeatureConfig
 from tritonrec.harness.verify.thread_ranks import run_ranks
+from tritonrec.harness.verify.user_model import ModelReport
 from tritonrec.pipeline.diagnosis import diagnose
 
 tnn = torch.nn
@@ -99,6 +100,13 @@ class Curved(Model):
         return self.curve(x)
 
 
+class FailsAlone(Model):
+    def body(self, batch, x):
+        if batch.num_samples == 1:
+            raise ValueError("one sample has no neighbour")
+        return x
+
+
 class Scaled(Model):
     def make(self):
         self.scale = tnn.Parameter(torch.ones(DIM))
@@ -129,6 +137,9 @@ BLAMED = {
         r"global generator of .*, in the code of DroppedByFunction before it calls mix \(Linear\)",
     ),
     "softplus": (Curved, "curve", "last bits only: .* softplus"),
+    "neighbours needed": (
+        FailsAlone, "FailsAlone", "it fails for one sample alone.*one sample has no neighbour"
+    ),
     "a bare parameter": (Scaled, "Scaled", "parameter scale gets an ordinary float32 .* nn.expand"),
     "one row for all": (Broadcast, "table", "changes with the cut, .* a broadcast of one row"),
 }  # fmt: skip
@@ -160,6 +171,28 @@ def test_nobody_is_blamed_in_a_sound_model(batches):
     for build in (Model, Dropping):
         found = diagnose(build(), batches[0], FEATURES)
         assert (found.error, found.module, found.reason) == (None, None, None)
+
+
+def test_a_sound_model_passes(batches):
+    report = verify(Model, batches, FEATURES, modes=("nestpipe", "dbp"), micro_batches=(1, 3))
+    assert report.passed and len(report.cases) == 4 and "identical" in str(report), str(report)
+    assert not ModelReport([], None).passed  # a report without a case proves nothing
+
+
+@pytest.mark.parametrize("precision", slow_except(["bf16"], ["bf16", "fp16"]))
+def test_a_model_is_proved_in_16_bits(batches, precision):
+    options = {"modes": ("nestpipe",), "micro_batches": (3,), "world_sizes": (2,), "precision": precision}
+    report = verify(Model, batches, FEATURES, **options)
+    assert report.passed, str(report)
+    unsound = verify(Plain, batches, FEATURES, **options)
+    assert unsound.not_invariant == "plain" and "parameter plain" in str(unsound)
+
+
+def test_bad_batches_are_refused(batches):
+    with pytest.raises(ValueError, match="at least one batch"):
+        verify(Model, [], FEATURES)
+    with pytest.raises(ValueError, match=r"batches\[0\].step must be 0, got 1"):
+        verify(Model, batches[1:], FEATURES)
 
 
 def test_a_report_prints_the_reason(batches):

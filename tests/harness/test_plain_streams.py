@@ -16,7 +16,6 @@ from tritonrec.data.parquet import table_of
 from tritonrec.data.presets import CRITEO_CATEGORIES as CATEGORIES
 from tritonrec.data.presets import CRITEO_COUNTS as COUNTS
 from tritonrec.distributed import Communicators
-from tritonrec.harness import job as jobs
 from tritonrec.harness import streams
 from tritonrec.harness.job import Job
 from tritonrec.harness.train.loop import train
@@ -237,12 +236,3 @@ def test_the_command_streams_unless_it_is_told_not_to(events):
     assert code == 0 and "is grouped by user in" in output
     code, output, _error = invoke("train", *words, "--no-stream", "--print-config")
     assert code == 0 and "stream = false" in output
-
-
-def test_a_whole_log_that_has_changed_is_not_gone_on_with(events, tmp_path, monkeypatch):
-    monkeypatch.setattr(jobs, "_interactions", jobs._interactions.__wrapped__)
-    run = Run(replace(events, stream=False), steps=2, checkpoint=str(tmp_path / "saved"))
-    train(Communicators.local(), run, quiet=True)
-    (tmp_path / "log" / "1.parquet").unlink()
-    with pytest.raises(ValueError, match="the position is one of a loader with data"):
-        train(Communicators.local(), replace(run, steps=4, resume=True), quiet=True)

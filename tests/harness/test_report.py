@@ -13,7 +13,7 @@ from browser import BROWSER, opened
 from typer.testing import CliRunner
 
 from tritonrec.harness.cli import app
-from tritonrec.harness.report import build, contract_digest, html, markdown, sections, traced
+from tritonrec.harness.report import build, contract_digest, html, markdown, sections
 from tritonrec.harness.report.section import Section, Table
 from tritonrec.trace.analysis import EdgeReport
 
@@ -227,12 +227,12 @@ def test_a_trace_that_proves_nothing_fails_as_one_that_breaks_its_order(monkeypa
     """An edge was never exercised in it, so there is no violation either."""
     edge = ("compute", "exchange", 0, "same")
     trace = SimpleNamespace(metadata={"world_size": 2}, spans=[])
-    monkeypatch.setattr(traced, "read", lambda file: trace)
+    monkeypatch.setattr(sections, "read", lambda file: trace)
     reports = [EdgeReport({edge: int(place != broken)}, [], [edge] * (place == broken)) for place in (0, 1)]
-    monkeypatch.setattr(traced, "check_trace", lambda _: reports.pop(0))
+    monkeypatch.setattr(sections, "check_trace", lambda _: reports.pop(0))
     figures = SimpleNamespace(step_ns=1, exposed_ratio=None, hidden_lookup_ratio=None)
-    monkeypatch.setattr(traced, "summarise", lambda _: [figures])
-    found = traced.traces([Path("a.pftrace"), Path("b.pftrace")], "x")
+    monkeypatch.setattr(sections, "summarise", lambda _: [figures])
+    found = sections.traces([Path("a.pftrace"), Path("b.pftrace")], "x")
     assert found.passed is (broken is None) and found.tables[0].bad == {broken} - {None}
     assert [row[-1] for row in found.tables[0].rows] == [
         "VIOLATED" if place == broken else "1 honoured" for place in (0, 1)

@@ -84,10 +84,18 @@ def recorded_launches():
     def note(self, *args, grid, warmup, **kwargs):
         launched.append(getattr(self, "fn", self).__name__)
 
-    with _patched([*_refusals(), (InterpretedFunction, "run", note), (JITFunction, "run", note)]), Watch():
+    runs = [(kind, "run", note) for kind in (InterpretedFunction, JITFunction)]
+    with _patched([*_refusals(), *runs, (torch, "tensor", _on_host)]), Watch():
         yield launched
 
 
+def _on_host(values, *, device=None, **options):
+    if device is not None:  # on the meta device no op shows it
+        raise HostWaitsError("a tensor made of host values is copied to the device, and the host waits")
+    return _tensor(values, **options)
+
+
+_tensor = torch.tensor
 _run, _readers = InterpretedFunction.run, {name: getattr(torch.Tensor, name) for name in READERS}
 
 

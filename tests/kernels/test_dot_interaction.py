@@ -64,18 +64,6 @@ def test_a_sample_keeps_its_bits_in_any_batch(name, impl):
             assert torch.equal(got, expected[at])
 
 
-def test_threads_change_no_bit():
-    vectors, dy = torch.randn(400, 27, 64), torch.randn(400, 351)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        one = results(vectors, dy, "cpu")
-        torch.set_num_threads(3)
-        assert all(map(torch.equal, one, results(vectors, dy, "cpu")))
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_what_does_not_fit_is_refused():
     for wrong in (torch.zeros(2, 3), torch.zeros(2, 3, 4, dtype=torch.float64)):
         with pytest.raises(ValueError, match=r"vectors must be \(B, V, D\) float32"):

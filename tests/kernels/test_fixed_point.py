@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from impls import IMPLS, TRITON, on
 
-from tritonrec import ops
 from tritonrec.kernels.deferred import NONE
 from tritonrec.kernels.fixed_point.errors import ExactSumError, late_error, report_exact_gradients, sum_error
 from tritonrec.kernels.fixed_point.op import from_fixed_point, to_fixed_point
 from tritonrec.kernels.fixed_point.triton_fixed_point import is_far, magnitude
-from tritonrec.kernels.rows.numba_segment_sum import add_products, add_rows
+from tritonrec.kernels.rows.numba_segment_sum import add_rows
 
 
 @pytest.mark.smoke
@@ -70,28 +69,6 @@ def test_sums_do_not_depend_on_order_and_are_exact(values, bits, random):
     assert int(terms.sum()) == sum(round(Fraction(value) * 2**bits) for value in values)
 
 
-@pytest.mark.parametrize("bits", [0, 36, 50, 62])
-@pytest.mark.parametrize("rows", [1, 2, 1025])
-def test_sums_of_rows_around_the_size_that_a_sum_rounds(bits, rows):
-    """Up to 2**(51 - bits) values are rounded in vectors, above one by one: the CPU has one result."""
-    random = torch.Generator().manual_seed(rows)
-    size = 2.0 ** (51 - bits)
-    values = torch.randn(rows, 19, generator=random) * size * 2.0**-9
-    for at in (0, rows - 1):
-        edge = torch.full((19,), size)
-        values[at] = torch.nextafter(edge, torch.tensor([0.0, 1e30]).repeat(10)[:19]) * (-1) ** at
-    values[rows // 2, :5] = torch.tensor([0.5, 1.5, -0.5, -2.5, 0.75]) * 2.0**-bits
-    expected = torch.zeros(1, 19, dtype=torch.int64)
-    for row in values:
-        expected += torch.tensor([[round(Fraction(float(x)) * 2**bits) for x in row]])
-    one, sums = torch.zeros(rows, dtype=torch.int64), torch.zeros(19, dtype=torch.int64)
-    add_rows(sums, values, bits, "gradient")
-    assert torch.equal(sums, expected[0])
-    assert torch.equal(
-        ops.segment_sum(values, one, 1, consistency="batch", fraction_bits=bits, impl="cpu"), expected
-    )
-
-
 @pytest.mark.parametrize("total", [2**63 - 1, 2**63 - 2**36, 2**61, -(2**61), 2**36 - 1 - 2**63, -(2**63)])
 def test_a_total_without_room_is_an_error_and_one_with_room_is_not(total):
     values = torch.tensor([[1.0], [-1.0], [1.0]]) * (1 if total > 0 else -1)
@@ -103,25 +80,6 @@ def test_a_total_without_room_is_an_error_and_one_with_room_is_not(total):
     with pytest.raises(ExactSumError):
         add_rows(sums, values, 36, "gradient")
     assert sums.tolist() == [total]
-
-
-@pytest.mark.parametrize("factor", [1.0, 128.0, 129.0, 2.0**13])
-def test_products_are_rounded_once_whatever_their_size(factor):
-    random = torch.Generator().manual_seed(3)
-    values, rows = torch.randn(4, 6, generator=random), torch.tensor([0, 1, 1, 0, 2, 2, 1, 0])
-    values[1] *= 2.0**8
-    factors = torch.randn(8, generator=random) * factor
-    out = torch.zeros(3, 6, dtype=torch.int64)
-    add_products(out, values, factors, rows, "batch", 36, "gradient")
-    expected = torch.zeros(3, 6, dtype=torch.int64)
-    products = factors[:, None] * values.repeat_interleave(2, 0)
-    for row, product in zip(rows.tolist(), products, strict=True):
-        expected[row] += torch.tensor([round(Fraction(float(x)) * 2**36) for x in product])
-    assert torch.equal(out, expected)
-    out = torch.full((3, 6), 2**63 - 1)
-    with pytest.raises(ExactSumError):
-        add_products(out, values.abs(), factors.abs(), rows, "batch", 36, "gradient")
-    assert bool((out == 2**63 - 1).all())
 
 
 def test_an_error_says_whether_a_value_or_its_sum_is_too_large():

@@ -137,17 +137,6 @@ def test_a_sum_that_shares_cannot_take_is_named(impl, sign, small_shares):
         assert 0 <= caught.value.index[0] < 32 and caught.value.index[0] % 8 == 0
 
 
-@pytest.mark.parametrize("name", OFFSETS)
-def test_cpu_weight_gradient_has_the_bits_of_the_reference(name):
-    x, weight, _, dy = case("odd_dim")
-    offsets = torch.tensor(OFFSETS[name])
-    one, other = (
-        linear_weight_grad(torch.zeros_like(weight, dtype=torch.int64), dy, x, offsets, impl=impl)
-        for impl in ("cpu", "reference")
-    )
-    assert torch.equal(one, other)
-
-
 @pytest.mark.smoke
 @pytest.mark.parametrize("impl", IMPLS)
 def test_weight_gradient_error_is_that_of_plain_float32(impl):
@@ -197,20 +186,6 @@ def test_what_has_no_exact_sum_is_named(impl, value, message):
     with pytest.raises(ExactSumError, match=message) as caught:
         linear_weight_grad(sums, on(impl, dy), on(impl, x), offsets, name="item_tower", impl=impl)
     assert caught.value.index == (2, 33, 0)
-
-
-@pytest.mark.parametrize(
-    ("first", "second"), [((4, 33), (7, 2)), ((4, 2), (7, 33)), ((3, 33), (4, 2)), ((4, 2), (4, 33))]
-)
-@pytest.mark.parametrize("impl", IMPLS)
-def test_the_first_sample_is_named(impl, first, second):
-    dy, x = torch.ones(9, 35), torch.ones(9, 34)
-    dy[first], dy[second] = float("nan"), float("nan")
-    ends = torch.tensor([0, 2, 2, 4, 5, 9])
-    sums = on(impl, torch.zeros(35, 34, dtype=torch.int64))
-    with pytest.raises(ExactSumError) as caught:
-        linear_weight_grad(sums, on(impl, dy), on(impl, x), on(impl, ends), impl=impl)
-    assert caught.value.index == (2 if first[0] == 3 else 3, first[1], 0)
 
 
 @pytest.mark.parametrize("rows", [31, 32, 33, 63, 64, 65])

@@ -1,13 +1,17 @@
-"""Small exported models for tests of the server, two versions of an HSTU and a DLRM; a server in a thread."""
+"""Small exported models for tests of the server, two versions of an HSTU and a DLRM; servers that listen."""
 
+import os
+import re
+import subprocess
+import sys
 import threading
-import time
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
 import uvicorn
+from live_parts import until
 
 from tritonrec import Communicators, FeatureConfig, HashTableCollection, RowOptimizer, Trainer
 from tritonrec.data import ClickLoader, NextItemLoader, Vocabulary, load, load_clicks
@@ -58,7 +62,7 @@ def export_dlrm(folder: Path) -> tuple[Path, ClickLoader]:
 
 @contextmanager
 def listening(path, config):
-    """The port of a server in a thread."""
+    """The port of a server in a thread, or process."""
     full = Predictor.load(path)
     full.retrieve([3, 7], 3)  # compiles
     server = uvicorn.Server(
@@ -77,8 +81,20 @@ def listening(path, config):
         thread.join(60)
 
 
-def until(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+@contextmanager
+def process(*words):
+    """A server in a process of its own, and its port."""
+    root = str(Path(__file__).resolve().parents[2])
+    command = [sys.executable, "-m", "tritonrec", "serve", *map(str, words), "--port", "0"]
+    running = subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": root}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    try:
+        line = running.stdout.readline()
+        found = re.match(r"serving at http://127.0.0.1:(\d+)", line)
+        assert found, running.stderr.read()
+        yield running, int(found[1])
+    finally:
+        running.kill()
+        running.communicate()

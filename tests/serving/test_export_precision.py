@@ -54,32 +54,24 @@ def test_next_item_scores_have_the_bits_of_the_evaluation(tmp_path, name, precis
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_clicks_have_the_bits_of_the_evaluation(tmp_path, precision):
+@pytest.mark.parametrize("kind", ["clicks", "impressions"])
+def test_probabilities_have_the_bits_of_the_evaluation(tmp_path, kind, precision):
     torch.manual_seed(1)
-    model = DLRM(DLRMConfig(FEATURES, 2, DIM, (6,), (7,)))
-    names = [FeatureConfig(name, DIM) for name in FEATURES]
-    tables, autocast = trained(tmp_path / "c", model, names, clicks(), precision)
+    if kind == "clicks":
+        model = DLRM(DLRMConfig(FEATURES, 2, DIM, (6,), (7,)))
+        sizes = dict.fromkeys(FEATURES, DIM)
+        batches, asked = [*clicks()], clicks((1, 2, 17, 64))
+    else:
+        source = impressions()
+        model = model_of(source, relative_bias=True)
+        sizes = {"item": DIM, "action": DIM, **dict.fromkeys(source.context, 4)}
+        batches = [source.batch(step) for step in range(3)]
+        asked = [*source.evaluation_batches(7), *batches]
+    features = [FeatureConfig(*each) for each in sizes.items()]
+    tables, autocast = trained(tmp_path / "c", model, features, batches, precision)
     export(tmp_path / "c", tmp_path / "out", model)
     predictor = Predictor.load(tmp_path / "out")
-    for batch in clicks((1, 2, 17, 64)):
-        with autocast():
-            want = model.predict(batch, tables.peek(batch.lookups()))
-        assert torch.equal(predictor.predict(batch), want)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_probabilities_of_a_grm_have_the_bits_of_the_evaluation(tmp_path, precision):
-    torch.manual_seed(1)
-    source = impressions()
-    model = model_of(source, relative_bias=True)
-    names = [FeatureConfig("item", DIM), FeatureConfig("action", DIM)]
-    names += [FeatureConfig(name, 4) for name in source.context]
-    batches = [source.batch(step) for step in range(3)]
-    tables, autocast = trained(tmp_path / "c", model, names, batches, precision)
-    export(tmp_path / "c", tmp_path / "out", model)
-    predictor = Predictor.load(tmp_path / "out")
-    for batch in [*source.evaluation_batches(7), *batches]:
+    for batch in asked:
         with autocast():
             want = model.predict(batch, tables.peek(batch.lookups()))
         assert torch.equal(predictor.predict(batch), want)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonrec import checkpoint, ops
-from tritonrec.data import JaggedBatch, KeyedJaggedTensor, Lookup, Vocabulary, WeightedLookup
+from tritonrec.data import JaggedBatch, KeyedJaggedTensor, Lookup, WeightedLookup
 from tritonrec.serving import ExportedTable, Predictor, export, numba_retrieval, recall, top_k
 from tritonrec.serving.retrieval import best_items, seen_places
 
@@ -227,23 +227,6 @@ def test_too_few_items_left_are_an_error_and_so_is_another_number_of_users():
         make().retrieve(HISTORY, 3, exclude=SEEN[:2])
     with pytest.raises(ValueError, match="exclude must be 'history', None or the items"):
         make().retrieve(HISTORY, 3, exclude="seen")
-
-
-def test_histories_and_answers_are_in_words():
-    plain = make()
-    words = Vocabulary(["lamp", "chair", "table", "rug", "bed"])
-    weights = torch.randn(5, 4, generator=torch.Generator().manual_seed(2))
-    table = ExportedTable(torch.arange(5), weights, 5, 6, 0.5, "initial")
-    predictor = Predictor(plain.manifest, {"items": table}, plain.program, {"item": words})
-    found, scores = predictor.retrieve([["chair", "bed"], ["rug"]], 2)
-    want = predictor.retrieve([[1, 4], [3]], 2)
-    assert torch.equal(scores, want[1])
-    assert found == [[words.words[i].as_py() for i in row] for row in want[0].tolist()]
-    assert predictor.retrieve(["rug"], 2)[0] == found[1:]
-    left = predictor.retrieve([["chair", "bed"], ["rug"]], 3, exclude=[["lamp"], ["lamp", "bed"]])[0]
-    assert not {"lamp"} & {*left[0]} and {*left[1]} == {"chair", "table", "rug"}
-    with pytest.raises(ValueError, match="the history has 'sofa' in row 1, which is not among the 5 words"):
-        predictor.retrieve(["rug", "sofa"], 2)
 
 
 @pytest.mark.every_case

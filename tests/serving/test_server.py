@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 from fastapi.testclient import TestClient
-from served_models import LONGEST, SIZES, export_dlrm, export_hstu, until
+from live_parts import until
+from served_models import LONGEST, SIZES, export_dlrm, export_hstu
 
 from tritonrec.nn import HSTU
 from tritonrec.serving import Predictor

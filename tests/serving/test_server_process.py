@@ -15,11 +15,12 @@ import sys
 import threading
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from served_models import SIZES, export_hstu, listening, until
+from live_parts import until
+from served_models import SIZES, export_hstu, listening, process
 from typer.testing import CliRunner
 
 from tritonrec.harness.cli import app as commands
@@ -77,24 +78,6 @@ def test_slow_and_many_clients_are_let_go_and_others_are_answered(paths):
                 in sent(port, b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
             )
         )
-
-
-@contextmanager
-def process(*words):
-    """A server in a process of its own, and its port."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tritonrec", "serve", *words, "--port", "0"]
-    running = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        line = running.stdout.readline()
-        found = re.match(r"serving at http://127.0.0.1:(\d+)", line)
-        assert found, running.stderr.read()
-        yield running, int(found[1])
-    finally:
-        running.kill()
-        running.communicate()
 
 
 def test_signals(paths, tmp_path):

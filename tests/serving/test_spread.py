@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -15,7 +14,8 @@ from datetime import timedelta
 
 import pytest
 import torch
-from served_models import export_dlrm, export_hstu, until
+from live_parts import until
+from served_models import export_dlrm, export_hstu, process
 
 from tritonrec.distributed import RankDiedError
 from tritonrec.serving import Predictor, spread
@@ -190,37 +190,28 @@ def test_a_server_names_a_dead_rank_and_starts_ranks_anew(exported, tmp_path):
         {"dense": dense.tolist(), "features": {name: each.tolist() for name, each in ids.items()}}
     )
     want = Predictor.load(path).predict(dense, ids)
-    words = [sys.executable, "-m", "tritonrec", "serve", str(path), "--port", "0", "--ranks", "2"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
-        try:
-            found = re.match(r"serving at http://127.0.0.1:(\d+)", running.stdout.readline())
-            assert found, running.stderr.read()
-            port = int(found[1])
+    with process(path, "--ranks", "2") as (running, port):
 
-            def answered():
-                status, answer = ask(port, body.encode())
-                return status == 200 and torch.equal(torch.tensor(answer["probabilities"]), want)
+        def answered():
+            status, answer = ask(port, body.encode())
+            return status == 200 and torch.equal(torch.tensor(answer["probabilities"]), want)
 
-            assert answered() and ask(port, None, "ready")[0] == 200
-            before = ranks_of(running.pid)
-            assert len(before) == 2
-            os.kill(before[1], signal.SIGKILL)
-            for _ in range(2):
-                status, answer = ask(port, body.encode())
-                assert status == 503 and answer["error"]["name"] == "rank_died", answer
-                assert re.search(
-                    r"load the model again: rank [01] died \(SIGKILL\)", answer["error"]["message"]
-                )
-            assert ask(port, None, "ready")[1]["status"] == "rank_died"
-            running.send_signal(signal.SIGHUP)
-            until(answered)
-            after = ranks_of(running.pid)
-            assert len(after) == 2 and not {*after} & {*before}
-            running.send_signal(signal.SIGTERM)
-            assert running.wait(60) == 0
-            until(lambda: not any(alive(each) for each in [*before, *after]))
-        finally:
-            running.kill()
+        assert answered() and ask(port, None, "ready")[0] == 200
+        before = ranks_of(running.pid)
+        assert len(before) == 2
+        os.kill(before[1], signal.SIGKILL)
+        for _ in range(2):
+            status, answer = ask(port, body.encode())
+            assert status == 503 and answer["error"]["name"] == "rank_died", answer
+            assert re.search(r"load the model again: rank [01] died \(SIGKILL\)", answer["error"]["message"])
+        assert ask(port, None, "ready")[1]["status"] == "rank_died"
+        running.send_signal(signal.SIGHUP)
+        until(answered)
+        after = ranks_of(running.pid)
+        assert len(after) == 2 and not {*after} & {*before}
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(60) == 0
+        until(lambda: not any(alive(each) for each in [*before, *after]))
 
 
 def ranks_of(server):

@@ -2,7 +2,7 @@
 
 from .exporter import export, load_weights
 from .inference import ServedModel, infer
-from .predictor import ExportedTable, Predictor, load_tables
+from .predictor import ExportedTable, Predictor
 from .retrieval import recall, top_k
 from .tables import TableWiseDLRM, own_samples
 
@@ -13,7 +13,6 @@ __all__ = [
     "TableWiseDLRM",
     "export",
     "infer",
-    "load_tables",
     "load_weights",
     "own_samples",
     "recall",

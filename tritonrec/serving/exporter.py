@@ -36,7 +36,7 @@ from torch import Tensor
 from ..checkpoint import CheckpointStream, unflatten
 from ..checkpoint.files import flush, sha256_of
 from ..checkpoint.manifest import add_checksum
-from ..data.vocabulary import vocabularies_of
+from ..data.vocabulary import Vocabulary, vocabularies_of
 from ..embedding.description import check_description
 from ..files.places import Place, RemotePath, place_of
 from ..kernels.autocast import DTYPES, Precision
@@ -133,17 +133,9 @@ def export(
                 described["tables"].items(), labels_of(described["tables"]), strict=True
             )
         }
-        body = add_checksum(
-            {
-                "format": FORMAT, "version": VERSION, "tritonrec": __version__, "step": stream.step,
-                "tables": tables, "features": described["features"],
-                "dense": dense and _export_dense(dense, partial, compiled),
-                **_export_vocabularies(stream, partial),
-            }
-        )  # fmt: skip
-        manifest = partial / MANIFEST
-        manifest.write_text(json.dumps(body, indent=1) + "\n")
-        flush(manifest)
+        own = None if dense is None else _export_dense(dense, partial, compiled)
+        words = export_vocabularies(vocabularies_of(stream.dense()), partial)
+        body = seal(partial, stream.step, tables, described["features"], own, words)
     return body
 
 
@@ -169,15 +161,36 @@ def published(out: Place) -> Iterator[Path]:
         raise
 
 
-def _export_vocabularies(stream: CheckpointStream, folder: Path) -> dict[str, Any]:
-    """Write the vocabularies; the manifest's part of them, where there are any."""
-    found = vocabularies_of(stream.dense())
+def seal(
+    folder: Path,
+    step: int,
+    tables: Mapping[str, Any],
+    features: Mapping[str, Any],
+    dense: Mapping[str, Any] | None,
+    vocabularies: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Write the manifest of an export whose other files are there, and return it."""
+    words = {"vocabularies": vocabularies} if vocabularies else {}
+    body = add_checksum(
+        {
+            "format": FORMAT, "version": VERSION, "tritonrec": __version__, "step": step, "tables": tables,
+            "features": features, "dense": dense, **words,
+        }
+    )  # fmt: skip
+    manifest = folder / MANIFEST
+    manifest.write_text(json.dumps(body, indent=1) + "\n")
+    flush(manifest)
+    return body
+
+
+def export_vocabularies(vocabularies: Mapping[str, Vocabulary], folder: Path) -> dict[str, Any]:
+    """Write vocabularies; their entries of the manifest."""
     entries = {}
-    for (name, vocabulary), label in zip(found.items(), labels_of(found), strict=True):
+    for (name, vocabulary), label in zip(vocabularies.items(), labels_of(vocabularies), strict=True):
         path = folder / f"words-{label}.parquet"
         vocabulary.save(path)
         entries[name] = {**entry_of(path), "words": len(vocabulary)}
-    return {"vocabularies": entries} if entries else {}
+    return entries
 
 
 def labels_of(names: Mapping[str, Any]) -> Iterator[str]:
@@ -327,13 +340,7 @@ def _export_dense(scorer: Scorer, folder: Path, compiled: bool) -> dict[str, Any
     """Write the programs; the manifest's part of them."""
     path = folder / "dense.pt2"
     program = save_program(scorer, path)
-    found = {
-        "kind": scorer.kind,
-        **scorer.facts,
-        "precision": scorer.precision,
-        "torch": torch.__version__,
-        "program": entry_of(path),
-    }
+    found = {**scorer.described, "torch": torch.__version__, "program": entry_of(path)}
     if compiled:
         path = folder / "dense.compiled.pt2"
         compile_program(scorer, program, path)

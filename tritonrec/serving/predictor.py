@@ -6,7 +6,7 @@ history and Le exposed tokens, T tasks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -228,17 +228,20 @@ class Predictor:
         """
         if isinstance(batch, ImpressionBatch):
             return self._predict_impressions(batch)
-        facts = self.dense_of(CLICK, "predict")
-        names, width = facts["features"], facts["dense"]
         dense = batch if isinstance(batch, Tensor) else getattr(batch, "dense", batch)
+        if features is None and not isinstance(batch, Tensor):
+            features = {name: lookup.ids for name, lookup in batch.lookups().items()}
+        return self.clicks(dense, self.read_clicks(dense, features))
+
+    def read_clicks(self, dense: Tensor, features: Mapping[str, Any] | None) -> dict[str, Tensor]:
+        """Ids (B,) int64 of `predict`, in the order of the model's features, with its errors."""
+        facts = self.dense_of(CLICK, "predict")
+        names, width, found = facts["features"], facts["dense"], {}
         check_tensor("dense features", dense, torch.float32, 2)
         if dense.shape[1] != width:
             raise ValueError(f"dense features must be (B, {width}), got {tuple(dense.shape)}")
         if features is None:
-            if isinstance(batch, Tensor):
-                raise ValueError(f"give the ids of features {', '.join(names)}")
-            features = {name: lookup.ids for name, lookup in batch.lookups().items()}
-        found = {}
+            raise ValueError(f"give the ids of features {', '.join(names)}")
         for name in names:
             if name not in features:
                 raise ValueError(f"ids of feature {name!r} are missing, there are {sorted(features)}")
@@ -252,10 +255,10 @@ class Predictor:
                 )
             check_tensor(f"ids of feature {name!r}", ids, torch.int64, 1)
             found[name] = ids
-        return self.clicks(dense, found)
+        return found
 
     def clicks(self, dense: Tensor, ids: Mapping[str, Tensor]) -> Tensor:
-        """Probabilities (B,) of what `predict` has checked, ids (B,) in the order of the model's features."""
+        """Probabilities (B,) of what `read_clicks` has checked."""
         rows = [self.rows(name, each) for name, each in ids.items()]
         with torch.no_grad():
             return sigmoid(self.program(dense, torch.stack(rows, 1))).squeeze(1)
@@ -294,27 +297,6 @@ class Predictor:
                 f"{what} needs a dense model of kind {kind}, and this one is of kind {dense['kind']}"
             )
         return dense
-
-
-def load_tables(
-    path: Place | str, features: Sequence[str], unknown: UnknownIds = "initial"
-) -> tuple[dict[str, int], dict[str, ExportedTable]]:
-    """The number of rows of every feature's table in a folder of `export`, and the tables of `features`.
-
-    Raises ValueError as `Predictor.load`, and for a feature that is not there.
-    """
-    folder = place_of(path)
-    manifest = read_manifest(folder)
-    names = {feature: described["table"] for feature, described in manifest["features"].items()}
-    missing = [feature for feature in features if feature not in names]
-    if missing:
-        raise ValueError(f"there is no feature {missing[0]!r}, but {', '.join(names)}")
-    tables = {
-        name: load_table(folder, manifest["tables"][name], unknown)
-        for name in dict.fromkeys(names[feature] for feature in features)
-    }
-    rows = {feature: manifest["tables"][name]["rows"] for feature, name in names.items()}
-    return rows, {feature: tables[names[feature]] for feature in features}
 
 
 def _load_vocabulary(folder: Place, name: str, entry: Mapping[str, Any]) -> Vocabulary:

@@ -137,6 +137,11 @@ class Scorer:
     facts: dict[str, Any]
     precision: Precision = "float32"
 
+    @property
+    def described(self) -> dict[str, Any]:
+        """Of the manifest: what does not change with the values."""
+        return {"kind": self.kind, **self.facts, "precision": self.precision}
+
     def program(self) -> InPrecision:
         """What is exported: `module` in its precision."""
         return InPrecision(self.module, self.precision).eval()

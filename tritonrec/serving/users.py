@@ -144,7 +144,8 @@ class UserHistories:
             raise ValueError(f"items must be (n,), got {told(items)}: give a list")
         ids, words = array_of(items, "history", self.predictor.vocabularies.get("item"))
         times = times_of(timestamps, items, ids, self._timed)
-        return History(ids.clone(), times.clone(), words, times_given(timestamps, items), False)
+        timed = timestamps is not None or getattr(items, "timestamps", None) is not None
+        return History(ids.clone(), times.clone(), words, timed, False)
 
     def history(self, user: User) -> tuple[Tensor, Tensor]:
         """Ids and timestamps (L,) int64 of a user, at most ``max_seq_len``; KeyError for an unknown one."""
@@ -181,11 +182,6 @@ class UserHistories:
         if user not in self._histories:
             raise KeyError(f"user {user!r} has no history here: append() or replace() it")
         return self._histories[user]
-
-
-def times_given(timestamps: Any, items: Any) -> bool:
-    """Whether a history was given with timestamps."""
-    return timestamps is not None or getattr(items, "timestamps", None) is not None
 
 
 def check_user(user: Any) -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from ...checkpoint import CheckpointStream
 from ...files.places import Place, place_of
-from ...serving import Predictor, load_tables
+from ...serving import Predictor
 from ...serving import export as export_to
 from ...serving.onnx import to_onnx
 from ...serving.shards import Weights
@@ -118,9 +118,8 @@ def _quality(checkpoint: Path, step: int | None, out: Place) -> str:
         return f"what int8 costs was not measured: {error}"
     with tempfile.TemporaryDirectory(prefix="tritonrec-") as folder:
         export_to(checkpoint, exact := Path(folder, "tables"), step=step)
-        _, tables = load_tables(exact, list(rounded.manifest["features"]))
-    names = {each["table"]: tables[feature] for feature, each in rounded.manifest["features"].items()}
-    exactly = Predictor(rounded.manifest, names, rounded.program, rounded.vocabularies)
+        tables = Predictor.load(exact).tables
+    exactly = Predictor(rounded.manifest, tables, rounded.program, rounded.vocabularies)
     before, after = (evaluate_export(each, loader) for each in (exactly, rounded))
     found = (f"{name} {after[name]:.4f} ({after[name] - value:+.4f})" for name, value in before.items())
     return f"with int8 rows, and minus float32: {', '.join(found)}"

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from .faults import UnsupportedError
-from .layout import IO_ADDRESS, IO_DATA
+from .layout import IO_DATA
 from .ptx import BITS, Statement, group
 from .runtime.atomics import KINDS, OPERATIONS
 from .runtime.atomics import code as atomic_code
@@ -262,6 +262,3 @@ def data_address(operand: str) -> tuple[str, int] | None:
         name, offset, _ = address_of(operand, 32)
         return name, offset
     return None
-
-
-__all__ = ["CALLED", "IGNORED", "IO_ADDRESS", "Call", "address_of", "call_of", "data_address", "space_of"]

@@ -14,7 +14,6 @@ from ...files.places import read_document
 from ...version import __version__
 from . import html, markdown, sections
 from .section import Section
-from .traced import traces
 
 MADE_BY = {
     "verify.json": "tritonrec verify --inject-faults --json",
@@ -66,7 +65,7 @@ def collect(folder: Path, root: Path | None) -> tuple[list[Section], list[str]]:
         place = root / "traces"
         files = sorted(place.glob("*.pftrace"), key=natural_order)
     if files:
-        found.append(traces(files, _shown(place, root)))
+        found.append(sections.traces(files, _shown(place, root)))
     else:
         missing.append(_missing("traces", folder))
     return found, missing

@@ -111,6 +111,16 @@ def _calls(size: int, seed: int, peer: Any, timeout: timedelta) -> dict[str, Cal
     return calls
 
 
+def of_ranks(ranks: list[dict[str, float]]) -> dict[str, list[float]]:
+    """By backend the seconds of all ranks."""
+    return {name: [each[name] for each in ranks] for name in ranks[0]}
+
+
+def counts_of_ranks(ranks: list[Repetitions]) -> dict[int, dict[str, list[float]]]:
+    """`of_ranks` by number of repetitions."""
+    return {count: of_ranks([each[count] for each in ranks]) for count in ranks[0]}
+
+
 def time_size(communicators: Communicators, size: int, seed: int) -> dict[str, float]:
     """`time_collectives`, as a rank of a pool runs it."""
     return time_collectives(size, seed, timeout=timedelta(seconds=communicators.watch.timeout))

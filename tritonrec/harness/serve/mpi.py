@@ -79,7 +79,7 @@ def main(out: str, rounds: str, seed: str, sizes: str, most: str) -> None:
     """A rank."""
     from mpi4py import MPI
 
-    from .collectives import time_collectives, time_repetitions
+    from .collectives import counts_of_ranks, of_ranks, time_collectives, time_repetitions
 
     torch.set_num_threads(1)
     peer = MPI.COMM_WORLD
@@ -91,18 +91,12 @@ def main(out: str, rounds: str, seed: str, sizes: str, most: str) -> None:
             cells: Cells = {}
             for size in map(int, filter(None, sizes.split(","))):
                 own = time_collectives(size, int(seed) + turn, peer)
-                everyone = peer.allgather(own)
-                cells[size] = {name: [each[name] for each in everyone] for name in own}
+                cells[size] = of_ranks(peer.allgather(own))
                 if peer.rank == 0:
                     print("done", turn, size, flush=True)
             found[0].append(cells)
-            everyone = peer.allgather(time_repetitions(int(most), int(seed) + turn, peer))
-            found[1].append(
-                {
-                    count: {name: [each[count][name] for each in everyone] for name in own}
-                    for count, own in everyone[0].items()
-                }
-            )
+            repeated = time_repetitions(int(most), int(seed) + turn, peer)
+            found[1].append(counts_of_ranks(peer.allgather(repeated)))
         if peer.rank == 0:
             Path(out).write_text(json.dumps(found))
     finally:

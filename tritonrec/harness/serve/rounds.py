@@ -24,7 +24,7 @@ from ...files import ScratchFolder
 from ...settings import MOST, MOST_SEED, setting, typed
 from ...slipstream.threshold import t_quantile
 from ..progress import CommandProgress
-from .collectives import time_counts, time_size
+from .collectives import counts_of_ranks, of_ranks, time_counts, time_size
 from .mpi import Cells, available, run_with_mpi
 from .run import ServeRun, serve
 from .served import Served, export_checkpoint
@@ -249,17 +249,11 @@ def _collectives(plan: ServeConfig, pool: RankPool, progress: CommandProgress) -
     for turn in range(plan.rounds):
         cells = {}
         for size in plan.sizes:
-            ranks = pool.run(time_size, plan.world_size, size, plan.seed + turn)
-            cells[size] = {name: [each[name] for each in ranks] for name in ranks[0]}
+            cells[size] = of_ranks(pool.run(time_size, plan.world_size, size, plan.seed + turn))
             progress.advance(task)
         rounds.append(cells)
         ranks = pool.run(time_counts, plan.world_size, plan.repetitions, plan.seed + turn)
-        repeated.append(
-            {
-                count: {name: [each[count][name] for each in ranks] for name in own}
-                for count, own in ranks[0].items()
-            }
-        )
+        repeated.append(counts_of_ranks(ranks))
     return _slowest(rounds), _slowest(repeated)
 
 

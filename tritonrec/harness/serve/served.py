@@ -18,7 +18,8 @@ from ...data import ClickBatch, ClickLog, KeyedJaggedTensor
 from ...data.sources import load_clicks
 from ...data.synthetic_clicks import SHAPES, SyntheticClickOptions, generate, table_rows
 from ...nn import DLRM, DLRMConfig, partition_tables
-from ...serving import TableWiseDLRM, export, load_tables, load_weights, own_samples
+from ...serving import Predictor, TableWiseDLRM, export, load_weights, own_samples
+from ...serving.manifest import read_manifest
 from ..job import Job
 from ..train.config import CONFIG, from_tables
 from ..train.run import Run
@@ -43,11 +44,15 @@ class Served:
     exported: Path | None = None
 
     def table_rows(self) -> dict[str, int]:
-        """Rows of each drawn table: in Criteo's proportions for its features, alike for others."""
-        features = load_clicks(self.data).features if self.data else tuple(SHAPE.tables)
-        if features == tuple(SHAPE.tables):
+        """Rows of each feature's table; of drawn ones in Criteo's proportions, alike for other features."""
+        if self.exported:
+            manifest = read_manifest(self.exported / TABLES_FOLDER)
+            features = manifest["features"].items()
+            return {name: manifest["tables"][each["table"]]["rows"] for name, each in features}
+        drawn = load_clicks(self.data).features if self.data else tuple(SHAPE.tables)
+        if drawn == tuple(SHAPE.tables):
             return table_rows(SHAPE, self._scale)
-        return dict.fromkeys(features, -(-self.rows // len(features)))
+        return dict.fromkeys(drawn, -(-self.rows // len(drawn)))
 
     @property
     def _scale(self) -> float:
@@ -55,7 +60,7 @@ class Served:
 
     def describe(self) -> str:
         """In words, for a report."""
-        tables = load_tables(self.exported / TABLES_FOLDER, ())[0] if self.exported else self.table_rows()
+        tables = self.table_rows()
         return (
             f"{len(tables)} tables with {sum(tables.values()):,} rows of {self.dim}, the largest "
             f"{max(tables.values()):,}; clicks: {self.data or 'synthetic'}"
@@ -117,12 +122,11 @@ def served_dlrm(served: Served, rank: int, world_size: int, batch_size: int, see
         saved = torch.load(served.exported / DENSE_FILE, weights_only=True)
         model = DLRM(DLRMConfig(**saved["config"]))
         model.load_state_dict(saved["state"])
-        sizes, _ = load_tables(served.exported / TABLES_FOLDER, ())
-        owners = partition_tables(sizes, world_size)
+        owners = partition_tables(served.table_rows(), world_size)
         mine = [name for name in model.config.features if owners[name] == rank]
-        own = {
-            name: table.rows for name, table in load_tables(served.exported / TABLES_FOLDER, mine)[1].items()
-        }
+        loaded = Predictor.load(served.exported / TABLES_FOLDER, features=mine)
+        of_feature = loaded.manifest["features"]
+        own = {name: loaded.tables[of_feature[name]["table"]].rows for name in mine}
     model_of_rank = BenchDLRM(model, owners, own, rank, world_size)
     model_of_rank.batch_size = batch_size
     return model_of_rank

@@ -284,9 +284,10 @@ class Publisher:
                 self._values[name] = each.detach().clone()
                 if id(each) in own:
                     self._names[name] = own[id(each)]
-        dense = {"kind": self._scorer.kind, **self._scorer.facts, "precision": self._scorer.precision}
         described = self._described
-        self._schema = schema_of(described["tables"], described["features"], dense, self._values)
+        self._schema = schema_of(
+            described["tables"], described["features"], self._scorer.described, self._values
+        )
 
     def _changed_values(self) -> dict[str, Tensor]:
         """Dense values that are others than at the last publication; collective where they are sharded."""

@@ -14,13 +14,10 @@ import torch
 from torch import Tensor
 
 from ...checkpoint import slices
-from ...checkpoint.files import flush
-from ...checkpoint.manifest import add_checksum
 from ...checkpoint.rows import Rows, TensorRows, sort_by_part
 from ...data.vocabulary import Vocabulary
-from ...version import __version__
-from ..exporter import SHARD_BYTES, entry_of, labels_of
-from ..manifest import FORMAT, MANIFEST, VERSION
+from ..exporter import SHARD_BYTES, entry_of, export_vocabularies, labels_of, seal
+from ..manifest import MANIFEST
 from ..programs import Scorer, write_program
 from ..shards import SUFFIXES, Format, write_shard
 from .replica import in_place_of
@@ -88,25 +85,12 @@ def write_manifest(
         for each, value in dense.values.items():
             dense.program.state_dict[each] = in_place_of(dense.program.state_dict[each], value)
         write_program(dense.program, folder / "dense.pt2")
-        scorer, vocabularies = dense.scorer, {}
-        for (word, state), label in zip(dense.words.items(), labels_of(dense.words), strict=True):
-            path = folder / f"words-{label}.parquet"
-            vocabulary = Vocabulary.from_state(state)
-            vocabulary.save(path)
-            vocabularies[word] = {**entry_of(path), "words": len(vocabulary)}
-        body = add_checksum(
-            {
-                "format": FORMAT, "version": VERSION, "tritonrec": __version__, "step": step,
-                "tables": tables, "features": described["features"],
-                "dense": {
-                    "kind": scorer.kind, **scorer.facts, "precision": scorer.precision,
-                    "torch": torch.__version__, "program": entry_of(folder / "dense.pt2"),
-                },
-                **({"vocabularies": vocabularies} if vocabularies else {}),
-            }
+        program = {"torch": torch.__version__, "program": entry_of(folder / "dense.pt2")}
+        words = {each: Vocabulary.from_state(state) for each, state in dense.words.items()}
+        body = seal(
+            folder, step, tables, described["features"], {**dense.scorer.described, **program},
+            export_vocabularies(words, folder),
         )  # fmt: skip
-        (folder / MANIFEST).write_text(json.dumps(body, indent=1) + "\n")
-        flush(folder / MANIFEST)
         for path in sorted(folder.iterdir(), key=lambda each: (each.name == MANIFEST, each.name)):
             persist(sink.put_file, sequence, path.name, path)
     return body["manifest_sha256"]

@@ -9,7 +9,7 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from importlib.resources import files
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import FastAPI, Path, Request
 from fastapi.exceptions import RequestValidationError
@@ -33,11 +33,14 @@ from .bodies import (
     UserName,
 )
 from .errors import STATUS, ServerError, body_of, named
-from .follow import Following, Follows
+from .follow import Following
 from .guard import Guard
 from .metrics import Metrics
 from .model import Change, Served
 from .settings import ServerConfig
+
+if TYPE_CHECKING:
+    from ..live import Follower
 
 log = logging.getLogger("tritonrec.server")
 OF_STATUS = {400: "malformed", 404: "not_found", 405: "method_not_allowed"}
@@ -50,7 +53,7 @@ def create_app(
     load: Callable[[], Served],
     config: ServerConfig = DEFAULTS,
     token: str | None = None,
-    follow: Callable[[], Follows] | None = None,
+    follow: Callable[[], Follower] | None = None,
 ) -> FastAPI:
     """A server of one model, for uvicorn and for tests.
 
@@ -214,7 +217,7 @@ async def _lifespan(
     load: Callable[[], Served],
     config: ServerConfig,
     metrics: Metrics,
-    follow: Callable[[], Follows] | None,
+    follow: Callable[[], Follower] | None,
 ) -> AsyncIterator[None]:
     state = app.state
     state.served = served = load()

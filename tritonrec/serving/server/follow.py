@@ -5,38 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from threading import Event, Thread
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from ..predictor import Predictor
 from .model import Served
 
+if TYPE_CHECKING:
+    from ..live import Follower
+
 log = logging.getLogger("tritonrec.server")
-
-
-class Follows(Protocol):
-    """What `tritonrec.serving.live.Follower` offers.
-
-    predictor: of the newest whole version, another object after each. step, sequence: of it. published_at:
-    its time in seconds since 1970.
-    """
-
-    predictor: Predictor
-    step: int
-    sequence: int
-    published_at: float
-
-    def poll(self) -> bool:
-        """Take what is new; whether there was something. May raise with a part of it taken."""
-
-    def lag_seconds(self) -> float:
-        """Age of the state that is served."""
-
-
-def open_follower(url: str) -> Follows:
-    """Of `tritonrec.serving.live`, which is imported here alone."""
-    from importlib import import_module
-
-    return import_module("tritonrec.serving.live").Follower.open(url)
 
 
 class Following:
@@ -45,9 +21,9 @@ class Following:
     A failure does not end it: `error` says what it was, and the version before is served on.
     """
 
-    def __init__(self, served: Served, open: Callable[[], Follows], seconds: float = 0.05):
+    def __init__(self, served: Served, open: Callable[[], Follower], seconds: float = 0.05):
         self._served, self._open, self._seconds = served, open, seconds
-        self.follower: Follows | None = None
+        self.follower: Follower | None = None
         self.error: str | None = None
         self._taken: int | None = None
         self._stop = Event()

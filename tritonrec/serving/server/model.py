@@ -161,21 +161,13 @@ class Version:
         return read
 
     def _clicks(self, request: Clicks) -> tuple[Tensor, dict[str, Tensor]]:
-        facts = self.predictor.dense_of(CLICK, "predict")
+        names = self.predictor.dense_of(CLICK, "predict")["features"]
         dense = torch.tensor(request.dense, dtype=torch.float32)
-        if dense.dim() != 2 or dense.shape[1] != facts["dense"] or not bool(dense.isfinite().all()):
-            raise ValueError(f"dense features must be (B, {facts['dense']}) of finite float32")
-        names = facts["features"]
+        if not bool(dense.isfinite().all()):
+            raise ValueError("dense features must be finite float32")
         if request.features.keys() != set(names):
             raise ValueError(f"features must be {', '.join(names)}, got {', '.join(request.features)}")
-        words = self.predictor.vocabularies
-        ids = {
-            name: array_of(request.features[name], f"feature {name!r}", words.get(name))[0] for name in names
-        }
-        for name, each in ids.items():
-            if len(each) != len(dense):
-                raise ValueError(f"feature {name!r} has {len(each)} ids for {len(dense)} impressions")
-        return dense, ids
+        return dense, self.predictor.read_clicks(dense, request.features)
 
     def _impressions(self, requests: Sequence[Impressions]) -> ImpressionBatch:
         facts, samples = self.predictor.dense_of(IMPRESSION, "impressions"), []
@@ -189,7 +181,7 @@ class Version:
         answers: dict[int, dict[str, Any]] = {}
         if clicks:
             features = {name: torch.cat([each[name] for _, each in clicks]) for name in clicks[0][1]}
-            found = self.predictor.predict(torch.cat([dense for dense, _ in clicks]), features)
+            found = self.predictor.clicks(torch.cat([dense for dense, _ in clicks]), features)
             given = [read for read in reads if read.clicks is not None]
             for read, part in _parts(given, [len(dense) for dense, _ in clicks]):
                 answers[id(read)] = {"probabilities": floats(found[part])}

@@ -26,7 +26,6 @@ from ..manifest import read_manifest
 from ..predictor import Predictor
 from ..spread import SpreadPredictor
 from .app import DEFAULTS, create_app
-from .follow import open_follower
 from .guard import Impatient
 from .metrics import DIRECTORY
 from .model import Served
@@ -73,7 +72,11 @@ def _app(source: Source, config: ServerConfig, token: str | None, served: Served
     if config.workers > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.workers))
         Thread(target=_end_with_parent, daemon=True).start()
-    follow = None if source.follow is None else partial(open_follower, source.follow)
+    follow = None
+    if source.follow is not None:
+        from ..live import Follower
+
+        follow = partial(Follower.open, source.follow)
     return create_app(lambda: served or source.open(config), config, token, follow)
 
 

@@ -101,15 +101,24 @@ def vote(warp, site, lanes, io, how, out):
 
 
 @njit(cache=True)
-def matrix_row(warp, site, io, row_lane, write, value, how):
-    """Check the 16 bytes of a row of an 8 x 8 matrix whose address lane `row_lane` holds; 0, or a fault."""
+def check_rows(warp, site, io, number, write):
+    """Check the rows of 8 x 8 matrices, of 16 bytes each, whose addresses the lanes hold; 0, or a fault."""
     launch = field(warp, layout.WARP_LAUNCH)
-    at = load8(io + layout.IO_ADDRESS + 8 * row_lane)
-    if check_shared(warp, launch, site, row_lane, at, 16):
-        return 4
-    if field(launch, layout.LAUNCH_CHECKS) and not write and note_shared(warp, site, row_lane, at, 16, 0, 0):
-        return 4
+    for row in range(8 * number):
+        at = load8(io + layout.IO_ADDRESS + 8 * row)
+        if check_shared(warp, launch, site, row, at, 16):
+            return 4
+        if field(launch, layout.LAUNCH_CHECKS) and not write and note_shared(warp, site, row, at, 16, 0, 0):
+            return 4
     return 0
+
+
+@njit(cache=True)
+def element(io, matrix, lane, half, transposed):
+    """Byte of shared memory of one of the two elements that a lane has of a matrix."""
+    row = 2 * (lane % 4) + half if transposed else lane // 4
+    column = lane // 4 if transposed else 2 * (lane % 4) + half
+    return load8(io + layout.IO_ADDRESS + 8 * (8 * matrix + row)) + 2 * column
 
 
 @njit(cache=True)
@@ -117,15 +126,12 @@ def load_matrix(warp, site, lanes, io, how, out):
     """ldmatrix: `how` is the number of matrices, plus 8 for transposed ones."""
     number, transposed = how & 7, how & 8
     shared = field(field(warp, layout.WARP_BLOCK), layout.BLOCK_SHARED)
-    for row in range(8 * number):
-        if matrix_row(warp, site, io, row, False, 0, 0):
-            return 4
+    if check_rows(warp, site, io, number, False):
+        return 4
     for matrix in range(number):
         for lane in range(32):
             for half in range(2):
-                row = 2 * (lane % 4) + half if transposed else lane // 4
-                column = lane // 4 if transposed else 2 * (lane % 4) + half
-                at = load8(io + layout.IO_ADDRESS + 8 * (8 * matrix + row)) + 2 * column
+                at = element(io, matrix, lane, half, transposed)
                 store2(io + out + 4 * (number * lane + matrix) + 2 * half, load2(shared + at))
     return 0
 
@@ -136,15 +142,12 @@ def store_matrix(warp, site, lanes, io, how, out):
     number, transposed = how & 7, how & 8
     launch = field(warp, layout.WARP_LAUNCH)
     shared = field(field(warp, layout.WARP_BLOCK), layout.BLOCK_SHARED)
-    for row in range(8 * number):
-        if matrix_row(warp, site, io, row, True, 0, 0):
-            return 4
+    if check_rows(warp, site, io, number, True):
+        return 4
     for matrix in range(number):
         for lane in range(32):
             for half in range(2):
-                row = 2 * (lane % 4) + half if transposed else lane // 4
-                column = lane // 4 if transposed else 2 * (lane % 4) + half
-                at = load8(io + layout.IO_ADDRESS + 8 * (8 * matrix + row)) + 2 * column
+                at = element(io, matrix, lane, half, transposed)
                 data = io + layout.IO_DATA + 4 * (number * lane + matrix) + 2 * half
                 if field(launch, layout.LAUNCH_CHECKS) and note_shared(warp, site, lane, at, 2, data, 0):
                     return 4

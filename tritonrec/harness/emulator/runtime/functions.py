@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import numpy as np
@@ -10,9 +11,9 @@ from numba import types
 from numba.core.ccallback import CFunc
 from numba.core.sigutils import normalize_signature
 
-from tritonrec.kernels.caches import keep_on_disk
+from tritonrec.kernels.caches import keep_on_disk, njit
 
-from . import arithmetic, atomics, collectives, memory, scheduler, tensor_cores
+from . import atomics, collectives, memory, scheduler, tensor_cores
 
 WARP_FUNCTIONS = {
     "global_load": memory.global_load, "global_store": memory.global_store,
@@ -24,10 +25,40 @@ WARP_FUNCTIONS = {
     "multiply_group": tensor_cores.multiply_group, "branch": scheduler.branch,
     "leave": scheduler.leave, "converge": scheduler.converge,
 }  # fmt: skip
-FLOAT_FUNCTIONS = {
-    "exp2": arithmetic.exp2, "log2": arithmetic.log2, "sin": arithmetic.sin, "cos": arithmetic.cos,
-    "tanh": arithmetic.tanh,
-}  # fmt: skip
+
+# of one float32, which no CPU has as an instruction; the result is rounded once
+
+
+@njit(cache=True)
+def exp2(x):
+    return np.float32(2.0 ** np.float64(x))
+
+
+@njit(cache=True)
+def log2(x):
+    if x < 0:
+        return np.float32(np.nan)
+    if x == 0:
+        return np.float32(-np.inf)
+    return np.float32(math.log2(np.float64(x)))
+
+
+@njit(cache=True)
+def sin(x):
+    return np.float32(math.sin(np.float64(x))) if abs(x) < np.inf else np.float32(np.nan)
+
+
+@njit(cache=True)
+def cos(x):
+    return np.float32(math.cos(np.float64(x))) if abs(x) < np.inf else np.float32(np.nan)
+
+
+@njit(cache=True)
+def tanh(x):
+    return np.float32(math.tanh(np.float64(x)))
+
+
+FLOAT_FUNCTIONS = {"exp2": exp2, "log2": log2, "sin": sin, "cos": cos, "tanh": tanh}
 NAMES = (*WARP_FUNCTIONS, *FLOAT_FUNCTIONS)
 
 _OF_WARP = types.int64(*[types.int64] * 6)

@@ -100,8 +100,8 @@ def start_block(launch, slot, number, warps):
 
 
 @njit(cache=True)
-def ready_warps(launch, total, chosen):
-    """How many of the warps are ready, and of those how many are `chosen` ones (late, or early)."""
+def ready_warps(launch, total):
+    """How many of the warps are ready, and of those how many are late ones."""
     ready, special = 0, 0
     for i in range(total):
         warp = field(launch, layout.LAUNCH_WARPS) + 8 * layout.WARP_WORDS * i
@@ -115,7 +115,7 @@ def ready_warps(launch, total, chosen):
 def next_warp(launch, total, after, fair):
     """The warp to run, or -1; in order, from the one after `after` on. `fair`: each has its turn."""
     policy = layout.IN_ORDER if fair else field(launch, layout.LAUNCH_POLICY)
-    ready, special = ready_warps(launch, total, 0)
+    ready, special = ready_warps(launch, total)
     if ready == 0:
         return -1
     only = -1
