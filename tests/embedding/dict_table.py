@@ -6,6 +6,7 @@ import random
 
 import torch
 
+from tritonrec.embedding.lookup import Moves
 from tritonrec.kernels import chunked_rows
 
 
@@ -16,14 +17,13 @@ class DictTable:
     """
 
     device, padded = torch.device("cpu"), False
-    cached, disk_rows = 0, (0, 0)
 
     def __init__(self, placement, dim, row_width, initial_rows, slots, chunk_rows, tiers):
         self.dim, self.row_width, self.initial_rows = dim, row_width, initial_rows
         self.handle_of: dict[int, int] = {}
         self.rows: dict[int, torch.Tensor] = {}  # by handle; reserved ones too
         self.low: set[int] = set()
-        self.end, self.free, self.moved = 0, [], (0, 0)
+        self.end, self.free, self.moves = 0, [], Moves()
         self.random = random.Random(slots)
 
     def __len__(self):
@@ -57,7 +57,8 @@ class DictTable:
             if handle in self.rows:
                 self.rows[handle] = row.clone()
                 was_low = handle in self.low
-                self.moved = self.moved[0] + (was_low > is_low), self.moved[1] + (was_low < is_low)
+                up, down = self.moves[:2]
+                self.moves = Moves(up + (was_low > is_low), down + (was_low < is_low))
                 (self.low.add if is_low else self.low.discard)(handle)
 
     def erase(self, keys, count=None):

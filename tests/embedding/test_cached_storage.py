@@ -109,7 +109,7 @@ def test_without_tiers_no_row_is_marked_for_16_bits():
     found = CachedStorage(RowStorage(2, 2, 8), 2)
     found.add(handles(0, 1), 2)
     found.update(handles(0, 1), torch.ones(2, 2), torch.tensor([True, True]))
-    assert found.moved == (0, 0)
+    assert found.moves[:2] == (0, 0)
 
 
 def test_a_row_that_is_released_is_free_in_host_memory_too():
@@ -185,4 +185,4 @@ def test_any_order_of_lookups_updates_and_erasures_keeps_every_row(home, cache_r
         found.release(handles(*gone))
         for number in gone:
             del rows[number], low[number]
-    assert found.cached > 0
+    assert found.moves.cached > 0

@@ -5,13 +5,15 @@ import threading
 import time
 from random import Random
 
+from tritonrec.pipeline.streams import Streams
+
 
 class FakeEvent:
     def __init__(self, lane):
         self.lane, self.done, self.error = lane, threading.Event(), None
 
 
-class FakeAccelerator:
+class FakeAccelerator(Streams):
     """Streams that defer all work, with waits drawn from a seed before each piece.
 
     `slow` holds one lane back. `log` has (lane, lanes of the events waited for) of every piece queued.

@@ -171,7 +171,7 @@ def test_a_tensor_of_the_device_stays_where_it_is_also_without_the_number_of_the
 def test_the_host_needs_neither_streams_nor_copies():
     values = torch.arange(3)
     cpu = torch.device("cpu")
-    assert isinstance(streams.streams_for(cpu), streams.HostStreams)
+    assert type(streams.streams_for(cpu)) is streams.Streams
     assert streams.to_device(values, cpu) is values and streams.to_host(values) is values
 
 
@@ -239,6 +239,6 @@ def test_lanes_of_one_rank_on_the_host_share_a_thread(monkeypatch):
 
 
 def test_lanes_that_wait_for_others_have_threads_of_their_own():
-    assert streams.lanes_of_one_thread(streams.HostStreams(), 1)
-    assert not streams.lanes_of_one_thread(streams.HostStreams(), 2)
+    assert streams.lanes_of_one_thread(streams.Streams(), 1)
+    assert not streams.lanes_of_one_thread(streams.Streams(), 2)
     assert not streams.lanes_of_one_thread(FakeAccelerator(), 1)

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from .check import check
 from .schedule import Task
-from .streams import HostStreams, Streams
+from .streams import Streams
 from .tasks import Tasks
 
 Delay = Callable[[Task], float]
@@ -100,7 +100,7 @@ class Executor:
             check(tasks.schedule, tasks.micro_batches, tasks.doers)
         self.schedule, self._tasks = tasks.schedule, tasks
         self._actions, self._span, self._delay, self._within = actions, span, delay, lane
-        self._streams = streams or HostStreams()
+        self._streams = streams or Streams()
         self._events: dict[Task, Any] = {}  # of work that may be under way on a device
         self._lock = threading.Lock()
         self._of_caller = threading.Condition(self._lock)
