@@ -106,9 +106,8 @@ def test_two_uses_of_one_lookup_and_two_lookups_add_up():
 
 
 @pytest.mark.parametrize("mode", ["eval", "no_grad", "inference_mode"])
-@pytest.mark.parametrize("unknown", ["initial", "zeros"])
-def test_outside_of_training_nothing_is_inserted_and_no_gradient_flows(mode, unknown):
-    module = HashEmbedding(3, RowOptimizer("sgd", lr=1.0), seed=1, unknown_ids=unknown)
+def test_outside_of_training_nothing_is_inserted_and_no_gradient_flows(mode):
+    module = HashEmbedding(3, RowOptimizer("sgd", lr=1.0), seed=1)
     module(torch.tensor([5])).sum().backward()
     HashOptimizer(module).step()
     if mode == "eval":
@@ -120,7 +119,7 @@ def test_outside_of_training_nothing_is_inserted_and_no_gradient_flows(mode, unk
     initial = module.tables.initial_rows("embedding", torch.tensor([5, 6]))[:, :3]
     assert not found.requires_grad and len(table_of(module)) == 1
     assert torch.equal(found[0], initial[0] - 1) and torch.equal(found[2], found[0])
-    assert torch.equal(found[1], initial[1] if unknown == "initial" else torch.zeros(3))
+    assert torch.equal(found[1], initial[1])
 
 
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
@@ -243,10 +242,7 @@ def test_wrong_bags_and_features_are_named():
 
 
 def test_wrong_arguments_are_named():
-    for arguments, message in (
-        ({"consistency": "exact"}, "consistency must be one of batch, window"),
-        ({"unknown_ids": "random"}, "unknown_ids must be one of initial, zeros"),
-    ):
+    for arguments, message in (({"consistency": "exact"}, "consistency must be one of batch, window"),):
         with pytest.raises(ValueError, match=message):
             HashEmbedding(3, **arguments)
     with pytest.raises(ValueError, match="pooling must be one of sum, mean, got 'max'"):

@@ -34,7 +34,6 @@ from .table import DynamicTable
 from .tracing import UNSCRIPTABLE, leaf_call
 
 Consistency = Literal["batch", "window"]
-UnknownIds = Literal["initial", "zeros"]
 
 
 @typed
@@ -54,8 +53,6 @@ class HashEmbeddingCollection(torch.nn.Module):
             collective: every rank calls them in the same order, also without ids.
         divisor: of the gradients' sums over the ranks and backward passes; by default the number of ranks,
             which gives the gradient of the mean of their losses, as DDP does.
-        unknown_ids: what ids without a row read as outside of training: their ``"initial"`` values, or
-            ``"zeros"``.
         fused: update the rows in each backward pass, as FBGEMM and TorchRec's sharded modules do; the update
             is `fused_optimizer`'s. No clipping, no GradScaler, no accumulation of passes.
         seed: of the initial values; by default drawn from torch's generator (rank 0's).
@@ -73,7 +70,6 @@ class HashEmbeddingCollection(torch.nn.Module):
         fraction_bits: int = FRACTION_BITS,
         process_group: dist.ProcessGroup | None = None,
         divisor: float | None = None,
-        unknown_ids: UnknownIds = "initial",
         fused: bool = False,
         seed: int | None = None,
         **tables: Any,
@@ -88,7 +84,6 @@ class HashEmbeddingCollection(torch.nn.Module):
             seed = _common_seed(self.communicator) if seed is None else seed
             self.tables = HashTableCollection(features, optimizer, seed=seed, **tables)
         self.consistency, self.fraction_bits = consistency, fraction_bits
-        self.unknown_ids = unknown_ids
         self.rows = RowsParameter()
         self.lookups = 0
         check_number("divisor", 1.0 if divisor is None else divisor, positive=True)
@@ -202,10 +197,7 @@ class HashEmbeddingCollection(torch.nn.Module):
                 handles = table.lookup(own, self.lookups, self._over_ranks).handles
             else:
                 handles = table.find(own)
-            found = table.gather(handles, own)[:, : table.dim]
-            if not training and self.unknown_ids == "zeros":
-                found = torch.where((handles < 0).unsqueeze(1), 0.0, found)
-            return found
+            return table.gather(handles, own)[:, : table.dim]
 
         routes, values = rows_of_owners(
             [group.table for group in self.tables.groups], keys, self.communicator, read

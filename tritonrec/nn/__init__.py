@@ -1,7 +1,7 @@
 """Modules over the ops, and the accumulator that makes their gradients exact."""
 
 from ..ops import GradientAccumulator
-from .attention import MultiheadAttention, TransformerEncoderLayer, scaled_dot_product_attention
+from .attention import MultiheadAttention, TransformerEncoderLayer
 from .context import jagged, padded, record, samples
 from .conversion import Conversion, convert
 from .dlrm import DLRM, DLRMConfig, partition_tables
@@ -81,7 +81,6 @@ __all__ = [
     "partition_tables",
     "record",
     "samples",
-    "scaled_dot_product_attention",
     "sigmoid",
     "sum_by_sample",
     "unpad",

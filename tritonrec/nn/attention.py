@@ -31,7 +31,7 @@ def _hiding(mask: torch.Tensor, hidden: bool) -> torch.Tensor:
     return bias.masked_fill(mask if hidden else ~mask, -torch.inf)
 
 
-def _draws(module: torch.nn.Module | None, p: float, samples: int, device: torch.device) -> dict[str, Any]:
+def _draws(module: torch.nn.Module, p: float, samples: int, device: torch.device) -> dict[str, Any]:
     """Dropout's arguments of `ops.softmax_attention`; outside of a trainer from torch's global generator."""
     if not p:
         return {}
@@ -43,45 +43,6 @@ def _draws(module: torch.nn.Module | None, p: float, samples: int, device: torch
     if isinstance(drawn, DeviceSeed):
         raise ValueError("the dropout of softmax attention is in no graph of micro-batches: set it to 0")
     return {"dropout": p, "seed": drawn, "sample_ids": now.sample_ids}
-
-
-def scaled_dot_product_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention`, a row without keys giving 0.
-
-    Args:
-        query: (B, H, T, D) float32. key: (B, H, S, D). value: (B, H, S, E). Row b is sample b.
-        attn_mask: broadcast to (B, H, T, S): bool, True where a key is seen, or float, added; no gradient.
-        is_causal: query i sees keys up to i.
-    Returns:
-        (B, H, T, E). Differentiable in query, key and value.
-    """
-    refuse("scaled_dot_product_attention", enable_gqa=enable_gqa)
-    if not query.dim() == key.dim() == value.dim() == 4:
-        raise ValueError(
-            f"query, key and value must be (B, H, T, D), got {tuple(query.shape)}, {tuple(key.shape)} and "
-            f"{tuple(value.shape)}"
-        )
-    (count, heads, queries, _), keys = query.shape, key.shape[2]
-    cuts = torch.arange(count + 1, device=query.device)
-    bias = None
-    if attn_mask is not None:
-        bias = _hiding(attn_mask, hidden=False).expand(count, heads, queries, keys)
-    q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-    out = ops.softmax_attention(
-        q, k, v, cuts * queries, max(queries, keys), causal=is_causal, scale=scale,
-        key_offsets=None if keys == queries else cuts * keys, bias=bias,
-        **_draws(None, dropout_p, count, query.device),
-    )  # fmt: skip
-    return out.unflatten(0, (count, queries)).transpose(1, 2)
 
 
 class MultiheadAttention(torch.nn.Module):

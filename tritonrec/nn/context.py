@@ -61,28 +61,26 @@ class Samples:
         name = self._find().get(id(module), (0, ""))[1]
         return f"{name} ({type(module).__name__})" if name else type(module).__name__
 
-    def draw_seed(self, module: torch.nn.Module | None) -> Seed:
-        """The seed of this call of a module: of the step, its number, and its calls before; None: a function.
+    def draw_seed(self, module: torch.nn.Module) -> Seed:
+        """The seed of this call of a module: of the step, its number, and its calls before.
 
         Raises RuntimeError where a backward pass computes a part of the model again (checkpointing) and the
         module was called more than once, so that nobody knows which call this is.
         """
-        number = -1
-        if module is not None:
-            found = self._find().get(id(module))
-            if found is None:
-                raise RuntimeError(
-                    f"{type(module).__name__} is no part of the model, and draws need its number: make it "
-                    "an attribute of the model"
-                )
-            number = found[0]
+        found = self._find().get(id(module))
+        if found is None:
+            raise RuntimeError(
+                f"{type(module).__name__} is no part of the model, and draws need its number: make it an "
+                "attribute of the model"
+            )
+        number = found[0]
         call = self._calls[number]
         if self.backward:
             if call > 1:
-                what = "scaled_dot_product_attention" if module is None else self.name_of(module)
                 raise RuntimeError(
-                    f"{what} draws {call} times in a forward and again in backward (checkpointing), which "
-                    "does not know which draw to repeat: give each call a module of its own"
+                    f"{self.name_of(module)} draws {call} times in a forward and again in backward "
+                    "(checkpointing), which does not know which draw to repeat: give each call a module of "
+                    "its own"
                 )
             call = 0
         else:
