@@ -1,12 +1,10 @@
-"""Candidates for admission are bounded by steps, and the same at any world size and after any restart."""
+"""Candidates for admission are bounded by steps, and forgotten by them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from naive_table import Ranks
 
-from tritonrec import ops
 from tritonrec.embedding import DynamicTable, Eviction, FeatureConfig, HashTableCollection, TablePolicy
 from tritonrec.embedding.candidates import Candidates
 
@@ -68,96 +66,6 @@ def test_a_forgotten_key_starts_at_one_again():
     rows = [int(table.lookup(key, step).handles) for step in (0, 1, 4, 5)]
     assert rows == [-1] * 4
     assert int(table.lookup(key, 6).handles) >= 0
-
-
-def states(world_size: int, stops: list[tuple[int, int, str]], steps: int) -> dict[str, torch.Tensor]:
-    """The candidates and rows at the end of a run with restarts: (step, world size, full or changes)."""
-    ranks, tables = Ranks(world_size), [make() for _ in range(world_size)]
-    saved: dict[str, dict] = {}
-    for step in range(steps):
-        for stop, new_world, kind in stops:
-            if stop != step:
-                continue
-            joined = joined_state(tables) if kind == "full" else upon(saved, tables)
-            ranks.close()
-            world_size, ranks, tables = new_world, Ranks(new_world), [make() for _ in range(new_world)]
-            for rank, table in enumerate(tables):
-                table.load_state(
-                    {
-                        group: {
-                            name: values[ops.owner_of(columns["keys"], world_size) == rank]
-                            for name, values in columns.items()
-                        }
-                        for group, columns in joined.items()
-                    }
-                )
-        if step % 7 == 3:
-            saved = joined_state(tables)
-            for table in tables:
-                table.track_changes()
-        keys = keys_at(step)
-        owners = ops.owner_of(keys, world_size)
-        ranks(lambda rank, all_reduce: tables[rank].lookup(keys[owners == rank], step, all_reduce))  # noqa: B023
-    ranks.close()
-    return {
-        f"{group}.{name}": values for group, c in joined_state(tables).items() for name, values in c.items()
-    }
-
-
-def joined_state(tables: list[DynamicTable]) -> dict[str, dict[str, torch.Tensor]]:
-    """The state of all ranks, keys ascending."""
-    return ascending(
-        {
-            group: {name: torch.cat([table.state()[group][name] for table in tables]) for name in columns}
-            for group, columns in tables[0].state().items()
-        }
-    )
-
-
-def ascending(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
-    orders = {group: torch.argsort(columns["keys"]) for group, columns in state.items()}
-    return {
-        group: {name: values[orders[group]] for name, values in columns.items()}
-        for group, columns in state.items()
-    }
-
-
-def upon(saved: dict[str, dict], tables: list[DynamicTable]) -> dict[str, dict[str, torch.Tensor]]:
-    """What was saved, with the changes of all ranks since."""
-    found = saved
-    for table in tables:
-        changed, erased = table.take_changes()
-        found = {
-            group: {
-                name: torch.cat(
-                    [values[stays(columns["keys"], changed, erased, group)], changed[group][name]]
-                )
-                for name, values in columns.items()
-            }
-            for group, columns in found.items()
-        }
-    return ascending(found)
-
-
-def stays(keys: torch.Tensor, changed: dict, erased: dict, group: str) -> torch.Tensor:
-    return ~torch.isin(keys, torch.cat([changed[group]["keys"], erased[group]]))
-
-
-@pytest.mark.parametrize(
-    "world_size, stops",
-    [
-        (2, []),
-        (3, []),
-        (1, [(25, 3, "full"), (41, 2, "full")]),
-        (3, [(20, 2, "changes"), (30, 1, "changes"), (34, 3, "full")]),
-        (2, [(21, 3, "changes")]),
-    ],
-)
-def test_candidates_are_the_same_at_any_world_size_and_after_any_restart(world_size, stops):
-    expected, found = states(1, [], 45), states(world_size, stops, 45)
-    assert found.keys() == expected.keys() and len(expected["candidates.keys"]) > WINDOW * NEW
-    for name, values in expected.items():
-        assert torch.equal(values, found[name]), name
 
 
 def test_a_window_longer_than_the_run_changes_nothing():

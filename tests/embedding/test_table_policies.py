@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from dict_table import DictTable
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -26,7 +25,6 @@ from speeds import slow_except
 
 from tritonrec import ops
 from tritonrec.embedding import DynamicTable, Eviction, KeyLayout, Placement, PrecisionTiers, TablePolicy
-from tritonrec.embedding import trained_table as table_module
 from tritonrec.embedding.evictor import Evictor
 from tritonrec.embedding.lookup import Lookup
 from tritonrec.embedding.precision import AccessCounter
@@ -424,14 +422,6 @@ def test_policies_are_the_same_wherever_the_rows_are(storage, eviction, admissio
     run_state_machine_as_test(
         machine, settings=settings(max_examples=10, stateful_step_count=12, deadline=None)
     )
-
-
-@pytest.mark.parametrize(
-    ("eviction", "tiers"), slow_except([("lru", "tiers")], product(["lru", "ttl"], TIERS))
-)
-def test_any_table_of_rows_takes_the_place_of_the_one_in_host_memory(monkeypatch, eviction, tiers):
-    monkeypatch.setattr(table_module, "make_table", DictTable)
-    test_policies_equal_the_naive_table(eviction, 2, 3, tiers)
 
 
 def test_loaded_rows_tie_with_those_of_the_step_that_gave_them_their_timestamp():
