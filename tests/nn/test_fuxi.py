@@ -151,18 +151,19 @@ def test_exact_sums_do_not_depend_on_the_split(same_sums, name, split):
     same_sums(make_model(name), run, whole, [select(*whole, subset) for subset in split])
 
 
-def test_a_token_sees_no_later_token_nor_its_time():
-    model, (batch, rows) = make_model(), make_batch([6])
+@pytest.mark.parametrize("name", ["fuxi", "hstu", "sasrec"])
+def test_a_token_sees_no_later_token_nor_its_time(name):
+    model, (batch, rows) = make_model(name), make_batch([6])
     rows = rows[:6]
     before = model.encode(batch, rows, SEED)
     changed = rows.clone()
     changed[4, 0] += 1
     times = batch.timestamps.clone()
     times[4:] += 300
-    for after in (
-        model.encode(batch, changed, SEED),
-        model.encode(replace(batch, timestamps=times), rows, SEED),
-    ):
+    later = [model.encode(batch, changed, SEED)]
+    if name == "fuxi":
+        later.append(model.encode(replace(batch, timestamps=times), rows, SEED))
+    for after in later:
         assert torch.equal(before[:4], after[:4]) and (before[4:] != after[4:]).any(1).all()
 
 

@@ -1,4 +1,4 @@
-"""HSTU and its modules: exact gradients are those of any split; `test_fuxi` has what all next-item models promise."""
+"""HSTU and its modules: exact gradients of any split; `test_fuxi` has what all next-item models promise."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
