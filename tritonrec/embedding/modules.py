@@ -48,7 +48,6 @@ class HashEmbeddingCollection(torch.nn.Module):
         optimizer: update rule of features without one of their own.
         consistency: ``"batch"`` adds gradients in fixed point: the same bits for any order and number of
             backward passes and any number of ranks. ``"window"``: in float32.
-        fraction_bits: of fixed point.
         process_group: of the ranks that share the tables; None for one rank. Forward and backward are
             collective: every rank calls them in the same order, also without ids.
         divisor: of the gradients' sums over the ranks and backward passes; by default the number of ranks,
@@ -67,7 +66,6 @@ class HashEmbeddingCollection(torch.nn.Module):
         optimizer: RowOptimizer | None = None,
         *,
         consistency: Consistency = "batch",
-        fraction_bits: int = FRACTION_BITS,
         process_group: dist.ProcessGroup | None = None,
         divisor: float | None = None,
         fused: bool = False,
@@ -83,7 +81,7 @@ class HashEmbeddingCollection(torch.nn.Module):
         else:
             seed = _common_seed(self.communicator) if seed is None else seed
             self.tables = HashTableCollection(features, optimizer, seed=seed, **tables)
-        self.consistency, self.fraction_bits = consistency, fraction_bits
+        self.consistency = consistency
         self.rows = RowsParameter()
         self.lookups = 0
         check_number("divisor", 1.0 if divisor is None else divisor, positive=True)
@@ -107,8 +105,7 @@ class HashEmbeddingCollection(torch.nn.Module):
     def _collect(self, fused: bool) -> None:
         """Begin without gradients."""
         self.row_gradients = [
-            RowGradients(group, self.consistency, self.fraction_bits, self._divisor)
-            for group in self.tables.groups
+            RowGradients(group, self.consistency, self._divisor) for group in self.tables.groups
         ]
         self.fused_optimizer: HashOptimizer | None = None
         if fused:
@@ -219,13 +216,13 @@ class HashEmbeddingCollection(torch.nn.Module):
         over, sums = self.communicator, []
         # A gradient without a sum counts as 0 in the exchange and is reported by the all-reduce: every rank
         # goes through the same collectives, and all learn of it.
-        limit = 2.0 ** (62 - self.fraction_bits) if self.consistency == "batch" else torch.inf
+        limit = 2.0 ** (62 - FRACTION_BITS) if self.consistency == "batch" else torch.inf
         total = torch.zeros((), dtype=torch.int64, device=gradients[0].device)
         for route, gradient in zip(routes, gradients, strict=True):
             good = gradient.abs() < limit  # and no NaN
             total += (~good).sum()
             gradient = torch.where(good, gradient, 0.0)
-            sums.append(route.sums(over, gradient, self.consistency, self.fraction_bits))
+            sums.append(route.sums(over, gradient, self.consistency))
         bad = over.all_reduce(total, "gradients that are not finite", bounded=True) > 0
         for own, route, each in zip(self.row_gradients, routes, sums, strict=True):
             own.add(route.keys, each, bad)
