@@ -206,8 +206,6 @@ def test_seeds_come_from_torchs_generator():
     ("ids", "error", "message"),
     [
         (torch.tensor([1.0]), TypeError, "'embedding' must be an int64 tensor, got torch.float32"),
-        (torch.tensor([1], dtype=torch.int32), TypeError, "got torch.int32: convert with .long()"),
-        ([1, 2], TypeError, "got list"),
         (torch.empty(2, dtype=torch.int64, device="meta"), ValueError, "on meta, .* has had ids on cpu"),
     ],
 )
@@ -242,9 +240,8 @@ def test_wrong_bags_and_features_are_named():
 
 
 def test_wrong_arguments_are_named():
-    for arguments, message in (({"consistency": "exact"}, "consistency must be one of batch, window"),):
-        with pytest.raises(ValueError, match=message):
-            HashEmbedding(3, **arguments)
+    with pytest.raises(ValueError, match="consistency must be one of batch, window"):
+        HashEmbedding(3, consistency="exact")
     with pytest.raises(ValueError, match="pooling must be one of sum, mean, got 'max'"):
         HashEmbeddingBag(3, "max")
     with pytest.raises(ValueError, match="the tables are made already"):
