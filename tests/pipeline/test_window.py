@@ -106,15 +106,6 @@ def test_odd_batches_are_legal_and_exact(mode, lengths):
         assert torch.equal(a.losses[a.sample_ids.argsort()], b.losses[b.sample_ids.argsort()])
 
 
-def test_more_micro_batches_than_samples_are_legal():
-    expected, got = parts(), parts()
-    with trainer(expected, "reference") as training:
-        training.step(batch_of(0, 4, 2))
-    with trainer(got, "nestpipe", micro_batches=8) as training:
-        training.step(batch_of(0, 4, 2))
-    assert same(state(expected), state(got))
-
-
 def test_wrong_offsets_name_the_field():
     batch = batch_of(0, 2, 2)
     wrong = replace(batch, features=replace(batch.features, offsets=torch.tensor([0, 3, 2])))
