@@ -38,7 +38,7 @@ WHOLE = {
     "pipeline": "agreement attributes by_place check check_bounds precision sums warm_start",
     "serving": "bounded_lag export_manifest exporter retrieval server vetting",
     "slipstream": "slipstream_run threshold",
-    "torchrec_names": "torchrec_behaviours torchrec_fused",
+    "torchrec_names": "torchrec_behaviours",
     "trace": "analysis trace",
 }
 """Files, by folder, whose cases cost `make test` a few seconds: it runs every one."""

@@ -45,7 +45,7 @@ NUMBERS = [
     (partial(RowOptimizer, "lars_sgd"), {"eta": (NAN, INF, -1.0)}),
     (partial(HashEmbedding, 4), WIDE | {"divisor": (NAN, INF, 0.0, -1.0)}),
     (partial(HashEmbeddingBag, 4), WIDE),
-    (partial(FeatureConfig, "a", 4), WIDE | {"learning_rate_scale": (NAN, INF, -1.0)}),
+    (partial(FeatureConfig, "a", 4), WIDE),
     (partial(DynamicTable, 4), WIDE), (partial(Scaled, 0.1), {"factor": (NAN, INF, -1.0)}),
     (partial(WarmupLinear, warmup=1, steps=2, lr=0.1), {"lr": (NAN, INF, -1.0), "floor": (NAN, INF)}),
     (HSTUConfig, SHARES | TEMPERATURE), (nn.FuXiConfig, SHARES | TEMPERATURE), (nn.GRMConfig, SHARES),

@@ -38,33 +38,22 @@ if TYPE_CHECKING:
     from .trace import Recorder
 
 PACKAGE_OF = {
-    "CSVLogger": "loggers",
-    "Communicators": "distributed",
-    "EarlyStopping": "callbacks",
-    "EmbeddingBagCollection": "torchrec",
-    "EmbeddingBagConfig": "torchrec",
-    "EmbeddingCollection": "torchrec",
-    "EmbeddingConfig": "torchrec",
-    "FeatureConfig": "embedding",
-    "HashEmbedding": "embedding",
-    "HashEmbeddingBag": "embedding",
-    "HashEmbeddingCollection": "embedding",
-    "HashOptimizer": "embedding",
-    "HashTableCollection": "embedding",
-    "JSONLinesLogger": "loggers",
-    "KeyedJaggedTensor": "data",
-    "PeerCopies": "resilience",
-    "PoolingType": "torchrec",
-    "Recorder": "trace",
-    "RowOptimizer": "embedding",
-    "TablePolicy": "embedding",
-    "TensorBoardLogger": "loggers",
-    "Throughput": "callbacks",
-    "Trainer": "pipeline",
-    "WindowConfig": "pipeline",
-    "from_environment": "distributed",
-    "run_elastic": "resilience",
-    "verify": "harness.verify",
+    name: package
+    for package, names in {
+        "callbacks": "EarlyStopping Throughput",
+        "data": "KeyedJaggedTensor",
+        "distributed": "Communicators from_environment",
+        "embedding": "FeatureConfig HashEmbedding HashEmbeddingBag HashEmbeddingCollection HashOptimizer "
+        "HashTableCollection RowOptimizer TablePolicy",
+        "harness.verify": "verify",
+        "loggers": "CSVLogger JSONLinesLogger TensorBoardLogger",
+        "pipeline": "Trainer WindowConfig",
+        "resilience": "PeerCopies run_elastic",
+        "torchrec": "EmbeddingBagCollection EmbeddingBagConfig EmbeddingCollection EmbeddingConfig "
+        "PoolingType",
+        "trace": "Recorder",
+    }.items()
+    for name in names.split()
 }
 """By name the package that has it."""
 

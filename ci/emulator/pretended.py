@@ -312,7 +312,7 @@ def pretended(capability: tuple[int, int] = (9, 0)) -> Iterator[Pretended]:
         (torch.accelerator, "current_stream", lambda device=None: _Stream(gpu)),
         (torch.accelerator, "synchronize", lambda device=None: gpu.wait()),
         (torch.Tensor, "record_stream", lambda tensor, stream: None),
-        (trainer, "streams_for", lambda device: streams.HostStreams()),
+        (trainer, "streams_for", lambda device: streams.Streams()),
     ]
     with _patched(changes), gpu._modes():
         yield gpu

@@ -48,7 +48,6 @@ class NaiveTable:
         self.entries: dict[int, Entry] = {}
         self.waiting: dict[int, tuple[int, int]] = {}  # requests, and the step of the last one
         self.recent: set[int] = set()
-        self.evicted: list[tuple[int, bytes]] = []
         self.counters = dict.fromkeys(("found", "inserted", "rejected", "evicted", "promoted", "demoted"), 0)
 
     def lookup(self, keys: list[int], step: int) -> None:
@@ -56,10 +55,8 @@ class NaiveTable:
         pinned = self.recent | set(keys)
         if eviction and step % eviction.every == 0:
             for key in self._victims(pinned, step):
-                entry = self.entries.pop(key)
+                del self.entries[key]
                 self.counters["evicted"] += 1
-                if eviction.keep:
-                    self.evicted.append((key, entry.row.tobytes()))
         if tiers and step % tiers.every == 0:
             for key, entry in self.entries.items():
                 entry.uses //= 2

@@ -56,23 +56,6 @@ def test_a_row_that_leaves_the_cache_meanwhile_is_read_whole(storage, monkeypatc
     assert storage.gather(handles(*range(6)))[:, 0].tolist() == [*range(6)]
 
 
-def test_a_row_of_16_bits_that_leaves_the_cache_is_one_of_16_bits_in_host_memory():
-    home = TieredStorage(2, 2, 8)
-    found = CachedStorage(home, 2)
-    found.add(handles(0, 1, 2), 3)
-    found.prefetch(handles(0, 1))
-    values = torch.tensor([[0.5, 3.0], [0.25, 7.0]])
-    found.update(handles(0, 1), values, torch.tensor([True, False]))
-    for number in (None, 2, 2, 2, None, None):  # row 2 takes one place, and then the other
-        found.prefetch(handles() if number is None else handles(number))
-    found.prefetch(handles(2, 1))
-    found.prefetch(handles(2, 1))
-    assert found._place(handles(0)).tolist() == [-1]
-    assert found.in_low_precision(handles(0, 1)).tolist() == [True, False]
-    assert home.in_low_precision(handles(0)).tolist() == [True]
-    assert torch.equal(found.gather(handles(0, 1)), values)
-
-
 def test_every_column_is_in_the_memory_of_the_device(monkeypatch):
     devices, home = [], RowStorage(2, 2, 8)
 
@@ -109,7 +92,7 @@ def test_without_tiers_no_row_is_marked_for_16_bits():
     found = CachedStorage(RowStorage(2, 2, 8), 2)
     found.add(handles(0, 1), 2)
     found.update(handles(0, 1), torch.ones(2, 2), torch.tensor([True, True]))
-    assert found.moved == (0, 0)
+    assert found.moves[:2] == (0, 0)
 
 
 def test_a_row_that_is_released_is_free_in_host_memory_too():
@@ -185,4 +168,4 @@ def test_any_order_of_lookups_updates_and_erasures_keeps_every_row(home, cache_r
         found.release(handles(*gone))
         for number in gone:
             del rows[number], low[number]
-    assert found.cached > 0
+    assert found.moves.cached > 0

@@ -1,14 +1,11 @@
-"""Candidates for admission are bounded by steps, and the same at any world size and after any restart."""
+"""Candidates for admission are bounded by steps, and forgotten by them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from naive_table import Ranks
 
-from tritonrec import ops
 from tritonrec.embedding import DynamicTable, Eviction, FeatureConfig, HashTableCollection, TablePolicy
-from tritonrec.embedding.candidates import Candidates
 
 WINDOW = 10
 POLICY = TablePolicy(Eviction("lru", capacity=50), admission=3, admission_window=WINDOW)
@@ -23,13 +20,10 @@ def keys_at(step: int) -> torch.Tensor:
     return torch.cat([again, once])[torch.randperm(NEW + 20, generator=draw)]
 
 
-def make(policy: TablePolicy = POLICY) -> DynamicTable:
-    return DynamicTable(2, slots=8, chunk_rows=64, policy=policy)
-
-
 def test_candidates_stay_bounded_however_long_the_run():
     """Far more keys come once than candidates may stay; keys, slots and counts stop growing."""
-    table, most, bytes_at = make(), 0, {}
+    table = DynamicTable(2, slots=8, chunk_rows=64, policy=POLICY)
+    most, bytes_at = 0, {}
     for step in range(12 * WINDOW):
         table.lookup(keys_at(step), step)
         if (step + 1) % WINDOW == 0:  # before the next forgetting
@@ -39,142 +33,6 @@ def test_candidates_stay_bounded_however_long_the_run():
     assert WINDOW * NEW < most <= (2 * WINDOW + 1) * (NEW + 20)
     assert bytes_at[12 * WINDOW - 1] == bytes_at[6 * WINDOW]
     assert table.counters.inserted > 0
-
-
-def test_a_key_is_forgotten_at_the_first_multiple_more_than_a_window_after_its_last_request():
-    for last in range(2 * WINDOW + 1):
-        table = make(TablePolicy(admission=2, admission_window=WINDOW))
-        table.lookup(torch.tensor([7]), last)
-        waits = []
-        for step in range(last + 1, last + 3 * WINDOW):
-            table.lookup(torch.empty(0, dtype=torch.int64), step)
-            waits.append(len(table.state()["candidates"]["keys"]) == 1)
-        gone = last + 1 + waits.index(False)
-        assert gone % WINDOW == 0 and gone - last > WINDOW >= gone - WINDOW - last
-        assert not any(waits[waits.index(False) :])
-
-
-def test_an_admitted_key_is_no_candidate_any_more():
-    table, keys = make(TablePolicy(admission=2, admission_window=WINDOW)), torch.tensor([7, 8])
-    table.lookup(keys, 0)
-    assert table.state()["candidates"]["keys"].tolist() == [7, 8]
-    assert int(table.lookup(keys[:1], 1).handles) >= 0
-    assert table.state()["candidates"]["keys"].tolist() == [8]
-
-
-def test_a_forgotten_key_starts_at_one_again():
-    key = torch.tensor([-(2**63)])
-    table = make(TablePolicy(admission=3, admission_window=2))
-    rows = [int(table.lookup(key, step).handles) for step in (0, 1, 4, 5)]
-    assert rows == [-1] * 4
-    assert int(table.lookup(key, 6).handles) >= 0
-
-
-def states(world_size: int, stops: list[tuple[int, int, str]], steps: int) -> dict[str, torch.Tensor]:
-    """The candidates and rows at the end of a run with restarts: (step, world size, full or changes)."""
-    ranks, tables = Ranks(world_size), [make() for _ in range(world_size)]
-    saved: dict[str, dict] = {}
-    for step in range(steps):
-        for stop, new_world, kind in stops:
-            if stop != step:
-                continue
-            joined = joined_state(tables) if kind == "full" else upon(saved, tables)
-            ranks.close()
-            world_size, ranks, tables = new_world, Ranks(new_world), [make() for _ in range(new_world)]
-            for rank, table in enumerate(tables):
-                table.load_state(
-                    {
-                        group: {
-                            name: values[ops.owner_of(columns["keys"], world_size) == rank]
-                            for name, values in columns.items()
-                        }
-                        for group, columns in joined.items()
-                    }
-                )
-        if step % 7 == 3:
-            saved = joined_state(tables)
-            for table in tables:
-                table.track_changes()
-        keys = keys_at(step)
-        owners = ops.owner_of(keys, world_size)
-        ranks(lambda rank, all_reduce: tables[rank].lookup(keys[owners == rank], step, all_reduce))  # noqa: B023
-    ranks.close()
-    return {
-        f"{group}.{name}": values for group, c in joined_state(tables).items() for name, values in c.items()
-    }
-
-
-def joined_state(tables: list[DynamicTable]) -> dict[str, dict[str, torch.Tensor]]:
-    """The state of all ranks, keys ascending."""
-    return ascending(
-        {
-            group: {name: torch.cat([table.state()[group][name] for table in tables]) for name in columns}
-            for group, columns in tables[0].state().items()
-        }
-    )
-
-
-def ascending(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
-    orders = {group: torch.argsort(columns["keys"]) for group, columns in state.items()}
-    return {
-        group: {name: values[orders[group]] for name, values in columns.items()}
-        for group, columns in state.items()
-    }
-
-
-def upon(saved: dict[str, dict], tables: list[DynamicTable]) -> dict[str, dict[str, torch.Tensor]]:
-    """What was saved, with the changes of all ranks since."""
-    found = saved
-    for table in tables:
-        changed, erased = table.take_changes()
-        found = {
-            group: {
-                name: torch.cat(
-                    [values[stays(columns["keys"], changed, erased, group)], changed[group][name]]
-                )
-                for name, values in columns.items()
-            }
-            for group, columns in found.items()
-        }
-    return ascending(found)
-
-
-def stays(keys: torch.Tensor, changed: dict, erased: dict, group: str) -> torch.Tensor:
-    return ~torch.isin(keys, torch.cat([changed[group]["keys"], erased[group]]))
-
-
-@pytest.mark.parametrize(
-    "world_size, stops",
-    [
-        (2, []),
-        (3, []),
-        (1, [(25, 3, "full"), (41, 2, "full")]),
-        (3, [(20, 2, "changes"), (30, 1, "changes"), (34, 3, "full")]),
-        (2, [(21, 3, "changes")]),
-    ],
-)
-def test_candidates_are_the_same_at_any_world_size_and_after_any_restart(world_size, stops):
-    expected, found = states(1, [], 45), states(world_size, stops, 45)
-    assert found.keys() == expected.keys() and len(expected["candidates.keys"]) > WINDOW * NEW
-    for name, values in expected.items():
-        assert torch.equal(values, found[name]), name
-
-
-def test_a_window_longer_than_the_run_changes_nothing():
-    tables = [make(TablePolicy(admission=2, admission_window=window)) for window in (1000, 2**31 - 1)]
-    for table in tables:
-        for step in range(3 * WINDOW):
-            table.lookup(keys_at(step), step)
-    first, second = (table.state() for table in tables)
-    assert all(
-        torch.equal(first[group][name], second[group][name]) for group in first for name in first[group]
-    )
-
-
-@pytest.mark.parametrize("step", [-1, 2**31])
-def test_a_step_out_of_range_is_refused(step):
-    with pytest.raises(ValueError, match=rf"step must be in \[0, 2\*\*31\) with admission, got {step}"):
-        make(TablePolicy(admission=2)).lookup(torch.tensor([1]), step)
 
 
 def test_a_state_of_other_tables_is_refused_with_all_that_differs():
@@ -192,37 +50,3 @@ def test_a_state_of_other_tables_is_refused_with_all_that_differs():
         "column 'keys' of table 'c' is torch.int64 ('n',) in the state, not there here",
         "column 'rows' of table 'c' is torch.float32 ('n', 9) in the state, not there here",
     ]
-
-
-@pytest.mark.parametrize("device", [None, torch.device("cpu")])
-def test_a_candidate_is_forgotten_after_the_window_and_not_at_its_end(device):
-    candidates = Candidates(3, WINDOW, 8, device)
-    candidates.count(torch.tensor([5]), WINDOW)
-    candidates.count(torch.tensor([7]), WINDOW - 1)
-    candidates.forget(2 * WINDOW)
-    assert len(candidates) == 1
-    candidates.forget(3 * WINDOW)
-    assert len(candidates) == 0
-
-
-def test_rows_found_new_and_refused_are_counted():
-    table = make()
-    for step in range(5):
-        table.lookup(torch.tensor([1, 2]), step)
-    table.lookup(torch.tensor([1, 3]), 5)
-    counted = table.counters
-    assert (counted.found, counted.inserted, counted.rejected) == (5, 2, 5)
-
-
-def test_a_key_that_is_a_candidate_again_is_not_among_the_erased_ones():
-    found = Candidates(3, 100, 8)
-    key, other = torch.tensor([5]), torch.tensor([6])
-    for each in key, other:
-        found.count(each, 0)
-    found.track_changes()
-    found.erase(other)
-    found.erase(key)
-    found.count(key, 1)
-    changed, erased = found.take_changes()
-    assert changed["keys"].tolist() == [5] and erased.tolist() == [6]
-    assert found._index.find(key).tolist() == [0]

@@ -1,8 +1,6 @@
 """Promise: merging tables changes the number of lookups and no bit; an id that does not fit is named."""
 
-import re
 from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -17,7 +15,6 @@ from tritonrec.embedding import (
     KeyLayout,
     RowOptimizer,
     TablePolicy,
-    WarmupLinear,
 )
 from tritonrec.embedding.bags import pool
 
@@ -236,63 +233,6 @@ def test_peek_adds_nothing():
 def test_an_unknown_table_is_named():
     with pytest.raises(ValueError, match="there is no table 'x'; the tables are city, genre, item, user"):
         HashTableCollection(features()).load("x", torch.tensor([1]), torch.zeros(1, 4))
-
-
-def _updated(features, rule, updates=3, merge=True):
-    """Rows by table after updates of ids 0 to 4 of every feature from equal gradients, and the groups."""
-    tables = HashTableCollection(features, rule, merge=merge, seed=1)
-    lookups = {feature.name: lookup_of(*range(5)) for feature in features}
-    random = torch.Generator().manual_seed(2)
-    gradient = torch.randn(updates, 5, 4, generator=random)
-    for update in range(updates):
-        for group, keys in zip(tables.groups, tables.keys(lookups), strict=True):
-            handles = group.table.lookup(keys, update).handles
-            rows = group.table.gather(handles, keys)
-            each = gradient[update].repeat(len(keys) // 5, 1)
-            group.optimizer.update(rows, torch.arange(len(keys)), each, update + 1)
-            group.table.update(handles, rows)
-    return tables.export(), len(tables.groups)
-
-
-@pytest.mark.parametrize("name", ["sgd", "adam"])
-@pytest.mark.parametrize("schedule", [None, WarmupLinear(0.25, 2, 9)], ids=["number", "schedule"])
-@pytest.mark.parametrize("merge", [True, False])
-def test_a_scaled_feature_has_the_bits_of_a_rule_with_that_rate(name, schedule, merge):
-    rate = 0.25 if schedule is None else schedule
-    slow = 0.25 * 0.1 if schedule is None else lambda update: 0.1 * schedule(update)
-    plain = [FeatureConfig("a", 4), FeatureConfig("c", 4)]
-    got, groups = _updated(
-        [*plain, FeatureConfig("b", 4, learning_rate_scale=0.1)], RowOptimizer(name, lr=rate), merge=merge
-    )
-    other = FeatureConfig("b", 4, optimizer=RowOptimizer(name, lr=slow))
-    want, _ = _updated([*plain, other], RowOptimizer(name, lr=rate), merge=merge)
-    assert groups == (2 if merge else 3)
-    for table, (ids, rows) in want.items():
-        assert torch.equal(got[table][0], ids) and torch.equal(got[table][1], rows), table
-    same, groups = _updated([*plain, FeatureConfig("b", 4)], RowOptimizer(name, lr=rate), merge=merge)
-    assert not torch.equal(same["b"][1], want["b"][1]) and torch.equal(same["a"][1], want["a"][1])
-
-
-def test_features_of_one_table_have_one_rate():
-    shared = [FeatureConfig(name, 4, table="t", learning_rate_scale=0.5) for name in "ab"]
-    assert HashTableCollection(shared, RowOptimizer("sgd", lr=0.5)).groups[0].optimizer.lr == 0.25
-    with pytest.raises(ValueError, match=r"'a' and 'b' share table 't', whose rows .* one learning rate"):
-        HashTableCollection([shared[0], FeatureConfig("b", 4, table="t")])
-
-
-@pytest.mark.parametrize("scale", [-1.0, float("inf"), float("nan")])
-def test_a_scale_that_is_none_is_named(scale):
-    with pytest.raises(ValueError, match=r"feature 'a': learning_rate_scale must lie in \[0, inf\)"):
-        FeatureConfig("a", 4, learning_rate_scale=scale)
-
-
-def test_the_documentations_scaled_feature_is_as_pasted():
-    page = (Path(__file__).parents[2] / "docs" / "embedding.md").read_text()
-    (block,) = re.findall(r"```python\n([^`]*learning_rate_scale.*?)```", page, re.DOTALL)
-    names = {}
-    exec(block, names)
-    rates = {group.layout.names: group.optimizer.lr(50) for group in names["tables"].groups}
-    assert rates == {("item",): pytest.approx(5e-4), ("user",): pytest.approx(5e-5)}
 
 
 def test_a_row_may_have_a_single_value():

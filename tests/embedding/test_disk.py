@@ -109,7 +109,7 @@ def test_a_storage_reaches_them_too(tmp_path, monkeypatch):
     storage.add(handles, 2**22 + 7)
     values = torch.randn(4, 512, dtype=torch.float32)
     storage.update(handles, values)  # of the first ones in memory, of the others in the file
-    assert storage.disk_rows == (0, 1)
+    assert storage.moves[3:] == (0, 1)
     assert torch.equal(storage.gather(handles.flip(0)), values.flip(0))
 
 

@@ -3,18 +3,14 @@
 import pytest
 import torch
 
-from tritonrec.embedding import DynamicTable, Eviction, PrecisionTiers, TablePolicy
-from tritonrec.embedding.precision import round_low
+from tritonrec.embedding import DynamicTable, PrecisionTiers, TablePolicy
 from tritonrec.embedding.row_storage import RowStorage, TieredStorage
 
 pytestmark = pytest.mark.smoke
 
 POLICIES = {
     "none": TablePolicy(),
-    "lru": TablePolicy(Eviction("lru", capacity=9)),
-    "ttl": TablePolicy(Eviction("ttl", ttl=1)),
     "tiers": TablePolicy(precision=PrecisionTiers(2, every=2)),
-    "all": TablePolicy(Eviction("lru", capacity=9), admission=2, precision=PrecisionTiers(2, every=2)),
 }
 DIM, WIDTH = 3, 5
 STORAGES = {"float32": RowStorage, "tiers": TieredStorage}
@@ -33,40 +29,6 @@ def rows(count, seed):
     values = torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
     values[::2] = values[::2].round()
     return values
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_an_update_after_the_next_lookup_reaches_its_keys_and_no_other(name):
-    """The pipeline's order: lookup t+1, then update t. In between rows come, go, move and tables grow."""
-    store, expected, pending = table(POLICIES[name]), {}, None
-    for step in range(30):
-        keys = torch.randint(-12, 12 + 2 * step, (8,), generator=torch.Generator().manual_seed(step)).unique()
-        found = store.lookup(keys, step)
-        if pending is not None:
-            store.update(*pending)
-        present, values = found.handles >= 0, rows(len(keys), step)
-        expected |= zip(keys[present].tolist(), values[present], strict=True)
-        pending = found.handles, values
-    store.update(*pending)
-    left, values = store.export()
-    written = torch.stack([expected[key] for key in left.tolist()])
-    demoted = round_low(written, torch.ones(len(written), dtype=torch.bool), DIM, str)
-    assert bool(((values == written).all(1) | (values == demoted).all(1)).all())
-    if name != "none":
-        counters = store.counters
-        assert counters.evicted + counters.promoted * counters.demoted > 0
-
-
-def test_a_row_keeps_its_handle_while_it_moves_between_the_tiers():
-    store = table(TablePolicy(precision=PrecisionTiers(200, every=1000)))
-    keys = torch.arange(40)
-    handles = store.lookup(keys, 0).handles
-    for step, seed in enumerate(range(1, 12), 1):
-        values = rows(40, seed)[torch.randperm(40)]
-        store.update(handles, values)
-        assert torch.equal(store.lookup(keys, step).handles, handles)
-        assert torch.equal(store.gather(handles, keys), values)
-    assert store.counters.promoted > 20 and store.counters.demoted > 20
 
 
 @pytest.mark.parametrize("moment", ["_locate", "_kernel_chunks"])
@@ -89,36 +51,6 @@ def test_rows_that_move_during_a_gather_change_no_result(monkeypatch, moment):
     assert store.counters.demoted == 30
 
 
-def test_a_handle_outlives_growth():
-    store = table()
-    keys = torch.arange(6)
-    handles = store.lookup(keys, 0).handles
-    store.lookup(torch.arange(1000, 3000), 1)
-    values = rows(6, 0)
-    store.update(handles, values)
-    assert torch.equal(store.find(keys), handles) and torch.equal(store.gather(handles, keys), values)
-
-
-@pytest.mark.parametrize("name", ["none", "tiers"])
-@pytest.mark.parametrize("late", [False, True])
-def test_the_update_of_a_row_erased_meanwhile_changes_no_other_row(name, late):
-    store, keys = table(POLICIES[name]), tensor([-5, 2**63 - 1, 3])
-    handles = store.lookup(keys, 0).handles
-    more = torch.arange(100, 130)
-    for lookup in (late, not late):  # new rows come with the next lookup, and after it or before
-        if lookup:
-            store.lookup(more + 100, 1)
-        else:
-            assert store.erase(keys[:2]).tolist() == [True, True]
-    store.load(more, rows(30, 1))
-    before = store.gather(store.find(more), more), store.gather(store.find(more + 100), more + 100)
-    store.update(handles, rows(3, 2))
-    assert store.find(keys).tolist() == [-1, -1, int(handles[2])]
-    after = store.gather(store.find(more), more), store.gather(store.find(more + 100), more + 100)
-    assert all(map(torch.equal, before, after))
-    assert torch.equal(store.gather(handles[2:], keys[2:]), rows(3, 2)[2:])
-
-
 def test_the_handle_of_an_erased_row_is_used_again_once_no_lookup_holds_it():
     store = table()
     handles = store.lookup(tensor([1, 2, 3]), 0).handles
@@ -129,18 +61,6 @@ def test_the_handle_of_an_erased_row_is_used_again_once_no_lookup_holds_it():
     store.lookup(tensor([1]), 6)
     store.erase(tensor([11]))  # in neither of the last two lookups: free at once
     assert int(store.lookup(tensor([20]), 7).handles) == taken[0]
-
-
-def test_a_key_that_is_not_admitted_has_no_handle_and_its_update_is_dropped():
-    store, keys = table(TablePolicy(admission=2)), tensor([4, -9])
-    store.lookup(keys[:1], 0)
-    handles = store.lookup(keys, 1).handles
-    assert (handles >= 0).tolist() == [True, False]
-    store.lookup(keys[1:], 2)  # admitted now, and starts afresh
-    values = rows(2, 0)
-    store.update(handles, values)
-    kept = store.gather(store.find(keys), keys)
-    assert torch.equal(kept, torch.cat([values[:1], store.initial_rows(keys[1:])]))
 
 
 @pytest.mark.parametrize("storage", STORAGES)

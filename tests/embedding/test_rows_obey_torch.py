@@ -260,7 +260,6 @@ def test_a_learning_rate_of_zero_moves_nothing():
     net = Net(RowOptimizer("adam", lr=0.0))
     before = stepped(net, count=3)
     assert torch.equal(before[1], net.items.tables.initial_rows("embedding", before[0])[:, :DIM])
-    HashTableCollection([FeatureConfig("a", 3, learning_rate_scale=0.0)])
     for wrong in (-1e-3, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="lr must be finite and >= 0"):
             RowOptimizer("sgd", lr=wrong)

@@ -69,13 +69,6 @@ def test_stops_as_soon_as_it_is_decided():
     ranks.close()
 
 
-def test_every_rank_sums_equally_often_also_without_candidates():
-    ranks = Ranks(3)
-    items = [(1, 5, number) for number in range(10)]
-    assert chosen_of(ranks, items, [2] * 10, [4, 3]) == items[:3]
-    ranks.close()
-
-
 @pytest.mark.parametrize("count", [None, torch.tensor(2)])
 def test_which_are_valid_is_known_on_the_device_of_the_keys(count):
     """Whatever the default device is."""

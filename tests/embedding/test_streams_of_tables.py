@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tritonrec.embedding import DynamicTable, Placement, PrecisionTiers, TablePolicy
-from tritonrec.embedding.pinned import PinnedRows
+from tritonrec.embedding.metadata import PinnedRows
 from tritonrec.embedding.row_column import RowColumn
 from tritonrec.embedding.row_storage import Chunks
 from tritonrec.embedding.stream_lock import Replaceable, StreamLock

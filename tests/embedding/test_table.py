@@ -2,11 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from tritonrec import ops
 from tritonrec.embedding import (
     DynamicTable,
     Eviction,
@@ -22,12 +18,6 @@ from tritonrec.kernels.deferred import first_bad
 
 pytestmark = pytest.mark.smoke
 
-EXTREMES = [-(2**63), -(2**63) + 1, -2, -1, 0, 1, 2**63 - 2, 2**63 - 1]
-keys_strategy = st.lists(
-    st.one_of(st.sampled_from(EXTREMES), st.integers(-(2**63), 2**63 - 1), st.integers(-20, 20)),
-    unique=True,
-    max_size=12,
-)
 HALF = TablePolicy(precision=PrecisionTiers(threshold=3, every=1000))
 
 
@@ -37,65 +27,6 @@ def table(**options):
 
 def tensor(keys):
     return torch.tensor(keys, dtype=torch.int64)
-
-
-class TableAgainstDict(RuleBasedStateMachine):
-    """The table and a dict see the same operations."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.model = table(), {}
-        self.version = 0.0
-
-    @rule(keys=keys_strategy)
-    def add(self, keys):
-        rows = self.table.lookup(tensor(keys), 0).handles
-        assert len(set(rows.tolist())) == len(keys)
-        initial = ops.initial_rows(7, 0, tensor(keys), 3, 0.5, impl="reference")
-        for key, values in zip(keys, initial.tolist(), strict=True):
-            self.model.setdefault(key, [*values, 0.0, 0.0])
-        assert self.table.gather(rows, tensor(keys)).tolist() == [self.model[key] for key in keys]
-
-    @rule(keys=keys_strategy)
-    def write(self, keys):
-        """Keys that are not in the table are skipped."""
-        self.version += 1
-        values = torch.arange(len(keys) * 5, dtype=torch.float32).reshape(-1, 5) + 100 * self.version
-        self.table.update(self.table.find(tensor(keys)), values)
-        for key, row in zip(keys, values.tolist(), strict=True):
-            if key in self.model:
-                self.model[key] = row
-
-    @rule(keys=keys_strategy)
-    def erase(self, keys):
-        had_row = self.table.erase(tensor(keys)).tolist()
-        assert had_row == [self.model.pop(key, None) is not None for key in keys]
-
-    @rule(keys=keys_strategy)
-    def find(self, keys):
-        rows = self.table.find(tensor(keys))
-        assert [row >= 0 for row in rows.tolist()] == [key in self.model for key in keys]
-
-    @invariant()
-    def same_content(self):
-        keys, rows = self.table.export()
-        assert keys.tolist() == sorted(self.model)
-        assert rows.tolist() == [self.model[key] for key in sorted(self.model)]
-
-
-TestTableAgainstDict = TableAgainstDict.TestCase
-TestTableAgainstDict.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
-
-
-@settings(max_examples=20)
-@given(keys_strategy, st.randoms(use_true_random=False))
-def test_order_of_arrival_does_not_change_rows(keys, random):
-    first, second = table(), table()
-    first.lookup(tensor(keys), 0)
-    for key in random.sample(keys, len(keys)):
-        second.lookup(tensor([key]), 0)
-    for a, b in zip(first.export(), second.export(), strict=True):
-        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 3, 4, 64])
@@ -138,41 +69,6 @@ def test_another_table_name_gives_other_initial_values():
     assert not torch.equal(*rows)
 
 
-def test_export_and_load_round_trip():
-    source, target = table(), table()
-    source.lookup(tensor(EXTREMES), 0)
-    source.update(source.find(tensor(EXTREMES)), torch.randn(len(EXTREMES), 5))
-    target.load(*source.export())
-    for a, b in zip(source.export(), target.export(), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_loaded_rows_are_not_evicted_as_if_they_were_old():
-    store = table(policy=TablePolicy(Eviction("ttl", ttl=2)))
-    store.load(torch.arange(4), torch.randn(4, 5))
-    for step in range(1000, 1003):
-        store.lookup(tensor([9]), step)
-        assert len(store) == 5
-    store.lookup(tensor([9]), 1003)
-    assert store.export()[0].tolist() == [9]
-
-
-def test_low_precision_takes_half_the_bytes_and_other_rows_keep_every_bit():
-    store = table(policy=HALF)
-    keys = tensor([-1, 5, 2**63 - 1])
-    for step in range(4):
-        batch_keys = keys if step == 0 else keys[:1]
-        found = store.lookup(batch_keys, step)
-        values = store.gather(found.handles, batch_keys) + torch.rand(len(batch_keys), 5) / 3
-        store.round_low_precision(values, found.low_precision)
-        store.update(store.find(batch_keys), values)
-        assert found.low_precision.tolist() == [step < 2] * len(batch_keys)
-        assert torch.equal(store.gather(store.find(batch_keys), batch_keys), values)
-    assert store.memory()["saved_by_fp16"] == 2 * 5 * 2
-    assert (store.counters.promoted, store.counters.demoted) == (1, 3)
-    assert not torch.equal(values[0].half().float(), values[0])
-
-
 @pytest.mark.parametrize("policy", [None, HALF])
 def test_new_rows_take_the_memory_of_erased_ones(policy):
     store, taken = table(policy=policy), []
@@ -200,13 +96,6 @@ def test_access_counts_stop_at_255():
     store = table(policy=TablePolicy(precision=PrecisionTiers(threshold=255, every=10**6)))
     low = [bool(store.lookup(tensor([-1]), step).low_precision) for step in range(1, 301)]
     assert low == [True] * 254 + [False] * 46
-
-
-def test_a_key_that_is_not_admitted_is_in_no_tier():
-    store = table(policy=TablePolicy(admission=100, precision=PrecisionTiers(threshold=255, every=1)))
-    for step in range(12):  # halved twelve times
-        found = store.lookup(tensor([-1, 4]), step)
-        assert found.handles.tolist() == [-1, -1] and found.low_precision.tolist() == [False, False]
 
 
 def test_a_second_moment_too_small_for_float16_survives_in_16_bits():
@@ -240,24 +129,6 @@ def test_a_row_that_cannot_be_demoted_is_named():
     store.lookup(keys[:0], 3)
     with pytest.raises(ValueError, match=r"id 9 of table item is due .* 1000000.0 in its column 1"):
         store.lookup(keys[:0], 4)
-
-
-def test_an_evicted_row_starts_from_its_initial_values():
-    store = table(policy=TablePolicy(Eviction("ttl", ttl=1, keep=True)))
-    key = tensor([-1])
-    store.lookup(key, 0)
-    fresh = store.gather(store.find(key), key)
-    trained = torch.randn(1, 5)
-    store.update(store.find(key), trained)
-    store.lookup(tensor([]), 1)
-    store.lookup(tensor([4]), 2)
-    assert store.find(key).tolist() == [-1]
-    keys, rows = store.take_evicted()
-    assert keys.tolist() == [-1] and torch.equal(rows, trained)
-    assert torch.equal(store.gather(store.lookup(key, 3).handles, key), fresh)
-    assert len(store.take_evicted()[0]) == 0
-    # its old number went to key 4, and it got a new one
-    assert store.find(tensor([-1, 4])).tolist() == [1, 0]
 
 
 def test_metadata_takes_25_bytes_per_key():
@@ -390,27 +261,8 @@ def test_a_column_begins_with_the_value_of_no_row_alone():
     assert RowColumn(torch.int32).nbytes == 4
 
 
-def test_rows_that_are_not_recent_any_more_are_among_the_changes():
-    found = DynamicTable(2, policy=TablePolicy(Eviction("lru", capacity=9)))
-    found.track_changes()
-    for step, key in enumerate((1, 2)):
-        found.lookup(torch.tensor([key]), step)
-        rows = found.take_changes()[0]["rows"]
-    assert rows["keys"].tolist() == [1, 2] and rows["recent"].tolist() == [False, True]
-
-
 def test_a_lookup_brings_rows_to_the_cache():
     found = DynamicTable(2, placement=Placement("cached", cache_rows=4))
     for _ in range(2):
         found.lookup(torch.tensor([1, 2, 3]), 0)
     assert found.counters.cached == 3
-
-
-@pytest.mark.parametrize("first", range(4))
-def test_rows_that_are_loaded_make_no_other_row_younger(first):
-    found = DynamicTable(2, policy=TablePolicy(Eviction("ttl", ttl=2)))
-    found.lookup(torch.tensor([7]), first)
-    found.load(torch.tensor([8]), torch.zeros(1, 2))
-    for step, keys in ((first + 2, [7, 8]), (first + 3, [8])):
-        found.lookup(torch.tensor([], dtype=torch.int64), step)
-        assert found.export()[0].tolist() == keys, step

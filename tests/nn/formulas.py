@@ -67,8 +67,7 @@ def mmoe(x, module):
             scores = linear(row, gate)
             chosen = sorted(range(len(scores)), key=lambda e: (-scores[e].item(), e))[: module.top_k]
             weights = torch.softmax(scores, 0)
-            total = sum(weights[e] for e in chosen) if module.renormalise else 1
-            mixed = sum(weights[e] / total * mlp(row, module.experts[e]) for e in chosen)
+            mixed = sum(weights[e] * mlp(row, module.experts[e]) for e in chosen)
             logits.append(mlp(mixed, tower))
         rows.append(torch.cat(logits)[None])
     return torch.cat(rows)

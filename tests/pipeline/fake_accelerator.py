@@ -5,6 +5,8 @@ import threading
 import time
 from random import Random
 
+from tritonrec.pipeline.streams import Streams
+
 LONGEST = 300  # seconds: kernels may be compiled meanwhile
 
 
@@ -13,7 +15,7 @@ class FakeEvent:
         self.lane, self.done, self.error = lane, threading.Event(), None
 
 
-class FakeAccelerator:
+class FakeAccelerator(Streams):
     """Streams that defer all work, with waits drawn from a seed before each piece.
 
     `slow` holds one lane back. `log` has (lane, lanes of the events waited for) of every piece queued.

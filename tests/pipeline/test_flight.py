@@ -190,7 +190,6 @@ READERS_AND_WRITERS = {
     "table export": lambda model, tables, dense: tables.groups[0].table.export(),
     "table load": lambda model, tables, dense: tables.groups[0].table.load(ids_of(tables), torch.ones(3, 18)),
     "table state": lambda model, tables, dense: tables.groups[0].table.state(),
-    "take_evicted": lambda model, tables, dense: tables.groups[0].table.take_evicted(),
     "optimizer's state": lambda model, tables, dense: dense.state_dict(),
     "optimizer load": lambda model, tables, dense: dense.load_state_dict({}),
     "optimizer step": lambda model, tables, dense: dense.step(),

@@ -6,17 +6,15 @@ shows as other bits, as it would on a device.
 
 import threading
 from collections import Counter
-from contextlib import contextmanager
 from itertools import product
 
 import pytest
 import torch
 from fake_accelerator import FakeAccelerator
 from speeds import slow_except
-from test_switches import CONFIG, POLICY, batches, parts, run, same, state
+from test_switches import POLICY, batches, parts, run, same, state
 
 from tritonrec.distributed import Communicators
-from tritonrec.nn import HSTU
 from tritonrec.pipeline import (
     PIPELINED,
     Edge,
@@ -42,8 +40,8 @@ def run_on(accelerator, mode, made, schedule=None, **window):
     ("mode", "seed"), slow_except([("nestpipe", 0), ("fwp", 1)], product(PIPELINED, (0, 1)))
 )
 def test_deferred_work_gives_the_bits_of_synchronous_training(mode, seed):
-    expected, _ = run("reference", parts(POLICY))
-    made = parts(POLICY)
+    expected, _ = run("reference", parts(policy=POLICY))
+    made = parts(policy=POLICY)
     switches = {"first_use": bool(seed), "skip_fetch": bool(seed) and mode != "fwp"}
     losses = run_on(FakeAccelerator(seed), mode, made, **switches)
     assert same(state(made), expected)
@@ -171,7 +169,7 @@ def test_a_tensor_of_the_device_stays_where_it_is_also_without_the_number_of_the
 def test_the_host_needs_neither_streams_nor_copies():
     values = torch.arange(3)
     cpu = torch.device("cpu")
-    assert isinstance(streams.streams_for(cpu), streams.HostStreams)
+    assert type(streams.streams_for(cpu)) is streams.Streams
     assert streams.to_device(values, cpu) is values and streams.to_host(values) is values
 
 
@@ -199,28 +197,6 @@ def test_a_model_on_another_device_is_refused():
         Trainer(*made, Communicators.local(), "nestpipe", device="cuda")
 
 
-@contextmanager
-def on_gpu():
-    made = parts()
-    model = HSTU(CONFIG).to("cuda")
-    model.load_state_dict(made[0].state_dict())
-    yield model, made[1], type(made[2])(model.named_parameters(), made[2].rule)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; the accelerator of threads stands in")
-def test_on_a_gpu_every_mode_has_one_result():
-    states = []
-    for mode in ("sequential", *PIPELINED):
-        with (
-            on_gpu() as made,
-            Trainer(*made, Communicators.local(), mode, WindowConfig(3, seed=4), device="cuda") as training,
-        ):
-            list(training.run(batches()))
-            states.append([each.cpu() for each in state(made)])
-    assert all(same(states[0], other) for other in states[1:])
-
-
 def test_lanes_of_one_rank_on_the_host_share_a_thread(monkeypatch):
     names, span = {}, Trainer._span
 
@@ -229,8 +205,8 @@ def test_lanes_of_one_rank_on_the_host_share_a_thread(monkeypatch):
         return span(self, lane, task, places)
 
     monkeypatch.setattr(Trainer, "_span", noted)
-    expected, _ = run("reference", parts(POLICY))
-    made = parts(POLICY)
+    expected, _ = run("reference", parts(policy=POLICY))
+    made = parts(policy=POLICY)
     run_on(None, "nestpipe", made)
     assert same(state(made), expected)
     together = ("copy", "communication", "compute", "reduce")
@@ -239,6 +215,6 @@ def test_lanes_of_one_rank_on_the_host_share_a_thread(monkeypatch):
 
 
 def test_lanes_that_wait_for_others_have_threads_of_their_own():
-    assert streams.lanes_of_one_thread(streams.HostStreams(), True)
-    assert not streams.lanes_of_one_thread(streams.HostStreams(), False)
+    assert streams.lanes_of_one_thread(streams.Streams(), True)
+    assert not streams.lanes_of_one_thread(streams.Streams(), False)
     assert not streams.lanes_of_one_thread(FakeAccelerator(), True)

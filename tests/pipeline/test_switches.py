@@ -6,19 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from trainer_parts import optimizer_of, state
+from trainer_parts import batches, parts, same, state
 
-from tritonrec.data import NextItemLoader, load
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import (
     Eviction,
-    FeatureConfig,
-    HashTableCollection,
     PrecisionTiers,
     RowOptimizer,
     TablePolicy,
 )
-from tritonrec.nn import HSTU, HSTUConfig
 from tritonrec.pipeline import (
     DBP,
     FWP,
@@ -38,22 +34,8 @@ from tritonrec.pipeline.program import Program
 from tritonrec.pipeline.stages.update import update_rows
 from tritonrec.settings import with_values
 
-CONFIG = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9, dropout=0.2)
 POLICY = TablePolicy(Eviction("lru", capacity=40, every=2), admission=2, precision=PrecisionTiers(3, every=3))
 TWO_BUFFERS = ("dbp", "nestpipe")
-
-
-def parts(policy=None):
-    torch.manual_seed(0)
-    model, rule = HSTU(CONFIG), RowOptimizer("adam", lr=0.05)
-    feature = FeatureConfig("item", 6, policy=policy or TablePolicy())
-    tables = HashTableCollection([feature], rule, seed=2, slots=8, chunk_rows=32)
-    return model, tables, optimizer_of(model, rule.name, rule.lr)
-
-
-def batches(count=6):
-    loader = NextItemLoader(load("zipf:users=60,items=200,seed=1"), 7, 9, 1, seed=3)
-    return [loader.batch(step) for step in range(count)]
 
 
 def run(mode, made=None, step_by_step=False, **window):
@@ -65,10 +47,6 @@ def run(mode, made=None, step_by_step=False, **window):
         else:
             list(training.run(batches()))
         return state(made), training.counts
-
-
-def same(a, b):
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def test_first_use_sends_what_one_micro_batch_would():

@@ -7,38 +7,20 @@ from itertools import product
 import pytest
 import torch
 from speeds import slow_except
-from trainer_parts import optimizer_of, state
+from trainer_parts import batches, parts, same, state
 
-from tritonrec.data import JaggedBatch, NextItemLoader, load
+from tritonrec.data import JaggedBatch
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import (
     Eviction,
-    FeatureConfig,
-    HashTableCollection,
     PrecisionTiers,
-    RowOptimizer,
     TablePolicy,
 )
 from tritonrec.embedding.key_index import KeyIndex
-from tritonrec.nn import HSTU, HSTUConfig
 from tritonrec.pipeline import PIPELINED, StageFailedError, Trainer, WindowConfig
 from tritonrec.settings import with_values
 
 DIM = 6
-CONFIG = HSTUConfig(dim=DIM, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9, dropout=0.2)
-
-
-def parts(policy=None, config=CONFIG, optimizer="adam"):
-    torch.manual_seed(0)
-    model, rule = HSTU(config), RowOptimizer(optimizer, lr=0.05)
-    feature = FeatureConfig("item", DIM, policy=policy or TablePolicy())
-    tables = HashTableCollection([feature], rule, seed=2, slots=8, chunk_rows=32)
-    return model, tables, optimizer_of(model, rule.name, rule.lr)
-
-
-def batches(count, seed=3):
-    loader = NextItemLoader(load("zipf:users=60,items=200,seed=1"), 7, 9, 1, seed=seed)
-    return [loader.batch(step) for step in range(count)]
 
 
 def run(mode, run_batches, made=None, **window):
@@ -50,20 +32,15 @@ def run(mode, run_batches, made=None, **window):
     return state(made), results, counts
 
 
-def same(a, b):
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 @pytest.mark.parametrize("mode", slow_except(["reference", "nestpipe"], ["reference", *PIPELINED]))
 def test_accumulating_two_batches_is_training_on_both_at_once(mode):
     # without dropout, whose mask goes by the batch's step, and with the optimizers' step counted in updates
-    config = replace(CONFIG, dropout=0.0)
     four = batches(4)
     pairs = [[replace(batch, step=step) for batch in four[2 * step : 2 * step + 2]] for step in (0, 1)]
     whole = [JaggedBatch.concat(pair) for pair in pairs]
-    expected, _, _ = run("reference", whole, parts(config=config))
+    expected, _, _ = run("reference", whole, parts())
     split = {} if mode == "reference" else {"micro_batches": 3}
-    got, results, _ = run(mode, four, parts(config=config), accumulate=2, **split)
+    got, results, _ = run(mode, four, parts(), accumulate=2, **split)
     assert same(got, expected)
     assert [result.step for result in results] == [0, 1, 2, 3]
     assert [result.loss_terms for result in results] == [whole[0].num_tokens] * 2 + [whole[1].num_tokens] * 2
@@ -132,7 +109,7 @@ QUICK = [*((name, "nestpipe") for name in POLICIES), *(("all", mode) for mode in
 
 @pytest.mark.parametrize(("name", "mode"), slow_except(QUICK, product(POLICIES, PIPELINED)))
 def test_policies_go_by_steps_and_keys_whatever_the_mode(mode, name):
-    made = [parts(POLICIES[name]) for _ in range(2)]
+    made = [parts(policy=POLICIES[name]) for _ in range(2)]
     expected, losses, _ = run("reference", batches(9), made[0])
     got, results, _ = run(mode, batches(9), made[1], micro_batches=3)
     plain, counters = [each[1].groups[0].table.counters for each in made]
@@ -166,7 +143,7 @@ def test_a_key_is_hashed_once_a_window(monkeypatch, mode, skip_fetch):
 
 @pytest.mark.parametrize("mode", slow_except(["dbp", "nestpipe"], PIPELINED))
 def test_a_low_precision_weight_beyond_float16_is_an_error_that_names_it(mode):
-    made = parts(TablePolicy(precision=PrecisionTiers(5, every=2)), optimizer="sgd")
+    made = parts(policy=TablePolicy(precision=PrecisionTiers(5, every=2)), optimizer="sgd")
     ids = batches(1)[0].lookups()["item"].ids.unique()
     made[1].load("item", ids, made[1].initial_rows("item", ids) * 2e5)
     with pytest.raises(StageFailedError, match=r"table item.* does not fit 16 bits"):

@@ -158,16 +158,7 @@ def dense_after(communicators, name, model=None):
 @pytest.mark.parametrize("name", slow_except(["sasrec"], MODELS))
 def test_two_ranks_train_as_one(name):
     models = [converted(name), converted(name)]  # threads share the generator that draws parameters
-    compare_ranks(name, run_ranks(2, lambda ranks: dense_after(ranks, name, models[ranks.rank])))
-
-
-@pytest.mark.slow
-@pytest.mark.multi_rank
-def test_two_processes_train_as_one(pool):
-    compare_ranks("sasrec", pool.run(dense_after, 2, "sasrec"))
-
-
-def compare_ranks(name, ranks):
+    ranks = run_ranks(2, lambda ranks: dense_after(ranks, name, models[ranks.rank]))
     whole, losses = dense_after(Communicators.local(), name)
     assert {**ranks[0][1], **ranks[1][1]} == losses and len(losses) == 24
     for parameters, _ in ranks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .lookup import Moves
 from .row_column import RowColumn
 from .row_storage import RowStorage, TierMarks
 from .selection import select
@@ -47,10 +48,6 @@ class CachedStorage(RowStorage):
         self._found = torch.zeros((), dtype=torch.int64, device=device)
         self._lock = StreamLock(device)  # for columns that grow
         self._moving = StreamLock(device)  # for rows that move while another lane reads the table's state
-
-    @property
-    def cached(self) -> int:
-        return int(self._found)
 
     def grow(self, end: int) -> None:
         with self._lock:
@@ -131,8 +128,9 @@ class CachedStorage(RowStorage):
             self._hand.copy_(torch.where(number > 0, (last + 1) % self._cache_rows, self._hand))
 
     @property
-    def moved(self) -> tuple[int, int]:
-        return self._low.moved  # in host memory a cached row moves when it leaves
+    def moves(self) -> Moves:
+        # In host memory a cached row moves when it leaves.
+        return self._low.moves._replace(cached=int(self._found))
 
     def memory(self) -> dict[str, int]:
         columns = (self._places, self._used, self._low, self._handles, self._recent)

@@ -9,6 +9,7 @@ import torch
 
 from ..kernels import chunked_rows
 from . import numba_disk
+from .lookup import Moves
 from .row_column import RowColumn
 from .row_file import RowFile
 from .row_storage import RowStorage, TierMarks
@@ -70,16 +71,11 @@ class DiskStorage(RowStorage):
         )  # for rows that move while another lane reads the table's state
 
     @property
-    def cached(self) -> int:
-        return self._found
-
-    @property
-    def disk_rows(self) -> tuple[int, int]:
-        return self._file.read_rows, self._file.written_rows
-
-    @property
-    def moved(self) -> tuple[int, int]:
-        return self._low.moved
+    def moves(self) -> Moves:
+        file = self._file
+        return self._low.moves._replace(
+            cached=self._found, disk_read=file.read_rows, disk_written=file.written_rows
+        )
 
     def grow(self, end: int) -> None:
         self._file.reserve(end)

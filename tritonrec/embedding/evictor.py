@@ -11,7 +11,6 @@ from .key_layout import KeyLayout
 from .policy import Eviction
 from .row_column import RowColumn
 from .select import AllReduce, select_smallest, unpinned_rows
-from .selection import trimmed
 from .stored_table import StoredTable
 
 NO_TIMESTAMP = -1
@@ -49,7 +48,6 @@ class Evictor:
         self._ages: LastSteps | None = (
             None  # of a table on the host, with lru or ttl, once a pass has made it
         )
-        self._kept: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
 
     @property
     def nbytes(self) -> int:
@@ -179,17 +177,3 @@ class Evictor:
             members, _ids = self._layout.unpack(keys)
             positions, count = smallest_slots(scores, keys, members, among, most, all_reduce)
         return in_order_of_keys(keys[positions], positions, count)[0], count
-
-    def keep(self, rows: StoredTable, keys: torch.Tensor, count: torch.Tensor | None = None) -> None:
-        """Copy the rows of `keys` (n,) before their eviction, if `Eviction.keep`."""
-        if self.eviction.keep:
-            self._kept.append((keys, rows.gather(rows.find(keys, count)), count))
-
-    def take_over(self, other: Evictor) -> None:
-        """The rows that another one has kept are kept here."""
-        self._kept = other._kept
-
-    def take_kept(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and rows of each `keep` since the last call."""
-        kept, self._kept = self._kept, []
-        return [(trimmed(keys, count), trimmed(rows, count)) for keys, rows, count in kept]

@@ -16,7 +16,6 @@ from .bags import Pooling, first_columns, parts, pool, weighted_rows
 from .by_table import columns_by_table, keys_by_table, part_name, rows_by_table
 from .change_log import CHECKPOINT
 from .key_layout import KeyLayout
-from .learning_rate import scaled
 from .policy import Placement, TablePolicy
 from .row_exchange import rows_of_owners
 from .row_optimizer import RowOptimizer
@@ -51,8 +50,6 @@ class FeatureConfig:
         policy: eviction, admission and precision tiers.
         placement: where the table is; by default where the collection's are.
         merge: False keeps the table apart; then all 2**64 ids are legal.
-        learning_rate_scale: factor of the rule's learning rate in every update. A row has one rate, so
-            features that share a table need the same factor.
     """
 
     name: str
@@ -64,7 +61,6 @@ class FeatureConfig:
     policy: TablePolicy = field(default_factory=TablePolicy)
     placement: Placement | None = None
     merge: bool = True
-    learning_rate_scale: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -72,7 +68,6 @@ class FeatureConfig:
         if self.dim < 1:
             raise ValueError(f"feature {self.name!r}: dim must be at least 1, got {self.dim}")
         check_number(f"feature {self.name!r}: scale", self.scale or 0.0)
-        check_number(f"feature {self.name!r}: learning_rate_scale", self.learning_rate_scale)
 
 
 @dataclass(frozen=True)
@@ -138,7 +133,6 @@ class HashTableCollection:
         for feature in self.features.values():
             name = feature.table or feature.name
             own = feature.optimizer or rule
-            own = replace(own, lr=scaled(own.lr, feature.learning_rate_scale))
             feature = replace(feature, optimizer=own)
             if own.lazy_weight_decay and feature.policy.precision is not None:
                 raise ValueError(
@@ -146,12 +140,6 @@ class HashTableCollection:
                     "number of a row's last update; leave out one of them"
                 )
             known = tables.setdefault(name, feature)
-            if known.learning_rate_scale != feature.learning_rate_scale:
-                raise ValueError(
-                    f"features {known.name!r} and {feature.name!r} share table {name!r}, whose rows are "
-                    "updated once from the sum of both features' gradients, at one learning rate: give both "
-                    "the same learning_rate_scale, or each a table of its own"
-                )
             if _table_settings(known) != _table_settings(feature):
                 raise ValueError(
                     f"features {known.name!r} and {feature.name!r} share table {name!r} but differ in dim, "
@@ -596,4 +584,4 @@ def _mergeable(feature: FeatureConfig) -> FeatureConfig:
 
 def _table_settings(feature: FeatureConfig) -> FeatureConfig:
     """`feature` without the fields that do not concern its table."""
-    return replace(feature, name="-", table="", pooling="none", learning_rate_scale=1.0)
+    return replace(feature, name="-", table="", pooling="none")

@@ -98,7 +98,7 @@ class StepDecay:
 
 @dataclass(frozen=True)
 class Scaled:
-    """``factor`` times the rate of another schedule (`FeatureConfig.learning_rate_scale`)."""
+    """``factor`` times the rate of another schedule."""
 
     schedule: Schedule
     factor: float

@@ -21,14 +21,27 @@ class Lookup(NamedTuple):
     low_precision: torch.Tensor | None
 
 
+class Moves(NamedTuple):
+    """Rows that a table has moved so far.
+
+    promoted, demoted: to float32 and to 16 bits; a new row moves at its first update. cached: rows looked up
+    that were in a device's cache, or in the memory of a table on disk. disk_read, disk_written: read from a
+    disk, and written to it.
+    """
+
+    promoted: int = 0
+    demoted: int = 0
+    cached: int = 0
+    disk_read: int = 0
+    disk_written: int = 0
+
+
 @dataclass
 class Counters:
     """Rows and lookups of a table on this rank since it was made.
 
     found: keys looked up that had a row. inserted: rows made for new keys. rejected: lookups of keys that
-    are not admitted yet. evicted: rows erased by eviction. promoted, demoted: rows moved to float32 and to
-    16 bits; a new row moves at its first update. cached: rows looked up that were in a device's cache, or in
-    the memory of a table on disk. disk_read, disk_written: rows read from a disk, and written to it.
+    are not admitted yet. evicted: rows erased by eviction. The others are those of `Moves`.
     """
 
     found: int

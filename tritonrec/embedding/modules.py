@@ -34,7 +34,6 @@ from .table import DynamicTable
 from .tracing import UNSCRIPTABLE, leaf_call
 
 Consistency = Literal["batch", "window"]
-UnknownIds = Literal["initial", "zeros"]
 
 
 @typed
@@ -49,13 +48,10 @@ class HashEmbeddingCollection(torch.nn.Module):
         optimizer: update rule of features without one of their own.
         consistency: ``"batch"`` adds gradients in fixed point: the same bits for any order and number of
             backward passes and any number of ranks. ``"window"``: in float32.
-        fraction_bits: of fixed point.
         process_group: of the ranks that share the tables; None for one rank. Forward and backward are
             collective: every rank calls them in the same order, also without ids.
         divisor: of the gradients' sums over the ranks and backward passes; by default the number of ranks,
             which gives the gradient of the mean of their losses, as DDP does.
-        unknown_ids: what ids without a row read as outside of training: their ``"initial"`` values, or
-            ``"zeros"``.
         fused: update the rows in each backward pass, as FBGEMM and TorchRec's sharded modules do; the update
             is `fused_optimizer`'s. No clipping, no GradScaler, no accumulation of passes.
         seed: of the initial values; by default drawn from torch's generator (rank 0's).
@@ -70,10 +66,8 @@ class HashEmbeddingCollection(torch.nn.Module):
         optimizer: RowOptimizer | None = None,
         *,
         consistency: Consistency = "batch",
-        fraction_bits: int = FRACTION_BITS,
         process_group: dist.ProcessGroup | None = None,
         divisor: float | None = None,
-        unknown_ids: UnknownIds = "initial",
         fused: bool = False,
         seed: int | None = None,
         **tables: Any,
@@ -87,8 +81,7 @@ class HashEmbeddingCollection(torch.nn.Module):
         else:
             seed = _common_seed(self.communicator) if seed is None else seed
             self.tables = HashTableCollection(features, optimizer, seed=seed, **tables)
-        self.consistency, self.fraction_bits = consistency, fraction_bits
-        self.unknown_ids = unknown_ids
+        self.consistency = consistency
         self.rows = RowsParameter()
         self.lookups = 0
         check_number("divisor", 1.0 if divisor is None else divisor, positive=True)
@@ -112,8 +105,7 @@ class HashEmbeddingCollection(torch.nn.Module):
     def _collect(self, fused: bool) -> None:
         """Begin without gradients."""
         self.row_gradients = [
-            RowGradients(group, self.consistency, self.fraction_bits, self._divisor)
-            for group in self.tables.groups
+            RowGradients(group, self.consistency, self._divisor) for group in self.tables.groups
         ]
         self.fused_optimizer: HashOptimizer | None = None
         if fused:
@@ -202,10 +194,7 @@ class HashEmbeddingCollection(torch.nn.Module):
                 handles = table.lookup(own, self.lookups, self._over_ranks).handles
             else:
                 handles = table.find(own)
-            found = table.gather(handles, own)[:, : table.dim]
-            if not training and self.unknown_ids == "zeros":
-                found = torch.where((handles < 0).unsqueeze(1), 0.0, found)
-            return found
+            return table.gather(handles, own)[:, : table.dim]
 
         routes, values = rows_of_owners(
             [group.table for group in self.tables.groups], keys, self.communicator, read
@@ -227,13 +216,13 @@ class HashEmbeddingCollection(torch.nn.Module):
         over, sums = self.communicator, []
         # A gradient without a sum counts as 0 in the exchange and is reported by the all-reduce: every rank
         # goes through the same collectives, and all learn of it.
-        limit = 2.0 ** (62 - self.fraction_bits) if self.consistency == "batch" else torch.inf
+        limit = 2.0 ** (62 - FRACTION_BITS) if self.consistency == "batch" else torch.inf
         total = torch.zeros((), dtype=torch.int64, device=gradients[0].device)
         for route, gradient in zip(routes, gradients, strict=True):
             good = gradient.abs() < limit  # and no NaN
             total += (~good).sum()
             gradient = torch.where(good, gradient, 0.0)
-            sums.append(route.sums(over, gradient, self.consistency, self.fraction_bits))
+            sums.append(route.sums(over, gradient, self.consistency))
         bad = over.all_reduce(total, "gradients that are not finite", bounded=True) > 0
         for own, route, each in zip(self.row_gradients, routes, sums, strict=True):
             own.add(route.keys, each, bad)

@@ -97,14 +97,12 @@ class Eviction:
             inserted after its eviction pass, so the table may exceed the capacity by their number.
         ttl: steps.
         every: steps between eviction passes, which run at multiples of it.
-        keep: keep evicted rows until `DynamicTable.take_evicted` is called, to publish or archive them.
     """
 
     policy: EvictionPolicy
     capacity: int | str | None = None
     ttl: int | None = None
     every: int = setting(1, "Steps between eviction passes.", 1)
-    keep: bool = False
 
     def __post_init__(self) -> None:
         required, other = ("ttl", "capacity") if self.policy == "ttl" else ("capacity", "ttl")

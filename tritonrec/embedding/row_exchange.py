@@ -14,6 +14,7 @@ import torch
 
 from ..distributed.communicator import Communicator
 from ..kernels import launch
+from ..kernels.fixed_point.errors import FRACTION_BITS
 from .key_layout import KeyLayout
 from .selection import distinct
 from .table import DynamicTable
@@ -42,11 +43,9 @@ class Route:
             return values
         return over.all_to_all(launch.gather_rows(values, self.received), self.receive, self.send)
 
-    def sums(
-        self, over: Communicator, gradient: torch.Tensor, consistency: str, fraction_bits: int
-    ) -> torch.Tensor:
+    def sums(self, over: Communicator, gradient: torch.Tensor, consistency: str) -> torch.Tensor:
         """The sums (K, dim) by key of every rank's `gradient` (n, dim) float32: float32 or fixed point."""
-        options = consistency, fraction_bits, "embedding gradient"
+        options = consistency, FRACTION_BITS, "embedding gradient"
         sums = launch.segment_sum(gradient.contiguous(), self.inverse, sum(self.send), *options)
         if self.received is None:
             return sums

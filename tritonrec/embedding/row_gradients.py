@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..kernels import launch
+from ..kernels.fixed_point.errors import FRACTION_BITS
 from .features import TableGroup
 from .row_optimizer import RowOptimizer
 from .selection import distinct
@@ -22,7 +23,7 @@ class RowGradients:
 
     Args:
         group: the table, its optimizer and its logical tables.
-        consistency: ``"batch"`` or ``"window"``. fraction_bits: of fixed point.
+        consistency: ``"batch"`` or ``"window"``.
         divisor: of the sums.
 
     Attributes:
@@ -33,9 +34,8 @@ class RowGradients:
 
     has_optimizer = False
 
-    def __init__(self, group: TableGroup, consistency: str, fraction_bits: int, divisor: float):
-        self.group, self.consistency, self.fraction_bits = group, consistency, fraction_bits
-        self.divisor = divisor
+    def __init__(self, group: TableGroup, consistency: str, divisor: float):
+        self.group, self.consistency, self.divisor = group, consistency, divisor
         self.parameter = TouchedRows.of(self)
         self.clear()
 
@@ -97,7 +97,7 @@ class RowGradients:
         if self._mean is None:
             sums = self._merge()
             if self.consistency == "batch":
-                mean = launch.from_fixed_point(sums, self.divisor, self.fraction_bits)
+                mean = launch.from_fixed_point(sums, self.divisor, FRACTION_BITS)
             else:
                 mean = sums / self.divisor
             assert self._bad is not None
@@ -126,7 +126,7 @@ class RowGradients:
         if len(self._parts) > 1:
             keys, sums = (torch.cat(each) for each in zip(*self._parts, strict=True))
             found = distinct(keys, padded=False)
-            options = self.consistency, self.fraction_bits, "embedding gradient"
+            options = self.consistency, FRACTION_BITS, "embedding gradient"
             self._parts = [(found.keys, launch.segment_sum(sums, found.inverse, len(found.keys), *options))]
         self._keys, sums = self._parts[0]
         return sums

@@ -8,6 +8,7 @@ from ..kernels import chunked_rows
 from ..kernels.chunked_rows import LOW
 from .device_pool import DevicePool, most_of
 from .index_pool import MAX_ROWS
+from .lookup import Moves
 from .row_column import RowColumn
 from .row_file import RowFile
 from .stream_lock import Replaceable, StreamLock
@@ -130,19 +131,9 @@ class RowStorage:
         return torch.zeros(len(handles), dtype=torch.bool, device=self.device)
 
     @property
-    def moved(self) -> tuple[int, int]:
-        """See `StoredTable.moved`."""
-        return 0, 0
-
-    @property
-    def cached(self) -> int:
-        """See `StoredTable.cached`."""
-        return 0
-
-    @property
-    def disk_rows(self) -> tuple[int, int]:
-        """See `StoredTable.disk_rows`."""
-        return 0, 0
+    def moves(self) -> Moves:
+        """See `StoredTable.moves`."""
+        return Moves()
 
     def memory(self) -> dict[str, int]:
         """Bytes of values and of locations; `saved_by_fp16` counts rows in use."""
@@ -230,9 +221,8 @@ class TieredStorage(RowStorage):
         return self._locate(handles) >= LOW
 
     @property
-    def moved(self) -> tuple[int, int]:
-        to_full, to_low = self._moved.tolist()
-        return to_full, to_low
+    def moves(self) -> Moves:
+        return Moves(*self._moved.tolist())
 
     def memory(self) -> dict[str, int]:
         return {
@@ -286,10 +276,9 @@ class TierMarks:
         return self._low.nbytes
 
     @property
-    def moved(self) -> tuple[int, int]:
-        """See `StoredTable.moved`."""
-        to_full, to_low = self._moved.tolist()
-        return to_full, to_low
+    def moves(self) -> Moves:
+        """Rows to be moved so far, to float32 and to 16 bits."""
+        return Moves(*self._moved.tolist())
 
     def add(self, handles: torch.Tensor, end: int) -> None:
         """New rows at `handles` (K,), or -1, below `end`."""

@@ -12,6 +12,7 @@ from .cached_storage import CachedStorage
 from .device_index import DeviceIndex
 from .disk_storage import DiskStorage
 from .key_index import KeyIndex
+from .lookup import Moves
 from .policy import Placement
 from .row_checksums import RowChecksums
 from .row_file import RowFile
@@ -182,19 +183,9 @@ class StoredTable:
         return self._checksums.first_changed(handles, values, skipped)
 
     @property
-    def moved(self) -> tuple[int, int]:
-        """Rows moved so far to float32, and to 16 bits."""
-        return self._storage.moved
-
-    @property
-    def cached(self) -> int:
-        """Rows that `prefetch` found in a cache so far; waits for a device."""
-        return self._storage.cached
-
-    @property
-    def disk_rows(self) -> tuple[int, int]:
-        """Rows read from a disk so far, and written to it."""
-        return self._storage.disk_rows
+    def moves(self) -> Moves:
+        """See `Moves`; waits for a device."""
+        return self._storage.moves
 
     def memory(self) -> dict[str, int]:
         """Bytes allocated, by purpose."""

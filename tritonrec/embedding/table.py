@@ -223,8 +223,6 @@ class DynamicTable(TrainedTable):
                 other._metadata.changes.continue_from(self._metadata.changes)
                 if self._candidates is not None and other._candidates is not None:
                     other._candidates.erase(self._candidates.state()["keys"])
-            if self._evictor is not None and other._evictor is not None:
-                other._evictor.take_over(self._evictor)
             self._before = self._moves()
             self._rows, self._metadata, self._candidates = other._rows, other._metadata, other._candidates
             self._evictor, self._precision = other._evictor, other._precision

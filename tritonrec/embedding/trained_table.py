@@ -120,9 +120,8 @@ class TrainedTable:
         return Counters(found, inserted, rejected, int(self._evicted), *self._moves())
 
     def _moves(self) -> list[int]:
-        """Rows moved to float32, and to 16 bits; found in a cache; read from a disk, and written to it."""
-        moves = (*self._rows.moved, self._rows.cached, *self._rows.disk_rows)
-        return [sum(each) for each in zip(self._before, moves, strict=True)]
+        """`Moves`, of the tables before this one too."""
+        return [sum(each) for each in zip(self._before, self._rows.moves, strict=True)]
 
     def lookup(
         self,
@@ -333,17 +332,6 @@ class TrainedTable:
         stored["metadata"] += self._metadata.nbytes
         return {**stored, "candidates": 0 if candidates is None else candidates.nbytes}
 
-    def take_evicted(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys (n,) and rows (n, row_width) evicted since the last call, if `Eviction.keep`; oldest first, on
-        the host.
-        """
-        self.in_flight.check("take_evicted")
-        with self._lock:
-            evicted = [] if self._evictor is None else self._evictor.take_kept()
-        keys = [torch.empty(0, dtype=torch.int64), *(keys.cpu() for keys, _ in evicted)]
-        rows = [torch.empty(0, self.row_width, dtype=torch.float32), *(rows.cpu() for _, rows in evicted)]
-        return torch.cat(keys), torch.cat(rows)
-
     # The next four need `_lock`.
 
     def _insert(
@@ -451,7 +439,6 @@ class TrainedTable:
         for first, part in zip(range(0, len(keys), BLOCK), keys.split(BLOCK), strict=False):
             here = None if count is None else (count - first).clamp(0, len(part))
             with self._updating, self._lock:
-                evictor.keep(self._rows, part, here)
                 self._rows.release(self._erase(part, here), here)
         self._evicted += len(keys) if count is None else count
 

@@ -27,8 +27,7 @@ class MMoE(torch.nn.Module):
 
     Args:
         dim: D. experts, top_k: E and k, 1 <= k <= E. hidden: inner width of experts and towers, D unless
-            given. renormalise: divide the chosen weights by their sum; the gradient then reaches the gate's
-            chosen scores alone (and with k = 1 none). Equation 4 does not.
+            given.
     """
 
     def __init__(
@@ -38,7 +37,6 @@ class MMoE(torch.nn.Module):
         experts: int = 4,
         top_k: int = 2,
         hidden: int | None = None,
-        renormalise: bool = False,
     ):
         super().__init__()
         if tasks < 1:
@@ -46,7 +44,7 @@ class MMoE(torch.nn.Module):
         if not 1 <= top_k <= experts:
             raise ValueError(f"top_k must lie in [1, {experts}], the number of experts, got {top_k}")
         hidden = dim if hidden is None else hidden
-        self.top_k, self.renormalise = top_k, renormalise
+        self.top_k = top_k
         self.experts = torch.nn.ModuleList(MLP(dim, hidden, dim) for _ in range(experts))
         self.gates = torch.nn.ModuleList(Linear(dim, experts, bias=False) for _ in range(tasks))
         self.towers = torch.nn.ModuleList(MLP(dim, hidden, 1) for _ in range(tasks))
@@ -59,8 +57,6 @@ class MMoE(torch.nn.Module):
         scores = widen(scores)
         ranked = torch.sort(scores.detach(), dim=1, descending=True, stable=True).indices
         chosen = ranked[:, : self.top_k].sort(dim=1).values
-        if self.renormalise:
-            return chosen, torch.softmax(scores.gather(1, chosen), 1)
         return chosen, torch.softmax(scores, 1).gather(1, chosen)
 
     def forward(self, x: torch.Tensor, seq_offsets: torch.Tensor) -> torch.Tensor:

@@ -6,14 +6,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from .check import check
 from .schedule import Task
-from .streams import HostStreams, Streams
+from .streams import Streams
 from .tasks import Tasks
 
 Delay = Callable[[Task], float]
@@ -27,35 +28,6 @@ CLOSE_SECONDS = 2.0
 
 class StageFailedError(RuntimeError):
     """A stage raised; the original exception is the cause, and no later stage of this rank has started."""
-
-
-class Call(Generic[Result]):
-    """Work that a lane does between its tasks; its error concerns the caller only."""
-
-    def __init__(self, function: Callable[[], Result]):
-        self._function = function
-        self.done = False
-        self._result: Result | None = None
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        """Do the work, on the lane's thread."""
-        try:
-            self._result = self._function()
-        except BaseException as error:
-            self._error = error
-        self.done = True
-
-    @property
-    def failed(self) -> bool:
-        """Whether the work has raised."""
-        return self._error is not None
-
-    def result(self) -> Result:
-        """What the work returned; raises what it raised."""
-        if self._error is not None:
-            raise self._error
-        return self._result  # type: ignore[return-value]
 
 
 @dataclass
@@ -111,7 +83,7 @@ class Executor:
             check(tasks.schedule, tasks.micro_batches, tasks.doers)
         self.schedule, self._tasks = tasks.schedule, tasks
         self._actions, self._span, self._delay, self._within = actions, span, delay, lane
-        self._streams = streams or HostStreams()
+        self._streams = streams or Streams()
         self._events: dict[Task, Any] = {}  # of work that may be under way on a device
         self._next_part: Task | None = None  # what the next task of the same lane does on its way
         self._part: _Part | None = None  # under way
@@ -131,7 +103,7 @@ class Executor:
         self._failure: tuple[Task, BaseException] | None = None
         self._interrupt = threading.Event()
         self._closing = self._stopped = False
-        self._queues: dict[str, deque[tuple[Task, Any] | Call[Any]]] = {each: deque() for each in self._wake}
+        self._queues: dict[str, deque[tuple[Any, Any]]] = {each: deque() for each in self._wake}
         self._threads = [
             threading.Thread(target=self._run, args=(thread,), name=f"lane {thread}", daemon=True)
             for thread in self._queues
@@ -191,22 +163,22 @@ class Executor:
             oldest = batch + 1 - self.schedule.reach
             self._events = {task: event for task, event in self._events.items() if task.batch >= oldest}
 
-    def call(self, lane: str, function: Callable[[], Result]) -> Call[Result]:
-        """Queue ``function()`` on a lane, behind the tasks that it has been given."""
-        call = Call(function)
+    def call(self, lane: str, function: Callable[[], Result]) -> Future[Result]:
+        """Queue ``function()`` on a lane, behind the lane's tasks so far; its error is the caller's."""
+        call: Future[Result] = Future()
         with self._lock:
             self._raise_if_stopped()
-            self._put(lane, call)
+            self._put(lane, (call, function))
         return call
 
-    def result(self, call: Call[Result]) -> Result:
+    def result(self, call: Future[Result]) -> Result:
         """Wait for a call, and return its result or raise its error.
 
         Raises `StageFailedError` where a stage fails first, RuntimeError if the executor is closed.
         """
         with self._lock:
-            self._of_caller.wait_for(lambda: call.done or self._stopped)
-            if not call.done:
+            self._of_caller.wait_for(lambda: call.done() or self._stopped)
+            if not call.done():
                 self._raise_if_stopped()
         return call.result()
 
@@ -250,8 +222,12 @@ class Executor:
 
     def _run(self, thread: str) -> None:
         while (work := self._next(thread)) is not None:
-            if isinstance(work, Call):
-                work.run()
+            if isinstance(work[0], Future):
+                call, function = work
+                try:
+                    call.set_result(function())
+                except BaseException as error:
+                    call.set_exception(error)
                 with self._lock:
                     self._of_caller.notify_all()
                 continue
@@ -301,7 +277,7 @@ class Executor:
         self._next_part, self._part = None, _Part(task, threading.get_ident())
         return self._part
 
-    def _put(self, lane: str, work: tuple[Task, Any] | Call[Any]) -> None:
+    def _put(self, lane: str, work: tuple[Any, Any]) -> None:
         """Queue work on the lane's thread, which sleeps only if it has none."""
         thread = self._thread_of[lane]
         queue = self._queues[thread]
@@ -348,7 +324,7 @@ class Executor:
             self._wake_all()
         self._interrupt.set()
 
-    def _next(self, thread: str) -> tuple[Task, Any, list[Any]] | Call[Any] | None:
+    def _next(self, thread: str) -> tuple[Any, ...] | None:
         """The thread's next task once all it waits for has finished here, and the events of what may run
         on a device still; or its next call; None when the executor stops.
         """
@@ -359,7 +335,7 @@ class Executor:
                 if self._stopped:
                     return None
                 work = queue.popleft()
-                if isinstance(work, Call):
+                if isinstance(work[0], Future):
                     return work
                 task, context = work
                 if not self.schedule[task.stage].within:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,24 +41,17 @@ MOST_SEEDS = 4096
 """That a graph may derive: one for each layer, and for each call of a `Dropout`."""
 
 
-class Recorder(Protocol):
-    """Records the work that a function queues on a device, and queues it again."""
-
-    def record(self, work: Callable[[], Result]) -> Result:
-        """Record `work`, which may run here any number of times; its result has the tensors of `replay`."""
-
-    def replay(self) -> None:
-        """Queue the recorded work: the same kernels with the same constants on the same addresses."""
-
-
 class CudaRecorder:
-    """`torch.cuda.graph`; run on an H100 (docs/platforms.md), where no test of ours runs."""
+    """Records the work that a function queues on a device, and queues it again.
+
+    `torch.cuda.graph`; run on an H100 (docs/platforms.md), where no test of ours runs.
+    """
 
     def __init__(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
 
     def record(self, work: Callable[[], Result]) -> Result:
-        """See `Recorder`."""
+        """Record `work`, which may run here any number of times; its result has the tensors of `replay`."""
         # Once without a graph, on a stream of its own, as `torch.cuda.graph` asks for.
         beside = torch.cuda.Stream()
         beside.wait_stream(torch.cuda.current_stream())
@@ -70,7 +63,7 @@ class CudaRecorder:
             return work()
 
     def replay(self) -> None:
-        """See `Recorder`."""
+        """Queue the recorded work: the same kernels with the same constants on the same addresses."""
         self._graph.replay()
 
 
@@ -95,7 +88,7 @@ class MicroBatchGraphs:
         self,
         samples: int | None = None,
         tokens: int | None = None,
-        recorder: Callable[[], Recorder] = CudaRecorder,
+        recorder: Callable[[], CudaRecorder] = CudaRecorder,
     ):
         if any(each is not None and each < 1 for each in (samples, tokens)):
             raise ValueError(f"samples and tokens of a graph must be at least 1, got {samples} and {tokens}")
@@ -325,7 +318,7 @@ class _Graph:
             and self._rows.shape[1] == rows.shape[1]
         )
 
-    def record(self, recorder: Recorder, settings: CallerSettings) -> None:
+    def record(self, recorder: CudaRecorder, settings: CallerSettings) -> None:
         """Record the call for a batch of padding alone, which adds 0 to every sum."""
 
         def call() -> tuple[torch.Tensor, torch.Tensor]:

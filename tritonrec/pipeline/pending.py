@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import replace
@@ -22,7 +23,7 @@ from ..trace import SupportsRecording
 from .attributes import noted
 from .caller_state import Noted, dense_rates, first_change, globals_of_torch, refusal, row_rates
 from .dense import DenseModel
-from .executor import Call, Executor
+from .executor import Executor
 from .flight import Flight
 from .graphs import MicroBatchGraphs
 from .guard import Guard
@@ -83,7 +84,7 @@ class PendingWindows:
         self._recorder, self._watch = recorder, communicators.watch
         self.executor: Executor | None = None  # its lane reads; None: the caller's thread, as all else
         self._last: int | None = None  # step of the last batch that was read
-        self._call: Call[list[Batch]] | None = None  # under way, or not taken since an interrupt
+        self._call: Future[list[Batch]] | None = None  # under way, or not taken since an interrupt
 
     def __len__(self) -> int:
         return len(self._windows)
@@ -213,7 +214,8 @@ class PendingWindows:
         try:
             self.executor.result(self._call)
         except BaseException:
-            if self._call.failed:  # else it is an interrupt of this thread, and the call goes on
+            # Without an error of its own, this is an interrupt of this thread, and the call goes on.
+            if self._call.done() and self._call.exception():
                 self._call = None
             raise
 

@@ -11,13 +11,13 @@ depends on, and inside a lane the stream keeps the order. The same schedule tabl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 
-class Streams(Protocol):
-    """What the executor asks of the place where work runs."""
+class Streams:
+    """Work runs at once, on the lane's own thread."""
 
     def begin(self) -> None:
         """Before the first work of an empty pipeline: what the caller has queued comes before it."""
@@ -27,6 +27,7 @@ class Streams(Protocol):
 
         Returns the event of its end, or None where it has ended.
         """
+        work()
 
     def mark(self, lane: str) -> Any:
         """The event of all that the lane's work, under way on this thread, has queued so far."""
@@ -35,24 +36,7 @@ class Streams(Protocol):
         """Return when the event's work has ended; raises what made it fail."""
 
 
-class HostStreams:
-    """Work runs at once, on the lane's own thread."""
-
-    def begin(self) -> None:
-        """See `Streams`."""
-
-    def run(self, lane: str, after: Sequence[Any], work: Callable[[], None]) -> None:
-        """See `Streams`."""
-        work()
-
-    def mark(self, lane: str) -> None:
-        """See `Streams`."""
-
-    def finish(self, event: Any) -> None:
-        """See `Streams`."""
-
-
-class DeviceStreams:
+class DeviceStreams(Streams):
     """A stream of an accelerator for each lane.
 
     Args:
@@ -64,11 +48,10 @@ class DeviceStreams:
         self._streams: dict[str, torch.Stream] = {}
 
     def begin(self) -> None:
-        """See `Streams`; the host waits, which costs nothing where nothing is under way."""
+        # The host waits, which costs nothing where nothing is under way.
         torch.accelerator.synchronize(self.device)
 
     def run(self, lane: str, after: Sequence[torch.Event], work: Callable[[], None]) -> torch.Event:
-        """See `Streams`."""
         if lane not in self._streams:
             self._streams[lane] = torch.Stream(self.device)
         stream = self._streams[lane]
@@ -83,13 +66,12 @@ class DeviceStreams:
         return self._streams[lane].record_event()
 
     def finish(self, event: torch.Event) -> None:
-        """See `Streams`."""
         event.synchronize()
 
 
 def streams_for(device: torch.device) -> Streams:
     """The streams of a device."""
-    return HostStreams() if device.type == "cpu" else DeviceStreams(device)
+    return Streams() if device.type == "cpu" else DeviceStreams(device)
 
 
 def launches_in_turn(device: torch.device, world_size: int) -> bool:
@@ -107,7 +89,7 @@ def lanes_of_one_thread(streams: Streams, alone: bool) -> tuple[str, ...]:
     Such lanes overlap nothing but each other's Python, and take turns at the interpreter's lock for it.
     Lanes that read batches and tables ahead keep threads of their own.
     """
-    together = isinstance(streams, HostStreams) and alone
+    together = type(streams) is Streams and alone
     return ("copy", "communication", "compute", "reduce") if together else ()
 
 

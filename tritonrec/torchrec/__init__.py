@@ -1,4 +1,4 @@
-"""TorchRec's names over our tables: its collections, configurations and fused modules."""
+"""TorchRec's names over our tables: its collections and configurations."""
 
 from .collections import (
     DataType,
@@ -10,7 +10,6 @@ from .collections import (
     KeyedTensor,
     PoolingType,
 )
-from .fused import FusedEmbeddingBagCollection, FusedEmbeddingCollection
 
 __all__ = [
     "DataType",
@@ -18,8 +17,6 @@ __all__ = [
     "EmbeddingBagConfig",
     "EmbeddingCollection",
     "EmbeddingConfig",
-    "FusedEmbeddingBagCollection",
-    "FusedEmbeddingCollection",
     "JaggedTensor",
     "KeyedTensor",
     "PoolingType",
