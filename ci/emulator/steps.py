@@ -26,7 +26,8 @@ BASELINE = ROOT / "ci" / "baselines" / "steps.json"
 DOCS = ROOT / "docs" / "launches.md"
 STAGES = (
     "prefetch", "h2d", "route", "retrieve", "copy_kept_rows", "exchange", "compute", "gradient_exchange",
-    "replica_reduce", "dense_reduce", "sparse_update", "dense_update", "write_back", "end of the step",
+    "replica_reduce", "early_dense_reduce", "dense_reduce", "sparse_update", "dense_update", "write_back",
+    "end of the step",
 )  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "host": {},

@@ -152,9 +152,13 @@ class GradientAccumulator(Accumulator):
                     "cut; batch consistency needs it from a module of tritonrec.nn, or use "
                     "consistency='window'"
                 )
-        if names is None:
-            taken = self._flat.clone()
-            self._flat.zero_()
+        every, wanted = list(self._trained), list(chosen)
+        first = every.index(wanted[0]) if wanted else 0
+        if every[first : first + len(wanted)] == wanted:  # all, or some that lie together
+            begin, size = (sum(self._trained[name].numel() for name in of) for of in (every[:first], wanted))
+            part = self._flat[begin : begin + size]
+            taken = part.clone()
+            part.zero_()
             return taken
         sums = [self.sums[name].view(-1) for name in chosen]
         taken = torch.cat(sums) if sums else self._flat[:0].clone()
