@@ -115,7 +115,8 @@ def test_the_nested_pipeline_on_emulated_kernels_ends_at_the_cpus_bits(optimizer
 
 
 HOST = {"hash_find", "hash_insert", "hash_move"}  # keys of tables in host memory
-CHECKS = {"first_outside", "add_bits", "add_chunks"}  # of arguments and parameters in host memory, where these are
+# of arguments and parameters in host memory, where these are
+CHECKS = {"first_outside", "add_bits", "add_chunks"}
 
 
 @contextmanager
