@@ -23,21 +23,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tritonrec.data import numba_text
 from tritonrec.data.arrow_types import filled, is_integer, plain
 from tritonrec.data.ctr import ClickLog, num_training_rows
 from tritonrec.data.log_files import files_at
 from tritonrec.data.log_format import LogFormat, named
+from tritonrec.data.numba_text import MISSING, read_hexadecimal
 from tritonrec.data.presets import Preset
-from tritonrec.data.tables import File, Frame, common_schema, is_metadata, open_files
+from tritonrec.data.tables import File, Frame, common_schema, is_metadata, open_files, tables_of
 from tritonrec.data.values import Part, flags, integers, numbers, words
 
-MISSING = 2**32
-"""Id of a hexadecimal category that is missing."""
 Columns = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Labels (n,) int64, dense (n, F) float32, categories (n, C) int64."""
-
-_IS_DIGIT = np.zeros(256, bool)
-_IS_DIGIT[list(b"0123456789abcdefABCDEF")] = True
 
 
 @dataclass(frozen=True)
@@ -116,6 +113,15 @@ class ClickColumns:
             ids[:, at] = self._ids(part, name, table.column(name))
         return self.labels(part, table), dense, ids
 
+    def kinds(self) -> list[int]:
+        """Of the columns in text (`numba_text`)."""
+        format, kind = self.format, numba_text
+        label = kind.FLAG if format.label_threshold is None else kind.NUMBER
+        dense = kind.COUNT if format.log_counts else kind.NUMBER
+        ids = kind.INTEGER if format.ids == "integers" and not self.words else kind.SKIPPED
+        features = [kind.HEXADECIMAL if name in format.hexadecimal else ids for name in self.features]
+        return [label, *[dense] * len(self.dense), *features]
+
     def labels(self, part: Part, table: pa.Table) -> np.ndarray:
         """(n,) int64: the column of labels."""
         return flags(part, self.label, table.column(self.label), self.format.label_threshold)
@@ -177,35 +183,19 @@ def _hexadecimal(part: Part, name: str, values: pa.Array) -> np.ndarray:
         return found
     if not pa.types.is_string(values.type):
         part.fail_type(name, values.type, "hexadecimal strings or integers")
-    digits = filled(values, "00000000")
-    widths = pc.binary_length(digits).to_numpy()
-    if (widths != 8).any():
-        if (widths > 8).any() or (widths == 0).any():
-            _fail_digits(part, name, values)
-        digits = pc.utf8_lpad(digits, width=8, padding="0")
-        if (pc.binary_length(digits).to_numpy() != 8).any():
-            _fail_digits(part, name, values)
-    _valid, offsets, data = digits.buffers()
-    start = int(np.frombuffer(offsets, np.int32, 1, 4 * digits.offset)[0]) if len(digits) else 0
-    if not len(digits):
-        return np.empty(0, np.int64)
-    if not _IS_DIGIT[np.frombuffer(data, np.uint8, 8 * len(digits), start)].all():
-        _fail_digits(part, name, values)
-    # Eight digits are the bytes of one word: bytes become values, then pairs, fours and all are joined.
-    word = np.frombuffer(data, "<u8", len(digits), start)
-    number = (word & 0x0F0F0F0F0F0F0F0F) + (word >> 6 & 0x0101010101010101) * 9
-    for bits, mask in ((4, 0x00FF00FF00FF00FF), (8, 0x0000FFFF0000FFFF), (16, 0x00000000FFFFFFFF)):
-        number = (number << bits | number >> 2 * bits) & mask
-    found = number.astype(np.int64)
+    words = filled(values, "0")
+    found = np.empty(len(words), np.int64)
+    if len(words):
+        _valid, ends, text = words.buffers()
+        digits = np.frombuffer(text, np.uint8)
+        offsets = np.frombuffer(ends, np.int32)[words.offset :][: len(words) + 1]
+        digits.flags.writeable = offsets.flags.writeable = False  # one type for the kernel
+        if (row := read_hexadecimal(digits, offsets, found)) < len(words):
+            wrong = np.arange(len(words)) == row
+            part.fail(name, values, wrong, "one to eight hexadecimal digits, or nothing")
     if values.null_count:
         found[values.is_null().to_numpy(zero_copy_only=False)] = MISSING
     return found
-
-
-def _fail_digits(part: Part, name: str, values: pa.Array) -> None:
-    fits = pc.fill_null(pc.match_substring_regex(values, "^[0-9a-fA-F]{1,8}$"), True)
-    wrong = ~fits.to_numpy(zero_copy_only=False)
-    part.fail(name, values, wrong, "one to eight hexadecimal digits, or nothing")
 
 
 class Clicks:
@@ -261,7 +251,7 @@ class Clicks:
         """The rows in parts, in order; raises ValueError for a file without a column."""
         for file in self.opened:
             found = [named(file.names, name, file.path) for name in columns.names]
-            for part, table in file.tables(found):
+            for part, table in tables_of(file, found, columns.kinds()):
                 yield part, table.rename_columns(columns.names)
 
     def tables(self) -> Iterator[pa.Table]:

@@ -22,9 +22,10 @@ from tritonrec.data.features import ItemGenres, UserFeatures
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.log_files import PACKED, LogFiles, files_at
 from tritonrec.data.log_format import LogFormat, find_columns, named
+from tritonrec.data.numba_text import FLAG, INTEGER, NUMBER, SKIPPED
 from tritonrec.data.parquet import FRACTION, TIME_UNIT, concat
 from tritonrec.data.presets import Preset
-from tritonrec.data.tables import File, Frame, ParquetFile, open_files
+from tritonrec.data.tables import File, Frame, ParquetFile, open_files, tables_of
 from tritonrec.data.times import checked_unit, found_unit, times
 from tritonrec.data.values import Part
 
@@ -146,7 +147,8 @@ class EventLog:
                     f"{file.path}: has the columns {', '.join(sorted(columns))}, but {self.opened[0].path} "
                     f"has {', '.join(sorted(roles[0]))}"
                 )
-            for number, (part, table) in enumerate(file.tables(list(dict.fromkeys(columns.values())))):
+            kinds = self._kinds(columns)
+            for number, (part, table) in enumerate(tables_of(file, list(kinds), list(kinds.values()))):
                 if self.preset and self.preset.item_length and not number:
                     _check_order(file.path, table, columns, self.preset.item_length)
                 yield self._part(part, table, columns, seen)
@@ -174,6 +176,20 @@ class EventLog:
         elif not self.format.label:
             found |= {f"task {name}": name for name in file.booleans() if name not in found.values()}
         return found
+
+    def _kinds(self, columns: dict[str, str]) -> dict[str, int]:
+        """Of columns in text (`numba_text`), the narrower one where a column has two roles."""
+        format = self.format
+        kinds: dict[str, int] = {}
+        label = FLAG if format.label_threshold is None else NUMBER
+        known = {"rating": NUMBER} if format.time_format else {"rating": NUMBER, "timestamp": INTEGER}
+        if format.ids == "integers" and self.words.keys() <= self._beside_words.keys():
+            known |= {"user": INTEGER, "item": INTEGER}
+        for role, name in columns.items():
+            kind = label if role.startswith("task ") else known.get(role, SKIPPED)
+            two = kind, kinds.get(name, kind)
+            kinds[name] = max(two) if all(two) else SKIPPED
+        return kinds
 
     def _part(self, part: Part, table: pa.Table, columns: dict[str, str], seen: _Seen) -> Interactions:
         format = self.format

@@ -86,6 +86,11 @@ def open_files(place: LogFiles, kind: str, format: LogFormat) -> list[File]:
     return opened
 
 
+def tables_of(file: File, columns: Sequence[str], kinds: Sequence[int]) -> Iterator[tuple[Part, pa.Table]]:
+    """The columns of a file; those of text may be numbers of `kinds` (`CsvFile.tables`)."""
+    return file.tables(columns, kinds) if isinstance(file, CsvFile) else file.tables(columns)
+
+
 class _Typed:
     """Columns with types."""
 

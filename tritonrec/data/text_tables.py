@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pcsv
 
 from tritonrec.data.log_format import NONE, LogFormat, is_header
+from tritonrec.data.numba_text import NUMBER, SKIPPED, read_fields
 from tritonrec.data.values import Part
 
 if TYPE_CHECKING:
@@ -50,7 +52,7 @@ class Block:
     @cached_property
     def ends(self) -> int:
         """Ends of lines."""
-        return self.data.count(b"\n")
+        return int(np.count_nonzero(np.frombuffer(self.data, np.uint8) == ord("\n")))
 
     def line_of(self, row: int) -> int:
         """The line at which a row begins; blank lines are no rows."""
@@ -210,14 +212,15 @@ class CsvFile(TextFile):
         """Text has none by type."""
         return []
 
-    def tables(self, columns: Sequence[str]) -> Iterator[tuple[Part, pa.Table]]:
+    def tables(self, columns: Sequence[str], kinds: Sequence[int] = ()) -> Iterator[tuple[Part, pa.Table]]:
         """The columns as text, with nulls for missing fields; raises ValueError naming the line.
 
-        The next block is read and parsed on another thread.
+        Of `kinds` (`numba_text`) they are numbers, in blocks where all of them are written as most are. The
+        next block is read and parsed on another thread.
         """
-        return ahead(self._tables(columns))
+        return ahead(self._tables(columns, kinds))
 
-    def _tables(self, columns: Sequence[str]) -> Iterator[tuple[Part, pa.Table]]:
+    def _tables(self, columns: Sequence[str], kinds: Sequence[int]) -> Iterator[tuple[Part, pa.Table]]:
         names, has_header, delimiter, quote = self.layout
         missing = ["", *self.format.missing]
         convert = pcsv.ConvertOptions(
@@ -235,12 +238,18 @@ class CsvFile(TextFile):
             delimiter=SEPARATOR if is_long else delimiter, quote_char=quote or False,
             newlines_in_values=True, invalid_row_handler=refuse,
         )  # fmt: skip
+        # What divides fields is no part of a number.
+        are_numbers = all(kinds) and len(set(columns)) == len(kinds) and not self.format.missing
+        are_numbers &= set(delimiter + quote).isdisjoint("0123456789abcdefABCDEF-.")
         for block in self.blocks(BLOCK_BYTES, quote.encode()):
             if has_header:
                 block, has_header = _without_first(block), False
-            data = _one_character(block, delimiter) if is_long else block.data
-            if not data.strip():
+            if not block.data.strip():
                 continue
+            if are_numbers and (made := _numbers(block, names, delimiter, columns, kinds)) is not None:
+                yield block.part(), made
+                continue
+            data = _one_character(block, delimiter) if is_long else block.data
             read = pcsv.ReadOptions(column_names=names, use_threads=False, block_size=len(data) + 1)
             try:
                 table = pcsv.read_csv(pa.py_buffer(data), read, parse, convert)
@@ -261,6 +270,24 @@ class CsvFile(TextFile):
                 text.decode()
             except UnicodeDecodeError as error:
                 raise self.no_text(number, error) from error
+
+
+def _numbers(
+    block: Block, names: list[str], delimiter: str, columns: Sequence[str], kinds: Sequence[int]
+) -> pa.Table | None:
+    """The columns in one pass; None where a field is not written as most of its kind are."""
+    text = block.data if block.data.endswith(b"\n") else block.data + b"\n"
+    made = np.empty((len(columns), block.ends + 1), np.int64)
+    floats, place = made.view(np.float64), {name: at for at, name in enumerate(columns)}
+    own = [(kinds[place[name]], place[name]) if name in place else (SKIPPED, -1) for name in names]
+    rows = read_fields(
+        *(np.frombuffer(each, np.uint8) for each in (text, delimiter.encode())),
+        ord(block.quote or b"\0"), *np.array(own).T.copy(), made, floats,
+    )  # fmt: skip
+    if rows < 0:
+        return None
+    pairs = zip(columns, kinds, strict=True)
+    return pa.table({name: (floats if kind == NUMBER else made)[place[name], :rows] for name, kind in pairs})
 
 
 def _fields(text: str, delimiter: str, quote: str) -> list[str]:
