@@ -16,12 +16,21 @@ import pyarrow.compute as pc
 Column: TypeAlias = "pa.Array | pa.ChunkedArray"
 
 
+_PLAIN = {
+    kind.id
+    for kind in (pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64(), pa.string())
+}
+"""The most frequent ones of those that stand for themselves."""
+
+
 def plain(values: Column) -> pa.Array:
     """The same values in the plain type of their kind."""
     if isinstance(values, pa.ChunkedArray):
         values = values.chunk(0) if values.num_chunks == 1 else values.combine_chunks()  # which copies
         if isinstance(values, pa.ChunkedArray):  # of a type that has no larger offsets
             values = pa.concat_arrays([plain(chunk) for chunk in values.chunks])
+    if values.type.id in _PLAIN:
+        return values
     if isinstance(values, pa.ExtensionArray):
         values = values.storage
     kind = values.type

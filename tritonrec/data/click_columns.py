@@ -34,7 +34,9 @@ from tritonrec.data.tables import File, Frame, common_schema, is_metadata, open_
 from tritonrec.data.values import Part, flags, integers, numbers, words
 
 Columns = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Labels (n,) int64, dense (n, F) float32, categories (n, C) int64."""
+"""Labels (n,) int64, dense (F, n) float32, categories (C, n) int64."""
+_LOGS = np.log1p(np.arange(1 << 12)).astype(np.float32)
+"""Of the smallest counts, as most are."""
 
 
 @dataclass(frozen=True)
@@ -103,15 +105,15 @@ class ClickColumns:
             )
         return cls(label, tuple(dense), tuple(features), format, own)
 
-    def arrays(self, part: Part, table: pa.Table) -> Columns:
-        """The columns of some rows; raises ValueError naming part, row and column of a bad value."""
-        dense = np.empty((len(table), len(self.dense)), np.float32)
-        for at, name in enumerate(self.dense):
-            dense[:, at] = self._dense(part, name, table.column(name))
-        ids = np.empty((len(table), len(self.features)), np.int64)
-        for at, name in enumerate(self.features):
-            ids[:, at] = self._ids(part, name, table.column(name))
-        return self.labels(part, table), dense, ids
+    def arrays(self, part: Part, table: pa.Table, order: Any = slice(None)) -> Columns:
+        """The columns of rows, in an order; raises ValueError naming part, row and column of a bad value."""
+        dense = np.empty((len(self.dense), len(table)), np.float32)
+        for own, name in zip(dense, self.dense, strict=True):
+            own[:] = self._dense(part, name, table.column(name))[order]
+        ids = np.empty((len(self.features), len(table)), np.int64)
+        for each, name in zip(ids, self.features, strict=True):
+            each[:] = self._ids(part, name, table.column(name))[order]
+        return self.labels(part, table)[order], dense, ids
 
     def kinds(self) -> list[int]:
         """Of the columns in text (`numba_text`)."""
@@ -152,7 +154,15 @@ class ClickColumns:
                 is_integer(values.type) or pa.types.is_floating(values.type) or pa.types.is_null(values.type)
             ):
                 part.fail_type(name, values.type, "numbers")
-        found = filled(counts, 0).cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+        counts = filled(counts, 0)
+        if counts.type == pa.int64():
+            whole = counts.to_numpy()
+            logs = _LOGS.take(whole, mode="clip")
+            if whole.max(initial=0) >= len(_LOGS):
+                large = whole >= len(_LOGS)
+                logs[large] = np.log1p(whole[large]).astype(np.float32)
+            return logs
+        found = counts.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
         if not np.isfinite(found).all():
             part.fail(name, values, ~np.isfinite(found), "a finite number")
         return np.log1p(np.maximum(found, 0)).astype(np.float32)
@@ -177,8 +187,8 @@ class ClickColumns:
 def _hexadecimal(part: Part, name: str, values: pa.Array) -> np.ndarray:
     """(n,) int64: integers from 0 on, or the numbers of hexadecimal digits; `MISSING` where there is none."""
     if is_integer(values.type) or pa.types.is_null(values.type):
-        found = filled(values.cast(pa.int64()), MISSING).to_numpy(zero_copy_only=False)
-        if (found < 0).any():
+        found = filled(values if values.type == pa.int64() else values.cast(pa.int64()), MISSING).to_numpy()
+        if found.min(initial=0) < 0:
             part.fail(name, values, found < 0, "an integer from 0 on")
         return found
     if not pa.types.is_string(values.type):
@@ -260,10 +270,8 @@ class Clicks:
         for part, table in self.parts(columns):
             labels, dense, ids = columns.arrays(part, table)
             made: dict[str, Any] = {columns.label: labels.astype(np.int8)}
-            for at, name in enumerate(columns.dense):
-                made[name] = dense[:, at]
-            for at, name in enumerate(columns.features):
-                made[name] = ids[:, at]
+            made |= zip(columns.dense, dense, strict=True)
+            made |= zip(columns.features, ids, strict=True)
             yield pa.table(made)
 
     def read(self) -> ClickLog:
@@ -281,5 +289,7 @@ def as_log(columns: ClickColumns, parts: Iterable[tuple[Part, pa.Table]], path: 
     rows = sum(len(own) for own, _dense, _ids in found)
     if not rows:
         raise ValueError(f"{path}: holds no impressions")
-    own, dense, ids = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+    own, dense, ids = (
+        np.ascontiguousarray(np.concatenate(arrays, axis=-1).T) for arrays in zip(*found, strict=True)
+    )
     return ClickLog(dense, ids, own, columns.features, num_training_rows(rows))
