@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonrec.data import LogFormat, load, text_tables
-from tritonrec.data.click_columns import _hexadecimal
+from tritonrec.data.click_columns import ClickColumns, _hexadecimal
 from tritonrec.data.values import Part
 
 WORDS = [
@@ -66,7 +66,7 @@ def test_every_spelling_in_an_event_is_that_of_arrow(tmp_path, name, which):
     for word in WORDS:
         row = [*PLAIN[:which], word, *PLAIN[which + 1 :]]
         rows = [["1", "2", "3", "4", "0", "t"], row, ["-3", "0", "8", "0.5", "1", ""]]
-        compare(f"csv:{path}", path, "\n".join(map(between.join, rows)), format)
+        compare(f"csv:{path}", path, "\n".join(map(between.join, rows)) + "\n", format)
 
 
 @pytest.mark.parametrize("which", [0, 1, 13, 14, 39])
@@ -87,8 +87,9 @@ def test_lines_end_as_those_of_arrow(tmp_path_factory, data):
     )
     fields = st.tuples(*[st.integers(-99, 10**9).map(str)] * 3, st.floats(0, 9).map(lambda x: f"{x:.3f}"))
     rows = data.draw(st.lists(st.tuples(fields, st.sampled_from(ends)), min_size=1))
-    first = data.draw(st.sampled_from(["\t", "\t", "_"]))
-    text = "".join(user + first + "\t".join([*row, "1", "t"]) + end for (user, *row), end in rows)
+    text = "1\t2\t3\t4\t0\tt\n"
+    for (user, *row), end in rows:
+        text += user + data.draw(st.sampled_from("\t\t\t_")) + "\t".join([*row, "1", "t"]) + end
     compare(f"csv:{path}", path, text.rstrip("\n") if data.draw(st.booleans()) else text, EVENTS)
 
 
@@ -112,3 +113,14 @@ def test_hexadecimal_words_of_a_column_are_their_numbers(numbers, data):
         ValueError, match=r"row 1: column C1 has .*, expected one to eight hexadecimal digits"
     ):
         _hexadecimal(Part("here", "row", 0), "C1", wrong)
+
+
+@pytest.mark.parametrize("kind", [pa.int64(), pa.int32(), pa.float64(), pa.string()])
+def test_counts_become_their_logarithms(kind):
+    counts = [0, 1, 4094, 4095, 4096, 4097, 123456789, -1, -(2**31), None, *range(2, 5000, 7)]
+    columns = ClickColumns("label", ("count",), (), LogFormat(categories=("c",), log_counts=True))
+    table = pa.table({"count": pa.array(counts).cast(kind), "label": [0] * len(counts)})
+    order = np.random.default_rng(0).permutation(len(counts))
+    expected = np.log1p(np.maximum(np.array([each or 0 for each in counts], float), 0)).astype(np.float32)
+    found = columns.arrays(Part("here", "row", 0), table, order)[1]
+    assert found.tobytes() == expected[order].tobytes()
