@@ -16,11 +16,10 @@ import pyarrow.compute as pc
 Column: TypeAlias = "pa.Array | pa.ChunkedArray"
 
 
-_PLAIN = {
-    kind.id
-    for kind in (pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64(), pa.string())
-}
+_PLAIN = {kind().id for kind in (pa.int8, pa.int32, pa.int64, pa.float32, pa.float64, pa.string)}
 """The most frequent ones of those that stand for themselves."""
+_LISTS = {getattr(pa.lib, f"Type_{kind}LIST{view}") for kind in ("", "LARGE_") for view in ("", "_VIEW")}
+_LISTS |= {pa.lib.Type_FIXED_SIZE_LIST}
 
 
 def plain(values: Column) -> pa.Array:
@@ -87,13 +86,7 @@ def common_type(kinds: Sequence[pa.DataType]) -> pa.DataType | None:
 
 def is_list(kind: pa.DataType) -> bool:
     """Whether a type is one of lists."""
-    return (
-        pa.types.is_list(kind)
-        or pa.types.is_large_list(kind)
-        or pa.types.is_fixed_size_list(kind)
-        or pa.types.is_list_view(kind)
-        or pa.types.is_large_list_view(kind)
-    )
+    return kind.id in _LISTS
 
 
 def _large_list(values: pa.Array, inner: pa.DataType) -> pa.Array:

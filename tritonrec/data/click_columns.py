@@ -26,12 +26,10 @@ import pyarrow.compute as pc
 from tritonrec.data import numba_text
 from tritonrec.data.arrow_types import filled, is_integer, plain
 from tritonrec.data.ctr import ClickLog, num_training_rows
-from tritonrec.data.log_files import files_at
 from tritonrec.data.log_format import LogFormat, named
 from tritonrec.data.numba_text import MISSING, read_hexadecimal
-from tritonrec.data.presets import Preset
-from tritonrec.data.tables import File, Frame, common_schema, is_metadata, open_files, tables_of
-from tritonrec.data.values import Part, flags, integers, numbers, words
+from tritonrec.data.tables import Log, common_schema, is_metadata, tables_of
+from tritonrec.data.values import Part, flags, integers, numbers, word_ids
 
 Columns = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Labels (n,) int64, dense (F, n) float32, categories (C, n) int64."""
@@ -172,16 +170,7 @@ class ClickColumns:
             return _hexadecimal(part, name, plain(column))
         if self.format.ids == "integers" and name not in self.words:
             return integers(part, name, column, self.format.whole_floats)
-        found = words(part, name, column)
-        if self.format.ids == "hashed":
-            from tritonrec.data.vocabulary import hashed_ids
-
-            return hashed_ids(found)
-        if name not in self.words:
-            from tritonrec.data.vocabulary import Vocabulary
-
-            self.words[name] = Vocabulary()
-        return self.words[name].encode(found, extend=True)
+        return word_ids(part, name, column, self.format.ids, self.words, name)
 
 
 def _hexadecimal(part: Part, name: str, values: pa.Array) -> np.ndarray:
@@ -208,38 +197,8 @@ def _hexadecimal(part: Part, name: str, values: pa.Array) -> np.ndarray:
     return found
 
 
-class Clicks:
-    """A log of clicks at a path or in memory.
-
-    Args:
-        source: a path (a file, a folder, a glob, a URL), or a frame.
-        format: of the log. kind: of the files; by default by the ends of their names.
-        preset: whose settings the format has, with the names of its files.
-        words: for ``ids="words"`` a vocabulary for each category; one that is missing is added.
-
-    Raises FileNotFoundError for a path that does not exist, and ValueError where it holds no file.
-    """
-
-    def __init__(
-        self,
-        source: Any,
-        format: LogFormat = LogFormat(),  # noqa: B008
-        kind: str = "",
-        preset: Preset | None = None,
-        words: dict[str, Any] | None = None,
-    ) -> None:
-        self.place, self._words = None, {} if words is None else words
-        self.format = format
-        if isinstance(source, (str, Path)):
-            self.name = str(source)
-            title = "Parquet file" if kind == "parquet" else "file"
-            self.place = place = files_at(self.name, title, patterns=preset.files if preset else ())
-            if preset:
-                preset.check_files(place.files)
-            self.opened: list[File] = open_files(place, kind, format)
-        else:
-            self.opened = [Frame(source)]
-            self.name = self.opened[0].path
+class Clicks(Log):
+    """A log of clicks; vocabularies are those of categories."""
 
     def columns(self) -> ClickColumns:
         """The columns; the errors of `ClickColumns.of`, and ValueError for shards that do not agree."""
@@ -255,7 +214,7 @@ class Clicks:
             raise ValueError(
                 f"{self.name}: text has no types: name the columns of clicks (label=, dense=, categories=)"
             )
-        return ClickColumns.of(self.name, schema, self.format, self._words)
+        return ClickColumns.of(self.name, schema, self.format, self.words)
 
     def parts(self, columns: ClickColumns) -> Iterator[tuple[Part, pa.Table]]:
         """The rows in parts, in order; raises ValueError for a file without a column."""

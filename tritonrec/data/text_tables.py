@@ -127,15 +127,17 @@ class TextFile:
         for block in self.blocks(1 << 14):
             for number, text in enumerate(block.data.split(b"\n"), block.line):
                 if text.strip():
-                    try:
-                        return number, text.decode().rstrip("\r")
-                    except UnicodeDecodeError as error:
-                        raise self.no_text(number, error) from error
+                    return number, self.decoded(text, number).rstrip("\r")
         raise ValueError(f"{self.path}: the file is empty")
 
-    def no_text(self, line: int, error: UnicodeDecodeError) -> ValueError:
-        """The error of a line that is not in the encoding."""
-        return ValueError(f"{self.path}, line {line}: not UTF-8 text, name its encoding= ({error})")
+    def decoded(self, text: bytes, line: int) -> str:
+        """The text of a line; raises ValueError where it is not in the encoding."""
+        try:
+            return text.decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{self.path}, line {line}: not UTF-8 text, name its encoding= ({error})"
+            ) from error
 
 
 def _even(data: bytes, quote: bytes) -> tuple[bytes, bytes]:
@@ -258,18 +260,12 @@ class CsvFile(TextFile):
                     row, width = (bad[0].number or 1) - 1, len(names)
                     block.fail(row, f"{bad[0].actual_columns} columns, but {width} are expected: "
                                f"{bad[0].text[:SHOWN]!r}")  # fmt: skip
-                self._check_text(block)
+                for number, text in enumerate(block.data.split(b"\n"), block.line):
+                    self.decoded(text, number)
                 raise ValueError(f"{self.path}, from line {block.line}: {error}") from error
             if not self.format.multiline:
                 _check_lines(block, len(table))
             yield block.part(), table
-
-    def _check_text(self, block: Block) -> None:
-        for number, text in enumerate(block.data.split(b"\n"), block.line):
-            try:
-                text.decode()
-            except UnicodeDecodeError as error:
-                raise self.no_text(number, error) from error
 
 
 def _numbers(
@@ -300,14 +296,8 @@ def _fields(text: str, delimiter: str, quote: str) -> list[str]:
 
 def _without_first(block: Block) -> Block:
     """The block without its first line that is not blank."""
-    start, line = 0, block.line
-    while True:
-        end = block.data.find(b"\n", start)
-        end = len(block.data) if end < 0 else end + 1
-        line += 1
-        if block.data[start:end].strip() or end >= len(block.data):
-            return Block(block.path, line, block.data[end:], block.quote)
-        start = end
+    end = re.match(rb"\s*[^\n]*\n?", block.data).end()  # type: ignore[union-attr]
+    return Block(block.path, block.line + block.data.count(b"\n", 0, end), block.data[end:], block.quote)
 
 
 def _one_character(block: Block, delimiter: str) -> bytes:
