@@ -177,8 +177,8 @@ def test_clicks_as_text_are_the_rows_of_the_whole_log(tmp_path):
     labels, dense, categories = columns.arrays(Part("here", "row", 0), table)
     assert columns.features == log.features
     np.testing.assert_array_equal(labels, log.labels)
-    np.testing.assert_array_equal(dense, log.dense)
-    np.testing.assert_array_equal(categories, log.categories)
+    np.testing.assert_array_equal(dense.T, log.dense)
+    np.testing.assert_array_equal(categories.T, log.categories)
 
 
 def test_clicks_are_divided_into_files_and_groups(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ def samples(plan, step, readers):
     firsts = np.cumsum(plan.group_rows) - plan.group_rows
     found = []
     for reader in readers:
-        epoch, first, last = plan.part(step, reader)
+        epoch, first, last = (each if isinstance(each, int) else each[reader] for each in plan.parts(step))
         for place in range(first, last):
             begin, end = plan.block(reader, place)
             assert begin <= place < end

@@ -23,14 +23,7 @@ from tritonrec.data.jagged import KeyedJaggedTensor, Lookup, WeightedLookup
 from tritonrec.data.loader import EvaluationBatch, NextItemLoader
 from tritonrec.data.log_format import LogFormat
 from tritonrec.data.numbered import NumberedLoader
-from tritonrec.data.ranking import (
-    auc,
-    evaluate,
-    evaluate_impressions,
-    gauc,
-    popularity_scores,
-    weighted_auc,
-)
+from tritonrec.data.ranking import auc, evaluate, evaluate_impressions, gauc, popularity_scores, weighted_auc
 from tritonrec.data.sequences import NextItemStream
 from tritonrec.data.slices import work
 from tritonrec.data.sources import load, load_clicks, load_interactions
@@ -40,51 +33,12 @@ from tritonrec.data.topics import KafkaTopic, TopicStream
 from tritonrec.data.vocabulary import Vocabulary, hashed_ids
 
 __all__ = [
-    "Batch",
-    "ClickBatch",
-    "ClickLoader",
-    "ClickLog",
-    "ClickPredictions",
-    "ClickStream",
-    "DynamicBatchLoader",
-    "DynamicStream",
-    "EvaluationBatch",
-    "ImpressionBatch",
-    "ImpressionLoader",
-    "ImpressionStream",
-    "Interactions",
-    "JaggedBatch",
-    "KafkaTopic",
-    "KeyedJaggedTensor",
-    "LogFormat",
-    "Lookup",
-    "NextItemLoader",
-    "NextItemStream",
-    "NumberedLoader",
-    "SequenceCost",
-    "Split",
-    "Stream",
-    "TopicStream",
-    "Vocabulary",
-    "WeightedLookup",
-    "auc",
-    "click_predictions",
-    "clicks_from_ratings",
-    "evaluate",
-    "evaluate_clicks",
-    "evaluate_impressions",
-    "gauc",
-    "hashed_ids",
-    "load",
-    "load_clicks",
-    "load_interactions",
-    "payload_inflation",
-    "per_sample",
-    "per_token",
-    "popularity_scores",
-    "split",
-    "tapered",
-    "token_spread",
-    "weighted_auc",
-    "work",
-]
+    "Batch", "ClickBatch", "ClickLoader", "ClickLog", "ClickPredictions", "ClickStream",
+    "DynamicBatchLoader", "DynamicStream", "EvaluationBatch", "ImpressionBatch", "ImpressionLoader",
+    "ImpressionStream", "Interactions", "JaggedBatch", "KafkaTopic", "KeyedJaggedTensor", "LogFormat",
+    "Lookup", "NextItemLoader", "NextItemStream", "NumberedLoader", "SequenceCost", "Split", "Stream",
+    "TopicStream", "Vocabulary", "WeightedLookup", "auc", "click_predictions", "clicks_from_ratings",
+    "evaluate", "evaluate_clicks", "evaluate_impressions", "gauc", "hashed_ids", "load", "load_clicks",
+    "load_interactions", "payload_inflation", "per_sample", "per_token", "popularity_scores", "split",
+    "tapered", "token_spread", "weighted_auc", "work",
+]  # fmt: skip

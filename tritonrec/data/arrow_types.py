@@ -16,12 +16,20 @@ import pyarrow.compute as pc
 Column: TypeAlias = "pa.Array | pa.ChunkedArray"
 
 
+_PLAIN = {kind().id for kind in (pa.int8, pa.int32, pa.int64, pa.float32, pa.float64, pa.string)}
+"""The most frequent ones of those that stand for themselves."""
+_LISTS = {getattr(pa.lib, f"Type_{kind}LIST{view}") for kind in ("", "LARGE_") for view in ("", "_VIEW")}
+_LISTS |= {pa.lib.Type_FIXED_SIZE_LIST}
+
+
 def plain(values: Column) -> pa.Array:
     """The same values in the plain type of their kind."""
     if isinstance(values, pa.ChunkedArray):
         values = values.chunk(0) if values.num_chunks == 1 else values.combine_chunks()  # which copies
         if isinstance(values, pa.ChunkedArray):  # of a type that has no larger offsets
             values = pa.concat_arrays([plain(chunk) for chunk in values.chunks])
+    if values.type.id in _PLAIN:
+        return values
     if isinstance(values, pa.ExtensionArray):
         values = values.storage
     kind = values.type
@@ -78,13 +86,7 @@ def common_type(kinds: Sequence[pa.DataType]) -> pa.DataType | None:
 
 def is_list(kind: pa.DataType) -> bool:
     """Whether a type is one of lists."""
-    return (
-        pa.types.is_list(kind)
-        or pa.types.is_large_list(kind)
-        or pa.types.is_fixed_size_list(kind)
-        or pa.types.is_list_view(kind)
-        or pa.types.is_large_list_view(kind)
-    )
+    return kind.id in _LISTS
 
 
 def _large_list(values: pa.Array, inner: pa.DataType) -> pa.Array:

@@ -23,21 +23,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tritonrec.data import numba_text
 from tritonrec.data.arrow_types import filled, is_integer, plain
 from tritonrec.data.ctr import ClickLog, num_training_rows
-from tritonrec.data.log_files import files_at
 from tritonrec.data.log_format import LogFormat, named
-from tritonrec.data.presets import Preset
-from tritonrec.data.tables import File, Frame, common_schema, is_metadata, open_files
-from tritonrec.data.values import Part, flags, integers, numbers, words
+from tritonrec.data.numba_text import MISSING, read_hexadecimal
+from tritonrec.data.tables import Log, common_schema, is_metadata, tables_of
+from tritonrec.data.values import Part, flags, integers, numbers, word_ids
 
-MISSING = 2**32
-"""Id of a hexadecimal category that is missing."""
 Columns = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Labels (n,) int64, dense (n, F) float32, categories (n, C) int64."""
-
-_IS_DIGIT = np.zeros(256, bool)
-_IS_DIGIT[list(b"0123456789abcdefABCDEF")] = True
+"""Labels (n,) int64, dense (F, n) float32, categories (C, n) int64."""
+_LOGS = np.log1p(np.arange(1 << 12)).astype(np.float32)
+"""Of the smallest counts, as most are."""
 
 
 @dataclass(frozen=True)
@@ -106,15 +103,24 @@ class ClickColumns:
             )
         return cls(label, tuple(dense), tuple(features), format, own)
 
-    def arrays(self, part: Part, table: pa.Table) -> Columns:
-        """The columns of some rows; raises ValueError naming part, row and column of a bad value."""
-        dense = np.empty((len(table), len(self.dense)), np.float32)
-        for at, name in enumerate(self.dense):
-            dense[:, at] = self._dense(part, name, table.column(name))
-        ids = np.empty((len(table), len(self.features)), np.int64)
-        for at, name in enumerate(self.features):
-            ids[:, at] = self._ids(part, name, table.column(name))
-        return self.labels(part, table), dense, ids
+    def arrays(self, part: Part, table: pa.Table, order: Any = slice(None)) -> Columns:
+        """The columns of rows, in an order; raises ValueError naming part, row and column of a bad value."""
+        dense = np.empty((len(self.dense), len(table)), np.float32)
+        for own, name in zip(dense, self.dense, strict=True):
+            own[:] = self._dense(part, name, table.column(name))[order]
+        ids = np.empty((len(self.features), len(table)), np.int64)
+        for each, name in zip(ids, self.features, strict=True):
+            each[:] = self._ids(part, name, table.column(name))[order]
+        return self.labels(part, table)[order], dense, ids
+
+    def kinds(self) -> list[int]:
+        """Of the columns in text (`numba_text`)."""
+        format, kind = self.format, numba_text
+        label = kind.FLAG if format.label_threshold is None else kind.NUMBER
+        dense = kind.COUNT if format.log_counts else kind.NUMBER
+        ids = kind.INTEGER if format.ids == "integers" and not self.words else kind.SKIPPED
+        features = [kind.HEXADECIMAL if name in format.hexadecimal else ids for name in self.features]
+        return [label, *[dense] * len(self.dense), *features]
 
     def labels(self, part: Part, table: pa.Table) -> np.ndarray:
         """(n,) int64: the column of labels."""
@@ -146,7 +152,15 @@ class ClickColumns:
                 is_integer(values.type) or pa.types.is_floating(values.type) or pa.types.is_null(values.type)
             ):
                 part.fail_type(name, values.type, "numbers")
-        found = filled(counts, 0).cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+        counts = filled(counts, 0)
+        if counts.type == pa.int64():
+            whole = counts.to_numpy()
+            logs = _LOGS.take(whole, mode="clip")
+            if whole.max(initial=0) >= len(_LOGS):
+                large = whole >= len(_LOGS)
+                logs[large] = np.log1p(whole[large]).astype(np.float32)
+            return logs
+        found = counts.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
         if not np.isfinite(found).all():
             part.fail(name, values, ~np.isfinite(found), "a finite number")
         return np.log1p(np.maximum(found, 0)).astype(np.float32)
@@ -156,90 +170,35 @@ class ClickColumns:
             return _hexadecimal(part, name, plain(column))
         if self.format.ids == "integers" and name not in self.words:
             return integers(part, name, column, self.format.whole_floats)
-        found = words(part, name, column)
-        if self.format.ids == "hashed":
-            from tritonrec.data.vocabulary import hashed_ids
-
-            return hashed_ids(found)
-        if name not in self.words:
-            from tritonrec.data.vocabulary import Vocabulary
-
-            self.words[name] = Vocabulary()
-        return self.words[name].encode(found, extend=True)
+        return word_ids(part, name, column, self.format.ids, self.words, name)
 
 
 def _hexadecimal(part: Part, name: str, values: pa.Array) -> np.ndarray:
     """(n,) int64: integers from 0 on, or the numbers of hexadecimal digits; `MISSING` where there is none."""
     if is_integer(values.type) or pa.types.is_null(values.type):
-        found = filled(values.cast(pa.int64()), MISSING).to_numpy(zero_copy_only=False)
-        if (found < 0).any():
+        found = filled(values if values.type == pa.int64() else values.cast(pa.int64()), MISSING).to_numpy()
+        if found.min(initial=0) < 0:
             part.fail(name, values, found < 0, "an integer from 0 on")
         return found
     if not pa.types.is_string(values.type):
         part.fail_type(name, values.type, "hexadecimal strings or integers")
-    digits = filled(values, "00000000")
-    widths = pc.binary_length(digits).to_numpy()
-    if (widths != 8).any():
-        if (widths > 8).any() or (widths == 0).any():
-            _fail_digits(part, name, values)
-        digits = pc.utf8_lpad(digits, width=8, padding="0")
-        if (pc.binary_length(digits).to_numpy() != 8).any():
-            _fail_digits(part, name, values)
-    _valid, offsets, data = digits.buffers()
-    start = int(np.frombuffer(offsets, np.int32, 1, 4 * digits.offset)[0]) if len(digits) else 0
-    if not len(digits):
-        return np.empty(0, np.int64)
-    if not _IS_DIGIT[np.frombuffer(data, np.uint8, 8 * len(digits), start)].all():
-        _fail_digits(part, name, values)
-    # Eight digits are the bytes of one word: bytes become values, then pairs, fours and all are joined.
-    word = np.frombuffer(data, "<u8", len(digits), start)
-    number = (word & 0x0F0F0F0F0F0F0F0F) + (word >> 6 & 0x0101010101010101) * 9
-    for bits, mask in ((4, 0x00FF00FF00FF00FF), (8, 0x0000FFFF0000FFFF), (16, 0x00000000FFFFFFFF)):
-        number = (number << bits | number >> 2 * bits) & mask
-    found = number.astype(np.int64)
+    words = filled(values, "0")
+    found = np.empty(len(words), np.int64)
+    if len(words):
+        _valid, ends, text = words.buffers()
+        digits = np.frombuffer(text, np.uint8)
+        offsets = np.frombuffer(ends, np.int32)[words.offset :][: len(words) + 1]
+        digits.flags.writeable = offsets.flags.writeable = False  # one type for the kernel
+        if (row := read_hexadecimal(digits, offsets, found)) < len(words):
+            wrong = np.arange(len(words)) == row
+            part.fail(name, values, wrong, "one to eight hexadecimal digits, or nothing")
     if values.null_count:
         found[values.is_null().to_numpy(zero_copy_only=False)] = MISSING
     return found
 
 
-def _fail_digits(part: Part, name: str, values: pa.Array) -> None:
-    fits = pc.fill_null(pc.match_substring_regex(values, "^[0-9a-fA-F]{1,8}$"), True)
-    wrong = ~fits.to_numpy(zero_copy_only=False)
-    part.fail(name, values, wrong, "one to eight hexadecimal digits, or nothing")
-
-
-class Clicks:
-    """A log of clicks at a path or in memory.
-
-    Args:
-        source: a path (a file, a folder, a glob, a URL), or a frame.
-        format: of the log. kind: of the files; by default by the ends of their names.
-        preset: whose settings the format has, with the names of its files.
-        words: for ``ids="words"`` a vocabulary for each category; one that is missing is added.
-
-    Raises FileNotFoundError for a path that does not exist, and ValueError where it holds no file.
-    """
-
-    def __init__(
-        self,
-        source: Any,
-        format: LogFormat = LogFormat(),  # noqa: B008
-        kind: str = "",
-        preset: Preset | None = None,
-        words: dict[str, Any] | None = None,
-    ) -> None:
-        self.place, self._words = None, {} if words is None else words
-        self.format = format
-        if isinstance(source, (str, Path)):
-            self.name = str(source)
-            title = "Parquet file" if kind == "parquet" else "file"
-            self.place = place = files_at(self.name, title, patterns=preset.files if preset else ())
-            if preset:
-                preset.check_files(place.files)
-            self.opened: list[File] = open_files(place, kind, format)
-        else:
-            self.opened = [Frame(source)]
-            self.name = self.opened[0].path
+class Clicks(Log):
+    """A log of clicks; vocabularies are those of categories."""
 
     def columns(self) -> ClickColumns:
         """The columns; the errors of `ClickColumns.of`, and ValueError for shards that do not agree."""
@@ -255,13 +214,13 @@ class Clicks:
             raise ValueError(
                 f"{self.name}: text has no types: name the columns of clicks (label=, dense=, categories=)"
             )
-        return ClickColumns.of(self.name, schema, self.format, self._words)
+        return ClickColumns.of(self.name, schema, self.format, self.words)
 
     def parts(self, columns: ClickColumns) -> Iterator[tuple[Part, pa.Table]]:
         """The rows in parts, in order; raises ValueError for a file without a column."""
         for file in self.opened:
             found = [named(file.names, name, file.path) for name in columns.names]
-            for part, table in file.tables(found):
+            for part, table in tables_of(file, found, columns.kinds()):
                 yield part, table.rename_columns(columns.names)
 
     def tables(self) -> Iterator[pa.Table]:
@@ -270,10 +229,8 @@ class Clicks:
         for part, table in self.parts(columns):
             labels, dense, ids = columns.arrays(part, table)
             made: dict[str, Any] = {columns.label: labels.astype(np.int8)}
-            for at, name in enumerate(columns.dense):
-                made[name] = dense[:, at]
-            for at, name in enumerate(columns.features):
-                made[name] = ids[:, at]
+            made |= zip(columns.dense, dense, strict=True)
+            made |= zip(columns.features, ids, strict=True)
             yield pa.table(made)
 
     def read(self) -> ClickLog:
@@ -291,5 +248,7 @@ def as_log(columns: ClickColumns, parts: Iterable[tuple[Part, pa.Table]], path: 
     rows = sum(len(own) for own, _dense, _ids in found)
     if not rows:
         raise ValueError(f"{path}: holds no impressions")
-    own, dense, ids = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+    own, dense, ids = (
+        np.ascontiguousarray(np.concatenate(arrays, axis=-1).T) for arrays in zip(*found, strict=True)
+    )
     return ClickLog(dense, ids, own, columns.features, num_training_rows(rows))

@@ -82,7 +82,7 @@ class ClickStream(Stream[ClickBatch]):
         self.trained, self.num_validation = rows_of(split, count, num_training_rows(count), HELD_OUT)
         self.features, self.num_dense = self._columns.features, len(self._columns.dense)
         super().__init__(
-            self.whole.first(self.trained), self._collate, batch_size, seed, rank, world_size, shuffle,
+            self.whole.first(self.trained), None, batch_size, seed, rank, world_size, shuffle,
             buffer_rows, readers,
         )  # fmt: skip
         self._check_labels()
@@ -126,15 +126,17 @@ class ClickStream(Stream[ClickBatch]):
         if check_part(part) == "validation":
             rows, begin = rows.first(begin) if self.num_validation else rows.first(1), self.trained
         for numbers, table in rows.batches(batch_size, begin=begin):
-            yield self._collate(0, torch.from_numpy(numbers), self.prepared(numbers, table))
+            yield self.collate(0, torch.from_numpy(numbers), self.prepared(numbers, table))
 
-    def prepared(self, numbers: np.ndarray, table: pa.Table) -> tuple[np.ndarray, ...]:
-        """Labels (n,), dense features (n, F) and ids (n, C) of rows; raises ValueError naming a bad value."""
+    def prepared(
+        self, numbers: np.ndarray, table: pa.Table, order: Any = slice(None)
+    ) -> tuple[np.ndarray, ...]:
+        """Labels (n,), dense features (F, n) and ids (C, n) of rows; raises ValueError naming a bad value."""
         from tritonrec.data.values import Part
 
-        return self._columns.arrays(Part(self.whole.path, "row", numbers), table)
+        return self._columns.arrays(Part(self.whole.path, "row", numbers), table, order)
 
-    def _collate(self, step: int, sample_ids: Tensor, rows: tuple[np.ndarray, ...]) -> ClickBatch:
+    def collate(self, step: int, sample_ids: Tensor, rows: tuple[np.ndarray, ...]) -> ClickBatch:
         labels, dense, ids = map(torch.from_numpy, rows)
-        features = KeyedJaggedTensor.from_matrix(self.features, ids)
-        return ClickBatch(step, sample_ids, features, dense, labels)
+        features = KeyedJaggedTensor.from_matrix(self.features, ids.T)
+        return ClickBatch(step, sample_ids, features, dense.T.contiguous(), labels)

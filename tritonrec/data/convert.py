@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -133,25 +134,15 @@ def convert(
             raise ValueError("--sequences has a row for each user, so --partition-by date cannot divide it")
         with Progress(transient=True, console=Console(stderr=True)) as progress:
             task = progress.add_task("writing", total=None)
-
-            def report(rows: int) -> None:
-                progress.advance(task, rows)
-
+            report = partial(progress.advance, task)
             if sequences:
                 count = _write_sequences(source, out, rows_per_file, rows_per_group, report)
             else:
                 log = load_interactions(source)
                 count = len(log)
                 progress.update(task, total=count)
-                write(
-                    log,
-                    out,
-                    partition_by,  # type: ignore[arg-type]
-                    unit,
-                    rows_per_file,
-                    rows_per_group,
-                    report,
-                )
+                sizes = rows_per_file, rows_per_group
+                write(log, out, partition_by, unit, *sizes, report)  # type: ignore[arg-type]
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}")
         raise typer.Exit(1) from error

@@ -252,15 +252,9 @@ def clicks_from_ratings(
     part = (earlier[1] >= trained[which]).astype(np.int64) + (earlier[1] >= (trained + validated)[which])
     order = np.argsort(part, kind="stable")
     names = tuple(sorted(columns))
-    return ClickLog(
-        np.log1p(np.stack(earlier, 1)).astype(np.float32)[order],
-        np.stack([columns[name] for name in names], 1).astype(np.int64)[order],
-        labels[order],
-        names,
-        int((part == 0).sum()),
-        int((part == 1).sum()),
-        rule,
-    )
+    dense = np.log1p(np.stack(earlier, 1)).astype(np.float32)[order]
+    ids = np.stack([columns[name] for name in names], 1).astype(np.int64)[order]
+    return ClickLog(dense, ids, labels[order], names, int((part == 0).sum()), int((part == 1).sum()), rule)
 
 
 def _clicks_of(log: Interactions, label_threshold: float | None) -> tuple[np.ndarray, str]:

@@ -20,17 +20,15 @@ from tritonrec.data import values
 from tritonrec.data.arrow_types import is_list, plain
 from tritonrec.data.features import ItemGenres, UserFeatures
 from tritonrec.data.interactions import Interactions
-from tritonrec.data.log_files import PACKED, LogFiles, files_at
+from tritonrec.data.log_files import PACKED
 from tritonrec.data.log_format import LogFormat, find_columns, named
+from tritonrec.data.numba_text import FLAG, INTEGER, NUMBER, SKIPPED
 from tritonrec.data.parquet import FRACTION, TIME_UNIT, concat
-from tritonrec.data.presets import Preset
-from tritonrec.data.tables import File, Frame, ParquetFile, open_files
+from tritonrec.data.tables import File, Log, ParquetFile, tables_of
 from tritonrec.data.times import checked_unit, found_unit, times
 from tritonrec.data.values import Part
 
 if TYPE_CHECKING:
-    import pyarrow.fs as pafs
-
     from tritonrec.data.vocabulary import Vocabulary
 
 Features = tuple[UserFeatures | None, ItemGenres | None]
@@ -41,44 +39,8 @@ FEW, MOST_RATED = 10, 10
 """So many rows with times from 1 to this alone have no times: they look like ratings."""
 
 
-class EventLog:
-    """A log of events at a path or in memory, described by a format.
-
-    Args:
-        source: a path (a file, a folder, a glob, a URL), or a frame.
-        format: of the log. kind: of the files; by default by the ends of their names.
-        preset: whose settings the format has, with the names of its files.
-        words: for ``ids="words"`` a vocabulary for ``"user"`` and ``"item"``; one that is missing is added.
-
-    Raises FileNotFoundError for a path that does not exist, and ValueError where it holds no file.
-    """
-
-    def __init__(
-        self,
-        source: Any,
-        format: LogFormat = LogFormat(),  # noqa: B008
-        kind: str = "",
-        preset: Preset | None = None,
-        words: dict[str, Vocabulary] | None = None,
-    ) -> None:
-        self.format, self.preset, self._kind = format, preset, kind
-        self.place: LogFiles | None = None
-        self._frame: Frame | None = None
-        if isinstance(source, str):
-            self.name = source
-            title = "Parquet file" if kind == "parquet" else "file"
-            self.place = files_at(source, title, patterns=preset.files if preset else ())
-            if preset:
-                preset.check_files(self.place.files)
-        else:
-            self._frame = Frame(source)
-            self.name = self._frame.path
-        self.words: dict[str, Vocabulary] = {} if words is None else words
-
-    @property
-    def filesystem(self) -> pafs.FileSystem | None:
-        """Of the files; None for a frame."""
-        return self.place and self.place.filesystem
+class EventLog(Log):
+    """A log of events; vocabularies are those of ``"user"`` and ``"item"``."""
 
     @cached_property
     def files(self) -> list[str]:
@@ -86,14 +48,6 @@ class EventLog:
         if self.place is None:
             return []
         return [*self.place.files, *self._beside.files_beside(self.place)]
-
-    @cached_property
-    def opened(self) -> list[File]:
-        """The files of the log itself."""
-        if self._frame is not None:
-            return [self._frame]
-        assert self.place is not None
-        return open_files(self.place, self._kind, self.format)
 
     @property
     def _beside(self) -> Any:
@@ -146,7 +100,8 @@ class EventLog:
                     f"{file.path}: has the columns {', '.join(sorted(columns))}, but {self.opened[0].path} "
                     f"has {', '.join(sorted(roles[0]))}"
                 )
-            for number, (part, table) in enumerate(file.tables(list(dict.fromkeys(columns.values())))):
+            kinds = self._kinds(columns)
+            for number, (part, table) in enumerate(tables_of(file, list(kinds), list(kinds.values()))):
                 if self.preset and self.preset.item_length and not number:
                     _check_order(file.path, table, columns, self.preset.item_length)
                 yield self._part(part, table, columns, seen)
@@ -174,6 +129,20 @@ class EventLog:
         elif not self.format.label:
             found |= {f"task {name}": name for name in file.booleans() if name not in found.values()}
         return found
+
+    def _kinds(self, columns: dict[str, str]) -> dict[str, int]:
+        """Of columns in text (`numba_text`), the narrower one where a column has two roles."""
+        format = self.format
+        kinds: dict[str, int] = {}
+        label = FLAG if format.label_threshold is None else NUMBER
+        known = {"rating": NUMBER} if format.time_format else {"rating": NUMBER, "timestamp": INTEGER}
+        if format.ids == "integers" and self.words.keys() <= self._beside_words.keys():
+            known |= {"user": INTEGER, "item": INTEGER}
+        for role, name in columns.items():
+            kind = label if role.startswith("task ") else known.get(role, SKIPPED)
+            two = kind, kinds.get(name, kind)
+            kinds[name] = max(two) if all(two) else SKIPPED
+        return kinds
 
     def _part(self, part: Part, table: pa.Table, columns: dict[str, str], seen: _Seen) -> Interactions:
         format = self.format
@@ -240,16 +209,7 @@ class EventLog:
         """(n,) int64. The one place where words become ids."""
         if self.format.ids == "integers" and (role not in self.words or role in self._beside_words):
             return values.integers(part, name, column, self.format.whole_floats)
-        found = values.words(part, name, column)
-        if self.format.ids == "hashed":
-            from tritonrec.data.vocabulary import hashed_ids
-
-            return hashed_ids(found)
-        if role not in self.words:
-            from tritonrec.data.vocabulary import Vocabulary
-
-            self.words[role] = Vocabulary()
-        return self.words[role].encode(found, extend=True)
+        return values.word_ids(part, name, column, self.format.ids, self.words, role)
 
     def _checked(self, seen: _Seen, columns: dict[str, str]) -> str:
         """The unit of the times; raises ValueError where inferred columns have values of another kind."""

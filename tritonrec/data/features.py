@@ -32,6 +32,12 @@ class UserFeatures:
                     f"got {column.dtype} of shape {column.shape}"
                 )
 
+    @classmethod
+    def of_words(cls, ids: np.ndarray, words: dict[str, list[str]]) -> UserFeatures:
+        """Words of users in any order, numbered."""
+        order = np.argsort(ids)
+        return cls(ids[order], {name: numbered(own)[order] for name, own in words.items()})
+
     def of(self, users: np.ndarray) -> dict[str, np.ndarray]:
         """Every feature (n,) int64 of `users` (n,) int64; 0 for an unknown user."""
         places = _places(self.user_ids, users)
@@ -59,6 +65,14 @@ class ItemGenres:
                 f"offsets must rise from 0 to {len(self.genres)} in {len(self.item_ids)} bags, "
                 f"got {self.offsets[:5]} ... of length {len(self.offsets)}"
             )
+
+    @classmethod
+    def of_words(cls, ids: np.ndarray, bags: list[list[str]]) -> ItemGenres:
+        """Bags of words of items in any order, numbered."""
+        order = np.argsort(ids)
+        words = [word for row in order for word in bags[row]]
+        lengths = np.array([len(bags[row]) for row in order], dtype=np.int64)
+        return cls(ids[order], np.append(0, np.cumsum(lengths)), numbered(words))
 
     def of(self, items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Start in `genres` and length of the bag of each of `items`: (n,) int64; length 0 if unknown."""

@@ -103,8 +103,8 @@ def _events_made(
     """The folder of a log of events; `words` get those of the log."""
     known = {} if words is None else words
     log = _in_files(source, format).events(known)
-    assert log.filesystem is not None
-    place = (log.filesystem, log.files)
+    assert log.place is not None
+    place = (log.place.filesystem, log.files)
     return _made(known, kind, source, *place, lambda scratch: write(log, scratch), *settings, log.format)
 
 

@@ -98,14 +98,9 @@ class ImpressionLoader(EpochLoader[ImpressionBatch]):
         if interactions.user_features is not None:
             context |= interactions.user_features.of(sequences.user_ids)
         self._context = {name: torch.from_numpy(context[name]) for name in sorted(context)}
-        self._genres: tuple[Tensor, Tensor, Tensor] | None = None
-        if interactions.genres is not None:
-            starts, lengths = interactions.genres.of(sequences.items)
-            self._genres = (
-                torch.from_numpy(starts),
-                torch.from_numpy(lengths),
-                torch.from_numpy(interactions.genres.genres),
-            )
+        self._genres: tuple[Tensor, ...] | None = None
+        if (genres := interactions.genres) is not None:
+            self._genres = tuple(map(torch.from_numpy, (*genres.of(sequences.items), genres.genres)))
 
         self.split = split.resolved(sequences.timestamps)
         counts = self.split.counts(sequences.offsets, sequences.timestamps, max_exposed, 0)

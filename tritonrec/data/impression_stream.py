@@ -65,7 +65,7 @@ class ImpressionStream(Stream[ImpressionBatch]):
         self.context, self.tasks, self.label_rule = _about(self.folder / ABOUT_FILE)
         self._genres = features_beside(files_at(str(folder)))[1]
         super().__init__(
-            self._rows(self.folder), self._collate, batch_size, seed, rank, world_size, shuffle, buffer_rows,
+            self._rows(self.folder), None, batch_size, seed, rank, world_size, shuffle, buffer_rows,
             readers,
         )  # fmt: skip
 
@@ -89,7 +89,7 @@ class ImpressionStream(Stream[ImpressionBatch]):
                 f"{self.folder}: no window is held out for {part}: write the windows with a split"
             )
         for numbers, table in self._rows(file).batches(batch_size):
-            yield self._collate(0, torch.from_numpy(numbers), table)
+            yield self.collate(0, torch.from_numpy(numbers), table)
 
     def _rows(self, path: Place) -> ParquetRows:
         from tritonrec.data.parquet_rows import ParquetRows
@@ -98,7 +98,7 @@ class ImpressionStream(Stream[ImpressionBatch]):
         rows.check((*HISTORY, *EXPOSED), [f"context_{name}" for name in self.context], HINT)
         return rows
 
-    def _collate(self, step: int, sample_ids: Tensor, table: pa.Table) -> ImpressionBatch:
+    def collate(self, step: int, sample_ids: Tensor, table: pa.Table) -> ImpressionBatch:
         from tritonrec.data.times import lists
         from tritonrec.data.values import Part, integers
 

@@ -20,12 +20,8 @@ FIRST_BYTES, FIRST_LINES = 1 << 18, 1000
 """Of a file, where its fields are found: a field may be missing in the first object."""
 
 
-class _Twice:
-    def __str__(self) -> str:
-        return "a field twice"
-
-
-TWICE = _Twice()
+TWICE = type("Twice", (), {"__str__": lambda _: "a field twice"})()
+"""Value of a field that an object has twice."""
 
 
 class JsonFile(TextFile):
@@ -47,10 +43,7 @@ class JsonFile(TextFile):
         raise ValueError(f"{self.path}: the file is empty")
 
     def _object(self, line: bytes, number: int) -> dict[str, Any]:
-        try:
-            text = line.decode().rstrip("\r")
-        except UnicodeDecodeError as error:
-            raise self.no_text(number, error) from error
+        text = self.decoded(line, number).rstrip("\r")
         found = self._load(text, number)
         if not isinstance(found, dict):
             raise ValueError(f"{self.path}, line {number}: expected an object a line, got {text[:SHOWN]!r}")

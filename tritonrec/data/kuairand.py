@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tritonrec.data.features import ItemGenres, UserFeatures, numbered
+from tritonrec.data.features import ItemGenres, UserFeatures
 from tritonrec.data.log_files import LogFiles, files_at
 from tritonrec.data.log_format import LogFormat, named
 from tritonrec.data.text_tables import CsvFile
@@ -75,16 +75,12 @@ def _table(
 
 def _users(place: LogFiles, path: str) -> UserFeatures:
     ids, table = _table(place, path, "user_id", CONTEXT)
-    order = np.argsort(ids)
-    return UserFeatures(ids[order], {name: numbered(own.to_pylist())[order] for name, own in table.items()})
+    return UserFeatures.of_words(ids, {name: own.to_pylist() for name, own in table.items()})
 
 
 def _tags(place: LogFiles, path: str) -> ItemGenres:
     ids, table = _table(place, path, "video_id", ("tag",))
     if "tag" not in table:
         raise ValueError(f"{path}: no column 'tag'")
-    order, words = np.argsort(ids), table["tag"].to_pylist()
-    bags = [[tag.strip() for tag in words[row].split(",") if tag.strip()] for row in order]
-    lengths = np.array([len(bag) for bag in bags], dtype=np.int64)
-    tags = numbered([tag for bag in bags for tag in bag])
-    return ItemGenres(ids[order], np.append(0, np.cumsum(lengths)), tags)
+    words = (own.split(",") for own in table["tag"].to_pylist())
+    return ItemGenres.of_words(ids, [[tag.strip() for tag in own if tag.strip()] for own in words])

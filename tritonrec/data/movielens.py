@@ -92,7 +92,11 @@ def fetch() -> Path:
 
 def _keep(wheel: Path, name: str, scratch: Path) -> None:
     """Move one of `FILES` from the wheel into the cache, if its checksum is right."""
-    content = _member(wheel, FOLDER + name)
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            content = archive.read(FOLDER + name)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise RuntimeError(f"{wheel.name} does not hold {FOLDER}{name}: {error}") from error
     found = hashlib.sha256(content).hexdigest()
     if found != FILES[name]:
         raise RuntimeError(
@@ -118,12 +122,7 @@ def _users(path: Path) -> UserFeatures:
 def _genres(path: Path) -> ItemGenres:
     columns = _columns(path)
     ids = np.array(columns["item_id"], dtype=np.int64)
-    order = np.argsort(ids)
-    bags = [columns["class"][row].split() for row in order]
-    lengths = np.array([len(bag) for bag in bags], dtype=np.int64)
-    return ItemGenres(
-        ids[order], np.append(0, np.cumsum(lengths)), numbered([word for bag in bags for word in bag])
-    )
+    return ItemGenres.of_words(ids, [own.split() for own in columns["class"]])
 
 
 def _columns(path: Path) -> dict[str, list[str]]:
@@ -151,11 +150,3 @@ def _download(directory: Path) -> Path:
         last_lines = "\n".join(result.stderr.strip().splitlines()[-3:])
         raise RuntimeError(f"{advice}. pip ended with {result.returncode}:\n{last_lines}")
     return wheels[0]
-
-
-def _member(wheel: Path, member: str) -> bytes:
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            return archive.read(member)
-    except (KeyError, zipfile.BadZipFile) as error:
-        raise RuntimeError(f"{wheel.name} does not hold {member}: {error}") from error

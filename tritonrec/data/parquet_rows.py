@@ -74,12 +74,7 @@ class ParquetRows:
     """
 
     @typed
-    def __init__(
-        self,
-        path: Any,
-        columns: Sequence[str] | None = None,
-        filesystem: Any = None,
-    ) -> None:
+    def __init__(self, path: Any, columns: Sequence[str] | None = None, filesystem: Any = None) -> None:
         self._folder: ScratchFolder | None = None
         if is_frame(path):
             path, self._folder = _written(path)
@@ -321,21 +316,8 @@ class _CountedFile:
         self._counts.bytes += len(data)
         return data
 
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def size(self) -> int:
-        return self._file.size()
-
-    def close(self) -> None:
-        self._file.close()
-
-    @property
-    def closed(self) -> bool:
-        return self._file.closed
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 def schema_of(path: str) -> tuple[str, pa.Schema]:

@@ -101,17 +101,14 @@ PRESETS: dict[str, Preset] = {
     "movielens-25m": Preset("MovieLens-25M, -latest", ("ratings.csv",), _MOVIES),
     "movielens-32m": Preset("MovieLens-32M", ("ratings.csv",), _MOVIES),
     "amazon-2014": Preset(
-        "Amazon 2014, ratings only",
-        ("ratings_*.csv",),
-        replace(_RATINGS, delimiter="comma", ids="words"),
+        "Amazon 2014, ratings only", ("ratings_*.csv",), replace(_RATINGS, delimiter="comma", ids="words"),
         item_length=ASIN,
     ),
     "amazon-2014-reviews": Preset(
         "Amazon 2014, reviews", ("reviews_*.json", "*.json"), _REVIEWS, "json", selected=CORE
     ),
     "amazon-2018": Preset(
-        "Amazon 2018, ratings only",
-        ("all_csv_files.csv", "*.csv"),
+        "Amazon 2018, ratings only", ("all_csv_files.csv", "*.csv"),
         LogFormat(
             columns=_columns("item user rating timestamp"), header="no", time_unit="s", delimiter="comma",
             ids="words",
@@ -124,16 +121,14 @@ PRESETS: dict[str, Preset] = {
     "amazon-2023": Preset("Amazon 2023, ratings only", ("*.csv",), _AMAZON),
     "amazon-2023-reviews": Preset("Amazon 2023, reviews", ("*.jsonl",), _AMAZON, "json"),
     "yelp": Preset(
-        "Yelp Open Dataset, reviews",
-        ("yelp_academic_dataset_review.json", "review.json"),
+        "Yelp Open Dataset, reviews", ("yelp_academic_dataset_review.json", "review.json"),
         LogFormat(
             user="user_id", item="business_id", rating="stars", timestamp="date", time_unit="s", ids="words"
         ),
         "json",
     ),
     "goodreads": Preset(
-        "Goodreads (UCSD), interactions in full",
-        ("goodreads_interactions*.json",),
+        "Goodreads (UCSD), interactions in full", ("goodreads_interactions*.json",),
         LogFormat(
             user="user_id", item="book_id", rating="rating", timestamp="date_updated", time_unit="s",
             time_format="%a %b %d %H:%M:%S %z %Y", ids="words",
@@ -141,13 +136,11 @@ PRESETS: dict[str, Preset] = {
         "json",
     ),
     "goodreads-csv": Preset(
-        "Goodreads (UCSD), interactions as numbers, without times",
-        ("goodreads_interactions.csv",),
+        "Goodreads (UCSD), interactions as numbers, without times", ("goodreads_interactions.csv",),
         LogFormat(user="user_id", item="book_id", rating="rating", timestamp="none"),
     ),
     "steam": Preset(
-        "Steam reviews (UCSD), version 2",
-        ("steam_reviews.json", "steam_new.json"),
+        "Steam reviews (UCSD), version 2", ("steam_reviews.json", "steam_new.json"),
         LogFormat(
             user="username", item="product_id", timestamp="date", time_unit="s", time_format="%Y-%m-%d",
             ids="words", rating="none", label=("none",),
@@ -155,8 +148,7 @@ PRESETS: dict[str, Preset] = {
         "json",
     ),
     "retailrocket": Preset(
-        "RetailRocket, events",
-        ("events.csv",),
+        "RetailRocket, events", ("events.csv",),
         LogFormat(user="visitorid", item="itemid", timestamp="timestamp", time_unit="ms", rating="none"),
     ),
     "lastfm-1k": Preset(
@@ -168,37 +160,32 @@ PRESETS: dict[str, Preset] = {
         ),
     ),
     "lastfm-360k": Preset(
-        "Last.fm 360K, plays by artist's name, without times",
-        ("usersha1-artmbid-artname-plays.tsv",),
+        "Last.fm 360K, plays by artist's name, without times", ("usersha1-artmbid-artname-plays.tsv",),
         LogFormat(
             columns=_columns("user artist_id artist plays"), header="no", user="user", item="artist",
             rating="plays", timestamp="none", delimiter="tab", ids="words",
         ),
     ),
     "lastfm-hetrec": Preset(
-        "Last.fm, HetRec 2011, listening counts, without times",
-        ("user_artists.dat",),
+        "Last.fm, HetRec 2011, listening counts, without times", ("user_artists.dat",),
         LogFormat(user="userID", item="artistID", rating="weight", timestamp="none", delimiter="tab"),
     ),
     "yoochoose": Preset(
-        "Yoochoose (RecSys 2015), clicks; a session is a user",
-        ("yoochoose-clicks.dat",),
+        "Yoochoose (RecSys 2015), clicks; a session is a user", ("yoochoose-clicks.dat",),
         LogFormat(
             columns=_columns("session timestamp item category"), header="no", user="session", item="item",
             timestamp="timestamp", time_unit="ms", delimiter="comma",
         ),
     ),
     "yoochoose-buys": Preset(
-        "Yoochoose (RecSys 2015), purchases",
-        ("yoochoose-buys.dat",),
+        "Yoochoose (RecSys 2015), purchases", ("yoochoose-buys.dat",),
         LogFormat(
             columns=_columns("session timestamp item price quantity"), header="no", user="session",
             item="item", timestamp="timestamp", time_unit="ms", delimiter="comma",
         ),
     ),
     "diginetica": Preset(
-        "Diginetica (CIKM Cup 2016), views; a session is a user",
-        ("train-item-views.csv",),
+        "Diginetica (CIKM Cup 2016), views; a session is a user", ("train-item-views.csv",),
         LogFormat(
             user="sessionId", item="itemId", timestamp="eventdate", time_unit="s", order="timeframe",
             delimiter="semicolon",
@@ -216,8 +203,7 @@ PRESETS: dict[str, Preset] = {
         features="kuairand",
     ),
     "taobao": Preset(
-        "Taobao, UserBehavior",
-        ("UserBehavior.csv",),
+        "Taobao, UserBehavior", ("UserBehavior.csv",),
         LogFormat(
             columns=_columns("user item category behavior timestamp"), header="no", time_unit="s",
             delimiter="comma",
@@ -232,8 +218,7 @@ PRESETS: dict[str, Preset] = {
         ),
     ),
     "mind": Preset(
-        "MIND, impressions, each shown article an event with a click or none",
-        ("behaviors.tsv",),
+        "MIND, impressions, each shown article an event with a click or none", ("behaviors.tsv",),
         LogFormat(
             columns=_columns("impression user timestamp history impressions"), header="no", user="user",
             timestamp="timestamp", time_unit="s", time_format="%m/%d/%Y %I:%M:%S %p", shown="impressions",
@@ -241,24 +226,19 @@ PRESETS: dict[str, Preset] = {
         ),
     ),
     "gowalla": Preset(
-        "Gowalla, check-ins (SNAP)",
-        ("loc-gowalla_totalCheckins.txt", "Gowalla_totalCheckins.txt"),
+        "Gowalla, check-ins (SNAP)", ("loc-gowalla_totalCheckins.txt", "Gowalla_totalCheckins.txt"),
         LogFormat(
             columns=_columns("user timestamp latitude longitude item"), header="no", time_unit="s",
             delimiter="tab",
         ),
     ),
     "criteo-tsv": Preset(
-        "Criteo (Kaggle, Terabyte), text",
-        ("train.txt", "day_*", "*"),
-        replace(
-            CRITEO, columns=("label", *CRITEO_COUNTS, *CRITEO_CATEGORIES), header="no", delimiter="tab"
-        ),
+        "Criteo (Kaggle, Terabyte), text", ("train.txt", "day_*", "*"),
+        replace(CRITEO, columns=("label", *CRITEO_COUNTS, *CRITEO_CATEGORIES), header="no", delimiter="tab"),
     ),
     "criteo-parquet": Preset("Criteo's columns as Parquet", (), CRITEO, "parquet"),
     "avazu-csv": Preset(
-        "Avazu (Kaggle)",
-        ("train.csv", "train", "*.csv"),
+        "Avazu (Kaggle)", ("train.csv", "train", "*.csv"),
         LogFormat(
             label=("click",), categories=AVAZU_CATEGORIES, hexadecimal=AVAZU_CATEGORIES[2:11],
             delimiter="comma",

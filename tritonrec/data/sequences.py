@@ -87,9 +87,7 @@ class NextItemStream(NextItems, Stream[JaggedBatch]):
         split.check_streamed()
         rows = rows if isinstance(rows, ParquetRows) else ParquetRows(rows, COLUMNS)
         rows.check(COLUMNS, (), HINT)
-        super().__init__(
-            rows, self._collate, batch_size, seed, rank, world_size, shuffle, buffer_rows, readers
-        )
+        super().__init__(rows, None, batch_size, seed, rank, world_size, shuffle, buffer_rows, readers)
         self.max_seq_len, self.num_negatives, self.split = max_seq_len, num_negatives, split
         if catalogue is None:
             catalogue, popularity = read_catalogue(rows) if split == LEAVE_ONE_OUT else self._count_items()
@@ -142,7 +140,7 @@ class NextItemStream(NextItems, Stream[JaggedBatch]):
             "catalogue": digest_of(self.catalogue),
         }
 
-    def _collate(self, step: int, sample_ids: Tensor, table: pa.Table) -> JaggedBatch:
+    def collate(self, step: int, sample_ids: Tensor, table: pa.Table) -> JaggedBatch:
         items, timestamps, starts, lengths = self._lists(table, sample_ids.numpy())
         trained, kept = self._tokens(items, timestamps, starts, lengths)
         batch = trained_part(step, sample_ids, items, timestamps, starts + trained - 1 - kept, kept)

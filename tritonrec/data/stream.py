@@ -44,7 +44,8 @@ class Stream(Endless[BatchType]):
 
     Args:
         rows: a `ParquetRows`, or the path of one (a file, a folder, a glob or a URL).
-        collate: makes a batch: ``collate(step, sample_ids, table)`` with a row of ``table`` for each id.
+        collate: makes a batch: ``collate(step, sample_ids, table)`` with a row of ``table`` for each id; None
+            for a subclass that has it.
         batch_size: samples of a global batch, over all ranks; the last batch of an epoch may have fewer.
         seed: int64; fixes the order of samples in every epoch.
         rank, world_size: of the part that `batch` returns.
@@ -62,7 +63,7 @@ class Stream(Endless[BatchType]):
     def __init__(
         self,
         rows: ParquetRows | str | Path,
-        collate: Collate[BatchType],
+        collate: Collate[BatchType] | None,
         batch_size: int,
         seed: int,
         rank: int = 0,
@@ -74,7 +75,9 @@ class Stream(Endless[BatchType]):
         from tritonrec.data.parquet_rows import ParquetRows, ReadCounts  # pyarrow is slow to import
 
         self.rows = rows if isinstance(rows, ParquetRows) else ParquetRows(rows)
-        self.collate, self.batch_size, self.seed = collate, batch_size, seed
+        if collate is not None:
+            self.collate = collate
+        self.batch_size, self.seed = batch_size, seed
         self.rank, self.world_size = rank, world_size
         self.plan = StreamPlan(self.rows.group_rows, batch_size, seed, shuffle, buffer_rows, readers)
         self.readers: Sequence[int] = self.plan.readers_of(rank, world_size)
@@ -126,29 +129,30 @@ class Stream(Endless[BatchType]):
         other.step, other.counts, other._blocks, other._whole = 0, type(self.counts)(), {}, None
         return other
 
-    def prepared(self, numbers: np.ndarray, table: pa.Table) -> Rows:
-        """A block's rows, whose numbers are (n,), as `collate` takes them: as they are, or arrays of n rows.
+    def prepared(self, numbers: np.ndarray, table: pa.Table, order: np.ndarray) -> Rows:
+        """A block's rows, whose numbers are (n,), in an `order`, as `collate` takes them: table or arrays.
 
-        Arrays are cut and joined at a tenth of the cost of columns.
+        Arrays (..., n) are cut and joined at a tenth of the cost of columns.
         """
-        return table
+        return table.take(order)
 
     def rows_of(self, step: int) -> tuple[np.ndarray, Any]:
         """Numbers (b,) int64 and rows of this rank's samples at `step`, reader by reader."""
         ids: list[np.ndarray] = [np.empty(0, dtype=np.int64)]
         parts: list[Rows] = []
+        epoch, firsts, lasts = self.plan.parts(step)
         for reader in self.readers:
-            epoch, first, last = self.plan.part(step, reader)
+            first, last = firsts[reader], lasts[reader]
             while first < last:
                 if reader not in self._blocks:
                     self._blocks[reader] = _Blocks(self, reader)
-                start, numbers, rows = self._blocks[reader].at(epoch, first)
+                start, numbers, rows = self._blocks[reader].at(self, epoch, first)
                 end = min(last - start, len(numbers))
                 ids.append(numbers[first - start : end])
                 parts.append(cut(rows, first - start, end))
                 first = start + end
         numbers = np.concatenate(ids)
-        return numbers, joined(parts or [self.prepared(numbers, self.rows.schema.empty_table())])
+        return numbers, joined(parts or [self.prepared(numbers, self.rows.schema.empty_table(), numbers)])
 
     def state_dict(self) -> dict[str, Any]:
         """The position, the same on every rank: a few numbers."""
@@ -180,14 +184,14 @@ class Stream(Endless[BatchType]):
 def cut(rows: Rows, first: int, last: int) -> Rows:
     """The rows from `first` to `last`."""
     if isinstance(rows, tuple):
-        return tuple(column[first:last] for column in rows)
+        return tuple(own[..., first:last] for own in rows)
     return rows.slice(first, last - first)
 
 
 def joined(parts: Sequence[Rows]) -> Rows:
     """Rows end to end."""
     if isinstance(parts[0], tuple):
-        return tuple(np.concatenate(columns) for columns in zip(*parts, strict=True))
+        return tuple(np.concatenate(every, axis=-1) for every in zip(*parts, strict=True))
     import pyarrow as pa
 
     return pa.concat_tables(parts).combine_chunks()
@@ -199,26 +203,25 @@ class _Blocks:
     def __init__(self, stream: Stream[Any], reader: int) -> None:
         from tritonrec.data.parquet_rows import RowReader
 
-        self._stream, self._number = stream, reader
+        self._number = reader
         at_once = min(stream.plan.block_rows, MOST_AT_ONCE)
         self._reader: RowReader = RowReader(stream.rows, stream.counts, at_once)
         self._known: tuple[int, int, int] | None = None  # epoch, first, last
         self._numbers = np.empty(0, dtype=np.int64)
         self._rows: Any = None
 
-    def at(self, epoch: int, place: int) -> tuple[int, np.ndarray, Rows]:
+    def at(self, stream: Stream[Any], epoch: int, place: int) -> tuple[int, np.ndarray, Rows]:
         """The block that has the row at `place` of the stretch: first place, numbers and rows, shuffled."""
         known = self._known
         if known is None or known[0] != epoch or not known[1] <= place < known[2]:
-            plan, rows = self._stream.plan, self._stream.rows
+            plan, rows = stream.plan, stream.rows
             first, last = plan.block(self._number, place)
             self._known = self._rows = None  # one block at a time in memory
             stretches = plan.rows(epoch, self._number, first, last)
             table = self._reader.read(*stretches)
             numbers = np.concatenate([rows.numbers(stretch) for stretch in stretches])
             order = plan.shuffled(epoch, numbers)
-            found = self._stream.prepared(numbers, table)
-            self._rows = tuple(own[order] for own in found) if isinstance(found, tuple) else found.take(order)
+            self._rows = stream.prepared(numbers, table, order)
             self._numbers = numbers[order]
             self._known = known = epoch, first, last
         return known[1], self._numbers, self._rows

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from tritonrec.data.arrow_types import common_type
 from tritonrec.data.json_tables import JsonFile
-from tritonrec.data.log_files import PACKED, LogFiles
+from tritonrec.data.log_files import PACKED, LogFiles, files_at
 from tritonrec.data.log_format import LogFormat
+from tritonrec.data.presets import Preset
 from tritonrec.data.text_tables import UNREADABLE, CsvFile
 from tritonrec.data.values import Part
 
@@ -84,6 +85,11 @@ def open_files(place: LogFiles, kind: str, format: LogFormat) -> list[File]:
         else:
             opened.append((ParquetFile if each == "parquet" else ArrowFile)(place.filesystem, file))
     return opened
+
+
+def tables_of(file: File, columns: Sequence[str], kinds: Sequence[int]) -> Iterator[tuple[Part, pa.Table]]:
+    """The columns of a file; those of text may be numbers of `kinds` (`CsvFile.tables`)."""
+    return file.tables(columns, kinds) if isinstance(file, CsvFile) else file.tables(columns)
 
 
 class _Typed:
@@ -232,6 +238,49 @@ def _of_hugging_face(source: Any) -> pa.RecordBatchReader:
     return pa.RecordBatchReader.from_batches(
         schema, (batch for table in tables for batch in table.to_batches())
     )
+
+
+class Log:
+    """A log at a path or in memory.
+
+    Args:
+        source: a path (a file, a folder, a glob, a URL), or a frame.
+        format: of the log. kind: of the files; by default by the ends of their names.
+        preset: whose settings the format has, with the names of its files.
+        words: for ``ids="words"`` a vocabulary for each column of words; one that is missing is added.
+
+    Attributes:
+        name: for errors. place: of the files, None for a frame.
+
+    Raises FileNotFoundError for a path that does not exist, and ValueError where it holds no file.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        format: LogFormat = LogFormat(),  # noqa: B008
+        kind: str = "",
+        preset: Preset | None = None,
+        words: dict[str, Any] | None = None,
+    ) -> None:
+        self.format, self.preset, self._kind = format, preset, kind
+        self.place: LogFiles | None = None
+        self._frame = None if isinstance(source, (str, Path)) else Frame(source)
+        self.name = self._frame.path if self._frame else str(source)
+        if self._frame is None:
+            title = "Parquet file" if kind == "parquet" else "file"
+            self.place = files_at(self.name, title, patterns=preset.files if preset else ())
+            if preset:
+                preset.check_files(self.place.files)
+        self.words: dict[str, Any] = {} if words is None else words
+
+    @cached_property
+    def opened(self) -> list[File]:
+        """The files of the log itself."""
+        if self._frame is not None:
+            return [self._frame]
+        assert self.place is not None
+        return open_files(self.place, self._kind, self.format)
 
 
 def common_schema(

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pcsv
 
 from tritonrec.data.log_format import NONE, LogFormat, is_header
+from tritonrec.data.numba_text import NUMBER, SKIPPED, read_fields
 from tritonrec.data.values import Part
 
 if TYPE_CHECKING:
@@ -50,7 +52,7 @@ class Block:
     @cached_property
     def ends(self) -> int:
         """Ends of lines."""
-        return self.data.count(b"\n")
+        return int(np.count_nonzero(np.frombuffer(self.data, np.uint8) == ord("\n")))
 
     def line_of(self, row: int) -> int:
         """The line at which a row begins; blank lines are no rows."""
@@ -125,15 +127,17 @@ class TextFile:
         for block in self.blocks(1 << 14):
             for number, text in enumerate(block.data.split(b"\n"), block.line):
                 if text.strip():
-                    try:
-                        return number, text.decode().rstrip("\r")
-                    except UnicodeDecodeError as error:
-                        raise self.no_text(number, error) from error
+                    return number, self.decoded(text, number).rstrip("\r")
         raise ValueError(f"{self.path}: the file is empty")
 
-    def no_text(self, line: int, error: UnicodeDecodeError) -> ValueError:
-        """The error of a line that is not in the encoding."""
-        return ValueError(f"{self.path}, line {line}: not UTF-8 text, name its encoding= ({error})")
+    def decoded(self, text: bytes, line: int) -> str:
+        """The text of a line; raises ValueError where it is not in the encoding."""
+        try:
+            return text.decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{self.path}, line {line}: not UTF-8 text, name its encoding= ({error})"
+            ) from error
 
 
 def _even(data: bytes, quote: bytes) -> tuple[bytes, bytes]:
@@ -210,14 +214,15 @@ class CsvFile(TextFile):
         """Text has none by type."""
         return []
 
-    def tables(self, columns: Sequence[str]) -> Iterator[tuple[Part, pa.Table]]:
+    def tables(self, columns: Sequence[str], kinds: Sequence[int] = ()) -> Iterator[tuple[Part, pa.Table]]:
         """The columns as text, with nulls for missing fields; raises ValueError naming the line.
 
-        The next block is read and parsed on another thread.
+        Of `kinds` (`numba_text`) they are numbers, in blocks where all of them are written as most are. The
+        next block is read and parsed on another thread.
         """
-        return ahead(self._tables(columns))
+        return ahead(self._tables(columns, kinds))
 
-    def _tables(self, columns: Sequence[str]) -> Iterator[tuple[Part, pa.Table]]:
+    def _tables(self, columns: Sequence[str], kinds: Sequence[int]) -> Iterator[tuple[Part, pa.Table]]:
         names, has_header, delimiter, quote = self.layout
         missing = ["", *self.format.missing]
         convert = pcsv.ConvertOptions(
@@ -235,12 +240,18 @@ class CsvFile(TextFile):
             delimiter=SEPARATOR if is_long else delimiter, quote_char=quote or False,
             newlines_in_values=True, invalid_row_handler=refuse,
         )  # fmt: skip
+        # What divides fields is no part of a number.
+        are_numbers = all(kinds) and len(set(columns)) == len(kinds) and not self.format.missing
+        are_numbers &= set(delimiter + quote).isdisjoint("0123456789abcdefABCDEF-.")
         for block in self.blocks(BLOCK_BYTES, quote.encode()):
             if has_header:
                 block, has_header = _without_first(block), False
-            data = _one_character(block, delimiter) if is_long else block.data
-            if not data.strip():
+            if not block.data.strip():
                 continue
+            if are_numbers and (made := _numbers(block, names, delimiter, columns, kinds)) is not None:
+                yield block.part(), made
+                continue
+            data = _one_character(block, delimiter) if is_long else block.data
             read = pcsv.ReadOptions(column_names=names, use_threads=False, block_size=len(data) + 1)
             try:
                 table = pcsv.read_csv(pa.py_buffer(data), read, parse, convert)
@@ -249,18 +260,30 @@ class CsvFile(TextFile):
                     row, width = (bad[0].number or 1) - 1, len(names)
                     block.fail(row, f"{bad[0].actual_columns} columns, but {width} are expected: "
                                f"{bad[0].text[:SHOWN]!r}")  # fmt: skip
-                self._check_text(block)
+                for number, text in enumerate(block.data.split(b"\n"), block.line):
+                    self.decoded(text, number)
                 raise ValueError(f"{self.path}, from line {block.line}: {error}") from error
             if not self.format.multiline:
                 _check_lines(block, len(table))
             yield block.part(), table
 
-    def _check_text(self, block: Block) -> None:
-        for number, text in enumerate(block.data.split(b"\n"), block.line):
-            try:
-                text.decode()
-            except UnicodeDecodeError as error:
-                raise self.no_text(number, error) from error
+
+def _numbers(
+    block: Block, names: list[str], delimiter: str, columns: Sequence[str], kinds: Sequence[int]
+) -> pa.Table | None:
+    """The columns in one pass; None where a field is not written as most of its kind are."""
+    text = block.data if block.data.endswith(b"\n") else block.data + b"\n"
+    made = np.empty((len(columns), block.ends + 1), np.int64)
+    floats, place = made.view(np.float64), {name: at for at, name in enumerate(columns)}
+    own = [(kinds[place[name]], place[name]) if name in place else (SKIPPED, -1) for name in names]
+    rows = read_fields(
+        *(np.frombuffer(each, np.uint8) for each in (text, delimiter.encode())),
+        ord(block.quote or b"\0"), *np.array(own).T.copy(), made, floats,
+    )  # fmt: skip
+    if rows < 0:
+        return None
+    pairs = zip(columns, kinds, strict=True)
+    return pa.table({name: (floats if kind == NUMBER else made)[place[name], :rows] for name, kind in pairs})
 
 
 def _fields(text: str, delimiter: str, quote: str) -> list[str]:
@@ -273,14 +296,8 @@ def _fields(text: str, delimiter: str, quote: str) -> list[str]:
 
 def _without_first(block: Block) -> Block:
     """The block without its first line that is not blank."""
-    start, line = 0, block.line
-    while True:
-        end = block.data.find(b"\n", start)
-        end = len(block.data) if end < 0 else end + 1
-        line += 1
-        if block.data[start:end].strip() or end >= len(block.data):
-            return Block(block.path, line, block.data[end:], block.quote)
-        start = end
+    end = re.match(rb"\s*[^\n]*\n?", block.data).end()  # type: ignore[union-attr]
+    return Block(block.path, block.line + block.data.count(b"\n", 0, end), block.data[end:], block.quote)
 
 
 def _one_character(block: Block, delimiter: str) -> bytes:

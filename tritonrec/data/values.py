@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -147,6 +147,18 @@ def words(part: Part, name: str, values: Column) -> pa.Array:
     if pc.any(empty, min_count=0).as_py():
         part.fail(name, values, empty.to_numpy(zero_copy_only=False), "a word")
     return found
+
+
+def word_ids(
+    part: Part, name: str, values: Column, ids: str, vocabularies: dict[str, Any], key: str
+) -> np.ndarray:
+    """(n,) int64: hashes of words, or their numbers in ``vocabularies[key]``, which is extended."""
+    from tritonrec.data.vocabulary import Vocabulary, hashed_ids
+
+    found = words(part, name, values)
+    if ids == "hashed":
+        return hashed_ids(found)
+    return vocabularies.setdefault(key, Vocabulary()).encode(found, extend=True)
 
 
 def numbers(part: Part, name: str, values: Column) -> np.ndarray:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from ..data import LogFormat, Vocabulary, hashed_ids
+from ..data import LogFormat, Vocabulary, hashed_ids, load
 from ..distributed import Communicators
 from ..embedding import Eviction, OptimizerName, Placement, PrecisionTiers, Storage, TablePolicy
 from ..kernels.compilation import compiling
@@ -72,7 +72,7 @@ def warm_up(
             _train(model, rule, target, TablePolicy())
         report(f"{models[0]} with policies of tables")
         _train(models[0], optimizers[0], target, POLICY)
-        report("words as ids")
+        report("words as ids, numbers of text")
         _number_words()
     finally:
         compiling.remove(compiled)
@@ -129,3 +129,9 @@ def _train(model: ModelName, rule: OptimizerName, target: Target, policy: TableP
 
 def _number_words() -> None:
     hashed_ids(Vocabulary(map(str, range(200))).words)  # so many that it grows
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log.csv"
+        log.write_text("user,item,timestamp\n1,2,3\n")
+        load(log)
+    categories = LogFormat(label=("label",), categories=("c",), hexadecimal=("c",))
+    load({"label": [0, 1], "c": ["1f", "2"]}, categories)
