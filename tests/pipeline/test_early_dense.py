@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 from trainer_parts import DIM, JOB, NoParameters, Ranker, batches, parts, same, state, trainer
 
@@ -24,6 +25,7 @@ from tritonrec.pipeline import (
     WindowConfig,
     check,
 )
+from tritonrec.pipeline import early as early_dense
 from tritonrec.pipeline.early import EarlyDense
 from tritonrec.pipeline.schedule import (
     Edge,
@@ -82,13 +84,13 @@ class AgainAtLast(Deep):
 
 
 def trained(
-    communicators, model=Deep, mode="nestpipe", steps=5, recorder=None, ahead=lambda made: None, **how
+    communicators, model=Deep, mode="nestpipe", steps=5, size=7, recorder=None, ahead=lambda made: None, **how
 ):
     made = parts(model)
     with trainer(made, mode, communicators=communicators, trust_model=True, **how) as training:
         ahead(training)
         rank, world_size = communicators.rank, communicators.world_size
-        list(training.run(batches(steps, rank=rank, world_size=world_size)))
+        list(training.run(batches(steps, size, rank=rank, world_size=world_size)))
     return state(made)
 
 
@@ -238,7 +240,7 @@ def test_calls_that_leave_no_trace_do_not_count():
     early = EarlyDense(DenseModel(model, torch.optim.SGD(model.parameters(), 0.1)))
     own, other, seen = GradientAccumulator(model, None), GradientAccumulator(model, None), []
     early.completed = lambda: seen.append("complete")
-    ends = list(early.watch(model, own))
+    early.watch(model, own)
     early.begin(last=True)
     with other.active():
         model(torch.ones(2, 3, requires_grad=True)).sum().backward()
@@ -247,8 +249,7 @@ def test_calls_that_leave_no_trace_do_not_count():
     with own.active():
         model(torch.ones(2, 3, requires_grad=True)).sum().backward()
     assert seen == ["complete"]
-    for end in ends:
-        end()
+    early.end()
     early.begin(last=True)
     with own.active():
         model(torch.ones(2, 3, requires_grad=True)).sum().backward()
@@ -295,9 +296,9 @@ WITH = {
     "accumulated": {"accumulate": 2, "micro_batches": 1},
     "kept": {"skip_fetch": True},
     "clipped": {"max_grad_norm": 0.05},
-    "replicas": {"count": 4, "replicas": 2},
-    "averaged": {"count": 4, "replicas": 2, "average_every": 2},
-    "nodes": {"count": 4, "nodes": 2},
+    "replicas": {"count": 4, "replicas": 2, "size": 24},
+    "averaged": {"count": 4, "replicas": 2, "average_every": 2, "size": 24},
+    "nodes": {"count": 4, "nodes": 2, "size": 24},
     "fp16": {"precision": "fp16"},
     "two": {"micro_batches": 2},
 }
@@ -346,3 +347,18 @@ def test_parameters_frozen_and_thawed_between_runs():
 def test_a_gradient_that_comes_after_all_is_refused():
     with pytest.raises(StageFailedError, match=r"backward has come to parameter layers\.\d\.\w+ again"):
         of_ranks(model=AgainAtLast, exchanges="each")
+
+
+def test_autograd_makes_the_nodes_watched_on_the_lane_that_computes(monkeypatch):
+    """It runs a node on the stream on which that was made: no event of the lane stands for another one."""
+    made_on = defaultdict(list)
+
+    def noted(parameter):
+        made_on[threading.current_thread().name].append(edge := get_gradient_edge(parameter))
+        return edge
+
+    watching = []
+    monkeypatch.setattr(early_dense, "get_gradient_edge", noted)
+    of_ranks(exchanges="each", ahead=lambda training: watching.append(training._pending.flight.early))
+    assert set(made_on) == {"lane compute"} and len(made_on["lane compute"]) == 2 * 4  # once a flight
+    assert [each._nodes for each in watching] == [[], []]  # the next trainer's streams are others

@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from speeds import slow_except
 
+from tritonrec import nn
 from tritonrec.data import NextItemLoader, load
 from tritonrec.distributed import CorruptionError, Ledger, RanksDisagreeError
 from tritonrec.embedding import Eviction, PrecisionTiers, TablePolicy
 from tritonrec.harness.verify.thread_ranks import run_ranks
 from tritonrec.pipeline import StageFailedError, Window
 from tritonrec.pipeline.headers import Header
-from tritonrec.pipeline.places import Buffer, Context, Gradients, Losses, Routes
+from tritonrec.pipeline.places import Buffer, Context, Dense, Gradients, Losses, Routes
 from tritonrec.pipeline.stage import Read, Update
 from tritonrec.pipeline.stages.update import sparse_update
 from tritonrec.pipeline.words import WIDTH
@@ -35,10 +36,18 @@ FEW = [(1, "nestpipe", "window"), (2, "nestpipe", "batch")]
 
 
 def trained(
-    world_size, mode="nestpipe", consistency="batch", share=0.5, plant=None, steps=6, policy=None, **window
+    world_size,
+    mode="nestpipe",
+    consistency="batch",
+    share=0.5,
+    plant=None,
+    steps=6,
+    policy=None,
+    model=parts.Ranker,
+    **window,
 ):
     """State, replay and results of each rank; `plant` injects a fault into its program."""
-    made = [parts.parts(policy=policy) for _ in range(world_size)]
+    made = [parts.parts(model, policy=policy) for _ in range(world_size)]
 
     def rank(communicators):
         own = made[communicators.rank]
@@ -103,6 +112,35 @@ OPTIONS = {
 def test_nothing_is_found_where_nothing_flips(name):
     plain, checked = (trained(2, share=share, **OPTIONS[name]) for share in (0, 1.0))
     assert all(parts.same(a[0], b[0]) for a, b in zip(plain, checked, strict=True))
+
+
+class TwoLayers(parts.Ranker):
+    """Backward completes the gradients of one before it comes to the other."""
+
+    def __init__(self):
+        super().__init__()
+        del self.mix
+        self.first, self.second = nn.Linear(parts.DIM, parts.DIM), nn.Linear(parts.DIM, parts.DIM)
+        self.mix = lambda rows, offsets: self.second(torch.sin(self.first(rows, offsets)), offsets)
+
+
+def test_gradients_that_leave_before_the_end_of_backward_are_no_fault():
+    """Nor are they reduced later in a micro-batch that nobody computes again."""
+    completed, replayed = [], []
+
+    def plant(program):
+        early = program.run_places[Dense].flight.early
+        assert program.schedule.reduces_early and early.names
+        end_part = early.completed
+        early.completed = lambda: (completed.append(1), end_part())
+
+    for share in (1, 0.1):
+        for _state, replay, _results in trained(
+            2, model=TwoLayers, share=share, plant=plant, exchanges="each"
+        ):
+            replayed.append(replay.counts["replayed_micro_batches"])
+        assert bool(completed) == (share < 1)
+    assert replayed[:2] == [18, 18] and all(replayed)
 
 
 def test_a_model_that_draws_random_numbers_draws_them_again():

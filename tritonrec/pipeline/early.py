@@ -13,12 +13,13 @@ that leaves parameters out, has all gradients at the end of its backward: that c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
 
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from ..distributed import Communicators
 from ..kernels.gradients import Accumulator, current
@@ -40,6 +41,7 @@ class EarlyDense:
         others: of the other parameters, which precede them in the model's order.
         share: of all elements, those of `others`.
         completed: called, in the last backward of a window, when gradients of `names` are complete.
+        waits: it is not, since somebody reads all sums after that backward.
 
     Raises ValueError for a model without two parts, and for sharded parameters.
     """
@@ -52,32 +54,47 @@ class EarlyDense:
                 "none is sharded"
             )
         self.completed: Callable[[], None] = lambda: None
+        self.waits = False
         self._accumulator: Accumulator | None = None  # that the gradients watched go to
-        self._named: dict[int, str] = {}  # by id, those that are trained
+        self._trained: list[tuple[str, torch.nn.Parameter]] = []  # of `names`
+        self._named: dict[int, str] = {}  # the same by id
         self._nodes: list[Node] = []
+        self._handles: list[RemovableHandle] = []
         self._reached: set[str] = set()  # of these, in this backward
         self._last = self._done = self._again = False
 
-    def watch(self, model: torch.nn.Module, accumulator: Accumulator) -> Iterator[Callable[[], None]]:
-        """Begin to watch; yields what ends it."""
+    def watch(self, model: torch.nn.Module, accumulator: Accumulator) -> None:
+        """Watch from the next `begin` to `end`."""
         self._accumulator = accumulator
         early = set(self.names)
-        trained = [
+        self._trained = [
             (name, each) for name, each in model.named_parameters() if name in early and each.requires_grad
         ]
-        self._named = {id(parameter): name for name, parameter in trained}
-        # The nodes to which all uses of a parameter lead: one runs when the last of them has been through
-        # backward, with a gradient or, where `accumulator` has taken the terms, with none. Autograd keeps a
-        # node, and its hooks, only as long as somebody does.
-        self._nodes = [get_gradient_edge(parameter).node for _, parameter in trained]
-        for (name, _), node in zip(trained, self._nodes, strict=True):
-            yield node.register_hook(partial(self._after_node, name)).remove
-        accumulator.complete = self._complete if trained else None
+        self._named = {id(parameter): name for name, parameter in self._trained}
+        accumulator.complete = self._complete if self._trained else None
 
     def begin(self, last: bool) -> None:
-        """The forward and backward of a micro-batch come next."""
+        """The forward and backward of a micro-batch come next, on this thread and its stream."""
         self._reached.clear()
         self._last, self._done = last, False
+        if self._nodes:
+            return
+        # The nodes to which all uses of a parameter lead: one runs when the last of them has been through
+        # backward, with a gradient or, where the accumulator has taken the terms, with none. Autograd keeps
+        # a node, and its hooks, only as long as somebody does. It runs a node on the stream on which that
+        # was made: were it another than the lane's, no event of the lane would stand for the gradient.
+        self._nodes = [get_gradient_edge(parameter).node for _, parameter in self._trained]
+        self._handles = [
+            node.register_hook(partial(self._after_node, name))
+            for (name, _), node in zip(self._trained, self._nodes, strict=True)
+        ]
+
+    def end(self) -> None:
+        """Watch no longer; nodes go, which another trainer may make on a stream of its own."""
+        for handle in self._handles:
+            handle.remove()
+        self._trained, self._nodes, self._handles, self._accumulator = [], [], [], None
+        self._named = {}
 
     def _after_node(self, name: str, *gradients: object) -> None:
         if current() is self._accumulator:  # else a call that leaves no trace
@@ -98,7 +115,7 @@ class EarlyDense:
         # Reentrant checkpoints have backward passes of their own inside, one for each use of a parameter.
         self._again |= name in self._reached
         self._reached.add(name)
-        if self._last and not self._again and len(self._reached) == len(self._nodes):
+        if self._last and not (self._again or self.waits) and len(self._reached) == len(self._nodes):
             self._done = True
             self.completed()
 

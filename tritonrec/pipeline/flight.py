@@ -133,8 +133,8 @@ class Flight:
             self.accumulator = GradientAccumulator(self.model, self._bits)
             inside.enter_context(self.accumulator.empty_gradients())
             if self._graphs is None:  # which call no hooks
-                for end in self.early.watch(self.model, self.accumulator):
-                    inside.callback(end)
+                inside.callback(self.early.end)
+                self.early.watch(self.model, self.accumulator)
             self._modules = list(self.model.named_modules())
             self._modes = self._training()
             self._trained = self._requires_grad()

@@ -176,6 +176,7 @@ class Replay:
         if self._is_due(window, micro_batch):
             with self._timed():
                 self._begun = MicroBatch(micro_batch, routes, gradients, embeddings, dense)
+            dense.flight.early.waits = True  # sums that have left are none that `MicroBatch` finds after it
 
     def _after_compute(
         self,
@@ -188,6 +189,7 @@ class Replay:
             with self._timed():
                 self._work[micro_batch] = self._begun.done(samples[micro_batch], losses, dense)
                 self._begun = None
+            dense.flight.early.waits = False
 
     def _before_update(
         self,
