@@ -83,9 +83,7 @@ class AgainAtLast(Deep):
         return super().hidden(batch, rows) + first
 
 
-def trained(
-    communicators, model=Deep, mode="nestpipe", steps=5, size=7, recorder=None, ahead=lambda made: None, **how
-):
+def trained(communicators, model=Deep, mode="nestpipe", steps=5, size=7, ahead=lambda made: None, **how):
     made = parts(model)
     with trainer(made, mode, communicators=communicators, trust_model=True, **how) as training:
         ahead(training)
