@@ -3,6 +3,7 @@
 import threading
 from collections import defaultdict
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -252,6 +253,27 @@ def test_calls_that_leave_no_trace_do_not_count():
     with own.active():
         model(torch.ones(2, 3, requires_grad=True)).sum().backward()
     assert seen == ["complete"]
+
+
+@pytest.mark.parametrize("graphs", [None, SimpleNamespace(takes=lambda *given: False, release=lambda: None)])
+def test_where_graphs_run_the_model_nobody_is_told(graphs):
+    """Hooks of a graph run when it is recorded, and never again."""
+    made, seen = parts(Deep), []
+    config = WindowConfig(3, seed=4)
+    with Trainer(*made, Communicators.local(), "nestpipe", config, schedule=EARLY) as training:
+        flight = training._pending.flight
+        flight._graphs, completed = graphs, flight.early.completed
+        flight.early.completed = lambda: (seen.append(1), completed())
+        list(training.run(batches(2)))
+    assert len(seen) == (2 if graphs is None else 0)
+
+
+def test_sharded_parameters_have_messages_of_their_own():
+    dense = DenseModel(model := Deep(), torch.optim.SGD(model.parameters(), 0.1))
+    EarlyDense(dense)
+    dense.shards = object()
+    with pytest.raises(ValueError, match="of which none is sharded"):
+        EarlyDense(dense)
 
 
 def test_what_kernels_keep_of_a_window_outlives_its_early_gradients():
