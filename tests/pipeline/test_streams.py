@@ -215,6 +215,7 @@ def test_lanes_of_one_rank_on_the_host_share_a_thread(monkeypatch):
 
 
 def test_lanes_that_wait_for_others_have_threads_of_their_own():
-    assert streams.lanes_of_one_thread(streams.Streams(), True)
-    assert not streams.lanes_of_one_thread(streams.Streams(), False)
-    assert not streams.lanes_of_one_thread(FakeAccelerator(), True)
+    assert streams.lanes_of_one_thread(streams.Streams(), 1, False)
+    assert not streams.lanes_of_one_thread(streams.Streams(), 1, True)
+    assert not streams.lanes_of_one_thread(streams.Streams(), 2, False)
+    assert not streams.lanes_of_one_thread(FakeAccelerator(), 1, False)

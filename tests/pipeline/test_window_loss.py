@@ -266,11 +266,16 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", ["reference", "nestpipe"])
-@pytest.mark.parametrize(("methods", "said"), WRONG.values(), ids=WRONG)
-def test_what_would_depend_on_the_cut_is_refused(methods, said, mode):
-    if mode == "reference" and "mean" in str(methods.get("window_loss")):
-        pytest.skip("one call for the whole batch: there is no cut")
+IN_MODES = [
+    (wrong, mode)
+    for wrong, mode in product(WRONG, ["reference", "nestpipe"])
+    if mode != "reference" or wrong != "rows of a loss that see each other"  # one call has no cut
+]
+
+
+@pytest.mark.parametrize(("wrong", "mode"), IN_MODES)
+def test_what_would_depend_on_the_cut_is_refused(wrong, mode):
+    methods, said = WRONG[wrong]
     with pytest.raises((NotBatchInvariantError, StageFailedError, TypeError, ValueError), match=said):
         trained(mode, model=towers(**methods))
 
@@ -367,7 +372,7 @@ def test_candidates_of_the_same_item_are_no_negatives_and_popular_ones_count_les
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
-    [({"temperature": 0.0}, "temperature must be positive"), ({"ids": torch.arange(2)}, "ids has shape"),
+    [({"temperature": 0.0}, "temperature must lie in"), ({"ids": torch.arange(2)}, "ids has shape"),
      ({"log_q": torch.zeros(1)}, "log_q has shape"), ({"positions": torch.arange(1)}, "positions has shape")],
 )  # fmt: skip
 def test_wrong_arguments_are_named(wrong, said):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from threading import Event
 
 import torch
 
@@ -15,17 +16,18 @@ from ..embedding import DynamicTable, HashTableCollection
 from ..kernels.dispatch import default_impl
 from ..nn import GradientAccumulator
 from ..nn.context import recording
+from ..trace import SupportsRecording
 from .clipping import clamp, dropped, norm_of, scale_of, squares
 from .compiled import Compilation
 from .dense import DenseModel
 from .guard import Guard
 from .model_call import CallerSettings, Represented, Shown, modes_kept, sees_window, train_micro_batch
-from .places import WindowPlaces
+from .places import DenseMeans, DeviceSamples, GradientNorm, Losses, Outputs, Routes, WindowPlaces
 from .precision import rounded_rows, unscaled
 from .program import Program
 from .stages.window import DROPOUT_STREAM
 from .streams import to_device, to_host
-from .sums import LOSS_BITS
+from .sums import LOSS_BITS, Sums
 from .window import Window, WindowConfig
 from .window_loss import gather, losses_of
 
@@ -208,6 +210,25 @@ class _LossOfBatch:
 def _to_table(values: torch.Tensor, table: DynamicTable) -> torch.Tensor:
     """`values` in host memory for a table there, as they are for one on the device."""
     return values if table.padded else to_host(values)
+
+
+def run_reference(
+    reference: ReferenceTrainer, places: WindowPlaces, sums: Sums, stop: Event, recorder: SupportsRecording
+) -> None:
+    """A window's update by the reference of ``"batch"``, with what its results are made of in its places."""
+    window, asked = places.window, stop.is_set()
+    with places.errors.active():
+        with recorder.span("compute", "compute", batch=window.step):
+            losses = reference.step(window.batches, window.settings)
+        total = sums.total(torch.cat(losses))
+    places[DeviceSamples] = DeviceSamples(window.batches)
+    places[Losses] = Losses(dict(enumerate(losses)))
+    places[Outputs] = Outputs(dict(enumerate(reference.outputs)))
+    places[Routes] = Routes([], [], window.loss_terms, window.loss_terms, asked)
+    places[DenseMeans] = DenseMeans(total[:0], sums.divide(total, window.loss_terms), total)
+    if reference.config.clips:
+        norm = torch.tensor(reference.grad_norm, dtype=torch.float64)
+        places[GradientNorm] = GradientNorm(norm, norm)
 
 
 def run_sequentially(

@@ -83,14 +83,15 @@ def launches_in_turn(device: torch.device, world_size: int) -> bool:
     return device.type != "cpu" and world_size > 1
 
 
-def lanes_of_one_thread(streams: Streams, alone: bool) -> tuple[str, ...]:
-    """Lanes that share a thread where none of them waits for another rank (`alone`), nor for a device.
+def lanes_of_one_thread(streams: Streams, world_size: int, parts: bool) -> tuple[str, ...]:
+    """Lanes that share a thread, because none of them ever waits for another rank, for a device, or (`parts`)
+    for a part of another lane's task, which would be queued behind it.
 
     Such lanes overlap nothing but each other's Python, and take turns at the interpreter's lock for it.
     Lanes that read batches and tables ahead keep threads of their own.
     """
-    together = type(streams) is Streams and alone
-    return ("copy", "communication", "compute", "reduce") if together else ()
+    alone = type(streams) is Streams and world_size == 1 and not parts
+    return ("copy", "communication", "compute", "reduce") if alone else ()
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -38,11 +38,11 @@ from .interrupts import uninterrupted
 from .model_call import sees_window
 from .modes import Mode, schedule_of, validate_reference, validate_schedule
 from .pending import PendingWindows
-from .places import DenseMeans, DeviceSamples, GradientNorm, Losses, Outputs, OwnedRows, Routes, WindowPlaces
+from .places import OwnedRows, Routes, WindowPlaces
 from .position import SupportsState
 from .precision import LossScaler, autocast
 from .program import Program
-from .reference import ReferenceTrainer, run_sequentially
+from .reference import ReferenceTrainer, run_reference, run_sequentially
 from .replicas import ReplicaAverage
 from .results import StepResult, results_of, to_be_taken
 from .run_agreement import RunAgreement
@@ -199,9 +199,7 @@ class Trainer:
             self._average = ReplicaAverage(tables, communicators.replica, self.config.late_states)
         if self._schedule.concurrent:
             streams = streams or streams_for(self._device)
-            # a lane that waits for a part of another lane's task is no place to run that task
-            alone = communicators.world_size == 1 and not self._schedule.reduces_early
-            one_thread = lanes_of_one_thread(streams, alone)
+            one_thread = lanes_of_one_thread(streams, communicators.world_size, self._schedule.reduces_early)
             self.recorder.metadata["one_thread"] = list(one_thread)
             self._executor = self._pending.executor = Executor(
                 tasks, self._program.actions, self._span, delay, checked,
@@ -554,7 +552,7 @@ class Trainer:
                 if self.reference is None:
                     run_sequentially(self.program, places, self._span)
                 else:
-                    self._run_reference(self.reference, places)
+                    run_reference(self.reference, places, self._sums, self._communicators.stop, self.recorder)
             places.errors.check()
         except BaseException as error:
             self._pending.abandon()
@@ -565,21 +563,6 @@ class Trainer:
             raise
         self._pending.end()
         self._finish(places)
-
-    def _run_reference(self, reference: ReferenceTrainer, places: WindowPlaces) -> None:
-        window, stop = places.window, self._communicators.stop.is_set()
-        with places.errors.active():
-            with self.recorder.span("compute", "compute", batch=window.step):
-                losses = reference.step(window.batches, window.settings)
-            total = self._sums.total(torch.cat(losses))
-        places[DeviceSamples] = DeviceSamples(window.batches)
-        places[Losses] = Losses(dict(enumerate(losses)))
-        places[Outputs] = Outputs(dict(enumerate(reference.outputs)))
-        places[Routes] = Routes([], [], window.loss_terms, window.loss_terms, stop)
-        places[DenseMeans] = DenseMeans(total[:0], self._sums.divide(total, window.loss_terms), total)
-        if self.config.clips:
-            norm = torch.tensor(reference.grad_norm, dtype=torch.float64)
-            places[GradientNorm] = GradientNorm(norm, norm)
 
     def _end_run(self) -> None:
         """Agree with the other ranks that the batches have ended here, once after the last of them."""
