@@ -153,7 +153,8 @@ def test_tensorboard_that_is_missing_is_named(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_tensorboard_itself_reads_it(tmp_path):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from tensorboard.backend.event_processing import event_accumulator as accumulator
+
     for steps, purge in ((range(1, 6), None), (range(4, 8), 4)):
         logger = TensorBoardLogger(tmp_path, purge)
         for step in steps:

@@ -28,10 +28,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*its file system has no locks.*
 @pytest.fixture(scope="module")
 def s3():
     """The URL of a bucket of a local S3 server."""
-    pytest.importorskip("flask", reason="needs the test extra: moto[s3], flask")
-    server_of = pytest.importorskip("moto.server", reason="needs the test extra: moto[s3], flask")
-    boto3 = pytest.importorskip("boto3", reason="needs the test extra: moto[s3], flask")
-    server = server_of.ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     _, port = server.get_host_and_port()
     with pytest.MonkeyPatch.context() as patch:

@@ -174,7 +174,9 @@ def test_columns_of_text_are_named(tmp_path):
 
 
 def test_frames_are_read_and_streamed():
-    pandas, polars = pytest.importorskip("pandas"), pytest.importorskip("polars")
+    import pandas
+    import polars
+
     table = pa.table({name: own for name, own in columns().items() if name != "rate"})
     frame = table.to_pandas()
     frame.index = frame.index * 3 % 7  # an index that is a column of the frame's Arrow form

@@ -8,6 +8,7 @@ import json
 import os
 from dataclasses import replace
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
@@ -374,7 +375,7 @@ def test_what_a_glob_matches(tmp_path, monkeypatch, at):
     """Its folders are all their files, ``**`` any number of folders, and what exists is no pattern."""
     base = {"folder": f"{tmp_path}/", "working directory": "", "memory": "memory://globs/"}[at]
     monkeypatch.chdir(tmp_path)
-    memory = pytest.importorskip("fsspec").filesystem("memory")
+    memory = fsspec.filesystem("memory")
     files = (
         "a.csv",
         "x1/b.csv",
@@ -472,7 +473,9 @@ def test_shards_of_times_with_a_zone_and_without_are_refused(tmp_path, end):
 
 
 def test_frames_are_sources():
-    pandas, polars = pytest.importorskip("pandas"), pytest.importorskip("polars")
+    import pandas
+    import polars
+
     expected = columns(load(pa.table(arrays())))
     frame = pandas.DataFrame(arrays() | {"other": ["a", "b", "c"]})
     filtered = pandas.concat([frame, frame]).iloc[:3][lambda each: each.user > 0]  # has an index of its own
@@ -552,7 +555,8 @@ def test_words_are_ids_by_choice_and_keep_their_numbers(tmp_path):
 
 def test_words_are_numbered_as_they_are(tmp_path):
     """As pandas' factorize does: case, blanks around a word and Unicode forms count."""
-    pandas = pytest.importorskip("pandas")
+    import pandas
+
     user = ["ann", " ann", "ann ", "Ann", "\xe9", "e\u0301", "\xa0ann", "ann", "7", "07", "7.0", "NA", "null"]
     frame = pandas.DataFrame({"user": user, "item": user[::-1], "time": range(1, 14)})
     frame.to_csv(tmp_path / "log.csv", index=False)

@@ -358,7 +358,8 @@ def test_days_that_cannot_be_are_refused_naming_the_unit(tmp_path):
 
 
 def test_columns_of_the_writer_are_no_columns(tmp_path):
-    pandas = pytest.importorskip("pandas")
+    import pandas
+
     frame = pandas.DataFrame({"user": [1, 2, 3, 4], "item": [4, 5, 6, 7], "timestamp": [7, 8, 9, 10]})
     frame[frame.user != 2].to_parquet(tmp_path / "log.parquet")
     assert "__index_level_0__" in pq.read_schema(tmp_path / "log.parquet").names

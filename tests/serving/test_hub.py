@@ -12,13 +12,13 @@ from urllib.parse import unquote
 import pytest
 import torch
 import yaml
+from huggingface_hub import constants
 
 from tritonrec import Communicators, FeatureConfig, HashTableCollection, RowOptimizer, Trainer
 from tritonrec.data import NextItemLoader, load
 from tritonrec.nn import HSTU, HSTUConfig
 from tritonrec.serving import Predictor, export, hub
 
-constants = pytest.importorskip("huggingface_hub.constants", reason="not installed: the extra hub")
 REPO = "somebody/films"
 
 

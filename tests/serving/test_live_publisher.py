@@ -457,9 +457,11 @@ def test_arguments_and_places_are_checked(tmp_path):
 @pytest.fixture(params=["fake", "server"])
 def redis_server(request, tmp_path, monkeypatch):
     """A URL, and functions that stop a server and start it again with what it had."""
-    redis = pytest.importorskip("redis")
+    import redis
+
     if request.param == "fake":
-        fakeredis = pytest.importorskip("fakeredis")
+        import fakeredis
+
         server = fakeredis.FakeServer()
         monkeypatch.setattr(redis.Redis, "from_url", lambda *_, **__: fakeredis.FakeRedis(server=server))
         yield (

@@ -122,7 +122,9 @@ def test_retrieval_finds_what_the_evaluation_finds(saved, k):
 
 
 def test_columns_of_frames_are_histories_and_unknown_words_are_named(saved):
-    pandas, polars = pytest.importorskip("pandas"), pytest.importorskip("polars")
+    import pandas
+    import polars
+
     predictor, item = Predictor.load(saved[0] / "out"), saved[1]["item"].words.to_pylist()
     histories = [item[3:5], item[:1]]
     expected, _ = predictor.retrieve(histories, 3)
