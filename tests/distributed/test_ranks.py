@@ -296,6 +296,27 @@ def test_ranks_of_one_machine_compute_on_one_thread_each(monkeypatch):
     assert os.environ["OMP_NUM_THREADS"] == "7" and "MKL_NUM_THREADS" not in os.environ
 
 
+def test_threads_that_start_ranks_put_the_environment_back_as_it_was(monkeypatch):
+    """Each would keep what it finds while another one has the environment of ranks."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    inside, second_inside, left = (threading.Event() for _ in range(3))
+
+    def second():
+        inside.wait(60)
+        with launch.one_thread_each():
+            second_inside.set()
+            left.wait(60)
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    with launch.one_thread_each():
+        inside.set()
+        second_inside.wait(0.2)  # it comes in now, where it does not wait
+    left.set()
+    thread.join(60)
+    assert os.environ["OMP_NUM_THREADS"] == "7"
+
+
 def test_exact_sum_error_is_public():
     assert issubclass(ExactSumError, ArithmeticError)
 

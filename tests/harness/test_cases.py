@@ -83,6 +83,19 @@ def test_every_variant_and_every_change_of_the_world_size_is_tried(size):
     assert pairs == {(before, after) for before in range(1, 5) for after in range(1, 5)}
 
 
+@pytest.mark.parametrize("size", ["quick", "default", "full"])
+@pytest.mark.parametrize("counts", [[1], [1, 4], [2]])
+@pytest.mark.parametrize("ranks", [[1], [1, 4]])
+def test_a_variant_is_tried_only_where_it_does_something(size, counts, ranks):
+    """Else it would fail as a case that proves nothing, in a table that was asked for."""
+    cases = contract_table(size, world_sizes=ranks, micro_batches=counts)
+    early = [case for case in cases if case.variant == "early-dense"]
+    assert all(case.world_size >= 2 and case.micro_batches >= 2 for case in early)
+    assert bool(early) == (ranks[-1] > 1 and counts[-1] > 1)
+    everything = {case.variant for case in contract_table(size)}
+    assert everything - {case.variant for case in cases} >= ({"early-dense"} if not early else set())
+
+
 def test_tables_elsewhere_are_tried_in_every_mode_with_all_policies_and_across_a_restart():
     for storage in ("device", "cached", "disk"):
         cases = [case for case in contract_table() if case.storage == storage]

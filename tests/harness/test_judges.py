@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import replace
 from io import StringIO
+from threading import Barrier
 from types import SimpleNamespace
 
 import pytest
@@ -445,6 +446,45 @@ def test_a_smaller_case_has_to_fail_too():
         smallest = verifier.shrink(failed).case
     assert (smallest.world_size, smallest.micro_batches, smallest.optimizer) == (2, 2, "sgd")
     assert smallest.steps == 2
+
+
+def test_a_smaller_case_that_proves_nothing_is_not_the_one_that_differs():
+    failed = CaseResult(replace(WINDOW, variant="lru"), False, at(5))
+    with Verifier(SimpleNamespace(), Pool()) as verifier:
+        verifier.run = lambda case, fault=None: CaseResult(case, False, error="the case proves nothing")
+        assert verifier.shrink(failed).case == replace(failed.case, steps=6)
+
+
+def test_cases_run_beside_each_other_each_on_ranks_of_its_own(monkeypatch, job):
+    """Both processors have a case at the same time; results keep the order of the table and of the faults."""
+    cases = [replace(WINDOW, steps=steps) for steps in (3, 4, 5, 6)]
+    both, pools, used = Barrier(2, timeout=60), [], []
+
+    def pool_of(*_):
+        pools.append(Pool())
+        return nullcontext(pools[-1])
+
+    def run(self, case, fault=None):
+        used.append((self._pool, case, fault))
+        if fault is None and case in cases:
+            both.wait()
+        return CaseResult(case, not fault, at(2) if fault else None)
+
+    monkeypatch.setattr(contract, "rank_pool", pool_of)
+    monkeypatch.setattr(contract.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(Verifier, "run", run)
+    monkeypatch.setattr(Verifier, "record", lambda *_: None)
+    faults = [BITS, replace(BITS, name="another"), replace(BITS, case=replace(BITS.case, micro_batches=5))]
+    report = contract.verify_contract(job, cases, faults, Console(file=StringIO()))
+    assert [result.case for result in report.cases] == cases
+    assert [result.fault for result in report.faults] == faults and report.passed
+    assert len(pools) == 2 and {id(pool) for pool, *_ in used} == {*map(id, pools)}
+    clean = [case for _, case, fault in used if fault is None and case not in cases]
+    assert sorted(map(str, clean)) == sorted(str(case) for case in {fault.case for fault in faults})
+    on_gpu = replace(job, target=replace(job.target, device="cuda"))
+    pools.clear()
+    contract.verify_contract(on_gpu, [], [BITS], Console(file=StringIO()))
+    assert len(pools) == 1
 
 
 def test_the_simplest_case_that_failed_is_made_smaller(monkeypatch, job):

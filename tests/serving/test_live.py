@@ -69,6 +69,7 @@ def held_back(folder, *sequences):
     return lambda: [path.write_bytes(content) for path, content in kept.items()]
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")  # torch's own, which a user could do nothing about
 def test_each_published_state_is_followed_in_every_bit(copied):
     folder, states = copied
     back = [held_back(folder, each) for each in range(7, 1, -1)]

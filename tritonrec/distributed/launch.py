@@ -34,6 +34,8 @@ START_TIMEOUT = timedelta(minutes=5)
 
 IMPORTING = "importing its modules"
 READING = "reading its task"
+_environment = threading.RLock()
+"""Held while this process has the environment of ranks."""
 
 
 Mesh = tuple[int, int, int]
@@ -316,17 +318,20 @@ def _send(connection: Connection, request: bytes) -> None:
 def one_thread_each():
     """Environment of ranks on one machine: one OpenMP thread each, and gloo on the loopback interface.
 
-    Warnings of torch's C++ parts are left out, which print a stack when another rank has ended.
+    Warnings of torch's C++ parts are left out, which print a stack when another rank has ended. Threads that
+    start pools take turns.
     """
-    variables = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback_interface()}
-    variables["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update({name: value for name, value in variables.items() if value})
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    with _environment:
+        variables = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        variables["GLOO_SOCKET_IFNAME"] = loopback_interface()
+        variables["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update({name: value for name, value in variables.items() if value})
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value

@@ -248,7 +248,7 @@ def save_program(scorer: Scorer, path: Path) -> torch.export.ExportedProgram:
         scorer.program()(*scorer.examples[0])  # its own errors, before torch tells them in another way
     shapes = [_dynamic(sizes) for sizes in zip(*map(_sizes, scorer.examples), strict=True)]
     try:
-        with _alone(), torch.no_grad(), symbolic_shapes.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+        with alone(), torch.no_grad(), symbolic_shapes.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
             # without the option a size of the first example that is not 1 could never be 1
             program = torch.export.export(
                 scorer.program(), scorer.examples[0], dynamic_shapes=(tuple(shapes),)
@@ -266,7 +266,7 @@ def save_program(scorer: Scorer, path: Path) -> torch.export.ExportedProgram:
 
 def write_program(program: torch.export.ExportedProgram, path: Path) -> None:
     """Write a program that `save_program` traced, with the values that it has now."""
-    with _alone():
+    with alone():
         torch.export.save(program, path)
     path.write_bytes(vetted(path.read_bytes(), _namespaces(program), drop_samples=True))
 
@@ -289,7 +289,7 @@ def _dynamic(sizes: Sequence[torch.Size]) -> dict[int, Any]:
 
 def compile_program(scorer: Scorer, program: torch.export.ExportedProgram, path: Path) -> None:
     """Compile by AOTInductor to a file, and compare with the scorer as `save_program` does."""
-    with _alone(), torch.no_grad():
+    with alone(), torch.no_grad():
         torch._inductor.aoti_compile_and_package(program, package_path=str(path))
     compare(scorer, load_compiled(path), "the program that AOTInductor compiled")
 
@@ -317,7 +317,7 @@ def load_program(path: Path, namespaces: Collection[str] = ()) -> torch.export.E
     """
     try:
         content = vetted(path.read_bytes(), namespaces)
-        with _alone():
+        with alone():
             return torch.export.load(io.BytesIO(content))
     except RefusedProgramError as error:
         raise RefusedProgramError(f"{path} is refused: {error}") from None
@@ -327,7 +327,7 @@ def load_program(path: Path, namespaces: Collection[str] = ()) -> torch.export.E
 
 def load_compiled(path: Path) -> Program:
     """The program of `compile_program`: machine code, which runs."""
-    with _alone():
+    with alone():
         return torch._inductor.aoti_load_package(str(path))
 
 
@@ -357,7 +357,7 @@ _ALONE = RLock()
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def alone() -> Iterator[None]:
     """By one thread at a time, because what torch traces, saves and loads by is the whole process's, as are
     the filters of warnings; without those about torch's own future.
     """

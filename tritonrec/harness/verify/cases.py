@@ -296,11 +296,18 @@ def extra_cases(
     ``"full"`` runs each variant in every mode and world size, and at both levels; the others run it once,
     with modes and micro-batches dealt round robin; ``"quick"`` restarts once. At least `VARIANT_STEPS` steps.
     """
-    length, largest, variants = max(steps or 0, VARIANT_STEPS), max(world_sizes), every_variant()
+    length, largest = max(steps or 0, VARIANT_STEPS), max(world_sizes)
+    variants = {
+        name: each
+        for name, each in every_variant().items()
+        if largest >= each.least[0] and max(micro_batches) >= each.least[1]
+    }
 
     def case(index: int, **changes: Any) -> Case:
-        able = [mode for mode in modes if mode in variants[changes["variant"]].modes]
-        mode, count = able[-1 - index % len(able)], micro_batches[-1 - index % len(micro_batches)]
+        variant = variants[changes["variant"]]
+        able = [mode for mode in modes if mode in variant.modes]
+        counts = [count for count in micro_batches if count >= variant.least[1]]
+        mode, count = able[-1 - index % len(able)], counts[-1 - index % len(counts)]
         plain = Case(mode, "batch", largest, count, index % 3 == 1, "adam", length, delay_seed=index)
         return replace(plain, **changes)
 
@@ -309,7 +316,7 @@ def extra_cases(
         cases = [
             case(index, variant=name, mode=mode, world_size=ranks, consistency=consistency)
             for (index, name), mode, ranks, consistency in wide
-            if not variants[name].alone and mode in variants[name].modes
+            if not variants[name].alone and mode in variants[name].modes and ranks >= variants[name].least[0]
         ]
     else:
         cases = [

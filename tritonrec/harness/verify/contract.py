@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import replace
 from datetime import timedelta
+from queue import SimpleQueue
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import TimeElapsedColumn
@@ -26,6 +32,12 @@ from .thread_ranks import ThreadPool
 
 MAX_SHRINKS = 12
 """Simpler cases tried after a difference; each is one short run."""
+AT_ONCE = 4
+"""Cases that run beside each other at most, each on ranks of its own: a case waits half of its time, for its
+ranks and its drawn delays."""
+
+Item = TypeVar("Item", Case, Fault)
+Result = TypeVar("Result", CaseResult, FaultResult)
 
 
 class Verifier:
@@ -42,6 +54,12 @@ class Verifier:
         self.job, self._pool, self._timeout = job, pool, timeout
         self._references = References()
         self._clean: dict[Case, CaseResult] = {}  # of faults' cases, which several may share
+
+    def beside(self, pool: RankPool) -> Verifier:
+        """The same on other ranks, for another thread: references and clean cases are shared."""
+        other = copy(self)
+        other._pool = pool
+        return other
 
     def record(self, cases: Iterable[Case]) -> None:
         """Record the references that `cases` need and that are not there yet."""
@@ -90,7 +108,7 @@ class Verifier:
             return before + self._pool.run(run_case, case.restart, *args, rest)
 
     def shrink(self, failed: CaseResult) -> CaseResult:
-        """The simplest case found that still fails."""
+        """The simplest case found that still fails; by other bits, where `failed` does."""
         smallest, tries = failed, 0
         if failed.first_difference:
             shorter = replace(failed.case, steps=failed.first_difference.step + 1)
@@ -103,7 +121,7 @@ class Verifier:
                     continue
                 tries += 1
                 result = self.run(simpler)
-                if not result.identical:
+                if result.first_difference or not (failed.first_difference or result.identical):
                     smallest, progress = result, True
                     if result.first_difference:
                         steps = result.first_difference.step + 1
@@ -112,6 +130,12 @@ class Verifier:
                 if tries >= MAX_SHRINKS:
                     break
         return smallest
+
+    def run_clean(self, case: Case) -> CaseResult:
+        """Run a fault's case without the fault, once for all faults that share it."""
+        if case not in self._clean:
+            self._clean[case] = self.run(case)
+        return self._clean[case]
 
     def run_fault(self, fault: Fault) -> FaultResult:
         """Inject a fault and see who notices; the same case without it must be identical.
@@ -128,9 +152,7 @@ class Verifier:
             except ScheduleError as error:
                 by.append("check")
                 evidence.append(str(error))
-        if fault.case not in self._clean:
-            self._clean[fault.case] = self.run(fault.case)
-        clean = self._clean[fault.case]
+        clean = self.run_clean(fault.case)
         if not clean.identical:
             evidence.append(f"the clean case is not identical: {clean.error or clean.first_difference}")
             return FaultResult(fault, False, by, "; ".join(evidence))
@@ -171,33 +193,60 @@ def verify_contract(
     console: Console | None = None,
     timeout: timedelta = TIMEOUT,
 ) -> Report:
-    """Run the contract table and inject `faults`; prints progress and tables on `console`."""
+    """Run the contract table and inject `faults`; prints progress and tables on `console`.
+
+    As many cases run at once as the machine has processors, `AT_ONCE` at most; on GPUs one.
+    """
     console = console or Console()
-    every = [*cases, *(fault.case for fault in faults)]
-    meshes = {case.mesh for case in every}
-    meshes |= {(case.restart, 1, 1) for case in every if case.restart}
+    clean = [*dict.fromkeys(fault.case for fault in faults)]
     report = Report(job)
     with (
-        rank_pool(job.target.device, meshes, timeout) as pool,
-        Verifier(job, pool, timeout) as verifier,
+        _verifiers(job, [*cases, *clean], timeout) as verifiers,
         CommandProgress(console, TimeElapsedColumn()) as progress,
+        ThreadPoolExecutor(len(verifiers)) as threads,
     ):
-        task = progress.add_task("recording references", total=len(cases) + len(faults))
-        verifier.record(every)
-        for case in cases:
-            progress.update(task, description=str(case))
-            report.cases.append(verifier.run(case))
-            progress.advance(task)
-        for fault in faults:
-            progress.update(task, description=f"injected fault: {fault.name}")
-            report.faults.append(verifier.run_fault(fault))
-            progress.advance(task)
+        task = progress.add_task("recording references", total=len(cases) + len(clean) + len(faults))
+        verifiers[0].record([*cases, *clean])
+        free: SimpleQueue[Verifier] = SimpleQueue()
+        for each in verifiers:
+            free.put(each)
+
+        def run_all(
+            run: Callable[[Verifier, Item], Result], items: Sequence[Item], name: Callable[[Item], str]
+        ) -> Iterable[Result]:
+            """Results in the order of `items`."""
+
+            def on_free_ranks(item: Item) -> Result:
+                verifier = free.get()
+                progress.update(task, description=name(item))
+                try:
+                    return run(verifier, item)
+                finally:
+                    free.put(verifier)
+                    progress.advance(task)
+
+            return threads.map(on_free_ranks, items)
+
+        report.cases += run_all(Verifier.run, cases, str)
+        list(run_all(Verifier.run_clean, clean, lambda case: f"without a fault: {case}"))
+        report.faults += run_all(Verifier.run_fault, faults, lambda fault: f"injected fault: {fault.name}")
         failed = [result for result in report.cases if not result.identical]
         if failed:
             progress.update(task, description="looking for the smallest case that fails")
-            report.smallest = verifier.shrink(min(failed, key=_size))
+            report.smallest = verifiers[0].shrink(min(failed, key=_size))
     print_report(report, console)
     return report
+
+
+@contextmanager
+def _verifiers(job: Job, cases: Iterable[Case], timeout: timedelta) -> Iterator[list[Verifier]]:
+    """One for each case that runs at once, on ranks of its own."""
+    meshes = {case.mesh for case in cases} | {(case.restart, 1, 1) for case in cases if case.restart}
+    at_once = 1 if job.target.device != "cpu" else min(AT_ONCE, os.cpu_count() or 1)
+    with ExitStack() as stack:
+        pools = [stack.enter_context(rank_pool(job.target.device, meshes, timeout)) for _ in range(at_once)]
+        first = stack.enter_context(Verifier(job, pools[0], timeout))
+        yield [first, *map(first.beside, pools[1:])]
 
 
 def _size(result: CaseResult) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from .state import bits_of
 
 
 class References:
-    """Files of `record_reference`, each recorded with as many steps as its cases need."""
+    """Files of `record_reference`, each recorded with as many steps as its cases need; one at a time."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._folder = ScratchFolder()
         self._steps: dict[Reference, int] = {}
         self._doubts: dict[Reference, str | None] = {}
@@ -39,11 +41,12 @@ class References:
             if case.consistency == "batch":
                 which = case.reference(job)
                 needed[which] = max(case.steps, needed.get(which, 0))
-        for reference, steps in needed.items():
-            if self._steps.get(reference, 0) < steps:
-                record_reference(reference, steps, self.path)
-                self._steps[reference] = steps
-                self._doubts.pop(reference, None)
+        with self._lock:
+            for reference, steps in needed.items():
+                if self._steps.get(reference, 0) < steps:
+                    record_reference(reference, steps, self.path)
+                    self._steps[reference] = steps
+                    self._doubts.pop(reference, None)
 
     def doubt(self, reference: Reference) -> str | None:
         """Record a reference again; a sentence where the two recordings differ, None where they are equal.
@@ -51,9 +54,10 @@ class References:
         Recordings that differ are kept in a folder that the sentence names, with all that differs and the
         machine in ``about.json``. The second one is made once.
         """
-        if reference not in self._doubts:
-            self._doubts[reference] = self._compared_with_itself(reference)
-        return self._doubts[reference]
+        with self._lock:
+            if reference not in self._doubts:
+                self._doubts[reference] = self._compared_with_itself(reference)
+            return self._doubts[reference]
 
     def _compared_with_itself(self, reference: Reference) -> str | None:
         name = reference.file_name

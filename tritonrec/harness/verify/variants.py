@@ -92,7 +92,7 @@ class Variant:
         per_world: the batches depend on the world size, so each has a reference of its own.
         shows: counts that tell what the variant did, of all ranks and steps; one that is zero shows that the
             case proves nothing, and fails it.
-        modes: those that can do it.
+        modes: those that can do it. least: the world size and the micro-batches below which it does nothing.
         kind: of the jobs. own_loop: train by `OwnLoop` in place of a trainer.
         tool: what stands around the training, and what it compares.
         on_ranks: runs the case, with the arguments of `run_case` and a timeout, on processes of its own, and
@@ -108,6 +108,7 @@ class Variant:
     per_world: bool = False
     shows: tuple[str, ...] = ()
     modes: tuple[Mode, ...] = PIPELINED
+    least: tuple[int, int] = (1, 1)
     kind: type[Job] = Job
     own_loop: bool = False
     tool: Tool = no_tool
@@ -273,6 +274,7 @@ VARIANTS: dict[str, Variant] = {
         window={"exchanges": "each"},
         shows=("early",),
         modes=("fwp", "nestpipe"),
+        least=(2, 2),
     ),
     "first-use": Variant(
         "rows are sent with their first use, gradients with their last",

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ..predictor import ExportedTable
+from ..programs import alone
 
 
 class Buffer:
@@ -133,7 +134,8 @@ def with_values(program: Any, values: Mapping[str, Tensor]) -> Any:
     own = program.state_dict(keep_vars=True)
     kept: dict[int, Any] = {id(each): each for each in [*program.parameters(), *program.buffers()]}
     kept |= {id(own[name]): in_place_of(own[name], value) for name, value in values.items()}
-    return copy.deepcopy(program, kept)
+    with alone():
+        return copy.deepcopy(program, kept)
 
 
 def in_place_of(before: Tensor, value: Tensor) -> Tensor:
