@@ -73,7 +73,8 @@ results: .venv/installed
 
 papers: .venv/installed
 	$(BIN)/tritonrec fetch
-	$(BIN)/python ci/papers.py
+	$(BIN)/tritonrec reproduce all --folder out/papers
+	$(BIN)/python ci/papers.py out/papers/papers.json
 
 docs: .venv/installed-docs
 	$(BIN)/mkdocs build --strict --site-dir out/site

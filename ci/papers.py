@@ -1,11 +1,7 @@
-"""Five texts beside what stands here: the runs, their figures, and the cells of docs/papers.md of them.
+"""The tables of docs/papers.md and of other pages, from what `tritonrec reproduce` has written.
 
-    python ci/papers.py                          every run, into ci/baselines/papers.json, then the page
-    python ci/papers.py --only simulate --only lab
-    python ci/papers.py --page                   the page from the JSON alone
-    python ci/papers.py --list                   the runs and their commands
-
-A run that this machine cannot do is named, and what it had recorded before stays, with its date.
+python ci/papers.py                          from ci/baselines/papers.json
+python ci/papers.py reproduced/papers.json   after the runs of this file have been taken over into it
 """
 
 from __future__ import annotations
@@ -13,27 +9,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from pathlib import Path
 
-from paper_rows import bounded_lag, mtgrboost, nestpipe, slipstream, two_dimensional
-from paper_rows.page import Figures, markdown, with_figures
-from paper_rows.runs import RUNS, UnavailableError
-from paper_rows.tables import TABLES
-
 from tritonrec.files import save_json
-from tritonrec.harness.environment import environment_of_times
+from tritonrec.harness.papers import TEXTS
+from tritonrec.harness.papers.page import Figures, between, markdown, with_figures
+from tritonrec.harness.papers.runs import RUNS
+from tritonrec.harness.papers.tables import TABLES
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "ci" / "baselines" / "papers.json"
 DOCS = ROOT / "docs"
-TEXTS = {
-    "nestpipe": nestpipe.FIGURES,
-    "mtgrboost": mtgrboost.FIGURES,
-    "2d": two_dimensional.FIGURES,
-    "bounded lag": bounded_lag.FIGURES,
-    "slipstream": slipstream.FIGURES,
-}
 PAGES = {
     "papers.md": (*TEXTS, "runs"),
     "scale.md": ("clustering", "curves", "averaging"),
@@ -54,10 +40,8 @@ def block(name: str, before: str, figures: Figures) -> str:
     lines = []
     for name, run in RUNS.items():
         if name in figures:
-            own, alone = (
-                figures[name],
-                run.command.replace("OUT", "FILE") or f"python ci/papers.py --only {name}",
-            )
+            own = figures[name]
+            alone = run.command.replace("OUT", "FILE") or f"tritonrec reproduce {name}"
             lines.append(
                 (f"`{name}`", f"{own['seconds']:.0f}", own["environment"]["date"][:10], f"`{alone}`")
             )
@@ -65,14 +49,10 @@ def block(name: str, before: str, figures: Figures) -> str:
 
 
 def page(name: str, text: str, figures: Figures) -> str:
-    """`text` of the page with the tables between its marks replaced."""
+    """`text` of the page with the tables between its marks replaced; ValueError where it has none."""
     for mark in PAGES[name]:
-        begin, end = f"<!-- {mark} -->\n", f"<!-- end {mark} -->"
-        head, found, rest = text.partition(begin)
-        if not found or end not in rest:
-            raise ValueError(f"{name} has no {begin.strip()} and {end}")
-        before, _, rest = rest.partition(end)
-        text = f"{head}{begin}{block(mark, before, figures)}\n{end}{rest}"
+        before, inside, behind = between(text, mark)
+        text = f"{before}{block(mark, inside, figures)}\n{behind}"
     return text
 
 
@@ -80,43 +60,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", action="append", metavar="RUN", help="this run; repeat")
-    parser.add_argument("--json", type=Path, default=RECORD, help="where the figures are, and go")
-    parser.add_argument("--page", action="store_true", help="run nothing: write the page's tables")
-    parser.add_argument("--list", action="store_true", help="print the runs and their commands")
-    args = parser.parse_args()
-    if args.list:
-        for name, run in RUNS.items():
-            print(f"{name:12} {run.command or 'computed here'}{'   (root)' if run.root else ''}")
-        return 0
-    if unknown := sorted(set(args.only or ()) - set(RUNS)):
-        parser.error(f"--only: no run {', '.join(unknown)}; there are {', '.join(RUNS)}")
-    record = json.loads(args.json.read_text()) if args.json.exists() else {"rows": {}}
-    failed = 0
-    for name in [] if args.page else args.only or RUNS:
-        began = time.perf_counter()
-        try:
-            figures = RUNS[name].measure()
-        except UnavailableError as reason:
-            print(f"{name}: {reason}; what was recorded before stays", flush=True)
-            continue
-        except (AssertionError, RuntimeError) as error:
-            print(f"{name}: {error}", file=sys.stderr, flush=True)
-            failed += 1
-            continue
-        seconds = time.perf_counter() - began
-        record["rows"][name] = {
-            "environment": environment_of_times(),
-            "seconds": round(seconds, 1),
-            "figures": figures,
-        }
-        save_json(record, args.json)
-        print(f"{name}: {seconds:.0f} s", flush=True)
-    if args.json == RECORD:
-        for name in PAGES:
-            (DOCS / name).write_text(page(name, (DOCS / name).read_text(), record["rows"]))
-        print(f"tables written to {', '.join(PAGES)} of {DOCS}")
-    return 1 if failed else 0
+    parser.add_argument("new", type=Path, nargs="?", help="runs that take the place of those recorded")
+    new = parser.parse_args().new
+    record = json.loads(RECORD.read_text())
+    if new is not None:
+        record["rows"] |= json.loads(new.read_text())["rows"]
+        save_json(record, RECORD)
+    for name in PAGES:
+        (DOCS / name).write_text(page(name, (DOCS / name).read_text(), record["rows"]))
+    print(f"tables written to {', '.join(PAGES)} of {DOCS}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -11,19 +11,17 @@ import numpy as np
 import pytest
 import torch
 
+from tritonrec.harness.papers import inflation, runs
+from tritonrec.harness.papers.page import PAGE as PACKAGED
+from tritonrec.harness.papers.page import between, rows_of, with_figures
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "ci"))
 papers = import_module("papers")
-runs = import_module("paper_rows.runs")
-from paper_rows import inflation  # noqa: E402
-from paper_rows.page import rows_of, with_figures  # noqa: E402
 
 RECORD = json.loads(papers.RECORD.read_text())
 PAGE = (papers.DOCS / "papers.md").read_text()
-TEXTS = {
-    name: rows_of(PAGE.partition(f"<!-- {name} -->\n")[2].partition(f"<!-- end {name} -->")[0])
-    for name in papers.TEXTS
-}
+TEXTS = {name: rows_of(between(PAGE, name)[1]) for name in papers.TEXTS}
 NUMBERED = {
     "nestpipe": {"Fig": range(1, 11), "Table": range(1, 5), "eq": range(1, 6)},
     "mtgrboost": {"Fig": range(2, 18), "Table": range(1, 4), "eq": range(1, 9)},
@@ -53,7 +51,7 @@ def numbers(items, kind):
 @pytest.mark.parametrize("name", papers.PAGES)
 def test_the_page_is_what_the_json_says(name):
     text = (papers.DOCS / name).read_text()
-    assert papers.page(name, text, RECORD["rows"]) == text, "run python ci/papers.py --page"
+    assert papers.page(name, text, RECORD["rows"]) == text, "run python ci/papers.py"
 
 
 def test_another_figure_makes_another_page():
@@ -115,15 +113,28 @@ def test_every_figure_of_the_simulator_is_the_papers():
         assert number in printed and number in of_paper, number
 
 
-def test_a_run_that_fails_is_named_and_counts(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(runs.RUNS, "growth", runs.Run("python -c print(1)"))
-    monkeypatch.setattr(sys, "argv", ["papers.py", "--only", "growth", "--json", str(tmp_path / "some.json")])
-    assert papers.main() == 1 and not (tmp_path / "some.json").exists()
-    assert "growth: python -c print(1) ended with 0" in capsys.readouterr().err
+def test_runs_are_taken_over_into_the_record_and_the_others_stay(tmp_path, monkeypatch):
+    for name in papers.PAGES:
+        (tmp_path / name).write_text((papers.DOCS / name).read_text())
+    (tmp_path / "record.json").write_text(json.dumps(RECORD))
+    monkeypatch.setattr(papers, "DOCS", tmp_path)
+    monkeypatch.setattr(papers, "RECORD", tmp_path / "record.json")
+    other = copy.deepcopy(RECORD["rows"]["growth"])
+    other["figures"]["keys"] += 7
+    (tmp_path / "new.json").write_text(json.dumps({"rows": {"growth": other}}))
+    monkeypatch.setattr(sys, "argv", ["papers.py", str(tmp_path / "new.json")])
+    assert papers.main() == 0
+    kept = json.loads((tmp_path / "record.json").read_text())
+    assert kept["rows"] == {**RECORD["rows"], "growth": other}
+    assert f"{other['figures']['keys']:,} keys" in (tmp_path / "papers.md").read_text()
+
+
+def test_the_package_has_the_page():
+    assert PACKAGED.read_text() == PAGE
 
 
 def test_a_page_without_its_marks_is_refused():
-    with pytest.raises(ValueError, match=r"papers.md has no <!-- nestpipe -->"):
+    with pytest.raises(ValueError, match=r"the page has no <!-- nestpipe -->"):
         papers.page("papers.md", "# Papers\n", RECORD["rows"])
 
 

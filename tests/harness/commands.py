@@ -11,6 +11,7 @@ NEEDED = {
     "train": ["--data", SMALL], "verify": ["--data", SMALL], "lab": ["--data", SMALL],
     "profile": ["--data", SMALL], "trace": ["nowhere.pftrace"],
     "serve": ["nowhere"], "score": ["nowhere", "nowhere-else", "--model", "nowhere"],
+    "reproduce": ["growth"],
     "export": ["nowhere", "nowhere-else"], "bisect": ["nowhere", "nowhere-else"],
 }  # fmt: skip
 

@@ -14,8 +14,8 @@ INPUTS = {
     ("score", "--model"), ("serve", "--cached"), ("serve", "--token-file"), ("warmup", "--config"),
 }  # fmt: skip
 FOLDERS = {
-    ("fuzz", "--database"), ("lab", "--trace"), ("profile", "--out"), ("serve-bench", "--trace"),
-    ("train", "--checkpoint"), ("train", "--log-dir"), ("verify", "--trace"),
+    ("fuzz", "--database"), ("lab", "--trace"), ("profile", "--out"), ("reproduce", "--folder"),
+    ("serve-bench", "--trace"), ("train", "--checkpoint"), ("train", "--log-dir"), ("verify", "--trace"),
 }  # fmt: skip
 OUTPUTS = sorted({*commands.options(Path)} - INPUTS)
 
@@ -34,6 +34,7 @@ def no_work(monkeypatch):
     monkeypatch.setattr("tritonrec.harness.lab.network.require_tools", load)
     monkeypatch.setattr("tritonrec.harness.bench.bench", load)
     monkeypatch.setattr("tritonrec.harness.fuzz.run.search", load)
+    monkeypatch.setattr("tritonrec.harness.papers.reproduce.reproduce", load)
     monkeypatch.setattr("tritonrec.harness.serve.rounds.run_bench", load)
 
 

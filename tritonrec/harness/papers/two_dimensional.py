@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from .page import only
+from .page import Made, only
 
 
 def _averaged(figures: Any) -> str:
@@ -39,7 +39,7 @@ _late = partial(_minus_synchronous, kind="late")
 _scaled_late = partial(_minus_synchronous, kind="scaled-late")
 
 
-FIGURES = {
+FIGURES: Made = {
     "Weights averaged over replicas, `sync()` every N steps": _averaged,
     "Convergence of averaged copies": _behind,
     "The same with Adagrad, averaged every N steps": _every,

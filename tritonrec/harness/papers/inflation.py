@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from numba import njit
 
-from tritonrec.data import NextItemLoader, load_interactions
-from tritonrec.data.clustering import split
+from ...data import NextItemLoader, load_interactions
+from ...data.clustering import split
 
 COUNTS = 4, 8, 16, 32
 SAMPLES, BATCHES, EVENTS = 256, 8, 50
@@ -39,7 +39,7 @@ class Samples:
 def samples_of(drawn: list[torch.Tensor]) -> Samples:
     """Of the keys of each sample, repeats left out."""
     distinct = [torch.unique(keys) for keys in drawn]
-    lengths = torch.tensor([0, *map(len, distinct)])
+    lengths = torch.tensor([0, *map(len, distinct)], dtype=torch.int64)
     return Samples(lengths.cumsum(0), torch.cat(distinct))
 
 

@@ -1,14 +1,19 @@
-"""The tables of docs/papers.md: the page's own prose, and cells that are made from the figures of a run."""
+"""The page of the papers: its rows, with the texts' own figures, and cells that are made from a run's.
+
+`PAGE` is docs/papers.md, which the package has too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 Figures = Mapping[str, Any]
-"""Run -> its figures, as ci/baselines/papers.json has them under ``rows``."""
+"""Run -> its figures, as the papers.json of `tritonrec reproduce` has them under ``rows``."""
 Made = Mapping[str, Callable[[Any], str]]
 """Item of a row -> what stands under "ours", of the figures of the row's run."""
+PAGE = Path(__file__).with_name("papers.md")
 
 
 class Row(NamedTuple):
@@ -20,6 +25,16 @@ class Row(NamedTuple):
     paper: str
     ours: str
     run: str
+
+
+def between(text: str, mark: str) -> tuple[str, str, str]:
+    """What stands before, between and behind the marks of that name; ValueError where the page has none."""
+    begin, end = f"<!-- {mark} -->\n", f"<!-- end {mark} -->"
+    head, found, rest = text.partition(begin)
+    if not found or end not in rest:
+        raise ValueError(f"the page has no {begin.strip()} and {end}")
+    inside, _, behind = rest.partition(end)
+    return head + begin, inside, end + behind
 
 
 def rows_of(table: str) -> list[Row]:
@@ -43,7 +58,7 @@ def with_figures(table: str, made: Made, figures: Figures) -> str:
         if row.item in made:
             run = row.run.strip("`")
             if run not in figures:
-                raise ValueError(f"{row.item}: no figures of the run {run}: papers.py --only {run}")
+                raise ValueError(f"{row.item}: no figures of the run {run}: tritonrec reproduce {run}")
             row = row._replace(ours=made[row.item](figures[run]["figures"]))
         lines.append(row)
     return markdown(["of the text", "state", "here", "paper", "ours", "run"], "llllll", lines)

@@ -1,4 +1,4 @@
-"""The runs of `make papers`: each a command of its own, or a computation here, and what is kept of it."""
+"""The runs: each a command of its own, or a computation here, and what is kept of its figures."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from tritonrec.harness.lab.network import why_no_user_namespace
-
+from ..lab.network import why_no_user_namespace
 from .inflation import inflations
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
+"""Of a clone of the repository, whose scripts some runs are."""
 Document = dict[str, Any]
 
 
@@ -53,11 +53,14 @@ class Run:
             raise UnavailableError(f"needs root, for network namespaces ({why})")
         if self.torchrec and not (ROOT / "out/torchrec/torchrec").is_dir():
             raise UnavailableError("needs TorchRec: bash ci/benchmarks/torchrec.sh")
+        if not self.command.startswith("tritonrec") and not (ROOT / self.command.split()[1]).exists():
+            raise UnavailableError(f"needs a clone of the repository, for {self.command.split()[1]}")
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "out.json"
             words = [str(out) if word == "OUT" else word for word in self.command.split()]
             words = [sys.executable, *(["-m", *words] if words[0] == "tritonrec" else words[1:])]
-            done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+            folder_of_scripts = None if "-m" in words[:2] else ROOT
+            done = subprocess.run(words, cwd=folder_of_scripts, capture_output=True, text=True, check=False)
             if done.returncode or not out.exists():
                 end = (done.stderr or done.stdout)[-2000:]
                 raise RuntimeError(f"{self.command} ended with {done.returncode}:\n{end}")
@@ -103,7 +106,7 @@ def _switches(document: Document) -> Document:
 
 def _served(document: Document) -> Document:
     """Of each setting milliseconds a batch, mean and half the width of the interval, and the largest lag."""
-    from tritonrec.harness.serve.rounds import interval
+    from ..serve.rounds import interval
 
     rows = [
         {
@@ -130,7 +133,7 @@ def _exchanged(document: Document) -> Document:
 
 
 def _slipstream(document: Document) -> Document:
-    from tritonrec.harness.slipstream.report import whole_speedup
+    from ..slipstream.report import whole_speedup
 
     rows = []
     for run in document["runs"]:
@@ -151,8 +154,8 @@ def _curves(document: Document) -> Document:
 
 def probing() -> Document:
     """The slots that a key visits in tables of up to 4,096 slots; equation 8 for 2 to 64 tables."""
-    from tritonrec.embedding.key_layout import KeyLayout
-    from tritonrec.kernels.hash_table.op import probe
+    from ...embedding.key_layout import KeyLayout
+    from ...kernels.hash_table.op import probe
 
     generator, sequences = torch.Generator().manual_seed(0), 0
     for power in range(3, 13):
@@ -165,7 +168,7 @@ def probing() -> Document:
         layout = KeyLayout(tuple(f"t{i}" for i in range(tables)))
         bits = math.ceil(math.log2(tables + 1))
         largest = (1 << (63 - bits)) - 1
-        ids = torch.tensor([0, 1, largest])
+        ids = torch.tensor([0, 1, largest], dtype=torch.int64)
         keys = [layout.pack(member, ids, "f") for member in range(tables)]
         for member, own in enumerate(keys):
             assert own.tolist() == [(member << (63 - bits)) | x for x in ids.tolist()], (tables, member)
@@ -175,7 +178,7 @@ def probing() -> Document:
 
 def growth() -> Document:
     """Load of a growing key index, and chunks that never move."""
-    from tritonrec.embedding.key_index import KeyIndex
+    from ...embedding.key_index import KeyIndex
 
     index, largest = KeyIndex(), 0.0
     generator = torch.Generator().manual_seed(0)
@@ -187,8 +190,8 @@ def growth() -> Document:
 
 def balance() -> Document:
     """Tokens of the ranks under round robin and Algorithm 1, MovieLens-100K, 128 samples, 200 tokens."""
-    from tritonrec.data import DynamicBatchLoader, NextItemLoader, load_interactions
-    from tritonrec.data.balancing import token_spread
+    from ...data import DynamicBatchLoader, NextItemLoader, load_interactions
+    from ...data.balancing import token_spread
 
     log, rows = load_interactions("ml-100k"), []
     for ranks in (2, 4, 8):
@@ -257,4 +260,4 @@ RUNS = {
         _slipstream,
     ),
 }
-"""Name -> run. `make papers` does them in this order."""
+"""Name -> run, in the order in which they are done."""
