@@ -13,10 +13,13 @@ from tritonrec.data.zipf import _zipf_rank
 from tritonrec.harness.cli import app
 from tritonrec.harness.simulator import Cluster, KeyModel, Plan, Workload, predict
 from tritonrec.harness.simulator.cluster import costs
+from tritonrec.harness.simulator.curves import scaling
 from tritonrec.harness.simulator.engine import simulate
 from tritonrec.harness.simulator.fit import fit
-from tritonrec.harness.simulator.paper import CELLS
+from tritonrec.harness.simulator.paper import CELLS, WORKERS
+from tritonrec.harness.simulator.picture import FIG_7, _draw_parts
 from tritonrec.harness.simulator.replay import AIM, Replay, summarise
+from tritonrec.optional import pyplot
 from tritonrec.pipeline.schedule import Task
 
 SMALL = Workload(samples=32, tokens=64, dim=16, items=50_000, communities=8)
@@ -129,6 +132,21 @@ def test_unseen_steps_are_within_the_aim(model):
     assert summarise(unseen).median < AIM
     for cell in replay.cells:
         assert cell.error == pytest.approx(cell.model / cell.paper - 1)
+
+
+def test_the_parts_of_a_step_are_drawn_to_its_length(model):
+    points, plt = scaling(model), pyplot()
+    figure, axes = plt.subplots()
+    _draw_parts(axes, points)
+    tops = {}
+    for bar in axes.patches:
+        place = round(bar.get_x() + bar.get_width() / 2)
+        assert bar.get_y() == pytest.approx(tops.get(place, 0.0))
+        tops[place] = bar.get_y() + bar.get_height()
+    plt.close(figure)
+    of_paper = {(p.workers, p.method): p.outcome.step for p in points}
+    steps = [of_paper[size, method] * 1e3 for size in WORKERS for method in FIG_7]
+    assert list(tops.values()) == pytest.approx(steps)
 
 
 @pytest.mark.slow

@@ -29,7 +29,9 @@ def simulate(
     ] = 0.0,
     keys: Workload = WORKLOAD,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write cells and curves here.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw scaling curves and the sweep of Fig. 9.")] = None,
+    png: Annotated[
+        Path | None, typer.Option(help="Draw scaling curves, the sweep of Fig. 9 and the parts of Fig. 7.")
+    ] = None,
 ) -> None:
     """Model the cluster of the NestPipe paper; print paper, model and error side by side.
 

@@ -1,4 +1,4 @@
-"""The PNG of `tritonrec simulate`: scaling curves, and the sweep over micro-batch sizes."""
+"""The PNG of `tritonrec simulate`: scaling curves, the sweep over micro-batch sizes, the parts of a step."""
 
 from __future__ import annotations
 
@@ -22,11 +22,17 @@ COLOURS = {
     "ours": "#e69f00",
     OURS_2D: "#d55e00",
 }
+PARTS = {
+    "computation": "#999999", "exposed lookup": "#e69f00", "exposed communication": "#0072b2", "bubbles": "#dddddd",
+}  # fmt: skip
+FIG_7 = "TorchRec", "2D-SP", "UniEmb", "NestPipe"
 SWEEP_COLOURS = {"plain": "#777777", "clustered": "#0072b2", "first use": "#d55e00"}
 
 
 def draw(points: Sequence[Point], sweep: Sequence[Point], path: str | os.PathLike[str], about: str) -> Place:
     """Throughput over cluster size beside communication over micro-batch size, the paper's figures as dots.
+
+    Below them the parts of a step.
 
     Args:
         points: of `curves.scaling`. sweep: of `curves.sweep`.
@@ -35,10 +41,14 @@ def draw(points: Sequence[Point], sweep: Sequence[Point], path: str | os.PathLik
     """
     plt = pyplot()
     target = place_of(path)
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.6), width_ratios=[1.5, 1], layout="constrained")
+    figure, axes = plt.subplot_mosaic(
+        [["scaling", "sweep"], ["parts", "parts"]],
+        figsize=(13, 9), width_ratios=[1.5, 1], height_ratios=[1.5, 1], layout="constrained",
+    )  # fmt: skip
     try:
-        _draw_scaling(left, points)
-        _draw_sweep(right, sweep)
+        _draw_scaling(axes["scaling"], points)
+        _draw_sweep(axes["sweep"], sweep)
+        _draw_parts(axes["parts"], points)
         figure.suptitle(f"Simulated cluster, fitted on TorchRec's rows alone; {about}", fontsize=11)
         with atomic_write(target) as part:
             figure.savefig(part, dpi=130, format="png")
@@ -75,6 +85,29 @@ def _draw_scaling(axes: Any, points: Sequence[Point]) -> None:
     axes.set_title("Throughput; dots: NestPipe's Tables III and IV", fontsize=10)
     axes.legend(fontsize=8, loc="lower right")
     axes.grid(alpha=0.25)
+
+
+def _draw_parts(axes: Any, points: Sequence[Point]) -> None:
+    """A bar for each method at each of the paper's sizes, as its Fig. 7, which prints no figures."""
+    places, labels = [], []
+    for group, workers in enumerate(WORKERS):
+        for at, method in enumerate(FIG_7):
+            outcome = next(p.outcome for p in points if (p.method, p.workers) == (method, workers))
+            bottom, place = 0.0, group * (len(FIG_7) + 1) + at
+            seen = outcome.compute, outcome.exposed_lookup, outcome.exposed, outcome.bubble
+            for (part, colour), seconds in zip(PARTS.items(), seen, strict=True):
+                axes.bar(
+                    place, seconds * 1e3, 0.85, bottom * 1e3, color=colour, label=part if not places else None
+                )
+                bottom += seconds
+            places.append(place)
+            labels.append(f"{method}\n{workers:,}" if at == 1 else method)
+    axes.set_xticks(places, labels, rotation=30, fontsize=7)
+    axes.set_ylabel("ms of a step")
+    axes.set_title("Fig. 7: parts of a step, by number of workers; the paper prints no figures", fontsize=10)
+    axes.margins(y=0.12)
+    axes.legend(fontsize=8, loc="upper left", ncols=len(PARTS))
+    axes.grid(alpha=0.25, axis="y")
 
 
 def _draw_sweep(axes: Any, sweep: Sequence[Point]) -> None:
