@@ -23,8 +23,11 @@ COLOURS = {
     OURS_2D: "#d55e00",
 }
 PARTS = {
-    "computation": "#999999", "exposed lookup": "#e69f00", "exposed communication": "#0072b2", "bubbles": "#dddddd",
-}  # fmt: skip
+    "computation": "#999999",
+    "exposed lookup": "#e69f00",
+    "exposed communication": "#0072b2",
+    "bubbles": "#dddddd",
+}
 FIG_7 = "TorchRec", "2D-SP", "UniEmb", "NestPipe"
 SWEEP_COLOURS = {"plain": "#777777", "clustered": "#0072b2", "first use": "#d55e00"}
 
@@ -89,7 +92,8 @@ def _draw_scaling(axes: Any, points: Sequence[Point]) -> None:
 
 def _draw_parts(axes: Any, points: Sequence[Point]) -> None:
     """A bar for each method at each of the paper's sizes, as its Fig. 7, which prints no figures."""
-    places, labels = [], []
+    places: list[int] = []
+    labels: list[str] = []
     for group, workers in enumerate(WORKERS):
         for at, method in enumerate(FIG_7):
             outcome = next(p.outcome for p in points if (p.method, p.workers) == (method, workers))
