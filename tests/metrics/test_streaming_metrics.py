@@ -249,7 +249,9 @@ def test_ranked_lists_have_the_same_bits_at_any_world_size():
         metrics = RankingMetrics(KS, torch.arange(40), communicators)
         for part in own.split(11):
             metrics.update(hits[part], relevant[part], items[part])
-        return metrics.compute()
+        first = metrics.compute()
+        assert metrics.compute() == first
+        return first
 
     (alone,) = run_ranks(1, rank)
     assert run_ranks(2, rank) == [alone] * 2
