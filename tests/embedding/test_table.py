@@ -1,5 +1,7 @@
 """Promise: no row is lost, moved or shared, and initial values depend on nothing but the key."""
 
+import math
+
 import pytest
 import torch
 
@@ -114,6 +116,7 @@ def test_a_weight_that_does_not_fit_is_named():
     store = table(policy=HALF, layout=KeyLayout(("action", "item")))
     values = torch.zeros(3, 5)
     values[2, 1] = -70000.0
+    values[0, 0], values[0, 3], values[1, 1] = math.nan, -math.inf, math.inf  # as 16 bits hold them
     store.round_low_precision(values.clone(), tensor([1, 1, 0]).bool())
     with pytest.raises(ValueError, match=r"action, item: row 2 .* -70000.0 in its column 1 does not fit"):
         store.round_low_precision(values, tensor([1, 1, 1]).bool())
