@@ -81,7 +81,7 @@ MODULES = {
     ),
     "sigmoid": (lambda made: made.Sigmoid(), X * 20),
     "conv": (lambda made: Turned(made.Conv1d(D, 5, 3, padding=1)), X),
-    "conv_same": (lambda made: Turned(made.Conv1d(D, 5, 4, padding="same", dilation=2, bias=False)), X),
+    "conv_same": (lambda made: Turned(made.Conv1d(D, 5, 4, padding="same", dilation=3, bias=False)), X),
     "conv_strided": (lambda made: Turned(made.Conv1d(D, 5, 2, stride=2)), X),
     "gru": (lambda made: First(made.GRU(D, 5, batch_first=True)), X),
     "gru_layers": (lambda made: First(made.GRU(D, 5, 2, bias=False, batch_first=True)), X),
