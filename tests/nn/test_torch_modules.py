@@ -330,7 +330,8 @@ REFUSED = {
     "causal convolution": lambda: nn.Conv1d(4, 4, 3, padding=1, causal=True),
     "bidirectional": lambda: nn.GRU(4, 4, bidirectional=True),
     "normalized_shape": lambda: nn.LayerNorm((2, 3)),
-    "p must lie": lambda: nn.Dropout(1.5),
+    "p must lie .*got 1.5": lambda: nn.Dropout(1.5),
+    "p must lie .*got 2": lambda: nn.GRU(4, 4, dropout=2.0),  # of one layer, which has none
     "mask gets no gradient": lambda: nn.MultiheadAttention(D, 2, batch_first=True)(
         X, X, X, attn_mask=torch.zeros(T, T, requires_grad=True)
     ),
