@@ -274,6 +274,7 @@ BAD = {
     "fractions_and_an_order": (
         "user,item,time,at\n1,2,5,9\n1,3,5.5,8\n", LogFormat(order="at"), r"log.csv: .*times of column 'time' have frac",
     ),
+    "far_below": ("user,item,time\n1,2,-1e19\n", None, r"line 2: column time has '-1e19', .* fits into int64"),
     "before": ("user,item,time\n1,2,-5\n", None, r"times from -5 to -5 are of no one unit: as seconds .*1969-12-31"),
 }  # fmt: skip
 

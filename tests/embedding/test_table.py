@@ -112,6 +112,12 @@ def test_a_second_moment_too_small_for_float16_survives_in_16_bits():
     assert store.memory()["saved_by_fp16"] == 2 * 5
 
 
+@pytest.mark.parametrize("scale", [-0.1, math.nan])
+def test_a_scale_that_is_none_is_refused(scale):
+    with pytest.raises(ValueError, match=r"scale must lie in \[0, inf\), got"):
+        DynamicTable(3, scale=(0.1, scale), layout=KeyLayout(("action", "item")))
+
+
 def test_a_weight_that_does_not_fit_is_named():
     store = table(policy=HALF, layout=KeyLayout(("action", "item")))
     values = torch.zeros(3, 5)
