@@ -72,6 +72,11 @@ def test_two_rows_of_ours_in_a_group_are_an_error():
         bench.rows_of(both)
 
 
+def test_cpu_seconds_of_several_threads_and_alternating_calls_are_left_out():
+    assert len(bench.rows_of(report())) == 3
+    assert list(bench.rows_of(report(), "cpu")) == ["unique zipf / pandas"]
+
+
 def test_a_group_without_a_row_of_ours_compares_nothing():
     none = report()
     none["benchmarks"][0]["extra_info"]["ours"] = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import subprocess
 import sys
@@ -305,14 +306,23 @@ def test_a_file_whose_keys_are_not_in_order_is_refused(tmp_path, monkeypatch):
         load(tmp_path)
 
 
-def test_a_file_has_the_bytes_that_safetensors_writes(tmp_path):
+@pytest.mark.parametrize("most", [1 << 40, 100])
+def test_a_file_has_the_bytes_that_safetensors_writes(tmp_path, monkeypatch, most):
+    class Disk(io.FileIO):
+        """Writes so many bytes at a time."""
+
+        def write(self, part):
+            return super().write(part[:most])
+
     tensors = random_table(6, 33) | {
         "half": torch.randn(33, 5).half(), "other": torch.randn(33, 2, 3).bfloat16(),
         'é"': torch.ones(33) > 0, "none": torch.empty(0, dtype=torch.int64), "number": torch.tensor(2.5),
         "wide": torch.empty(33, 0),
     }  # fmt: skip
     metadata = {"part": '{"table": "é\\"", "begin": 0}'}
-    size, digest = save_file(tensors, tmp_path / "ours", metadata)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda path, mode, buffering: Disk(path, mode))
+        size, digest = save_file(tensors, tmp_path / "ours", metadata)
     safetensors.torch.save_file(tensors, tmp_path / "theirs", metadata)
     content = (tmp_path / "ours").read_bytes()
     assert content == (tmp_path / "theirs").read_bytes()

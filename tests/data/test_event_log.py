@@ -247,18 +247,24 @@ BAD = {
         "user,item,time\n1,2,20240502\n1,3,20231231\n", None,
         r"times from 20231231 to 20240502 look like dates of the format %Y%m%d: say time_format",
     ),
-    "no_such_day": (
-        "user,item,time\n1,2,29.02.2024\n1,3,30.02.2024\n", LogFormat(time_format="%d.%m.%Y"),
-        r"line 3: column time has '30.02.2024', expected a time of the format",
-    ),
+    **{
+        f"no_such_day_{day}": (
+            f"user,item,time\n1,2,29.02.2024\n1,3,{day}\n", LogFormat(time_format="%d.%m.%Y"),
+            f"line 3: column time has '{day}', expected a time of the format",
+        )
+        for day in ("29.02.2023", "30.02.2024", "31.02.2023", "31.04.2024")  # Arrow's first to third of a month
+    },
     "zone_by_name": (
         "user,item,time\n1,2,3 Mar 2014 10:00:00 EST\n", LogFormat(time_format="%d %b %Y %H:%M:%S %Z"),
         r"line 2: column time has '3 Mar 2014 10:00:00 EST'",
     ),
-    "far_date": (
-        "user,item,time\n1,2,2024-05-01\n1,2,9999-12-31\n", LogFormat(time_unit="ns"),
-        r"line 3: column time has '9999-12-31', expected a time that fits into 64 bits as ns",
-    ),
+    **{
+        f"{name}_date": (
+            f"user,item,time\n1,2,2024-05-01\n1,2,{day}\n", LogFormat(time_unit="ns"),
+            rf"line 3: column time has '{day}', expected a time that fits into 64 bits as ns",
+        )
+        for name, day in (("far", "9999-12-31"), ("early", "1600-01-01"))
+    },
     "fraction": ("user,item,time\n500.5,1,1\n", LogFormat(whole_floats=True), r"line 2: column user has '500.5'"),
     "header_of_others": (
         "userId,movieId\nann,up\n", LogFormat(columns=("user", "item"), ids="words", timestamp="none"),
@@ -268,6 +274,7 @@ BAD = {
     "fractions_and_an_order": (
         "user,item,time,at\n1,2,5,9\n1,3,5.5,8\n", LogFormat(order="at"), r"log.csv: .*times of column 'time' have frac",
     ),
+    "far_below": ("user,item,time\n1,2,-1e19\n", None, r"line 2: column time has '-1e19', .* fits into int64"),
     "before": ("user,item,time\n1,2,-5\n", None, r"times from -5 to -5 are of no one unit: as seconds .*1969-12-31"),
 }  # fmt: skip
 
@@ -511,6 +518,7 @@ def test_json_lines_are_read_whatever_their_values(tmp_path, monkeypatch):
     monkeypatch.setattr("tritonrec.data.text_tables.BLOCK_BYTES", 200)
     assert columns(load(path)) == columns(log)
     for line, message in (("[1]", "line 3: expected an object"), ("{", "line 3: no JSON object"),
+                          (json.dumps(rows[0]) * 2, "line 3: no JSON object: Extra data"),
                           ('{"user": 1, "item": 2}', "line 3: column timestamp has an empty field"),
                           ('{"user": 1.5, "item": 2, "timestamp": 3}', "line 3: column user has 1.5")):  # fmt: skip
         path.write_text("\n".join([json.dumps(rows[0]), "", line]))

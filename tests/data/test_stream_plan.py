@@ -72,6 +72,11 @@ def test_each_epoch_has_another_order_of_row_groups_and_of_the_rows_of_a_block()
     assert blocks[0] != blocks[1] and sorted(blocks[0]) == sorted(blocks[1]) == list(range(30))
 
 
+def test_readers_do_not_begin_new_blocks_all_at_once():
+    plan = StreamPlan(np.full(40, 7), 20, 3, readers=8, buffer_rows=64)
+    assert sorted(plan.block(reader, 0)[1] for reader in range(8)) == list(range(1, 9))
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [

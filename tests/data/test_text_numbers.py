@@ -116,8 +116,9 @@ def test_hexadecimal_words_of_a_column_are_their_numbers(numbers, data):
 
 
 @pytest.mark.parametrize("kind", [pa.int64(), pa.int32(), pa.float64(), pa.string()])
-def test_counts_become_their_logarithms(kind):
-    counts = [0, 1, 4094, 4095, 4096, 4097, 123456789, -1, -(2**31), None, *range(2, 5000, 7)]
+@pytest.mark.parametrize("most", [4095, 4096, 4097, 123456789])  # the logarithms of the smallest are a table
+def test_counts_become_their_logarithms(kind, most):
+    counts = [0, 1, most, 4094, -1, -(2**31), None, *range(2, min(most, 5000), 7)]
     columns = ClickColumns("label", ("count",), (), LogFormat(categories=("c",), log_counts=True))
     table = pa.table({"count": pa.array(counts).cast(kind), "label": [0] * len(counts)})
     order = np.random.default_rng(0).permutation(len(counts))

@@ -65,8 +65,8 @@ def broker():
     return made
 
 
-def topic_at(servers, name="clicks"):
-    return KafkaTopic(name, {"bootstrap.servers": servers, "log_level": 2}, timeout=30)
+def topic_at(servers, name="clicks", **config):
+    return KafkaTopic(name, {"bootstrap.servers": servers, "log_level": 2, **config}, timeout=30)
 
 
 def listed(step, ids, messages):
@@ -132,9 +132,10 @@ def test_a_message_that_has_not_come_is_waited_for_and_named_where_it_does_not(b
 
 
 def test_what_a_topic_has_not_is_named(broker, monkeypatch):
-    stream = TopicStream(topic_at(broker.servers), items, 8, start=11)
-    with pytest.raises(ValueError, match="clicks, partition 0 has the offsets from 0 to 9, and none is 11"):
-        next(stream)
+    said = "clicks, partition 0 has the offsets from 0 to 9, and none is 11"
+    for config in ({}, {"auto.offset.reset": "earliest"}):
+        with pytest.raises(ValueError, match=said):
+            next(TopicStream(topic_at(broker.servers, **config), items, 8, start=11))
     with pytest.raises(ConnectionError, match="topic clicks: "):
         KafkaTopic("clicks", {"bootstrap.servers": "127.0.0.1:9", "log_level": 0}, timeout=0.5)
     topic = topic_at(broker.servers)

@@ -113,6 +113,22 @@ def test_a_missing_word_and_other_types_are_errors_and_nothing_is_added() -> Non
     assert len(made) == 1
 
 
+def test_a_growth_without_memory_adds_nothing_and_the_next_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, zeros, more = Vocabulary(["a", "b"]), np.zeros, [str(number) for number in range(999)]
+
+    def full(size, **of):
+        if size > 128:
+            raise MemoryError
+        return zeros(size, **of)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "zeros", full)
+        with pytest.raises(MemoryError):
+            made.encode(more, extend=True)
+    assert made.encode(["b", "a"]).tolist() == [1, 0] and len(made) == 2
+    assert made.encode(["b", *more, "a"], extend=True).tolist() == [1, *range(2, 1001), 0]
+
+
 def test_only_ids_of_words_are_decoded() -> None:
     made = Vocabulary(["a", "b"])
     for wrong in ([0, 2], [-1]):

@@ -242,7 +242,7 @@ LOCAL = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "127.0.0.5": "127.0
 
 @pytest.mark.parametrize("address", [*LOCAL, "192.0.2.1", socket.gethostname()])
 def test_groups_of_local_ranks_are_on_the_loopback_interface(alone, address):
-    joined = []
+    joined, names = [], []
     given = {
         "RANK": "0",
         "WORLD_SIZE": "2",
@@ -257,14 +257,16 @@ def test_groups_of_local_ranks_are_on_the_loopback_interface(alone, address):
     alone.setattr(join, "loopback_interface", lambda: "lo")
     alone.setattr(join, "_come", lambda *given: None)
     alone.setattr(join.dist, "TCPStore", lambda *given, **rest: given)
-    alone.setattr(join.dist, "PrefixStore", lambda name, store: store)
+    alone.setattr(join.dist, "PrefixStore", lambda name, store: names.append(name) or store)
     alone.setattr(join, "Watch", lambda *given, **rest: Watch(None, 0, 2, timedelta(seconds=5)))
     alone.setattr(
         join.dist, "init_process_group",
         lambda *given, **rest: joined.append((rest["store"][0], os.environ.get("GLOO_SOCKET_IFNAME"))),
     )  # fmt: skip
-    join.join_environment(timedelta(seconds=5))
-    assert joined == [(LOCAL.get(address), "lo" if address in LOCAL else None)]  # None: all interfaces
+    for _ in range(2):
+        join.join_environment(timedelta(seconds=5))
+    assert joined == [(LOCAL.get(address), "lo" if address in LOCAL else None)] * 2  # None: all interfaces
+    assert names[0] == names[1] != names[2] == names[3]  # a store may outlive the groups of a process
 
 
 @pytest.mark.parametrize("given", [{"WORLD_SIZE": "x", "RANK": "0"}, {"WORLD_SIZE": "3"}, {"PMIX_RANK": "1"}])

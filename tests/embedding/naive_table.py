@@ -189,7 +189,7 @@ class Ranks:
         self._barrier.wait()
         total = torch.stack(self._parts).sum(0)
         self._barrier.wait()
-        return total
+        return part.copy_(total)  # in place, as `Communicator.all_reduce`
 
     def close(self) -> None:
         self._pool.shutdown()

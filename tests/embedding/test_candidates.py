@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tritonrec.embedding import DynamicTable, Eviction, FeatureConfig, HashTableCollection, TablePolicy
+from tritonrec.embedding.candidates import Candidates
 
 WINDOW = 10
 POLICY = TablePolicy(Eviction("lru", capacity=50), admission=3, admission_window=WINDOW)
@@ -33,6 +34,17 @@ def test_candidates_stay_bounded_however_long_the_run():
     assert WINDOW * NEW < most <= (2 * WINDOW + 1) * (NEW + 20)
     assert bytes_at[12 * WINDOW - 1] == bytes_at[6 * WINDOW]
     assert table.counters.inserted > 0
+
+
+@pytest.mark.parametrize("device", [None, torch.device("cpu")])
+def test_a_key_is_forgotten_more_than_a_window_after_its_last_lookup(device):
+    candidates = Candidates(5, WINDOW, 8, device)
+    for key, step in ((7, WINDOW - 1), (8, WINDOW), (9, WINDOW + 1)):
+        candidates.count(torch.tensor([key]), step, None if device is None else torch.tensor(1))
+    candidates.forget(2 * WINDOW - 1)
+    assert candidates.state()["keys"].tolist() == [7, 8, 9]
+    candidates.forget(2 * WINDOW)
+    assert candidates.state()["keys"].tolist() == [8, 9]
 
 
 def test_a_state_of_other_tables_is_refused_with_all_that_differs():

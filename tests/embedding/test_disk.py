@@ -258,6 +258,33 @@ def test_a_load_of_more_rows_than_memory_looks_for_places_until_there_are_none(t
     assert torch.equal(table.export()[1], rows)
 
 
+def test_the_place_of_a_row_that_is_gone_is_given_away_without_a_write(tmp_path):
+    storage, handles = DiskStorage(WIDTH, WIDTH, str(tmp_path), 1 << 9), torch.arange(9)
+    storage.add(handles, 9)
+    storage.update(handles, torch.randn(9, WIDTH, dtype=torch.float32))
+    storage.release(handles)
+    storage.prefetch(handles[:0])
+    storage.add(handles, 9)
+    assert storage.moves.disk_written == 0
+
+
+@pytest.mark.parametrize("number", [errno.EDQUOT, errno.EIO])
+def test_a_save_goes_on_without_a_copy_of_rows_where_the_disk_is_full_alone(tmp_path, monkeypatch, number):
+    storage = DiskStorage(WIDTH, WIDTH, str(tmp_path), 1 << 12)
+    monkeypatch.setattr(disk_storage, "SPOOLED", 0)
+
+    def reserve(file, rows):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(RowFile, "reserve", reserve)
+    if number == errno.EIO:
+        with pytest.raises(OSError, match="Input/output error"):
+            storage.spool(9)
+    else:
+        with pytest.warns(RuntimeWarning, match="has no space for a copy of 216 bytes"):
+            assert storage.spool(9) is None
+
+
 @pytest.mark.parametrize("space", ["enough", "none for a copy"])
 def test_a_save_that_copies_rows_in_the_order_of_the_file_writes_the_same_files(tmp_path, monkeypatch, space):
     """Of merged tables with evicted rows, while rows are updated and erased."""

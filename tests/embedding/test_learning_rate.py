@@ -98,9 +98,19 @@ def test_a_frozen_dataclass_of_a_user_is_left_as_it_is_and_another_object_gets_a
         def __call__(self, update):
             return self.rates[0]
 
+    @dataclass(unsafe_hash=True)
+    class Changing:
+        lr: float
+
+        def __call__(self, update):
+            return self.lr
+
     HashTableCollection([FeatureConfig("a", 2)], RowOptimizer("sgd", Listed([0.5])))  # has no hash
     assert comparable(Root(0.1)) == Root(0.1)
-    assert "Plain" in repr(comparable(Plain())) and " at 0x" not in repr(comparable(Plain()))
+    for other in (Plain(), Changing(0.5)):  # what can change later tells by what it was
+        named = comparable(other)
+        assert isinstance(named, FunctionSchedule) and named.rates == (0.5,) * 6
+        assert type(other).__name__ in repr(named) and " at 0x" not in repr(named)
 
 
 @pytest.mark.parametrize(

@@ -255,6 +255,10 @@ def test_the_divisor_is_the_number_of_ranks_until_it_is_set():
     module(torch.tensor([1])).sum().backward()
     assert module.divisor == 4.0
     assert torch.equal(module.row_gradients[0].mean, torch.full((1, 3), 0.25))
+    with pytest.raises(ValueError, match=r"divisor must lie in \(0, inf\), got 0"):
+        module.divisor = 0
+    with pytest.raises(ValueError, match=r"divisor must lie in \(0, inf\), got 0"):
+        HashEmbedding(3, divisor=0)
 
 
 @pytest.mark.parametrize("kind", [HashEmbedding, HashEmbeddingBag])

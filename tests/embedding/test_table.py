@@ -1,5 +1,7 @@
 """Promise: no row is lost, moved or shared, and initial values depend on nothing but the key."""
 
+import math
+
 import pytest
 import torch
 
@@ -110,10 +112,17 @@ def test_a_second_moment_too_small_for_float16_survives_in_16_bits():
     assert store.memory()["saved_by_fp16"] == 2 * 5
 
 
+@pytest.mark.parametrize("scale", [-0.1, math.nan])
+def test_a_scale_that_is_none_is_refused(scale):
+    with pytest.raises(ValueError, match=r"scale must lie in \[0, inf\), got"):
+        DynamicTable(3, scale=(0.1, scale), layout=KeyLayout(("action", "item")))
+
+
 def test_a_weight_that_does_not_fit_is_named():
     store = table(policy=HALF, layout=KeyLayout(("action", "item")))
     values = torch.zeros(3, 5)
     values[2, 1] = -70000.0
+    values[0, 0], values[0, 3], values[1, 1] = math.nan, -math.inf, math.inf  # as 16 bits hold them
     store.round_low_precision(values.clone(), tensor([1, 1, 0]).bool())
     with pytest.raises(ValueError, match=r"action, item: row 2 .* -70000.0 in its column 1 does not fit"):
         store.round_low_precision(values, tensor([1, 1, 1]).bool())

@@ -452,6 +452,15 @@ def test_only_rows_that_were_loaded_without_a_timestamp_get_one_and_only_once():
     assert evictor.stamp(Rows(), 9).tolist() == []
 
 
+def test_counts_of_uses_end_at_255():
+    counter = AccessCounter(PrecisionTiers(threshold=255, every=1000))
+    counter.values.grow(2)
+    for step in range(300):
+        counter.record(torch.tensor([5]), torch.tensor([1]), step)
+        assert counter.in_low_precision(torch.tensor([1])).item() == (step < 254)
+    assert counter.values.rows[:2].tolist()[1] == 255
+
+
 @pytest.mark.parametrize("in_buffers", [0, 1, 3])
 def test_the_forecast_of_demotions_counts_rows_that_may_be_widened_before(in_buffers):
     """Handles 2, 4 and 5 are cold after a halving; 4 is stored in 16 bits, which an update may change."""

@@ -92,6 +92,7 @@ def test_proportions_follow_from_the_probe(job):
         (["--emulate", "sleep=3"], "no such stage"),
         (["--emulate", "compute=3", "--proportions", "paper"], "give one of them"),
         (["--proportions", "90,20"], "takes paper"),
+        (["--proportions", "75,25"], "takes paper"),
         (["--rate", "0"], "'--rate'"),
         (["--switch", "accumulate=2"], "one update of one batch: leave out accumulate"),
         (["--switch", "replicas=2", "--switch", "average_every=4"], "all but 2, hold no whole number"),

@@ -52,13 +52,14 @@ def test_rows_beyond_those_that_were_counted_go_on_growing():
     assert 0.5 < counted.rows[0] / whole < 2
 
 
-@pytest.mark.parametrize("model", ["hstu", "dlrm"])
-def test_a_capacity_bounds_the_rows_of_each_table_by_its_own_new_ones(model):
-    job = JOB if model == "hstu" else replace(JOB, data="criteo:samples=600", model="dlrm", merge=False)
+@pytest.mark.parametrize(("model", "merge"), [("dlrm", True), ("dlrm", False), ("hstu", True)])
+def test_a_capacity_bounds_the_rows_of_each_table_by_its_own_new_ones(model, merge):
+    job = JOB if model == "hstu" else replace(JOB, data="criteo:samples=600", model="dlrm", merge=merge)
+    tables = [len(group.layout.names) for group in job.tables(RUN.optimizer).groups]
     free, new = (count_rows(replace(RUN, job=job, steps=steps)).rows for steps in (24, 2))
     policy = TablePolicy(Eviction("lru", capacity=20))
     rows = count_rows(replace(RUN, job=replace(job, policy=policy))).rows
-    assert rows == [min(each, 20 + own) for each, own in zip(free, new, strict=True)]
+    assert rows == [min(a, 20 * count + b) for a, b, count in zip(free, new, tables, strict=True)]
     assert rows != free
 
 

@@ -83,6 +83,14 @@ def test_rows_of_one_part_alone():
     assert torch.equal(rows.grad[5:], 2 * rows[5:].detach())
 
 
+def test_a_gradient_that_is_a_part_of_another_tensor_is_copied():
+    rows, given = torch.zeros(15, DIM, requires_grad=True), torch.randn(40, DIM)
+    before = given.clone()
+    with GradientAccumulator(torch.nn.Module(), None).active():
+        split(rows, 5)[1].backward(given[5:15])
+    assert torch.equal(given, before) and not rows.grad[:5].any() and torch.equal(rows.grad[5:], given[5:15])
+
+
 def test_every_element_of_the_gradient_is_written(monkeypatch):
     want = run(CASES["ragged"], trainer=False)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
-from tritonrec import ops
+from tritonrec import nn, ops
 from tritonrec.data import JaggedBatch
 from tritonrec.nn import (
     HSTU,
@@ -265,6 +265,12 @@ def test_dropout_of_the_input_goes_by_sample_and_position(monkeypatch):
     assert torch.equal(
         model.eval().encode(batch, TABLE[batch.ids], 1), plain.eval().encode(batch, TABLE[batch.ids], 2)
     )
+
+
+@pytest.mark.parametrize("config", [HSTUConfig, nn.SASRecConfig, nn.FuXiConfig])
+def test_a_temperature_of_zero_is_refused(config):
+    with pytest.raises(ValueError, match=r"temperature must lie in \(0, inf\), got 0"):
+        config(temperature=0.0)
 
 
 def test_a_sample_that_is_too_long_is_refused():

@@ -81,7 +81,7 @@ MODULES = {
     ),
     "sigmoid": (lambda made: made.Sigmoid(), X * 20),
     "conv": (lambda made: Turned(made.Conv1d(D, 5, 3, padding=1)), X),
-    "conv_same": (lambda made: Turned(made.Conv1d(D, 5, 4, padding="same", dilation=2, bias=False)), X),
+    "conv_same": (lambda made: Turned(made.Conv1d(D, 5, 4, padding="same", dilation=3, bias=False)), X),
     "conv_strided": (lambda made: Turned(made.Conv1d(D, 5, 2, stride=2)), X),
     "gru": (lambda made: First(made.GRU(D, 5, batch_first=True)), X),
     "gru_layers": (lambda made: First(made.GRU(D, 5, 2, bias=False, batch_first=True)), X),
@@ -330,7 +330,8 @@ REFUSED = {
     "causal convolution": lambda: nn.Conv1d(4, 4, 3, padding=1, causal=True),
     "bidirectional": lambda: nn.GRU(4, 4, bidirectional=True),
     "normalized_shape": lambda: nn.LayerNorm((2, 3)),
-    "p must lie": lambda: nn.Dropout(1.5),
+    "p must lie .*got 1.5": lambda: nn.Dropout(1.5),
+    "p must lie .*got 2": lambda: nn.GRU(4, 4, dropout=2.0),  # of one layer, which has none
     "mask gets no gradient": lambda: nn.MultiheadAttention(D, 2, batch_first=True)(
         X, X, X, attn_mask=torch.zeros(T, T, requires_grad=True)
     ),

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from importlib import import_module
 
 import pytest
 import torch
@@ -142,7 +143,11 @@ def test_the_command_prints_what_rounding_costs_or_why_it_does_not(tmp_path, mon
     log.write_text("\n".join(["user,item,timestamp", *events]) + "\n")
     words = ["train", "--data", f"csv:{log}?ids=words", "--dim", "8", "--heads", "2", "--steps", "3"]
     assert invoke(*words, "--checkpoint", run).exit_code == 0
-    told = " ".join(invoke("export", run, tmp_path / "out", "--weights", "int8").output.split())
+    steps, command = [], import_module("tritonrec.harness.cli.export")
+    monkeypatch.setattr(command, "export_to", lambda *a, **k: steps.append(k["step"]) or export(*a, **k))
+    out = tmp_path / "out"
+    told = " ".join(invoke("export", run, out, "--step", "3", "--weights", "int8").output.split())
+    assert steps == [3, 3]  # rows in float32, beside them, are of the same step
     found = dict(re.findall(r"((?:HR|NDCG)@\d+) \d\.\d{4} \(([+-]0\.\d{4})\)", told))
     assert found.keys() == {"HR@10", "NDCG@10", "HR@50", "NDCG@50"}, told
     rounded, exact = Predictor.load(tmp_path / "out"), tmp_path / "exact"

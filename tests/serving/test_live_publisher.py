@@ -385,6 +385,19 @@ def _two_ranks(communicators, folder):
             rows = communicators.control.all_gather_texts(str(len(training.tables.groups[0].table)))
             assert len(table.ids) == sum(map(int, rows))
             communicators.control.all_gather_texts("")
+        # Clocks and writes are each rank's own, and all decide alike: rank 1 takes longer, then is busy; the
+        # sink that rank 0 looks at has lost the last snapshot.
+        rank = communicators.rank
+        publisher._seconds, publisher._began, publisher._steps = 1.0, time.monotonic() - 10 - 90 * rank, 100
+        assert len({*communicators.control.all_gather_texts(str(publisher._paced(1)))}) == 1
+        publisher._seconds, publisher._is_busy = 0.0, lambda: rank == 1
+        training.run(publisher, 4)
+        assert publisher._snapshot is None
+        del publisher._is_busy
+        settled(publisher)
+        publisher._lost = rank == 0
+        training.run(publisher, 2)
+        assert publisher.epoch == 2
     names = sorted(path.name for path in sink.glob("delta-*"))
     assert any(name.endswith(".00001") for name in names)
     training.close()

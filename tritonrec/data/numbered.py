@@ -97,28 +97,21 @@ class NumberedLoader(Generic[AnyBatch]):
             kinds = "with", "without"
             there, here = kinds if "loader" in state else kinds[::-1]
             raise ValueError(f"the position is one of a loader {there} a state, and this one is {here}")
-        before = self.step, self._epoch, self._place
-        self.step, self._epoch, self._place = place
         batches = None
-        try:
-            if "loader" in state:
-                self._set_epoch()
-                self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
-                batches = iter(self.loader)
-        except BaseException:
-            self.step, self._epoch, self._place = before
-            self._set_epoch()
-            raise
-        self._batches = batches
+        if "loader" in state:
+            self._set_epoch(place[1])
+            self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+            batches = iter(self.loader)
+        (self.step, self._epoch, self._place), self._batches = place, batches
 
     def _begin(self) -> Iterator[AnyBatch]:
-        self._set_epoch()
+        self._set_epoch(self._epoch)
         return islice(self.loader, self._place, None)
 
-    def _set_epoch(self) -> None:
+    def _set_epoch(self, epoch: int) -> None:
         set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
         if set_epoch is not None:
-            set_epoch(self._epoch)
+            set_epoch(epoch)
 
     def _settings(self) -> dict[str, Any]:
         """What a place depends on, as far as loader and samplers of `torch.utils.data` tell."""

@@ -249,8 +249,7 @@ class Vocabulary:
         while 2 * capacity < 3 * (self._count + words):
             capacity *= 2
         if capacity > len(self._slots):
-            self._slots = np.zeros(0, dtype=np.int64)  # released before the new ones are there
-            self._slots = np.zeros(capacity, dtype=np.int64)
+            self._slots = np.zeros(capacity, dtype=np.int64)  # whose pages come when the old ones have gone
             fill_slots(
                 *map(np.int64, (self._count, self._store.ctypes.data, self._bounds.ctypes.data)),
                 *map(np.int64, (self._slots.ctypes.data, capacity)),
