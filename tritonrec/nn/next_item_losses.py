@@ -32,7 +32,7 @@ class _Split(torch.autograd.Function):
         given = dfirst if dothers is None else dothers
         if given is None:
             return None, None
-        whole = None if dothers is None else _whole(dothers, ctx.first, ctx.num_rows)
+        whole = getattr(dothers, "end_of", None)  # no other tensor's memory is written
         if whole is None:
             whole = given.new_zeros(ctx.num_rows, given.shape[1])
             if dothers is not None:
@@ -42,15 +42,6 @@ class _Split(torch.autograd.Function):
         else:
             whole[: ctx.first] = dfirst
         return whole, None
-
-
-def _whole(part: torch.Tensor, first: int, count: int) -> torch.Tensor | None:
-    """The (count, d) rows that `part` is the end of, where `first` rows of its memory lie before it."""
-    size = part.shape[1]
-    room = part.is_contiguous() and part.storage_offset() == first * size
-    if not room or part.untyped_storage().nbytes() != count * size * part.element_size():
-        return None
-    return part.as_strided((count, size), (size, 1), 0)
 
 
 class _Losses(torch.autograd.Function):
@@ -68,6 +59,7 @@ class _Losses(torch.autograd.Function):
             return None, None, *_backward(ctx.bound, dlosses, hidden, items)
         whole = items.new_empty(ctx.first + len(items), items.shape[1])
         ditems = whole[ctx.first :]
+        ditems.end_of = whole  # for `_Split`; what autograd adds up or copies has no such attribute
         with annotation("sampled_softmax_by_sample_backward"):
             dhidden = ctx.bound.backward(dlosses.resolve_neg().contiguous(), hidden, items, ditems)
         return None, None, dhidden, ditems
