@@ -172,6 +172,31 @@ def test_a_change_between_results_is_seen_alike_or_refused(what, mode):
         run(mode, change)
 
 
+class Weighted(NoParameters):
+    """With a tensor that no call changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = torch.ones(())
+
+    def forward(self, batch, rows, seed):
+        return super().forward(batch, {"item": rows["item"] * self.factor}, seed)
+
+
+def test_another_tensor_at_the_id_of_one_that_is_gone_is_a_change():
+    """As the second of two changes in a row often is."""
+    model, *rest = parts(Weighted)
+    words = "attribute factor of Weighted was changed while steps"
+    with pytest.raises(RuntimeError, match=words), trainer((model, *rest), "nestpipe") as training:
+        for _result in training.run(batches(4)):
+            number, others = id(model.factor), []
+            del model.factor
+            while not others or id(others[-1]) != number:
+                others.append(torch.full((), 0.8))
+                assert len(others) < 100, "no tensor got the id"
+            model.factor = others[-1]
+
+
 class Passing(Ranker):
     """A call changes the model in `ways`, and puts it back when it ends, later than the caller looks."""
 

@@ -6,6 +6,7 @@ it could see is noted when a flight begins, and compared at each result, and by 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,25 @@ STEADY = {
 """Settings of groups that no optimizer changes itself."""
 
 
+class Same:
+    """This value and no equal one, for comparisons. Its id alone would be another value's once it is gone."""
+
+    def __init__(self, value: Any):
+        try:
+            self._value: Any = weakref.ref(value)
+        except TypeError:  # a list, say
+            self._value = lambda: value
+        tensor = isinstance(value, torch.Tensor) and not value.is_inference()
+        self._version = value._version if tensor else 0
+
+    def __eq__(self, other: object) -> bool:
+        mine = self._value()
+        same = isinstance(other, Same) and mine is not None and mine is other._value()
+        return same and self._version == other._version  # type: ignore[union-attr]
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 def settings_of(optimizers: Sequence[Optimizer], schedulers: Sequence[LRScheduler]) -> Noted:
     """The settings of groups and schedulers, by what to call them."""
     found: Noted = {}
@@ -42,7 +62,7 @@ def settings_of(optimizers: Sequence[Optimizer], schedulers: Sequence[LRSchedule
             for name, value in group.items():
                 if name != "params":
                     found[f"{name} of group {number} of {kind}"] = _frozen(value)
-            found[f"the parameters of group {number} of {kind}"] = tuple(map(id, group["params"]))
+            found[f"the parameters of group {number} of {kind}"] = [Same(each) for each in group["params"]]
     for scheduler in schedulers:
         kind = type(scheduler).__name__
         for name, value in vars(scheduler).items():
@@ -124,7 +144,7 @@ def refusal(change: str, steps: str) -> RuntimeError:
 def _frozen(value: Any) -> Any:
     """A value that a later change does not reach; a tensor by its identity and how often it was written."""
     if isinstance(value, torch.Tensor):
-        return id(value), value._version
+        return Same(value)
     return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 
