@@ -231,7 +231,7 @@ WRONG_STATES = {
     ),
     "a rate that is no number": (
         lambda s: s["optimizers"][0]["param_groups"][0].update(lr=float("nan")),
-        "lr of group 0 is 'nan', where 0.05 is here",
+        "lr of group 0 is 'nan', where 0.01 is here",
     ),
     "a setting that is no number": (
         lambda s: s["optimizers"][0]["param_groups"][0].update(betas=("x", 0.999)),

@@ -46,9 +46,10 @@ class Same:
         self._version = value._version if tensor else 0
 
     def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Same):
+            return NotImplemented
         mine = self._value()
-        same = isinstance(other, Same) and mine is not None and mine is other._value()
-        return same and self._version == other._version  # type: ignore[union-attr]
+        return mine is not None and mine is other._value() and self._version == other._version
 
     __hash__ = None  # type: ignore[assignment]
 
