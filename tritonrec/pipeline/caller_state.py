@@ -63,7 +63,7 @@ def settings_of(optimizers: Sequence[Optimizer], schedulers: Sequence[LRSchedule
             for name, value in group.items():
                 if name != "params":
                     found[f"{name} of group {number} of {kind}"] = _frozen(value)
-            found[f"the parameters of group {number} of {kind}"] = [Same(each) for each in group["params"]]
+            found[f"the parameters of group {number} of {kind}"] = tuple(map(id, group["params"]))
     for scheduler in schedulers:
         kind = type(scheduler).__name__
         for name, value in vars(scheduler).items():
