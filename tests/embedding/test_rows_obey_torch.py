@@ -16,6 +16,7 @@ from tritonrec.embedding import (
     HashOptimizer,
     HashTableCollection,
     RowOptimizer,
+    RowsParameter,
 )
 
 DIM = 5
@@ -332,7 +333,20 @@ def test_optimizers_of_torch_pass_the_parameter_over(options):
         for each in net.parameters():
             each.grad = torch.ones_like(each) if each.numel() else torch.empty(0)
         optimizer.step()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+
+
+@pytest.mark.parametrize("clip", [torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_])
+def test_clipping_that_leaves_rows_out_is_refused(clip):
+    net = Net()
+    dense = [each for each in net.parameters() if not isinstance(each, RowsParameter)]
+    for each in dense:
+        each.grad = torch.full_like(each, 3.0)
+    for parameters in (net.parameters(), list(net.parameters())):
+        with pytest.raises(TypeError, match=r"leave out the gradients of rows .*HashOptimizer\.clip"):
+            clip(parameters, 0.5)
+    assert all(bool((each.grad == 3).all()) for each in dense)
+    clip(dense, 0.5)
+    assert all(bool((each.grad <= 0.5).all()) for each in dense)
 
 
 def test_tables_that_do_not_fit_are_not_averaged():

@@ -144,10 +144,9 @@ def test_inside_a_compiled_function_it_is_refused():
         compiled(torch.ones(3))
 
 
-def test_a_thread_that_computed_eagerly_is_as_before():
-    before = dispatch._of_thread.eager
-    with dispatch.computes_eagerly():
-        with dispatch.computes_eagerly(False):
-            assert not dispatch._of_thread.eager
-        assert dispatch._of_thread.eager
-    assert dispatch._of_thread.eager == before
+def test_what_a_thread_ran_on_is_as_before():
+    with dispatch.runs_on("reference"):
+        with dispatch.runs_on("cpu"):
+            assert dispatch.default_impl() == "cpu"
+        assert dispatch.default_impl() == "reference"
+    assert dispatch.default_impl() == "auto"

@@ -14,6 +14,8 @@ from trainer_parts import DIM, NoParameters, Ranker, batches, parts, same, state
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import FeatureConfig, HashTableCollection, RowOptimizer
 from tritonrec.pipeline import Executor, StageFailedError, Trainer, WindowConfig
+from tritonrec.pipeline.attributes import noted
+from tritonrec.pipeline.caller_state import first_change
 from tritonrec.pipeline.pending import PendingWindows
 
 MODES = slow_except(["nestpipe"], ["reference", "sequential", "dbp", "fwp", "nestpipe"])
@@ -170,6 +172,27 @@ def test_a_change_between_results_is_seen_alike_or_refused(what, mode):
         return
     with pytest.raises((RuntimeError, StageFailedError), match=message):
         run(mode, change)
+
+
+class Weighted(torch.nn.Module):
+    """With a tensor that is no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = torch.ones(())
+
+
+def test_another_tensor_at_the_id_of_one_that_is_gone_is_a_change():
+    """As the second of two changes in a row often is."""
+    model, others = Weighted(), list[torch.Tensor]()
+    before, number = noted(model), id(model.factor)
+    assert first_change(before, noted(model)) is None
+    del model.factor
+    while not others or id(others[-1]) != number:
+        others.append(torch.full((), 0.8))
+        assert len(others) < 100_000, "no tensor got the id"
+    model.factor = others[-1]
+    assert first_change(before, noted(model)) == "attribute factor of Weighted was changed"
 
 
 class Passing(Ranker):

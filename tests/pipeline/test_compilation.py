@@ -1,24 +1,29 @@
 """Promise: a compiled model trains with the bits of the model itself, or is refused with what differs."""
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
+from threading import Barrier, Event, get_ident
 from types import SimpleNamespace
 
 import pytest
 import torch
 from speeds import slow_except
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from trainer_parts import DIM, Ranker, batches, parts, trained, trainer
 
 from tritonrec import nn, ops
 from tritonrec.kernels import compilation
-from tritonrec.kernels.dispatch import computes_eagerly, is_compiling
-from tritonrec.pipeline import StageFailedError
+from tritonrec.kernels.dispatch import is_compiling
+from tritonrec.pipeline import StageFailedError, WindowConfig
 from tritonrec.pipeline import compiled as compiled_module
 from tritonrec.pipeline import flight as flight_module
 from tritonrec.pipeline.compiled import Compilation
 from tritonrec.pipeline.flight import Flight
+from tritonrec.pipeline.guard import _Calls
+from tritonrec.pipeline.model_call import CallerSettings
 
 
 class Plain(Ranker):
@@ -149,15 +154,49 @@ def test_steps_that_compile_are_told(monkeypatch):
 
 
 def test_a_thread_that_compiles_nothing_computes_while_another_compiles(monkeypatch):
-    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
-    assert is_compiling()
-    with pytest.raises(RuntimeError, match="use_impl inside of"), ops.use_impl("cpu"):
-        pass
-    with computes_eagerly(), ops.use_impl("reference"):
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)  # the process's, so any thread's
+    with ops.use_impl("reference"):
         assert not is_compiling()
         assert ops.unique(torch.tensor([3, 3, 1]))[0].tolist() == [3, 1]
-        with computes_eagerly(False):
-            assert is_compiling()
+    with trainer(parts(), "nestpipe", "batch", micro_batches=1) as training:
+        assert "score" in training.step(batches(1)[0]).outputs  # which is not recorded in a graph
+    with FakeTensorMode():
+        assert is_compiling()
+        with pytest.raises(RuntimeError, match="use_impl inside of"), ops.use_impl("cpu"):
+            pass
+
+
+@pytest.mark.parametrize("who", ["comparison", "guard"])
+def test_a_comparison_leaves_the_calls_of_other_threads_alone(monkeypatch, who):
+    stances, both, other = [], Barrier(2), Event()
+    eval_frame = torch._dynamo.eval_frame
+
+    def look(*_given):
+        stances.append((get_ident(), eval_frame._stance.stance))
+        if len(stances) > 1 and stances[0][0] != get_ident():
+            other.set()
+        other.wait(0.3)  # in the meantime the other thread begins, where it may
+        return {}
+
+    def run(_number):
+        made = parts(Plain)
+        made[0].compile(backend="eager")
+        calls, (batch,) = Compilation(made[0], 36), batches(1)
+        both.wait()
+        if who == "guard":
+            beside = _Calls(made[0], made[1], WindowConfig(), [], 1, CallerSettings(), 0)
+            with beside._without_traces():
+                look()
+        with calls.call(batch, {}, 1, CallerSettings()):
+            look()
+
+    monkeypatch.setattr(Compilation, "_gradients", look)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, range(2)))
+    seen = [stance for _, stance in stances]
+    once = ["force_eager"] * (who == "guard") + ["default", "force_eager", "default"]
+    by_thread = [[stance for thread, stance in stances if thread == each] for each in dict(stances)]
+    assert by_thread == [once, once] and eval_frame._stance.stance == "default", seen
 
 
 def test_batches_are_read_while_the_model_is_compiled(monkeypatch):

@@ -229,6 +229,18 @@ WRONG_STATES = {
         lambda s: s["optimizers"][0]["param_groups"].pop(),
         "expected an optimizer with the groups",
     ),
+    "a rate that is no number": (
+        lambda s: s["optimizers"][0]["param_groups"][0].update(lr=float("nan")),
+        "lr of group 0 is 'nan', where 0.01 is here",
+    ),
+    "a setting that is no number": (
+        lambda s: s["optimizers"][0]["param_groups"][0].update(betas=("x", 0.999)),
+        "betas of group 0 is .*where .* is here",
+    ),
+    "a setting less": (
+        lambda s: s["optimizers"][0]["param_groups"][0].update(betas=(0.9,)),
+        "betas of group 0 is .*where .* is here",
+    ),
     "another optimizer": (
         lambda s: s["optimizers"][0]["state"]["mix.bias"].pop("exp_avg"),
         "mix.bias: the optimizer keeps step, exp_avg",

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ..data.jagged import KeyedJaggedTensor, Lookup, WeightedLookup, check_offsets
 from ..distributed.communicator import Communicator
 from ..kernels import launch
-from ..kernels.dispatch import on_host
+from ..kernels.dispatch import is_compiling, on_host
 from ..kernels.fixed_point.errors import FRACTION_BITS
 from ..settings import check_number, typed
 from .features import FeatureConfig, HashTableCollection
@@ -135,7 +135,7 @@ class HashEmbeddingCollection(torch.nn.Module):
         """
         if isinstance(features, torch.fx.Proxy):
             return leaf_call(self, features)
-        if torch.compiler.is_compiling():  # a decorator would import the compiler with this file
+        if is_compiling():  # a decorator would import the compiler with this file
             return torch.compiler.disable(self._embed)(features)
         return self._embed(features)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -26,8 +27,8 @@ HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
 class RowsParameter(torch.nn.Parameter):
     """(0,) float32 among a module's parameters: ``requires_grad_(False)`` freezes the rows.
 
-    Optimizers of torch change nothing in it. Copies, averages with another one and initialisations are
-    refused with TypeError: the rows would stay as they are.
+    Optimizers of torch change nothing in it. Copies, averages with another one, initialisations and torch's
+    clipping of parameters without the rows are refused with TypeError: the rows would stay as they are.
     """
 
     @staticmethod
@@ -43,6 +44,12 @@ class RowsParameter(torch.nn.Parameter):
             raise TypeError(
                 f"{name} of a parameter that stands for rows of a hash embedding would see no gradient: hook "
                 "the module's output, and clip by HashOptimizer.clip_grad_norm_"
+            )
+        if func == torch.Tensor.grad.__get__ and _clips_without_rows():  # type: ignore[union-attr]
+            raise TypeError(
+                "torch's clipping of these parameters would leave out the gradients of rows of a hash "
+                "embedding: take HashOptimizer.clip_grad_norm_(model.parameters(), max_norm), or clip the "
+                "parameters that are no tritonrec.embedding.RowsParameter"
             )
         if name in AVERAGES or (name.endswith("_") and not name.startswith("__")):
             ours = [each for each in (*args, *(kwargs or {}).values()) if _holds(each, cls)]
@@ -67,6 +74,20 @@ class RowsParameter(torch.nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return RowsParameter, (None, self.requires_grad)
+
+
+def _clips_without_rows() -> bool:
+    """Whether torch.nn.utils' clipping reads a gradient, of parameters without those of a `HashOptimizer`.
+
+    It is a plain function of a list, which no parameter hears of: the frames of the call tell.
+    """
+    frame = sys._getframe(2)
+    for _ in range(2):  # before Python 3.12 a comprehension has a frame of its own
+        if frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad" and "parameters" in frame.f_locals:
+            return not any(hasattr(each, "gradients") for each in frame.f_locals["parameters"])
+        assert frame.f_back is not None
+        frame = frame.f_back
+    return False
 
 
 def _holds(argument: Any, kind: type) -> bool:

@@ -24,7 +24,6 @@ emulated: tuple[int, int] | None = None
 
 class _OfThread(threading.local):
     impl: Impl = "auto"
-    eager = False
 
 
 _of_thread = _OfThread()
@@ -54,36 +53,27 @@ def use_impl(impl: Impl) -> Iterator[None]:
 def is_compiling() -> bool:
     """Whether torch.compile traces the code that calls this.
 
-    torch's own flag is one for all threads, and is up while one of them compiles: on a thread that
-    `computes_eagerly` it says nothing.
+    torch's own flag is one for all threads, and is up while any of them compiles. Python that is traced and
+    not read by dynamo, as by export, has fake tensors on its thread.
     """
     if not torch.compiler.is_compiling():
         return False
-    return torch.compiler.is_dynamo_compiling() or not _of_thread.eager
+    return torch.compiler.is_dynamo_compiling() or torch._guards.detect_fake_mode() is not None
 
 
-class computes_eagerly:
-    """Inside, on this thread, nothing is compiled, whatever other threads do; False: until then it may be.
+class runs_on:
+    """`use_impl` for every task of a step: a class and no generator, which takes three times as long."""
 
-    A class and no generator, which takes three times as long to enter: every task of a step does.
+    __slots__ = ("_before", "_impl")
 
-    Args:
-        impl: that ops run on inside, as of `use_impl`; None: as before.
-    """
-
-    __slots__ = ("_before", "_eager", "_impl")
-
-    def __init__(self, eager: bool = True, impl: Impl | None = None) -> None:
-        self._eager, self._impl = eager, impl
+    def __init__(self, impl: Impl) -> None:
+        self._impl = impl
 
     def __enter__(self) -> None:
-        self._before = _of_thread.eager, _of_thread.impl
-        _of_thread.eager = self._eager
-        if self._impl is not None:
-            _of_thread.impl = self._impl
+        self._before, _of_thread.impl = _of_thread.impl, self._impl
 
     def __exit__(self, *error: object) -> None:
-        _of_thread.eager, _of_thread.impl = self._before
+        _of_thread.impl = self._before
 
 
 def default_impl() -> Impl:

@@ -244,7 +244,7 @@ class Op:
         While torch traces a graph it is the registered op, which has a fake kernel.
         """
         arguments += (None,) * (self._size - len(arguments))
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return self.registered(*arguments, impl)
         return self._launch(arguments, impl)
 

@@ -24,6 +24,7 @@ import torch
 
 from .. import ops
 from ..kernels import gradients
+from ..kernels.dispatch import is_compiling
 from ..kernels.philox.device_seed import Seed
 
 _of_thread = threading.local()
@@ -199,7 +200,7 @@ def record(**outputs: torch.Tensor) -> None:
     Their rows are in the order of the samples, any number for each. Outside of a trainer, and in a compiled
     model, nothing is recorded. Raises TypeError for anything else.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return
     recorded = getattr(_of_thread, "recorded", None)
     if recorded is None:

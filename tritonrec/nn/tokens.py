@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from .. import ops
+from ..kernels.dispatch import is_compiling
 
 
 class Tokens(NamedTuple):
@@ -63,7 +64,7 @@ def check_longest(lengths: torch.Tensor, max_seq_len: int) -> None:
     An asynchronous assertion on an accelerator, and an assertion in a graph, which reads no value when it is
     made.
     """
-    if not lengths.is_cpu or torch.compiler.is_compiling():
+    if not lengths.is_cpu or is_compiling():
         torch._assert_async((lengths <= max_seq_len).all(), f"a sample has more than {max_seq_len} tokens")
     elif len(lengths) and int(lengths.max()) > max_seq_len:
         raise ValueError(f"a sample has {int(lengths.max())} tokens, the model takes {max_seq_len}")

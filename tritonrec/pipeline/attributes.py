@@ -17,6 +17,7 @@ import torch
 
 from ..kernels.checksums import checksum, same_bits
 from ..nn.context import has_global_hooks
+from .caller_state import Same
 from .diagnosis import Diagnosis
 
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
@@ -275,8 +276,6 @@ def _noted_value(value: Any, depth: int) -> Any:
     """What changes with a value, and is none of its parts."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, torch.Tensor):
-        return id(value), 0 if value.is_inference() else value._version
     if is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__"):
         frozen = type(value).__dataclass_params__.frozen  # type: ignore[attr-defined]
         value = value if frozen else vars(value)
@@ -284,4 +283,4 @@ def _noted_value(value: Any, depth: int) -> Any:
         value = [each for pair in value.items() for each in pair]
     if isinstance(value, (list, tuple)) and depth and len(value) <= MOST_PARTS:
         return [_noted_value(each, depth - 1) for each in value]
-    return id(value)
+    return Same(value)

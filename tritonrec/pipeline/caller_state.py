@@ -6,6 +6,7 @@ it could see is noted when a flight begins, and compared at each result, and by 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,26 @@ STEADY = {
     "nesterov",
 }
 """Settings of groups that no optimizer changes itself."""
+
+
+class Same:
+    """This value and no equal one, for comparisons. Its id alone would be another value's once it is gone."""
+
+    def __init__(self, value: Any):
+        try:
+            self._value: Any = weakref.ref(value)
+        except TypeError:  # a list, say
+            self._value = lambda: value
+        tensor = isinstance(value, torch.Tensor) and not value.is_inference()
+        self._version = value._version if tensor else 0
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Same):
+            return NotImplemented
+        mine = self._value()
+        return mine is not None and mine is other._value() and self._version == other._version
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def settings_of(optimizers: Sequence[Optimizer], schedulers: Sequence[LRScheduler]) -> Noted:
@@ -124,7 +145,7 @@ def refusal(change: str, steps: str) -> RuntimeError:
 def _frozen(value: Any) -> Any:
     """A value that a later change does not reach; a tensor by its identity and how often it was written."""
     if isinstance(value, torch.Tensor):
-        return id(value), value._version
+        return Same(value)
     return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 

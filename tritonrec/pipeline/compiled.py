@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from threading import Lock
+from threading import Lock, RLock
 
 import torch
 
@@ -13,6 +13,9 @@ from ..kernels.compilation import note_compilation
 from ..nn import GradientAccumulator
 from .model_call import CallerSettings, train_micro_batch
 
+ONE_CALLS = RLock()
+"""One thread calls a compiled model at a time: `torch.compiler.set_stance` is the process's. Two comparisons
+at once, as of ranks that are threads, would compare calls of one kind, and leave all uncompiled for ever."""
 SIZES = 2
 """Sizes that are compared, of samples and of tokens: torch compiles for the first, and at the second for any
 but 1."""
@@ -47,14 +50,15 @@ class Compilation:
             yield
             return
         try:
-            # Counted for the process: a compilation of something
-            # else at the same time costs a comparison, and no bit.
-            before = _COMPILATIONS.count()
-            yield
-            if batch.num_samples and (self._is_new(batch) | (_COMPILATIONS.count() != before)):
-                note_compilation()
-                if self._bits is not None:
-                    self._compare(batch, rows, seed, settings)
+            with ONE_CALLS:
+                # Counted for the process: a compilation of something
+                # else at the same time costs a comparison, and no bit.
+                before = _COMPILATIONS.count()
+                yield
+                if batch.num_samples and (self._is_new(batch) | (_COMPILATIONS.count() != before)):
+                    note_compilation()
+                    if self._bits is not None:
+                        self._compare(batch, rows, seed, settings)
         except Exception as error:
             if type(error).__module__ not in ("torch._dynamo.exc", "torch._inductor.exc"):
                 raise

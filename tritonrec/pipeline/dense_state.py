@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -75,11 +76,21 @@ def _validate_optimizer(packed: Mapping[str, Any], expected: Mapping[str, Any]) 
             )
         for name, value in own.items():
             given = group.get(name, value)
-            if isinstance(value, (bool, int, float)) and not isinstance(given, (int, float, torch.Tensor)):
+            if not _fits(given, value):
                 raise ValueError(f"{name} of group {number} is {str(given)[:40]!r}, where {value} is here")
     unknown_names = packed["state"].keys() - {name for group in known for name in group}
     if unknown_names:
         raise ValueError(f"the optimizer's state is also of {', '.join(map(str, unknown_names))}")
+
+
+def _fits(given: Any, own: Any) -> bool:
+    """Whether a setting can stand in the place of one's own: a finite number of one, a pair of a pair."""
+    if isinstance(own, (list, tuple)):
+        same = isinstance(given, (list, tuple)) and len(given) == len(own)
+        return same and all(map(_fits, given, own))
+    if isinstance(own, (bool, int, float)):
+        return isinstance(given, torch.Tensor) or (isinstance(given, (int, float)) and math.isfinite(given))
+    return True
 
 
 def validate_kept(

@@ -31,7 +31,7 @@ from ..data import Batch
 from ..distributed import Communicator, Communicators
 from ..embedding import HashTableCollection
 from ..embedding.in_flight import InFlight, as_lane, in_flight_message, is_lane
-from ..kernels.dispatch import computes_eagerly, is_compiling
+from ..kernels.dispatch import is_compiling, runs_on
 from ..nn import GradientAccumulator
 from ..nn.context import only_refuses, reads_indexed_rows
 from .caller_state import refusal, structure_of
@@ -395,14 +395,14 @@ class lane_work(as_lane):
     """A lane's work: it may use what is in flight, and its ops run on `impl`."""
 
     def __init__(self, impl: ops.Impl) -> None:
-        self._eagerly = computes_eagerly(impl=impl)
+        self._impl = runs_on(impl)
 
     def __enter__(self) -> None:
         super().__enter__()
-        self._eagerly.__enter__()
+        self._impl.__enter__()
 
     def __exit__(self, *error: object) -> None:
-        self._eagerly.__exit__()
+        self._impl.__exit__()
         super().__exit__()
 
 

@@ -31,7 +31,7 @@ from ..nn import GradientAccumulator
 from ..nn.context import HOOKS
 from .attributes import Attributes, Contents
 from .by_place import Call, first_by_place, may_differ
-from .compiled import Compilation
+from .compiled import ONE_CALLS, Compilation
 from .diagnosis import Diagnosis, blame_buffer, blame_gradient, diagnose_with
 from .model_call import CallerSettings, Shown, modes_kept, sees_window, train_micro_batch, versions
 from .precision import unscaled
@@ -527,6 +527,7 @@ class _Calls:
         try:
             with ExitStack() as stack:
                 if Compilation(self.model, None).compiles:  # which has a comparison of its own
+                    stack.enter_context(ONE_CALLS)
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
                 yield buffers, attributes
         finally:

@@ -16,7 +16,6 @@ import torch
 
 from .. import ops
 from ..data import Batch
-from ..kernels.dispatch import computes_eagerly
 from ..kernels.philox.device_seed import Seed
 from ..nn.context import Samples, samples
 from .precision import DTYPES, Precision
@@ -163,7 +162,7 @@ def represent(
     """What the samples of a micro-batch show, of a model that `sees_window`; its graph is dropped."""
     if not batch.num_samples:
         return Represented(torch.zeros(0, 0, dtype=torch.uint8, device=batch.sample_ids.device))
-    with computes_eagerly(False), settings.applied(), samples_of(model, batch, seed):
+    with settings.applied(), samples_of(model, batch, seed):
         return Represented.of(model(batch, rows, seed), batch)
 
 
@@ -211,7 +210,7 @@ def train_micro_batch(
         return torch.zeros(0, dtype=dtype, device=batch.sample_ids.device)
     tensors = list(batch.tensors())
     before = versions(tensors)
-    with computes_eagerly(False), settings.applied(), samples_of(model, batch, seed) as now:
+    with settings.applied(), samples_of(model, batch, seed) as now:
         losses = model(batch, rows, seed)
         if sees_window(model):
             losses = _backward_of_shown(

@@ -18,7 +18,7 @@ from ..data import Batch
 from ..data.slices import Slices, collected
 from ..distributed import Communicators
 from ..embedding import HashTableCollection
-from ..kernels.dispatch import computes_eagerly, default_impl
+from ..kernels.dispatch import default_impl
 from ..trace import SupportsRecording
 from .attributes import noted
 from .caller_state import Noted, dense_rates, first_change, globals_of_torch, refusal, row_rates
@@ -204,7 +204,7 @@ class PendingWindows:
             def work() -> list[Batch]:
                 self.flight.reader = threading.get_ident()
                 # Another lane may compile the model meanwhile, and a loader something of its own.
-                with settings.applied(), computes_eagerly(), ops.use_impl(impl), computes_eagerly(False):
+                with settings.applied(), ops.use_impl(impl):
                     return self._batches(iterator)
 
             # An interrupt between the start and the assignment would lose the call, and the batches that it

@@ -44,7 +44,8 @@ class TrainingSaver:
         meta: values of the caller's that JSON keeps unchanged, saved with every checkpoint.
         loader: its position is saved too. config: of the training.
         vocabularies: gives those of the tables' ids at a save.
-        make: of what writes, called and used as `checkpoint.Saver` is; all its work is inside of ``context``.
+        make: of what writes, called and used as `checkpoint.Saver` is; all its work is inside of ``context``,
+            or the next `save` and `wait` raise RuntimeError.
         check: raises where there is no one state to save.
     """
 
@@ -70,6 +71,7 @@ class TrainingSaver:
         self._vocabularies, self._check = vocabularies, check
         self.directory, self._incremental = place_of(directory).absolute(), full_every != 1
         self._saver: Any = None
+        self._entered = True  # `context`, by the last save
         # All savers have one group: a save under way, of another one, ends before this one's collectives.
         self._turn = ExitStack()
         if communicators.saves:
@@ -97,19 +99,23 @@ class TrainingSaver:
         at = {} if self._loader is None else {LOADER: positions(self._communicators, self._loader, step)}
         if self._saver is None:
             return
+        self._check_entered()
         plain, shared = flatten(state, DENSE)
         self._communicators.checkpoint.turn.acquire()
         turn = self._turn = ExitStack()
         turn.callback(self._communicators.checkpoint.turn.release)
+        self._entered = False
         try:
             self._save(step, plain, shared, {**self.meta, **(meta or {}), **at})
         except BaseException:
+            self._entered = True
             turn.close()
             raise
 
     @contextmanager
     def _writing(self, step: int) -> Iterator[None]:
         """Around the work of the thread that writes, at whose end the turn of this save is over."""
+        self._entered = True
         with self._turn, self._communicators.watch.doing(f"save({step})"):
             yield
 
@@ -141,6 +147,19 @@ class TrainingSaver:
         """Wait for the save under way, and raise its error."""
         if self._saver is not None:
             self._saver.wait()
+            self._check_entered()
+
+    def _check_entered(self) -> None:
+        """Raise RuntimeError where the last save has ended without its `context`, and with it its turn."""
+        if not self._entered:
+            self._saver.wait()
+        if not self._entered:
+            self._entered = True
+            self._turn.close()
+            raise RuntimeError(
+                "what make= of the saver returned has saved outside of the context= that it was given: enter "
+                "it around all work of a save, as checkpoint.Saver does"
+            )
 
     def __enter__(self) -> TrainingSaver:
         return self
@@ -148,6 +167,8 @@ class TrainingSaver:
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
         if self._saver is not None:
             self._saver.__exit__(kind, *rest)
+            if kind is None:
+                self._check_entered()
 
 
 def restore(

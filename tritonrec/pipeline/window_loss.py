@@ -26,7 +26,6 @@ import torch
 
 from ..data import Batch
 from ..distributed import Communicator
-from ..kernels.dispatch import computes_eagerly
 from ..kernels.philox.device_seed import Seed
 from ..nn import GradientAccumulator
 from ..nn.context import recording
@@ -206,7 +205,7 @@ def losses_of(
     exact = accumulator.fraction_bits is not None
     summed = accumulator.rows([*candidates.values()], [*sums.values()], NAME) if exact else nullcontext()
     with (
-        summed, accumulator.active(), computes_eagerly(False), settings.applied(),
+        summed, accumulator.active(), settings.applied(),
         samples_of(model, batch, seed) as now, recording() as recorded,
     ):  # fmt: skip
         losses = model.window_loss(own, _ByName({**window, **candidates}), positions)  # type: ignore[operator]
