@@ -83,8 +83,10 @@ def test_rows_of_one_part_alone():
     assert torch.equal(rows.grad[5:], 2 * rows[5:].detach())
 
 
-def test_a_gradient_that_is_a_part_of_another_tensor_is_copied():
-    rows, given = torch.zeros(15, DIM, requires_grad=True), torch.randn(40, DIM)
+@pytest.mark.parametrize("count", [15, 40])
+def test_a_gradient_that_is_a_part_of_another_tensor_is_copied(count):
+    """Also where as many rows lie before it as would be ours."""
+    rows, given = torch.zeros(15, DIM, requires_grad=True), torch.randn(count, DIM)
     before = given.clone()
     with GradientAccumulator(torch.nn.Module(), None).active():
         split(rows, 5)[1].backward(given[5:15])
