@@ -77,7 +77,7 @@ class Program:
         self.schedule, self.communicators, self.config = schedule, communicators, config
         self.model, self.tables, self.dense = dense.model, tables, dense
         if schedule.reduces_early:
-            flight.early = EarlyDense(dense)
+            flight.early = EarlyDense(dense, schedule.buckets)
         device = usable_device(device)
         self.sums = Sums(config, device, communicators.copies_messages(device))
         groups, reason = self._exchange_groups()
@@ -159,7 +159,7 @@ class Program:
         for each in signature.parameters:
             access = each.access
             if access is None:
-                if each.name == "micro_batch":
+                if each.name in ("micro_batch", "bucket"):
                     of_task[each.name] = lambda places, micro_batch: micro_batch
                 elif each.kind in plain:
                     of_task[each.name] = plain[each.kind]
