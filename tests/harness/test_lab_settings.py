@@ -32,7 +32,9 @@ class _Program:
         self.done = []
         self.actions = {"compute": self._act, "retrieve": self._act, "exchange": self._act}
         self.schedule, self.completed = with_early_dense(NESTPIPE), []
-        self.early = SimpleNamespace(shares=[0.4, 0.1], completed=lambda: self.completed.append(len(self.done)))
+        self.early = SimpleNamespace(
+            shares=[0.4, 0.1], completed=lambda: self.completed.append(len(self.done))
+        )
         self.run_places = {Dense: SimpleNamespace(flight=SimpleNamespace(early=self.early))}
 
     def _act(self, places, micro_batch=None):

@@ -29,7 +29,10 @@ from tritonrec.pipeline import (
 from tritonrec.pipeline import early as early_dense
 from tritonrec.pipeline.early import EarlyDense
 from tritonrec.pipeline.schedule import (
+    Access,
     Edge,
+    Schedule,
+    Stage,
     keep_rows,
     over_nodes,
     with_early_dense,
@@ -180,10 +183,10 @@ def without(stage, edge, instead):
     ("schedule", "message"),
     [
         (without("early_dense_reduce", Edge("early_gradients", "same"), Edge("route")),
-         r"early_dense_reduce\(0, 0\) writes early_gradient 0 while early_gradients\(0, 0\)"),
+         r"early_dense_reduce\(0, 0\) writes early_gradient 0 while compute\(0, 0\)"),
         # a bucket that leaves with the one before it
         (without("early_dense_reduce", Edge("early_gradients", "same"), Edge("early_gradients", "previous"))
-         .with_edges("early_dense_reduce", Edge("route")), r"early_gradient 0 while early_gradients\(0, 0\)"),
+         .with_edges("early_dense_reduce", Edge("route")), r"early_gradient 0 while compute\(0, 0\)"),
         (without("dense_reduce", Edge("compute", "all"), Edge("early_gradients", "all")), "losses"),
         (EARLY.with_edges("early_gradients", Edge("retrieve")), "a part of compute, which must come next"),
         (EARLY._with("early_gradients", lane="reduce"), "a part of compute, which must come next"),
@@ -214,6 +217,20 @@ class Waits(torch.autograd.Function):
     def backward(ctx, dy):
         ctx.call()
         return dy, None
+
+
+def test_earlier_micro_batches_do_what_the_parts_of_the_last_one_do():
+    """Here it is the last micro-batch alone that waits for the reduction of the batch before."""
+    sums = (Access("update", "sums", "bucket"),)
+    gate = Stage("gate", "gate", (Edge("reduced", "previous", batch=1),), (), per_micro_batch=True)
+    whole = Stage("whole", "whole", (Edge("gate", "same"),), (), per_micro_batch=True)
+    part = Stage("part", "whole", (Edge("gate", "all"),), sums, within="whole", per_bucket=True)
+    reduce = Stage("reduce", "reduce", (Edge("part", "same"),), sums, per_bucket=True)
+    reduced = Stage("reduced", "reduce", (Edge("reduce", "all"),), (), per_micro_batch=True)
+    schedule = Schedule("late", (gate, part, whole, reduce, reduced), 4, buckets=2)
+    with pytest.raises(ScheduleError, match=r"whole\(1, 0\) writes sums 0 while reduce\(0, 0\)"):
+        check(schedule, 2)
+    check(schedule.with_edges("gate", Edge("reduced", "all", batch=1)), 2)
 
 
 @pytest.fixture
@@ -350,6 +367,44 @@ def test_one_rank_may_run_the_schedule_too():
     thread.start()
     thread.join(120)
     assert len(done) == 2 and same(*done)
+
+
+def leaves_too_early(training):
+    """The second bucket leaves with the first."""
+    early, taken = training._pending.flight.early, threading.Event()
+
+    def took(bucket: int):
+        taken.set() if bucket else taken.clear()
+
+    def completed():
+        training._executor.end_part()
+        training._executor.end_part()
+        assert taken.wait(60)
+
+    training.program.after("early_dense_reduce", took)
+    early.completed = completed
+
+
+def other_order(training):
+    """One rank sends the second bucket first."""
+    if training.communicators.rank:
+        training._pending.flight.early.buckets.reverse()
+
+
+@pytest.mark.parametrize("spoil", [leaves_too_early, other_order])
+def test_a_bucket_that_leaves_at_another_time_has_other_bits(small, spoil):
+    early, other = of_ranks(exchanges="each", ahead=spoil), of_ranks(exchanges="once")
+    assert not any(same(*each) for each in zip(early, other, strict=True))
+
+
+def test_the_run_says_what_is_in_which_message(small):
+    said = []
+    of_ranks(exchanges="each", steps=1, ahead=lambda training: said.append(training.program.exchanges))
+    found = said[0].split("; ")[-1]
+    assert said[0] == said[1] and found == (
+        "dense gradients in 3 messages, layers.2.weight to layers.2.bias, layers.1.weight to layers.1.bias, "
+        "norm.weight to layers.0.bias"
+    )
 
 
 @pytest.mark.parametrize("consistency", ["batch", "window"])

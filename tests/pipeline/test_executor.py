@@ -122,7 +122,9 @@ def test_a_part_of_a_task_ends_when_that_says_so_or_with_it(
         assert spans.index(("begin", each)) < spans.index(("end", each))
         if each.stage == "early_gradients":  # slices inside of the other, one after the other
             whole = Task("compute", each.batch, micro_batches - 1)
-            before = ("end", each._replace(micro_batch=j - 1)) if (j := each.micro_batch) else ("begin", whole)
+            before = (
+                ("end", each._replace(micro_batch=j - 1)) if (j := each.micro_batch) else ("begin", whole)
+            )
             assert spans.index(before) < spans.index(("begin", each))
             assert spans.index(("end", each)) < spans.index(("end", whole))
 

@@ -26,9 +26,10 @@ Why a few batches and micro-batches are enough, for any table of this vocabulary
   t - 1, t, t + d - 1 and t + d, four different batches from d = 2 on, and buffers alternate. So a race for
   d > 3 is also one for d - 2, unless it is over a place of a batch. Tasks share that at one distance only,
   `Access.batch` at most, which `_most_batches` covers.
-- *Parts.* What the last micro-batch's task does on its way (`Stage.within`) has the places of tasks just before
-  it. So what waits for a part alone is ordered before nothing of the whole: all of that, and later parts, may
-  still run beside it. A table is proven for its number of buckets alone.
+- *Parts.* What the last micro-batch's task does on its way (`Stage.within`) stands for tasks just before it.
+  So what waits for a part alone is ordered before nothing of the whole: all of that, and later parts, may
+  still run beside it. Earlier micro-batches do what the parts do, anywhere in their tasks. A table is proven
+  for its number of buckets alone.
 - *Number of batches* in the symbolic run. After a batch only equality matters, among the values that later
   batches may still read. `_same_values` follows every use of a row until no such state is new: these states
   are the invariant of an induction.
@@ -98,15 +99,17 @@ def _well_formed(schedule: Schedule) -> None:
         )
     stages = {stage.name: stage for stage in schedule.stages}
     for stage, behind in zip(schedule.stages, (*schedule.stages[1:], None), strict=True):
-        if stage.within:
-            fits = behind and behind.name == stage.within and behind.lane == stage.lane
-            fits = fits and stage.per_bucket and behind.per_micro_batch
-            # The last of a lane's tasks begins behind what all of them have waited for.
-            if not fits or {_of_all(edge) for edge in behind.after} != set(stage.after):
-                raise ScheduleError(
-                    f"{schedule.name}: {stage.name} is a part of {stage.within}, which must come next on the "
-                    "same lane and wait for the same"
-                )
+        # The last of a lane's tasks begins behind what all of them have waited for.
+        if stage.within and not (
+            behind
+            and (behind.name, behind.lane) == (stage.within, stage.lane)
+            and (behind.per_micro_batch, stage.per_bucket) == (True, True)
+            and {_of_all(edge) for edge in behind.after} == set(stage.after)
+        ):
+            raise ScheduleError(
+                f"{schedule.name}: {stage.name} is a part of {stage.within}, which must come next on the "
+                "same lane and wait for the same"
+            )
         for edge in stage.after:
             if edge.stage not in stages:
                 raise ScheduleError(f"{schedule.name}: {stage.name} waits for {edge.stage}, which never runs")
@@ -189,8 +192,8 @@ def _locations(schedule: Schedule, access: Access, task: Task, micro_batches: in
     if access.per == "run":
         return [access.place]
     if access.per == "bucket":
-        own = schedule[task.stage].per_bucket
-        return [f"{access.place} {j}" for j in range(schedule.buckets) if not own or j == task.micro_batch]
+        one = schedule[task.stage].per_bucket
+        return [f"{access.place} {j}" for j in range(schedule.buckets) if not one or j == task.micro_batch]
     # The first batch of a pipeline has none before it: an optional place is then None.
     if access.batch > task.batch:
         return []
@@ -223,7 +226,11 @@ def _accesses(
         "dropped": before and not now,
         "idle": not now and not before,
     }
-    for access in schedule[task.stage].touches:
+    touches = schedule[task.stage].touches
+    if task.micro_batch is not None and task.micro_batch < micro_batches - 1:
+        parts = [each for stage in schedule.stages if stage.within == task.stage for each in stage.touches]
+        touches += tuple(each for each in parts if each.per == "bucket")
+    for access in touches:
         if holds[access.rows]:
             for location in _locations(schedule, access, task, micro_batches):
                 # Only a kept row can be stale in the tables, and

@@ -42,8 +42,8 @@ class EarlyDense:
         buckets: into so many, and the others.
 
     Attributes:
-        buckets: names of the parameters whose gradients are complete first, those of the model's end before all;
-            empty: none is told apart.
+        buckets: names of the parameters whose gradients are complete first, those of the model's end before
+            all; empty: none is told apart.
         others: of the other parameters, which precede them in the model's order.
         shares: of all elements, by bucket, those of the parameters that precede it.
         completed: called, in the last backward of a window, as often as gradients of a bucket, and of those
@@ -76,8 +76,8 @@ class EarlyDense:
         cuts = _cuts(dense, buckets + 1)
         if not cuts:
             raise ValueError(
-                f"a schedule that reduces {buckets} buckets of dense gradients early needs a model of as many "
-                "parts and one, none much smaller than the others, of which none is sharded"
+                f"a schedule that reduces {buckets} buckets of dense gradients early needs a model of as "
+                "many parts and one, none much smaller than the others, of which none is sharded"
             )
         named = list(dense.model.named_parameters())
         names, sizes = [name for name, _ in named], [each.numel() for _, each in named]
@@ -87,15 +87,17 @@ class EarlyDense:
 
     @property
     def words(self) -> str:
-        """The messages of dense gradients."""
-        parts = [*self.buckets, self.others]
-        return ", ".join(f"{names[0]} to {names[-1]}" for names in parts)
+        """The messages of dense gradients, in their order."""
+        messages = [*self.buckets, self.others]
+        return f"{len(messages)} messages, " + ", ".join(f"{each[0]} to {each[-1]}" for each in messages)
 
     def watch(self, model: torch.nn.Module, accumulator: Accumulator) -> None:
         """Watch from the next `begin` to `end`."""
         self._accumulator = accumulator
         self._trained = {
-            name: each for name, each in model.named_parameters() if name in self._bucket and each.requires_grad
+            name: each
+            for name, each in model.named_parameters()
+            if name in self._bucket and each.requires_grad
         }
         self._named = {id(parameter): name for name, parameter in self._trained.items()}
         accumulator.complete = self._complete if self._trained else None

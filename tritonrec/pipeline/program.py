@@ -76,8 +76,6 @@ class Program:
         validate_replicable(tables, communicators, config)
         self.schedule, self.communicators, self.config = schedule, communicators, config
         self.model, self.tables, self.dense = dense.model, tables, dense
-        if schedule.reduces_early:
-            flight.early = EarlyDense(dense, schedule.buckets)
         device = usable_device(device)
         self.sums = Sums(config, device, communicators.copies_messages(device))
         groups, reason = self._exchange_groups()
@@ -87,6 +85,9 @@ class Program:
         ranks, machines = communicators.shards, communicators.machines
         if not schedule.relays and self.sums.exact and 1 < machines < ranks and ranks % machines == 0:
             self.exchanges += f"; nodes={machines} would send a row once to a machine, and not to each rank"
+        if schedule.reduces_early:
+            flight.early = EarlyDense(dense, schedule.buckets)
+            self.exchanges += f"; dense gradients in {flight.early.words}"
         self.context = Context(
             config, device, tables, self.sums, schedule.replicated,
             communicators.replica.rank, communicators.rank, communicators.stop, groups, agreement,

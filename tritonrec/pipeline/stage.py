@@ -73,10 +73,10 @@ class Access:
     """A place that a stage reads or writes.
 
     `place` exists once per ``run``, per ``batch``, per ``micro_batch`` or per ``bucket``; batches alternate
-    between the two of the ``buffer``. A process `group` is a place too, with no value and one order of collectives
-    on all ranks. Of a place per micro-batch a stage accesses its ``own``, those ``up_to`` its own, those
-    ``from`` its own, or ``all``: rows received for a micro-batch serve all later ones, and gradients that are
-    sent after a micro-batch are added up in all earlier ones.
+    between the two of the ``buffer``. A process `group` is a place too, with no value and one order of
+    collectives on all ranks. Of a place per micro-batch a stage accesses its ``own``, those ``up_to`` its
+    own, those ``from`` its own, or ``all``: rows received for a micro-batch serve all later ones, and
+    gradients that are sent after a micro-batch are added up in all earlier ones.
 
     `rows` narrows a place to the rows of the batch's keys K(t), to those ``kept`` from the batch before,
     K(t) & K(t-1), to ``new`` ones that it did not have, to those ``dropped`` since, K(t-1) - K(t), or to
