@@ -226,8 +226,8 @@ def test_earlier_micro_batches_do_what_the_parts_of_the_last_one_do():
     whole = Stage("whole", "whole", (Edge("gate", "same"),), (), per_micro_batch=True)
     part = Stage("part", "whole", (Edge("gate", "all"),), sums, within="whole", per_bucket=True)
     reduce = Stage("reduce", "reduce", (Edge("part", "same"),), sums, per_bucket=True)
-    reduced = Stage("reduced", "reduce", (Edge("reduce", "all"),), (), per_micro_batch=True)
-    schedule = Schedule("late", (gate, part, whole, reduce, reduced), 4, buckets=2)
+    reduced = Stage("reduced", "other", (Edge("reduce", "all"),), (), per_micro_batch=True)
+    schedule = Schedule("late", (gate, part, whole, reduce, reduced), 4, buckets=3)
     with pytest.raises(ScheduleError, match=r"whole\(1, 0\) writes sums 0 while reduce\(0, 0\)"):
         check(schedule, 2)
     check(schedule.with_edges("gate", Edge("reduced", "all", batch=1)), 2)

@@ -245,8 +245,7 @@ class Executor:
                         inside.enter_context(parts.span)
                         self._span_next(parts)
                     event = self._streams.run(lane, after, action)
-                    # Parts that have not been said to be done end with the whole.
-                    done = [task]
+                    done = []  # with the whole end the parts that have not been said to be done
                     while parts is not None and parts.left:
                         done.append(parts.left.popleft())
                         self._span_next(parts)
@@ -254,7 +253,7 @@ class Executor:
                 self._fail(task, error)
                 return
             with self._lock:
-                for each in reversed(done):
+                for each in (*done, task):
                     if event is not None:
                         self._events[each] = event
                     self._finish(each)
