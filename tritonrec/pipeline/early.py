@@ -27,11 +27,11 @@ from ..kernels.gradients import Accumulator, current
 from .dense import DenseModel
 from .window import WindowConfig
 
-MOST = 8
-"""Messages at most: more would hide little more."""
+MOST = 4
+"""Messages at most: each waits for all ranks, and more have not been measured (docs/lab.md)."""
 
 LEAST = 4096
-"""Values of a message, of which there are more than two: one of fewer costs more than it saves."""
+"""Values of a message, on average, where there are more than two."""
 
 
 class EarlyDense:
