@@ -32,12 +32,15 @@ class _Program:
         self.done = []
         self.actions = {"compute": self._act, "retrieve": self._act, "exchange": self._act}
         self.schedule, self.completed = with_early_dense(NESTPIPE), []
-        self.early = SimpleNamespace(share=0.4, completed=lambda: self.completed.append(len(self.done)))
+        self.early = SimpleNamespace(
+            shares=[0.4, 0.1], completed=lambda: self.completed.append(len(self.done))
+        )
         self.run_places = {Dense: SimpleNamespace(flight=SimpleNamespace(early=self.early))}
 
     def _act(self, places, micro_batch=None):
         self.done.append((places, micro_batch))
         if micro_batch == 1:
+            self.early.completed()
             self.early.completed()
 
 
@@ -63,8 +66,9 @@ def test_an_emulated_stage_works_then_waits_for_the_rest(job, monkeypatch):
     program.actions["retrieve"](places)
     assert program.done == [(places, 0), (places, 1), (places, 2), (places, None)]
     # gradients of 0.6 of the model are complete when 0.6 of a backward is over, which has 2/3 of the task
-    assert slept == pytest.approx([0.04, 0.05 * (1 / 3 + 0.6 * 2 / 3) - 0.01, 0.04, 0.02, 0.04])
-    assert program.completed == [2]
+    parts = [0.05 * (1 / 3 + each * 2 / 3) - 0.01 for each in (0.6, 0.9)]
+    assert slept == pytest.approx([0.04, *parts, 0.04, 0.02, 0.04])
+    assert program.completed == [2, 2]
     assert (emulation.tasks, emulation.overruns) == (4, 0)
 
 

@@ -29,7 +29,10 @@ from tritonrec.pipeline import (
 from tritonrec.pipeline import early as early_dense
 from tritonrec.pipeline.early import EarlyDense
 from tritonrec.pipeline.schedule import (
+    Access,
     Edge,
+    Schedule,
+    Stage,
     keep_rows,
     over_nodes,
     with_early_dense,
@@ -109,20 +112,51 @@ TOLD_APART = [
 @pytest.mark.parametrize(("model", "first"), TOLD_APART, ids=["deep", "hstu", "dlrm", "sequential"])
 def test_the_first_layers_are_those_whose_gradients_come_last(model, first):
     model = model()
-    early = EarlyDense(DenseModel(model, torch.optim.SGD(model.parameters(), 0.1)))
+    early = EarlyDense(DenseModel(model, torch.optim.SGD(model.parameters(), 0.1)), 1)
     names = [name for name, _ in model.named_parameters()]
-    assert early.others + early.names == names and early.names
+    assert early.others + early.buckets[0] == names and early.buckets[0]
     assert {name for name in names if name.startswith(tuple(f"{each}." for each in first))} == set(
         early.others
     )
     sizes = {name: each.numel() for name, each in model.named_parameters()}
-    assert early.share == sum(sizes[name] for name in early.others) / sum(sizes.values()) >= 1 / 4
+    assert early.shares[0] == sum(sizes[name] for name in early.others) / sum(sizes.values()) >= 1 / 4
+
+
+def layered(*sizes):
+    """Layers of so many thousand values."""
+    return torch.nn.Sequential(*(torch.nn.Linear(1000, each, bias=False) for each in sizes))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "messages"),
+    [
+        ((8, 8, 8, 8), [[3], [2], [1], [0]]),
+        ((2, 8, 8, 8), [[3], [2], [0, 1]]),  # of the first one alone too few
+        ((1, 1, 1), [[1, 2], [0]]),  # all small: two
+        ((2, 2, 2, 2), [[2, 3], [0, 1]]),
+        ((8,) * 12, [[9, 10, 11], [6, 7, 8], [3, 4, 5], [0, 1, 2]]),
+        ((1, 30), []),
+        ((8,), []),
+    ],
+    ids=str,
+)
+def test_a_model_is_cut_by_its_values(sizes, messages):
+    model = layered(*sizes)
+    dense = DenseModel(model, torch.optim.SGD(model.parameters(), 0.1))
+    ranks = SimpleNamespace(world_size=2, copies_messages=lambda device: False)
+    buckets = early_dense.early_buckets(dense, ranks, WindowConfig(), torch.device("cpu"))
+    assert buckets == max(len(messages) - 1, 0)
+    if buckets:
+        early = EarlyDense(dense, buckets)
+        assert [*early.buckets, early.others] == [[f"{n}.weight" for n in each] for each in messages]
+        before = [sum(sizes[: each[0]]) / sum(sizes) for each in messages[:-1]]
+        assert early.shares == pytest.approx(before)
 
 
 def test_a_model_of_one_part_has_none_to_reduce_early():
     model = torch.nn.Linear(3, 3)
-    with pytest.raises(ValueError, match="model of two parts or more"):
-        EarlyDense(DenseModel(model, torch.optim.SGD(model.parameters(), 0.1)))
+    with pytest.raises(ValueError, match="needs a model of as many parts and one"):
+        EarlyDense(DenseModel(model, torch.optim.SGD(model.parameters(), 0.1)), 1)
 
 
 @pytest.mark.parametrize(
@@ -131,13 +165,14 @@ def test_a_model_of_one_part_has_none_to_reduce_early():
     ids=["nestpipe", "fwp", "kept", "replicas", "norm", "nodes"],
 )
 def test_the_schedule_is_proven(schedule):
-    early = with_early_dense(schedule)
-    assert early.reduces_early and not schedule.reduces_early
-    for micro_batches in (1, 2, 5):
-        check(early, micro_batches)
+    for buckets in (1, 3):
+        early = with_early_dense(schedule, buckets)
+        assert early.reduces_early and not schedule.reduces_early
+        for micro_batches in (1, 2, 5):
+            check(early, micro_batches)
 
 
-EARLY = with_early_dense(NESTPIPE)
+EARLY = with_early_dense(NESTPIPE, 2)
 
 
 def without(stage, edge, instead):
@@ -147,15 +182,23 @@ def without(stage, edge, instead):
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
-        (without("early_dense_reduce", Edge("early_gradients", "all"), Edge("route")), "early_gradient "),
+        (without("early_dense_reduce", Edge("early_gradients", "same"), Edge("route")),
+         r"early_dense_reduce\(0, 0\) writes early_gradient 0 while compute\(0, 0\)"),
+        # a bucket that leaves with the one before it
+        (without("early_dense_reduce", Edge("early_gradients", "same"), Edge("early_gradients", "previous"))
+         .with_edges("early_dense_reduce", Edge("route")), r"early_gradient 0 while compute\(0, 0\)"),
         (without("dense_reduce", Edge("compute", "all"), Edge("early_gradients", "all")), "losses"),
         (EARLY.with_edges("early_gradients", Edge("retrieve")), "a part of compute, which must come next"),
         (EARLY._with("early_gradients", lane="reduce"), "a part of compute, which must come next"),
+        (EARLY._with("early_gradients", per_bucket=False), "a part of compute, which must come next"),
+        (EARLY.with_edges("early_dense_reduce", Edge("compute", "same")),
+         "waits for 'same' of compute, which runs once per micro-batch"),
         # what travels beside backward must be left alone by the rest of it
         (EARLY._with("compute", touches=(*EARLY["compute"].touches, EARLY["early_gradients"].touches[-1])),
          "early_gradient "),
     ],
-    ids=["no_wait", "dense_no_wait", "waits_for_more", "other_lane", "shared"],
+    ids=["no_wait", "previous", "dense_no_wait", "waits_for_more", "other_lane", "no_buckets", "other_index",
+         "shared"],
 )  # fmt: skip
 def test_a_wrong_schedule_is_refused(schedule, message):
     with pytest.raises(ScheduleError, match=message):
@@ -176,35 +219,58 @@ class Waits(torch.autograd.Function):
         return dy, None
 
 
+def test_earlier_micro_batches_do_what_the_parts_of_the_last_one_do():
+    """Here it is the last micro-batch alone that waits for the reduction of the batch before."""
+    sums = (Access("update", "sums", "bucket"),)
+    gate = Stage("gate", "gate", (Edge("reduced", "previous", batch=1),), (), per_micro_batch=True)
+    whole = Stage("whole", "whole", (Edge("gate", "same"),), (), per_micro_batch=True)
+    part = Stage("part", "whole", (Edge("gate", "all"),), sums, within="whole", per_bucket=True)
+    reduce = Stage("reduce", "reduce", (Edge("part", "same"),), sums, per_bucket=True)
+    reduced = Stage("reduced", "other", (Edge("reduce", "all"),), (), per_micro_batch=True)
+    schedule = Schedule("late", (gate, part, whole, reduce, reduced), 4, buckets=3)
+    with pytest.raises(ScheduleError, match=r"whole\(1, 0\) writes sums 0 while reduce\(0, 0\)"):
+        check(schedule, 2)
+    check(schedule.with_edges("gate", Edge("reduced", "all", batch=1)), 2)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Messages as short as the layers of these models."""
+    monkeypatch.setattr(early_dense, "LEAST", 1)
+
+
 @pytest.mark.parametrize("consistency", ["batch", "window"])
 @pytest.mark.parametrize("mode", ["nestpipe", "fwp"])
-def test_the_reduction_begins_before_the_backward_ends(mode, consistency):
-    """The last backward goes on to the first layer once the others' gradients are on their way."""
+def test_the_reduction_begins_before_the_backward_ends(small, mode, consistency):
+    """The last backward goes on to a layer once the gradients of the one behind are on their way."""
     waited = []
 
     def ahead(training):
-        begun, model, count = threading.Event(), training.dense.model, training.config.window_micro_batches
-        training.program.before("early_dense_reduce", begun.set)
+        begun = [threading.Event() for _ in range(training.program.schedule.buckets)]
+        model, count = training.dense.model, training.config.window_micro_batches
         through, calls = model.through, []
 
-        def wait():
-            waited.append(begun.wait(60))
+        def begins(bucket: int):
+            begun[bucket].set()
+
+        training.program.before("early_dense_reduce", begins)
 
         def waiting(number, layer, hidden, batch):
             calls.append(number)
-            if calls.count(1) % count == 0 and number == 1:  # behind layer 0
-                begun.clear()  # by the reduction of the window before
-                hidden = Waits.apply(hidden, wait)
+            if calls.count(number) % count == 0 and number:  # behind layers 1 and 0
+                bucket = 2 - number
+                begun[bucket].clear()  # by the reduction of the window before
+                hidden = Waits.apply(hidden, lambda: waited.append((bucket, begun[bucket].wait(60))))
             return through(number, layer, hidden, batch)
 
         model.through = waiting
 
     of_ranks(mode=mode, consistency=consistency, steps=4, ahead=ahead, exchanges="each")
-    assert len(waited) == 8 and all(waited)
+    assert sorted(waited) == [(0, True)] * 8 + [(1, True)] * 8
 
 
 @pytest.mark.parametrize("consistency", ["batch", "window"])
-def test_an_op_of_all_layers_tells_of_each(monkeypatch, consistency):
+def test_an_op_of_all_layers_tells_of_each(small, monkeypatch, consistency):
     """A call of HSTU by one op has exact gradients of a layer after the other; autograd gets float32 ones."""
     job, done = replace(JOB, sizes=replace(JOB.sizes, layers=3)), defaultdict(list)
     name = {"batch": "backward_exact", "window": "backward"}[consistency]
@@ -230,13 +296,14 @@ def test_an_op_of_all_layers_tells_of_each(monkeypatch, consistency):
     monkeypatch.setattr(cpu_hstu_layer.Bound, name, backward)
     run_ranks(2, rank)
     window = ["layer"] * 9  # of three micro-batches
-    window.insert(8 if consistency == "batch" else 9, "complete")
+    for at in (8, 7) if consistency == "batch" else (9, 9):
+        window.insert(at, "complete")
     assert list(done.values()) == [window * 2] * 2
 
 
 def test_calls_that_leave_no_trace_do_not_count():
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
-    early = EarlyDense(DenseModel(model, torch.optim.SGD(model.parameters(), 0.1)))
+    early = EarlyDense(DenseModel(model, torch.optim.SGD(model.parameters(), 0.1)), 1)
     own, other, seen = GradientAccumulator(model, None), GradientAccumulator(model, None), []
     early.completed = lambda: seen.append("complete")
     early.watch(model, own)
@@ -265,15 +332,15 @@ def test_where_graphs_run_the_model_nobody_is_told(graphs):
         flight._graphs, completed = graphs, flight.early.completed
         flight.early.completed = lambda: (seen.append(1), completed())
         list(training.run(batches(2)))
-    assert len(seen) == (2 if graphs is None else 0)
+    assert len(seen) == (4 if graphs is None else 0)  # two buckets
 
 
 def test_sharded_parameters_have_messages_of_their_own():
     dense = DenseModel(model := Deep(), torch.optim.SGD(model.parameters(), 0.1))
-    EarlyDense(dense)
+    EarlyDense(dense, 1)
     dense.shards = object()
     with pytest.raises(ValueError, match="of which none is sharded"):
-        EarlyDense(dense)
+        EarlyDense(dense, 1)
 
 
 def test_what_kernels_keep_of_a_window_outlives_its_early_gradients():
@@ -302,9 +369,47 @@ def test_one_rank_may_run_the_schedule_too():
     assert len(done) == 2 and same(*done)
 
 
+def leaves_too_early(training):
+    """The second bucket leaves with the first."""
+    early, taken = training._pending.flight.early, threading.Event()
+
+    def took(bucket: int):
+        taken.set() if bucket else taken.clear()
+
+    def completed():
+        training._executor.end_part()
+        training._executor.end_part()
+        assert taken.wait(60)
+
+    training.program.after("early_dense_reduce", took)
+    early.completed = completed
+
+
+def other_order(training):
+    """One rank sends the second bucket first."""
+    if training.communicators.rank:
+        training._pending.flight.early.buckets.reverse()
+
+
+@pytest.mark.parametrize("spoil", [leaves_too_early, other_order])
+def test_a_bucket_that_leaves_at_another_time_has_other_bits(small, spoil):
+    early, other = of_ranks(exchanges="each", ahead=spoil), of_ranks(exchanges="once")
+    assert not any(same(*each) for each in zip(early, other, strict=True))
+
+
+def test_the_run_says_what_is_in_which_message(small):
+    said = []
+    of_ranks(exchanges="each", steps=1, ahead=lambda training: said.append(training.program.exchanges))
+    found = said[0].split("; ")[-1]
+    assert said[0] == said[1] and found == (
+        "dense gradients in 3 messages, layers.2.weight to layers.2.bias, layers.1.weight to layers.1.bias, "
+        "norm.weight to layers.0.bias"
+    )
+
+
 @pytest.mark.parametrize("consistency", ["batch", "window"])
 @pytest.mark.parametrize("model", [Deep, Choosing, Again])
-def test_it_has_the_bits_of_one_reduction(model, consistency):
+def test_it_has_the_bits_of_one_reduction(small, model, consistency):
     how = {"model": model, "consistency": consistency}
     for early, once in zip(of_ranks(exchanges="each", **how), of_ranks(exchanges="once", **how), strict=True):
         assert same(early, once)
@@ -349,7 +454,7 @@ def test_where_nothing_travels_beside_a_backward_all_is_reduced_after_it(ranks, 
     assert seen == [False] * ranks
 
 
-def test_parameters_frozen_and_thawed_between_runs():
+def test_parameters_frozen_and_thawed_between_runs(small):
     def rank(communicators, exchanges):
         made = parts(Deep)
         with trainer(made, communicators=communicators, exchanges=exchanges) as training:

@@ -73,25 +73,30 @@ def test_every_task_runs_once_and_after_all_it_waits_for(mode, micro_batches, ba
 
 @settings(max_examples=15)
 @given(
-    st.sampled_from(["fwp", "nestpipe"]), st.integers(1, 5), st.integers(1, 4), st.booleans(),
-    st.integers(0, 2**32),
+    st.sampled_from(["fwp", "nestpipe"]), st.integers(1, 5), st.integers(1, 4), st.integers(1, 3),
+    st.booleans(), st.integers(0, 2**32),
 )  # fmt: skip
-def test_a_part_of_a_task_ends_when_that_says_so_or_with_it(mode, micro_batches, batches, in_turn, seed):
-    schedule, random = with_early_dense(SCHEDULES[mode]), Random(seed)
+def test_a_part_of_a_task_ends_when_that_says_so_or_with_it(
+    mode, micro_batches, batches, buckets, in_turn, seed
+):
+    schedule, random = with_early_dense(SCHEDULES[mode], buckets), Random(seed)
     lock, finished, executors, spans = threading.Lock(), set(), [], []
 
     def action(task):
         with lock:
             missing = [each for each in schedule.waits_for(task, micro_batches) if each not in finished]
             assert not missing, f"{task} started before {missing}"
-            speaks = random.random() < 0.7
-        if task.stage == "compute":
-            with lock:
-                finished.add(task._replace(stage="early_gradients"))
+        if task.stage == "compute" and task.micro_batch == micro_batches - 1:
+            for j in range(buckets):
+                with lock:
+                    finished.add(Task("early_gradients", task.batch, j))
+                    speaks = random.random() < 0.7
+                if speaks:
+                    executors[0].end_part()
+                time.sleep(random.random() * 0.004)
             if speaks:
-                executors[0].end_part()
-                executors[0].end_part()  # once is enough
-            time.sleep(random.random() * 0.004)
+                for _ in range(buckets):
+                    executors[0].end_part()  # once is enough
         with lock:
             finished.add(task)
 
@@ -115,9 +120,12 @@ def test_a_part_of_a_task_ends_when_that_says_so_or_with_it(mode, micro_batches,
     assert finished == set(every)
     for each in every:
         assert spans.index(("begin", each)) < spans.index(("end", each))
-        if each.stage == "early_gradients":  # a slice inside of the other
-            whole = each._replace(stage="compute")
-            assert spans.index(("begin", whole)) < spans.index(("begin", each))
+        if each.stage == "early_gradients":  # slices inside of the other, one after the other
+            whole = Task("compute", each.batch, micro_batches - 1)
+            before = (
+                ("end", each._replace(micro_batch=j - 1)) if (j := each.micro_batch) else ("begin", whole)
+            )
+            assert spans.index(before) < spans.index(("begin", each))
             assert spans.index(("end", each)) < spans.index(("end", whole))
 
 
@@ -351,7 +359,7 @@ def test_a_part_ends_on_the_thread_of_its_task_with_the_event_of_what_that_has_q
     with Executor(Tasks(schedule, 1), actions, idle_span, streams=streams) as executor:
         executor.submit(0, 0)
         executor.wait(0)
-    assert streams.after[Task("early_dense_reduce", 0)] == {"in compute(0, 0)"}
+    assert streams.after[Task("early_dense_reduce", 0, 0)] == {"in compute(0, 0)"}
 
 
 @pytest.mark.parametrize("mode", sorted(SCHEDULES))

@@ -12,7 +12,8 @@ import pytest
 import test_window_loss as in_batch
 import torch
 from stage_recorder import Recorder
-from trainer_parts import batches, parts, same, state, trained
+from test_early_dense import Deep
+from trainer_parts import Ranker, batches, parts, same, state, trained
 
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import Eviction, PrecisionTiers, TablePolicy
@@ -43,10 +44,10 @@ MODES = ["sequential", "dbp", "fwp", "nestpipe"]
 FORMS = [each for each in vars(stages).values() if isinstance(each, Stage)]
 
 
-def recorded(mode, window, communicators=None, schedule=None, policy=POLICY):
+def recorded(mode, window, communicators=None, schedule=None, policy=POLICY, model=Ranker):
     """State after a run whose places are recorded, what was touched, and the schedule."""
     communicators = communicators or Communicators.local()
-    made, config = parts(policy=policy), with_values(WindowConfig(3, seed=4), window)
+    made, config = parts(model, policy=policy), with_values(WindowConfig(3, seed=4), window)
     rank, world = communicators.rank, communicators.world_size
     with Trainer(*made, communicators, mode, config, schedule=schedule) as training:
         recorder = Recorder(training.program)
@@ -102,8 +103,8 @@ def touched_by_a_loss_of_the_window():
         return recorder.touched
 
 
-def on_ranks(communicators, window, policy=None):
-    return recorded("nestpipe", window, communicators, policy=policy)[:2]
+def on_ranks(communicators, window, policy=None, model=Ranker):
+    return recorded("nestpipe", window, communicators, policy=policy, model=model)[:2]
 
 
 @pytest.mark.slow
@@ -118,7 +119,9 @@ def test_every_declared_access_happens_and_replicas_keep_to_theirs(local, pool):
         touched |= set().union(*(accesses for _, accesses in pool.run(on_ranks, 2, window, POLICY)))
     for window in ({}, {"first_use": True}):
         touched |= set().union(*(accesses for _, accesses in pool.run(on_ranks, 4, window, POLICY, nodes=2)))
-    declared = {(each.function.__name__, access) for each in FORMS for access in each.touches}
+    touched |= set().union(*(each[1] for each in pool.run(on_ranks, 2, {"exchanges": "each"}, POLICY, Deep)))
+    called = [each for each in FORMS if not each.within]
+    declared = {(each.function.__name__, access) for each in called for access in each.touches}
     never = sorted(f"{name}: {access}" for name, access in declared - touched)
     assert not never, never
 

@@ -130,7 +130,7 @@ def test_gradients_that_leave_before_the_end_of_backward_are_no_fault():
 
     def plant(program):
         early = program.run_places[Dense].flight.early
-        assert program.schedule.reduces_early and early.names
+        assert program.schedule.reduces_early and early.buckets
         end_part = early.completed
         early.completed = lambda: (completed.append(1), end_part())
 

@@ -26,8 +26,10 @@ Why a few batches and micro-batches are enough, for any table of this vocabulary
   t - 1, t, t + d - 1 and t + d, four different batches from d = 2 on, and buffers alternate. So a race for
   d > 3 is also one for d - 2, unless it is over a place of a batch. Tasks share that at one distance only,
   `Access.batch` at most, which `_most_batches` covers.
-- *Parts.* A task that another one does on its way (`Stage.within`) has the place of a task just before it. So
-  what waits for the part alone is ordered before nothing of the other: all of that may still run beside it.
+- *Parts.* What the last micro-batch's task does on its way (`Stage.within`) stands for tasks just before it.
+  So what waits for a part alone is ordered before nothing of the whole: all of that, and later parts, may
+  still run beside it. Earlier micro-batches do what the parts do, anywhere in their tasks. A table is proven
+  for its number of buckets alone.
 - *Number of batches* in the symbolic run. After a batch only equality matters, among the values that later
   batches may still read. `_same_values` follows every use of a row until no such state is new: these states
   are the invariant of an induction.
@@ -36,10 +38,11 @@ Why a few batches and micro-batches are enough, for any table of this vocabulary
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
-from .schedule import Access, Schedule, Task
+from .schedule import Access, Edge, Schedule, Stage, Task
 from .tasks import Tasks
 
 MICRO_BATCHES = 3
@@ -96,27 +99,40 @@ def _well_formed(schedule: Schedule) -> None:
         )
     stages = {stage.name: stage for stage in schedule.stages}
     for stage, behind in zip(schedule.stages, (*schedule.stages[1:], None), strict=True):
-        if stage.within:
-            alike = ("lane", "per_micro_batch", "after") if behind and behind.name == stage.within else ()
-            if not alike or any(getattr(stage, each) != getattr(behind, each) for each in alike):
-                raise ScheduleError(
-                    f"{schedule.name}: {stage.name} is a part of {stage.within}, which must come next on the "
-                    "same lane and wait for the same"
-                )
+        # The last of a lane's tasks begins behind what all of them have waited for.
+        if stage.within and not (
+            behind
+            and (behind.name, behind.lane) == (stage.within, stage.lane)
+            and (behind.per_micro_batch, stage.per_bucket) == (True, True)
+            and {_of_all(edge) for edge in behind.after} == set(stage.after)
+        ):
+            raise ScheduleError(
+                f"{schedule.name}: {stage.name} is a part of {stage.within}, which must come next on the "
+                "same lane and wait for the same"
+            )
         for edge in stage.after:
             if edge.stage not in stages:
                 raise ScheduleError(f"{schedule.name}: {stage.name} waits for {edge.stage}, which never runs")
-            many = stages[edge.stage].per_micro_batch
+            often, own = (_often(each) for each in (stages[edge.stage], stage))
             # "none" stands for a stage that runs once per batch, and
             # nothing else does; an index needs one on both sides.
-            if (edge.micro_batch != "none") != many or (
-                edge.micro_batch in ("same", "previous") and not stage.per_micro_batch
+            if (edge.micro_batch == "none") != (often == "once per batch") or (
+                edge.micro_batch in ("same", "previous") and often != own
             ):
-                often = "once per micro-batch" if many else "once per batch"
                 raise ScheduleError(
                     f"{schedule.name}: {stage.name} waits for {edge.micro_batch!r} of {edge.stage}, "
                     f"which runs {often}"
                 )
+
+
+def _of_all(edge: Edge) -> Edge:
+    return replace(edge, micro_batch="all") if edge.micro_batch == "same" else edge
+
+
+def _often(stage: Stage) -> str:
+    if stage.per_bucket:
+        return "once per bucket"
+    return "once per micro-batch" if stage.per_micro_batch else "once per batch"
 
 
 def _happens_before(tasks: Tasks, given: list[Task]) -> dict[Task, int]:
@@ -168,13 +184,16 @@ def _launches_in_turn(tasks: Tasks) -> None:
                 )
 
 
-def _locations(access: Access, task: Task, micro_batches: int) -> list[Hashable]:
+def _locations(schedule: Schedule, access: Access, task: Task, micro_batches: int) -> list[Hashable]:
     """The things an access touches; buffers alternate between batches."""
     if access.place == "buffer":
         return [("buffer", (task.batch - access.batch) % 2)]
     # A place of the run is one place for all batches; of a place with rows the check follows a single row.
     if access.per == "run":
         return [access.place]
+    if access.per == "bucket":
+        one = schedule[task.stage].per_bucket
+        return [f"{access.place} {j}" for j in range(schedule.buckets) if not one or j == task.micro_batch]
     # The first batch of a pipeline has none before it: an optional place is then None.
     if access.batch > task.batch:
         return []
@@ -207,9 +226,13 @@ def _accesses(
         "dropped": before and not now,
         "idle": not now and not before,
     }
-    for access in schedule[task.stage].touches:
+    touches = schedule[task.stage].touches
+    if task.micro_batch is not None and task.micro_batch < micro_batches - 1:
+        parts = [each for stage in schedule.stages if stage.within == task.stage for each in stage.touches]
+        touches += tuple(each for each in parts if each.per == "bucket")
+    for access in touches:
         if holds[access.rows]:
-            for location in _locations(access, task, micro_batches):
+            for location in _locations(schedule, access, task, micro_batches):
                 # Only a kept row can be stale in the tables, and
                 # only where a second buffer has its newer value.
                 yield access, location, access.stale and holds["kept"] and schedule.dual_buffer
@@ -337,7 +360,7 @@ def _run_task(
         moves = stage.moves and access.rows != "none"
         if access.mode != "write":
             # An update may start from nothing (the first micro-batch makes the sums); a plain read may not.
-            made_here = access.per != "run" or access.place == "buffer"
+            made_here = access.per not in ("run", "bucket") or access.place == "buffer"
             if access.mode == "read" and made_here and location not in values:
                 raise ScheduleError(
                     f"{schedule.name}: {task} reads {_name(location)}, which nobody has written"

@@ -31,13 +31,14 @@ class StageFailedError(RuntimeError):
 
 
 @dataclass
-class _Part:
-    """A task that another one does on its way (`stage.within`)."""
+class _Parts:
+    """Tasks that another one does on its way (`stage.within`), one after the other."""
 
-    task: Task
+    left: deque[Task]
     thread: int
+    context: Any
     span: ExitStack = field(default_factory=ExitStack)
-    ended: bool = False
+    """Of the first one left."""
 
 
 class Executor:
@@ -85,8 +86,8 @@ class Executor:
         self._actions, self._span, self._delay, self._within = actions, span, delay, lane
         self._streams = streams or Streams()
         self._events: dict[Task, Any] = {}  # of work that may be under way on a device
-        self._next_part: Task | None = None  # what the next task of the same lane does on its way
-        self._part: _Part | None = None  # under way
+        self._next_parts: list[Task] = []  # what the next task of the same lane does on its way
+        self._parts: _Parts | None = None  # under way
         self._lock = threading.Lock()
         self._of_caller = threading.Condition(self._lock)
         self._lane_of = {stage.name: stage.lane for stage in tasks.schedule.stages}
@@ -234,48 +235,57 @@ class Executor:
             task, context, after = work
             lane = self._lane_of[task.stage]
             action = partial(self._act, task, context)
-            part = self._begin_part(task)
+            parts = self._begin_parts(task, context)
             try:
                 # A delay ends early when the executor stops.
                 if self._delay:
                     self._interrupt.wait(self._delay(task))
                 with self._span(lane, task, context), ExitStack() as inside:
-                    if part is not None:
-                        part.span = inside.enter_context(ExitStack())
-                        part.span.enter_context(self._span(lane, part.task, context))
+                    if parts is not None:
+                        inside.enter_context(parts.span)
+                        self._span_next(parts)
                     event = self._streams.run(lane, after, action)
+                    done = []  # with the whole end the parts that have not been said to be done
+                    while parts is not None and parts.left:
+                        done.append(parts.left.popleft())
+                        self._span_next(parts)
             except BaseException as error:
                 self._fail(task, error)
                 return
             with self._lock:
-                # A part that has not said so ends with the whole.
-                done = [task] if part is None or part.ended else [part.task, task]
-                for each in done:
+                for each in (*done, task):
                     if event is not None:
                         self._events[each] = event
                     self._finish(each)
 
     def end_part(self) -> None:
-        """The task that this thread is at has done the part of a stage `within` it, which others wait for."""
-        part = self._part
-        # Streams may run a task later, on a thread of theirs: its part then ends with it.
-        if part is None or part.ended or part.thread != threading.get_ident():
+        """The task that this thread is at has done the next part `within` it, which others wait for."""
+        parts = self._parts
+        # Streams may run a task later, on a thread of theirs: its parts then end with it.
+        if parts is None or not parts.left or parts.thread != threading.get_ident():
             return
-        event = self._streams.mark(self._lane_of[part.task.stage])
-        part.span.close()
+        task = parts.left.popleft()
+        event = self._streams.mark(self._lane_of[task.stage])
+        self._span_next(parts)
         with self._lock:
-            part.ended = True
             if event is not None:
-                self._events[part.task] = event
-            self._finish(part.task)
+                self._events[task] = event
+            self._finish(task)
 
-    def _begin_part(self, whole: Task) -> _Part | None:
-        """The part of a task that others wait for, if there is one."""
-        task = self._next_part
-        if task is None or self.schedule[task.stage].within != whole.stage:
+    def _begin_parts(self, whole: Task, context: Any) -> _Parts | None:
+        """The parts of a task that others wait for, if there are any."""
+        tasks = self._next_parts
+        if not tasks or self.schedule[tasks[0].stage].within != whole.stage:
             return None
-        self._next_part, self._part = None, _Part(task, threading.get_ident())
-        return self._part
+        self._next_parts, self._parts = [], _Parts(deque(tasks), threading.get_ident(), context)
+        return self._parts
+
+    def _span_next(self, parts: _Parts) -> None:
+        """A part begins in the trace where the one before it has ended."""
+        parts.span.close()
+        if parts.left:
+            task = parts.left[0]
+            parts.span.enter_context(self._span(self._lane_of[task.stage], task, parts.context))
 
     def _put(self, lane: str, work: tuple[Any, Any]) -> None:
         """Queue work on the lane's thread, which sleeps only if it has none."""
@@ -340,7 +350,7 @@ class Executor:
                 task, context = work
                 if not self.schedule[task.stage].within:
                     break
-                self._next_part = task
+                self._next_parts.append(task)
             waits_for = self._tasks.waits_for(task)
             # The set is shared with `_finish`, which empties it. Tasks that ended earlier are not in it.
             missing = self._awaited_by[thread] = self._unfinished.intersection(waits_for)

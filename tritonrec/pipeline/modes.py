@@ -47,11 +47,12 @@ def schedule_of(
     replicas: int = 1,
     nodes: int = 1,
     sees_window: bool = False,
-    early: bool = False,
+    early: int = 0,
 ) -> Schedule:
     """The schedule of a mode with the switches of `config`; ``reference`` has none.
 
-    `sees_window`: of a model with a `window_loss`. `early`: dense gradients may be reduced beside backward.
+    `sees_window`: of a model with a `window_loss`. `early`: buckets of dense gradients that may be
+    reduced beside backward.
 
     Raises ValueError where the mode has no buffer in which ``skip_fetch`` could keep rows, where it cannot
     have several batches in flight, and where lookups over nodes do not go with the rest.
@@ -90,7 +91,7 @@ def schedule_of(
             raise ValueError(f"{replicas} replicas of the tables and {nodes} nodes: {NO_REPLICAS}")
         schedule = over_nodes(schedule)
     if early and schedule.overlaps_window and not sees_window and config.window_micro_batches > 1:
-        schedule = with_early_dense(schedule)
+        schedule = with_early_dense(schedule, early)
     return with_norm(schedule) if config.clips else schedule
 
 

@@ -92,7 +92,7 @@ class DenseGradient:
 
     def take(self) -> torch.Tensor:
         """(S,) the sums of all parameters but sharded and early ones; they start from zero again."""
-        names = self.flight.early.others if self.flight.early.names else self.flight.replicated
+        names = self.flight.early.others if self.flight.early.buckets else self.flight.replicated
         return self.flight.accumulator.take_flat(names)
 
     def reduce_scatter_mean(self, sums: Sums, over: Communicator, normalizer: int) -> torch.Tensor:
@@ -107,16 +107,16 @@ class DenseGradient:
         return self.flight.name_at(position)
 
 
-@place("run")
+@place("bucket")
 @dataclass(frozen=True)
 class EarlyGradient:
     """The sums of the gradients that backward completes first; see `EarlyDense`."""
 
     flight: Flight
 
-    def take(self) -> torch.Tensor:
-        """(S,) the sums, which start from zero again; backward may go on to others."""
-        return self.flight.accumulator.take_flat(self.flight.early.names, over=False)
+    def take(self, bucket: int) -> torch.Tensor:
+        """(S,) the sums of a bucket, which start from zero again; backward may go on to others."""
+        return self.flight.accumulator.take_flat(self.flight.early.buckets[bucket], over=False)
 
 
 Tables = NewType("Tables", list[DynamicTable])
@@ -170,6 +170,9 @@ class Common:
 
 KeptRows = NewType("KeptRows", list[Common])
 """By table the rows of K(t-1) & K(t)."""
+EarlyMeans = NewType("EarlyMeans", list[tuple[torch.Tensor, torch.Tensor]])
+"""By bucket of `EarlyDense` its gradients (S,) float32, as `DenseMeans`, and this rank's sums."""
+place("batch", make=list)(EarlyMeans)
 for kind in (Samples, DeviceSamples, KeptRows):
     place("batch")(kind)
 
@@ -254,15 +257,6 @@ class OwnedRows:
     def most_keys(self) -> int:
         """Keys of all tables; with those that only padding makes, where a device knows the number."""
         return sum(table.keys.shape[0] for table in self.tables)
-
-
-@place("batch")
-@dataclass(frozen=True)
-class EarlyMeans:
-    """`DenseMeans` of the parameters in `EarlyDense.names`: gradients (S,) float32, and this rank's sums."""
-
-    gradients: torch.Tensor
-    sums: torch.Tensor
 
 
 @place("batch")

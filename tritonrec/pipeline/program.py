@@ -76,8 +76,6 @@ class Program:
         validate_replicable(tables, communicators, config)
         self.schedule, self.communicators, self.config = schedule, communicators, config
         self.model, self.tables, self.dense = dense.model, tables, dense
-        if schedule.reduces_early:
-            flight.early = EarlyDense(dense)
         device = usable_device(device)
         self.sums = Sums(config, device, communicators.copies_messages(device))
         groups, reason = self._exchange_groups()
@@ -87,6 +85,9 @@ class Program:
         ranks, machines = communicators.shards, communicators.machines
         if not schedule.relays and self.sums.exact and 1 < machines < ranks and ranks % machines == 0:
             self.exchanges += f"; nodes={machines} would send a row once to a machine, and not to each rank"
+        if schedule.reduces_early:
+            flight.early = EarlyDense(dense, schedule.buckets)
+            self.exchanges += f"; dense gradients in {flight.early.words}"
         self.context = Context(
             config, device, tables, self.sums, schedule.replicated,
             communicators.replica.rank, communicators.rank, communicators.stop, groups, agreement,
@@ -159,7 +160,7 @@ class Program:
         for each in signature.parameters:
             access = each.access
             if access is None:
-                if each.name == "micro_batch":
+                if each.name in ("micro_batch", "bucket"):
                     of_task[each.name] = lambda places, micro_batch: micro_batch
                 elif each.kind in plain:
                     of_task[each.name] = plain[each.kind]

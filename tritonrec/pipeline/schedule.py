@@ -19,8 +19,8 @@ Stages of the next batches run beside it, as far as `Schedule.batches_in_flight`
 let them. `copy_kept_rows` is in schedules with two buffers, `replica_reduce` where replicas of the tables add
 up their gradients (`with_replicas`), and `gradient_norm` where gradients have limits (`with_norm`). With
 a loss of the whole global batch (`with_window_loss`) `represent[i]` and `window_loss` precede `compute[i]`.
-Where a part of the dense gradients is reduced beside the last backward (`with_early_dense`), that waits for
-`early_gradients[i]`, a part of `compute[i]`.
+Where dense gradients are reduced beside the last backward (`with_early_dense`), bucket j of them waits for
+`early_gradients[j]`, a part of that backward's `compute`.
 Each declares so (`Stage.feature`); other stages declare what they take from it, and do without where it is
 absent.
 
@@ -47,7 +47,7 @@ __all__ = [
 
 
 class Task(NamedTuple):
-    """A stage of one batch, and of one micro-batch where the stage runs once per micro-batch."""
+    """A stage of one batch, and of one micro-batch, or bucket, where the stage runs once for each."""
 
     stage: str
     batch: int
@@ -69,6 +69,8 @@ class Schedule:
 
     Devices deadlock unless all ranks launch the collectives of all groups in one order, which `launch_turn`
     defines. Those of the stages ``ahead`` come before the window of the batch before.
+
+    ``buckets`` of dense gradients are reduced before the last backward has ended.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Schedule:
     early: bool = True
     concurrent: bool = True
     ahead: tuple[str, ...] = ()
+    buckets: int = 0
 
     def __post_init__(self) -> None:
         for name in ("stages", "ahead"):  # lists too: a schedule is hashed
@@ -119,7 +122,7 @@ class Schedule:
 
     @property
     def reduces_early(self) -> bool:
-        """Whether a part of the dense gradients is reduced while backward goes on; see `with_early_dense`."""
+        """Whether dense gradients are reduced while backward goes on; see `with_early_dense`."""
         return self._has("early_dense")
 
     def _has(self, feature: Feature) -> bool:
@@ -141,15 +144,23 @@ class Schedule:
         """Tasks of one batch in the order in which they are given to their lanes."""
         # Only the order within a lane counts. ``early`` moves all exchanges in front of the first gradient
         # exchange, which has the same lane; the other lanes get their tasks in the same order either way.
-        for window, part in groupby(self.stages, key=lambda stage: stage.per_micro_batch):
-            names = [stage.name for stage in part]
+        parts = {stage.within: stage.name for stage in self.stages if stage.within}
+        whole = (stage for stage in self.stages if not stage.within)
+        for window, stages_of in groupby(whole, key=lambda stage: stage.per_micro_batch):
             if not window:
-                yield from (Task(name, batch) for name in names)
+                for stage in stages_of:
+                    every = range(self.buckets) if stage.per_bucket else [None]
+                    yield from (Task(stage.name, batch, j) for j in every)
                 continue
+            names = [stage.name for stage in stages_of]
             if self.early:
                 first, *names = names
                 yield from (Task(first, batch, i) for i in range(micro_batches))
-            yield from (Task(name, batch, i) for i in range(micro_batches) for name in names)
+            for i in range(micro_batches):
+                for name in names:
+                    if name in parts and i == micro_batches - 1:
+                        yield from (Task(parts[name], batch, j) for j in range(self.buckets))
+                    yield Task(name, batch, i)
 
     def launch_turn(self, task: Task) -> tuple[int, bool]:
         """When the collectives of a task are launched, by batch: those ahead of its window, then its own.
@@ -164,7 +175,7 @@ class Schedule:
     def drawn(self) -> str:
         """One batch in text: lanes are rows, and a stage begins to the right of all that it waits for.
 
-        A stage with ``[i]`` runs once per micro-batch.
+        A stage with ``[i]`` runs once per micro-batch, one with ``[j]`` once per bucket.
         """
         starts: dict[str, int] = {}
         rows: dict[str, str] = {}
@@ -173,7 +184,8 @@ class Schedule:
             # Five columns to the right read as "later" and leave room for the names of overlapping stages.
             awaited = [starts[edge.stage] + 5 for edge in stage.after if not edge.batch]
             starts[stage.name] = max([15, *awaited, len(row) + (stage.lane in rows)])
-            rows[stage.lane] = row.ljust(starts[stage.name]) + stage.name + "[i]" * stage.per_micro_batch
+            index = "[i]" * stage.per_micro_batch + "[j]" * stage.per_bucket
+            rows[stage.lane] = row.ljust(starts[stage.name]) + stage.name + index
         return "\n".join(rows.values())
 
     @property
@@ -188,7 +200,8 @@ class Schedule:
             if batch < 0:
                 continue
             if edge.micro_batch == "all":
-                yield from (Task(edge.stage, batch, i) for i in range(micro_batches))
+                count = self.buckets if self[edge.stage].per_bucket else micro_batches
+                yield from (Task(edge.stage, batch, i) for i in range(count))
             elif edge.micro_batch == "none":
                 yield Task(edge.stage, batch)
             else:
@@ -375,13 +388,14 @@ def with_norm(schedule: Schedule) -> Schedule:
     return schedule.with_stage(stages.gradient_norm)
 
 
-def with_early_dense(schedule: Schedule) -> Schedule:
-    """The schedule in which the dense gradients that backward completes first are reduced beside its rest.
+def with_early_dense(schedule: Schedule, buckets: int = 1) -> Schedule:
+    """The schedule in which `buckets` of dense gradients are reduced beside the rest of the last backward.
 
-    Those of DDP's buckets do so (Li et al., VLDB 2020, section 3.2.3); here it is the backward of the last
-    micro-batch, and two buckets: what the second one takes is all that is left exposed.
+    As DDP's are (Li et al., VLDB 2020, section 3.2.3), in the order in which backward completes them.
+    `dense_reduce` has the last parameters', all that is left exposed.
     """
-    return schedule.with_stage(stages.early_gradients).with_stage(stages.early_dense_reduce)
+    early = schedule.with_stage(stages.early_gradients).with_stage(stages.early_dense_reduce)
+    return replace(early, buckets=buckets)
 
 
 def with_window_loss(schedule: Schedule) -> Schedule:

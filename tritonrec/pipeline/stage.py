@@ -8,7 +8,8 @@
 A *place* holds what stages share: a type registered with `place`. A parameter annotated `Read`, `Write` or
 `Update` receives the place's value; a place in the return annotation is written by the value returned.
 Settings and the counts of one task are passed under their plain types and are no places. A stage with a
-parameter ``micro_batch`` runs once per micro-batch, any other once per batch.
+parameter ``micro_batch`` runs once per micro-batch, one with a parameter ``bucket`` once per bucket
+(`Schedule.buckets`), any other once per batch.
 
 `tritonrec.pipeline.check` proves a schedule from these signatures. The program passes a stage nothing else
 (`tritonrec.pipeline.program`).
@@ -28,8 +29,8 @@ Which = Literal["none", "same", "previous", "all"]
 """Which micro-batches of the awaited stage: ``none`` (it runs once a batch), ``same`` index, the ``previous``
 index (nothing for index 0), or ``all``."""
 
-Per = Literal["run", "batch", "micro_batch"]
-"""How often a place exists."""
+Per = Literal["run", "batch", "micro_batch", "bucket"]
+"""How often a place exists; `bucket`: once for each of them in a run."""
 
 Group = Literal["", "host", "device"]
 """Whether a place is a process group, and where its collectives run."""
@@ -71,11 +72,11 @@ class Edge:
 class Access:
     """A place that a stage reads or writes.
 
-    `place` exists once per ``run``, per ``batch`` or per ``micro_batch``; batches alternate between
-    the two of the ``buffer``. A process `group` is a place too, with no value and one order of collectives
-    on all ranks. Of a place per micro-batch a stage accesses its ``own``, those ``up_to`` its own, those
-    ``from`` its own, or ``all``: rows received for a micro-batch serve all later ones, and gradients that are
-    sent after a micro-batch are added up in all earlier ones.
+    `place` exists once per ``run``, per ``batch``, per ``micro_batch`` or per ``bucket``; batches alternate
+    between the two of the ``buffer``. A process `group` is a place too, with no value and one order of
+    collectives on all ranks. Of a place per micro-batch a stage accesses its ``own``, those ``up_to`` its
+    own, those ``from`` its own, or ``all``: rows received for a micro-batch serve all later ones, and
+    gradients that are sent after a micro-batch are added up in all earlier ones.
 
     `rows` narrows a place to the rows of the batch's keys K(t), to those ``kept`` from the batch before,
     K(t) & K(t-1), to ``new`` ones that it did not have, to those ``dropped`` since, K(t-1) - K(t), or to
@@ -110,6 +111,7 @@ class Stage:
     gathers: bool = False
     feature: Feature = ""
     within: str = ""
+    per_bucket: bool = False
     function: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -230,17 +232,18 @@ def stage(
         gathers: it launches collectives of another group than its own: FSDP2's, of sharded parameters.
         feature: a schedule has the stage only with this feature.
         name: of the stage, where another function has the plain name.
-        within: the stage whose tasks do the work of this one's on their way. It is next on the lane and waits
-            for the same; it says where its part is done (`Executor.end_part`), at its own end at the latest.
-            Nobody calls the function, which declares the part's accesses: the other has the rest.
+        within: the stage whose last task in a window does the work of this one's, bucket after bucket. It is
+            next on the lane and waits for the same; it says where a part is done (`Executor.end_part`), at
+            its own end at the latest. Nobody calls the function, which declares the part's accesses: the
+            other has the rest.
     """
 
     def declared(function: Callable[..., Any]) -> Stage:
         signature = signature_of(function)
-        per_micro_batch = any(each.name == "micro_batch" for each in signature.parameters)
+        names = {each.name for each in signature.parameters}
         return Stage(
-            name or function.__name__, lane, after, signature.accesses, per_micro_batch,
-            moves, gathers, feature, within, function,
+            name or function.__name__, lane, after, signature.accesses, "micro_batch" in names,
+            moves, gathers, feature, within, "bucket" in names, function,
         )  # fmt: skip
 
     return declared

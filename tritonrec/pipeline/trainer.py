@@ -28,7 +28,7 @@ from ..trace import NullRecorder, SupportsRecording
 from .agreement import settings_of, validate_same_training
 from .dense import DenseModel
 from .dense_checks import validate_hooks, validate_invariant
-from .early import reduces_early
+from .early import early_buckets
 from .evaluation import RowsOfRanks, rank_held_out
 from .executor import Delay, Executor, StageFailedError
 from .flight import lane_work, on_the_callers_thread, validate_model_place, validate_places
@@ -154,7 +154,7 @@ class Trainer:
         self._schedule = None if mode == "reference" else schedule
         around = communicators.replicas, communicators.nodes, sees_window(model)
         if mode != "reference" and schedule is None:
-            early = reduces_early(self.dense, communicators, self.config, device)
+            early = early_buckets(self.dense, communicators, self.config, device)
             self._schedule = schedule_of(mode, self.config, *around, early)
         self.config = self.config.cut(self._schedule is not None and self._schedule.overlaps_window)
         shared = self._schedule is not None and self._schedule.overlaps_batches

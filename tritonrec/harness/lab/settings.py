@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ...pipeline import NESTPIPE, Mode, Program, WindowConfig, WindowPlaces, base_schedule
+from ...pipeline.early import EarlyDense
 from ...pipeline.places import Dense, Samples
 from ...settings import values_by_option, with_values
 from .network import LabError
@@ -195,33 +196,31 @@ class Emulation:
     def __init__(self, seconds: Mapping[str, float]):
         self.seconds = seconds
         self.tasks = self.overruns = 0
-        self._computing = 0.0, 0.0  # when the `compute` under way began, and its seconds
+        # When the `compute` under way began, its seconds, and `EarlyDense.shares`.
+        self._computing: tuple[float, float, Iterator[float]] = 0.0, 0.0, iter(())
 
     def install(self, program: Program) -> None:
         """Slow the program's stages."""
+        early = program.run_places[Dense].flight.early
         for stage, seconds in self.seconds.items():
-            program.actions[stage] = self._slowed(stage, program.actions[stage], seconds)
-        if program.schedule.reduces_early:
-            early = program.run_places[Dense].flight.early
-            early.completed = self._late(early.completed, early.share)
+            program.actions[stage] = self._slowed(stage, program.actions[stage], seconds, early)
+        early.completed = self._late(early.completed)
 
-    def _late(self, completed: Callable[[], None], share: float) -> Callable[[], None]:
-        """A backward has two thirds of the time of `compute`, and ends with the gradients of the other
-        parameters, whose `share` this is.
-        """
+    def _late(self, completed: Callable[[], None]) -> Callable[[], None]:
+        """A backward has two thirds of the time of `compute`, which its parameters share by their sizes."""
 
         def late() -> None:
-            began, seconds = self._computing
-            time.sleep(max(0.0, began + seconds * (1 - share * 2 / 3) - time.perf_counter()))
+            began, seconds, shares = self._computing
+            time.sleep(max(0.0, began + seconds * (1 - next(shares) * 2 / 3) - time.perf_counter()))
             completed()
 
         return late
 
-    def _slowed(self, stage: str, action: Any, seconds: float) -> Any:
+    def _slowed(self, stage: str, action: Any, seconds: float, early: EarlyDense) -> Any:
         def slowed(places: WindowPlaces, micro_batch: int | None = None) -> None:
             began, whole = time.perf_counter(), seconds * share(places, micro_batch)
             if stage == "compute":
-                self._computing = began, whole
+                self._computing = began, whole, iter(early.shares)
             action(places, micro_batch)
             left = began + whole - time.perf_counter()
             self.tasks += 1

@@ -269,8 +269,8 @@ VARIANTS: dict[str, Variant] = {
         shows=("lookups",),
     ),
     "early-dense": Variant(
-        "dense gradients of the later layers are reduced beside the last backward",
-        {"sizes": HSTUConfig(layers=3)},
+        "dense gradients of the later layers are reduced beside the last backward, in two buckets",
+        {"sizes": HSTUConfig(dim=32, qk_dim=16, v_dim=16, layers=3)},
         window={"exchanges": "each"},
         shows=("early",),
         modes=("fwp", "nestpipe"),

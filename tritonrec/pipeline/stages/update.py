@@ -36,18 +36,20 @@ from ..sums import NAME
 from ..window import LookupCounts, Window
 
 
-@stage(lane="reduce", after=(Edge("early_gradients", "all"),), feature="early_dense")
+@stage(lane="reduce", after=(Edge("early_gradients", "same"),), feature="early_dense")
 def early_dense_reduce(
+    bucket: int,
     context: Context,
     routes: Read[Routes],
     reduce: Update[ReduceGroup],
     early_gradient: Update[EarlyGradient],
+    means: Update[EarlyMeans],
     counts: LookupCounts,
-) -> EarlyMeans:
-    """`dense_reduce` of the gradients that backward completes first, beside the rest of the last backward."""
-    own = early_gradient.take()
+) -> None:
+    """`dense_reduce` of a bucket that backward completes first, beside the rest of the last backward."""
+    own = early_gradient.take(bucket)
     counts.early += len(own)
-    return EarlyMeans(_mean_of_ranks(context, reduce, own, routes.loss_normalizer), own)
+    means.append((_mean_of_ranks(context, reduce, own, routes.loss_normalizer), own))
 
 
 @stage(lane="reduce", after=(Edge("compute", "all"),))
@@ -69,8 +71,8 @@ def dense_reduce(
     means = _mean_of_ranks(context, reduce, own, normalizer)
     shards = dense_gradient.reduce_scatter_mean(sums, reduce, normalizer)
     gradients = means[:-1]
-    if early is not None:  # of the parameters behind these
-        gradients = torch.cat([gradients, early.gradients])
+    if early is not None:  # of the parameters behind these, the last ones first
+        gradients = torch.cat([gradients, *(each for each, _ in reversed(early))])
     elif len(shards):
         gradients = torch.cat([shards, gradients])
     return DenseMeans(sums.finite(gradients, dense_gradient.name_at), means[-1:], own, len(shards))

@@ -225,19 +225,19 @@ def window_loss(
 
 @stage(
     lane="compute",
-    after=(Edge("exchange", "same"), Edge("dense_update", batch=1)),
+    after=(Edge("exchange", "all"), Edge("window_loss"), Edge("dense_update", batch=1)),
     feature="early_dense",
     within="compute",
 )
 def early_gradients(
-    micro_batch: int,
+    bucket: int,
     samples: Read[DeviceSamples],
     routes: Read[Routes],
-    embeddings: Read[UpTo[Embeddings]],
+    embeddings: Read[Embeddings],
     dense: Read[Dense],
     early_gradient: Update[EarlyGradient],
 ) -> None:
-    """The gradients of the parameters that backward reaches first (`EarlyDense`): a part of `compute`."""
+    """The gradients of a bucket, which backward completes first (`EarlyDense`): a part of `compute`."""
 
 
 @stage(lane="compute", after=(Edge("exchange", "same"), Edge("window_loss"), Edge("dense_update", batch=1)))
