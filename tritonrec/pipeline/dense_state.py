@@ -110,7 +110,7 @@ def _fits(given: Any, own: Any) -> bool:
         return given is None or isinstance(given, bool)
     if own is None:
         return not isinstance(given, str)
-    return not isinstance(own, NUMBERS) or (_is_finite(given) and (own < 0 or given >= 0))
+    return not isinstance(own, NUMBERS) or (_is_finite(given) and bool(own < 0 or given >= 0))
 
 
 def _is_finite(given: Any) -> bool:
@@ -120,7 +120,7 @@ def _is_finite(given: Any) -> bool:
 
 
 def _is_count(given: Any, least: int = 0) -> bool:
-    return _is_finite(given) and given >= least and given == int(given)
+    return _is_finite(given) and bool(given >= least) and bool(given == int(given))
 
 
 def _validate_scheduler(given: Any, own: Any, where: str) -> None:

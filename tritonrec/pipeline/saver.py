@@ -212,10 +212,12 @@ def restore(
         checked["step"] = stream.step
         rows = partial(_read_rows, stream, communicators, tables)
         load = prepare(communicators, dense, state, rows, loader, at, changed)
+        where = f"the checkpoint in {directory}"
         if described is not None:
             check_description(described, stream.columns)
-            require_described(described, tables.describe(), changed, f"the checkpoint in {directory}")
-        require_same(recipe, recipe_of(tables, dense, config), changed, f"the checkpoint in {directory}")
+            if recipe is not None:  # or all is this training's, which `require_same` says
+                require_described(described, tables.describe(), changed, where)
+        require_same(recipe, recipe_of(tables, dense, config), changed, where)
     load()
     if vocabularies is not None:
         vocabularies |= {name: each for name, each in saved.items() if name not in vocabularies}
