@@ -232,3 +232,25 @@ def test_the_committed_baseline_covers_every_kernel():
     } <= kernels
     assert {"bucketize", "gather_rows", "to_fixed_point", "silu", "initial_rows", "sparse_adam"} <= kernels
     assert all(row["band"] >= bench.LEAST_BAND for row in saved["rows"].values())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda made: made.pop("provenance"),
+        lambda made: made.update(provenance=[]),
+        lambda made: made.update(rows=[]),
+        lambda made: made.update(rows={}),
+        lambda made: made["rows"]["unique zipf / pandas"].pop("band"),
+        lambda made: made["rows"]["unique zipf / pandas"].update(band=float("nan")),
+        lambda made: made["rows"]["unique zipf / pandas"].update(band=0),
+        lambda made: made["rows"]["unique zipf / pandas"].update(ratio="2"),
+        lambda made: made["rows"]["unique zipf / pandas"].update(ratio=-1.0),
+    ],
+)
+def test_a_baseline_that_compares_nothing_is_refused(baseline, change):
+    made = json.loads(baseline.read_text())
+    change(made)
+    baseline.write_text(json.dumps(made))
+    with pytest.raises(ValueError, match="is no baseline: write one with"):
+        bench.load(baseline)

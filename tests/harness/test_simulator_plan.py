@@ -192,3 +192,33 @@ def test_bad_cost_files_are_named(change, message, tmp_path):
     result = CliRunner().invoke(app, ["plan", "--costs", str(file)])
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"world_size": value} for value in (NAN, 0, 2.7, "4", True, 2**21)),
+        *({"jitter": value} for value in (NAN, -1.0, float("inf"), "0.1")),
+        {"kept": NAN},
+        {"jiter": 0.3},
+        *({"link": {"contention": value}} for value in (NAN, -1.0, True)),
+        *({"link": {"node_size": value}} for value in (0, 1.5)),
+    ],
+)
+def test_a_cost_file_of_numbers_that_nobody_measured_is_refused(tmp_path, change):
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({**as_json(COSTS), **change}))
+    with pytest.raises(ValueError, match="|".join(change) + "|Link|world size"):
+        load(path)
+
+
+@pytest.mark.parametrize("count", [NAN, -1, 0, 2.5, "4"])
+def test_a_cost_file_says_of_how_many_micro_batches_it_is(tmp_path, count):
+    document = as_json(COSTS)
+    document["measured"][0]["micro_batches"] = count
+    (tmp_path / "costs.json").write_text(json.dumps(document))
+    with pytest.raises(ValueError, match="micro_batches|micro-batches"):
+        load(tmp_path / "costs.json")

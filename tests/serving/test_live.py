@@ -254,6 +254,21 @@ def test_what_does_not_lead_on_is_refused(copied, header, error, words):
     assert_has(follower.predictor, states[7])
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("step", float("nan")), ("step", -5), ("step", 2.5), ("step", "6"), ("parts", True),
+        ("words", {"item": -1}), ("rows", [[["item"], -3]]), ("published_at", float("nan")),
+        ("published_at", -1.0),
+    ],
+)  # fmt: skip
+def test_a_header_s_numbers_are_those_of_a_publication(published, name, value):
+    told, own = unpack(delta(published[0], 3).read_bytes(), "")
+    object.__setattr__(told, name, value)
+    with pytest.raises(CorruptDeltaError, match="delta 3 cannot be read"):
+        unpack(pack(told, own), "delta 3")
+
+
 def test_a_lost_tombstone_and_foreign_values_are_refused(copied):
     folder, states = copied
     erasing = next(

@@ -373,3 +373,22 @@ def test_operators_have_tracks_below_their_lanes_and_disturb_no_slice(tmp_path):
 def test_an_operator_that_ends_before_it_starts_is_an_error():
     with pytest.raises(ValueError, match="'aten::mm' ends at 3, before its start at 4"):
         Recorder(0, 1).operator("compute", "aten::mm", 4, 3)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        *({"world_size": value} for value in ("x", 0, 1, 2.5, None, 2**21)),
+        *({"micro_batches": value} for value in ("a", 0, -4, 2.5)),
+        {"edges": 3},
+        {"done_by": [0]},
+        {"micro_batches": 3, "done_by": {"exchange": [0, 0]}},
+    ],
+)
+def test_metadata_by_which_nobody_could_read_the_slices_is_refused(tmp_path, told):
+    recorder = Recorder(1, 2)
+    with recorder.span("compute", "compute", batch=0):
+        pass
+    recorder.metadata.update(told)
+    with pytest.raises(ValueError, match="not a trace recorded by tritonrec"):
+        read(recorder.save(tmp_path / "t"))

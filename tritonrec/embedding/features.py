@@ -20,7 +20,7 @@ from .policy import Placement, TablePolicy
 from .row_exchange import rows_of_owners
 from .row_optimizer import RowOptimizer
 from .snapshot import SnapshotRows
-from .state_check import check_state
+from .state_check import check_numbers, check_state
 from .table import DynamicTable, State
 
 
@@ -363,7 +363,9 @@ class HashTableCollection:
             for part, empty in group.table.empty_state().items():
                 members = []
                 for member, name in enumerate(group.layout.names):
-                    members.append(group.layout.merged(member, state[part_name(name, part)], name))
+                    own, where = state[part_name(name, part)], f"table {part_name(name, part)!r} of the state"
+                    check_numbers(own, group.optimizer, group.layout.dims[member], where)
+                    members.append(group.layout.merged(member, own, name))
                 columns[part] = {name: torch.cat([saved[name] for saved in members]) for name in empty}
             prepared.append((group.table, columns))
 
@@ -393,7 +395,9 @@ class HashTableCollection:
             new = group.table.successor(sum(rows[name] for name in group.layout.names))
             for part in group.table.empty_state():
                 for member, name in enumerate(group.layout.names):
+                    where = f"table {part_name(name, part)!r} of the state"
                     for each in parts(part_name(name, part)):
+                        check_numbers(each, group.optimizer, group.layout.dims[member], where)
                         new.add_part({part: group.layout.merged(member, each, name)})
             made.append((group.table, new))
 
@@ -486,6 +490,10 @@ class HashTableCollection:
         rows = group.table.gather(handles, keys)
         group.table.validate_rows(handles, keys, rows)
         return group.layout.narrowed(member, rows)
+
+    def rule_of(self, table: str) -> RowOptimizer:
+        """The rule of a table's rows."""
+        return self._group(table)[0].optimizer
 
     def policy_of(self, table: str) -> TablePolicy:
         """Of a logical table."""

@@ -262,6 +262,7 @@ class HashEmbeddingCollection(torch.nn.Module):
         ids, state = ids.cpu()[here], state.cpu()[here]
         check_distinct(ids, f"the optimizer's state of table {table!r}")
         self.tables.check_ids(table, ids)
+        self.tables.rule_of(table).check_state(state, dim, f"the optimizer's state of table {table!r}")
 
         def load() -> None:
             own_ids, rows = self.tables.export()[table]

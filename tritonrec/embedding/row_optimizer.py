@@ -184,6 +184,24 @@ class RowOptimizer:
         """float32 values of one row: its weights and its state."""
         return dim + sum(self._state_widths(dim)) + self.lazy_weight_decay
 
+    def check_state(self, state: torch.Tensor, dim: int, where: str) -> None:
+        """Raise ValueError for a state (n, row_width - dim) that no training keeps: a sum or mean of squares
+        below 0, or a number of an update that is none. NaN may be: it is what a run that diverged has.
+        """
+        widths = self._state_widths(dim)
+        if self.custom_update is None and widths and RULES[self.name].states != ("momentum_buffer",):
+            squares = state[:, sum(widths[:-1]) : sum(widths)]
+            if bool((squares < 0).any()):
+                raise ValueError(
+                    f"{where} has {float(squares[squares < 0][0])} as a sum of squares, which {self.name} "
+                    "takes a root of: it is damaged, or of another rule"
+                )
+        if self.lazy_weight_decay:
+            last = state[:, -1]
+            wrong = ~((last >= 0) & (last <= MOST_UPDATES) & (last == last.floor()))
+            if bool(wrong.any()):
+                raise ValueError(f"{where} has a row last updated in update {float(last[wrong][0])}")
+
     def _state_widths(self, dim: int) -> tuple[int, ...]:
         if self.custom_update is not None:
             return (self.custom_update.width(dim),)

@@ -7,6 +7,10 @@ from collections.abc import Mapping
 import torch
 
 from .. import ops
+from .row_optimizer import RowOptimizer
+
+LEAST = {"score": -1, "counts": 1, "last": 0}
+"""Columns of policies that have a least number: of a row that no step has used, and of candidates."""
 
 
 def check_state(
@@ -37,6 +41,15 @@ def check_state(
         if len(set(lengths.values())) > 1:
             raise ValueError(f"the columns of table {table!r} have different numbers of rows: {lengths}")
         check_distinct(columns["keys"], f"the state of table {table!r}")
+
+
+def check_numbers(columns: Mapping[str, torch.Tensor], rule: RowOptimizer, dim: int, where: str) -> None:
+    """Raise ValueError for numbers among a table's columns that no training keeps."""
+    if "rows" in columns:
+        rule.check_state(columns["rows"][:, dim:], dim, where)
+    for column in LEAST.keys() & columns.keys():
+        if bool((columns[column] < LEAST[column]).any()):
+            raise ValueError(f"{where} has {int(columns[column].min())} in column {column!r}: it is damaged")
 
 
 def check_distinct(keys: torch.Tensor, where: str) -> None:

@@ -13,6 +13,7 @@ two runs that see this are followed by as many as make `JUDGES`, and the median 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -202,12 +203,25 @@ def load(path: Path, timer: str | None = None) -> dict[str, Any]:
         report = json.loads(content)
     except (ValueError, RecursionError):  # no UTF-8, or no JSON
         report = None
-    if not isinstance(report, dict) or "rows" not in report:
+    rows, made = (report.get(name) if isinstance(report, dict) else None for name in ("rows", "provenance"))
+    if (
+        not isinstance(made, dict)
+        or not isinstance(rows, dict)
+        or not rows
+        or not all(map(_is_compared, rows.values()))
+    ):
         raise ValueError(f"{path} is no baseline: write one with tritonrec bench --repeat 3 --json {path}")
-    clock = report["provenance"].get("timer", "wall")
+    clock = made.get("timer", "wall")
     if timer not in (None, clock):
         raise ValueError(f"the baseline holds {clock} seconds, this run {timer}: add --timer {clock}")
     return report
+
+
+def _is_compared(row: Any) -> bool:
+    """Whether a row has a ratio to a peer, and the band in which it may move."""
+    ratio, band = (row.get(name) if isinstance(row, dict) else None for name in ("ratio", "band"))
+    numbers = isinstance(ratio, (int, float)) and isinstance(band, (int, float))
+    return numbers and 0 < ratio < math.inf and 1 <= band < math.inf
 
 
 def slower(before: dict[str, Any], now: dict[str, Any], only: str = "") -> list[str]:

@@ -17,6 +17,13 @@ SHAPED = {
 }  # fmt: skip
 """What optimizers of torch keep for each value of a parameter."""
 
+NUMBERS = (bool, int, float, torch.Tensor)
+
+SQUARES = {
+    "acc_delta", "col_var", "exp_avg_sq", "exp_inf", "max_exp_avg_sq", "row_var", "square_avg", "variance",
+}  # fmt: skip
+"""What they keep that is never below 0; NaN may be, which is what a run that diverged has."""
+
 
 def validate_state(state: Any, own: Mapping[str, Any]) -> None:
     """Raise ValueError where `DenseModel.load_state_dict` could not load `state` in the place of `own`.
@@ -39,6 +46,12 @@ def validate_state(state: Any, own: Mapping[str, Any]) -> None:
         if part in own:
             _require_tensors(part, state[part])
             validate_shapes(state[part], own[part])
+            for name, each in state[part].items():
+                if each.is_floating_point() != own[part][name].is_floating_point():
+                    raise ValueError(f"{name} of the {part} is {each.dtype}, here {own[part][name].dtype}")
+    averaged = state["average"]["n_averaged"] if "average" in own else 0
+    if not _is_count(averaged):
+        raise ValueError(f"the average is of {averaged} models")
     for place, (packed, expected) in enumerate(zip(state["optimizers"], own["optimizers"], strict=True)):
         try:
             _validate_optimizer(packed, expected)
@@ -51,6 +64,7 @@ def validate_state(state: Any, own: Mapping[str, Any]) -> None:
                 f"scheduler {place} keeps {', '.join(expected)}, the state has {names}; was it saved with "
                 "another scheduler?"
             )
+        _validate_scheduler(given, expected, f"scheduler {place}")
     if "scaler" in own:
         _validate_scaler(state["scaler"])
 
@@ -84,13 +98,49 @@ def _validate_optimizer(packed: Mapping[str, Any], expected: Mapping[str, Any]) 
 
 
 def _fits(given: Any, own: Any) -> bool:
-    """Whether a setting can stand in the place of one's own: a finite number of one, a pair of a pair."""
+    """Whether a setting can stand in the place of one's own: a finite number of one, a pair of a pair.
+
+    None of torch's is below 0 where another value of it is not.
+    """
     if isinstance(own, (list, tuple)):
         same = isinstance(given, (list, tuple)) and len(given) == len(own)
         return same and all(map(_fits, given, own))
-    if isinstance(own, (bool, int, float)):
-        return isinstance(given, torch.Tensor) or (isinstance(given, (int, float)) and math.isfinite(given))
-    return True
+    if isinstance(own, bool):
+        return given is None or isinstance(given, bool)
+    if own is None:
+        return not isinstance(given, str)
+    return not isinstance(own, NUMBERS) or (_is_finite(given) and bool(own < 0 or given >= 0))
+
+
+def _is_finite(given: Any) -> bool:
+    """Whether it is one finite number, of Python's or in a tensor."""
+    one = given.numel() == 1 if isinstance(given, torch.Tensor) else isinstance(given, (int, float))
+    return one and math.isfinite(given)
+
+
+def _is_count(given: Any, least: int = 0) -> bool:
+    return _is_finite(given) and bool(given >= least) and bool(given == int(given))
+
+
+def _validate_scheduler(given: Any, own: Any, where: str) -> None:
+    """Raise ValueError for a rate that is none, a step that is none, or no number where one is kept."""
+    if isinstance(own, dict) and isinstance(given, Mapping):
+        for name in own.keys() & given.keys():
+            counts = name in ("last_epoch", "_step_count")  # -1 is before the first
+            if counts and not _is_count(given[name], -1):
+                raise ValueError(f"{name} of {where} is {str(given[name])[:40]!r}")
+            rates = given[name] if name in ("base_lrs", "_last_lr") and isinstance(given[name], list) else ()
+            if wrong := [each for each in rates if not _is_finite(each) or each < 0]:
+                raise ValueError(f"{name} of {where} has the rate {str(wrong[0])[:40]!r}")
+            _validate_scheduler(given[name], own[name], f"{name} of {where}")
+    elif isinstance(own, list) and isinstance(given, list):
+        for each, mine in zip(given, own, strict=False):
+            _validate_scheduler(each, mine, where)
+    elif isinstance(own, NUMBERS) and not (
+        (_is_finite(given) or given == own)  # the best of none is infinite
+        and isinstance(own, bool) == isinstance(given, bool)
+    ):
+        raise ValueError(f"{where} is {str(given)[:40]!r}, where {own} is here")
 
 
 def validate_kept(
@@ -109,6 +159,14 @@ def validate_kept(
                 f"{name}: the optimizer keeps {', '.join(own or ('a mapping',))}, the state has {keys}; "
                 "was it saved with another optimizer?"
             )
+        if not _is_count(values.get("step", 0)):
+            raise ValueError(f"step of {name} is {str(values['step'])[:40]}: an optimizer counts from 0")
+        for key in SQUARES & values.keys():
+            found = values[key]
+            if isinstance(found, torch.Tensor) and bool((found < 0).any()):
+                raise ValueError(
+                    f"{key} of {name} has {float(found[found < 0][0])}, and is never below 0: it is damaged"
+                )
         for key in SHAPED & values.keys():
             found = values[key]
             if found is None:

@@ -21,6 +21,9 @@ RECIPE = "recipe"
 Recipe = dict[str, dict[str, Any]]
 """By name of a setting, as `Trainer.load` has it in ``changed=``, its values by place."""
 
+Described = Mapping[str, Mapping[str, Mapping[str, Any]]]
+"""What `HashTableCollection.describe` gives."""
+
 SETTINGS = {
     "seed": "of the tables' initial values",
     "scale": "of the tables' initial values",
@@ -124,6 +127,17 @@ def require_same(
             f"{'; '.join(different)}: give this training the same, or go on with other values by "
             f"changed={given}, which changes what it computes from here on"
         )
+
+
+def require_described(saved: Described, here: Described, changed: Collection[str], where: str) -> None:
+    """Raise ValueError where a description of tables is of others, whatever the settings beside it say."""
+    for name, own in here["tables"].items():
+        for key, value in saved["tables"].get(name, {}).items():
+            if key not in changed and value != own.get(key):
+                raise ValueError(
+                    f"{key} of table {name} is {_short(value)} in the description of {where} and "
+                    f"{_short(own.get(key))} here: it was altered, or is of other tables"
+                )
 
 
 def keep_settings(dense: DenseModel, changed: Collection[str]) -> Callable[[], None]:

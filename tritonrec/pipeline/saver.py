@@ -16,10 +16,11 @@ from ..data import Vocabulary
 from ..data.vocabulary import tensors_of, vocabularies_of
 from ..distributed import Communicators, check_ranks_agree
 from ..embedding import HashTableCollection
+from ..embedding.description import check_description
 from ..files.places import Place, place_of
 from .dense import DenseModel
 from .position import LOADER, SupportsState, position_of, positions
-from .recipe import RECIPE, keep_settings, recipe_of, require_same, with_own_settings
+from .recipe import RECIPE, keep_settings, recipe_of, require_described, require_same, with_own_settings
 from .window import WindowConfig
 
 DENSE = "dense"
@@ -197,8 +198,8 @@ def restore(
         meta = dict(stream.meta)
         tensors = stream.dense()
         plain, at, recipe = (meta.pop(key, None) for key in (DENSE, LOADER, RECIPE))
-        for key in (EMBEDDING, PRECISION):
-            meta.pop(key, None)
+        described = meta.pop(EMBEDDING, None)
+        meta.pop(PRECISION, None)
         accept(meta)
         if plain is None:
             raise ValueError(f"the checkpoint in {directory} was not saved by a Trainer of this version")
@@ -211,7 +212,12 @@ def restore(
         checked["step"] = stream.step
         rows = partial(_read_rows, stream, communicators, tables)
         load = prepare(communicators, dense, state, rows, loader, at, changed)
-        require_same(recipe, recipe_of(tables, dense, config), changed, f"the checkpoint in {directory}")
+        where = f"the checkpoint in {directory}"
+        if described is not None:
+            check_description(described, stream.columns)
+            if recipe is not None:  # or all is this training's, which `require_same` says
+                require_described(described, tables.describe(), changed, where)
+        require_same(recipe, recipe_of(tables, dense, config), changed, where)
     load()
     if vocabularies is not None:
         vocabularies |= {name: each for name, each in saved.items() if name not in vocabularies}

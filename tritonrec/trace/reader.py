@@ -13,6 +13,7 @@ from ..optional import require
 from .events import LANES, OPERATORS
 
 FOREIGN = "not a trace recorded by tritonrec"
+MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +196,29 @@ class _Reader:
                         f"ranks of different runs: {name} is {common.get(name)!r} on rank {first}, "
                         f"{values.get(name)!r} on rank {rank}"
                     )
+        _check(common, max(self.metadata))
         return common
+
+
+def _check(about: dict[str, Any], last: int) -> None:
+    """Raise ValueError for metadata by which nobody could read the slices of the ranks 0 to `last`."""
+    count = about.get("micro_batches")
+    for name, value, least in (
+        ("world_size", about.get("world_size"), last + 1),
+        ("micro_batches", count, 1),
+    ):
+        if (name in about or name == "world_size") and (
+            type(value) is not int or not least <= value <= MOST_RANKS
+        ):
+            raise ValueError(f"{name} is {value!r}, and must be a whole number from {least}: {FOREIGN}")
+    edges, done_by = about.get("edges", []), about.get("done_by", {})
+    if not isinstance(edges, list) or not isinstance(done_by, dict):
+        raise ValueError(f"the edges of the schedule are {str(edges)[:40]!r}: {FOREIGN}")
+    for stage, doers in done_by.items():
+        if not isinstance(doers, list) or len(doers) != count:
+            raise ValueError(
+                f"the {count} micro-batches of {stage} are done by {str(doers)[:40]!r}: {FOREIGN}"
+            )
 
 
 def _text(value: str | bytes) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -48,6 +49,8 @@ def read_plan(path: Path, run: Run, world_size: int) -> Planned:
         planned = Planned(
             [int(rank["peak"]) for rank in found["ranks"]], int(found["rows"]), float(found["step_seconds"])
         )
+        if not 0 < planned.step_seconds < math.inf or min([0, planned.rows, *planned.peaks]) < 0:
+            raise ValueError(f"no run has {planned}")
         before = dict(_settings(tomllib.loads(found["settings"])))
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(

@@ -33,11 +33,15 @@ def load(path: str | os.PathLike[str]) -> StageCosts:
     try:
         if "rows" in document:
             return from_lab(document)
+        if unknown := sorted(
+            document.keys() - {"world_size", "jitter", "link", "kept", "emulated", "measured"}
+        ):
+            raise ValueError(f"{path}: unknown {', '.join(unknown)}; docs/simulator.md has the format")
         return StageCosts(
-            int(document["world_size"]),
+            document["world_size"],
             [_run(entry["micro_batches"], entry["stages"]) for entry in document["measured"]],
             _link(document.get("link", {})),
-            float(document.get("jitter", 0.0)),
+            document.get("jitter", 0.0),
             kept=document.get("kept"),
             emulated=frozenset(document.get("emulated", ())),
         )
@@ -89,7 +93,7 @@ def from_lab(document: Mapping[str, Any]) -> StageCosts:
     exact = [row for row in document["rows"] if not row.get("approximate")]  # others run empty now and then
     staying = [row["kept"] for row in sorted(exact, key=_switched) if row.get("kept")]
     return StageCosts(
-        int(about["world_size"]),
+        about["world_size"],
         timed,
         Link(bytes_per_second=rate),
         sent_at=others,
@@ -112,6 +116,11 @@ def from_trace(path: str | os.PathLike[str], link: Link | None = None) -> StageC
     Raises ValueError where the trace is too short, or lacks a stage.
     """
     trace = read(path)
+    if len(trace.ranks) != trace.metadata["world_size"]:
+        raise ValueError(
+            f"{path} has ranks {', '.join(map(str, trace.ranks))} of {trace.metadata['world_size']}, and a "
+            "collective's time is known from all: give the trace of the whole run"
+        )
     batches = sorted({span.batch for span in trace.spans})[WARMUP:]
     if not batches:
         raise ValueError(f"{path} has no more than {WARMUP} batches, which are warm-up: record more")
@@ -133,9 +142,9 @@ def from_trace(path: str | os.PathLike[str], link: Link | None = None) -> StageC
             per_batch.append(sum(pick(found) for found in tasks.values()))
         seconds[name] = median(per_batch)
         sent[name] = moved / len(batches) / len(trace.ranks)
-    count = int(trace.metadata.get("micro_batches", 1))
+    count = trace.metadata.get("micro_batches") or 1
     run = Measured(count, seconds, sent)
-    return StageCosts(int(trace.metadata["world_size"]), [run], link or Link(), _jitter(trace, batches[0]))
+    return StageCosts(trace.metadata["world_size"], [run], link or Link(), _jitter(trace, batches[0]))
 
 
 def load_json(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -165,7 +174,7 @@ def _run(micro_batches: int, stages: Mapping[str, Mapping[str, Any]]) -> Measure
         raise ValueError(f"unknown stages {', '.join(unknown)}; the stages are {', '.join(STAGES)}")
     seconds = {name: float(cost["tasks"]) * float(cost["seconds"]) for name, cost in stages.items()}
     sent = {name: float(cost["tasks"]) * float(cost.get("bytes") or 0) for name, cost in stages.items()}
-    return Measured(int(micro_batches), {"copy_kept_rows": 0.0, **seconds}, sent)
+    return Measured(micro_batches, {"copy_kept_rows": 0.0, **seconds}, sent)
 
 
 def _link(values: Mapping[str, Any]) -> Link:

@@ -105,7 +105,7 @@ def replay_traces(paths: Sequence[str | os.PathLike[str]]) -> list[MeasuredRow]:
     found = []
     for path in paths:
         trace = read(path)
-        mode, count = str(trace.metadata.get("mode")), int(trace.metadata.get("micro_batches", 1))
+        mode, count = str(trace.metadata.get("mode")), trace.metadata.get("micro_batches") or 1
         if mode not in PIPELINES:
             raise ValueError(f"{path}: mode {mode!r} is none of {', '.join(PIPELINES)}")
         outcome = predict_costs(costs, Plan(PIPELINES[mode], count))

@@ -26,19 +26,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import numpy as np
 
 from tritonrec.pipeline.schedule import NESTPIPE, Task
+from tritonrec.settings import typed
 
 from .engine import Cost
 from .plan import Plan
 
+MOST_WORKERS = 1 << 20
+"""That are simulated."""
 STAGES = tuple(stage.name for stage in NESTPIPE.stages)
 PER_MICRO_BATCH = tuple(stage.name for stage in NESTPIPE.stages if stage.per_micro_batch)
 EXCHANGES = ("exchange", "gradient_exchange")
 
 
+@typed
 @dataclass(frozen=True)
 class Link:
     """A worker's link. None: the rate is found from the measured exchanges.
@@ -58,12 +63,14 @@ class Link:
             rate = getattr(self, name)
             if rate is not None and not rate > 0:
                 raise ValueError(f"link: {name} must be positive, got {rate}")
-        if self.seconds_per_message < 0 or self.contention < 0 or self.node_size < 1:
+        if not (0 <= self.seconds_per_message < inf and 0 <= self.contention < inf and self.node_size >= 1):
             raise ValueError(
-                "link: seconds_per_message and contention must not be negative, and node_size at least 1"
+                "link: seconds_per_message and contention must be finite and not negative, and node_size "
+                "at least 1"
             )
 
 
+@typed
 @dataclass(frozen=True)
 class Measured:
     """One run: seconds and bytes per step and stage, on one rank."""
@@ -73,6 +80,7 @@ class Measured:
     sent: Mapping[str, float]
 
 
+@typed
 @dataclass(frozen=True)
 class StageCosts:
     """Costs by stage at one world size.
@@ -92,13 +100,20 @@ class StageCosts:
     emulated: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        if self.world_size < 1 or not self.measured:
-            raise ValueError("stage costs need a world size of at least 1, and at least one measured run")
+        if not 1 <= self.world_size <= MOST_WORKERS or not self.measured:
+            raise ValueError(
+                f"stage costs need a world size in [1, {MOST_WORKERS}], and at least one measured run, got "
+                f"{self.world_size} and {len(self.measured)}"
+            )
+        if not 0 <= self.jitter < inf:
+            raise ValueError(f"jitter must be finite and not negative, got {self.jitter}")
         if self.kept is not None and not 0 <= self.kept <= 1:
             raise ValueError(f"kept is the share of rows that two consecutive batches use, got {self.kept}")
         if unknown := sorted(set(self.emulated) - set(STAGES)):
             raise ValueError(f"emulated: unknown stages {', '.join(unknown)}")
         for run in self.measured:
+            if run.micro_batches < 1:
+                raise ValueError(f"stage costs are of {run.micro_batches} micro-batches")
             missing = [name for name in STAGES if name not in run.seconds]
             if missing:
                 raise ValueError(f"stage costs at N = {run.micro_batches} lack {', '.join(missing)}")

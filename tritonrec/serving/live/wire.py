@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from ...data.vocabulary import Vocabulary
 from ...kernels.checksums import as_bytes
+from ...settings import typed
 
 MAGIC = b"tritonrec-live-1\n"
 _HEADER = "live"
@@ -56,6 +58,7 @@ class SinkError(LiveError):
     """The place of the deltas cannot be read or written."""
 
 
+@typed
 @dataclass(frozen=True)
 class Header:
     """What a part of a delta says of itself.
@@ -86,6 +89,14 @@ class Header:
     dense: str
     words: dict[str, int]
     spelled: dict[str, str]
+
+    def __post_init__(self) -> None:
+        counts = self.epoch, self.sequence, self.part, self.parts, self.step, self.before
+        counts += tuple(self.words.values()) + tuple(rows for _, rows in self.rows)
+        if not all(type(each) is int and each >= 0 for each in counts) or not self.part < self.parts:
+            raise ValueError(f"no publication has {counts} as its numbers")
+        if not 0 <= self.published_at < math.inf:
+            raise ValueError(f"it was published at {self.published_at}")
 
 
 def pack(header: Header, tensors: Mapping[str, Tensor]) -> bytes:
