@@ -220,5 +220,5 @@ def test_a_cost_file_says_of_how_many_micro_batches_it_is(tmp_path, count):
     document = as_json(COSTS)
     document["measured"][0]["micro_batches"] = count
     (tmp_path / "costs.json").write_text(json.dumps(document))
-    with pytest.raises(ValueError, match="micro_batches|micro-batches"):
+    with pytest.raises(ValueError, match=r"micro_batches|micro-batches"):
         load(tmp_path / "costs.json")

@@ -220,8 +220,9 @@ def load(path: Path, timer: str | None = None) -> dict[str, Any]:
 def _is_compared(row: Any) -> bool:
     """Whether a row has a ratio to a peer, and the band in which it may move."""
     ratio, band = (row.get(name) if isinstance(row, dict) else None for name in ("ratio", "band"))
-    numbers = isinstance(ratio, (int, float)) and isinstance(band, (int, float))
-    return numbers and 0 < ratio < math.inf and 1 <= band < math.inf
+    if not (isinstance(ratio, (int, float)) and isinstance(band, (int, float))):
+        return False
+    return 0 < ratio < math.inf and 1 <= band < math.inf
 
 
 def slower(before: dict[str, Any], now: dict[str, Any], only: str = "") -> list[str]:

@@ -91,8 +91,8 @@ class Header:
     spelled: dict[str, str]
 
     def __post_init__(self) -> None:
-        counts = self.epoch, self.sequence, self.part, self.parts, self.step, self.before
-        counts += tuple(self.words.values()) + tuple(rows for _, rows in self.rows)
+        counts = [self.epoch, self.sequence, self.part, self.parts, self.step, self.before]
+        counts += [*self.words.values(), *(rows for _, rows in self.rows)]
         if not all(type(each) is int and each >= 0 for each in counts) or not self.part < self.parts:
             raise ValueError(f"no publication has {counts} as its numbers")
         if not 0 <= self.published_at < math.inf:
