@@ -60,7 +60,7 @@ def fill(tables: HashTableCollection, rows: int) -> None:
     """Random rows, a block at a time."""
     width, draw = tables.groups[0].table.row_width, torch.Generator().manual_seed(2)
     for numbers in torch.arange(rows).split(BLOCK):
-        tables.load("item", keys_of(numbers), torch.randn(len(numbers), width, generator=draw))
+        tables.load("item", keys_of(numbers), torch.rand(len(numbers), width, generator=draw))
 
 
 def change(tables: HashTableCollection, rows: int, seed: int) -> None:
@@ -69,7 +69,7 @@ def change(tables: HashTableCollection, rows: int, seed: int) -> None:
     table = tables.groups[0].table
     some = torch.randint(rows, (int(CHANGED * rows),), generator=draw).unique()
     handles = table.lookup(keys_of(some), seed).handles
-    table.update(handles, torch.randn(len(some), table.row_width, generator=draw))
+    table.update(handles, torch.rand(len(some), table.row_width, generator=draw))
 
 
 def same(one: HashTableCollection, other: HashTableCollection) -> bool:

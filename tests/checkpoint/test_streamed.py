@@ -57,6 +57,7 @@ class Training:
             table, keys_of_step = group.table, torch.cat(parts)
             found = table.lookup(keys_of_step, self.step)
             values = torch.randn(len(keys_of_step), table.row_width, generator=self.draw)
+            values[:, 2 * table.row_width // 3 :].abs_()  # Adam's squares
             if found.low_precision is not None:
                 table.round_low_precision(values, found.low_precision)
             table.update(found.handles, values)

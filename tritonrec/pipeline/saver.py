@@ -215,9 +215,9 @@ def restore(
         where = f"the checkpoint in {directory}"
         if described is not None:
             check_description(described, stream.columns)
-            if recipe is not None:  # or all is this training's, which `require_same` says
-                require_described(described, tables.describe(), changed, where)
         require_same(recipe, recipe_of(tables, dense, config), changed, where)
+        if described is not None and recipe is not None:  # or all is this training's, as the warning says
+            require_described(described, tables.describe(), changed, where)
     load()
     if vocabularies is not None:
         vocabularies |= {name: each for name, each in saved.items() if name not in vocabularies}
