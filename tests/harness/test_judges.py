@@ -3,7 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import replace
 from io import StringIO
-from threading import Barrier
+from threading import Barrier, Event
 from types import SimpleNamespace
 
 import pytest
@@ -483,8 +483,35 @@ def test_cases_run_beside_each_other_each_on_ranks_of_its_own(monkeypatch, job):
     assert sorted(map(str, clean)) == sorted(str(case) for case in {fault.case for fault in faults})
     on_gpu = replace(job, target=replace(job.target, device="cuda"))
     pools.clear()
-    contract.verify_contract(on_gpu, [], [BITS], Console(file=StringIO()))
+    contract.verify_contract(on_gpu, [], faults, Console(file=StringIO()))
     assert len(pools) == 1
+    contract.verify_contract(job, [], [BITS], Console(file=StringIO()))
+    assert len(pools) == 2  # no more than there are cases
+
+
+def test_an_error_in_one_case_stops_the_ranks_of_the_others(monkeypatch, job):
+    """They end after their step, and no case begins."""
+    stopped, begun, ended = [], [], Event()
+
+    def run(self, case, fault=None):
+        begun.append(case.steps)
+        if case.steps == 3:
+            raise KeyboardInterrupt
+        assert ended.wait(60)
+        return CaseResult(case, True)
+
+    class Stopped(Pool):
+        def request_stop(self):
+            stopped.append(self)
+            ended.set()
+
+    monkeypatch.setattr(contract, "rank_pool", lambda *_: nullcontext(Stopped()))
+    monkeypatch.setattr(contract.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(Verifier, "run", run)
+    cases = [replace(WINDOW, steps=steps) for steps in (3, 4, 5, 6, 7)]
+    with pytest.raises(KeyboardInterrupt):
+        contract.verify_contract(job, cases, console=Console(file=StringIO()))
+    assert len(stopped) == 2 and 7 not in begun
 
 
 def test_the_simplest_case_that_failed_is_made_smaller(monkeypatch, job):

@@ -26,6 +26,9 @@ FIGURES = json.loads(RECORD.read_text())["rows"]
         (["Table II"], ["simulate", "lab"]),
         (["Table I"], []),  # a comparison in words, which no run makes
         (["Fig. 1"], []),
+        ([""], []),
+        ([" "], []),
+        (["e"], []),
         (["2d"], ["switches", "curves", "averaging"]),
         (["bounded lag"], ["serve", "all-to-alls", "repetitions"]),
         (["all"], [*runs.RUNS]),
@@ -129,6 +132,21 @@ def test_a_picture_has_the_numbers_of_rows_whose_text_has_as_many(tmp_path, monk
     assert not any("Fig. 10e" in item for item, _ in drawn)  # the text has one number less
     assert not reproduce.draw("growth", {**FIGURES}, tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"rows": []}', '{"rows": {"lab": {"seconds": 1}}}', "[" * 10**5]
+)
+def test_a_folder_with_another_file_of_that_name_is_refused_before_any_run(
+    tmp_path, monkeypatch, console, content
+):
+    (tmp_path / "papers.json").write_text(content)
+    monkeypatch.setitem(runs.RUNS, "growth", runs.Run(made=lambda: pytest.fail("it has begun")))
+    with pytest.raises(
+        ValueError, match=r"papers\.json was not written by tritonrec reproduce: name another"
+    ):
+        reproduce.reproduce(["growth"], tmp_path, console)
+    assert (tmp_path / "papers.json").read_text() == content
 
 
 def test_the_list_shows_every_run_with_its_rows():

@@ -158,6 +158,18 @@ META = {
 }  # fmt: skip
 
 
+def test_a_setting_without_bound_comes_back():
+    """Of an optimizer of one's own; torch's have none."""
+
+    def dense():
+        model = Ranker()
+        return DenseModel(
+            model, torch.optim.SGD([{"params": [*model.parameters()], "limit": math.inf}], lr=0.1)
+        )
+
+    dense().load_state_dict(dense().state_dict())
+
+
 @pytest.mark.parametrize("kind", META)
 def test_settings_of_optimizers_and_schedulers_that_torch_would_refuse_are_refused(saved, tmp_path, kind):
     change, message = META[kind]

@@ -109,13 +109,18 @@ def _fits(given: Any, own: Any) -> bool:
         return given is None or isinstance(given, bool)
     if own is None:
         return not isinstance(given, str)
-    return not isinstance(own, NUMBERS) or (_is_finite(given) and bool(own < 0 or given >= 0))
+    if not isinstance(own, NUMBERS):
+        return True
+    return _is_number(given) and bool(given == own or (_is_finite(given) and (own < 0 or given >= 0)))
+
+
+def _is_number(given: Any) -> bool:
+    return given.numel() == 1 if isinstance(given, torch.Tensor) else isinstance(given, (int, float))
 
 
 def _is_finite(given: Any) -> bool:
     """Whether it is one finite number, of Python's or in a tensor."""
-    one = given.numel() == 1 if isinstance(given, torch.Tensor) else isinstance(given, (int, float))
-    return one and math.isfinite(given)
+    return _is_number(given) and math.isfinite(given)
 
 
 def _is_count(given: Any, least: int = 0) -> bool:

@@ -48,10 +48,10 @@ def chosen(words: Sequence[str]) -> list[str]:
             found.update(RUNS)
             continue
         made = {name: [row for row in each if row.run] for name, each in rows().items()}
+        behind = r"(?!\d)" if word[-1:].isdigit() else r"(?!\w)"  # "Fig. 10" is in "Fig. 10a"
+        asked = re.compile(rf"(?<!\w){re.escape(word)}{behind}", re.IGNORECASE)
         every = made.get(word) or [
-            row
-            for row in chain(*made.values())
-            if re.search(rf"{re.escape(word)}(?![0-9IVX])", row.item, re.IGNORECASE)
+            row for row in chain(*made.values()) if word.strip() and asked.search(row.item)
         ]
         runs = {word} if word in RUNS else {row.run.strip("`") for row in every}
         if not runs:
@@ -81,7 +81,7 @@ def reproduce(words: Sequence[str], folder: Path, console: Console) -> bool:
     """
     names = chosen(words)
     record = folder / RECORD
-    known: dict[str, Any] = json.loads(record.read_text()) if record.exists() else {"rows": {}}
+    known = _read(record) if record.exists() else {"rows": {}}
     failed, seconds = [], _recorded_seconds()
     folder.mkdir(parents=True, exist_ok=True)
     with CommandProgress(console, TimeElapsedColumn()) as progress:
@@ -113,6 +113,22 @@ def reproduce(words: Sequence[str], folder: Path, console: Console) -> bool:
         part.write_text(report(known["rows"]), encoding="utf-8")
     console.print(f"figures in {record}, all rows in {folder / REPORT}", markup=False, highlight=False)
     return not failed
+
+
+def _read(record: Path) -> dict[str, Any]:
+    """The figures of a folder's runs; ValueError where the file is none of `reproduce`'s."""
+    try:
+        known = json.loads(record.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        known = None
+    rows = known.get("rows") if isinstance(known, dict) else None
+    if not isinstance(rows, dict) or not all(
+        isinstance(row, dict) and row.keys() >= {"environment", "seconds", "figures"} for row in rows.values()
+    ):
+        raise ValueError(
+            f"{record} was not written by tritonrec reproduce: name another --folder, or remove it"
+        )
+    return known
 
 
 def report(figures: Figures) -> str:

@@ -195,15 +195,15 @@ def verify_contract(
 ) -> Report:
     """Run the contract table and inject `faults`; prints progress and tables on `console`.
 
-    As many cases run at once as the machine has processors, `AT_ONCE` at most; on GPUs one.
+    As many cases run at once as the machine has processors, `AT_ONCE` at most; on GPUs one. Where one
+    raises, or Ctrl-C ends all, those under way end after their step.
     """
     console = console or Console()
     clean = [*dict.fromkeys(fault.case for fault in faults)]
     report = Report(job)
     with (
-        _verifiers(job, [*cases, *clean], timeout) as verifiers,
+        _verifiers(job, [*cases, *clean], timeout) as (verifiers, threads),
         CommandProgress(console, TimeElapsedColumn()) as progress,
-        ThreadPoolExecutor(len(verifiers)) as threads,
     ):
         task = progress.add_task("recording references", total=len(cases) + len(clean) + len(faults))
         verifiers[0].record([*cases, *clean])
@@ -239,14 +239,22 @@ def verify_contract(
 
 
 @contextmanager
-def _verifiers(job: Job, cases: Iterable[Case], timeout: timedelta) -> Iterator[list[Verifier]]:
-    """One for each case that runs at once, on ranks of its own."""
+def _verifiers(
+    job: Job, cases: Sequence[Case], timeout: timedelta
+) -> Iterator[tuple[list[Verifier], ThreadPoolExecutor]]:
+    """One for each case that runs at once, on ranks of its own, and as many threads."""
     meshes = {case.mesh for case in cases} | {(case.restart, 1, 1) for case in cases if case.restart}
-    at_once = 1 if job.target.device != "cpu" else min(AT_ONCE, os.cpu_count() or 1)
+    at_once = 1 if job.target.device != "cpu" else min(AT_ONCE, os.cpu_count() or 1, max(len(cases), 1))
     with ExitStack() as stack:
         pools = [stack.enter_context(rank_pool(job.target.device, meshes, timeout)) for _ in range(at_once)]
         first = stack.enter_context(Verifier(job, pools[0], timeout))
-        yield [first, *map(first.beside, pools[1:])]
+        threads = stack.enter_context(ThreadPoolExecutor(at_once))
+        try:
+            yield [first, *map(first.beside, pools[1:])], threads
+        except BaseException:
+            for pool in pools:
+                pool.request_stop()
+            raise
 
 
 def _size(result: CaseResult) -> tuple[int, ...]:
