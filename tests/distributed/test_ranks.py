@@ -29,6 +29,7 @@ from tritonrec.distributed import (
     join,
     launch,
     rank_process,
+    rank_process,
 )
 from tritonrec.distributed.rank_process import StopRequests, is_lost
 from tritonrec.distributed.signals import end_with_parent
@@ -467,3 +468,18 @@ def test_an_error_of_the_ranks_own_is_blamed_on_nobody_else(error, lost):
     caused = ValueError("outside")
     caused.__cause__ = error
     assert is_lost(caused) == isinstance(error, RankDiedError)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_groups_of_a_pool_of_several_meshes_share_the_thread_that_moves_messages():
+    def added(kind):
+        before = len(os.listdir("/proc/self/task"))
+        groups = [kind(dist.HashStore(), 0, 1, timedelta(seconds=5)) for _ in range(5)]
+        return len(os.listdir("/proc/self/task")) - before, groups
+
+    plain = dist.distributed_c10d.ProcessGroupGloo
+    alone, _kept = added(plain)
+    with rank_process._one_device():
+        shared, _too = added(dist.distributed_c10d.ProcessGroupGloo)
+    assert shared <= alone - 5  # one for each group less
+    assert dist.distributed_c10d.ProcessGroupGloo is plain
