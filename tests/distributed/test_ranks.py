@@ -29,7 +29,6 @@ from tritonrec.distributed import (
     join,
     launch,
     rank_process,
-    rank_process,
 )
 from tritonrec.distributed.rank_process import StopRequests, is_lost
 from tritonrec.distributed.signals import end_with_parent
