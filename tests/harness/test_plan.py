@@ -262,7 +262,13 @@ def test_a_plan_of_another_run_is_refused(plan_file, options, says):
     assert code and says in output
 
 
-@pytest.mark.parametrize("change", [("ranks", None), ("settings", "a = "), ("rows", "many"), (None, None)])
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("ranks", None), ("settings", "a = "), ("rows", "many"), ("rows", -1), ("step_seconds", float("nan")),
+        ("step_seconds", 0), ("ranks", [{"peak": -5}]), (None, None),
+    ],
+)  # fmt: skip
 def test_a_file_that_is_no_plan_is_named(plan_file, tmp_path, change):
     name, value = change
     other = tmp_path / "other.json"

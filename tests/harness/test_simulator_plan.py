@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tritonrec.harness.cli import app
-from tritonrec.harness.simulator import Link, Plan, StageCosts, from_trace, load, search
+from tritonrec.harness.simulator import Link, Plan, StageCosts, cost_files, from_trace, load, search
 from tritonrec.harness.simulator.cost_files import as_json
 from tritonrec.harness.simulator.measured import predict_costs, replay_lab, replay_traces
 from tritonrec.harness.simulator.stage_costs import STAGES, Measured
@@ -93,6 +93,15 @@ def test_costs_of_a_trace_predict_its_own_step():
     (row,) = replay_traces([TRACES / "sequential.pftrace"])
     assert row.fitted and row.step == pytest.approx(measured, rel=0.05)
     assert abs(row.error) < 0.15
+
+
+def test_a_trace_of_some_ranks_gives_no_costs(monkeypatch):
+    whole = read(TRACES / "sequential.pftrace")
+    monkeypatch.setattr(
+        cost_files, "read", lambda _: replace(whole, metadata={**whole.metadata, "world_size": 3})
+    )
+    with pytest.raises(ValueError, match="has ranks 0, 1 of 3, .* give the trace of the whole run"):
+        from_trace(TRACES / "sequential.pftrace")
 
 
 def lab_report():
