@@ -100,7 +100,7 @@ def test_a_trace_of_some_ranks_gives_no_costs(monkeypatch):
     monkeypatch.setattr(
         cost_files, "read", lambda _: replace(whole, metadata={**whole.metadata, "world_size": 3})
     )
-    with pytest.raises(ValueError, match="has ranks 0, 1 of 3, .* give the trace of the whole run"):
+    with pytest.raises(ValueError, match=r"has ranks 0, 1 of 3, .* give the trace of the whole run"):
         from_trace(TRACES / "sequential.pftrace")
 
 
