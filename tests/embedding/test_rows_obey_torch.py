@@ -347,6 +347,10 @@ def test_clipping_that_leaves_rows_out_is_refused(clip):
     assert all(bool((each.grad == 3).all()) for each in dense)
     clip(dense, 0.5)
     assert all(bool((each.grad <= 0.5).all()) for each in dense)
+    for each in net.parameters():
+        each.requires_grad_(not isinstance(each, RowsParameter))
+    clip(net.parameters(), 0.25)  # frozen rows have no gradients to leave out
+    assert all(bool((each.grad <= 0.25).all()) for each in dense)
 
 
 def test_tables_that_do_not_fit_are_not_averaged():

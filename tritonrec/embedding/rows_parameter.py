@@ -45,7 +45,7 @@ class RowsParameter(torch.nn.Parameter):
                 f"{name} of a parameter that stands for rows of a hash embedding would see no gradient: hook "
                 "the module's output, and clip by HashOptimizer.clip_grad_norm_"
             )
-        if func == torch.Tensor.grad.__get__ and _clips_without_rows():  # type: ignore[union-attr]
+        if func == torch.Tensor.grad.__get__ and args[0].requires_grad and _clips_without_rows():  # type: ignore[union-attr]
             raise TypeError(
                 "torch's clipping of these parameters would leave out the gradients of rows of a hash "
                 "embedding: take HashOptimizer.clip_grad_norm_(model.parameters(), max_norm), or clip the "
