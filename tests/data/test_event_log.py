@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 from dataclasses import replace
 
-import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
@@ -338,79 +336,6 @@ def test_a_format_stands_in_a_source(format):
     )
 
 
-def test_a_question_mark_in_a_path_is_a_path(tmp_path):
-    for name in ("day_?.csv", "a?user=b.csv"):
-        assert with_query(f"csv:{name}") == (f"csv:{name}", {}) or "user" in name
-    (tmp_path / "a?user=b").write_text("user,item,time\n1,2,3\n")
-    assert columns(load(f"csv:{tmp_path}/a?user=b")) == [[1], [2], [3]]
-    assert with_query("csv:https://here/x.csv?token=1")[1] == {}
-    with pytest.raises(ValueError, match="no setting 'usr' of a format; known are user, item"):
-        load("csv:x.csv?usr=a")
-    with pytest.raises(ValueError, match="time_unit takes one of auto, s, ms, us, ns, step, got 'h'"):
-        load("csv:x.csv?time_unit=h")
-    with pytest.raises(ValueError, match="no setting 'TIME_UNIT'"):
-        load("csv:x.csv?TIME_UNIT=s")
-    with pytest.raises(ValueError, match="user stands in the settings twice"):
-        load("csv:x.csv?user=a&item=b&user=c")
-    with pytest.raises(ValueError, match="label_threshold must be a number, got nan"):
-        load("csv:x.csv?label_threshold=nan")
-    with pytest.raises(ValueError, match="has a format of its own: leave out user"):
-        load("ml-100k", LogFormat(user="a"))
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"absent\.csv"):
-        load(tmp_path / "absent.csv")
-    with pytest.raises(ValueError, match="unknown data 'movies': expected a path"):
-        load("movies")
-
-
-def test_files_are_in_the_order_of_their_numbers_and_brackets_are_letters(tmp_path):
-    for day in (0, 1, 2, 10, 23):
-        (tmp_path / f"day_{day}.csv").write_text(f"user,item,time\n1,{day},{day}\n")
-    assert load(f"csv:{tmp_path}", STEP).item.tolist() == [0, 1, 2, 10, 23]
-    assert load(f"{tmp_path}/day_[12]*.csv", STEP).item.tolist() == [1, 2, 10, 23]
-    (tmp_path / "day_3.csv").write_text("")  # a shard without rows
-    assert load(f"csv:{tmp_path}", STEP).item.tolist() == [0, 1, 2, 10, 23]
-    odd = tmp_path / "a[1].tsv"
-    odd.write_text("user\titem\ttime\n1\t2\t3\n")
-    assert load(odd).item.tolist() == load(f"csv:{odd}").item.tolist() == [2]
-
-
-@pytest.mark.parametrize("at", ["folder", "working directory", "memory"])
-def test_what_a_glob_matches(tmp_path, monkeypatch, at):
-    """Its folders are all their files, ``**`` any number of folders, and what exists is no pattern."""
-    base = {"folder": f"{tmp_path}/", "working directory": "", "memory": "memory://globs/"}[at]
-    monkeypatch.chdir(tmp_path)
-    memory = fsspec.filesystem("memory")
-    files = (
-        "a.csv",
-        "x1/b.csv",
-        "x1/y/c10.csv",
-        "x1/y/c9.csv",
-        "x2/_t/d.csv",
-        "x[1]/e.csv",
-        "q?/f.csv",
-        "q1/g.csv",
-    )
-    for item, name in enumerate(files):
-        text = f"user,item,time\n1,{item},5\n"
-        if at == "memory":
-            memory.pipe(f"/globs/{name}", text.encode())
-        else:
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_text(text)
-    expected = {
-        "*.csv": [0], "x1/*": [1, 3, 2], "x1*": [1, 3, 2], "**/c*.csv": [3, 2], "**/[ab].csv": [0, 1],
-        "x[1]": [5], "x[1]/*.csv": [5], "q?": [6], "q?/f.csv": [6], "x?/b.csv": [1],
-    }  # fmt: skip
-    assert {glob: load(f"csv:{base}{glob}").item.tolist() for glob in expected} == expected
-    if at == "working directory":
-        (tmp_path / "csv:1").mkdir()
-        (tmp_path / "csv:1" / "a.csv").write_text("user,item,time\n1,9,5\n")
-        assert load("./csv:1/a.csv").item.tolist() == [9]
-
-
 def arrays(**others):
     return {"user": [1, 2, 1], "item": [10, 11, 12], "timestamp": [1396867869, 5, 1396867870]} | others
 
@@ -436,18 +361,6 @@ def test_whole_floats_in_text_name_the_setting(tmp_path):
     (tmp_path / "a.csv").write_text("user,item,time\n3.0,2,4\n5.0,2,4\n")
     with pytest.raises(ValueError, match=r"'3\.0'.*whole_floats=true"):
         load(tmp_path / "a.csv")
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("gone")])
-def test_a_pipe_or_a_link_to_nothing_is_no_file_of_a_log(tmp_path, make):
-    make(tmp_path / "b.csv")
-    with pytest.raises((ValueError, FileNotFoundError), match=r"b\.csv: (neither a file nor a|no such)"):
-        load(tmp_path / "b.csv")
-    (tmp_path / "a.csv").write_text("user,item,time\n3,2,4\n")
-    for source in (tmp_path, f"{tmp_path}/*.csv"):
-        with pytest.raises(ValueError, match=r"b\.csv: no file, but a link to nothing, a pipe or a dev"):
-            load(source)
-    assert len(load(f"{tmp_path}/a*.csv")) == 1
 
 
 def test_whole_floats_are_ids_by_choice(tmp_path):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from guard_models import Backward
 from trainer_parts import DIM, NoParameters, batches, parts, trainer
 
 from tritonrec import nn
@@ -108,18 +109,6 @@ def test_a_generator_of_ones_own_is_not_torchs():
         assert len(list(training.run(batches(2)))) == 2 and training.guard.checks > 0
 
 
-class MeanGradient(torch.autograd.Function):
-    """Its value is the argument, its gradient the mean over the batch."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, dx):
-        return dx.mean(0).expand_as(dx)
-
-
 class ParametersByCut(torch.nn.Module):
     """Losses and gradients of rows are those of a sample; parameters' gradients are means over the batch."""
 
@@ -134,14 +123,14 @@ class ParametersByCut(torch.nn.Module):
         return nn.sum_by_sample(1 - torch.tanh((hidden * rows[tokens : 2 * tokens]).sum(1)), batch.offsets)
 
     def hidden(self, rows, offsets):
-        return MeanGradient.apply(self.mix(rows.detach(), offsets))
+        return Backward.apply(self.mix(rows.detach(), offsets))
 
 
 class RowsByCut(ParametersByCut):
     """The other way: of all gradients those of rows alone are means over the batch."""
 
     def hidden(self, rows, offsets):
-        return self.mix(MeanGradient.apply(rows), offsets)
+        return self.mix(Backward.apply(rows), offsets)
 
 
 @pytest.mark.parametrize(
