@@ -129,7 +129,7 @@ def _one_device() -> Iterator[None]:
     groups of fourteen meshes that is an eighth of a core for every rank. torch passes no options on to gloo.
     """
     plain: Any = c10d.ProcessGroupGloo
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     device = plain.create_device(interface=interface) if interface else plain.create_default_device()
 
     class OnOneDevice(plain):

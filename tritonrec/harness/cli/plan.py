@@ -12,6 +12,7 @@ import typer
 from ...distributed.groups import validate_division
 from ...settings import bytes_of
 from ..simulator import run
+from ..simulator.stage_costs import MOST_WORKERS
 from ..train.config import read_config
 from .options import MOST_RANKS, TimeoutOption
 from .outputs import checked, require_writable
@@ -27,7 +28,8 @@ def plan(
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Measure the costs from this trace instead.")] = None,
     world_size: Annotated[
-        int | None, typer.Option(min=1, max=2**20, help="Ranks to plan for; default: those measured, or one.")
+        int | None,
+        typer.Option(min=1, max=MOST_WORKERS, help="Ranks to plan for; default: those measured, or one."),
     ] = None,
     replicas: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Copies of the tables.")] = 1,
     nodes: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Nodes that ranks are treated as.")] = 1,

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ..simulator import Workload, run
+from ..simulator.stage_costs import MOST_WORKERS
 from .options import with_options
 from .outputs import checked, require_writable
 
@@ -22,7 +23,8 @@ def simulate(
         typer.Option(help="Predict a lab's report, or traces, the first of which gives the costs; repeat."),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, max=2**20, help="Also simulate so many workers, each by itself.")
+        int | None,
+        typer.Option(min=1, max=MOST_WORKERS, help="Also simulate so many workers, each by itself."),
     ] = None,
     jitter: Annotated[
         float, typer.Option(min=0, max=1, help="Scatter of tasks: of --workers, and of the curves.")

@@ -32,12 +32,13 @@ import numpy as np
 
 from tritonrec.pipeline.schedule import NESTPIPE, Task
 from tritonrec.settings import typed
+from tritonrec.trace.reader import MOST_RANKS
 
 from .engine import Cost
 from .plan import Plan
 
-MOST_WORKERS = 1 << 20
-"""That are simulated."""
+MOST_WORKERS = MOST_RANKS
+"""That are simulated: as many as a trace can have."""
 STAGES = tuple(stage.name for stage in NESTPIPE.stages)
 PER_MICRO_BATCH = tuple(stage.name for stage in NESTPIPE.stages if stage.per_micro_batch)
 EXCHANGES = ("exchange", "gradient_exchange")
