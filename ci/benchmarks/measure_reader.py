@@ -61,7 +61,7 @@ def epoch(stream: ClickStream) -> int:
     return sum(stream.batch(step).num_samples for step in range(stream.steps_per_epoch))
 
 
-def clicks(folder: Path, rows: int) -> None:
+def clicks(folder: Path, rows: int, row_group_size: int | None = 8192) -> None:
     random = np.random.default_rng(0)
     made = {"label": random.integers(0, 2, rows).astype(np.int8)}
     made |= {name: random.integers(0, 3000, rows) for name in CRITEO_COUNTS}
@@ -70,7 +70,9 @@ def clicks(folder: Path, rows: int) -> None:
     table = pa.table(made)
     for number in range(4):
         pq.write_table(
-            table.slice(number * rows // 4, rows // 4), folder / f"{number}.parquet", row_group_size=8192
+            table.slice(number * rows // 4, rows // 4),
+            folder / f"{number}.parquet",
+            row_group_size=row_group_size,
         )
 
 
@@ -94,12 +96,14 @@ def main() -> None:
         os.environ["TRITONREC_CACHE"] = str(folder / "cache")
         random = np.random.default_rng(1)
         if "clicks" in args.only or not args.only:
-            clicks(folder / "clicks", rows)
-            report("ClickStream, 40 columns of Parquet", {
-                "ClickStream": lambda: epoch(ClickStream(folder / "clicks", BATCH, 3, columns=CRITEO)),
-                "pyarrow, shuffle buffer": lambda: shuffled(folder / "clicks", COLUMNS),
-                "pyarrow alone": lambda: plain(folder / "clicks", COLUMNS),
-            })  # fmt: skip
+            for size in (8192, None):
+                path = folder / f"clicks-{size}"
+                clicks(path, rows, size)
+                report(f"ClickStream, 40 columns of Parquet, row groups of {size or 'the default size'}", {
+                    "ClickStream": lambda path=path: epoch(ClickStream(path, BATCH, 3, columns=CRITEO)),
+                    "pyarrow, shuffle buffer": lambda path=path: shuffled(path, COLUMNS),
+                    "pyarrow alone": lambda path=path: plain(path, COLUMNS),
+                })  # fmt: skip
         if "csv" in args.only or not args.only:
             path = folder / "log.csv"
             pandas.DataFrame({

@@ -6,17 +6,29 @@ Any compression of Parquet will do.
 
 Opening a dataset reads the footers of its files. `RowReader` reads pages as it decodes them, so its memory is
 that of a few hundred rows and of a page of each column, not of a row group.
+
+A reader decodes a row group from its first row on: pyarrow cannot seek in it. Readers that divide one, such
+as the only group of a file that pyarrow wrote by default, would decode it again and again (``-``: rows that
+are decoded and dropped). `DecodedGroups` decodes it once, into a file that all of them map::
+
+    row group             [ a a a a a a ]
+    decoded by reader 0     0 0                 once:  a a a a a a  ->  Arrow file
+    decoded by reader 1     - - 1 1
+    decoded by reader 2     - - - - 2 2
 """
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -41,6 +53,8 @@ KEPT_CHUNKS = 100_000
 """Column chunks whose places are kept in memory, of the files used last; other footers are read again."""
 FRAME_ROWS = 1 << 13
 """Rows of a row group of a frame."""
+MOST_DECODED = 4 << 30
+"""Bytes of `DecodedGroups` by default."""
 
 
 @dataclass
@@ -226,12 +240,18 @@ class RowReader:
     Args:
         counts: of what is read, which readers may share.
         at_once: rows that are decoded at once, and wait until they are read.
+        decoded: of row groups that other readers read as well.
     """
 
     def __init__(
-        self, rows: ParquetRows, counts: ReadCounts | None = None, at_once: int = BATCH_ROWS
+        self,
+        rows: ParquetRows,
+        counts: ReadCounts | None = None,
+        at_once: int = BATCH_ROWS,
+        decoded: DecodedGroups | None = None,
     ) -> None:
         self.rows, self.counts, self._at_once = rows, counts or ReadCounts(), at_once
+        self._decoded = decoded
         self._group, self._at = -1, 0
         self._source: _CountedFile | None = None
         self._batches: Iterator[pa.RecordBatch] = iter(())
@@ -270,7 +290,10 @@ class RowReader:
 
     def _read(self, stretch: Stretch, file: str, number: int) -> Iterator[pa.RecordBatch]:
         if stretch.group != self._group or stretch.first < self._at:
-            self._open(stretch.group, file, number)
+            self.close()
+            if self._decoded is None or not (found := self._decoded.at(stretch, self.counts)):
+                found = 0, self._open(stretch.group, file, number)
+            self._group, (self._at, self._batches) = stretch.group, found
         while self._at < stretch.last:
             batch = self._rest if self._rest is not None else next(self._batches, None)
             if batch is None:
@@ -283,8 +306,7 @@ class RowReader:
             left = len(batch) - skipped - taken
             self._rest = batch.slice(skipped + taken) if left else None
 
-    def _open(self, group: int, file: str, number: int) -> None:
-        self.close()
+    def _open(self, group: int, file: str, number: int) -> Iterator[pa.RecordBatch]:
         self._source = _CountedFile(self.rows.filesystem.open_input_file(file), self.counts)
         found = pq.ParquetFile(
             pa.PythonFile(self._source, mode="r"),
@@ -298,10 +320,78 @@ class RowReader:
         if about.num_rows != self.rows.file_rows[group]:
             raise OSError(f"it has {about.num_rows} rows, and had {self.rows.file_rows[group]} before")
         self.counts.rows += about.num_rows
-        self._batches = found.iter_batches(
+        return found.iter_batches(
             self._at_once, row_groups=[number], columns=self.rows.columns, use_threads=False
         )
-        self._group, self._at = group, 0
+
+
+class DecodedGroups:
+    """Row groups of which several readers read parts, decoded once into Arrow files of this process.
+
+    Args:
+        groups: those, by number.
+        at_once: rows that are decoded, and later mapped, at once.
+        most_bytes: that the files may have. What is beyond, or finds the disk full, is decoded by every
+            reader, with a warning.
+
+    Readers may be on several threads. The page cache has of the files what memory has room for.
+    """
+
+    def __init__(
+        self,
+        rows: ParquetRows,
+        groups: Iterable[int],
+        at_once: int = BATCH_ROWS,
+        most_bytes: int = MOST_DECODED,
+    ) -> None:
+        self._rows, self._groups, self._at_once, self._left = rows, set(groups), at_once, most_bytes
+        self._folder: ScratchFolder | None = None
+        self._files: dict[int, Path] = {}
+        self._lock = Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._rows, self._groups, self._at_once, self._left)
+
+    def at(self, stretch: Stretch, counts: ReadCounts) -> tuple[int, Iterator[pa.RecordBatch]] | None:
+        """A row at or before the stretch's first one, and the group's batches from that row on; None where
+        the group is decoded by its reader. Raises the errors of `RowReader.read`.
+        """
+        with self._lock:
+            if stretch.group in self._groups and stretch.group not in self._files:
+                self._write(stretch.group, counts)
+            path = self._files.get(stretch.group)
+        if path is None:
+            return None
+        found, number = pa.ipc.open_file(pa.memory_map(str(path))), stretch.first // self._at_once
+        return number * self._at_once, map(found.get_batch, range(number, found.num_record_batches))
+
+    def _write(self, group: int, counts: ReadCounts) -> None:
+        (whole,), size = self._rows.stretches([group]), self._at_once
+        reader, path = RowReader(self._rows, counts, size), None
+        try:
+            self._folder = self._folder or ScratchFolder()
+            path = Path(self._folder.name) / f"{group}.arrow"
+            with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, self._rows.schema) as writer:
+                for first in range(0, whole.last, size):
+                    part = Stretch(group, first, min(first + size, whole.last))
+                    writer.write_table(reader.read(part).combine_chunks())
+                    if sink.tell() > self._left:
+                        raise OSError(f"{self._left} bytes are left of those that they may have")
+        except OSError as error:
+            if path is not None:
+                path.unlink(missing_ok=True)
+            self._groups.clear()
+            warnings.warn(
+                f"{self._rows.path}: row groups of up to {self._rows.group_rows.max()} rows are decoded by "
+                "each reader that has a part of them, as no more fit on the disk of temporary files "
+                f"({error}): write the files with smaller row groups, or read with fewer readers",
+                stacklevel=2,
+            )
+        else:
+            self._left -= path.stat().st_size
+            self._files[group] = path
+        finally:
+            reader.close()
 
 
 class _CountedFile:

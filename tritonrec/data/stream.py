@@ -72,7 +72,8 @@ class Stream(Endless[BatchType]):
         buffer_rows: int = 1 << 18,
         readers: int = 64,
     ) -> None:
-        from tritonrec.data.parquet_rows import ParquetRows, ReadCounts  # pyarrow is slow to import
+        # pyarrow is slow to import
+        from tritonrec.data.parquet_rows import DecodedGroups, ParquetRows, ReadCounts
 
         self.rows = rows if isinstance(rows, ParquetRows) else ParquetRows(rows)
         if collate is not None:
@@ -83,6 +84,8 @@ class Stream(Endless[BatchType]):
         self.readers: Sequence[int] = self.plan.readers_of(rank, world_size)
         self.step = 0
         self.counts: ReadCounts = ReadCounts()
+        self._at_once = min(self.plan.block_rows, MOST_AT_ONCE)
+        self._decoded = DecodedGroups(self.rows, self.plan.divided.tolist(), self._at_once)
         self._blocks: dict[int, _Blocks] = {}
         self._whole: Stream[BatchType] | None = None
 
@@ -184,7 +187,7 @@ class Stream(Endless[BatchType]):
 def cut(rows: Rows, first: int, last: int) -> Rows:
     """The rows from `first` to `last`."""
     if isinstance(rows, tuple):
-        return tuple(own[..., first:last] for own in rows)
+        return tuple([own[..., first:last] for own in rows])
     return rows.slice(first, last - first)
 
 
@@ -204,8 +207,8 @@ class _Blocks:
         from tritonrec.data.parquet_rows import RowReader
 
         self._number = reader
-        at_once = min(stream.plan.block_rows, MOST_AT_ONCE)
-        self._reader: RowReader = RowReader(stream.rows, stream.counts, at_once)
+        decoded = stream._decoded if len(stream.readers) > 1 else None
+        self._reader: RowReader = RowReader(stream.rows, stream.counts, stream._at_once, decoded)
         self._known: tuple[int, int, int] | None = None  # epoch, first, last
         self._numbers = np.empty(0, dtype=np.int64)
         self._rows: Any = None

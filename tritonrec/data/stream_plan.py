@@ -87,6 +87,11 @@ class StreamPlan:
         """Rows of a block."""
         return max(self.buffer_rows // self.readers, 1)
 
+    @property
+    def divided(self) -> np.ndarray:
+        """Row groups that have more rows than a reader's stretch, by number."""
+        return np.flatnonzero(self.group_rows * self.readers > self.num_rows)
+
     def num_samples(self, step: int) -> int:
         """Samples of the global batch."""
         first, last = self._samples(step)[1:]
@@ -107,7 +112,7 @@ class StreamPlan:
     def parts(self, step: int) -> tuple[int, list[int], list[int]]:
         """Epoch, and of each reader the places [first, last) in its stretch of the step's samples."""
         epoch, *ends = self._samples(step)
-        first, last = ([self._before(end, place) for place in self._places] for end in ends)
+        first, last = (self._before(end).tolist() for end in ends)
         return epoch, first, last
 
     def block(self, reader: int, place: int) -> tuple[int, int]:
@@ -118,13 +123,12 @@ class StreamPlan:
         number = -1 if place < head else (place - head) // size
         first = 0 if number < 0 else head + number * size
         last = head if number < 0 else first + size
-        return first, min(last, self._length(reader))
+        return first, min(last, self._starts[reader + 1] - self._starts[reader])
 
     def rows(self, epoch: int, reader: int, first: int, last: int) -> list[Stretch]:
         """The rows at [first, last) of a reader's stretch, before a block's shuffle."""
         order, ends = self._groups(epoch)
-        start = sum(map(self._length, range(reader)))
-        at, stop = start + first, start + last
+        at, stop = self._starts[reader] + first, self._starts[reader] + last
         found = []
         while at < stop:
             number = bisect_right(ends, at)
@@ -153,13 +157,14 @@ class StreamPlan:
         bits = self.readers.bit_length() - 1
         return [int(f"{reader:0{bits}b}"[::-1], 2) if bits else 0 for reader in range(self.readers)]
 
-    def _before(self, sample: int, place: int) -> int:
-        """Samples below `sample` of the reader at `place`."""
-        return max(-(-(sample - place) // self.readers), 0)
+    def _before(self, sample: int) -> np.ndarray:
+        """(V,) int64: samples below `sample` of each reader."""
+        return np.maximum(-((np.array(self._places) - sample) // self.readers), 0)
 
-    def _length(self, reader: int) -> int:
-        """Rows of the reader's stretch."""
-        return self._before(self.num_rows, self._places[reader])
+    @cached_property
+    def _starts(self) -> list[int]:
+        """Where the stretch of each reader begins, and the last one ends (V + 1)."""
+        return [0, *np.cumsum(self._before(self.num_rows)).tolist()]
 
     def _groups(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The epoch's order of row groups (G,), and the ends of their rows in it (G,)."""
