@@ -22,7 +22,7 @@ class Model(tnn.Module):
         self.blocks = tnn.ModuleList([tnn.Sequential(tnn.Linear(8, 8), tnn.SiLU(), tnn.GELU())])
         self.attn = tnn.MultiheadAttention(8, 2, bias=False, batch_first=True)
         self.conv, self.gru = tnn.Conv1d(8, 8, 3, padding="same"), tnn.GRU(8, 8, 2, batch_first=True)
-        self.norm, self.gate = tnn.RMSNorm(8), tnn.Sigmoid()
+        self.norm, self.gate, self.slope = tnn.RMSNorm(8), tnn.Sigmoid(), tnn.PReLU(4)
         self.again = self.blocks[0][0]
 
     def forward(self, ids):
@@ -30,7 +30,7 @@ class Model(tnn.Module):
         hidden = ids == 0
         mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
         x = self.encoder(x, mask, hidden)
-        x = self.blocks[0](x) + self.again(x)
+        x = self.blocks[0](x) + self.slope(self.again(x))
         x = self.norm(x + self.attn(x, x, x, key_padding_mask=hidden, need_weights=False)[0])
         return self.gate(self.gru(self.conv(x.transpose(1, 2)).transpose(1, 2))[0])
 
@@ -87,6 +87,7 @@ class Mine(tnn.Linear):
 LEFT = {
     "BatchNorm1d: it mixes the samples": lambda: tnn.BatchNorm1d(3),
     "BatchNorm1d: it mixes": lambda: tnn.BatchNorm1d(3, affine=False),
+    "ParameterList: take nn.expand": lambda: tnn.ParameterList([tnn.Parameter(torch.ones(3))]),
     "LSTM: .* take GRU": lambda: tnn.LSTM(3, 3),
     "Softplus: on a CPU the last elements": lambda: tnn.Softplus(),
     "Dropout1d: it draws": lambda: tnn.Dropout1d(),

@@ -81,6 +81,17 @@ def test_sigmoid_is_precise_in_both_tails():
     assert sigmoid(torch.tensor([float("nan")])).isnan().all()
 
 
-def test_shapes_that_do_not_fit_are_named():
-    with pytest.raises(ValueError, match=r"both be \(L, T\), got \(3, 2\) and \(3,\)"):
-        binary_cross_entropy(torch.zeros(3, 2), torch.zeros(3))
+@pytest.mark.parametrize(
+    "shapes", [((3, 2), (3,)), ((3, 1), (3,)), ((3,), (3, 1)), ((3,), (4,)), ((2, 3, 1),) * 2]
+)
+def test_shapes_that_do_not_fit_are_named(shapes):
+    with pytest.raises(ValueError, match=r"both be \(L,\) or \(L, T\), got \(") as error:
+        binary_cross_entropy(*map(torch.zeros, shapes))
+    assert str(error.value).endswith(" and ".join(map(str, shapes)))
+
+
+def test_one_task_may_have_no_dimension_of_its_own():
+    logits, labels, dy = numbers(101, 1)
+    losses, gradient = run(logits[:, 0], labels[:, 0], dy)
+    other, another = run(logits, labels, dy)
+    assert torch.equal(losses, other) and torch.equal(gradient, another[:, 0])

@@ -80,6 +80,8 @@ MODULES = {
         X[:, :1, :4],
     ),
     "sigmoid": (lambda made: made.Sigmoid(), X * 20),
+    "prelu": (lambda made: made.PReLU(), X),
+    "prelu_channels": (lambda made: made.PReLU(T, init=-0.5), X),
     "conv": (lambda made: Turned(made.Conv1d(D, 5, 3, padding=1)), X),
     "conv_same": (lambda made: Turned(made.Conv1d(D, 5, 4, padding="same", dilation=3, bias=False)), X),
     "conv_strided": (lambda made: Turned(made.Conv1d(D, 5, 2, stride=2)), X),

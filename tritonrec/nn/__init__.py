@@ -10,7 +10,7 @@ from .fuxi import FuXi, FuXiConfig, FuXiLayer
 from .grm import GRM, GRM_SIZES, GRMConfig
 from .hstu import HSTU, HSTUConfig, HSTULayer
 from .hstu_layer import RECOMPUTED
-from .layers import GELU, Dropout, Embedding, LayerNorm, Linear, RMSNorm, Sigmoid, SiLU
+from .layers import GELU, Dropout, Embedding, LayerNorm, Linear, PReLU, RMSNorm, Sigmoid, SiLU
 from .losses import binary_cross_entropy, in_batch_softmax, sigmoid
 from .mmoe import MMoE
 from .modules import (
@@ -57,6 +57,7 @@ __all__ = [
     "MMoE",
     "MultiheadAttention",
     "NextItemModel",
+    "PReLU",
     "Padded",
     "PaddedNextItem",
     "PositionalEmbedding",

@@ -61,10 +61,7 @@ def _convert(
         parent.enable_nested_tensor = parent.use_nested_tensor = False
     for own, parameter in parent._parameters.items():
         if parameter is not None and not _is_ours(parent):
-            report.left[f"{prefix}{own}"] = (
-                f"a parameter of {type(parent).__name__}: take nn.expand(parameter, rows) where its code "
-                "broadcasts it, ops.linear where it multiplies"
-            )
+            report.left[f"{prefix}{own}"] = f"a parameter of {type(parent).__name__}: {PARAMETER}"
     for name, child in list(parent._modules.items()):
         if child is None:
             continue
@@ -120,12 +117,14 @@ def _reason_to_leave(module: torch.nn.Module) -> str:
     return ""
 
 
+PARAMETER = "take nn.expand(parameter, rows) where your code broadcasts it, ops.linear where it multiplies"
 BATCH = "it mixes the samples of a batch; take LayerNorm or RMSNorm"
 ELEMENTWISE = "on a CPU the last elements of an array go another path; take ReLU, nn.GELU or nn.SiLU"
 LEFT: dict[type | tuple[type, ...], str] = {
     (tnn.modules.batchnorm._NormBase,): BATCH,
     (tnn.GroupNorm, tnn.LocalResponseNorm): "tritonrec.nn has none; take LayerNorm",
     (tnn.LSTM, tnn.RNN, tnn.LSTMCell, tnn.RNNCell, tnn.GRUCell): "tritonrec.nn has none; take GRU",
+    (tnn.ParameterList, tnn.ParameterDict): PARAMETER,
     (tnn.Transformer, tnn.TransformerDecoder, tnn.TransformerDecoderLayer): (
         "tritonrec.nn has none; build it of MultiheadAttention"
     ),
@@ -218,6 +217,7 @@ CONVERTED: dict[type, Callable[..., torch.nn.Module]] = {
     tnn.SiLU: lambda m: layers.SiLU(),
     tnn.GELU: lambda m: layers.GELU(m.approximate),
     tnn.Sigmoid: lambda m: layers.Sigmoid(),
+    tnn.PReLU: lambda m: _holding(layers.PReLU(m.num_parameters, device="meta"), m),
     tnn.Conv1d: _conv,
     tnn.GRU: _gru,
     tnn.MultiheadAttention: _attention,

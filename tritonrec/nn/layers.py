@@ -268,6 +268,33 @@ class GELU(torch.nn.Module):
         return gelu(x, self.approximate == "tanh")
 
 
+class PReLU(torch.nn.Module):
+    """``torch.nn.PReLU``: x where it is positive, else weight * x; channels are dimension 1, as there."""
+
+    def __init__(self, num_parameters: int = 1, init: float = 0.25, device=None, dtype=None):
+        super().__init__()
+        self.num_parameters, self.init = num_parameters, init
+        self.weight = new_parameter(num_parameters, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """All `init`."""
+        torch.nn.init.constant_(self.weight, self.init)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, C, ...) -> the same, C being any number for one weight, else that of weights."""
+        if self.num_parameters == 1:
+            slope = expand(self.weight, *x.shape)[..., 0]
+        elif x.dim() < 2 or x.shape[1] != self.num_parameters:
+            raise ValueError(f"x must be (B, {self.num_parameters}, ...), got {tuple(x.shape)}")
+        else:
+            slope = expand(self.weight, len(x), *x.shape[2:]).movedim(-1, 1)
+        return torch.where(x > 0, x, slope.to(x.dtype) * x)
+
+    def extra_repr(self) -> str:
+        return f"num_parameters={self.num_parameters}"
+
+
 class Sigmoid(torch.nn.Module):
     """``torch.nn.Sigmoid`` whose value at an element depends on that element alone."""
 

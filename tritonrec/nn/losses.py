@@ -27,17 +27,17 @@ def binary_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
     """Cross entropies -y log s(z) - (1 - y) log(1 - s(z)) of each row, added from the first task to the last.
 
     Args:
-        logits: z, (L, T), float32 or of lower precision. labels: y, (L, T), any number type, in [0, 1].
+        logits: z, (L, T), or (L,) of one task, float32 or of lower precision. labels: y, the same shape, any
+            number type, in [0, 1].
     Returns:
         (L,) float32, >= 0. Differentiable in the logits.
     Raises:
         ValueError: shapes that do not fit.
     """
-    if logits.dim() != 2 or labels.shape != logits.shape:
-        raise ValueError(
-            f"logits and labels must both be (L, T), got {tuple(logits.shape)} and {tuple(labels.shape)}"
-        )
-    logits = widen(logits)
+    if logits.dim() not in (1, 2) or labels.shape != logits.shape:
+        shapes = f"{tuple(logits.shape)} and {tuple(labels.shape)}"
+        raise ValueError(f"logits and labels must both be (L,) or (L, T), got {shapes}")
+    logits, labels = (each[:, None] if each.dim() == 1 else each for each in (widen(logits), labels))
     return _BinaryCrossEntropy.apply(logits, labels.to(logits.dtype))
 
 
