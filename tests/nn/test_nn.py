@@ -325,3 +325,15 @@ def test_sums_by_sample():
     assert sums.tolist() == [0.0, 7.0, 0.0, 8.0]
     sums.backward(torch.tensor([1.0, 2.0, 3.0, 4.0]))
     assert values.grad.tolist() == [2.0, 2.0, 2.0, 4.0]
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (1,)])
+@pytest.mark.parametrize("lengths", [[0, 3, 0, 1], [0, 0]])
+def test_sums_by_sample_of_rows(shape, lengths):
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    values = torch.randn(int(offsets[-1]), *shape, requires_grad=True)
+    sums, weights = sum_by_sample(values, offsets), torch.randn(len(lengths), *shape)
+    columns = [sum_by_sample(column.contiguous(), offsets) for column in values.detach().flatten(1).unbind(1)]
+    assert torch.equal(sums, torch.stack(columns, 1).view_as(weights))
+    sums.backward(weights)
+    assert torch.equal(values.grad, weights.repeat_interleave(torch.tensor(lengths), 0))

@@ -71,8 +71,9 @@ def check_longest(lengths: torch.Tensor, max_seq_len: int) -> None:
 
 
 def sum_by_sample(values: torch.Tensor, seq_offsets: torch.Tensor) -> torch.Tensor:
-    """Sums (B,) of each sample's values (L,), in the order of its tokens; 0 for an empty sample."""
+    """Sums (B, ...) of each sample's values (L, ...), float32, in its tokens' order; 0 for an empty one."""
     lengths = seq_offsets[1:] - seq_offsets[:-1]
     numbers = torch.arange(len(lengths), device=lengths.device)
     samples = torch.repeat_interleave(numbers, lengths, output_size=len(values))
-    return ops.segment_sum(values.unsqueeze(1), samples, len(lengths)).squeeze(1)
+    rows = values.unsqueeze(1).flatten(1)
+    return ops.segment_sum(rows, samples, len(lengths)).view(len(lengths), *values.shape[1:])
