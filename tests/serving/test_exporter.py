@@ -212,6 +212,39 @@ def test_scores_of_any_dtype_are_compared_in_their_bits(trained, tmp_path, dtype
     assert Predictor.load(tmp_path / "out").program(*examples[0]).dtype == dtype
 
 
+class Attention(torch.nn.Module):
+    """Of a user's own, over a history: what our modules and sums by sample make of sizes stays dynamic."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.score = torch.nn.Sequential(
+            nn.RMSNorm(2 * DIM), nn.Linear(2 * DIM, 4), nn.PReLU(4), nn.Linear(4, 1)
+        )
+        self.model = model
+
+    def forward(self, history, target, offsets):
+        wanted = target.repeat_interleave(offsets.diff(), 0, output_size=history.shape[0])
+        with nn.jagged(offsets):
+            weights = self.score(torch.cat([history, wanted], 1))
+        pooled = nn.sum_by_sample(weights * history, offsets) * self.model.norm(target)
+        return nn.binary_cross_entropy(pooled.sum(1), torch.ones_like(target[:, 0]))
+
+
+def test_a_scorer_over_histories_is_exported(trained, tmp_path):
+    fresh = MODELS["hstu"]()
+    scorer, examples = Attention(fresh), []
+    for lengths in ([4, 2, 1], [3], [1, 5, 2, 2, 7]):
+        offsets = torch.tensor([0, *lengths]).cumsum(0)
+        examples.append((torch.randn(sum(lengths), DIM), torch.randn(len(lengths), DIM), offsets))
+    export(trained.folder, tmp_path / "out", fresh, scorer=scorer, examples=examples)
+    program, scorer.model = Predictor.load(tmp_path / "out").program, trained.model
+    for lengths in ([2, 1], [1], [3] * 40):
+        offsets = torch.tensor([0, *lengths]).cumsum(0)
+        given = torch.randn(sum(lengths), DIM), torch.randn(len(lengths), DIM), offsets
+        scores = program(*given)
+        assert torch.equal(scores, scorer(*given)) and not scores.requires_grad
+
+
 def test_a_program_that_differs_in_a_bit_is_refused():
     module = Pair(MODELS["hstu"]()).eval()
     scorer = programs.Scorer(programs.SCORER, module, [(torch.randn(3, DIM), torch.randn(3, DIM))], {})

@@ -336,6 +336,16 @@ def _sympy():
     return vars(sympy) | {"ExprCondPair": lambda value, condition: (value, condition)}
 
 
+def test_ranges_of_sums_are_left_out_and_other_names_refused():
+    told = {"range_constraints": {"s0": {"min_val": 0}, "s0 + 1": {"min_val": 1}, "2*s0 - s1//3": {}}}
+    assert vetting._checked(told, "", set()) == {"range_constraints": {"s0": {"min_val": 0}}}
+    for name in ("exit()", "s0 + exit()", "s0 + ", "__import__('os')", "s0\n", "a b"):
+        with pytest.raises(RefusedProgramError, match="has the name"):
+            vetting._checked({"range_constraints": {name: {}}}, "", set())
+    with pytest.raises(RefusedProgramError, match="has the name"):
+        vetting._checked({"s0 + 1": {}}, "", set())
+
+
 @pytest.mark.parametrize(
     "text",
     ["().__class__", "L['x']", "Symbol('s0').__class__", "Symbol('a', positive=exit())", "Symbol(exit)",

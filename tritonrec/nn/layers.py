@@ -145,7 +145,7 @@ class RMSNorm(torch.nn.Module):
             )
         rows = widen(x.reshape(-1, x.shape[-1]))
         y = rms_normed(rows, torch.finfo(torch.float32).eps if self.eps is None else self.eps)
-        y = y if self.weight is None else y * expand(self.weight, len(rows))
+        y = y if self.weight is None else y * expand(self.weight, rows.shape[0])
         return y.to(torch.float32 if autocast_dtype(x.device) else x.dtype).view(x.shape)
 
     def extra_repr(self) -> str:
@@ -288,7 +288,7 @@ class PReLU(torch.nn.Module):
         elif x.dim() < 2 or x.shape[1] != self.num_parameters:
             raise ValueError(f"x must be (B, {self.num_parameters}, ...), got {tuple(x.shape)}")
         else:
-            slope = expand(self.weight, len(x), *x.shape[2:]).movedim(-1, 1)
+            slope = expand(self.weight, x.shape[0], *x.shape[2:]).movedim(-1, 1)
         return torch.where(x > 0, x, slope.to(x.dtype) * x)
 
     def extra_repr(self) -> str:

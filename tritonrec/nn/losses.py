@@ -48,7 +48,7 @@ class _BinaryCrossEntropy(torch.autograd.Function):
     def forward(ctx, z, y):
         ctx.save_for_backward(z, y)
         losses = z.clamp(min=0) - z * y + torch.log1p(torch.exp(-z.abs()))
-        total = z.new_zeros(len(z))
+        total = z.new_zeros(z.shape[0])
         for task in losses.unbind(1):
             total = total + task
         return total

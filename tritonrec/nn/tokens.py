@@ -73,7 +73,7 @@ def check_longest(lengths: torch.Tensor, max_seq_len: int) -> None:
 def sum_by_sample(values: torch.Tensor, seq_offsets: torch.Tensor) -> torch.Tensor:
     """Sums (B, ...) of each sample's values (L, ...), float32, in its tokens' order; 0 for an empty one."""
     lengths = seq_offsets[1:] - seq_offsets[:-1]
-    numbers = torch.arange(len(lengths), device=lengths.device)
-    samples = torch.repeat_interleave(numbers, lengths, output_size=len(values))
-    rows = values.unsqueeze(1).flatten(1)
-    return ops.segment_sum(rows, samples, len(lengths)).view(len(lengths), *values.shape[1:])
+    count, tokens = lengths.shape[0], values.shape[0]  # a len() would be a constant for torch.export
+    numbers = torch.arange(count, device=lengths.device)
+    samples = torch.repeat_interleave(numbers, lengths, output_size=tokens)
+    return ops.segment_sum(values.unsqueeze(1).flatten(1), samples, count).view(count, *values.shape[1:])

@@ -93,6 +93,7 @@ class Predictor:
         elif dense:
             with local_copy(folder, dense["program"]) as here:
                 program = load_program(checked_file(here, dense["program"]), namespaces).module()
+                program.requires_grad_(False)
         entries = manifest.get("vocabularies", {})
         words = {name: _load_vocabulary(folder, name, entry) for name, entry in entries.items()}
         return cls(manifest, tables, program, words)

@@ -258,7 +258,8 @@ def save_program(scorer: Scorer, path: Path) -> torch.export.ExportedProgram:
     except (torch._dynamo.exc.UserError, RuntimeError) as error:
         raise ValueError(
             f"torch.export cannot trace {type(scorer.module).__name__}: {_told(error)}; TransformerEncoder "
-            "needs is_causal, and a size or a branch may not depend on values"
+            "needs is_causal, repeat_interleave output_size, a dynamic size is x.shape[0], not len(x), and "
+            "no size or branch may depend on values"
         ) from error
     compare(scorer, loaded, "the exported program")
     return program
