@@ -5,8 +5,10 @@ import copy
 import pytest
 import torch
 from float_error import assert_error_at_most_twice
+from speeds import slow_except
 
 from tritonrec import nn, ops
+from tritonrec.serving import programs
 
 B, T, D, LONG = 5, 6, 8, torch.tensor([0, 6, 0, 1, 3])
 GENERATOR = torch.Generator().manual_seed(4)
@@ -400,3 +402,12 @@ def test_no_samples_and_no_places(name):
         assert y.shape[:2] == shape[:2]
         if y.requires_grad:  # a recurrence without places is the state that it starts from
             y.sum().backward()
+
+
+@pytest.mark.parametrize("name", slow_except(["gru_layers", "prelu_channels", "rms_norm"], MODULES))
+def test_an_export_takes_any_number_of_samples(name, tmp_path):
+    """And has the bits of the module, which `save_program` compares."""
+    _, ours, x = pair(name)
+    examples = [(each,) for each in (x[:3], x[:1], torch.cat([x, x]))]
+    scorer = programs.Scorer(programs.SCORER, torch.nn.Sequential(ours.eval()), examples, {})
+    programs.save_program(scorer, tmp_path / "program.pt2")

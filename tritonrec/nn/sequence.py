@@ -158,7 +158,7 @@ class GRU(torch.nn.Module):
         x = x if self.batch_first else x.transpose(0, 1)
         states = []
         for layer in range(self.num_layers):
-            state = x.new_zeros(len(x), self.hidden_size) if hx is None else hx[layer]
+            state = x.new_zeros(x.shape[0], self.hidden_size) if hx is None else hx[layer]
             x, state = self._layer(x, state, layer)
             states.append(state)
             if layer < self.num_layers - 1:
