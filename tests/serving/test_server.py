@@ -4,6 +4,7 @@ by name what is too much, too slow or too strange, and serves one version whole,
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 import time
@@ -318,6 +319,20 @@ class Slow(Served):
         self.began.release()
         assert self.go.acquire(timeout=60)
         return super().answer(requests)
+
+
+@pytest.mark.parametrize(
+    "dense, found", [(None, "tables alone"), ({"kind": "scorer"}, "a model of kind scorer")]
+)
+def test_an_export_that_no_request_can_be_answered_by_is_not_served(made, dense, found):
+    served, other = plain(made)(), copy.copy(made.full[made.clicks])
+    before, other.manifest = served.version, {**other.manifest, "dense": dense}
+    for use in (served.use, lambda other: Served(lambda: other)):
+        with pytest.raises(
+            ValueError, match=f"has {found}, and a server takes one of next_item, click, impr"
+        ):
+            use(other)
+    assert served.version is before
 
 
 def test_a_full_queue_refuses_and_a_late_answer_is_given_up(made):

@@ -281,9 +281,12 @@ class Served:
         before goes on then.
         """
         with self._changing:
-            dense = predictor.manifest["dense"]
+            dense, served = predictor.manifest["dense"], (NEXT_ITEM, CLICK, IMPRESSION)
+            if dense is None or dense["kind"] not in served:
+                found = "tables alone" if dense is None else f"a model of kind {dense['kind']}"
+                raise ValueError(f"the export has {found}, and a server takes one of {', '.join(served)}")
             users: UserHistories | None = None
-            if self._with_users and dense is not None and dense["kind"] == NEXT_ITEM:
+            if self._with_users and dense["kind"] == NEXT_ITEM:
                 if self._model is None:
                     users = UserHistories(predictor)
                 else:
