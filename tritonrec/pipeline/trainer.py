@@ -270,7 +270,7 @@ class Trainer:
                 return
 
     def progress(self, iterator: Iterator[Batch], pause_every: int = 0) -> StepResult:
-        """Fill the pipeline from `iterator`, as `run`, and finish its oldest batch; StopIteration after it."""
+        """Fill the pipeline from `iterator`, finish its oldest batch (see `run`); StopIteration at the end."""
         with self._pending.turn(pause_every):
             return self._progress(require_iterator(iterator))
 

@@ -253,8 +253,8 @@ class WindowConfig:
         """Raise ValueError where a run cannot pause after each so many steps; 0 stands for never."""
         if every < 0 or every % self.accumulate:
             raise ValueError(
-                f"pause_every must be 0 or a multiple of accumulate={self.accumulate}, got {every}: an update "
-                "takes that many batches"
+                f"pause_every must be 0 or a multiple of accumulate={self.accumulate}, got {every}: one "
+                "update takes so many batches"
             )
 
     def adds_up_replicas(self, replicas: int) -> bool:
