@@ -1,4 +1,4 @@
-"""Promise: SLURM itself runs slurm.sh on two machines, and goes on from its checkpoint: two slurmd on this one,
+"""Promise: SLURM itself runs slurm.sh on two machines, and goes on from its checkpoint: two slurmd here,
 where Debian's packages are installed. `test_job_files.py` has a stand-in that always runs.
 """
 

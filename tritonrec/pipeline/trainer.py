@@ -270,7 +270,7 @@ class Trainer:
                 return
 
     def progress(self, iterator: Iterator[Batch], pause_every: int = 0) -> StepResult:
-        """Fill the pipeline from `iterator`, finish its oldest batch (see `run`); StopIteration at the end."""
+        """Fill the pipeline from `iterator` and finish its oldest batch; StopIteration at its end."""
         with self._pending.turn(pause_every):
             return self._progress(require_iterator(iterator))
 
