@@ -323,13 +323,8 @@ def test_objects_of_torchmetrics_take_a_steps_outputs():
     loader = ClickLoader(log, 64, seed=0)
     model = DLRM(DLRMConfig(log.features, log.dense.shape[1], 4, (8,), (8,)))
     rows = HashTableCollection([FeatureConfig(name, 4) for name in log.features], RowOptimizer("sgd", lr=0.1))
-    theirs = torchmetrics.MetricCollection(
-        [
-            torchmetrics.AUROC("binary"),
-            torchmetrics.Accuracy("binary"),
-            torchmetrics.CalibrationError("binary"),
-        ]
-    )
+    kinds = torchmetrics.AUROC, torchmetrics.Accuracy, torchmetrics.CalibrationError
+    theirs = torchmetrics.MetricCollection([kind("binary") for kind in kinds])
     ours, seen = ClickMetrics(99, logits=True), []
     with Trainer(model, rows, torch.optim.SGD(model.parameters(), lr=0.1), Communicators.local()) as trainer:
         for result in trainer.run(loader.batch(step) for step in range(5)):
