@@ -37,6 +37,7 @@ def main() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         (folder,) = ranks.control.all_gather_texts(folder)[:1]
         taken: dict[str, list[float]] = {"none": [], "pause": [], "save": []}
+        blocked = []
         with (
             Trainer(model, tables, optimizer, ranks, "nestpipe", WindowConfig(4)) as trainer,
             trainer.saver(f"{folder}/run") as saver,
@@ -46,14 +47,20 @@ def main() -> None:
                 steps = (loader.batch(step) for step in range(first, first + STEPS))
                 for result in trainer.run(steps, pause_every=0 if kind == "none" else EVERY):
                     if kind == "save" and (result.step + 1) % EVERY == 0:
+                        saver.wait()
+                        asked = time.perf_counter()
                         saver.save(result.step + 1)
+                        blocked.append(time.perf_counter() - asked)
                 taken[kind].append(time.perf_counter() - began)
                 saver.wait()
         plain, paused, saved = (min(each[1:]) for each in taken.values())
         if ranks.rank == 0:
-            pauses = STEPS // EVERY * plain / STEPS
-            print(f"a step {plain / STEPS * 1e3:.1f} ms; in steps: a pause {(paused - plain) / pauses:.2f}, "
-                  f"a pause with a save {(saved - plain) / pauses:.2f}")  # fmt: skip
+            step = plain / STEPS
+            each = [(paused - plain) * EVERY / STEPS, min(blocked), (saved - plain) * EVERY / STEPS]
+            figures = ", ".join(f"{seconds / step:.2f}" for seconds in each)
+            print(
+                f"a step {step * 1e3:.1f} ms; in steps a pause, a call of save, both with the writing: {figures}"
+            )
 
 
 if __name__ == "__main__":

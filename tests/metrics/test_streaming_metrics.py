@@ -316,6 +316,11 @@ def test_torchmetrics_says_the_same():
             assert found[f"{kind}@{k}"] == pytest.approx(value, rel=1e-5), (kind, k)  # theirs are float32
 
 
+def test_lists_are_no_predictions():
+    with pytest.raises(TypeError, match=r"predictions must be of type Tensor, got \[0.2\]"):
+        ClickMetrics().update([0.2], [1])
+
+
 def test_objects_of_torchmetrics_take_a_steps_outputs():
     import torchmetrics
 

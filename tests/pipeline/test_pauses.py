@@ -76,6 +76,9 @@ def test_what_is_done_between_pauses_is_refused(tmp_path, mode, consistency):
 
 def test_updates_of_several_batches_pause_after_the_last_one():
     with trainer(parts(), accumulate=2) as trained:
+        for every in ("4", 4.0, True):
+            with pytest.raises(TypeError, match="pause_every must be of type int"):
+                next(trained.run(iter(batches(4)), pause_every=every))
         for every in (-2, 1, 3):
             with pytest.raises(ValueError, match=f"multiple of accumulate=2, got {every}"):
                 next(trained.run(iter(batches(4)), pause_every=every))

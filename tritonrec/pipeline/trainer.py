@@ -249,6 +249,7 @@ class Trainer:
         self._pending.batches = before  # a single step is no run, whose end the ranks would have to agree on
         return results[-1]
 
+    @typed
     @to_be_taken
     def run(self, batches: Iterable[Batch], pause_every: int = 0) -> Iterator[StepResult]:
         """Train on this rank's `batches`, keeping the pipeline filled; yields results in order.
