@@ -59,7 +59,7 @@ def main() -> None:
             each = [(paused - plain) * EVERY / STEPS, min(blocked), (saved - plain) * EVERY / STEPS]
             figures = ", ".join(f"{seconds / step:.2f}" for seconds in each)
             print(
-                f"a step {step * 1e3:.1f} ms; in steps a pause, a call of save, both with the writing: {figures}"
+                f"a step {step * 1e3:.1f} ms; in steps: a pause, a save's call, both and writing: {figures}"
             )
 
 
