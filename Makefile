@@ -4,7 +4,7 @@
 #               the core (emulator, serving, ...) where it, or what it imports, differs from the upstream branch
 # make test-all    every test: all mutants and injected faults, compilations, kernels on emulated GPUs
 # make emulate  Triton kernels on emulated sm_80 and sm_90: their tests in three schedules, and training steps
-# make lint     ruff, mypy, and the workflows against GitHub's schema
+# make lint     ruff, mypy, the workflows against GitHub's schema, the manifests against Kubernetes'
 # make bench    kernels beside their peers (pytest-benchmark); JSON under out/
 # make compile-matrix   every Triton kernel for every target, without a GPU, against the baseline
 # make report   one HTML page of the recorded figures and of what verify, bench and simulate left under out/
@@ -57,6 +57,7 @@ lint: .venv/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/kubernetes-validate --strict --quiet docs/examples/kubernetes.yaml
 
 bench: .venv/installed
 	mkdir -p out

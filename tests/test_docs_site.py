@@ -1,7 +1,11 @@
 """Promise: every page is in the site's navigation, every link of the documents leads to a file or heading,
-and links out of docs/ become links inside of the site. `make docs` builds it; here it is only read."""
+and links out of docs/ become links inside of the site, of each minor release. `make docs` builds it; here it
+is only read."""
 
+import os
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -112,3 +116,39 @@ def test_the_readme_is_a_screen_or_two():
 def test_the_readme_trains_with_the_lines_of_the_first_example():
     (lines,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert (ROOT / "docs/examples/train.py").read_text().endswith('"""\n\n' + lines)
+
+
+def test_the_last_patch_of_each_minor_release_is_a_version(tmp_path):
+    """By a stand-in for mike, which notes what it is asked to deploy."""
+    for folder in ("repository/ci", "bin"):
+        (tmp_path / folder).mkdir(parents=True)
+    script = tmp_path / "repository/ci/docs_versions.sh"
+    shutil.copy(ROOT / "ci/docs_versions.sh", script)
+    mike = tmp_path / "bin/mike"
+    mike.write_text(
+        f'#!/bin/bash\necho "$1 $4 $(git log -1 --format=%s)" >> {tmp_path}/asked\n'
+        "git update-ref refs/heads/docs-versions HEAD\n"
+    )
+    mike.chmod(0o755)
+    own = {f"GIT_{who}_{what}": "a@b" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    environment = {**os.environ, **own, "PATH": f"{mike.parent}:{os.environ['PATH']}"}
+
+    def run(*command):
+        subprocess.run(command, cwd=script.parent, env=environment, check=True)
+
+    run("git", "init", "--quiet", "--initial-branch", "main", "..")
+    run("git", "add", ".")
+    run("git", "commit", "--quiet", "-m", "before")
+    run(script, tmp_path / "none")
+    for tag in ("v0.2.0", "v0.1.2", "v0.10.0", "v0.1.10", "v0.11.0rc1", "version"):
+        run("git", "commit", "--quiet", "--allow-empty", "-m", tag)
+        run("git", "tag", tag)
+    run("git", "commit", "--quiet", "--allow-empty", "-m", "now")
+    run(script, tmp_path / "all")
+    assert (tmp_path / "asked").read_text().splitlines() == [
+        "deploy dev before", "set-default dev before",
+        "deploy 0.1 v0.1.10", "deploy 0.2 v0.2.0", "deploy 0.10 v0.10.0", "deploy dev now",
+        "set-default 0.10 now",
+    ]  # fmt: skip
+    assert (tmp_path / "all/ci/docs_versions.sh").is_file()  # of the branch that mike has written
+    assert len(list((tmp_path / "repository/.git/worktrees").glob("*"))) == 0

@@ -44,6 +44,7 @@ def test_training_and_its_checkpoint_need_none_and_an_absence_is_one_sentence_be
         (["fuzz"], "hypothesis", "fuzz"),
         (["serve", "nowhere"], "fastapi", "serve"),
         (["emulate", "pytest"], "pytest", "test"),
+        (["warmup", "--target", "sm_90"], "triton", "triton"),
     ]
     trained = [*DATA, "--checkpoint", "saved", "--json", "run.json"]
     lines = without(tmp_path, *(arguments for arguments, *_ in expected), trained)

@@ -21,6 +21,7 @@ EXTRAS = {
     "pytest_benchmark": "bench",
     "redis": "redis",
     "tensorboard": "logging",
+    "triton": "triton",
     "uvicorn": "serve",
 }
 """By package the extra of tritonrec that installs it."""

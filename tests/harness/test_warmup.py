@@ -28,7 +28,13 @@ class Counter(event.Listener):
 event.register("numba:compile", Counter())
 from tritonrec.harness.cli import app
 try:
-    app(sys.argv[1:])
+    if sys.argv[1] == "retrieve":
+        import torch
+        from tritonrec.serving.retrieval import best_items
+        seen, offsets = torch.tensor([1, 3, 3]), torch.tensor([0, 2, 2, 3])
+        best_items(torch.randn(3, 8), torch.randn(70, 8), 5, seen, offsets)
+    else:
+        app(sys.argv[1:])
 finally:
     print("compiled", Counter.count)
 """
@@ -43,12 +49,13 @@ def test_every_model_is_run_with_one_rule_and_one_model_with_every_rule(monkeypa
         compilation.note_compilation()
 
     monkeypatch.setattr(warmup, "_train", train)
-    monkeypatch.setattr(warmup, "_number_words", lambda: compilation.note_compilation())
+    for rest in ("_number_words", "_retrieve"):
+        monkeypatch.setattr(warmup, rest, lambda: compilation.note_compilation())
     before = list(compilation.compiling)
     found = warmup.warm_up(["hstu", "dlrm"], ["adam", "sgd"], report=lines.append)
     assert runs == [("hstu", "adam"), ("dlrm", "adam"), ("hstu", "sgd"), ("hstu", "adam", "policies")]
-    assert lines[1] == "dlrm with adam" and len(lines) == 5
-    assert found.compiled == 5 and compilation.compiling == before
+    assert lines[1] == "dlrm with adam" and len(lines) == 6
+    assert found.compiled == 6 and compilation.compiling == before
 
 
 def test_for_a_gpu_the_run_of_a_config_is_compiled(monkeypatch, tmp_path):
@@ -108,8 +115,9 @@ def test_a_run_after_the_warmup_compiles_nothing(tmp_path):
     assert int(first.stdout.split()[-1]) > 20
     said = first.stdout.splitlines()[-2]
     assert said.startswith("compiled ") and said.split()[1] == first.stdout.split()[-1]
-    again = run(TRAIN)
-    assert again.stdout.split()[-1] == "0" and "compiling" not in again.stderr
+    for words in (TRAIN, "retrieve"):
+        again = run(words)
+        assert again.stdout.split()[-1] == "0" and "compiling" not in again.stderr
 
 
 @pytest.mark.parametrize(

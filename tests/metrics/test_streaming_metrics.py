@@ -10,11 +10,20 @@ import pytest
 import torch
 
 from tritonrec import nn
-from tritonrec.data import Batch, ClickLoader, ClickLog, KeyedJaggedTensor, Lookup, weighted_auc
+from tritonrec.data import (
+    Batch,
+    ClickLoader,
+    ClickLog,
+    KeyedJaggedTensor,
+    Lookup,
+    load_clicks,
+    weighted_auc,
+)
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import FeatureConfig, HashTableCollection, RowOptimizer
 from tritonrec.harness.verify.thread_ranks import run_ranks
 from tritonrec.metrics import ClickMetrics, RankingMetrics
+from tritonrec.nn import DLRM, DLRMConfig
 from tritonrec.pipeline import StageFailedError, Trainer, WindowConfig
 
 KINDS = "ne", "logloss", "calibration", "ctr"
@@ -305,6 +314,34 @@ def test_torchmetrics_says_the_same():
         ):  # fmt: skip
             value = float(peer(top_k=k)(scores.flatten(), wanted.flatten(), indexes=rows.flatten()))
             assert found[f"{kind}@{k}"] == pytest.approx(value, rel=1e-5), (kind, k)  # theirs are float32
+
+
+def test_lists_are_no_predictions():
+    with pytest.raises(TypeError, match=r"predictions must be of type Tensor, got \[0.2\]"):
+        ClickMetrics().update([0.2], [1])
+
+
+def test_objects_of_torchmetrics_take_a_steps_outputs():
+    import torchmetrics
+
+    log = load_clicks("criteo:samples=400")
+    loader = ClickLoader(log, 64, seed=0)
+    model = DLRM(DLRMConfig(log.features, log.dense.shape[1], 4, (8,), (8,)))
+    rows = HashTableCollection([FeatureConfig(name, 4) for name in log.features], RowOptimizer("sgd", lr=0.1))
+    kinds = torchmetrics.AUROC, torchmetrics.Accuracy, torchmetrics.CalibrationError
+    theirs = torchmetrics.MetricCollection([kind("binary") for kind in kinds])
+    ours, seen = ClickMetrics(99, logits=True), []
+    with Trainer(model, rows, torch.optim.SGD(model.parameters(), lr=0.1), Communicators.local()) as trainer:
+        for result in trainer.run(loader.batch(step) for step in range(5)):
+            logits, labels = result.outputs["logits"], result.outputs["labels"]
+            theirs.update(logits, labels)
+            ours.update(logits, labels)
+            seen.append((logits, labels))
+    logits, labels = (torch.cat(each) for each in zip(*seen, strict=True))
+    found = theirs.compute()
+    assert float(found["BinaryAUROC"]) == pytest.approx(ours.compute()["window_auc"], rel=1e-5)
+    assert float(found["BinaryAccuracy"]) == pytest.approx(float(((logits > 0) == labels).double().mean()))
+    assert 0 < float(found["BinaryCalibrationError"]) < 1
 
 
 def test_recmetrics_say_the_same():

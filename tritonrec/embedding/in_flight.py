@@ -67,5 +67,6 @@ def in_flight_message(action: str, steps: str) -> str:
     """The error message for an `action` that is refused; `steps` as in "steps 4 to 6 are"."""
     return (
         f"{action} is refused while {steps} in flight, whose lanes change it: take their results first "
-        "with list(trainer.run([])), or let the batches end at the step whose state is needed"
+        "with list(trainer.run([])), or let the run end, or pause (pause_every=), "
+        "at the step whose state is needed"
     )

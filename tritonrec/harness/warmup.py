@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
+import torch
+
 from ..data import LogFormat, Vocabulary, hashed_ids, load
 from ..distributed import Communicators
 from ..embedding import Eviction, OptimizerName, Placement, PrecisionTiers, Storage, TablePolicy
@@ -74,6 +76,8 @@ def warm_up(
         _train(models[0], optimizers[0], target, POLICY)
         report("words as ids, numbers of text")
         _number_words()
+        report("retrieval")
+        _retrieve()
     finally:
         compiling.remove(compiled)
     return Warmed(count, time.perf_counter() - began)
@@ -135,3 +139,10 @@ def _number_words() -> None:
         load(log)
     categories = LogFormat(label=("label",), categories=("c",), hexadecimal=("c",))
     load({"label": [0, 1], "c": ["1f", "2"]}, categories)
+
+
+def _retrieve() -> None:
+    from ..serving.retrieval import best_items  # a training loads no serving
+
+    items, nothing = torch.ones(5, 4, dtype=torch.float32), torch.zeros(2, dtype=torch.int64)
+    best_items(items[:1], items, 2, nothing[:0], nothing)

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 import torch
 
+from ..optional import require
 from .caches import prepare_triton
 
 Impl = Literal["auto", "triton", "cpu", "reference"]
@@ -100,6 +101,8 @@ def imported(name: str) -> ModuleType:
     """
     module = _imported.get(name)
     if module is None or sys.modules.get(name) is not module:  # or it was imported anew meanwhile
+        if name.rpartition(".")[2].startswith("triton_"):
+            require("triton", "impl='triton'")
         # `import_module` waits where another lane is importing it.
         module = _imported[name] = import_module(name)
     return module

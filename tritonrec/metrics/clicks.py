@@ -28,6 +28,7 @@ from torch import Tensor
 from ..data import auc, gauc, weighted_auc
 from ..distributed import Communicators
 from ..nn import sigmoid
+from ..settings import typed
 from .sums import BITS, exact_sums, merged
 
 ETA = 1e-12
@@ -61,6 +62,7 @@ class ClickMetrics:
         self._samples: deque[list[Tensor | None]] = deque(maxlen=window or None)
         self._pending: list[list[Tensor | None]] = []
 
+    @typed
     def update(
         self, predictions: Tensor, labels: Tensor, weights: Tensor | None = None, groups: Tensor | None = None
     ) -> None:

@@ -78,6 +78,7 @@ class PendingWindows:
         self._used: Noted = {}  # dense learning rates of updates that are done, which ranks have to compare
         self.single = False  # a run of one step is under way
         self._turn = threading.Lock()
+        self._pause_every = 0  # of this turn
         self._windows: deque[WindowPlaces] = deque()
         self._number = 0
         self._read = -1  # the last update whose batches were read
@@ -90,13 +91,15 @@ class PendingWindows:
         return len(self._windows)
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def turn(self, pause_every: int) -> Iterator[None]:
         """Inside, a thread finishes a window; RuntimeError where another one does."""
+        self._config.check_pauses(pause_every)
         if not self._turn.acquire(blocking=False):
             raise RuntimeError(
                 "another thread is in a step of this trainer, and the results of one would go to the other: "
                 "train on one thread, or make the others wait"
             )
+        self._pause_every = pause_every
         try:
             yield
         finally:
@@ -109,6 +112,14 @@ class PendingWindows:
     @property
     def newest(self) -> WindowPlaces | None:
         return self._windows[-1] if self._windows else None
+
+    def may_grow(self, most: int) -> bool:
+        """Whether a window may follow: fewer than `most` are there, and the last is none before a pause."""
+        if not self._windows:
+            return True
+        window = self._windows[-1].window
+        pauses = self._pause_every > 0 and (window.batches[-1].step + 1) % self._pause_every == 0
+        return len(self) < most and not pauses and not self._config.averages_after(window.update)
 
     def check_caller(self) -> None:
         """Raise RuntimeError where the caller has changed in flight what lanes may have used, or will."""
@@ -259,6 +270,8 @@ class PendingWindows:
                 state = self.agreement.begin(self.single) if begins else 0
                 # The same on all ranks: windows begin and end in one order, whatever the lanes have done.
                 rates = self.take_used() | row_rates(self._tables, window.update + 1)
+                if self._pause_every:
+                    rates["pause_every"] = self._pause_every
                 words = words_of(window.settings, state, window.batches, rates)
                 if begins:
                     rows, shard = self.agreement.written_rows()

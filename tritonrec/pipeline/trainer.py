@@ -249,26 +249,30 @@ class Trainer:
         self._pending.batches = before  # a single step is no run, whose end the ranks would have to agree on
         return results[-1]
 
+    @typed
     @to_be_taken
-    def run(self, batches: Iterable[Batch]) -> Iterator[StepResult]:
+    def run(self, batches: Iterable[Batch], pause_every: int = 0) -> Iterator[StepResult]:
         """Train on this rank's `batches`, keeping the pipeline filled; yields results in order.
 
-        Any iterable of batches will do, a ``torch.utils.data.DataLoader`` too; an error that it raises comes
-        out of here as it is.
-        Batches are read ahead, and whatever was read is trained: to stop after a certain step, end `batches`
-        there. Before a checkpoint or an evaluation let `run` come to its end, which empties the pipeline.
-        With ``accumulate`` = A each A batches are one update; what is left at the end is one too.
+        Any iterable of batches will do, a ``torch.utils.data.DataLoader`` too, whose errors come out as they
+        are. Batches are read ahead, and whatever was read is trained: to stop after a certain step, end
+        `batches` there. With ``accumulate`` = A each A are one update; what is left at the end is one too.
+
+        Args:
+            pause_every: P > 0: while the caller has the result of a step s with (s + 1) % P == 0, nothing is
+                in flight, and no later batch was read: save, evaluate, or change what may change between two
+                runs. The same on all ranks, and a multiple of A.
         """
         source = iterator_of(batches)
         while True:
             try:
-                yield self.progress(source)
+                yield self.progress(source, pause_every)
             except StopIteration:
                 return
 
-    def progress(self, iterator: Iterator[Batch]) -> StepResult:
-        """Fill the pipeline from `iterator` and finish its oldest batch; StopIteration when none is left."""
-        with self._pending.turn():
+    def progress(self, iterator: Iterator[Batch], pause_every: int = 0) -> StepResult:
+        """Fill the pipeline from `iterator` and finish its oldest batch; StopIteration at its end."""
+        with self._pending.turn(pause_every):
             return self._progress(require_iterator(iterator))
 
     def _progress(self, iterator: Iterator[Batch]) -> StepResult:
@@ -321,7 +325,7 @@ class Trainer:
 
     def _piped(self, executor: Executor, iterator: Iterator[Batch]) -> None:
         executor.ensure_running()
-        while len(self._pending) < executor.schedule.batches_in_flight and not self._average_is_next():
+        while self._pending.may_grow(executor.schedule.batches_in_flight):
             self._pending.wait(iterator)
             with uninterrupted():  # a batch that was read is in flight
                 window = self._pending.read(iterator)
@@ -360,11 +364,6 @@ class Trainer:
         with span as args, on_the_callers_thread(self.impl):
             sent = args["bytes"] = self._average.average(whole)
         self.counts.row_bytes += sent
-
-    def _average_is_next(self) -> bool:
-        """Whether the last window submitted is the last one before the replicas are averaged."""
-        newest = self._pending.newest
-        return newest is not None and self.config.averages_after(newest.window.update)
 
     def saver(
         self,

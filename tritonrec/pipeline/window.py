@@ -249,6 +249,14 @@ class WindowConfig:
         """Whether replicas are averaged after this update, numbered from 0."""
         return self.average_every > 0 and (update + 1) % self.average_every == 0
 
+    def check_pauses(self, every: int) -> None:
+        """Raise ValueError where a run cannot pause after each so many steps; 0 stands for never."""
+        if every < 0 or every % self.accumulate:
+            raise ValueError(
+                f"pause_every must be 0 or a multiple of accumulate={self.accumulate}, got {every}: one "
+                "update takes so many batches"
+            )
+
     def adds_up_replicas(self, replicas: int) -> bool:
         """Whether gradients are added up over that many replicas of the tables in every update."""
         return replicas > 1 and not self.average_every

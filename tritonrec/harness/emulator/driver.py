@@ -13,6 +13,7 @@ import torch
 
 from tritonrec.kernels import caches, dispatch
 from tritonrec.kernels.address_table import chunks_behind
+from tritonrec.optional import require
 
 from .arguments import Argument, argument
 from .counts import Counts, Row
@@ -220,7 +221,7 @@ def emulated(settings: Emulation) -> Iterator[Session]:
     Triton must not have been imported with ``TRITON_INTERPRET=1``.
     """
     global _session
-    import triton
+    require("triton", "the emulator")
     from triton import knobs
     from triton.runtime import driver as drivers
 
@@ -228,7 +229,6 @@ def emulated(settings: Emulation) -> Iterator[Session]:
         raise ValueError("TRITON_INTERPRET=1 is set, and the emulator needs compiled kernels: unset it")
     if _session is not None:
         raise RuntimeError("an emulation is under way already: one process emulates one GPU at a time")
-    del triton
     caches.prepare_triton()
     before = drivers._active, knobs.runtime.add_stages_inspection_hook, dispatch.emulated
     _session = Session(settings)
