@@ -365,7 +365,10 @@ def test_a_directory_in_memory_is_warned_of(tmp_path, monkeypatch, kind):
     found, mounts = os.stat(tmp_path).st_dev, tmp_path / "mountinfo"
     number = f"{os.major(found)}:{os.minor(found)}"
     line = "36 35 {} / {} rw,noatime shared:1 master:2 - {} none rw,size=64k"
-    named = [line.format("0:0", "/a", "ext4"), line.format(number if kind != "other" else "0:1", "/b", "tmpfs")]
+    named = [
+        line.format("0:0", "/a", "ext4"),
+        line.format(number if kind != "other" else "0:1", "/b", "tmpfs"),
+    ]
     if kind == "ext4":
         named = [line.format("0:1", "/a", "tmpfs"), line.format(number, "/b", "ext4")]
     if kind:
