@@ -66,7 +66,8 @@ def test_a_capacity_bounds_the_rows_of_each_table_by_its_own_new_ones(model, mer
 def tried(**changes):
     """A rank of 10 rows of 100 bytes, with other values."""
     found = Rank(
-        began=1000 * MIB, trained=1200 * MIB, evaluated=1100 * MIB, tables=[Sizes(10, 100, 12 * 16, 0, 0, weight_bytes=25)],
+        began=1000 * MIB, trained=1200 * MIB, evaluated=1100 * MIB,
+        tables=[Sizes(10, 100, 12 * 16, 0, 0, weight_bytes=25)],
         dense_bytes=7, dense_began=3, step_seconds=0.5, evaluation_seconds=10.0, save_seconds=100.0,
         link_bytes=3.0,
     )  # fmt: skip

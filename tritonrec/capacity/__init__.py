@@ -5,5 +5,6 @@ from .room import Room, memory_left, peak_bytes, resident_bytes
 from .watch import MemoryWatch
 
 __all__ = [
-    "Foretold", "MemoryWatch", "Room", "Sizes", "foretell", "memory_left", "peak_bytes", "resident_bytes", "sizes_of", "tables_added",
+    "Foretold", "MemoryWatch", "Room", "Sizes", "foretell", "memory_left", "peak_bytes", "resident_bytes",
+    "sizes_of", "tables_added",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Memory that a table takes for more rows, before it has them, and that a training's parameters and rows take."""
+"""Memory that a table takes for more rows, and a model and its tables in all, before they have it."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def tables_added(tables: HashTableCollection, rows: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Foretold:
-    """Bytes of a rank's host memory. What only a trial tells is not in it: libraries, activations and windows.
+    """Bytes of a rank's host memory, without what only a trial tells: libraries, activations, windows.
 
     Args:
         dense: parameters and buffers. gradients: theirs. dense_states: of their optimizer.

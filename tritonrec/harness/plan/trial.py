@@ -35,8 +35,8 @@ class Rank:
             with `rows` by table. evaluated, saved: at most in an evaluation and a save; 0 without one.
         tables: `Sizes` of each table after the steps. dense_bytes: of parameters and optimizer states;
             dense_began: of these before the first step.
-        step_seconds, evaluation_seconds, save_seconds: time. link_bytes: sent a step. disk_read, disk_written:
-            of rows on disk, a step.
+        step_seconds, evaluation_seconds, save_seconds: time. link_bytes: sent a step.
+        disk_read, disk_written: of rows on disk, a step.
         compiled: whether a compiler's memory and time are among them.
     """
 
