@@ -16,7 +16,7 @@ from tritonrec.data import Batch, KeyedJaggedTensor
 from tritonrec.data.jagged import Lookup, offsets_of
 
 resource = pytest.importorskip("resource", reason="Windows has no such limit")
-MIB, DIM = 1 << 20, 64
+MIB, DIM = 1 << 20, 1024
 
 
 def limits():
@@ -81,7 +81,7 @@ class Bags(torch.nn.Module):
 
 
 def batch(step, large):
-    ids = torch.arange(3_000_000 if step == large else 9) + 7 * step
+    ids = torch.arange(150_000 if step == large else 9) + 7 * step
     lengths = torch.ones(len(ids), dtype=torch.int64)
     lookup = Lookup(ids, offsets_of(lengths))
     return Batch(step, ids.clone(), KeyedJaggedTensor.from_dict({"item": lookup}))
@@ -89,14 +89,13 @@ def batch(step, large):
 
 @pytest.mark.parametrize("large", [0, 4])
 def test_a_step_that_is_larger_than_what_is_left_is_named(large):
+    """By a chunk of rows of 768 MiB, which leaves enough for what is small."""
     model, before = Bags(), limits()
     tables = HashTableCollection([FeatureConfig("item", DIM, pooling="sum")], RowOptimizer("adam", lr=0.1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Trainer(model, tables, optimizer, Communicators.local()) as trainer:
-        watch = MemoryWatch(trainer, resident_bytes() + 300 * MIB, reserve=0)
-        message = (
-            r"step [0-4] or one read ahead needs .* MiB that were left of .* this process .*: use smaller"
-        )
+        watch = MemoryWatch(trainer, resident_bytes() + 600 * MIB, reserve=0)
+        message = r"step [0-4] or one read ahead needs .*iB that were left of .* this process .*: use smaller"
         with pytest.raises(MemoryError, match=message):
             for result in watch.run(batch(step, large) for step in range(9)):
                 assert result.step < large and limits() != before

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from threading import Barrier, Thread
 
 import torch
 
@@ -21,6 +22,10 @@ _OWN = resource and resource.getrlimit(resource.RLIMIT_DATA)
 """The limits that this process began with."""
 _LANES = 8
 """Threads at most that a first step starts, each with those of its parallel loops."""
+_SPARE = 4
+"""Stacks of threads that have ended, which the C library keeps (40 MB) and gives to new ones. A large step
+starts OpenMP's in a thread that had small ones only, and OpenMP ends the process where one gets no stack.
+"""
 
 
 def bound_data(more: int) -> None:
@@ -32,6 +37,12 @@ def bound_data(more: int) -> None:
     statm = Path("/proc/self/statm")
     if not _OWN or torch.accelerator.is_available() or not statm.exists():
         return
+    together = Barrier(_SPARE)
+    spare = [Thread(target=together.wait) for _ in range(_SPARE)]
+    for each in spare:
+        each.start()
+    for each in spare:
+        each.join()
     bound = int(statm.read_text().split()[5]) * os.sysconf("SC_PAGE_SIZE") + max(more, 0)
     soft, hard = _OWN
     resource.setrlimit(resource.RLIMIT_DATA, (bound if soft < 0 else min(bound, soft), hard))
