@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tritonrec.capacity import sizes_of, tables_added
+from tritonrec.capacity import foretell, sizes_of, tables_added
 from tritonrec.embedding import (
     DynamicTable,
     Eviction,
@@ -80,3 +80,66 @@ def test_of_all_tables_of_a_rank():
     tables = HashTableCollection([FeatureConfig("a", 4), FeatureConfig("b", 8)], rule, slots=8)
     by_table = [sizes_of(group.table).added(rows) for group, rows in zip(tables.groups, (10, 5), strict=True)]
     assert tables_added(tables, (10, 5)) == sum(by_table) > max(by_table)
+
+
+def merged(**where):
+    features = [FeatureConfig("a", 15, table="x"), FeatureConfig("b", 16), FeatureConfig("c", 3)]
+    return HashTableCollection(features, RowOptimizer("adam", lr=0.1), slots=8, chunk_rows=CHUNK, **where)
+
+
+class Tower(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7)
+        self.linear.bias.requires_grad_(False)
+
+
+def made(rule, device):
+    with torch.device(device):
+        model = Tower()
+    return model, rule(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("rule", [torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_model_that_is_nowhere_has_the_bytes_of_one_that_trains(rule, world_size):
+    """Of a rank that has its share of the rows."""
+    count = 1000
+    found = foretell(*made(rule, "meta"), merged(), {"x": count, "b": 50, "c": 70}, world_size)
+    model, optimizer = made(rule, "cpu")
+    for each in model.parameters():
+        each.grad = torch.ones_like(each) if each.requires_grad else None
+    optimizer.step()
+    state = {name: each.nbytes for name, each in model.state_dict().items()}
+    assert found.dense == sum(state.values())
+    assert found.gradients == found.dense - state["linear.bias"] - sum(
+        size for name, size in state.items() if "running" in name or "batches" in name
+    )
+    assert found.dense_states == sum(each.nbytes for by in optimizer.state.values() for each in by.values())
+    shares = [(-(-(count + 50) // world_size), 16), (-(-70 // world_size), 3)]  # 15 columns lie in 16
+    assert found.rows == sum(4 * dim * rows for rows, dim in shares) and found.states == 2 * found.rows
+    tables = merged()
+    for group, (rows, _) in zip(tables.groups, shares, strict=True):
+        assert len(group.layout.names) == 1 + (rows > 100)
+        for part in torch.arange(rows).split(50):
+            group.table.lookup(part, 0)
+    assert found.keys == sum(group.table.memory()["key_structure"] for group in tables.groups)
+    assert found.saving == 16 * sum(rows for rows, _ in shares)
+    assert 0 < found.doubling < found.keys
+    assert found.total == sum(vars(found).values())
+
+
+def test_what_is_foretold_of_rows_on_disk_is_their_memory(tmp_path):
+    place = Placement("disk", path=str(tmp_path), memory="6KiB")
+    found = foretell(*made(torch.optim.Adam, "meta"), merged(placement=place), {"x": 9000, "b": 0, "c": 1})
+    assert found.rows + found.states == 6144 + 4 * 9 and abs(found.rows - 2048 - 4 * 3) <= 1
+
+
+def test_a_model_that_is_somewhere_and_other_tables_are_refused():
+    with pytest.raises(ValueError, match=r"the model is on cpu: make it .* torch.device\('meta'\)"):
+        foretell(*made(torch.optim.Adam, "cpu"), merged(), {"x": 1, "b": 1, "c": 1})
+    for rows in ({"x": 1, "b": 1}, {"x": 1, "b": 1, "c": -1}, {"a": 1, "b": 1, "c": 1}):
+        with pytest.raises(
+            ValueError, match=r"rows of the tables \['b', 'c', 'x'\] are needed, at least 0, got"
+        ):
+            foretell(*made(torch.optim.Adam, "meta"), merged(), rows)

@@ -24,6 +24,7 @@ from tritonrec.embedding import (
     TablePolicy,
     disk_storage,
     numba_disk,
+    row_file,
     snapshot,
 )
 from tritonrec.embedding.disk_storage import PLACE_BYTES, DiskStorage
@@ -356,3 +357,20 @@ def test_a_save_that_copies_rows_in_the_order_of_the_file_writes_the_same_files(
         assert all(each == sorted(set(each)) and len(each) > 20 for each in asked[::2])
     said = [each for each in warned if "no space for a copy" in str(each.message)]
     assert len(said) == 2 * (space != "enough")
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4", None])
+def test_a_directory_in_memory_is_warned_of(tmp_path, monkeypatch, kind):
+    """By the kind of the file system whose number the file has."""
+    found, mounts = os.stat(tmp_path).st_dev, tmp_path / "mountinfo"
+    number = f"{os.major(found)}:{os.minor(found)}"
+    line = "36 35 {} / {} rw,noatime shared:1 master:2 - {} none rw,size=64k"
+    if kind:
+        other = "ext4" if kind == "tmpfs" else "tmpfs"
+        mounts.write_text("\n".join((line.format("0:1", "/a", other), line.format(number, "/b", kind))))
+    own = row_file._in_memory
+    monkeypatch.setattr(row_file, "_in_memory", lambda file: own(file, mounts))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        RowFile(str(tmp_path), 24)
+    assert sum("in memory (tmpfs)" in str(each.message) for each in warned) == (kind == "tmpfs")

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tritonrec.capacity import Room, Sizes, resident_bytes
 from tritonrec.distributed import Communicators
-from tritonrec.embedding import Eviction, TablePolicy
+from tritonrec.embedding import Eviction, Placement, TablePolicy
 from tritonrec.harness.job import Job
 from tritonrec.harness.plan import report
 from tritonrec.harness.plan.beside import BesidePlan, Planned, beside_plan_line
@@ -26,7 +26,7 @@ from tritonrec.harness.train.run import Run
 from tritonrec.harness.verify.thread_ranks import run_ranks
 from tritonrec.kernels.compilation import compiling, note_compilation
 from tritonrec.nn import HSTUConfig
-from tritonrec.pipeline import WindowConfig
+from tritonrec.pipeline import Trainer, WindowConfig
 
 SIZES = HSTUConfig(dim=8, heads=2, qk_dim=4, v_dim=4, max_seq_len=9)
 JOB = Job("zipf:users=90,items=700,seed=1", batch_size=8, max_seq_len=9, num_negatives=3, sizes=SIZES)
@@ -66,8 +66,9 @@ def test_a_capacity_bounds_the_rows_of_each_table_by_its_own_new_ones(model, mer
 def tried(**changes):
     """A rank of 10 rows of 100 bytes, with other values."""
     found = Rank(
-        began=1000 * MIB, trained=1200 * MIB, evaluated=1100 * MIB, tables=[Sizes(10, 100, 12 * 16, 0, 0)],
-        dense_bytes=7, step_seconds=0.5, evaluation_seconds=10.0, save_seconds=100.0,
+        began=1000 * MIB, trained=1200 * MIB, evaluated=1100 * MIB,
+        tables=[Sizes(10, 100, 12 * 16, 0, 0, weight_bytes=25)],
+        dense_bytes=7, dense_began=3, step_seconds=0.5, evaluation_seconds=10.0, save_seconds=100.0,
         link_bytes=3.0,
     )  # fmt: skip
     return replace(found, **changes)
@@ -81,11 +82,11 @@ def of(*ranks, rows=1_000_000, left=1 << 40, replicas=1, **run):
 def test_the_parts_of_a_rank():
     (need,) = of(tried()).ranks
     slots = 1 << 21  # a million keys, at most three quarters full
-    assert need.process == 1000 * MIB
-    assert need.values == 100 * 1_000_000
+    assert (need.process, need.dense) == (1000 * MIB - 3, 7)
+    assert (need.rows, need.states, need.values) == (25_000_000, 75_000_000, 100 * 1_000_000)
     assert need.keys == 12 * slots and need.doubling == 12 * 16
-    assert need.work == 200 * MIB - 10 * 100 - 12 * 16
-    training = need.process + need.work + need.values + need.keys + need.doubling
+    assert need.work == 200 * MIB - 10 * 100 - 12 * 16 - 4
+    training = need.process + need.dense + need.work + need.values + need.keys + need.doubling
     assert need.peak == training + need.evaluation + need.saving
     assert need.evaluation == need.saving == 0
     (need,) = of(tried(evaluated=1300 * MIB)).ranks  # an evaluation copies no table
@@ -168,8 +169,25 @@ def test_a_trial_measures_every_part():
     assert 0 < found.began <= found.trained and found.evaluated > 0 and found.saved > 0
     assert found.step_seconds > 0 and found.evaluation_seconds > 0 and found.save_seconds > 0
     (table,) = found.tables
-    assert table["rows"] > 100 and table["row_bytes"] == 4 * 3 * 8
-    assert found.dense_bytes > 0
+    assert table["rows"] > 100 and table["row_bytes"] == 4 * 3 * 8 and table["weight_bytes"] == 4 * 8
+    assert 0 < 2 * found.dense_began < found.dense_bytes  # the states of Adam come with the first step
+    assert found.disk_read == found.disk_written == 0
+
+
+def test_rows_read_and_written_on_a_disk_are_those_of_a_step(tmp_path):
+    place = Placement("disk", path=str(tmp_path), memory="8KiB")
+    on_disk = replace(RUN, mode="sequential", job=replace(JOB, placement=place))
+    found = trial(Communicators.local(), on_disk, 8)
+    model, tables, optimizer = on_disk.job.build(on_disk.optimizer)
+    with Trainer(model, tables, optimizer, Communicators.local(), "sequential", RUN.window) as trainer:
+        list(trainer.run(map(on_disk.job.loader().batch, range(8))))
+    moved = tables.groups[0].table.counters
+    assert found["disk_read"] == moved.disk_read * 96 / 8 > 0
+    assert found["disk_written"] == moved.disk_written * 96 / 8 > 0
+    rank = tried(disk_read=3e6, disk_written=1.5e6)
+    said = Console(file=io.StringIO())
+    report.print_forecast(of(rank, tried()), said)
+    assert "disk: 3.00 MB of rows read and 1.50 MB written a step and rank, 9.0 MB/s" in said.file.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -194,7 +212,7 @@ def test_the_command(tmp_path):
     words = ["plan", config, "--trial-steps", 5, "--json", report]
     code, output, error = commands.invoke(*words)
     assert code == 0, (output, error)
-    assert "fits: all ranks need" in output and "rows and optimizer states" in output
+    assert "fits: all ranks need" in output and "optimizer states of rows" in output and "disk:" not in output
     found = json.loads(report.read_text())
     assert found["steps"] == 9 and found["lacking"] < 0 and len(found["ranks"]) == 1
     code, output, _ = commands.invoke(*words, "--memory", "64MiB")

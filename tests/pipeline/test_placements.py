@@ -216,6 +216,10 @@ WRONG = [
     (lambda: Placement("cached", cache_rows=2**29 + 1), "cache_rows"),
     (lambda: Placement("disk"), "tables on disk need a directory, .* got storage='disk' with path=''"),
     (lambda: Placement(path="here"), "others take none: got storage='auto' with path='here'"),
+    (
+        lambda: Placement("host", memory="1MiB"),
+        "'1MiB' .disk_memory. is of tables on disk, .* storage='host'",
+    ),
     (lambda: Placement("disk", path="here", memory="much"), "disk_memory. must be bytes, .* got 'much'"),
     (
         lambda: DynamicTable(3, placement=Placement("disk", path=gettempdir(), memory="25")),

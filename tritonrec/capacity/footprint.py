@@ -1,9 +1,11 @@
-"""Memory that a table takes for more rows, before it has them."""
+"""Memory that a table takes for more rows, and a model and its tables in all, before they have it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from ..embedding import DynamicTable, HashTableCollection
 from ..embedding.key_index import LOAD_FACTOR
@@ -11,6 +13,9 @@ from ..settings import bytes_of
 
 SLOT_BYTES = 12
 """Of the key structure, see `tritonrec.embedding.key_index`."""
+
+SNAPSHOT_BYTES = 16
+"""Of a row while a checkpoint is written: its key, handle and a mark (`tritonrec.embedding.snapshot`)."""
 
 METADATA_BYTES = 16
 """Of a row at most for each policy, where the table is small; beyond that it grows as it did."""
@@ -24,6 +29,7 @@ class Sizes:
         rows: of the shard. row_bytes: of a row's float32 values.
         keys: of the key structure; 0 where it is on a device. metadata: of scores, counts and locations.
         policies: that keep metadata. most: of values, where other rows are on disk; None: no bound.
+        weight_bytes: of a row's weights; the rest of `row_bytes` are states of the optimizer.
     """
 
     rows: int
@@ -32,11 +38,16 @@ class Sizes:
     metadata: int
     policies: int
     most: int | None = None
+    weight_bytes: int = 0
 
     def values(self, rows: int) -> int:
         """Bytes of the values of so many rows."""
         size = rows * self.row_bytes
         return size if self.most is None else min(size, self.most)
+
+    def weights(self, rows: int) -> int:
+        """Bytes of the weights among `values`."""
+        return self.values(rows) * self.weight_bytes // max(self.row_bytes, 1)
 
     def added(self, rows: int, at_peak: bool = True) -> int:
         """Bytes that `rows` more rows add; a bound from above for rows in two tiers of precision.
@@ -71,6 +82,7 @@ def sizes_of(table: DynamicTable) -> Sizes:
         memory["metadata"] if host else 0,
         policies if host else 0,
         bytes_of(placement.memory) if storage == "disk" else None,
+        0 if storage == "device" else 4 * table.dim,
     )
 
 
@@ -78,3 +90,79 @@ def tables_added(tables: HashTableCollection, rows: Sequence[int]) -> int:
     """Bytes that as many more rows of each of ``tables.groups`` add on this rank, at most at one time."""
     pairs = zip(tables.groups, rows, strict=True)
     return sum(sizes_of(group.table).added(count) for group, count in pairs)
+
+
+@dataclass(frozen=True)
+class Foretold:
+    """Bytes of a rank's host memory, without what only a trial tells: libraries, activations, windows.
+
+    Args:
+        dense: parameters and buffers. gradients: theirs. dense_states: of their optimizer.
+        rows: weights of rows in memory. states: of their update rule. keys: with scores and counts.
+        doubling: of the key structure, for a while. saving: while a checkpoint is written.
+    """
+
+    dense: int
+    gradients: int
+    dense_states: int
+    rows: int
+    states: int
+    keys: int
+    doubling: int
+    saving: int
+
+    @property
+    def total(self) -> int:
+        """All of them at one time, which is at most."""
+        return sum(vars(self).values())
+
+
+def foretell(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tables: HashTableCollection,
+    rows: Mapping[str, int],
+    world_size: int = 1,
+) -> Foretold:
+    """What a rank will have of a model that is nowhere yet.
+
+    Args:
+        model: on the device ``"meta"``; it gets gradients there, and the optimizer makes a step.
+        optimizer: of its parameters.
+        tables: still empty. rows: of each logical table at the end, over all ranks, by its name.
+
+    Raises ValueError for a model elsewhere, whose weights the step would change, and for other tables.
+    """
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    held = [*model.parameters(), *model.buffers()]
+    if elsewhere := {str(each.device) for each in held if not each.is_meta}:
+        raise ValueError(
+            f"the model is on {', '.join(sorted(elsewhere))}: make it and its optimizer under "
+            "torch.device('meta'), where nothing is allocated"
+        )
+    if sorted(rows) != tables.table_names or min(rows.values(), default=0) < 0:
+        raise ValueError(f"rows of the tables {tables.table_names} are needed, at least 0, got {dict(rows)}")
+    for each in parameters:
+        each.grad = torch.zeros_like(each)
+    optimizer.step()
+    states = [each for by in optimizer.state.values() for each in by.values() if torch.is_tensor(each)]
+    ends = [
+        (sizes_of(group.table), -(-sum(rows[name] for name in group.layout.names) // world_size))
+        for group in tables.groups
+    ]
+    values = sum(table.values(count) for table, count in ends)
+    weights = sum(table.weights(count) for table, count in ends)
+    peak, end = (
+        sum(table.keys + table.metadata + table.added(count, at_peak) for table, count in ends)
+        for at_peak in (True, False)
+    )
+    return Foretold(
+        dense=sum(each.nbytes for each in held),
+        gradients=sum(each.nbytes for each in parameters),
+        dense_states=sum(each.nbytes for each in states),
+        rows=weights,
+        states=values - weights,
+        keys=end - values,
+        doubling=peak - end,
+        saving=SNAPSHOT_BYTES * sum(count for _, count in ends),
+    )

@@ -1,4 +1,6 @@
-"""A training that outgrows its memory is warned of ahead, and ends with a checkpoint in time."""
+"""A training that outgrows its memory is warned of ahead, and ends with a checkpoint in time; a step that is
+larger than what is left is an error.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +8,17 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from ..settings import in_bytes
+from .bound import bound_data, lift_bound, stacks, tells_of_memory
 from .footprint import tables_added
 from .room import Room, memory_left
 
 if TYPE_CHECKING:
-    from ..pipeline import Trainer
+    from ..data import Batch
+    from ..pipeline import StepResult, Trainer
 
 MIB = 1 << 20
 
@@ -26,6 +30,10 @@ class MemoryWatch:
     would end, doublings of the key structure included. It is printed once it is less than `ahead` steps
     away, and again each time that it is half as far; at `margin` steps, or where less than `reserve` is left,
     all ranks are asked to stop (`Communicators.stop`), and the caller saves.
+
+    A single step may take more than is left, however few rows tables have. In `run` the kernel refuses this
+    process more than its share of what was left at the last look, but for half of `reserve`: the allocation
+    raises, where the kernel would end the process later (see `bound`).
 
     To keep a table below a size instead, evict (`Eviction`), store seldom used rows in 16 bits
     (`PrecisionTiers`), or place it elsewhere (`Placement`): those have the same bits on every machine, and
@@ -59,14 +67,44 @@ class MemoryWatch:
         self._trainer, self._limit, self._say, self._every = trainer, limit, say, every
         self._ahead, self._margin, self._reserve = ahead, margin, reserve
         self._looks: deque[tuple[int, list[int]]] = deque(maxlen=32)  # step, rows by table
-        self._next_look, self._warned = 0.0, math.inf
+        self._next_look, self._warned, self._bounds = 0.0, math.inf, False
         self.ended = ""
-        room = memory_left(limit)
+        self._room = room = memory_left(limit)
         if room.left < reserve:
             raise MemoryError(
                 f"{in_bytes(room.limit - room.left)} of the {in_bytes(room.limit)} of {room.of} are taken "
                 f"before the first step, and {in_bytes(reserve)} are kept for a checkpoint"
             )
+
+    def run(self, batches: Iterable[Batch]) -> Iterator[StepResult]:
+        """`Trainer.run`, with a look after each step.
+
+        Raises MemoryError for a step that needs more memory than is left; the last checkpoint is whole.
+        """
+        self._bounds = True
+        self._bound(memory_left(self._limit), stacks())
+        try:
+            for result in self._trainer.run(batches):
+                self.on_step_end(result.step + 1)
+                yield result
+        except Exception as error:
+            if not tells_of_memory(error):
+                raise
+            room = self._room
+            raise MemoryError(
+                f"step {self._trainer.next_step} or one read ahead needs more than this rank's share of the "
+                f"{in_bytes(room.left)} that were left of {in_bytes(room.limit)} of {room.of} ({error}): use "
+                "smaller batches, more micro-batches, fewer ranks here or rows on disk, and go on from the "
+                "last checkpoint"
+            ) from error
+        finally:
+            self._bounds = False
+            lift_bound()
+
+    def _bound(self, room: Room, more: int = 0) -> None:
+        self._room = room
+        share = room.left - min(self._reserve, max(room.left, 0)) // 2
+        bound_data(share // self._ranks_of(room) + more)
 
     def on_step_end(self, step: int) -> None:
         """Look, where it is time: `step` steps are done."""
@@ -75,7 +113,10 @@ class MemoryWatch:
             self._trainer.communicators.stop.set()
         elif now >= self._next_look:
             self._next_look = now + self._every
-            self._look(step, memory_left(self._limit))
+            room = memory_left(self._limit)
+            self._look(step, room)
+            if self._bounds:
+                self._bound(room)
 
     def _look(self, step: int, room: Room) -> None:
         tables = self._trainer.tables
@@ -84,8 +125,7 @@ class MemoryWatch:
             self._looks.clear()  # a run that was rolled back
         self._looks.append((step, rows))
         left = room.left - self._reserve
-        ranks = 1 if room.own else self._ranks_here()
-        away = self._steps_until(left // ranks)
+        away = self._steps_until(left // self._ranks_of(room))
         if left <= 0 or away <= self._margin:
             self.ended = f"memory: {self._state(room, rows)}, at step {step}"
             self._trainer.communicators.stop.set()
@@ -103,9 +143,10 @@ class MemoryWatch:
             f"{sum(rows):,} rows and grow by {sum(self._rates()):,.0f} a step"
         )
 
-    def _ranks_here(self) -> int:
+    def _ranks_of(self, room: Room) -> int:
+        """Those that share it."""
         groups = self._trainer.communicators
-        return -(-groups.world_size // max(groups.machines, 1))
+        return 1 if room.own else -(-groups.world_size // max(groups.machines, 1))
 
     def _rates(self) -> list[float]:
         """New rows a step, by table."""

@@ -52,6 +52,11 @@ class Placement:
                 f"tables on disk need a directory, and others take none: got storage={self.storage!r} with "
                 f"path={self.path!r}"
             )
+        if self.storage != "disk" and self.memory != Placement.memory:
+            raise ValueError(
+                f"memory={self.memory!r} (disk_memory) is of tables on disk, and these have "
+                f"storage={self.storage!r}"
+            )
         if self.path:
             local_path(self.path, "the directory of tables on disk (disk_path)")
         bytes_of(self.memory, "memory of tables on disk (disk_memory)")

@@ -6,6 +6,8 @@ import ctypes
 import errno
 import os
 import tempfile
+import warnings
+from pathlib import Path
 
 import torch
 
@@ -35,6 +37,13 @@ class RowFile:
             self._file = tempfile.TemporaryFile(dir=path, buffering=0)  # noqa: SIM115
         except OSError as error:
             raise self._named(error, "cannot be made") from error
+        if _in_memory(self._file.fileno()):
+            warnings.warn(
+                f"tritonrec: {path!r} is in a file system in memory (tmpfs), so that the rows there take the "
+                "memory that they are to save: name a directory on a disk",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no row tells of the next one
 
     def reserve(self, rows: int) -> None:
@@ -102,3 +111,12 @@ class RowFile:
             f"a table's file of rows in {self.path!r} {what}: {error.strerror}; {advice}"
             + (", and go on from the last checkpoint" if self.nbytes else ""),
         )
+
+
+def _in_memory(file: int, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
+    """Whether the file system of an open file is in memory; False where the kernel does not tell."""
+    device = os.fstat(file).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    lines = mounts.read_text().splitlines() if mounts.exists() else []
+    kinds = (line.partition(" - ")[2].split()[0] for line in lines if line.split()[2] == number)
+    return any(kind in ("tmpfs", "ramfs") for kind in kinds)

@@ -7,14 +7,13 @@ import time
 from dataclasses import dataclass
 
 from ...capacity import Room, memory_left
+from ...capacity.footprint import SNAPSHOT_BYTES
 from ...embedding.key_index import KeyIndex
 from ...settings import in_bytes
 from ..train.run import Run
 from .trial import Rank
 
 COUNT_SECONDS = 20.0
-SNAPSHOT_BYTES = 16
-"""Of a row while a checkpoint is written: its key, handle and a mark (`tritonrec.embedding.snapshot`)."""
 
 
 @dataclass(frozen=True)
@@ -60,20 +59,28 @@ class Need:
     """Bytes of one rank's process at the end of the run.
 
     Args:
-        process: libraries, log, dense model and its optimizer. work: windows in flight, activations.
-        values: of rows, with optimizer states. keys: with scores and counts. doubling: of the key structure,
-            for a while. evaluation, saving: what these take beyond training.
+        process: libraries, log. dense: the dense model with the states of its optimizer.
+        work: windows in flight, activations. rows: weights. states: of their update rule.
+        keys: with scores and counts. doubling: of the key structure, for a while. evaluation, saving: what
+            these take beyond training.
         peak: at most at one time.
     """
 
     process: int
+    dense: int
     work: int
-    values: int
+    rows: int
+    states: int
     keys: int
     doubling: int
     evaluation: int
     saving: int
     peak: int
+
+    @property
+    def values(self) -> int:
+        """Of rows with their states."""
+        return self.rows + self.states
 
     @property
     def tables(self) -> int:
@@ -89,7 +96,8 @@ class Forecast:
         ranks: what each needs. room: bytes that the machine has for all of them.
         rows: of all tables and ranks at the end. steps, steps_counted: of the run, and see `Counted`.
         step_seconds, seconds: of a step, and of all with evaluations and saves, beyond the start.
-        link_bytes: sent by a rank in a step. checkpoint: bytes of a whole one.
+        link_bytes: sent by a rank in a step. disk_read, disk_written: bytes of rows on disk, as well.
+        checkpoint: bytes of a whole one.
     """
 
     ranks: list[Need]
@@ -100,6 +108,8 @@ class Forecast:
     step_seconds: float
     seconds: float
     link_bytes: float
+    disk_read: float
+    disk_written: float
     checkpoint: int
 
     @property
@@ -145,6 +155,7 @@ def forecast(
     return Forecast(
         needs, room or memory_left(), sum(counted.rows), run.steps, counted.steps, step,
         run.steps * step + beside, max(rank.link_bytes for rank in ranks),
+        max(rank.disk_read for rank in ranks), max(rank.disk_written for rank in ranks),
         ranks[0].dense_bytes + sum(rows * (table.row_bytes + 8) for rows, table in tables),
     )  # fmt: skip
 
@@ -159,14 +170,17 @@ def _need(run: Run, rank: Rank, counted: Counted, shards: int) -> Need:
     added = sum(table.added(more, at_peak=False) for table, more in at_the_end)
     peak = sum(table.added(more) for table, more in at_the_end)
     values = sum(table.values(table.rows + more) for table, more in at_the_end)
+    weights = sum(table.weights(table.rows + more) for table, more in at_the_end)
     training = rank.trained + peak
     evaluating = rank.evaluated + added
     saving = rank.saved + added + SNAPSHOT_BYTES * sum(more for _, more in at_the_end)
     highest = max(training, evaluating, saving if run.checkpoint else 0)
     return Need(
-        process=rank.began,
-        work=max(rank.trained - rank.began - had, 0),
-        values=values,
+        process=rank.began - rank.dense_began,
+        dense=rank.dense_bytes,
+        work=max(rank.trained - rank.began - had - rank.dense_bytes + rank.dense_began, 0),
+        rows=weights,
+        states=values - weights,
         keys=had + added - values,
         doubling=peak - added,
         evaluation=max(evaluating - training, 0),

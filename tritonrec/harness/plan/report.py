@@ -19,9 +19,11 @@ from .forecast import Forecast, count_rows, forecast
 from .trial import Rank, trial
 
 KINDS = {
-    "process": "libraries, log, dense model",
+    "process": "libraries, log",
+    "dense": "dense model and its optimizer states",
     "work": "windows in flight, activations",
-    "values": "rows and optimizer states",
+    "rows": "rows",
+    "states": "optimizer states of rows",
     "keys": "keys, scores, counts",
     "doubling": "key structure while it doubles",
     "evaluation": "more in an evaluation",
@@ -83,6 +85,12 @@ def print_forecast(found: Forecast, console: Console) -> None:
         f"time: {found.step_seconds * 1e3:.1f} ms a step, {hours:.0f} h {minutes:.1f} min without the start",
         f"links: {found.link_bytes / 1e6:.2f} MB a step and rank",
     ]
+    if found.disk_read or found.disk_written:
+        read, written = found.disk_read / 1e6, found.disk_written / 1e6
+        rate = (read + written) / max(found.step_seconds, 1e-9)
+        lines.append(
+            f"disk: {read:.2f} MB of rows read and {written:.2f} MB written a step and rank, {rate:.1f} MB/s"
+        )
     needed = sum(rank.peak for rank in found.ranks)
     of = f"{in_bytes(found.room.left)} are left of {in_bytes(found.room.limit)} of {found.room.of}"
     if found.lacking > 0:

@@ -33,8 +33,10 @@ class Rank:
     Args:
         began: before its first step, with libraries, log and dense model. trained: at most while it trained,
             with `rows` by table. evaluated, saved: at most in an evaluation and a save; 0 without one.
-        tables: `Sizes` of each table after the steps. dense_bytes: of parameters and optimizer states.
+        tables: `Sizes` of each table after the steps. dense_bytes: of parameters and optimizer states;
+            dense_began: of these before the first step.
         step_seconds, evaluation_seconds, save_seconds: time. link_bytes: sent a step.
+        disk_read, disk_written: of rows on disk, a step.
         compiled: whether a compiler's memory and time are among them.
     """
 
@@ -44,10 +46,13 @@ class Rank:
     saved: int = 0
     tables: list[Sizes] = field(default_factory=list)
     dense_bytes: int = 0
+    dense_began: int = 0
     step_seconds: float = 0.0
     evaluation_seconds: float = 0.0
     save_seconds: float = 0.0
     link_bytes: float = 0.0
+    disk_read: float = 0.0
+    disk_written: float = 0.0
     compiled: bool = False
 
 
@@ -72,6 +77,7 @@ def trial(communicators: Communicators, run: Run, steps: int | None = None) -> d
         ) as trainer,
     ):  # fmt: skip
         found.began = resident_bytes()
+        found.dense_began = sum(each.nbytes for each in trainer.dense.tensors().values())
         ends: list[float] = []
         with _highest() as trained:
             for _ in trainer.run(loader.batch(step) for step in range(min(steps or FEWEST, run.steps))):
@@ -84,6 +90,10 @@ def trial(communicators: Communicators, run: Run, steps: int | None = None) -> d
         sent = trainer.counts
         found.link_bytes = (sent.key_bytes + sent.row_bytes) / len(ends)  # of this rank
         found.trained, found.tables = trained[0], [sizes_of(group.table) for group in tables.groups]
+        for size, group in zip(found.tables, tables.groups, strict=True):
+            moved = group.table.counters
+            found.disk_read += moved.disk_read * size.row_bytes / len(ends)
+            found.disk_written += moved.disk_written * size.row_bytes / len(ends)
         found.dense_bytes = sum(each.nbytes for each in trainer.dense.tensors().values())
         began = time.perf_counter()
         with _highest() as evaluated:

@@ -180,12 +180,10 @@ def train(
                 break
             clock = time.perf_counter()
             steps = takewhile(lambda _: not trainer.stopping, range(first, last))
-            for result in trainer.run(loader.batch(step) for step in steps):
+            for result in (watch or trainer).run(loader.batch(step) for step in steps):
                 before, clock = clock, time.perf_counter()
                 loss, step = result.loss, result.step + 1
                 reports.on_step_end(result, clock - before, streaming.on_step_end(result))
-                if watch:
-                    watch.on_step_end(step)
                 if beside:
                     beside.on_step_end(reports.steps_run)
             stopped = trainer.stopping and step < run.steps

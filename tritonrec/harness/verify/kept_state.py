@@ -249,10 +249,16 @@ def disk_lost_write_back(program: Program) -> None:
 
 @fault(ON_DISK)
 def disk_wrong_offset(program: Program) -> None:
-    """Rows are read from disk one row too far."""
+    """Offsets in the file are cut to 32 bits, where every second row lies 2^32 rows further on."""
     for file in _files(program):
-        read = file.read
-        file.read = lambda rows, memory, places, read=read: read(rows + 1, memory, places)  # type: ignore[method-assign,misc]
+        size = file.row_bytes
+        for name, move in (("read", file.read), ("write", file.write)):
+
+            def cut(rows, memory, places, move: Move = move, size: int = size) -> None:
+                further = rows // 2 + (rows % 2 << 32)
+                move(further * size % 2**32 // size, memory, places)
+
+            setattr(file, name, cut)
 
 
 def _files(program: Program) -> Iterator[RowFile]:
