@@ -93,7 +93,7 @@ class GradientAccumulator(Accumulator):
         names = self._names
         if not names:
             return {}
-        # A graph of torch.compile is good for the ids that it has asked for: none of what a batch brings anew.
+        # A graph of torch.compile holds for the ids that it has asked for: of none that a batch brings anew.
         if is_compiling():
             inputs = tuple(each if isinstance(each, torch.nn.Parameter) else None for each in inputs)
         return {at: each for at, each in enumerate(inputs) if id(each) in names}
