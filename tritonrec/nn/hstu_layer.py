@@ -22,7 +22,7 @@ import torch
 
 from .. import ops
 from ..kernels.autocast import autocast_dtype, to_dtype, without_autocast
-from ..kernels.dispatch import default_impl, implementation, is_compiling
+from ..kernels.dispatch import default_impl, implementation
 from ..kernels.gradients import Accumulator, Targets, Terms, current, sum_terms, targets_of
 from ..kernels.hstu_attention.call import Call as AttentionCall
 from ..kernels.hstu_attention.call import HSTUBias, HSTUMask, describe
@@ -140,7 +140,7 @@ def hstu_layer(
         layer: a module with ``config`` (a `LayerConfig`), ``norm``, ``uvqk``, ``gate`` and ``output``.
         seed: of dropout. tables: of `Parameters`.
     """
-    if is_compiling():  # a graph ends here: the layer's steps are no ops, but calls of kernels and of numpy
+    if torch.compiler.is_dynamo_compiling():  # a graph ends here: the layer's steps are no ops, but kernels
         return torch.compiler.disable(hstu_layer)(layer, x, tokens, seed, **tables)
     call, parameters = described(layer, tokens, seed, **tables)
     return _HSTULayer.apply(current(), call, x, *parameters)
