@@ -482,3 +482,20 @@ def test_groups_of_a_pool_of_several_meshes_share_the_thread_that_moves_messages
         shared, _too = added(dist.distributed_c10d.ProcessGroupGloo)
     assert shared <= alone - 5  # one for each group less
     assert dist.distributed_c10d.ProcessGroupGloo is plain
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("Connection closed by peer [::1]", r"has fewer batches.* says: Connection closed by peer"),
+        ("out has another size", r"^out has another size$"),
+    ],
+)
+def test_a_loop_without_a_watch_says_why_an_exchange_failed(text, says):
+    """Own loops give modules a process group, where the backend's error alone tells of uneven loaders."""
+
+    def fails():
+        raise RuntimeError(text)
+
+    with pytest.raises(RuntimeError, match=says):
+        Communicator()._collective(fails)

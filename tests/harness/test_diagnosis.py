@@ -8,6 +8,7 @@ from speeds import slow_except
 from tritonrec import nn, verify
 from tritonrec.data import NextItemLoader, load
 from tritonrec.embedding import FeatureConfig
+from tritonrec.harness.verify import thread_ranks
 from tritonrec.harness.verify.thread_ranks import run_ranks
 from tritonrec.harness.verify.user_model import ModelReport
 from tritonrec.pipeline.diagnosis import diagnose
@@ -335,3 +336,14 @@ def test_a_rank_that_fails_ends_the_others():
     assert [float(one) for one in sums] == [4.5] * 3
     texts = run_ranks(2, lambda group: group.control.all_gather_texts("ab"[group.rank]))
     assert texts == [["a", "b"]] * 2
+
+
+def test_a_rank_that_waits_for_one_that_has_ended_is_told(monkeypatch):
+    monkeypatch.setattr(thread_ranks, "TIMEOUT", 60.0)
+
+    def rank(communicators):
+        for _ in range(3 - communicators.control.rank):
+            communicators.control.all_to_all_equal(torch.zeros(2, 1))
+
+    with pytest.raises(RuntimeError, match="rank 1 has ended, and others wait for it: give"):
+        run_ranks(2, rank)

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from speeds import slow_except
+from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
-from trainer_parts import DIM, Ranker, batches, parts, trained, trainer
+from trainer_parts import DIM, Ranker, batches, parts, state, trained, trainer
 
 from tritonrec import nn, ops
 from tritonrec.kernels import compilation
@@ -75,6 +76,69 @@ def test_a_compiled_model_has_the_bits_of_the_model_itself(backend, mode, micro_
     want, losses = trained(parts(Plain), "reference", "batch", batches(3))
     got, found = trained(compiled(backend), mode, "batch", batches(3), micro_batches=micro_batches)
     assert same(got, want) and [each.loss for each in found] == [each.loss for each in losses]
+
+
+def many_sizes():
+    """Twenty batches of 5 to 9 samples and a different number of tokens each."""
+    drawn = [each for size in range(5, 10) for each in batches(4, size)]
+    return [replace(each, step=step) for step, each in enumerate(drawn)]
+
+
+def seeded():
+    """Its layers draw dropout, so that every step has seeds of its own."""
+    torch.manual_seed(3)
+    return nn.SASRec(nn.SASRecConfig(dim=DIM, layers=2, heads=2, max_seq_len=9, dropout=0.3))
+
+
+@pytest.mark.parametrize(
+    ("make", "backend"),
+    slow_except([(Plain, "eager"), (seeded, "eager")], product((Plain, seeded), ("eager", "aot_eager"))),
+)
+def test_a_whole_model_is_compiled_for_few_sizes_and_no_batch_alone(make, backend):
+    """torch runs what it has compiled nine times as it is, with a warning of its own alone."""
+    want, losses = trained(parts(make), "reference", "batch", many_sizes())
+    torch._dynamo.reset()
+    made = parts(make)
+    made[0].compile(backend=backend)
+    counters.clear()
+    graphs, found = [], []
+    with trainer(made, "sequential", "batch", micro_batches=1) as training:
+        for each in many_sizes():
+            found.append(training.step(each).loss)
+            graphs.append(counters["stats"]["unique_graphs"])
+    # the first batch, other numbers of tokens, another number of samples
+    assert graphs[0] == 1 and graphs[4] == graphs[-1] <= 3 and not counters["graph_break"]
+    assert same(state(made), want) and found == [each.loss for each in losses]
+
+
+class Recording(Plain):
+    def forward(self, batch, rows, seed):
+        nn.record(rows=rows["item"])
+        return super().forward(batch, rows, seed)
+
+
+def test_a_comparison_records_nothing():
+    torch._dynamo.reset()
+    made = parts(Recording)
+    made[0].compile(backend="eager")
+    with trainer(made, "sequential", "batch", micro_batches=1) as training:
+        assert [training.step(each).outputs for each in batches(2)] == [{}, {}]
+
+
+class Zeros(Plain):
+    """Gradients of its rows are zeros, with another sign in a graph."""
+
+    def forward(self, batch, rows, seed):
+        zero = 0.0 if is_compiling() else -0.0
+        return super().forward(batch, {"item": rows["item"].detach() + rows["item"] * zero}, seed)
+
+
+def test_exact_sums_know_one_zero():
+    torch._dynamo.reset()
+    made = parts(Zeros)
+    made[0].compile(backend="eager")
+    with trainer(made, "sequential", "batch", micro_batches=1) as training:
+        assert training.step(batches(1)[0]).loss > 0
 
 
 @pytest.mark.parametrize("mode", slow_except(["sequential"], ["reference", "sequential", "nestpipe"]))

@@ -136,10 +136,22 @@ class Communicator:
         return values
 
     def _collective(self, function: Callable[[], object]) -> None:
-        """Call `function`; where another rank makes it fail, raise `RankDiedError` naming rank and stage."""
+        """Call `function`; where another rank makes it fail, raise `RankDiedError`.
+
+        A watch knows which rank, and its stage.
+        """
         watch = self.watch
-        if watch is None:
-            function()
+        if watch is None:  # of the caller's own process group
+            try:
+                function()
+            except RuntimeError as error:
+                if not PEER_FAILURE.search(str(error)):
+                    raise
+                raise RankDiedError(
+                    "another rank has not joined an exchange of rows: it has ended, or has fewer batches, or "
+                    "looks other tables up: give every rank the same number of batches (drop_last=True). The "
+                    f"backend says: {error}"
+                ) from error
             return
         # A rank that one collective has named is not waited for again, by another thread or in the next call.
         if watch.lost:

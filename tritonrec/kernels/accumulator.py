@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tritonrec.kernels.dispatch import is_compiling
 from tritonrec.kernels.fixed_point.errors import FRACTION_BITS
 from tritonrec.kernels.gradients import Accumulator, Targets, Terms
 
@@ -90,7 +91,12 @@ class GradientAccumulator(Accumulator):
     def held(self, inputs: tuple[Any, ...]) -> dict[int, Any]:
         """The inputs that it `holds`, by place."""
         names = self._names
-        return {at: each for at, each in enumerate(inputs) if id(each) in names} if names else {}
+        if not names:
+            return {}
+        # A graph of torch.compile holds for the ids that it has asked for: of none that a batch brings anew.
+        if is_compiling():
+            inputs = tuple(each if isinstance(each, torch.nn.Parameter) else None for each in inputs)
+        return {at: each for at, each in enumerate(inputs) if id(each) in names}
 
     def add(self, parameter: torch.Tensor, terms: Terms) -> None:
         """Add the terms of the gradient of a parameter that it `holds`.

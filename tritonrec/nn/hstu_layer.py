@@ -140,6 +140,8 @@ def hstu_layer(
         layer: a module with ``config`` (a `LayerConfig`), ``norm``, ``uvqk``, ``gate`` and ``output``.
         seed: of dropout. tables: of `Parameters`.
     """
+    if torch.compiler.is_dynamo_compiling():  # a graph ends here: the layer's steps are no ops, but kernels
+        return torch.compiler.disable(hstu_layer)(layer, x, tokens, seed, **tables)
     call, parameters = described(layer, tokens, seed, **tables)
     return _HSTULayer.apply(current(), call, x, *parameters)
 

@@ -11,6 +11,7 @@ import torch
 from ..data import Batch
 from ..kernels.compilation import note_compilation
 from ..nn import GradientAccumulator
+from ..nn.context import recording
 from .model_call import CallerSettings, train_micro_batch
 
 ONE_CALLS = RLock()
@@ -108,11 +109,14 @@ class Compilation:
         leaves = {name: each.detach().clone().requires_grad_() for name, each in rows.items()}
         accumulator = GradientAccumulator(self._model, self._bits)
         with accumulator.empty_gradients():
-            with accumulator.active():
+            with accumulator.active(), recording():  # what a graph leaves out the step must not find here
                 losses = train_micro_batch(self._model, batch, leaves, seed, settings)
             sums = accumulator.take()
         found: dict[str, torch.Tensor | None] = {"the loss": losses}
-        found |= {f"the gradient of the rows of feature {name}": each.grad for name, each in leaves.items()}
+        for name, each in leaves.items():
+            # Exact sums know one zero, of which autograd makes either: -0.0 + 0.0 is 0.0.
+            gradient = None if each.grad is None else each.grad + 0.0
+            found[f"the gradient of the rows of feature {name}"] = gradient
         return found | {f"the gradient of parameter {name}": each for name, each in sums.items()}
 
 

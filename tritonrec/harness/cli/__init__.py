@@ -83,10 +83,10 @@ def load(name: str) -> Any:
 
 
 def told(name: str, words: list[str]) -> Any:
-    """The command `name` as it is declared, for its help; where `words` do not ask for it, it is called."""
+    """The command `name` as it is declared, for its help and wrong options; with right ones it is called."""
     command = _made(name, command_of(json.loads(FILE.read_text())[name]))
 
-    def invoke(ctx: Any) -> Any:  # --help was the value of an option
+    def invoke(ctx: Any) -> Any:
         loaded = load(name)
         return loaded.invoke(loaded.make_context(name, list(words), parent=ctx.parent))
 
@@ -149,8 +149,7 @@ class Commands(TyperGroup):
         """As of its base."""
         if args and args[0] in COMMANDS:
             name, *words = args
-            asked = "--help" in words[: words.index("--") if "--" in words else None]
-            self.commands[name] = told(name, words) if asked else load(name)
+            self.commands[name] = told(name, words)
         return super().resolve_command(ctx, args)
 
 

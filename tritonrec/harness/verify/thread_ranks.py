@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import fields
 from itertools import product
 from typing import Any, TypeVar
@@ -22,12 +22,16 @@ Result = TypeVar("Result")
 TIMEOUT = 120.0
 """Seconds that a rank waits for the others, which may compile kernels meanwhile."""
 
+LOOKS = 0.1
+"""Seconds between two looks for ranks that wait for one that has ended."""
+
 
 class _Table:
     """Where the ranks of one group put what the others take."""
 
     def __init__(self, world_size: int):
         self.slots: list[Any] = [None] * world_size
+        self.broken = "another rank stopped"
         self.barrier = threading.Barrier(world_size, timeout=TIMEOUT)
 
 
@@ -69,7 +73,7 @@ class ThreadCommunicator(Communicator):
             taken = take(table.slots)
             table.barrier.wait()  # nobody changes what another one still reads
         except threading.BrokenBarrierError:
-            raise RuntimeError("another rank stopped") from None
+            raise RuntimeError(table.broken) from None
         return taken
 
 
@@ -87,9 +91,11 @@ def run_ranks(
     mesh = torch.arange(world_size, dtype=torch.int64).view(-1, replicas)
     groups: list[dict[str, Communicator]] = [{} for _ in range(world_size)]
     tables: list[_Table] = []
+    members: list[list[int]] = []
     for name in (each.name for each in fields(Communicators) if each.type == "Communicator"):
         for ranks in _members(name, mesh, nodes):
             tables.append(_Table(len(ranks)))
+            members.append(ranks)
             for place, number in enumerate(ranks):
                 alone = len(ranks) == 1
                 groups[number][name] = (
@@ -109,6 +115,15 @@ def run_ranks(
 
     with ThreadPoolExecutor(world_size, thread_name_prefix="tritonrec-rank") as pool:
         futures = [pool.submit(rank, number) for number in range(world_size)]
+        while wait(futures, LOOKS).not_done:
+            for table, ranks in zip(tables, members, strict=True):
+                ended = [number for number in ranks if futures[number].done()]
+                if ended and table.barrier.n_waiting:  # for one that will not come
+                    table.broken = (
+                        f"rank {ended[0]} has ended, and others wait for it: give every rank as many "
+                    )
+                    table.broken += "batches"
+                    table.barrier.abort()
     if errors:
         raise errors[0]
     return [future.result() for future in futures]

@@ -46,7 +46,26 @@ def derive_seed(seed: Seed, stream: int, step: int) -> Seed:
     """
     if isinstance(seed, DeviceSeed):
         return seed.derived(stream, step)
+    if torch.compiler.is_dynamo_compiling():
+        return _derive_in_graph(torch.empty(0, dtype=torch.int64), seed, stream, step)
     return reference.derive_seed(seed, stream, step)
+
+
+@torch.library.custom_op(
+    "tritonrec::derive_seed", mutates_args=(),
+    schema="(Tensor place, SymInt seed, SymInt stream, SymInt step) -> SymInt",
+)  # fmt: skip
+def _derive_in_graph(place: torch.Tensor, seed: int, stream: int, step: int) -> int:
+    """`derive_seed` in a graph of torch.compile, to which a seed that differs from call to call is a symbol:
+    those have no words of 64 bits. Inductor wants a tensor of each op, `place` (0,).
+    """
+    return reference.derive_seed(seed, stream, step)
+
+
+@_derive_in_graph.register_fake
+def _(place: torch.Tensor, seed: int, stream: int, step: int) -> int:
+    # Its public door, `new_dynamic_size`, gives none below zero.
+    return torch.library.get_ctx()._shape_env.create_unbacked_symint()
 
 
 def initial_rows(

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from tritonrec.kernels.dispatch import is_compiling
-
 MASK = 0xFFFFFFFF
 # The use of a word, in the four high bits of its counter's third word.
 INITIAL_ROWS = 0 << 28
@@ -48,16 +46,14 @@ def derive_seed(seed: int, stream: int, step: int) -> int:
     for name, number in (("seed", seed), ("stream", stream), ("step", step)):
         if not -(1 << 63) <= number < 1 << 63:
             raise ValueError(f"{name} must lie in [-2**63, 2**63), got {number}")
-    return (_derive if is_compiling() else _derived)(seed, stream, step)
+    return _derived(seed, stream, step)
 
 
-def _derive(seed: int, stream: int, step: int) -> int:
+@lru_cache(maxsize=1024)  # the micro-batches of a window derive the same seeds
+def _derived(seed: int, stream: int, step: int) -> int:
     w0, w1, _, _ = philox4x32((*halves(step), *halves(stream)), halves(seed))
     word = w1 << 32 | w0
     return word - (1 << 64) if word >> 63 else word
-
-
-_derived = lru_cache(maxsize=1024)(_derive)  # the micro-batches of a window derive the same seeds
 
 
 def initial_rows(seed: int, table: int, keys: torch.Tensor, dim: int, scale: float) -> torch.Tensor:
