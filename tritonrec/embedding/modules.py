@@ -256,41 +256,48 @@ class HashEmbeddingCollection(torch.nn.Module):
         over = self.communicator
         return launch.owner_of(ids, over.world_size) == over.rank
 
-    def optimizer_state(self, table: str, empty: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids (n,) int64 of this rank, ascending, and their optimizer state (n, width) float32.
+    def optimizer_states(self, empty: bool = False) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """By table ids (n,) int64 of this rank, ascending, and their optimizer state (n, width) float32.
 
         ``empty``: no rows, for the width.
         """
-        dim = self.tables.dim_of(table)
-        if empty:
-            none = torch.empty(0, dtype=torch.int64)
-            return none, self.tables.initial_rows(table, none)[:, dim:]
-        ids, rows = self.tables.export()[table]
-        return ids, rows[:, dim:].contiguous()
+        tables, none = self.tables, torch.empty(0, dtype=torch.int64)
+        # Once for all tables: an export walks all rows.
+        found = {} if empty else tables.export()
+        for name in tables.table_names:
+            ids, rows = found.get(name) or (none, tables.initial_rows(name, none))
+            found[name] = ids, rows[:, tables.dim_of(name) :].contiguous()
+        return {name: found[name] for name in tables.table_names}
 
-    def prepare_optimizer_state(
-        self, table: str, ids: torch.Tensor, state: torch.Tensor
+    def prepare_optimizer_states(
+        self, states: Mapping[str, Mapping[str, torch.Tensor]]
     ) -> Callable[[], None]:
-        """Check the optimizer state (n, width) of `ids` (n,); the function returned loads it.
+        """Check the optimizer state of all tables, ``keys`` (n,) and ``state`` (n, width) of each; the
+        function returned loads it.
 
         It is the state of all rows of a table: other rows get zeros. Raises ValueError for an id that is
         given twice or does not fit.
         """
-        dim = self.tables.dim_of(table)
-        here = self.owns(ids.cpu())
-        ids, state = ids.cpu()[here], state.cpu()[here]
-        check_distinct(ids, f"the optimizer's state of table {table!r}")
-        self.tables.check_ids(table, ids)
-        self.tables.rule_of(table).check_state(state, dim, f"the optimizer's state of table {table!r}")
+        checked = {}
+        for table in self.tables.table_names:
+            ids, state = states[table]["keys"].cpu(), states[table]["state"].cpu()
+            here = self.owns(ids)
+            ids, state = checked[table] = ids[here], state[here]
+            check_distinct(ids, f"the optimizer's state of table {table!r}")
+            self.tables.check_ids(table, ids)
+            rule, dim = self.tables.rule_of(table), self.tables.dim_of(table)
+            rule.check_state(state, dim, f"the optimizer's state of table {table!r}")
 
         def load() -> None:
-            own_ids, rows = self.tables.export()[table]
-            rows[:, dim:] = 0.0
-            self.tables.load(table, own_ids, rows)
-            # Initial weights where an id has no row yet.
-            loaded = self.tables.current_rows(table, ids)
-            loaded[:, dim:] = state.to(loaded.device)
-            self.tables.load(table, ids, loaded)
+            for table, (own_ids, rows) in self.tables.export().items():
+                ids, state = checked[table]
+                dim = self.tables.dim_of(table)
+                rows[:, dim:] = 0.0
+                self.tables.load(table, own_ids, rows)
+                # Initial weights where an id has no row yet.
+                loaded = self.tables.current_rows(table, ids)
+                loaded[:, dim:] = state.to(loaded.device)
+                self.tables.load(table, ids, loaded)
 
         return load
 
