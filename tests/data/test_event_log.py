@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.csv
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
@@ -104,6 +105,7 @@ GOOD = {
     "iso_of_no_zone": (
         "user,item,time\n1,2,2014-04-07T10:51:09\n1,4,2014-04-07\n", None, [[1, 1], [2, 4], [1396867869, 1396828800]],
     ),
+    "iso_as_postgres_writes_it": ("user,item,time\n1,2,2014-04-07 10:51:09+00\n", None, [[1], [2], [1396867869]]),
     "iso_weeks": ("user,item,time\n1,2,2023-W33-4\n", LogFormat(time_format="%G-W%V-%u"), [[1], [2], [1692230400]]),
     "iso_milliseconds": (
         "user,item,time\n1,2,2014-04-07T10:51:09.277Z\n", LogFormat(time_unit="ms"), [[1], [2], [1396867869277]],
@@ -450,6 +452,14 @@ def test_json_of_other_bytes_and_other_types_is_refused(tmp_path):
         )
         with pytest.raises(ValueError, match=message):
             load(tmp_path / "log.json", LogFormat(ids="words"))
+
+
+@pytest.mark.parametrize("zone", ["", "Z", "-02:00"])
+def test_iso_dates_are_read_without_a_search_in_each(zone, monkeypatch):
+    times = [f"2024-05-01 08:30:{second:02}{zone}" for second in range(60)]
+    monkeypatch.setattr(pyarrow.compute, "match_substring_regex", lambda *_: pytest.fail("each was searched"))
+    log = load({"user": range(60), "item": range(60), "time": times})
+    assert (log.timestamp - log.timestamp[0]).tolist() == list(range(60)) and log.time_unit == "s"
 
 
 def test_a_format_of_dates_holds_for_integers():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -55,6 +56,15 @@ def test_a_key_has_the_ids_and_offsets_of_its_samples(expected):
             assert ids.tolist() == [value for bag in samples for value in bag]
             assert torch.equal(offsets, offsets_of([len(bag) for bag in samples]))
     assert plain(KeyedJaggedTensor.from_dict(by_key)) == expected
+
+
+def test_a_key_is_read_without_the_others(monkeypatch):
+    features = made(DRAWN)
+    features = replace(features, weights=torch.arange(len(features.values), dtype=torch.float32))
+    expected = features.to_dict()
+    monkeypatch.setattr(KeyedJaggedTensor, "to_dict", lambda self: pytest.fail("all keys were made"))
+    for key in features.keys:
+        assert all(map(torch.equal, features[key], expected[key]))
 
 
 @given(bags(), st.data())

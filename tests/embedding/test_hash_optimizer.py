@@ -358,3 +358,22 @@ def test_tables_of_one_dimension_take_any_id_where_they_are_kept_apart():
         HashEmbeddingCollection(features)({"user": ids, "item": ids})
     found = HashEmbeddingCollection(features, merge=False)({"user": ids, "item": ids})
     assert not torch.equal(found["user"], found["item"])
+
+
+def test_the_state_of_many_tables_walks_their_rows_once(monkeypatch):
+    walked, export = [], HashTableCollection.export
+    monkeypatch.setattr(HashTableCollection, "export", lambda self: walked.append(1) or export(self))
+    module = HashEmbeddingCollection([FeatureConfig(f"f{at}", 3 + 5 * at) for at in range(4)], seed=1)
+    optimizer = HashOptimizer(module)
+    sum(
+        rows.square().sum() for rows in module({f"f{at}": torch.arange(at + 2) for at in range(4)}).values()
+    ).backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    assert len(walked) == 1
+    optimizer.load_state_dict(saved)
+    assert len(walked) == 2
+    for name, before in saved["state"].items():
+        assert before["state"].any() and torch.equal(
+            optimizer.state_dict()["state"][name]["state"], before["state"]
+        )

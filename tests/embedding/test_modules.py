@@ -389,7 +389,7 @@ def test_keys_leave_a_device_from_which_ranks_cannot_exchange_them(supported, mo
     monkeypatch.setattr(type(module.communicator), "supports", lambda self, device: supported)
     key = SimpleNamespace(device="there", cpu=lambda: "on the host")
     with pytest.raises(KeyboardInterrupt):
-        module._rows([key])
+        module._rows([key], {})
     assert routed == [key if supported else "on the host"]
 
 

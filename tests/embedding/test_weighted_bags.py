@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from tritonrec import HashEmbeddingBag, HashEmbeddingCollection, HashOptimizer, KeyedJaggedTensor
+from tritonrec import HashEmbeddingBag, HashEmbeddingCollection, HashOptimizer, KeyedJaggedTensor, ops
 from tritonrec.data import Lookup, WeightedLookup, split
 from tritonrec.data.batch import Batch
 from tritonrec.embedding import FeatureConfig, RowOptimizer
-from tritonrec.embedding.bags import weighted_rows
+from tritonrec.embedding.bags import pool, weighted_rows
+from tritonrec.kernels import launch
 
 DIM, BAGS = 37, 12
 GENERATOR = torch.Generator().manual_seed(3)
@@ -133,3 +134,40 @@ def test_wrong_weights_are_named():
     module = HashEmbeddingCollection([FeatureConfig("f", 3)])
     with pytest.raises(ValueError, match="feature 'f' has weights and pooling 'none'"):
         module(features())
+
+
+@pytest.mark.parametrize("consistency", ["batch", "window"])
+@pytest.mark.parametrize("how", ["sum", "mean"])
+def test_bags_are_summed_where_rows_lie_with_the_bits_of_gathered_rows(how, consistency, monkeypatch):
+    dims = {"seen": 15, "bought": 16}  # one table, with a column of zeros
+    lookups = {
+        "seen": Lookup(torch.tensor([5, 3, 5, 5, 8, 3]), torch.tensor([0, 2, 2, 5, 6])),
+        "bought": Lookup(torch.tensor([3, 9, 3]), torch.tensor([0, 0, 2, 3, 3])),
+    }
+
+    def trained(pooling):
+        features = [FeatureConfig(name, dim, pooling=pooling) for name, dim in dims.items()]
+        module = HashEmbeddingCollection(
+            features, RowOptimizer("adam", lr=0.1), consistency=consistency, seed=3
+        )
+        optimizer, draw = HashOptimizer(module), torch.Generator().manual_seed(5)
+        for _ in range(3):
+            found = module(lookups)
+            if pooling == "none":
+                found = {name: pool(rows, lookups[name].offsets, how) for name, rows in found.items()}
+            gradients = [torch.randn(each.shape, generator=draw) for each in found.values()]
+            gradients[list(found).index("seen")][1] = torch.inf  # an empty bag's, which no row has a part in
+            torch.autograd.backward(list(found.values()), gradients)
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            found = module(lookups)
+        return found, [each for rows in module.tables.export().values() for each in rows]
+
+    rows, expected = trained("none")
+    for door, name in ((launch, "gather_rows"), (ops.IndexedRows, "gathered")):
+        monkeypatch.setattr(door, name, lambda *_: pytest.fail("a row was written for each id"))
+    found, state = trained(how)
+    for name, each in rows.items():
+        assert torch.equal(found[name], pool(each, lookups[name].offsets, how))
+    assert all(map(torch.equal, state, expected))

@@ -257,13 +257,22 @@ class KeyedJaggedTensor(Movable):
         first = self.keys.index(keys[0]) if keys and keys[0] in self.keys else 0
         if self.keys[first : first + len(keys)] != keys:
             raise ValueError(f"expected the keys {keys} to be consecutive, got {self.keys}")
-        ends = [0, *accumulate(self.length_per_key)]
-        return slice(ends[first], ends[first + len(keys)])
+        return slice(self._ends[first], self._ends[first + len(keys)])
+
+    @cached_property
+    def _ends(self) -> tuple[int, ...]:
+        """Where the values of each key begin, and their number."""
+        return (0, *accumulate(self.length_per_key))
 
     def __getitem__(self, key: str) -> Lookup | WeightedLookup:
         if key not in self.keys:
             raise KeyError(f"there is no key {key!r}; the keys are {', '.join(self.keys)}")
-        return self.to_dict()[key]
+        # By itself: `to_dict` makes all keys, and a loop over 1,000 keys would make a million.
+        at, samples, own = self.keys.index(key), self.num_samples, self.span(key)
+        offsets = self.offsets[at * samples : (at + 1) * samples + 1] - own.start
+        if self.weights is None:
+            return Lookup(self.values[own], offsets)
+        return WeightedLookup(self.values[own], offsets, self.weights[own])
 
     def to_dict(self) -> dict[str, Any]:
         """``self[key]`` of every key."""

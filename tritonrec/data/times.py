@@ -20,7 +20,7 @@ from tritonrec.data.values import MOST_WHOLE_BITS, Part, integers
 
 UNITS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _DECIMAL = r"^-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
-_ISO_ZONE = r"^.{11,}(Z|[+-][0-9]{2}:?[0-9]{2})$"
+_ISO_ZONE = r"^.{11,}(Z|[+-][0-9]{2}(:?[0-9]{2})?)$"
 _SOME_DAY = datetime(2023, 8, 17, 16, 5, 9, tzinfo=UTC)
 
 
@@ -79,9 +79,8 @@ def times(part: Part, name: str, values: Column, unit: str = "", format: str = "
 
 def _times_of_text(part: Part, name: str, values: pa.Array, unit: str, format: str) -> Times:
     if not format:
-        try:
-            found = values.cast(pa.int64())
-        except pa.ArrowInvalid:
+        found = _cast(values, pa.int64())
+        if found is None:
             return _decimals_or_iso(part, name, values, unit)
         if found.null_count:
             part.fail(name, values, found.is_null().to_numpy(zero_copy_only=False), "a time")
@@ -144,6 +143,9 @@ def _parsed(word: str | None, format: str) -> int | None:
 
 
 def _decimals_or_iso(part: Part, name: str, values: pa.Array, unit: str) -> Times:
+    for zone in (None, "UTC"):  # as most are written, which takes a tenth of the time of the searches below
+        if (made := _cast(values, pa.timestamp("us", zone))) is not None and not made.null_count:
+            return _scaled(part, name, values, made.to_numpy(), UNITS["us"], unit, zone is not None)
     digits = pc.fill_null(pc.match_substring_regex(values, r"^-?[0-9]+$"), False)
     number = pc.fill_null(pc.match_substring_regex(values, _DECIMAL), False)
     if pc.any(number, min_count=0).as_py():
@@ -168,11 +170,8 @@ def _decimals_or_iso(part: Part, name: str, values: pa.Array, unit: str) -> Time
     if (other := given & (zoned != first)).any():
         part.fail(name, values, other, f"a time with{'' if first else 'out'} a zone, as in other rows")
     for digits_of in ("us", "ns"):
-        try:
-            found = values.cast(pa.timestamp(digits_of, "UTC" if first else None)).cast(pa.int64())
+        if (found := _cast(values, pa.timestamp(digits_of, "UTC" if first else None))) is not None:
             break
-        except pa.ArrowInvalid:
-            continue
     else:
         wrong = np.array([not _is_iso(word) for word in values.to_pylist()])
         wrong = wrong if wrong.any() else np.ones(len(values), bool)
@@ -180,6 +179,18 @@ def _decimals_or_iso(part: Part, name: str, values: pa.Array, unit: str) -> Time
     if found.null_count:
         part.fail(name, values, found.is_null().to_numpy(zero_copy_only=False), "a time")
     return _scaled(part, name, values, found.to_numpy(), UNITS[digits_of], unit, first)
+
+
+def _cast(values: pa.Array, kind: pa.DataType) -> pa.Array | None:
+    """(n,) int64 of texts that are all of a kind; None where one is not, which mostly the first one tells.
+
+    Arrow writes an error for every text that is wrong, which takes thirty times as long as a cast.
+    """
+    try:
+        values[:1].cast(kind)
+        return values.cast(kind).cast(pa.int64())
+    except pa.ArrowInvalid:
+        return None
 
 
 def _is_iso(word: str | None) -> bool:

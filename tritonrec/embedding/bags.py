@@ -10,7 +10,7 @@ The bits of a bag, and of the gradients of its rows and weights, depend on nothi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -61,29 +61,43 @@ class _OverColumns(torch.autograd.Function):
         return gradient.squeeze(1), None
 
 
-def pool(rows: torch.Tensor | ops.IndexedRows, offsets: torch.Tensor, how: Pooling) -> torch.Tensor:
+class BagSums(NamedTuple):
+    """Rows that are summed by bag already."""
+
+    values: torch.Tensor  # (m, dim) float32
+
+
+Rows = torch.Tensor | ops.IndexedRows | BagSums
+
+
+def bags_of(lengths: torch.Tensor, count: int) -> torch.Tensor:
+    """(count,) int64, the bag of each id, of bags of `lengths` (m,)."""
+    numbers = torch.arange(len(lengths), device=lengths.device)
+    return torch.repeat_interleave(numbers, lengths, output_size=count)
+
+
+def pool(rows: Rows, offsets: torch.Tensor, how: Pooling) -> torch.Tensor:
     """Sum or mean of the rows of each bag, in the order of its ids: (n, dim) -> (m, dim).
 
     A bag's result does not depend on the others; an empty bag gives zeros.
     """
     lengths = offsets[1:] - offsets[:-1]
-    numbers = torch.arange(len(lengths), device=lengths.device)
-    count = len(rows.rows) if isinstance(rows, ops.IndexedRows) else len(rows)
-    bags = torch.repeat_interleave(numbers, lengths, output_size=count)
-    if isinstance(rows, ops.IndexedRows):
-        pooled = rows.pooled(bags, len(lengths))
+    if isinstance(rows, BagSums):
+        pooled = rows.values
+    elif isinstance(rows, ops.IndexedRows):
+        pooled = rows.pooled(bags_of(lengths, len(rows.rows)), len(lengths))
     else:
-        pooled = ops.segment_sum(rows, bags, len(lengths))
+        pooled = ops.segment_sum(rows, bags_of(lengths, len(rows)), len(lengths))
     return pooled / lengths.clamp(min=1).unsqueeze(1).to(pooled.dtype) if how == "mean" else pooled
 
 
-def parts(
-    rows: torch.Tensor | ops.IndexedRows, ids: Sequence[torch.Tensor]
-) -> Sequence[torch.Tensor | ops.IndexedRows]:
+def parts(rows: Rows, lookups: Sequence[Any]) -> Sequence[Rows]:
     """The rows of each feature of a group."""
-    if len(ids) == 1:  # the gradient of a split is a copy
+    if len(lookups) == 1:  # the gradient of a split is a copy
         return (rows,)
-    sizes = [each.shape[0] for each in ids]
+    if isinstance(rows, BagSums):
+        return list(map(BagSums, rows.values.split([len(each.offsets) - 1 for each in lookups])))
+    sizes = [each.ids.shape[0] for each in lookups]
     if isinstance(rows, ops.IndexedRows):
         return [ops.IndexedRows(rows.values, part) for part in rows.rows.split(sizes)]
     return rows.split(sizes)

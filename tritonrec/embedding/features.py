@@ -12,7 +12,7 @@ from .. import ops
 from ..data.jagged import WeightedLookup
 from ..distributed.communicator import Communicator
 from ..settings import check_number, typed
-from .bags import Pooling, first_columns, parts, pool, weighted_rows
+from .bags import Pooling, Rows, first_columns, parts, pool, weighted_rows
 from .by_table import columns_by_table, keys_by_table, part_name, rows_by_table
 from .change_log import CHECKPOINT
 from .key_layout import KeyLayout
@@ -199,7 +199,7 @@ class HashTableCollection:
 
     def by_feature(
         self,
-        rows: Sequence[torch.Tensor | ops.IndexedRows],
+        rows: Sequence[Rows],
         lookups: Mapping[str, SupportsLookup],
         *,
         indexed: bool = False,
@@ -208,7 +208,7 @@ class HashTableCollection:
 
         Args:
             rows: for each group (n, dim) float32, the rows of `keys`, or `ops.IndexedRows` of them, which
-                are pooled where they lie. Differentiable.
+                are pooled where they lie, or their `BagSums`. Differentiable.
             indexed: a feature without pooling that has its table alone gets its `ops.IndexedRows` as they
                 are; otherwise they are gathered.
 
@@ -217,7 +217,7 @@ class HashTableCollection:
         found: dict[str, Any] = {}
         for group, group_rows in zip(self.groups, rows, strict=True):
             names = [name for name, _ in group.features]
-            for name, part in zip(names, parts(group_rows, [lookups[n].ids for n in names]), strict=True):
+            for name, part in zip(names, parts(group_rows, [lookups[n] for n in names]), strict=True):
                 feature, lookup = self.features[name], lookups[name]
                 pooled = feature.pooling != "none"
                 keeps = pooled or (indexed and len(names) == 1)
@@ -251,7 +251,7 @@ class HashTableCollection:
             [group.table for group in self.groups], keys, over,
             lambda table, own: table.gather(table.find(own), own)[:, : table.dim],
         )  # fmt: skip
-        rows: list[torch.Tensor | ops.IndexedRows] = []
+        rows: list[Rows] = []
         for group, route, weights in zip(self.groups, routes, values, strict=True):
             found = ops.IndexedRows(weights.to(home), route.inverse.to(home))
             rows.append(found if self.pools(group) else found.gathered())

@@ -205,10 +205,10 @@ class HashOptimizer(torch.optim.Optimizer):
         if saved:
             raise ValueError(f"the state has tables {', '.join(saved)}, which the model does not have")
         loads = [
-            owner.prepare_optimizer_state(name, each["keys"], each["state"])
+            owner.prepare_optimizer_states(
+                {name: state_dict["state"][_join(path, name)] for name in owner.tables.table_names}
+            )
             for path, owner in self._owners
-            for name in owner.tables.table_names
-            for each in [state_dict["state"][_join(path, name)]]
         ]
         for load in loads:
             load()
@@ -217,12 +217,11 @@ class HashOptimizer(torch.optim.Optimizer):
         self.updates = updates
 
     def _tables(self, empty: bool = False) -> dict[str, dict[str, torch.Tensor]]:
-        tables = {}
-        for path, owner in self._owners:
-            for name in owner.tables.table_names:
-                ids, state = owner.optimizer_state(name, empty)
-                tables[_join(path, name)] = {"keys": ids, "state": state}
-        return tables
+        return {
+            _join(path, name): {"keys": ids, "state": state}
+            for path, owner in self._owners
+            for name, (ids, state) in owner.optimizer_states(empty).items()
+        }
 
 
 @runtime_checkable
@@ -235,13 +234,13 @@ class HasRows(Protocol):
     rows: RowsParameter
     fused_optimizer: HashOptimizer | None
 
-    def optimizer_state(self, table: str, empty: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids (n,) of this rank and their optimizer state (n, width)."""
+    def optimizer_states(self, empty: bool) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """By table ids (n,) of this rank and their optimizer state (n, width)."""
 
-    def prepare_optimizer_state(
-        self, table: str, ids: torch.Tensor, state: torch.Tensor
+    def prepare_optimizer_states(
+        self, states: Mapping[str, Mapping[str, torch.Tensor]]
     ) -> Callable[[], None]:
-        """Check the state of all rows of a table; the function returned loads it."""
+        """Check the state of all rows of all tables; the function returned loads it."""
 
 
 def _group_of(

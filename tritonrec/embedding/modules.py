@@ -16,13 +16,15 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from .. import ops
 from ..data.jagged import KeyedJaggedTensor, Lookup, WeightedLookup, check_offsets
 from ..distributed.communicator import Communicator
 from ..kernels import launch
 from ..kernels.dispatch import is_compiling, on_host
 from ..kernels.fixed_point.errors import FRACTION_BITS
 from ..settings import check_number, typed
-from .features import FeatureConfig, HashTableCollection
+from .bags import BagSums, Rows, bags_of
+from .features import FeatureConfig, HashTableCollection, TableGroup
 from .hash_optimizer import HashOptimizer
 from .module_state import load_module_state, save_module_state
 from .row_exchange import Route, rows_of_owners
@@ -141,8 +143,7 @@ class HashEmbeddingCollection(torch.nn.Module):
 
     def _embed(self, features: Any) -> dict[str, torch.Tensor]:
         lookups = self._lookups(features)
-        rows = self._rows(self.tables.keys(lookups))
-        return self.tables.by_feature(rows, lookups)
+        return self.tables.by_feature(self._rows(self.tables.keys(lookups), lookups), lookups)
 
     def _lookups(self, features: Any) -> dict[str, Any]:
         if not isinstance(features, KeyedJaggedTensor | Mapping):
@@ -184,8 +185,8 @@ class HashEmbeddingCollection(torch.nn.Module):
             )
         return ids.contiguous()
 
-    def _rows(self, keys: list[torch.Tensor]) -> list[torch.Tensor]:
-        """For each table the rows (n, dim) of its keys (n,)."""
+    def _rows(self, keys: list[torch.Tensor], lookups: Mapping[str, Any]) -> list[Rows]:
+        """For each table the rows (n, dim) of its keys (n,); in training their sums where all are pooled."""
         device = keys[0].device
         training = self.training and torch.is_grad_enabled() and self.rows.requires_grad
 
@@ -199,30 +200,48 @@ class HashEmbeddingCollection(torch.nn.Module):
         routes, values = rows_of_owners(
             [group.table for group in self.tables.groups], keys, self.communicator, read
         )
-        if training:
-            self.lookups += 1
-            # DDP waits for each parameter that requires a gradient, so this one takes part
-            leaf = self.rows.to(values[0].device)
-            rows = list(_Gather.apply(leaf, self, routes, *values))
-        else:
-            rows = _gather(values, routes)
-        return [each.to(device) for each in rows]
+        if not training:  # bags are summed where rows lie
+            return [
+                ops.IndexedRows(each.to(device), route.inverse.to(device))
+                for each, route in zip(values, routes, strict=True)
+            ]
+        self.lookups += 1
+        # DDP waits for each parameter that requires a gradient, so this one takes part
+        leaf = self.rows.to(values[0].device)
+        lengths = [self._bag_lengths(group, lookups) for group in self.tables.groups]
+        rows = [each.to(device) for each in _Gather.apply(leaf, self, routes, lengths, *values)]
+        return [each if of is None else BagSums(each) for each, of in zip(rows, lengths, strict=True)]
+
+    def _bag_lengths(self, group: TableGroup, lookups: Mapping[str, Any]) -> torch.Tensor | None:
+        """(m,) int64, of the bags of a table's features; None where some rows are not summed as they are."""
+        features = [(self.tables.features[name], lookups[name]) for name, _ in group.features]
+        if any(
+            feature.pooling == "none" or lookup.offsets is None or isinstance(lookup, WeightedLookup)
+            for feature, lookup in features
+        ):
+            return None
+        return torch.cat([lookup.offsets.diff() for _, lookup in features])
 
     def _over_ranks(self, sizes: torch.Tensor) -> torch.Tensor:
         return self.communicator.all_reduce(sizes, "table sizes")
 
-    def add_gradients(self, routes: Sequence[Route], gradients: Sequence[torch.Tensor]) -> None:
-        """Send each table's gradients (n, dim) to their owners; `fused` rows are updated."""
+    def add_gradients(
+        self,
+        routes: Sequence[Route],
+        gradients: Sequence[torch.Tensor],
+        bags: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Send each table's gradients, (n, dim) or of `bags`, to their owners; `fused` rows are updated."""
         over, sums = self.communicator, []
         # A gradient without a sum counts as 0 in the exchange and is reported by the all-reduce: every rank
         # goes through the same collectives, and all learn of it.
         limit = 2.0 ** (62 - FRACTION_BITS) if self.consistency == "batch" else torch.inf
         total = torch.zeros((), dtype=torch.int64, device=gradients[0].device)
-        for route, gradient in zip(routes, gradients, strict=True):
+        for route, gradient, of in zip(routes, gradients, bags, strict=True):
             good = gradient.abs() < limit  # and no NaN
-            total += (~good).sum()
+            total += ~good.all()
             gradient = torch.where(good, gradient, 0.0)
-            sums.append(route.sums(over, gradient, self.consistency))
+            sums.append(route.sums(over, gradient, self.consistency, of))
         bad = over.all_reduce(total, "gradients that are not finite", bounded=True) > 0
         for own, route, each in zip(self.row_gradients, routes, sums, strict=True):
             own.add(route.keys, each, bad)
@@ -237,41 +256,48 @@ class HashEmbeddingCollection(torch.nn.Module):
         over = self.communicator
         return launch.owner_of(ids, over.world_size) == over.rank
 
-    def optimizer_state(self, table: str, empty: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids (n,) int64 of this rank, ascending, and their optimizer state (n, width) float32.
+    def optimizer_states(self, empty: bool = False) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """By table ids (n,) int64 of this rank, ascending, and their optimizer state (n, width) float32.
 
         ``empty``: no rows, for the width.
         """
-        dim = self.tables.dim_of(table)
-        if empty:
-            none = torch.empty(0, dtype=torch.int64)
-            return none, self.tables.initial_rows(table, none)[:, dim:]
-        ids, rows = self.tables.export()[table]
-        return ids, rows[:, dim:].contiguous()
+        tables, none = self.tables, torch.empty(0, dtype=torch.int64)
+        # Once for all tables: an export walks all rows.
+        found = {} if empty else tables.export()
+        for name in tables.table_names:
+            ids, rows = found.get(name) or (none, tables.initial_rows(name, none))
+            found[name] = ids, rows[:, tables.dim_of(name) :].contiguous()
+        return {name: found[name] for name in tables.table_names}
 
-    def prepare_optimizer_state(
-        self, table: str, ids: torch.Tensor, state: torch.Tensor
+    def prepare_optimizer_states(
+        self, states: Mapping[str, Mapping[str, torch.Tensor]]
     ) -> Callable[[], None]:
-        """Check the optimizer state (n, width) of `ids` (n,); the function returned loads it.
+        """Check the optimizer state of all tables, ``keys`` (n,) and ``state`` (n, width) of each; the
+        function returned loads it.
 
         It is the state of all rows of a table: other rows get zeros. Raises ValueError for an id that is
         given twice or does not fit.
         """
-        dim = self.tables.dim_of(table)
-        here = self.owns(ids.cpu())
-        ids, state = ids.cpu()[here], state.cpu()[here]
-        check_distinct(ids, f"the optimizer's state of table {table!r}")
-        self.tables.check_ids(table, ids)
-        self.tables.rule_of(table).check_state(state, dim, f"the optimizer's state of table {table!r}")
+        checked = {}
+        for table in self.tables.table_names:
+            ids, state = states[table]["keys"].cpu(), states[table]["state"].cpu()
+            here = self.owns(ids)
+            ids, state = checked[table] = ids[here], state[here]
+            check_distinct(ids, f"the optimizer's state of table {table!r}")
+            self.tables.check_ids(table, ids)
+            rule, dim = self.tables.rule_of(table), self.tables.dim_of(table)
+            rule.check_state(state, dim, f"the optimizer's state of table {table!r}")
 
         def load() -> None:
-            own_ids, rows = self.tables.export()[table]
-            rows[:, dim:] = 0.0
-            self.tables.load(table, own_ids, rows)
-            # Initial weights where an id has no row yet.
-            loaded = self.tables.current_rows(table, ids)
-            loaded[:, dim:] = state.to(loaded.device)
-            self.tables.load(table, ids, loaded)
+            for table, (own_ids, rows) in self.tables.export().items():
+                ids, state = checked[table]
+                dim = self.tables.dim_of(table)
+                rows[:, dim:] = 0.0
+                self.tables.load(table, own_ids, rows)
+                # Initial weights where an id has no row yet.
+                loaded = self.tables.current_rows(table, ids)
+                loaded[:, dim:] = state.to(loaded.device)
+                self.tables.load(table, ids, loaded)
 
         return load
 
@@ -344,7 +370,7 @@ def _take_own_parameter(module: Any, state_dict: dict[str, Any], prefix: str, *r
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of the occurrences, whose gradients go to the module."""
+    """Rows of the occurrences, or the sums of their bags, whose gradients go to the module."""
 
     @staticmethod
     def forward(
@@ -352,20 +378,27 @@ class _Gather(torch.autograd.Function):
         leaf: torch.Tensor,
         module: HashEmbeddingCollection,
         routes: Sequence[Route],
+        lengths: Sequence[torch.Tensor | None],
         *values: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.module, ctx.routes = module, routes
-        return tuple(_gather(values, routes))
+        ctx.module, ctx.routes, ctx.lengths, ctx.bags = module, routes, lengths, []
+        found = []
+        for rows, route, of in zip(values, routes, lengths, strict=True):
+            indexed = ops.IndexedRows(rows, route.inverse)
+            ctx.bags.append(None if of is None else bags_of(of.to(rows.device), len(route.inverse)))
+            found.append(indexed.gathered() if of is None else indexed.pooled(ctx.bags[-1], len(of)))
+        return tuple(found)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
-        ctx.module.add_gradients(ctx.routes, gradients)
-        return (None,) * (3 + len(gradients))
-
-
-def _gather(values: Sequence[torch.Tensor], routes: Sequence[Route]) -> list[torch.Tensor]:
-    return [launch.gather_rows(each, route.inverse) for each, route in zip(values, routes, strict=True)]
+        # What an empty bag's gradient is, be it not a number, is nobody's.
+        of_rows = [
+            each if of is None else each.masked_fill((of == 0).unsqueeze(1).to(each.device), 0.0)
+            for each, of in zip(gradients, ctx.lengths, strict=True)
+        ]
+        ctx.module.add_gradients(ctx.routes, of_rows, ctx.bags)
+        return (None,) * (4 + len(gradients))
 
 
 def _common_seed(over: Communicator) -> int:

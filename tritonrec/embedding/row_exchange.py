@@ -43,10 +43,15 @@ class Route:
             return values
         return over.all_to_all(launch.gather_rows(values, self.received), self.receive, self.send)
 
-    def sums(self, over: Communicator, gradient: torch.Tensor, consistency: str) -> torch.Tensor:
-        """The sums (K, dim) by key of every rank's `gradient` (n, dim) float32: float32 or fixed point."""
+    def sums(
+        self, over: Communicator, gradient: torch.Tensor, consistency: str, bags: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The sums (K, dim) by key of every rank's `gradient` (n, dim) float32: float32 or fixed point.
+
+        With `bags` (n,) it is (m, dim), the gradient of bags, and that of an occurrence is its bag's.
+        """
         options = consistency, FRACTION_BITS, "embedding gradient"
-        sums = launch.segment_sum(gradient.contiguous(), self.inverse, sum(self.send), *options)
+        sums = launch.segment_sum(gradient.contiguous(), self.inverse, sum(self.send), *options, None, bags)
         if self.received is None:
             return sums
         # Sums by key travel, not occurrences: in fixed point the
