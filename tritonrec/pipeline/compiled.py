@@ -98,7 +98,7 @@ class Compilation:
             if not same:
                 raise ValueError(
                     f"{name} has other bits under torch.compile than without it ({batch.num_samples} "
-                    "samples), so consistency='batch' cannot hold: compile with backend='aot_eager', leave "
+                    "samples), so consistency='batch' cannot hold: compile with backend='eager', leave "
                     "torch.compile away, or take consistency='window'"
                 )
 
