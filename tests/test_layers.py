@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "slipstream": {"ops", "kernels", "data", "distributed", "embedding", "pipeline"},
     "resilience": {"ops", "kernels", "data", "distributed", "embedding", "checkpoint", "pipeline"},
     "torchrec": {"ops", "data", "embedding"},
-    "capacity": {"embedding", "pipeline"},
+    "capacity": {"data", "embedding", "pipeline"},
     "metrics": {"data", "distributed", "nn"},
     "harness": {
         "ops",

@@ -45,8 +45,8 @@ def train_with_a_slow_caller(communicators, run):
     """`train`, but rank 1's own thread is late with every loss, while its lanes go on with later batches."""
     progress = Trainer.progress
 
-    def late(trainer, iterator):
-        result = progress(trainer, iterator)
+    def late(trainer, *arguments):
+        result = progress(trainer, *arguments)
         if communicators.rank == 1:
             time.sleep(0.1)
         return result
