@@ -154,3 +154,17 @@ def test_a_look_finds_room_for_its_own_threads():
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert said.stdout == "bound\n", said.stderr
+
+
+def test_a_lane_starts_its_parallel_loops_under_any_bound():
+    """Of a machine of many cores, whose stacks are more than what is left: OpenMP would end the process."""
+    code = (
+        "import threading, torch\n"
+        "from tritonrec.capacity import bound\n"
+        "torch.set_num_threads(48)\n"
+        "numbers = torch.ones(1 << 22, dtype=torch.float32)\n"
+        "bound.bound_data(64 << 20)\n"
+        "lane = threading.Thread(target=numbers.add_, args=(1,)); lane.start(); lane.join(); print('ran')"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert said.stdout == "ran\n", said.stderr

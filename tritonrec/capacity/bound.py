@@ -47,7 +47,9 @@ def bound_data(more: int) -> None:
         go.set()
     for each in spare:
         each.join()
-    bound = int(statm.read_text().split()[5]) * os.sysconf("SC_PAGE_SIZE") + max(more, 0)
+    # A lane may begin its parallel loops at any step: of 96 cores 768 MiB of stacks.
+    more = max(more, 0) + stacks() // _LANES
+    bound = int(statm.read_text().split()[5]) * os.sysconf("SC_PAGE_SIZE") + more
     soft, hard = _OWN
     resource.setrlimit(resource.RLIMIT_DATA, (bound if soft < 0 else min(bound, soft), hard))
 
