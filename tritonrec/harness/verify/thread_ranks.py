@@ -120,8 +120,7 @@ def run_ranks(
                 ended = [number for number in ranks if futures[number].done()]
                 if ended and table.barrier.n_waiting:  # for one that will not come
                     table.broken = (
-                        f"rank {ended[0]} has ended, and others wait for it: "
-                        "give every rank as many batches"
+                        f"rank {ended[0]} has ended, and others wait for it: give every rank as many batches"
                     )
                     table.barrier.abort()
     if errors:
