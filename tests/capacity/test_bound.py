@@ -138,3 +138,33 @@ def test_other_errors_are_as_they_are_and_leave_no_bound():
     for _ in trained(fails, reserve=0).run([]):
         break
     assert limits() == before
+
+
+def test_a_look_finds_room_for_its_own_threads():
+    """Though nothing is left of the bound before, as after a step that took all of it."""
+    code = (
+        "import threading\n"
+        "from tritonrec.capacity import bound\n"
+        "held, more = threading.Event(), True\n"
+        "bound.bound_data(8 << 20)\n"
+        "while more:\n"
+        "    try: threading.Thread(target=held.wait, daemon=True).start()\n"
+        "    except RuntimeError: more = False\n"
+        "bound.bound_data(1 << 30); print('bound')"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert said.stdout == "bound\n", said.stderr
+
+
+def test_a_lane_starts_its_parallel_loops_under_any_bound():
+    """Of a machine of many cores, whose stacks are more than what is left: OpenMP would end the process."""
+    code = (
+        "import threading, torch\n"
+        "from tritonrec.capacity import bound\n"
+        "torch.set_num_threads(48)\n"
+        "numbers = torch.ones(1 << 22, dtype=torch.float32)\n"
+        "bound.bound_data(64 << 20)\n"
+        "lane = threading.Thread(target=numbers.add_, args=(1,)); lane.start(); lane.join(); print('ran')"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert said.stdout == "ran\n", said.stderr

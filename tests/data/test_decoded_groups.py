@@ -122,3 +122,12 @@ def test_a_reader_may_go_back_in_a_group(folder):
         stretch = stretches[0]._replace(first=first, last=last)
         assert mapped.read(stretch).equals(plain.read(stretch))
     assert mapped.counts.rows == 600
+
+
+def test_its_files_are_no_memory_of_the_process(folder):
+    """A map of them would be: each page that was read once, of up to 4 GiB."""
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        made = stream(folder)
+        batches(made, 1)
+        assert made._decoded._files and made._decoded._folder.name not in maps.read_text()

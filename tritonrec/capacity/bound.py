@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from threading import Barrier, Thread
+from threading import Event, Thread
 
 import torch
 
@@ -37,13 +37,19 @@ def bound_data(more: int) -> None:
     statm = Path("/proc/self/statm")
     if not _OWN or torch.accelerator.is_available() or not statm.exists():
         return
-    together = Barrier(_SPARE)
-    spare = [Thread(target=together.wait) for _ in range(_SPARE)]
-    for each in spare:
-        each.start()
+    lift_bound()  # of the look before, which may have no room for the spare stacks
+    go = Event()
+    spare = [Thread(target=go.wait) for _ in range(_SPARE)]
+    try:
+        for each in spare:
+            each.start()
+    finally:
+        go.set()
     for each in spare:
         each.join()
-    bound = int(statm.read_text().split()[5]) * os.sysconf("SC_PAGE_SIZE") + max(more, 0)
+    # A lane may begin its parallel loops at any step: of 96 cores 768 MiB of stacks.
+    more = max(more, 0) + stacks() // _LANES
+    bound = int(statm.read_text().split()[5]) * os.sysconf("SC_PAGE_SIZE") + more
     soft, hard = _OWN
     resource.setrlimit(resource.RLIMIT_DATA, (bound if soft < 0 else min(bound, soft), hard))
 

@@ -9,7 +9,7 @@ that of a few hundred rows and of a page of each column, not of a row group.
 
 A reader decodes a row group from its first row on: pyarrow cannot seek in it. Readers that divide one, such
 as the only group of a file that pyarrow wrote by default, would decode it again and again (``-``: rows that
-are decoded and dropped). `DecodedGroups` decodes it once, into a file that all of them map::
+are decoded and dropped). `DecodedGroups` decodes it once, into a file that all of them read::
 
     row group             [ a a a a a a ]
     decoded by reader 0     0 0                 once:  a a a a a a  ->  Arrow file
@@ -330,7 +330,7 @@ class DecodedGroups:
 
     Args:
         groups: those, by number.
-        at_once: rows that are decoded, and later mapped, at once.
+        at_once: rows that are decoded, and later read, at once.
         most_bytes: that the files may have. What is beyond, or finds the disk full, is decoded by every
             reader, with a warning.
 
@@ -362,7 +362,8 @@ class DecodedGroups:
             path = self._files.get(stretch.group)
         if path is None:
             return None
-        found, number = pa.ipc.open_file(pa.memory_map(str(path))), stretch.first // self._at_once
+        # Not mapped: pages of a map count as memory of this process, by which a run of `--memory-limit` ends.
+        found, number = pa.ipc.open_file(pa.OSFile(str(path))), stretch.first // self._at_once
         return number * self._at_once, map(found.get_batch, range(number, found.num_record_batches))
 
     def _write(self, group: int, counts: ReadCounts) -> None:

@@ -120,9 +120,8 @@ def run_ranks(
                 ended = [number for number in ranks if futures[number].done()]
                 if ended and table.barrier.n_waiting:  # for one that will not come
                     table.broken = (
-                        f"rank {ended[0]} has ended, and others wait for it: give every rank as many "
+                        f"rank {ended[0]} has ended, and others wait for it: give every rank as many batches"
                     )
-                    table.broken += "batches"
                     table.barrier.abort()
     if errors:
         raise errors[0]
