@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tritonrec.data import Stream
+from tritonrec.data import Stream, parquet_rows
 from tritonrec.data.parquet_rows import DecodedGroups, ParquetRows, RowReader
 
 ROWS = 1003
@@ -96,6 +96,17 @@ def test_without_a_folder_for_temporary_files(folder, by_each_reader, monkeypatc
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     with pytest.warns(UserWarning, match="no more fit on the disk of temporary files .*gone"):
         assert batches(made) == by_each_reader
+
+
+def test_beside_a_tmp_in_memory_they_are_in_the_cache(folder, by_each_reader, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITONREC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(parquet_rows, "in_memory", lambda path: path == tempfile.gettempdir())
+    made = stream(folder)
+    assert batches(made) == by_each_reader
+    assert Path(made._decoded._folder.name).parent == tmp_path / "cache"
+    monkeypatch.setattr(parquet_rows, "in_memory", lambda path: True)
+    with pytest.warns(UserWarning, match="no more fit on the disk of temporary files .*cache are in memory"):
+        assert batches(stream(folder)) == by_each_reader
 
 
 def test_a_damaged_group_is_named_each_time(folder, tmp_path):

@@ -368,8 +368,8 @@ def test_a_directory_in_memory_is_warned_of(tmp_path, monkeypatch, kind):
     if kind:
         other = "ext4" if kind == "tmpfs" else "tmpfs"
         mounts.write_text("\n".join((line.format("0:1", "/a", other), line.format(number, "/b", kind))))
-    own = row_file._in_memory
-    monkeypatch.setattr(row_file, "_in_memory", lambda file: own(file, mounts))
+    own = row_file.in_memory
+    monkeypatch.setattr(row_file, "in_memory", lambda file: own(file, mounts))
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         RowFile(str(tmp_path), 24)

@@ -19,6 +19,7 @@ are decoded and dropped). `DecodedGroups` decodes it once, into a file that all 
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,11 +38,12 @@ import pyarrow.parquet as pq
 
 from tritonrec.data.arrow_types import is_date, is_integer, is_list, plain
 from tritonrec.data.log_files import below_folder, files_at
+from tritonrec.data.movielens import cache_directory
 from tritonrec.data.slices import work
 from tritonrec.data.stream_plan import Stretch
 from tritonrec.data.tables import Frame, ParquetFile, common_schema, is_frame
 from tritonrec.data.text_tables import UNREADABLE
-from tritonrec.files import ScratchFolder
+from tritonrec.files import ScratchFolder, in_memory
 from tritonrec.settings import typed
 
 FOOTER_THREADS = 16
@@ -370,7 +372,7 @@ class DecodedGroups:
         (whole,), size = self._rows.stretches([group]), self._at_once
         reader, path = RowReader(self._rows, counts, size), None
         try:
-            self._folder = self._folder or ScratchFolder()
+            self._folder = self._folder or _scratch_on_disk()
             path = Path(self._folder.name) / f"{group}.arrow"
             with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, self._rows.schema) as writer:
                 for first in range(0, whole.last, size):
@@ -393,6 +395,17 @@ class DecodedGroups:
             self._files[group] = path
         finally:
             reader.close()
+
+
+def _scratch_on_disk() -> ScratchFolder:
+    """A temporary folder, in the cache where temporary files are in memory; OSError where both are."""
+    if not in_memory(tempfile.gettempdir()):
+        return ScratchFolder()
+    cache = cache_directory()
+    cache.mkdir(parents=True, exist_ok=True)
+    if in_memory(str(cache)):
+        raise OSError(f"{tempfile.gettempdir()} and {cache} are in memory")
+    return ScratchFolder(folder=cache)
 
 
 class _CountedFile:

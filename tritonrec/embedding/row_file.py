@@ -7,10 +7,10 @@ import errno
 import os
 import tempfile
 import warnings
-from pathlib import Path
 
 import torch
 
+from ..files import in_memory
 from . import numba_disk
 
 _PAGE, _MOST_AHEAD = 1 << 16, 1 << 28
@@ -37,7 +37,7 @@ class RowFile:
             self._file = tempfile.TemporaryFile(dir=path, buffering=0)  # noqa: SIM115
         except OSError as error:
             raise self._named(error, "cannot be made") from error
-        if _in_memory(self._file.fileno()):
+        if in_memory(self._file.fileno()):
             warnings.warn(
                 f"tritonrec: {path!r} is in a file system in memory (tmpfs), so that the rows there take the "
                 "memory that they are to save: name a directory on a disk",
@@ -111,12 +111,3 @@ class RowFile:
             f"a table's file of rows in {self.path!r} {what}: {error.strerror}; {advice}"
             + (", and go on from the last checkpoint" if self.nbytes else ""),
         )
-
-
-def _in_memory(file: int, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
-    """Whether the file system of an open file is in memory; False where the kernel does not tell."""
-    device = os.fstat(file).st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    lines = mounts.read_text().splitlines() if mounts.exists() else []
-    kinds = (line.partition(" - ")[2].split()[0] for line in lines if line.split()[2] == number)
-    return any(kind in ("tmpfs", "ramfs") for kind in kinds)

@@ -151,6 +151,15 @@ class ScratchFolder(tempfile.TemporaryDirectory):
         self._end_remover()
 
 
+def in_memory(file: int | str, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
+    """Whether the file system of a path or open file is in memory; False where the kernel does not tell."""
+    device = os.stat(file).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    lines = mounts.read_text().splitlines() if mounts.exists() else []
+    kinds = (line.partition(" - ")[2].split()[0] for line in lines if line.split()[2] == number)
+    return any(kind in ("tmpfs", "ramfs") for kind in kinds)
+
+
 # Ranks may still write there until they notice the end of their launcher, so removal is repeated for 10 s.
 _REMOVE = """
 import os, shutil, sys, time
