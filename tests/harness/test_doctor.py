@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 
 from tritonrec import ops
+from tritonrec.harness import doctor as doctor_module
 from tritonrec.harness.doctor import _movielens, doctor, first_variance, thread_counts
 
 
@@ -74,3 +75,11 @@ def test_a_broken_machine_fails(monkeypatch):
 def test_a_cache_that_cannot_be_is_a_line_of_the_table(cache, monkeypatch):
     monkeypatch.setenv("TRITONREC_CACHE", cache)
     assert "TRITONREC_CACHE" in _movielens()
+
+
+@pytest.mark.parametrize("interpreted", ["0", "1"])
+def test_without_triton_its_kernels_run_nowhere(monkeypatch, interpreted):
+    monkeypatch.setenv("TRITON_INTERPRET", interpreted)
+    assert "not installed" not in doctor_module._triton_mode()
+    monkeypatch.setattr(doctor_module, "find_spec", lambda name: None)
+    assert "not installed (pip install 'tritonrec[triton]')" in doctor_module._triton_mode()

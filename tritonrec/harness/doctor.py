@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Callable
 from importlib import metadata
+from importlib.util import find_spec
 
 import torch
 from rich.console import Console
@@ -142,6 +143,8 @@ def _accelerators() -> str:
 
 
 def _triton_mode() -> str:
+    if find_spec("triton") is None:
+        return "nowhere: it is not installed (pip install 'tritonrec[triton]'); CPU kernels are used"
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "in the interpreter (TRITON_INTERPRET=1)"
     if torch.accelerator.current_accelerator(check_available=True) is not None:
