@@ -165,3 +165,26 @@ def test_a_server_that_is_stopped_is_no_endless_wait(monkeypatch):
             server.start("a rank", print, [], bytes(1 << 23))
     finally:
         server.process.kill()
+
+
+def test_a_rank_is_killed_though_its_server_has_forked_none_yet():
+    server = fork_server.ForkServer()
+    os.kill(server.process.pid, signal.SIGSTOP)  # as one whose imports take long
+    processes = [server.start(f"rank {rank}", print, []) for rank in range(2)]
+    for process in processes:
+        process.kill()
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL and process.pid is None
+
+
+def test_a_rank_that_is_killed_leaves_the_others_of_its_server():
+    server = fork_server.ForkServer()
+    killed, other = (server.start(f"rank {rank}", time.sleep, [], 600) for rank in range(2))
+    assert other.pid is not None
+    killed.kill()
+    killed.join(60)
+    assert killed.exitcode == -signal.SIGKILL and other.is_alive()
+    other.kill()
+    other.join(60)
+    assert not other.is_alive() and server.process.is_alive()
+    server.process.kill()

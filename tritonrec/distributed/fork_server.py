@@ -64,6 +64,7 @@ class ForkServer:
 
     def __init__(self) -> None:
         self.environment, self.owner, self._lock = _environment(), os.getpid(), threading.Lock()
+        self.forks = False  # it still imports, and no process was forked
         self._requests, there = socket.socketpair()
         self.process = multiprocessing.get_context("spawn").Process(
             target=_serve, args=(_parent(), there, _packages()), name="fork server", daemon=True
@@ -136,8 +137,10 @@ class ForkedProcess:
             self._receive()
 
     def kill(self) -> None:
-        """End it at once."""
-        if self.is_alive() and self.pid is not None:
+        """End it at once; a server that still imports, for which a second Ctrl-C would wait, ends with it."""
+        if self.is_alive() and not self._server.forks:
+            self._server.process.kill()
+        elif self.exitcode is None and self.pid is not None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
@@ -149,7 +152,7 @@ class ForkedProcess:
             self.exitcode = self._server.process.exitcode or -signal.SIGKILL
             return
         if self._pid is None:
-            self._pid = number
+            self._pid, self._server.forks = number, True
         else:
             self.exitcode = number
 
