@@ -19,6 +19,13 @@ resource = pytest.importorskip("resource", reason="Windows has no such limit")
 MIB, DIM = 1 << 20, 1024
 
 
+def said_by(code):
+    """What a process of its own prints."""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
 def limits():
     return resource.getrlimit(resource.RLIMIT_DATA)
 
@@ -59,8 +66,7 @@ def test_a_limit_of_the_users_is_kept():
         "for more in (1 << 40, 1 << 20): bound.bound_data(more); print(r.getrlimit(r.RLIMIT_DATA)[0] >> 30)\n"
         "bound.lift_bound(); print(r.getrlimit(r.RLIMIT_DATA) == (5 << 30, 6 << 30))"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    above, below, after = said.split()
+    above, below, after = said_by(code).split()
     assert int(above) == 5 and int(below) < 5 and after == "True"
 
 
@@ -152,8 +158,7 @@ def test_a_look_finds_room_for_its_own_threads():
         "    except RuntimeError: more = False\n"
         "bound.bound_data(1 << 30); print('bound')"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert said.stdout == "bound\n", said.stderr
+    assert said_by(code) == "bound\n"
 
 
 def test_a_lane_starts_its_parallel_loops_under_any_bound():
@@ -166,5 +171,4 @@ def test_a_lane_starts_its_parallel_loops_under_any_bound():
         "bound.bound_data(64 << 20)\n"
         "lane = threading.Thread(target=numbers.add_, args=(1,)); lane.start(); lane.join(); print('ran')"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert said.stdout == "ran\n", said.stderr
+    assert said_by(code) == "ran\n"

@@ -1,10 +1,12 @@
 """Promise: a row group that several readers divide is decoded once, and has the rows that each would read."""
 
 import pickle
+import shutil
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -89,6 +91,14 @@ def test_what_does_not_fit_is_decoded_by_each_reader_and_says_so(folder, by_each
         assert batches(made) == by_each_reader
     kept = list(Path(made._decoded._folder.name).iterdir())
     assert 0 < sum(file.stat().st_size for file in kept) <= 30_000 and len(kept) < 2
+
+
+def test_no_more_than_a_quarter_of_the_disk_is_taken(folder, by_each_reader, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=4 * 30_000))
+    made = stream(folder)
+    with pytest.warns(UserWarning, match=r"as no more fit .*[0-9] bytes are left"):
+        assert batches(made) == by_each_reader
+    assert sum(file.stat().st_size for file in Path(made._decoded._folder.name).iterdir()) <= 30_000
 
 
 def test_without_a_folder_for_temporary_files(folder, by_each_reader, monkeypatch, tmp_path):

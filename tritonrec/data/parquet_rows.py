@@ -19,6 +19,7 @@ are decoded and dropped). `DecodedGroups` decodes it once, into a file that all 
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import warnings
 from collections import OrderedDict
@@ -333,8 +334,8 @@ class DecodedGroups:
     Args:
         groups: those, by number.
         at_once: rows that are decoded, and later read, at once.
-        most_bytes: that the files may have. What is beyond, or finds the disk full, is decoded by every
-            reader, with a warning.
+        most_bytes: that the files may have, and at most a quarter of what the disk has free. What is
+            beyond is decoded by every reader, with a warning.
 
     Readers may be on several threads. The page cache has of the files what memory has room for.
     """
@@ -372,7 +373,10 @@ class DecodedGroups:
         (whole,), size = self._rows.stretches([group]), self._at_once
         reader, path = RowReader(self._rows, counts, size), None
         try:
-            self._folder = self._folder or _scratch_on_disk()
+            if self._folder is None:
+                self._folder = _scratch_on_disk()
+                # Other ranks write their own, and a disk that is full fails what others write there.
+                self._left = min(self._left, shutil.disk_usage(self._folder.name).free // 4)
             path = Path(self._folder.name) / f"{group}.arrow"
             with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, self._rows.schema) as writer:
                 for first in range(0, whole.last, size):
