@@ -188,6 +188,7 @@ def test_the_lists_name_what_is_there():
 WITH_PYTHON = sorted({block.page for block in PYTHON} - OWN_PROCESS)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("page", slow_except([page for page in WITH_PYTHON if page not in SLOW], WITH_PYTHON))
 def test_a_page_runs_as_pasted(page, elsewhere, trackers, capsys):
     if page == "data":  # its Python reads what its commands have made
