@@ -54,3 +54,18 @@ def test_our_models_keep_their_bits_with_a_new_seed_in_every_step():
             losses = call(batch, {"item": leaf}, seed)
             found.append([losses.detach(), *torch.autograd.grad(losses.sum(), [leaf, *model.parameters()])])
         assert all(map(torch.equal, *found)) and all(value.any() for value in found[0])
+
+
+def test_a_graph_ends_at_the_layer_and_goes_on_behind_it():
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    model, (x, tokens) = Encoder("hstu"), make_tokens("hstu", LENGTHS)
+    torch._dynamo.reset()
+    got = torch.compile(model, backend=backend)(x, tokens, 3)
+    called = {str(node.target) for graph in graphs for node in graph.graph.nodes}
+    assert torch.equal(got, model(x, tokens, 3)) and len(graphs) > 1
+    assert not any("attention" in name or "norm_linear" in name for name in called), called
