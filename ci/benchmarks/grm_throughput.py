@@ -2,17 +2,20 @@
 
     python ci/benchmarks/grm_throughput.py --json out/grm.json
     python ci/benchmarks/grm_throughput.py --sizes GRM-110G --ranks 1 --samples 2 --steps 1 --rounds 1
+    python ci/benchmarks/grm_throughput.py --sizes small --ranks 4 --rate 100 --json out/grm_links.json
 
 Settings take turns for some rounds, on the same samples: separate tables and no dedup, then merged tables,
 dedup before the exchange, before the lookup, at both, and Algorithm 1's batches. Before a time is printed,
 every setting but the last, which cuts other batches, must have the losses of the first in every bit. A row
 has samples and tokens per second of wall time, CPU seconds of all ranks per 1,000 tokens, both as medians of
 ratios to the first setting of the same round, and counts, which no other load changes. Ranks are processes of
-this machine, so an exchange costs copies and no network.
+this machine, so an exchange costs copies and no network; with `--rate` they are joined by links of so many
+Mbit/s, as in `tritonrec lab`.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections import Counter
@@ -23,6 +26,8 @@ from frame import options_of, record
 
 from tritonrec.distributed import Communicators, RankPool
 from tritonrec.harness.job import Job
+from tritonrec.harness.lab.network import Network
+from tritonrec.harness.lab.rounds import ranks_in
 from tritonrec.nn import GRM_SIZES, HSTUConfig
 from tritonrec.pipeline import ExchangeConfig, Trainer, WindowConfig
 
@@ -113,11 +118,14 @@ def main() -> None:
         sizes={"default": ("small", "GRM-4G"), "help": f"some of {', '.join(SIZES)}"},
         samples={"default": 16, "help": "of the global batch"},
         tokens={"default": 50, "help": "of history, at most"},
+        rate={"default": 0.0, "help": "Mbit/s of each rank's link; 0: none"},
     )  # fmt: skip
     if unknown := sorted({*args.sizes} - {*SIZES}):
         raise SystemExit(f"--sizes: no {', '.join(unknown)}; there are {', '.join(SIZES)}")
-    rows = []
-    with RankPool(args.ranks) as pool:
+    if args.rate and len(args.ranks) > 1:
+        raise SystemExit("--rate joins one number of ranks: name one (--ranks)")
+    rows, links = [], args.rate and Network(*args.ranks, args.rate, os.getpid())
+    with ranks_in(links) if links else RankPool(args.ranks) as pool:
         for size in args.sizes:
             model = HSTUConfig(**SIZES[size], max_seq_len=args.tokens, dropout=0.0)
             samples = args.samples * (8 if size == "small" else 1)

@@ -3,6 +3,7 @@
 `test_lab_network` shows the same of the commands without root.
 """
 
+import json
 import os
 import shutil
 import signal
@@ -84,6 +85,19 @@ def test_an_exchange_takes_the_time_of_its_bytes():
         times = pool.run(timed_exchange, 2, count)
     for seconds in times:
         assert seconds >= 0.9 * 4 * count * 8 / (rate * 1e6)
+
+
+@pytest.mark.slow
+@pytest.mark.multi_rank
+def test_hosts_serve_with_a_bounded_lag_by_messages_over_their_links(tmp_path):
+    words = "--world-size 2 --rate 40 --scenarios delays --bounds 1 --steps 4 --rounds 2 --largest 262144"
+    saved = tmp_path / "a.json"
+    result = CliRunner().invoke(app, ["serve-bench", *words.split(), "--json", str(saved)])
+    assert result.exit_code == 0, result.output
+    assert "predictions of all settings equal, bit for bit" in " ".join(result.output.split())
+    largest = json.loads(saved.read_text())["collectives"]["262144"]
+    seconds = [value for name, every in largest.items() if "cpu" not in name for value in every]
+    assert min(seconds) >= 0.9 * 262144 * 8 / 40e6  # memory that ranks share would take a thousandth of it
 
 
 def timed_exchange(communicators, count):

@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from tritonrec.distributed import RankDiedError
+from tritonrec.harness.lab.network import Network
+from tritonrec.harness.serve import mpi as of_harness
 from tritonrec.harness.serve.mpi import available, mpiexec
 from tritonrec.serving.bounded_lag import mpi, numba_puts
 from tritonrec.serving.bounded_lag.messages import Deadline
@@ -37,6 +39,27 @@ def test_rows_arrive_and_disagreements_are_errors(tmp_path):
     )
     fine = done.stdout.splitlines().count("fine")  # UCX also prints there, about windows that are kept
     assert done.returncode == 0 and fine == 3, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("network", [None, Network(3, 50.0, 7)])
+def test_mpiexec_starts_a_program_in_each_host_of_a_network(tmp_path, monkeypatch, network):
+    told, launcher = tmp_path / "told", tmp_path / "mpiexec"
+    launcher.write_text(f'#!/bin/sh\necho "$*" > {told}; env >> {told}; exit 5\n')
+    launcher.chmod(0o755)
+    monkeypatch.setattr(of_harness, "mpiexec", lambda: str(launcher))
+    with pytest.raises(RuntimeError, match="status 5; --no-mpi leaves MPI out"):
+        of_harness.run_with_mpi(3, 1, 0, [4], 0, lambda: None, network)
+    words, *environment = told.read_text().splitlines()
+    programs = [each.split() for each in words.split(" : ")]
+    hosts = [f"tritonrec-lab-7-{rank}" for rank in range(3)]
+    if network is None:
+        assert [each[:3] for each in programs] == [["-n", "3", sys.executable]]
+    else:
+        assert [each[:7] for each in programs] == [
+            ["-n", "1", "ip", "netns", "exec", host, sys.executable] for host in hosts
+        ]
+    assert ("MPIR_CVAR_NOLOCAL=1" in environment) == (network is not None)
+    assert f"GLOO_SOCKET_IFNAME={'eth0' if network else 'lo'}" in environment
 
 
 class RankWindow:

@@ -489,6 +489,12 @@ def test_a_host_that_cannot_share_memory_has_nothing_in_common_with_another(monk
             assert window.host_words() == (0, 0)
 
 
+def test_ranks_in_networks_of_their_own_share_no_memory(monkeypatch):
+    here = window.host_words()
+    monkeypatch.setattr("tritonrec.distributed.machine.NETWORK", "/proc/self/ns/uts")
+    assert window.host_words() not in (here, (0, 0))
+
+
 def raises(error):
     def call(*args):
         raise error

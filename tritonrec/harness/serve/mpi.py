@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ...distributed.signals import end_with_parent
 from ...files import ScratchFolder
+from ..lab.network import INTERFACE, Network
 
 Cells = dict[int, dict[str, list[float]]]
 """By size or number of repetitions, and backend: seconds on every rank."""
@@ -36,29 +37,36 @@ def available() -> bool:
 
 
 def run_with_mpi(
-    world_size: int, rounds: int, seed: int, sizes: list[int], most: int, advance: Callable[[], None]
+    world_size: int,
+    rounds: int,
+    seed: int,
+    sizes: list[int],
+    most: int,
+    advance: Callable[[], None],
+    network: Network | None = None,
 ) -> tuple[list[Cells], list[Cells]]:
     """Per round and size, and per round and number of repetitions, each backend's seconds on every rank.
 
-    `most` repetitions, none with 0. Raises RuntimeError where mpiexec fails.
+    `most` repetitions, none with 0; on the hosts of a `network`. Raises RuntimeError where mpiexec fails.
     """
     with ScratchFolder() as directory:
         out = Path(directory) / "out.json"
         words = [out, rounds, seed, ",".join(map(str, sizes)), most]
+        rank = [sys.executable, "-W", "ignore", "-m", __name__, *map(str, words)]
+        command = ["-n", str(world_size), *rank]
+        own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE if network else "lo"}
+        if network:  # a program for each host, and no memory that MPI finds them to share
+            hosts = [
+                ["-n", "1", "ip", "netns", "exec", network.namespace_of(at), *rank]
+                for at in range(world_size)
+            ]
+            command = [word for host in hosts for word in (":", *host)][1:]
+            own |= {"MPIR_CVAR_NOLOCAL": "1", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": INTERFACE}
+            own |= {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": INTERFACE}
         process = subprocess.Popen(
-            [
-                mpiexec() or "mpiexec",
-                "-n",
-                str(world_size),
-                sys.executable,
-                "-W",
-                "ignore",
-                "-m",
-                __name__,
-                *map(str, words),
-            ],
+            [mpiexec() or "mpiexec", *command],
             stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            env={**os.environ, **own},
             text=True,
             preexec_fn=end_with_parent,
         )

@@ -7,6 +7,7 @@ difference of two runs of one round.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from ...distributed import TIMEOUT, RankPool
 from ...files import ScratchFolder
 from ...settings import MOST, MOST_SEED, setting, typed
 from ...slipstream.threshold import t_quantile
+from ..lab.network import Enter, Network, built, require_tools
 from ..progress import CommandProgress
 from .collectives import counts_of_ranks, of_ranks, time_counts, time_size
 from .mpi import Cells, available, run_with_mpi
@@ -50,6 +52,7 @@ class ServeConfig:
         table_rows, dim, data: of `Served`. checkpoint: directory of `tritonrec train --model dlrm`, whose
             tables, weights and, by default, clicks are served; then `table_rows` and `dim` are its own.
         sizes: bytes to each rank of the plain all-to-alls; none to leave them out.
+        rate: of links between hosts of one rank each, as in `tritonrec lab`; 0: ranks of one machine.
         repetitions: most all-to-alls in a row (Fig. 6b); 0 to leave them out.
 
     Raises ValueError naming the setting that is out of range.
@@ -74,6 +77,7 @@ class ServeConfig:
     repetitions: int = setting(
         0, "Most all-to-alls in a row, each of 32 KiB from a rank; none with 0.", 0, 10**7
     )
+    rate: float = setting(0.0, "Mbit/s of each rank's link, as in tritonrec lab; 0: no links.", 0, 100_000)
     seed: int = setting(0, "Of everything that is drawn.", 0, MOST_SEED)
 
     def __post_init__(self) -> None:
@@ -164,8 +168,11 @@ def run_bench(
 ) -> Result:
     """Measure all of `plan`; with `trace`, keep traces of the first round's bls runs there.
 
-    Raises RuntimeError when a setting's predictions differ from synchronous inference in any bit.
+    Raises RuntimeError when a setting's predictions differ from synchronous inference in any bit, and
+    `LabError` where links cannot be made here.
     """
+    if plan.rate:
+        require_tools()
     settings = [
         Series(scenario, backend, bound)
         for scenario in plan.scenarios
@@ -182,10 +189,13 @@ def run_bench(
             served = replace(served, data=plan.data or served.data)
         described = served.describe() if plan.scenarios else ""
         plain = bool(plan.sizes or plan.repetitions)
-        collectives, repetitions = _beside_mpi(plan, progress) if plain and mpi else ({}, {})
+        network = None
+        if plan.rate:
+            network = stack.enter_context(built(Network(plan.world_size, plan.rate, os.getpid())))
+        collectives, repetitions = _beside_mpi(plan, network, progress) if plain and mpi else ({}, {})
         if not plan.scenarios and (mpi or not plain):
             return Result(plan, settings, collectives, repetitions)
-        pool = stack.enter_context(RankPool((plan.world_size,), timeout))
+        pool = stack.enter_context(RankPool((plan.world_size,), timeout, Enter(network) if network else None))
         if plain and not mpi:
             collectives, repetitions = _collectives(plan, pool, progress)
         task = progress.add_task("warming up", total=plan.rounds * len(settings))
@@ -257,12 +267,18 @@ def _collectives(plan: ServeConfig, pool: RankPool, progress: CommandProgress) -
     return _slowest(rounds), _slowest(repeated)
 
 
-def _beside_mpi(plan: ServeConfig, progress: CommandProgress) -> tuple[Cells, Cells]:
+def _beside_mpi(plan: ServeConfig, network: Network | None, progress: CommandProgress) -> tuple[Cells, Cells]:
     """The same, in ranks started by mpiexec."""
     task = progress.add_task("all-to-alls beside MPI", total=plan.rounds * len(plan.sizes))
     sizes = list(plan.sizes)
     by_size, by_count = run_with_mpi(
-        plan.world_size, plan.rounds, plan.seed, sizes, plan.repetitions, lambda: progress.advance(task)
+        plan.world_size,
+        plan.rounds,
+        plan.seed,
+        sizes,
+        plan.repetitions,
+        lambda: progress.advance(task),
+        network,
     )
     return _slowest(by_size), _slowest(by_count)
 

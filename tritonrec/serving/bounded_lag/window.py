@@ -25,6 +25,7 @@ import weakref
 
 import numpy as np
 
+from ...distributed.machine import machine
 from .messages import HEADER, NO_MESSAGE
 
 LINE = 64
@@ -137,7 +138,7 @@ class Process:
 def host_words() -> tuple[int, int]:
     """What ranks that can share memory have in common, as two int64; zeros where this host cannot.
 
-    The number of the boot, the space of process numbers, and the user.
+    The machine, the space of process numbers, and the user.
     """
     try:
         from ...kernels.numba_atomics import FUTEX
@@ -146,8 +147,7 @@ def host_words() -> tuple[int, int]:
         own = Window.make(Layout(1, 1, 0))
         Window.open(own.layout, own.name)
         Process(os.getpid())
-        with open("/proc/sys/kernel/random/boot_id") as boot:
-            name = f"{boot.read()}{os.readlink('/proc/self/ns/pid')} {os.geteuid()}"
+        name = f"{machine()} {os.readlink('/proc/self/ns/pid')} {os.geteuid()}"
     except (OSError, AttributeError):  # no Linux of these years
         return 0, 0
     if not FUTEX:
