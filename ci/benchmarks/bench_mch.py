@@ -2,76 +2,55 @@
 
     python ci/benchmarks/bench_mch.py --json out/mch.json
 
-The peer is made here as TorchRec describes managed collision handling: a sorted array of the ids it knows, at
-most `capacity`, binary search, all other ids on one shared row, and every few batches the ids of the highest
-counts stay (LFU). Ids follow Zipf's law, and some of them, drawn alike, are replaced by new ones with each
-batch. Both get the same batches by turns, on one thread; times are CPU seconds, from ids to row numbers, with
-inserts, counts and evictions. Every row number is checked after its time is taken (`honest`): ours is the
-place of the id's first occurrence among the distinct ids of the stream; the peer's are equal for equal ids
-and differ for others, but for its one shared row, from one eviction to the next. Every round has another
-stream. Bytes are of the structure of keys, and of rows of `dim` float32: a fixed table has all of its rows at
-once.
+The peer is TorchRec's `MCHManagedCollisionModule` (`bash ci/benchmarks/torchrec.sh`): a sorted array of
+the ids it knows, at most `capacity`, binary search, all other ids on one shared row, and every few batches
+the ids of the highest counts stay (LFU). Ids follow Zipf's law, and some of them, drawn alike, are
+replaced by new ones with each batch. Both get the same batches by turns, on one thread; times are CPU
+seconds, from ids to row numbers, with inserts, counts and evictions. Every row number is checked after its
+time is taken (`honest`): ours is the place of the id's first occurrence among the distinct ids of the
+stream; the peer's are equal for equal ids and differ for others, but for its one shared row, from one
+eviction to the next. Every round has another stream. Bytes are of the structure of keys, and of rows of
+`dim` float32: a fixed table has all of its rows at once.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 from frame import options_of, record
 from honest import Given, Round, refuse_impossible
+from torchrec_peer import environment_beside_torchrec, find_torchrec
 
 from tritonrec.embedding.key_index import KeyIndex
 
 DIM = 64
 
 
-class Remapped:
-    """A fixed table: known ids (C,) ascending, their rows and counts; row 0 is shared by all others."""
+class Managed:
+    """TorchRec's own: `capacity` rows, and behind them one that all other ids share; LFU."""
 
     def __init__(self, capacity: int, every: int):
-        self.capacity, self.every, self.batches = capacity, every, 0
-        self.known, self.rows = np.empty(0, np.int64), np.empty(0, np.int64)
-        self.counts, self.used = np.empty(0, np.int64), 0
-        self.waiting: list[np.ndarray] = []
+        from torchrec.modules.mc_modules import LFU_EvictionPolicy, MCHManagedCollisionModule
 
-    def __call__(self, ids: np.ndarray) -> np.ndarray:
-        """Row numbers of the ids; ids without a row of their own have 0."""
-        place = np.minimum(np.searchsorted(self.known, ids), max(len(self.known) - 1, 0))
-        hit = self.known[place] == ids if len(self.known) else np.zeros(len(ids), bool)
-        found = np.where(hit, self.rows[place] if len(self.rows) else 0, 0)
-        self.counts += np.bincount(place[hit], minlength=len(self.known))
-        self.waiting.append(ids[~hit])
-        self.batches += 1
-        if self.batches % self.every == 0:
-            self._take_up()
-        return found
+        policy = LFU_EvictionPolicy()
+        self.module = MCHManagedCollisionModule(capacity + 1, torch.device("cpu"), policy, every)
 
-    def _take_up(self) -> None:
-        fresh, counts = np.unique(np.concatenate(self.waiting), return_counts=True)
-        self.waiting = []
-        ids = np.concatenate([self.known, fresh])
-        counts = np.concatenate([self.counts, counts])
-        rows = np.concatenate([self.rows, np.full(len(fresh), -1)])
-        stay = np.arange(len(ids))
-        if len(ids) > self.capacity:
-            stay = np.argpartition(-counts, self.capacity)[: self.capacity]
-        leaves = np.ones(len(ids), bool)
-        leaves[stay] = False
-        freed = rows[leaves & (rows >= 0)]
-        stay = stay[np.argsort(ids[stay], kind="stable")]
-        self.known, self.counts, self.rows = ids[stay], counts[stay], rows[stay]
-        new = self.rows < 0
-        unused = np.arange(self.used + 1, self.used + 1 + max(0, int(new.sum()) - len(freed)))
-        self.rows[new] = np.concatenate([freed, unused])[: new.sum()]
-        self.used += len(unused)
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """Row numbers of the ids; those without a row of their own have `capacity`."""
+        from torchrec import JaggedTensor
+
+        lengths = torch.ones(len(ids), dtype=torch.int64)
+        return self.module({"item": JaggedTensor(ids, lengths=lengths)})["item"].values()
 
     @property
     def nbytes(self) -> int:
-        """Of ids, rows and counts of a full table."""
-        return self.capacity * 24
+        """Of ids, rows, counts, and the ids since the last eviction."""
+        return sum(each.nbytes for each in (*self.module.buffers(), self.module._history_accumulator))
 
 
 def batches(count: int, size: int, items: int, drift: int, seed: int) -> list[np.ndarray]:
@@ -99,21 +78,21 @@ class Owners:
     """Which id has a row of the peer, between two evictions."""
 
     def __init__(self, capacity: int):
-        self.ids, self.taken = np.zeros(capacity + 1, np.int64), np.zeros(capacity + 1, bool)
+        self.ids, self.taken = np.zeros(capacity, np.int64), np.zeros(capacity, bool)
 
     def check(self, rows: np.ndarray, ids: np.ndarray) -> None:
         distinct, place, inverse = np.unique(ids, return_index=True, return_inverse=True)
         own = rows[place]
         assert np.array_equal(own[inverse], rows), "one id has two rows"
-        distinct, own = distinct[own > 0], own[own > 0]
+        distinct, own = distinct[own < len(self.ids)], own[own < len(self.ids)]
         assert len(np.unique(own)) == len(own), "two ids share a row"
         assert (self.ids[own] == distinct)[self.taken[own]].all(), "a row went to another id"
         self.ids[own], self.taken[own] = distinct, True
 
 
-def measure(capacity: int, stream: list[np.ndarray], every: int) -> dict:
-    """Both tables over the stream."""
-    ours, peer = KeyIndex(), Remapped(capacity, every)
+def measure(capacity: int, stream: list[np.ndarray], every: int, made: Callable[..., Any] = Managed) -> dict:
+    """Both tables over the stream; the peer is `made` of capacity and batches between two evictions."""
+    ours, peer = KeyIndex(), made(capacity, every)
     seconds: dict[str, list[float]] = {"ours": [], "peer": []}
     shared, seen, owners = 0, 0, Owners(capacity)
 
@@ -121,18 +100,20 @@ def measure(capacity: int, stream: list[np.ndarray], every: int) -> dict:
         return ours.find_or_insert(ids)[0]
 
     for number, (ids, places) in enumerate(zip(stream, first_places(stream), strict=True)):
+        if (number + 1) % every == 0:  # this call evicts
+            owners = Owners(capacity)
 
         def check_ours(handles, _ids, places=places):
             assert np.array_equal(handles.numpy(), places), "not the row of the first occurrence"
 
         def check_peer(rows, ids, owners=owners):
             nonlocal shared
-            owners.check(rows, ids)
-            shared += int((rows == 0).sum())
+            owners.check(rows.numpy(), ids.numpy())
+            shared += int((rows == capacity).sum())
 
         given = {
             "ours": Given(find_or_insert, (torch.from_numpy(ids.copy()),), check_ours),
-            "peer": Given(peer, (ids.copy(),), check_peer),
+            "peer": Given(peer, (torch.from_numpy(ids.copy()),), check_peer),
         }
         for name, each in given.items():
             one = Round(each, number)
@@ -140,8 +121,6 @@ def measure(capacity: int, stream: list[np.ndarray], every: int) -> dict:
             one.run()
             seconds[name].append(time.process_time() - began)
             one.finish()
-        if peer.batches % every == 0:
-            owners = Owners(capacity)
         seen += len(ids)
     for name, each in seconds.items():
         refuse_impossible(name, min(each), 16 * min(map(len, stream)))  # ids in, rows out
@@ -165,6 +144,7 @@ def main() -> None:
         drift={"default": 1_000, "help": "items replaced with each batch"},
         every={"default": 10, "help": "batches between two evictions of the peer"},
     )  # fmt: skip
+    find_torchrec()
     torch.set_num_threads(1)
     streams = [
         batches(args.batches, args.size, args.items, args.drift, seed=1 + number)
@@ -185,7 +165,7 @@ def main() -> None:
             f"{row['ours_bytes'] / 1e6:.0f} and {row['peer_bytes'] / 1e6:.0f} MB",
             flush=True,
         )
-    record(args, rows=rows)
+    record(args, environment_beside_torchrec(), rows=rows)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from importlib import import_module
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from tritonrec.distributed import Communicators
@@ -51,20 +52,33 @@ def test_stale_rows_are_those_before_the_last_update_and_updates_go_to_the_newer
     assert 0 < stale < compared
 
 
-def test_a_remapping_table_keeps_the_ids_of_most_accesses():
-    table = mch.Remapped(capacity=3, every=2)
-    assert table(np.array([5, 5, 7])).tolist() == [0, 0, 0]  # nothing is known yet
-    assert table(np.array([5, 9, 9, 9])).tolist() == [0, 0, 0, 0]
-    known = table(np.array([5, 7, 9, 11]))
-    assert sorted(known[:3].tolist()) == [1, 2, 3] and known[3] == 0
-    table(np.array([5, 9] + [11] * 9))  # 11 has now more accesses than 7, which leaves
-    again = table(np.array([5, 7, 9, 11]))
-    assert again[0] == known[0] and again[2] == known[2] and again[1] == 0 and again[3] == known[1]
+class Remapped:
+    """Takes up the ids of every second batch, the first ones, and forgets those from before."""
+
+    nbytes = 77
+
+    def __init__(self, capacity, every):
+        self.capacity, self.every, self.calls, self.rows = capacity, every, 0, {}
+
+    def __call__(self, ids):
+        self.calls += 1
+        if self.calls % self.every == 0:
+            self.rows = {key: row for row, key in enumerate(ids.unique().tolist()[: self.capacity])}
+        return torch.tensor([self.rows.get(key, self.capacity) for key in ids.tolist()], dtype=torch.int64)
 
 
 def test_remapped_ids_are_counted_and_checked():
     stream = mch.batches(6, 500, 400, 10, seed=3)
-    small, large = (mch.measure(capacity, stream, every=2) for capacity in (20, 5000))
+    small, large = (mch.measure(capacity, stream, 2, Remapped) for capacity in (20, 5000))
     assert 0 < large["on_the_shared_row"] < small["on_the_shared_row"] < 1
     assert small["distinct"] == len(np.unique(np.concatenate(stream)))
-    assert large["peer_bytes"] == 5000 * (24 + 4 * mch.DIM)
+    assert large["peer_bytes"] == 77 + 5000 * 4 * mch.DIM
+
+
+def test_a_row_that_two_ids_share_is_no_measurement():
+    class Wrong(Remapped):
+        def __call__(self, ids):
+            return super().__call__(ids) // 2
+
+    with pytest.raises(AssertionError, match="share a row"):
+        mch.measure(5000, mch.batches(4, 500, 400, 10, seed=3), 2, Wrong)

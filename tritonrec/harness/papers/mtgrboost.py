@@ -68,6 +68,13 @@ def _parts(figures: Any) -> str:
     return "; ".join(shown)
 
 
+def _over_links(figures: Any, *settings: str) -> str:
+    """Tokens per second over the first setting's."""
+    ratios = (_setting(figures, "small", 4, each)["tokens_per_second_ratio"] for each in settings)
+    names = (each.removeprefix("+ ") for each in settings)
+    return ", ".join(f"{name} {ratio:.2f}x" for name, ratio in zip(names, ratios, strict=True))
+
+
 ADDED = ("+ merging", "+ both", "+ balancing")
 DEDUP = ("+ dedup before the exchange", "+ dedup before the lookup", "+ both")
 
@@ -88,6 +95,7 @@ FIGURES = {
         "GRM 4G: " + _grm(f, "GRM-4G", 2, *ADDED) + "; small: " + _grm(f, "small", 2, *ADDED)
     ),
     "Fig. 16: four dedup strategies": lambda f: "small, 2 ranks: " + _grm(f, "small", 2, *DEDUP),
+    "Figs 13 and 16 over links of limited rate": lambda f: _over_links(f, ADDED[0], *DEDUP, ADDED[2]),
     "Table 3: dynamic table beside MCH, throughput": lambda f: ", ".join(
         f"{row['ratio']:.2f}x" for row in f["rows"]
     ),

@@ -54,6 +54,15 @@ def _apart(figures: Any, model: str, metric: str) -> str:
     return ", ".join(shown)
 
 
+def _shapes(figures: Any) -> str:
+    """Exposed share and computation of each shape."""
+    return "; ".join(
+        f"{row['shape']}: {row['exposed_ratio']:.1%} of {row['communication_ms']:.0f} ms beside "
+        f"{row['compute_ms']:.0f} ms"
+        for row in figures["rows"]
+    )
+
+
 SYSTEMS = ("TorchRec", "2D-SP", "UniEmb", "NestPipe")
 STEPS = "{:,.2f} / {:,.2f} / {:,.2f} / {:,.2f} ms"
 
@@ -119,6 +128,7 @@ FIGURES = {
     ),
     "Fig. 8 in the lab: the compute lane's share of a step": _busy,
     "Fig. 9 in the lab: N = 2 to 64": _by_count,
+    "Fig. 10 in the lab: dimension, layers, tokens": _shapes,
     "Fig. 10a, b: dimension 1,024": simulated(
         "{:.1f} % exposed", "Fig. 10, dimension 1024, exposed %, 1536 npu"
     ),

@@ -17,6 +17,7 @@ import torch
 
 from ..lab.network import why_no_user_namespace
 from .inflation import inflations
+from .shapes import shapes
 
 ROOT = Path(__file__).resolve().parents[3]
 """Of a clone of the repository, whose scripts some runs are."""
@@ -47,10 +48,10 @@ class Run:
 
     def measure(self) -> Document:
         """The figures; raises UnavailableError, or RuntimeError with the end of a failed command's output."""
-        if self.made is not None:
-            return self.made()
         if self.root and os.geteuid() != 0 and (why := why_no_user_namespace()):
             raise UnavailableError(f"needs root, for network namespaces ({why})")
+        if self.made is not None:
+            return self.made()
         if self.torchrec and not (ROOT / "out/torchrec/torchrec").is_dir():
             raise UnavailableError("needs TorchRec: bash ci/benchmarks/torchrec.sh")
         if not self.command.startswith("tritonrec") and not (ROOT / self.command.split()[1]).exists():
@@ -218,18 +219,22 @@ RUNS = {
         _collapse,
         root=True,
     ),
+    "shapes": Run(made=shapes, root=True),
     "switches": Run("python ci/benchmarks/measure_switches.py --steps 6 --json OUT", _switches),
     "clustering": Run(made=inflations),
     "probing": Run(made=probing),
     "growth": Run(made=growth),
     "balance": Run(made=balance),
     "grm": Run("python ci/benchmarks/grm_throughput.py --json OUT"),
+    "grm-links": Run(
+        "python ci/benchmarks/grm_throughput.py --sizes small --ranks 4 --rate 100 --json OUT", root=True
+    ),
     "torchrec": Run(
         "python ci/benchmarks/grm_beside_torchrec.py --json OUT --png docs/grm_beside_torchrec.png",
         torchrec=True,
     ),
     "scaling": Run("python ci/benchmarks/simulate_grm.py --json OUT"),
-    "mch": Run("python ci/benchmarks/bench_mch.py --json OUT"),
+    "mch": Run("python ci/benchmarks/bench_mch.py --json OUT", torchrec=True),
     "curves": Run(
         "python ci/benchmarks/consistency_curves.py --model fuxi,hstu --json OUT --png docs/curves.png",
         _curves,
@@ -241,6 +246,18 @@ RUNS = {
         _curves,
     ),
     "serve": Run("tritonrec serve-bench --world-size 2 --rounds 8 --largest 0 --json OUT", _served),
+    "hosts": Run(
+        "tritonrec serve-bench --world-size 8 --rate 100 --bounds 0,1,4 --scenarios delays,balanced "
+        "--rounds 5 --steps 40 --largest 0 --json OUT",
+        _served,
+        root=True,
+    ),
+    "links": Run(
+        "tritonrec serve-bench --world-size 2 --rate 100 --scenarios none --rounds 5 --largest 4194304 "
+        "--json OUT",
+        _exchanged,
+        root=True,
+    ),
     "all-to-alls": Run(
         "tritonrec serve-bench --world-size 2 --scenarios none --rounds 10 --largest 67108864 --json OUT",
         _exchanged,
@@ -252,6 +269,13 @@ RUNS = {
     ),
     "frontier": Run(
         "python ci/benchmarks/slipstream_frontier.py --json OUT", lambda document: {"rows": document["rows"]}
+    ),
+    "rest": Run("python ci/benchmarks/slipstream_rest.py --json OUT"),
+    "long": Run(
+        "tritonrec train --model dlrm --data criteo:samples=500000 --dim 16 --batch-size 256 --optimizer "
+        "rowwise_adagrad --lr 0.01 --steps 3500 --slipstream --warmup 800 --snapshot-every 100 "
+        "--drop 0.5,0.9 --control --json OUT",
+        _slipstream,
     ),
     "online": Run(
         "tritonrec train --model dlrm --data criteo:samples=100000 --dim 16 --batch-size 256 --optimizer "
