@@ -37,7 +37,14 @@ def _ratios(figures: Any, least: int, most: int) -> str:
     return ", ".join(shown)
 
 
+def _window(figures: Any) -> str:
+    most = max(figures["bytes"], key=int)
+    whole, least = figures["bytes"][most], figures["bytes"]["0"]
+    return f"{(whole - least) / int(most) / 1e3:,.0f} KB for each k, {least / 1e3:,.0f} KB at k = 0"
+
+
 FIGURES = {
+    "Memory of a bound (V.F)": _window,
     "Bound k (III.D, Fig. 4): largest lag seen": _lag,
     "Fig. 6a: one all-to-all, k = 0, beside MPI, up to 4 KB": lambda f: _ratios(f, 1, 4096),
     "Fig. 6a: above 4 KB": lambda f: _ratios(f, 4097, 2**40),

@@ -18,6 +18,7 @@ import torch
 from ..lab.network import why_no_user_namespace
 from .inflation import inflations
 from .shapes import shapes
+from .sync import synchronisation
 
 ROOT = Path(__file__).resolve().parents[3]
 """Of a clone of the repository, whose scripts some runs are."""
@@ -189,6 +190,16 @@ def growth() -> Document:
     return {"keys": len(index), "slots": index.slots, "largest_load": largest}
 
 
+def window() -> Document:
+    """Bytes of a rank's window under each bound, for the batch, rows and tables of the text's section V.F."""
+    from ...serving.bounded_lag.window import Layout
+    from ..serve.served import Served, served_dlrm
+
+    ranks, samples = 8, 512
+    capacity = served_dlrm(Served(26_000, 64), 0, ranks, samples, 0).capacity(samples)
+    return {"bytes": {k: Layout(ranks, 2 * (k + 1), capacity).end for k in (0, 1, 2, 4, 8)}, "ranks": ranks}
+
+
 def balance() -> Document:
     """Tokens of the ranks under round robin and Algorithm 1, MovieLens-100K, 128 samples, 200 tokens."""
     from ...data import DynamicBatchLoader, NextItemLoader, load_interactions
@@ -219,6 +230,7 @@ RUNS = {
         _collapse,
         root=True,
     ),
+    "sync": Run(made=synchronisation),
     "shapes": Run(made=shapes, root=True),
     "switches": Run("python ci/benchmarks/measure_switches.py --steps 6 --json OUT", _switches),
     "clustering": Run(made=inflations),
@@ -258,6 +270,7 @@ RUNS = {
         _exchanged,
         root=True,
     ),
+    "window": Run(made=window),
     "all-to-alls": Run(
         "tritonrec serve-bench --world-size 2 --scenarios none --rounds 10 --largest 67108864 --json OUT",
         _exchanged,
