@@ -98,6 +98,13 @@ def train(communicators, folder, mode, full_every=1, flown=False, first=0, **mad
         return state(model_and_all), seen
 
 
+def wait_for(true):
+    """The lanes go on meanwhile."""
+    until = time.monotonic() + 60
+    while not true() and time.monotonic() < until:
+        time.sleep(0.01)
+
+
 def files(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -268,7 +275,8 @@ def test_a_caller_who_stops_at_the_result_has_it_saved(tmp_path):
         for result in trained.run(batches(8), saver=saver, save_every=3):
             if result.step == 2:
                 break
-        assert trained.in_flight() and not checkpoint.steps(tmp_path / "flown")
+        assert trained.in_flight() == [3, 4] and not checkpoint.steps(tmp_path / "flown")
+        wait_for(lambda: not trained._executor.in_flight())  # their rows are written
         saver.wait()
         assert checkpoint.steps(tmp_path / "flown") == [3]
         assert [result.step for result in trained.run([])] == [3, 4]  # that of 5 waits for the save of 2
@@ -276,6 +284,15 @@ def test_a_caller_who_stops_at_the_result_has_it_saved(tmp_path):
         list(trained.run(batches(3)))
         trained.save(tmp_path / "drained")
     assert files(tmp_path / "flown") == files(tmp_path / "drained")
+
+
+def test_an_error_of_the_caller_ends_what_was_taken(tmp_path):
+    with training(Communicators.local(), "nestpipe") as (trained, (_, tables, _)):
+        with pytest.raises(OSError, match="of the caller"), trained.saver(tmp_path) as saver:
+            for result in trained.run(batches(8), saver=saver, save_every=3):
+                if result.step == 2:
+                    raise OSError("of the caller")
+        assert not tables.groups[0].table._snapshots and not checkpoint.steps(tmp_path)
 
 
 def test_a_state_that_was_taken_and_lost_is_followed_by_a_whole_checkpoint(tmp_path):
@@ -291,9 +308,7 @@ def test_a_state_that_was_taken_and_lost_is_followed_by_a_whole_checkpoint(tmp_p
             list(trained.run(batches(6), saver=saver, save_every=3))
             with pytest.raises(OSError, match="a disk is gone"):
                 list(trained.run(broken(9), saver=saver, save_every=3))
-            until = time.monotonic() + 60
-            while not table._snapshots and time.monotonic() < until:
-                time.sleep(0.01)  # the lanes go on, up to the lookup of step 8
+            wait_for(lambda: table._snapshots)  # up to the lookup of step 8
             assert trained.in_flight() == [6, 7, 8] and table._snapshots
             trained.close()
             assert not table._snapshots
