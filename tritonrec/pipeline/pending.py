@@ -185,7 +185,7 @@ class PendingWindows:
         return saves.saver.prepare(batches[-1].step + 1)
 
     def take_drained(self, steps: int) -> None:
-        """Take the state after so many steps, where it is due and nothing may be in flight, and nothing is."""
+        """Take the state after so many steps, where that is due, and nothing may be in flight nor is."""
         if self.saves is not None and not self._windows:
             self.saves.take_drained(steps)
 
