@@ -101,7 +101,7 @@ class MicroBatchGraphs:
 
     @classmethod
     def by_default(
-        cls, model: torch.nn.Module, config: WindowConfig, device: torch.device, world_size: int = 1
+        cls, model: torch.nn.Module, config: WindowConfig, device: torch.device
     ) -> MicroBatchGraphs | None:
         """Those of a trainer whose caller asked for nothing.
 
@@ -111,7 +111,7 @@ class MicroBatchGraphs:
         The first window of a run goes without, so a step alone never records. A call that no graph can take
         goes without too, and so do all after a recording has failed, of which a warning tells.
         """
-        if world_size > 1 or not torch.cuda.is_available() or not _is_known(model):  # nobody has run several
+        if not torch.cuda.is_available() or not _is_known(model):
             return None
         made = cls(recorder=CudaRecorder)
         made._after = config.window_micro_batches

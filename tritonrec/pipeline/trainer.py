@@ -155,8 +155,9 @@ class Trainer:
             self._schedule = schedule_of(mode, self.config, *around, early)
         self.config = self.config.cut(self._schedule is not None and self._schedule.overlaps_window)
         shared = self._schedule is not None and self._schedule.overlaps_batches
-        if graphs == "auto":
-            graphs = MicroBatchGraphs.by_default(model, self.config, self._device, communicators.world_size)
+        if graphs == "auto":  # on several GPUs nobody has run them
+            alone = communicators.world_size == 1
+            graphs = MicroBatchGraphs.by_default(model, self.config, self._device) if alone else None
         elif graphs is not None:
             graphs.validate(model, self.config, self._device)
         self.guard = guard = Guard(model, tables, self.config, trust_model)
@@ -520,10 +521,7 @@ class Trainer:
         return rank_held_out(self.dense.evaluated, rows, loader, ks, precision, part, exclude_seen)
 
     def close(self) -> None:
-        """Stop the lanes and give the model back.
-
-        Batches in flight are abandoned, and the state is then that of no step.
-        """
+        """Stop the lanes and give the model back. Batches in flight leave the state of no step."""
         if self._executor is not None:
             self._executor.close()
         if self._pending:
