@@ -1,14 +1,16 @@
-"""What a pause of a run costs, alone and with a save in it, in steps.
+"""What a pause of a run costs, alone and with a save in it, and what a save in flight does, in steps.
 
-    python ci/benchmarks/measure_pauses.py [--rounds 30] [--rows 100000]
+    python ci/benchmarks/measure_pauses.py [--rounds 10] [--rows 100000]
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 ci/benchmarks/measure_pauses.py
 
 README.md's model in mode nestpipe at N = 4, with a table of many rows. Stretches of steps without a pause,
-with two, and with two saves take turns, and the least time of the rounds counts.
+with two, with two saves in pauses, and with two saves in flight take turns, and the least time of the rounds
+counts, by the clock and of this process's processors. A stretch ends when its files are written.
 """
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
 
@@ -20,11 +22,11 @@ from tritonrec.data import NextItemLoader, load
 from tritonrec.distributed import from_environment
 from tritonrec.nn import HSTU, HSTUConfig
 
-STEPS, EVERY = 10, 5
+STEPS, EVERY = 30, 15
 
 
 def main() -> None:
-    options = options_of(__doc__, rounds=30, rows=100_000)
+    options = options_of(__doc__, rounds=10, rows=100_000)
     with from_environment() as ranks, tempfile.TemporaryDirectory() as folder:
         log = load("zipf:users=4000,items=6000,seed=3")
         loader = NextItemLoader(log, 128, 50, 8, seed=0, rank=ranks.rank, world_size=ranks.world_size)
@@ -36,31 +38,38 @@ def main() -> None:
         tables.load("item", own, torch.rand(len(own), tables.groups[0].table.row_width, dtype=torch.float32))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         (folder,) = ranks.control.all_gather_texts(folder)[:1]
-        taken: dict[str, list[float]] = {"none": [], "pause": [], "save": []}
-        blocked = []
+        taken: dict[str, list[tuple[float, float]]] = {"none": [], "pause": [], "save": [], "in flight": []}
+        longest = {kind: list[float]() for kind in taken}  # between two results of a stretch
         with (
             Trainer(model, tables, optimizer, ranks, "nestpipe", WindowConfig(4)) as trainer,
             trainer.saver(f"{folder}/run") as saver,
         ):
             for kind in [*taken] * (options.rounds + 1):
-                began, first = time.perf_counter(), trainer.next_step
+                first, began, used = trainer.next_step, time.perf_counter(), time.process_time()
                 steps = (loader.batch(step) for step in range(first, first + STEPS))
-                for result in trainer.run(steps, pause_every=0 if kind == "none" else EVERY):
+                given = {"saver": saver, "save_every": EVERY} if kind == "in flight" else {}
+                if kind in ("pause", "save"):
+                    given = {"pause_every": EVERY}
+                last, waits = began, []
+                for result in trainer.run(steps, **given):
                     if kind == "save" and (result.step + 1) % EVERY == 0:
-                        saver.wait()
-                        asked = time.perf_counter()
                         saver.save(result.step + 1)
-                        blocked.append(time.perf_counter() - asked)
-                taken[kind].append(time.perf_counter() - began)
+                    waits.append(time.perf_counter() - last)
+                    last += waits[-1]
                 saver.wait()
-        plain, paused, saved = (min(each[1:]) for each in taken.values())
+                taken[kind].append((time.perf_counter() - began, time.process_time() - used))
+                longest[kind].append(max(waits[1:]))
         if ranks.rank == 0:
-            step = plain / STEPS
-            each = [(paused - plain) * EVERY / STEPS, min(blocked), (saved - plain) * EVERY / STEPS]
-            figures = ", ".join(f"{seconds / step:.2f}" for seconds in each)
-            print(
-                f"a step {step * 1e3:.1f} ms; in steps: a pause, a save's call, both and writing: {figures}"
-            )
+            step, work = (min(each[1:]) / STEPS for each in zip(*taken["none"], strict=True))
+            print(f"a step: {step * 1e3:.1f} ms, {work * 1e3:.1f} of processors; in steps, of each:")
+            for kind in [*taken][1:]:
+                clock, used = (min(each[1:]) for each in zip(*taken[kind], strict=True))
+                more = (
+                    (clock - step * STEPS) * EVERY / STEPS / step,
+                    (used - work * STEPS) * EVERY / STEPS / work,
+                )
+                wait = statistics.median(longest[kind][1:]) / step
+                print(f"{kind:10} {more[0]:5.2f}  processors {more[1]:5.2f}  longest step {wait:5.2f}")
 
 
 if __name__ == "__main__":

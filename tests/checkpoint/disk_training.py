@@ -29,10 +29,9 @@ def train(parts, folder=None):
             return
         with training.saver(folder, full_every=4) as saver:
             first = training.load(saver) if steps(folder) else 0
-            for step in range(first, LAST, EVERY):
-                list(training.run(given[step : step + EVERY]))
-                saver.save(step + EVERY)
-                print(step + EVERY, flush=True)  # begun; it goes on beside the next steps
+            for result in training.run(given[first:], saver=saver, save_every=EVERY):
+                if result.step > first and not result.step % EVERY:
+                    print(result.step, flush=True)  # begun; it goes on beside the next steps
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from tritonrec.pipeline import (
     schedule_of,
     streams,
 )
+from tritonrec.pipeline.program import Program
 from tritonrec.settings import with_values
 
 
@@ -198,13 +199,13 @@ def test_a_model_on_another_device_is_refused():
 
 
 def test_lanes_of_one_rank_on_the_host_share_a_thread(monkeypatch):
-    names, span = {}, Trainer._span
+    names, span = {}, Program.span
 
     def noted(self, lane, task, places):
         names.setdefault(lane, set()).add(threading.current_thread().name)
         return span(self, lane, task, places)
 
-    monkeypatch.setattr(Trainer, "_span", noted)
+    monkeypatch.setattr(Program, "span", noted)
     expected, _ = run("reference", parts(policy=POLICY))
     made = parts(policy=POLICY)
     run_on(None, "nestpipe", made)

@@ -9,7 +9,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..settings import in_bytes
 from .bound import bound_data, lift_bound, stacks, tells_of_memory
@@ -76,15 +76,15 @@ class MemoryWatch:
                 f"before the first step, and {in_bytes(reserve)} are kept for a checkpoint"
             )
 
-    def run(self, batches: Iterable[Batch]) -> Iterator[StepResult]:
-        """`Trainer.run`, with a look after each step.
+    def run(self, batches: Iterable[Batch], **given: Any) -> Iterator[StepResult]:
+        """`Trainer.run` of what it is `given`, with a look after each step.
 
         Raises MemoryError for a step that needs more memory than is left; the last checkpoint is whole.
         """
         self._bounds = True
         self._bound(memory_left(self._limit), stacks())
         try:
-            for result in self._trainer.run(batches):
+            for result in self._trainer.run(batches, **given):
                 self.on_step_end(result.step + 1)
                 yield result
         except Exception as error:

@@ -95,6 +95,10 @@ class Saver:
         self.wait()
         self._last, self._since_full, self._next_is_full = saved, layers, None
 
+    def lose(self) -> None:
+        """The changes since the last save are lost: the next one is full. On all ranks."""
+        self._since_full, self._next_is_full = 0, None
+
     def next_is_full(self, step: int | None = None) -> bool:
         """Whether the next save, at `step`, takes the whole state, rather than the changes since the last.
 

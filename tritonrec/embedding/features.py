@@ -304,23 +304,24 @@ class HashTableCollection:
         """
         return self._by_table(lambda table: table.state())
 
-    def snapshot(self) -> dict[str, dict[str, torch.Tensor] | SnapshotRows]:
+    def snapshot(self, settled: bool = True) -> dict[str, dict[str, torch.Tensor] | SnapshotRows]:
         """`state` of this moment for `checkpoint.save`, which reads the rows while training goes on.
 
-        Only their keys are copied now, unless the table is on a device, whose `state` is taken.
+        Only their keys are copied now, unless the table is on a device, whose `state` is taken. `settled`: as
+        `DynamicTable.snapshot` takes it.
         """
         tables: dict[str, dict[str, torch.Tensor] | SnapshotRows] = {}
         for group in self.groups:
             if group.table.padded:
                 tables |= columns_by_table(group.layout, group.table.state())
                 continue
-            rows, keys, handles, rest = group.table.snapshot()
+            rows, keys, handles, rest = group.table.snapshot(settled)
             tables |= columns_by_table(group.layout, rest)
             tables |= rows_by_table(group.layout, rows, keys, handles)
         return tables
 
     def snapshot_of_changes(
-        self, reader: str = CHECKPOINT
+        self, reader: str = CHECKPOINT, settled: bool = True
     ) -> tuple[dict[str, dict[str, torch.Tensor] | SnapshotRows], dict[str, torch.Tensor]]:
         """`take_changes` of this moment, whose rows are read while training goes on, as in `snapshot`."""
         tables: dict[str, dict[str, torch.Tensor] | SnapshotRows] = {}
@@ -329,7 +330,7 @@ class HashTableCollection:
             if group.table.padded:
                 rest, erased = group.table.take_changes(reader)
             else:
-                rows, keys, handles, rest, erased = group.table.snapshot_of_changes(reader)
+                rows, keys, handles, rest, erased = group.table.snapshot_of_changes(reader, settled)
                 tables |= rows_by_table(group.layout, rows, keys, handles)
             tables |= columns_by_table(group.layout, rest)
             gone |= keys_by_table(group.layout, erased)

@@ -49,6 +49,9 @@ class Snapshot:
         check: raises where rows of some handles, keys and values are damaged.
         closed: is called once no row is copied any more.
         handles: (n,) of those that are to be read; all by default.
+
+    Attributes:
+        settled: no window that was looked up before is still to be written: its rows would be part of this.
     """
 
     def __init__(
@@ -60,7 +63,9 @@ class Snapshot:
         check: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None],
         closed: Callable[[Snapshot], None],
         handles: torch.Tensor | None = None,
+        settled: bool = True,
     ):
+        self.settled = settled
         self.row_width, self.metadata = row_width, metadata
         self._rows, self._turn, self._check, self._closed = rows, turn, check, closed
         self._pending = np.zeros(rows.end + 1, bool)  # by handle, in use or not; the last is of -1 and newer

@@ -93,8 +93,12 @@ class DynamicTable(TrainedTable):
                     state["candidates"] = self._candidates.state()
         return _on_host(state)
 
-    def snapshot(self) -> tuple[Snapshot, torch.Tensor, torch.Tensor, State]:
+    def snapshot(self, settled: bool = True) -> tuple[Snapshot, torch.Tensor, torch.Tensor, State]:
         """`state` of this moment in host memory, whose rows are read while updates go on.
+
+        Args:
+            settled: False from a lookup, before the next one: updates up to that of its window belong to the
+                snapshot, and `settle` says when they are done. No row is read before.
 
         Returns:
             the rows, their keys (n,) int64 and handles (n,) int32 in no particular order, and the `state`
@@ -106,10 +110,10 @@ class DynamicTable(TrainedTable):
             with self._lock:
                 metadata = self._metadata.copy(self._rows.end)
                 rest = {} if self._candidates is None else {"candidates": self._candidates.state()}
-            return self._snapshot(metadata), keys, handles, rest
+            return self._snapshot(metadata, settled), keys, handles, rest
 
     def snapshot_of_changes(
-        self, reader: str = CHECKPOINT
+        self, reader: str = CHECKPOINT, settled: bool = True
     ) -> tuple[Snapshot, torch.Tensor, torch.Tensor, State, dict[str, torch.Tensor]]:
         """`take_changes` of this moment in host memory, whose rows are read while updates go on.
 
@@ -121,12 +125,20 @@ class DynamicTable(TrainedTable):
             with self._lock:
                 keys, handles, rest, erased = self._take_changes(reader)
                 metadata = self._metadata.read_by_handle(handles, self._rows.end)
-            return self._snapshot(metadata, handles), keys, handles.int(), rest, erased
+            return self._snapshot(metadata, settled, handles), keys, handles.int(), rest, erased
 
-    def _snapshot(self, metadata: dict[str, torch.Tensor], handles: torch.Tensor | None = None) -> Snapshot:
+    def settle(self) -> None:
+        """The rows of the window that was looked up before a `snapshot` are written: it has no later ones."""
+        with self._updating:
+            for each in self._snapshots:
+                each.settled = True
+
+    def _snapshot(
+        self, metadata: dict[str, torch.Tensor], settled: bool, handles: torch.Tensor | None = None
+    ) -> Snapshot:
         made = Snapshot(
             self._rows, self.row_width, metadata, self._updating, partial(self._validate, self._rows),
-            self._close, handles,
+            self._close, handles, settled,
         )  # fmt: skip
         self._snapshots += (made,)
         return made

@@ -254,7 +254,11 @@ class TrainedTable:
         self._check_values(handles.shape[0], values)
         self.in_flight.written += 1
         with self._updating:
-            self._update(handles, values, low_precision=low_precision)
+            if all(each.settled for each in self._snapshots):
+                self._update(handles, values, low_precision=low_precision)
+            else:  # these rows are part of a snapshot, whose window's lookup has marked them as changed
+                self._preserve(handles, settled=True)
+                self._rows.update(handles, values, low_precision)
 
     def keep_checksums(self, rank: int) -> None:
         """Keep a checksum of every row from now on, 8 bytes each, which `validate_rows` compares.
@@ -384,10 +388,13 @@ class TrainedTable:
         self._metadata.remove(keys, handles >= 0, count)
         return handles
 
-    def _preserve(self, handles: torch.Tensor) -> None:
-        """Copy rows that snapshots have not read yet, before they change; needs `_updating`."""
+    def _preserve(self, handles: torch.Tensor, settled: bool = False) -> None:
+        """Copy rows that snapshots, or those that are `settled`, have not read yet, before they change; needs
+        `_updating`.
+        """
         for snapshot in self._snapshots:
-            snapshot.preserve(handles)
+            if snapshot.settled or not settled:
+                snapshot.preserve(handles)
 
     def _update(
         self,

@@ -360,6 +360,15 @@ class Flight:
         raise RuntimeError(in_flight_message(f"a copy of {type(self.model).__name__}", self._steps()))
 
 
+def validate_groups(communication: Communicator, device: torch.device) -> None:
+    """Raise ValueError where the ranks' groups have no backend for tensors on `device`."""
+    if not communication.supports(device):
+        raise ValueError(
+            f"the ranks' groups cannot exchange tensors on {device}: make Communicators with a "
+            f"backend that can, such as 'cpu:gloo,cuda:nccl'"
+        )
+
+
 def validate_model_place(model: torch.nn.Module, device: torch.device) -> None:
     """Raise ValueError naming a parameter that is elsewhere than the trainer works."""
     for name, parameter in model.named_parameters():

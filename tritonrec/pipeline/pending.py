@@ -31,6 +31,8 @@ from .interrupts import uninterrupted
 from .model_call import CallerSettings, check_gradients_are_on
 from .places import WindowPlaces
 from .run_agreement import RunAgreement
+from .saver import Taken
+from .step_saves import StepSaves, abandon
 from .window import Window, WindowConfig
 from .words import words_of
 
@@ -79,6 +81,7 @@ class PendingWindows:
         self.single = False  # a run of one step is under way
         self._turn = threading.Lock()
         self._pause_every = 0  # of this turn
+        self.saves: StepSaves | None = None  # likewise
         self._windows: deque[WindowPlaces] = deque()
         self._number = 0
         self._read = -1  # the last update whose batches were read
@@ -91,7 +94,7 @@ class PendingWindows:
         return len(self._windows)
 
     @contextmanager
-    def turn(self, pause_every: int) -> Iterator[None]:
+    def turn(self, pause_every: int, saves: StepSaves | None) -> Iterator[None]:
         """Inside, a thread finishes a window; RuntimeError where another one does."""
         self._config.check_pauses(pause_every)
         if not self._turn.acquire(blocking=False):
@@ -99,7 +102,7 @@ class PendingWindows:
                 "another thread is in a step of this trainer, and the results of one would go to the other: "
                 "train on one thread, or make the others wait"
             )
-        self._pause_every = pause_every
+        self._pause_every, self.saves = pause_every, saves
         try:
             yield
         finally:
@@ -118,7 +121,12 @@ class PendingWindows:
         if not self._windows:
             return True
         window = self._windows[-1].window
-        pauses = self._pause_every > 0 and (window.batches[-1].step + 1) % self._pause_every == 0
+        pauses = self._pause_every > 0 and (window.step + 1) % self._pause_every == 0
+        if self.saves is not None:
+            pauses |= self.saves.pauses(window.step + 1)
+            # One state at a time is taken: the next would wait here for the write of one that is not there.
+            follows = self.saves.due(window.step + 1 + self._config.accumulate)
+            pauses |= follows and any(each.get(Taken) for each in self._windows)
         return len(self) < most and not pauses and not self._config.averages_after(window.update)
 
     def check_caller(self) -> None:
@@ -166,6 +174,20 @@ class PendingWindows:
         except (KeyError, RuntimeError):  # a call under way has changed what this went through
             with self.flight.calls:
                 return noted(self.flight.model)
+
+    def prepare_save(self) -> Taken | None:
+        """What a save takes of the batches that `wait` has, where one is due after their update."""
+        assert self._call is not None
+        batches = self._call.result()
+        saves = self.saves
+        if saves is None or saves.drained or not batches or not saves.due(batches[-1].step + 1):
+            return None
+        return saves.saver.prepare(batches[-1].step + 1)
+
+    def take_drained(self, steps: int) -> None:
+        """Take the state after so many steps, where that is due, and nothing may be in flight nor is."""
+        if self.saves is not None and not self._windows:
+            self.saves.take_drained(steps)
 
     def steps(self) -> list[int]:
         """Of the batches in flight, oldest first."""
@@ -256,8 +278,8 @@ class PendingWindows:
             self._recorder.add(LANE, name, start, end, batch=batches[-1].step)
         return batches
 
-    def begin(self, window: Window) -> WindowPlaces:
-        """The window is in flight."""
+    def begin(self, window: Window, taken: Taken | None = None) -> WindowPlaces:
+        """The window is in flight, and what is `taken` of it."""
         begins = not self.flight.under_way
         self.flight.begin()
         if self._shared:
@@ -272,6 +294,8 @@ class PendingWindows:
                 rates = self.take_used() | row_rates(self._tables, window.update + 1)
                 if self._pause_every:
                     rates["pause_every"] = self._pause_every
+                if self.saves is not None:
+                    rates["save_every"] = self.saves.every
                 words = words_of(window.settings, state, window.batches, rates)
                 if begins:
                     rows, shard = self.agreement.written_rows()
@@ -282,6 +306,8 @@ class PendingWindows:
                     self._end_flight()
                 raise
         places = WindowPlaces(window, self.newest, self._config.skips)
+        if taken is not None:
+            places[Taken] = taken
         self._windows.append(places)
         self._read = window.update
         self._number += 1
@@ -323,6 +349,8 @@ class PendingWindows:
 
     def abandon(self) -> None:
         """None of them will be done."""
+        for places in self._windows:
+            abandon(places)
         self._windows.clear()
         self._rates.clear()
         self._end_flight()

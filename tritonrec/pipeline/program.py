@@ -6,7 +6,8 @@ the program is made; a task then only looks its arguments up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from ..distributed import Communicators
 from ..embedding import HashTableCollection
 from ..kernels.dispatch import usable_device
+from ..trace import NullRecorder, SupportsRecording
 from . import places as at
 from .caller_state import Noted
 from .dense import DenseModel
@@ -25,7 +27,7 @@ from .headers import Header, exchange
 from .places import Context, WindowPlaces
 from .replicas import validate_replicable
 from .run_agreement import RunAgreement
-from .schedule import Schedule
+from .schedule import Schedule, Task
 from .stage import Access, signature_of
 from .stages import write_back
 from .sums import Sums
@@ -60,6 +62,7 @@ class Program:
         config: see `WindowConfig`.
         flight: guards model, tables and optimizer while the stages run.
         device: where samples and buffers go. agreement: of several ranks, about their runs.
+        recorder: of the trace.
     """
 
     def __init__(
@@ -72,7 +75,10 @@ class Program:
         flight: Flight,
         device: str | torch.device = "cpu",
         agreement: RunAgreement | None = None,
+        recorder: SupportsRecording | None = None,
     ):
+        self._recorder, self._watch = recorder or NullRecorder(), communicators.watch
+        self.takes_states = False  # for saves of a run (`step_saves`)
         validate_replicable(tables, communicators, config)
         self.schedule, self.communicators, self.config = schedule, communicators, config
         self.model, self.tables, self.dense = dense.model, tables, dense
@@ -214,6 +220,19 @@ class Program:
     def replace(self, stage: str, function: Callable[..., Any]) -> None:
         """Call `function`, which declares what it is passed as a stage does, in place of `stage`."""
         self.actions[stage] = self.bind(function, stage)
+
+    @contextmanager
+    def span(self, lane: str, task: Task, places: WindowPlaces) -> Iterator[None]:
+        """Around a stage: its slice in the trace, with the bytes it sent or the keys it found."""
+        step, micro_batch = places.window.step, task.micro_batch
+        span = self._recorder.span(lane, task.stage, batch=step, micro_batch=micro_batch)
+        with self._watch.doing(task), span as args:
+            yield
+            if task.stage in ("exchange", "gradient_exchange", "replica_reduce"):
+                args["bytes"] = places.counts(task.stage, micro_batch).row_bytes
+            elif task.stage == "retrieve":
+                owned = places.get(at.OwnedRows)
+                args["keys"] = 0 if owned is None else owned.most_keys
 
     def finish(self, places: WindowPlaces) -> None:
         """After the last window in the pipeline: write the rows back that stay in its buffer.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from .. import checkpoint
 from ..checkpoint import CheckpointStream, flatten, unflatten
+from ..checkpoint.rows import close_rows
 from ..data import Vocabulary
 from ..data.vocabulary import tensors_of, vocabularies_of
 from ..distributed import Communicators, check_ranks_agree
@@ -21,6 +23,7 @@ from ..files.places import Place, place_of
 from .dense import DenseModel
 from .position import LOADER, SupportsState, position_of, positions
 from .recipe import RECIPE, keep_settings, recipe_of, require_described, require_same, with_own_settings
+from .stage import place
 from .window import WindowConfig
 
 DENSE = "dense"
@@ -33,6 +36,36 @@ Source = str | Place | Callable[[], Any]
 """A directory of checkpoints, or what opens something else that is read as `CheckpointStream` is."""
 
 
+@place("batch")
+@dataclass
+class Taken:
+    """The state after `step` steps, as far as a saver has taken it.
+
+    Args:
+        values: what JSON keeps. dense, tables, erased: see `checkpoint.Saver.save`.
+    """
+
+    saver: TrainingSaver
+    step: int
+    values: dict[str, Any]
+    full: bool = True
+    dense: dict[str, torch.Tensor] = field(default_factory=dict)
+    tables: Mapping[str, Any] = field(default_factory=dict)
+    erased: dict[str, Any] = field(default_factory=dict)
+
+    def take_dense(self) -> None:
+        """Take the dense part, as it is now."""
+        self.saver._take_dense(self)
+
+    def take_rows(self, settled: bool = True) -> None:
+        """Take the tables as they are now; see `DynamicTable.snapshot`."""
+        self.saver._take_rows(self, settled)
+
+    def close(self) -> None:
+        """Nothing will be written: rows are no more copied before they change."""
+        close_rows(self.tables)
+
+
 class TrainingSaver:
     """Saves a training beside its steps; every `full_every`-th checkpoint is whole, the others hold changes.
 
@@ -42,7 +75,7 @@ class TrainingSaver:
 
     Args:
         directory: visible to all ranks. tables, dense: what is saved.
-        meta: values of the caller's that JSON keeps unchanged, saved with every checkpoint.
+        meta: values of the caller's that JSON keeps unchanged, saved with every checkpoint as they are then.
         loader: its position is saved too. config: of the training.
         vocabularies: gives those of the tables' ids at a save.
         make: of what writes, called and used as `checkpoint.Saver` is; all its work is inside of ``context``,
@@ -73,6 +106,7 @@ class TrainingSaver:
         self.directory, self._incremental = place_of(directory).absolute(), full_every != 1
         self._saver: Any = None
         self._entered = True  # `context`, by the last save
+        self.taken: Taken | None = None  # of a run, to be written
         # All savers have one group: a save under way, of another one, ends before this one's collectives.
         self._turn = ExitStack()
         if communicators.saves:
@@ -95,19 +129,46 @@ class TrainingSaver:
         Raises RuntimeError while batches are in flight, and where replicas have trained apart since they
         were averaged, TypeError for a state that is no tensor, number or text.
         """
+        self.begin()
+        self.dense.check_idle("state_dict")
+        self.take(step)
+        self.begin(meta)
+
+    def take(self, step: int) -> None:
+        """Take the state after `step` steps, which `begin` writes. Collective; RuntimeError as `save`."""
         self._check()
-        state = self.dense.state_dict()  # also where it is not written: sharded parameters are gathered
+        taken = self.prepare(step)
+        taken.take_dense()
+        taken.take_rows()
+        self.taken = taken
+
+    def prepare(self, step: int) -> Taken:
+        """Take what the batches before `step` determine; they were read, and no later one was. Collective.
+
+        Waits for the save under way, and raises its error.
+        """
         at = {} if self._loader is None else {LOADER: positions(self._communicators, self._loader, step)}
-        if self._saver is None:
+        taken = Taken(self, step, at)
+        if self._saver is not None:
+            self._check_entered()
+            with self._communicators.checkpoint.turn:
+                taken.full = self._saver.next_is_full(step)
+            taken.dense = tensors_of(self._vocabularies())
+        return taken
+
+    def begin(self, meta: Mapping[str, Any] | None = None) -> None:
+        """Write what was taken, if there is something, with more metadata; returns meanwhile."""
+        taken, self.taken = self.taken, None
+        if taken is None or self._saver is None:
             return
         self._check_entered()
-        plain, shared = flatten(state, DENSE)
         self._communicators.checkpoint.turn.acquire()
         turn = self._turn = ExitStack()
         turn.callback(self._communicators.checkpoint.turn.release)
         self._entered = False
+        values = {**self.meta, **(meta or {}), **taken.values}
         try:
-            self._save(step, plain, shared, {**self.meta, **(meta or {}), **at})
+            self._saver.save(taken.step, taken.dense, taken.tables, values, owned=True, **taken.erased)
         except BaseException:
             self._entered = True
             turn.close()
@@ -120,23 +181,38 @@ class TrainingSaver:
         with self._turn, self._communicators.watch.doing(f"save({step})"):
             yield
 
-    def _save(
-        self, step: int, plain: Mapping[str, Any], shared: dict[str, torch.Tensor], meta: dict[str, Any]
-    ) -> None:
-        full = self._saver.next_is_full(step)
-        dense = {name.removeprefix(f"{DENSE}/"): tensor.clone() for name, tensor in shared.items()}
-        dense |= tensors_of(self._vocabularies())
+    def _take_dense(self, taken: Taken) -> None:
+        state = self.dense.state_dict()  # also where it is not written: sharded parameters are gathered
+        if self._saver is None:
+            return
+        plain, shared = flatten(state, DENSE)
+        taken.dense |= {name.removeprefix(f"{DENSE}/"): tensor.clone() for name, tensor in shared.items()}
         own = {DENSE: plain, EMBEDDING: self.tables.describe(), PRECISION: self._config.precision}
-        own[RECIPE] = recipe_of(self.tables, self.dense, self._config)
-        values = {**meta, **own}
-        if full:
-            if self._incremental:
-                # The log of changes begins with the state that this checkpoint holds.
-                self.tables.track_changes()
-            self._saver.save(step, dense, self.tables.snapshot(), values, owned=True)
-        else:
-            changed, erased = self.tables.snapshot_of_changes()
-            self._saver.save(step, dense, changed, values, erased=erased, owned=True)
+        taken.values |= {**own, RECIPE: recipe_of(self.tables, self.dense, self._config)}
+
+    def _take_rows(self, taken: Taken, settled: bool) -> None:
+        if self._saver is None:
+            return
+        if not taken.full:
+            taken.tables, taken.erased["erased"] = self.tables.snapshot_of_changes(settled=settled)
+            return
+        if self._incremental:
+            # The log of changes begins with the state that this checkpoint holds.
+            self.tables.track_changes()
+        taken.tables = self.tables.snapshot(settled)
+
+    def lose(self) -> None:
+        """Nothing is known of the changes since the last save: the next one is whole. By all ranks."""
+        if self.taken is not None:
+            self.taken.close()
+            self.taken = None
+        if self._saver is not None and self._incremental:
+            self._saver.lose()
+
+    def check_saves(self, tables: HashTableCollection) -> None:
+        """Raise ValueError unless it is these tables that it saves."""
+        if self.tables is not tables:
+            raise ValueError("the saver is another trainer's: give its directory, or a saver of this one")
 
     def follow(self, stream: CheckpointStream) -> None:
         """Save changes of the checkpoint of this directory whose rows were just loaded, by all ranks."""
@@ -146,6 +222,7 @@ class TrainingSaver:
 
     def wait(self) -> None:
         """Wait for the save under way, and raise its error."""
+        self.begin()
         if self._saver is not None:
             self._saver.wait()
             self._check_entered()
@@ -166,10 +243,16 @@ class TrainingSaver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        if self._saver is not None:
-            self._saver.__exit__(kind, *rest)
+        try:
             if kind is None:
-                self._check_entered()
+                self.begin()
+            elif self.taken is not None:
+                self.taken.close()
+        finally:
+            if self._saver is not None:
+                self._saver.__exit__(kind, *rest)
+        if self._saver is not None and kind is None:
+            self._check_entered()
 
 
 def restore(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ from .dense_checks import validate_hooks, validate_invariant
 from .early import early_buckets
 from .evaluation import RowsOfRanks, rank_held_out
 from .executor import Delay, Executor, StageFailedError
-from .flight import lane_work, on_the_callers_thread, validate_model_place, validate_places
+from .flight import lane_work, on_the_callers_thread, validate_groups, validate_model_place, validate_places
 from .graphs import MicroBatchGraphs
 from .guard import Guard, NotBatchInvariantError
 from .interrupts import uninterrupted
@@ -47,7 +47,8 @@ from .replicas import ReplicaAverage
 from .results import StepResult, results_of, to_be_taken
 from .run_agreement import RunAgreement
 from .saver import Source, TrainingSaver, restore
-from .schedule import Schedule, Task
+from .schedule import Schedule
+from .step_saves import StepSaves, hand_over, saves_of
 from .streams import Streams, lanes_of_one_thread, launches_in_turn, streams_for
 from .sums import Sums
 from .warm_start import warm_start
@@ -118,11 +119,7 @@ class Trainer:
     ):
         self.mode, self.config, self.tables = mode, config or WindowConfig(), tables
         device = torch.device(device)
-        if not communicators.communication.supports(device):
-            raise ValueError(
-                f"the ranks' groups cannot exchange tensors on {device}: make Communicators with a "
-                f"backend that can, such as 'cpu:gloo,cuda:nccl'"
-            )
+        validate_groups(communicators.communication, device)
         scaler = LossScaler(self.config.loss_scaling) if self.config.precision == "fp16" else None
         self.dense = DenseModel(model, optimizer, scheduler, average, scaler)
         if self.dense.shards is not None:
@@ -140,10 +137,10 @@ class Trainer:
         self.recorder = recorder or NullRecorder()
         self._executor: Executor | None = None
         self._average: ReplicaAverage | None = None
+        self._saver: TrainingSaver | None = None  # of a run
         self._communicators = communicators
         self.vocabularies: dict[str, Vocabulary] = {}
-        self._finished = 0  # the last step whose results are there
-        self.next_step = 0
+        self._finished = self.next_step = 0  # the last step whose results are there, and the one after it
         self._stopping = False
         self._broken = ""  # why the state is that of no step
         self._results: deque[StepResult] = deque()  # of the batches of an update that is done
@@ -190,7 +187,7 @@ class Trainer:
             )  # fmt: skip
         self._program = Program(
             self._schedule, tables, self.dense, communicators, self.config, self._pending.flight,
-            self._device, self._pending.agreement,
+            self._device, self._pending.agreement, self.recorder,
         )  # fmt: skip
         tasks = self._program.tasks
         self.recorder.metadata["done_by"] = {stage: list(each) for stage, each in tasks.doers.items()}
@@ -202,7 +199,7 @@ class Trainer:
             one_thread = lanes_of_one_thread(streams, communicators.world_size, self._schedule.reduces_early)
             self.recorder.metadata["one_thread"] = list(one_thread)
             self._executor = self._pending.executor = Executor(
-                tasks, self._program.actions, self._span, delay, checked,
+                tasks, self._program.actions, self._program.span, delay, checked,
                 streams, partial(lane_work, self.impl),
                 launches_in_turn(self._device, communicators.world_size), one_thread,
             )  # fmt: skip
@@ -251,7 +248,10 @@ class Trainer:
 
     @typed
     @to_be_taken
-    def run(self, batches: Iterable[Batch], pause_every: int = 0) -> Iterator[StepResult]:
+    def run(
+        self, batches: Iterable[Batch], pause_every: int = 0,
+        saver: TrainingSaver | None = None, save_every: int = 0,
+    ) -> Iterator[StepResult]:  # fmt: skip
         """Train on this rank's `batches`, keeping the pipeline filled; yields results in order.
 
         Any iterable of batches will do, a ``torch.utils.data.DataLoader`` too, whose errors come out as they
@@ -262,21 +262,32 @@ class Trainer:
             pause_every: P > 0: while the caller has the result of a step s with (s + 1) % P == 0, nothing is
                 in flight, and no later batch was read: save, evaluate, or change what may change between two
                 runs. The same on all ranks, and a multiple of A.
+            saver: of this trainer. After each `save_every` steps that this run reads, also a multiple of A,
+                it saves the step's state, taken while later windows are in flight; a warning says where they
+                cannot be. It is written once the caller comes for the next result, with the ``meta`` of then.
         """
         source = iterator_of(batches)
+        given = self.config, self.tables, self.dense, self._program
+        saves = saves_of(saver, save_every, *given, None if self._average is None else self.sync)
+        self._saver = saver or self._saver
         while True:
             try:
-                yield self.progress(source, pause_every)
+                yield self._turn(source, pause_every, saves)
             except StopIteration:
                 return
 
     def progress(self, iterator: Iterator[Batch], pause_every: int = 0) -> StepResult:
         """Fill the pipeline from `iterator` and finish its oldest batch; StopIteration at its end."""
-        with self._pending.turn(pause_every):
-            return self._progress(require_iterator(iterator))
+        return self._turn(require_iterator(iterator), pause_every, None)
+
+    def _turn(self, iterator: Iterator[Batch], pause_every: int, saves: StepSaves | None) -> StepResult:
+        with self._pending.turn(pause_every, saves):
+            return self._progress(iterator)
 
     def _progress(self, iterator: Iterator[Batch]) -> StepResult:
         if not self._results:
+            if self._saver is not None:
+                self._saver.begin()
             self._check_whole()
             try:
                 self._pending.check_caller()
@@ -298,6 +309,7 @@ class Trainer:
                 raise
             finally:
                 self._pending.note_caller()
+            self._pending.take_drained(self.next_step)
         return self._results.popleft()
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -327,10 +339,11 @@ class Trainer:
         executor.ensure_running()
         while self._pending.may_grow(executor.schedule.batches_in_flight):
             self._pending.wait(iterator)
+            taken = self._pending.prepare_save()
             with uninterrupted():  # a batch that was read is in flight
                 window = self._pending.read(iterator)
                 if window is not None:
-                    executor.submit(window.number, self._pending.begin(window))
+                    executor.submit(window.number, self._pending.begin(window, taken))
             if window is None:
                 break
         if not self._pending:
@@ -431,14 +444,15 @@ class Trainer:
         saver = None
         if isinstance(directory, TrainingSaver):
             saver, directory = directory, directory.directory
-            if saver.tables is not self.tables:
-                raise ValueError("the saver is another trainer's: give its directory, or a saver of this one")
+            saver.check_saves(self.tables)
             saver.wait()
         stream = restore(
             self._communicators, directory, self.tables, self.dense, self.config, accept, loader, changed,
             self.vocabularies,
         )  # fmt: skip
         self.next_step = stream.step
+        if self._saver is not None:  # or it would add changes to what was there before
+            self._saver.lose()
         if saver and not changed:
             saver.follow(stream)
         self._broken = ""
@@ -507,10 +521,7 @@ class Trainer:
         return rank_held_out(self.dense.evaluated, rows, loader, ks, precision, part, exclude_seen)
 
     def close(self) -> None:
-        """Stop the lanes and give the model back.
-
-        Batches in flight are abandoned, and the state is then that of no step.
-        """
+        """Stop the lanes and give the model back. Batches in flight leave the state of no step."""
         if self._executor is not None:
             self._executor.close()
         if self._pending:
@@ -549,7 +560,7 @@ class Trainer:
         try:
             with on_the_callers_thread(self.impl):
                 if self.reference is None:
-                    run_sequentially(self.program, places, self._span)
+                    run_sequentially(self.program, places, self.program.span)
                 else:
                     run_reference(self.reference, places, self._sums, self._communicators.stop, self.recorder)
             places.errors.check()
@@ -583,17 +594,5 @@ class Trainer:
         results = results_of(places, self._sums, self.dense, self._exchanges)
         self._pending.note_used(results[-1].learning_rates, window)
         self._results += results
+        hand_over(places)
         places.retire()
-
-    @contextmanager
-    def _span(self, lane: str, task: Task, places: WindowPlaces):
-        """Around a stage: its slice in the trace, with the bytes it sent or the keys it found."""
-        step, micro_batch = places.window.step, task.micro_batch
-        span = self.recorder.span(lane, task.stage, batch=step, micro_batch=micro_batch)
-        with self._communicators.watch.doing(task), span as args:
-            yield
-            if task.stage in ("exchange", "gradient_exchange", "replica_reduce"):
-                args["bytes"] = places.counts(task.stage, micro_batch).row_bytes
-            elif task.stage == "retrieve":
-                owned = places.get(OwnedRows)
-                args["keys"] = 0 if owned is None else owned.most_keys

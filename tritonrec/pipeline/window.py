@@ -249,11 +249,11 @@ class WindowConfig:
         """Whether replicas are averaged after this update, numbered from 0."""
         return self.average_every > 0 and (update + 1) % self.average_every == 0
 
-    def check_pauses(self, every: int) -> None:
+    def check_pauses(self, every: int, name: str = "pause_every") -> None:
         """Raise ValueError where a run cannot pause after each so many steps; 0 stands for never."""
         if every < 0 or every % self.accumulate:
             raise ValueError(
-                f"pause_every must be 0 or a multiple of accumulate={self.accumulate}, got {every}: one "
+                f"{name} must be 0 or a multiple of accumulate={self.accumulate}, got {every}: one "
                 "update takes so many batches"
             )
 

@@ -102,15 +102,15 @@ def train(
             replay = stack.enter_context(Replay(run.replay))
             replay.attach(trainer)
         saver, position, whole = None, None, None
+        meta: dict[str, Any] = {}  # of a checkpoint, as it is when it is written
         if isinstance(loader, (Stream, DynamicStream)):
             position = loader
         else:
             whole = loader
         trainer.vocabularies = run.job.vocabularies()
         if run.checkpoint:  # before it is read: another run that saves there would remove files meanwhile
-            saver = stack.enter_context(
-                trainer.saver(run.checkpoint, metadata(run, whole), run.full_every, position)
-            )
+            meta |= metadata(run, whole)
+            saver = stack.enter_context(trainer.saver(run.checkpoint, meta, run.full_every, position))
         start, states = 0, dict[str, Any]()
         if memory or _goes_on(run, communicators):
             copies = memory.copies if memory else None
@@ -168,22 +168,28 @@ def train(
                 saver.save(step, states_now())
                 saved = step
 
+        saves: dict[str, Any] = {}
+        if saver and run.save_every:
+            saves = {"saver": saver, "save_every": run.save_every}
         if (has_ended or (memory and lacks_evaluation(run, start, known))) or (
             stopping and start and (stopping.should_stop or _was_not_evaluated(stopping, run, start))
         ):
             evaluate()
         for first, last in _stretches(
-            start, run.steps, run.save_every, run.evaluate_every, run.peer_copies, run.publish_every
+            start, run.steps, run.evaluate_every, run.peer_copies, run.publish_every
         ):
             if stopping and stopping.should_stop:
                 save()
                 break
             clock = time.perf_counter()
             steps = takewhile(lambda _: not trainer.stopping, range(first, last))
-            for result in (watch or trainer).run(loader.batch(step) for step in steps):
+            for result in (watch or trainer).run((loader.batch(step) for step in steps), **saves):
                 before, clock = clock, time.perf_counter()
                 loss, step = result.loss, result.step + 1
                 reports.on_step_end(result, clock - before, streaming.on_step_end(result))
+                if saves and step % run.save_every == 0:
+                    meta |= states_now()
+                    saved = step
                 if beside:
                     beside.on_step_end(reports.steps_run)
             stopped = trainer.stopping and step < run.steps
@@ -193,7 +199,7 @@ def train(
                 at_the_end = stopped or step == run.steps
                 if at_the_end or step % run.publish_every == 0:
                     publisher.publish()
-            if stopped or step == run.steps or (run.save_every and step % run.save_every == 0):
+            if stopped or step == run.steps:
                 save()
             if stopped:
                 break
@@ -301,7 +307,7 @@ def _say(here: Communicators, console: Console, own: bool) -> Callable[[str], No
 
 
 def _stretches(start: int, steps: int, *intervals: int) -> Iterator[tuple[int, int]]:
-    """(first, last) of the stretches between saves and evaluations; the pipeline drains between them."""
+    """(first, last) of the stretches between evaluations, say; the pipeline drains between them."""
     stops = {steps, *(stop for every in intervals if every for stop in range(every, steps, every))}
     for stop in sorted(stop for stop in stops if stop > start):
         yield start, stop
