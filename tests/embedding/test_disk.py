@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -286,8 +287,12 @@ def test_a_save_goes_on_without_a_copy_of_rows_where_the_disk_is_full_alone(tmp_
             assert storage.spool(9) is None
 
 
-@pytest.mark.parametrize("space", ["enough", "none for a copy"])
-def test_a_save_that_copies_rows_in_the_order_of_the_file_writes_the_same_files(tmp_path, monkeypatch, space):
+@pytest.mark.parametrize(
+    ("storage", "space"), [("disk", "enough"), ("disk", "none for a copy"), ("cached", "enough")]
+)
+def test_a_save_that_copies_rows_in_the_order_of_the_file_writes_the_same_files(
+    tmp_path, monkeypatch, storage, space
+):
     """Of merged tables with evicted rows, while rows are updated and erased."""
     monkeypatch.setattr(disk_storage, "SPOOLED", 0)
     monkeypatch.setattr(snapshot, "COPIED", 5 * 4 * 2 * DIM)  # five rows
@@ -303,7 +308,8 @@ def test_a_save_that_copies_rows_in_the_order_of_the_file_writes_the_same_files(
         reserve(file, rows)
 
     digests = []
-    for placement in (Placement("host"), Placement("disk", path=str(tmp_path), memory="1KiB")):
+    on_disk = {"path": str(tmp_path), "memory": "1KiB"}
+    for placement in (Placement("host"), Placement(storage, cache_rows=9, **on_disk)):
         features = [
             FeatureConfig(name, DIM, policy=TablePolicy(Eviction("lru", capacity=60, every=2)))
             for name in ("a", "b")
@@ -312,6 +318,7 @@ def test_a_save_that_copies_rows_in_the_order_of_the_file_writes_the_same_files(
         group, draw = tables.groups[0], torch.Generator().manual_seed(3)
         table = group.table
         own = table._rows._storage
+        own = getattr(own, "_home", SimpleNamespace(_disk=own))._disk
 
         def step(number, group=group, table=table, draw=draw):
             keys = group.layout.pack(number % 2, torch.randint(0, 500, (40,), generator=draw).unique(), "a")
@@ -323,7 +330,7 @@ def test_a_save_that_copies_rows_in_the_order_of_the_file_writes_the_same_files(
         taken = tables.snapshot()
         for number in range(12, 15):
             step(number)
-        if placement.storage == "disk":
+        if placement.path:
             monkeypatch.setattr(RowFile, "reserve", reserved)
         folder = tmp_path / placement.storage
         asked = []

@@ -81,7 +81,7 @@ def sizes_of(table: DynamicTable) -> Sizes:
         memory["key_structure"] if host else 0,
         memory["metadata"] if host else 0,
         policies if host else 0,
-        bytes_of(placement.memory) if storage == "disk" else None,
+        bytes_of(placement.memory) if placement.path else None,
         0 if storage == "device" else 4 * table.dim,
     )
 
