@@ -21,6 +21,7 @@ from tritonrec.embedding import (
     FeatureConfig,
     HashTableCollection,
     Placement,
+    PrecisionTiers,
     RowOptimizer,
     TablePolicy,
     disk_storage,
@@ -66,6 +67,40 @@ def test_memory_holds_as_many_rows_as_fit_and_files_have_no_names(tmp_path):
     counters = table.counters
     assert counters.disk_read and counters.disk_written and counters.found > counters.cached - 40 > 0
     assert same(table.export(), stepped(DynamicTable(WIDTH), 60).export())
+
+
+def cached(path, rows, places):
+    """A placement of so many rows on the device, and in memory."""
+    return Placement("cached", cache_rows=rows, path=str(path), memory=str(places * (4 * WIDTH + PLACE_BYTES)))
+
+
+def test_behind_a_cache_rows_that_are_erased_and_rounded_are_those_of_memory(tmp_path):
+    policy, found = TablePolicy(precision=PrecisionTiers(2, 3)), []
+    for placement in (Placement("host"), cached(tmp_path, 3, 9)):
+        table, draw, low = DynamicTable(4, WIDTH, policy=policy, placement=placement), torch.Generator(), []
+        draw.manual_seed(8)
+        for number in range(60):
+            keys = torch.randperm(30, generator=draw)[:5] * 7 - 100
+            looked = table.lookup(keys, number)
+            rows = table.gather(looked.handles, keys) * 0.5 + number % 4
+            table.round_low_precision(rows, looked.low_precision)
+            table.update(looked.handles, rows, looked.low_precision)
+            if number % 3 == 0:
+                table.erase(table.keys()[torch.randperm(len(table), generator=draw)[:3]])
+            keys = table.keys()
+            low.append(table._rows.in_low_precision(table.find(keys)))
+        found.append([*table.export(), *low])
+    assert same(*found) and any(each.any() and not each.all() for each in low)
+
+
+def test_behind_a_cache_rows_of_recent_lookups_are_in_memory(tmp_path):
+    table = stepped(DynamicTable(WIDTH, placement=cached(tmp_path, 2, 16)), 60)
+    for number in range(30):
+        if number == 10:
+            before = table.counters.disk_read
+        keys = torch.arange(4) + 4 * (number % 3)
+        table.gather(table.lookup(keys * 7 - 100, 60 + number).handles, keys)
+    assert table.counters.disk_read == before > 0
 
 
 def test_nothing_is_left_in_the_directory_by_a_process_that_was_killed(tmp_path):
