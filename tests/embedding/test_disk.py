@@ -101,6 +101,8 @@ def test_behind_a_cache_rows_of_recent_lookups_are_in_memory(tmp_path):
         keys = torch.arange(4) + 4 * (number % 3)
         table.gather(table.lookup(keys * 7 - 100, 60 + number).handles, keys)
     assert table.counters.disk_read == before > 0
+    memory = table.memory()
+    assert memory["fp32_values"] == (2 + 16) * 4 * WIDTH and memory["disk"] >= 40 * 4 * WIDTH
 
 
 def test_nothing_is_left_in_the_directory_by_a_process_that_was_killed(tmp_path):
