@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -71,9 +72,7 @@ def test_memory_holds_as_many_rows_as_fit_and_files_have_no_names(tmp_path):
 
 def cached(path, rows, places):
     """A placement of so many rows on the device, and in memory."""
-    return Placement(
-        "cached", cache_rows=rows, path=str(path), memory=str(places * (4 * WIDTH + PLACE_BYTES))
-    )
+    return replace(on_disk(path, places), storage="cached", cache_rows=rows)
 
 
 def test_behind_a_cache_rows_that_are_erased_and_rounded_are_those_of_memory(tmp_path):

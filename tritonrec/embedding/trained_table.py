@@ -173,8 +173,8 @@ class TrainedTable:
         return result
 
     def bring(self, handles: torch.Tensor) -> None:
-        """Bring the rows of a lookup's `handles` (K,) to where they are read fast: from a disk into memory, from
-        there to the device. Rows of neither this nor the last lookup leave for them.
+        """Bring the rows of a lookup's `handles` (K,) where they are read fast: from a disk into memory, or
+        to the device. Rows of neither this nor the last lookup leave for them.
         """
         self.in_flight.check("bring")
         self._rows.prefetch(handles)  # without the lock: updates do not wait for a disk
