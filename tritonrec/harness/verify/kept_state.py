@@ -35,7 +35,7 @@ def initial_value_by_arrival(program: Program) -> None:
             table.update(table.find(new), values)
         return found
 
-    table.lookup = by_arrival  # type: ignore[method-assign,assignment]
+    table.lookup = by_arrival  # type: ignore[method-assign]
 
 
 @fault(case(variant="lazy-decay", steps=8), source="pytorch/FBGEMM#5908")
