@@ -191,6 +191,31 @@ def test_a_row_that_moves_in_pieces_is_whole(tmp_path, monkeypatch):
     assert torch.equal(found, values)
 
 
+@pytest.mark.parametrize(("seconds", "told"), [(1.1, 1), (0.9, 0)])
+def test_a_slow_disk_is_named_once(tmp_path, monkeypatch, seconds, told):
+    file, now = RowFile(str(tmp_path), 24), iter(range(9))
+    file.reserve(5)
+    monkeypatch.setattr(row_file, "time", SimpleNamespace(monotonic=lambda: seconds * next(now)))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for move in (file.write, file.read):
+            move(torch.arange(5), torch.zeros(5, 6), torch.arange(5))
+    assert len(said) == told
+    assert all(
+        "slow, or busy: 5 rows of a table took 1.1 s to be written" in str(each.message) for each in said
+    )
+
+
+def test_many_rows_may_take_longer(tmp_path, monkeypatch):
+    file, now = RowFile(str(tmp_path), 4), iter(range(9))
+    monkeypatch.setattr(row_file, "time", SimpleNamespace(monotonic=lambda: 2.0 * next(now)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        file.write(torch.arange(2000), torch.zeros(2000, 1), torch.arange(2000))
+        with pytest.raises(RuntimeWarning, match="1,999 rows"):
+            file.read(torch.arange(1999), torch.zeros(1999, 1), torch.arange(1999))
+
+
 def test_a_file_that_ends_early_is_named(tmp_path):
     table = stepped(DynamicTable(WIDTH, placement=on_disk(tmp_path)), 60)
     os.ftruncate(table._rows._storage._file._file.fileno(), 4 * WIDTH * 20 + 2)
