@@ -160,10 +160,8 @@ def of_bags():
         return Lookup(torch.randint(0, 50, (10,), generator=draw), offsets_of(lengths))
 
     features = KeyedJaggedTensor.from_dict({"bag": lookup(), "own": lookup()})
-    return Batch(0, torch.arange(5), features), [
-        FeatureConfig("bag", 6, pooling="sum"),
-        FeatureConfig("own", 3),
-    ]
+    configs = [FeatureConfig("bag", 6, pooling="sum"), FeatureConfig("own", 3)]
+    return Batch(0, torch.arange(5), features), configs
 
 
 def of_items():
@@ -176,7 +174,7 @@ def of_items():
     [
         (Bags, of_bags),
         (
-            lambda: nn.HSTU(nn.HSTUConfig(dim=8, heads=2, qk_dim=4, v_dim=5, layers=2, max_seq_len=9)),
+            lambda: nn.HSTU(nn.HSTUConfig(dim=8, heads=2, qk_dim=4, v_dim=5, max_seq_len=9)),
             of_items,
         ),
         (lambda: nn.SASRec(nn.SASRecConfig(dim=8, heads=2, layers=1, max_seq_len=9)), of_items),
@@ -215,7 +213,7 @@ def test_activations_are_what_a_forward_keeps(make, given):
 def test_a_forward_that_asks_for_values_is_refused():
     class Asking(Bags):
         def forward(self, batch, rows, seed):
-            return super().forward(batch, rows, seed) * float(rows["bag"].sum())
+            return super().forward(batch, rows, seed) * float(rows["bag"].detach().sum())
 
     batch, features = of_bags()
     with torch.device("meta"):

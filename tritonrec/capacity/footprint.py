@@ -96,7 +96,7 @@ def tables_added(tables: HashTableCollection, rows: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Foretold:
-    """Bytes of a rank's host memory, without what only a trial tells: libraries, windows, a pass's own memory.
+    """Bytes of a rank's host memory, without what only a trial tells: libraries, windows, backward's own.
 
     Args:
         dense: parameters and buffers. gradients: theirs. dense_states: of their optimizer.
@@ -178,11 +178,14 @@ def foretell(
 
 
 def _kept(model: torch.nn.Module, batch: Batch, tables: HashTableCollection) -> int:
-    """Bytes that a forward of the batch, on the device ``"meta"``, keeps for its backward beside parameters."""
+    """Bytes that a forward of the batch keeps for its backward beside parameters; all on ``"meta"``."""
     rows = {}
     for name, lookup in batch.lookups().items():
         feature = tables.features[name]
-        count = len(lookup.ids) if feature.pooling == "none" else len(lookup.offsets) - 1
+        count = len(lookup.ids)
+        if feature.pooling != "none":
+            assert lookup.offsets is not None
+            count = len(lookup.offsets) - 1
         rows[name] = torch.empty(count, feature.dim, dtype=torch.float32, device="meta", requires_grad=True)
     kept: dict[int, torch.UntypedStorage] = {}  # views share one, and it has one object while that is held
 
@@ -197,8 +200,8 @@ def _kept(model: torch.nn.Module, batch: Batch, tables: HashTableCollection) -> 
             losses = model(batch, rows, 0)
     except (NotImplementedError, RuntimeError) as error:
         raise ValueError(
-            f"the model's forward asks for values, which the device 'meta' does not have ({error}): leave batch= "
-            "out, or try a few steps with `tritonrec plan`"
+            f"the model's forward asks for values, which the device 'meta' does not have ({error}): leave "
+            "batch= out, or try a few steps with `tritonrec plan`"
         ) from error
     del losses
     own = {id(each.untyped_storage()) for each in model.parameters()}
