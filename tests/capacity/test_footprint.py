@@ -3,7 +3,10 @@
 import pytest
 import torch
 
+from tritonrec import nn
 from tritonrec.capacity import foretell, sizes_of, tables_added
+from tritonrec.data import Batch, KeyedJaggedTensor, NextItemLoader, load
+from tritonrec.data.jagged import Lookup, offsets_of
 from tritonrec.embedding import (
     DynamicTable,
     Eviction,
@@ -133,6 +136,92 @@ def test_what_is_foretold_of_rows_on_disk_is_their_memory(tmp_path):
     place = Placement("disk", path=str(tmp_path), memory="6KiB")
     found = foretell(*made(torch.optim.Adam, "meta"), merged(placement=place), {"x": 9000, "b": 0, "c": 1})
     assert found.rows + found.states == 6144 + 4 * 9 and abs(found.rows - 2048 - 4 * 3) <= 1
+
+
+class Bags(torch.nn.Module):
+    """A bag and rows of their own through a layer that keeps its input twice, once as a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 9), nn.Linear(9, 4)
+
+    def forward(self, batch, rows, seed):
+        samples = torch.arange(batch.num_samples + 1, device=rows["bag"].device)
+        hidden = torch.tanh(self.first(rows["bag"], samples))
+        return (self.last(hidden, samples) * hidden[:, :4]).sum(1) + nn.sum_by_sample(
+            rows["own"].square().sum(1), batch.features["own"].offsets
+        )
+
+
+def of_bags():
+    lengths, draw = torch.tensor([2, 0, 3, 1, 4]), torch.Generator().manual_seed(1)
+
+    def lookup():
+        return Lookup(torch.randint(0, 50, (10,), generator=draw), offsets_of(lengths))
+
+    features = KeyedJaggedTensor.from_dict({"bag": lookup(), "own": lookup()})
+    configs = [FeatureConfig("bag", 6, pooling="sum"), FeatureConfig("own", 3)]
+    return Batch(0, torch.arange(5), features), configs
+
+
+def of_items():
+    loader = NextItemLoader(load("zipf:users=40,items=80,seed=3"), 12, max_seq_len=9, num_negatives=5, seed=0)
+    return loader.batch(0), [FeatureConfig("item", 8)]
+
+
+@pytest.mark.parametrize(
+    ("make", "given"),
+    [
+        (Bags, of_bags),
+        (
+            lambda: nn.HSTU(nn.HSTUConfig(dim=8, heads=2, qk_dim=4, v_dim=5, max_seq_len=9)),
+            of_items,
+        ),
+        (lambda: nn.SASRec(nn.SASRecConfig(dim=8, heads=2, layers=1, max_seq_len=9)), of_items),
+    ],
+)
+def test_activations_are_what_a_forward_keeps(make, given):
+    """Of the same model, batch and rows on the CPU, each address once."""
+    (batch, features), kept = given(), {}
+    tables = HashTableCollection(features, RowOptimizer("sgd", lr=0.1))
+    model = make()
+    rows = {
+        each.name: torch.randn(
+            len(batch.lookups()[each.name].ids) if each.pooling == "none" else batch.num_samples, each.dim,
+            requires_grad=True, dtype=torch.float32,
+        )
+        for each in features
+    }  # fmt: skip
+
+    def keep(saved):
+        kept[saved.untyped_storage().data_ptr()] = saved
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        losses = model(batch, rows, 0)
+    assert losses.requires_grad
+    own = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    expected = sum(each.untyped_storage().nbytes() for at, each in kept.items() if at not in own)
+    with torch.device("meta"):
+        nowhere = make()
+    optimizer, counts = torch.optim.SGD(nowhere.parameters(), lr=0.1), dict.fromkeys(tables.table_names, 10)
+    found = foretell(nowhere, optimizer, tables, counts, batch=batch)
+    assert found.activations == expected > 0
+    assert foretell(nowhere, optimizer, tables, counts).activations == 0
+
+
+def test_a_forward_that_asks_for_values_is_refused():
+    class Asking(Bags):
+        def forward(self, batch, rows, seed):
+            return super().forward(batch, rows, seed) * float(rows["bag"].detach().sum())
+
+    batch, features = of_bags()
+    with torch.device("meta"):
+        model = Asking()
+    tables = HashTableCollection(features, RowOptimizer("sgd", lr=0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"forward asks for values, .* leave batch= out, or try"):
+        foretell(model, optimizer, tables, {"bag": 1, "own": 1}, batch=batch)
 
 
 def test_a_model_that_is_somewhere_and_other_tables_are_refused():

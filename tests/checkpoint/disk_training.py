@@ -1,6 +1,6 @@
 """Trains with rows on disk and saves as it goes: from the newest checkpoint to step LAST, a line a save.
 
-python disk_training.py CHECKPOINTS ROWS
+python disk_training.py CHECKPOINTS ROWS STORAGE
 """
 
 import sys
@@ -35,6 +35,6 @@ def train(parts, folder=None):
 
 
 if __name__ == "__main__":
-    checkpoints, rows = sys.argv[1:]
+    checkpoints, rows, storage = sys.argv[1:]
     with suppress(BrokenPipeError):
-        train(made(Placement("disk", path=rows, memory="2000")), checkpoints)
+        train(made(Placement(storage, cache_rows=6, path=rows, memory="2000")), checkpoints)

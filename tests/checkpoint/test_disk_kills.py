@@ -1,4 +1,4 @@
-"""Training with rows on disk that is killed while it saves ends with the bits of training in memory."""
+"""Training with rows on disk, also behind a cache, that is killed in a save ends with the bits of memory."""
 
 import os
 import random
@@ -24,7 +24,8 @@ def test_killed_at_any_moment_it_goes_on_from_the_last_whole_checkpoint(tmp_path
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     for run in range(kills + 1):
         before = steps(folder)[-1] if folder.is_dir() and steps(folder) else 0
-        child = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+        storage = ("disk", "cached")[run % 2]
+        child = subprocess.Popen([*command, storage], env=env, stdout=subprocess.PIPE, text=True)
         saved = before
         if run < kills:  # after a save has begun, and within the time of some of them
             for _ in range(draw.randint(1, LAST // 2 // kills)):

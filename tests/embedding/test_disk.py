@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from tritonrec.embedding import (
     FeatureConfig,
     HashTableCollection,
     Placement,
+    PrecisionTiers,
     RowOptimizer,
     TablePolicy,
     disk_storage,
@@ -65,6 +68,42 @@ def test_memory_holds_as_many_rows_as_fit_and_files_have_no_names(tmp_path):
     counters = table.counters
     assert counters.disk_read and counters.disk_written and counters.found > counters.cached - 40 > 0
     assert same(table.export(), stepped(DynamicTable(WIDTH), 60).export())
+
+
+def cached(path, rows, places):
+    """A placement of so many rows on the device, and in memory."""
+    return replace(on_disk(path, places), storage="cached", cache_rows=rows)
+
+
+def test_behind_a_cache_rows_that_are_erased_and_rounded_are_those_of_memory(tmp_path):
+    policy, found = TablePolicy(precision=PrecisionTiers(2, 3)), []
+    for placement in (Placement("host"), cached(tmp_path, 3, 9)):
+        table, draw, low = DynamicTable(4, WIDTH, policy=policy, placement=placement), torch.Generator(), []
+        draw.manual_seed(8)
+        for number in range(60):
+            keys = torch.randperm(30, generator=draw)[:5] * 7 - 100
+            looked = table.lookup(keys, number)
+            rows = table.gather(looked.handles, keys) * 0.5 + number % 4
+            table.round_low_precision(rows, looked.low_precision)
+            table.update(looked.handles, rows, looked.low_precision)
+            if number % 3 == 0:
+                table.erase(table.keys()[torch.randperm(len(table), generator=draw)[:3]])
+            keys = table.keys()
+            low.append(table._rows.in_low_precision(table.find(keys)))
+        found.append([*table.export(), *low])
+    assert same(*found) and any(each.any() and not each.all() for each in low)
+
+
+def test_behind_a_cache_rows_of_recent_lookups_are_in_memory(tmp_path):
+    table = stepped(DynamicTable(WIDTH, placement=cached(tmp_path, 2, 16)), 60)
+    for number in range(30):
+        if number == 10:
+            before = table.counters.disk_read
+        keys = torch.arange(4) + 4 * (number % 3)
+        table.gather(table.lookup(keys * 7 - 100, 60 + number).handles, keys)
+    assert table.counters.disk_read == before > 0
+    memory = table.memory()
+    assert memory["fp32_values"] == (2 + 16) * 4 * WIDTH and memory["disk"] >= 40 * 4 * WIDTH
 
 
 def test_nothing_is_left_in_the_directory_by_a_process_that_was_killed(tmp_path):
@@ -150,6 +189,31 @@ def test_a_row_that_moves_in_pieces_is_whole(tmp_path, monkeypatch):
     file.write(rows, values, places)
     file.read(rows, found, places)
     assert torch.equal(found, values)
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(1.1, 1), (0.9, 0)])
+def test_a_slow_disk_is_named_once(tmp_path, monkeypatch, seconds, told):
+    file, now = RowFile(str(tmp_path), 24), iter(range(9))
+    file.reserve(5)
+    monkeypatch.setattr(row_file, "time", SimpleNamespace(monotonic=lambda: seconds * next(now)))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for move in (file.write, file.read):
+            move(torch.arange(5), torch.zeros(5, 6), torch.arange(5))
+    assert len(said) == told
+    assert all(
+        "slow, or busy: 5 rows of a table took 1.1 s to be written" in str(each.message) for each in said
+    )
+
+
+def test_many_rows_may_take_longer(tmp_path, monkeypatch):
+    file, now = RowFile(str(tmp_path), 4), iter(range(9))
+    monkeypatch.setattr(row_file, "time", SimpleNamespace(monotonic=lambda: 2.0 * next(now)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        file.write(torch.arange(2000), torch.zeros(2000, 1), torch.arange(2000))
+        with pytest.raises(RuntimeWarning, match="1,999 rows"):
+            file.read(torch.arange(1999), torch.zeros(1999, 1), torch.arange(1999))
 
 
 def test_a_file_that_ends_early_is_named(tmp_path):
@@ -286,8 +350,12 @@ def test_a_save_goes_on_without_a_copy_of_rows_where_the_disk_is_full_alone(tmp_
             assert storage.spool(9) is None
 
 
-@pytest.mark.parametrize("space", ["enough", "none for a copy"])
-def test_a_save_that_copies_rows_in_the_order_of_the_file_writes_the_same_files(tmp_path, monkeypatch, space):
+@pytest.mark.parametrize(
+    ("storage", "space"), [("disk", "enough"), ("disk", "none for a copy"), ("cached", "enough")]
+)
+def test_a_save_that_copies_rows_in_the_order_of_the_file_writes_the_same_files(
+    tmp_path, monkeypatch, storage, space
+):
     """Of merged tables with evicted rows, while rows are updated and erased."""
     monkeypatch.setattr(disk_storage, "SPOOLED", 0)
     monkeypatch.setattr(snapshot, "COPIED", 5 * 4 * 2 * DIM)  # five rows
@@ -303,7 +371,8 @@ def test_a_save_that_copies_rows_in_the_order_of_the_file_writes_the_same_files(
         reserve(file, rows)
 
     digests = []
-    for placement in (Placement("host"), Placement("disk", path=str(tmp_path), memory="1KiB")):
+    on_disk = {"path": str(tmp_path), "memory": "1KiB"}
+    for placement in (Placement("host"), Placement(storage, cache_rows=9, **on_disk)):
         features = [
             FeatureConfig(name, DIM, policy=TablePolicy(Eviction("lru", capacity=60, every=2)))
             for name in ("a", "b")
@@ -312,6 +381,7 @@ def test_a_save_that_copies_rows_in_the_order_of_the_file_writes_the_same_files(
         group, draw = tables.groups[0], torch.Generator().manual_seed(3)
         table = group.table
         own = table._rows._storage
+        own = getattr(own, "_home", SimpleNamespace(_disk=own))._disk
 
         def step(number, group=group, table=table, draw=draw):
             keys = group.layout.pack(number % 2, torch.randint(0, 500, (40,), generator=draw).unique(), "a")
@@ -323,7 +393,7 @@ def test_a_save_that_copies_rows_in_the_order_of_the_file_writes_the_same_files(
         taken = tables.snapshot()
         for number in range(12, 15):
             step(number)
-        if placement.storage == "disk":
+        if placement.path:
             monkeypatch.setattr(RowFile, "reserve", reserved)
         folder = tmp_path / placement.storage
         asked = []

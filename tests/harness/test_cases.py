@@ -97,19 +97,21 @@ def test_a_variant_is_tried_only_where_it_does_something(size, counts, ranks):
 
 
 def test_tables_elsewhere_are_tried_in_every_mode_with_all_policies_and_across_a_restart():
-    for storage in ("device", "cached", "disk"):
+    for storage in ("device", "cached", "disk", "cached-disk"):
         cases = [case for case in contract_table() if case.storage == storage]
         assert {case.mode for case in cases} == set(PIPELINED)
         assert {case.variant for case in cases} >= {"", "scale", "policies", "first-use", "restart"}
         assert all(case.resumed().storage != storage for case in cases)
     quick = {(case.storage, case.variant) for case in contract_table("quick")}
-    assert quick >= {("device", "scale"), ("cached", "scale"), ("disk", "scale")}
+    assert quick >= {(each, "scale") for each in ("device", "cached", "disk", "cached-disk")}
 
 
-@pytest.mark.parametrize("storage", ["device", "cached", "disk"])
+@pytest.mark.parametrize("storage", ["device", "cached", "disk", "cached-disk"])
 def test_the_reference_of_a_table_elsewhere_is_one_on_the_host(storage):
     case, job = Case("nestpipe", "batch", 2, 4, True, "adam", 6, storage=storage), Job()
-    assert case.job(job).placement.storage == storage
+    placement = case.job(job).placement
+    assert placement.storage == storage.removesuffix("-disk")
+    assert bool(placement.path) == storage.endswith("disk")
     assert case.reference(job) == replace(case, storage="host").reference(job)
     assert case.reference(job).job.placement.storage == "host"
 

@@ -65,7 +65,7 @@ CASES = [
     # a rank dies, and the others go on
     Case("nestpipe", "batch", 2, 3, True, "adam", 6, delay_seed=1, variant="lost-rank"),
     Case("dbp", "batch", 3, 2, False, "sgd", 7, variant="lost-rank", storage="cached"),
-    Case("nestpipe", "batch", 2, 3, True, "adam", 8, 1, variant="policies", storage="disk", restart=1),
+    Case("nestpipe", "batch", 2, 3, True, "adam", 8, 1, variant="policies", storage="cached-disk", restart=1),
     # what a user writes: a model of torch's modules, and a loop without a trainer, in which ranks stay empty
     Case("nestpipe", "batch", 2, 3, True, "adam", 4, delay_seed=5, variant="converted"),
     Case("fwp", "window", 1, 4, False, "sgd", 4, variant="converted"),

@@ -39,8 +39,8 @@ from tritonrec.pipeline.stage import signature_of
 
 POISON = {torch.float32: float("nan"), torch.int64: 2**62}
 COLLECTIVES = ("all_to_all", "all_to_all_equal", "all_reduce", "all_gather")
-METHODS = {"read": "gather", "write": "update", "update": "lookup"}
-"""What an access to the tables' rows may call."""
+METHODS = {"idle": "lookup", "new": "bring"}
+"""What an update of these of the tables' rows may call; a read calls gather, a write update."""
 STATIC = ("dim", "device", "padded", "admits_all", "requires_grad")
 """What no stage changes about a table."""
 
@@ -164,7 +164,9 @@ class Table:
             setattr(self, name, getattr(table, name))
 
     def __getattr__(self, name):
-        assert name == METHODS[self._access.mode], f"{name} of the tables is no {self._access.mode}"
+        mode = self._access.mode
+        own = METHODS[self._access.rows] if mode == "update" else {"read": "gather", "write": "update"}[mode]
+        assert name == own, f"{name} of the tables is no {mode}"
         self._touch()
         method = getattr(self._table, name)
 
@@ -177,7 +179,7 @@ class Table:
     def _check(self, first, *rest):
         places, rows = self._places, self._access.rows
         before = None if places.previous is None else places.previous.get(OwnedRows)
-        if rows == "new" and before is not None:
+        if rows == "new" and self._access.mode == "read" and before is not None:
             assert not torch.isin(rest[0][first >= 0], before.tables[self._number].keys).any(), (
                 "reads rows that are kept"
             )

@@ -1,6 +1,6 @@
 """Promise: where tables are changes no bit, however small caches and chunks; what cannot run is named."""
 
-from itertools import product
+from itertools import chain, product
 from tempfile import gettempdir
 
 import pytest
@@ -35,7 +35,14 @@ PLACES = {
     "one_row_cached": Placement("cached", cache_rows=1),
     "disk": Placement("disk", path=gettempdir(), memory="600"),
     "one_row_on_disk": Placement("disk", path=gettempdir(), memory="100"),
+    "cached_on_disk": Placement("cached", cache_rows=6, path=gettempdir(), memory="600"),
+    "one_row_cached_and_one_on_disk": Placement("cached", cache_rows=1, path=gettempdir(), memory="100"),
 }
+STORED = "host", "device", "cached", "one_row_on_disk", "disk", "cached_on_disk"
+# Each is followed by each once, itself among them: a de Bruijn sequence, of words i and ij with i < j.
+EVERY_PAIR = [
+    place for i, first in enumerate(STORED) for place in (first, *chain(*product([first], STORED[i + 1 :])))
+]
 POLICIES = {
     "none": TablePolicy(),
     "all": TablePolicy(Eviction("lru", capacity=4, every=2), 2, PrecisionTiers(2, 3), admission_window=3),
@@ -121,8 +128,8 @@ def test_a_model_of_tables_here_and_there_has_the_bits_of_the_reference(data):
 @pytest.mark.parametrize(
     ("place", "skip_fetch"),
     slow_except(
-        [("device", True), ("one_row_cached", False), ("one_row_on_disk", True)],
-        product(["device", "cached", "one_row_cached", "disk", "one_row_on_disk"], [False, True]),
+        [("device", True), ("one_row_cached", False), ("one_row_on_disk", True), ("cached_on_disk", False)],
+        product([*STORED[1:], "one_row_cached", "one_row_cached_and_one_on_disk"], [False, True]),
     ),
 )
 def test_rows_loaded_and_erased_between_runs_are_seen_by_the_next(place, skip_fetch):
@@ -153,8 +160,8 @@ def by_key(tables):
 @pytest.mark.parametrize(
     "places",
     [
-        ("host", "device", "cached", "disk", "host"),
-        pytest.param(("cached", "host", "device"), marks=pytest.mark.slow),
+        ("host", "device", "cached", "disk", "cached_on_disk", "host"),
+        pytest.param(EVERY_PAIR, marks=pytest.mark.slow),
     ],
 )
 def test_checkpoints_and_deltas_move_between_storages(tmp_path, places):

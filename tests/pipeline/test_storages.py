@@ -52,12 +52,16 @@ CASES = [
     ("device", "fwp", "admission", "no_dedup"), ("cached", "sequential", "lru", "plain"),
     ("disk", "nestpipe", "all", "both"), ("disk", "dbp", "tiers", "plain"),
     ("disk", "nestpipe", "lru", "no_dedup"),
+    ("cached_on_disk", "nestpipe", "all", "both"), ("cached_on_disk", "dbp", "tiers", "plain"),
+    ("cached_on_disk", "fwp", "lru", "no_dedup"), ("cached_on_disk", "sequential", "admission", "plain"),
 ]  # fmt: skip
 
 
 def at(storage):
     if storage == "disk":
         return Placement("disk", path=gettempdir(), memory="2KiB")
+    if storage == "cached_on_disk":
+        return Placement("cached", cache_rows=25, path=gettempdir(), memory="1KiB")
     return Placement(storage, cache_rows=25)
 
 
@@ -77,11 +81,11 @@ def test_every_place_ends_at_the_bits_of_the_reference(storage, mode, policy, wi
     assert same(got, expected)
     assert all(torch.equal(a.losses, b.losses) for a, b in zip(losses, results, strict=True))
     counters = made[1].groups[0].table.counters
-    assert (counters.cached > 0) == (storage in ("cached", "disk"))
-    assert (counters.disk_read > 0 and counters.disk_written > 0) == (storage == "disk")
+    assert (counters.cached > 0) == (storage in ("cached", "disk", "cached_on_disk"))
+    assert (counters.disk_read > 0 and counters.disk_written > 0) == (storage in ("disk", "cached_on_disk"))
 
 
-@pytest.mark.parametrize("storage", ["device", "cached", "disk"])
+@pytest.mark.parametrize("storage", ["device", "cached", "disk", "cached_on_disk"])
 def test_what_a_device_counts_is_what_the_host_counts(storage):
     """One stage after another: in a pipeline moves between the tiers depend on the timing."""
     seen = []

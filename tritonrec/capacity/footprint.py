@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ..data import Batch
 from ..embedding import DynamicTable, HashTableCollection
 from ..embedding.key_index import LOAD_FACTOR
+from ..pipeline.model_call import samples_of
 from ..settings import bytes_of
 
 SLOT_BYTES = 12
@@ -81,7 +83,7 @@ def sizes_of(table: DynamicTable) -> Sizes:
         memory["key_structure"] if host else 0,
         memory["metadata"] if host else 0,
         policies if host else 0,
-        bytes_of(placement.memory) if storage == "disk" else None,
+        bytes_of(placement.memory) if placement.path else None,
         0 if storage == "device" else 4 * table.dim,
     )
 
@@ -94,12 +96,13 @@ def tables_added(tables: HashTableCollection, rows: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Foretold:
-    """Bytes of a rank's host memory, without what only a trial tells: libraries, activations, windows.
+    """Bytes of a rank's host memory, without what only a trial tells: libraries, windows, backward's own.
 
     Args:
         dense: parameters and buffers. gradients: theirs. dense_states: of their optimizer.
         rows: weights of rows in memory. states: of their update rule. keys: with scores and counts.
         doubling: of the key structure, for a while. saving: while a checkpoint is written.
+        activations: that a micro-batch's forward keeps for its backward, of a `batch` that was given.
     """
 
     dense: int
@@ -110,6 +113,7 @@ class Foretold:
     keys: int
     doubling: int
     saving: int
+    activations: int
 
     @property
     def total(self) -> int:
@@ -123,6 +127,7 @@ def foretell(
     tables: HashTableCollection,
     rows: Mapping[str, int],
     world_size: int = 1,
+    batch: Batch | None = None,
 ) -> Foretold:
     """What a rank will have of a model that is nowhere yet.
 
@@ -130,8 +135,10 @@ def foretell(
         model: on the device ``"meta"``; it gets gradients there, and the optimizer makes a step.
         optimizer: of its parameters.
         tables: still empty. rows: of each logical table at the end, over all ranks, by its name.
+        batch: a micro-batch of a rank; its forward runs on the device ``"meta"``, where nothing is computed.
 
-    Raises ValueError for a model elsewhere, whose weights the step would change, and for other tables.
+    Raises ValueError for a model elsewhere, whose weights the step would change, for other tables, and for a
+    model whose forward asks for values.
     """
     parameters = [each for each in model.parameters() if each.requires_grad]
     held = [*model.parameters(), *model.buffers()]
@@ -142,6 +149,7 @@ def foretell(
         )
     if sorted(rows) != tables.table_names or min(rows.values(), default=0) < 0:
         raise ValueError(f"rows of the tables {tables.table_names} are needed, at least 0, got {dict(rows)}")
+    activations = 0 if batch is None else _kept(model, batch.to("meta"), tables)
     for each in parameters:
         each.grad = torch.zeros_like(each)
     optimizer.step()
@@ -165,4 +173,36 @@ def foretell(
         keys=end - values,
         doubling=peak - end,
         saving=SNAPSHOT_BYTES * sum(count for _, count in ends),
+        activations=activations,
     )
+
+
+def _kept(model: torch.nn.Module, batch: Batch, tables: HashTableCollection) -> int:
+    """Bytes that a forward of the batch keeps for its backward beside parameters; all on ``"meta"``."""
+    rows = {}
+    for name, lookup in batch.lookups().items():
+        feature = tables.features[name]
+        count = len(lookup.ids)
+        if feature.pooling != "none":
+            assert lookup.offsets is not None
+            count = len(lookup.offsets) - 1
+        rows[name] = torch.empty(count, feature.dim, dtype=torch.float32, device="meta", requires_grad=True)
+    kept: dict[int, torch.UntypedStorage] = {}  # views share one, and it has one object while that is held
+
+    def keep(saved: torch.Tensor) -> torch.Tensor:
+        storage = saved.untyped_storage()
+        kept[id(storage)] = storage
+        return saved
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved)
+    try:
+        with hooks, samples_of(model, batch, 0):
+            losses = model(batch, rows, 0)
+    except (NotImplementedError, RuntimeError) as error:
+        raise ValueError(
+            f"the model's forward asks for values, which the device 'meta' does not have ({error}): leave "
+            "batch= out, or try a few steps with `tritonrec plan`"
+        ) from error
+    del losses
+    own = {id(each.untyped_storage()) for each in model.parameters()}
+    return sum(storage.nbytes() for number, storage in kept.items() if number not in own)

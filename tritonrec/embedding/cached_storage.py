@@ -1,11 +1,13 @@
-"""Rows in host memory behind a cache in device memory, which is filled a batch before the rows are used."""
+"""Rows in host memory, or on disk, behind a cache in device memory, filled a batch before they are used."""
 
 from __future__ import annotations
 
 import torch
 
+from .disk_storage import DiskStorage
 from .lookup import Moves
 from .row_column import RowColumn
+from .row_file import RowFile
 from .row_storage import RowStorage, TierMarks
 from .selection import select
 from .stream_lock import StreamLock
@@ -25,7 +27,7 @@ class CachedStorage(RowStorage):
     value.
 
     Args:
-        home: the rows in host memory, which the device reads and writes.
+        home: the rows in host memory, which the device reads and writes, or a `DiskHome`.
         cache_rows: rows of the cache, at most `policy.MAX_CACHE_ROWS`.
     """
 
@@ -90,6 +92,9 @@ class CachedStorage(RowStorage):
             at_home = self._place(handles) < 0
             return torch.where(at_home, self._home.in_low_precision(handles), self._low[handles])
 
+    def spool(self, rows: int) -> RowFile | None:
+        return self._home.spool(rows)
+
     def prefetch(self, handles: torch.Tensor) -> None:
         with self._moving:
             self._prefetch(handles)
@@ -98,6 +103,8 @@ class CachedStorage(RowStorage):
         self._lookup += 1
         now, before, self._size = self._lookup, self._size, len(handles)
         places = self._place(handles)
+        if isinstance(self._home, DiskHome):  # rows on disk of what is not cached come into host memory
+            self._home.prefetch(torch.where(places < 0, handles, -1))
         self._found += (places >= 0).sum()
         self._recent[places] = now
         # a row of the last lookup that has no cache row now is being updated in host memory
@@ -130,7 +137,10 @@ class CachedStorage(RowStorage):
     @property
     def moves(self) -> Moves:
         # In host memory a cached row moves when it leaves.
-        return self._low.moves._replace(cached=int(self._found))
+        home = self._home.moves
+        return self._low.moves._replace(
+            cached=int(self._found), disk_read=home.disk_read, disk_written=home.disk_written
+        )
 
     def memory(self) -> dict[str, int]:
         columns = (self._places, self._used, self._low, self._handles, self._recent)
@@ -141,3 +151,62 @@ class CachedStorage(RowStorage):
     def _place(self, handles: torch.Tensor) -> torch.Tensor:
         """Cache rows (K,) int64 of the rows of `handles` (K,); -1: not cached."""
         return self._places[handles].to(torch.int64) - 1
+
+
+class DiskHome(RowStorage):
+    """Rows on disk as the home of a cache on a device, whose handles and rows are there.
+
+    The host learns which rows move, so that a lookup waits for the device: a batch before the rows are used.
+    """
+
+    def __init__(self, disk: DiskStorage, device: torch.device):
+        self.dim, self.row_width, self.tiered, self.device = disk.dim, disk.row_width, disk.tiered, device
+        self._disk = disk
+
+    def grow(self, end: int) -> None:
+        self._disk.grow(end)
+
+    def add(self, handles: torch.Tensor, end: int) -> None:
+        self._disk.add(self._present(handles)[1], end)
+
+    def release(self, handles: torch.Tensor) -> None:
+        self._disk.release(self._present(handles)[1])
+
+    def gather(self, handles: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        places, there = self._present(handles)
+        values = self._disk.gather(there).to(self.device)
+        if out is None:
+            out = torch.empty(len(handles), self.row_width, dtype=torch.float32, device=self.device)
+        out[places] = values
+        return out
+
+    def update(
+        self, handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None = None
+    ) -> None:
+        places, there = self._present(handles)
+        low = None if low_precision is None else low_precision[places].cpu()
+        self._disk.update(there, values[places].cpu(), low)
+
+    def in_low_precision(self, handles: torch.Tensor) -> torch.Tensor:
+        places, there = self._present(handles)
+        low = torch.zeros(len(handles), dtype=torch.bool, device=self.device)
+        low[places] = self._disk.in_low_precision(there).to(self.device)
+        return low
+
+    def prefetch(self, handles: torch.Tensor) -> None:
+        self._disk.prefetch(self._present(handles)[1])
+
+    def spool(self, rows: int) -> RowFile | None:
+        return self._disk.spool(rows)
+
+    @property
+    def moves(self) -> Moves:
+        return self._disk.moves
+
+    def memory(self) -> dict[str, int]:
+        return self._disk.memory()
+
+    def _present(self, handles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions (n,) of the `handles` (K,) that are not -1, and those handles on the host."""
+        places = (handles >= 0).nonzero().squeeze(1)
+        return places, handles[places].cpu()

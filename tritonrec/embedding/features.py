@@ -307,12 +307,12 @@ class HashTableCollection:
     def snapshot(self, settled: bool = True) -> dict[str, dict[str, torch.Tensor] | SnapshotRows]:
         """`state` of this moment for `checkpoint.save`, which reads the rows while training goes on.
 
-        Only their keys are copied now, unless the table is on a device, whose `state` is taken. `settled`: as
-        `DynamicTable.snapshot` takes it.
+        Only their keys are copied now, unless the table is on a device and not on disk behind it: then its
+        `state` is taken. `settled`: as `DynamicTable.snapshot` takes it.
         """
         tables: dict[str, dict[str, torch.Tensor] | SnapshotRows] = {}
         for group in self.groups:
-            if group.table.padded:
+            if group.table.padded and not group.table.placement.path:
                 tables |= columns_by_table(group.layout, group.table.state())
                 continue
             rows, keys, handles, rest = group.table.snapshot(settled)

@@ -24,15 +24,17 @@ class Placement:
         storage: ``"host"``: keys, rows and optimizer state in host memory, and lookups on the host.
             ``"device"``: all of it in the memory of `device`, lookups and updates by its kernels.
             ``"cached"``: keys and metadata on `device`, rows in page-locked host memory, and those of recent
-            lookups in a cache on `device` (NestPipe, section IV.A: they are known a batch ahead).
+            lookups in a cache on `device` (NestPipe, section IV.A: they are known a batch ahead). With a
+            `path` the rows are in a file behind both: those that the cache misses come into `memory`.
             ``"disk"``: keys and metadata in host memory, rows in a file, and those of recent lookups in host
             memory.
             ``"auto"``: host where `device` is a CPU, cached beside an accelerator, as in NestPipe.
         device: of ``"device"`` and ``"cached"`` tables; a lookup's keys are given there.
         cache_rows: rows of a ``"cached"`` table on the device. Two batches' rows should fit.
-        path: an existing directory, for the files of ``"disk"`` tables. They have no names there and are gone
-            with the process; what lasts is the last checkpoint.
-        memory: of the rows of a ``"disk"`` table in memory, one of each merged table and rank, such as
+        path: an existing directory, for the files of ``"disk"`` tables, and of ``"cached"`` ones that are to
+            lie there. They have no names there and are gone with the process; what lasts is the last
+            checkpoint.
+        memory: of the rows of such a table in host memory, one of each merged table and rank, such as
             ``"2GiB"``. Two batches' rows should fit.
     """
 
@@ -41,18 +43,20 @@ class Placement:
     )
     device: str = "cpu"
     cache_rows: int = setting(1 << 20, "Rows of a cached table on the device.", 1, MAX_CACHE_ROWS)
-    path: str = setting("", "Directory for the files of tables on disk.", option="disk_path")
+    path: str = setting(
+        "", "Directory for the files of tables on disk, or cached before a disk.", option="disk_path"
+    )
     memory: str = setting(
         "1GiB", "Memory for the rows of each table on disk, such as 512MiB.", option="disk_memory"
     )
 
     def __post_init__(self) -> None:
-        if (self.storage == "disk") != bool(self.path):
+        if self.storage != "cached" and (self.storage == "disk") != bool(self.path):
             raise ValueError(
-                f"tables on disk need a directory, and others take none: got storage={self.storage!r} with "
-                f"path={self.path!r}"
+                "tables on disk need a directory, cached ones may have one, and others take none: got "
+                f"storage={self.storage!r} with path={self.path!r}"
             )
-        if self.storage != "disk" and self.memory != Placement.memory:
+        if not self.path and self.memory != Placement.memory:
             raise ValueError(
                 f"memory={self.memory!r} (disk_memory) is of tables on disk, and these have "
                 f"storage={self.storage!r}"
@@ -79,8 +83,9 @@ class Placement:
                 f"keys in host memory, looked up by the host; rows in a file in {self.path}, {self.memory} "
                 "of recent lookups in host memory"
             )
+        home = f"a file in {self.path}, {self.memory} of them in host memory" if self.path else "host memory"
         return (
-            f"keys on {self.device}, looked up there; rows in host memory, {self.cache_rows:,} of recent "
+            f"keys on {self.device}, looked up there; rows in {home}, {self.cache_rows:,} of recent "
             f"lookups on {self.device}"
         )
 

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 import tempfile
+import time
 import warnings
 
 import torch
@@ -14,6 +15,8 @@ from ..files import in_memory
 from . import numba_disk
 
 _PAGE, _MOST_AHEAD = 1 << 16, 1 << 28
+SLOW_SECONDS, SLOW_ROWS = 1.0, 1000
+"""A disk is slow where rows take longer, and fewer move a second: an SSD moves ten times as many."""
 
 
 class RowFile:
@@ -32,7 +35,7 @@ class RowFile:
 
     def __init__(self, path: str, row_bytes: int):
         self.path, self.row_bytes, self.nbytes = path, row_bytes, 0
-        self.read_rows, self.written_rows = 0, 0
+        self.read_rows, self.written_rows, self._slow = 0, 0, False
         try:
             self._file = tempfile.TemporaryFile(dir=path, buffering=0)  # noqa: SIM115
         except OSError as error:
@@ -73,15 +76,25 @@ class RowFile:
 
     def _move(self, write: bool, rows: torch.Tensor, memory: torch.Tensor, places: torch.Tensor) -> None:
         assert memory.is_contiguous() and memory[:1].nbytes in (0, self.row_bytes)
-        file, size, at = self._file.fileno(), self.row_bytes, 0
+        file, size, at, began = self._file.fileno(), self.row_bytes, 0, time.monotonic()
         arrays, address = (rows.numpy(), places.numpy()), memory.data_ptr()
         numba_disk.announce(file, arrays[0], size)
         while True:
             at = numba_disk.move(write, file, *arrays, address, size, at)
             if at == len(rows):
-                return
+                break
             self._again(write, address + int(arrays[1][at]) * size, int(arrays[0][at]) * size)
             at += 1
+        seconds = time.monotonic() - began
+        if seconds > max(SLOW_SECONDS, len(rows) / SLOW_ROWS) and not self._slow:
+            self._slow = True  # said once
+            warnings.warn(
+                f"tritonrec: the disk of {self.path!r} is slow, or busy: {len(rows):,} rows of a table took "
+                f"{seconds:.1f} s to be {'written' if write else 'read'}, and training waits for them; raise "
+                "the memory of tables on disk (disk_memory), or name another disk",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _again(self, write: bool, address: int, offset: int) -> None:
         """Copy one row, by a call that says why it cannot be, or that nothing but a signal was the reason."""

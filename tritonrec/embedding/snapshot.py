@@ -93,11 +93,12 @@ class Snapshot:
         """Copy those rows of `handles` (K,), or -1, that are still to be read: they are about to change."""
         # Called by an update with `_updating` held, and so is
         # each `read`: a row is either read or copied, never torn.
+        handles = handles.cpu()
         own = handles[torch.from_numpy(self._is_pending(handles.numpy()))]
         if len(own):
             places, _new = self._places.find_or_insert(own)
             self._copies.add(places, self._places.end)
-            self._copies.update(places, self._rows.gather(own))
+            self._copies.update(places, self._gather(own))
             self._pending[own.numpy()] = False
 
     def read(self, keys: torch.Tensor, handles: torch.Tensor) -> torch.Tensor:
@@ -116,7 +117,7 @@ class Snapshot:
                 pending = torch.from_numpy(self._is_pending(here.numpy()))
                 # Rows that were updated meanwhile come with newer
                 # values here; their copies overwrite these below.
-                self._rows.gather(here, out)
+                self._gather(here, out)
                 if bool(pending.all()):
                     self._check(here, keys_here, out)
                 else:
@@ -135,6 +136,14 @@ class Snapshot:
         if not self._readers:
             with self._turn:
                 self._closed(self)
+
+    def _gather(self, handles: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows (K, row_width) of the table in host memory, in `out` if given."""
+        device = self._rows.device
+        if device.type == "cpu":
+            return self._rows.gather(handles, out)
+        values = self._rows.gather(handles.to(device)).cpu()
+        return values if out is None else out.copy_(values)
 
     def _is_pending(self, handles: np.ndarray) -> np.ndarray:
         return self._pending[np.minimum(handles, len(self._pending) - 1)]

@@ -8,7 +8,7 @@ import torch
 
 from ..kernels.dispatch import usable_device
 from ..settings import bytes_of
-from .cached_storage import CachedStorage
+from .cached_storage import CachedStorage, DiskHome
 from .device_index import DeviceIndex
 from .disk_storage import DiskStorage
 from .key_index import KeyIndex
@@ -210,13 +210,16 @@ def make_table(
     Raises ValueError for a device that is not on this machine, OSError for a directory that takes no file.
     """
     placement = placement.chosen()
-    if placement.storage == "disk":
-        rows = DiskStorage(dim, row_width, placement.path, bytes_of(placement.memory), tiers)
-        return StoredTable(KeyIndex(slots), rows, initial_rows)
-    device = usable_device("cpu" if placement.storage == "host" else placement.device)
-    kind = TieredStorage if tiers else RowStorage
-    storage = kind(dim, row_width, chunk_rows, device, on_host=placement.storage == "cached")
-    if placement.storage == "host":
+    on_host = placement.storage in ("host", "disk")
+    device = usable_device("cpu" if on_host else placement.device)
+    storage: RowStorage
+    if placement.path:
+        disk = DiskStorage(dim, row_width, placement.path, bytes_of(placement.memory), tiers)
+        storage = disk if on_host else DiskHome(disk, device)
+    else:
+        kind = TieredStorage if tiers else RowStorage
+        storage = kind(dim, row_width, chunk_rows, device, on_host=placement.storage == "cached")
+    if on_host:
         return StoredTable(KeyIndex(slots), storage, initial_rows)
     if placement.storage == "cached":
         storage = CachedStorage(storage, placement.cache_rows)

@@ -110,7 +110,8 @@ class DynamicTable(TrainedTable):
             with self._lock:
                 metadata = self._metadata.copy(self._rows.end)
                 rest = {} if self._candidates is None else {"candidates": self._candidates.state()}
-            return self._snapshot(metadata, settled), keys, handles, rest
+            metadata = {name: values.cpu() for name, values in metadata.items()}
+            return self._snapshot(metadata, settled), keys.cpu(), handles.cpu(), _on_host(rest)
 
     def snapshot_of_changes(
         self, reader: str = CHECKPOINT, settled: bool = True

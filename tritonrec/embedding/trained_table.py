@@ -129,6 +129,7 @@ class TrainedTable:
         step: int,
         all_reduce: AllReduce | None = None,
         count: torch.Tensor | None = None,
+        bring: bool = True,
     ) -> Lookup:
         """Find the rows of a step's keys, and insert the new ones.
 
@@ -143,6 +144,7 @@ class TrainedTable:
             all_reduce: sums an int64 tensor over the ranks that share the table, for eviction by capacity;
                 None for a single rank. Each rank calls `lookup` in every step, also without keys.
             count: () int64, the number of valid keys, for a table that is `padded`.
+            bring: also `bring` their rows; else the caller does, before the next lookup.
         """
         self.in_flight.check("lookup")
         self._check_device("keys", keys)
@@ -163,11 +165,19 @@ class TrainedTable:
             rejected = (keys.shape[0] if count is None else count) - present
             self._looked_up += torch.stack([present - new, new, rejected])
             result = Lookup(handles, self.in_low_precision(handles))
-        self._rows.prefetch(handles)  # without the lock: updates do not wait for a disk
+        if bring:
+            self.bring(handles)
         # The numbers that the next pass goes by are asked for now, a whole window before they are used.
         if self.padded and self.in_flight.active and self._metadata.policies:
             self._foresee(step + 1, all_reduce)
         return result
+
+    def bring(self, handles: torch.Tensor) -> None:
+        """Bring the rows of a lookup's `handles` (K,) where they are read fast: from a disk into memory, or
+        to the device. Rows of neither this nor the last lookup leave for them.
+        """
+        self.in_flight.check("bring")
+        self._rows.prefetch(handles)  # without the lock: updates do not wait for a disk
 
     def find(self, keys: torch.Tensor) -> torch.Tensor:
         """Handles (K,) of `keys` (K,) int64, -1 where absent; inserts and counts nothing."""

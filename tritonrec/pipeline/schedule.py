@@ -98,7 +98,7 @@ class Schedule:
     @property
     def keeps_rows(self) -> bool:
         """Whether rows stay in a buffer while consecutive batches use them; see `keep_rows`."""
-        return any(access.rows == "new" for stage in self.stages for access in stage.touches)
+        return any(access.rows == "dropped" for stage in self.stages for access in stage.touches)
 
     @property
     def relays(self) -> bool:

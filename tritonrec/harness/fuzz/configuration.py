@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
-from ...embedding import OptimizerName, Storage, TablePolicy
+from ...embedding import OptimizerName, TablePolicy
 from ...nn import HSTUConfig
 from ...pipeline import Consistency, LossScaling, Mode, Precision
 from ...pipeline.window import Dedup, Exchanges, ExchangeSums
@@ -16,7 +16,7 @@ from ...settings import MOST
 from ..cli.words import eviction, precision_tiers
 from ..job import Job, LrSchedule, ModelName, Wrapping
 from ..streams import SHARDS
-from ..verify.cases import OF_REFERENCES, Case, Reference
+from ..verify.cases import OF_REFERENCES, Case, Reference, Stored
 from ..verify.tools.replay import replayed
 from ..verify.variants import Variant, no_tool
 
@@ -51,7 +51,7 @@ class Configuration:
     restart: int = 0
     replicas: int = 1
     nodes: int = 1
-    storage: Storage = "host"
+    storage: Stored = "host"
     users: int = 8
     items: int = 3
     median_length: int = 1

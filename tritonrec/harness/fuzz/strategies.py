@@ -6,12 +6,13 @@ from typing import Any, get_args
 
 from hypothesis import strategies as st
 
-from ...embedding import OptimizerName, Storage
+from ...embedding import OptimizerName
 from ...nn import RECOMPUTED
 from ...pipeline import Consistency, Mode, Precision
 from ...pipeline.modes import STAGED
 from ...pipeline.window import Dedup, ExchangeSums
 from ..job import NEXT_ITEM_MODELS, LrSchedule, ModelName
+from ..verify.cases import Stored
 from .configuration import Configuration
 
 RANKS = 4
@@ -70,7 +71,7 @@ def configurations(draw: st.DrawFn, mode: Mode | None = None) -> Configuration:
         steps=draw(st.integers(1, 6)),
         delay_seed=draw(st.none() | st.integers(0, 1000)),
         restart=draw(_seldom(st.sampled_from(restarts), 0)) * comparable,
-        storage=draw(_words("storage", Storage)),
+        storage=draw(_words("storage", Stored)),
         users=draw(st.integers(8, 60)),
         items=draw(st.integers(3, 300)),
         median_length=draw(st.integers(1, 9)),

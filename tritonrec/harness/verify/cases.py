@@ -8,7 +8,7 @@ from hashlib import sha256
 from itertools import combinations, product
 from random import Random
 from tempfile import gettempdir
-from typing import Any
+from typing import Any, Literal
 
 from ...distributed.launch import Mesh
 from ...embedding import OptimizerName, Placement, Storage
@@ -27,7 +27,9 @@ samples, so that ranks and micro-batches stay empty."""
 VARIANT_STEPS = 6
 """Fewer would show nothing: rows have to come, go unused, be evicted and return."""
 CONSISTENCIES: tuple[Consistency, ...] = ("window", "batch")
-STORAGES: tuple[Storage, ...] = ("host", "device", "cached")
+Stored = Literal[Storage, "cached-disk"]
+"""Where tables are; the last one: cached before a disk."""
+STORAGES: tuple[Stored, ...] = ("host", "device", "cached")
 """With the kernels of a device; `storage_cases` has those on disk."""
 OF_REFERENCES = (
     "max_grad_norm", "max_grad_value", "precision", "loss_scaling", "exchange_precision"
@@ -35,7 +37,7 @@ OF_REFERENCES = (
 """Fields of `WindowConfig` that change what training computes."""
 CACHE_ROWS = 40
 """Of a cached table: fewer than a batch's rows, so that rows also bypass the cache and leave it."""
-DISK: tuple[Storage, ...] = ("disk",)
+DISK: tuple[Stored, ...] = ("disk", "cached-disk")
 DISK_MEMORY = "6KiB"
 """Of a table on disk: as much."""
 
@@ -86,7 +88,7 @@ class Case:
     variant: str = ""
     restart: int = 0
     replicas: int = 1
-    storage: Storage = "host"
+    storage: Stored = "host"
     nodes: int = 1
 
     def __post_init__(self) -> None:
@@ -101,13 +103,16 @@ class Case:
 
     def placement(self, cache_rows: int) -> Placement:
         """Of its tables; `cache_rows` of cached ones."""
-        if self.storage == "disk":
-            return Placement("disk", path=gettempdir(), memory=DISK_MEMORY)
+        if self.storage == "disk" or self.storage == "cached-disk":
+            storage: Storage = "disk" if self.storage == "disk" else "cached"
+            return Placement(storage, cache_rows=cache_rows, path=gettempdir(), memory=DISK_MEMORY)
         return Placement(self.storage, cache_rows=cache_rows)
 
     def resumed(self) -> Case:
         """The case after its restart: with tables of a device or on disk in another place there."""
-        after: dict[Storage, Storage] = {"device": "cached", "cached": "device", "disk": "host"}
+        after: dict[Stored, Stored] = {
+            "device": "cached", "cached": "device", "disk": "host", "cached-disk": "disk"
+        }  # fmt: skip
         return replace(self, storage=after.get(self.storage, self.storage))
 
     def window(self, seed: int) -> WindowConfig:
@@ -128,7 +133,7 @@ class Case:
     @property
     def shows(self) -> tuple[str, ...]:
         """Counts that tell what the variant did, a cache, a disk, and relays of several ranks."""
-        cached = ("cached",) * (self.storage == "cached") + ("disk_read",) * (self.storage == "disk")
+        cached = ("cached",) * self.storage.startswith("cached") + ("disk_read",) * (self.storage in DISK)
         return *self.changes.shows, *cached, *("node_bytes",) * (1 < self.nodes < self.world_size)
 
     @property
@@ -378,7 +383,8 @@ def rule_cases(modes: Sequence[Mode], largest: int, steps: int) -> list[Case]:
 def storage_cases(
     size: str, modes: Sequence[Mode], largest: int, micro_batches: Sequence[int], steps: int
 ) -> list[Case]:
-    """Tables in device memory, cached there, and on disk: every mode, all policies, and a restart elsewhere.
+    """Tables in device memory, cached there, on disk, and both: every mode, all policies, and a restart
+    elsewhere.
 
     The device is that of the job; on the CPU the same tables and stages run, with its kernels. ``"quick"``
     runs a case of each.

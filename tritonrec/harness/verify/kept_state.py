@@ -25,9 +25,9 @@ def initial_value_by_arrival(program: Program) -> None:
     table = program.tables.groups[0].table
     lookup = table.lookup
 
-    def by_arrival(keys: torch.Tensor, *rest):
+    def by_arrival(keys: torch.Tensor, *rest, **options):
         new, before = keys[table.find(keys) < 0], len(table)
-        found = lookup(keys, *rest)
+        found = lookup(keys, *rest, **options)
         if new.numel():
             values = table.gather(table.find(new), new)
             places = torch.arange(before, before + len(new))
@@ -35,7 +35,7 @@ def initial_value_by_arrival(program: Program) -> None:
             table.update(table.find(new), values)
         return found
 
-    table.lookup = by_arrival  # type: ignore[method-assign,assignment]
+    table.lookup = by_arrival  # type: ignore[method-assign]
 
 
 @fault(case(variant="lazy-decay", steps=8), source="pytorch/FBGEMM#5908")
@@ -134,10 +134,10 @@ def evicts_rows_in_a_buffer(program: Program) -> None:
     table = program.tables.groups[0].table
     lookup = table.lookup
 
-    def forgetful(keys, step, all_reduce=None, count=None):
+    def forgetful(keys, *rest, **options):
         pinned = table._metadata.pinned
         pinned.last = pinned.last[:0]
-        return lookup(keys, step, all_reduce, count)
+        return lookup(keys, *rest, **options)
 
     table.lookup = forgetful  # type: ignore[method-assign]
 

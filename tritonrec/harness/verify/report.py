@@ -192,7 +192,8 @@ def _storages(job: Job, results: list[CaseResult]) -> Table:
         title=f"Tables on the device, cached there{_kernels(job.target)}, or on disk: bit-identical to the "
         "reference?",
         caption="device: keys, rows and optimizer state in the device's memory. cached: rows on the host, "
-        f"{CACHE_ROWS} of them on the device. disk: rows in a file, {DISK_MEMORY} of them in memory. > W': "
+        f"{CACHE_ROWS} of them on the device. disk: rows in a file, {DISK_MEMORY} of them in memory. "
+        "cached-disk: both, the file behind the cache. > W': "
         "saved half way by W ranks, continued by W' with another storage. Reference: tables in host memory. "
         "Batch consistency, * consistency `window`.",
         padding=(0, 0, 0, 1),

@@ -44,7 +44,8 @@ def retrieve(
     routes: Read[Routes],
     before: Read[Previous[OwnedRows]] | None,
     retrieval: Update[RetrievalGroup],
-    index: Update[Idle[Tables]],  # one place, two accesses: lookup evicts idle rows,
+    index: Update[Idle[Tables]],  # one place, three accesses: lookup evicts idle rows, or they make room for
+    arriving: Update[New[Tables]],  # new ones, which come to where they are read,
     storage: Read[Stale[Tables]],  # and gather may read stale ones
     counts: LookupCounts,
 ) -> tuple[OwnedRows, Buffer, RowGradient, KeptRows | None]:
@@ -53,7 +54,9 @@ def retrieve(
     Tables first evict and demote rows where that is due. They spare the rows of this batch and of the last
     one, which are in the two buffers.
     """
-    return _retrieve(context, window, routes, before, retrieval, index, storage, counts, only_new=False)
+    return _retrieve(
+        context, window, routes, before, retrieval, index, arriving, storage, counts, only_new=False
+    )
 
 
 # Kept rows are not fetched. Other rows in a buffer were written back with the batch before.
@@ -70,11 +73,14 @@ def retrieve_new_rows(
     before: Read[Previous[OwnedRows]] | None,
     retrieval: Update[RetrievalGroup],
     index: Update[Idle[Tables]],
+    arriving: Update[New[Tables]],
     storage: Read[New[Tables]],
     counts: LookupCounts,
 ) -> tuple[OwnedRows, Buffer, RowGradient, KeptRows | None]:
     """`retrieve` for rows that stay in the buffers: rows shared with the last batch are not read."""
-    return _retrieve(context, window, routes, before, retrieval, index, storage, counts, only_new=True)
+    return _retrieve(
+        context, window, routes, before, retrieval, index, arriving, storage, counts, only_new=True
+    )
 
 
 @stage("copy", (Edge("retrieve"), Edge("sparse_update", batch=1)), moves=True, feature="dual_buffer")
@@ -99,6 +105,7 @@ def _retrieve(
     before: OwnedRows | None,
     retrieval: RetrievalGroup,
     index: Tables,
+    arriving: Tables,
     storage: Tables,
     counts: LookupCounts,
     only_new: bool,
@@ -133,7 +140,8 @@ def _retrieve(
             replica_rows = list(every.inverse.split([len(each) for each in received.replica_keys]))
         # Adds missing keys, in the order of `every`; may evict rows of neither buffer first.
         reduce = over_ranks if retrieval.world_size > 1 else None
-        found = index[number].lookup(every.keys, window.update, reduce, every.count)
+        found = index[number].lookup(every.keys, window.update, reduce, every.count, bring=False)
+        arriving[number].bring(found.handles)
         common = None if before is None else _common(before.tables[number], every, padded)
         if common is not None:
             kept.append(common)
