@@ -46,15 +46,17 @@ class ExportedTable:
     def rows(self, ids: Tensor) -> Tensor:
         """(n, d) float32 of ids (n,) int64, repeats allowed."""
         dim = self.weights.shape[1]
-        places = torch.searchsorted(self.ids, ids.contiguous())
-        known = torch.zeros(len(ids), dtype=torch.bool)
         if len(self.ids):
-            places = places.clamp_(max=len(self.ids) - 1)
-            known = self.ids[places] == ids
-        found = torch.zeros(len(ids), dim, dtype=torch.float32)
-        found[known] = self._at(places[known])
-        if self.unknown == "initial":
-            found[~known] = ops.initial_rows(self.seed, self.table_id, ids[~known], dim, self.scale)
+            places = torch.searchsorted(self.ids, ids.contiguous()).clamp_(max=len(self.ids) - 1)
+            found, unknown = self._at(places), self.ids[places] != ids
+        else:
+            found = torch.empty(len(ids), dim, dtype=torch.float32)
+            unknown = torch.ones(len(ids), dtype=torch.bool)
+        if bool(unknown.any()):
+            initial = self.unknown == "initial"
+            found[unknown] = (
+                ops.initial_rows(self.seed, self.table_id, ids[unknown], dim, self.scale) if initial else 0.0
+            )
         return found
 
     @cached_property
@@ -64,7 +66,7 @@ class ExportedTable:
 
     def _at(self, places: Tensor) -> Tensor:
         if self.least is None or self.step is None:
-            return ops.gather_rows(self.weights, places)
+            return self.weights.index_select(0, places)
         return decoded(self.weights[places], self.least[places], self.step[places])
 
 
