@@ -85,17 +85,25 @@ def best_items(
 
     Raises ValueError where a score is NaN.
     """
+    parts = best_of_each(vectors, weights, k, seen, offsets)
+    places, scores = ([each[column] for each in parts] for column in (0, 1))
+    return (
+        torch.from_numpy(np.array(places, np.int64).reshape(-1, k)),
+        torch.from_numpy(np.array(scores, np.float32).reshape(-1, k)),
+    )
+
+
+def best_of_each(
+    vectors: Tensor, weights: Tensor, k: int, seen: Tensor, offsets: Tensor
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """As `best_items`, places and scores of each user by itself: fewer than k where fewer are left."""
     from .numba_retrieval import USERS
 
     parts = []
     for first in range(0, len(vectors), USERS):
         own = offsets[first : first + USERS + 1].numpy()
         parts += _best_of(vectors[first : first + USERS].detach(), weights, k, seen.numpy(), own, first)
-    places, scores = ([each[column] for each in parts] for column in (0, 1))
-    return (
-        torch.from_numpy(np.array(places, np.int64).reshape(-1, k)),
-        torch.from_numpy(np.array(scores, np.float32).reshape(-1, k)),
-    )
+    return parts
 
 
 def _best_of(
