@@ -1,10 +1,13 @@
 """Small exported models for tests of the server, two versions of an HSTU and a DLRM; servers that listen."""
 
+import json
 import os
 import re
 import subprocess
 import sys
 import threading
+import urllib.error
+import urllib.request
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -98,3 +101,14 @@ def process(*words):
     finally:
         running.kill()
         running.communicate()
+
+
+def ask(port, body, path="predict"):
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/{path}", body, {"content-type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())

@@ -8,14 +8,12 @@ import re
 import signal
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from datetime import timedelta
 
 import pytest
 import torch
 from live_parts import until
-from served_models import export_dlrm, export_hstu, process
+from served_models import ask, export_dlrm, process
 
 from tritonrec.distributed import RankDiedError
 from tritonrec.serving import Predictor, spread
@@ -141,15 +139,13 @@ def test_each_table_is_in_one_process(exported, ranks):
         ranks.rows(features[0], torch.tensor([1]))
 
 
-def test_what_cannot_be_spread_is_refused_before_a_process_starts(exported, tmp_path, monkeypatch):
-    hstu = export_hstu(tmp_path / "hstu")[0]
+def test_what_cannot_be_spread_is_refused_before_a_process_starts(exported, monkeypatch):
     monkeypatch.setattr(spread, "RankPool", None)
-    with pytest.raises(
-        ValueError, match="needs a dense model of kind click, and this one is of kind next_item"
-    ):
-        Source(hstu).open(ServerConfig(ranks=2))
-    for source, workers in [(Source(exported[0]), 2), (Source(exported[0], follow="live"), 1)]:
-        with pytest.raises(ValueError, match="--ranks goes neither with --workers nor with --follow"):
+    for source, workers, named in [
+        (Source(exported[0]), 2, "--ranks does not go with --workers"),
+        (Source(exported[0], approximate="hnsw"), 1, "--ranks does not go with --approximate"),
+    ]:
+        with pytest.raises(ValueError, match=named):
             serve(source, ServerConfig(ranks=2, workers=workers))
     load = Predictor.load
 
@@ -169,17 +165,6 @@ def test_a_rank_that_cannot_load_its_tables_is_named(tmp_path):
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     with pytest.raises(RankDiedError, match=rf"rank \d.*{shard.name}"):
         SpreadPredictor(path, 2)
-
-
-def ask(port, body, path="predict"):
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/{path}", body, {"content-type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
 
 
 def test_a_server_names_a_dead_rank_and_starts_ranks_anew(exported, tmp_path):

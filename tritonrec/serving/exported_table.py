@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,27 @@ from .shards import Weights, read_shard
 
 UnknownIds = Literal["initial", "zeros"]
 Kind = tuple[tuple[int, ...], torch.dtype]
+
+
+class Share(NamedTuple):
+    """What one of several processes keeps of every table: the ids whose remainder by `ranks` is `rank`.
+
+    rank None: all ids, and no weights.
+    """
+
+    rank: int | None
+    ranks: int
+
+    def of(self, ids: Tensor) -> Tensor:
+        """Which of ids (n,) int64 are kept, (n,) bool."""
+        return torch.ones(len(ids), dtype=torch.bool) if self.rank is None else ids % self.ranks == self.rank
+
+    def columns(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The rows that are kept of ``ids``, ``weights`` and others."""
+        if self.rank is None:
+            return {"ids": columns["ids"], "weights": columns["weights"][:, :0].to(torch.float32)}
+        own = self.of(columns["ids"])
+        return {name: each[own] for name, each in columns.items()}
 
 
 @dataclass(frozen=True)
@@ -45,17 +66,26 @@ class ExportedTable:
 
     def rows(self, ids: Tensor) -> Tensor:
         """(n, d) float32 of ids (n,) int64, repeats allowed."""
-        dim = self.weights.shape[1]
+        places, known = self.find(ids)
+        if bool(known.all()):
+            return self._at(places)
+        return self.filled(ids, known, self._at(places[known]))
+
+    def find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Places (n,) int64 of ids (n,), and which of them are there, (n,) bool."""
         places = torch.searchsorted(self.ids, ids.contiguous())
-        known = torch.zeros(len(ids), dtype=torch.bool)
-        if len(self.ids):
-            places = places.clamp_(max=len(self.ids) - 1)
-            known = self.ids[places] == ids
-        found = torch.zeros(len(ids), dim, dtype=torch.float32)
-        found[known] = self._at(places[known])
-        if self.unknown == "initial":
-            found[~known] = ops.initial_rows(self.seed, self.table_id, ids[~known], dim, self.scale)
-        return found
+        if not len(self.ids):
+            return places, torch.zeros(len(ids), dtype=torch.bool)
+        places = places.clamp_(max=len(self.ids) - 1)
+        return places, self.ids[places] == ids
+
+    def filled(self, ids: Tensor, known: Tensor, found: Tensor) -> Tensor:
+        """Rows (n, d) of ids (n,): `found` (m, d) of those that are `known` (n,), what the others read as."""
+        rows = found.new_zeros(len(ids), found.shape[1])
+        rows[known] = found
+        if self.unknown == "initial" and not bool(known.all()):
+            rows[~known] = ops.initial_rows(self.seed, self.table_id, ids[~known], found.shape[1], self.scale)
+        return rows
 
     @cached_property
     def whole(self) -> Tensor:
@@ -64,7 +94,7 @@ class ExportedTable:
 
     def _at(self, places: Tensor) -> Tensor:
         if self.least is None or self.step is None:
-            return ops.gather_rows(self.weights, places)
+            return self.weights.index_select(0, places)
         return decoded(self.weights[places], self.least[places], self.step[places])
 
 
@@ -99,18 +129,24 @@ def columns_of(weights: Weights, dim: int) -> dict[str, Kind]:
     return ids | {"weights": ((dim,), torch.uint8), "least": of_row, "step": of_row}
 
 
-def load_table(folder: Place, table: Mapping[str, Any], unknown: UnknownIds) -> ExportedTable:
-    """A table of a manifest; ValueError for files that are missing, altered or do not fit together."""
+def load_table(
+    folder: Place, table: Mapping[str, Any], unknown: UnknownIds, share: Share | None = None
+) -> ExportedTable:
+    """A table of a manifest, or a share of it.
+
+    Raises ValueError for files that are missing, altered or do not fit together.
+    """
     kinds = columns_of(table.get("weights", "float32"), table["dim"])
     try:
         whole = {
-            name: torch.empty(table["rows"], *shape, dtype=dtype) for name, (shape, dtype) in kinds.items()
+            name: torch.empty(0 if share else table["rows"], *shape, dtype=dtype)
+            for name, (shape, dtype) in kinds.items()
         }
     except (RuntimeError, MemoryError) as error:
         raise ValueError(
             f"{folder}: {table['rows']} rows of {table['dim']} columns take more memory than there is"
         ) from error
-    at = 0
+    at, parts = 0, [whole if share is None else share.columns(whole)]
     for entry in table["files"]:
         rows = entry["rows"]
         with local_copy(folder, entry) as local:
@@ -120,9 +156,14 @@ def load_table(folder: Place, table: Mapping[str, Any], unknown: UnknownIds) -> 
         found = {name: (tuple(each.shape), each.dtype) for name, each in columns.items()}
         if not expected.items() <= found.items():
             raise ValueError(f"{file} has columns {found}, the manifest describes {expected}")
+        if share is not None:
+            parts.append(share.columns({name: columns[name] for name in kinds}))
+            continue
         for name, values in whole.items():
             values[at : at + rows] = columns[name]
         at += rows
+    if share is not None:
+        whole = {name: torch.cat([each[name] for each in parts]) for name in parts[0]}
     ids, order = whole.pop("ids").sort()
     if bool((repeated := ids[1:] == ids[:-1]).any()):
         raise ValueError(f"{folder}: id {int(ids[1:][repeated][0])} is in the files of one table twice")

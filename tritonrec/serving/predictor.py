@@ -20,7 +20,7 @@ from ..embedding.bags import pool
 from ..files.places import Place, place_of
 from ..nn import sigmoid
 from ..settings import typed
-from .exported_table import ExportedTable, UnknownIds, load_table
+from .exported_table import ExportedTable, Share, UnknownIds, load_table
 from .histories import Ids, array_of, ids_of, times_of, told
 from .manifest import checked_file, local_copy, read_manifest
 from .programs import CLICK, IMPRESSION, NEXT_ITEM, load_compiled, load_program
@@ -62,6 +62,7 @@ class Predictor:
         unknown: UnknownIds = "initial",
         namespaces: Collection[str] = (),
         features: Collection[str] | None = None,
+        share: Share | None = None,
     ) -> Predictor:
         """Load a folder of `export`; every file is compared with its checksum.
 
@@ -73,7 +74,7 @@ class Predictor:
             unknown: what ids without a row read as: their ``"initial"`` values, as in training, or
                 ``"zeros"``.
             namespaces: of ``torch.ops``, operators of other libraries that the program may call.
-            features: whose tables are loaded; None: all.
+            features: whose tables are loaded; None: all. share: of their rows, see `spread_rows`.
 
         Raises ValueError for a folder that is no export, a file that is missing or altered, a program that
         could run code, and `compiled` where nothing was compiled.
@@ -83,7 +84,7 @@ class Predictor:
         names = manifest["tables"]
         if features is not None:
             names = dict.fromkeys(manifest["features"][each]["table"] for each in features)
-        tables = {name: load_table(folder, manifest["tables"][name], unknown) for name in names}
+        tables = {name: load_table(folder, manifest["tables"][name], unknown, share) for name in names}
         dense, program = manifest["dense"], None
         if compiled and not (dense or {}).get("compiled"):
             raise ValueError(f"{folder} has no compiled program: export with compiled=True (--compiled)")
@@ -103,18 +104,34 @@ class Predictor:
 
         A pooled feature takes the `offsets` (m + 1,) of its bags and gives (m, d).
         """
-        described = self.manifest["features"].get(feature)
-        if described is None:
-            raise ValueError(f"there is no feature {feature!r}, but {', '.join(self.manifest['features'])}")
-        if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.dim() != 1:
-            raise ValueError(f"ids of feature {feature!r} must be (n,) int64, got {told(ids)}")
-        found = self.tables[described["table"]].rows(ids)
-        if described["pooling"] == "none":
-            return found
-        if offsets is None:
-            raise ValueError(f"feature {feature!r} is pooled: give the offsets of its bags")
-        check_offsets(offsets, len(ids), f"offsets of {feature!r}", "ids")
-        return pool(found, offsets, described["pooling"])
+        return self.rows_of({feature: (ids, offsets)})[feature]
+
+    def rows_of(self, lookups: Mapping[str, tuple[Tensor, Tensor | None]]) -> dict[str, Tensor]:
+        """`rows` of several features."""
+        found = {}
+        for feature, (ids, _) in lookups.items():
+            described = self.manifest["features"].get(feature)
+            if described is None:
+                raise ValueError(
+                    f"there is no feature {feature!r}, but {', '.join(self.manifest['features'])}"
+                )
+            if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.dim() != 1:
+                raise ValueError(f"ids of feature {feature!r} must be (n,) int64, got {told(ids)}")
+            found[feature] = described["table"], ids
+        rows = self._looked_up(found)
+        for feature, (ids, offsets) in lookups.items():
+            pooling = self.manifest["features"][feature]["pooling"]
+            if pooling == "none":
+                continue
+            if offsets is None:
+                raise ValueError(f"feature {feature!r} is pooled: give the offsets of its bags")
+            check_offsets(offsets, len(ids), f"offsets of {feature!r}", "ids")
+            rows[feature] = pool(rows[feature], offsets, pooling)
+        return rows
+
+    def _looked_up(self, wanted: Mapping[str, tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Rows (n, d), by feature, of a table and ids (n,)."""
+        return {feature: self.tables[table].rows(ids) for feature, (table, ids) in wanted.items()}
 
     def encode(self, history: Any, timestamps: Tensor | None = None) -> Tensor:
         """User vectors (B, d) of a next-item model, from histories of items, oldest first.
@@ -260,9 +277,9 @@ class Predictor:
 
     def clicks(self, dense: Tensor, ids: Mapping[str, Tensor]) -> Tensor:
         """Probabilities (B,) of what `read_clicks` has checked."""
-        rows = [self.rows(name, each) for name, each in ids.items()]
+        rows = self.rows_of({name: (each, None) for name, each in ids.items()})
         with torch.no_grad():
-            return sigmoid(self.program(dense, torch.stack(rows, 1))).squeeze(1)
+            return sigmoid(self.program(dense, torch.stack([*rows.values()], 1))).squeeze(1)
 
     def _predict_impressions(self, batch: ImpressionBatch) -> Tensor:
         dense = self.dense_of(IMPRESSION, "predict of an ImpressionBatch")
@@ -274,7 +291,7 @@ class Predictor:
         if batch.num_samples and int(batch.lengths.max()) > longest:
             at = int(batch.lengths.argmax())
             raise ValueError(f"sample {at} has {int(batch.lengths[at])} tokens, the model takes {longest}")
-        rows = {name: self.rows(name, *lookups[name]) for name in wanted}
+        rows = self.rows_of({name: lookups[name] for name in wanted})
         genre = rows.get("genre", rows["item"][:0])
         none = rows["item"].new_empty(batch.num_samples, 0)
         context = torch.cat([none, *(rows[name] for name in dense["context"])], 1)

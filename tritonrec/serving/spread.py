@@ -38,7 +38,38 @@ CHUNK, LAG = 256, 2
 """Samples of an exchange at most; of a larger batch, ranks may be so many exchanges apart."""
 
 
-class SpreadPredictor(Predictor):
+class Ranks:
+    """Processes that hold tables. They end with this one, or by `close`; after a failure of one all end."""
+
+    def _start(self, ranks: int) -> None:
+        self._ranks, self._lock, self._failure = ranks, Lock(), ""
+        self._pool = RankPool([ranks])
+
+    @property
+    def failure(self) -> str:
+        """Why they answer nothing any more; a process that has ended is a reason."""
+        gone = [rank for rank, each in enumerate(self._pool.processes) if not each.is_alive()]
+        return self._failure or (f"rank {gone[0]} has ended, load the model again" if gone else "")
+
+    def close(self) -> None:
+        """End the processes."""
+        self._failure = self._failure or "it was closed"
+        self._pool.close()
+
+    def _run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What each rank returns. After the failure of one all end, for they would wait for it."""
+        with self._lock:
+            if self._failure:
+                raise RankDiedError(self._failure)
+            try:
+                return self._pool.run(function, self._ranks, *arguments)
+            except RankDiedError as error:
+                self._failure = f"the tables are gone, load the model again: {error}"
+                self._pool.close()
+                raise RankDiedError(self._failure, error.details) from error
+
+
+class SpreadPredictor(Ranks, Predictor):
     """A `Predictor` of a DLRM with `ranks` processes that hold its tables; `predict` has the same bits.
 
     Args:
@@ -61,15 +92,8 @@ class SpreadPredictor(Predictor):
         sizes = {name: each["rows"] * each["dim"] for name, each in tables.items()}
         of_tables = partition_tables(sizes, ranks)
         owners = {name: of_tables[features[name]["table"]] for name in facts["features"]}
-        self._ranks, self._lock, self._failure = ranks, Lock(), ""
-        self._pool = RankPool([ranks])
+        self._start(ranks)
         self._run(_open, str(path), self.manifest, owners, timeout)
-
-    @property
-    def failure(self) -> str:
-        """As of its base; a process that has ended is one."""
-        gone = [rank for rank, each in enumerate(self._pool.processes) if not each.is_alive()]
-        return self._failure or (f"rank {gone[0]} has ended, load the model again" if gone else "")
 
     def rows(self, feature: str, ids: Tensor, offsets: Tensor | None = None) -> Tensor:
         """Refused: the rows are in other processes."""
@@ -81,23 +105,6 @@ class SpreadPredictor(Predictor):
         of_ranks = self._run(_clicks, dense.detach().numpy(), given)
         blocks = [block for chunk in zip(*of_ranks, strict=True) for block in chunk]
         return torch.from_numpy(np.concatenate(blocks))
-
-    def close(self) -> None:
-        """End the processes."""
-        self._failure = self._failure or "it was closed"
-        self._pool.close()
-
-    def _run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What each rank returns. After the failure of one all end, for they would wait for it."""
-        with self._lock:
-            if self._failure:
-                raise RankDiedError(self._failure)
-            try:
-                return self._pool.run(function, self._ranks, *arguments)
-            except RankDiedError as error:
-                self._failure = f"the tables are gone, load the model again: {error}"
-                self._pool.close()
-                raise RankDiedError(self._failure, error.details) from error
 
 
 class _Program:

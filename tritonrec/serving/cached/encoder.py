@@ -4,13 +4,15 @@ A layer that has a method ``over`` declares what it reads of past tokens: their 
 (`nn.hstu_layer.hstu_layer_over` describes it). Every op of such a layer is one of rows, but causal attention;
 and a row of attention is a sum over keys in their order, in chains that begin at multiples of 64 whatever
 rows are computed. So the rows of new tokens have the bits that they have when all are computed, and so have
-their keys and values in the next layer. `check_equal` compares that with the export's program.
+their keys and values in the next layer. `check_equal` compares that with the export's program. An HSTU or a
+SASRec in float32 has its layers in one call (`whole`), with the same bits.
 
 Dimensions: B users, L tokens, M new ones of them, d model dimension.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -44,6 +46,11 @@ class Step:
         return offsets_of(self.lengths)
 
     @property
+    def pairs(self) -> int:
+        """Of new tokens and tokens of the same user."""
+        return int(((self.lengths - self.known) * self.lengths).sum())
+
+    @property
     def sample_ids(self) -> Tensor:
         """(B,), for dropout, which is off."""
         return torch.zeros_like(self.lengths)
@@ -53,6 +60,10 @@ class Step:
         """(M,) int64: numbers of the new tokens among all."""
         starts = torch.repeat_interleave(self.offsets[:-1] + self.known, self.lengths)
         return (torch.arange(len(starts)) >= starts).nonzero().squeeze(1)
+
+
+Encoder = Callable[[Tensor, Step, Tensor], Tensor]
+"""Vectors (B, d) from rows (M, d), a step and the store: see `encode_new`."""
 
 
 def encode_new(model: NextItemModel, precision: Precision, rows: Tensor, step: Step, store: Tensor) -> Tensor:
@@ -101,9 +112,7 @@ def give_weights(model: NextItemModel, program: Program) -> None:
     holder.load_state_dict(theirs)
 
 
-def check_equal(
-    model: NextItemModel, precision: Precision, program: Program, store: Tensor, timed: bool
-) -> None:
+def check_equal(model: NextItemModel, encode: Encoder, program: Program, store: Tensor, timed: bool) -> None:
     """Raise ValueError unless the model has the bits of the export's program, with half of a history cached.
 
     Numbers of a configuration that no shape shows, as that of heads, are found in this way, and layers whose
@@ -116,9 +125,9 @@ def check_equal(
         half = (lengths + 1) // 2
         early = places < torch.repeat_interleave(offsets[:-1] + half, lengths)
         before = Step(half, torch.zeros_like(half), times[early], places[early])
-        encode_new(model, precision, rows[early], before, store)
+        encode(rows[early], before, store)
         step = Step(lengths, torch.minimum(half - int(timed), lengths - 1).clamp(min=0), times, places)
-        got = encode_new(model, precision, rows[step.new], step, store)
+        got = encode(rows[step.new], step, store)
         with torch.no_grad():
             want = program(rows, offsets, times)
         if not same_bits(got, want):

@@ -20,8 +20,9 @@ from ...settings import bytes_of
 from ..predictor import Predictor, UnknownIds
 from ..programs import NEXT_ITEM
 from ..users import History, User, UserHistories, listed
-from .encoder import Step, check_equal, encode_new, give_weights
+from .encoder import Step, check_equal, give_weights
 from .pages import Cached, Pages, pages_of
+from .whole import encoder_of
 
 GROUP_TOKENS = 16384
 """Tokens of the users that are computed together, at most, unless one has more."""
@@ -130,9 +131,10 @@ class CachedPredictor(UserHistories):
         precision = dense.get("precision", "float32")
         width = config.heads * (config.qk_dim + config.v_dim)
         pages = Pages(self._memory, config.layers, width, DTYPES[precision], config.max_seq_len)
-        check_equal(model, precision, predictor.program, pages.store, dense["timestamps"])
+        encoder = encoder_of(model, precision)
+        check_equal(model, encoder, predictor.program, pages.store, dense["timestamps"])
         self._use_predictor(predictor)
-        self._model, self._precision = model, precision
+        self._model, self._encoder = model, encoder
         self._pages: Pages = pages
         self.version: str = predictor.manifest["manifest_sha256"]
 
@@ -239,7 +241,7 @@ class CachedPredictor(UserHistories):
         )  # fmt: skip
         new = torch.cat([each.ids[first:] for each, first in zip(histories, known, strict=True)])
         rows = self.predictor.rows("item", new)
-        vectors = encode_new(self._model, self._precision, rows, step, self._pages.store)
+        vectors = self._encoder(rows, step, self._pages.store)
         for entry, length, vector in zip(entries.values(), lengths, vectors, strict=True):
             entry.known, entry.vector = length, vector.clone()
         self._computed += len(new)

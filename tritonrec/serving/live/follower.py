@@ -18,7 +18,8 @@ from ...data.vocabulary import Vocabulary
 from ...files.places import Place
 from ...kernels.checksums import same_bits
 from ...settings import typed
-from ..predictor import ExportedTable, Predictor, UnknownIds
+from ..exported_table import ExportedTable, Share, UnknownIds
+from ..predictor import Predictor
 from .replica import LiveTable, with_values
 from .sinks import Sink, sink_of
 from .wire import (
@@ -48,8 +49,14 @@ class Follower:
     """
 
     @typed
-    def __init__(self, sink: Sink, unknown: UnknownIds = "initial", namespaces: Collection[str] = ()):
-        self._sink, self._unknown, self._namespaces = sink, unknown, namespaces
+    def __init__(
+        self,
+        sink: Sink,
+        unknown: UnknownIds = "initial",
+        namespaces: Collection[str] = (),
+        share: Share | None = None,
+    ):
+        self._sink, self._unknown, self._namespaces, self._share = sink, unknown, namespaces, share
         self._lock = threading.Lock()
         self._at: Header | None = None
         self._tables: dict[str, LiveTable] = {}
@@ -60,16 +67,21 @@ class Follower:
 
     @classmethod
     def open(
-        cls, url: str | Place | Sink, *, unknown: UnknownIds = "initial", namespaces: Collection[str] = ()
+        cls,
+        url: str | Place | Sink,
+        *,
+        unknown: UnknownIds = "initial",
+        namespaces: Collection[str] = (),
+        share: Share | None = None,
     ) -> Follower:
         """Load the newest snapshot of a folder, a URL or ``redis://HOST:PORT/DB?key=KEY``, and what follows.
 
         Args:
-            unknown, namespaces: as of `Predictor.load`.
+            unknown, namespaces, share: as of `Predictor.load`.
 
         Raises LiveError: nothing is published there, or it is damaged.
         """
-        made = cls(sink_of(url), unknown, namespaces)
+        made = cls(sink_of(url), unknown, namespaces, share)
         made.poll()
         return made
 
@@ -97,8 +109,8 @@ class Follower:
         """Age of the state that is served: seconds since `published_at`, at least 0."""
         return max(0.0, time.time() - self.published_at)
 
-    def poll(self) -> bool:
-        """Apply everything new; whether there was something.
+    def poll(self, until: int | None = None) -> bool:
+        """Apply everything new, or up to the publication `until`; whether there was something.
 
         A delta that is damaged or missing is passed over by a later snapshot, with a warning, where there is
         one.
@@ -109,7 +121,7 @@ class Follower:
         """
         with self._lock:
             sequence = self.sequence
-            while self._advance():
+            while (until is None or self.sequence < until) and self._advance():
                 pass
             return self.sequence != sequence
 
@@ -224,7 +236,11 @@ class Follower:
         tables = dict(before.tables)
         try:
             for table, live in self._tables.items():
-                ids, weights, erased = _rows_of(left, table, live.table.weights, name)
+                like = live.table.weights.new_empty(0, before.manifest["tables"][table]["dim"])
+                ids, weights, erased = _rows_of(left, table, like, name)
+                if self._share is not None:
+                    own = self._share.columns({"ids": ids, "weights": weights})
+                    ids, weights, erased = own["ids"], own["weights"], erased[self._share.of(erased)]
                 if len(ids) or len(erased):
                     tables[table] = live.prepare(ids, weights, erased)
             self._check_rows(header, tables, name)
@@ -244,6 +260,8 @@ class Follower:
         self._at, self.predictor = header, Predictor(manifest, tables, program, words)
 
     def _check_rows(self, header: Header, tables: Mapping[str, ExportedTable], name: str) -> None:
+        if self._share is not None and self._share.rank is not None:
+            return  # it takes all shares; who has all ids compares their number
         for names, rows in header.rows:
             got = sum(len(tables[each].ids) for each in names)
             if got != rows:
@@ -292,7 +310,9 @@ class Follower:
         header, sealed = read_document(self._sink, sequence)
         try:
             with self._sink.opened(sequence) as place:
-                predictor = Predictor.load(place, unknown=self._unknown, namespaces=self._namespaces)
+                predictor = Predictor.load(
+                    place, unknown=self._unknown, namespaces=self._namespaces, share=self._share
+                )
         except ValueError as error:
             raise CorruptDeltaError(f"{name} cannot be loaded: {error}") from error
         values, manifest = predictor.program.state_dict(), predictor.manifest

@@ -11,6 +11,7 @@ from .model import Served
 
 if TYPE_CHECKING:
     from ..live import Follower
+    from ..spread_rows import SpreadFollower
 
 log = logging.getLogger("tritonrec.server")
 
@@ -21,9 +22,9 @@ class Following:
     A failure does not end it: `error` says what it was, and the version before is served on.
     """
 
-    def __init__(self, served: Served, open: Callable[[], Follower], seconds: float = 0.05):
+    def __init__(self, served: Served, open: Callable[[], Follower | SpreadFollower], seconds: float = 0.05):
         self._served, self._open, self._seconds = served, open, seconds
-        self.follower: Follower | None = None
+        self.follower: Follower | SpreadFollower | None = None
         self.error: str | None = None
         self._taken: int | None = None
         self._stop = Event()

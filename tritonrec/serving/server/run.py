@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -24,7 +25,9 @@ from ...nn import NextItemModel
 from ..approximate import ApproximatePredictor, Index
 from ..manifest import read_manifest
 from ..predictor import Predictor
+from ..programs import CLICK
 from ..spread import SpreadPredictor
+from ..spread_rows import SpreadFollower, SpreadRowsPredictor
 from .app import DEFAULTS, create_app
 from .guard import Impatient
 from .metrics import DIRECTORY
@@ -56,10 +59,7 @@ class Source:
 
     def _load(self, config: ServerConfig) -> Predictor:
         assert self.path is not None
-        if config.ranks == 1:
-            exact = Predictor.load(self.path)
-        else:
-            exact = SpreadPredictor(self.path, config.ranks, timedelta(seconds=config.timeout))
+        exact = Predictor.load(self.path) if config.ranks == 1 else _spread(self.path, config)
         if self.approximate is None:
             return exact
         found = ApproximatePredictor(exact, self.approximate)
@@ -67,16 +67,25 @@ class Source:
         return found
 
 
+def _spread(path: Place | str, config: ServerConfig) -> Predictor:
+    """With tables in other processes: those of a DLRM whole, of other models row by row."""
+    dense, timeout = read_manifest(place_of(path))["dense"], timedelta(seconds=config.timeout)
+    kind = SpreadPredictor if dense and dense["kind"] == CLICK else SpreadRowsPredictor.load
+    return kind(path, config.ranks, timeout)
+
+
 def _app(source: Source, config: ServerConfig, token: str | None, served: Served | None = None) -> FastAPI:
     """Of one worker."""
     if config.workers > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.workers))
         Thread(target=_end_with_parent, daemon=True).start()
-    follow = None
+    follow: Callable[[], Any] | None = None
     if source.follow is not None:
         from ..live import Follower
 
         follow = partial(Follower.open, source.follow)
+        if config.ranks > 1:
+            follow = partial(SpreadFollower, source.follow, config.ranks, timedelta(seconds=config.timeout))
     return create_app(lambda: served or source.open(config), config, token, follow)
 
 
@@ -123,8 +132,10 @@ def serve(source: Source, config: ServerConfig = DEFAULTS, token: str | None = N
         raise ValueError(
             f"{config.host} can be reached by others: give --token-file or the variable TRITONREC_TOKEN"
         )
-    if config.ranks > 1 and (config.workers > 1 or source.follow is not None):
-        raise ValueError("--ranks goes neither with --workers nor with --follow: ranks load one export")
+    if config.ranks > 1 and config.workers > 1:
+        raise ValueError("--ranks does not go with --workers: each worker would have ranks of its own")
+    if config.ranks > 1 and source.approximate is not None:
+        raise ValueError("--ranks does not go with --approximate: an index needs all rows in one place")
     if config.workers > 1 and source.model is not None:
         raise ValueError("a cache of users' keys and values needs one worker: each would have its own")
     options: dict[str, Any] = {

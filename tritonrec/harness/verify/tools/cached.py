@@ -157,11 +157,9 @@ class CachedPositionOffByOne(CachedPredictor):
     """Tokens behind cached ones stand one place late."""
 
     def _use(self, predictor: Predictor, model: NextItemModel) -> None:
-        model = deepcopy(model)
-        model.positions._forward_pre_hooks.clear()  # of the version before
         super()._use(predictor, model)
-        last = self._longest - 1
-        self._model.positions.register_forward_pre_hook(lambda _, given: ((given[0] + 1).clamp(max=last),))
+        positions = self._encoder.__self__.positions  # type: ignore[attr-defined]
+        positions[:-1] = positions[1:].copy()
 
 
 @fault(case(variant="cached", steps=8), of="tool")
