@@ -118,7 +118,7 @@ class EarlyStopping:
         import torch
 
         control = self._communicators.control
-        return float(control.all_gather(torch.tensor([value], dtype=torch.float64))[0])
+        return float(control.all_gather(torch.tensor([value], dtype=torch.float64, device="cpu"))[0])
 
 
 class Throughput:

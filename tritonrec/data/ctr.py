@@ -160,7 +160,7 @@ class ClickLoader(EpochLoader[ClickBatch]):
         self.log, self.features = log, log.features
         self._dense, self._categories = torch.from_numpy(log.dense), torch.from_numpy(log.categories)
         self._labels = torch.from_numpy(log.labels)
-        sample_ids = torch.arange(first, last)
+        sample_ids = torch.arange(first, last, device="cpu")
         super().__init__(sample_ids, torch.ones_like(sample_ids), batch_size, seed, rank, world_size, balance)
 
     def settings(self) -> dict[str, Any]:
@@ -204,7 +204,7 @@ class ClickLoader(EpochLoader[ClickBatch]):
         first, last = self.log.trained, self.log.trained + self.log.validated
         if check_part(part) == "test":
             first, last = last, len(self.log)
-        for rows in torch.arange(first, last).split(batch_size) if first < last else ():
+        for rows in torch.arange(first, last, device="cpu").split(batch_size) if first < last else ():
             yield self._rows(0, rows)
 
     def _rows(self, step: int, rows: Tensor) -> ClickBatch:

@@ -99,7 +99,7 @@ class DynamicBatchLoader(Endless[BatchType]):
                 self._first_steps.append(self._first_steps[-1] + self.steps_of(len(self._first_steps) - 1))
             epoch = bisect_right(self._first_steps, step) - 1
         place = step - self._first_steps[epoch]
-        nothing = torch.empty(0, dtype=torch.int64)
+        nothing = torch.empty(0, dtype=torch.int64, device="cpu")
         return [batches[place] if place < len(batches) else nothing for batches in self._plan(epoch)]
 
     def _plan(self, epoch: int) -> list[list[Tensor]]:

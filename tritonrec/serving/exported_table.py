@@ -47,11 +47,11 @@ class ExportedTable:
         """(n, d) float32 of ids (n,) int64, repeats allowed."""
         dim = self.weights.shape[1]
         places = torch.searchsorted(self.ids, ids.contiguous())
-        known = torch.zeros(len(ids), dtype=torch.bool)
+        known = torch.zeros(len(ids), dtype=torch.bool, device="cpu")
         if len(self.ids):
             places = places.clamp_(max=len(self.ids) - 1)
             known = self.ids[places] == ids
-        found = torch.zeros(len(ids), dim, dtype=torch.float32)
+        found = torch.zeros(len(ids), dim, dtype=torch.float32, device="cpu")
         found[known] = self._at(places[known])
         if self.unknown == "initial":
             found[~known] = ops.initial_rows(self.seed, self.table_id, ids[~known], dim, self.scale)
@@ -60,7 +60,7 @@ class ExportedTable:
     @cached_property
     def whole(self) -> Tensor:
         """All weights (n, d) float32; of codes they are made at the first use, and kept."""
-        return self.weights if self.step is None else self._at(torch.arange(len(self.ids)))
+        return self.weights if self.step is None else self._at(torch.arange(len(self.ids), device="cpu"))
 
     def _at(self, places: Tensor) -> Tensor:
         if self.least is None or self.step is None:
@@ -104,7 +104,8 @@ def load_table(folder: Place, table: Mapping[str, Any], unknown: UnknownIds) -> 
     kinds = columns_of(table.get("weights", "float32"), table["dim"])
     try:
         whole = {
-            name: torch.empty(table["rows"], *shape, dtype=dtype) for name, (shape, dtype) in kinds.items()
+            name: torch.empty(table["rows"], *shape, dtype=dtype, device="cpu")
+            for name, (shape, dtype) in kinds.items()
         }
     except (RuntimeError, MemoryError) as error:
         raise ValueError(

@@ -29,7 +29,9 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     row, place = (scores >= least).nonzero(as_tuple=True)  # k or more of each row, places ascending
     best = scores[row, place]
     order = torch.from_numpy(np.lexsort((-best.numpy(), row.numpy())))  # stable: by row, then score
-    starts = torch.searchsorted(row, torch.arange(rows))[:, None] + torch.arange(k)
+    starts = torch.searchsorted(row, torch.arange(rows, device="cpu"))[:, None] + torch.arange(
+        k, device="cpu"
+    )
     chosen = order[starts]
     return place[chosen], best[chosen]
 
@@ -55,7 +57,7 @@ def seen_places(items: Tensor, seen: Tensor, offsets: Tensor, k: int) -> tuple[T
 
     Raises ValueError where fewer than k items are left to a user.
     """
-    users = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
+    users = torch.repeat_interleave(torch.arange(len(offsets) - 1, device="cpu"), offsets.diff())
     ids = seen[offsets[0] : offsets[-1]]
     places = torch.searchsorted(items, ids.contiguous()).clamp(max=len(items) - 1)
     known = items[places] == ids

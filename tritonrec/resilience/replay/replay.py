@@ -260,7 +260,7 @@ class Replay:
         """The next rank computes the `work` of `ranks` again; where it differs, so does the one after it."""
         empty = torch.empty(0, dtype=torch.uint8, device=device)
         message = empty if work is None else pack(work.inputs, device)
-        nothing = torch.zeros(len(names), dtype=torch.int64)
+        nothing = torch.zeros(len(names), dtype=torch.int64, device="cpu")
 
         def by(shift: int) -> torch.Tensor:
             sender = (self._rank - shift) % self._world
