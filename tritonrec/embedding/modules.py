@@ -178,8 +178,8 @@ class HashEmbeddingCollection(torch.nn.Module):
             raise TypeError(f"ids of feature {name!r} must be an int64 tensor, got {got}: convert with {how}")
         if ids.layout != torch.strided:
             raise TypeError(
-                f"ids of feature {name!r} must be a dense tensor, got {ids.layout}: .to_dense(), or .values() "
-                "and .offsets() of a jagged one"
+                f"ids of feature {name!r} must be a dense tensor, got {ids.layout}: .to_dense(), or "
+                ".values() and .offsets() of a jagged one"
             )
         if ids.dim() != 1:
             raise ValueError(f"ids of feature {name!r} must have shape (n,), got {tuple(ids.shape)}")
@@ -409,8 +409,8 @@ class _Gather(torch.autograd.Function):
             torch._C._will_engine_execute_node(leaf)
         except RuntimeError:  # torch's name of it: a leaf whose gradient is returned and not kept
             raise TypeError(
-                "torch.autograd.grad of a parameter that stands for rows of a hash embedding has no gradient to "
-                "return, and would add to the HashOptimizer's: take it of the module's output, or call backward()"
+                "torch.autograd.grad of a parameter that stands for rows of a hash embedding returns none, "
+                "and would add to the HashOptimizer's: take it of the module's output, or call backward()"
             ) from None
         # What an empty bag's gradient is, be it not a number, is nobody's.
         of_rows = [

@@ -16,13 +16,13 @@ UNSCRIPTABLE = (
 
 
 def refuse_transforms() -> None:
-    """Raise TypeError where torch records the call of a hash embedding, or runs it on tensors without values."""
+    """Raise TypeError where torch records a call of a hash embedding, or gives it tensors without values."""
     if torch._C._get_tracing_state() is not None:
         raise TypeError(UNSCRIPTABLE)
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise TypeError(
-            "a transform of torch.func (grad, vmap, jacrev) would not reach the rows of a hash embedding: look "
-            "them up outside of it, and give them to the function as an argument"
+            "a transform of torch.func (grad, vmap, jacrev) would not reach the rows of a hash embedding: "
+            "look them up outside of it, and give them to the function as an argument"
         )
     if is_compiling() and torch.compiler.is_exporting():  # the flag alone is the process's
         raise TypeError(
