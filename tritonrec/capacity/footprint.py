@@ -9,7 +9,7 @@ import torch
 
 from ..embedding import DynamicTable, HashTableCollection
 from ..embedding.key_index import LOAD_FACTOR
-from ..settings import bytes_of
+from ..settings import bytes_of, typed
 
 SLOT_BYTES = 12
 """Of the key structure, see `tritonrec.embedding.key_index`."""
@@ -117,6 +117,7 @@ class Foretold:
         return sum(vars(self).values())
 
 
+@typed
 def foretell(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,

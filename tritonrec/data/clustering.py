@@ -30,6 +30,7 @@ from torch import Tensor
 from tritonrec.data.batch import Batch
 from tritonrec.data.jagged import check_offsets
 from tritonrec.kernels.launch import unique
+from tritonrec.settings import typed
 
 from ..kernels.caches import njit
 
@@ -62,6 +63,7 @@ def split(batch: Batch, num_micro_batches: int, clustering: bool = False, taper:
     return list(torch.from_numpy(order).tensor_split(torch.from_numpy(ends[:-1])))
 
 
+@typed
 def tapered(num_micro_batches: int, taper: float) -> Tensor:
     """Shares (N,) float64 of the micro-batches of a window, small at both ends; they add up to 1.
 

@@ -33,6 +33,7 @@ from tritonrec.data.loader import LEAVE_ONE_OUT
 from tritonrec.data.ranking import auc
 from tritonrec.data.scored import Scored, one_by_one
 from tritonrec.data.splits import NO_PART, Part, Split, check_part, rows_of
+from tritonrec.settings import typed
 
 HELD_OUT = 0.1
 """Share of a log that is held out."""
@@ -129,6 +130,7 @@ class ClickBatch(Batch):
         return self
 
 
+@typed
 class ClickLoader(EpochLoader[ClickBatch]):
     """Training rows of a log, shuffled and sharded over ranks; sample ids are row numbers of the log.
 
@@ -212,6 +214,7 @@ class ClickLoader(EpochLoader[ClickBatch]):
         return ClickBatch(step, rows, features, self._dense[rows], self._labels[rows])
 
 
+@typed
 def clicks_from_ratings(
     log: Interactions, label_threshold: float | None = None, split: Split = LEAVE_ONE_OUT
 ) -> ClickLog:

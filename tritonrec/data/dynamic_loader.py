@@ -22,8 +22,10 @@ from torch import Tensor
 from tritonrec.data.balancing import dynamic_batches
 from tritonrec.data.epochs import BatchType, Endless, EpochLoader, check_at_least
 from tritonrec.data.positions import check_same
+from tritonrec.settings import typed
 
 
+@typed
 class DynamicBatchLoader(Endless[BatchType]):
     """The samples of `loader` in batches of about `target_tokens` tokens a rank; a function of (seed, step).
 

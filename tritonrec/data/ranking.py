@@ -38,6 +38,7 @@ from tritonrec.data.loader import EvaluationBatch, NextItemLoader
 from tritonrec.data.scored import Scored, one_by_one
 from tritonrec.data.sequences import NextItemStream
 from tritonrec.data.splits import Part
+from tritonrec.settings import typed
 
 ScoreFunction = Callable[[JaggedBatch], Tensor]
 ImpressionScoreFunction = Callable[[ImpressionBatch], Tensor]
@@ -50,6 +51,7 @@ LISTED = 2**21
 """Places of lists at a time: k may be the catalogue, and a place takes more memory than a score."""
 
 
+@typed
 def evaluate(
     score_fn: ScoreFunction,
     loader: NextItems,

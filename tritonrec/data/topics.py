@@ -127,6 +127,7 @@ class TopicStream(Generic[BatchType]):
         return {"kind": type(self).__name__, **about}
 
 
+@typed
 class KafkaTopic:
     """A topic of Kafka, or of what speaks its protocol, by the package confluent-kafka (extra ``kafka``).
 

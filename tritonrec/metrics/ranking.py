@@ -23,9 +23,11 @@ from torch import Tensor
 
 from ..data.ranking import checked_ks, list_terms
 from ..distributed import Communicators
+from ..settings import typed
 from .sums import exact_sums, merged
 
 
+@typed
 class RankingMetrics:
     """Streaming metrics of ranked lists: call `update` with some users at a time, and `compute` at the end.
 

@@ -11,8 +11,10 @@ from torch import Tensor
 from ..kernels.linear.numba_linear import laid_out
 from ..kernels.row_layout import contiguous_rows, flat_rows
 from ..kernels.workers import over_ranges
+from ..settings import typed
 
 
+@typed
 def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k highest of each row's scores: places (B, k) int64 and scores (B, k), best first.
 
