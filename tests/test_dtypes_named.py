@@ -1,4 +1,4 @@
-"""The package names the dtype of every tensor it makes, and no default dtype changes a bit of training."""
+"""The package names dtype and device of what it makes: no default of torch changes a bit of training."""
 
 import ast
 from pathlib import Path
@@ -8,6 +8,7 @@ import torch
 from speeds import slow_except
 
 from tritonrec.distributed import Communicators
+from tritonrec.embedding import FeatureConfig, HashTableCollection, Placement
 from tritonrec.harness.job import Job
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import DenseModel, Trainer, WindowConfig
@@ -44,6 +45,20 @@ def unnamed(source: str) -> list[str]:
         if name in NEVER or not (named or (name in OF_INTEGERS and whole)):
             found.append(f"line {node.lineno}: {ast.unparse(node)}")
     return found
+
+
+def test_every_tensor_is_made_on_a_device():
+    """But parts of models, which follow the default device as torch's do, and commands, which set none."""
+    makers = {f"torch.{name}" for name in BY_DEFAULT - {"as_tensor", "asarray"} | OF_INTEGERS}
+    follow = ("harness/", "nn/", "kernels/hstu_attention/", "kernels/relative_aggregate/")
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).as_posix()
+        for node in () if name.startswith(follow) else ast.walk(ast.parse(path.read_text())):
+            made = isinstance(node, ast.Call) and ast.unparse(node.func) in makers
+            if made and not {"device", None} & {keyword.arg for keyword in node.keywords}:
+                found.append(f"{name}:{node.lineno}: {ast.unparse(node)}")
+    assert found == []
 
 
 def test_every_tensor_is_made_with_a_dtype():
@@ -99,3 +114,24 @@ def test_training_keeps_its_bits(name, tmp_path):
         assert len(found) == len(expected) > 10
         for got, want in zip(found, expected, strict=True):
             assert got.dtype == want.dtype and torch.equal(got, want), default
+
+
+@pytest.mark.parametrize("placement", ["host", "cached"])
+def test_a_default_device_keeps_bits_of_loaders_tables_and_checkpoints(placement, tmp_path):
+    def trained(folder):
+        with torch.device("cpu"):
+            model, _tables, optimizer = JOBS["hstu"].build("adam")
+        tables = HashTableCollection(
+            [FeatureConfig("item", dim=8)], placement=Placement(placement, device="cpu")
+        )
+        loader = JOBS["hstu"].loader()
+        with Trainer(model, tables, optimizer, Communicators.local(), "nestpipe") as trainer:
+            losses = [result.losses for result in trainer.run(loader.batch(step) for step in range(3))]
+            trainer.save(tmp_path / folder)
+            trainer.load(tmp_path / folder)
+            return [*losses, *trainer.evaluate(loader).values(), *tables.export()["item"]]
+
+    with torch.device("meta"):
+        found = trained("found")
+    for got, want in zip(found, trained("expected"), strict=True):
+        assert got == want if isinstance(want, float) else torch.equal(got, want)

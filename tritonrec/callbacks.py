@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal
 
-from .settings import check_number
+from .settings import check_number, typed
 
 if TYPE_CHECKING:
     from .distributed import Communicators
@@ -23,6 +23,7 @@ MORE_IS_BETTER = (
 """How names of this library's metrics begin that are better where they are larger."""
 
 
+@typed
 class EarlyStopping:
     """Ends a training whose metric has stopped improving, by Lightning's rules.
 
@@ -118,9 +119,10 @@ class EarlyStopping:
         import torch
 
         control = self._communicators.control
-        return float(control.all_gather(torch.tensor([value], dtype=torch.float64))[0])
+        return float(control.all_gather(torch.tensor([value], dtype=torch.float64, device="cpu"))[0])
 
 
+@typed
 class Throughput:
     """Samples and tokens per second over the last steps.
 

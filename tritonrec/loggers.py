@@ -15,6 +15,7 @@ from typing import IO, Any, Protocol
 from .files import atomic_write, full_disk_named
 from .files.places import Place, RemotePath, kind_of, place_of
 from .optional import require
+from .settings import typed
 
 __all__ = ["CSVLogger", "JSONLinesLogger", "Logger", "TensorBoardLogger"]
 
@@ -29,6 +30,7 @@ class Logger(Protocol):
         """Write what is not written yet; nothing is logged afterwards."""
 
 
+@typed
 class CSVLogger(Logger):
     """A table with a row for each call of `log`, as `pandas.read_csv` takes it: `step`, and a column by name.
 
@@ -94,6 +96,7 @@ class CSVLogger(Logger):
         return csv.DictWriter(self._file, self._names, lineterminator="\n")
 
 
+@typed
 class JSONLinesLogger(Logger):
     """An object for each call of `log` on a line of its own, ``{"step": 3, "loss": 4.5, ...}``.
 
@@ -134,6 +137,7 @@ class JSONLinesLogger(Logger):
                 self._file.close()
 
 
+@typed
 class TensorBoardLogger(Logger):
     """Scalars for TensorBoard, through `torch.utils.tensorboard`: ``tensorboard --logdir FOLDER`` shows them.
 

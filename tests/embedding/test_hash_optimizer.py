@@ -256,6 +256,8 @@ def test_optimizers_are_not_copied_or_pickled():
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="a HashOptimizer has no"):
             copied(optimizer.param_groups)
+    with pytest.raises(TypeError, match="a HashOptimizer has no copy"):
+        copy.copy(optimizer)
 
 
 def test_one_table_in_two_modules_is_refused():

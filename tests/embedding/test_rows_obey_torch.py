@@ -361,3 +361,80 @@ def test_tables_that_do_not_fit_are_not_averaged():
         own.lerp_(own, 2)
     with pytest.raises(ValueError, match="there is no table 'b'"):
         own.lerp_(HashTableCollection([FeatureConfig("b", 3)]), 0.5)
+
+
+def test_a_gradient_of_the_rows_is_returned_to_nobody_and_kept_by_nobody():
+    net = Net()
+    rows, before = HashOptimizer(net), net.items(IDS).detach()
+    with pytest.raises(
+        TypeError, match=r"torch.autograd.grad of a parameter .* take it of the module's output"
+    ):
+        torch.autograd.grad(net(IDS), list(net.parameters()), allow_unused=True)
+    assert not any(each.pending for each in rows.gradients)
+    net(IDS).backward(inputs=[net.items.rows])
+    assert all(each.pending for each in rows.gradients) and net.head.weight.grad is None
+    rows.step()
+    assert not torch.equal(net.items(IDS), before)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda items: torch.func.vmap(items)(IDS.view(5, 1)),
+        lambda items: torch.func.grad(lambda x: (items(IDS) * x).sum())(torch.ones(5, DIM)),
+        lambda items: torch.jit.trace(items, IDS),
+        lambda items: torch.export.export(items.eval(), (IDS,)),
+    ],
+    ids=["vmap", "grad", "trace", "export"],
+)
+def test_transforms_and_traces_are_refused_by_name(call):
+    with pytest.raises(
+        TypeError, match=r"look them up outside|TorchScript has no type|tritonrec.serving.export"
+    ):
+        call(HashEmbedding(DIM))
+
+
+@pytest.mark.parametrize(
+    "ids", [IDS.to_sparse(), torch.nested.nested_tensor([IDS, IDS[:2]], layout=torch.jagged)]
+)
+def test_ids_that_are_no_dense_tensor_are_refused(ids):
+    with pytest.raises(TypeError, match=r"must be a dense tensor, got torch.(sparse_coo|jagged)"):
+        HashEmbedding(DIM)(ids)
+
+
+def test_the_meta_device_has_no_rows_and_as_default_device_it_moves_none():
+    with pytest.raises(TypeError, match="rows of HashEmbedding cannot be on the meta device"):
+        HashEmbedding(DIM).to("meta")
+    losses = []
+    for device in ("cpu", "meta"):
+        net = Net()
+        with torch.device(device):
+            net.items = HashEmbedding(DIM, RowOptimizer("adam", lr=0.1), seed=4)
+            rows, weights = HashOptimizer(net), torch.optim.SGD(net.parameters(), lr=0.1)
+            for _ in range(2):
+                losses.append(net(IDS))
+                losses[-1].backward()
+                rows.step()
+                rows.zero_grad()
+            rows.load_state_dict(rows.state_dict())
+            net.items.load_state_dict(net.items.state_dict())
+            losses.append(net(IDS))
+        del weights
+    assert losses[:3] == losses[3:] and losses[0] != losses[2]
+
+
+def test_rows_of_inference_mode_are_refused_before_they_are_trained():
+    with (
+        torch.inference_mode(),
+        pytest.raises(RuntimeError, match=r"made or loaded under torch.inference_mode"),
+    ):
+        HashEmbedding(DIM)
+
+
+def test_a_rate_in_words_is_refused():
+    net = Net()
+    rows = HashOptimizer(net)
+    net(IDS).backward()
+    rows.param_groups[0]["lr"] = "0.1"
+    with pytest.raises(TypeError, match=r"lr of table embedding must be a number, got '0.1'"):
+        rows.step()

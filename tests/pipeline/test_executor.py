@@ -1,5 +1,6 @@
 """Promise: tasks run after all they wait for, lanes overlap, a failure stops the rank and is named."""
 
+import os
 import threading
 import time
 from collections import Counter
@@ -401,3 +402,24 @@ def test_a_call_behind_a_stage_that_fails_raises_its_error():
         failing.set()
         with pytest.raises(StageFailedError, match="no route"):
             executor.result(call)
+
+
+def test_a_forked_process_has_no_lanes_and_says_so():
+    actions = {stage.name: lambda *_: None for stage in NESTPIPE.stages}
+    with Executor(Tasks(NESTPIPE, 1), actions, idle_span) as executor:
+        executor.ensure_running()
+        read, write = os.pipe()
+        with executor._lock:  # as a lane may have it at any time
+            process = os.fork()
+            if not process:
+                try:
+                    executor.close()
+                    executor.ensure_running()
+                except RuntimeError as error:
+                    os.write(write, str(error).encode())
+                os._exit(0)
+        os.close(write)
+        os.waitpid(process, 0)
+        assert os.read(read, 999).startswith(b"this process was forked from %d," % os.getpid())
+        os.close(read)
+        executor.ensure_running()

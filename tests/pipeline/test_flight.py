@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import pickle
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -577,3 +578,23 @@ def test_what_stays_in_a_buffer_is_written_once_the_pipeline_is_empty(monkeypatc
         one.program.finish = lambda places: finished.append(places.window.number) or finish(places)
         list(one.run(batches(4)))
     assert finished == [3]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_trainer_has_no_copy(copied):
+    with pytest.raises(TypeError, match="a Trainer has no copy"):
+        copied(trainer(parts(), "reference"))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_a_copy_of_the_optimizer_in_flight_is_refused(copied):
+    made = parts()
+    with trainer(made, "nestpipe") as training:
+        run = training.run(batches(4))
+        next(run)
+        with pytest.raises(RuntimeError, match="a copy of the optimizer is " + STEPS_1_TO_3):
+            copied(made[2])
+        list(run)
+    again = copied(made[2])
+    again = pickle.loads(again) if isinstance(again, bytes) else again
+    assert repr(again.state_dict()) == repr(made[2].state_dict())

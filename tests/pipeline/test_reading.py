@@ -212,3 +212,29 @@ def test_calls_that_give_results_one_by_one_all_name_them():
     with pytest.warns(RuntimeWarning, match="infer works while its results are taken"):
         infer(None, [], None)
     assert Publisher.run.__wrapped__ and Trainer.run.__wrapped__
+
+
+class Anew:
+    """An iterator that begins anew after its end, as DALI's and many of one's own do."""
+
+    def __init__(self, epochs):
+        self.epochs, self.place = epochs, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if not self.epochs[0]:
+            del self.epochs[0]
+            raise StopIteration
+        return self.epochs[0].pop(0)
+
+
+@pytest.mark.parametrize("mode", PIPELINED)
+def test_an_iterator_that_begins_anew_ends_the_run_as_it_ends_a_loop(mode):
+    made, every = parts(), batches(6)
+    with trainer(made, mode) as training:
+        source = Anew([every[:4], every[4:]])
+        assert [result.step for result in training.run(source)] == [0, 1, 2, 3]
+        assert [result.step for result in training.run(source)] == [4, 5]
+        assert same(state(made), trained(parts(), "reference", "batch", every)[0])

@@ -11,7 +11,7 @@ from ..data import Batch
 from ..embedding import DynamicTable, HashTableCollection
 from ..embedding.key_index import LOAD_FACTOR
 from ..pipeline.model_call import samples_of
-from ..settings import bytes_of
+from ..settings import bytes_of, typed
 
 SLOT_BYTES = 12
 """Of the key structure, see `tritonrec.embedding.key_index`."""
@@ -121,6 +121,7 @@ class Foretold:
         return sum(vars(self).values())
 
 
+@typed
 def foretell(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..settings import in_bytes
+from ..settings import in_bytes, typed
 from .bound import bound_data, lift_bound, stacks, tells_of_memory
 from .footprint import tables_added
 from .room import Room, memory_left
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 
 
+@typed
 class MemoryWatch:
     """Looks at the memory that is left as tables grow, after steps of a training.
 

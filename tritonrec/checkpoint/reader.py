@@ -318,7 +318,7 @@ class _Reader:
         """Columns of this rank's rows of a table, keys ascending."""
         most = self.size(table)
         found = {
-            column: torch.empty(most, *shape, dtype=getattr(torch, dtype))
+            column: torch.empty(most, *shape, dtype=getattr(torch, dtype), device="cpu")
             for column, (dtype, shape) in table["columns"].items()
         }
         end = 0

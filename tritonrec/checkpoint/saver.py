@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..files.places import Place, place_of
 from ..kernels.arguments import check_rank
+from ..settings import typed
 from .agreement import Agreement, Gather, single_rank
 from .files import CheckpointError
 from .lock import WriterLock
@@ -25,6 +26,7 @@ MOST_LAYERS = 256
 """Saves of changes after which one is full where bytes decide: a load opens files of each."""
 
 
+@typed
 class Saver:
     """Writes checkpoints on a background thread, one at a time, while training goes on::
 

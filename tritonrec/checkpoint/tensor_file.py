@@ -58,7 +58,7 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple
 @lru_cache(64)
 def _dtypes(tensors: tuple[tuple[str, torch.dtype], ...]) -> dict[str, str]:
     """Names in the order of a file, with the library's words for their dtypes: as in a file of no values."""
-    content = save({name: torch.empty(0, dtype=dtype) for name, dtype in tensors})
+    content = save({name: torch.empty(0, dtype=dtype, device="cpu") for name, dtype in tensors})
     return {name: entry["dtype"] for name, entry in json.loads(content[8:]).items()}
 
 

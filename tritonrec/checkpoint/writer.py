@@ -144,7 +144,7 @@ def _save(
     # Until the manifest is there no reader sees the files. A rank that fails makes all remove theirs.
     with agreement.phase(undo=lambda: prune(directory, kept=None)) as report:
         (directory / folder_of(step)).mkdir(parents=True, exist_ok=True)
-        nothing = torch.empty(0, dtype=torch.int64)
+        nothing = torch.empty(0, dtype=torch.int64, device="cpu")
         with _Files(directory, step, rank) as new:
             report["tables"] = {
                 name: _write_table(new, name, rows, (erased or {}).get(name, nothing), rank, world_size)

@@ -65,7 +65,7 @@ def partition_samples(costs: Tensor, world_size: int) -> list[Tensor]:
         load, rank = loads[0]
         heapq.heapreplace(loads, (load + values[place], rank))
         parts[rank].append(place)
-    return [torch.tensor(sorted(places), dtype=torch.int64) for places in parts]
+    return [torch.tensor(sorted(places), dtype=torch.int64, device="cpu") for places in parts]
 
 
 def dynamic_batches(chunks: Iterable[np.ndarray], target_tokens: int) -> Iterator[int]:

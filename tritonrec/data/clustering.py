@@ -30,6 +30,7 @@ from torch import Tensor
 from tritonrec.data.batch import Batch
 from tritonrec.data.jagged import check_offsets
 from tritonrec.kernels.launch import unique
+from tritonrec.settings import typed
 
 from ..kernels.caches import njit
 
@@ -47,7 +48,7 @@ def split(batch: Batch, num_micro_batches: int, clustering: bool = False, taper:
     Raises ValueError for N below 1, and for `sample_keys` whose offsets and keys do not fit together.
     """
     shares = tapered(num_micro_batches, taper)
-    samples = torch.arange(batch.num_samples)
+    samples = torch.arange(batch.num_samples, device="cpu")
     if num_micro_batches == 1:
         return [samples]
     if not clustering and taper == 1:
@@ -62,6 +63,7 @@ def split(batch: Batch, num_micro_batches: int, clustering: bool = False, taper:
     return list(torch.from_numpy(order).tensor_split(torch.from_numpy(ends[:-1])))
 
 
+@typed
 def tapered(num_micro_batches: int, taper: float) -> Tensor:
     """Shares (N,) float64 of the micro-batches of a window, small at both ends; they add up to 1.
 
@@ -73,7 +75,7 @@ def tapered(num_micro_batches: int, taper: float) -> Tensor:
         raise ValueError(f"num_micro_batches must be at least 1, got {num_micro_batches}")
     if not 0 < taper <= 1:
         raise ValueError(f"taper is a ratio of sizes in (0, 1], got {taper}")
-    places = torch.arange(num_micro_batches)
+    places = torch.arange(num_micro_batches, device="cpu")
     from_the_end = torch.minimum(places, places.flip(0))
     shares = (taper ** (from_the_end.max() - from_the_end).double()).clamp_min(1e-9)  # 0 is no share
     return shares / shares.sum()

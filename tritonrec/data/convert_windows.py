@@ -101,7 +101,7 @@ def write_windows(
             labels = cut.labels()
             events, positive = events + len(labels), positive + labels.sum(0)
             about = {"context": list(cut.context), "tasks": list(cut.tasks), "label_rule": cut.label_rule}
-            chunks = torch.arange(cut.num_samples).split(CHUNK) if cut.num_samples else ()
+            chunks = torch.arange(cut.num_samples, device="cpu").split(CHUNK) if cut.num_samples else ()
             tables = (table_of(cut.make_batch(0, samples)) for samples in chunks)
             written += _write(tables, out / f"part-{bucket:05}.parquet", rows_per_group)
             for part, batch in cut.held_out():

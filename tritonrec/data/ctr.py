@@ -33,6 +33,7 @@ from tritonrec.data.loader import LEAVE_ONE_OUT
 from tritonrec.data.ranking import auc
 from tritonrec.data.scored import Scored, one_by_one
 from tritonrec.data.splits import NO_PART, Part, Split, check_part, rows_of
+from tritonrec.settings import typed
 
 HELD_OUT = 0.1
 """Share of a log that is held out."""
@@ -129,6 +130,7 @@ class ClickBatch(Batch):
         return self
 
 
+@typed
 class ClickLoader(EpochLoader[ClickBatch]):
     """Training rows of a log, shuffled and sharded over ranks; sample ids are row numbers of the log.
 
@@ -160,7 +162,7 @@ class ClickLoader(EpochLoader[ClickBatch]):
         self.log, self.features = log, log.features
         self._dense, self._categories = torch.from_numpy(log.dense), torch.from_numpy(log.categories)
         self._labels = torch.from_numpy(log.labels)
-        sample_ids = torch.arange(first, last)
+        sample_ids = torch.arange(first, last, device="cpu")
         super().__init__(sample_ids, torch.ones_like(sample_ids), batch_size, seed, rank, world_size, balance)
 
     def settings(self) -> dict[str, Any]:
@@ -204,7 +206,7 @@ class ClickLoader(EpochLoader[ClickBatch]):
         first, last = self.log.trained, self.log.trained + self.log.validated
         if check_part(part) == "test":
             first, last = last, len(self.log)
-        for rows in torch.arange(first, last).split(batch_size) if first < last else ():
+        for rows in torch.arange(first, last, device="cpu").split(batch_size) if first < last else ():
             yield self._rows(0, rows)
 
     def _rows(self, step: int, rows: Tensor) -> ClickBatch:
@@ -212,6 +214,7 @@ class ClickLoader(EpochLoader[ClickBatch]):
         return ClickBatch(step, rows, features, self._dense[rows], self._labels[rows])
 
 
+@typed
 def clicks_from_ratings(
     log: Interactions, label_threshold: float | None = None, split: Split = LEAVE_ONE_OUT
 ) -> ClickLog:

@@ -22,8 +22,10 @@ from torch import Tensor
 from tritonrec.data.balancing import dynamic_batches
 from tritonrec.data.epochs import BatchType, Endless, EpochLoader, check_at_least
 from tritonrec.data.positions import check_same
+from tritonrec.settings import typed
 
 
+@typed
 class DynamicBatchLoader(Endless[BatchType]):
     """The samples of `loader` in batches of about `target_tokens` tokens a rank; a function of (seed, step).
 
@@ -99,7 +101,7 @@ class DynamicBatchLoader(Endless[BatchType]):
                 self._first_steps.append(self._first_steps[-1] + self.steps_of(len(self._first_steps) - 1))
             epoch = bisect_right(self._first_steps, step) - 1
         place = step - self._first_steps[epoch]
-        nothing = torch.empty(0, dtype=torch.int64)
+        nothing = torch.empty(0, dtype=torch.int64, device="cpu")
         return [batches[place] if place < len(batches) else nothing for batches in self._plan(epoch)]
 
     def _plan(self, epoch: int) -> list[list[Tensor]]:

@@ -20,11 +20,13 @@ from tritonrec.data.positions import check_same
 from tritonrec.data.sequences import NextItemStream
 from tritonrec.data.slices import work
 from tritonrec.data.stream import cut, joined
+from tritonrec.settings import typed
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 
+@typed
 class DynamicStream:
     """The samples of `stream` in batches of about `target_tokens` tokens a rank; an endless iterator.
 

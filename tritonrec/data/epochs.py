@@ -145,7 +145,7 @@ class EpochLoader(Endless[BatchType]):
     def _shards(self, samples: Tensor) -> list[Tensor]:
         if self.cost is not None:
             return partition_samples(self.cost.of(self.sample_tokens[samples]), self.world_size)
-        places = torch.arange(len(samples))
+        places = torch.arange(len(samples), device="cpu")
         return [places[rank :: self.world_size] for rank in range(self.world_size)]
 
 

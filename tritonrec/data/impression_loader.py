@@ -127,7 +127,7 @@ class ImpressionLoader(EpochLoader[ImpressionBatch]):
     def _windows(self, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """User, first event and end of each window of the events [first, last) (U,), from the last back."""
         windows = -(-(last - first) // self.max_exposed)
-        users = torch.repeat_interleave(torch.arange(len(windows)), windows)
+        users = torch.repeat_interleave(torch.arange(len(windows), device="cpu"), windows)
         backwards, _ = token_indices(torch.zeros_like(windows), windows)
         ends = last[users] - backwards * self.max_exposed
         return users, torch.maximum(ends - self.max_exposed, first[users]), ends
@@ -172,7 +172,7 @@ class ImpressionLoader(EpochLoader[ImpressionBatch]):
         users, begins, ends = self._windows(*self._parts[check_part(part)])
         if not len(users):
             raise ValueError(f"no event is held out for {part}: {NO_PART}")
-        for own in torch.arange(len(users)).split(batch_size):
+        for own in torch.arange(len(users), device="cpu").split(batch_size):
             yield self._cut(0, users[own], begins[own], ends[own])
 
     def _cut(self, step: int, users: Tensor, begins: Tensor, ends: Tensor) -> ImpressionBatch:

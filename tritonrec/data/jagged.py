@@ -68,7 +68,7 @@ def token_indices(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
 
 def order_by_key(sizes: Sequence[Sequence[int]]) -> Tensor:
     """Positions, in the order of keys, of rows stored batch by batch, ``sizes[batch][key]`` of each."""
-    lengths = torch.tensor(sizes, dtype=torch.int64)
+    lengths = torch.tensor(sizes, dtype=torch.int64, device="cpu")
     starts = offsets_of(lengths.flatten())[:-1].view(lengths.shape)
     return token_indices(starts.t().flatten(), lengths.t().flatten())[0]
 

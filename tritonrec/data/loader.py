@@ -91,7 +91,10 @@ class NextItems:
         none = ids.new_empty(len(ids), 0)
         history = JaggedBatch.from_sequences(0, sample_ids, offsets, ids, timestamps[tokens], ids, none)
         seen, _ = token_indices(starts, before)
-        users, places = torch.repeat_interleave(torch.arange(len(starts)), before), self._places(items[seen])
+        users, places = (
+            torch.repeat_interleave(torch.arange(len(starts), device="cpu"), before),
+            self._places(items[seen]),
+        )
         known = places >= 0
         return EvaluationBatch(history, self._places(items[starts + before]), users[known], places[known])
 

@@ -11,6 +11,7 @@ from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomS
 
 from tritonrec.data.batch import Batch
 from tritonrec.data.positions import check_same
+from tritonrec.settings import typed
 
 LOADER, SAMPLER = ("batch_size", "drop_last"), ("seed", "num_replicas", "shuffle", "batch_size", "drop_last")
 """Settings of a ``DataLoader``, and of its samplers; `num_replicas` is the number of ranks."""
@@ -21,6 +22,7 @@ RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
 
 
+@typed
 class NumberedLoader(Generic[AnyBatch]):
     """The batches of `loader`, epoch after epoch, with their steps set; an iterator with a position.
 

@@ -38,6 +38,7 @@ from tritonrec.data.loader import EvaluationBatch, NextItemLoader
 from tritonrec.data.scored import Scored, one_by_one
 from tritonrec.data.sequences import NextItemStream
 from tritonrec.data.splits import Part
+from tritonrec.settings import typed
 
 ScoreFunction = Callable[[JaggedBatch], Tensor]
 ImpressionScoreFunction = Callable[[ImpressionBatch], Tensor]
@@ -50,6 +51,7 @@ LISTED = 2**21
 """Places of lists at a time: k may be the catalogue, and a place takes more memory than a score."""
 
 
+@typed
 def evaluate(
     score_fn: ScoreFunction,
     loader: NextItems,
@@ -103,7 +105,7 @@ def ranking_metrics(ranks: Iterable[Tensor], ks: Sequence[int], items: int) -> d
     found = []
     for some in ranks:
         for few in some.split(max(1, LISTED // max(kept))):
-            hits = few[:, None] == torch.arange(max(kept), dtype=torch.int64)
+            hits = few[:, None] == torch.arange(max(kept), dtype=torch.int64, device="cpu")
             found.append(list_terms(hits, torch.ones_like(few), kept))
     terms = torch.cat(found, 2)
     return {
@@ -120,7 +122,9 @@ def list_terms(hits: Tensor, relevant: Tensor, ks: Sequence[int]) -> Tensor:
         hits: (B, K) bool, whether an item is relevant, best first; K is at least the largest of `ks`.
         relevant: (B,) int64, how many items are, listed or not; a list without any counts as 0.
     """
-    discounts = torch.tensor([1 / math.log2(rank + 2) for rank in range(hits.shape[1])], dtype=torch.float64)
+    discounts = torch.tensor(
+        [1 / math.log2(rank + 2) for rank in range(hits.shape[1])], dtype=torch.float64, device="cpu"
+    )
     found, gains, best = hits.cumsum(1), (hits * discounts).cumsum(1), discounts.cumsum(0)
     first = 1 / (hits.int().argmax(1) + 1).double()
     terms = []
@@ -145,8 +149,8 @@ class RankCounter:
         self._targets = torch.cat([each.targets for each in batches])
         self._samples = torch.cat([each.history.sample_ids for each in batches])
         self._own, self._loader = own, loader
-        self._above, self._wrong = torch.zeros(len(own), dtype=torch.int64), [-1, -1]
-        first, pairs = 0, [torch.empty(0, dtype=torch.int64)]
+        self._above, self._wrong = torch.zeros(len(own), dtype=torch.int64, device="cpu"), [-1, -1]
+        first, pairs = 0, [torch.empty(0, dtype=torch.int64, device="cpu")]
         for each in batches if exclude_seen else ():
             pairs.append(each.seen_items * len(own) + each.seen_users + first)
             first += len(each.targets)
@@ -175,7 +179,9 @@ class RankCounter:
 
         2**63 - 1, above any k, where that is not in the catalogue. Raises ValueError for a score that is NaN.
         """
-        found = all_gather(torch.cat([self._above, torch.tensor(self._wrong, dtype=torch.int64)]))
+        found = all_gather(
+            torch.cat([self._above, torch.tensor(self._wrong, dtype=torch.int64, device="cpu")])
+        )
         for user, place in (each[-2:].tolist() for each in found):
             if user >= 0:
                 raise ValueError(
@@ -195,10 +201,10 @@ def target_ranks(
     users, items = len(batch.targets), loader.num_items
     scores = checked_scores(scores, (users, items), "users by catalogue")
     if items == 0:
-        return torch.full((users,), NO_RANK, dtype=torch.int64)
+        return torch.full((users,), NO_RANK, dtype=torch.int64, device="cpu")
     own = scores.gather(1, batch.targets.clamp(min=0)[:, None])[:, 0]
     counter = RankCounter([batch], own, loader, exclude_seen)
-    counter.count(scores, torch.arange(items))
+    counter.count(scores, torch.arange(items, device="cpu"))
     return counter.ranks()
 
 

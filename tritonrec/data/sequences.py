@@ -120,7 +120,10 @@ class NextItemStream(NextItems, Stream[JaggedBatch]):
 
     def _count_items(self) -> tuple[Tensor, Tensor]:
         """The items in training (I,) ascending, and their occurrences (I,): a pass over all rows."""
-        items, counts = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+        items, counts = (
+            torch.empty(0, dtype=torch.int64, device="cpu"),
+            torch.empty(0, dtype=torch.int64, device="cpu"),
+        )
         for _numbers, table in self.rows.batches(1 << 14):
             found, timestamps, starts, lengths = self._lists(table)
             trained = torch.from_numpy(self._counts(timestamps, lengths)[1])

@@ -102,7 +102,7 @@ class TopicStream(Generic[BatchType]):
                 ids += range(first * every + partition, last * every + partition, every)
                 messages += found
         with work("collate"):
-            batch = self.collate(step, torch.tensor(ids, dtype=torch.int64), messages)
+            batch = self.collate(step, torch.tensor(ids, dtype=torch.int64, device="cpu"), messages)
         self.step = step + 1
         return batch
 
@@ -127,6 +127,7 @@ class TopicStream(Generic[BatchType]):
         return {"kind": type(self).__name__, **about}
 
 
+@typed
 class KafkaTopic:
     """A topic of Kafka, or of what speaks its protocol, by the package confluent-kafka (extra ``kafka``).
 

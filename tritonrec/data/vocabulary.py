@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from tritonrec.files import atomic_write
+from tritonrec.settings import typed
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -314,6 +315,7 @@ def vocabularies_of(tensors: Mapping[str, Tensor]) -> dict[str, Vocabulary]:
     return {name: Vocabulary.from_state(state) for name, state in sorted(states.items())}
 
 
+@typed
 def hashed_ids(words: Words, bits: int = 64) -> np.ndarray:
     """(n,) int64: the hash of each word, the same on every machine, in every run and version.
 

@@ -338,7 +338,7 @@ class _Folder:
             for name in names:
                 saved = self._saved[name]
                 shape = saved.size if last is None else [last - first, *saved.size[1:]]
-                state[name] = torch.empty(tuple(shape), dtype=saved.properties.dtype)
+                state[name] = torch.empty(tuple(shape), dtype=saved.properties.dtype, device="cpu")
             dcp.load(state, storage_reader=self._reader, planner=_LoadPlanner(first), no_dist=True)
         return state
 

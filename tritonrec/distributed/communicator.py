@@ -197,7 +197,7 @@ class Communicator:
         if world == 1:
             return [values]
         # Two all-to-alls, since the ranks' parts differ in length: the same part goes to everybody.
-        lengths = torch.full((world, 1), len(values), dtype=torch.int64)
+        lengths = torch.full((world, 1), len(values), dtype=torch.int64, device="cpu")
         counts = self.all_to_all_equal(lengths).flatten().tolist()
         repeated = values.repeat(world, *(1 for _ in values.shape[1:]))
         return list(self.all_to_all(repeated, [len(values)] * world, counts).split(counts))
@@ -207,7 +207,7 @@ class Communicator:
         mine = (
             torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
             if text
-            else torch.empty(0, dtype=torch.uint8)
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
         )
         parts = self.all_gather(mine)
         return [bytes(part.tolist()).decode() for part in parts]

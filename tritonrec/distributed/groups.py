@@ -152,7 +152,7 @@ class Communicators:
                 many ranks of one look it up; 1: every rank asks every owner itself.
         """
         validate_division(len(ranks), replicas, nodes)
-        mesh = torch.tensor(ranks, dtype=torch.int64).view(-1, replicas)
+        mesh = torch.tensor(ranks, dtype=torch.int64, device="cpu").view(-1, replicas)
         return cls._of(mesh, timeout, backend, watch, nodes)
 
     @classmethod
@@ -195,7 +195,7 @@ class Communicators:
 
         # The first group, over which the ranks compare their arguments: with other ones they would go on to
         # create other groups, and wait for each other.
-        groups(torch.tensor([all_ranks], dtype=torch.int64), "control")
+        groups(torch.tensor([all_ranks], dtype=torch.int64, device="cpu"), "control")
         if control := found.get("control"):
             check_ranks_agree(
                 control,
@@ -209,7 +209,7 @@ class Communicators:
         by_node, by_rail = nodes_and_rails(mesh, nodes)
         groups(by_node, "node_routing", "node")
         groups(by_rail, "rail_routing", "rail")
-        groups(torch.tensor([all_ranks], dtype=torch.int64), "reduce")
+        groups(torch.tensor([all_ranks], dtype=torch.int64, device="cpu"), "reduce")
         if mesh.shape[1] == 1:
             found.update({"shard_control": found["control"]} if found else {})
         else:

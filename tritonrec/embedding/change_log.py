@@ -124,7 +124,7 @@ class ChangeLog:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         erased = self.erased()
         erased = erased[rows.find(erased) < 0]
-        none = torch.empty(0, dtype=torch.int64)
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
         marked = [none, *(handles for _, handles in self._marked)]
         known = [none, *(keys for keys, _ in self._marked if keys is not None)]
         if self._device is None and self._changed is not None and len(known) == len(marked):
@@ -133,7 +133,8 @@ class ChangeLog:
             # A marked row may have been erased since, and its handle may be another key's.
             there = rows.find(keys) == handles
             keys, order = keys[there].sort()
-            once = torch.ones(len(keys), dtype=torch.bool)  # erased and inserted again, a row is there twice
+            # Erased and inserted again, a row is there twice.
+            once = torch.ones(len(keys), dtype=torch.bool, device="cpu")
             torch.ne(keys[1:], keys[:-1], out=once[1:])
             keys, handles = keys[once], handles[there][order][once]
             self._marked, self._erased = [], []
@@ -154,5 +155,5 @@ class ChangeLog:
 
     def erased(self) -> torch.Tensor:
         """Erased keys (n,) int64, ascending, distinct; some may have been inserted again since."""
-        none = torch.empty(0, dtype=torch.int64, device=self._device)
+        none = torch.empty(0, dtype=torch.int64, device=self._device or "cpu")
         return torch.cat([none, *(trimmed(*each) for each in self._erased)]).unique()

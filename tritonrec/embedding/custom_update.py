@@ -253,10 +253,10 @@ def _results(function: UpdateFunction, widths: tuple[int, ...]) -> str:
     sizes, found = (0.97313, -0.31729, 1.0371e-3, 1.0193e-8, 0.0), list[float]()
     try:
         with torch.no_grad(), torch.device("cpu"):
-            weight = torch.full((len(sizes), 1), 0.51739, dtype=torch.float32)
-            state = torch.zeros(len(sizes), widths[0], dtype=torch.float32)
+            weight = torch.full((len(sizes), 1), 0.51739, dtype=torch.float32, device="cpu")
+            state = torch.zeros(len(sizes), widths[0], dtype=torch.float32, device="cpu")
             for number, step in enumerate(PROBED, 1):
-                gradient = torch.tensor(sizes, dtype=torch.float32)[:, None] / number
+                gradient = torch.tensor(sizes, dtype=torch.float32, device="cpu")[:, None] / number
                 weight, state = function(weight, state, gradient, step, 0.10327)
                 found += torch.cat([weight, state], 1).flatten().tolist()
     except Exception:

@@ -20,7 +20,7 @@ class DeviceNumbers:
         self._event: torch.Event | None = None
         self._copy = self.values
         if device.type != "cpu":
-            self._copy = torch.zeros(count, dtype=torch.int64, pin_memory=True)
+            self._copy = torch.zeros(count, dtype=torch.int64, pin_memory=True, device="cpu")
 
     def add(self, change: torch.Tensor, rise: tuple[int, ...]) -> None:
         """Add `change` (count,) to the numbers; no entry of it is above that of `rise`."""
@@ -67,7 +67,7 @@ class Arriving:
         self._copy = values
         self._event: torch.Event | None = None
         if values.device.type != "cpu":
-            self._copy = torch.empty(values.shape, dtype=torch.int64, pin_memory=True)
+            self._copy = torch.empty(values.shape, dtype=torch.int64, pin_memory=True, device="cpu")
             self._copy.copy_(values, non_blocking=True)
             self._event = torch.accelerator.current_stream(values.device).record_event()
 

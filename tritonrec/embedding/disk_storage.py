@@ -53,19 +53,22 @@ class DiskStorage(RowStorage):
                 "batches' rows should fit"
             )
         self._file = RowFile(path, size)
-        self._memory = torch.empty(count, row_width, dtype=torch.float32)
+        self._memory = torch.empty(count, row_width, dtype=torch.float32, device="cpu")
         self._chunk = chunked_rows.addresses([self._memory], self.device)
         self._places = RowColumn(torch.int32)  # by handle: 1 + its place
         self._low = TierMarks(dim, self.device)
         # of a place: the last lookup of its row, the uses since the hand passed; 1 + its handle, updated
         self._recent, self._uses = (
-            torch.zeros(count, dtype=torch.int32),
-            torch.zeros(count, dtype=torch.uint8),
+            torch.zeros(count, dtype=torch.int32, device="cpu"),
+            torch.zeros(count, dtype=torch.uint8, device="cpu"),
         )
-        self._handles, self._dirty = (torch.zeros(count, dtype=dtype) for dtype in (torch.int64, torch.bool))
+        self._handles, self._dirty = (
+            torch.zeros(count, dtype=dtype, device="cpu") for dtype in (torch.int64, torch.bool)
+        )
         self._hand, self._lookup, self._found = 0, 1, 0
         self._all_used = -1  # the last lookup since which all places were used: looked at once, as in a load
-        self._outside = torch.empty(0, dtype=torch.int64)  # handles of the last lookup without a place
+        # Handles of the last lookup without a place.
+        self._outside = torch.empty(0, dtype=torch.int64, device="cpu")
         self._moving = StreamLock(
             self.device
         )  # for rows that move while another lane reads the table's state
@@ -160,7 +163,7 @@ class DiskStorage(RowStorage):
         """Give places to rows of `handles` (K,), of rows that no lookup since `before` has used, and read
         them unless they are `new`; returns the handles of the first ones, for which there were places.
         """
-        places = torch.empty(len(handles) if before > self._all_used else 0, dtype=torch.int64)
+        places = torch.empty(len(handles) if before > self._all_used else 0, dtype=torch.int64, device="cpu")
         count, hand = numba_disk.choose(
             self._recent.numpy(), self._uses.numpy(), self._hand, before, places.numpy()
         )

@@ -41,7 +41,7 @@ class Evictor:
         self.eviction, self._layout, self._device, self._capacity = eviction, layout, device, capacity
         self.values = RowColumn(torch.int32, device=device)
         # rows of each logical table
-        self._sizes = torch.zeros(len(layout.names), dtype=torch.int64, device=device)
+        self._sizes = torch.zeros(len(layout.names), dtype=torch.int64, device=device or "cpu")
         self._missing_timestamps = False
         self._counts = eviction.policy == "lfu"
         self._marks = RowColumn(torch.bool)  # of pinned rows, in a pass
@@ -80,7 +80,7 @@ class Evictor:
     def stamp(self, rows: StoredTable, step: int) -> torch.Tensor:
         """Give rows without a timestamp the timestamp `step`; returns their handles (n,), or -1."""
         if self._counts or not self._missing_timestamps:
-            return torch.empty(0, dtype=torch.int64, device=self._device)
+            return torch.empty(0, dtype=torch.int64, device=self._device or "cpu")
         _keys, handles = rows.slots_in_order() if rows.padded else rows.items()
         handles = torch.where(self.values[handles] == NO_TIMESTAMP, handles, -1)
         self.values[handles] = step
@@ -103,7 +103,7 @@ class Evictor:
             sizes = self._sizes if all_reduce is None else all_reduce(self._sizes.clone())
             excess = (sizes - capacity).clamp(min=0)
             if not bool(excess.any()):
-                return torch.empty(0, dtype=torch.int64, device=self._device)
+                return torch.empty(0, dtype=torch.int64, device=self._device or "cpu")
         if self._counts:
             keys, _handles, scores = unpinned_rows(rows, pinned, self.values)
         else:
@@ -126,7 +126,7 @@ class Evictor:
         # Marks by handle, taken back below: a lookup of one bit, where a search in `pinned` would be needed.
         self._marks[pinned] = True
         missing = enough.clone()
-        none = torch.empty(0, dtype=torch.int64)
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
         found = [(none, none)]
         for bucket in self._ages.oldest(rows):
             # Buckets come by ascending step: the first one that is young enough ends the walk.

@@ -111,6 +111,9 @@ class HashOptimizer(torch.optim.Optimizer):
                 group["lr"] = rate_at(each.group.optimizer.lr, number + 1)
         return loss
 
+    def __copy__(self) -> HashOptimizer:
+        raise TypeError("a HashOptimizer has no copy: make one of the model, and load its state_dict")
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only at the start, one for each table: ValueError for another one, which nothing would update."""
         if len(getattr(self, "param_groups", ())) == len(self.gradients):
@@ -317,6 +320,8 @@ def _validate_groups(groups: Iterable[dict[str, Any]]) -> None:
 
 def _rule_at(rule: RowOptimizer, group: dict[str, Any], number: int) -> RowOptimizer:
     """`rule` with the learning rate of its parameter group; ValueError where it cannot have that."""
+    if isinstance(group["lr"], str):
+        raise TypeError(f"lr of table {', '.join(group['tables'])} must be a number, got {group['lr']!r}")
     lr, own = float(group["lr"]), rate_at(rule.lr, number)
     if lr == own:
         return rule
@@ -336,7 +341,7 @@ def _rule_at(rule: RowOptimizer, group: dict[str, Any], number: int) -> RowOptim
 
 def _sum_of_squares(gradients: list[torch.Tensor], over: Communicator) -> torch.Tensor:
     """() float64 of all ranks' gradients; infinite where one is not finite or the sum reaches 2**50."""
-    limbs = torch.zeros(3, dtype=torch.int64)
+    limbs = torch.zeros(3, dtype=torch.int64, device="cpu")
     for gradient in gradients:
         limbs += launch.sum_of_squares(gradient).cpu()
     # sum = high + middle * 2**-32 + low * 2**-64, of integers, whose sums over ranks have no order.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import torch
+
 _thread = threading.local()
 
 
@@ -21,6 +23,15 @@ class as_lane:
 def is_lane() -> bool:
     """Whether this thread runs a lane's code."""
     return getattr(_thread, "lane", False)
+
+
+def check_trainable() -> None:
+    """Raise RuntimeError under ``torch.inference_mode()``, whose tensors no update may write to."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "what is made or loaded under torch.inference_mode() cannot be trained: do it outside, or take "
+            "torch.no_grad()"
+        )
 
 
 class InFlight:

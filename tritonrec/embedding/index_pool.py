@@ -13,7 +13,8 @@ class IndexPool:
 
     def __init__(self) -> None:
         self.end = 0  # every number allocated so far is below
-        self._free = torch.empty(0, dtype=torch.int64)  # a stack; its first `_count` numbers are on it
+        # A stack; its first `_count` numbers are on it.
+        self._free = torch.empty(0, dtype=torch.int64, device="cpu")
         self._count = 0
 
     def __len__(self) -> int:
@@ -49,7 +50,9 @@ class IndexPool:
         """The next `count` numbers (count,) int64. Raises MemoryError."""
         self.check_room(count)
         again = self.next_free(count)
-        numbers = torch.cat([again, torch.arange(self.end, self.end + count - len(again), dtype=torch.int64)])
+        numbers = torch.cat(
+            [again, torch.arange(self.end, self.end + count - len(again), dtype=torch.int64, device="cpu")]
+        )
         self.claim(count)
         return numbers
 
@@ -59,7 +62,7 @@ class IndexPool:
         if count == self._count:
             return
         if count > len(self._free):
-            larger = torch.empty(max(count, 2 * len(self._free)), dtype=torch.int64)
+            larger = torch.empty(max(count, 2 * len(self._free)), dtype=torch.int64, device="cpu")
             larger[: self._count] = self._free[: self._count]
             self._free = larger
         self._free[self._count : count] = numbers

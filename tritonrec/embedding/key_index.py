@@ -148,8 +148,8 @@ class KeyIndex:
 
     def items(self, dtype: torch.dtype = torch.int64) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys (N,) int64 and their handles (N,) of `dtype`, in no particular order."""
-        keys = torch.empty(self._size + 1, dtype=torch.int64)
-        rows = torch.empty(self._size + 1, dtype=dtype)
+        keys = torch.empty(self._size + 1, dtype=torch.int64, device="cpu")
+        rows = torch.empty(self._size + 1, dtype=dtype, device="cpu")
         count = 0
         for one in (self._now, self._old):
             if one is not None:
@@ -238,8 +238,8 @@ class _Structure:
         self.slots, self.done, self.tombstones = slots, 0, 0
         # torch aligns to cache lines. numpy does not: a group of slots on two lines doubles the time of
         # finds, and numpy's huge pages cost more at the first touch than they save here.
-        self.keys = torch.empty(slots, dtype=torch.int64).numpy().view(np.uint64)
-        self.rows = torch.empty(slots, dtype=torch.int32).numpy()
+        self.keys = torch.empty(slots, dtype=torch.int64, device="cpu").numpy().view(np.uint64)
+        self.rows = torch.empty(slots, dtype=torch.int32, device="cpu").numpy()
         self.nbytes = self.keys.nbytes + self.rows.nbytes
 
     def clear(self, slots: int) -> int:

@@ -82,8 +82,8 @@ class KeyLayout:
         if not self._fit(together):
             for name, each in zip(features, ids, strict=True):
                 self.validate(each, name)
-        prefixes = torch.tensor(members, dtype=torch.int64) << self._shift
-        lengths = torch.tensor([each.shape[0] for each in ids], dtype=torch.int64)
+        prefixes = torch.tensor(members, dtype=torch.int64, device="cpu") << self._shift
+        lengths = torch.tensor([each.shape[0] for each in ids], dtype=torch.int64, device="cpu")
         return together | torch.repeat_interleave(prefixes, lengths, output_size=together.shape[0])
 
     def _fit(self, ids: torch.Tensor) -> bool:

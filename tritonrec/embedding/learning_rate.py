@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, is_dataclass
 from numbers import Real
 from typing import Any
 
+from ..settings import typed
+
 Schedule = Callable[[int], float]
 """Update's number, from 1, to learning rate."""
 PROBED = (1, 10, 100, 1000, 10_000, 100_000)
@@ -55,6 +57,7 @@ class _Warmup:
         raise NotImplementedError
 
 
+@typed
 @dataclass(frozen=True)
 class WarmupLinear(_Warmup):
     """Linear from 0 to `lr` in `warmup` updates, linear to `floor` at update `steps`, then constant.
@@ -66,6 +69,7 @@ class WarmupLinear(_Warmup):
         return self.lr + (self.floor - self.lr) * progress
 
 
+@typed
 @dataclass(frozen=True)
 class WarmupCosine(_Warmup):
     """Linear from 0 to `lr` in `warmup` updates, half a cosine to `floor` at update `steps`, then constant.
@@ -79,6 +83,7 @@ class WarmupCosine(_Warmup):
         return self.floor + (self.lr - self.floor) * (0.5 * (1.0 + cosine))
 
 
+@typed
 @dataclass(frozen=True)
 class StepDecay:
     """``lr * gamma**n`` after n times `step_size` updates: `torch.optim.lr_scheduler.StepLR`."""

@@ -53,7 +53,7 @@ class PinnedRows:
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        none = torch.empty(0, dtype=torch.int64, device=device)
+        none = torch.empty(0, dtype=torch.int64, device=device or "cpu")
         self._before, self.last = none, none  # handles of the last lookup but one, and of the last
         self._reserved = none, none  # free after the next lookup, and after the second one
 
@@ -93,7 +93,8 @@ class RowMetadata:
     def __init__(self, policies: Sequence[RowPolicy], device: torch.device | None = None):
         self.policies = policies
         self.changes, self.pinned = ChangeLog(device), PinnedRows(device)
-        self._last_keys: torch.Tensor | None = torch.empty(0, dtype=torch.int64)  # of the pinned rows
+        # Of the pinned rows.
+        self._last_keys: torch.Tensor | None = torch.empty(0, dtype=torch.int64, device="cpu")
 
     @property
     def nbytes(self) -> int:

@@ -23,8 +23,8 @@ def save_module_state(module: Any, state_dict: dict[str, Any], prefix: str, loca
             if column == "rows":
                 column, values = "weight", values[:, : module.tables.dim_of(table)].contiguous()
             state_dict[f"{prefix}{table}.{column}"] = values
-    state_dict[f"{prefix}seed"] = torch.tensor(module.tables.seed, dtype=torch.int64)
-    state_dict[f"{prefix}lookups"] = torch.tensor(module.lookups, dtype=torch.int64)
+    state_dict[f"{prefix}seed"] = torch.tensor(module.tables.seed, dtype=torch.int64, device="cpu")
+    state_dict[f"{prefix}lookups"] = torch.tensor(module.lookups, dtype=torch.int64, device="cpu")
 
 
 def load_module_state(

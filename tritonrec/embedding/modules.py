@@ -33,7 +33,7 @@ from .row_optimizer import RowOptimizer
 from .rows_parameter import RowsParameter
 from .state_check import check_distinct
 from .table import DynamicTable
-from .tracing import UNSCRIPTABLE, leaf_call
+from .tracing import UNSCRIPTABLE, leaf_call, refuse_transforms
 
 Consistency = Literal["batch", "window"]
 
@@ -142,6 +142,7 @@ class HashEmbeddingCollection(torch.nn.Module):
         return self._embed(features)
 
     def _embed(self, features: Any) -> dict[str, torch.Tensor]:
+        refuse_transforms()
         lookups = self._lookups(features)
         return self.tables.by_feature(self._rows(self.tables.keys(lookups), lookups), lookups)
 
@@ -175,6 +176,11 @@ class HashEmbeddingCollection(torch.nn.Module):
             is_tensor = isinstance(ids, torch.Tensor)
             got, how = (ids.dtype, ".long()") if is_tensor else (type(ids).__name__, "torch.as_tensor(ids)")
             raise TypeError(f"ids of feature {name!r} must be an int64 tensor, got {got}: convert with {how}")
+        if ids.layout != torch.strided:
+            raise TypeError(
+                f"ids of feature {name!r} must be a dense tensor, got {ids.layout}: .to_dense(), or "
+                ".values() and .offsets() of a jagged one"
+            )
         if ids.dim() != 1:
             raise ValueError(f"ids of feature {name!r} must have shape (n,), got {tuple(ids.shape)}")
         self._device = self._device or ids.device
@@ -261,7 +267,7 @@ class HashEmbeddingCollection(torch.nn.Module):
 
         ``empty``: no rows, for the width.
         """
-        tables, none = self.tables, torch.empty(0, dtype=torch.int64)
+        tables, none = self.tables, torch.empty(0, dtype=torch.int64, device="cpu")
         # Once for all tables: an export walks all rows.
         found = {} if empty else tables.export()
         for name in tables.table_names:
@@ -322,6 +328,10 @@ class HashEmbeddingCollection(torch.nn.Module):
             raise TypeError(
                 f"rows of {type(self).__name__} are float32, and cannot become {probe.dtype}: compute under "
                 "torch.autocast, or store rows in 16 bits with TablePolicy(precision=PrecisionTiers(...))"
+            )
+        if probe.is_meta:
+            raise TypeError(
+                f"rows of {type(self).__name__} cannot be on the meta device, which has no values"
             )
         if probe.device.type == "cpu" and probe.is_shared():
             raise TypeError(
@@ -392,6 +402,16 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
+        leaf = ctx.next_functions[0][0]
+        while leaf.next_functions:  # the rows are on another device
+            leaf = leaf.next_functions[0][0]
+        try:
+            torch._C._will_engine_execute_node(leaf)
+        except RuntimeError:  # torch's name of it: a leaf whose gradient is returned and not kept
+            raise TypeError(
+                "torch.autograd.grad of a parameter that stands for rows of a hash embedding returns none, "
+                "and would add to the HashOptimizer's: take it of the module's output, or call backward()"
+            ) from None
         # What an empty bag's gradient is, be it not a number, is nobody's.
         of_rows = [
             each if of is None else each.masked_fill((of == 0).unsqueeze(1).to(each.device), 0.0)

@@ -24,7 +24,7 @@ class RowColumn:
 
     def __init__(self, dtype: torch.dtype, absent: int = 0, end: int = 0, device: torch.device | None = None):
         self._absent = absent
-        values = torch.zeros(end + 1, dtype=dtype, device=device)
+        values = torch.zeros(end + 1, dtype=dtype, device=device or "cpu")
         values[-1] = absent
         self._values = Replaceable(values)
 

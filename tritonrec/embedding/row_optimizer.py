@@ -285,7 +285,7 @@ class DecayFactors:
             if len(new) == 1:
                 self._factors[update - 1].fill_(new[0])  # a copy to a device would wait
             elif new:
-                self._factors[self._known : update] = torch.tensor(new, dtype=torch.float32)
+                self._factors[self._known : update] = torch.tensor(new, dtype=torch.float32, device="cpu")
             self._known = max(self._known, update)
             return self._factors[:update]
 

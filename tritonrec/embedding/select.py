@@ -56,7 +56,7 @@ def select_smallest(
         if not bool((remaining > 0).any()):
             break
         flip = 128 if signed else 0  # negative numbers come first
-        counts = torch.zeros(len(k), 256, dtype=torch.int64)
+        counts = torch.zeros(len(k), 256, dtype=torch.int64, device="cpu")
         numba_select.count_digits(word, belongs, candidates, shift, flip, counts.numpy())
         if all_reduce is not None:
             counts = all_reduce(counts)
@@ -88,10 +88,10 @@ def unpinned_rows(
     """
     keys, handles = rows.items()
     numbers = metadata.rows
-    marks = torch.zeros(rows.end, dtype=torch.bool)
+    marks = torch.zeros(rows.end, dtype=torch.bool, device="cpu")
     marks[pinned[pinned >= 0]] = True
     left_keys, left_handles = torch.empty_like(keys), torch.empty_like(handles)
-    values = torch.empty(len(keys), dtype=numbers.dtype)
+    values = torch.empty(len(keys), dtype=numbers.dtype, device="cpu")
     count = numba_select.unpinned(
         keys.numpy(), handles.numpy(), marks.numpy(), numbers.numpy(),
         left_keys.numpy(), left_handles.numpy(), values.numpy(),

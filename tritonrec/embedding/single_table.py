@@ -49,7 +49,7 @@ class HashEmbedding(HashEmbeddingCollection):
         """
         if isinstance(ids, torch.fx.Proxy):
             return leaf_call(self, ids)
-        if not isinstance(ids, torch.Tensor):
+        if not isinstance(ids, torch.Tensor) or ids.layout != torch.strided:
             self._checked(self.name, ids)
         rows = super().forward({self.name: ids.reshape(-1)})[self.name]
         return rows.view(*ids.shape, self.dim)

@@ -108,7 +108,9 @@ class Snapshot:
         """
         kept = getattr(self._kept, "values", None)
         if kept is None or len(kept) < len(handles):
-            kept = self._kept.values = torch.empty(len(handles) * 9 // 8, self.row_width, dtype=torch.float32)
+            kept = self._kept.values = torch.empty(
+                len(handles) * 9 // 8, self.row_width, dtype=torch.float32, device="cpu"
+            )
         values = kept[: len(handles)]
         for keys_here, here, out in zip(
             keys.split(READ), handles.split(READ), values.split(READ), strict=True
@@ -165,7 +167,7 @@ class SnapshotRows:
         self.like: Mapping[str, torch.Tensor] = {
             "keys": ids[:0],
             **{name: values[:0] for name, values in snapshot.metadata.items()},
-            "rows": narrowed(torch.empty(0, snapshot.row_width, dtype=torch.float32)),
+            "rows": narrowed(torch.empty(0, snapshot.row_width, dtype=torch.float32, device="cpu")),
         }
         self._bounds: list[list[int]] = []  # where the parts begin in each stretch
         self._copy: RowFile | None = None  # of the rows in their new order
@@ -185,7 +187,7 @@ class SnapshotRows:
             if self._copy is not None:
                 keys, places = self._pack(torch.from_numpy(ids)), torch.from_numpy(handles.astype(np.int64))
                 rows = torch.from_numpy(np.take(self._snapshot.read(keys, places).numpy(), order, axis=0))
-                here = torch.arange(len(rows), dtype=torch.int64)
+                here = torch.arange(len(rows), dtype=torch.int64, device="cpu")
                 self._copy.write(start + here, rows, here)
             ids[:], handles[:] = np.take(ids, order), np.take(handles, order)
             self._bounds.append([start + bound for bound in bounds])
@@ -205,9 +207,11 @@ class SnapshotRows:
         if self._copy is None:
             rows = self._narrowed(self._snapshot.read(self._pack(keys), places))
             return {"keys": keys, **columns, "rows": rows}
-        copied = torch.empty(len(ids), self._snapshot.row_width, dtype=torch.float32)
-        places = torch.cat([torch.arange(at[part], at[part + 1], dtype=torch.int64) for at in self._bounds])
-        self._copy.read(places, copied, torch.arange(len(ids), dtype=torch.int64))
+        copied = torch.empty(len(ids), self._snapshot.row_width, dtype=torch.float32, device="cpu")
+        places = torch.cat(
+            [torch.arange(at[part], at[part + 1], dtype=torch.int64, device="cpu") for at in self._bounds]
+        )
+        self._copy.read(places, copied, torch.arange(len(ids), dtype=torch.int64, device="cpu"))
         rows = self._narrowed(torch.from_numpy(np.take(copied.numpy(), order, axis=0)))
         return {"keys": keys, **columns, "rows": rows}
 

@@ -1,4 +1,4 @@
-"""Hash embeddings in traced models: one call in a graph of `torch.fx`, and none in TorchScript."""
+"""Hash embeddings in traced and transformed models: one call in a graph of `torch.fx`, and none elsewhere."""
 
 from __future__ import annotations
 
@@ -6,11 +6,28 @@ from typing import Any
 
 import torch.fx
 
+from ..kernels.dispatch import is_compiling
+
 UNSCRIPTABLE = (
     "TorchScript has no type for a table that grows: its rows are no parameters, and numba or Triton kernels "
     "look them up. Trace with torch.fx, compile with torch.compile, or export for serving"
 )
-"""Why ``torch.jit.script`` is refused."""
+"""Why ``torch.jit`` is refused."""
+
+
+def refuse_transforms() -> None:
+    """Raise TypeError where torch records a call of a hash embedding, or gives it tensors without values."""
+    if torch._C._get_tracing_state() is not None:
+        raise TypeError(UNSCRIPTABLE)
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise TypeError(
+            "a transform of torch.func (grad, vmap, jacrev) would not reach the rows of a hash embedding: "
+            "look them up outside of it, and give them to the function as an argument"
+        )
+    if is_compiling() and torch.compiler.is_exporting():  # the flag alone is the process's
+        raise TypeError(
+            "torch.export has no place for a table that grows: tritonrec.serving.export writes rows and model"
+        )
 
 
 def leaf_call(module: torch.nn.Module, *args: Any) -> Any:

@@ -14,7 +14,7 @@ from ..settings import check_number
 from .candidates import Candidates
 from .device_numbers import Arriving
 from .evictor import Evictor
-from .in_flight import InFlight
+from .in_flight import InFlight, check_trainable
 from .key_layout import KeyLayout
 from .lookup import Counters, Lookup
 from .metadata import RowMetadata, RowPolicy
@@ -49,6 +49,7 @@ class TrainedTable:
         policy: TablePolicy | None = None,
         placement: Placement | None = None,
     ):
+        check_trainable()
         self.dim, self.row_width = dim, dim if row_width is None else row_width
         self.layout, self.seed = layout or KeyLayout(), seed
         names = self.layout.names
@@ -73,7 +74,7 @@ class TrainedTable:
         )
         # keys found, inserted, rejected; rows evicted; of tables before this one: `_moves`
         self._looked_up, self._evicted = (
-            torch.zeros(size, dtype=torch.int64, device=self.device if self.padded else None)
+            torch.zeros(size, dtype=torch.int64, device=self.device if self.padded else "cpu")
             for size in (3, ())
         )
         self.written: WrittenRows | None = None  # of a table with copies on other ranks
@@ -205,7 +206,7 @@ class TrainedTable:
 
     def row_sums(self, keys: torch.Tensor) -> torch.Tensor:
         """(K,) int64 on the host: checksums of the rows of `keys` (K,), of an absent one's initial row."""
-        sums = [torch.empty(0, dtype=torch.int64)]
+        sums = [torch.empty(0, dtype=torch.int64, device="cpu")]
         for part in keys.to(self.device).split(1 << 16) if len(keys) else ():
             sums.append(row_checksums(self.gather(self.find(part), part)).cpu())
         return torch.cat(sums)

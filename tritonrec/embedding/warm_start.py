@@ -76,7 +76,7 @@ def tables_of(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch
         if found and (is_table or isinstance(keys, torch.Tensor)):
             if table in tables:
                 raise ValueError(f"{places[table]} and {name} are both of a table {table!r}: leave one out")
-            ids = torch.arange(len(values), dtype=torch.int64) if keys is None else keys
+            ids = torch.arange(len(values), dtype=torch.int64, device="cpu") if keys is None else keys
             tables[table], places[table] = (ids, values), name
         else:
             dense[name] = values
@@ -138,7 +138,7 @@ def choose_tables(
     for old, new in choice.rename.items():
         if old in dense and new in tables.table_names:
             weights = dense.pop(old)
-            there[old] = torch.arange(len(weights), dtype=torch.int64), weights
+            there[old] = torch.arange(len(weights), dtype=torch.int64, device="cpu"), weights
     by_name = choice.renamed(there)
     wanted = choice.tables
     if choice.features is not None:

@@ -27,7 +27,9 @@ class WrittenRows:
 
     def take(self, keys: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Their keys (n,) int64 on the host, ascending, of a table with these `keys`."""
-        known = [keys().cpu()] if self._all else [torch.empty(0, dtype=torch.int64), *self._keys]
+        known = (
+            [keys().cpu()] if self._all else [torch.empty(0, dtype=torch.int64, device="cpu"), *self._keys]
+        )
         self.clear()
         return torch.cat(known).unique()
 

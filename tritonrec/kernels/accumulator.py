@@ -207,7 +207,9 @@ class GradientAccumulator(Accumulator):
         for name, parameter in self._chosen(names).items():
             # The inverse of `views`: parameters lie one after another, in the module's order.
             if left < parameter.numel():
-                index = torch.unravel_index(torch.tensor(left, dtype=torch.int64), parameter.shape)
+                index = torch.unravel_index(
+                    torch.tensor(left, dtype=torch.int64, device="cpu"), parameter.shape
+                )
                 return f"{name}: gradient at {tuple(int(each) for each in index)}"
             left -= parameter.numel()
         raise IndexError(f"position {position} is behind the last parameter")

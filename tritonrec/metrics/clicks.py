@@ -36,6 +36,7 @@ PENDING = 64
 """Steps whose samples are kept before their terms are added up: one pass over many samples costs less."""
 
 
+@typed
 class ClickMetrics:
     """NE, log loss, calibration and CTR of all steps and of a window; AUC, and GAUC of groups, of the window.
 

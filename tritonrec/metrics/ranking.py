@@ -23,9 +23,11 @@ from torch import Tensor
 
 from ..data.ranking import checked_ks, list_terms
 from ..distributed import Communicators
+from ..settings import typed
 from .sums import exact_sums, merged
 
 
+@typed
 class RankingMetrics:
     """Streaming metrics of ranked lists: call `update` with some users at a time, and `compute` at the end.
 
@@ -43,7 +45,7 @@ class RankingMetrics:
         self._control = (communicators or Communicators.local()).control
         self._sums = [0] * (1 + 4 * len(self.ks))
         items = 0 if popularity is None else len(popularity)
-        self._listed = torch.zeros(len(self.ks), items, dtype=torch.int64)
+        self._listed = torch.zeros(len(self.ks), items, dtype=torch.int64, device="cpu")
 
     def update(self, hits: Tensor, relevant: Tensor, items: Tensor | None = None) -> None:
         """Take the lists of some users.
@@ -72,7 +74,10 @@ class RankingMetrics:
             listed = items[:, :most].cpu()
             if listed.numel() and not 0 <= int(listed.min()) <= int(listed.max()) < len(self.popularity):
                 raise ValueError(f"items must lie in [0, {len(self.popularity)}), the catalogue")
-        terms = [torch.ones(1, users, dtype=torch.float64), list_terms(hits, relevant, self.ks).flatten(0, 1)]
+        terms = [
+            torch.ones(1, users, dtype=torch.float64, device="cpu"),
+            list_terms(hits, relevant, self.ks).flatten(0, 1),
+        ]
         if self.popularity is not None:
             for number, k in enumerate(self.ks):
                 shown = listed[:, :k].flatten()

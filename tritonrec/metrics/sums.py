@@ -25,7 +25,7 @@ def exact_sums(terms: Tensor, sizes: Sequence[int]) -> list[list[int]]:
     high = (terms * 2.0**20).round()
     low = ((terms - high / 2.0**20) * 2.0**BITS).round()
     until = torch.nn.functional.pad(torch.stack([high, low]).long().cumsum(2), (1, 0))
-    ends = torch.tensor([0, *sizes], dtype=torch.int64).cumsum(0)
+    ends = torch.tensor([0, *sizes], dtype=torch.int64, device="cpu").cumsum(0)
     of_parts = until[:, :, ends.to(terms.device)].diff(dim=2).permute(0, 2, 1)
     return [
         [(h << 40) + l for h, l in zip(*both, strict=True)] for both in zip(*of_parts.tolist(), strict=True)

@@ -12,7 +12,7 @@ import torch
 
 from .. import ops
 from ..kernels.autocast import widen
-from ..settings import check_number
+from ..settings import check_number, typed
 
 
 @torch.no_grad()
@@ -59,6 +59,7 @@ class _BinaryCrossEntropy(torch.autograd.Function):
         return dy[:, None] * ((1 - y) * sigmoid(z) - y * sigmoid(-z)), None
 
 
+@typed
 def in_batch_softmax(
     queries: torch.Tensor,
     candidates: torch.Tensor,

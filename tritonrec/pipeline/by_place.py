@@ -75,7 +75,7 @@ def differs(func: Any, arguments: tuple[tuple[int | str, Any], ...], dtype: torc
     # least: the whole has vectors where the pieces have a tail.
     generator, count = torch.Generator().manual_seed(0), width * max(2, -(-VALUES // width))
     values = {
-        place: 3 * torch.randn(count, generator=generator, dtype=torch.float32).to(dtype)
+        place: 3 * torch.randn(count, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
         for place, each in arguments
         if each is None
     }

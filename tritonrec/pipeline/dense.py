@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from threading import Lock
 from typing import TYPE_CHECKING, Any, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.nn import Parameter
@@ -249,7 +249,7 @@ class DenseModel:
             found |= {f"average/{name}": parameter.detach() for name, parameter in average}
         if self.scaler is not None:
             for name, value in self.scaler.state_dict().items():
-                found[f"scaler/{name}"] = torch.tensor(value, dtype=torch.float64)
+                found[f"scaler/{name}"] = torch.tensor(value, dtype=torch.float64, device="cpu")
         return found
 
     def whole_tensors(self) -> dict[str, torch.Tensor]:
@@ -407,4 +407,12 @@ def _guard_of(optimizer: Optimizer) -> InFlight:
     optimizer.register_state_dict_pre_hook(lambda *_: guard.check("state_dict"))
     optimizer.register_load_state_dict_pre_hook(lambda *_: guard.check("load_state_dict"))
     optimizer.register_load_state_dict_post_hook(begin_anew)
+    own = ref(optimizer)
+
+    def copied(protocol: int) -> Any:
+        guard.check("a copy")
+        made: Any = own()
+        return type(made).__reduce_ex__(made, protocol)
+
+    vars(optimizer)["__reduce_ex__"] = copied  # which copy and pickle ask the instance for
     return guard

@@ -262,11 +262,11 @@ def _probe(optimizer: Optimizer, offset: int, pieces: int = 1, updates: int = 2)
     random = torch.Generator().manual_seed(7)
 
     def placed(values: torch.Tensor) -> torch.Tensor:
-        memory = torch.empty(values.numel() + offset, dtype=torch.float32)
+        memory = torch.empty(values.numel() + offset, dtype=torch.float32, device="cpu")
         return memory[offset:].view(values.shape).copy_(values)
 
     def drawn(shape: torch.Size) -> list[torch.Tensor]:
-        values = torch.randn(shape, dtype=torch.float32, generator=random)
+        values = torch.randn(shape, dtype=torch.float32, generator=random, device="cpu")
         return [placed(part) for part in (values.chunk(pieces) if shape else (values,))]
 
     groups = []

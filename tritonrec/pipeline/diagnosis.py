@@ -176,8 +176,10 @@ def _diagnosed(
             if not cut:
                 return Diagnosis()
             count = min(batch.num_samples, MOST_ALONE)
-            batch = batch.select(torch.arange(count))
-            parts = [batch.select(torch.tensor([index], dtype=torch.int64)) for index in range(count)]
+            batch = batch.select(torch.arange(count, device="cpu"))
+            parts = [
+                batch.select(torch.tensor([index], dtype=torch.int64, device="cpu")) for index in range(count)
+            ]
             whole = _record(model, batch, rows_of, seed, 1)
             alone: list[list[_Event]] = []
             for part in parts:

@@ -162,7 +162,7 @@ def plan_lookups(
     device = rows.device
     if groups is not None:
         first, last = (
-            to_device(torch.tensor(with_, dtype=torch.int64), device)[each]
+            to_device(torch.tensor(with_, dtype=torch.int64, device="cpu"), device)[each]
             for with_, each in ((groups.rows_with, first), (groups.gradients_with, last))
         )
     # Stored rows are sorted by (micro-batch, owner): each all-to-all then fills one contiguous block, already
@@ -234,7 +234,9 @@ def _looked_up(
     here = torch.cat([valid(size, part.count, device) for part, size in zip(parts, sizes, strict=True)])
     first = repeated(sizes, device)
     if len(runs) < len(keys):  # of a run, its first micro-batch
-        first = to_device(torch.tensor([0, *accumulate(runs[:-1])], dtype=torch.int64), device)[first]
+        first = to_device(torch.tensor([0, *accumulate(runs[:-1])], dtype=torch.int64, device="cpu"), device)[
+            first
+        ]
     return torch.cat([part.keys for part in parts]), inverse, here, first, first
 
 
@@ -246,7 +248,7 @@ def plan_lookups_of_one_rank(keys: list[torch.Tensor]) -> Lookups:
         keys: as of `plan_lookups`, whose plan has these bits where sums of gradients have no order.
     """
     found, count = distinct(torch.cat(keys), padded=False), len(keys)
-    sizes = torch.zeros(2, count, 1, dtype=torch.int64)
+    sizes = torch.zeros(2, count, 1, dtype=torch.int64, device="cpu")
     # Rows "come" with the first micro-batch and gradients "leave"
     # with the last: sizes[0] are of rows, [1] of gradients.
     sizes[0, 0] = sizes[1, -1] = len(found.keys)
@@ -303,5 +305,5 @@ def _starts(sizes: torch.Tensor) -> torch.Tensor:
 def repeated(lengths: list[int], device: torch.device) -> torch.Tensor:
     """(sum of the lengths,) int64, the number i as often as ``lengths[i]`` says."""
     size = sum(lengths)
-    repeats = to_device(torch.tensor(lengths, dtype=torch.int64), device)
+    repeats = to_device(torch.tensor(lengths, dtype=torch.int64, device="cpu"), device)
     return torch.repeat_interleave(torch.arange(len(lengths), device=device), repeats, output_size=size)

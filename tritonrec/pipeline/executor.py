@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -102,6 +103,7 @@ class Executor:
         self._turns: dict[Task, tuple[int, bool, int]] = {}  # of unfinished tasks that launch collectives
         self._submitted = self._waited = -1  # the last batches
         self._failure: tuple[Task, BaseException] | None = None
+        self._process = os.getpid()  # which has the lanes
         self._interrupt = threading.Event()
         self._closing = self._stopped = False
         self._queues: dict[str, deque[tuple[Any, Any]]] = {each: deque() for each in self._wake}
@@ -189,7 +191,15 @@ class Executor:
             return sorted(self._left)
 
     def ensure_running(self) -> None:
-        """Raise `StageFailedError` if a stage has failed, RuntimeError if the executor was closed."""
+        """Raise `StageFailedError` if a stage has failed, RuntimeError if the executor was closed.
+
+        RuntimeError as well in a process that was forked later, which has no lanes.
+        """
+        if os.getpid() != self._process:  # the lock is as a lane had it
+            raise RuntimeError(
+                f"this process was forked from {self._process}, whose lanes a fork leaves there: "
+                "train there, or make the trainer after the fork"
+            )
         with self._lock:
             self._raise_if_stopped()
 
@@ -198,6 +208,8 @@ class Executor:
 
         Lanes that do not end within `CLOSE_SECONDS`, all together, wait for another rank and are left alone.
         """
+        if os.getpid() != self._process:
+            return
         with self._lock:
             self._closing = self._stopped = True
             self._wake_all()

@@ -175,7 +175,9 @@ class Guard:
         found = []
         # A generator of its own: a comparison draws nothing
         # from torch's, whose state belongs to the training.
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(count))[:MOST_SAMPLES]
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(count), device="cpu")[
+            :MOST_SAMPLES
+        ]
         # All together, then one sample and the rest: any dependence on company differs between the two.
         for cut in ([len(order)], [1, len(order) - 1]):
             accumulator = GradientAccumulator(self._model, self._config.fraction_bits)
@@ -239,7 +241,9 @@ class Guard:
         generator = torch.Generator().manual_seed(window.update)
         if together.num_samples > most:
             chosen = (
-                torch.randperm(together.num_samples, generator=generator, dtype=torch.int64)[:most]
+                torch.randperm(together.num_samples, generator=generator, dtype=torch.int64, device="cpu")[
+                    :most
+                ]
                 .sort()
                 .values
             )
@@ -278,7 +282,7 @@ class Guard:
         ids, place = set(batch.sample_ids.tolist()), batch.sample_ids.device
         others = [each for each in self._company if each.sample_ids.item() not in ids]
         if len(self._company) < FEW_SAMPLES:
-            self._company.append(batch.select(torch.zeros(1, dtype=torch.int64)))
+            self._company.append(batch.select(torch.zeros(1, dtype=torch.int64, device="cpu")))
         others = [replace(each, step=batch.step).to(place) for each in others]
         try:
             return type(batch).concat([batch, *others][: 1 + FEW_SAMPLES - len(ids)])
@@ -365,7 +369,7 @@ class _Calls:
         gradient without an exact sum among it.
         """
         count = batch.num_samples
-        order = torch.randperm(count, generator=generator, dtype=torch.int64)
+        order = torch.randperm(count, generator=generator, dtype=torch.int64, device="cpu")
         # the shortest alone: what is padded to the longest shows there
         order = order[batch.features.lengths.sum(0).cpu()[order].argsort(stable=True)]
         # One sample alone, two together and the rest: kernels often differ for one row, for few and for many.
@@ -375,7 +379,7 @@ class _Calls:
             sizes[-1:] = [trained, sizes[-1] - trained]
         parts = order.split(sizes)
         with self._without_traces() as (buffers, attributes):
-            original = batch.select(torch.arange(count, dtype=torch.int64))
+            original = batch.select(torch.arange(count, dtype=torch.int64, device="cpu"))
             moves = {name: versions([each]) for name, each in self.model.named_buffers()}
             parameters = Contents(dict(self.model.named_parameters()))
             try:

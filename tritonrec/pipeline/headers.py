@@ -63,7 +63,7 @@ def exchange(
         RanksDisagreeError: ranks are at different steps, or the batches of one have ended. On every rank.
     """
     own = [*header, *words.row]
-    mine = torch.tensor([own], dtype=torch.int64).expand(len(counts), -1)
+    mine = torch.tensor([own], dtype=torch.int64, device="cpu").expand(len(counts), -1)
     # row r of the message:  | counts for rank r | header | words |
     # Every rank gets every header of its group; where there are replicas a second exchange brings the
     # others'.

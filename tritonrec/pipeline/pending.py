@@ -88,6 +88,7 @@ class PendingWindows:
         self._recorder, self._watch = recorder, communicators.watch
         self.executor: Executor | None = None  # its lane reads; None: the caller's thread, as all else
         self._last: int | None = None  # step of the last batch that was read
+        self._ended: Iterator[Batch] | None = None  # it may begin anew, but not in this run
         self._call: Future[list[Batch]] | None = None  # under way, or not taken since an interrupt
 
     def __len__(self) -> int:
@@ -207,6 +208,8 @@ class PendingWindows:
         else:
             batches, self._call = self._call.result(), None
         if not batches:
+            if not self._windows:
+                self._ended = None
             return None
         first = batches[0].step
         if first % count or [batch.step for batch in batches] != [*range(first, first + len(batches))]:
@@ -256,11 +259,12 @@ class PendingWindows:
         batches: list[Batch] = []
         times: Slices = []
         with self._watch.doing("reading of batches"), collected() as slices:
-            while len(batches) < self._config.accumulate:
+            while len(batches) < self._config.accumulate and iterator is not self._ended:
                 start = perf_counter_ns()
                 try:
                     batch = next(iterator)
                 except StopIteration:
+                    self._ended = iterator
                     break
                 except Exception as error:
                     after = "the first batch" if self._last is None else f"the batch after step {self._last}"

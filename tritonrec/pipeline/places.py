@@ -99,7 +99,7 @@ class DenseGradient:
         """(S_r,) float32, the mean gradients of this rank's shards; their sums start from zero again."""
         shards, accumulator = self.flight.dense.shards, self.flight.accumulator
         if shards is None:
-            return torch.zeros(0, dtype=torch.float32)
+            return torch.zeros(0, dtype=torch.float32, device="cpu")
         return shards.reduce_scatter_mean(sums, over, accumulator, normalizer)
 
     def name_at(self, position: int) -> str:

@@ -257,7 +257,7 @@ class Program:
         over, others = groups.routing, groups.replica_routing
         if self.schedule.relays:
             over, others = groups.node_routing, groups.rail_routing
-        nothing = torch.zeros(over.world_size, sizes, dtype=torch.int64)
+        nothing = torch.zeros(over.world_size, sizes, dtype=torch.int64, device="cpu")
         header = Header(each.rank, step, each.stop.is_set(), ended=batches)
         agreement, words = each.agreement, words_of_end(rates)
         if agreement is None:

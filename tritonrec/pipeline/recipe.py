@@ -211,8 +211,8 @@ def average_of(average: torch.optim.swa_utils.AveragedModel) -> list[Any]:
     """
 
     def averaged(count: int) -> list[float]:
-        old, new = torch.eye(2, dtype=torch.float64)
-        done = torch.tensor(count, dtype=torch.int64)
+        old, new = torch.eye(2, dtype=torch.float64, device="cpu")
+        done = torch.tensor(count, dtype=torch.int64, device="cpu")
         if average.multi_avg_fn is not None:
             average.multi_avg_fn([old], [new], done)
         elif average.avg_fn is not None:

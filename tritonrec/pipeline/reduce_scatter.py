@@ -39,7 +39,7 @@ class ReduceScatter:
         ranks = len(places)
         # Parts of sizes that differ by one at most; [count j // G, count (j + 1) // G) is rank j's.
         bounds = [count * each // ranks for each in range(ranks + 1)]
-        inner = torch.tensor(bounds[1:-1], dtype=torch.int64)
+        inner = torch.tensor(bounds[1:-1], dtype=torch.int64, device="cpu")
         owners = [torch.bucketize(each, inner, right=True) for each in places]
         here = [each[owner == rank] for each, owner in zip(places, owners, strict=True)]
         return cls(
@@ -142,4 +142,4 @@ def plan_replica_reductions(
 @lru_cache(maxsize=8)
 def even_reduce_scatter(count: int, ranks: int, rank: int) -> ReduceScatter:
     """The plan of `count` rows that every rank has sums for."""
-    return ReduceScatter.of([torch.arange(count)] * ranks, count, rank)
+    return ReduceScatter.of([torch.arange(count, device="cpu")] * ranks, count, rank)

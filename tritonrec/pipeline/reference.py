@@ -188,7 +188,7 @@ class _LossOfBatch:
     settings: CallerSettings
     scale_exponent: int
     accumulator: GradientAccumulator
-    losses: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float32))
+    losses: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float32, device="cpu"))
 
     def __call__(self, represented: Represented) -> Shown:
         gathered, sums = gather([represented], Communicator()), {}
@@ -227,7 +227,7 @@ def run_reference(
     places[Routes] = Routes([], [], window.loss_terms, window.loss_terms, asked)
     places[DenseMeans] = DenseMeans(total[:0], sums.divide(total, window.loss_terms), total)
     if reference.config.clips:
-        norm = torch.tensor(reference.grad_norm, dtype=torch.float64)
+        norm = torch.tensor(reference.grad_norm, dtype=torch.float64, device="cpu")
         places[GradientNorm] = GradientNorm(norm, norm)
 
 

@@ -129,7 +129,7 @@ def plan_relay(
 def _first_sharing(groups: ExchangeGroups) -> torch.Tensor:
     """[i][j] the first micro-batch whose rows come with those of i, and whose gradients leave with j's."""
     count = len(groups.rows_with)
-    first = torch.zeros(count, count, dtype=torch.int64)
+    first = torch.zeros(count, count, dtype=torch.int64, device="cpu")
     # Backwards, so the first micro-batch of those that share is written last and stays.
     for each in reversed(range(count)):
         first[groups.rows_with[each], groups.gradients_with[each]] = each

@@ -76,7 +76,7 @@ class ReplicaAverage:
         # By table the keys of the last average, with this copy's states then and their means.
         self._late: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None]
         self._late = [None for _ in self.tables.groups]
-        self._used = [torch.empty(0, dtype=torch.int64) for _ in self.tables.groups]
+        self._used = [torch.empty(0, dtype=torch.int64, device="cpu") for _ in self.tables.groups]
         self._apart = False
 
     def check(self) -> None:

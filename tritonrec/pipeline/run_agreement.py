@@ -41,7 +41,7 @@ ALWAYS, SELDOM = 8, 64
 
 def flushes_denormals() -> bool:
     """Of this thread (`torch.set_flush_denormal`); torch has no call that tells."""
-    return not torch.full((1,), 1e-40, dtype=torch.float32).mul(1.0).item()
+    return not torch.full((1,), 1e-40, dtype=torch.float32, device="cpu").mul(1.0).item()
 
 
 OF_TORCH = {

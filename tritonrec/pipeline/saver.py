@@ -19,6 +19,7 @@ from ..data.vocabulary import tensors_of, vocabularies_of
 from ..distributed import Communicators, check_ranks_agree
 from ..embedding import HashTableCollection
 from ..embedding.description import check_description
+from ..embedding.in_flight import check_trainable
 from ..files.places import Place, place_of
 from .dense import DenseModel
 from .position import LOADER, SupportsState, position_of, positions
@@ -276,6 +277,7 @@ def restore(
     (`require_same`).
     """
     with whole_or_nothing(communicators) as checked:
+        check_trainable()
         stream = directory() if callable(directory) else CheckpointStream(directory)
         checked |= {"step": stream.step, "digest": stream.digest}
         meta = dict(stream.meta)
@@ -314,7 +316,7 @@ def _read_rows(
     own = communicators.shard, communicators.shards
     columns = {
         name: {
-            column: torch.empty(0, *shape, dtype=getattr(torch, dtype))
+            column: torch.empty(0, *shape, dtype=getattr(torch, dtype), device="cpu")
             for column, (dtype, shape) in of_table.items()
         }
         for name, of_table in stream.columns.items()

@@ -207,7 +207,7 @@ class Shards:
             values = torch.cat(rows).view(-1, DENSE_ROW)
             mean = sums.reduce_scatter_mean(None, over, values, plan, normalizer, "dense gradients")
             means.append(mean.reshape(-1)[: len(parts[self.rank])])
-        return torch.cat(means) if means else torch.zeros(0, dtype=torch.float32)
+        return torch.cat(means) if means else torch.zeros(0, dtype=torch.float32, device="cpu")
 
     def views(self, means: torch.Tensor) -> dict[str, torch.Tensor]:
         """By name the parts of `reduce_scatter_mean`'s result, in the shards' shapes."""
@@ -227,7 +227,9 @@ class Shards:
             if position < shape.numel():
                 index = [
                     int(each)
-                    for each in torch.unravel_index(torch.tensor(position, dtype=torch.int64), shape)
+                    for each in torch.unravel_index(
+                        torch.tensor(position, dtype=torch.int64, device="cpu"), shape
+                    )
                 ]
                 # From the index in the shard to that in the whole parameter.
                 index[cut.dim] += cut.bounds[self.rank]
@@ -298,6 +300,6 @@ def _cut(parameter: DTensor, ranks: int) -> Cut:
 
 def _of_parts(sizes: list[int], rank: int) -> ReduceScatter:
     """The plan of rows that every rank has sums for, ``sizes[r]`` of them for rank r, one after the other."""
-    here = torch.arange(sizes[rank], dtype=torch.int64)
-    every = torch.arange(sum(sizes), dtype=torch.int64)
+    here = torch.arange(sizes[rank], dtype=torch.int64, device="cpu")
+    every = torch.arange(sum(sizes), dtype=torch.int64, device="cpu")
     return ReduceScatter(every, sizes, [sizes[rank]] * len(sizes), here.repeat(len(sizes)), sizes)

@@ -105,7 +105,7 @@ def to_host(values: torch.Tensor) -> torch.Tensor:
     """A copy in page-locked host memory, complete when this returns; itself on the CPU."""
     if values.device.type == "cpu":
         return values
-    staged = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    staged = torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu")
     staged.copy_(values, non_blocking=True)
     torch.accelerator.current_stream(values.device).synchronize()
     return staged

@@ -313,10 +313,7 @@ class Trainer:
         return self._results.popleft()
 
     def autocast(self) -> AbstractContextManager[object]:
-        """`torch.autocast` as it is around the model in training; nothing in precision ``"float32"``.
-
-        For an evaluation, around the calls of the model.
-        """
+        """`torch.autocast` as around the model in training, for an evaluation; nothing in ``"float32"``."""
         return autocast(self.config.precision, self._device)
 
     def in_flight(self) -> list[int]:
@@ -539,6 +536,10 @@ class Trainer:
                 f"{self._broken}, and model and tables may have a part of the update: load a checkpoint, or "
                 "make them anew with a new trainer"
             )
+
+    def __reduce_ex__(self, protocol: object) -> str:
+        # Two trainers of one state would each count steps of their own.
+        raise TypeError("a Trainer has no copy: make a new one of copied model and tables, or save and load")
 
     def __enter__(self) -> Trainer:
         return self

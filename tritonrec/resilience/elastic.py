@@ -29,6 +29,7 @@ from ..distributed.join import from_environment, join_environment, made_within
 from ..distributed.limits import LATE, READ_TIMEOUT, within
 from ..distributed.stores import serve_store, token
 from ..distributed.watch import RankDiedError, Watch, of_another_rank
+from ..settings import typed
 
 Result = TypeVar("Result")
 
@@ -40,6 +41,7 @@ PROBE = 0.2
 """Seconds between two looks at a store, and between two connections to a rank."""
 
 
+@typed
 def run_elastic(
     function: Callable[[Communicators], Result],
     timeout: timedelta = TIMEOUT,

@@ -22,6 +22,7 @@ from ..distributed.rank_process import StopRequests, follow, start_store, told
 from ..distributed.stores import LOOPBACK
 from ..distributed.watch import RankDiedError
 from ..host_memory import keep_freed_memory
+from ..settings import typed
 from .elastic import run_elastic
 
 TASK = 1
@@ -47,6 +48,7 @@ class ElasticTask:
     args: tuple[Any, ...]
 
 
+@typed
 class ElasticPool:
     """Local processes, one per rank, that go on without those that are lost (`run_elastic`).
 

@@ -49,15 +49,15 @@ class ApproximatePredictor(Predictor):
         table, counts = self._items(), offsets.diff()
         most = min(len(table.ids), 2 * k + int(counts.max()) if len(counts) else k)
         proposed = torch.from_numpy(self._index.search(vectors.numpy(), most)[1])
-        ids = torch.empty(len(vectors), k, dtype=torch.int64)
-        scores = torch.empty(len(vectors), k, dtype=torch.float32)
+        ids = torch.empty(len(vectors), k, dtype=torch.int64, device="cpu")
+        scores = torch.empty(len(vectors), k, dtype=torch.float32, device="cpu")
         for user in range(len(vectors)):
             seen = places[offsets[user] : offsets[user + 1]]
             own = proposed[user].sort().values  # ascending: of equal scores the smaller id comes first
             own = own[(own >= 0) & ~torch.isin(own, seen)]
             one = vectors[user : user + 1]
             if len(own) < k:
-                alone = torch.tensor([0, len(seen)], dtype=torch.int64)
+                alone = torch.tensor([0, len(seen)], dtype=torch.int64, device="cpu")
                 ids[user : user + 1], scores[user : user + 1] = super().best_without(one, k, seen, alone)
                 continue
             best, scores[user : user + 1] = top_k(ops.linear(one, table.whole[own], None), k)
@@ -67,10 +67,14 @@ class ApproximatePredictor(Predictor):
     def _measured(self, exact: Predictor) -> float:
         draw = torch.Generator().manual_seed(SEED)
         longest = self.manifest["dense"]["max_seq_len"]
-        lengths = torch.randint(1, longest + 1, (USERS,), generator=draw).tolist()
-        drawn = torch.randint(len(self.item_ids), (sum(lengths),), generator=draw)
+        lengths = torch.randint(1, longest + 1, (USERS,), generator=draw, device="cpu").tolist()
+        drawn = torch.randint(len(self.item_ids), (sum(lengths),), generator=draw, device="cpu")
         histories = list(self.item_ids[drawn].split(lengths))
-        times = [torch.arange(length) for length in lengths] if self.manifest["dense"]["timestamps"] else None
+        times = (
+            [torch.arange(length, device="cpu") for length in lengths]
+            if self.manifest["dense"]["timestamps"]
+            else None
+        )
         k = min(WANTED, len(self.item_ids))
         found, wanted = (each.retrieve(histories, k, times, exclude=None)[0] for each in (self, exact))
         return recall(found, wanted)

@@ -75,7 +75,7 @@ class ExportedTable:
         """Places (n,) int64 of ids (n,), and which of them are there, (n,) bool."""
         places = torch.searchsorted(self.ids, ids.contiguous())
         if not len(self.ids):
-            return places, torch.zeros(len(ids), dtype=torch.bool)
+            return places, torch.zeros(len(ids), dtype=torch.bool, device="cpu")
         places = places.clamp_(max=len(self.ids) - 1)
         return places, self.ids[places] == ids
 
@@ -90,7 +90,7 @@ class ExportedTable:
     @cached_property
     def whole(self) -> Tensor:
         """All weights (n, d) float32; of codes they are made at the first use, and kept."""
-        return self.weights if self.step is None else self._at(torch.arange(len(self.ids)))
+        return self.weights if self.step is None else self._at(torch.arange(len(self.ids), device="cpu"))
 
     def _at(self, places: Tensor) -> Tensor:
         if self.least is None or self.step is None:
@@ -139,7 +139,7 @@ def load_table(
     kinds = columns_of(table.get("weights", "float32"), table["dim"])
     try:
         whole = {
-            name: torch.empty(0 if share else table["rows"], *shape, dtype=dtype)
+            name: torch.empty(0 if share else table["rows"], *shape, dtype=dtype, device="cpu")
             for name, (shape, dtype) in kinds.items()
         }
     except (RuntimeError, MemoryError) as error:

@@ -40,6 +40,7 @@ from ..data.vocabulary import Vocabulary, vocabularies_of
 from ..embedding.description import check_description
 from ..files.places import Place, RemotePath, place_of
 from ..kernels.autocast import DTYPES, Precision
+from ..settings import typed
 from ..version import __version__
 from .exported_table import encoded
 from .manifest import FORMAT, MANIFEST, VERSION
@@ -50,6 +51,7 @@ SHARD_BYTES = 64 << 20
 """Of a shard whose rows nobody has counted."""
 
 
+@typed
 def export(
     checkpoint: Place | str,
     out: Place | str,

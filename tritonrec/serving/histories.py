@@ -43,8 +43,8 @@ def ids_of(value: Any, what: str, vocabulary: Vocabulary | None) -> Ids:
     if found is None:
         parts = [value] if _is_one(value) else list(value)
         arrays = [array_of(part, what, vocabulary) for part in parts]
-        lengths = torch.tensor([len(ids) for ids, _ in arrays], dtype=torch.int64)
-        none = torch.empty(0, dtype=torch.int64)
+        lengths = torch.tensor([len(ids) for ids, _ in arrays], dtype=torch.int64, device="cpu")
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
         flat = torch.cat([none, *(each for each, _ in arrays)])
         return Ids(flat, offsets_of(lengths), any(words for _, words in arrays))
     ids, offsets = found
@@ -98,7 +98,7 @@ def array_of(value: Any, what: str, vocabulary: Vocabulary | None) -> tuple[Tens
         raise ValueError(f"the {what} is one word, {value!r}: give a list of words")
     array = np.asarray(value)
     if array.size == 0:
-        return torch.empty(0, dtype=torch.int64), False
+        return torch.empty(0, dtype=torch.int64, device="cpu"), False
     if array.dtype.kind in "iu" and array.ndim == 1 and array.max() < 2**63:
         return torch.from_numpy(array.astype(np.int64)), False
     if array.dtype.kind not in "UTO" or array.ndim != 1:

@@ -68,7 +68,10 @@ def _error(session: Any, program: torch.export.ExportedProgram, size: int) -> fl
     """The largest difference of logits over the largest logit, for a drawn batch of `size` samples."""
     draw, names = torch.Generator().manual_seed(size), program.graph_signature.user_inputs
     shapes = [each.meta["val"].shape[1:] for each in program.graph.nodes if each.name in names]
-    given = [torch.randn(size, *map(int, shape), generator=draw, dtype=torch.float32) for shape in shapes]
+    given = [
+        torch.randn(size, *map(int, shape), generator=draw, dtype=torch.float32, device="cpu")
+        for shape in shapes
+    ]
     with torch.no_grad():
         want = program.module()(*given)
     feed = {each.name: values.numpy() for each, values in zip(session.get_inputs(), given, strict=True)}

@@ -174,8 +174,10 @@ def scorer_of(model: torch.nn.Module, dim: int) -> Scorer:
         config, draw = model.config, _generator()
         examples: list[Arguments] = [
             (
-                torch.randn(size, config.dense, generator=draw, dtype=torch.float32),
-                torch.randn(size, len(config.features), dim, generator=draw, dtype=torch.float32),
+                torch.randn(size, config.dense, generator=draw, dtype=torch.float32, device="cpu"),
+                torch.randn(
+                    size, len(config.features), dim, generator=draw, dtype=torch.float32, device="cpu"
+                ),
             )
             for size in (3, 1, 8, 37)
         ]
@@ -208,9 +210,13 @@ def _generator() -> torch.Generator:
 
 def _history(lengths: list[int], dim: int) -> Arguments:
     draw, tokens = _generator(), sum(lengths)
-    rows = torch.randn(tokens, dim, generator=draw, dtype=torch.float32)
-    offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int64)
-    return rows, offsets, torch.randint(2**20, (tokens,), generator=draw, dtype=torch.int64).sort().values
+    rows = torch.randn(tokens, dim, generator=draw, dtype=torch.float32, device="cpu")
+    offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int64, device="cpu")
+    return (
+        rows,
+        offsets,
+        torch.randint(2**20, (tokens,), generator=draw, dtype=torch.int64, device="cpu").sort().values,
+    )
 
 
 def _impressions(model: GRM) -> list[Arguments]:
@@ -230,9 +236,12 @@ def _impressions(model: GRM) -> list[Arguments]:
         tokens = sum(past) + sum(shown)
         sizes = [(tokens, config.dim), (sum(past), config.dim), (tokens * config.genres, config.dim)]
         sizes.append((len(shapes), len(config.context) * config.context_dim))
-        rows = [torch.randn(size, generator=draw, dtype=torch.float32) for size in sizes]
-        offsets = [torch.tensor([0, *accumulate(lengths)], dtype=torch.int64) for lengths in (past, shown)]
-        times = torch.randint(2**20, (tokens,), generator=draw, dtype=torch.int64)
+        rows = [torch.randn(size, generator=draw, dtype=torch.float32, device="cpu") for size in sizes]
+        offsets = [
+            torch.tensor([0, *accumulate(lengths)], dtype=torch.int64, device="cpu")
+            for lengths in (past, shown)
+        ]
+        times = torch.randint(2**20, (tokens,), generator=draw, dtype=torch.int64, device="cpu")
         found.append((*rows, *offsets, times))
     return found
 

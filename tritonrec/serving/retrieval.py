@@ -11,8 +11,10 @@ from torch import Tensor
 from ..kernels.linear.numba_linear import laid_out
 from ..kernels.row_layout import contiguous_rows, flat_rows
 from ..kernels.workers import over_ranges
+from ..settings import typed
 
 
+@typed
 def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k highest of each row's scores: places (B, k) int64 and scores (B, k), best first.
 
@@ -29,7 +31,9 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     row, place = (scores >= least).nonzero(as_tuple=True)  # k or more of each row, places ascending
     best = scores[row, place]
     order = torch.from_numpy(np.lexsort((-best.numpy(), row.numpy())))  # stable: by row, then score
-    starts = torch.searchsorted(row, torch.arange(rows))[:, None] + torch.arange(k)
+    starts = torch.searchsorted(row, torch.arange(rows, device="cpu"))[:, None] + torch.arange(
+        k, device="cpu"
+    )
     chosen = order[starts]
     return place[chosen], best[chosen]
 

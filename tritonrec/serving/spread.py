@@ -145,7 +145,9 @@ def _open(
     program: Any = _Program(loaded.program, names, dim)
     rows = {name: partial(loaded.rows, name) for name in own}
     model = TableWiseDLRM(program, owners, rows, rank, world_size)
-    communicators.control.all_gather(torch.zeros(1, dtype=torch.int64))  # all have loaded; now a limit holds
+    communicators.control.all_gather(
+        torch.zeros(1, dtype=torch.int64, device="cpu")
+    )  # all have loaded; now a limit holds
     exchange = BoundedLagAllToAll(communicators.control.group, LAG, model.capacity(CHUNK), timeout)
     exchange.connect()
     _opened.update(model=model, exchange=exchange)
@@ -160,5 +162,5 @@ def _clicks(_: Communicators, dense: np.ndarray, ids: dict[str, np.ndarray]) -> 
 
 def _batch(dense: np.ndarray, ids: dict[str, np.ndarray], chunk: slice) -> ClickBatch:
     features = {name: Lookup(torch.from_numpy(each[chunk])) for name, each in ids.items()}
-    none = torch.zeros(len(dense), dtype=torch.int64)
+    none = torch.zeros(len(dense), dtype=torch.int64, device="cpu")
     return ClickBatch(0, none, KeyedJaggedTensor.from_dict(features), torch.from_numpy(dense), none)

@@ -165,15 +165,17 @@ class UserHistories:
         """
         with self._lock:
             found = [self._of(user) for user in listed(users)]
-            times = torch.cat([*(each.timestamps for each in found), torch.empty(0, dtype=torch.int64)])
+            times = torch.cat(
+                [*(each.timestamps for each in found), torch.empty(0, dtype=torch.int64, device="cpu")]
+            )
             return self.predictor.encode([each.ids for each in found], times)
 
     def ids(self, users: Sequence[User]) -> Ids:
         """Histories of users, as `Predictor` takes them; KeyError for an unknown one."""
         with self._lock:
             histories = [self._of(user) for user in listed(users)]
-            none = torch.empty(0, dtype=torch.int64)
-            lengths = torch.tensor([len(each.ids) for each in histories], dtype=torch.int64)
+            none = torch.empty(0, dtype=torch.int64, device="cpu")
+            lengths = torch.tensor([len(each.ids) for each in histories], dtype=torch.int64, device="cpu")
             ids = torch.cat([none, *(each.ids for each in histories)])
             return Ids(ids, offsets_of(lengths), any(each.words for each in histories))
 

@@ -60,7 +60,7 @@ class Judgement:
         for part in categories.split(BLOCK):
             places = self.hot.places(part)
             here = (places >= 0).all(1)
-            known = torch.full(places.shape, math.inf, dtype=torch.float32)
+            known = torch.full(places.shape, math.inf, dtype=torch.float32, device="cpu")
             known[here] = self.changes[places[here]]
             hot.append(here)
             changes.append(known.sort(1).values[:, alpha - 1])

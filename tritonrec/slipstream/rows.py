@@ -43,7 +43,7 @@ class HotRows:
 
     def places(self, categories: torch.Tensor) -> torch.Tensor:
         """(S, C) int64: the position of each row that inputs look up, -1 where it is not hot."""
-        places = torch.full(categories.shape, -1, dtype=torch.int64)
+        places = torch.full(categories.shape, -1, dtype=torch.int64, device="cpu")
         starts = self.starts
         for feature, table in enumerate(self.table_of):
             ids = self.ids[table]
@@ -79,7 +79,7 @@ def hot_rows(
     left_out = 0 if max_rows is None else max(total - max_rows, 0)
     if left_out:
         order = torch.argsort(torch.cat(accesses), descending=True, stable=True)
-        stays = torch.zeros(total, dtype=torch.bool)
+        stays = torch.zeros(total, dtype=torch.bool, device="cpu")
         stays[order[:max_rows]] = True
         parts = stays.split([len(part) for part in ids])
         ids = [part[mask] for part, mask in zip(ids, parts, strict=True)]
@@ -90,5 +90,5 @@ def hot_rows(
 def owned(hot: HotRows, shard: int, shards: int) -> torch.Tensor:
     """(h,) int64 positions of the hot rows that a rank owns, ascending."""
     check_rank(shard, shards)
-    every = torch.cat([*hot.ids, torch.empty(0, dtype=torch.int64)])
+    every = torch.cat([*hot.ids, torch.empty(0, dtype=torch.int64, device="cpu")])
     return (ops.owner_of(every, shards) == shard).nonzero().squeeze(1)

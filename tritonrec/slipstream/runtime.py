@@ -145,7 +145,10 @@ class Slipstream:
         mine = owned(self.hot, self.communicators.shard, self.communicators.shards)
         starts, followed = self.hot.starts, []
         for group in self.tables.groups:
-            keys, places = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
+            keys, places = (
+                [torch.empty(0, dtype=torch.int64, device="cpu")],
+                [torch.empty(0, dtype=torch.int64, device="cpu")],
+            )
             for number, name in enumerate(self.hot.tables):
                 if name in group.layout.names:
                     here = mine[(mine >= starts[number]) & (mine < starts[number + 1])]
@@ -153,8 +156,8 @@ class Slipstream:
                     keys.append(group.layout.pack(group.layout.names.index(name), ids, name))
                     places.append(here)
             every, order = torch.cat(keys).sort()
-            rows = torch.zeros(len(every), group.table.dim, dtype=torch.float32)
-            flags = torch.zeros(len(every), dtype=torch.bool)
+            rows = torch.zeros(len(every), group.table.dim, dtype=torch.float32, device="cpu")
+            flags = torch.zeros(len(every), dtype=torch.bool, device="cpu")
             followed.append(
                 _Followed(every, torch.cat(places)[order], rows, rows.clone(), flags, flags.clone())
             )
@@ -224,13 +227,13 @@ class Slipstream:
                 f"{self.config.classify_at} first"
             )
         mine = [group.places for group in self._groups] if self.communicators.saves else []
-        places = torch.cat([*mine, torch.empty(0, dtype=torch.int64)])
+        places = torch.cat([*mine, torch.empty(0, dtype=torch.int64, device="cpu")])
         every = torch.cat(self.communicators.control.all_gather(places))
         history = []
         for number in range(count):
             part = [group.changes[number] for group in self._groups] if self.communicators.saves else []
-            changes = torch.full((len(self.hot),), math.inf, dtype=torch.float32)
-            part.append(torch.empty(0, dtype=torch.float32))
+            changes = torch.full((len(self.hot),), math.inf, dtype=torch.float32, device="cpu")
+            part.append(torch.empty(0, dtype=torch.float32, device="cpu"))
             values = self.communicators.control.all_gather(torch.cat(part))
             changes[every] = torch.cat(values)
             history.append(changes)

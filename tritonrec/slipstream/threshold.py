@@ -18,6 +18,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..settings import typed
+
 
 class Interval(NamedTuple):
     """Student's t interval of a share."""
@@ -88,6 +90,7 @@ def interval(dropped: int, sampled: int, population: int, confidence: float) -> 
     return Interval(max(share - half, 0.0), share, min(share + half, 1.0))
 
 
+@typed
 def find_threshold(changes: torch.Tensor, population: int, most: float, confidence: float) -> Threshold:
     """The largest T that drops at most the share `most` of the population, by binary search over a sample.
 

@@ -14,7 +14,7 @@ _HALF = np.uint64(32)
 
 def owner_of(keys: torch.Tensor, world_size: int) -> torch.Tensor:
     """See `tritonrec.ops.owner_of`."""
-    owners = torch.empty(keys.numel(), dtype=torch.int64)
+    owners = torch.empty(keys.numel(), dtype=torch.int64, device="cpu")
     _owners(keys.contiguous().numpy().view("uint64"), world_size, owners.numpy())
     return owners
 
@@ -32,8 +32,8 @@ def counting_sort(buckets, num_buckets, count) -> tuple[torch.Tensor, torch.Tens
 
 def _sorted(buckets, num_buckets, size):
     """The sort of the first of `size` positions, which have a bucket; the others stay where they are."""
-    counts = torch.empty(num_buckets, dtype=torch.int64)
-    permutation = torch.empty(size, dtype=torch.int64)
+    counts = torch.empty(num_buckets, dtype=torch.int64, device="cpu")
+    permutation = torch.empty(size, dtype=torch.int64, device="cpu")
     _sort(buckets.numpy(), counts.numpy(), permutation.numpy())
     return permutation, counts
 

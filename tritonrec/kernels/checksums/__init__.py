@@ -40,7 +40,7 @@ def row_checksums(values: torch.Tensor) -> torch.Tensor:
         return (words.to(torch.int64) * weights).sum(1)
     from .numba_checksums import add_words
 
-    sums = torch.empty(len(words), dtype=torch.int64)
+    sums = torch.empty(len(words), dtype=torch.int64, device="cpu")
     add_words(words.numpy(), weights.numpy(), sums.numpy())
     return sums
 
@@ -82,7 +82,7 @@ def checksum(values: torch.Tensor) -> torch.Tensor:
         of_chunks = _weights(chunks, flat.device)
         filled = torch.cat([flat, flat.new_zeros(chunks * 4 * CHUNK - len(flat))])
         return (row_checksums(filled.view(torch.int32).view(chunks, CHUNK)) * of_chunks).sum() + len(flat)
-    return torch.tensor(_on_host(flat.numpy()), dtype=torch.int64)
+    return torch.tensor(_on_host(flat.numpy()), dtype=torch.int64, device="cpu")
 
 
 def part_checksums(values: torch.Tensor, sizes: list[int], without: int) -> torch.Tensor:
@@ -96,7 +96,7 @@ def part_checksums(values: torch.Tensor, sizes: list[int], without: int) -> torc
     for number, size in enumerate(sizes):
         start, end = end, end + size * row
         sums.append(0 if number == without else _on_host(flat[start:end]))
-    return torch.tensor(sums, dtype=torch.int64)
+    return torch.tensor(sums, dtype=torch.int64, device="cpu")
 
 
 def write_row_checksums(sums: torch.Tensor, handles: torch.Tensor, values: torch.Tensor) -> None:
@@ -150,5 +150,5 @@ def _all_weights(count: int, device: torch.device) -> torch.Tensor:
     """Bits of multiples of the golden ratio, as Fibonacci hashing takes them."""
     # Odd, so that a flipped bit never vanishes modulo 2**64;
     # different, so that values that change places show.
-    multiples = (torch.arange(1, count + 1, dtype=torch.int64) * 0x9E3779B1) & 0x7FFFFFFF
+    multiples = (torch.arange(1, count + 1, dtype=torch.int64, device="cpu") * 0x9E3779B1) & 0x7FFFFFFF
     return (multiples | 1).to(torch.int32).to(device)

@@ -19,7 +19,9 @@ def read_rows(chunks: Chunks, locations: torch.Tensor, out: torch.Tensor) -> Non
         row = _row(chunks, location)
         if location >= LOW:
             to[k] = torch.tensor(
-                [_signed(bits) for bits in _widened(row.tolist(), chunks.dim)], dtype=torch.int32
+                [_signed(bits) for bits in _widened(row.tolist(), chunks.dim)],
+                dtype=torch.int32,
+                device="cpu",
             )
         elif location >= 0:
             to[k] = row
@@ -31,7 +33,7 @@ def write_rows(chunks: Chunks, locations: torch.Tensor, values: torch.Tensor) ->
         row = _row(chunks, location)
         if location >= LOW:
             row.copy_(
-                torch.tensor(_narrowed(bits, chunks.dim), dtype=torch.int64)
+                torch.tensor(_narrowed(bits, chunks.dim), dtype=torch.int64, device="cpu")
             )  # of which 16 bits are kept
         elif location >= 0:
             row.copy_(values[k].view(torch.int32))
@@ -46,7 +48,7 @@ def fits(values: torch.Tensor, dim: int, exact: torch.Tensor) -> None:
 def _row(chunks: Chunks, location: int) -> torch.Tensor:
     """The row's bits, (width,) int32 or int16, in the chunk's memory; of a negative location nothing."""
     if location < 0:
-        return torch.empty(0, dtype=torch.int32)
+        return torch.empty(0, dtype=torch.int32, device="cpu")
     table, dtype = (chunks.low, torch.int16) if location >= LOW else (chunks.full, torch.int32)
     number, place = divmod(location % LOW, chunks.chunk_rows)
     return chunks_behind(table)[number].view(-1, chunks.width)[place].view(dtype)

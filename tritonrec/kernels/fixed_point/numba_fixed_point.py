@@ -37,7 +37,7 @@ FRACTION = np.int64(52)
 def to_fixed_point(values, fraction_bits, name, status=None) -> torch.Tensor:
     """See `tritonrec.ops.to_fixed_point`."""
     values = values.detach().contiguous()
-    terms = torch.empty(values.shape, dtype=torch.int64)
+    terms = torch.empty(values.shape, dtype=torch.int64, device="cpu")
     bad = _round(
         values.view(-1).numpy(),
         2.0**fraction_bits,
@@ -50,7 +50,7 @@ def to_fixed_point(values, fraction_bits, name, status=None) -> torch.Tensor:
 
 def from_fixed_point(sums: torch.Tensor, divisor: float, fraction_bits: int) -> torch.Tensor:
     """See `tritonrec.ops.from_fixed_point`."""
-    values = torch.empty(sums.shape, dtype=torch.float32)
+    values = torch.empty(sums.shape, dtype=torch.float32, device="cpu")
     _scale(sums.contiguous().view(-1).numpy(), 2.0**-fraction_bits, float(divisor), values.view(-1).numpy())
     return values
 

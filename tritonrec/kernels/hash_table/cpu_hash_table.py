@@ -19,7 +19,7 @@ def _unsigned(keys: torch.Tensor) -> np.ndarray:
 def hash_find(slot_keys, slot_rows, keys, count) -> torch.Tensor:
     """See `tritonrec.ops.hash_find`."""
     valid = first_valid(keys, count)
-    rows = torch.empty(valid.numel(), dtype=torch.int64)
+    rows = torch.empty(valid.numel(), dtype=torch.int64, device="cpu")
     kernels.hash_find(_unsigned(slot_keys), slot_rows.numpy(), _unsigned(valid), rows.numpy())
     return pad(rows, keys.numel(), -1)
 
@@ -37,8 +37,8 @@ def _insert(
     first_row: int,
     free_rows: torch.Tensor,
 ) -> Pair | None:
-    rows = torch.empty(keys.numel(), dtype=torch.int64)
-    inserted = torch.empty(keys.numel(), dtype=torch.bool)
+    rows = torch.empty(keys.numel(), dtype=torch.int64, device="cpu")
+    inserted = torch.empty(keys.numel(), dtype=torch.bool, device="cpu")
     table, free = (_unsigned(slot_keys), slot_rows.numpy()), free_rows.contiguous().numpy()
     reused = kernels.hash_insert(*table, _unsigned(keys), first_row, free, rows.numpy(), inserted.numpy())
     return (rows, inserted) if reused >= 0 else None
@@ -47,7 +47,7 @@ def _insert(
 def hash_erase(slot_keys, slot_rows, keys, count, used) -> torch.Tensor:
     """See `tritonrec.ops.hash_erase`."""
     valid = first_valid(keys, count)
-    before = torch.empty(valid.numel(), dtype=torch.int64)
+    before = torch.empty(valid.numel(), dtype=torch.int64, device="cpu")
     kernels.hash_erase(_unsigned(slot_keys), slot_rows.numpy(), _unsigned(valid), before.numpy())
     if used is not None:
         used -= int((before >= 0).sum())

@@ -287,8 +287,8 @@ def _insert(
             row = next(new_rows)
             table_keys[slot], table_rows[slot] = key, row
         rows.append(row)
-    slot_keys.copy_(torch.tensor(table_keys, dtype=torch.int64))
-    slot_rows.copy_(torch.tensor(table_rows, dtype=torch.int32))
+    slot_keys.copy_(torch.tensor(table_keys, dtype=torch.int64, device="cpu"))
+    slot_rows.copy_(torch.tensor(table_rows, dtype=torch.int32, device="cpu"))
     return (
         torch.tensor(rows, dtype=torch.int64, device=keys.device),
         torch.tensor(inserted, dtype=torch.bool, device=keys.device),
@@ -307,7 +307,7 @@ def hash_erase_reference(slot_keys, slot_rows, keys, count, used) -> torch.Tenso
             start = slot - slot % GROUP
             ends_here = EMPTY in table_rows[start : start + GROUP]
             table_rows[slot] = EMPTY if ends_here else TOMBSTONE
-    slot_rows.copy_(torch.tensor(table_rows, dtype=torch.int32))
+    slot_rows.copy_(torch.tensor(table_rows, dtype=torch.int32, device="cpu"))
     if used is not None:
         used -= sum(row != -1 for row in before)
     return _rows_of(before, keys)

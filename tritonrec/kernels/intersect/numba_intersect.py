@@ -26,16 +26,16 @@ def intersect(left, right, left_count, right_count, _table, padded) -> tuple[tor
     size = min(left.numel(), right.numel())
     left, right = first_valid(left, left_count), first_valid(right, right_count)
     small, large = (right, left) if right.numel() <= left.numel() else (left, right)
-    matched = torch.empty(large.numel(), dtype=torch.int64)
+    matched = torch.empty(large.numel(), dtype=torch.int64, device="cpu")
     small_keys, large_keys = (keys.contiguous().numpy().view("uint64") for keys in (small, large))
     common = match(small_keys, large_keys, matched.numpy(), np.uint64(murmur.SECRET))
     # The result goes by positions of `left`, whichever of the two was probed with.
     if large is not left:
-        in_left = torch.empty(left.numel(), dtype=torch.int64)
+        in_left = torch.empty(left.numel(), dtype=torch.int64, device="cpu")
         invert(matched.numpy(), in_left.numpy())
         matched = in_left
         common = int((in_left >= 0).sum())  # fewer, where keys of `right` are there twice
-    left_positions, right_positions = (torch.empty(common, dtype=torch.int64) for _ in range(2))
+    left_positions, right_positions = (torch.empty(common, dtype=torch.int64, device="cpu") for _ in range(2))
     compact(matched.numpy(), left_positions.numpy(), right_positions.numpy())
     return pad_common(left_positions, right_positions, size, padded)
 

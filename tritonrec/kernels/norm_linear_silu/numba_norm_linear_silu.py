@@ -121,7 +121,7 @@ def norm_linear_silu_backward_into(
         )  # fmt: skip
     _check_dtype(x)
     has_z, has_normed = len(z) == len(x), len(normed) == len(x)
-    dx, dnorm_weight, dnorm_bias = (torch.empty(x.shape, dtype=torch.float32) for _ in range(3))
+    dx, dnorm_weight, dnorm_bias = (torch.empty(x.shape, dtype=torch.float32, device="cpu") for _ in range(3))
     again = x.new_empty(len(x) * (not has_normed), x.shape[1])
     (rows, dim), columns = x.shape, weight.shape[0]
     arguments = (

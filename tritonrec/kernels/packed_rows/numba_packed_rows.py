@@ -25,11 +25,11 @@ TOO_BIG, LEAST = np.uint8(0x5F), np.int32(-0x21000000)
 
 def pack_rows(values: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """See `tritonrec.ops.pack_rows`."""
-    widths = torch.zeros(len(rows), dtype=torch.uint8)
+    widths = torch.zeros(len(rows), dtype=torch.uint8, device="cpu")
     if values.shape[1] == 0:
         return widths, widths[:0].clone()
     # As long as the rows could be at most: each is met once, and memory that nobody writes to costs nothing.
-    packed = torch.empty(8 * len(rows) * values.shape[1], dtype=torch.uint8)
+    packed = torch.empty(8 * len(rows) * values.shape[1], dtype=torch.uint8, device="cpu")
     lists = (rows.contiguous().numpy(), np.uintp(values.shape[1]), widths.numpy(), packed.numpy())
     packed.resize_(pack(*flat_rows(contiguous_rows(values)), *lists))
     return widths, packed

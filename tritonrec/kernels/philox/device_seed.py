@@ -51,7 +51,7 @@ class DeviceSeeds:
             numbers.append(number)
         if not numbers:
             return
-        given = torch.tensor(numbers, dtype=torch.int64)
+        given = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         if not self.values.is_cpu:
             given = given.pin_memory()
         self.values[: len(numbers)].copy_(given, non_blocking=True)

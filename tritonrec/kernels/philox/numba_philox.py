@@ -21,14 +21,14 @@ U = np.uintp
 
 def initial_rows(seed: int, table: int, keys: torch.Tensor, dim: int, scale: float) -> torch.Tensor:
     """See `tritonrec.ops.initial_rows`."""
-    tables, dims = (torch.full(keys.shape, each, dtype=torch.int64) for each in (table, dim))
-    scales = torch.full(keys.shape, scale, dtype=torch.float32)
+    tables, dims = (torch.full(keys.shape, each, dtype=torch.int64, device="cpu") for each in (table, dim))
+    scales = torch.full(keys.shape, scale, dtype=torch.float32, device="cpu")
     return initial_rows_of_tables(seed, tables, keys, dims, scales, dim)
 
 
 def initial_rows_of_tables(seed, tables, keys, dims, scales, width) -> torch.Tensor:
     """See `tritonrec.ops.initial_rows_of_tables`."""
-    rows = torch.empty(keys.numel(), width, dtype=torch.float32)
+    rows = torch.empty(keys.numel(), width, dtype=torch.float32, device="cpu")
     identity = *map(np.uint32, halves(seed)), np.uint64(reference.INITIAL_ROWS)
     given = (each.contiguous().numpy() for each in (tables, keys, dims, scales))
     _initial_rows(*identity, *given, flat(rows), U(width))
@@ -37,7 +37,7 @@ def initial_rows_of_tables(seed, tables, keys, dims, scales, width) -> torch.Ten
 
 def random_indices(seed, stream, step, sample_ids, positions, count, upper) -> torch.Tensor:
     """See `tritonrec.ops.random_indices`."""
-    indices = torch.empty(sample_ids.numel(), count, dtype=torch.int64)
+    indices = torch.empty(sample_ids.numel(), count, dtype=torch.int64, device="cpu")
     identity = *map(np.uint32, halves(derive_seed(seed, stream, step))), np.uint64(reference.RANDOM_INDICES)
     rows = sample_ids.contiguous().numpy(), positions.contiguous().numpy()
     _random_indices(*identity, *rows, np.uint64(upper), flat(indices), U(count))

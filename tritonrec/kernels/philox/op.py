@@ -47,7 +47,7 @@ def derive_seed(seed: Seed, stream: int, step: int) -> Seed:
     if isinstance(seed, DeviceSeed):
         return seed.derived(stream, step)
     if torch.compiler.is_dynamo_compiling():
-        return _derive_in_graph(torch.empty(0, dtype=torch.int64), seed, stream, step)
+        return _derive_in_graph(torch.empty(0, dtype=torch.int64, device="cpu"), seed, stream, step)
     return reference.derive_seed(seed, stream, step)
 
 

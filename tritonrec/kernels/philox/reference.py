@@ -58,8 +58,8 @@ def _derived(seed: int, stream: int, step: int) -> int:
 
 def initial_rows(seed: int, table: int, keys: torch.Tensor, dim: int, scale: float) -> torch.Tensor:
     """See `tritonrec.ops.initial_rows`."""
-    tables, dims = (torch.full(keys.shape, each, dtype=torch.int64) for each in (table, dim))
-    scales = torch.full(keys.shape, scale, dtype=torch.float32)
+    tables, dims = (torch.full(keys.shape, each, dtype=torch.int64, device="cpu") for each in (table, dim))
+    scales = torch.full(keys.shape, scale, dtype=torch.float32, device="cpu")
     return initial_rows_of_tables(seed, tables, keys, dims, scales, dim)
 
 
@@ -71,7 +71,7 @@ def initial_rows_of_tables(seed, tables, keys, dims, scales, width) -> torch.Ten
     words = np.stack(philox4x32((low, high, blocks, table), halves(seed)), axis=-1)
     units = ((words >> 8).astype(np.float32) - np.float32(2**23)) * np.float32(2.0**-23)
     rows = torch.from_numpy(units.reshape(len(keys), 4 * len(blocks))[:, :width]) * scales.cpu()[:, None]
-    own = torch.arange(width, dtype=torch.int64) < dims.cpu()[:, None]
+    own = torch.arange(width, dtype=torch.int64, device="cpu") < dims.cpu()[:, None]
     return torch.where(own, rows, 0.0).to(keys.device)
 
 

@@ -38,7 +38,7 @@ def scatter_rows(destination, rows, values, source, count) -> None:
         if values.nbytes < SMALL and values.dtype in COMMON:  # torch has no kernel for rarer types
             destination.index_copy_(0, rows, values)
             return
-        source = torch.arange(rows.numel())
+        source = torch.arange(rows.numel(), device="cpu")
     to, places = flat_rows(destination.view(torch.uint8)), rows.contiguous().numpy()
     of, taken = flat_rows(values.view(torch.uint8)), source.contiguous().numpy()
     width = values.element_size() * values.shape[1]

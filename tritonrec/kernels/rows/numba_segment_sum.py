@@ -70,7 +70,14 @@ def add_rows(sums: torch.Tensor, values: torch.Tensor, fraction_bits: int, name:
         flat(sums), *flat_rows(values), len(values), np.uintp(values.shape[1]), 2.0**fraction_bits, limit
     )
     if bad >= 0:
-        report_sum(bad + 1, None, name, values, torch.zeros(len(values), dtype=torch.int64), fraction_bits)
+        report_sum(
+            bad + 1,
+            None,
+            name,
+            values,
+            torch.zeros(len(values), dtype=torch.int64, device="cpu"),
+            fraction_bits,
+        )
 
 
 def add_products(

@@ -130,7 +130,7 @@ def _empty_table(keys: int) -> np.ndarray:
 def unique(keys, count, padded, table=False) -> tuple[torch.Tensor, ...]:
     """See `tritonrec.ops.unique`."""
     valid = keys[: num_valid(count, keys.numel())]
-    inverse = torch.empty(valid.numel(), dtype=torch.int64)
+    inverse = torch.empty(valid.numel(), dtype=torch.int64, device="cpu")
     order, counts = _unique(valid.contiguous().numpy().view(np.uint64), inverse.numpy())
     results = torch.from_numpy(order.view(np.int64)), inverse, torch.from_numpy(counts)
     return pad_unique(*results, keys.numel(), padded, table)

@@ -23,7 +23,7 @@ def prefetch(context: Context, window: Window) -> Samples:
     missing = config.window_micro_batches - len(parts)  # a run's last window
     # Every window has the same tasks, which the proof and all ranks' collectives count on: a last window with
     # fewer batches is filled up with micro-batches of no sample.
-    nothing = window.batches[-1].select(torch.arange(0))
+    nothing = window.batches[-1].select(torch.arange(0, device="cpu"))
     parts += [nothing] * missing
     return Samples(parts if context.device.type == "cpu" else [part.pin_memory() for part in parts])
 

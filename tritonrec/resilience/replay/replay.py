@@ -41,6 +41,7 @@ from ...pipeline.places import (
 from ...pipeline.stage import Read, Update
 from ...pipeline.trainer import Trainer
 from ...pipeline.window import Window
+from ...settings import typed
 from .messages import pack, unpack
 from .plan import Plan
 from .work import (
@@ -67,6 +68,7 @@ ADVICE = "check processor and memory there, and go on from a checkpoint before t
 Again = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
+@typed
 class Replay:
     """Finds bits that flip while a `Trainer` trains; changes none itself.
 
@@ -260,7 +262,7 @@ class Replay:
         """The next rank computes the `work` of `ranks` again; where it differs, so does the one after it."""
         empty = torch.empty(0, dtype=torch.uint8, device=device)
         message = empty if work is None else pack(work.inputs, device)
-        nothing = torch.zeros(len(names), dtype=torch.int64)
+        nothing = torch.zeros(len(names), dtype=torch.int64, device="cpu")
 
         def by(shift: int) -> torch.Tensor:
             sender = (self._rank - shift) % self._world

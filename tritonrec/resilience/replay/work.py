@@ -155,7 +155,9 @@ class RowUpdate:
         buffer: Buffer,
     ):
         self._rows, self._buffer = slice(first, None, every), buffer
-        self._inputs = [torch.tensor([routes.row_normalizer, routes.loss_normalizer], dtype=torch.int64)]
+        self._inputs = [
+            torch.tensor([routes.row_normalizer, routes.loss_normalizer], dtype=torch.int64, device="cpu")
+        ]
         if norm is not None:
             self._inputs += [norm.norm, norm.scale]
         gradients = mean_gradient or row_gradient  # replicas and limits of gradients have means

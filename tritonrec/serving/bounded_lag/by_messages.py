@@ -140,7 +140,7 @@ class MessageTransport:
         if died:
             return  # the others see the end of this rank's connections
         text = problem.encode()[: self._eager]
-        notice = torch.zeros(HEADER + len(text), dtype=torch.uint8)
+        notice = torch.zeros(HEADER + len(text), dtype=torch.uint8, device="cpu")
         Header.of(number, len(text), Layout(torch.uint8, 1), FAILED).write(notice)
         notice[HEADER:] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         tag = self._tags.first(number % len(self._slots), self._eager)

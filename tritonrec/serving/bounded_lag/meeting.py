@@ -43,8 +43,8 @@ class Meeting:
 
             name = (number_of_rank(), 0, 0)
         words = [bound, capacity, TRANSPORTS.index(transport), *host, *name]
-        self._settings = [torch.zeros(WORDS, dtype=torch.int64) for _ in range(world_size)]
-        self._settings[rank] = torch.tensor(words, dtype=torch.int64)
+        self._settings = [torch.zeros(WORDS, dtype=torch.int64, device="cpu") for _ in range(world_size)]
+        self._settings[rank] = torch.tensor(words, dtype=torch.int64, device="cpu")
         _unawaited[id(self._works)] = self._works, self._settings
         for peer in others(rank, world_size):
             with naming(peer, 0):

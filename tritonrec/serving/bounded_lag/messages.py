@@ -173,7 +173,7 @@ class Slot:
     """Buffers of one exchange in flight: one to and one from each rank, each with a header."""
 
     def __init__(self, world_size: int):
-        self.send: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)] * world_size
+        self.send: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8, device="cpu")] * world_size
         self.receive = list(self.send)
         self.sending: list[tuple[int, Any]] = []
 
@@ -181,5 +181,5 @@ class Slot:
     def buffer(buffers: list[torch.Tensor], rank: int, size: int) -> torch.Tensor:
         """`buffers[rank]`, replaced by a larger one where it has fewer than `size` bytes."""
         if len(buffers[rank]) < size:
-            buffers[rank] = torch.empty(size, dtype=torch.uint8)
+            buffers[rank] = torch.empty(size, dtype=torch.uint8, device="cpu")
         return buffers[rank]

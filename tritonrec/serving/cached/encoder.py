@@ -59,7 +59,7 @@ class Step:
     def new(self) -> Tensor:
         """(M,) int64: numbers of the new tokens among all."""
         starts = torch.repeat_interleave(self.offsets[:-1] + self.known, self.lengths)
-        return (torch.arange(len(starts)) >= starts).nonzero().squeeze(1)
+        return (torch.arange(len(starts), device="cpu") >= starts).nonzero().squeeze(1)
 
 
 Encoder = Callable[[Tensor, Step, Tensor], Tensor]
@@ -121,7 +121,7 @@ def check_equal(model: NextItemModel, encode: Encoder, program: Program, store: 
     for rows, offsets, times in scorer_of(model, model.config.dim).examples:
         if len(rows) > min(1024, store.shape[1]):
             continue
-        lengths, places = offsets.diff(), torch.arange(len(rows))
+        lengths, places = offsets.diff(), torch.arange(len(rows), device="cpu")
         half = (lengths + 1) // 2
         early = places < torch.repeat_interleave(offsets[:-1] + half, lengths)
         before = Step(half, torch.zeros_like(half), times[early], places[early])

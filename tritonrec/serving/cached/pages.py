@@ -64,7 +64,7 @@ class Pages:
                 f"one user of {longest} events needs {needed} pages of {self.page_bytes:,} bytes, "
                 f"{needed * self.page_bytes:,} in all, and memory={memory:,} is less"
             )
-        self.store = torch.empty(layers, self.count * PAGE, width, dtype=dtype)
+        self.store = torch.empty(layers, self.count * PAGE, width, dtype=dtype, device="cpu")
         self.evicted = 0
         self._free = list(range(self.count))[::-1]
         self._cached: OrderedDict[Hashable, Cached] = OrderedDict()  # least recently used first
@@ -101,6 +101,6 @@ class Pages:
 
     def rows(self, cached: Cached, tokens: int) -> Tensor:
         """(tokens,) int64: the rows of ``store[layer]`` that hold a user's first tokens."""
-        pages = torch.tensor(cached.pages, dtype=torch.int64)
-        inside = torch.arange(PAGE, dtype=torch.int64)
+        pages = torch.tensor(cached.pages, dtype=torch.int64, device="cpu")
+        inside = torch.arange(PAGE, dtype=torch.int64, device="cpu")
         return (pages[:, None] * PAGE + inside).flatten()[:tokens]

@@ -201,7 +201,7 @@ class CachedPredictor(UserHistories):
         vectors: dict[User, Tensor] = {}
         for group in self._groups(lengths):
             vectors |= self._vectors(group)
-        none = torch.empty(0, self._model.config.dim, dtype=torch.float32)
+        none = torch.empty(0, self._model.config.dim, dtype=torch.float32, device="cpu")
         return torch.stack([vectors[user] for user in users]) if users else none
 
     def _groups(self, lengths: dict[User, int]) -> Iterator[list[User]]:
@@ -236,7 +236,8 @@ class CachedPredictor(UserHistories):
         known = [min(entry.known, n - 1) for entry, n in zip(entries.values(), lengths, strict=True)]
         places = [self._pages.rows(entry, n) for entry, n in zip(entries.values(), lengths, strict=True)]
         step = Step(
-            torch.tensor(lengths, dtype=torch.int64), torch.tensor(known, dtype=torch.int64),
+            torch.tensor(lengths, dtype=torch.int64, device="cpu"),
+            torch.tensor(known, dtype=torch.int64, device="cpu"),
             torch.cat([each.timestamps for each in histories]), torch.cat(places),
         )  # fmt: skip
         new = torch.cat([each.ids[first:] for each, first in zip(histories, known, strict=True)])

@@ -343,7 +343,7 @@ def _rows_of(
     parts: list[dict[str, Tensor]], table: str, like: Tensor, name: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Ids (r,) ascending, weights (r, d) and erased ids (e,) of all parts, which are taken out of them."""
-    none = torch.empty(0, dtype=torch.int64)
+    none = torch.empty(0, dtype=torch.int64, device="cpu")
     key = f"table/{table}"
     ids = torch.cat([none, *(own.pop(f"{key}/ids", none) for own in parts)])
     weights = torch.cat([like[:0], *(own.pop(f"{key}/weights", like[:0]) for own in parts)])

@@ -29,6 +29,7 @@ from ...files.places import Place
 from ...kernels.checksums import same_bits
 from ...pipeline import StepResult, Trainer
 from ...pipeline.results import to_be_taken
+from ...settings import typed
 from ..exporter import copied_scorer
 from ..programs import Arguments, save_program
 from .follower import read_document
@@ -52,6 +53,7 @@ LONGEST_STRETCH = 1000
 """Steps between two publications by time, at most."""
 
 
+@typed
 class Publisher:
     """Publishes a trainer's state for `Follower`: deltas every few steps, and full snapshots among them::
 

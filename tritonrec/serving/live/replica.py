@@ -85,13 +85,16 @@ class LiveTable:
             spare, behind = Buffer(total + total // 8, old.weights.shape[1]), None
         target = spare.lend(total)
         if len(gone) or (len(new) and count and new[0] < old.ids[-1]):
-            kept = torch.ones(count, dtype=torch.bool)
+            kept = torch.ones(count, dtype=torch.bool, device="cpu")
             kept[gone] = False
             source, kept_ids = kept.nonzero().squeeze(1), old.ids[kept]
-            put = torch.searchsorted(kept_ids, new) + torch.arange(len(new), dtype=torch.int64)
-            stays = torch.ones(total, dtype=torch.bool)
+            put = torch.searchsorted(kept_ids, new) + torch.arange(len(new), dtype=torch.int64, device="cpu")
+            stays = torch.ones(total, dtype=torch.bool, device="cpu")
             stays[put] = False
-            all_ids, from_old = torch.empty(total, dtype=torch.int64), torch.zeros(total, dtype=torch.int64)
+            all_ids, from_old = (
+                torch.empty(total, dtype=torch.int64, device="cpu"),
+                torch.zeros(total, dtype=torch.int64, device="cpu"),
+            )
             all_ids[stays], all_ids[put], from_old[stays] = kept_ids, new, source
             torch.index_select(old.weights, 0, from_old, out=target)
             target[torch.searchsorted(all_ids, ids)] = weights
@@ -103,7 +106,7 @@ class LiveTable:
             else:
                 target[behind] = old.weights[behind]
             changed = at
-            changed[~known] = torch.arange(count, total, dtype=torch.int64)
+            changed[~known] = torch.arange(count, total, dtype=torch.int64, device="cpu")
             target[changed] = weights
             moved = len(ids) + (count if behind is None else len(behind))
         made = replace(old, ids=all_ids, weights=target)
@@ -125,7 +128,7 @@ def _places(ids: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     """Places (n,) of `wanted` (n,) in ascending `ids`, and whether they are there."""
     at = torch.searchsorted(ids, wanted)
     if not len(ids):
-        return at, torch.zeros(len(wanted), dtype=torch.bool)
+        return at, torch.zeros(len(wanted), dtype=torch.bool, device="cpu")
     return at, ids[at.clamp(max=len(ids) - 1)] == wanted
 
 

@@ -26,6 +26,7 @@ from ...checkpoint.files import flush, names_in, partial_of, publish
 from ...files import check_writable
 from ...files.places import Place, RemotePath, place_of
 from ...optional import require
+from ...settings import typed
 from .wire import LiveError, SinkError
 
 REDIS_SECONDS = 5.0
@@ -200,6 +201,7 @@ class DirectorySink(Sink):
             raise SinkError(f"{self.name} cannot be used: {error}") from error
 
 
+@typed
 class RedisSink(Sink):
     """A `Sink` in Redis, by the package redis (extra ``redis``)."""
 

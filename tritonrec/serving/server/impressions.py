@@ -51,14 +51,15 @@ def impressions_of(
         bags = Lookup(values, _offsets([len(event.genres) for event in events]))
         genres = KeyedJaggedTensor.from_dict({"genre": bags})
     return ImpressionBatch(
-        0, torch.arange(len(samples)), KeyedJaggedTensor.from_dict(features),
+        0, torch.arange(len(samples), device="cpu"), KeyedJaggedTensor.from_dict(features),
         _integers([event.action for event in history]), _integers([event.timestamp for event in events]),
-        torch.zeros(len(exposed), len(facts["tasks"]), dtype=torch.int64), genres, tuple(facts["tasks"]),
+        torch.zeros(len(exposed), len(facts["tasks"]), dtype=torch.int64, device="cpu"), genres,
+        tuple(facts["tasks"]),
     )  # fmt: skip
 
 
 def _integers(values: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64)
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
 def _offsets(lengths: Sequence[int]) -> torch.Tensor:

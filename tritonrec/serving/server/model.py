@@ -50,7 +50,7 @@ class Read:
     times: Tensor | None = None
     seen: tuple[Tensor, ...] = ()
     clicks: tuple[Tensor, dict[str, Tensor]] | None = None
-    vectors: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.float32))
+    vectors: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.float32, device="cpu"))
 
 
 class Version:
@@ -162,7 +162,7 @@ class Version:
 
     def _clicks(self, request: Clicks) -> tuple[Tensor, dict[str, Tensor]]:
         names = self.predictor.dense_of(CLICK, "predict")["features"]
-        dense = torch.tensor(request.dense, dtype=torch.float32)
+        dense = torch.tensor(request.dense, dtype=torch.float32, device="cpu")
         if not bool(dense.isfinite().all()):
             raise ValueError("dense features must be finite float32")
         if request.features.keys() != set(names):
@@ -207,7 +207,7 @@ class Version:
     def _vectors(self, reads: list[Read], named: bool) -> Tensor:
         """(B, d) of histories, or of users with events here."""
         if not reads:
-            return torch.empty(0, 0, dtype=torch.float32)
+            return torch.empty(0, 0, dtype=torch.float32, device="cpu")
         if named:
             return self._histories().encode([user for read in reads for user in read.request.users])
         given = [(read.given, read.times) for read in reads]
