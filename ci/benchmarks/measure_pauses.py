@@ -1,16 +1,15 @@
 """What a pause of a run costs, alone and with a save in it, and what a save in flight does, in steps.
 
-    python ci/benchmarks/measure_pauses.py [--rounds 10] [--rows 100000]
+    python ci/benchmarks/measure_pauses.py [--rounds 20] [--rows 100000]
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 ci/benchmarks/measure_pauses.py
 
-README.md's model in mode nestpipe at N = 4, with a table of many rows. Stretches of steps without a pause,
-with two, with two saves in pauses, and with two saves in flight take turns, and the least time of the rounds
-counts, by the clock and of this process's processors. A stretch ends when its files are written.
+README.md's model in mode nestpipe at N = 4, with a table of many rows. Stretches of steps with nothing in the
+middle, a pause, a save in a pause, and a save in flight take turns. The least time of the rounds counts, by
+the clock and of this process's processors. A stretch ends when its files are written.
 """
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
 
@@ -22,11 +21,11 @@ from tritonrec.data import NextItemLoader, load
 from tritonrec.distributed import from_environment
 from tritonrec.nn import HSTU, HSTUConfig
 
-STEPS, EVERY = 30, 15
+EVERY = 16
 
 
 def main() -> None:
-    options = options_of(__doc__, rounds=10, rows=100_000)
+    options = options_of(__doc__, rounds=20, rows=100_000)
     with from_environment() as ranks, tempfile.TemporaryDirectory() as folder:
         log = load("zipf:users=4000,items=6000,seed=3")
         loader = NextItemLoader(log, 128, 50, 8, seed=0, rank=ranks.rank, world_size=ranks.world_size)
@@ -44,9 +43,10 @@ def main() -> None:
             Trainer(model, tables, optimizer, ranks, "nestpipe", WindowConfig(4)) as trainer,
             trainer.saver(f"{folder}/run") as saver,
         ):
+            list(trainer.run(loader.batch(step) for step in range(EVERY // 2)))
             for kind in [*taken] * (options.rounds + 1):
                 first, began, used = trainer.next_step, time.perf_counter(), time.process_time()
-                steps = (loader.batch(step) for step in range(first, first + STEPS))
+                steps = (loader.batch(step) for step in range(first, first + EVERY))
                 given = {"saver": saver, "save_every": EVERY} if kind == "in flight" else {}
                 if kind in ("pause", "save"):
                     given = {"pause_every": EVERY}
@@ -60,15 +60,12 @@ def main() -> None:
                 taken[kind].append((time.perf_counter() - began, time.process_time() - used))
                 longest[kind].append(max(waits[1:]))
         if ranks.rank == 0:
-            step, work = (min(each[1:]) / STEPS for each in zip(*taken["none"], strict=True))
+            step, work = (min(each[1:]) / EVERY for each in zip(*taken["none"], strict=True))
             print(f"a step: {step * 1e3:.1f} ms, {work * 1e3:.1f} of processors; in steps, of each:")
-            for kind in [*taken][1:]:
+            for kind in taken:
                 clock, used = (min(each[1:]) for each in zip(*taken[kind], strict=True))
-                more = (
-                    (clock - step * STEPS) * EVERY / STEPS / step,
-                    (used - work * STEPS) * EVERY / STEPS / work,
-                )
-                wait = statistics.median(longest[kind][1:]) / step
+                more = (clock / step - EVERY, used / work - EVERY)
+                wait = min(longest[kind][1:]) / step
                 print(f"{kind:10} {more[0]:5.2f}  processors {more[1]:5.2f}  longest step {wait:5.2f}")
 
 
