@@ -15,11 +15,13 @@ from tritonrec import checkpoint
 from tritonrec.checkpoint import CheckpointError, CheckpointStream, Saver
 from tritonrec.data import Vocabulary
 from tritonrec.data import load as load_log
+from tritonrec.data.convert import new_folder
 from tritonrec.data.log_files import filesystem_of
 from tritonrec.files import atomic_write, check_writable, save_json
 from tritonrec.files.places import GrowingText, RemotePath, local_path, place_of, read_document, with_limit
 from tritonrec.loggers import CSVLogger, JSONLinesLogger
 from tritonrec.serving import Predictor, export
+from tritonrec.serving.exporter import published
 from tritonrec.trace import Recorder, read, save_joined
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*its file system has no locks.*:RuntimeWarning")
@@ -484,3 +486,15 @@ def test_documents_that_are_nested_too_deeply_are_one_error(tmp_path):
         (tmp_path / "manifest.json").write_text(text)
         with pytest.raises(ValueError):
             read_it(path)
+
+
+@pytest.mark.parametrize("folder_at", [new_folder, published])
+def test_a_folder_that_another_run_wrote_meanwhile_is_its_own(folder_at, tmp_path):
+    with (
+        pytest.raises(FileExistsError, match="out was written meanwhile by another run: choose another name"),
+        folder_at(tmp_path / "out") as scratch,
+    ):
+        (scratch / "ours").touch()
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out/theirs").touch()
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["out", "out/theirs"]

@@ -18,14 +18,22 @@ from tritonrec import (
     nn,
 )
 from tritonrec.callbacks import EarlyStopping
-from tritonrec.data import KeyedJaggedTensor, LogFormat, NextItemLoader, load
+from tritonrec.data import (
+    KeyedJaggedTensor,
+    LogFormat,
+    NextItemLoader,
+    clicks_from_ratings,
+    hashed_ids,
+    load,
+)
 from tritonrec.data.parquet_rows import ParquetRows
-from tritonrec.embedding import DynamicTable, WarmupLinear
+from tritonrec.embedding import DynamicTable, WarmupCosine, WarmupLinear
 from tritonrec.embedding.learning_rate import Scaled
+from tritonrec.metrics import ClickMetrics
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import ExchangeConfig, LossScaling, WindowConfig
 from tritonrec.resilience import Replay
-from tritonrec.serving import Predictor
+from tritonrec.serving import Predictor, top_k
 from tritonrec.serving.server.settings import ServerConfig
 from tritonrec.settings import values_by_option, with_values
 from tritonrec.slipstream import SlipstreamConfig
@@ -149,6 +157,12 @@ WRONG = {
         lambda: EmbeddingBagConfig(9, 4, "t", "ab"), "EmbeddingBagConfig: feature_names must be several",
     ),
     "operators by name": (lambda: Predictor.load("there", namespaces="mine"), "namespaces must be several"),
+    "patience": (lambda: EarlyStopping("HR@10", patience=math.nan), "patience must be of type int, got nan"),
+    "a threshold": (lambda: clicks_from_ratings(LOG, "3"), "label_threshold must be of type float or None"),
+    "a window of metrics": (lambda: ClickMetrics(window=2.5), "window must be of type int, got 2.5"),
+    "best items": (lambda: top_k(torch.ones(1, 2), "2"), "k must be of type int, got '2'"),
+    "steps of a schedule": (lambda: WarmupCosine(0.1, 2, "9"), "steps must be of type int, got '9'"),
+    "bits": (lambda: hashed_ids(["a"], bits="32"), "bits must be of type int, got '32'"),
     "header": (lambda: LogFormat(multiline="no"), "multiline must be of type bool, got 'no'"),
 }  # fmt: skip
 

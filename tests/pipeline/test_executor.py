@@ -1,6 +1,7 @@
 """Promise: tasks run after all they wait for, lanes overlap, a failure stops the rank and is named."""
 
 import os
+import signal
 import threading
 import time
 from collections import Counter
@@ -412,6 +413,7 @@ def test_a_forked_process_has_no_lanes_and_says_so():
         with executor._lock:  # as a lane may have it at any time
             process = os.fork()
             if not process:
+                signal.alarm(20)  # ends it where it hangs
                 try:
                     executor.close()
                     executor.ensure_running()

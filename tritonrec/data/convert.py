@@ -7,7 +7,6 @@ which `tritonrec.data.NextItemStream` streams. OUT appears when it is complete.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,7 +28,7 @@ from tritonrec.data.sources import load_interactions, source_of
 from tritonrec.data.times import check_calendar
 from tritonrec.data.vocabulary import save_words
 from tritonrec.files import ScratchFolder
-from tritonrec.files.places import local_path
+from tritonrec.files.places import become, local_path
 
 TIME_UNITS = ("s", "ms", "us", "ns")
 
@@ -88,7 +87,7 @@ def new_folder(out: Path | str) -> Iterator[Path]:
         scratch = Path(name)
         scratch.chmod(0o755)
         yield scratch
-        os.replace(scratch, out)
+        become(scratch, out)
 
 
 def _partitions(

@@ -8,6 +8,7 @@ export) is complete when its manifest is there, which is written last.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
@@ -352,6 +353,16 @@ def local_path(path: str | os.PathLike[str], what: str) -> Path:
     if isinstance(found, RemotePath):
         raise ValueError(f"{found}: {what} cannot be at a URL: give a local path, and copy it")
     return found
+
+
+def become(scratch: Path, out: Path) -> None:
+    """Rename a folder that is whole to `out`; FileExistsError where another run was first."""
+    try:
+        os.replace(scratch, out)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        raise FileExistsError(f"{out} was written meanwhile by another run: choose another name") from error
 
 
 def read_document(path: str | os.PathLike[str] | RemotePath, what: str = "file") -> bytes:

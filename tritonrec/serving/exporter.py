@@ -38,7 +38,7 @@ from ..checkpoint.files import flush, sha256_of
 from ..checkpoint.manifest import add_checksum
 from ..data.vocabulary import Vocabulary, vocabularies_of
 from ..embedding.description import check_description
-from ..files.places import Place, RemotePath, place_of
+from ..files.places import Place, RemotePath, become, place_of
 from ..kernels.autocast import DTYPES, Precision
 from ..settings import typed
 from ..version import __version__
@@ -156,7 +156,7 @@ def published(out: Place) -> Iterator[Path]:
     try:
         yield partial
         flush(partial)
-        partial.rename(out)
+        become(partial, out)
         flush(out.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
