@@ -147,12 +147,19 @@ def test_what_lacks_and_what_would_fit():
     assert short.lacking == 300 * MIB
     machines, evicting, disk, tiers = short.advice()
     assert machines == "tables on 2 machines of 2 ranks each" and tiers.endswith("less")
-    assert disk.startswith("--storage disk")
+    memory = int(disk.removeprefix("--storage disk: --disk-memory ").partition("MiB")[0]) * MIB
+    assert "% of the rows in memory" in disk and memory > 100 * MIB
+    bounded = [replace(each, tables=[replace(table, most=memory) for table in each.tables]) for each in ranks]
+    assert -2 * MIB <= of(*bounded, rows=10_000_000, left=needed - 300 * MIB).lacking <= 0
     size = int(evicting.partition("lru:")[2].partition("MiB")[0]) * MIB
     rows = Eviction("lru", capacity=f"{size}").rows_of(25)
     assert of(*ranks, rows=rows, left=needed - 300 * MIB).lacking <= 0
-    (only,) = of(*ranks, left=2000 * MIB).advice()
-    assert "are no tables" in only
+    rest = needed - sum(rank.tables for rank in fits.ranks)
+    work = sum(rank.work for rank in fits.ranks)
+    (only,) = of(*ranks, left=rest - work // 4).advice()
+    assert "are no tables" in only and "at most 75% of this batch" in only and "at most 1 ranks here" in only
+    (only,) = of(*ranks, left=rest // 2 - 1).advice()
+    assert "no batch is small enough" in only and "one rank does not fit" in only
 
 
 def test_the_most_of_a_phase_is_seen_however_short_and_that_before_is_forgotten():

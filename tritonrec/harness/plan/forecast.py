@@ -97,7 +97,7 @@ class Forecast:
         rows: of all tables and ranks at the end. steps, steps_counted: of the run, and see `Counted`.
         step_seconds, seconds: of a step, and of all with evaluations and saves, beyond the start.
         link_bytes: sent by a rank in a step. disk_read, disk_written: bytes of rows on disk, as well.
-        checkpoint: bytes of a whole one.
+        checkpoint: bytes of a whole one. merged: tables that each rank has a part of.
     """
 
     ranks: list[Need]
@@ -111,6 +111,7 @@ class Forecast:
     disk_read: float
     disk_written: float
     checkpoint: int
+    merged: int = 1
 
     @property
     def lacking(self) -> int:
@@ -124,17 +125,29 @@ class Forecast:
         tables = sum(rank.tables for rank in self.ranks)
         rest = sum(rank.peak for rank in self.ranks) - tables
         left = self.room.left - rest
+        work = sum(rank.work for rank in self.ranks)
         if left <= 0:
+            share = max(work + left, 0) / max(work, 1)
+            ranks = self.room.left // max(-(-rest // len(self.ranks)), 1)
+            smaller = (
+                f"at most {share:.0%} of this batch (--batch-size)" if share else "no batch is small enough"
+            )
+            fewer = f"at most {ranks} ranks here" if ranks else "a larger machine: one rank does not fit"
             return [
-                f"{in_bytes(rest)} of it are no tables: fewer ranks here, smaller batches or more "
-                "micro-batches (--batch-size, --micro-batches)"
+                f"{in_bytes(rest)} of it are no tables; {in_bytes(work)} of these, windows in flight and "
+                f"activations, go by the batch: {smaller}, more micro-batches (--micro-batches), or {fewer}"
             ]
         machines = -(-tables // left)
-        half = sum(rank.values for rank in self.ranks) // 2
+        values = sum(rank.values for rank in self.ranks)
+        half, keys = values // 2, tables - values
+        memory, share = (left - keys) // (len(self.ranks) * self.merged), (left - keys) / max(values, 1)
+        disk = f"{in_bytes(keys)} of keys alone do not fit"
+        if memory > 0:
+            disk = f"--disk-memory {memory >> 20}MiB, {share:.0%} of the rows in memory, the others in a file"
         return [
             f"tables on {machines} machines of {len(self.ranks)} ranks each",
             f"--evict lru:{left >> 20}MiB, which keeps the rows used last",
-            "--storage disk, which keeps rows of recent lookups in memory, and the others in a file",
+            f"--storage disk: {disk}",
             f"--precision-tiers, which stores seldom used rows in 16 bits: up to {in_bytes(half)} less"
             + ("" if half >= self.lacking else ", not enough alone"),
         ]
@@ -157,6 +170,7 @@ def forecast(
         run.steps * step + beside, max(rank.link_bytes for rank in ranks),
         max(rank.disk_read for rank in ranks), max(rank.disk_written for rank in ranks),
         ranks[0].dense_bytes + sum(rows * (table.row_bytes + 8) for rows, table in tables),
+        len(counted.rows),
     )  # fmt: skip
 
 
