@@ -412,7 +412,8 @@ def _guard_of(optimizer: Optimizer) -> InFlight:
     def copied(protocol: int) -> Any:
         guard.check("a copy")
         made: Any = own()
-        return type(made).__reduce_ex__(made, protocol)
+        kind: Any = type(made)
+        return kind.__reduce_ex__(made, protocol)
 
     vars(optimizer)["__reduce_ex__"] = copied  # which copy and pickle ask the instance for
     return guard
