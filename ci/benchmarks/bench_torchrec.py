@@ -37,9 +37,9 @@ from tritonrec import ops
 from tritonrec.data import JaggedBatch
 from tritonrec.distributed import Communicators, RankDiedError, RankPool
 from tritonrec.harness.job import Job, dense_optimizer
-from tritonrec.harness.lab.network import LabError, Network
 from tritonrec.harness.lab.rounds import ranks_in
 from tritonrec.harness.lab.settings import Setting, parse_switches
+from tritonrec.harness.network import LabError, Network
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import Trainer, WindowConfig
 

@@ -26,8 +26,8 @@ from frame import options_of, record
 
 from tritonrec.distributed import Communicators, RankPool
 from tritonrec.harness.job import Job
-from tritonrec.harness.lab.network import Network
 from tritonrec.harness.lab.rounds import ranks_in
+from tritonrec.harness.network import Network
 from tritonrec.nn import GRM_SIZES, HSTUConfig
 from tritonrec.pipeline import ExchangeConfig, Trainer, WindowConfig
 
@@ -50,7 +50,7 @@ def run_rank(communicators: Communicators, job: Job, dedup: str, steps: int) -> 
     batches = [loader.batch(step) for step in range(steps + 1)]
     window = WindowConfig(1, seed=job.seed, exchange=ExchangeConfig(dedup=dedup))
     losses: list[tuple[int, float]] = []
-    # Not within a few steps: the trainer compares the model's bits once more for a batch of another size class.
+    # The trainer would compare the model's bits again, within these few steps, for batches of another size.
     with Trainer(model, tables, optimizer, communicators, "sequential", window, trust_model=True) as trainer:
         for number, batch in enumerate(batches):
             if number == 1:

@@ -200,10 +200,8 @@ def test_a_slow_disk_is_named_once(tmp_path, monkeypatch, seconds, told):
         warnings.simplefilter("always")
         for move in (file.write, file.read):
             move(torch.arange(5), torch.zeros(5, 6), torch.arange(5))
-    assert len(said) == told
-    assert all(
-        "slow, or busy: 5 rows of a table took 1.1 s to be written" in str(each.message) for each in said
-    )
+    heard = [str(each.message) for each in said if "slow, or busy" in str(each.message)]
+    assert len(heard) == told and all("5 rows of a table took 1.1 s to be written" in each for each in heard)
 
 
 def test_many_rows_may_take_longer(tmp_path, monkeypatch):

@@ -11,13 +11,13 @@ from tritonrec.files import save_json
 from tritonrec.harness.lab import figures as lab_figures
 from tritonrec.harness.lab import report
 from tritonrec.harness.lab.figures import Figures
-from tritonrec.harness.lab.network import LabError
 from tritonrec.harness.lab.rounds import LabConfig, Measurement, Result, measure, rows
 from tritonrec.harness.lab.run import TOLERANCE, LabRun, RankRun, compare_losses, run_once
 from tritonrec.harness.lab.settings import (
     BASELINE,
     Setting,
 )
+from tritonrec.harness.network import LabError
 from tritonrec.trace import read
 
 # Losses first.

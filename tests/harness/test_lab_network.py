@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
+from tritonrec.harness import network
 from tritonrec.harness.cli import app
-from tritonrec.harness.lab import network
-from tritonrec.harness.lab.network import (
+from tritonrec.harness.network import (
     LabError,
     Network,
     built,
@@ -192,7 +192,7 @@ def test_without_root_the_command_runs_again_in_namespaces_of_the_user(monkeypat
 def test_in_a_user_s_namespaces_a_lab_is_built_and_taken_down():
     program = """
 import os
-from tritonrec.harness.lab.network import Network, built, existing
+from tritonrec.harness.network import Network, built, existing
 with built(Network(2, 100.0, os.getpid())):
     print(os.geteuid(), len(existing()))
 print(len(existing()))

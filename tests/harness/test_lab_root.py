@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from tritonrec.harness.cli import app
 from tritonrec.harness.lab import rounds
-from tritonrec.harness.lab.network import Network, existing
+from tritonrec.harness.network import Network, existing
 
 
 def _cannot_build() -> str:
@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.root, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT
 
 BUILD = """
 import os, time
-from tritonrec.harness.lab.network import Network, built
+from tritonrec.harness.network import Network, built
 with built(Network(2, 100.0, os.getpid())):
     print("built", flush=True)
     time.sleep(60)

@@ -11,11 +11,11 @@ from tritonrec.harness.cli import app
 from tritonrec.harness.lab import rounds
 from tritonrec.harness.lab import settings as lab_settings
 from tritonrec.harness.lab.figures import Figures
-from tritonrec.harness.lab.network import LabError
 from tritonrec.harness.lab.rounds import LabConfig
 from tritonrec.harness.lab.settings import (
     Emulation,
 )
+from tritonrec.harness.network import LabError
 from tritonrec.pipeline import NESTPIPE, Window, WindowPlaces
 from tritonrec.pipeline.places import Dense, Samples
 from tritonrec.pipeline.schedule import with_early_dense
@@ -107,7 +107,7 @@ def test_proportions_follow_from_the_probe(job):
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_bad_input_is_one_clear_error(monkeypatch, arguments, message):
-    from tritonrec.harness.lab import network
+    from tritonrec.harness import network
 
     monkeypatch.setattr(network.os, "geteuid", lambda: 0)
     monkeypatch.setattr(network.shutil, "which", lambda name: name)

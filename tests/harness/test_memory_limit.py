@@ -1,6 +1,7 @@
 """Promise: `train` that runs out of memory saves, says so, and goes on later with the same bits."""
 
 import json
+from inspect import unwrap
 
 import commands
 import pytest
@@ -19,9 +20,8 @@ def test_train_saves_and_goes_on_with_the_same_bits(monkeypatch, tmp_path):
     looks = iter([10 * watching.MIB])
     scarce = lambda limit: Room(next(looks, 0), 1 << 30, "a machine")  # noqa: E731
     monkeypatch.setattr(watching, "memory_left", scarce)
-    monkeypatch.setattr(
-        MemoryWatch.__init__, "__kwdefaults__", {**MemoryWatch.__init__.__kwdefaults__, "reserve": 1}
-    )
+    made = unwrap(MemoryWatch.__init__)
+    monkeypatch.setattr(made, "__kwdefaults__", {**made.__kwdefaults__, "reserve": 1})
     code, output, _ = commands.invoke("train", *TRAIN, "--steps", 30, "--checkpoint", at)
     assert code == 1 and "stopping" in output and "go on with --resume" in output, output
     monkeypatch.undo()

@@ -31,7 +31,7 @@ def no_work(monkeypatch):
         monkeypatch.setattr(f"tritonrec.harness.cli.{module}.load_job", load)
     monkeypatch.setattr("tritonrec.harness.cli.report.build", load)
     monkeypatch.setattr("tritonrec.harness.simulator.run.simulate", load)
-    monkeypatch.setattr("tritonrec.harness.lab.network.require_tools", load)
+    monkeypatch.setattr("tritonrec.harness.network.require_tools", load)
     monkeypatch.setattr("tritonrec.harness.bench.bench", load)
     monkeypatch.setattr("tritonrec.harness.fuzz.run.search", load)
     monkeypatch.setattr("tritonrec.harness.papers.reproduce.reproduce", load)

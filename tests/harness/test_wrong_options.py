@@ -52,7 +52,7 @@ def no_work(monkeypatch):
         "fuzz.run.search",
     ):  # fmt: skip
         monkeypatch.setattr(f"tritonrec.harness.{name}", work)
-    monkeypatch.setattr("tritonrec.harness.lab.network.require_tools", lambda: None)
+    monkeypatch.setattr("tritonrec.harness.network.require_tools", lambda: None)
 
 
 def refused(command, option, value, *more):

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tritonrec.distributed import RankDiedError
-from tritonrec.harness.lab.network import Network
+from tritonrec.harness.network import Network
 from tritonrec.harness.serve import mpi as of_harness
 from tritonrec.harness.serve.mpi import available, mpiexec
 from tritonrec.serving.bounded_lag import mpi, numba_puts

@@ -412,7 +412,7 @@ def test_a_failed_export_leaves_nothing(trained, tmp_path, monkeypatch):
 def test_bad_arguments_are_named(trained, tmp_path):
     out = tmp_path / "out"
     for wrong, message in (
-        ({"format": "csv"}, "format must be parquet or safetensors, got 'csv'"),
+        ({"format": "csv"}, "format must be one of parquet, safetensors, got 'csv'"),
         ({"shard_rows": 0}, "shard_rows must be at least 1, got 0"),
         ({"compiled": True}, "compiled goes with a model"),
         ({"model": hstu(relative_bias=True)}, "the checkpoint's model is another one than HSTU: Missing key"),

@@ -109,7 +109,7 @@ def test_a_predictor_ranks_by_the_rounded_rows(trained, exported):
 
 @pytest.mark.parametrize("weights", ["int4", 8, None])
 def test_other_words_are_refused(trained, tmp_path, weights):
-    with pytest.raises(ValueError, match="weights must be float32 or int8"):
+    with pytest.raises(ValueError, match="weights must be one of float32, int8"):
         export(trained.folder, tmp_path / "out", weights=weights)
     assert not (tmp_path / "out").exists()
 

@@ -36,7 +36,11 @@ class Share(NamedTuple):
 
     def of(self, ids: Tensor) -> Tensor:
         """Which of ids (n,) int64 are kept, (n,) bool."""
-        return torch.ones(len(ids), dtype=torch.bool) if self.rank is None else ids % self.ranks == self.rank
+        return (
+            torch.ones(len(ids), dtype=torch.bool, device="cpu")
+            if self.rank is None
+            else ids % self.ranks == self.rank
+        )
 
     def columns(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The rows that are kept of ``ids``, ``weights`` and others."""

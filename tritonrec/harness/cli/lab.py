@@ -13,8 +13,9 @@ from rich.console import Console
 from ...files import save_json
 from ...nn import HSTUConfig
 from ...pipeline import STAGED
+from .. import network
 from ..job import Job
-from ..lab import network, report, rounds, settings
+from ..lab import report, rounds, settings
 from ..lab.rounds import LabConfig
 from .job import load_job, with_head_width
 from .options import TimeoutOption, with_options

@@ -9,7 +9,7 @@ from statistics import mean, median
 from ...trace import read
 from ...trace.analysis import check_trace, summarise
 from ...trace.reader import Span
-from .network import LabError
+from ..network import LabError
 from .run import LabRun
 
 WARMUP = 2

@@ -21,9 +21,9 @@ from ...settings import setting as user_setting
 from ...trace import read
 from ...trace.timeline import draw
 from ..job import Job
+from ..network import PREFIX, Enter, LabError, Network, built, clean, require_tools
 from ..progress import CommandProgress
 from .figures import WARMUP, Figures, StageCost, figures, medians, stage_costs
-from .network import PREFIX, Enter, LabError, Network, built, clean, require_tools
 from .run import TOLERANCE, LabRun, compare_losses, run_once
 from .settings import BASELINE, Setting, lookup_stages, settings
 

@@ -17,7 +17,7 @@ from ...files.places import place_of
 from ...pipeline import Trainer
 from ...trace import Recorder, save_joined
 from ..job import Job
-from .network import LabError, sent_bytes
+from ..network import LabError, sent_bytes
 from .settings import Emulation, Setting
 
 OPTIMIZER: OptimizerName = "adam"

@@ -11,7 +11,7 @@ from ...pipeline import NESTPIPE, Mode, Program, WindowConfig, WindowPlaces, bas
 from ...pipeline.early import EarlyDense
 from ...pipeline.places import Dense, Samples
 from ...settings import values_by_option, with_values
-from .network import LabError
+from ..network import LabError
 
 LOOKUP_SHARES = {"prefetch": 1 / 6, "h2d": 1 / 6, "route": 1 / 6, "retrieve": 1 / 2}
 """How ``lookup=`` is shared out: the owner's table is the slowest of the four stages."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..lab.network import why_no_user_namespace
+from ..network import why_no_user_namespace
 from .inflation import inflations
 from .shapes import shapes
 from .sync import synchronisation

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ...distributed.signals import end_with_parent
 from ...files import ScratchFolder
-from ..lab.network import INTERFACE, Network
+from ..network import INTERFACE, Network
 
 Cells = dict[int, dict[str, list[float]]]
 """By size or number of repetitions, and backend: seconds on every rank."""

@@ -24,7 +24,7 @@ from ...distributed import TIMEOUT, RankPool
 from ...files import ScratchFolder
 from ...settings import MOST, MOST_SEED, setting, typed
 from ...slipstream.threshold import t_quantile
-from ..lab.network import Enter, Network, built, require_tools
+from ..network import Enter, Network, built, require_tools
 from ..progress import CommandProgress
 from .collectives import counts_of_ranks, of_ranks, time_counts, time_size
 from .mpi import Cells, available, run_with_mpi

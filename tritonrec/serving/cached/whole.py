@@ -56,7 +56,10 @@ class Whole:
         """See `encode_new`."""
         fresh, offsets = offsets_of(step.lengths - step.known), step.offsets
         users = tuple(each.numpy() for each in (fresh, step.known, offsets, step.places, step.timestamps))
-        count, out = len(step.lengths), torch.empty(len(step.lengths), self.dim, dtype=torch.float32)
+        count, out = (
+            len(step.lengths),
+            torch.empty(len(step.lengths), self.dim, dtype=torch.float32, device="cpu"),
+        )
         given = rows.numpy().reshape(-1), users, store.numpy(), out.numpy().reshape(-1)
 
         def run(start: int, stop: int) -> bool:
@@ -82,7 +85,7 @@ def _parts(layer: Any) -> list[Any]:
     modules, rest = [layer.norm], []
     if isinstance(layer, HSTULayer):
         modules += [layer.uvqk, layer.gate, layer.output]
-        none = torch.empty(0, dtype=torch.float32)
+        none = torch.empty(0, dtype=torch.float32, device="cpu")
         rest = [layer.tables().get(name, none) for name in ("pos_weights", "ts_weights")]
     else:
         modules += [layer.qkv, layer.output, layer.ffn_norm, layer.inner, layer.outer]
@@ -96,8 +99,10 @@ def _behind_each_other(parts: Sequence[Sequence[Any]]) -> tuple[np.ndarray, np.n
     """Rows of equal parts: an array (rows, n), and where each part begins (on a cache line) and ends."""
     sizes = [np.size(each) if isinstance(each, np.ndarray) else each.numel() for each in parts[0]]
     starts = np.cumsum([0, *(-(-size // CACHE_LINE) * CACHE_LINE for size in sizes)])
-    found = torch.zeros(len(parts), int(starts[-1]), dtype=torch.float32)
+    found = torch.zeros(len(parts), int(starts[-1]), dtype=torch.float32, device="cpu")
     for row, of_row in zip(found, parts, strict=True):
         for part, start, size in zip(of_row, starts, sizes, strict=False):
-            row[start : start + size] = torch.as_tensor(part).detach().flatten()
+            row[start : start + size] = (
+                torch.as_tensor(part, dtype=torch.float32, device="cpu").detach().flatten()
+            )
     return found.numpy(), np.stack([starts[:-1], starts[:-1] + sizes], 1)
