@@ -409,10 +409,10 @@ def _guard_of(optimizer: Optimizer) -> InFlight:
     optimizer.register_load_state_dict_post_hook(begin_anew)
     own = ref(optimizer)
 
-    def copied(protocol: int) -> Any:
+    def copied(protocol: Any) -> Any:
         guard.check("a copy")
         made: Any = own()
-        return type(made).__reduce_ex__(made, protocol)
+        return object.__reduce_ex__(made, protocol)
 
     vars(optimizer)["__reduce_ex__"] = copied  # which copy and pickle ask the instance for
     return guard
