@@ -409,7 +409,7 @@ def _guard_of(optimizer: Optimizer) -> InFlight:
     optimizer.register_load_state_dict_post_hook(begin_anew)
     own = ref(optimizer)
 
-    def copied(protocol: int) -> Any:
+    def copied(protocol: Any) -> Any:
         guard.check("a copy")
         made: Any = own()
         kind: Any = type(made)
