@@ -295,6 +295,34 @@ def test_an_error_of_the_caller_ends_what_was_taken(tmp_path):
         assert not tables.groups[0].table._snapshots and not checkpoint.steps(tmp_path)
 
 
+def test_a_state_whose_saver_was_left_before_its_step_is_written_by_nobody(tmp_path):
+    with training(Communicators.local(), "nestpipe") as (trained, (_, tables, _)):
+        with trained.saver(tmp_path / "left") as saver:
+            for result in trained.run(batches(8), saver=saver, save_every=3):
+                if result.step == 1:  # step 2 is in flight, with what is taken for it
+                    break
+        assert [result.step for result in trained.run([])][:1] == [2]
+        assert saver.taken is None and not checkpoint.steps(tmp_path / "left")
+        assert not tables.groups[0].table._snapshots
+        trained.save(tmp_path / "later")
+
+
+def test_metadata_that_fails_keeps_no_turn_and_no_rows(tmp_path):
+    with training(Communicators.local(), "nestpipe") as (trained, (_, tables, _)):
+        with trained.saver(tmp_path, full_every=5) as saver:
+            list(trained.run(batches(3), saver=saver, save_every=3))
+            saver.wait()
+            list(trained.run(batches(6)[3:]))
+            saver.meta = None
+            with pytest.raises(TypeError):
+                saver.save(6)
+            assert not tables.groups[0].table._snapshots
+            saver.meta = {}
+            saver.save(6)
+            saver.wait()
+        assert CheckpointStream(tmp_path).layers == 1  # the changes that were taken are in no checkpoint
+
+
 def test_a_state_that_was_taken_and_lost_is_followed_by_a_whole_checkpoint(tmp_path):
     """The changes that it took are in no checkpoint, and rows are copied for it no more."""
     with training(Communicators.local(), "nestpipe", "lru") as (trained, (_, tables, _)):

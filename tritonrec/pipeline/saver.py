@@ -106,7 +106,7 @@ class TrainingSaver:
         self._vocabularies, self._check = vocabularies, check
         self.directory, self._incremental = place_of(directory).absolute(), full_every != 1
         self._saver: Any = None
-        self._entered = True  # `context`, by the last save
+        self._entered, self._left = True, False  # `context`, by the last save; this saver
         self.taken: Taken | None = None  # of a run, to be written
         # All savers have one group: a save under way, of another one, ends before this one's collectives.
         self._turn = ExitStack()
@@ -167,13 +167,22 @@ class TrainingSaver:
         turn = self._turn = ExitStack()
         turn.callback(self._communicators.checkpoint.turn.release)
         self._entered = False
-        values = {**self.meta, **(meta or {}), **taken.values}
         try:
+            values = {**self.meta, **(meta or {}), **taken.values}  # the caller's mapping may raise
             self._saver.save(taken.step, taken.dense, taken.tables, values, owned=True, **taken.erased)
         except BaseException:
             self._entered = True
             turn.close()
+            taken.close()
+            self.lose()
             raise
+
+    def hand_over(self, taken: Taken) -> None:
+        """The state of a window that is done, for `begin` to write; nothing does once this saver was left."""
+        if self._left:
+            taken.close()
+        else:
+            self.taken = taken
 
     @contextmanager
     def _writing(self, step: int) -> Iterator[None]:
@@ -241,9 +250,11 @@ class TrainingSaver:
             )
 
     def __enter__(self) -> TrainingSaver:
+        self._left = False
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        self._left = True
         try:
             if kind is None:
                 self.begin()

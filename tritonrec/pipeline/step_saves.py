@@ -115,7 +115,7 @@ def hand_over(places: WindowPlaces) -> None:
     """A window is done: its saver writes what was taken, as soon as the caller has seen the result."""
     taken = places.get(Taken)
     if taken is not None:
-        taken.saver.taken = taken
+        taken.saver.hand_over(taken)
 
 
 def abandon(places: WindowPlaces) -> None:
