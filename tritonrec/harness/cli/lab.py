@@ -11,21 +11,15 @@ import typer
 from rich.console import Console
 
 from ...files import save_json
-from ...nn import HSTUConfig
 from ...pipeline import STAGED
 from .. import network
-from ..job import Job
 from ..lab import report, rounds, settings
-from ..lab.rounds import LabConfig
+from ..lab.rounds import PLAN, LabConfig
 from .job import load_job, with_head_width
 from .options import TimeoutOption, with_options
 from .outputs import checked, require_writable
 from .words import names
 
-DATA = "zipf:users=8000,items=40000,median_length=40,seed=1"
-
-
-PLAN = LabConfig(Job(DATA, batch_size=256, num_negatives=2, sizes=HSTUConfig(dim=32, layers=1, dropout=0.0)))
 OFFERED = (
     "data", "batch_size", "max_seq_len", "negatives", "dim", "layers", "heads", "seed", "world_size",
     "nodes", "rate", "micro_batches", "steps", "rounds",

@@ -15,6 +15,7 @@ from rich.progress import TimeElapsedColumn
 from ...distributed import TIMEOUT, RankPool
 from ...distributed.groups import validate_division
 from ...files import ScratchFolder
+from ...nn import HSTUConfig
 from ...pipeline import PIPELINED, Mode, schedule_of
 from ...settings import MOST
 from ...settings import setting as user_setting
@@ -79,6 +80,11 @@ class LabConfig:
     def settings(self) -> list[Setting]:
         """Rows of the report, the baseline first."""
         return settings(self.modes, self.micro_batches, self.switches)
+
+
+DATA = "zipf:users=8000,items=40000,median_length=40,seed=1"
+PLAN = LabConfig(Job(DATA, batch_size=256, num_negatives=2, sizes=HSTUConfig(dim=32, layers=1, dropout=0.0)))
+"""What `tritonrec lab` runs by default."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...kernels import launch
-from ..cli.lab import PLAN
+from ..lab.rounds import PLAN
 
 ROUNDS, WARM_UP = 50, 5
 STATES = 2
