@@ -7,13 +7,18 @@ share keys together::
     sample       0      1      2      3               exchanged keys
     keys        a b    c d    a b    c e
     plain      [ 0      1 ] [  2      3 ]             a b c d | a b c e    8 of 5 distinct: inflation 1.6
-    clustered  [ 0      2 ] [  1      3 ]             a b     | c d e      5 of 5 distinct: inflation 1.0
+    clustered  [ 1      3 ] [  0      2 ]             c d e   | a b        5 of 5 distinct: inflation 1.0
 
 The scheme is one greedy pass. Each micro-batch starts with the remaining sample of the largest weight of
 shared keys. It then takes the sample with the largest part of its keys in the micro-batch already, until it
 has its share of the keys. A key of h samples has weight 1 / h, and 0 if h = 1: popular keys are in every
 micro-batch anyway. Weights are integers and ties go to the earlier sample, so every machine finds the same
 partition.
+
+No computation hides the first exchange of rows and the last one of gradients, so the two micro-batches with
+the fewest keys stand at the ends of the window, the fewest last: an exact gradient has more bytes than a row.
+(MovieLens-100K, N = 8, without negatives: the ends' share of all exchanged keys falls from 13.2 to 8.5 %,
+where 1/N is 12.5 %.)
 
 A batch of 128 sequences of up to 50 tokens takes about one millisecond with 4 negatives per token, on the
 CPU, in the data stage. Random negatives are shared by chance only, so clustering gains less with more of them
@@ -22,6 +27,8 @@ token).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -42,8 +49,9 @@ def split(batch: Batch, num_micro_batches: int, clustering: bool = False, taper:
 
     Plain: consecutive samples, in numbers that differ by one at most. Clustered: by shared keys; a
     micro-batch exceeds its share of the batch's keys (`sample_keys`, repeats counted) by less than one
-    sample, and none is empty if there are N samples. With fewer samples some micro-batches are empty. With
-    `taper` below 1 the shares are those of `tapered`.
+    sample, and none is empty if there are N samples; those with the fewest distinct keys come first and last.
+    With fewer samples the last micro-batches are empty. With `taper` below 1 the shares are those of
+    `tapered`.
 
     Raises ValueError for N below 1, and for `sample_keys` whose offsets and keys do not fit together.
     """
@@ -59,8 +67,18 @@ def split(batch: Batch, num_micro_batches: int, clustering: bool = False, taper:
     offsets, keys = batch.sample_keys()
     check_offsets(offsets, len(keys), "offsets of sample_keys()", "keys")
     distinct, numbers, _ = unique(keys)
-    order, ends = _cluster(offsets.numpy(), numbers.numpy(), len(distinct), shares.numpy())
-    return list(torch.from_numpy(order).tensor_split(torch.from_numpy(ends[:-1])))
+    order, ends, payloads = _cluster(offsets.numpy(), numbers.numpy(), len(distinct), shares.numpy())
+    return _fewest_at_the_ends(
+        torch.from_numpy(order).tensor_split(torch.from_numpy(ends[:-1])), payloads.tolist()
+    )
+
+
+def _fewest_at_the_ends(parts: Sequence[Tensor], payloads: list[int]) -> list[Tensor]:
+    """The parts in the order of a window: fewer keys nearer to its ends, and those without a sample last."""
+    filled = [part for part in range(len(parts)) if len(parts[part])]
+    filled.sort(key=lambda part: (payloads[part], -part))
+    empty = [part for part in range(len(parts)) if not len(parts[part])]
+    return [parts[part] for part in (*filled[1::2], *reversed(filled[::2]), *empty)]
 
 
 @typed
@@ -90,7 +108,7 @@ def payload_inflation(batch: Batch, micro_batches: list[Tensor]) -> float:
 
 @njit(cache=True, nogil=True)
 def _cluster(offsets, numbers, num_keys, shares):
-    """Samples (B,) in the order of their micro-batches, and the end of each micro-batch (N,) in this order.
+    """Samples (B,) in the order of their micro-batches, and of each its end there and its distinct keys (N,).
 
     `numbers` are the samples' keys renumbered from 0, jagged by `offsets`. `shares` (N,) float64 are the
     micro-batches' shares of the keys, repeats counted.
@@ -112,6 +130,7 @@ def _cluster(offsets, numbers, num_keys, shares):
     num_micro_batches = len(shares)
     order = np.empty(num_samples, dtype=np.int64)
     ends = np.empty(num_micro_batches, dtype=np.int64)
+    payloads = np.zeros(num_micro_batches, dtype=np.int64)
     free = np.ones(num_samples, dtype=np.bool_)
     last_micro_batch = np.full(num_keys, -1, dtype=np.int64)  # the micro-batch that took the key last
     placed = 0
@@ -141,11 +160,12 @@ def _cluster(offsets, numbers, num_keys, shares):
                 key = keys[at]
                 if last_micro_batch[key] != micro_batch:
                     last_micro_batch[key] = micro_batch
+                    payloads[micro_batch] += 1
                     for at_sample in range(sample_offsets[key], sample_offsets[key + 1]):
                         shared_weights[key_samples[at_sample]] += weights[key]
         left -= taken
         ends[micro_batch] = placed
-    return order, ends
+    return order, ends, payloads
 
 
 @njit(cache=True, nogil=True)
