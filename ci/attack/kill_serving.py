@@ -355,7 +355,8 @@ class Run:
         except LiveError as error:
             if self._follower is not None:
                 self.counts.refused += 1
-                print(f"refused: {type(error).__name__}: {error}")
+                if not isinstance(error, SinkError):  # a killed sink answers nobody
+                    print(f"refused: {type(error).__name__}: {error}")
         if self._follower is not None and self._follower.sequence != self._sequence:
             self._sequence = self._follower.sequence
             step, state = state_shown(self._follower)

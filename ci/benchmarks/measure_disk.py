@@ -1,15 +1,17 @@
 """A step with a table on disk beside the same table in memory: time, bytes read and written, memory.
 
     python ci/benchmarks/measure_disk.py --rows 400000 --skews 0.8,1.05,1.2 --shares 0.5,0.1 --json FILE
+    python ci/benchmarks/measure_disk.py --rows 400000 --shares 0.1 --peers mmap lmdb rocksdb
 
 A table of rows of 64 weights and Adam's state (768 bytes) is filled, then trained in mode ``nestpipe`` on
 bags of ids that are Zipf-distributed; popular ids lie anywhere in the file. Each placement has a process of
 its own, in a memory cgroup (root and cgroup v1's memory controller; without it there is no limit, and the
 output says so) of what it has before the table, the table's own memory and `--slack` MiB, the page cache
-included. They take turns. All end at the same bits, which is checked first. A ratio is the median over
-rounds of that within a round: `ratio` of wall clock, `processor` of processor time. `read` and `written`:
-bytes that reached the device, from ``/proc/self/io``, by those of the rows that missed the memory, which is
-the least that can be read.
+included. They take turns. All end at the same bits, which is checked first. `--peers` train in a plain loop
+of torch over a store of rows (`disk_peers.py`) under the same limits; their losses are compared with ours. A
+ratio is the median over rounds of that within a round: `ratio` of wall clock, `processor` of processor time.
+`read` and `written`: bytes that reached the device, from ``/proc/self/io``, by those of the rows that missed
+the memory, which is the least that can be read.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from disk_peers import STORES, trained
 from frame import options_of, record
 from resident import give_back, resident
 
@@ -79,6 +82,38 @@ def batch(step: int, options: argparse.Namespace, sums: np.ndarray) -> Batch:
     return Batch(step, samples, KeyedJaggedTensor.from_dict({"item": lookup}))
 
 
+def peer(pipe: Connection, name: str, share: float, skew: float, options: argparse.Namespace) -> None:
+    """The process of a peer, as `placed`."""
+    torch.set_num_threads(1)
+    whole = options.rows * (4 * WIDTH + PLACE_BYTES)
+    memory = int(whole * share)
+    sums = np.cumsum(np.arange(1, options.rows + 1) ** -skew)
+    tables = HashTableCollection([FeatureConfig("item", DIM)], RowOptimizer("adam", lr=0.01))
+    under = limited((memory + 40 * options.rows >> 20) + options.slack)
+    before = resident()
+    with tempfile.TemporaryDirectory(dir=options.path) as folder:
+        store = STORES[name](Path(folder), options.rows, memory)
+        for ids in torch.arange(options.rows).split(1 << 14):
+            store.write(ids.numpy(), tables.initial_rows("item", ids).numpy())
+        layers = torch.nn.ModuleList(torch.nn.Linear(DIM, DIM) for _ in range(options.depth))
+        layers.load_state_dict(Bags(options.depth).layers.state_dict())
+        steps = trained(store, layers, 0.01, (batch(step, options, sums) for step in range(1 << 20)))
+        pipe.send(under)
+        losses = []
+        for count in iter(pipe.recv, 0):
+            bytes_, began, worked = io(), time.perf_counter(), time.process_time()
+            losses += [float(next(steps).mean()) for _ in range(count)]
+            seconds, worked = time.perf_counter() - began, time.process_time() - worked
+            now = io()
+            pipe.send({
+                "seconds": seconds / count, "processor": worked / count,
+                "read_mib": (now["read_bytes"] - bytes_["read_bytes"]) / count / 2**20,
+                "written_mib": (now["write_bytes"] - bytes_["write_bytes"]) / count / 2**20,
+                "resident_mib": (resident() - before) / 2**20,
+            })  # fmt: skip
+        pipe.send((None, losses))
+
+
 def placed(pipe: Connection, share: float, skew: float, options: argparse.Namespace) -> None:
     """The process of one placement: it trains so many steps whenever it is told to."""
     torch.set_num_threads(1)
@@ -106,10 +141,10 @@ def placed(pipe: Connection, share: float, skew: float, options: argparse.Namesp
     with Trainer(model, tables, optimizer, Communicators.local(), "nestpipe") as trainer:
         steps = trainer.run(batch(step, options, sums) for step in range(1 << 20))
         pipe.send(under)
+        losses: list[float] = []
         for count in iter(pipe.recv, 0):
             counters, bytes_, began, worked = table.counters, io(), time.perf_counter(), time.process_time()
-            for _ in range(count):
-                next(steps)
+            losses += [float(next(steps).losses.mean()) for _ in range(count)]
             seconds, worked = time.perf_counter() - began, time.process_time() - worked
             after, now = table.counters, io()
             looked = after.found - counters.found
@@ -125,16 +160,19 @@ def placed(pipe: Connection, share: float, skew: float, options: argparse.Namesp
     digest = hashlib.sha256()
     for part in torch.arange(options.rows).split(1 << 14):
         digest.update(table.gather(table.find(part), part).numpy().tobytes())
-    pipe.send(digest.hexdigest())
+    pipe.send((digest.hexdigest(), losses))
 
 
 def measured(skew: float, options: argparse.Namespace) -> tuple[bool, list[dict[str, Any]]]:
     """Whether there was a memory limit, and the figures of each placement."""
-    shares, fresh = [0.0, *options.shares], multiprocessing.get_context("spawn")
+    fresh = multiprocessing.get_context("spawn")
+    contenders = [("tritonrec", share) for share in (0.0, *options.shares)]
+    contenders += [(name, share) for share in options.shares for name in options.peers or ()]
     pipes, processes = [], []
-    for share in shares:
+    for name, share in contenders:
         ours, theirs = fresh.Pipe()
-        processes.append(fresh.Process(target=placed, args=(theirs, share, skew, options)))
+        target, named = (peer, (name,)) if name in STORES else (placed, ())
+        processes.append(fresh.Process(target=target, args=(theirs, *named, share, skew, options)))
         processes[-1].start()
         theirs.close()  # so that a process that was killed shows
         pipes.append(ours)
@@ -147,15 +185,18 @@ def measured(skew: float, options: argparse.Namespace) -> tuple[bool, list[dict[
             rounds[-1].append(pipe.recv())
     for pipe in pipes:
         pipe.send(0)
-    digests = {pipe.recv() for pipe in pipes}
+    ends = [pipe.recv() for pipe in pipes]
     for process in processes:
         process.join()
-    if len(digests) > 1:
+    if len({digest for digest, _ in ends if digest}) > 1:
         raise SystemExit("the tables differ; no time is printed")
+    for _, losses in ends:
+        np.testing.assert_allclose(losses, ends[0][1], rtol=1e-3, atol=1e-4)
     found = []
-    for number, share in enumerate(shares):
+    for number, (name, share) in enumerate(contenders):
         each = [one[number] for one in rounds[1:]]  # the first round compiles
-        row = {name: median(one[name] for one in each) for name in each[0]} | {"skew": skew, "share": share}
+        row = {key: median(one[key] for one in each) for key in each[0]}
+        row |= {"of": name, "skew": skew, "share": share}
         ratios = {
             what: [one[number][what] / one[0][what] for one in rounds[1:]]
             for what in ("seconds", "processor")
@@ -171,14 +212,16 @@ def main() -> None:
         __doc__, path=Path(tempfile.gettempdir()), rows=400_000, shares=(1.0, 0.3, 0.1, 0.05), skews=(1.05,),
         batch=2048, bag=4, depth=4, steps={"default": 10, "help": "of a round"}, rounds=4,
         slack={"default": 300, "help": "MiB of a process beside its table"},
+        peers={"default": None, "nargs": "+", "choices": list(STORES), "help": "of such a loop"},
     )  # fmt: skip
     placements = []
     for skew in options.skews:
         under, found = measured(skew, options)
         print(f"Zipf {skew:g}: all rows equal in every bit; {'under' if under else 'WITHOUT'} a memory limit")
         for row in found:
-            numbers = "  ".join(f"{name} {value:.4g}" for name, value in row.items())
-            print(f"{row['share']:9.0%}" if row["share"] else "in memory", numbers, flush=True)
+            numbers = "  ".join(f"{key} {value:.4g}" for key, value in row.items() if key != "of")
+            place = f"{row['share']:9.0%}" if row["share"] else "in memory"
+            print(f"{row['of']:9s} {place}", numbers, flush=True)
         placements += found
     record(options, limited=under, placements=placements)
 
