@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -24,6 +25,7 @@ from tritonrec.pipeline import (
     Tasks,
     with_replicas,
 )
+from tritonrec.pipeline import executor as executor_module
 from tritonrec.pipeline.exchange_groups import joined_groups
 from tritonrec.pipeline.schedule import with_early_dense
 
@@ -273,6 +275,20 @@ def test_every_task_waits_for_its_delay():
     delayed, schedule = [], SCHEDULES["nestpipe"]
     run(Tasks(schedule, 2), 2, lambda task: None, delay=lambda task: delayed.append(task) or 0.0)
     assert set(delayed) == {task for batch in range(2) for task in schedule.tasks(batch, 2)}
+
+
+def test_what_takes_long_is_named_once(monkeypatch):
+    monkeypatch.setattr(executor_module, "SILENT_SECONDS", 0.1)
+    release = threading.Event()
+
+    def action(task):
+        if task.stage == "retrieve":
+            release.wait(0.5)
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run(Tasks(NESTPIPE, 1), 3, action)
+    assert len(told) == 1 and "stages under way: retrieve(0)" in str(told[0].message)
 
 
 def test_closing_waits_for_the_stages_that_run():

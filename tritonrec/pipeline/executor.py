@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
@@ -25,6 +26,8 @@ Result = TypeVar("Result")
 
 CLOSE_SECONDS = 2.0
 """Seconds that lanes get to finish their stages after a failure."""
+SILENT_SECONDS = 60.0
+"""Seconds for which the caller waits before the stages under way are named."""
 
 
 class StageFailedError(RuntimeError):
@@ -99,6 +102,8 @@ class Executor:
         self._left: dict[int, int] = {}  # unfinished tasks of each batch in flight
         self._awaited: set[int] = set()  # batches that `wait` has not returned for
         self._unfinished: set[Task] = set()
+        self._running: dict[str, Task] = {}  # by thread
+        self._told = False  # that they take long
         self._in_turn = in_turn
         self._turns: dict[Task, tuple[int, bool, int]] = {}  # of unfinished tasks that launch collectives
         self._submitted = self._waited = -1  # the last batches
@@ -117,9 +122,7 @@ class Executor:
     def submit(self, batch: int, context: Any) -> None:
         """Queue all tasks of `batch` (numbered 0, 1, 2, ...); returns at once when there is room."""
         with self._lock:
-            self._of_caller.wait_for(
-                lambda: self._stopped or len(self._left) < self.schedule.batches_in_flight
-            )
+            self._wait_until(lambda: self._stopped or len(self._left) < self.schedule.batches_in_flight)
             self._raise_if_stopped()
             # Into an empty pipeline: a lane's stream has not seen what the caller queued on its own stream.
             if not self._awaited:
@@ -149,7 +152,7 @@ class Executor:
             # to give this window its turn (`_has_turn`).
             self._waited = max(self._waited, batch)
             self._turn_may_come()
-            self._of_caller.wait_for(lambda: self._stopped or batch not in self._left)
+            self._wait_until(lambda: self._stopped or batch not in self._left)
             self._raise_if_stopped()
             # Tasks have ended on the host; on a device their events
             # may be open. The lock is free meanwhile: lanes go on.
@@ -180,10 +183,26 @@ class Executor:
         Raises `StageFailedError` where a stage fails first, RuntimeError if the executor is closed.
         """
         with self._lock:
-            self._of_caller.wait_for(lambda: call.done() or self._stopped)
+            self._wait_until(lambda: call.done() or self._stopped)
             if not call.done():
                 self._raise_if_stopped()
         return call.result()
+
+    def _wait_until(self, comes: Callable[[], bool]) -> None:
+        """Wait on the caller's thread, and say once what it waits for if that takes long: a call that a disk
+        or a link never answers raises nothing.
+        """
+        if self._of_caller.wait_for(comes, None if self._told else SILENT_SECONDS):
+            return
+        self._told = True
+        running = ", ".join(map(str, self._running.values())) or "none"
+        warnings.warn(
+            f"tritonrec: training has waited for {SILENT_SECONDS:.0f} s; stages under way: {running}. A disk "
+            "(retrieve reads tables on disk, prefetch the log), a link or a call of the model may not answer",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        self._of_caller.wait_for(comes)
 
     def in_flight(self) -> list[int]:
         """Batches submitted and not finished, oldest first."""
@@ -265,6 +284,7 @@ class Executor:
                 self._fail(task, error)
                 return
             with self._lock:
+                del self._running[thread]
                 for each in (*done, task):
                     if event is not None:
                         self._events[each] = event
@@ -371,6 +391,7 @@ class Executor:
             # Within a lane its stream keeps the order.
             elsewhere = [other for other in waits_for if self._lane_of[other.stage] != lane]
             after = [self._events[other] for other in elsewhere if other in self._events]
+            self._running[thread] = task
             return None if self._stopped else (task, context, after)
 
     def _has_turn(self, task: Task) -> bool:
