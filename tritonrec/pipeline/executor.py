@@ -103,7 +103,7 @@ class Executor:
         self._awaited: set[int] = set()  # batches that `wait` has not returned for
         self._unfinished: set[Task] = set()
         self._running: dict[str, Task] = {}  # by thread
-        self._told = False  # that they take long
+        self._told: set[frozenset[str]] = set()  # stages that were named because they take long
         self._in_turn = in_turn
         self._turns: dict[Task, tuple[int, bool, int]] = {}  # of unfinished tasks that launch collectives
         self._submitted = self._waited = -1  # the last batches
@@ -192,17 +192,19 @@ class Executor:
         """Wait on the caller's thread, and say once what it waits for if that takes long: a call that a disk
         or a link never answers raises nothing.
         """
-        if self._of_caller.wait_for(comes, None if self._told else SILENT_SECONDS):
-            return
-        self._told = True
-        running = ", ".join(map(str, self._running.values())) or "none"
-        warnings.warn(
-            f"tritonrec: training has waited for {SILENT_SECONDS:.0f} s; stages under way: {running}. A disk "
-            "(retrieve reads tables on disk, prefetch the log), a link or a call of the model may not answer",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-        self._of_caller.wait_for(comes)
+        while not self._of_caller.wait_for(comes, SILENT_SECONDS):
+            stages = frozenset(task.stage for task in self._running.values())
+            if stages in self._told:
+                continue
+            self._told.add(stages)
+            running = ", ".join(map(str, self._running.values())) or "none"
+            warnings.warn(
+                f"tritonrec: training has waited for {SILENT_SECONDS:.0f} s; stages under way: {running}. A "
+                "disk (retrieve reads tables on disk, prefetch the log), a link or a call of the model may "
+                "not answer",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def in_flight(self) -> list[int]:
         """Batches submitted and not finished, oldest first."""
