@@ -176,13 +176,16 @@ def measured(skew: float, options: argparse.Namespace) -> tuple[bool, list[dict[
         processes[-1].start()
         theirs.close()  # so that a process that was killed shows
         pipes.append(ours)
-        under = ours.recv()
+        under = ours.recv()  # EOFError: it could not be filled under its limit
     rounds: list[list[dict[str, Any]]] = []
     for _ in range(options.rounds + 1):
         rounds.append([])
-        for pipe in pipes:
+        for pipe, (name, share) in zip(pipes, contenders, strict=True):
             pipe.send(options.steps)
-            rounds[-1].append(pipe.recv())
+            try:
+                rounds[-1].append(pipe.recv())
+            except EOFError:
+                raise SystemExit(f"{name} at {share:.0%} has ended: more memory is its --slack") from None
     for pipe in pipes:
         pipe.send(0)
     ends = [pipe.recv() for pipe in pipes]
