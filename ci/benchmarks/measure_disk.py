@@ -34,7 +34,7 @@ from tritonrec import Communicators, FeatureConfig, HashTableCollection, RowOpti
 from tritonrec.data import Batch, KeyedJaggedTensor
 from tritonrec.data.jagged import Lookup, offsets_of
 from tritonrec.embedding import Placement
-from tritonrec.embedding.disk_storage import PLACE_BYTES
+from tritonrec.embedding.cached_storage import PLACE_BYTES
 
 DIM, WIDTH = 64, 192
 CGROUP = Path("/sys/fs/cgroup/memory")

@@ -11,10 +11,10 @@ import torch
 sys.path[:0] = [str(Path(__file__).parents[2] / "ci" / "emulator")]
 from pretended import GPU, pretended, without_kernels  # noqa: E402
 
-from tritonrec.embedding import cached_storage, row_storage  # noqa: E402
+from tritonrec.embedding import DynamicTable, Placement, cached_storage, row_storage  # noqa: E402
 from tritonrec.embedding.cached_storage import CachedStorage  # noqa: E402
 from tritonrec.embedding.row_column import RowColumn  # noqa: E402
-from tritonrec.embedding.row_storage import RowStorage, TieredStorage  # noqa: E402
+from tritonrec.embedding.row_storage import LOW, RowStorage, TieredStorage, TierMarks  # noqa: E402
 
 
 def handles(*numbers):
@@ -67,14 +67,13 @@ def test_every_column_is_in_the_memory_of_the_device(monkeypatch):
     for module in (cached_storage, row_storage):
         monkeypatch.setattr(module, "RowColumn", Column)
     CachedStorage(home, 2)
-    assert devices == [home.device] * 5 and home.device is not None
+    assert devices == [home.device] * 4 and home.device is not None
 
 
 def test_every_number_is_in_the_memory_of_the_device():
     with pretended() as gpu, without_kernels(gpu):
         made = CachedStorage(RowStorage(2, 2, 8, GPU), 2)
-        values = [*vars(made).values(), *vars(made._low).values()]
-        numbers = [each.device for each in values if isinstance(each, torch.Tensor)]
+        numbers = [each.device for each in vars(made).values() if isinstance(each, torch.Tensor)]
     assert numbers == [GPU] * 3
 
 
@@ -89,10 +88,9 @@ def test_a_lookup_that_brings_no_row_leaves_the_cache_as_it_was():
 
 
 def test_without_tiers_no_row_is_marked_for_16_bits():
-    found = CachedStorage(RowStorage(2, 2, 8), 2)
-    found.add(handles(0, 1), 2)
-    found.update(handles(0, 1), torch.ones(2, 2), torch.tensor([True, True]))
-    assert found.moves[:2] == (0, 0)
+    table = DynamicTable(2, placement=Placement("cached"))
+    table.update(table.lookup(handles(0, 1), 0).handles, torch.ones(2, 2), torch.tensor([True, True]))
+    assert (table.counters.promoted, table.counters.demoted) == (0, 0)
 
 
 def test_a_row_that_is_released_is_free_in_host_memory_too():
@@ -140,21 +138,26 @@ def test_a_row_that_is_updated_in_host_memory_does_not_enter_the_cache_meanwhile
 def test_any_order_of_lookups_updates_and_erasures_keeps_every_row(home, cache_rows):
     """As in the pipeline, batch t + 1 is looked up before batch t is updated; then rows are erased."""
     draw = random.Random(cache_rows)
-    found = CachedStorage(home(2, 3, 4), cache_rows)
+    marks = TierMarks(2, torch.device("cpu")) if home is TieredStorage else None
+    found = CachedStorage(home(2, 3, 4), cache_rows, marks)
     rows, low = {}, {}
     buffers = [[], []]  # handles of the last two lookups
 
     def write(batch):
         values = torch.tensor([[draw.randrange(100) for _ in range(3)] for _ in batch]).view(-1, 3).float()
         flags = torch.tensor([draw.random() < 0.4 for _ in batch], dtype=torch.bool)
-        found.update(handles(*batch), values, flags)
+        found.update(handles(*batch), values, flags if marks else None)
         rows.update(zip(batch, values.tolist(), strict=True))
-        low.update(zip(batch, (flags & found.tiered).tolist(), strict=True))
+        if marks:
+            marks.write(handles(*batch), flags)
+            low.update(zip(batch, flags.tolist(), strict=True))
 
     for _ in range(120):
         free = [number for number in range(14) if number not in rows]
         new = draw.sample(free, min(len(free), draw.randrange(3)))
         found.add(handles(*new), 14)
+        if marks:
+            marks.add(handles(*new), 14)
         write(new)
         batch = draw.sample(sorted(rows), draw.randrange(min(len(rows), 6) + 1))
         found.prefetch(handles(*batch))
@@ -162,10 +165,14 @@ def test_any_order_of_lookups_updates_and_erasures_keeps_every_row(home, cache_r
         write([number for number in buffers[0] if number in rows])
         every = sorted(rows)
         assert found.gather(handles(*every, -1))[:-1].tolist() == [rows[number] for number in every]
-        assert found.in_low_precision(handles(*every)).tolist() == [low[number] for number in every]
+        if marks:  # and what went home is stored so there
+            home_of = found._home._locate(handles(*every))
+            assert marks[handles(*every)].tolist() == [low[number] for number in every]
+            left = found._place(handles(*every)) < 0
+            assert torch.equal((home_of >= LOW)[left], marks[handles(*every)][left])
         idle = [number for number in every if number not in buffers[0] + buffers[1]]
         gone = draw.sample(idle, draw.randrange(len(idle) // 2 + 1))
         found.release(handles(*gone))
         for number in gone:
-            del rows[number], low[number]
-    assert found.moves.cached > 0
+            del rows[number]
+    assert found.found > 0

@@ -1,4 +1,13 @@
-"""The values of a table's rows by handle: in float32, or in two tiers of precision."""
+"""The values of a table's rows by handle, in chunks of memory: in float32, or in two tiers of precision.
+
+A table's storage is a *home* that has all rows, host or device memory here or a file (`RowFile`),
+alone or behind one or two caches (`cached_storage.CachedStorage`)::
+
+    host, device      RowStorage, or with precision tiers TieredStorage
+    cached            CachedStorage on the device, before these in page-locked host memory
+    disk              HostCachedStorage, before a RowFile
+    cached, on disk   CachedStorage on the device, before that
+"""
 
 from __future__ import annotations
 
@@ -8,9 +17,7 @@ from ..kernels import chunked_rows
 from ..kernels.chunked_rows import LOW
 from .device_pool import DevicePool, most_of
 from .index_pool import MAX_ROWS
-from .lookup import Moves
 from .row_column import RowColumn
-from .row_file import RowFile
 from .stream_lock import Replaceable, StreamLock
 
 
@@ -75,8 +82,8 @@ class RowStorage:
         device, on_host: see `Chunks`.
     """
 
-    tiered, ahead = False, 1
-    """Whether rows may be in 16 bits; chunks allocated beyond those in use."""
+    ahead = 1
+    """Chunks allocated beyond those in use."""
 
     def __init__(
         self,
@@ -113,27 +120,20 @@ class RowStorage:
         locations = self._locate(handles)  # first: a concurrent update may move rows to new chunks
         return chunked_rows.read_rows(self._kernel_chunks(), locations, out)
 
-    def update(
-        self, handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None = None
-    ) -> None:
-        """See `StoredTable.update`."""
+    def update(self, handles: torch.Tensor, values: torch.Tensor, low: torch.Tensor | None = None) -> None:
+        """Overwrite the rows of `handles` (K,), distinct, -1 left out, with `values` (K, row_width) float32.
+
+        `low` (K,) bool: rows to store in 16 bits, which hold their values exactly; None: no row.
+        """
         chunked_rows.write_rows(self._kernel_chunks(), self._locate(handles), values.contiguous())
 
     def prefetch(self, handles: torch.Tensor) -> None:
         """See `StoredTable.prefetch`."""
 
-    def spool(self, rows: int) -> RowFile | None:
-        """See `StoredTable.spool`."""
-        return None
-
-    def in_low_precision(self, handles: torch.Tensor) -> torch.Tensor:
-        """See `StoredTable.in_low_precision`."""
-        return torch.zeros(len(handles), dtype=torch.bool, device=self.device)
-
     @property
-    def moves(self) -> Moves:
-        """See `StoredTable.moves`."""
-        return Moves()
+    def found(self) -> int:
+        """How many rows of lookups were in the cache, of a storage that has one; waits for a device."""
+        return 0
 
     def memory(self) -> dict[str, int]:
         """Bytes of values and of locations; `saved_by_fp16` counts rows in use."""
@@ -160,8 +160,6 @@ class TieredStorage(RowStorage):
         location     0   1   2**30  -1 (erased)
     """
 
-    tiered = True
-
     def __init__(
         self,
         dim: int,
@@ -174,7 +172,6 @@ class TieredStorage(RowStorage):
         self._low = Chunks(row_width, torch.int16, chunk_rows, self.device, on_host, self.ahead)
         self._pools = DevicePool(self.device), DevicePool(self.device)  # of float32 rows, of 16-bit rows
         self._locations = RowColumn(torch.int32, absent=-1, device=self.device)
-        self._moved = torch.zeros(2, dtype=torch.int64, device=self.device)  # to float32, to 16 bits
         self._lock = StreamLock(self.device)  # for pools and locations
 
     def grow(self, end: int) -> None:
@@ -197,11 +194,9 @@ class TieredStorage(RowStorage):
                 self._pools[tier].release(locations - tier * LOW, there)
             self._locations[handles] = -1
 
-    def update(
-        self, handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None = None
-    ) -> None:
+    def update(self, handles: torch.Tensor, values: torch.Tensor, low: torch.Tensor | None = None) -> None:
         values = values.contiguous()
-        low = stored_low(handles, values, low_precision, self.dim)
+        low = torch.zeros_like(handles, dtype=torch.bool) if low is None else low
         with self._lock:
             locations = before = self._locate(handles)
             full, half = _tiers(before)
@@ -212,17 +207,9 @@ class TieredStorage(RowStorage):
             for tier, which in enumerate(moving):
                 locations = torch.where(which, self._allocate(tier, which), locations)
                 self._pools[1 - tier].release(before - (1 - tier) * LOW, which)
-            moved = torch.stack(moving)
-            self._locations[torch.where(moved.any(0), handles, -1)] = locations.to(torch.int32)
-            self._moved += moved.sum(1)
+            moved = moving[0] | moving[1]
+            self._locations[torch.where(moved, handles, -1)] = locations.to(torch.int32)
         chunked_rows.write_rows(self._kernel_chunks(), locations, values)
-
-    def in_low_precision(self, handles: torch.Tensor) -> torch.Tensor:
-        return self._locate(handles) >= LOW
-
-    @property
-    def moves(self) -> Moves:
-        return Moves(*self._moved.tolist())
 
     def memory(self) -> dict[str, int]:
         return {
@@ -258,60 +245,61 @@ class TieredStorage(RowStorage):
         )
 
 
+def _tiers(locations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(K,) bool each, which `locations` (K,) are of float32 rows, and which of 16-bit rows."""
+    return (locations >= 0) & (locations < LOW), locations >= LOW
+
+
 class TierMarks:
-    """Which rows are to be stored in 16 bits, by handle, of a storage that holds them in float32 meanwhile.
+    """Which rows of a table with precision tiers are to be in 16 bits, by handle, wherever they are stored.
 
     Args:
         dim: weights of a row.
     """
 
     def __init__(self, dim: int, device: torch.device):
-        self._dim, self._low = dim, RowColumn(torch.bool, device=device)
+        # 0: no row, 1: in float32, 2: in 16 bits
+        self._dim, self._tiers = dim, RowColumn(torch.uint8, device=device)
         self._moved = torch.zeros(2, dtype=torch.int64, device=device)  # to float32, to 16 bits
         self._lock = StreamLock(device)  # a column that grows loses what is written meanwhile
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        return self._low.nbytes
+        return self._tiers.nbytes
 
     @property
-    def moves(self) -> Moves:
-        """Rows to be moved so far, to float32 and to 16 bits."""
-        return Moves(*self._moved.tolist())
+    def moved(self) -> list[int]:
+        """How many rows changed to float32, and to 16 bits; waits for a device."""
+        return self._moved.tolist()
 
     def add(self, handles: torch.Tensor, end: int) -> None:
-        """New rows at `handles` (K,), or -1, below `end`."""
+        """New rows at `handles` (K,), or -1, below `end`, which begin in float32."""
         with self._lock:
-            self._low.grow(end)
-            self._low[handles] = False
+            self._tiers.grow(end)
+            self._tiers[handles] = 1
 
-    def update(
+    def release(self, handles: torch.Tensor) -> None:
+        """The rows of `handles` (K,), or -1, are gone."""
+        with self._lock:
+            self._tiers[handles] = 0
+
+    def fitting(
         self, handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None
     ) -> torch.Tensor:
-        """Note an update as `StoredTable.update` has it; (K,) bool, the rows to store in 16 bits."""
-        low = stored_low(handles, values, low_precision, self._dim)
+        """(K,) bool, which rows of an update, as `StoredTable.update` has it, are stored in 16 bits."""
+        if low_precision is None:
+            return torch.zeros_like(handles, dtype=torch.bool)
+        present = handles >= 0
+        written = torch.where(present.unsqueeze(1), values, 0.0)  # rows of a handle of -1 may be undefined
+        return chunked_rows.fits(written, self._dim) & low_precision & present
+
+    def write(self, handles: torch.Tensor, low: torch.Tensor) -> None:
+        """The rows of `handles` (K,), distinct or -1, are stored in 16 bits where `low` (K,) bool says so."""
         with self._lock:
-            before = self._low[handles]
-            self._low[handles] = low
-        self._moved += torch.stack([before & ~low, low & ~before]).sum(1)
-        return low
+            before = self._tiers[handles]
+            self._tiers[handles] = torch.where(before > 0, 1 + low.to(torch.uint8), 0).to(torch.uint8)
+            self._moved += torch.stack([(before == 2) & ~low, (before == 1) & low]).sum(1)
 
     def __getitem__(self, handles: torch.Tensor) -> torch.Tensor:
-        return self._low[handles]
-
-
-def stored_low(
-    handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None, dim: int
-) -> torch.Tensor:
-    """(K,) bool, which rows of `values` (K, row_width) to store in 16 bits; a handle of -1 is none."""
-    if low_precision is None:
-        return torch.zeros_like(handles, dtype=torch.bool)
-    present = handles >= 0
-    written = torch.where(present.unsqueeze(1), values, 0.0)  # the rows of a handle of -1 may be undefined
-    return chunked_rows.fits(written, dim) & low_precision & present
-
-
-def _tiers(locations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(K,) bool each, which `locations` (K,) are of float32 rows, and which of 16-bit rows."""
-    return (locations >= 0) & (locations < LOW), locations >= LOW
+        return self._tiers[handles] == 2

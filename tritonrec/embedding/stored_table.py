@@ -8,15 +8,15 @@ import torch
 
 from ..kernels.dispatch import usable_device
 from ..settings import bytes_of
-from .cached_storage import CachedStorage, DiskHome
+from .cached_storage import PLACE_BYTES, CachedStorage, HostCachedStorage, HostStorage
 from .device_index import DeviceIndex
-from .disk_storage import DiskStorage
+from .index_pool import MAX_ROWS
 from .key_index import KeyIndex
 from .lookup import Moves
 from .policy import Placement
 from .row_checksums import RowChecksums
 from .row_file import RowFile
-from .row_storage import RowStorage, TieredStorage
+from .row_storage import RowStorage, TieredStorage, TierMarks
 from .stream_lock import StreamLock
 
 
@@ -40,6 +40,8 @@ class StoredTable:
     Args:
         index, storage: on one device.
         initial_rows: keys (K,) -> their initial rows (K, row_width) float32.
+        low: with precision tiers.
+        file: that the storage ends in, if it does.
     """
 
     def __init__(
@@ -47,8 +49,11 @@ class StoredTable:
         index: KeyIndex | DeviceIndex,
         storage: RowStorage,
         initial_rows: Callable[[torch.Tensor], torch.Tensor],
+        low: TierMarks | None = None,
+        file: RowFile | None = None,
     ):
         self._index, self._storage, self._initial_rows = index, storage, initial_rows
+        self._low, self._file = low, file
         self.device = storage.device
         self.padded = isinstance(index, DeviceIndex)
         """Whether lookups leave their lengths on the device, so that the host does not wait for them."""
@@ -87,6 +92,8 @@ class StoredTable:
             if new.shape[0]:
                 try:
                     self._storage.add(new, self._index.end)
+                    if self._low is not None:
+                        self._low.add(new, self._index.end)
                 except BaseException:
                     # All or nothing: keys without room for their rows are taken out again.
                     erased = self._index.erase(keys[inserted])
@@ -104,10 +111,8 @@ class StoredTable:
         self._storage.prefetch(handles)
 
     def spool(self, rows: int) -> RowFile | None:
-        """A file for a copy of so many rows, where the table lies in one: it is read in the order of the
-        handles, and the copy has the order in which a reader wants the rows. None where that gains nothing.
-        """
-        return self._storage.spool(rows)
+        """See `RowFile.spool`; None where the table does not lie in a file."""
+        return None if self._file is None else self._file.spool(rows)
 
     def gather(self, handles: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Copies of rows (K, row_width) float32, repeats allowed, in `out` if given; undefined where a handle
@@ -124,7 +129,10 @@ class StoredTable:
         values never change.
         """
         # No lock: an update does not touch the index, and handles keep their rows until they are released.
-        self._storage.update(handles, values, low_precision)
+        low = None if self._low is None else self._low.fitting(handles, values, low_precision)
+        self._storage.update(handles, values, low)
+        if self._low is not None and low is not None:
+            self._low.write(handles, low)
         if self._checksums is not None:
             self._checksums.write(handles, values, self.end)
 
@@ -137,6 +145,8 @@ class StoredTable:
             handles = self._index.erase(keys, count)
             # The storage lets the row go now, the index its handle only at `release`.
             self._storage.release(handles)
+            if self._low is not None:
+                self._low.release(handles)
             return handles
 
     def release(self, handles: torch.Tensor, count: torch.Tensor | None = None) -> None:
@@ -163,7 +173,7 @@ class StoredTable:
 
     def in_low_precision(self, handles: torch.Tensor) -> torch.Tensor:
         """(K,) bool, which rows of `handles` (K,) are stored in 16 bits; False where a handle is -1."""
-        return self._storage.in_low_precision(handles)
+        return torch.zeros_like(handles, dtype=torch.bool) if self._low is None else self._low[handles]
 
     def keep_checksums(self) -> None:
         """Keep a checksum of every row from now on, 8 bytes each; no other call may run meanwhile."""
@@ -185,14 +195,15 @@ class StoredTable:
     @property
     def moves(self) -> Moves:
         """See `Moves`; waits for a device."""
-        return self._storage.moves
+        promoted, demoted = (0, 0) if self._low is None else self._low.moved
+        read, written = (0, 0) if self._file is None else (self._file.read_rows, self._file.written_rows)
+        return Moves(promoted, demoted, self._storage.found, read, written)
 
     def memory(self) -> dict[str, int]:
         """Bytes allocated, by purpose."""
         stored = self._storage.memory()
         stored["metadata"] += self._index.free_nbytes
-        if self._checksums is not None:
-            stored["metadata"] += self._checksums.nbytes
+        stored["metadata"] += sum(each.nbytes for each in (self._low, self._checksums) if each is not None)
         return {"key_structure": self._index.nbytes, **stored}
 
 
@@ -212,15 +223,25 @@ def make_table(
     placement = placement.chosen()
     on_host = placement.storage in ("host", "disk")
     device = usable_device("cpu" if on_host else placement.device)
+    low = TierMarks(dim, device) if tiers else None
+    file: RowFile | None = None
     storage: RowStorage
     if placement.path:
-        disk = DiskStorage(dim, row_width, placement.path, bytes_of(placement.memory), tiers)
-        storage = disk if on_host else DiskHome(disk, device)
+        size, memory = 4 * row_width + PLACE_BYTES, bytes_of(placement.memory)
+        if memory < size:
+            raise ValueError(
+                f"memory={memory} bytes of a table on disk hold no row of {size} bytes: two batches' rows "
+                "should fit"
+            )
+        file = RowFile(placement.path, 4 * row_width)
+        home = HostStorage(file, torch.device("cpu"))
+        storage = HostCachedStorage(home, min(memory // size, MAX_ROWS // 2))
+        storage = storage if on_host else HostStorage(storage, device)
     else:
         kind = TieredStorage if tiers else RowStorage
         storage = kind(dim, row_width, chunk_rows, device, on_host=placement.storage == "cached")
     if on_host:
-        return StoredTable(KeyIndex(slots), storage, initial_rows)
+        return StoredTable(KeyIndex(slots), storage, initial_rows, low, file)
     if placement.storage == "cached":
-        storage = CachedStorage(storage, placement.cache_rows)
-    return StoredTable(DeviceIndex(slots, device), storage, initial_rows)
+        storage = CachedStorage(storage, placement.cache_rows, low)
+    return StoredTable(DeviceIndex(slots, device), storage, initial_rows, low, file)

@@ -263,5 +263,6 @@ def disk_wrong_offset(program: Program) -> None:
 
 def _files(program: Program) -> Iterator[RowFile]:
     for group in program.tables.groups:
-        storage = group.table._rows._storage
-        yield storage._file  # type: ignore[attr-defined]
+        file = group.table._rows._file
+        assert file is not None
+        yield file
