@@ -13,8 +13,8 @@ from pretended import GPU, pretended, without_kernels  # noqa: E402
 
 from tritonrec.embedding import DynamicTable, Placement, cached_storage, row_storage  # noqa: E402
 from tritonrec.embedding.cached_storage import CachedStorage  # noqa: E402
-from tritonrec.embedding.row_column import RowColumn  # noqa: E402
 from tritonrec.embedding.row_storage import LOW, RowStorage, TieredStorage, TierMarks  # noqa: E402
+from tritonrec.embedding.shared_state import RowColumn  # noqa: E402
 
 
 def handles(*numbers):

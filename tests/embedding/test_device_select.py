@@ -15,10 +15,14 @@ from pretended import GPU, pretended  # noqa: E402
 
 from tritonrec.embedding import KeyLayout  # noqa: E402
 from tritonrec.embedding.device_index import DeviceIndex  # noqa: E402
-from tritonrec.embedding.device_numbers import Arriving, DeviceNumbers  # noqa: E402
-from tritonrec.embedding.device_pool import DevicePool  # noqa: E402
-from tritonrec.embedding.device_select import _end_of_share, in_order_of_keys, smallest_slots  # noqa: E402
-from tritonrec.embedding.index_pool import MAX_ROWS, IndexPool  # noqa: E402
+from tritonrec.embedding.pools import (  # noqa: E402  # noqa: E402
+    MAX_ROWS,
+    Arriving,
+    DeviceNumbers,
+    DevicePool,
+    IndexPool,
+)
+from tritonrec.embedding.select import _end_of_share, in_order_of_keys, smallest_slots  # noqa: E402
 from tritonrec.pipeline.places import Common  # noqa: E402
 
 FIRST, LAST = -(2**63), 2**63 - 1

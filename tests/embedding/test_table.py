@@ -15,7 +15,7 @@ from tritonrec.embedding import (
     row_checksums,
 )
 from tritonrec.embedding.precision import AccessCounter
-from tritonrec.embedding.row_column import RowColumn
+from tritonrec.embedding.shared_state import RowColumn
 from tritonrec.kernels.deferred import first_bad
 
 pytestmark = pytest.mark.smoke

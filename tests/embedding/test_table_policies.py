@@ -22,11 +22,11 @@ from hypothesis.stateful import (
 )  # fmt: skip
 from naive_table import NaiveTable, Ranks, rounded
 from speeds import slow_except
+from tritonrec.embedding.trained_table import Lookup
 
 from tritonrec import ops
 from tritonrec.embedding import DynamicTable, Eviction, KeyLayout, Placement, PrecisionTiers, TablePolicy
 from tritonrec.embedding.evictor import Evictor
-from tritonrec.embedding.lookup import Lookup
 from tritonrec.embedding.precision import AccessCounter
 
 DIM, WIDTH, SEED = 3, 5, 7

@@ -9,10 +9,9 @@ from __future__ import annotations
 import torch
 
 from . import numba_disk
-from .row_column import RowColumn
 from .row_storage import RowStorage, TierMarks
 from .selection import select
-from .stream_lock import StreamLock
+from .shared_state import RowColumn, StreamLock
 
 PLACE_BYTES = 4 + 4 + 1 + 1
 """Of a row in a cache in host memory, beside its values."""
@@ -146,8 +145,8 @@ class CachedStorage(RowStorage):
         """The rows at `places` (K,), distinct or -1, are looked up."""
 
     def _choose(self, handles: torch.Tensor, before: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows (n,) of `handles` (K,), or -1, that enter the cache, the first ones where places are short, and
-        the places (n,) that they get, or -1, of rows whose last lookup is below `before`.
+        """Rows (n,) of `handles` (K,), or -1, that enter the cache, the first ones where places are short,
+        and the places (n,) that they get, or -1, of rows whose last lookup is below `before`.
         """
         # At most 2 K + K' places from the hand on are of this lookup, of the last one, or given out.
         reach, self._size = min(self._rows, 2 * len(handles) + self._size), len(handles)
@@ -169,10 +168,10 @@ class CachedStorage(RowStorage):
 class HostCachedStorage(CachedStorage):
     """A cache in host memory, whose hand is that of a clock: it passes a row over once for each last use::
 
-        place             0   1   2   3   4         lookup 10 misses row 9, the hand is at 1
-        row               4   7   1   0   2
-        last lookup       8   9   6   7   3         place 1 is of the last lookup, 2 was used once more,
-        uses              0   2   1   0   0    ->   and row 0 leaves place 3
+    place             0   1   2   3   4         lookup 10 misses row 9, the hand is at 1
+    row               4   7   1   0   2
+    last lookup       8   9   6   7   3         place 1 is of the last lookup, 2 was used once more,
+    uses              0   2   1   0   0    ->   and row 0 leaves place 3
     """
 
     takes_new = True

@@ -8,8 +8,7 @@ from typing import Protocol
 import torch
 
 from .change_log import ChangeLog
-from .row_column import RowColumn
-from .stream_lock import use_here
+from .shared_state import RowColumn, use_here
 
 
 class RowPolicy(Protocol):

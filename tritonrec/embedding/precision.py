@@ -9,12 +9,11 @@ import torch
 from ..kernels.deferred import NONE, first_bad
 from ..kernels.dispatch import on_host
 from ..kernels.padding import report
-from .device_numbers import Arriving
-from .device_select import chosen_slots, in_order_of_keys, unpinned_slots
 from .policy import PrecisionTiers
-from .row_column import RowColumn
-from .select import unpinned_rows
+from .pools import Arriving
+from .select import chosen_slots, in_order_of_keys, unpinned_rows, unpinned_slots
 from .selection import valid
+from .shared_state import RowColumn
 from .stored_table import StoredTable
 
 

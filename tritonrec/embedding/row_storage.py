@@ -15,10 +15,8 @@ import torch
 
 from ..kernels import chunked_rows
 from ..kernels.chunked_rows import LOW
-from .device_pool import DevicePool, most_of
-from .index_pool import MAX_ROWS
-from .row_column import RowColumn
-from .stream_lock import Replaceable, StreamLock
+from .pools import MAX_ROWS, DevicePool, most_of
+from .shared_state import Replaceable, RowColumn, StreamLock
 
 
 class Chunks:

@@ -6,18 +6,18 @@ from collections.abc import Callable
 
 import torch
 
-from ..kernels.dispatch import usable_device
+from ..kernels.checksums import first_other_row, row_checksums, write_row_checksums
+from ..kernels.deferred import NONE
+from ..kernels.dispatch import on_host, usable_device
 from ..settings import bytes_of
 from .cached_storage import PLACE_BYTES, CachedStorage, HostCachedStorage, HostStorage
 from .device_index import DeviceIndex
-from .index_pool import MAX_ROWS
 from .key_index import KeyIndex
-from .lookup import Moves
 from .policy import Placement
-from .row_checksums import RowChecksums
+from .pools import MAX_ROWS
 from .row_file import RowFile
 from .row_storage import RowStorage, TieredStorage, TierMarks
-from .stream_lock import StreamLock
+from .shared_state import RowColumn, StreamLock
 
 
 class StoredTable:
@@ -185,19 +185,16 @@ class StoredTable:
     def first_changed(
         self, handles: torch.Tensor, values: torch.Tensor, skipped: torch.Tensor
     ) -> torch.Tensor | int:
-        """1 + the first of the rows `values` (K, row_width) that is not as it was written; 0: none.
-
-        See `RowChecksums.first_changed`; `keep_checksums` comes first.
-        """
+        """See `RowChecksums.first_changed`; `keep_checksums` comes first."""
         assert self._checksums is not None
         return self._checksums.first_changed(handles, values, skipped)
 
     @property
-    def moves(self) -> Moves:
-        """See `Moves`; waits for a device."""
+    def moves(self) -> list[int]:
+        """Rows moved so far, the last five numbers of `Counters`; waits for a device."""
         promoted, demoted = (0, 0) if self._low is None else self._low.moved
         read, written = (0, 0) if self._file is None else (self._file.read_rows, self._file.written_rows)
-        return Moves(promoted, demoted, self._storage.found, read, written)
+        return [promoted, demoted, self._storage.found, read, written]
 
     def memory(self) -> dict[str, int]:
         """Bytes allocated, by purpose."""
@@ -205,6 +202,50 @@ class StoredTable:
         stored["metadata"] += self._index.free_nbytes
         stored["metadata"] += sum(each.nbytes for each in (self._low, self._checksums) if each is not None)
         return {"key_structure": self._index.nbytes, **stored}
+
+
+class RowChecksums:
+    """Checksums of rows at rest, 8 bytes each, by handle: written with a row, compared when it is read.
+
+    Args:
+        device: of the table.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._sums = RowColumn(torch.int64, device=device)
+        self._lock = StreamLock(device)  # a column that grows loses what is written meanwhile
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self._sums.nbytes
+
+    def write(self, handles: torch.Tensor, values: torch.Tensor, end: int) -> None:
+        """The rows of `handles` (K,), distinct, -1 left out, below `end`, are `values` (K, row_width) now."""
+        with self._lock:
+            self._sums.grow(end)
+            if on_host(values):
+                write_row_checksums(self._sums.rows, handles, values)
+            else:
+                self._sums[handles] = row_checksums(values)
+
+    def first_changed(
+        self, handles: torch.Tensor, values: torch.Tensor, skipped: torch.Tensor
+    ) -> torch.Tensor | int:
+        """1 + the first of the rows `values` (K, row_width) that is not as it was written; 0: none.
+
+        Rows of -1 are left out, and the positions `skipped` (n,) int64, where -1 is no position. On a device
+        positions (K,) int64 of changed rows, with `deferred.NONE` for others.
+        """
+        if on_host(handles) and on_host(values):
+            return 1 + first_other_row(self._sums.rows, handles, values, skipped)
+        now = row_checksums(values).to(handles.device)
+        changed = (self._sums[handles] != now) & (handles >= 0)
+        changed = torch.cat([changed, changed.new_zeros(1)])  # and one for positions of -1
+        changed[skipped] = False
+        places = torch.arange(len(handles), device=handles.device)
+        return torch.where(changed[:-1], places, NONE)
 
 
 def make_table(
@@ -221,8 +262,8 @@ def make_table(
     Raises ValueError for a device that is not on this machine, OSError for a directory that takes no file.
     """
     placement = placement.chosen()
-    on_host = placement.storage in ("host", "disk")
-    device = usable_device("cpu" if on_host else placement.device)
+    by_host = placement.storage in ("host", "disk")
+    device = usable_device("cpu" if by_host else placement.device)
     low = TierMarks(dim, device) if tiers else None
     file: RowFile | None = None
     storage: RowStorage
@@ -236,11 +277,11 @@ def make_table(
         file = RowFile(placement.path, 4 * row_width)
         home = HostStorage(file, torch.device("cpu"))
         storage = HostCachedStorage(home, min(memory // size, MAX_ROWS // 2))
-        storage = storage if on_host else HostStorage(storage, device)
+        storage = storage if by_host else HostStorage(storage, device)
     else:
         kind = TieredStorage if tiers else RowStorage
         storage = kind(dim, row_width, chunk_rows, device, on_host=placement.storage == "cached")
-    if on_host:
+    if by_host:
         return StoredTable(KeyIndex(slots), storage, initial_rows, low, file)
     if placement.storage == "cached":
         storage = CachedStorage(storage, placement.cache_rows, low)

@@ -11,9 +11,9 @@ import torch
 
 from .change_log import CHECKPOINT
 from .in_flight import InFlight
+from .shared_state import StreamLock
 from .snapshot import Snapshot
 from .state_check import check_distinct, check_state
-from .stream_lock import StreamLock
 from .trained_table import TrainedTable
 
 State = dict[str, dict[str, torch.Tensor]]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -12,25 +14,57 @@ from ..kernels.checksums import row_checksums
 from ..kernels.padding import report
 from ..settings import check_number
 from .candidates import Candidates
-from .device_numbers import Arriving
 from .evictor import Evictor
-from .in_flight import InFlight, check_trainable
+from .in_flight import InFlight, WrittenRows, check_trainable
 from .key_layout import KeyLayout
-from .lookup import Counters, Lookup
 from .metadata import RowMetadata, RowPolicy
 from .policy import Placement, TablePolicy
+from .pools import Arriving
 from .precision import AccessCounter, round_low
 from .select import AllReduce
 from .selection import select, valid
+from .shared_state import StreamLock
 from .snapshot import Snapshot
 from .stored_table import StoredTable, make_table
-from .stream_lock import StreamLock
-from .written_rows import WrittenRows
 
 BLOCK = 4096
 """Rows evicted or demoted under one lock; this bounds the wait of an update."""
 
 State = dict[str, dict[str, torch.Tensor]]
+
+
+class Lookup(NamedTuple):
+    """The rows of a step's keys.
+
+    handles: (K,) int64, -1 for a key that is not admitted, and behind the count. Valid until the second
+        lookup after this one begins; evictions, moves and inserts in between do not change them.
+    low_precision: (K,) bool, rows to store in 16 bits, False where not admitted; None without precision
+        tiers.
+    """
+
+    handles: torch.Tensor
+    low_precision: torch.Tensor | None
+
+
+@dataclass
+class Counters:
+    """Rows and lookups of a table on this rank since it was made.
+
+    found: keys looked up that had a row. inserted: rows made for new keys. rejected: lookups of keys that
+    are not admitted yet. evicted: rows erased by eviction. promoted, demoted: rows moved to float32 and to 16
+    bits; a new row moves at its first update. cached: rows looked up that were in a device's cache, or in the
+    memory of a table on disk. disk_read, disk_written: rows read from a disk, and written to it.
+    """
+
+    found: int
+    inserted: int
+    rejected: int
+    evicted: int
+    promoted: int
+    demoted: int
+    cached: int
+    disk_read: int
+    disk_written: int
 
 
 class TrainedTable:
@@ -121,7 +155,7 @@ class TrainedTable:
         return Counters(found, inserted, rejected, int(self._evicted), *self._moves())
 
     def _moves(self) -> list[int]:
-        """`Moves`, of the tables before this one too."""
+        """`StoredTable.moves`, of the tables before this one too."""
         return [sum(each) for each in zip(self._before, self._rows.moves, strict=True)]
 
     def lookup(
