@@ -480,14 +480,10 @@ class TrainedTable:
     def _evict(self, evictor: Evictor, pinned: torch.Tensor, step: int, all_reduce: AllReduce | None) -> None:
         with self._lock:
             self._metadata.changes.mark(evictor.stamp(self._rows, step))
-        count: torch.Tensor | None = None
-        if self.padded:
-            most = self._number(evictor, step, all_reduce)
-            if not any(most):
-                return
-            keys, count = evictor.choose_padded(self._rows, pinned, step, most, all_reduce)
-        else:
-            keys = evictor.choose(self._rows, pinned, step, all_reduce)
+        most = self._number(evictor, step, all_reduce)
+        if most is not None and not any(most):
+            return
+        keys, count = evictor.choose(self._rows, pinned, step, most, all_reduce)
         for first, part in zip(range(0, len(keys), BLOCK), keys.split(BLOCK), strict=False):
             here = None if count is None else (count - first).clamp(0, len(part))
             with self._updating, self._lock:
@@ -496,17 +492,14 @@ class TrainedTable:
 
     def _demote(self, precision: AccessCounter, pinned: torch.Tensor, step: int) -> None:
         """Halve the access counts, and store in 16 bits the rows that are below the threshold now."""
-        most = self._number(precision, step, None)[0] if self.padded else 0
+        most = self._number(precision, step, None)
         with self._lock:
             if self._metadata.changes.active:
                 # Halving changes the access count of every row that has
                 # one: all of these are in the next checkpoint of changes.
                 self._metadata.changes.mark(precision.used())
             precision.halve()
-        if self.padded:
-            keys, handles = precision.demotable_padded(self._rows, pinned, most)
-        else:
-            keys, handles = precision.demotable(self._rows, pinned)
+        keys, handles = precision.choose(self._rows, pinned, most)
         for part_keys, part in zip(keys.split(BLOCK), handles.split(BLOCK), strict=True):
 
             def describe(row: int, keys: torch.Tensor = part_keys) -> str:
@@ -521,26 +514,26 @@ class TrainedTable:
 
         In a flight nothing but lookups adds or erases rows, on any rank.
         """
+        in_buffers = self._metadata.pinned.in_buffers
         numbers = {
-            policy: self._foreseen_by(policy, step, all_reduce)
+            policy: policy.foresee(self._rows, step, in_buffers, all_reduce)
             for policy in self._metadata.policies
             if policy.due(step)
         }
         self._foreseen = self.in_flight.number, step, numbers
 
-    def _foreseen_by(self, policy: RowPolicy, step: int, all_reduce: AllReduce | None) -> Arriving:
-        if policy is self._evictor:
-            return self._evictor.foresee(self._rows, step, all_reduce)
-        assert self._precision is not None
-        return self._precision.foresee(self._rows, self._metadata.pinned.in_buffers)
-
-    def _number(self, policy: RowPolicy, step: int, all_reduce: AllReduce | None) -> list[int]:
-        """What the pass of a `policy` goes by: foreseen in the last lookup, or found now, with a wait."""
+    def _number(self, policy: RowPolicy, step: int, all_reduce: AllReduce | None) -> list[int] | None:
+        """What the pass of a `policy` goes by: foreseen in the last lookup, or found now, with a wait; None
+        for a table that is not padded.
+        """
+        if not self.padded:
+            return None
         flight, foreseen, numbers = self._foreseen
         # Between flights rows may be loaded or erased, and
         # another step may come than the one that was foreseen.
         if (flight, foreseen) != (self.in_flight.number, step) or not self.in_flight.active:
-            return self._foreseen_by(policy, step, all_reduce).take()
+            in_buffers = self._metadata.pinned.in_buffers
+            return policy.foresee(self._rows, step, in_buffers, all_reduce).take()
         return numbers[policy].take()
 
     def _check_device(self, name: str, values: torch.Tensor) -> None:
