@@ -13,7 +13,7 @@ from pretended import GPU, pretended, without_kernels  # noqa: E402
 
 from tritonrec.embedding import DynamicTable, Placement, cached_storage, row_storage  # noqa: E402
 from tritonrec.embedding.cached_storage import CachedStorage  # noqa: E402
-from tritonrec.embedding.row_storage import LOW, RowStorage, TieredStorage, TierMarks  # noqa: E402
+from tritonrec.embedding.row_storage import RowStorage, TieredStorage  # noqa: E402
 from tritonrec.embedding.shared_state import RowColumn  # noqa: E402
 
 
@@ -138,26 +138,22 @@ def test_a_row_that_is_updated_in_host_memory_does_not_enter_the_cache_meanwhile
 def test_any_order_of_lookups_updates_and_erasures_keeps_every_row(home, cache_rows):
     """As in the pipeline, batch t + 1 is looked up before batch t is updated; then rows are erased."""
     draw = random.Random(cache_rows)
-    marks = TierMarks(2, torch.device("cpu")) if home is TieredStorage else None
-    found = CachedStorage(home(2, 3, 4), cache_rows, marks)
+    tiers = home is TieredStorage
+    found = CachedStorage(home(2, 3, 4), cache_rows, tiers)
     rows, low = {}, {}
     buffers = [[], []]  # handles of the last two lookups
 
     def write(batch):
         values = torch.tensor([[draw.randrange(100) for _ in range(3)] for _ in batch]).view(-1, 3).float()
         flags = torch.tensor([draw.random() < 0.4 for _ in batch], dtype=torch.bool)
-        found.update(handles(*batch), values, flags if marks else None)
+        found.update(handles(*batch), values, flags)
         rows.update(zip(batch, values.tolist(), strict=True))
-        if marks:
-            marks.write(handles(*batch), flags)
-            low.update(zip(batch, flags.tolist(), strict=True))
+        low.update(zip(batch, (flags & tiers).tolist(), strict=True))
 
     for _ in range(120):
         free = [number for number in range(14) if number not in rows]
         new = draw.sample(free, min(len(free), draw.randrange(3)))
         found.add(handles(*new), 14)
-        if marks:
-            marks.add(handles(*new), 14)
         write(new)
         batch = draw.sample(sorted(rows), draw.randrange(min(len(rows), 6) + 1))
         found.prefetch(handles(*batch))
@@ -165,14 +161,12 @@ def test_any_order_of_lookups_updates_and_erasures_keeps_every_row(home, cache_r
         write([number for number in buffers[0] if number in rows])
         every = sorted(rows)
         assert found.gather(handles(*every, -1))[:-1].tolist() == [rows[number] for number in every]
-        if marks:  # and what went home is stored so there
-            home_of = found._home._locate(handles(*every))
-            assert marks[handles(*every)].tolist() == [low[number] for number in every]
-            left = found._place(handles(*every)) < 0
-            assert torch.equal((home_of >= LOW)[left], marks[handles(*every)][left])
+        marked, left = found.in_low_precision(handles(*every)), found._place(handles(*every)) < 0
+        assert marked.tolist() == [low[number] for number in every]  # and so is what went home
+        assert torch.equal(found._home.in_low_precision(handles(*every))[left], marked[left])
         idle = [number for number in every if number not in buffers[0] + buffers[1]]
         gone = draw.sample(idle, draw.randrange(len(idle) // 2 + 1))
         found.release(handles(*gone))
         for number in gone:
-            del rows[number]
+            del rows[number], low[number]
     assert found.found > 0

@@ -65,8 +65,8 @@ def test_the_handle_of_an_erased_row_is_used_again_once_no_lookup_holds_it():
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_rows_are_in_low_precision_only_in_tiers(storage):
-    store = table(POLICIES["tiers" if storage == "tiers" else "none"])._rows
-    handles, _new = store.find_or_insert(torch.arange(3))
+    store, handles = STORAGES[storage](DIM, WIDTH, chunk_rows=4), torch.arange(3)
+    store.add(handles, 3)
     store.update(handles, torch.ones(3, WIDTH), torch.tensor([True, False, True]))
     assert store.in_low_precision(tensor([2, 1, -1])).tolist() == [storage == "tiers", False, False]
 

@@ -12,7 +12,7 @@ from tritonrec.embedding import (
     Placement,
     PrecisionTiers,
     TablePolicy,
-    row_checksums,
+    stored_table,
 )
 from tritonrec.embedding.precision import AccessCounter
 from tritonrec.embedding.shared_state import RowColumn
@@ -237,8 +237,8 @@ def test_settings_out_of_range_are_refused(make):
 
 @pytest.mark.parametrize("here", [True, False])
 def test_a_row_of_any_handle_that_has_changed_is_found(here, monkeypatch):
-    monkeypatch.setattr(row_checksums, "on_host", lambda tensor: here)
-    sums, handles, rows = row_checksums.RowChecksums(torch.device("cpu")), torch.arange(4), torch.randn(4, 3)
+    monkeypatch.setattr(stored_table, "on_host", lambda tensor: here)
+    sums, handles, rows = stored_table.RowChecksums(torch.device("cpu")), torch.arange(4), torch.randn(4, 3)
     sums.write(handles, rows, 4)
     none = torch.empty(0, dtype=torch.int64)
     for changed in range(4):

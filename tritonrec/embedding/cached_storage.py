@@ -33,18 +33,19 @@ class CachedStorage(RowStorage):
     Args:
         home: of all rows; one on the host is behind a `HostStorage`.
         rows: of the cache.
-        low: of a table with precision tiers.
+        tiers: rows may be in 16 bits at home, or rounded to them: only where no other cache is before this.
     """
 
     ahead = 0  # it never grows
     takes_new = False
     """Whether a new row enters the cache at once, before it is looked up."""
 
-    def __init__(self, home: RowStorage, rows: int, low: TierMarks | None = None):
+    def __init__(self, home: RowStorage, rows: int, tiers: bool = False):
         device = home.device
         super().__init__(home.dim, home.row_width, rows, device)
         super().add(torch.empty(0, dtype=torch.int64, device=device), rows)
-        self._home, self._rows, self._low = home, rows, low
+        self._home, self._rows = home, rows
+        self._low = TierMarks(home.dim, device) if tiers else None
         # by handle: 1 + its place; 0: at home, and -1: there and of the last lookup
         self._places = RowColumn(torch.int32, device=device)
         # by place: 1 + its handle, the last lookup that used it, whether it was updated since it came
@@ -65,6 +66,8 @@ class CachedStorage(RowStorage):
         with self._moving:
             self._grow(end)
             self._home.add(handles, end)
+            if self._low is not None:
+                self._low.add(handles, end)
             self._places[handles] = 0
             if self.takes_new:
                 self._bring(handles, self._lookup, new=True)
@@ -83,12 +86,18 @@ class CachedStorage(RowStorage):
             # Two gathers into one tensor: each leaves alone the rows that have -1 for it.
             return super().gather(places, values)
 
-    def update(self, handles: torch.Tensor, values: torch.Tensor, low: torch.Tensor | None = None) -> None:
+    def update(
+        self, handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None = None
+    ) -> None:
         values = values.contiguous()
+        low = None if self._low is None else self._low.update(handles, values, low_precision)
         places = self._place(handles)
         super().update(places, values)
         self._updated[places] = True
         self._home.update(torch.where(places < 0, handles, -1), values, low)
+
+    def in_low_precision(self, handles: torch.Tensor) -> torch.Tensor:
+        return super().in_low_precision(handles) if self._low is None else self._low[handles]
 
     def prefetch(self, handles: torch.Tensor) -> None:
         with self._moving:
@@ -106,14 +115,18 @@ class CachedStorage(RowStorage):
             self._places[self._outside] = -1
 
     @property
+    def moved(self) -> list[int]:
+        return super().moved if self._low is None else self._low.moved
+
+    @property
     def found(self) -> int:
         return int(self._found)
 
     def memory(self) -> dict[str, int]:
         home = self._home.memory()
         stored = {name: own + home[name] for name, own in super().memory().items()}
-        columns = (self._places, self._handles, self._recent, self._updated)
-        stored["metadata"] += sum(column.nbytes for column in columns)
+        columns = (self._places, self._handles, self._recent, self._updated, self._low)
+        stored["metadata"] += sum(column.nbytes for column in columns if column is not None)
         return stored
 
     def _grow(self, end: int) -> None:
@@ -176,8 +189,8 @@ class HostCachedStorage(CachedStorage):
 
     takes_new = True
 
-    def __init__(self, home: RowStorage, rows: int):
-        super().__init__(home, rows)
+    def __init__(self, home: RowStorage, rows: int, tiers: bool = False):
+        super().__init__(home, rows, tiers)
         self._uses = RowColumn(torch.uint8, end=rows)  # since the hand passed, by place
         self._all_used = -1  # the last lookup since which all places were used: looked at once, as in a load
 
@@ -201,7 +214,7 @@ class HostCachedStorage(CachedStorage):
 
 
 class HostStorage(RowStorage):
-    """The home of a cache whose rows only the host reaches: lists come to it there, and without -1.
+    """The home of a cache whose rows, in float32, only the host reaches: lists come to it without -1.
 
     The host learns which rows move, so that a lookup on a device waits for it: a batch before their use.
     """
@@ -226,10 +239,12 @@ class HostStorage(RowStorage):
             out[positions] = self._home.gather(there).to(self.device)
         return out
 
-    def update(self, handles: torch.Tensor, values: torch.Tensor, low: torch.Tensor | None = None) -> None:
+    def update(
+        self, handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None = None
+    ) -> None:
         positions, there = self._present(handles)
         if len(there):
-            self._home.update(there, values[positions].cpu(), None if low is None else low[positions].cpu())
+            self._home.update(there, values[positions].cpu())
 
     def prefetch(self, handles: torch.Tensor) -> None:
         self._home.prefetch(self._present(handles)[1])

@@ -74,7 +74,9 @@ class RowFile(RowStorage):
         self.read(handles, out, torch.arange(len(handles), dtype=torch.int64, device="cpu"))
         return out
 
-    def update(self, handles: torch.Tensor, values: torch.Tensor, low: torch.Tensor | None = None) -> None:
+    def update(
+        self, handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None = None
+    ) -> None:
         self.write(handles, values, torch.arange(len(handles), dtype=torch.int64, device="cpu"))
 
     def memory(self) -> dict[str, int]:

@@ -118,15 +118,23 @@ class RowStorage:
         locations = self._locate(handles)  # first: a concurrent update may move rows to new chunks
         return chunked_rows.read_rows(self._kernel_chunks(), locations, out)
 
-    def update(self, handles: torch.Tensor, values: torch.Tensor, low: torch.Tensor | None = None) -> None:
-        """Overwrite the rows of `handles` (K,), distinct, -1 left out, with `values` (K, row_width) float32.
-
-        `low` (K,) bool: rows to store in 16 bits, which hold their values exactly; None: no row.
-        """
+    def update(
+        self, handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None = None
+    ) -> None:
+        """See `StoredTable.update`."""
         chunked_rows.write_rows(self._kernel_chunks(), self._locate(handles), values.contiguous())
 
     def prefetch(self, handles: torch.Tensor) -> None:
         """See `StoredTable.prefetch`."""
+
+    def in_low_precision(self, handles: torch.Tensor) -> torch.Tensor:
+        """See `StoredTable.in_low_precision`."""
+        return torch.zeros_like(handles, dtype=torch.bool)
+
+    @property
+    def moved(self) -> list[int]:
+        """How many rows changed to float32, and to 16 bits; waits for a device."""
+        return [0, 0]
 
     @property
     def found(self) -> int:
@@ -170,6 +178,7 @@ class TieredStorage(RowStorage):
         self._low = Chunks(row_width, torch.int16, chunk_rows, self.device, on_host, self.ahead)
         self._pools = DevicePool(self.device), DevicePool(self.device)  # of float32 rows, of 16-bit rows
         self._locations = RowColumn(torch.int32, absent=-1, device=self.device)
+        self._moved = torch.zeros(2, dtype=torch.int64, device=self.device)  # to float32, to 16 bits
         self._lock = StreamLock(self.device)  # for pools and locations
 
     def grow(self, end: int) -> None:
@@ -192,9 +201,11 @@ class TieredStorage(RowStorage):
                 self._pools[tier].release(locations - tier * LOW, there)
             self._locations[handles] = -1
 
-    def update(self, handles: torch.Tensor, values: torch.Tensor, low: torch.Tensor | None = None) -> None:
+    def update(
+        self, handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None = None
+    ) -> None:
         values = values.contiguous()
-        low = torch.zeros_like(handles, dtype=torch.bool) if low is None else low
+        low = stored_low(handles, values, low_precision, self.dim)
         with self._lock:
             locations = before = self._locate(handles)
             full, half = _tiers(before)
@@ -205,9 +216,17 @@ class TieredStorage(RowStorage):
             for tier, which in enumerate(moving):
                 locations = torch.where(which, self._allocate(tier, which), locations)
                 self._pools[1 - tier].release(before - (1 - tier) * LOW, which)
-            moved = moving[0] | moving[1]
-            self._locations[torch.where(moved, handles, -1)] = locations.to(torch.int32)
+            moved = torch.stack(moving)
+            self._locations[torch.where(moved.any(0), handles, -1)] = locations.to(torch.int32)
+            self._moved += moved.sum(1)
         chunked_rows.write_rows(self._kernel_chunks(), locations, values)
+
+    def in_low_precision(self, handles: torch.Tensor) -> torch.Tensor:
+        return self._locate(handles) >= LOW
+
+    @property
+    def moved(self) -> list[int]:
+        return self._moved.tolist()
 
     def memory(self) -> dict[str, int]:
         return {
@@ -249,55 +268,54 @@ def _tiers(locations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class TierMarks:
-    """Which rows of a table with precision tiers are to be in 16 bits, by handle, wherever they are stored.
+    """Which rows are to be stored in 16 bits, by handle, of a storage that holds them in float32 meanwhile.
 
     Args:
         dim: weights of a row.
     """
 
     def __init__(self, dim: int, device: torch.device):
-        # 0: no row, 1: in float32, 2: in 16 bits
-        self._dim, self._tiers = dim, RowColumn(torch.uint8, device=device)
+        self._dim, self._low = dim, RowColumn(torch.bool, device=device)
         self._moved = torch.zeros(2, dtype=torch.int64, device=device)  # to float32, to 16 bits
         self._lock = StreamLock(device)  # a column that grows loses what is written meanwhile
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        return self._tiers.nbytes
+        return self._low.nbytes
 
     @property
     def moved(self) -> list[int]:
-        """How many rows changed to float32, and to 16 bits; waits for a device."""
+        """See `RowStorage.moved`."""
         return self._moved.tolist()
 
     def add(self, handles: torch.Tensor, end: int) -> None:
-        """New rows at `handles` (K,), or -1, below `end`, which begin in float32."""
+        """New rows at `handles` (K,), or -1, below `end`."""
         with self._lock:
-            self._tiers.grow(end)
-            self._tiers[handles] = 1
+            self._low.grow(end)
+            self._low[handles] = False
 
-    def release(self, handles: torch.Tensor) -> None:
-        """The rows of `handles` (K,), or -1, are gone."""
-        with self._lock:
-            self._tiers[handles] = 0
-
-    def fitting(
+    def update(
         self, handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None
     ) -> torch.Tensor:
-        """(K,) bool, which rows of an update, as `StoredTable.update` has it, are stored in 16 bits."""
-        if low_precision is None:
-            return torch.zeros_like(handles, dtype=torch.bool)
-        present = handles >= 0
-        written = torch.where(present.unsqueeze(1), values, 0.0)  # rows of a handle of -1 may be undefined
-        return chunked_rows.fits(written, self._dim) & low_precision & present
-
-    def write(self, handles: torch.Tensor, low: torch.Tensor) -> None:
-        """The rows of `handles` (K,), distinct or -1, are stored in 16 bits where `low` (K,) bool says so."""
+        """Note an update as `StoredTable.update` has it; (K,) bool, the rows to store in 16 bits."""
+        low = stored_low(handles, values, low_precision, self._dim)
         with self._lock:
-            before = self._tiers[handles]
-            self._tiers[handles] = torch.where(before > 0, 1 + low.to(torch.uint8), 0).to(torch.uint8)
-            self._moved += torch.stack([(before == 2) & ~low, (before == 1) & low]).sum(1)
+            before = self._low[handles]
+            self._low[handles] = low
+        self._moved += torch.stack([before & ~low, low & ~before]).sum(1)
+        return low
 
     def __getitem__(self, handles: torch.Tensor) -> torch.Tensor:
-        return self._tiers[handles] == 2
+        return self._low[handles]
+
+
+def stored_low(
+    handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None, dim: int
+) -> torch.Tensor:
+    """(K,) bool, which rows of `values` (K, row_width) to store in 16 bits; a handle of -1 is none."""
+    if low_precision is None:
+        return torch.zeros_like(handles, dtype=torch.bool)
+    present = handles >= 0
+    written = torch.where(present.unsqueeze(1), values, 0.0)  # the rows of a handle of -1 may be undefined
+    return chunked_rows.fits(written, dim) & low_precision & present

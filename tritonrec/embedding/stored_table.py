@@ -16,7 +16,7 @@ from .key_index import KeyIndex
 from .policy import Placement
 from .pools import MAX_ROWS
 from .row_file import RowFile
-from .row_storage import RowStorage, TieredStorage, TierMarks
+from .row_storage import RowStorage, TieredStorage
 from .shared_state import RowColumn, StreamLock
 
 
@@ -40,7 +40,6 @@ class StoredTable:
     Args:
         index, storage: on one device.
         initial_rows: keys (K,) -> their initial rows (K, row_width) float32.
-        low: with precision tiers.
         file: that the storage ends in, if it does.
     """
 
@@ -49,11 +48,10 @@ class StoredTable:
         index: KeyIndex | DeviceIndex,
         storage: RowStorage,
         initial_rows: Callable[[torch.Tensor], torch.Tensor],
-        low: TierMarks | None = None,
         file: RowFile | None = None,
     ):
         self._index, self._storage, self._initial_rows = index, storage, initial_rows
-        self._low, self._file = low, file
+        self._file = file
         self.device = storage.device
         self.padded = isinstance(index, DeviceIndex)
         """Whether lookups leave their lengths on the device, so that the host does not wait for them."""
@@ -92,8 +90,6 @@ class StoredTable:
             if new.shape[0]:
                 try:
                     self._storage.add(new, self._index.end)
-                    if self._low is not None:
-                        self._low.add(new, self._index.end)
                 except BaseException:
                     # All or nothing: keys without room for their rows are taken out again.
                     erased = self._index.erase(keys[inserted])
@@ -129,10 +125,7 @@ class StoredTable:
         values never change.
         """
         # No lock: an update does not touch the index, and handles keep their rows until they are released.
-        low = None if self._low is None else self._low.fitting(handles, values, low_precision)
-        self._storage.update(handles, values, low)
-        if self._low is not None and low is not None:
-            self._low.write(handles, low)
+        self._storage.update(handles, values, low_precision)
         if self._checksums is not None:
             self._checksums.write(handles, values, self.end)
 
@@ -145,8 +138,6 @@ class StoredTable:
             handles = self._index.erase(keys, count)
             # The storage lets the row go now, the index its handle only at `release`.
             self._storage.release(handles)
-            if self._low is not None:
-                self._low.release(handles)
             return handles
 
     def release(self, handles: torch.Tensor, count: torch.Tensor | None = None) -> None:
@@ -173,7 +164,7 @@ class StoredTable:
 
     def in_low_precision(self, handles: torch.Tensor) -> torch.Tensor:
         """(K,) bool, which rows of `handles` (K,) are stored in 16 bits; False where a handle is -1."""
-        return torch.zeros_like(handles, dtype=torch.bool) if self._low is None else self._low[handles]
+        return self._storage.in_low_precision(handles)
 
     def keep_checksums(self) -> None:
         """Keep a checksum of every row from now on, 8 bytes each; no other call may run meanwhile."""
@@ -192,15 +183,15 @@ class StoredTable:
     @property
     def moves(self) -> list[int]:
         """Rows moved so far, the last five numbers of `Counters`; waits for a device."""
-        promoted, demoted = (0, 0) if self._low is None else self._low.moved
         read, written = (0, 0) if self._file is None else (self._file.read_rows, self._file.written_rows)
-        return [promoted, demoted, self._storage.found, read, written]
+        return [*self._storage.moved, self._storage.found, read, written]
 
     def memory(self) -> dict[str, int]:
         """Bytes allocated, by purpose."""
         stored = self._storage.memory()
         stored["metadata"] += self._index.free_nbytes
-        stored["metadata"] += sum(each.nbytes for each in (self._low, self._checksums) if each is not None)
+        if self._checksums is not None:
+            stored["metadata"] += self._checksums.nbytes
         return {"key_structure": self._index.nbytes, **stored}
 
 
@@ -264,7 +255,6 @@ def make_table(
     placement = placement.chosen()
     by_host = placement.storage in ("host", "disk")
     device = usable_device("cpu" if by_host else placement.device)
-    low = TierMarks(dim, device) if tiers else None
     file: RowFile | None = None
     storage: RowStorage
     if placement.path:
@@ -276,13 +266,13 @@ def make_table(
             )
         file = RowFile(placement.path, 4 * row_width)
         home = HostStorage(file, torch.device("cpu"))
-        storage = HostCachedStorage(home, min(memory // size, MAX_ROWS // 2))
+        storage = HostCachedStorage(home, min(memory // size, MAX_ROWS // 2), tiers and by_host)
         storage = storage if by_host else HostStorage(storage, device)
     else:
         kind = TieredStorage if tiers else RowStorage
         storage = kind(dim, row_width, chunk_rows, device, on_host=placement.storage == "cached")
     if by_host:
-        return StoredTable(KeyIndex(slots), storage, initial_rows, low, file)
+        return StoredTable(KeyIndex(slots), storage, initial_rows, file)
     if placement.storage == "cached":
-        storage = CachedStorage(storage, placement.cache_rows, low)
-    return StoredTable(DeviceIndex(slots, device), storage, initial_rows, low, file)
+        storage = CachedStorage(storage, placement.cache_rows, tiers)
+    return StoredTable(DeviceIndex(slots, device), storage, initial_rows, file)
