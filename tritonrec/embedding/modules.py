@@ -10,7 +10,7 @@ process group every rank owns the ids that hash to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -32,7 +32,6 @@ from .row_exchange import Route, rows_of_owners
 from .row_gradients import RowGradients
 from .row_optimizer import RowOptimizer
 from .rows_parameter import RowsParameter
-from .state_check import check_distinct
 from .table import DynamicTable
 
 Consistency = Literal["batch", "window"]
@@ -266,51 +265,6 @@ class HashEmbeddingCollection(torch.nn.Module):
         """(n,) bool, which of `ids` (n,) have their rows on this rank."""
         over = self.communicator
         return launch.owner_of(ids, over.world_size) == over.rank
-
-    def optimizer_states(self, empty: bool = False) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """By table ids (n,) int64 of this rank, ascending, and their optimizer state (n, width) float32.
-
-        ``empty``: no rows, for the width.
-        """
-        tables, none = self.tables, torch.empty(0, dtype=torch.int64, device="cpu")
-        # Once for all tables: an export walks all rows.
-        found = {} if empty else tables.export()
-        for name in tables.table_names:
-            ids, rows = found.get(name) or (none, tables.initial_rows(name, none))
-            found[name] = ids, rows[:, tables.dim_of(name) :].contiguous()
-        return {name: found[name] for name in tables.table_names}
-
-    def prepare_optimizer_states(
-        self, states: Mapping[str, Mapping[str, torch.Tensor]]
-    ) -> Callable[[], None]:
-        """Check the optimizer state of all tables, ``keys`` (n,) and ``state`` (n, width) of each; the
-        function returned loads it.
-
-        It is the state of all rows of a table: other rows get zeros. Raises ValueError for an id that is
-        given twice or does not fit.
-        """
-        checked = {}
-        for table in self.tables.table_names:
-            ids, state = states[table]["keys"].cpu(), states[table]["state"].cpu()
-            here = self.owns(ids)
-            ids, state = checked[table] = ids[here], state[here]
-            check_distinct(ids, f"the optimizer's state of table {table!r}")
-            self.tables.check_ids(table, ids)
-            rule, dim = self.tables.rule_of(table), self.tables.dim_of(table)
-            rule.check_state(state, dim, f"the optimizer's state of table {table!r}")
-
-        def load() -> None:
-            for table, (own_ids, rows) in self.tables.export().items():
-                ids, state = checked[table]
-                dim = self.tables.dim_of(table)
-                rows[:, dim:] = 0.0
-                self.tables.load(table, own_ids, rows)
-                # Initial weights where an id has no row yet.
-                loaded = self.tables.current_rows(table, ids)
-                loaded[:, dim:] = state.to(loaded.device)
-                self.tables.load(table, ids, loaded)
-
-        return load
 
     def lerp_rows_(self, other: HashEmbeddingCollection, weight: float) -> None:
         """Average rows: `HashTableCollection.lerp_` of the tables, as of ``copy.deepcopy(trained)``."""

@@ -72,6 +72,29 @@ class IndexPool:
         self._count = count
 
 
+class Arriving:
+    """A copy of `values` (n,) int64 on its way from the device to the host."""
+
+    def __init__(self, values: torch.Tensor):
+        self._copy = values
+        self._event: torch.Event | None = None
+        if values.device.type != "cpu":
+            self._copy = torch.empty(values.shape, dtype=torch.int64, pin_memory=True, device="cpu")
+            self._copy.copy_(values, non_blocking=True)
+            self._event = torch.accelerator.current_stream(values.device).record_event()
+
+    @property
+    def there(self) -> bool:
+        """Whether it has arrived; asked, not waited for."""
+        return self._event is None or self._event.query()
+
+    def take(self) -> list[int]:
+        """The numbers; waits where they have not arrived."""
+        if self._event is not None and not self.there:
+            self._event.synchronize()
+        return self._copy.tolist()
+
+
 class DeviceNumbers:
     """`count` int64 numbers on a device, 0 at first; the host knows them, or bounds of them, without a wait.
 
@@ -81,31 +104,27 @@ class DeviceNumbers:
 
     def __init__(self, count: int, device: torch.device):
         self.values = torch.zeros(count, dtype=torch.int64, device=device)
+        self._on_host = device.type == "cpu"
         self._known = [0] * count
         self._rises: list[tuple[int, ...]] = []  # since `_known`
+        self._copy: Arriving | None = None
         self._copied = 0  # of these rises are in the copy on its way
-        self._event: torch.Event | None = None
-        self._copy = self.values
-        if device.type != "cpu":
-            self._copy = torch.zeros(count, dtype=torch.int64, pin_memory=True, device="cpu")
 
     def add(self, change: torch.Tensor, rise: tuple[int, ...]) -> None:
         """Add `change` (count,) to the numbers; no entry of it is above that of `rise`."""
         self.values += change
-        if self._copy is self.values:
+        if self._on_host:
             return
         self._rises.append(rise)
         self._arrive()
-        if self._event is None:
-            self._copy.copy_(self.values, non_blocking=True)
-            self._event = torch.accelerator.current_stream(self.values.device).record_event()
+        if self._copy is None:
             # The copy holds what was queued before it: these
             # rises are in it, later ones still have to be added.
-            self._copied = len(self._rises)
+            self._copy, self._copied = Arriving(self.values), len(self._rises)
 
     def bound(self, index: int) -> int:
         """An upper bound of one number."""
-        if self._copy is self.values:
+        if self._on_host:
             return int(self.values[index])
         self._arrive()
         return self._known[index] + sum(rise[index] for rise in self._rises)
@@ -122,27 +141,8 @@ class DeviceNumbers:
 
     def _arrive(self) -> None:
         """Take a copy that has arrived."""
-        # Asked, not waited for.
-        if self._event is not None and self._event.query():
-            self._known, self._rises, self._event = self._copy.tolist(), self._rises[self._copied :], None
-
-
-class Arriving:
-    """A copy of `values` (n,) int64 on its way from the device to the host."""
-
-    def __init__(self, values: torch.Tensor):
-        self._copy = values
-        self._event: torch.Event | None = None
-        if values.device.type != "cpu":
-            self._copy = torch.empty(values.shape, dtype=torch.int64, pin_memory=True, device="cpu")
-            self._copy.copy_(values, non_blocking=True)
-            self._event = torch.accelerator.current_stream(values.device).record_event()
-
-    def take(self) -> list[int]:
-        """The numbers; waits where they have not arrived."""
-        if self._event is not None and not self._event.query():
-            self._event.synchronize()
-        return self._copy.tolist()
+        if self._copy is not None and self._copy.there:
+            self._known, self._rises, self._copy = self._copy.take(), self._rises[self._copied :], None
 
 
 END, FREE = range(2)

@@ -324,26 +324,19 @@ class TrainedTable:
         keys: torch.Tensor,
         values: torch.Tensor,
         skipped: torch.Tensor | None = None,
+        stored: StoredTable | None = None,
     ) -> None:
         """Raise `CorruptionError` naming a row of `values` (K, row_width) that is not as it was written.
 
         Rows of -1 are left out, and positions `skipped` (n,) int64, where -1 is no position. An error on a
-        device is put off where errors are (`kernels.deferred`).
+        device is put off where errors are (`kernels.deferred`). `stored`: where they are read, of a snapshot.
         """
-        self._validate(self._rows, handles, keys, values, skipped)
-
-    def _validate(
-        self,
-        rows: StoredTable,
-        handles: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        skipped: torch.Tensor | None = None,
-    ) -> None:
         if self._rank is None:
             return
         rank = self._rank
-        first = rows.first_changed(handles, values, handles[:0] if skipped is None else skipped)
+        first = (self._rows if stored is None else stored).first_changed(
+            handles, values, handles[:0] if skipped is None else skipped
+        )
 
         def error(code: int) -> CorruptionError:
             return CorruptionError(
