@@ -273,25 +273,6 @@ def test_training_stops_at_a_full_disk_and_goes_on_from_the_last_checkpoint_else
     assert same(state(made), state(expected))
 
 
-def test_a_row_that_is_updated_in_the_file_does_not_enter_memory_meanwhile(tmp_path):
-    found, file = storage_on_disk(2, tmp_path, 2)
-    found.add(every := torch.arange(3, dtype=torch.int64), 3)
-    found.update(every, torch.zeros(3, 2))
-    for batch in ([0], [1, 2]):
-        found.prefetch(torch.tensor(batch))
-    left, write = int((found._place(every) < 0).nonzero()[-1]), file.write  # of the last lookup
-
-    def looked_up_meanwhile(*values):
-        """The update knows that the row has no place, and has not written it."""
-        file.write = write
-        found.prefetch(torch.tensor([left]))
-        write(*values)
-
-    file.write = looked_up_meanwhile
-    found.update(torch.tensor([1, 2]), torch.ones(2, 2))
-    assert left > 0 and found.gather(every)[:, 0].tolist() == [0, 1, 1]
-
-
 def test_the_hand_passes_over_a_row_for_each_use_and_over_the_last_lookups():
     recent, uses = np.array([8, 9, 6, 7, 3], np.int32), np.array([0, 2, 1, 0, 0], np.uint8)
     chosen = np.empty(9, np.int64)
