@@ -139,6 +139,9 @@ def test_a_row_that_is_updated_at_home_does_not_enter_the_cache_meanwhile(kind):
     found._home.update = looked_up_meanwhile
     found.update(handles(1, 2), torch.ones(2, 2))
     assert left > 0 and found.gather(every)[:, 0].tolist() == [0, 1, 1]
+    found.prefetch(handles())  # a lookup without it
+    found.prefetch(handles(left))
+    assert int(found._place(handles(left))) >= 0
 
 
 @pytest.mark.parametrize("kind", [*CACHES, "tiers"])

@@ -73,9 +73,8 @@ class CachedStorage(RowStorage):
                 self._bring(handles, self._lookup, new=True)
 
     def release(self, handles: torch.Tensor) -> None:
-        places = self._place(handles)
         # The row is gone: nothing is written for it when its place is given away.
-        self._handles[places], self._updated[places] = 0, False
+        self._handles[self._place(handles)] = 0
         self._places[handles] = 0
         self._home.release(handles)
 
