@@ -180,10 +180,12 @@ class CachedStorage(RowStorage):
 class HostCachedStorage(CachedStorage):
     """A cache in host memory, whose hand is that of a clock: it passes a row over once for each last use::
 
-    place             0   1   2   3   4         lookup 10 misses row 9, the hand is at 1
-    row               4   7   1   0   2
-    last lookup       8   9   6   7   3         place 1 is of the last lookup, 2 was used once more,
-    uses              0   2   1   0   0    ->   and row 0 leaves place 3
+        place             0   1   2   3   4         lookup 10 misses row 9, the hand is at 1
+        row               4   7   1   0   2
+        last lookup       8   9   6   7   3         place 1 is of the last lookup, 2 was used once more,
+        uses              0   2   1   0   0    ->   and row 0 leaves place 3
+
+    A new row enters at once, and is written when it leaves.
     """
 
     takes_new = True

@@ -14,9 +14,8 @@ from ..distributed.communicator import Communicator
 from ..kernels import launch
 from .features import HashTableCollection
 from .learning_rate import Constant, rate_at
-from .row_gradients import RowGradients
+from .row_gradients import RowGradients, RowsParameter
 from .row_optimizer import RowOptimizer
-from .rows_parameter import RowsParameter
 from .state_check import check_distinct
 
 EPS = 1e-6

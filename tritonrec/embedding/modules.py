@@ -29,9 +29,8 @@ from .features import FeatureConfig, HashTableCollection, TableGroup
 from .hash_optimizer import HashOptimizer
 from .module_state import load_module_state, save_module_state
 from .row_exchange import Route, rows_of_owners
-from .row_gradients import RowGradients
+from .row_gradients import RowGradients, RowsParameter
 from .row_optimizer import RowOptimizer
-from .rows_parameter import RowsParameter
 from .table import DynamicTable
 
 Consistency = Literal["batch", "window"]
