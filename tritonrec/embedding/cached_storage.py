@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from ..kernels.dispatch import on_host
 from . import numba_disk
 from .row_storage import RowStorage, TierMarks
 from .selection import select
@@ -37,6 +38,7 @@ class CachedStorage(RowStorage):
     """
 
     ahead = 0  # it never grows
+    wants_misses = True
     takes_new = False
     """Whether a new row enters the cache at once, before it is looked up."""
 
@@ -103,13 +105,15 @@ class CachedStorage(RowStorage):
             self._lookup += 1
             known = self._places[self._locate(handles)]
             places = known.to(torch.int64).clamp(min=0) - 1
-            self._home.prefetch(torch.where(places < 0, handles, -1))
+            if self._home.wants_misses:
+                self._home.prefetch(torch.where(places < 0, handles, -1))
             self._found += (places >= 0).sum()
-            self._recent[places] = self._lookup
             self._use(places)
             # A row of the last lookup without a place is being updated at home: it comes in no more.
             self._bring(torch.where(known == 0, handles, -1), self._lookup - 1)
             left, self._outside = self._outside, torch.where(self._places[handles] <= 0, handles, -1)
+            if on_host(handles):  # where no device is waited for, a shorter list
+                self._outside = self._outside[self._outside >= 0]
             self._places[torch.where(self._places[left] < 0, left, -1)] = 0
             self._places[self._outside] = -1
 
@@ -141,6 +145,8 @@ class CachedStorage(RowStorage):
         those of `new` rows hold anything.
         """
         arriving, to = self._choose(handles, before)
+        if not len(to):
+            return
         leaving = self._handles[to].to(torch.int64) - 1
         # Rows leave their places before others arrive there. A reader waits, and no lane updates them.
         written = torch.where(self._updated[to], leaving, -1)
@@ -154,7 +160,8 @@ class CachedStorage(RowStorage):
         self._recent[to] = self._lookup
 
     def _use(self, places: torch.Tensor) -> None:
-        """The rows at `places` (K,), distinct or -1, are looked up."""
+        """Note that the rows at `places` (K,), distinct or -1, are looked up."""
+        self._recent[places] = self._lookup
 
     def _choose(self, handles: torch.Tensor, before: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows (n,) of `handles` (K,), or -1, that enter the cache, the first ones where places are short,
@@ -200,7 +207,8 @@ class HostCachedStorage(CachedStorage):
         super().release(handles)
 
     def _use(self, places: torch.Tensor) -> None:
-        numba_disk.use(places.numpy(), self._uses.rows.numpy())
+        recent, uses = self._recent.rows.numpy(), self._uses.rows.numpy()
+        numba_disk.use(places.numpy(), recent, uses, self._lookup)
 
     def _choose(self, handles: torch.Tensor, before: int) -> tuple[torch.Tensor, torch.Tensor]:
         handles = handles[handles >= 0]
@@ -222,6 +230,7 @@ class HostStorage(RowStorage):
 
     def __init__(self, home: RowStorage, device: torch.device):
         self.dim, self.row_width, self.device, self._home = home.dim, home.row_width, device, home
+        self.wants_misses = home.wants_misses
 
     def grow(self, end: int) -> None:
         self._home.grow(end)
@@ -234,6 +243,8 @@ class HostStorage(RowStorage):
 
     def gather(self, handles: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         positions, there = self._present(handles)
+        if out is None and len(there) == len(handles):  # a copy less
+            return self._home.gather(there).to(self.device)
         if out is None:
             out = torch.empty(len(handles), self.row_width, dtype=torch.float32, device=self.device)
         if len(there):
@@ -245,7 +256,8 @@ class HostStorage(RowStorage):
     ) -> None:
         positions, there = self._present(handles)
         if len(there):
-            self._home.update(there, values[positions].cpu())
+            values = values if len(there) == len(handles) else values[positions]
+            self._home.update(there, values.cpu())
 
     def prefetch(self, handles: torch.Tensor) -> None:
         self._home.prefetch(self._present(handles)[1])

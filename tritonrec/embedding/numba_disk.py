@@ -54,10 +54,11 @@ def move(write, file, rows, places, memory, size, start):
 
 
 @njit(cache=True, nogil=True)
-def use(places, uses):
-    """Count one more use of the rows in memory at `places` (K,), -1 left out."""
+def use(places, recent, uses, now):
+    """Note the lookup `now` of the rows in memory at `places` (K,), -1 left out."""
     for place in places:
         if place >= 0:
+            recent[place] = now
             uses[place] += uses[place] < MOST_USES
 
 

@@ -82,6 +82,8 @@ class RowStorage:
 
     ahead = 1
     """Chunks allocated beyond those in use."""
+    wants_misses = False
+    """Whether, as the home of a cache, it is to `prefetch` the rows that the cache misses."""
 
     def __init__(
         self,
