@@ -29,17 +29,17 @@ class RowFile(RowStorage):
     when this one ends or is killed. What survives is the last checkpoint.
 
     Args:
-        path: an existing directory. row_bytes: of one row.
+        path: an existing directory. row_bytes: of one row. dim: weights of a row, by default all values.
 
     Raises:
         OSError: it is missing or cannot be written, and at any later call, full or broken; the message says
             which, where, and what to do.
     """
 
-    def __init__(self, path: str, row_bytes: int):
+    def __init__(self, path: str, row_bytes: int, dim: int | None = None):
         self.path, self.row_bytes, self.nbytes = path, row_bytes, 0
-        self.dim = self.row_width = row_bytes // 4
-        self.device = torch.device("cpu")
+        self.row_width, self.device = row_bytes // 4, torch.device("cpu")
+        self.dim = self.row_width if dim is None else dim
         self.read_rows, self.written_rows, self._slow = 0, 0, False
         try:
             self._file = tempfile.TemporaryFile(dir=path, buffering=0)  # noqa: SIM115

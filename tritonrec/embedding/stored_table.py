@@ -264,7 +264,7 @@ def make_table(
                 f"memory={memory} bytes of a table on disk hold no row of {size} bytes: two batches' rows "
                 "should fit"
             )
-        file = RowFile(placement.path, 4 * row_width)
+        file = RowFile(placement.path, 4 * row_width, dim)
         home = HostStorage(file, torch.device("cpu"))
         storage = HostCachedStorage(home, min(memory // size, MAX_ROWS // 2), tiers and by_host)
         storage = storage if by_host else HostStorage(storage, device)
