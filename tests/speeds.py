@@ -26,7 +26,7 @@ WHOLE = {
     """,
     "distributed": "environment",
     "embedding": """
-        collection device_select handles hash_optimizer key_index learning_rate modules
+        collection handles hash_optimizer key_index learning_rate modules pools
         rows_obey_torch select streams_of_tables table weighted_bags
     """,
     "harness": """

@@ -37,7 +37,7 @@ from tritonrec import Communicators, FeatureConfig, HashTableCollection, RowOpti
 from tritonrec.data import Batch, KeyedJaggedTensor
 from tritonrec.data.jagged import Lookup, offsets_of
 from tritonrec.embedding import Placement
-from tritonrec.embedding.disk_storage import PLACE_BYTES
+from tritonrec.embedding.cached_storage import PLACE_BYTES
 
 DIM, WIDTH = 64, 192
 CGROUP = Path("/sys/fs/cgroup/memory")
@@ -134,7 +134,7 @@ def placed(pipe: Connection, share: float, skew: float, options: argparse.Namesp
     table = tables.groups[0].table
     if share:
         # Linux counts all pages of a folio as written where one is, and the fill made large ones.
-        file = table._rows._storage._file._file.fileno()  # type: ignore[attr-defined]
+        file = table._rows._file._file.fileno()  # type: ignore[union-attr]
         os.fsync(file)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)

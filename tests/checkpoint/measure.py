@@ -14,7 +14,8 @@ import torch
 from simulated import on_ranks, part_of, random_table, save_on
 
 from tritonrec.checkpoint import load, save
-from tritonrec.checkpoint.files import files_of, manifest_of, read_manifest
+from tritonrec.checkpoint.files import manifest_of
+from tritonrec.checkpoint.manifest import files_of, read_manifest
 
 WIDTH = 64
 

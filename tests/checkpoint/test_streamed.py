@@ -150,7 +150,7 @@ def test_a_row_is_copied_once_and_only_if_it_was_not_read_before():
     table, keys = random_rows(500)
     before = dict(zip(keys.tolist(), table.gather(table.find(keys), keys).tolist(), strict=True))
     snapshot, ids, handles, _ = table.snapshot()
-    rows = snapshot.part(ids, handles, lambda each: each, lambda each: each)
+    (rows,) = snapshot.by_table(table.layout, ids, handles).values()
     rows.arrange(sort_by_part([1 << 15]))
     first, second = rows.keys(0), rows.keys(1)
     assert len(first) + len(second) == len(keys) and min(len(first), len(second)) > 100

@@ -11,10 +11,17 @@ import torch
 sys.path[:0] = [str(Path(__file__).parents[2] / "ci" / "emulator")]
 from pretended import GPU, pretended, without_kernels  # noqa: E402
 
-from tritonrec.embedding import cached_storage, row_storage  # noqa: E402
-from tritonrec.embedding.cached_storage import CachedStorage  # noqa: E402
-from tritonrec.embedding.row_column import RowColumn  # noqa: E402
+from tritonrec.embedding import DynamicTable, Placement, cached_storage, row_storage  # noqa: E402
+from tritonrec.embedding.cached_storage import CachedStorage, HostCachedStorage, HostStorage  # noqa: E402
 from tritonrec.embedding.row_storage import RowStorage, TieredStorage  # noqa: E402
+from tritonrec.embedding.shared_state import RowColumn  # noqa: E402
+
+CACHES = {
+    "ring": lambda rows, width=2: CachedStorage(RowStorage(2, width, 4), rows),
+    "clock": lambda rows, width=2: HostCachedStorage(
+        HostStorage(RowStorage(2, width, 4), torch.device("cpu")), rows
+    ),
+}
 
 
 def handles(*numbers):
@@ -67,14 +74,13 @@ def test_every_column_is_in_the_memory_of_the_device(monkeypatch):
     for module in (cached_storage, row_storage):
         monkeypatch.setattr(module, "RowColumn", Column)
     CachedStorage(home, 2)
-    assert devices == [home.device] * 5 and home.device is not None
+    assert devices == [home.device] * 4 and home.device is not None
 
 
 def test_every_number_is_in_the_memory_of_the_device():
     with pretended() as gpu, without_kernels(gpu):
         made = CachedStorage(RowStorage(2, 2, 8, GPU), 2)
-        values = [*vars(made).values(), *vars(made._low).values()]
-        numbers = [each.device for each in values if isinstance(each, torch.Tensor)]
+        numbers = [each.device for each in vars(made).values() if isinstance(each, torch.Tensor)]
     assert numbers == [GPU] * 3
 
 
@@ -89,10 +95,9 @@ def test_a_lookup_that_brings_no_row_leaves_the_cache_as_it_was():
 
 
 def test_without_tiers_no_row_is_marked_for_16_bits():
-    found = CachedStorage(RowStorage(2, 2, 8), 2)
-    found.add(handles(0, 1), 2)
-    found.update(handles(0, 1), torch.ones(2, 2), torch.tensor([True, True]))
-    assert found.moves[:2] == (0, 0)
+    table = DynamicTable(2, placement=Placement("cached"))
+    table.update(table.lookup(handles(0, 1), 0).handles, torch.ones(2, 2), torch.tensor([True, True]))
+    assert (table.counters.promoted, table.counters.demoted) == (0, 0)
 
 
 def test_a_row_that_is_released_is_free_in_host_memory_too():
@@ -115,32 +120,37 @@ def test_a_row_that_neither_this_lookup_nor_the_last_one_used_may_leave(lookups,
     assert found._handles[handles(0, 1)].tolist() == left
 
 
-def test_a_row_that_is_updated_in_host_memory_does_not_enter_the_cache_meanwhile():
-    found = CachedStorage(RowStorage(2, 2, 8), 2)
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_row_that_is_updated_at_home_does_not_enter_the_cache_meanwhile(kind):
+    found = CACHES[kind](2)
     every = handles(*range(3))
     found.add(every, 3)
     found.update(every, torch.zeros(3, 2))
     found.prefetch(handles(0))
-    found.prefetch(handles(1, 2))  # there is one place: row 2 stays in host memory
-    update = found._home.update
+    found.prefetch(handles(1, 2))  # of the last lookup one or both stay at home
+    left, update = int((found._place(every) < 0).nonzero()[-1]), found._home.update
 
     def looked_up_meanwhile(*values):
-        """The update knows that row 2 is not cached, and has not written it."""
+        """The update knows that the row is not cached, and has not written it."""
         found._home.update = update
-        found.prefetch(handles(2))
+        found.prefetch(handles(left))
         update(*values)
 
     found._home.update = looked_up_meanwhile
     found.update(handles(1, 2), torch.ones(2, 2))
-    assert found.gather(every)[:, 0].tolist() == [0, 1, 1]
+    assert left > 0 and found.gather(every)[:, 0].tolist() == [0, 1, 1]
+    found.prefetch(handles())  # a lookup without it
+    found.prefetch(handles(left))
+    assert int(found._place(handles(left))) >= 0
 
 
-@pytest.mark.parametrize("home", [RowStorage, TieredStorage])
+@pytest.mark.parametrize("kind", [*CACHES, "tiers"])
 @pytest.mark.parametrize("cache_rows", [1, 3, 9])
-def test_any_order_of_lookups_updates_and_erasures_keeps_every_row(home, cache_rows):
+def test_any_order_of_lookups_updates_and_erasures_keeps_every_row(kind, cache_rows):
     """As in the pipeline, batch t + 1 is looked up before batch t is updated; then rows are erased."""
     draw = random.Random(cache_rows)
-    found = CachedStorage(home(2, 3, 4), cache_rows)
+    tiers = kind == "tiers"
+    found = CachedStorage(TieredStorage(2, 3, 4), cache_rows, True) if tiers else CACHES[kind](cache_rows, 3)
     rows, low = {}, {}
     buffers = [[], []]  # handles of the last two lookups
 
@@ -149,7 +159,7 @@ def test_any_order_of_lookups_updates_and_erasures_keeps_every_row(home, cache_r
         flags = torch.tensor([draw.random() < 0.4 for _ in batch], dtype=torch.bool)
         found.update(handles(*batch), values, flags)
         rows.update(zip(batch, values.tolist(), strict=True))
-        low.update(zip(batch, (flags & found.tiered).tolist(), strict=True))
+        low.update(zip(batch, (flags & tiers).tolist(), strict=True))
 
     for _ in range(120):
         free = [number for number in range(14) if number not in rows]
@@ -162,10 +172,12 @@ def test_any_order_of_lookups_updates_and_erasures_keeps_every_row(home, cache_r
         write([number for number in buffers[0] if number in rows])
         every = sorted(rows)
         assert found.gather(handles(*every, -1))[:-1].tolist() == [rows[number] for number in every]
-        assert found.in_low_precision(handles(*every)).tolist() == [low[number] for number in every]
+        marked, left = found.in_low_precision(handles(*every)), found._place(handles(*every)) < 0
+        assert marked.tolist() == [low[number] for number in every]  # and so is what went home
+        assert not tiers or torch.equal(found._home.in_low_precision(handles(*every))[left], marked[left])
         idle = [number for number in every if number not in buffers[0] + buffers[1]]
         gone = draw.sample(idle, draw.randrange(len(idle) // 2 + 1))
         found.release(handles(*gone))
         for number in gone:
             del rows[number], low[number]
-    assert found.moves.cached > 0
+    assert found.found > 0

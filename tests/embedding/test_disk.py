@@ -25,12 +25,11 @@ from tritonrec.embedding import (
     PrecisionTiers,
     RowOptimizer,
     TablePolicy,
-    disk_storage,
     numba_disk,
     row_file,
     snapshot,
 )
-from tritonrec.embedding.disk_storage import PLACE_BYTES, DiskStorage
+from tritonrec.embedding.cached_storage import PLACE_BYTES, HostCachedStorage, HostStorage
 from tritonrec.embedding.numba_disk import MOST_USES, choose
 from tritonrec.embedding.row_file import RowFile
 from tritonrec.embedding.snapshot import SnapshotRows
@@ -53,9 +52,15 @@ def stepped(table, steps, first=0):
     return table
 
 
+def storage_on_disk(width, path, places):
+    """Rows in a file, so many of them in memory; and the file."""
+    file = RowFile(str(path), 4 * width)
+    return HostCachedStorage(HostStorage(file, torch.device("cpu")), places), file
+
+
 def broken(table, file):
     """The table's file is another one from here on; returns the file that it was."""
-    own = table._rows._storage._file
+    own = table._rows._file
     before, own._file = own._file, file
     return before
 
@@ -144,12 +149,12 @@ def test_rows_lie_beyond_four_gibibytes(tmp_path):
 
 def test_a_storage_reaches_them_too(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", lambda file, start, size: os.ftruncate(file, start + size))
-    storage = DiskStorage(512, 512, str(tmp_path), 1 << 13)
+    storage, file = storage_on_disk(512, tmp_path, 3)
     handles = torch.tensor([5, 2**21 + 5, 2**22 + 5, 2**22 + 6])
     storage.add(handles, 2**22 + 7)
     values = torch.randn(4, 512, dtype=torch.float32)
     storage.update(handles, values)  # of the first ones in memory, of the others in the file
-    assert storage.moves[3:] == (0, 1)
+    assert (file.read_rows, file.written_rows) == (0, 1)
     assert torch.equal(storage.gather(handles.flip(0)), values.flip(0))
 
 
@@ -180,7 +185,7 @@ def test_a_table_that_cannot_grow_has_no_new_row(tmp_path, monkeypatch):
 
 def test_a_row_that_moves_in_pieces_is_whole(tmp_path, monkeypatch):
     file, values, found = RowFile(str(tmp_path), 24), torch.randn(5, 6), torch.zeros(5, 6)
-    file.reserve(5)
+    file.grow(5)
     monkeypatch.setattr(numba_disk, "move", lambda *given: given[-1])  # leaves every row to a call of its own
     for name in ("pwritev", "preadv"):
         own = getattr(os, name)
@@ -194,7 +199,7 @@ def test_a_row_that_moves_in_pieces_is_whole(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("seconds", "told"), [(1.1, 1), (0.9, 0)])
 def test_a_slow_disk_is_named_once(tmp_path, monkeypatch, seconds, told):
     file, now = RowFile(str(tmp_path), 24), iter(range(9))
-    file.reserve(5)
+    file.grow(5)
     monkeypatch.setattr(row_file, "time", SimpleNamespace(monotonic=lambda: seconds * next(now)))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -216,7 +221,7 @@ def test_many_rows_may_take_longer(tmp_path, monkeypatch):
 
 def test_a_file_that_ends_early_is_named(tmp_path):
     table = stepped(DynamicTable(WIDTH, placement=on_disk(tmp_path)), 60)
-    os.ftruncate(table._rows._storage._file._file.fileno(), 4 * WIDTH * 20 + 2)
+    os.ftruncate(table._rows._file._file.fileno(), 4 * WIDTH * 20 + 2)
     with pytest.raises(OSError, match="cannot be read: the file ends before it; check that disk"):
         table.export()
 
@@ -268,25 +273,6 @@ def test_training_stops_at_a_full_disk_and_goes_on_from_the_last_checkpoint_else
     assert same(state(made), state(expected))
 
 
-def test_a_row_that_is_updated_in_the_file_does_not_enter_memory_meanwhile(tmp_path):
-    found = DiskStorage(2, 2, str(tmp_path), 2 * (8 + PLACE_BYTES))
-    found.add(every := torch.arange(3, dtype=torch.int64), 3)
-    found.update(every, torch.zeros(3, 2))
-    for batch in ([0], [1, 2]):
-        found.prefetch(torch.tensor(batch))
-    left, write = int((found._place(every) < 0).nonzero()[-1]), found._file.write  # of the last lookup
-
-    def looked_up_meanwhile(*values):
-        """The update knows that the row has no place, and has not written it."""
-        found._file.write = write
-        found.prefetch(torch.tensor([left]))
-        write(*values)
-
-    found._file.write = looked_up_meanwhile
-    found.update(torch.tensor([1, 2]), torch.ones(2, 2))
-    assert left > 0 and found.gather(every)[:, 0].tolist() == [0, 1, 1]
-
-
 def test_the_hand_passes_over_a_row_for_each_use_and_over_the_last_lookups():
     recent, uses = np.array([8, 9, 6, 7, 3], np.int32), np.array([0, 2, 1, 0, 0], np.uint8)
     chosen = np.empty(9, np.int64)
@@ -322,30 +308,30 @@ def test_a_load_of_more_rows_than_memory_looks_for_places_until_there_are_none(t
 
 
 def test_the_place_of_a_row_that_is_gone_is_given_away_without_a_write(tmp_path):
-    storage, handles = DiskStorage(WIDTH, WIDTH, str(tmp_path), 1 << 9), torch.arange(9)
+    (storage, file), handles = storage_on_disk(WIDTH, tmp_path, 13), torch.arange(9)
     storage.add(handles, 9)
     storage.update(handles, torch.randn(9, WIDTH, dtype=torch.float32))
     storage.release(handles)
     storage.prefetch(handles[:0])
     storage.add(handles, 9)
-    assert storage.moves.disk_written == 0
+    assert file.written_rows == 0
 
 
 @pytest.mark.parametrize("number", [errno.EDQUOT, errno.EIO])
 def test_a_save_goes_on_without_a_copy_of_rows_where_the_disk_is_full_alone(tmp_path, monkeypatch, number):
-    storage = DiskStorage(WIDTH, WIDTH, str(tmp_path), 1 << 12)
-    monkeypatch.setattr(disk_storage, "SPOOLED", 0)
+    file = RowFile(str(tmp_path), 4 * WIDTH)
+    monkeypatch.setattr(row_file, "SPOOLED", 0)
 
-    def reserve(file, rows):
+    def grow(file, rows):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(RowFile, "reserve", reserve)
+    monkeypatch.setattr(RowFile, "grow", grow)
     if number == errno.EIO:
         with pytest.raises(OSError, match="Input/output error"):
-            storage.spool(9)
+            file.spool(9)
     else:
         with pytest.warns(RuntimeWarning, match="has no space for a copy of 216 bytes"):
-            assert storage.spool(9) is None
+            assert file.spool(9) is None
 
 
 @pytest.mark.parametrize(
@@ -355,18 +341,18 @@ def test_a_save_that_copies_rows_in_the_order_of_the_file_writes_the_same_files(
     tmp_path, monkeypatch, storage, space
 ):
     """Of merged tables with evicted rows, while rows are updated and erased."""
-    monkeypatch.setattr(disk_storage, "SPOOLED", 0)
+    monkeypatch.setattr(row_file, "SPOOLED", 0)
     monkeypatch.setattr(snapshot, "COPIED", 5 * 4 * 2 * DIM)  # five rows
     monkeypatch.setattr(snapshot, "SORTED", 11)
     monkeypatch.setattr(slices, "PART_BYTES", 64)
-    copies, reserve = [], RowFile.reserve
+    copies, grow = [], RowFile.grow
 
-    def reserved(file, rows):
-        if file.nbytes == 0 and file is not own._file:
+    def grown(file, rows):
+        if file.nbytes == 0 and file is not own:
             copies.append(rows)
             if space != "enough":
                 raise OSError(errno.ENOSPC, "no space")
-        reserve(file, rows)
+        grow(file, rows)
 
     digests = []
     on_disk = {"path": str(tmp_path), "memory": "1KiB"}
@@ -378,8 +364,7 @@ def test_a_save_that_copies_rows_in_the_order_of_the_file_writes_the_same_files(
         tables = HashTableCollection(features, RowOptimizer("adagrad", lr=0.5), placement=placement)
         group, draw = tables.groups[0], torch.Generator().manual_seed(3)
         table = group.table
-        own = table._rows._storage
-        own = getattr(own, "_home", SimpleNamespace(_disk=own))._disk
+        own = table._rows._file
 
         def step(number, group=group, table=table, draw=draw):
             keys = group.layout.pack(number % 2, torch.randint(0, 500, (40,), generator=draw).unique(), "a")
@@ -392,7 +377,7 @@ def test_a_save_that_copies_rows_in_the_order_of_the_file_writes_the_same_files(
         for number in range(12, 15):
             step(number)
         if placement.path:
-            monkeypatch.setattr(RowFile, "reserve", reserved)
+            monkeypatch.setattr(RowFile, "grow", grown)
         folder = tmp_path / placement.storage
         asked = []
         arrange, later = SnapshotRows.arrange, iter(range(15, 99))
@@ -407,7 +392,7 @@ def test_a_save_that_copies_rows_in_the_order_of_the_file_writes_the_same_files(
         read = RowFile.read
 
         def noted(file, rows, memory, places, own=own, asked=asked, read=read):
-            if file is getattr(own, "_file", None) and asked:
+            if file is own and asked:
                 asked[-1] += rows.tolist()
             read(file, rows, memory, places)
 

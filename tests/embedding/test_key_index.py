@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tritonrec.embedding import device_pool, index_pool, key_index
+from tritonrec.embedding import key_index, pools
 from tritonrec.embedding.device_index import DeviceIndex
 from tritonrec.embedding.key_index import KeyIndex
 from tritonrec.kernels import murmur
@@ -291,7 +291,7 @@ def test_keys_chosen_to_collide_take_no_longer_than_others(monkeypatch, secret):
 
 def test_more_keys_than_handles_are_refused_and_change_nothing(monkeypatch):
     monkeypatch.setattr(key_index, "MAX_ROWS", 22)
-    monkeypatch.setattr(index_pool, "MAX_ROWS", 22)
+    monkeypatch.setattr(pools, "MAX_ROWS", 22)
     index, keys = filled(20)
     index.find_or_insert(keys)  # nothing is new
     with pytest.raises(MemoryError, match="at most 22 rows on one rank; it has 20, and 3 are new"):
@@ -312,7 +312,7 @@ def test_wrong_arguments_are_refused():
 
 
 def test_keys_beyond_the_most_rows_of_a_device_are_refused_before_any_is_taken(monkeypatch):
-    monkeypatch.setattr(device_pool, "MAX_ROWS", 10)
+    monkeypatch.setattr(pools, "MAX_ROWS", 10)
     index = DeviceIndex(8, torch.device("cpu"))
     index.find_or_insert(torch.arange(8))
     with pytest.raises(MemoryError, match="at most 10 rows on one rank; it has 8, and up to 3 are new"):

@@ -11,9 +11,8 @@ import torch
 
 from tritonrec.embedding import DynamicTable, Placement, PrecisionTiers, TablePolicy
 from tritonrec.embedding.metadata import PinnedRows
-from tritonrec.embedding.row_column import RowColumn
 from tritonrec.embedding.row_storage import Chunks
-from tritonrec.embedding.stream_lock import Replaceable, StreamLock
+from tritonrec.embedding.shared_state import Replaceable, RowColumn, StreamLock
 
 SOMEWHERE = torch.device("meta")  # a device that is not the host
 

@@ -12,10 +12,10 @@ from tritonrec.embedding import (
     Placement,
     PrecisionTiers,
     TablePolicy,
-    row_checksums,
+    stored_table,
 )
 from tritonrec.embedding.precision import AccessCounter
-from tritonrec.embedding.row_column import RowColumn
+from tritonrec.embedding.shared_state import RowColumn
 from tritonrec.kernels.deferred import first_bad
 
 pytestmark = pytest.mark.smoke
@@ -100,8 +100,10 @@ def test_access_counts_stop_at_255():
     assert low == [True] * 254 + [False] * 46
 
 
-def test_a_second_moment_too_small_for_float16_survives_in_16_bits():
-    store = table(policy=HALF)
+@pytest.mark.parametrize("storage", ["host", "cached", "disk", "cached before a disk"])
+def test_a_second_moment_too_small_for_float16_survives_in_16_bits(storage, tmp_path):
+    kind, path = storage.partition(" ")[0], str(tmp_path) if "disk" in storage else ""
+    store = table(policy=HALF, placement=Placement(kind, cache_rows=8, path=path))
     keys = tensor([3])
     found = store.lookup(keys, 0)
     values = torch.tensor([[0.5, 0.25, -2.0, 1e-12, 3e38]])
@@ -109,7 +111,8 @@ def test_a_second_moment_too_small_for_float16_survives_in_16_bits():
     assert bool((values[0, 3:] > torch.tensor([0.99e-12, 2.9e38])).all())
     store.update(store.find(keys), values)
     assert torch.equal(store.gather(store.find(keys), keys), values)
-    assert store.memory()["saved_by_fp16"] == 2 * 5
+    assert bool(store._rows.in_low_precision(store.find(keys))) and store.counters.demoted == 1
+    assert store.memory()["saved_by_fp16"] == (2 * 5 if storage == "host" else 0)
 
 
 @pytest.mark.parametrize("scale", [-0.1, math.nan])
@@ -237,8 +240,8 @@ def test_settings_out_of_range_are_refused(make):
 
 @pytest.mark.parametrize("here", [True, False])
 def test_a_row_of_any_handle_that_has_changed_is_found(here, monkeypatch):
-    monkeypatch.setattr(row_checksums, "on_host", lambda tensor: here)
-    sums, handles, rows = row_checksums.RowChecksums(torch.device("cpu")), torch.arange(4), torch.randn(4, 3)
+    monkeypatch.setattr(stored_table, "on_host", lambda tensor: here)
+    sums, handles, rows = stored_table.RowChecksums(torch.device("cpu")), torch.arange(4), torch.randn(4, 3)
     sums.write(handles, rows, 4)
     none = torch.empty(0, dtype=torch.int64)
     for changed in range(4):

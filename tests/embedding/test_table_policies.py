@@ -26,8 +26,8 @@ from speeds import slow_except
 from tritonrec import ops
 from tritonrec.embedding import DynamicTable, Eviction, KeyLayout, Placement, PrecisionTiers, TablePolicy
 from tritonrec.embedding.evictor import Evictor
-from tritonrec.embedding.lookup import Lookup
 from tritonrec.embedding.precision import AccessCounter
+from tritonrec.embedding.trained_table import Lookup
 
 DIM, WIDTH, SEED = 3, 5, 7
 EXTREMES = [-(2**63), -(2**63) + 1, -2, -1, 0, 1, 2**63 - 2, 2**63 - 1]
@@ -471,7 +471,7 @@ def test_the_forecast_of_demotions_counts_rows_that_may_be_widened_before(in_buf
     rows = SimpleNamespace(
         slots_in_order=lambda: (handles, handles), in_low_precision=lambda handles: handles == 4
     )
-    assert counter.foresee(rows, in_buffers).take() == [2 + in_buffers]
+    assert counter.foresee(rows, 4, in_buffers, None).take() == [2 + in_buffers]
 
 
 @pytest.mark.parametrize(("size", "rows"), [("108", 1), ("2KiB", 18), ("1MiB", 9709)])

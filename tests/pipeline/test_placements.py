@@ -229,8 +229,8 @@ WRONG = [
     ),
     (lambda: Placement("disk", path="here", memory="much"), "disk_memory. must be bytes, .* got 'much'"),
     (
-        lambda: DynamicTable(3, placement=Placement("disk", path=gettempdir(), memory="25")),
-        "memory=25 bytes of a table on disk hold no row of 26 bytes",
+        lambda: DynamicTable(3, placement=Placement("disk", path=gettempdir(), memory="21")),
+        "memory=21 bytes of a table on disk hold no row of 22 bytes",
     ),
     (lambda: DynamicTable(3, placement=Placement("device", "nowhere")), "device 'nowhere'"),
     (lambda: DynamicTable(3, placement=Placement("device", "")), "device ''"),

@@ -20,6 +20,8 @@ from tritonrec.embedding import (
     RowOptimizer,
     TablePolicy,
 )
+from tritonrec.embedding.evictor import Evictor
+from tritonrec.embedding.precision import AccessCounter
 from tritonrec.harness.verify.thread_ranks import run_ranks
 from tritonrec.pipeline import DenseModel, LookupCounts
 from tritonrec.pipeline.places import ReceivedKeys
@@ -106,7 +108,7 @@ CHOSEN = [
 def test_two_ranks_choose_as_one_and_foresee_how_many_rows(storage, policy, monkeypatch):
     """Only the first pass of a run has no lookup before it that could send the number."""
     expected, _ = trained(parts(policy), "reference", "batch", batches())
-    number, found, late = DynamicTable._number, DynamicTable._foreseen_by, []
+    number, late = DynamicTable._number, []
     looked = threading.local()
 
     def noted(table, of, step, all_reduce):
@@ -115,12 +117,14 @@ def test_two_ranks_choose_as_one_and_foresee_how_many_rows(storage, policy, monk
         late.extend([step] * looked.now)
         return result
 
-    def looks(*arguments):
-        looked.now = True
-        return found(*arguments)
-
     monkeypatch.setattr(DynamicTable, "_number", noted)
-    monkeypatch.setattr(DynamicTable, "_foreseen_by", looks)
+    for kind in (Evictor, AccessCounter):
+
+        def looks(*arguments, found=kind.foresee):
+            looked.now = True
+            return found(*arguments)
+
+        monkeypatch.setattr(kind, "foresee", looks)
     made = [parts(policy, at(storage)) for _ in range(2)]
 
     def rank(communicators):

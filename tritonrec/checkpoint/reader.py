@@ -21,7 +21,7 @@ from ..kernels.arguments import check_rank
 from . import slices
 from .files import CheckpointError, describe, manifest_of, size_of, steps
 from .manifest import ERASED, MAX_HEADER_BYTES, read_manifest
-from .writer import Saved, columns_of, difference
+from .writer import Saved, columns_of, difference, differences
 
 SLICE_BYTES = 16 << 20
 """Of files that `CheckpointStream.rows` reads at a time."""
@@ -81,37 +81,32 @@ def load(
             message names all differences.
     """
     check_rank(rank, world_size)
-    directory = place_of(directory)
-    step, path, body, advice = _opened(directory, step)
+    stream = CheckpointStream(directory, step)
     if like is not None:
-        saved = {name: table["columns"] for name, table in body["tables"].items()}
-        expected = columns_of(like)
+        saved, expected = stream.kinds, columns_of(like)
         if saved != expected:
-            raise ValueError(f"{path} does not fit this run's tables: {difference(saved, expected)}")
-    reader = _Reader(directory, rank, world_size, advice)
+            raise ValueError(f"{stream.path} does not fit this run's tables: {difference(saved, expected)}")
     try:
-        dense = reader.dense(body)
-        different = "" if like_dense is None else _dense_difference(dense, like_dense)
-        if different:
-            raise ValueError(f"{path} does not fit this run's parameters: {different}")
-        tables = {name: reader.table(name, table) for name, table in body["tables"].items()}
+        dense = stream.dense()
+        if like_dense is not None:
+            there, here = (
+                {f"{name!r}": f"{each.dtype} of shape {tuple(each.shape)}" for name, each in tensors.items()}
+                for tensors in (dense, like_dense)
+            )
+            if different := differences(there, here, "the checkpoint"):
+                raise ValueError(f"{stream.path} does not fit this run's parameters: {'; '.join(different)}")
+        tables = {name: stream.shard(name, rank, world_size) for name in stream.columns}
     except MemoryError as error:
         raise CheckpointError(
-            f"{path}: the shard of rank {rank} of {world_size} takes more memory than there is{advice}"
+            f"{stream.path}: the shard of rank {rank} of {world_size} takes more memory than there is"
+            f"{stream.advice}"
         ) from error
     columns = [values for table in tables.values() for values in table.values()]
     needed = sum(tensor.nbytes for tensor in [*dense.values(), *columns])
     return Checkpoint(
-        step,
-        dense,
-        tables,
-        body["meta"],
-        body["world_size"],
-        tuple(reader.files),
-        reader.bytes_read,
-        needed,
-        _digest(body),
-    )
+        stream.step, dense, tables, stream.meta, stream.world_size, tuple(stream.files), stream.bytes_read,
+        needed, stream.digest,
+    )  # fmt: skip
 
 
 class CheckpointStream:
@@ -125,31 +120,44 @@ class CheckpointStream:
         digest: of the manifest, which has those of all files.
         saved: the checkpoint as a base of changes. layers: saves that it is made of.
         columns: by table and column the dtype and the shape of a row, such as ``("float32", [64])``.
+        kinds: the same, as `columns_of` gives it. path: of the manifest. files: names of those read so far.
+        bytes_read: their size.
 
     Raises CheckpointError as `load`.
     """
 
     def __init__(self, directory: Place | str, step: int | None = None):
         self._directory = place_of(directory)
-        self.step, path, self._body, self._advice = _opened(self._directory, step)
-        self.saved = Saved(self.step, path, self._body["manifest_sha256"], 0)
-        self.layers = max((len(table["layers"]) for table in self._body["tables"].values()), default=1)
+        available = steps(self._directory)
+        if step is None and not available:
+            raise CheckpointError(f"{self._directory} holds no checkpoint")
+        self.step = available[-1] if step is None else step
+        others = [other for other in available if other != self.step]
+        self.advice = f"; the directory also holds step {others[-1]}" if others else ""  # of errors
+        self.path = manifest_of(self._directory, self.step)
+        self._body = read_manifest(self.path, self.advice)
+        self.saved = Saved(self.step, self.path, self._body["manifest_sha256"], 0)
+        self._layers = {name: table["layers"] for name, table in self._body["tables"].items()}
+        self.layers = max(map(len, self._layers.values()), default=1)
         self.meta: dict[str, Any] = self._body["meta"]
         self.world_size: int = self._body["world_size"]
-        self.digest = _digest(self._body)
+        self.digest = hashlib.sha256(json.dumps(self._body).encode()).hexdigest()[:16]
+        self.kinds = {name: table["columns"] for name, table in self._body["tables"].items()}
         self.columns: dict[str, dict[str, tuple[str, list[int]]]] = {
-            name: {column: (dtype, shape) for column, (dtype, shape) in table["columns"].items()}
-            for name, table in self._body["tables"].items()
+            name: {column: (dtype, shape) for column, (dtype, shape) in kinds.items()}
+            for name, kinds in self.kinds.items()
         }
+        self.files: list[str] = []
+        self.bytes_read = 0
 
     def dense(self) -> dict[str, Tensor]:
         """Replicated tensors by name."""
-        return self._reader(0, 1).dense(self._body)
+        tensors = self._read(self._body["dense"], {})
+        return {name.removeprefix("dense/"): tensor for name, tensor in tensors.items()}
 
     def slices_of(self, table: str, slice_bytes: int = SLICE_BYTES) -> int:
         """Parts of a table, at most `MAX_PARTS`, to read about `slice_bytes` of files at a time."""
-        layers = self._body["tables"][table]["layers"]
-        total = sum(part["bytes"] for layer in layers for part in layer["parts"])
+        total = sum(part["bytes"] for layer in self._layers[table] for part in layer["parts"])
         # A power of two: the bounds of the parts are bounds of slices, and of most files.
         count = 1
         while count < slices.MAX_PARTS and count * slice_bytes < total:
@@ -168,53 +176,140 @@ class CheckpointStream:
         """
         count = count or self.slices_of(table)
         for number in range(count):
-            columns = self._reader(number, count).table(table, self._body["tables"][table])
+            columns = self.shard(table, number, count)
             order = slices.order_of(columns["keys"])
             yield {name: slices.take_rows(values, order) for name, values in columns.items()}
 
-    def parts(self, table: str, rank: int = 0, world_size: int = 1) -> Iterator[dict[str, Tensor]]:
-        """Columns of those of a table's rows that a rank owns, a part at a time, each key once.
-
-        Raises CheckpointError as `load`, at the part that cannot be read.
-        """
-        return self._reader(rank, world_size).parts(table, self._body["tables"][table])
-
     def most_rows(self, table: str, rank: int = 0, world_size: int = 1) -> int:
         """At most how many rows `parts` gives; exact for a full checkpoint of the same world size."""
-        return self._reader(rank, world_size).size(self._body["tables"][table])
+        owned = slices.range_of(rank, world_size)
+        return sum(part["rows"] for layer in self._layers[table] for part in _files(layer, owned))
 
-    def _reader(self, rank: int, world_size: int) -> _Reader:
-        return _Reader(self._directory, rank, world_size, self._advice)
+    def shard(self, table: str, rank: int = 0, world_size: int = 1) -> dict[str, Tensor]:
+        """Columns of those of a table's rows that a rank owns, keys ascending."""
+        most = self.most_rows(table, rank, world_size)
+        found = {
+            column: torch.empty(most, *shape, dtype=getattr(torch, dtype), device="cpu")
+            for column, (dtype, shape) in self.columns[table].items()
+        }
+        end = 0
+        for part in self.parts(table, rank, world_size):
+            begin, end = end, end + len(part["keys"])
+            for column, values in part.items():
+                found[column][begin:end] = values
+        order = np.argsort(found["keys"][:end].numpy())
+        return {column: slices.take_rows(found.pop(column), order) for column in self.columns[table]}
 
+    def parts(self, table: str, rank: int = 0, world_size: int = 1) -> Iterator[dict[str, Tensor]]:
+        """Columns of those of a table's rows that a rank owns, each key once, some slices at a time, in the
+        order of the slices.
 
-def _opened(directory: Place, step: int | None) -> tuple[int, Place, dict[str, Any], str]:
-    """A step, or the newest, with its manifest's path and content, and advice for errors."""
-    available = steps(directory)
-    if step is None and not available:
-        raise CheckpointError(f"{directory} holds no checkpoint")
-    step = available[-1] if step is None else step
-    others = [other for other in available if other != step]
-    advice = f"; the directory also holds step {others[-1]}" if others else ""
-    path = manifest_of(directory, step)
-    return step, path, read_manifest(path, advice), advice
+        The newest layer that has a key, or has erased it, decides. Each file is read once, on a thread, while
+        the part before it is used, and is kept until its last slice has come. Raises CheckpointError as
+        `load`, at the part that cannot be read.
+        """
+        # Incremental checkpoints are layers, and their files are cut in different places. A *stretch* is a
+        # run of slices between two cuts of any layer: in it each layer has whole files or parts of them.
+        #     newest  |     file a     |     file b     |
+        #     oldest  |  file c  |    file d    | file e |
+        #     cuts    |          |     |        |        |
+        owned = slices.range_of(rank, world_size)
+        layers = [_files(layer, owned) for layer in reversed(self._layers[table])]
+        first, last = slices.slices_of(owned)
+        cuts = {slices.slices_of((part["begin"], part["end"]))[0] for files in layers for part in files}
+        stretches = list(pairwise([first, *sorted(cut for cut in cuts if first < cut <= last), last + 1]))
+        # by stretch and layer the files with a part of it
+        needed = [
+            [[part for part in files if _reaches(part, stretch)] for files in layers] for stretch in stretches
+        ]
+        # In the order of their first use, each once: what the thread reads ahead.
+        order = {part["file"]: part for files in needed for layer in files for part in layer}
+        waiting, ready, futures = iter(order.values()), dict[str, _Part](), dict[str, Future[_Part]]()
+        with ThreadPoolExecutor(1, "checkpoint") as thread:
 
+            def read_ahead() -> None:
+                # At most AHEAD files more than the one that is used are in memory or being read.
+                for part in islice(waiting, AHEAD + 1 - len(futures)):
+                    futures[part["file"]] = thread.submit(self._part, table, part)
 
-def _digest(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body).encode()).hexdigest()[:16]
+            for stretch, layers_here in zip(stretches, needed, strict=True):
+                here = []
+                for parts in layers_here:
+                    for file in (part["file"] for part in parts if part["file"] not in ready):
+                        read_ahead()
+                        ready[file] = futures.pop(file).result()
+                    here.append([ready[part["file"]].between(stretch) for part in parts])
+                read_ahead()
+                yield from _newest(here, rank, world_size)
+                # A file whose last slice has come is not needed again.
+                for file in [file for file, part in ready.items() if part.last < stretch[1]]:
+                    del ready[file]
 
+    def _part(self, table: str, part: Mapping[str, Any]) -> _Part:
+        """Read a file and check its columns, and that its keys are in their order and of its slices."""
+        tensors = self._read(part, {"table": table, "begin": part["begin"], "end": part["end"]})
+        columns = self.columns[table].items()
+        expected = {column: (dtype, [part["rows"], *shape]) for column, (dtype, shape) in columns}
+        expected[ERASED] = ("int64", [part[ERASED]])
+        actual = {
+            column: (str(values.dtype).removeprefix("torch."), list(values.shape))
+            for column, values in tensors.items()
+        }
+        if actual != expected:
+            raise CheckpointError(
+                f"{self._directory / part['file']} holds {actual} of table {table!r}, but the manifest says "
+                f"{expected}{self.advice}"
+            )
+        first, last = slices.slices_of((part["begin"], part["end"]))
+        of_column = {}
+        for column in ("keys", ERASED):
+            of_column[column] = found = slices.slice_of(tensors[column]).numpy()
+            if len(found) and (found[0] < first or found[-1] > last or (found[1:] < found[:-1]).any()):
+                raise CheckpointError(
+                    f"{self._directory / part['file']} was altered: its keys are not in the order of slices "
+                    f"{first} to {last}{self.advice}"
+                )
+        return _Part(last, tensors, of_column["keys"], of_column[ERASED])
 
-def _dense_difference(saved: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str:
-    """All tensors in which the two differ, in words."""
-    kinds = (
-        {name: f"{tensor.dtype} of shape {tuple(tensor.shape)}" for name, tensor in tensors.items()}
-        for tensors in (saved, expected)
-    )
-    there, here = kinds
-    return "; ".join(
-        f"{name!r} is {there.get(name, 'not there')} in the checkpoint, {here.get(name, 'not there')} here"
-        for name in sorted({*there, *here})
-        if there.get(name) != here.get(name)
-    )
+    def _read(self, entry: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Read the tensors of a file for the given part of a table, and check size, header and checksum."""
+        path = self._directory / entry["file"]
+        size: int | None = None
+        try:
+            size = size_of(path)
+            if size != entry["bytes"]:
+                raise CheckpointError(
+                    f"{path} has {size} bytes, but {entry['bytes']} were written{self.advice}"
+                )
+            with path.open("rb") as file:  # header first: the rest may exceed the memory
+                problem = _header_error(file, size, part)
+                if problem:
+                    raise CheckpointError(
+                        f"{path} was altered, or is no file of a checkpoint: {problem}{self.advice}"
+                    )
+                file.seek(0)
+                content = file.read()
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path} is missing, but the manifest names it{self.advice}") from error
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}{self.advice}") from error
+        except MemoryError as error:
+            raise CheckpointError(
+                f"{path} has {size} bytes, more than there is memory for{self.advice}"
+            ) from error
+        digest = hashlib.sha256(content).hexdigest()
+        if digest != entry["sha256"]:
+            raise CheckpointError(
+                f"{path} was altered: its sha256 is {digest}, written {entry['sha256']}{self.advice}"
+            )
+        self.files.append(entry["file"])
+        self.bytes_read += len(content)
+        try:
+            return parse(content)
+        except Exception as error:  # safetensors and torch raise many types for wrong dtypes and offsets
+            raise CheckpointError(
+                f"{path} was altered, or is no file of a checkpoint: {describe(error)}{self.advice}"
+            ) from error
 
 
 def _header_error(file: IO[bytes], size: int, part: Mapping[str, Any]) -> str | None:
@@ -259,168 +354,27 @@ def _reaches(part: Mapping[str, Any], stretch: slices.Range) -> bool:
     return first < stretch[1] and stretch[0] <= last
 
 
-class _Reader:
-    def __init__(self, directory: Place, rank: int, world_size: int, advice: str):
-        self.directory, self.rank, self.world_size, self.advice = directory, rank, world_size, advice
-        self.owned = slices.range_of(rank, world_size)
-        self.files: list[str] = []
-        self.bytes_read = 0
+def _files(layer: Mapping[str, Any], owned: slices.Range) -> list[dict[str, Any]]:
+    """Entries of a layer's files with slices of the range `owned`, by slice."""
+    own = [part for part in layer["parts"] if slices.overlaps((part["begin"], part["end"]), owned)]
+    return sorted((part for part in own if part["file"]), key=lambda part: part["begin"])
 
-    def read(self, entry: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Read the tensors of a file for the given part of a table, and check size, header and checksum."""
-        path = self.directory / entry["file"]
-        size: int | None = None
-        try:
-            size = size_of(path)
-            if size != entry["bytes"]:
-                raise CheckpointError(
-                    f"{path} has {size} bytes, but {entry['bytes']} were written{self.advice}"
-                )
-            with path.open("rb") as file:  # header first: the rest may exceed the memory
-                problem = _header_error(file, size, part)
-                if problem:
-                    raise CheckpointError(
-                        f"{path} was altered, or is no file of a checkpoint: {problem}{self.advice}"
-                    )
-                file.seek(0)
-                content = file.read()
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{path} is missing, but the manifest names it{self.advice}") from error
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}{self.advice}") from error
-        except MemoryError as error:
-            raise CheckpointError(
-                f"{path} has {size} bytes, more than there is memory for{self.advice}"
-            ) from error
-        digest = hashlib.sha256(content).hexdigest()
-        if digest != entry["sha256"]:
-            raise CheckpointError(
-                f"{path} was altered: its sha256 is {digest}, written {entry['sha256']}{self.advice}"
-            )
-        self.files.append(entry["file"])
-        self.bytes_read += len(content)
-        try:
-            return parse(content)
-        except Exception as error:  # safetensors and torch raise many types for wrong dtypes and offsets
-            raise CheckpointError(
-                f"{path} was altered, or is no file of a checkpoint: {describe(error)}{self.advice}"
-            ) from error
 
-    def dense(self, body: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The replicated tensors by name."""
-        return {name.removeprefix("dense/"): tensor for name, tensor in self.read(body["dense"], {}).items()}
-
-    def size(self, table: Mapping[str, Any]) -> int:
-        """At most how many rows of a table this rank owns."""
-        return sum(part["rows"] for layer in table["layers"] for part in self._files(layer))
-
-    def table(self, name: str, table: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Columns of this rank's rows of a table, keys ascending."""
-        most = self.size(table)
-        found = {
-            column: torch.empty(most, *shape, dtype=getattr(torch, dtype), device="cpu")
-            for column, (dtype, shape) in table["columns"].items()
-        }
-        end = 0
-        for part in self.parts(name, table):
-            begin, end = end, end + len(part["keys"])
-            for column, values in part.items():
-                found[column][begin:end] = values
-        order = np.argsort(found["keys"][:end].numpy())
-        return {column: slices.take_rows(found.pop(column), order) for column in table["columns"]}
-
-    def parts(self, name: str, table: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
-        """Columns of this rank's rows of a table, some slices at a time, in the order of the slices.
-
-        The newest layer that has a key, or has erased it, decides. Each file is read once, on a thread, while
-        the part before it is used, and is kept until its last slice has come.
-        """
-        # Incremental checkpoints are layers, and their files are cut in different places. A *stretch* is a
-        # run of slices between two cuts of any layer: in it each layer has whole files or parts of them.
-        #     newest  |     file a     |     file b     |
-        #     oldest  |  file c  |    file d    | file e |
-        #     cuts    |          |     |        |        |
-        layers = [self._files(layer) for layer in reversed(table["layers"])]
-        first, last = slices.slices_of(self.owned)
-        cuts = {slices.slices_of((part["begin"], part["end"]))[0] for files in layers for part in files}
-        stretches = list(pairwise([first, *sorted(cut for cut in cuts if first < cut <= last), last + 1]))
-        # by stretch and layer the files with a part of it
-        needed = [
-            [[part for part in files if _reaches(part, stretch)] for files in layers] for stretch in stretches
-        ]
-        # In the order of their first use, each once: what the thread reads ahead.
-        order = {part["file"]: part for files in needed for layer in files for part in layer}
-        waiting, ready, futures = iter(order.values()), dict[str, _Part](), dict[str, Future[_Part]]()
-        with ThreadPoolExecutor(1, "checkpoint") as thread:
-
-            def read_ahead() -> None:
-                # At most AHEAD files more than the one that is used are in memory or being read.
-                for part in islice(waiting, AHEAD + 1 - len(futures)):
-                    futures[part["file"]] = thread.submit(self._part, name, table["columns"], part)
-
-            for stretch, layers_here in zip(stretches, needed, strict=True):
-                here = []
-                for parts in layers_here:
-                    for file in (part["file"] for part in parts if part["file"] not in ready):
-                        read_ahead()
-                        ready[file] = futures.pop(file).result()
-                    here.append([ready[part["file"]].between(stretch) for part in parts])
-                read_ahead()
-                yield from self._newest(here)
-                # A file whose last slice has come is not needed again.
-                for file in [file for file, part in ready.items() if part.last < stretch[1]]:
-                    del ready[file]
-
-    def _files(self, layer: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Entries of a layer's files with slices that this rank owns, by slice."""
-        own = [part for part in layer["parts"] if slices.overlaps((part["begin"], part["end"]), self.owned)]
-        return sorted((part for part in own if part["file"]), key=lambda part: part["begin"])
-
-    def _newest(self, layers: list[list[dict[str, Tensor]]]) -> Iterator[dict[str, Tensor]]:
-        """Of columns of the same slices by layer, the newest first: this rank's rows that none replaces."""
-        superseded: list[np.ndarray] = []
-        for parts in layers:
-            for part in parts:
-                keys = part["keys"]
-                chosen = launch.owner_of(keys, self.world_size).numpy() == self.rank
-                if superseded:
-                    chosen &= ~np.isin(keys.numpy(), np.concatenate(superseded))
-                columns = {column: values for column, values in part.items() if column != ERASED}
-                if not chosen.all():
-                    places = np.flatnonzero(chosen)
-                    columns = {name: slices.take_rows(values, places) for name, values in columns.items()}
-                if len(columns["keys"]):
-                    yield columns
-            # After the layer's own rows: a key that a layer erased and
-            # inserted again is in both of its lists, and its row counts.
-            superseded += [part[column].numpy() for part in parts for column in ("keys", ERASED)]
-
-    def _part(self, name: str, columns: Mapping[str, Any], part: Mapping[str, Any]) -> _Part:
-        """Read a file and check its columns, and that its keys are in their order and of its slices."""
-        tensors = self.read(part, {"table": name, "begin": part["begin"], "end": part["end"]})
-        self._check(part, tensors, columns, name)
-        first, last = slices.slices_of((part["begin"], part["end"]))
-        of_column = {}
-        for column in ("keys", ERASED):
-            of_column[column] = found = slices.slice_of(tensors[column]).numpy()
-            if len(found) and (found[0] < first or found[-1] > last or (found[1:] < found[:-1]).any()):
-                raise CheckpointError(
-                    f"{self.directory / part['file']} was altered: its keys are not in the order of slices "
-                    f"{first} to {last}{self.advice}"
-                )
-        return _Part(last, tensors, of_column["keys"], of_column[ERASED])
-
-    def _check(
-        self, part: Mapping[str, Any], tensors: dict[str, Tensor], columns: Mapping[str, Any], name: str
-    ) -> None:
-        expected = {column: (dtype, [part["rows"], *shape]) for column, (dtype, shape) in columns.items()}
-        expected[ERASED] = ("int64", [part[ERASED]])
-        actual = {
-            column: (str(values.dtype).removeprefix("torch."), list(values.shape))
-            for column, values in tensors.items()
-        }
-        if actual != expected:
-            raise CheckpointError(
-                f"{self.directory / part['file']} holds {actual} of table {name!r}, but the manifest says "
-                f"{expected}{self.advice}"
-            )
+def _newest(layers: list[list[dict[str, Tensor]]], rank: int, world_size: int) -> Iterator[dict[str, Tensor]]:
+    """Of columns of the same slices by layer, the newest first: a rank's rows that none replaces."""
+    superseded: list[np.ndarray] = []
+    for parts in layers:
+        for part in parts:
+            keys = part["keys"]
+            chosen = launch.owner_of(keys, world_size).numpy() == rank
+            if superseded:
+                chosen &= ~np.isin(keys.numpy(), np.concatenate(superseded))
+            columns = {column: values for column, values in part.items() if column != ERASED}
+            if not chosen.all():
+                places = np.flatnonzero(chosen)
+                columns = {name: slices.take_rows(values, places) for name, values in columns.items()}
+            if len(columns["keys"]):
+                yield columns
+        # After the layer's own rows: a key that a layer erased and
+        # inserted again is in both of its lists, and its row counts.
+        superseded += [part[column].numpy() for part in parts for column in ("keys", ERASED)]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,20 +24,21 @@ from ..kernels import launch
 from ..kernels.arguments import check_rank
 from . import files, slices
 from .agreement import Agreement, Gather, single_rank
-from .files import CheckpointError, folder_of, manifest_of
+from .files import NUM_KEPT, PARTIAL, CheckpointError, flush, folder_of, manifest_of, names_in, steps
 from .lock import WriterLock
 from .manifest import (
+    CONTENT,
     ERASED,
     FORMAT,
     MAX_MANIFEST_BYTES,
     RESERVED,
     VERSION,
     add_checksum,
+    files_of,
     first_missing,
     label_of,
     read_manifest,
 )
-from .pruning import prune
 from .rows import Rows, TensorRows, sort_by_part
 from .tensor_file import save_file
 
@@ -45,6 +47,8 @@ Tables = Mapping[str, Mapping[str, Tensor] | Rows]
 
 THREADS = 2
 """That read, checksum, write and flush parts, each one at a time."""
+
+_FOLDER = re.compile(r"step-\d{12}")
 
 
 @dataclass(frozen=True)
@@ -96,27 +100,16 @@ def save(
             Earlier checkpoints are unchanged, as after a ValueError.
     """
     check_rank(rank, world_size)
-    place, own = place_of(directory), lock or WriterLock(directory)
-    try:
-        return _save(place, step, dense, tables, meta, rank, world_size, gather, base, erased, own)
-    finally:
-        if lock is None:
-            own.release()
-
-
-def _save(
-    directory: Place,
-    step: int,
-    dense: Mapping[str, Tensor],
-    tables: Tables,
-    meta: Mapping[str, Any],
-    rank: int,
-    world_size: int,
-    gather: Gather,
-    base: Saved | None,
-    erased: Mapping[str, Tensor] | None,
-    lock: WriterLock,
-) -> Saved:
+    if lock is None:
+        lock = WriterLock(directory)
+        try:
+            return save(
+                directory, step, dense, tables, meta, rank=rank, world_size=world_size, gather=gather,
+                base=base, erased=erased, lock=lock,
+            )  # fmt: skip
+        finally:
+            lock.release()
+    directory = place_of(directory)
     manifest = manifest_of(directory, step)
     agreement = Agreement(gather, rank, f"{manifest} could not be written")
     layers: dict[str, Any] = {}
@@ -154,7 +147,7 @@ def _save(
                 report["dense"] = {}
                 new.write("dense", partial(_dense_tensors, dense), {}, report["dense"])
             new.publish()
-        files.flush(directory / folder_of(step))
+        flush(directory / folder_of(step))
     written = agreement.reports
 
     # The commit: one rename of one file, after every rank's files and their folder are on the disk.
@@ -230,18 +223,24 @@ def difference(saved: Mapping[str, Mapping[str, Any]], expected: Mapping[str, Ma
         if name not in saved or name not in expected:
             found.append(f"table {name!r} is only {'here' if name in expected else 'in the checkpoint'}")
             continue
-        for column in sorted({*saved[name], *expected[name]}):
-            there, here = saved[name].get(column), expected[name].get(column)
-            if there != here:
-                found.append(
-                    f"column {column!r} of table {name!r} is {_describe(there)} in the checkpoint, "
-                    f"{_describe(here)} here"
-                )
+        there, here = (
+            {
+                f"column {column!r} of table {name!r}": f"{kind[0]} {tuple(kind[1])}"
+                for column, kind in kinds[name].items()
+            }
+            for kinds in (saved, expected)
+        )
+        found += differences(there, here, "the checkpoint")
     return "; ".join(found)
 
 
-def _describe(kind: Sequence[Any] | None) -> str:
-    return "not there" if kind is None else f"{kind[0]} {tuple(kind[1])}"
+def differences(there: Mapping[str, str], here: Mapping[str, str], where: str) -> list[str]:
+    """Texts about the names with another description `there`, in `where`, and `here`, or with one alone."""
+    return [
+        f"{name} is {there.get(name, 'not there')} in {where}, {here.get(name, 'not there')} here"
+        for name in sorted({*there, *here})
+        if there.get(name) != here.get(name)
+    ]
 
 
 def _check_tables(tables: Tables, base: Saved | None, erased: Mapping[str, Tensor] | None) -> None:
@@ -285,7 +284,7 @@ def _prepare(
     """Check step and base, and remove leftovers; returns the layers of the base by table."""
     if not 0 <= step < 10**12:
         raise ValueError(f"step must be in [0, 10**12), got {step}")
-    saved = files.steps(directory)
+    saved = steps(directory)
     if saved and saved[-1] > step:
         raise ValueError(
             f"{directory} holds step {saved[-1]} already, which is later than {step}: "
@@ -427,7 +426,7 @@ class _Files:
             if isinstance(path, RemotePath):
                 files.publish(unnamed, path)
             else:
-                files.flush(unnamed)
+                flush(unnamed)
                 self._unnamed.append((unnamed, path))
         entry |= {"file": f"{self._folder}/{name}", "bytes": size, "sha256": digest}
 
@@ -450,3 +449,43 @@ def _publish_manifest(directory: Place, step: int, body: Mapping[str, Any]) -> s
         partial.write_text(text)
         files.publish(partial, path)
     return sealed["manifest_sha256"]
+
+
+def prune(directory: Place, kept: int | None = NUM_KEPT) -> None:
+    """Remove all but the last `kept` checkpoints (None: keep all), and files that these do not name.
+
+    A manifest that cannot be read may be of a newer tritonrec: then only partial files are removed. Links are
+    removed, never followed: no file outside of `directory` is removed, and a linked folder stays unchanged
+    while a checkpoint needs it.
+    """
+    saved = steps(directory)
+    dropped = saved[:-kept] if kept else []
+    # Manifests first, then files: a reader in between finds no manifest, and never one without its files.
+    for step in dropped:
+        manifest_of(directory, step).unlink()
+    if dropped:
+        flush(directory)  # or a power cut could bring back a manifest without its files
+    named: set[str] = set()
+    unreadable = False
+    for step in steps(directory):
+        try:
+            named |= {entry["file"] for entry in files_of(read_manifest(manifest_of(directory, step)))}
+        except CheckpointError:
+            unreadable = True
+    needed = {file.partition("/")[0] for file in named}
+    for name in names_in(directory):
+        folder = directory / name
+        if name.startswith(PARTIAL):
+            folder.unlink()
+        if not _FOLDER.fullmatch(name):
+            continue
+        if isinstance(folder, Path) and folder.is_symlink():
+            if name not in needed and not unreadable:
+                folder.unlink()
+            continue
+        for file in (f"{name}/{child}" for child in names_in(folder)):
+            stale = CONTENT.fullmatch(file) and file not in named and not unreadable
+            if stale or file.startswith(f"{name}/{PARTIAL}"):
+                (directory / file).unlink()
+        if not names_in(folder):
+            folder.rmdir()

@@ -6,8 +6,8 @@ from .key_layout import KeyLayout
 from .learning_rate import Constant, Schedule, StepDecay, WarmupCosine, WarmupLinear
 from .modules import HashEmbeddingCollection
 from .policy import Eviction, Placement, PrecisionTiers, Storage, TablePolicy
+from .row_gradients import RowsParameter
 from .row_optimizer import OptimizerName, RowOptimizer
-from .rows_parameter import RowsParameter
 from .single_table import HashEmbedding, HashEmbeddingBag
 from .stored_table import StoredTable
 from .table import DynamicTable

@@ -7,8 +7,8 @@ import torch
 from .change_log import ChangeLog
 from .device_index import DeviceIndex
 from .key_index import KeyIndex
-from .row_column import RowColumn
 from .selection import Selection, select
+from .shared_state import RowColumn
 
 
 class Candidates:

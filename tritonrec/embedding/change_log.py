@@ -6,8 +6,8 @@ import torch
 
 from .device_index import DeviceIndex
 from .key_index import KeyIndex
-from .row_column import RowColumn
 from .selection import trimmed
+from .shared_state import RowColumn
 from .stored_table import StoredTable
 
 CHECKPOINT = "checkpoint"

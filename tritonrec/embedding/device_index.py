@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 
 from ..kernels import launch, murmur
-from .device_pool import DevicePool
 from .key_index import LOAD_FACTOR
+from .pools import DevicePool
 from .selection import select, valid
-from .stream_lock import use_here
+from .shared_state import use_here
 
 _KEYS, _ERASED = 2, 3  # of the pool's numbers: keys in the structure, keys erased since it was made
 MAX_ERASED = 0.125

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 
-from .ages import LastSteps
-from .device_numbers import Arriving
-from .device_select import chosen_slots, in_order_of_keys, smallest_slots, unpinned_slots
 from .key_layout import KeyLayout
+from .metadata import RowPolicy
 from .policy import Eviction
-from .row_column import RowColumn
-from .select import AllReduce, select_smallest, unpinned_rows
+from .pools import Arriving
+from .select import (
+    AllReduce,
+    chosen_slots,
+    in_order_of_keys,
+    select_smallest,
+    smallest_slots,
+    unpinned_rows,
+    unpinned_slots,
+)
+from .shared_state import RowColumn
 from .stored_table import StoredTable
 
 NO_TIMESTAMP = -1
 """Score of a row that no step has used."""
+FACTOR = 4
+"""Between the ages, in steps with a lookup, at which a bucket is cleared."""
 
 
-class Evictor:
+class Evictor(RowPolicy):
     """Scores of a table's rows, and the choice of rows to erase.
 
     The score of a row is the last step that used it (lru, ttl), or the number of such steps (lfu).
@@ -29,8 +41,6 @@ class Evictor:
         capacity: of `eviction` in rows.
     """
 
-    column = "score"
-
     def __init__(
         self,
         eviction: Eviction,
@@ -38,8 +48,8 @@ class Evictor:
         device: torch.device | None = None,
         capacity: int | None = None,
     ):
+        super().__init__("score", eviction.every, RowColumn(torch.int32, device=device))
         self.eviction, self._layout, self._device, self._capacity = eviction, layout, device, capacity
-        self.values = RowColumn(torch.int32, device=device)
         # rows of each logical table
         self._sizes = torch.zeros(len(layout.names), dtype=torch.int64, device=device or "cpu")
         self._missing_timestamps = False
@@ -51,24 +61,16 @@ class Evictor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
-        return self.values.nbytes + self._marks.nbytes + (0 if self._ages is None else self._ages.nbytes)
-
-    def due(self, step: int) -> bool:
-        """Whether an eviction pass runs at `step`."""
-        return step % self.eviction.every == 0
+        return super().nbytes + self._marks.nbytes + (0 if self._ages is None else self._ages.nbytes)
 
     def add(self, handles: torch.Tensor, keys: torch.Tensor) -> None:
-        """Score new rows, which no step has used."""
         self.values[handles] = 0 if self._counts else NO_TIMESTAMP
         self._sizes += self._layout.count(keys, handles >= 0)
 
     def remove(self, keys: torch.Tensor, which: torch.Tensor) -> None:
-        """Subtract erased rows from the sizes."""
         self._sizes -= self._layout.count(keys, which)
 
     def record(self, keys: torch.Tensor, handles: torch.Tensor, step: int) -> None:
-        """Record the access of `step` to the rows of `keys` (K,) and their `handles` (K,), distinct."""
         self.values[handles] = self.values[handles] + 1 if self._counts else step
         if self._ages is not None:
             self._ages.add(keys, handles, step)
@@ -87,21 +89,60 @@ class Evictor:
         self._missing_timestamps = False
         return handles
 
+    def foresee(
+        self, rows: StoredTable, step: int, in_buffers: int, all_reduce: AllReduce | None
+    ) -> Arriving:
+        """By a capacity, how many rows each logical table has too many, all ranks together; by ttl, how many
+        rows of this rank have an access too long ago.
+        """
+        ttl, capacity = self.eviction.ttl, self._capacity
+        if capacity is not None:
+            return Arriving(self._excess(capacity, all_reduce))
+        assert ttl is not None
+        _keys, handles = rows.slots_in_order()
+        scores = self.values[handles]
+        return Arriving(((handles >= 0) & (scores != NO_TIMESTAMP) & (step - scores > ttl)).sum().view(1))
+
     def choose(
+        self,
+        rows: StoredTable,
+        pinned: torch.Tensor,
+        step: int,
+        most: list[int] | None,
+        all_reduce: AllReduce | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Keys (n,) int64, ascending, to evict at `step`, none of a `pinned` handle (P,); and None.
+
+        With `most`, what `foresee` has found, of a table that is padded, without a wait: keys (sum(most),),
+        the chosen ones first, and () int64, their number. Collective over the ranks that share the table,
+        where `all_reduce` is given.
+        """
+        if most is None:
+            return self._choose(rows, pinned, step, all_reduce), None
+        keys, handles, among = unpinned_slots(rows, pinned)
+        scores = self.values[handles]
+        if self.eviction.ttl is not None:
+            expired = among & (step - scores > self.eviction.ttl)
+            positions, count = chosen_slots(expired, most[0])
+        else:
+            members, _ids = self._layout.unpack(keys)
+            positions, count = smallest_slots(scores, keys, members, among, most, all_reduce)
+        return in_order_of_keys(keys[positions], positions, count)[0], count
+
+    def _excess(self, capacity: int, all_reduce: AllReduce | None) -> torch.Tensor:
+        """How many rows each logical table has too many, (m,) int64. A capacity is of a table on all ranks:
+        each rank may have to evict though its own part is small.
+        """
+        sizes = self._sizes.clone()
+        return ((sizes if all_reduce is None else all_reduce(sizes)) - capacity).clamp(min=0)
+
+    def _choose(
         self, rows: StoredTable, pinned: torch.Tensor, step: int, all_reduce: AllReduce | None
     ) -> torch.Tensor:
-        """Keys (n,) int64, ascending, to evict at `step`, except those of the `pinned` handles (P,).
-
-        Of a table that is not padded. Collective over the ranks that share the table, where `all_reduce` is
-        given.
-        """
         ttl, capacity = self.eviction.ttl, self._capacity
         excess = torch.zeros_like(self._sizes)
         if capacity is not None:
-            # A capacity is of a logical table on all ranks: each
-            # rank may have to evict though its own part is small.
-            sizes = self._sizes if all_reduce is None else all_reduce(self._sizes.clone())
-            excess = (sizes - capacity).clamp(min=0)
+            excess = self._excess(capacity, all_reduce)
             if not bool(excess.any()):
                 return torch.empty(0, dtype=torch.int64, device=self._device or "cpu")
         if self._counts:
@@ -140,40 +181,87 @@ class Evictor:
         keys, steps = (torch.cat(parts) for parts in zip(*found, strict=True))
         return keys, steps
 
-    def foresee(self, rows: StoredTable, step: int, all_reduce: AllReduce | None) -> Arriving:
-        """Of the pass at `step`, by a table that is padded: how many rows each logical table has too many,
-        all ranks together, or how many rows of this rank have an access too long ago.
 
-        Pinned rows are among them. Collective where `all_reduce` is given and there is a capacity.
-        """
-        ttl, capacity = self.eviction.ttl, self._capacity
-        if capacity is not None:
-            sizes = self._sizes.clone() if all_reduce is None else all_reduce(self._sizes.clone())
-            return Arriving((sizes - capacity).clamp(min=0))
-        assert ttl is not None
-        _keys, handles = rows.slots_in_order()
-        scores = self.values[handles]
-        return Arriving(((handles >= 0) & (scores != NO_TIMESTAMP) & (step - scores > ttl)).sum().view(1))
+@dataclass
+class Bucket:
+    """Rows last used in a `step`: keys (n,) int64 and handles (n,) int32; rows used since are among them."""
 
-    def choose_padded(
-        self,
-        rows: StoredTable,
-        pinned: torch.Tensor,
-        step: int,
-        most: list[int],
-        all_reduce: AllReduce | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`choose` for a table that is padded, without a wait; `most` is what `foresee` has found.
+    step: int
+    keys: torch.Tensor
+    handles: torch.Tensor
 
-        Returns:
-            Keys (sum(most),) int64, the chosen ones first and ascending; () int64, their number.
-        """
-        keys, handles, among = unpinned_slots(rows, pinned)
-        scores = self.values[handles]
-        if self.eviction.ttl is not None:
-            expired = among & (step - scores > self.eviction.ttl)
-            positions, count = chosen_slots(expired, most[0])
-        else:
-            members, _ids = self._layout.unpack(keys)
-            positions, count = smallest_slots(scores, keys, members, among, most, all_reduce)
-        return in_order_of_keys(keys[positions], positions, count)[0], count
+    def keep(self, which: torch.Tensor) -> None:
+        """Only the entries that `which` (n,) bool marks."""
+        if not bool(which.all()):
+            self.keys, self.handles = self.keys[which], self.handles[which]
+
+
+class LastSteps:
+    """The rows of a table in host memory by the step that used them last: a pass of lru or ttl reads the
+    oldest rows alone.
+
+    A step's rows are one bucket. A row that is used again is in a later bucket too, and its entry in the
+    earlier one no longer counts; buckets are cleared of such entries at ages that grow by a factor, so an
+    entry is looked at some log4(steps) times in all::
+
+        step        0         1         2         3          oldest first: 7 and 9 of step 0,
+        rows      7 8 9      8 5       5 6      8 6 4        then 5 of step 2, then 8, 6, 4
+        counts    7 . 9      . .       5 .      8 6 4
+
+    Args:
+        last: [handle] that step; the caller writes it before `add`.
+    """
+
+    def __init__(self, last: RowColumn):
+        self._last = last
+        self._buckets: list[Bucket] = []  # of ascending steps
+
+    @classmethod
+    def of_all(cls, rows: StoredTable, last: RowColumn) -> LastSteps:
+        """Of a table with rows; reads all of them."""
+        made = cls(last)
+        keys, handles = rows.items()
+        steps, order = last[handles].sort(stable=True)
+        found, counts = steps.unique_consecutive(return_counts=True)
+        sizes = counts.tolist()
+        parts = zip(found.tolist(), keys[order].split(sizes), handles[order].split(sizes), strict=True)
+        made._buckets = [Bucket(step, own, of_own.to(torch.int32)) for step, own, of_own in parts]
+        return made
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all entries."""
+        return sum(each.keys.nbytes + each.handles.nbytes for each in self._buckets)
+
+    def add(self, keys: torch.Tensor, handles: torch.Tensor, step: int) -> None:
+        """Rows (K,) used in `step`, the last one or a later one; a handle of -1 is left out."""
+        bucket = Bucket(step, keys, handles.to(torch.int32))
+        bucket.keep(handles >= 0)
+        if self._buckets and self._buckets[-1].step == step:  # loaded rows got it as their timestamp
+            before = self._buckets.pop()
+            before.keep(~torch.isin(before.keys, keys))
+            bucket.keys = torch.cat([before.keys, bucket.keys])
+            bucket.handles = torch.cat([before.handles, bucket.handles])
+        self._buckets.append(bucket)
+        age = 1
+        while age < len(self._buckets):
+            self._clear(self._buckets[-1 - age])
+            age *= FACTOR
+
+    def oldest(self, rows: StoredTable) -> Iterator[Bucket]:
+        """Buckets from the oldest on, with rows that are there and were not used since."""
+        gone = 0
+        try:
+            for bucket in self._buckets:
+                self._clear(bucket)
+                # The handle of an erased row may be another row's, used in the same step.
+                bucket.keep(rows.find(bucket.keys) == bucket.handles)
+                if len(bucket.keys):
+                    yield bucket
+                elif bucket is self._buckets[gone]:
+                    gone += 1
+        finally:
+            del self._buckets[:gone]
+
+    def _clear(self, bucket: Bucket) -> None:
+        bucket.keep(self._last[bucket.handles.to(torch.int64)] == bucket.step)

@@ -13,9 +13,8 @@ from ..data.jagged import WeightedLookup
 from ..distributed.communicator import Communicator
 from ..settings import check_number, typed
 from .bags import Pooling, Rows, first_columns, parts, pool, weighted_rows
-from .by_table import columns_by_table, keys_by_table, part_name, rows_by_table
 from .change_log import CHECKPOINT
-from .key_layout import KeyLayout
+from .key_layout import KeyLayout, part_name
 from .policy import Placement, TablePolicy
 from .row_exchange import rows_of_owners
 from .row_optimizer import RowOptimizer
@@ -279,13 +278,11 @@ class HashTableCollection:
 
     def export(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """For each logical table ids (n,) int64 ascending and rows (n, row_width) float32, copied."""
-        exported = {}
+        exported: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for group in self.groups:
             keys, rows = group.table.export()
-            members, ids = group.layout.unpack(keys)
-            for member, name in enumerate(group.layout.names):
-                here = members == member
-                exported[name] = ids[here], group.layout.narrowed(member, rows[here])
+            of_tables = group.layout.by_table({"rows": {"keys": keys, "rows": rows}})
+            exported |= {name: (each["keys"], each["rows"]) for name, each in of_tables.items()}
         return exported
 
     def load(self, table: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
@@ -302,7 +299,7 @@ class HashTableCollection:
         ``"keys"`` (n,) int64 are the ids of the logical table, merged or not. Keys that are not admitted yet
         are in a further table, ``"NAME.candidates"``.
         """
-        return self._by_table(lambda table: table.state())
+        return self._taken(lambda table: True, None)[0]
 
     def snapshot(self, settled: bool = True) -> dict[str, dict[str, torch.Tensor] | SnapshotRows]:
         """`state` of this moment for `checkpoint.save`, which reads the rows while training goes on.
@@ -310,40 +307,43 @@ class HashTableCollection:
         Only their keys are copied now, unless the table is on a device and not on disk behind it: then its
         `state` is taken. `settled`: as `DynamicTable.snapshot` takes it.
         """
-        tables: dict[str, dict[str, torch.Tensor] | SnapshotRows] = {}
-        for group in self.groups:
-            if group.table.padded and not group.table.placement.path:
-                tables |= columns_by_table(group.layout, group.table.state())
-                continue
-            rows, keys, handles, rest = group.table.snapshot(settled)
-            tables |= columns_by_table(group.layout, rest)
-            tables |= rows_by_table(group.layout, rows, keys, handles)
-        return tables
+        return self._taken(lambda table: table.padded and not table.placement.path, None, settled)[0]
 
     def snapshot_of_changes(
         self, reader: str = CHECKPOINT, settled: bool = True
     ) -> tuple[dict[str, dict[str, torch.Tensor] | SnapshotRows], dict[str, torch.Tensor]]:
         """`take_changes` of this moment, whose rows are read while training goes on, as in `snapshot`."""
-        tables: dict[str, dict[str, torch.Tensor] | SnapshotRows] = {}
+        return self._taken(lambda table: table.padded, reader, settled)
+
+    def _taken(
+        self, at_once: Callable[[DynamicTable], bool], reader: str | None, settled: bool = True
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """By logical table the state, or its changes for a `reader`, and the erased keys. Rows are a
+        `SnapshotRows` but of tables that are read `at_once`.
+        """
+        tables: dict[str, Any] = {}
         gone: dict[str, torch.Tensor] = {}
         for group in self.groups:
-            if group.table.padded:
-                rest, erased = group.table.take_changes(reader)
+            table, layout = group.table, group.layout
+            erased: dict[str, torch.Tensor] = {}
+            if at_once(table):
+                state, erased = (table.state(), erased) if reader is None else table.take_changes(reader)
             else:
-                rows, keys, handles, rest, erased = group.table.snapshot_of_changes(reader, settled)
-                tables |= rows_by_table(group.layout, rows, keys, handles)
-            tables |= columns_by_table(group.layout, rest)
-            gone |= keys_by_table(group.layout, erased)
+                if reader is None:
+                    rows, keys, handles, state = table.snapshot(settled)
+                else:
+                    rows, keys, handles, state, erased = table.snapshot_of_changes(reader, settled)
+                tables |= rows.by_table(layout, keys, handles)
+            tables |= layout.by_table(state)
+            of_tables = layout.by_table({part: {"keys": keys} for part, keys in erased.items()})
+            gone |= {name: each["keys"] for name, each in of_tables.items()}
         return tables, gone
 
     def empty_state(self) -> dict[str, dict[str, torch.Tensor]]:
         """`state` of no rows: the columns that `load_state` takes."""
-        return self._by_table(lambda table: table.empty_state())
-
-    def _by_table(self, state: Callable[[DynamicTable], State]) -> State:
         tables: State = {}
         for group in self.groups:
-            tables |= columns_by_table(group.layout, state(group.table))
+            tables |= group.layout.by_table(group.table.empty_state())
         return tables
 
     def load_state(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
@@ -422,13 +422,7 @@ class HashTableCollection:
         self, reader: str = CHECKPOINT
     ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
         """Changes since the reader's last call: `state` of changed and new keys, and by table erased keys."""
-        changed: State = {}
-        gone: dict[str, torch.Tensor] = {}
-        for group in self.groups:
-            columns, erased = group.table.take_changes(reader)
-            changed |= columns_by_table(group.layout, columns)
-            gone |= keys_by_table(group.layout, erased)
-        return changed, gone
+        return self._taken(lambda table: True, reader)
 
     def weights(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """For each logical table ids (n,) int64 ascending and weights (n, dim), without optimizer state."""

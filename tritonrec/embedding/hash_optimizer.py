@@ -14,9 +14,9 @@ from ..distributed.communicator import Communicator
 from ..kernels import launch
 from .features import HashTableCollection
 from .learning_rate import Constant, rate_at
-from .row_gradients import RowGradients
+from .row_gradients import RowGradients, RowsParameter
 from .row_optimizer import RowOptimizer
-from .rows_parameter import RowsParameter
+from .state_check import check_distinct
 
 EPS = 1e-6
 """Beside the norm in the divisor, as in `torch.nn.utils.clip_grad_norm_`."""
@@ -208,8 +208,9 @@ class HashOptimizer(torch.optim.Optimizer):
         if saved:
             raise ValueError(f"the state has tables {', '.join(saved)}, which the model does not have")
         loads = [
-            owner.prepare_optimizer_states(
-                {name: state_dict["state"][_join(path, name)] for name in owner.tables.table_names}
+            _prepared(
+                owner,
+                {name: state_dict["state"][_join(path, name)] for name in owner.tables.table_names},
             )
             for path, owner in self._owners
         ]
@@ -220,11 +221,19 @@ class HashOptimizer(torch.optim.Optimizer):
         self.updates = updates
 
     def _tables(self, empty: bool = False) -> dict[str, dict[str, torch.Tensor]]:
-        return {
-            _join(path, name): {"keys": ids, "state": state}
-            for path, owner in self._owners
-            for name, (ids, state) in owner.optimizer_states(empty).items()
-        }
+        """By table ids (n,) int64 of this rank, ascending, and their optimizer state (n, width) float32.
+
+        ``empty``: no rows, for the width.
+        """
+        found, none = {}, torch.empty(0, dtype=torch.int64, device="cpu")
+        for path, owner in self._owners:
+            tables = owner.tables
+            exported = {} if empty else tables.export()  # once for all tables: it walks all rows
+            for name in tables.table_names:
+                ids, rows = exported.get(name) or (none, tables.initial_rows(name, none))
+                state = rows[:, tables.dim_of(name) :].contiguous()
+                found[_join(path, name)] = {"keys": ids, "state": state}
+        return found
 
 
 @runtime_checkable
@@ -237,13 +246,38 @@ class HasRows(Protocol):
     rows: RowsParameter
     fused_optimizer: HashOptimizer | None
 
-    def optimizer_states(self, empty: bool) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """By table ids (n,) of this rank and their optimizer state (n, width)."""
+    def owns(self, ids: torch.Tensor) -> torch.Tensor:
+        """(n,) bool, which of `ids` (n,) have their rows on this rank."""
 
-    def prepare_optimizer_states(
-        self, states: Mapping[str, Mapping[str, torch.Tensor]]
-    ) -> Callable[[], None]:
-        """Check the state of all rows of all tables; the function returned loads it."""
+
+def _prepared(owner: HasRows, states: Mapping[str, Mapping[str, torch.Tensor]]) -> Callable[[], None]:
+    """Check the optimizer state of all tables, ``keys`` (n,) and ``state`` (n, width) of each; the function
+    returned loads it.
+
+    It is the state of all rows of a table: other rows get zeros. Raises ValueError for an id that is given
+    twice or does not fit.
+    """
+    tables, checked = owner.tables, {}
+    for table in tables.table_names:
+        ids, state = states[table]["keys"].cpu(), states[table]["state"].cpu()
+        here, where = owner.owns(ids), f"the optimizer's state of table {table!r}"
+        ids, state = checked[table] = ids[here], state[here]
+        check_distinct(ids, where)
+        tables.check_ids(table, ids)
+        tables.rule_of(table).check_state(state, tables.dim_of(table), where)
+
+    def load() -> None:
+        for table, (own_ids, rows) in tables.export().items():
+            ids, state = checked[table]
+            dim = tables.dim_of(table)
+            rows[:, dim:] = 0.0
+            tables.load(table, own_ids, rows)
+            # Initial weights where an id has no row yet.
+            loaded = tables.current_rows(table, ids)
+            loaded[:, dim:] = state.to(loaded.device)
+            tables.load(table, ids, loaded)
+
+    return load
 
 
 def _group_of(

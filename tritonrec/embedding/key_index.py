@@ -25,7 +25,7 @@ import torch
 from ..host_memory import return_freed_memory
 from ..kernels import murmur
 from ..kernels.hash_table import numba_hash_table as kernels
-from .index_pool import MAX_ROWS, IndexPool
+from .pools import MAX_ROWS, IndexPool
 
 LOAD_FACTOR = 0.75
 """A structure of twice the slots takes over above this load (MTGRBoost, section 4.1)."""

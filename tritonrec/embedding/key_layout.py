@@ -10,6 +10,8 @@ import torch.nn.functional as F
 
 from ..kernels.dispatch import on_host
 
+Columns = Mapping[str, torch.Tensor]
+
 
 class KeyLayout:
     """Encoding of logical table and id in the keys of a merged table (MTGRBoost, equation 8).
@@ -117,9 +119,7 @@ class KeyLayout:
         ones = torch.ones_like(keys) if which is None else which.to(torch.int64)
         return keys.new_zeros(len(self.names)).scatter_add_(0, torch.where(ones > 0, members, 0), ones)
 
-    def merged(
-        self, member: int, columns: Mapping[str, torch.Tensor], feature: str
-    ) -> dict[str, torch.Tensor]:
+    def merged(self, member: int, columns: Columns, feature: str) -> dict[str, torch.Tensor]:
         """Columns of a state of logical table `member`, by name, as this table's."""
         found = {**columns, "keys": self.pack(member, columns["keys"], feature)}
         if "rows" in columns:
@@ -142,3 +142,25 @@ class KeyLayout:
             return rows
         blocks = rows.reshape(len(rows), rows.shape[1] // self.dims[member], self.dims[member])
         return F.pad(blocks, (0, widest - self.dims[member])).flatten(1)
+
+    def by_table(self, parts: Mapping[str, Columns]) -> dict[str, dict[str, torch.Tensor]]:
+        """Columns by part of a state, which is of rows or of candidates -> those of each logical table, by
+        `part_name`; keys become ids.
+        """
+        tables = {}
+        for part, columns in parts.items():
+            members, ids = self.unpack(columns["keys"])
+            for member, name in enumerate(self.names):
+                own = {**columns, "keys": ids}
+                if self.bits:
+                    here = members == member
+                    own = {column: values[here] for column, values in own.items()}
+                    if "rows" in own:
+                        own["rows"] = self.narrowed(member, own["rows"])
+                tables[part_name(name, part)] = own
+        return tables
+
+
+def part_name(table: str, part: str) -> str:
+    """The name of a part of a logical table's state: of its rows, or of its candidates."""
+    return table if part == "rows" else f"{table}.{part}"

@@ -45,12 +45,15 @@ class _Warmup:
 
     def __post_init__(self) -> None:
         _check_rates(lr=self.lr, floor=self.floor)
-        _check_updates(self.warmup, self.steps)
+        if not 0 <= self.warmup < self.steps:
+            raise ValueError(
+                f"warmup must be 0 to steps - 1 updates, got warmup={self.warmup} and steps={self.steps}"
+            )
 
     def __call__(self, update: int) -> float:
         if update <= self.warmup:
             return self.lr * update / self.warmup
-        return self.after(_progress(update, self.warmup, self.steps))
+        return self.after(min((update - self.warmup) / (self.steps - self.warmup), 1.0))
 
     def after(self, progress: float) -> float:
         """The rate at that share of the way from the warm-up's end to `steps`."""
@@ -172,16 +175,7 @@ def _is_hashable(value: object) -> bool:
     return True
 
 
-def _progress(update: int, warmup: int, steps: int) -> float:
-    return min((update - warmup) / (steps - warmup), 1.0)
-
-
 def _check_rates(**rates: float) -> None:
     for name, rate in rates.items():
         if not 0 <= rate < math.inf:
             raise ValueError(f"{name} must be finite and >= 0, got {rate}")
-
-
-def _check_updates(warmup: int, steps: int) -> None:
-    if not 0 <= warmup < steps:
-        raise ValueError(f"warmup must be 0 to steps - 1 updates, got warmup={warmup} and steps={steps}")

@@ -3,43 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
 from .change_log import ChangeLog
-from .row_column import RowColumn
-from .stream_lock import use_here
+from .pools import Arriving
+from .select import AllReduce
+from .shared_state import RowColumn, use_here
+from .stored_table import StoredTable
 
 
-class RowPolicy(Protocol):
-    """A policy with one number for each row: `Evictor`, `AccessCounter`."""
+class RowPolicy:
+    """A policy with one number for each row: `Evictor`, `AccessCounter`.
 
-    column: str
-    """Name of the numbers' column in checkpoints."""
+    Args:
+        column: name of the numbers' column in checkpoints.
+        every: steps between the passes in which it acts.
+        values: the numbers by handle.
+    """
 
-    values: RowColumn
+    def __init__(self, column: str, every: int, values: RowColumn):
+        self.column, self.every, self.values = column, every, values
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        ...
+        return self.values.nbytes
 
     def due(self, step: int) -> bool:
         """Whether the policy acts at `step`."""
-        ...
+        return step % self.every == 0
 
     def add(self, handles: torch.Tensor, keys: torch.Tensor) -> None:
         """Initialise the numbers of new rows, which no step has used; a handle of -1 is left out."""
-        ...
+        self.values[handles] = 0
 
     def remove(self, keys: torch.Tensor, which: torch.Tensor) -> None:
         """Handle the erasure of those of `keys` (K,) that `which` (K,) bool marks."""
-        ...
 
     def record(self, keys: torch.Tensor, handles: torch.Tensor, step: int) -> None:
         """Record the access of `step` to the rows of `keys` (K,) and `handles` (K,), distinct or -1."""
-        ...
+        raise NotImplementedError
+
+    def foresee(
+        self, rows: StoredTable, step: int, in_buffers: int, all_reduce: AllReduce | None
+    ) -> Arriving:
+        """Of the pass at `step`, by a table that is padded: at most how many rows it chooses.
+
+        Rows `in_buffers` are among them that are pinned then, or may be updated before. Collective where
+        `all_reduce` is given and ranks choose together.
+        """
+        raise NotImplementedError
 
 
 class PinnedRows:

@@ -10,11 +10,12 @@ process group every rank owns the ids that hash to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.fx
 
 from .. import ops
 from ..data.jagged import KeyedJaggedTensor, Lookup, WeightedLookup, check_offsets
@@ -28,14 +29,16 @@ from .features import FeatureConfig, HashTableCollection, TableGroup
 from .hash_optimizer import HashOptimizer
 from .module_state import load_module_state, save_module_state
 from .row_exchange import Route, rows_of_owners
-from .row_gradients import RowGradients
+from .row_gradients import RowGradients, RowsParameter
 from .row_optimizer import RowOptimizer
-from .rows_parameter import RowsParameter
-from .state_check import check_distinct
 from .table import DynamicTable
-from .tracing import UNSCRIPTABLE, leaf_call, refuse_transforms
 
 Consistency = Literal["batch", "window"]
+UNSCRIPTABLE = (
+    "TorchScript has no type for a table that grows: its rows are no parameters, and numba or Triton kernels "
+    "look them up. Trace with torch.fx, compile with torch.compile, or export for serving"
+)
+"""Why ``torch.jit`` is refused."""
 
 
 @typed
@@ -262,51 +265,6 @@ class HashEmbeddingCollection(torch.nn.Module):
         over = self.communicator
         return launch.owner_of(ids, over.world_size) == over.rank
 
-    def optimizer_states(self, empty: bool = False) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """By table ids (n,) int64 of this rank, ascending, and their optimizer state (n, width) float32.
-
-        ``empty``: no rows, for the width.
-        """
-        tables, none = self.tables, torch.empty(0, dtype=torch.int64, device="cpu")
-        # Once for all tables: an export walks all rows.
-        found = {} if empty else tables.export()
-        for name in tables.table_names:
-            ids, rows = found.get(name) or (none, tables.initial_rows(name, none))
-            found[name] = ids, rows[:, tables.dim_of(name) :].contiguous()
-        return {name: found[name] for name in tables.table_names}
-
-    def prepare_optimizer_states(
-        self, states: Mapping[str, Mapping[str, torch.Tensor]]
-    ) -> Callable[[], None]:
-        """Check the optimizer state of all tables, ``keys`` (n,) and ``state`` (n, width) of each; the
-        function returned loads it.
-
-        It is the state of all rows of a table: other rows get zeros. Raises ValueError for an id that is
-        given twice or does not fit.
-        """
-        checked = {}
-        for table in self.tables.table_names:
-            ids, state = states[table]["keys"].cpu(), states[table]["state"].cpu()
-            here = self.owns(ids)
-            ids, state = checked[table] = ids[here], state[here]
-            check_distinct(ids, f"the optimizer's state of table {table!r}")
-            self.tables.check_ids(table, ids)
-            rule, dim = self.tables.rule_of(table), self.tables.dim_of(table)
-            rule.check_state(state, dim, f"the optimizer's state of table {table!r}")
-
-        def load() -> None:
-            for table, (own_ids, rows) in self.tables.export().items():
-                ids, state = checked[table]
-                dim = self.tables.dim_of(table)
-                rows[:, dim:] = 0.0
-                self.tables.load(table, own_ids, rows)
-                # Initial weights where an id has no row yet.
-                loaded = self.tables.current_rows(table, ids)
-                loaded[:, dim:] = state.to(loaded.device)
-                self.tables.load(table, ids, loaded)
-
-        return load
-
     def lerp_rows_(self, other: HashEmbeddingCollection, weight: float) -> None:
         """Average rows: `HashTableCollection.lerp_` of the tables, as of ``copy.deepcopy(trained)``."""
         self.tables.lerp_(other.tables, weight)
@@ -424,3 +382,30 @@ class _Gather(torch.autograd.Function):
 def _common_seed(over: Communicator) -> int:
     drawn = torch.randint(2**62, (1,), dtype=torch.int64, device="cpu")
     return int(over.all_gather(drawn)[0])
+
+
+def refuse_transforms() -> None:
+    """Raise TypeError where torch records a call of a hash embedding, or gives it tensors without values."""
+    if torch._C._get_tracing_state() is not None:
+        raise TypeError(UNSCRIPTABLE)
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise TypeError(
+            "a transform of torch.func (grad, vmap, jacrev) would not reach the rows of a hash embedding: "
+            "look them up outside of it, and give them to the function as an argument"
+        )
+    if is_compiling() and torch.compiler.is_exporting():  # the flag alone is the process's
+        raise TypeError(
+            "torch.export has no place for a table that grows: tritonrec.serving.export writes rows and model"
+        )
+
+
+def leaf_call(module: torch.nn.Module, *args: Any) -> Any:
+    """The call of `module` as one node of the graph of its arguments, the first of which is a proxy.
+
+    Raises ValueError where the module is all that is traced.
+    """
+    tracer = args[0].tracer
+    path = tracer.path_of_module(module)
+    if not path:
+        raise ValueError("a hash embedding is one call of a traced model: trace the model that calls it")
+    return tracer.create_proxy("call_module", path, args, {})

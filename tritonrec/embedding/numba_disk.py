@@ -55,14 +55,11 @@ def move(write, file, rows, places, memory, size, start):
 
 @njit(cache=True, nogil=True)
 def use(places, recent, uses, now):
-    """Note the lookup `now` of the rows in memory at `places` (K,), -1 left out; returns their number."""
-    count = 0
+    """Note the lookup `now` of the rows in memory at `places` (K,), -1 left out."""
     for place in places:
         if place >= 0:
             recent[place] = now
             uses[place] += uses[place] < MOST_USES
-            count += 1
-    return count
 
 
 @njit(cache=True, nogil=True)

@@ -9,48 +9,30 @@ import torch
 from ..kernels.deferred import NONE, first_bad
 from ..kernels.dispatch import on_host
 from ..kernels.padding import report
-from .device_numbers import Arriving
-from .device_select import chosen_slots, in_order_of_keys, unpinned_slots
+from .metadata import RowPolicy
 from .policy import PrecisionTiers
-from .row_column import RowColumn
-from .select import unpinned_rows
+from .pools import Arriving
+from .select import AllReduce, chosen_slots, in_order_of_keys, unpinned_rows, unpinned_slots
 from .selection import valid
+from .shared_state import RowColumn
 from .stored_table import StoredTable
 
 
-class AccessCounter:
+class AccessCounter(RowPolicy):
     """Counts, up to 255, the steps that use each row; rows below the threshold are in low precision."""
 
-    column = "heat"
-
     def __init__(self, tiers: PrecisionTiers, device: torch.device | None = None):
-        self.tiers = tiers
-        self.values = RowColumn(torch.uint8, absent=255, device=device)  # below no threshold
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated."""
-        return self.values.nbytes
-
-    def due(self, step: int) -> bool:
-        """Whether the counts are halved at `step`."""
-        return step % self.tiers.every == 0
-
-    def add(self, handles: torch.Tensor, keys: torch.Tensor) -> None:
-        """Initialise the counts of new rows, which no step has used."""
-        self.values[handles] = 0
-
-    def remove(self, keys: torch.Tensor, which: torch.Tensor) -> None:
-        """Nothing to do for erased rows."""
+        # the count of a handle of -1 is below no threshold
+        super().__init__("heat", tiers.every, RowColumn(torch.uint8, absent=255, device=device))
+        self.threshold = tiers.threshold
 
     def record(self, keys: torch.Tensor, handles: torch.Tensor, step: int) -> None:
-        """Record the access of `step` to the rows of `handles` (K,), distinct or -1."""
         counts = self.values[handles]
         self.values[handles] = counts + (counts < 255)
 
     def in_low_precision(self, handles: torch.Tensor) -> torch.Tensor:
         """(K,) bool, whether to store each row of `handles` (K,) in 16 bits; False for a handle of -1."""
-        return self.values[handles] < self.tiers.threshold
+        return self.values[handles] < self.threshold
 
     def used(self) -> torch.Tensor:
         """Handles (n,) of rows with a count above 0, or -1."""
@@ -61,34 +43,34 @@ class AccessCounter:
         """Halve all counts."""
         self.values.rows.bitwise_right_shift_(1)
 
-    def demotable(self, rows: StoredTable, pinned: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys (n,), ascending, and handles (n,) of float32 rows below the threshold, none `pinned`."""
+    def foresee(
+        self, rows: StoredTable, step: int, in_buffers: int, all_reduce: AllReduce | None
+    ) -> Arriving:
+        _keys, handles = rows.slots_in_order()
+        # Counts as they will be after the halving; updates of rows in buffers may make them float32 before.
+        below = (handles >= 0) & (self.values[handles] >> 1 < self.threshold)
+        return Arriving((below & ~rows.in_low_precision(handles)).sum().view(1) + in_buffers)
+
+    def choose(
+        self, rows: StoredTable, pinned: torch.Tensor, most: list[int] | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys (n,), ascending, and handles (n,) of float32 rows below the threshold, none `pinned` (P,).
+
+        With `most`, what `foresee` has found, of a table that is padded, without a wait: handles are -1
+        behind the last.
+        """
+        if most is not None:
+            keys, handles, among = unpinned_slots(rows, pinned)
+            below = among & (self.values[handles] < self.threshold) & ~rows.in_low_precision(handles)
+            positions, count = chosen_slots(below, most[0])
+            keys, positions = in_order_of_keys(keys[positions], positions, count)
+            return keys, torch.where(valid(len(keys), count, keys.device), handles[positions], -1)
         keys, handles, counts = unpinned_rows(rows, pinned, self.values)
-        below = counts < self.tiers.threshold
+        below = counts < self.threshold
         keys, handles = keys[below], handles[below]
         full = ~rows.in_low_precision(handles)
         keys, order = keys[full].sort()  # a table's own order differs from process to process
         return keys, handles[full][order]
-
-    def foresee(self, rows: StoredTable, in_buffers: int) -> Arriving:
-        """Of the next halving, by a table that is padded: at most how many rows it makes `demotable`.
-
-        Updates of the rows `in_buffers` may come before it, which store any of them in float32.
-        """
-        _keys, handles = rows.slots_in_order()
-        # Counts as they will be after the halving.
-        below = (handles >= 0) & (self.values[handles] >> 1 < self.tiers.threshold)
-        return Arriving((below & ~rows.in_low_precision(handles)).sum().view(1) + in_buffers)
-
-    def demotable_padded(
-        self, rows: StoredTable, pinned: torch.Tensor, most: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`demotable` for a table that is padded, without a wait: handles are -1 behind the last."""
-        keys, handles, among = unpinned_slots(rows, pinned)
-        below = among & (self.values[handles] < self.tiers.threshold) & ~rows.in_low_precision(handles)
-        positions, count = chosen_slots(below, most)
-        keys, positions = in_order_of_keys(keys[positions], positions, count)
-        return keys, torch.where(valid(len(keys), count, keys.device), handles[positions], -1)
 
 
 def round_low(

@@ -13,28 +13,33 @@ import torch
 
 from ..files import in_memory
 from . import numba_disk
+from .row_storage import RowStorage
 
 _PAGE, _MOST_AHEAD = 1 << 16, 1 << 28
+SPOOLED = 1 << 26
+"""Bytes of rows from which on a save copies them; the page cache holds fewer, and then each read is short."""
 SLOW_SECONDS, SLOW_ROWS = 1.0, 1000
 """A disk is slow where rows take longer, and fewer move a second: an SSD moves ten times as many."""
 
 
-class RowFile:
-    """Row i is at byte ``i * row_bytes``. Rows in memory are float32, of a tensor that is contiguous.
+class RowFile(RowStorage):
+    """Row i, whose handle is i, is at byte ``i * row_bytes``. Lists are on the host, and without -1.
 
     The file is an anonymous one in the directory: no other process sees it, and the system frees its space
     when this one ends or is killed. What survives is the last checkpoint.
 
     Args:
-        path: an existing directory. row_bytes: of one row.
+        path: an existing directory. row_bytes: of one row. dim: weights of a row, by default all values.
 
     Raises:
         OSError: it is missing or cannot be written, and at any later call, full or broken; the message says
             which, where, and what to do.
     """
 
-    def __init__(self, path: str, row_bytes: int):
+    def __init__(self, path: str, row_bytes: int, dim: int | None = None):
         self.path, self.row_bytes, self.nbytes = path, row_bytes, 0
+        self.row_width, self.device = row_bytes // 4, torch.device("cpu")
+        self.dim = self.row_width if dim is None else dim
         self.read_rows, self.written_rows, self._slow = 0, 0, False
         try:
             self._file = tempfile.TemporaryFile(dir=path, buffering=0)  # noqa: SIM115
@@ -49,16 +54,57 @@ class RowFile:
             )
         os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no row tells of the next one
 
-    def reserve(self, rows: int) -> None:
-        """Reserve space for rows below `rows`, so that a full disk shows before a row depends on it."""
-        needed = -(-rows * self.row_bytes // _PAGE) * _PAGE
+    def grow(self, end: int) -> None:
+        """Reserve space for rows below `end`, so that a full disk shows before a row depends on it."""
+        needed = -(-end * self.row_bytes // _PAGE) * _PAGE
         if needed > self.nbytes:
-            end = max(needed, self.nbytes + min(self.nbytes, _MOST_AHEAD))
+            size = max(needed, self.nbytes + min(self.nbytes, _MOST_AHEAD))
             try:
-                os.posix_fallocate(self._file.fileno(), self.nbytes, end - self.nbytes)
+                os.posix_fallocate(self._file.fileno(), self.nbytes, size - self.nbytes)
             except OSError as error:
-                raise self._named(error, f"cannot grow to {end:,} bytes") from error
-            self.nbytes = end
+                raise self._named(error, f"cannot grow to {size:,} bytes") from error
+            self.nbytes = size
+
+    def add(self, handles: torch.Tensor, end: int) -> None:
+        self.grow(end)
+
+    def gather(self, handles: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        if out is None:
+            out = torch.empty(len(handles), self.row_width, dtype=torch.float32, device="cpu")
+        self.read(handles, out, torch.arange(len(handles), dtype=torch.int64, device="cpu"))
+        return out
+
+    def update(
+        self, handles: torch.Tensor, values: torch.Tensor, low_precision: torch.Tensor | None = None
+    ) -> None:
+        self.write(handles, values, torch.arange(len(handles), dtype=torch.int64, device="cpu"))
+
+    def memory(self) -> dict[str, int]:
+        nothing = dict.fromkeys(("metadata", "fp32_values", "fp16_values", "saved_by_fp16"), 0)
+        return {**nothing, "disk": self.nbytes}
+
+    def spool(self, rows: int) -> RowFile | None:
+        """A file beside this one for a copy of so many of its rows, which is read in its own order, and has
+        the order in which a reader wants them. None where that gains nothing, or finds no space.
+        """
+        size = rows * self.row_bytes
+        if size <= SPOOLED:
+            return None
+        file = RowFile(self.path, self.row_bytes)
+        try:
+            file.grow(rows)
+        except OSError as error:
+            file.close()
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            warnings.warn(
+                f"tritonrec: {self.path!r} has no space for a copy of {size:,} bytes of rows during a "
+                "save: each is read by itself, which takes longer",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return None
+        return file
 
     def close(self) -> None:
         """Give its space back at once."""

@@ -1,4 +1,13 @@
-"""The values of a table's rows by handle: in float32, or in two tiers of precision."""
+"""The values of a table's rows by handle, in chunks of memory: in float32, or in two tiers of precision.
+
+A table's storage is a *home* that has all rows, host or device memory here or a file (`RowFile`),
+alone or behind one or two caches (`cached_storage.CachedStorage`)::
+
+    host, device      RowStorage, or with precision tiers TieredStorage
+    cached            CachedStorage on the device, before these in page-locked host memory
+    disk              HostCachedStorage, before a RowFile
+    cached, on disk   CachedStorage on the device, before that
+"""
 
 from __future__ import annotations
 
@@ -6,12 +15,8 @@ import torch
 
 from ..kernels import chunked_rows
 from ..kernels.chunked_rows import LOW
-from .device_pool import DevicePool, most_of
-from .index_pool import MAX_ROWS
-from .lookup import Moves
-from .row_column import RowColumn
-from .row_file import RowFile
-from .stream_lock import Replaceable, StreamLock
+from .pools import MAX_ROWS, DevicePool, most_of
+from .shared_state import Replaceable, RowColumn, StreamLock
 
 
 class Chunks:
@@ -75,8 +80,10 @@ class RowStorage:
         device, on_host: see `Chunks`.
     """
 
-    tiered, ahead = False, 1
-    """Whether rows may be in 16 bits; chunks allocated beyond those in use."""
+    ahead = 1
+    """Chunks allocated beyond those in use."""
+    wants_misses = False
+    """Whether, as the home of a cache, it is to `prefetch` the rows that the cache misses."""
 
     def __init__(
         self,
@@ -122,18 +129,19 @@ class RowStorage:
     def prefetch(self, handles: torch.Tensor) -> None:
         """See `StoredTable.prefetch`."""
 
-    def spool(self, rows: int) -> RowFile | None:
-        """See `StoredTable.spool`."""
-        return None
-
     def in_low_precision(self, handles: torch.Tensor) -> torch.Tensor:
         """See `StoredTable.in_low_precision`."""
-        return torch.zeros(len(handles), dtype=torch.bool, device=self.device)
+        return torch.zeros_like(handles, dtype=torch.bool)
 
     @property
-    def moves(self) -> Moves:
-        """See `StoredTable.moves`."""
-        return Moves()
+    def moved(self) -> list[int]:
+        """How many rows changed to float32, and to 16 bits; waits for a device."""
+        return [0, 0]
+
+    @property
+    def found(self) -> int:
+        """How many rows of lookups were in the cache, of a storage that has one; waits for a device."""
+        return 0
 
     def memory(self) -> dict[str, int]:
         """Bytes of values and of locations; `saved_by_fp16` counts rows in use."""
@@ -159,8 +167,6 @@ class TieredStorage(RowStorage):
         handle       0   1   2      3
         location     0   1   2**30  -1 (erased)
     """
-
-    tiered = True
 
     def __init__(
         self,
@@ -221,8 +227,8 @@ class TieredStorage(RowStorage):
         return self._locate(handles) >= LOW
 
     @property
-    def moves(self) -> Moves:
-        return Moves(*self._moved.tolist())
+    def moved(self) -> list[int]:
+        return self._moved.tolist()
 
     def memory(self) -> dict[str, int]:
         return {
@@ -258,6 +264,11 @@ class TieredStorage(RowStorage):
         )
 
 
+def _tiers(locations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(K,) bool each, which `locations` (K,) are of float32 rows, and which of 16-bit rows."""
+    return (locations >= 0) & (locations < LOW), locations >= LOW
+
+
 class TierMarks:
     """Which rows are to be stored in 16 bits, by handle, of a storage that holds them in float32 meanwhile.
 
@@ -276,9 +287,9 @@ class TierMarks:
         return self._low.nbytes
 
     @property
-    def moves(self) -> Moves:
-        """Rows to be moved so far, to float32 and to 16 bits."""
-        return Moves(*self._moved.tolist())
+    def moved(self) -> list[int]:
+        """See `RowStorage.moved`."""
+        return self._moved.tolist()
 
     def add(self, handles: torch.Tensor, end: int) -> None:
         """New rows at `handles` (K,), or -1, below `end`."""
@@ -310,8 +321,3 @@ def stored_low(
     present = handles >= 0
     written = torch.where(present.unsqueeze(1), values, 0.0)  # the rows of a handle of -1 may be undefined
     return chunked_rows.fits(written, dim) & low_precision & present
-
-
-def _tiers(locations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(K,) bool each, which `locations` (K,) are of float32 rows, and which of 16-bit rows."""
-    return (locations >= 0) & (locations < LOW), locations >= LOW

@@ -10,10 +10,9 @@ from ..data.jagged import KeyedJaggedTensor, Lookup, WeightedLookup
 from ..settings import typed
 from .bags import Pooling
 from .features import FeatureConfig
-from .modules import HashEmbeddingCollection
+from .modules import HashEmbeddingCollection, leaf_call
 from .policy import Placement, TablePolicy
 from .row_optimizer import RowOptimizer
-from .tracing import leaf_call
 
 
 @typed

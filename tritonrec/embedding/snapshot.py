@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from .key_index import KeyIndex
+from .key_layout import KeyLayout
 from .row_file import RowFile
 from .row_storage import RowStorage
 from .stored_table import StoredTable
@@ -75,19 +76,19 @@ class Snapshot:
         self._readers = 0
         self._kept = threading.local()
 
-    def part(
-        self,
-        ids: torch.Tensor,
-        handles: torch.Tensor,
-        pack: Callable[[torch.Tensor], torch.Tensor],
-        narrowed: Callable[[torch.Tensor], torch.Tensor],
-    ) -> SnapshotRows:
-        """The rows of one logical table, by `ids` (n,) int64, whose keys are ``pack(ids)``.
-
-        Of rows (K, row_width) of the table ``narrowed(rows)`` are its own columns.
-        """
-        self._readers += 1
-        return SnapshotRows(self, ids, handles, pack, narrowed)
+    def by_table(
+        self, layout: KeyLayout, keys: torch.Tensor, handles: torch.Tensor
+    ) -> dict[str, SnapshotRows]:
+        """As `KeyLayout.by_table`, for the rows, whose keys (n,) int64 and handles (n,) int32 these are."""
+        tables = {}
+        for member, name in enumerate(layout.names):
+            ids, own = keys, handles
+            if layout.bits:
+                members, ids = layout.unpack(keys)
+                ids, own = ids[members == member], handles[members == member]
+            tables[name] = SnapshotRows(self, ids, own, layout, member)
+        self._readers += len(tables)
+        return tables
 
     def preserve(self, handles: torch.Tensor) -> None:
         """Copy those rows of `handles` (K,), or -1, that are still to be read: they are about to change."""
@@ -159,15 +160,15 @@ class SnapshotRows:
         snapshot: Snapshot,
         ids: torch.Tensor,
         handles: torch.Tensor,
-        pack: Callable[[torch.Tensor], torch.Tensor],
-        narrowed: Callable[[torch.Tensor], torch.Tensor],
+        layout: KeyLayout,
+        member: int,
     ):
-        self._snapshot, self._ids, self._handles, self._pack = snapshot, ids.numpy(), handles.numpy(), pack
-        self._narrowed = narrowed
+        self._snapshot, self._ids, self._handles = snapshot, ids.numpy(), handles.numpy()
+        self._layout, self._member = layout, member
         self.like: Mapping[str, torch.Tensor] = {
             "keys": ids[:0],
             **{name: values[:0] for name, values in snapshot.metadata.items()},
-            "rows": narrowed(torch.empty(0, snapshot.row_width, dtype=torch.float32, device="cpu")),
+            "rows": self._narrowed(torch.empty(0, snapshot.row_width, dtype=torch.float32, device="cpu")),
         }
         self._bounds: list[list[int]] = []  # where the parts begin in each stretch
         self._copy: RowFile | None = None  # of the rows in their new order
@@ -221,6 +222,12 @@ class SnapshotRows:
             self._copy.close()
             self._copy = None
         self._snapshot.close()
+
+    def _pack(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._layout.pack(self._member, ids, self._layout.names[self._member])
+
+    def _narrowed(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._layout.narrowed(self._member, rows)
 
     def _order_by_handle(self) -> None:
         """As the rows lie in the file, a few at a time: training waits while numpy moves some."""

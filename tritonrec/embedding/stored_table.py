@@ -6,18 +6,18 @@ from collections.abc import Callable
 
 import torch
 
-from ..kernels.dispatch import usable_device
+from ..kernels.checksums import first_other_row, row_checksums, write_row_checksums
+from ..kernels.deferred import NONE
+from ..kernels.dispatch import on_host, usable_device
 from ..settings import bytes_of
-from .cached_storage import CachedStorage, DiskHome
+from .cached_storage import PLACE_BYTES, CachedStorage, HostCachedStorage, HostStorage
 from .device_index import DeviceIndex
-from .disk_storage import DiskStorage
 from .key_index import KeyIndex
-from .lookup import Moves
 from .policy import Placement
-from .row_checksums import RowChecksums
+from .pools import MAX_ROWS
 from .row_file import RowFile
 from .row_storage import RowStorage, TieredStorage
-from .stream_lock import StreamLock
+from .shared_state import RowColumn, StreamLock
 
 
 class StoredTable:
@@ -40,6 +40,7 @@ class StoredTable:
     Args:
         index, storage: on one device.
         initial_rows: keys (K,) -> their initial rows (K, row_width) float32.
+        file: that the storage ends in, if it does.
     """
 
     def __init__(
@@ -47,8 +48,10 @@ class StoredTable:
         index: KeyIndex | DeviceIndex,
         storage: RowStorage,
         initial_rows: Callable[[torch.Tensor], torch.Tensor],
+        file: RowFile | None = None,
     ):
         self._index, self._storage, self._initial_rows = index, storage, initial_rows
+        self._file = file
         self.device = storage.device
         self.padded = isinstance(index, DeviceIndex)
         """Whether lookups leave their lengths on the device, so that the host does not wait for them."""
@@ -104,10 +107,8 @@ class StoredTable:
         self._storage.prefetch(handles)
 
     def spool(self, rows: int) -> RowFile | None:
-        """A file for a copy of so many rows, where the table lies in one: it is read in the order of the
-        handles, and the copy has the order in which a reader wants the rows. None where that gains nothing.
-        """
-        return self._storage.spool(rows)
+        """See `RowFile.spool`; None where the table does not lie in a file."""
+        return None if self._file is None else self._file.spool(rows)
 
     def gather(self, handles: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Copies of rows (K, row_width) float32, repeats allowed, in `out` if given; undefined where a handle
@@ -175,17 +176,15 @@ class StoredTable:
     def first_changed(
         self, handles: torch.Tensor, values: torch.Tensor, skipped: torch.Tensor
     ) -> torch.Tensor | int:
-        """1 + the first of the rows `values` (K, row_width) that is not as it was written; 0: none.
-
-        See `RowChecksums.first_changed`; `keep_checksums` comes first.
-        """
+        """See `RowChecksums.first_changed`; `keep_checksums` comes first."""
         assert self._checksums is not None
         return self._checksums.first_changed(handles, values, skipped)
 
     @property
-    def moves(self) -> Moves:
-        """See `Moves`; waits for a device."""
-        return self._storage.moves
+    def moves(self) -> list[int]:
+        """Rows moved so far, the last five numbers of `Counters`; waits for a device."""
+        read, written = (0, 0) if self._file is None else (self._file.read_rows, self._file.written_rows)
+        return [*self._storage.moved, self._storage.found, read, written]
 
     def memory(self) -> dict[str, int]:
         """Bytes allocated, by purpose."""
@@ -194,6 +193,50 @@ class StoredTable:
         if self._checksums is not None:
             stored["metadata"] += self._checksums.nbytes
         return {"key_structure": self._index.nbytes, **stored}
+
+
+class RowChecksums:
+    """Checksums of rows at rest, 8 bytes each, by handle: written with a row, compared when it is read.
+
+    Args:
+        device: of the table.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._sums = RowColumn(torch.int64, device=device)
+        self._lock = StreamLock(device)  # a column that grows loses what is written meanwhile
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self._sums.nbytes
+
+    def write(self, handles: torch.Tensor, values: torch.Tensor, end: int) -> None:
+        """The rows of `handles` (K,), distinct, -1 left out, below `end`, are `values` (K, row_width) now."""
+        with self._lock:
+            self._sums.grow(end)
+            if on_host(values):
+                write_row_checksums(self._sums.rows, handles, values)
+            else:
+                self._sums[handles] = row_checksums(values)
+
+    def first_changed(
+        self, handles: torch.Tensor, values: torch.Tensor, skipped: torch.Tensor
+    ) -> torch.Tensor | int:
+        """1 + the first of the rows `values` (K, row_width) that is not as it was written; 0: none.
+
+        Rows of -1 are left out, and the positions `skipped` (n,) int64, where -1 is no position. On a device
+        positions (K,) int64 of changed rows, with `deferred.NONE` for others.
+        """
+        if on_host(handles) and on_host(values):
+            return 1 + first_other_row(self._sums.rows, handles, values, skipped)
+        now = row_checksums(values).to(handles.device)
+        changed = (self._sums[handles] != now) & (handles >= 0)
+        changed = torch.cat([changed, changed.new_zeros(1)])  # and one for positions of -1
+        changed[skipped] = False
+        places = torch.arange(len(handles), device=handles.device)
+        return torch.where(changed[:-1], places, NONE)
 
 
 def make_table(
@@ -210,17 +253,26 @@ def make_table(
     Raises ValueError for a device that is not on this machine, OSError for a directory that takes no file.
     """
     placement = placement.chosen()
-    on_host = placement.storage in ("host", "disk")
-    device = usable_device("cpu" if on_host else placement.device)
+    by_host = placement.storage in ("host", "disk")
+    device = usable_device("cpu" if by_host else placement.device)
+    file: RowFile | None = None
     storage: RowStorage
     if placement.path:
-        disk = DiskStorage(dim, row_width, placement.path, bytes_of(placement.memory), tiers)
-        storage = disk if on_host else DiskHome(disk, device)
+        size, memory = 4 * row_width + PLACE_BYTES, bytes_of(placement.memory)
+        if memory < size:
+            raise ValueError(
+                f"memory={memory} bytes of a table on disk hold no row of {size} bytes: two batches' rows "
+                "should fit"
+            )
+        file = RowFile(placement.path, 4 * row_width, dim)
+        home = HostStorage(file, torch.device("cpu"))
+        storage = HostCachedStorage(home, min(memory // size, MAX_ROWS // 2), tiers and by_host)
+        storage = storage if by_host else HostStorage(storage, device)
     else:
         kind = TieredStorage if tiers else RowStorage
         storage = kind(dim, row_width, chunk_rows, device, on_host=placement.storage == "cached")
-    if on_host:
-        return StoredTable(KeyIndex(slots), storage, initial_rows)
+    if by_host:
+        return StoredTable(KeyIndex(slots), storage, initial_rows, file)
     if placement.storage == "cached":
-        storage = CachedStorage(storage, placement.cache_rows)
-    return StoredTable(DeviceIndex(slots, device), storage, initial_rows)
+        storage = CachedStorage(storage, placement.cache_rows, tiers)
+    return StoredTable(DeviceIndex(slots, device), storage, initial_rows, file)

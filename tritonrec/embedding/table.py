@@ -11,9 +11,9 @@ import torch
 
 from .change_log import CHECKPOINT
 from .in_flight import InFlight
+from .shared_state import StreamLock
 from .snapshot import Snapshot
 from .state_check import check_distinct, check_state
-from .stream_lock import StreamLock
 from .trained_table import TrainedTable
 
 State = dict[str, dict[str, torch.Tensor]]
@@ -63,10 +63,8 @@ class DynamicTable(TrainedTable):
         self._note_written(keys)
         self._check_values(len(keys), values)
         check_distinct(keys, "the rows to load")
-        with self._whole_rows(keys.to(self.device)), self._updating:
-            with self._lock:
-                handles = self._load(keys.to(self.device))
-            self._update(handles, values.to(self.device), keys.to(self.device))
+        with self._whole_rows(keys.to(self.device)):
+            self._load_state({"rows": {"keys": keys, "rows": values}})
 
     def keys(self) -> torch.Tensor:
         """(n,) int64, ascending."""
@@ -137,10 +135,10 @@ class DynamicTable(TrainedTable):
     def _snapshot(
         self, metadata: dict[str, torch.Tensor], settled: bool, handles: torch.Tensor | None = None
     ) -> Snapshot:
+        check = partial(self.validate_rows, stored=self._rows)
         made = Snapshot(
-            self._rows, self.row_width, metadata, self._updating, partial(self._validate, self._rows),
-            self._close, handles, settled,
-        )  # fmt: skip
+            self._rows, self.row_width, metadata, self._updating, check, self._close, handles, settled
+        )
         self._snapshots += (made,)
         return made
 
@@ -190,7 +188,8 @@ class DynamicTable(TrainedTable):
             with self._updating:
                 with self._lock:
                     handles = self._load(rows["keys"])
-                    self._metadata.restore(handles, rows)
+                    if "recent" in rows:  # that of policies, which rows alone do not have
+                        self._metadata.restore(handles, rows)
                 self._update(handles, rows["rows"], rows["keys"])
         if self._candidates is not None and "candidates" in here:
             with self._lock:

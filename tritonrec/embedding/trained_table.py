@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -12,25 +14,57 @@ from ..kernels.checksums import row_checksums
 from ..kernels.padding import report
 from ..settings import check_number
 from .candidates import Candidates
-from .device_numbers import Arriving
 from .evictor import Evictor
-from .in_flight import InFlight, check_trainable
+from .in_flight import InFlight, WrittenRows, check_trainable
 from .key_layout import KeyLayout
-from .lookup import Counters, Lookup
 from .metadata import RowMetadata, RowPolicy
 from .policy import Placement, TablePolicy
+from .pools import Arriving
 from .precision import AccessCounter, round_low
 from .select import AllReduce
 from .selection import select, valid
+from .shared_state import StreamLock
 from .snapshot import Snapshot
 from .stored_table import StoredTable, make_table
-from .stream_lock import StreamLock
-from .written_rows import WrittenRows
 
 BLOCK = 4096
 """Rows evicted or demoted under one lock; this bounds the wait of an update."""
 
 State = dict[str, dict[str, torch.Tensor]]
+
+
+class Lookup(NamedTuple):
+    """The rows of a step's keys.
+
+    handles: (K,) int64, -1 for a key that is not admitted, and behind the count. Valid until the second
+        lookup after this one begins; evictions, moves and inserts in between do not change them.
+    low_precision: (K,) bool, rows to store in 16 bits, False where not admitted; None without precision
+        tiers.
+    """
+
+    handles: torch.Tensor
+    low_precision: torch.Tensor | None
+
+
+@dataclass
+class Counters:
+    """Rows and lookups of a table on this rank since it was made.
+
+    found: keys looked up that had a row. inserted: rows made for new keys. rejected: lookups of keys that
+    are not admitted yet. evicted: rows erased by eviction. promoted, demoted: rows moved to float32 and to 16
+    bits; a new row moves at its first update. cached: rows looked up that were in a device's cache, or in the
+    memory of a table on disk. disk_read, disk_written: rows read from a disk, and written to it.
+    """
+
+    found: int
+    inserted: int
+    rejected: int
+    evicted: int
+    promoted: int
+    demoted: int
+    cached: int
+    disk_read: int
+    disk_written: int
 
 
 class TrainedTable:
@@ -121,7 +155,7 @@ class TrainedTable:
         return Counters(found, inserted, rejected, int(self._evicted), *self._moves())
 
     def _moves(self) -> list[int]:
-        """`Moves`, of the tables before this one too."""
+        """`StoredTable.moves`, of the tables before this one too."""
         return [sum(each) for each in zip(self._before, self._rows.moves, strict=True)]
 
     def lookup(
@@ -290,26 +324,19 @@ class TrainedTable:
         keys: torch.Tensor,
         values: torch.Tensor,
         skipped: torch.Tensor | None = None,
+        stored: StoredTable | None = None,
     ) -> None:
         """Raise `CorruptionError` naming a row of `values` (K, row_width) that is not as it was written.
 
         Rows of -1 are left out, and positions `skipped` (n,) int64, where -1 is no position. An error on a
-        device is put off where errors are (`kernels.deferred`).
+        device is put off where errors are (`kernels.deferred`). `stored`: where they are read, of a snapshot.
         """
-        self._validate(self._rows, handles, keys, values, skipped)
-
-    def _validate(
-        self,
-        rows: StoredTable,
-        handles: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        skipped: torch.Tensor | None = None,
-    ) -> None:
         if self._rank is None:
             return
         rank = self._rank
-        first = rows.first_changed(handles, values, handles[:0] if skipped is None else skipped)
+        first = (self._rows if stored is None else stored).first_changed(
+            handles, values, handles[:0] if skipped is None else skipped
+        )
 
         def error(code: int) -> CorruptionError:
             return CorruptionError(
@@ -446,14 +473,10 @@ class TrainedTable:
     def _evict(self, evictor: Evictor, pinned: torch.Tensor, step: int, all_reduce: AllReduce | None) -> None:
         with self._lock:
             self._metadata.changes.mark(evictor.stamp(self._rows, step))
-        count: torch.Tensor | None = None
-        if self.padded:
-            most = self._number(evictor, step, all_reduce)
-            if not any(most):
-                return
-            keys, count = evictor.choose_padded(self._rows, pinned, step, most, all_reduce)
-        else:
-            keys = evictor.choose(self._rows, pinned, step, all_reduce)
+        most = self._number(evictor, step, all_reduce)
+        if most is not None and not any(most):
+            return
+        keys, count = evictor.choose(self._rows, pinned, step, most, all_reduce)
         for first, part in zip(range(0, len(keys), BLOCK), keys.split(BLOCK), strict=False):
             here = None if count is None else (count - first).clamp(0, len(part))
             with self._updating, self._lock:
@@ -462,17 +485,14 @@ class TrainedTable:
 
     def _demote(self, precision: AccessCounter, pinned: torch.Tensor, step: int) -> None:
         """Halve the access counts, and store in 16 bits the rows that are below the threshold now."""
-        most = self._number(precision, step, None)[0] if self.padded else 0
+        most = self._number(precision, step, None)
         with self._lock:
             if self._metadata.changes.active:
                 # Halving changes the access count of every row that has
                 # one: all of these are in the next checkpoint of changes.
                 self._metadata.changes.mark(precision.used())
             precision.halve()
-        if self.padded:
-            keys, handles = precision.demotable_padded(self._rows, pinned, most)
-        else:
-            keys, handles = precision.demotable(self._rows, pinned)
+        keys, handles = precision.choose(self._rows, pinned, most)
         for part_keys, part in zip(keys.split(BLOCK), handles.split(BLOCK), strict=True):
 
             def describe(row: int, keys: torch.Tensor = part_keys) -> str:
@@ -487,26 +507,26 @@ class TrainedTable:
 
         In a flight nothing but lookups adds or erases rows, on any rank.
         """
+        in_buffers = self._metadata.pinned.in_buffers
         numbers = {
-            policy: self._foreseen_by(policy, step, all_reduce)
+            policy: policy.foresee(self._rows, step, in_buffers, all_reduce)
             for policy in self._metadata.policies
             if policy.due(step)
         }
         self._foreseen = self.in_flight.number, step, numbers
 
-    def _foreseen_by(self, policy: RowPolicy, step: int, all_reduce: AllReduce | None) -> Arriving:
-        if policy is self._evictor:
-            return self._evictor.foresee(self._rows, step, all_reduce)
-        assert self._precision is not None
-        return self._precision.foresee(self._rows, self._metadata.pinned.in_buffers)
-
-    def _number(self, policy: RowPolicy, step: int, all_reduce: AllReduce | None) -> list[int]:
-        """What the pass of a `policy` goes by: foreseen in the last lookup, or found now, with a wait."""
+    def _number(self, policy: RowPolicy, step: int, all_reduce: AllReduce | None) -> list[int] | None:
+        """What the pass of a `policy` goes by: foreseen in the last lookup, or found now, with a wait; None
+        for a table that is not padded.
+        """
+        if not self.padded:
+            return None
         flight, foreseen, numbers = self._foreseen
         # Between flights rows may be loaded or erased, and
         # another step may come than the one that was foreseen.
         if (flight, foreseen) != (self.in_flight.number, step) or not self.in_flight.active:
-            return self._foreseen_by(policy, step, all_reduce).take()
+            in_buffers = self._metadata.pinned.in_buffers
+            return policy.foresee(self._rows, step, in_buffers, all_reduce).take()
         return numbers[policy].take()
 
     def _check_device(self, name: str, values: torch.Tensor) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from ..kernels import launch
 from .features import HashTableCollection
 from .state_check import check_distinct
 
@@ -247,15 +246,10 @@ def load_table_weights(
             raise ValueError(f"there is no table {name!r} here, but {', '.join(known)}")
     loads = []
     for owner in owners:
-        over = owner.communicator
-
-        def owns(ids: torch.Tensor, rank: int = over.rank, ranks: int = over.world_size) -> torch.Tensor:
-            return launch.owner_of(ids, ranks) == rank
-
         names = owner.tables.table_names
         wanted = tables if tables is None or len(owners) == 1 else [name for name in tables if name in names]
         choice = Choice(wanted, rename=rename or {})
-        loads.append(choose_tables(owner.tables, there[0], dict(there[1]), choice, report, owns))
+        loads.append(choose_tables(owner.tables, there[0], dict(there[1]), choice, report, owner.owns))
     used = {old for old, _ in report.tables.values()}
     report.unused = [name for name in there[0] if name not in used]
     check_renames(rename or {}, report)

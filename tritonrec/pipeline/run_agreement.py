@@ -27,8 +27,7 @@ import torch
 from ..distributed import Communicators, RanksDisagreeError
 from ..distributed.agreement import differences
 from ..embedding import HashTableCollection
-from ..embedding.in_flight import as_lane
-from ..embedding.written_rows import WrittenRows
+from ..embedding.in_flight import WrittenRows, as_lane
 from ..kernels.checksums import checksum, sums_of_bits
 from .dense import DenseModel
 from .dense_checks import is_sharded

@@ -18,8 +18,8 @@ from ..data import Vocabulary
 from ..data.vocabulary import tensors_of, vocabularies_of
 from ..distributed import Communicators, check_ranks_agree
 from ..embedding import HashTableCollection
-from ..embedding.description import check_description
 from ..embedding.in_flight import check_trainable
+from ..embedding.state_check import check_description
 from ..files.places import Place, place_of
 from .dense import DenseModel
 from .position import LOADER, SupportsState, position_of, positions

@@ -12,7 +12,7 @@ from ..checkpoint import unflatten
 from ..checkpoint.writer import columns_of
 from ..distributed import Communicators
 from ..embedding import HashTableCollection
-from ..embedding.description import check_description
+from ..embedding.state_check import check_description
 from ..embedding.warm_start import Choice, WarmStart, check_renames, choose_dense, choose_tables, tables_of
 from ..files.places import Place
 from ..kernels import launch

@@ -37,7 +37,7 @@ from ..checkpoint import CheckpointStream, unflatten
 from ..checkpoint.files import flush, sha256_of
 from ..checkpoint.manifest import add_checksum
 from ..data.vocabulary import Vocabulary, vocabularies_of
-from ..embedding.description import check_description
+from ..embedding.state_check import check_description
 from ..files.places import Place, RemotePath, become, place_of
 from ..kernels.autocast import DTYPES, Precision
 from ..settings import typed

@@ -23,10 +23,9 @@ from typing import Any
 import torch
 
 from ..data.jagged import KeyedJaggedTensor, Lookup
-from ..embedding.modules import HashEmbeddingCollection
+from ..embedding.modules import UNSCRIPTABLE, HashEmbeddingCollection
 from ..embedding.policy import TablePolicy
 from ..embedding.row_optimizer import RowOptimizer
-from ..embedding.tracing import UNSCRIPTABLE
 from ..settings import typed
 from .configs import check_tables, embedding_names, features_of_tables, fill_by_init_fn
 

@@ -147,7 +147,7 @@ def evicts_by_the_pass_before(program: Program) -> None:
     """A device's table evicts as many rows as were too many one pass earlier."""
     table = program.tables.groups[0].table
     number = table._number
-    last: dict[str, list[int]] = {}
+    last: dict[str, list[int] | None] = {}
 
     def stale(policy, step, all_reduce):
         now = number(policy, step, all_reduce)
@@ -263,5 +263,4 @@ def disk_wrong_offset(program: Program) -> None:
 
 def _files(program: Program) -> Iterator[RowFile]:
     for group in program.tables.groups:
-        storage = group.table._rows._storage
-        yield storage._file  # type: ignore[attr-defined]
+        yield group.table._rows._file  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Promise: what a device's table chooses without a wait is what the host's table chooses."""
+"""Promise: numbers that only a device knows are those of the host, or bounds of them, without a wait."""
 
 import sys
 from pathlib import Path
@@ -8,90 +8,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from naive_table import Ranks
 
 sys.path[:0] = [str(Path(__file__).parents[2] / "ci" / "emulator")]
 from pretended import GPU, pretended  # noqa: E402
 
-from tritonrec.embedding import KeyLayout  # noqa: E402
 from tritonrec.embedding.device_index import DeviceIndex  # noqa: E402
-from tritonrec.embedding.device_numbers import Arriving, DeviceNumbers  # noqa: E402
-from tritonrec.embedding.device_pool import DevicePool  # noqa: E402
-from tritonrec.embedding.device_select import _end_of_share, in_order_of_keys, smallest_slots  # noqa: E402
-from tritonrec.embedding.index_pool import MAX_ROWS, IndexPool  # noqa: E402
+from tritonrec.embedding.pools import (  # noqa: E402
+    MAX_ROWS,
+    Arriving,
+    DeviceNumbers,
+    DevicePool,
+    IndexPool,
+)
 from tritonrec.pipeline.places import Common  # noqa: E402
-
-FIRST, LAST = -(2**63), 2**63 - 1
-ALONE, MERGED = KeyLayout(), KeyLayout(("action", "item", "user"))
-IDS = {
-    False: st.one_of(
-        st.integers(FIRST, LAST), st.integers(-3, 3), st.sampled_from([FIRST, FIRST + 1, LAST - 1, LAST])
-    ),
-    True: st.one_of(st.integers(0, 2**61 - 1), st.integers(0, 3), st.sampled_from([0, 2**61 - 2, 2**61 - 1])),
-}
-SCORES = st.one_of(st.integers(-2, 2), st.sampled_from([255, 256, 65536, 2**31 - 1, -(2**31)]))
-
-
-def packed(member, number):
-    return int(MERGED.pack(member, torch.tensor([number]), "f"))
-
-
-def chosen_of(ranks, slots, owners, k):
-    """(score, key) chosen on any rank, each of which has its own slots (score, key, group, candidate)."""
-
-    def run(rank, all_reduce):
-        mine = [slot for slot, owner in zip(slots, owners, strict=True) if owner == rank]
-        columns = torch.tensor(mine, dtype=torch.int64).view(-1, 4)
-        scores, keys, groups, among = columns.unbind(1)
-        positions, count = smallest_slots(
-            scores.to(torch.int32), keys.contiguous(), groups, among.bool(), k, all_reduce
-        )
-        assert len(positions) == sum(min(each, len(mine)) for each in k)
-        return [mine[i][:2] for i in positions[: int(count)].tolist()]
-
-    return sorted(slot for part in ranks(run) for slot in part)
-
-
-@given(st.booleans(), st.integers(1, 4), st.randoms(use_true_random=False), st.data())
-def test_the_smallest_of_each_group(merged, world_size, random, data):
-    members = st.integers(0, 2) if merged else st.just(0)
-    picked = data.draw(
-        st.lists(
-            st.tuples(members, SCORES, IDS[merged], st.booleans()),
-            min_size=1,
-            max_size=30,
-            unique_by=lambda each: (each[0], each[2]),
-        )
-    )
-    k = data.draw(st.lists(st.integers(0, 12), min_size=3 if merged else 1, max_size=3 if merged else 1))
-    slots = [
-        (score, packed(member, number) if merged else number, member, among)
-        for member, score, number, among in picked
-    ]
-    owners = [random.randrange(world_size) for _ in slots]
-    expected = []
-    for group, most in enumerate(k):
-        mine = sorted((score, key) for score, key, member, among in slots if member == group and among)
-        expected += mine[:most]
-    ranks = Ranks(world_size)
-    assert chosen_of(ranks, slots, owners, k) == sorted(expected)
-    ranks.close()
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("k", [0, 1, 99, 100, 101, 200, 201])
-def test_ties_of_the_score_go_by_signed_key(k, world_size):
-    ranks = Ranks(world_size)
-    keys = [FIRST, LAST, *range(-99, 99)]
-    slots = [(9, key, 0, True) for key in keys]
-    chosen = chosen_of(ranks, slots, [i % world_size for i in range(200)], [k])
-    assert [key for _score, key in chosen] == sorted(keys)[:k]
-    ranks.close()
-
-
-def test_the_greatest_key_is_not_lost_behind_the_count():
-    keys, positions = torch.tensor([LAST, 3, 8]), torch.tensor([5, 6, 7])
-    assert in_order_of_keys(keys, positions, torch.tensor(2))[1][:2].tolist() == [6, 5]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.lists(st.booleans(), min_size=1, max_size=9)), max_size=12))
@@ -134,15 +63,6 @@ def test_a_number_that_is_reset_counts_from_zero():
     assert numbers.exact() == [4, 1] and numbers.bound(1) == 1
 
 
-def test_a_choice_is_made_on_the_device_of_its_scores():
-    """Whatever the default device is."""
-    word, keys = torch.tensor([1, 2, 3]), torch.tensor([20, 30, 10])
-    edges = torch.tensor([0]), torch.tensor([3])
-    with torch.device("meta"):
-        end = _end_of_share(word, keys, *edges, [2], lambda counts: counts)
-    assert end.tolist() == [2]
-
-
 def test_a_copy_that_has_not_arrived_is_waited_for():
     copy, calls = Arriving(torch.tensor([4])), []
     for there in (False, True):
@@ -156,15 +76,6 @@ def test_a_pool_is_filled_to_its_last_number():
     assert pool.end_after(2) == MAX_ROWS
     with pytest.raises(MemoryError, match=f"it has {MAX_ROWS - 2}, and up to 3 are new"):
         pool.end_after(3)
-
-
-@pytest.mark.parametrize(("first", "second"), [(6, 1), (256 + 6, 256 + 1)], ids=["low", "ninth_bit"])
-def test_over_ranks_the_score_comes_before_the_key(first, second):
-    """Rank 0 has the smaller keys and the larger scores, in the second group."""
-    slots = [(first, packed(1, 10), 1, True), (second, packed(1, 20), 1, True)]
-    ranks = Ranks(2)
-    assert chosen_of(ranks, slots, [0, 1], [0, 1, 0]) == [slots[1][:2]]
-    ranks.close()
 
 
 def test_a_bound_on_a_device_rises_until_a_copy_arrives():
