@@ -269,7 +269,7 @@ class Log:
         self.name = self._frame.path if self._frame else str(source)
         if self._frame is None:
             title = "Parquet file" if kind == "parquet" else "file"
-            self.place = files_at(self.name, title, patterns=preset.files if preset else ())
+            self.place = files_at(self.name, title, patterns=preset.files.split() if preset else ())
             if preset:
                 preset.check_files(self.place.files)
         self.words: dict[str, Any] = {} if words is None else words
