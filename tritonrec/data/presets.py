@@ -1,7 +1,7 @@
 """Well-known logs, as they are published: the word of a source, the files, and their format.
 
-A path is the file itself, or a folder with it. A preset stands for settings that a user could write behind the
-path, and what is written there wins over it::
+A path is the file itself, or a folder with it. A preset stands for settings that a user could write behind
+the path, and what is written there wins over it::
 
     movielens-1m:~/ml-1m
     lastfm-1k:~/lastfm/userid-timestamp-artid-artname-traid-traname.tsv?item=track
@@ -68,15 +68,17 @@ CRITEO = LogFormat(
     label=("label",), dense=CRITEO_COUNTS, categories=CRITEO_CATEGORIES, hexadecimal=CRITEO_CATEGORIES,
     log_counts=True,
 )  # fmt: skip
-AVAZU_CATEGORIES = tuple(
-    "C1 banner_pos site_id site_domain site_category app_id app_domain app_category device_id device_ip "
-    "device_model device_type device_conn_type C14 C15 C16 C17 C18 C19 C20 C21".split()
+_AVAZU = (
+    "C1,banner_pos,site_id,site_domain,site_category,app_id,app_domain,app_category,device_id,device_ip,"
+    "device_model,device_type,device_conn_type,C14,C15,C16,C17,C18,C19,C20,C21"
 )
+AVAZU_CATEGORIES = tuple(_AVAZU.split(","))
+_WORDS = "ids=words&label=none"
 _IN_ORDER = "header=no&time_unit=s"
 _RATINGS = f"columns=user,item,rating,timestamp&{_IN_ORDER}"
 _MOVIES = "user=userId&item=movieId&rating=rating&timestamp=timestamp&time_unit=s"
-_REVIEWS = "user=reviewerID&item=asin&rating=overall&timestamp=unixReviewTime&time_unit=s&ids=words&label=none"
-_AMAZON = "user=user_id&item=parent_asin&rating=rating&timestamp=timestamp&time_unit=ms&ids=words&label=none"
+_REVIEWS = f"user=reviewerID&item=asin&rating=overall&timestamp=unixReviewTime&time_unit=s&{_WORDS}"
+_AMAZON = f"user=user_id&item=parent_asin&rating=rating&timestamp=timestamp&time_unit=ms&{_WORDS}"
 _KUAIREC = "user=user_id&item=video_id&timestamp=timestamp&time_unit=s&rating=watch_ratio&drop_missing=true"
 _YOOCHOOSE = "user=session&item=item&timestamp=timestamp&time_unit=ms&header=no&delimiter=comma"
 
@@ -187,7 +189,7 @@ PRESETS: dict[str, Preset] = {
     "criteo-parquet": Preset("Criteo's columns as Parquet", "", CRITEO.query(), "parquet"),
     "avazu-csv": Preset(
         "Avazu (Kaggle)", "train.csv train *.csv",
-        f"label=click&categories={','.join(AVAZU_CATEGORIES)}&hexadecimal={','.join(AVAZU_CATEGORIES[2:11])}"
+        f"label=click&categories={_AVAZU}&hexadecimal={','.join(AVAZU_CATEGORIES[2:11])}"
         "&delimiter=comma",
     ),
 }  # fmt: skip

@@ -16,6 +16,7 @@ from rich.table import Table
 from ...files import atomic_write
 from ...optional import pyplot
 from ..environment import environment
+from ..shown import table
 from .rounds import PROBES, LabConfig, Result, Row
 from .settings import LOOKUP_SHARES
 
@@ -74,13 +75,11 @@ COPIES: Columns = {
 
 
 def _table(title: str, rows: Sequence[Row], columns: Columns, baseline: Row) -> Table:
-    table = Table(title=title, title_justify="left", padding=(0, 0, 0, 1))
-    for name in ("mode", "N", *columns):
-        table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=name != "mode")
-    for row in rows:
-        cells = (cell(row, baseline) for cell in columns.values())
-        table.add_row(row.setting.label, str(row.setting.micro_batches), *cells)
-    return table
+    every: Columns = {
+        "mode": lambda row, _: row.setting.label, "N": lambda row, _: str(row.setting.micro_batches),
+        **columns,
+    }  # fmt: skip
+    return table(title, [*every], [[cell(row, baseline) for cell in every.values()] for row in rows])
 
 
 def _ranks(plan: LabConfig) -> str:

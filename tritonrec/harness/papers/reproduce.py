@@ -18,8 +18,9 @@ from ...files import atomic_write, save_json
 from ...optional import pyplot
 from ..environment import environment_of_times
 from ..progress import CommandProgress
+from ..shown import markdown, say
 from . import TEXTS
-from .page import PAGE, Figures, Row, between, markdown, rows_of
+from .page import PAGE, Figures, Row, between, rows_of
 from .runs import RUNS, UnavailableError
 from .tables import TABLES
 
@@ -216,4 +217,4 @@ def _print_rows(name: str, figures: Figures, console: Console) -> None:
     if table.rows:
         console.print(table, markup=False)
     if name in TABLES:
-        console.print(TABLES[name](figures[name]["figures"]), markup=False, highlight=False, soft_wrap=True)
+        say(console, TABLES[name](figures[name]["figures"]))
