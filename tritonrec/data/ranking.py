@@ -31,18 +31,14 @@ from torch import Tensor
 
 from tritonrec import ops
 from tritonrec.data.batch import JaggedBatch
-from tritonrec.data.impression_loader import ImpressionLoader
-from tritonrec.data.impression_stream import ImpressionStream
-from tritonrec.data.impressions import ImpressionBatch
-from tritonrec.data.loader import EvaluationBatch, NextItemLoader
+from tritonrec.data.impressions import ImpressionBatch, ImpressionSamples
+from tritonrec.data.loader import EvaluationBatch, NextItems
 from tritonrec.data.scored import Scored, one_by_one
-from tritonrec.data.sequences import NextItemStream
 from tritonrec.data.splits import Part
 from tritonrec.settings import typed
 
 ScoreFunction = Callable[[JaggedBatch], Tensor]
 ImpressionScoreFunction = Callable[[ImpressionBatch], Tensor]
-NextItems = NextItemLoader | NextItemStream
 NO_RANK = 2**63 - 1
 """Of an item that is not in the catalogue."""
 AT_A_TIME = 2**26
@@ -311,7 +307,7 @@ def _ascending(scores: Tensor) -> Tensor:
 
 def evaluate_impressions(
     score_fn: ImpressionScoreFunction,
-    loader: ImpressionLoader | ImpressionStream,
+    loader: ImpressionSamples,
     batch_size: int = 256,
     part: Part = "test",
     scored: Scored = one_by_one,

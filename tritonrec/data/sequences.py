@@ -151,10 +151,7 @@ class NextItemStream(NextItems, Stream[JaggedBatch]):
             return self.with_negatives(batch)
 
     def evaluation_batches(self, batch_size: int = 256, part: Part = "test") -> Iterator[EvaluationBatch]:
-        """All held-out items of a part, in the order of rows, read again; at most `batch_size` at a time.
-
-        Raises ValueError at the end where nothing is held out for it.
-        """
+        """As of its base, in the order of rows, which are read again."""
         check_at_least("batch_size", batch_size, 1)
         found = 0
         for numbers, table in self.rows.batches(batch_size):

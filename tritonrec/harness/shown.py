@@ -11,6 +11,9 @@ from rich.table import Table
 
 from ..files import save_json
 
+MANY = 5
+"""Columns that stand closer together, for a terminal of eighty."""
+
 
 def say(console: Console, text: str) -> None:
     """Lines as they are: nothing in them is markup, and a terminal folds them."""
@@ -31,7 +34,8 @@ def table(
         left: names of the columns of words, beside the first one; the others are numbers, at the right.
         fold: names of the columns that may be folded where the terminal is narrow; by default those of words.
     """
-    made = Table(title=title, title_justify="left", padding=(0, 0, 0, 1), caption=caption or None)
+    padding = (0, 1) if len(columns) < MANY else (0, 0, 0, 1)
+    made = Table(title=title, title_justify="left", padding=padding, caption=caption or None)
     for number, name in enumerate(columns):
         words = not number or name in left
         whole = not words if fold is None else name not in fold

@@ -27,7 +27,7 @@ from ..devices import kernels_of
 from ..plan.beside import BesidePlan, beside_plan_line, read_plan
 from ..shown import say
 from .elastic import Memory, lacks_evaluation
-from .evaluate import baseline, check_held_out, evaluate_model, label_rule, metric_names
+from .evaluate import baseline, check_held_out, evaluate_model, metric_names
 from .gather import save_trace, state_digest, table_totals, totals
 from .reports import Reports, log_files
 from .resume import EARLY_STOPPING, metadata, resume, with_saved_words
@@ -79,9 +79,8 @@ def train(
     model, tables, optimizer = run.job.build(run.optimizer)
     loader, held_out = run.job.loader(communicators.rank, communicators.world_size), run.job.epochs()
     check_held_out(held_out, split)
-    rule = label_rule(held_out)
-    if rule and not called_again:
-        say(console, f"labels: {rule}")
+    if held_out.label_rule and not called_again:
+        say(console, f"labels: {held_out.label_rule}")
     recorder = Recorder(communicators.rank, communicators.world_size) if run.trace else NullRecorder()
     loss, stopped = float("nan"), False
     part: Part = "validation" if split.has_validation else "test"
