@@ -29,11 +29,10 @@ import torch
 from torch import Tensor
 
 from tritonrec.data.convert_sequences import PAGE_BYTES, Buckets, joined
-from tritonrec.data.features import ItemGenres, UserFeatures
 from tritonrec.data.impression_loader import ImpressionLoader
 from tritonrec.data.impression_stream import ABOUT_FILE, PART_FILES
 from tritonrec.data.impressions import ImpressionBatch
-from tritonrec.data.interactions import Interactions
+from tritonrec.data.interactions import Interactions, ItemGenres, UserFeatures
 from tritonrec.data.labels import check_counts
 from tritonrec.data.loader import LEAVE_ONE_OUT
 from tritonrec.data.parquet import write_features

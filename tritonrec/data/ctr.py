@@ -30,8 +30,7 @@ from tritonrec.data.interactions import Interactions
 from tritonrec.data.jagged import KeyedJaggedTensor, Lookup
 from tritonrec.data.labels import check_labels, check_ratings, default_rule, default_threshold, rating_labels
 from tritonrec.data.loader import LEAVE_ONE_OUT
-from tritonrec.data.ranking import auc
-from tritonrec.data.scored import Scored, one_by_one
+from tritonrec.data.ranking import Scored, auc, one_by_one
 from tritonrec.data.splits import NO_PART, Part, Split, check_part, rows_of
 from tritonrec.settings import typed
 

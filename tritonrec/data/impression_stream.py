@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tritonrec.data.epochs import check_at_least
-from tritonrec.data.features import ItemGenres
 from tritonrec.data.impressions import ImpressionBatch, ImpressionSamples
+from tritonrec.data.interactions import ItemGenres
 from tritonrec.data.jagged import KeyedJaggedTensor, Lookup, token_indices
 from tritonrec.data.splits import Part, check_part
 from tritonrec.data.stream import Stream

@@ -25,10 +25,9 @@ import torch
 from torch import Tensor
 
 from tritonrec.data.batch import JaggedBatch
-from tritonrec.data.epochs import check_at_least
+from tritonrec.data.epochs import check_at_least, digest_of
 from tritonrec.data.jagged import token_indices
 from tritonrec.data.loader import LEAVE_ONE_OUT, EvaluationBatch, NextItems, trained_part
-from tritonrec.data.positions import digest_of
 from tritonrec.data.slices import work
 from tritonrec.data.splits import NO_PART, Part, Split, held_out
 from tritonrec.data.stream import Stream
@@ -205,7 +204,7 @@ def lists_of(
 
 def holds_sequences(schema: pa.Schema) -> bool:
     """Whether a dataset of this schema has rows of sequences, rather than of events."""
-    from tritonrec.data.arrow_types import is_list, plain_type
+    from tritonrec.data.values import is_list, plain_type
 
     return "item" in schema.names and is_list(plain_type(schema.field("item").type))
 

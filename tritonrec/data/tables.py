@@ -18,13 +18,11 @@ import pyarrow.ipc as ipc
 import pyarrow.parquet as pq
 from torch import Tensor
 
-from tritonrec.data.arrow_types import common_type
-from tritonrec.data.json_tables import JsonFile
 from tritonrec.data.log_files import PACKED, LogFiles, files_at
 from tritonrec.data.log_format import LogFormat
 from tritonrec.data.presets import Preset
-from tritonrec.data.text_tables import UNREADABLE, CsvFile
-from tritonrec.data.values import Part
+from tritonrec.data.text_tables import UNREADABLE, CsvFile, JsonFile
+from tritonrec.data.values import Part, common_type
 
 if TYPE_CHECKING:
     import pyarrow.fs as pafs
