@@ -226,9 +226,7 @@ FORMATS = {
         Format("csv", _write_csv, lambda folder: [_content(load(folder / "log.csv", WORDS))], text=True),
         Format("csv-gz", _write_packed_csv, lambda folder: [_content(load(folder / "log.csv.gz", WORDS))]),
         Format("criteo", _write_criteo, lambda folder: [_content(load(f"criteo-tsv:{folder}"))], text=True),
-        Format(
-            "ali-ccp", _write_ali_ccp, lambda folder: [_content(ali_ccp.AliCcp(folder).read())], text=True
-        ),
+        Format("ali-ccp", _write_ali_ccp, lambda folder: [_content(load(f"ali-ccp:{folder}"))], text=True),
         Format("kuairand", _write_kuairand, lambda folder: [_content(load(f"kuairand:{folder}"))], text=True),
         Format("trace", _write_trace, _read_trace),
     )
