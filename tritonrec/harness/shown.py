@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -51,7 +51,7 @@ def markdown(columns: Sequence[str], align: str, rows: Iterable[Sequence[str]]) 
     return "\n".join("| " + " | ".join(line) + " |" for line in (columns, below, *rows))
 
 
-def written(document: Any, path: Path | None, console: Console, what: str) -> None:
+def written(document: Any, path: str | os.PathLike[str] | None, console: Console, what: str) -> None:
     """Write a document of JSON where a file is named, and say so."""
     if path:
         save_json(document, path)

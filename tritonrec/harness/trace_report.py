@@ -8,10 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..files import save_json
 from ..trace import LANES, Trace, read
 from ..trace.analysis import EdgeReport, RankSummary, check_trace, summarise
-from .shown import say, table
+from .shown import say, table, written
 
 SHOWN_VIOLATIONS = 10
 
@@ -38,7 +37,8 @@ def trace_report(
         trace = read(path)
         report = check_trace(trace)
     except (OSError, ValueError) as error:
-        console.print(f"[red]cannot read the trace:[/red] {error}", soft_wrap=True)
+        console.print("[red]cannot read the trace:[/red] ", end="")
+        say(console, str(error))
         return 2
 
     console.print(_headline(trace), soft_wrap=True)
@@ -47,16 +47,15 @@ def trace_report(
     try:
         summaries = summarise(trace.spans)
     except ValueError as error:  # too few batches to measure; the edges can be checked all the same
-        console.print(f"[yellow]no figures:[/yellow] {error}", soft_wrap=True)
+        console.print("[yellow]no figures:[/yellow] ", end="")
+        say(console, str(error))
         summaries = []
     if summaries:
         console.print(_busy_table(summaries))
         console.print(_overlap_table(summaries))
     _print_edges(console, report)
 
-    if json_out is not None:
-        save_json(_as_json(trace, summaries, report), json_out)
-        say(console, f"figures: {json_out}")
+    written(_as_json(trace, summaries, report), json_out, console, "figures")
     if png is not None:
         from ..trace.timeline import draw
 

@@ -14,7 +14,7 @@ from ...pipeline import STAGED
 from .. import network
 from ..lab import report, rounds, settings
 from ..lab.rounds import PLAN, LabConfig
-from ..shown import written
+from ..shown import say, written
 from .job import load_job, with_head_width
 from .options import TimeoutOption, with_options
 from .outputs import checked, require_writable
@@ -87,4 +87,4 @@ def lab(
     checked(lambda: written(report.as_json(result), json_file, console, "figures"))
     if png:
         checked(lambda: report.draw_report(result, png))
-        console.print(f"picture: {png}")
+        say(console, f"picture: {png}")

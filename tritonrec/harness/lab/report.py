@@ -16,7 +16,7 @@ from rich.table import Table
 from ...files import atomic_write
 from ...optional import pyplot
 from ..environment import environment
-from ..shown import table
+from ..shown import say, table
 from .rounds import PROBES, LabConfig, Result, Row
 from .settings import LOOKUP_SHARES
 
@@ -29,7 +29,7 @@ HOW_EMULATED = (
 def print_report(result: Result, console: Console) -> None:
     """The tables, what their columns mean, and what in them is emulated."""
     plan, baseline = result.plan, result.rows[0]
-    console.print(f"{_ranks(plan)}, links of {plan.rate:g} Mbit/s, {plan.job.data}", highlight=False)
+    say(console, f"{_ranks(plan)}, links of {plan.rate:g} Mbit/s, {plan.job.data}")
     console.print(_table("Latency, ms per step", result.rows, LATENCY, baseline))
     console.print(_table("Hidden time, and sent bytes", result.rows, HIDING, baseline))
     if plan.nodes:
@@ -39,7 +39,7 @@ def print_report(result: Result, console: Console) -> None:
         title = "Replica reduction: part of comm., of physical and of MB"
         console.print(_table(title, copied, COPIES, baseline))
     for line in notes(result):
-        console.print(line, highlight=False, soft_wrap=True)
+        say(console, line)
 
 
 Columns = dict[str, Callable[[Row, Row], str]]

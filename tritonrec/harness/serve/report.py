@@ -78,11 +78,12 @@ def print_report(result: Result, console: Console) -> None:
         f"{plan.world_size} ranks, {plan.rounds} interleaved rounds; mean and 95 % interval over rounds"
     )
     if plan.scenarios:
-        console.print(
+        say(
+            console,
             f"{result.served}; batches of {plan.batch_size}\n"
             f"{plan.steps} batches a run; predictions of all settings equal, bit for bit\n"
             "latency: time per batch; saved: against gloo with k = 0 of the same round; delays: latency if "
-            "only the delays took time; response: a batch's turn to its prediction, ms; lag: the largest seen"
+            "only delays took time; response: a batch's turn to its prediction, ms; lag: the largest seen",
         )
     for scenario in plan.scenarios:
         columns = "backend", "k", "latency ms", "saved ms", "delays", "batches/s", "response", "lag"
