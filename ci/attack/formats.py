@@ -26,8 +26,7 @@ from tritonrec.data import (
 )
 from tritonrec.data.convert_sequences import write_sequences
 from tritonrec.data.convert_windows import write_windows
-from tritonrec.data.features import ItemGenres, UserFeatures
-from tritonrec.data.interactions import Interactions
+from tritonrec.data.interactions import Interactions, ItemGenres, UserFeatures
 from tritonrec.data.log_format import LogFormat
 from tritonrec.data.presets import CRITEO_CATEGORIES, CRITEO_COUNTS
 from tritonrec.data.sequences import NextItemStream
@@ -227,7 +226,7 @@ FORMATS = {
         Format("csv", _write_csv, lambda folder: [_content(load(folder / "log.csv", WORDS))], text=True),
         Format("csv-gz", _write_packed_csv, lambda folder: [_content(load(folder / "log.csv.gz", WORDS))]),
         Format("criteo", _write_criteo, lambda folder: [_content(load(f"criteo-tsv:{folder}"))], text=True),
-        Format("ali-ccp", _write_ali_ccp, lambda folder: [_content(ali_ccp.read(folder))], text=True),
+        Format("ali-ccp", _write_ali_ccp, lambda folder: [_content(load(f"ali-ccp:{folder}"))], text=True),
         Format("kuairand", _write_kuairand, lambda folder: [_content(load(f"kuairand:{folder}"))], text=True),
         Format("trace", _write_trace, _read_trace),
     )

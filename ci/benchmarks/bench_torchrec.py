@@ -17,10 +17,8 @@ Losses of every step are compared before any time is printed.
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import time
-import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -30,22 +28,29 @@ from typing import Any
 import torch
 from frame import options_of, record
 from rich.console import Console
-from rich.table import Table
-from torchrec_peer import environment_beside_torchrec, find_torchrec, fused, sharded
+from torchrec_peer import (
+    Features,
+    Run,
+    TorchRecModel,
+    compare,
+    environment_beside_torchrec,
+    find_torchrec,
+    quiet,
+    sharded,
+    trained,
+)
 
-from tritonrec import ops
 from tritonrec.data import JaggedBatch
 from tritonrec.distributed import Communicators, RankDiedError, RankPool
-from tritonrec.harness.job import Job, dense_optimizer
+from tritonrec.harness.job import Job
 from tritonrec.harness.lab.rounds import ranks_in
 from tritonrec.harness.lab.settings import Setting, parse_switches
 from tritonrec.harness.network import LabError, Network
+from tritonrec.harness.shown import say, table
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import Trainer, WindowConfig
 
 WARMUP = 4
-TOLERANCE = 1e-4
-"""Relative, of a step's mean loss: the sums' order differs."""
 
 
 @dataclass(frozen=True)
@@ -83,20 +88,11 @@ def dealt(batch: JaggedBatch, items: int, seed: int) -> JaggedBatch:
     return replace(batch, features=features, labels=order[batch.labels], negatives=order[batch.negatives])
 
 
-@dataclass
-class Run:
-    """Seconds of each step after the warm-up, and every step's mean loss."""
-
-    seconds: list[float]
-    losses: list[float]
-
-
 def train(
     communicators: Communicators, job: Job, system: System, items: int, steps: int, optimizer: str
 ) -> Run:
     """Train on this rank from the beginning; losses are means over all ranks' terms."""
-    logging.disable(logging.WARNING)  # what TorchRec says about its own parts
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torchrec")
+    quiet()
     loader = job.loader(communicators.rank, communicators.world_size)
     batches = [dealt(loader.batch(step), items, job.seed) for step in range(steps)]
     terms = torch.tensor([batch.loss_terms for batch in batches])
@@ -121,93 +117,16 @@ def ours(communicators, job, system, batches, terms, items, optimizer):
 
 def theirs(communicators, job, system, batches, terms, items, optimizer):
     """The same with TorchRec."""
-    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-    from torchrec.streamable import Pipelineable
-
-    Pipelineable.register(Features)
-    model, dense = torchrec_model(job, items, optimizer, communicators.world_size)
-    world = communicators.world_size
-    inputs = iter(
-        [Features.of(b, world / int(count), system.dedup) for b, count in zip(batches, terms, strict=True)]
-    )
+    world, sizes = communicators.world_size, {"item": items}
+    hstu = job.build("sgd")[0]
+    whole = TorchRecModel(sizes, job.sizes.dim, hstu, lambda model, batch, rows: model(batch, rows, 0))
+    model, dense = sharded(whole, job, sizes, optimizer, world)
+    inputs = [
+        Features(batch, ("item",), world / int(count), system.dedup)
+        for batch, count in zip(batches, terms, strict=True)
+    ]
     communicators.control.all_reduce(torch.zeros(1), "start together")
-    if system.mode == "pipeline":
-        pipeline = TrainPipelineSparseDist(model, dense, torch.device("cpu"), execute_all_batches=True)
-        for _ in batches:
-            yield float(pipeline.progress(inputs))
-        return
-    for features in inputs:
-        dense.zero_grad()
-        loss, total = model(features)
-        loss.sum().backward()
-        dense.step()
-        yield float(total)
-
-
-@dataclass
-class Features:
-    """A batch as TorchRec's pipeline moves it: one feature, one long sequence in the order of `lookups`."""
-
-    features: object  # KeyedJaggedTensor
-    batch: JaggedBatch
-    inverse: torch.Tensor | None  # occurrence -> row, where ids were deduplicated
-    scale: float  # DDP takes means over ranks; the loss is a mean over terms
-
-    @classmethod
-    def of(cls, batch: JaggedBatch, scale: float, dedup: bool) -> Features:
-        from torchrec import KeyedJaggedTensor
-
-        values, inverse = batch.lookups()["item"].ids, None
-        if dedup:
-            values, inverse, _counts = ops.unique(values)
-        features = KeyedJaggedTensor(["item"], values, lengths=torch.tensor([len(values)]))
-        return cls(features, batch, inverse, scale)
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> Features:
-        return replace(self, features=self.features.to(device, non_blocking))
-
-    def record_stream(self, stream) -> None:
-        pass
-
-
-class Dense(torch.nn.Module):
-    """HSTU after the lookup: (loss to differentiate (1,), loss sum)."""
-
-    def __init__(self, job: Job):
-        super().__init__()
-        self.hstu, _tables, _optimizer = job.build("sgd")
-
-    def forward(self, features: Features, rows) -> tuple[torch.Tensor, torch.Tensor]:
-        values = rows["item"].values()
-        if features.inverse is not None:
-            values = ops.gather_rows(values, features.inverse)
-        losses = self.hstu(features.batch, {"item": values}, 0)
-        return (losses.sum() * features.scale).reshape(1), losses.detach().double().sum()
-
-
-def torchrec_model(job: Job, items: int, optimizer: str, world: int):
-    """The sharded model holding the same rows as ours, and its dense optimizer."""
-    from torchrec import EmbeddingCollection, EmbeddingConfig
-    from torchrec.distributed.embedding import EmbeddingCollectionSharder
-    from torchrec.distributed.sharding_plan import row_wise
-
-    class Whole(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            config = EmbeddingConfig(
-                name="item_table", embedding_dim=job.sizes.dim, num_embeddings=items, feature_names=["item"]
-            )
-            self.embeddings = EmbeddingCollection([config], device=torch.device("meta"))
-            self.dense = Dense(job)
-
-        def forward(self, features: Features):
-            return self.dense(features, self.embeddings(features.features))
-
-    sharder = EmbeddingCollectionSharder(fused_params=fused(optimizer, job.lr, job.eps))
-    initial = job.tables("sgd").initial_rows("item", torch.arange(items))
-    tables = {"item_table": row_wise(compute_kernel="fused")}
-    model, dense = sharded(Whole(), sharder, tables, lambda _table: initial, world)
-    return model, dense_optimizer(dense, optimizer, job.lr, job.eps)
+    yield from trained(model, dense, inputs, system.mode == "pipeline")
 
 
 @contextmanager
@@ -219,23 +138,6 @@ def pool_of(ranks: int, rate: float):
     else:
         with RankPool((ranks,)) as pool:
             yield pool
-
-
-def compare(runs: dict[str, Run], baseline: str) -> dict[str, float]:
-    """Largest relative difference of a step's loss from the baseline's; SystemExit beyond `TOLERANCE`."""
-    expected, worst = runs[baseline].losses, {}
-    for name, run in runs.items():
-        if len(run.losses) != len(expected):
-            raise SystemExit(f"{name} finished {len(run.losses)} steps, {baseline} {len(expected)}")
-        differences = [abs(a - b) / abs(b) for a, b in zip(run.losses, expected, strict=True)]
-        for step, difference in enumerate(differences):
-            if not difference <= TOLERANCE:  # also where it is no number
-                raise SystemExit(
-                    f"{name}, step {step}: loss {run.losses[step]:.7f}, but {expected[step]:.7f} in "
-                    f"{baseline}; no time is printed"
-                )
-        worst[name] = max(differences)
-    return worst
 
 
 def job_of(args: argparse.Namespace) -> tuple[Job, int]:
@@ -269,10 +171,7 @@ def bench(args: argparse.Namespace, ranks: int, console: Console) -> list[dict]:
         f"N={args.micro_batches} with {' '.join(args.switch) or 'no switch'}",
         highlight=False,
     )
-    table = Table(title=f"A step beside {peer}, the fastest of TorchRec's", title_justify="left")
-    for name in ("system", "ms", "ratio", "spread", "first loss", "last loss", "differs"):
-        table.add_column(name, justify="left" if name == "system" else "right", no_wrap=name != "system")
-    rows = []
+    rows, cells = [], []
     for system in compared:
         name = system.name
         ratios = [theirs / mine for theirs, mine in zip(times[peer], times[name], strict=True)]
@@ -287,16 +186,17 @@ def bench(args: argparse.Namespace, ranks: int, console: Console) -> list[dict]:
                 "largest_relative_difference": losses[name],
             }
         )
-        table.add_row(
+        cells.append((
             name, f"{median(times[name]) * 1e3:.1f}", f"{median(ratios):.2f}x",
             f"{min(ratios):.2f}-{max(ratios):.2f}", f"{last[name][0]:.6f}", f"{last[name][-1]:.6f}",
             f"{losses[name]:.0e}",
-        )  # fmt: skip
-    console.print(table)
-    console.print(
+        ))  # fmt: skip
+    columns = "system", "ms", "ratio", "spread", "first loss", "last loss", "differs"
+    console.print(table(f"A step beside {peer}, the fastest of TorchRec's", columns, cells))
+    say(
+        console,
         "ratio: the peer's time over this one's, above 1 is faster; spread: over the rounds; differs: "
         "largest relative difference of a step's loss from the first row's",
-        soft_wrap=True,
     )
     return rows
 

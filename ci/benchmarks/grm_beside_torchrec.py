@@ -12,9 +12,7 @@ gradients and updates. Stages of nestpipe overlap, so of it there is the whole s
 
 from __future__ import annotations
 
-import logging
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,15 +20,23 @@ from statistics import median
 from typing import Any
 
 import torch
-from bench_torchrec import Run as Whole
-from bench_torchrec import compare
 from frame import options_of, record
-from torchrec_peer import environment_beside_torchrec, find_torchrec, fused, sharded
+from torchrec_peer import (
+    Features,
+    TorchRecModel,
+    compare,
+    environment_beside_torchrec,
+    find_torchrec,
+    quiet,
+    sharded,
+    trained,
+)
+from torchrec_peer import Run as Whole
 
 from tritonrec.data import ImpressionBatch, evaluate_impressions
 from tritonrec.distributed import Communicators, RankPool
 from tritonrec.embedding.bags import pool
-from tritonrec.harness.job import Job, dense_optimizer
+from tritonrec.harness.job import Job
 from tritonrec.harness.train.evaluate import evaluate_model
 from tritonrec.nn import HSTUConfig
 from tritonrec.optional import pyplot
@@ -89,17 +95,16 @@ class Run:
 
 def run_rank(communicators: Communicators, job: Job, system: str, steps: int, every: int) -> Run:
     """Train from the beginning; metrics every so many steps, on one rank, or never for 0."""
-    logging.disable(logging.WARNING)  # what TorchRec says about its own parts
-    warnings.filterwarnings("ignore", category=FutureWarning)
+    quiet()
     torch.set_num_threads(1)
     loader = job.loader(communicators.rank, communicators.world_size)
     batches = [loader.batch(step) for step in range(steps)]
     made = theirs if system == "TorchRec" else ours
-    trained, evaluated = made(communicators, job, system, batches)
+    steps_of, evaluated = made(communicators, job, system, batches)
     found = Run([], [], [])
     communicators.control.all_reduce(torch.zeros(1), "start together")
     began = time.perf_counter()
-    for number, (loss, parts) in enumerate(trained, 1):
+    for number, (loss, parts) in enumerate(steps_of, 1):
         taken = time.perf_counter() - began
         if number > WARMUP:
             found.parts.append({**parts, "rest": taken - sum(parts.values())} if parts else {})
@@ -125,69 +130,33 @@ def ours(communicators: Communicators, job: Job, system: str, batches: list[Impr
     window = WindowConfig(1 if alone else 4, consistency, seed=job.seed)  # type: ignore[arg-type]
     trainer = Trainer(model, tables, dense, communicators, mode, window, recorder=parts, trust_model=True)
 
-    def trained() -> Iterator[tuple[float, dict[str, float]]]:
+    def steps() -> Iterator[tuple[float, dict[str, float]]]:
         for result in trainer.run(batches):
             yield float(result.losses.double().sum()), parts.taken() if alone else {}
 
-    return trained(), lambda: evaluate_model(model, trainer.rows_of_ranks(), job.epochs())
+    return steps(), lambda: evaluate_model(model, trainer.rows_of_ranks(), job.epochs())
 
 
 def theirs(communicators: Communicators, job: Job, _system: str, batches: list[ImpressionBatch]) -> Trained:
     """The same with TorchRec's tables."""
-    from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
-    from torchrec.distributed.embedding import EmbeddingCollectionSharder
-    from torchrec.distributed.sharding_plan import row_wise
+    model, parts, sizes = job.build("rowwise_adagrad")[0], Parts(), sizes_of(job)
+    features = {each.name: each for each in job.features()}
 
-    model, tables = job.build("rowwise_adagrad")[0], job.tables("sgd")  # whose rows are weights alone
-    parts, features, rows = Parts(), {each.name: each for each in job.features()}, sizes_of(job)
+    def losses(model: torch.nn.Module, batch: ImpressionBatch, rows: Rows) -> torch.Tensor:
+        return model(batch, pooled(rows, batch.lookups(), features), 0)
 
-    class Whole(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embeddings = EmbeddingCollection(
-                [
-                    EmbeddingConfig(
-                        name=f"{name}_table", embedding_dim=each.dim, num_embeddings=rows[name],
-                        feature_names=[name],
-                    )
-                    for name, each in features.items()
-                ],
-                device=torch.device("meta"),
-            )  # fmt: skip
-            self.dense = model
+    world = communicators.world_size
+    tables = TorchRecModel(sizes, job.sizes.dim, model, losses, took=parts.add_seconds)
+    whole, dense = sharded(tables, job, sizes, "rowwise_adagrad", world)
 
-        def forward(self, batch: ImpressionBatch) -> torch.Tensor:
-            """Losses (B,); all lookups are one message."""
-            began, lookups = time.perf_counter(), batch.lookups()
-            ids = [lookups[name].ids for name in features]
-            kjt = KeyedJaggedTensor(list(features), torch.cat(ids), lengths=torch.tensor([*map(len, ids)]))
-            values = {name: each.values() for name, each in self.embeddings(kjt).items()}
-            values, then = pooled(values, lookups, features), time.perf_counter()
-            losses = self.dense(batch, values, 0)
-            parts.add_seconds("retrieve", then - began)
-            parts.add_seconds("forward", time.perf_counter() - then)
-            return losses
-
-    def initial(table: str) -> torch.Tensor:
-        name = table.removesuffix("_table")
-        return tables.initial_rows(name, torch.arange(rows[name]))
-
-    sharder = EmbeddingCollectionSharder(fused_params=fused("rowwise_adagrad", job.lr, job.eps))
-    plan = {f"{name}_table": row_wise(compute_kernel="fused") for name in features}
-    whole, dense = sharded(Whole(), sharder, plan, initial, communicators.world_size)
-    optimizer = dense_optimizer(dense, "rowwise_adagrad", job.lr, job.eps)
-
-    def step(batch: ImpressionBatch) -> tuple[float, dict[str, float]]:
-        total = communicators.control.all_reduce(torch.tensor([batch.loss_terms]), "terms")
-        losses = whole(batch)
-        optimizer.zero_grad()
-        (losses.sum() * communicators.world_size / int(total)).backward()  # DDP takes means over ranks
-        optimizer.step()
-        return float(losses.detach().double().sum()), parts.taken()
+    def inputs() -> Iterator[Features]:
+        for batch in batches:
+            total = communicators.control.all_reduce(torch.tensor([batch.loss_terms]), "terms")
+            yield Features(batch, tuple(features), world / int(total))
 
     def evaluated() -> dict[str, float]:
         state = {name: each for name, each in whole.state_dict().items() if name.startswith("embeddings")}
-        tables_now = {name.split(".")[-2].removesuffix("_table"): each.local_shards()[0].tensor
+        tables_now = {name.split(".")[-2].removeprefix("t_"): each.local_shards()[0].tensor
                       for name, each in state.items()}  # fmt: skip
 
         def predicted(batch: ImpressionBatch) -> torch.Tensor:
@@ -197,7 +166,7 @@ def theirs(communicators: Communicators, job: Job, _system: str, batches: list[I
 
         return evaluate_impressions(predicted, job.epochs())
 
-    return map(step, batches), evaluated
+    return ((loss, parts.taken()) for loss in trained(whole, dense, inputs())), evaluated
 
 
 def pooled(values: Rows, lookups: Any, features: Any) -> Rows:

@@ -16,9 +16,7 @@ over several ranks it is that of all. Above 1 is faster.
 from __future__ import annotations
 
 import argparse
-import logging
 import time
-import warnings
 from collections import defaultdict
 from dataclasses import replace
 from statistics import median
@@ -26,10 +24,20 @@ from statistics import median
 import numpy as np
 import torch
 import torch.nn.functional as F
-from bench_torchrec import Run, compare
 from frame import options_of, over, record
 from torch import nn
-from torchrec_peer import TORCHREC, environment_beside_torchrec, find_torchrec, fused, sharded
+from torchrec_peer import (
+    TORCHREC,
+    Features,
+    Run,
+    TorchRecModel,
+    compare,
+    environment_beside_torchrec,
+    find_torchrec,
+    quiet,
+    sharded,
+    trained,
+)
 
 from tritonrec import ops
 from tritonrec.data import ClickBatch, ClickLoader, ClickLog
@@ -125,88 +133,24 @@ class Torch:
         return losses
 
 
-class Features:
-    """A batch as TorchRec's pipeline moves it."""
-
-    def __init__(self, batch: ClickBatch):
-        from torchrec import KeyedJaggedTensor
-
-        ids = ids_of(batch)
-        lengths = torch.ones(ids.numel(), dtype=torch.int32)
-        self.features = KeyedJaggedTensor(list(batch.features.keys), ids.reshape(-1), lengths=lengths)
-        self.batch = batch
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> Features:
-        return self
-
-    def record_stream(self, stream: object) -> None:
-        pass
-
-
-class TorchRecModel(nn.Module):
-    def __init__(self, model: DLRM, sizes: dict[str, int]):
-        super().__init__()
-        from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
-
-        dim = model.config.dim
-        tables = [
-            EmbeddingBagConfig(name=f"t_{name}", embedding_dim=dim, num_embeddings=size, feature_names=[name])
-            for name, size in sizes.items()
-        ]
-        self.embeddings = EmbeddingBagCollection(tables, device=torch.device("meta"))
-        self.dense, self.dim = Dense(model), dim
-
-    def forward(self, features: Features) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = self.embeddings(features.features).values()
-        logits = self.dense(features.batch.dense, rows.unflatten(1, (-1, self.dim)))
-        loss = losses_of(logits, features.batch).mean()
-        return loss, loss.detach()
-
-
 class TorchRec:
     """Whole tables dealt to the ranks, in a plain loop or `TrainPipelineSparseDist`."""
 
     def __init__(self, job: Job, sizes: dict[str, int], world: int, pipelined: bool):
-        from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-        from torchrec.distributed.sharding_plan import table_wise
-        from torchrec.streamable import Pipelineable
+        dense, self.features, self.pipelined = Dense(job.build("sgd")[0]), tuple(sizes), pipelined
 
-        Pipelineable.register(Features)
-        built, tables, _ = job.build("sgd")
-        sharder = EmbeddingBagCollectionSharder(fused_params=fused("sgd", job.lr, job.eps))
-        # in blocks, so that rows come back in the order of the features
-        dealt = {
-            f"t_{name}": table_wise(rank=at * world // len(sizes), compute_kernel="fused")
-            for at, name in enumerate(sizes)
-        }
+        def losses(model: nn.Module, batch: ClickBatch, rows: torch.Tensor) -> torch.Tensor:
+            return losses_of(model(batch.dense, rows), batch)
 
-        def initial(table: str) -> torch.Tensor:
-            feature = table.removeprefix("t_")
-            return tables.initial_rows(feature, torch.arange(sizes[feature]))
-
-        self.model, dense = sharded(TorchRecModel(built, sizes), sharder, dealt, initial, world)
-        self.optimizer, self.pipelined = torch.optim.SGD(dense, lr=job.lr), pipelined
+        whole = TorchRecModel(sizes, job.sizes.dim, dense, losses, bags=True)
+        self.model, self.optimizer = sharded(whole, job, sizes, "sgd", world)
 
     def prepare(self, batches: list[ClickBatch]) -> list[Features]:
-        return [Features(batch) for batch in batches]
+        return [Features(batch, self.features, 1 / batch.num_samples, bags=True) for batch in batches]
 
     def train(self, batches: list[Features]) -> list[float]:
-        from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-
-        if self.pipelined:
-            pipeline = TrainPipelineSparseDist(
-                self.model, self.optimizer, torch.device("cpu"), execute_all_batches=True
-            )
-            inputs = iter(batches)
-            return [float(pipeline.progress(inputs)) for _ in batches]
-        losses = []
-        for features in batches:
-            self.optimizer.zero_grad()
-            loss, value = self.model(features)
-            loss.backward()
-            self.optimizer.step()
-            losses.append(float(value))
-        return losses
+        sums = trained(self.model, self.optimizer, batches, self.pipelined)
+        return [each / features.batch.num_samples for each, features in zip(sums, batches, strict=True)]
 
 
 def job_of(batch_size: int, steps: int, dim: int) -> Job:
@@ -228,8 +172,7 @@ def measure_rank(
 ) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, Run]]:
     """This rank's processor seconds and wall seconds of a step, by contender and turn, and its losses."""
     torch.set_num_threads(threads)
-    logging.disable(logging.WARNING)
-    warnings.filterwarnings("ignore", category=FutureWarning)
+    quiet()
     world, job = communicators.world_size, job_of(batch_size, per_turn * (turns + WARM), dim)
     log = numbered(job.loader().log)
     loader = ClickLoader(log, batch_size, job.seed, communicators.rank, world)

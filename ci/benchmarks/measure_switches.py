@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from frame import options_of, record
 from rich.console import Console
-from rich.table import Table
 
 from tritonrec.distributed import Communicators, RankPool
 from tritonrec.harness.job import Job
+from tritonrec.harness.shown import table
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import ExchangeConfig, LookupCounts, Trainer, WindowConfig
 from tritonrec.settings import with_values
@@ -85,13 +85,9 @@ class Measured:
 
 def print_by_count(title: str, found: list[dict], value: str, digits: int, console: Console) -> None:
     """A row of each of `PAYLOADS`, a column of each number of micro-batches."""
-    table = Table(title=title)
-    for name in ("", *(f"N = {count}" for count in MICRO_BATCHES)):
-        table.add_column(name, justify="right" if name else "left")
-    for at, name in enumerate(PAYLOADS):
-        rows = found[at * len(MICRO_BATCHES) :][: len(MICRO_BATCHES)]
-        table.add_row(name, *(f"{row[value]:.{digits}f}" for row in rows))
-    console.print(table)
+    cells, width = [f"{row[value]:.{digits}f}" for row in found], len(MICRO_BATCHES)
+    rows = [(name, *cells[at * width :][:width]) for at, name in enumerate(PAYLOADS)]
+    console.print(table(title, ("", *(f"N = {count}" for count in MICRO_BATCHES)), rows))
 
 
 def payload(run: Measured, console: Console) -> list[dict]:
@@ -119,40 +115,32 @@ def packed(run: Measured, console: Console) -> list[dict]:
 
 
 def taper(run: Measured, console: Console) -> list[dict]:
-    table = Table(title="first and last exchange, which nothing hides, over the batch deduplicated, N = 8")
-    for name in ("taper", "as in the paper", "first use", "first use, clustered"):
-        table.add_column(name, justify="right")
-    found = []
+    found, rows = [], []
     for ratio in (1.0, 0.7, 0.5):
         shares = []
         for switches in ({}, {"first_use": True}, {"first_use": True, "clustering": True}):
             shares.append(run(8, taper=ratio, **switches)[0]["edge_bytes"] / run.whole["row_bytes"])
             found.append({"taper": ratio, **switches, "edges": shares[-1]})
-        table.add_row(f"{ratio}", *(f"{share:.3f}" for share in shares))
-    console.print(table)
+        rows.append((f"{ratio}", *(f"{share:.3f}" for share in shares)))
+    title = "first and last exchange, which nothing hides, over the batch deduplicated, N = 8"
+    console.print(table(title, ("taper", "as in the paper", "first use", "first use, clustered"), rows))
     return found
 
 
 def skip_fetch(run: Measured, console: Console) -> list[dict]:
-    table = Table(title="rows of the tables, per step")
-    for name in ("skip_fetch", "read", "written", "kept in the buffers"):
-        table.add_column(name, justify="right")
-    found = []
+    found, rows = [], []
     for skip in (False, True):
         counts = run(4, skip_fetch=skip)[0]
         row = {name: counts[name] / run.steps for name in ("read", "written", "kept")}
         found.append({"skip_fetch": skip, **row})
-        table.add_row(str(skip), *(f"{value:,.0f}" for value in row.values()))
-    console.print(table)
+        rows.append((str(skip), *(f"{value:,.0f}" for value in row.values())))
+    columns = "skip_fetch", "read", "written", "kept in the buffers"
+    console.print(table("rows of the tables, per step", columns, rows))
     return found
 
 
 def replicas(run: Measured, console: Console) -> list[dict]:
-    table = Table(title=f"{run.ranks} ranks: gradients of replicas added up, or rows averaged (approximate)")
-    table.caption = "bytes over 1D; relative loss and largest weight against the exact run"
-    for name in ("parts x copies", "replicas", "bytes", "loss", "weights"):
-        table.add_column(name, justify="right")
-    found, dim = [], MODEL.dim
+    found, rows_shown, dim = [], [], MODEL.dim
     for _, copies, _nodes in run.pool.meshes:
         for every in (0, 1, 4, run.steps) if copies > 1 else (0,):
             counts, loss, rows = run(4, copies, first_use=True, average_every=every)
@@ -163,11 +151,14 @@ def replicas(run: Measured, console: Console) -> list[dict]:
                 "loss": (loss - run.loss) / run.loss, "weights": far,
             }  # fmt: skip
             found.append(row)
-            table.add_row(
+            rows_shown.append((
                 f"{row['parts']} x {copies}", f"averaged, every {every}" if every else "exact",
                 f"{row['bytes']:.2f}", f"{row['loss']:+.2e}", f"{far:.2e}",
-            )  # fmt: skip
-    console.print(table)
+            ))  # fmt: skip
+    title = f"{run.ranks} ranks: gradients of replicas added up, or rows averaged (approximate)"
+    caption = "bytes over 1D; relative loss and largest weight against the exact run"
+    columns = "parts x copies", "replicas", "bytes", "loss", "weights"
+    console.print(table(title, columns, rows_shown, caption=caption))
     return found
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tritonrec.harness.papers import inflation, runs
+from tritonrec.harness.papers import computed, runs
 from tritonrec.harness.papers.page import PAGE as PACKAGED
 from tritonrec.harness.papers.page import between, rows_of, with_figures
 
@@ -141,19 +141,19 @@ def test_a_page_without_its_marks_is_refused():
 @pytest.mark.parametrize("seed", range(4))
 def test_offline_clusters_are_those_that_no_swap_betters(seed):
     draw = np.random.default_rng(seed)
-    samples = inflation.samples_of(
+    samples = computed.samples_of(
         [torch.from_numpy(draw.integers(0, 14, draw.integers(1, 6))) for _ in range(11)]
     )
     lengths = samples.offsets.diff().numpy()
     before = draw.permutation(np.arange(11) % 3)
     sizes = np.bincount(before, lengths).astype(np.int64)
     place, keys = before.copy(), np.unique(samples.keys, return_inverse=True)[1]
-    inflation.swapped(samples.offsets.numpy(), keys, keys.max() + 1, place, sizes)
+    computed.swapped(samples.offsets.numpy(), keys, keys.max() + 1, place, sizes)
     assert sizes.tolist() == np.bincount(place, lengths).tolist() and sorted(place) == sorted(before)
-    found = inflation.inflation(samples, place)
-    assert inflation.bound(samples, int(sizes.max())) <= found < inflation.inflation(samples, before)
+    found = computed.inflation(samples, place)
+    assert computed.bound(samples, int(sizes.max())) <= found < computed.inflation(samples, before)
     for one, other in zip(*np.triu_indices(11, 1), strict=True):
         swap = place.copy()
         swap[[one, other]] = place[[other, one]]
         largest = [np.bincount(each, lengths)[[place[one], place[other]]].max() for each in (place, swap)]
-        assert largest[1] > largest[0] or inflation.inflation(samples, swap) >= found
+        assert largest[1] > largest[0] or computed.inflation(samples, swap) >= found

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tritonrec.data import load
-from tritonrec.data.ali_ccp import FIELDS, read
+from tritonrec.data.ali_ccp import FIELDS, AliCcp
 from tritonrec.data.click_columns import MISSING
 
 COMMON = ["u1,3,101\x0231\x031.0\x01127_14\x025\x032.5\x01127_14\x027\x033.5", "u2,1,101\x0290\x031.0"]
@@ -58,21 +58,21 @@ def test_ids_stand_in_the_places_of_their_fields(tmp_path):
 )
 def test_a_bad_line_is_named(tmp_path, skeleton, message):
     with pytest.raises(ValueError, match=message):
-        read(write(tmp_path, skeleton))
+        AliCcp(write(tmp_path, skeleton)).read()
 
 
 def test_bytes_that_are_no_text_are_refused_with_the_name_of_the_file(tmp_path):
     file = write(tmp_path) / "sample_skeleton_train.csv"
     file.write_bytes(file.read_bytes() + b"\x88\n")
     with pytest.raises(ValueError, match=r"sample_skeleton_train\.csv, line 5: ") as raised:
-        read(tmp_path)
+        AliCcp(tmp_path).read()
     assert not isinstance(raised.value, UnicodeDecodeError)
 
 
 def test_a_folder_without_the_files_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"holds no common_features\*.csv"):
-        read(tmp_path)
+        AliCcp(tmp_path).read()
     write(tmp_path)
     (tmp_path / "sample_skeleton_train.csv").write_text("")
     with pytest.raises(ValueError, match="holds no impressions"):
-        read(tmp_path)
+        AliCcp(tmp_path).read()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tritonrec.data.balancing import SequenceCost, dynamic_batches, partition_samples, token_spread
 from tritonrec.data.batch import JaggedBatch
-from tritonrec.data.dynamic_loader import DynamicBatchLoader
+from tritonrec.data.dynamic import DynamicBatchLoader
 from tritonrec.data.impression_loader import ImpressionLoader
 from tritonrec.data.impressions import ImpressionBatch
 from tritonrec.data.loader import NextItemLoader

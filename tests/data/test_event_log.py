@@ -19,11 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonrec.data import LogFormat, load
-from tritonrec.data.arrow_types import common_type
 from tritonrec.data.grouped import sequences_of
 from tritonrec.data.log_format import described, with_query
 from tritonrec.data.parquet import concat, table_of
 from tritonrec.data.sources import source_of
+from tritonrec.data.values import common_type
 from tritonrec.data.vocabulary import Vocabulary
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tritonrec.data.features import ItemGenres, UserFeatures
-from tritonrec.data.interactions import Interactions
+from tritonrec.data.interactions import Interactions, ItemGenres, UserFeatures
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from tritonrec.data.features import ItemGenres, UserFeatures
 from tritonrec.data.impression_loader import ImpressionLoader
 from tritonrec.data.impressions import ImpressionBatch
-from tritonrec.data.interactions import Interactions
+from tritonrec.data.interactions import Interactions, ItemGenres, UserFeatures
 
 
 def rated_log(seed: int = 3, users: int = 25, events: int = 400) -> Interactions:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tritonrec.data import json_tables, load_interactions
+from tritonrec.data import load_interactions, text_tables
 
 
 def written(path, objects):
@@ -41,7 +41,7 @@ def test_a_rating_that_one_object_lacks_is_named_alike_wherever_it_is(tmp_path, 
 
 
 def test_fields_are_looked_for_in_some_lines_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_tables, "FIRST_LINES", 2)
+    monkeypatch.setattr(text_tables, "FIRST_LINES", 2)
     late = [{name: each[name] for name in ("user", "item", "timestamp")} for each in EVENTS[:2]] + EVENTS[2:]
     assert load_interactions(written(tmp_path / "log.json", late)).rating is None
 

@@ -16,9 +16,8 @@ from typer.testing import CliRunner
 
 from tritonrec.data import parquet
 from tritonrec.data.convert import convert, write
-from tritonrec.data.features import ItemGenres, UserFeatures
 from tritonrec.data.grouped import sequences_of
-from tritonrec.data.interactions import Interactions
+from tritonrec.data.interactions import Interactions, ItemGenres, UserFeatures
 from tritonrec.data.log_format import LogFormat
 from tritonrec.data.sources import load, source_of
 from tritonrec.data.vocabulary import Vocabulary, words_of

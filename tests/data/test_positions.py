@@ -35,7 +35,7 @@ from tritonrec.data import (
 )
 from tritonrec.data.convert_sequences import write_sequences
 from tritonrec.data.convert_windows import write_windows
-from tritonrec.data.positions import digest_of
+from tritonrec.data.epochs import digest_of
 
 WITH_VALIDATION = Split.leave_one_out(True)
 

@@ -105,7 +105,7 @@ def test_a_mode_without_edges_says_so(tmp_path, console):
 
 
 def test_an_unreadable_file_is_one_line(tmp_path, console):
-    assert trace_report(tmp_path / "absent", console=console) == 2
+    assert trace_report(tmp_path / "no[/markup]", console=console) == 2
     (tmp_path / "log.csv").write_text("user,item\n")
     assert trace_report(tmp_path / "log.csv", console=console) == 2
     assert len(console.file.getvalue().splitlines()) == 2

@@ -8,7 +8,7 @@ from speeds import slow_except
 from test_exporter import DIM, Trained
 
 from tritonrec.data import ImpressionLoader, KeyedJaggedTensor, Lookup, load
-from tritonrec.data.features import UserFeatures
+from tritonrec.data.interactions import UserFeatures
 from tritonrec.embedding import FeatureConfig
 from tritonrec.nn import GRM, GRMConfig, MMoE
 from tritonrec.serving import Predictor, export, programs

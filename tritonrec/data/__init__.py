@@ -13,8 +13,7 @@ from tritonrec.data.ctr import (
     clicks_from_ratings,
     evaluate_clicks,
 )
-from tritonrec.data.dynamic_loader import DynamicBatchLoader
-from tritonrec.data.dynamic_stream import DynamicStream
+from tritonrec.data.dynamic import DynamicBatchLoader, DynamicStream
 from tritonrec.data.impression_loader import ImpressionLoader
 from tritonrec.data.impression_stream import ImpressionStream
 from tritonrec.data.impressions import ImpressionBatch

@@ -17,14 +17,14 @@ are no dense features. Files are read in the order of their names; the last tent
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tritonrec.data.click_columns import MISSING, ClickColumns, as_log
-from tritonrec.data.ctr import ClickLog
+from tritonrec.data.click_columns import MISSING, ClickColumns, Clicks
 from tritonrec.data.log_files import LogFiles, files_at
 from tritonrec.data.log_format import LogFormat
 from tritonrec.data.text_tables import CsvFile
@@ -42,46 +42,48 @@ PATTERNS = ("common_features*.csv", "sample_skeleton*.csv")
 _FEATURE = "^(?P<field>[^\x02\x03]*)\x02(?P<id>[^\x02\x03]*)\x03(?P<weight>[^\x02\x03]*)$"
 
 
-def read(path: Path | str) -> ClickLog:
-    """Read the folder `path`, whole; the errors of `parts`, and ValueError where it has no impressions."""
-    columns = ClickColumns("label", (), FEATURES)
-    return as_log(columns, ((Part(path, "row", 0), table) for table in parts(path)), path)
+class AliCcp(Clicks):
+    """The log of the folder `path`; common features are in memory, a row of 23 ids for each of their lines.
 
-
-def place(path: Path | str) -> LogFiles:
-    """The files of both kinds, in the order in which they are read; raises FileNotFoundError as `parts`."""
-    found = [files_at(str(path), patterns=(pattern,)) for pattern in PATTERNS]
-    return LogFiles(str(path), found[0].filesystem, found[0].root, [*found[0].files, *found[1].files])
-
-
-def parts(path: Path | str) -> Iterator[pa.Table]:
-    """The impressions in plain columns (`tritonrec.data.click_columns`), in parts and in their order.
-
-    The common features are in memory, a row of 23 ids for each line of their files.
-
-    Raises FileNotFoundError where the folder has no files of one of the two kinds, and ValueError naming file
-    and line of a bad field, or of an impression whose common features are nowhere.
+    Raises FileNotFoundError where the folder has no files of one of the two kinds.
     """
-    users: dict[str, int] = {}
-    common: list[np.ndarray] = []
-    count = 0
-    for part, table in _tables(path, PATTERNS[0], COMMON):
-        names = table.column("common").to_pylist()
-        users |= {name: number for number, name in enumerate(names, count)}
-        count += len(names)
-        common.append(_ids(part, table, np.full((len(names), len(FIELDS)), MISSING)))
-    every = np.concatenate(common) if common else np.empty((0, len(FIELDS)), np.int64)
-    for part, table in _tables(path, PATTERNS[1], SKELETON):
-        label = flags(part, "click", table.column("click"))
-        rows = np.array([users.get(name, -1) for name in table.column("common").to_pylist()], np.int64)
-        if (rows < 0).any():
-            part.fail("common", table.column("common"), rows < 0, "one of the common features")
-        ids = _ids(part, table, every[rows])
-        yield pa.table({"label": label.astype(np.int8)} | dict(zip(FEATURES, ids.T, strict=True)))
+
+    def __init__(self, path: Path | str) -> None:
+        self.name, self.format, self.words = str(path), LogFormat(), {}
+        self._kinds = [files_at(self.name, patterns=(pattern,)) for pattern in PATTERNS]
+        of_users, own = self._kinds
+        self.place = replace(of_users, path=self.name, files=[*of_users.files, *own.files], is_folder=False)
+
+    def columns(self) -> ClickColumns:
+        """A label, and a category for each field."""
+        return ClickColumns("label", (), FEATURES)
+
+    def parts(self, columns: ClickColumns) -> Iterator[tuple[Part, pa.Table]]:
+        """The impressions in parts, in order.
+
+        Raises ValueError naming file and line of a bad field, or of an impression whose common features are
+        nowhere.
+        """
+        of_users, own = self._kinds
+        users: dict[str, int] = {}
+        common: list[np.ndarray] = []
+        count = 0
+        for part, table in _tables(of_users, COMMON):
+            names = table.column("common").to_pylist()
+            users |= {name: number for number, name in enumerate(names, count)}
+            count += len(names)
+            common.append(_ids(part, table, np.full((len(names), len(FIELDS)), MISSING)))
+        every = np.concatenate(common) if common else np.empty((0, len(FIELDS)), np.int64)
+        for part, table in _tables(own, SKELETON):
+            label = flags(part, "click", table.column("click"))
+            rows = np.array([users.get(name, -1) for name in table.column("common").to_pylist()], np.int64)
+            if (rows < 0).any():
+                part.fail("common", table.column("common"), rows < 0, "one of the common features")
+            ids = _ids(part, table, every[rows])
+            yield part, pa.table({"label": label} | dict(zip(FEATURES, ids.T, strict=True)))
 
 
-def _tables(path: Path | str, pattern: str, columns: Sequence[str]) -> Iterator[tuple[Part, pa.Table]]:
-    found = files_at(str(path), patterns=(pattern,))
+def _tables(found: LogFiles, columns: Sequence[str]) -> Iterator[tuple[Part, pa.Table]]:
     format = LogFormat(columns=tuple(columns), header="no", delimiter="comma", quote="none")
     for file in found.files:
         if found.filesystem.get_file_info(file).size:

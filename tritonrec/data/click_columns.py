@@ -14,9 +14,8 @@ time: the last tenth is held out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,12 +23,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tritonrec.data import numba_text
-from tritonrec.data.arrow_types import filled, is_integer, plain
 from tritonrec.data.ctr import ClickLog, num_training_rows
 from tritonrec.data.log_format import LogFormat, named
 from tritonrec.data.numba_text import MISSING, read_hexadecimal
 from tritonrec.data.tables import Log, common_schema, is_metadata, tables_of
-from tritonrec.data.values import Part, flags, integers, numbers, word_ids
+from tritonrec.data.values import Part, filled, flags, integers, is_integer, numbers, plain, word_ids
 
 Columns = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Labels (n,) int64, dense (F, n) float32, categories (C, n) int64."""
@@ -239,16 +237,11 @@ class Clicks(Log):
 
         columns = self.columns()
         with kept_on_error(columns.words):
-            return as_log(columns, self.parts(columns), self.name)
-
-
-def as_log(columns: ClickColumns, parts: Iterable[tuple[Part, pa.Table]], path: Path | str) -> ClickLog:
-    """The log of some tables, in memory; raises ValueError where they have no rows."""
-    found = [columns.arrays(part, table) for part, table in parts]
-    rows = sum(len(own) for own, _dense, _ids in found)
-    if not rows:
-        raise ValueError(f"{path}: holds no impressions")
-    own, dense, ids = (
-        np.ascontiguousarray(np.concatenate(arrays, axis=-1).T) for arrays in zip(*found, strict=True)
-    )
-    return ClickLog(dense, ids, own, columns.features, num_training_rows(rows))
+            found = [columns.arrays(part, table) for part, table in self.parts(columns)]
+        rows = sum(len(labels) for labels, _dense, _ids in found)
+        if not rows:
+            raise ValueError(f"{self.name}: holds no impressions")
+        labels, dense, ids = (
+            np.ascontiguousarray(np.concatenate(arrays, axis=-1).T) for arrays in zip(*found, strict=True)
+        )
+        return ClickLog(dense, ids, labels, columns.features, num_training_rows(rows))

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tritonrec.data.ctr import HELD_OUT, ClickBatch, num_training_rows
+from tritonrec.data.ctr import HELD_OUT, ClickBatch, ClickSamples, num_training_rows
 from tritonrec.data.epochs import check_at_least
 from tritonrec.data.jagged import KeyedJaggedTensor
 from tritonrec.data.labels import check_counts
 from tritonrec.data.loader import LEAVE_ONE_OUT
-from tritonrec.data.splits import Part, Split, check_part, rows_of
+from tritonrec.data.splits import Part, Split, rows_of
 from tritonrec.data.stream import Stream
 from tritonrec.settings import typed
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @typed
-class ClickStream(Stream[ClickBatch]):
+class ClickStream(ClickSamples, Stream[ClickBatch]):
     """Training rows of a dataset, streamed, and the held-out ones behind them.
 
     Args:
@@ -80,17 +80,13 @@ class ClickStream(Stream[ClickBatch]):
         self.whole, self._columns = rows, columns
         count = rows.num_rows
         self.trained, self.num_validation = rows_of(split, count, num_training_rows(count), HELD_OUT)
+        self.num_held_out = count - self.trained - self.num_validation
         self.features, self.num_dense = self._columns.features, len(self._columns.dense)
         super().__init__(
             self.whole.first(self.trained), None, batch_size, seed, rank, world_size, shuffle,
             buffer_rows, readers,
         )  # fmt: skip
         self._check_labels()
-
-    @property
-    def num_held_out(self) -> int:
-        """Rows for test."""
-        return self.whole.num_rows - self.trained - self.num_validation
 
     def _identity(self) -> dict[str, Any]:
         columns = self._columns
@@ -99,7 +95,7 @@ class ClickStream(Stream[ClickBatch]):
 
     @property
     def click_rate(self) -> float:
-        """Share of clicks among the rows that are not held out, which reads their labels."""
+        """Share of clicks among the rows that are not held out; reads their labels."""
         return sum(int(labels.sum()) for labels in self._labels(self.trained)) / self.trained
 
     def _labels(self, count: int) -> Iterator[np.ndarray]:
@@ -120,12 +116,9 @@ class ClickStream(Stream[ClickBatch]):
         check_counts("click", rows, clicks)
 
     def evaluation_batches(self, batch_size: int = 1024, part: Part = "test") -> Iterator[ClickBatch]:
-        """The rows of a part in their order, at most `batch_size` at a time, as step 0."""
         check_at_least("batch_size", batch_size, 1)
-        rows, begin = self.whole, self.trained + self.num_validation
-        if check_part(part) == "validation":
-            rows, begin = rows.first(begin) if self.num_validation else rows.first(1), self.trained
-        for numbers, table in rows.batches(batch_size, begin=begin):
+        first, last = self.rows_of_part(part)
+        for numbers, table in self.whole.first(last).batches(batch_size, begin=first):
             yield self.collate(0, torch.from_numpy(numbers), self.prepared(numbers, table))
 
     def prepared(

@@ -7,6 +7,7 @@ memory is that of the largest bucket, and of the catalogue.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,25 +51,18 @@ def write_sequences(
         buckets: users are divided into so many, and one is in memory at a time.
     """
     items, counts = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-    with Buckets(out, buckets) as scratch:
-        for rows in joined(log):
-            scratch.add(rows)
-            report(len(rows))
-        files = 0
-        for bucket in range(buckets):
-            own = scratch.read(bucket)
-            if own is None:
-                continue
-            found, times = _trained(own)
-            both = np.concatenate([items, found])
-            items, places = np.unique(both, return_inverse=True)
-            counts = np.bincount(places, np.concatenate([counts, times]), len(items)).astype(np.int64)
-            table = _rows(own)
-            for first in range(0, len(table), rows_per_file):
-                file = out / f"part-{files:05}.parquet"
-                part = table.slice(first, rows_per_file)
-                pq.write_table(part, file, row_group_size=rows_per_group, data_page_size=PAGE_BYTES)
-                files += 1
+    files = 0
+    for _, own in by_user(log, out, buckets, report):
+        found, times = _trained(own)
+        both = np.concatenate([items, found])
+        items, places = np.unique(both, return_inverse=True)
+        counts = np.bincount(places, np.concatenate([counts, times]), len(items)).astype(np.int64)
+        table = _rows(own)
+        for first in range(0, len(table), rows_per_file):
+            file = out / f"part-{files:05}.parquet"
+            part = table.slice(first, rows_per_file)
+            pq.write_table(part, file, row_group_size=rows_per_group, data_page_size=PAGE_BYTES)
+            files += 1
     pq.write_table(pa.table({"item": items, "count": counts}), out / CATALOGUE_FILE)
 
 
@@ -77,7 +71,47 @@ def buckets_of(rows: int) -> int:
     return min(-(-rows // BUCKET_ROWS), MOST_BUCKETS)
 
 
-def joined(log: Iterable[Interactions]) -> Iterator[Interactions]:
+def by_user(
+    log: Iterable[Interactions], beside: Path, buckets: int, report: Callable[[int], None]
+) -> Iterator[tuple[int, Interactions]]:
+    """The rows of a log in buckets by a hash of the user, with their numbers; none without rows.
+
+    Rows of a bucket are in the order of the log. They wait in scratch files beside a folder, and one bucket
+    is in memory at a time; where there is but one, it is in memory alone.
+    """
+
+    def parts() -> Iterator[Interactions]:
+        for rows in _joined(log):
+            yield rows
+            report(len(rows))
+
+    if buckets == 1:
+        yield 0, concat(list(parts()))
+        return
+    with ScratchFolder(f".{beside.name}-", beside.parent) as folder:
+        for bucket, file in _dealt(parts(), Path(folder), buckets):
+            own = concat(list(EventLog(str(file), LogFormat(time_unit="step"), "parquet").parts()))
+            has_fraction = own.fraction is not None and bool(own.fraction.any())
+            yield bucket, own if has_fraction else replace(own, fraction=None)
+
+
+def _dealt(parts: Iterable[Interactions], folder: Path, buckets: int) -> list[tuple[int, Path]]:
+    """Write the rows of buckets into files of a folder; the numbers and files of those that have rows."""
+    files = {bucket: folder / f"{bucket}.parquet" for bucket in range(buckets)}
+    writers: dict[int, pq.ParquetWriter] = {}
+    with ExitStack() as stack:
+        for rows in parts:
+            users = torch.from_numpy(rows.user.copy())  # Arrow's memory is read-only
+            which = random_indices(0, 0, 0, users, torch.zeros_like(users), 1, buckets)[:, 0].numpy()
+            table = table_of(replace(rows, time_unit=""), has_fraction=True)
+            for bucket in np.unique(which).tolist():
+                if bucket not in writers:
+                    writers[bucket] = stack.enter_context(pq.ParquetWriter(files[bucket], table.schema))
+                writers[bucket].write_table(table.take((which == bucket).nonzero()[0]))
+    return [(bucket, files[bucket]) for bucket in sorted(writers)]
+
+
+def _joined(log: Iterable[Interactions]) -> Iterator[Interactions]:
     """The parts of a log, several as one where they are small."""
     waiting: list[Interactions] = []
     for rows in log:
@@ -108,47 +142,3 @@ def _rows(log: Interactions) -> pa.Table:
         name: pa.LargeListArray.from_arrays(offsets, pa.array(values)) for name, values in lists.items()
     }
     return pa.table({"user": sequences.user_ids, **columns})
-
-
-class Buckets:
-    """Rows of a log in scratch files by a hash of the user; a context manager."""
-
-    def __init__(self, beside: Path, count: int) -> None:
-        self._count = count
-        self._parts: list[Interactions] = []
-        self._folder = ScratchFolder(f".{beside.name}-", beside.parent)
-        self._writers: dict[int, pq.ParquetWriter] = {}
-
-    def add(self, log: Interactions) -> None:
-        if self._count == 1:
-            self._parts.append(log)
-            return
-        users = torch.from_numpy(log.user.copy())  # Arrow's memory is read-only
-        which = random_indices(0, 0, 0, users, torch.zeros_like(users), 1, self._count)[:, 0].numpy()
-        table = table_of(replace(log, time_unit=""), has_fraction=True)
-        for bucket in np.unique(which).tolist():
-            if bucket not in self._writers:
-                file = Path(self._folder.name) / f"{bucket}.parquet"
-                self._writers[bucket] = pq.ParquetWriter(file, table.schema)
-            self._writers[bucket].write_table(table.take((which == bucket).nonzero()[0]))
-
-    def read(self, bucket: int) -> Interactions | None:
-        """The bucket's rows in the order of the log; None where there are none."""
-        if self._count == 1:
-            return concat(self._parts)
-        if bucket not in self._writers:
-            return None
-        for writer in self._writers.values():
-            writer.close()  # all, as each has buffers; again is no harm
-        file = str(Path(self._folder.name) / f"{bucket}.parquet")
-        found = concat(list(EventLog(file, LogFormat(time_unit="step"), "parquet").parts()))
-        has_fraction = found.fraction is not None and bool(found.fraction.any())
-        return found if has_fraction else replace(found, fraction=None)
-
-    def __enter__(self) -> Buckets:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for writer in self._writers.values():
-            writer.close()
-        self._folder.cleanup()

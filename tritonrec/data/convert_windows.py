@@ -28,12 +28,11 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from tritonrec.data.convert_sequences import PAGE_BYTES, Buckets, joined
-from tritonrec.data.features import ItemGenres, UserFeatures
+from tritonrec.data.convert_sequences import PAGE_BYTES, by_user
 from tritonrec.data.impression_loader import ImpressionLoader
 from tritonrec.data.impression_stream import ABOUT_FILE, PART_FILES
 from tritonrec.data.impressions import ImpressionBatch
-from tritonrec.data.interactions import Interactions
+from tritonrec.data.interactions import Interactions, ItemGenres, UserFeatures
 from tritonrec.data.labels import check_counts
 from tritonrec.data.loader import LEAVE_ONE_OUT
 from tritonrec.data.parquet import write_features
@@ -88,27 +87,19 @@ def write_windows(
     held_out: dict[Part, pq.ParquetWriter] = {}
     written, about = 0, dict[str, Any]()
     events, positive = 0, np.zeros(1, dtype=np.int64)
-    with Buckets(out, buckets) as scratch:
-        for rows in joined(log):
-            scratch.add(rows)
-            report(len(rows))
-        for bucket in range(buckets):
-            own = scratch.read(bucket)
-            if own is None:
-                continue
-            own = replace(own, user_features=users)
-            cut = _Cut(own, 1, max_history, max_exposed, seed=0, split=split)
-            labels = cut.labels()
-            events, positive = events + len(labels), positive + labels.sum(0)
-            about = {"context": list(cut.context), "tasks": list(cut.tasks), "label_rule": cut.label_rule}
-            chunks = torch.arange(cut.num_samples, device="cpu").split(CHUNK) if cut.num_samples else ()
-            tables = (table_of(cut.make_batch(0, samples)) for samples in chunks)
-            written += _write(tables, out / f"part-{bucket:05}.parquet", rows_per_group)
-            for part, batch in cut.held_out():
-                table = table_of(batch)
-                if part not in held_out:
-                    held_out[part] = pq.ParquetWriter(out / PART_FILES[part], table.schema)
-                held_out[part].write_table(table, row_group_size=rows_per_group)
+    for bucket, own in by_user(log, out, buckets, report):
+        cut = _Cut(replace(own, user_features=users), 1, max_history, max_exposed, seed=0, split=split)
+        labels = cut.labels()
+        events, positive = events + len(labels), positive + labels.sum(0)
+        about = {"context": list(cut.context), "tasks": list(cut.tasks), "label_rule": cut.label_rule}
+        chunks = torch.arange(cut.num_samples, device="cpu").split(CHUNK) if cut.num_samples else ()
+        tables = (table_of(cut.make_batch(0, samples)) for samples in chunks)
+        written += _write(tables, out / f"part-{bucket:05}.parquet", rows_per_group)
+        for part, batch in cut.held_out():
+            table = table_of(batch)
+            if part not in held_out:
+                held_out[part] = pq.ParquetWriter(out / PART_FILES[part], table.schema)
+            held_out[part].write_table(table, row_group_size=rows_per_group)
     for writer in held_out.values():
         writer.close()
     for task, count in zip(about.get("tasks", ()), positive, strict=bool(about)):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -30,8 +30,7 @@ from tritonrec.data.interactions import Interactions
 from tritonrec.data.jagged import KeyedJaggedTensor, Lookup
 from tritonrec.data.labels import check_labels, check_ratings, default_rule, default_threshold, rating_labels
 from tritonrec.data.loader import LEAVE_ONE_OUT
-from tritonrec.data.ranking import auc
-from tritonrec.data.scored import Scored, one_by_one
+from tritonrec.data.ranking import Scored, auc, one_by_one
 from tritonrec.data.splits import NO_PART, Part, Split, check_part, rows_of
 from tritonrec.settings import typed
 
@@ -130,8 +129,39 @@ class ClickBatch(Batch):
         return self
 
 
+class ClickSamples:
+    """What a loader and a stream of clicks share: rows for training, and behind them those held out.
+
+    Attributes:
+        features, num_dense: names of the categorical features, and the number F of dense ones.
+        trained: rows that are not held out. num_validation, num_held_out: rows for validation and test.
+        label_rule: what the labels were made of, where nobody has chosen it.
+    """
+
+    features: tuple[str, ...]
+    num_dense: int
+    trained: int
+    num_validation: int
+    num_held_out: int
+    label_rule: str = ""
+
+    @property
+    def click_rate(self) -> float:
+        """Share of clicks among the rows that are not held out."""
+        raise NotImplementedError
+
+    def evaluation_batches(self, batch_size: int = 1024, part: Part = "test") -> Iterator[ClickBatch]:
+        """The rows of a part in their order, at most `batch_size` at a time, as step 0."""
+        raise NotImplementedError
+
+    def rows_of_part(self, part: Part) -> tuple[int, int]:
+        """[first, last) of the rows of a part; ValueError for another one."""
+        border = self.trained + self.num_validation
+        return (border, border + self.num_held_out) if check_part(part) == "test" else (self.trained, border)
+
+
 @typed
-class ClickLoader(EpochLoader[ClickBatch]):
+class ClickLoader(ClickSamples, EpochLoader[ClickBatch]):
     """Training rows of a log, shuffled and sharded over ranks; sample ids are row numbers of the log.
 
     Args:
@@ -159,7 +189,9 @@ class ClickLoader(EpochLoader[ClickBatch]):
         if not 0 <= first < last <= log.trained:
             raise ValueError(f"rows must be a part of [0, {log.trained}), got [{first}, {last})")
         check_labels("click", log.labels[: log.trained])
-        self.log, self.features = log, log.features
+        self.log, self.features, self.num_dense = log, log.features, log.dense.shape[1]
+        self.trained, self.num_validation, self.label_rule = log.trained, log.validated, log.label_rule
+        self.num_held_out = len(log) - log.trained - log.validated
         self._dense, self._categories = torch.from_numpy(log.dense), torch.from_numpy(log.categories)
         self._labels = torch.from_numpy(log.labels)
         sample_ids = torch.arange(first, last, device="cpu")
@@ -173,23 +205,7 @@ class ClickLoader(EpochLoader[ClickBatch]):
         return self._dense, self._categories, self._labels
 
     @property
-    def num_dense(self) -> int:
-        """F."""
-        return self.log.dense.shape[1]
-
-    @property
-    def num_held_out(self) -> int:
-        """Rows for test."""
-        return len(self.log) - self.log.trained - self.log.validated
-
-    @property
-    def num_validation(self) -> int:
-        """Rows for validation."""
-        return self.log.validated
-
-    @property
     def click_rate(self) -> float:
-        """Share of clicks among the rows that are not held out."""
         return float(self.log.labels[: self.log.trained].mean())
 
     def categories(self) -> Tensor:
@@ -201,11 +217,8 @@ class ClickLoader(EpochLoader[ClickBatch]):
         return self._rows(step, self.sample_ids[samples])
 
     def evaluation_batches(self, batch_size: int = 1024, part: Part = "test") -> Iterator[ClickBatch]:
-        """The rows of a part in their order, `batch_size` at a time, as step 0."""
         check_at_least("batch_size", batch_size, 1)
-        first, last = self.log.trained, self.log.trained + self.log.validated
-        if check_part(part) == "test":
-            first, last = last, len(self.log)
+        first, last = self.rows_of_part(part)
         for rows in torch.arange(first, last, device="cpu").split(batch_size) if first < last else ():
             yield self._rows(0, rows)
 
@@ -283,18 +296,6 @@ def _earlier(ids: np.ndarray) -> np.ndarray:
     return earlier
 
 
-class HoldsClicksOut(Protocol):
-    """`ClickLoader`, or `tritonrec.data.ClickStream`."""
-
-    @property
-    def num_held_out(self) -> int: ...
-
-    @property
-    def num_validation(self) -> int: ...
-
-    def evaluation_batches(self, batch_size: int = ..., part: Part = ...) -> Iterator[ClickBatch]: ...
-
-
 class ClickPredictions(NamedTuple):
     """Rows of a part in their order: ids (n,) int64, probabilities (n,) float64, labels (n,) int64."""
 
@@ -305,12 +306,13 @@ class ClickPredictions(NamedTuple):
 
 def click_predictions(
     predict: Callable[[ClickBatch], Tensor],
-    loader: HoldsClicksOut,
+    loader: ClickSamples,
     part: Part = "test",
     scored: Scored = one_by_one,
 ) -> ClickPredictions:
     """What `predict` says of the held-out rows of a part; see `evaluate_clicks`, whose errors are raised."""
-    if not (loader.num_held_out if check_part(part) == "test" else loader.num_validation):
+    first, last = loader.rows_of_part(part)
+    if first == last:
         raise ValueError(f"the log has no rows held out for {part}: {NO_PART}")
     ids, scores, labels = [], [], []
     for batch, found in scored(loader.evaluation_batches(part=part), predict):
@@ -325,7 +327,7 @@ def click_predictions(
 
 def evaluate_clicks(
     predict: Callable[[ClickBatch], Tensor],
-    loader: HoldsClicksOut,
+    loader: ClickSamples,
     part: Part = "test",
     scored: Scored = one_by_one,
 ) -> dict[str, float]:

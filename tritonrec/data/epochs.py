@@ -1,19 +1,21 @@
 """Base of all training loaders: samples in a shuffled order, epoch after epoch, sharded over ranks.
 
 Loaders have no state between steps: the order comes from a counter-based generator. So any rank can make any
-step at any time, and a run resumed at step t gets the same batches.
+step at any time, and a run resumed at step t gets the same batches. What the place of a loader
+depends on is saved with its position, and compared when it goes on.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tritonrec.data.balancing import SequenceCost, partition_samples
-from tritonrec.data.positions import check_same, digest_of
 from tritonrec.kernels.launch import random_indices
 from tritonrec.settings import typed
 
@@ -153,3 +155,28 @@ def check_at_least(name: str, value: int, least: int) -> None:
     """Raise ValueError if `value` is below `least`."""
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def check_same(state: Mapping[str, Any], own: Mapping[str, Any], what: str = "loader") -> None:
+    """Raise ValueError naming all of `own` that a saved position has otherwise: its batches would be others.
+
+    What an earlier version did not save is not compared.
+    """
+    other = {name: value for name, value in own.items() if name in state and state[name] != value}
+    if other:
+        saved = ", ".join(f"{name} {state[name]}" for name in other)
+        here = ", ".join(str(value) for value in other.values())
+        raise ValueError(
+            f"the position is one of a {what} with {saved}, and this one has {here}: use the same, or begin "
+            "anew without the position"
+        )
+
+
+def digest_of(*columns: Tensor | np.ndarray) -> str:
+    """Of the values, shapes and types of columns."""
+    digest = hashlib.sha256()
+    for column in columns:
+        array = column.numpy() if isinstance(column, Tensor) else column
+        digest.update(f"{array.dtype} {array.shape};".encode())
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()[:16]

@@ -17,16 +17,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tritonrec.data import values
-from tritonrec.data.arrow_types import is_list, plain
-from tritonrec.data.features import ItemGenres, UserFeatures
-from tritonrec.data.interactions import Interactions
+from tritonrec.data.interactions import Interactions, ItemGenres, UserFeatures
 from tritonrec.data.log_files import PACKED
 from tritonrec.data.log_format import LogFormat, find_columns, named
 from tritonrec.data.numba_text import FLAG, INTEGER, NUMBER, SKIPPED
 from tritonrec.data.parquet import FRACTION, TIME_UNIT, concat
 from tritonrec.data.tables import File, Log, ParquetFile, tables_of
 from tritonrec.data.times import checked_unit, found_unit, times
-from tritonrec.data.values import Part
+from tritonrec.data.values import Part, is_list, plain
 
 if TYPE_CHECKING:
     from tritonrec.data.vocabulary import Vocabulary

@@ -127,21 +127,16 @@ def clicks_of(
         source, format: of a log of clicks in files.
         words: for ``ids="words"`` a vocabulary of each category.
     """
-    from tritonrec.data import ali_ccp
     from tritonrec.data.convert_clicks import write_clicks
 
     found, known = _in_files(source, format), {} if words is None else words
-    if found.word == "ali-ccp":
-        place, parts = ali_ccp.place(found.where), lambda: ali_ccp.parts(found.where)
-    else:
-        log = found.clicks(known)
-        assert log.place is not None
-        place, parts = log.place, log.tables
+    log = found.clicks(known)
+    assert log.place is not None
 
     def write(scratch: Path) -> None:
-        write_clicks(parts(), scratch, FILE_CLICKS, GROUP_CLICKS, report)
+        write_clicks(log.tables(), scratch, FILE_CLICKS, GROUP_CLICKS, report)
 
-    about = place.filesystem, place.files, write, FILE_CLICKS, GROUP_CLICKS, found.format
+    about = log.place.filesystem, log.place.files, write, FILE_CLICKS, GROUP_CLICKS, found.format
     return _made(known, "clicks", source, *about)
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tritonrec.data.balancing import SequenceCost
 from tritonrec.data.epochs import EpochLoader, check_at_least
-from tritonrec.data.impressions import ImpressionBatch
+from tritonrec.data.impressions import ImpressionBatch, ImpressionSamples
 from tritonrec.data.interactions import Interactions
 from tritonrec.data.jagged import KeyedJaggedTensor, Lookup, token_indices
 from tritonrec.data.labels import (
@@ -44,7 +44,7 @@ from tritonrec.settings import typed
 
 
 @typed
-class ImpressionLoader(EpochLoader[ImpressionBatch]):
+class ImpressionLoader(ImpressionSamples, EpochLoader[ImpressionBatch]):
     """Windows of a log, sharded over ranks, and the last window of every user for evaluation.
 
     Sample ids are the positions of the windows' first exposed items in the log's `sequences`. The context is
@@ -60,9 +60,6 @@ class ImpressionLoader(EpochLoader[ImpressionBatch]):
         split: the events for training, validation and test; by default each user's last `max_exposed` are for
             test. Those of each part are cut into windows of their own.
         label_threshold: a rating of at least this is a click, and there is no task ``conversion``.
-
-    Attributes:
-        label_rule: what the labels were made of, where nobody has chosen it.
 
     Raises ValueError for a number out of range, for a log without labels, for ratings above 5 without a
     threshold, for a task whose labels are all alike, and when no user has more than `max_exposed` events.
@@ -98,6 +95,7 @@ class ImpressionLoader(EpochLoader[ImpressionBatch]):
         if interactions.user_features is not None:
             context |= interactions.user_features.of(sequences.user_ids)
         self._context = {name: torch.from_numpy(context[name]) for name in sorted(context)}
+        self.context, self.has_genres = tuple(self._context), interactions.genres is not None
         self._genres: tuple[Tensor, ...] | None = None
         if (genres := interactions.genres) is not None:
             self._genres = tuple(map(torch.from_numpy, (*genres.of(sequences.items), genres.genres)))
@@ -148,26 +146,12 @@ class ImpressionLoader(EpochLoader[ImpressionBatch]):
                 "and that many are held out for evaluation"
             )
 
-    @property
-    def has_genres(self) -> bool:
-        """Whether items have genres."""
-        return self._genres is not None
-
-    @property
-    def context(self) -> tuple[str, ...]:
-        """Names of the contextual features."""
-        return tuple(self._context)
-
     def make_batch(self, step: int, samples: Tensor) -> ImpressionBatch:
         """The batch of the samples at positions `samples` (b,) int64 of `sample_ids`, in that order."""
         return self._cut(step, self._users[samples], self.sample_ids[samples], self._window_ends[samples])
 
     def evaluation_batches(self, batch_size: int = 256, part: Part = "test") -> Iterator[ImpressionBatch]:
-        """The held-out windows of a part, by their users' ids, `batch_size` at a time, as step 0.
-
-        Histories are the events before; users without any are included. Raises ValueError where nothing is
-        held out for the part.
-        """
+        """As of its base, by the users' ids."""
         check_at_least("batch_size", batch_size, 1)
         users, begins, ends = self._windows(*self._parts[check_part(part)])
         if not len(users):

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tritonrec.data.epochs import check_at_least
-from tritonrec.data.features import ItemGenres
-from tritonrec.data.impressions import ImpressionBatch
+from tritonrec.data.impressions import ImpressionBatch, ImpressionSamples
+from tritonrec.data.interactions import ItemGenres
 from tritonrec.data.jagged import KeyedJaggedTensor, Lookup, token_indices
 from tritonrec.data.splits import Part, check_part
 from tritonrec.data.stream import Stream
@@ -33,15 +33,12 @@ HINT = "tritonrec.data.convert_windows.write_windows makes such a folder of a lo
 
 
 @typed
-class ImpressionStream(Stream[ImpressionBatch]):
+class ImpressionStream(ImpressionSamples, Stream[ImpressionBatch]):
     """Windows streamed from the folder of `write_windows`, and the held-out ones of each user.
 
     Args:
         folder: of `write_windows`.
         batch_size, seed, rank, world_size, shuffle, buffer_rows, readers: see `Stream`.
-
-    Attributes:
-        context, tasks: names. label_rule: as `ImpressionLoader`.
 
     Raises the errors of `Stream`, and ValueError for a folder without windows or with other columns; while
     reading, ValueError naming the folder and the column of lists that do not fit each other.
@@ -64,24 +61,16 @@ class ImpressionStream(Stream[ImpressionBatch]):
         self.folder = place_of(folder)
         self.context, self.tasks, self.label_rule = _about(self.folder / ABOUT_FILE)
         self._genres = features_beside(files_at(str(folder)))[1]
+        self.has_genres = self._genres is not None
         super().__init__(
             self._rows(self.folder), None, batch_size, seed, rank, world_size, shuffle, buffer_rows,
             readers,
         )  # fmt: skip
 
-    @property
-    def has_genres(self) -> bool:
-        """Whether items have genres."""
-        return self._genres is not None
-
     def _identity(self) -> dict[str, Any]:
         return {**super()._identity(), "tasks": list(self.tasks), "context": list(self.context)}
 
     def evaluation_batches(self, batch_size: int = 256, part: Part = "test") -> Iterator[ImpressionBatch]:
-        """The held-out windows of a part, at most `batch_size` at a time, as step 0.
-
-        Raises ValueError where nothing is held out for it.
-        """
         check_at_least("batch_size", batch_size, 1)
         file = self.folder / PART_FILES[check_part(part)]
         if not file.exists():

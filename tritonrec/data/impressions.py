@@ -32,6 +32,7 @@ Dimensions: B samples, Lh tokens of history, Le exposed tokens, T tasks.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -40,9 +41,32 @@ from torch import Tensor
 
 from tritonrec.data.batch import Batch, check_binary, per_token
 from tritonrec.data.jagged import KeyedJaggedTensor, Lookup
+from tritonrec.data.splits import Part
 
 ITEMS = ("history", "exposed")  # the first two keys; the contextual features follow
 RESERVED_NAMES = ("item", "action", "genre")  # names that a contextual feature cannot have
+
+
+class ImpressionSamples:
+    """What a loader and a stream of impressions share.
+
+    Attributes:
+        context, tasks: names. label_rule: what the labels were made of, where nobody has chosen it.
+        has_genres: whether items have genres.
+    """
+
+    context: tuple[str, ...]
+    tasks: tuple[str, ...]
+    label_rule: str
+    has_genres: bool
+
+    def evaluation_batches(self, batch_size: int = 256, part: Part = "test") -> Iterator[ImpressionBatch]:
+        """The held-out windows of a part, at most `batch_size` at a time, as step 0.
+
+        Histories are the events before; users without any are included. Raises ValueError where nothing is
+        held out for the part.
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tritonrec.data.features import ItemGenres, UserFeatures
+from tritonrec.data.interactions import ItemGenres, UserFeatures
 from tritonrec.data.log_files import LogFiles, files_at
 from tritonrec.data.log_format import LogFormat, named
 from tritonrec.data.text_tables import CsvFile

@@ -66,6 +66,15 @@ class NextItems:
     max_seq_len: int
     num_negatives: int
     catalogue: Tensor
+    popularity: Tensor
+    label_rule = ""  # there are no labels that somebody makes
+
+    def evaluation_batches(self, batch_size: int = 256, part: Part = "test") -> Iterator[EvaluationBatch]:
+        """All held-out items of a part, at most `batch_size` at a time.
+
+        Raises ValueError where nothing is held out for it, a stream at its end.
+        """
+        raise NotImplementedError
 
     @property
     def num_items(self) -> int:
@@ -175,10 +184,7 @@ class NextItemLoader(NextItems, EpochLoader[JaggedBatch]):
         return self.with_negatives(batch)
 
     def evaluation_batches(self, batch_size: int = 256, part: Part = "test") -> Iterator[EvaluationBatch]:
-        """All held-out items of a part, by their users' ids, `batch_size` at a time.
-
-        Raises ValueError where nothing is held out for it.
-        """
+        """As of its base, by their users' ids."""
         check_at_least("batch_size", batch_size, 1)
         events = list(map(torch.from_numpy, held_out(self._offsets, *self._counts, part)))
         if not len(events[0]):

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tritonrec.data.features import ItemGenres, UserFeatures, numbered
-from tritonrec.data.interactions import Interactions
+from tritonrec.data.interactions import Interactions, ItemGenres, UserFeatures, numbered
 from tritonrec.data.log_format import LogFormat
 from tritonrec.files import ScratchFolder
 from tritonrec.files.places import local_path, read_document

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from tritonrec.data.batch import Batch
-from tritonrec.data.positions import check_same
+from tritonrec.data.epochs import check_same
 from tritonrec.settings import typed
 
 LOADER, SAMPLER = ("batch_size", "drop_last"), ("seed", "num_replicas", "shuffle", "batch_size", "drop_last")

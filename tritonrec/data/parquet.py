@@ -22,8 +22,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from tritonrec.data.features import ItemGenres, UserFeatures
-from tritonrec.data.interactions import Interactions
+from tritonrec.data.interactions import Interactions, ItemGenres, UserFeatures
 from tritonrec.data.log_files import LogFiles
 from tritonrec.data.tables import is_metadata
 from tritonrec.data.times import lists

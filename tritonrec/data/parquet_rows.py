@@ -37,13 +37,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tritonrec.data.arrow_types import is_date, is_integer, is_list, plain
 from tritonrec.data.log_files import below_folder, files_at
 from tritonrec.data.movielens import cache_directory
 from tritonrec.data.slices import work
 from tritonrec.data.stream_plan import Stretch
 from tritonrec.data.tables import Frame, ParquetFile, common_schema, is_frame
 from tritonrec.data.text_tables import UNREADABLE
+from tritonrec.data.values import is_date, is_integer, is_list, plain
 from tritonrec.files import ScratchFolder, in_memory
 from tritonrec.settings import typed
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,24 +31,26 @@ from torch import Tensor
 
 from tritonrec import ops
 from tritonrec.data.batch import JaggedBatch
-from tritonrec.data.impression_loader import ImpressionLoader
-from tritonrec.data.impression_stream import ImpressionStream
-from tritonrec.data.impressions import ImpressionBatch
-from tritonrec.data.loader import EvaluationBatch, NextItemLoader
-from tritonrec.data.scored import Scored, one_by_one
-from tritonrec.data.sequences import NextItemStream
+from tritonrec.data.impressions import ImpressionBatch, ImpressionSamples
+from tritonrec.data.loader import EvaluationBatch, NextItems
 from tritonrec.data.splits import Part
 from tritonrec.settings import typed
 
 ScoreFunction = Callable[[JaggedBatch], Tensor]
 ImpressionScoreFunction = Callable[[ImpressionBatch], Tensor]
-NextItems = NextItemLoader | NextItemStream
+Scored = Callable[[Iterable[Any], Callable[[Any], Tensor]], Iterator[tuple[Any, Tensor]]]
+"""Who computes the scores: of batches and what scores one, each batch with its scores, in order."""
 NO_RANK = 2**63 - 1
 """Of an item that is not in the catalogue."""
 AT_A_TIME = 2**26
 """Scores that an evaluation has in memory, 256 MiB."""
 LISTED = 2**21
 """Places of lists at a time: k may be the catalogue, and a place takes more memory than a score."""
+
+
+def one_by_one(batches: Iterable[Any], score: Callable[[Any], Tensor]) -> Iterator[tuple[Any, Tensor]]:
+    """A process by itself; ranks share them by `tritonrec.pipeline.RowsOfRanks.scored`."""
+    return ((batch, score(batch)) for batch in batches)
 
 
 @typed
@@ -311,7 +313,7 @@ def _ascending(scores: Tensor) -> Tensor:
 
 def evaluate_impressions(
     score_fn: ImpressionScoreFunction,
-    loader: ImpressionLoader | ImpressionStream,
+    loader: ImpressionSamples,
     batch_size: int = 256,
     part: Part = "test",
     scored: Scored = one_by_one,

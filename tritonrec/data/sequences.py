@@ -25,10 +25,9 @@ import torch
 from torch import Tensor
 
 from tritonrec.data.batch import JaggedBatch
-from tritonrec.data.epochs import check_at_least
+from tritonrec.data.epochs import check_at_least, digest_of
 from tritonrec.data.jagged import token_indices
 from tritonrec.data.loader import LEAVE_ONE_OUT, EvaluationBatch, NextItems, trained_part
-from tritonrec.data.positions import digest_of
 from tritonrec.data.slices import work
 from tritonrec.data.splits import NO_PART, Part, Split, held_out
 from tritonrec.data.stream import Stream
@@ -151,10 +150,7 @@ class NextItemStream(NextItems, Stream[JaggedBatch]):
             return self.with_negatives(batch)
 
     def evaluation_batches(self, batch_size: int = 256, part: Part = "test") -> Iterator[EvaluationBatch]:
-        """All held-out items of a part, in the order of rows, read again; at most `batch_size` at a time.
-
-        Raises ValueError at the end where nothing is held out for it.
-        """
+        """As of its base, in the order of rows, which are read again."""
         check_at_least("batch_size", batch_size, 1)
         found = 0
         for numbers, table in self.rows.batches(batch_size):
@@ -208,7 +204,7 @@ def lists_of(
 
 def holds_sequences(schema: pa.Schema) -> bool:
     """Whether a dataset of this schema has rows of sequences, rather than of events."""
-    from tritonrec.data.arrow_types import is_list, plain_type
+    from tritonrec.data.values import is_list, plain_type
 
     return "item" in schema.names and is_list(plain_type(schema.field("item").type))
 

@@ -59,6 +59,10 @@ class Source:
         """The log as one of clicks; raises its errors."""
         from tritonrec.data.click_columns import Clicks
 
+        if self.word == "ali-ccp":
+            from tritonrec.data.ali_ccp import AliCcp
+
+            return AliCcp(self.where)
         return Clicks(self.where, self.format, self.kind, self.preset, words)
 
 
@@ -131,10 +135,6 @@ def load(
     found = source_of(source, format)
     if found is None:
         return _made(str(source))
-    if found.word == "ali-ccp":
-        from tritonrec.data import ali_ccp
-
-        return ali_ccp.read(found.where)
     return found.clicks(words).read() if found.is_clicks else found.events(words).read()
 
 

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tritonrec.data.epochs import BatchType, Endless
-from tritonrec.data.positions import check_same
+from tritonrec.data.epochs import BatchType, Endless, check_same
 from tritonrec.data.slices import work
 from tritonrec.data.stream_plan import StreamPlan
 from tritonrec.settings import typed

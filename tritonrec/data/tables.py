@@ -18,13 +18,11 @@ import pyarrow.ipc as ipc
 import pyarrow.parquet as pq
 from torch import Tensor
 
-from tritonrec.data.arrow_types import common_type
-from tritonrec.data.json_tables import JsonFile
 from tritonrec.data.log_files import PACKED, LogFiles, files_at
 from tritonrec.data.log_format import LogFormat
 from tritonrec.data.presets import Preset
-from tritonrec.data.text_tables import UNREADABLE, CsvFile
-from tritonrec.data.values import Part
+from tritonrec.data.text_tables import UNREADABLE, CsvFile, JsonFile
+from tritonrec.data.values import Part, common_type
 
 if TYPE_CHECKING:
     import pyarrow.fs as pafs
@@ -269,7 +267,7 @@ class Log:
         self.name = self._frame.path if self._frame else str(source)
         if self._frame is None:
             title = "Parquet file" if kind == "parquet" else "file"
-            self.place = files_at(self.name, title, patterns=preset.files if preset else ())
+            self.place = files_at(self.name, title, patterns=preset.files.split() if preset else ())
             if preset:
                 preset.check_files(self.place.files)
         self.words: dict[str, Any] = {} if words is None else words

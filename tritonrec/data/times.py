@@ -15,8 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tritonrec.data.arrow_types import Column, is_date, is_integer, is_list
-from tritonrec.data.values import MOST_WHOLE_BITS, Part, integers
+from tritonrec.data.values import MOST_WHOLE_BITS, Column, Part, integers, is_date, is_integer, is_list
 
 UNITS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _DECIMAL = r"^-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"

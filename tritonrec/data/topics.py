@@ -20,8 +20,7 @@ from typing import Any, Generic, Protocol
 import torch
 from torch import Tensor
 
-from tritonrec.data.epochs import BatchType, check_at_least
-from tritonrec.data.positions import check_same
+from tritonrec.data.epochs import BatchType, check_at_least, check_same
 from tritonrec.data.slices import work
 from tritonrec.optional import require
 from tritonrec.settings import typed

@@ -24,12 +24,12 @@ from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from ..distributed.signals import end_with_parent
 from ..files import ScratchFolder, atomic_write
 from ..files.places import read_document
 from ..optional import require
+from .shown import say, table
 
 BENCHMARKS = "ci/benchmarks"
 LEAST_BAND = 1.25
@@ -264,19 +264,19 @@ def show(report: dict[str, Any], console: Console, before: dict[str, Any] | None
     "Of a copy" is the time of a copy of the bytes that any implementation moves at least, over ours.
     """
     made = report["provenance"]
-    table = Table(title=f"{made['machine']}, {made['cores']} cores, load {made['load']}, {made['commit']}")
-    for column in ("what", "ours", "peer", "of a copy", "faster by", *(["baseline"] if before else [])):
-        table.add_column(column, justify="left" if column == "what" else "right")
+    columns = "what", "ours", "peer", "of a copy", "faster by", *(["baseline"] if before else [])
+    rows = []
     for name, row in report["rows"].items():
         times = [f"{row[key] * 1e3:.3g} ms" if key in row else "" for key in ("ours_seconds", "peer_seconds")]
         ratio = f"{row['ratio']:.2f}" if row["ratio"] >= 1 else f"[red]{row['ratio']:.2f} loss[/]"
         old = before["rows"].get(name) if before else None
         share = str(row.get("of_a_copy", ""))
-        table.add_row(
-            name, *times, share, ratio, *([f"{old['ratio']:.2f}" if old else "new"] if before else [])
+        rows.append(
+            (name, *times, share, ratio, *([f"{old['ratio']:.2f}" if old else "new"] if before else []))
         )
     wins = sum(row["ratio"] >= 1 for row in report["rows"].values())
-    console.print(table)
+    title = f"{made['machine']}, {made['cores']} cores, load {made['load']}, {made['commit']}"
+    console.print(table(title, columns, rows))
     console.print(f"{wins} of {len(report['rows'])} ratios are wins, {len(report['rows']) - wins} are losses")
 
 
@@ -311,7 +311,7 @@ def bench(
             part.write_text(dump(now))
     lines = slower(before, now, only) if before else []
     for line in lines:
-        console.print(f"slower: {line}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"slower: {line}")
     return 1 if lines else 0
 
 

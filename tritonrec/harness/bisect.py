@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import checkpoint
 from ..checkpoint import CheckpointStream
 from ..files.places import Place, place_of, read_document
-from .train.config import CONFIG
+from .train.config import CONFIG, flat
 from .verify.state import bits_of, ulps_between
 
 MEASURED = ("seconds", "per_second")
@@ -236,17 +236,10 @@ def _settings(left: Place, right: Place) -> dict[str, tuple[Any, Any]]:
     for path in (left, right):
         stream = CheckpointStream(path)
         tables = tomllib.loads(stream.meta.get(CONFIG, ""))
-        both.append({**_flat(tables), "world_size": stream.world_size})
+        both.append({**flat(tables), "world_size": stream.world_size})
     names = [*both[0], *(name for name in both[1] if name not in both[0])]
     pairs = {name: (both[0].get(name), both[1].get(name)) for name in names}
     return {name: (a, b) for name, (a, b) in pairs.items() if a != b and name != "checkpoint"}
-
-
-def _flat(tables: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in tables.items():
-        flat |= _flat(value, f"{path}{name}.") if isinstance(value, dict) else {f"{path}{name}": value}
-    return flat
 
 
 def _log(path: Place) -> dict[int, dict[str, Any]]:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TaskID, TextColumn
 
 from ..kernels.compilation import compiling
+from .shown import say
 
 LINE_SECONDS = 10.0
 """Seconds between two lines where the output is no terminal."""
@@ -47,7 +48,7 @@ class CommandProgress(Progress):
         of = "" if task.total is None else f" of {task.total:.0f}"
         loss = f", {task.fields['loss']}" if task.fields.get("loss") else ""
         line = f"{task.description}: {task.completed:.0f}{of}{loss}"
-        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(self.console, line)
 
 
 class Pace:

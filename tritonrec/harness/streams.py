@@ -17,6 +17,7 @@ from ..data.sources import Source, source_of
 from ..files import ScratchFolder
 from ..pipeline import saved_vocabularies
 from .progress import CommandProgress
+from .shown import say
 
 if TYPE_CHECKING:
     from ..data.click_columns import ClickColumns
@@ -114,10 +115,7 @@ def _told(spec: str, make: Callable[[Callable[[int], None]], Path], done: str = 
 
         folder = make(report)
     if progress is not None:
-        console.print(
-            f"{spec} is {done} in {folder}: later runs stream from there",
-            highlight=False, markup=False, soft_wrap=True,
-        )  # fmt: skip
+        say(console, f"{spec} is {done} in {folder}: later runs stream from there")  # fmt: skip
     return folder
 
 

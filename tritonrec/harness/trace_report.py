@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..files import save_json
 from ..trace import LANES, Trace, read
 from ..trace.analysis import EdgeReport, RankSummary, check_trace, summarise
+from .shown import say, table, written
 
 SHOWN_VIOLATIONS = 10
 
@@ -37,29 +37,29 @@ def trace_report(
         trace = read(path)
         report = check_trace(trace)
     except (OSError, ValueError) as error:
-        console.print(f"[red]cannot read the trace:[/red] {error}", soft_wrap=True)
+        console.print("[red]cannot read the trace:[/red] ", end="")
+        say(console, str(error))
         return 2
 
     console.print(_headline(trace), soft_wrap=True)
     if "exchanges" in trace.metadata:
-        console.print(f"exchanges: {trace.metadata['exchanges']}", soft_wrap=True, highlight=False)
+        say(console, f"exchanges: {trace.metadata['exchanges']}")
     try:
         summaries = summarise(trace.spans)
     except ValueError as error:  # too few batches to measure; the edges can be checked all the same
-        console.print(f"[yellow]no figures:[/yellow] {error}", soft_wrap=True)
+        console.print("[yellow]no figures:[/yellow] ", end="")
+        say(console, str(error))
         summaries = []
     if summaries:
         console.print(_busy_table(summaries))
         console.print(_overlap_table(summaries))
     _print_edges(console, report)
 
-    if json_out is not None:
-        save_json(_as_json(trace, summaries, report), json_out)
-        console.print(f"figures: {json_out}", soft_wrap=True)
+    written(_as_json(trace, summaries, report), json_out, console, "figures")
     if png is not None:
         from ..trace.timeline import draw
 
-        console.print(f"timeline: {draw(trace, png)}", soft_wrap=True)
+        say(console, f"timeline: {draw(trace, png)}")
     return 0 if report.honoured or not report.instances else 1
 
 
@@ -80,21 +80,15 @@ def _headline(trace: Trace) -> str:
 
 
 def _busy_table(summaries: list[RankSummary]) -> Table:
-    table = Table(title="Busy time per step (ms)", title_justify="left")
-    table.add_column("lane")
-    for summary in summaries:
-        table.add_column(f"rank {summary.rank}", justify="right")
-    for lane in LANES:
-        if any(summary.busy_ns[lane] for summary in summaries):
-            table.add_row(lane, *(_per_step(summary.busy_ns[lane], summary) for summary in summaries))
-    return table
+    rows = [
+        (lane, *(_per_step(summary.busy_ns[lane], summary) for summary in summaries))
+        for lane in LANES
+        if any(summary.busy_ns[lane] for summary in summaries)
+    ]
+    return table("Busy time per step (ms)", ("lane", *_ranks(summaries)), rows)
 
 
 def _overlap_table(summaries: list[RankSummary]) -> Table:
-    table = Table(title="Overlap per step (ms)", title_justify="left")
-    table.add_column("")
-    for summary in summaries:
-        table.add_column(f"rank {summary.rank}", justify="right")
     rows = {
         "steps measured": [str(s.steps) for s in summaries],
         "step time, median": [f"{s.step_ns / 1e6:.3f}" for s in summaries],
@@ -105,9 +99,12 @@ def _overlap_table(summaries: list[RankSummary]) -> Table:
         "hidden lookup": [_percent(s.hidden_lookup_ratio) for s in summaries],
         "transfers beside computation": [f"{s.transfers_overlapped} of {s.transfers}" for s in summaries],
     }
-    for name, cells in rows.items():
-        table.add_row(name, *cells)
-    return table
+    cells = [(name, *values) for name, values in rows.items()]
+    return table("Overlap per step (ms)", ("", *_ranks(summaries)), cells)
+
+
+def _ranks(summaries: list[RankSummary]) -> list[str]:
+    return [f"rank {summary.rank}" for summary in summaries]
 
 
 def _print_edges(console: Console, report: EdgeReport) -> None:
@@ -121,16 +118,15 @@ def _print_edges(console: Console, report: EdgeReport) -> None:
     violations = f"{len(report.violations)} violation{'' if len(report.violations) == 1 else 's'}"
     console.print(f"[red]edges: {violations}[/red] in {compared}")
     for violation in report.violations[:SHOWN_VIOLATIONS]:
-        console.print(f"  {violation}", soft_wrap=True, highlight=False)
+        say(console, f"  {violation}")
     if len(report.violations) > SHOWN_VIOLATIONS:
         console.print(f"  and {len(report.violations) - SHOWN_VIOLATIONS} more")
     for from_stage, to_stage, offset, rule in report.never_exercised:
         which = "" if rule == "none" else f" ({rule} micro-batch)"
-        console.print(
+        say(
+            console,
             f"  edge never exercised: {from_stage} of batch t-{offset}{which} before {to_stage} of batch t; "
             "record more batches",
-            soft_wrap=True,
-            highlight=False,
         )
 
 

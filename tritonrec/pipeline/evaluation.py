@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..data import JaggedBatch, Lookup, NextItemLoader, NextItemStream
+from ..data import JaggedBatch, Lookup
+from ..data.loader import NextItems
 from ..data.ranking import RankCounter, checked_ks, ranking_metrics
 from ..data.splits import Part
 from ..distributed.communicator import Communicator
@@ -87,7 +88,7 @@ class RowsOfRanks:
 def rank_held_out(
     model: Any,
     rows: RowsOfRanks,
-    loader: NextItemLoader | NextItemStream,
+    loader: NextItems,
     ks: Sequence[int] = (10,),
     precision: Precision = "float32",
     part: Part = "test",
@@ -114,7 +115,7 @@ def rank_held_out(
 def _ranks(
     model: Any,
     rows: RowsOfRanks,
-    loader: NextItemLoader | NextItemStream,
+    loader: NextItems,
     precision: Precision,
     part: Part,
     exclude_seen: bool,

@@ -15,8 +15,9 @@ from torch.optim.swa_utils import AveragedModel
 
 from .. import ops
 from ..checkpoint import Saver
-from ..data import Batch, NextItemLoader, NextItemStream, Vocabulary
+from ..data import Batch, Vocabulary
 from ..data.batch import iterator_of, require_iterator
+from ..data.loader import NextItems
 from ..data.splits import Part
 from ..distributed import Communicators
 from ..embedding import HashTableCollection
@@ -504,7 +505,7 @@ class Trainer:
     @typed
     def evaluate(
         self,
-        loader: NextItemLoader | NextItemStream,
+        loader: NextItems,
         ks: Sequence[int] = (10,),
         part: Part = "test",
         exclude_seen: bool = True,

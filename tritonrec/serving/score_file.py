@@ -18,8 +18,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..data.arrow_types import is_list
 from ..data.log_files import LogFiles, files_at
+from ..data.values import is_list
 from ..files import atomic_write, check_writable, save_json
 from ..files.places import local_path, place_of, read_document
 from ..settings import MOST, setting

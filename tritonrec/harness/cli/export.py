@@ -22,6 +22,7 @@ from ...serving.onnx import to_onnx
 from ...serving.shards import Weights
 from ...settings import MOST
 from ..job import Job
+from ..shown import say
 from ..train.config import CONFIG, from_tables
 from ..train.evaluate import evaluate_export
 from ..train.run import Run
@@ -87,24 +88,17 @@ def export(
     parts = "" if manifest["dense"] is None else f"; dense model: {manifest['dense']['kind']}"
     console = Console()
     place = place_of(out)
-    console.print(
+    say(
+        console,
         f"exported step {manifest['step']} to {place}: {len(tables)} table{'s'[: len(tables) > 1]} with "
         f"{rows:,} rows in {files} file{'s'[: files > 1]}{parts}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
     )
     if onnx is not None:
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it misses packages that no DLRM needs
         error = checked(lambda: to_onnx(place, onnx))
-        console.print(
-            f"written {onnx}: logits of onnxruntime are at most {error:.1e} of the largest off",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        say(console, f"written {onnx}: logits of onnxruntime are at most {error:.1e} of the largest off")
     if weights == "int8" and not tables_only:
-        console.print(checked(lambda: _quality(checkpoint, step, place)), markup=False, soft_wrap=True)
+        say(console, checked(lambda: _quality(checkpoint, step, place)))
 
 
 def _quality(checkpoint: Path, step: int | None, out: Place) -> str:

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from ...data import movielens
+from ..shown import say
 from .outputs import checked
 
 
@@ -26,4 +27,4 @@ def fetch(log: Annotated[Log, typer.Argument(help="The log.")] = Log.ML_100K) ->
     """
     path = checked(movielens.fetch)
     rows = len(checked(movielens.load))
-    Console(soft_wrap=True, highlight=False).print(f"{path}: {rows:,} interactions", markup=False)
+    say(Console(), f"{path}: {rows:,} interactions")

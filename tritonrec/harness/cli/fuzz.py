@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ...files import save_json
 from ...optional import require
 from ...settings import MOST
+from ..shown import written
 from ..verify.tools import SELECTIONS
 from .outputs import checked, require_writable
 
@@ -58,9 +58,7 @@ def fuzz(
         report = checked(
             lambda: run.search(60 * minutes, seed, configurations, database, inject or None, mode, console)
         )
-    if json_file:
-        checked(lambda: save_json(report.as_json(), json_file))
-        console.print(f"report written to {json_file}")
+    checked(lambda: written(report.as_json(), json_file, console, "report"))
     raise typer.Exit(1 if report.failures else 0)
 
 

@@ -10,11 +10,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ...files import save_json
 from ...pipeline import STAGED
 from .. import network
 from ..lab import report, rounds, settings
 from ..lab.rounds import PLAN, LabConfig
+from ..shown import say, written
 from .job import load_job, with_head_width
 from .options import TimeoutOption, with_options
 from .outputs import checked, require_writable
@@ -84,9 +84,7 @@ def lab(
 
     result = checked(run)
     report.print_report(result, console)
-    if json_file:
-        checked(lambda: save_json(report.as_json(result), json_file))
-        console.print(f"figures written to {json_file}")
+    checked(lambda: written(report.as_json(result), json_file, console, "figures"))
     if png:
         checked(lambda: report.draw_report(result, png))
-        console.print(f"picture: {png}")
+        say(console, f"picture: {png}")

@@ -12,6 +12,7 @@ from rich.console import Console
 from ...files import check_writable
 from ...files.places import Place, RemotePath, local_path, place_of
 from ...optional import require
+from ..shown import say
 
 NEEDS = {"--trace": ("perfetto",), "--png": ("matplotlib",), "--onnx": ("onnxscript", "onnxruntime")}
 """By option the packages without which its output cannot be written."""
@@ -42,7 +43,7 @@ def _say(message: str) -> None:
     """Messages quote file names and compilers' output, which may look like markup."""
     console = Console(stderr=True)
     console.print("[red]error:[/] ", end="")
-    console.print(message, markup=False, highlight=False, soft_wrap=True)
+    say(console, message)
 
 
 def require_writable(

@@ -11,6 +11,7 @@ from rich.console import Console
 from ...serving import Predictor
 from ...serving.score_file import ScoreConfig, score_file
 from ..progress import CommandProgress
+from ..shown import say
 from .options import with_options
 from .outputs import checked, require_writable
 
@@ -46,4 +47,4 @@ def score(
             )
 
     rows = checked(run)
-    console.print(f"scored {rows:,} rows into {out}", markup=False, highlight=False, soft_wrap=True)
+    say(console, f"scored {rows:,} rows into {out}")

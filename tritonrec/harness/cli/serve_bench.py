@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ...files import save_json
 from ..serve import report, rounds
 from ..serve.rounds import ServeConfig
+from ..shown import written
 from .options import TimeoutOption, with_options
 from .outputs import checked, require_writable
 from .words import names
@@ -64,6 +64,4 @@ def serve_bench(
         )
     )
     report.print_report(result, console)
-    if json_file:
-        checked(lambda: save_json(report.as_json(result), json_file))
-        console.print(f"figures written to {json_file}")
+    checked(lambda: written(report.as_json(result), json_file, console, "figures"))

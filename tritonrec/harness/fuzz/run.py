@@ -16,6 +16,7 @@ from rich.console import Console
 
 from ...pipeline import Mode
 from ..progress import CommandProgress
+from ..shown import say
 from ..train.stopping import graceful_stop
 from .configuration import Configuration
 from .fuzzer import REPEATS, Fuzzer
@@ -134,13 +135,13 @@ def _print_failure(failure: Failure, console: Console) -> None:
         f"[red]failed:[/] {len(failure.configuration)} settings, {failure.repeated} of {REPEATS} repeats"
     )
     for line in (failure.evidence, failure.command):
-        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"  {line}")
 
 
 def _print(report: FuzzReport, console: Console) -> None:
     pace = 60 * report.tried / max(report.seconds, 1e-9)
-    console.print(
+    say(
+        console,
         f"{report.tried} configurations in {report.seconds:.0f} s, {pace:.0f} a minute: {report.line}; "
         f"{report.tensors} tensors and {report.bytes} bytes compared",
-        soft_wrap=True,
     )

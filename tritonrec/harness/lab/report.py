@@ -16,6 +16,7 @@ from rich.table import Table
 from ...files import atomic_write
 from ...optional import pyplot
 from ..environment import environment
+from ..shown import say, table
 from .rounds import PROBES, LabConfig, Result, Row
 from .settings import LOOKUP_SHARES
 
@@ -28,7 +29,7 @@ HOW_EMULATED = (
 def print_report(result: Result, console: Console) -> None:
     """The tables, what their columns mean, and what in them is emulated."""
     plan, baseline = result.plan, result.rows[0]
-    console.print(f"{_ranks(plan)}, links of {plan.rate:g} Mbit/s, {plan.job.data}", highlight=False)
+    say(console, f"{_ranks(plan)}, links of {plan.rate:g} Mbit/s, {plan.job.data}")
     console.print(_table("Latency, ms per step", result.rows, LATENCY, baseline))
     console.print(_table("Hidden time, and sent bytes", result.rows, HIDING, baseline))
     if plan.nodes:
@@ -38,7 +39,7 @@ def print_report(result: Result, console: Console) -> None:
         title = "Replica reduction: part of comm., of physical and of MB"
         console.print(_table(title, copied, COPIES, baseline))
     for line in notes(result):
-        console.print(line, highlight=False, soft_wrap=True)
+        say(console, line)
 
 
 Columns = dict[str, Callable[[Row, Row], str]]
@@ -74,13 +75,11 @@ COPIES: Columns = {
 
 
 def _table(title: str, rows: Sequence[Row], columns: Columns, baseline: Row) -> Table:
-    table = Table(title=title, title_justify="left", padding=(0, 0, 0, 1))
-    for name in ("mode", "N", *columns):
-        table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=name != "mode")
-    for row in rows:
-        cells = (cell(row, baseline) for cell in columns.values())
-        table.add_row(row.setting.label, str(row.setting.micro_batches), *cells)
-    return table
+    every: Columns = {
+        "mode": lambda row, _: row.setting.label, "N": lambda row, _: str(row.setting.micro_batches),
+        **columns,
+    }  # fmt: skip
+    return table(title, [*every], [[cell(row, baseline) for cell in every.values()] for row in rows])
 
 
 def _ranks(plan: LabConfig) -> str:

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from ..shown import markdown
 
 Figures = Mapping[str, Any]
 """Run -> its figures, as the papers.json of `tritonrec reproduce` has them under ``rows``."""
@@ -73,9 +75,3 @@ def only(rows: Iterable[Any], **values: object) -> Any:
     """The one row of a run's figures with these values; ValueError unless there is one."""
     (found,) = (row for row in rows if all(row[name] == value for name, value in values.items()))
     return found
-
-
-def markdown(head: Sequence[str], align: str, lines: Iterable[Sequence[str]]) -> str:
-    """A table; `align` has one of l and r for each column."""
-    below = ["---" if side == "l" else "--:" for side in align]
-    return "\n".join("| " + " | ".join(line) + " |" for line in (head, below, *lines))

@@ -18,8 +18,9 @@ from ...files import atomic_write, save_json
 from ...optional import pyplot
 from ..environment import environment_of_times
 from ..progress import CommandProgress
+from ..shown import markdown, say
 from . import TEXTS
-from .page import PAGE, Figures, Row, between, markdown, rows_of
+from .page import PAGE, Figures, Row, between, rows_of
 from .runs import RUNS, UnavailableError
 from .tables import TABLES
 
@@ -92,10 +93,10 @@ def reproduce(words: Sequence[str], folder: Path, console: Console) -> bool:
             try:
                 figures = RUNS[name].measure()
             except UnavailableError as reason:
-                console.print(f"{name} is left out: it {reason}", markup=False, highlight=False)
+                say(console, f"{name} is left out: it {reason}")
                 continue
             except (AssertionError, RuntimeError) as error:
-                console.print(f"{name} failed: {error}", markup=False, highlight=False)
+                say(console, f"{name} failed: {error}")
                 failed.append(name)
                 continue
             finally:
@@ -108,10 +109,10 @@ def reproduce(words: Sequence[str], folder: Path, console: Console) -> bool:
             save_json(known, record)
             _print_rows(name, known["rows"], console)
             if draw(name, known["rows"], folder / f"{name}.png"):
-                console.print(f"picture in {folder / (name + '.png')}", markup=False, highlight=False)
+                say(console, f"picture in {folder / (name + '.png')}")
     with atomic_write(folder / REPORT) as part:
         part.write_text(report(known["rows"]), encoding="utf-8")
-    console.print(f"figures in {record}, all rows in {folder / REPORT}", markup=False, highlight=False)
+    say(console, f"figures in {record}, all rows in {folder / REPORT}")
     return not failed
 
 
@@ -216,4 +217,4 @@ def _print_rows(name: str, figures: Figures, console: Console) -> None:
     if table.rows:
         console.print(table, markup=False)
     if name in TABLES:
-        console.print(TABLES[name](figures[name]["figures"]), markup=False, highlight=False, soft_wrap=True)
+        say(console, TABLES[name](figures[name]["figures"]))

@@ -16,9 +16,7 @@ from typing import Any
 import torch
 
 from ..network import why_no_user_namespace
-from .inflation import inflations
-from .shapes import shapes
-from .sync import synchronisation
+from .computed import inflations, shapes, synchronisation
 
 ROOT = Path(__file__).resolve().parents[3]
 """Of a clone of the repository, whose scripts some runs are."""

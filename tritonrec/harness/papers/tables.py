@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .page import markdown
+from ..shown import markdown
 
 
 def curves(figures: Any) -> str:

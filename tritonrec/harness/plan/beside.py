@@ -6,7 +6,7 @@ import json
 import math
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from ...distributed import Communicators
 from ...files.places import place_of, read_document
 from ...settings import in_bytes
 from ..progress import Pace
-from ..train.config import tables_of, to_toml
+from ..train.config import flat, tables_of, to_toml
 from ..train.run import Run, with_validation
 
 MEMORY, TIME = 1.05, 1.15
@@ -51,14 +51,14 @@ def read_plan(path: Path, run: Run, world_size: int) -> Planned:
         )
         if not 0 < planned.step_seconds < math.inf or min([0, planned.rows, *planned.peaks]) < 0:
             raise ValueError(f"no run has {planned}")
-        before = dict(_settings(tomllib.loads(found["settings"])))
+        before = _settings(tomllib.loads(found["settings"]))
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is no plan of a run: tritonrec plan CONFIG --json FILE writes one"
         ) from error
     if len(planned.peaks) != world_size:
         raise ValueError(f"{path} is a plan for {len(planned.peaks)} ranks, and here are {world_size}")
-    here = dict(_settings(tables_of(with_validation(run))))
+    here = _settings(tables_of(with_validation(run)))
     for name in dict.fromkeys((*before, *here)):
         if before.get(name) != here.get(name):
             raise ValueError(
@@ -68,14 +68,9 @@ def read_plan(path: Path, run: Run, world_size: int) -> Planned:
     return planned
 
 
-def _settings(tables: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tables.items():
-        if isinstance(value, dict):
-            yield from _settings(value, f"{path}{name}.")
-        elif name == "checkpoint":
-            yield name, bool(value)
-        elif name not in OUTPUTS:
-            yield f"{path}{name}", value
+def _settings(tables: dict[str, Any]) -> dict[str, Any]:
+    found = {name: value for name, value in flat(tables).items() if name.split(".")[-1] not in OUTPUTS}
+    return found | ({"checkpoint": bool(found["checkpoint"])} if "checkpoint" in found else {})
 
 
 class BesidePlan:

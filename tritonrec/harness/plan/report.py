@@ -7,12 +7,12 @@ from datetime import timedelta
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from ... import distributed
 from ...capacity import Room, Sizes
 from ...files import save_json
 from ...settings import in_bytes
+from ..shown import say, table
 from ..train.run import Run
 from .beside import settings_text
 from .forecast import Forecast, count_rows, forecast
@@ -72,12 +72,10 @@ def plan_run(
 def print_forecast(found: Forecast, console: Console) -> None:
     """Memory of the rank that needs most, time, bytes, and what would make it fit."""
     most = max(found.ranks, key=lambda rank: rank.peak)
-    table = Table(title=f"Memory of a rank at the end of {found.steps:,} steps")
-    table.add_column("")
-    table.add_column("size", justify="right")
-    for name, words in KINDS.items():
-        table.add_row(words, in_bytes(getattr(most, name)), end_section=name == "saving")
-    console.print(table)
+    sizes = [(words, in_bytes(getattr(most, name))) for name, words in KINDS.items()]
+    memory = table(f"Memory of a rank at the end of {found.steps:,} steps", ("", "size"), sizes)
+    memory.rows[-2].end_section = True  # above the sum
+    console.print(memory)
     counted = f", going by the batches of {found.steps_counted:,} steps" * (found.steps_counted < found.steps)
     hours, minutes = divmod(found.seconds / 60, 60)
     lines = [
@@ -97,5 +95,4 @@ def print_forecast(found: Forecast, console: Console) -> None:
         lines.append(f"DOES NOT FIT: all ranks need {in_bytes(needed)}, {of}: {in_bytes(found.lacking)} lack")
     else:
         lines.append(f"fits: all ranks need {in_bytes(needed)}, {of}")
-    for line in [*lines, *(f"  - {each}" for each in found.advice())]:
-        console.print(line, highlight=False, soft_wrap=True)
+    say(console, "\n".join([*lines, *(f"  - {each}" for each in found.advice())]))

@@ -23,6 +23,7 @@ from ...pipeline import Mode, Trainer, WindowConfig
 from ...settings import MOST, setting
 from ...trace import NullRecorder, Recorder, SupportsRecording
 from ..job import Job
+from ..shown import say
 from ..trace_report import trace_report
 from ..train.gather import save_trace
 from ..train.reports import progress_bar
@@ -85,18 +86,17 @@ def profile(plan: Profile, out: str, world_size: int, console: Console, timeout:
         with RankPool([world_size], timeout) as pool:
             table, cost, problem = pool.run(profile_rank, world_size, plan, out)[0]
     trace_report(folder / TRACE, console=console)
-    console.print(table, markup=False, highlight=False, soft_wrap=True)
-    console.print(
+    say(console, table)
+    say(
+        console,
         f"operators of rank 0 in {plan.steps} steps; CPU time {cost:.2f} times that without torch.profiler\n"
         f"trace with all operators: {folder / TRACE}, for https://ui.perfetto.dev",
-        highlight=False,
-        soft_wrap=True,
     )
     if plan.flame and not problem:
-        console.print(f"flame graph: {folder / FLAME}, for a browser", highlight=False, soft_wrap=True)
+        say(console, f"flame graph: {folder / FLAME}, for a browser")
     if problem:
         console.print("[yellow]no flame graph:[/] ", end="")
-        console.print(problem, markup=False, highlight=False, soft_wrap=True)
+        say(console, problem)
 
 
 def profile_rank(

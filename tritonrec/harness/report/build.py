@@ -12,6 +12,7 @@ from rich.console import Console
 from ...files import atomic_write, natural_order
 from ...files.places import read_document
 from ...version import __version__
+from ..shown import say
 from . import html, markdown, sections
 from .section import Section
 
@@ -102,9 +103,9 @@ def build(
     for each in found:
         mark = "[green]passed[/]" if each.passed else "[red]FAILED[/]"
         console.print(f"{mark}  {each.title}: ", end="")
-        console.print(f"{each.text} ({each.source})", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"{each.text} ({each.source})")
     for sentence in missing:
-        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+        say(console, sentence)
     for path, text in (
         (html_file, lambda: html.page(f"tritonrec {__version__}: recorded figures", found, missing)),
         (markdown_file, lambda: markdown.page(found)),
@@ -112,5 +113,5 @@ def build(
         if path:
             with atomic_write(path) as part:
                 part.write_text(text(), encoding="utf-8")
-            console.print(f"written: {path}", soft_wrap=True)
+            say(console, f"written: {path}")
     return 0 if all(each.passed for each in found) else 1

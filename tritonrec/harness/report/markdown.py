@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..shown import markdown
 from .section import Section, Table
 
 LEFT_OUT = ("Every case", "Kernels")
@@ -32,9 +33,8 @@ def page(sections: Sequence[Section]) -> str:
 
 
 def _table(table: Table) -> str:
-    lines = ["| " + " | ".join(table.columns) + " |", "|" + " --- |" * len(table.columns)]
+    rows = []
     for number, row in enumerate(table.rows):
         first, *others = (cell.translate(ESCAPED) for cell in row)
-        first = f"**{first}**" if number in table.bad else first
-        lines.append("| " + " | ".join([first, *others]) + " |")
-    return "\n".join(lines) + "\n"
+        rows.append([f"**{first}**" if number in table.bad else first, *others])
+    return markdown(table.columns, "l" * len(table.columns), rows) + "\n"

@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from ..environment import environment
+from ..shown import say, table
 from .collectives import REPEATED_BYTES
 from .mpi import Cells
 from .rounds import BACKENDS, Result, Series, interval
@@ -78,31 +78,29 @@ def print_report(result: Result, console: Console) -> None:
         f"{plan.world_size} ranks, {plan.rounds} interleaved rounds; mean and 95 % interval over rounds"
     )
     if plan.scenarios:
-        console.print(
+        say(
+            console,
             f"{result.served}; batches of {plan.batch_size}\n"
             f"{plan.steps} batches a run; predictions of all settings equal, bit for bit\n"
             "latency: time per batch; saved: against gloo with k = 0 of the same round; delays: latency if "
-            "only the delays took time; response: a batch's turn to its prediction, ms; lag: the largest seen"
+            "only delays took time; response: a batch's turn to its prediction, ms; lag: the largest seen",
         )
     for scenario in plan.scenarios:
-        table = Table(title=TITLES[scenario], title_justify="left", padding=0)
-        for name in ("backend", "k", "latency ms", "saved ms", "delays", "batches/s", "response", "lag"):
-            table.add_column(name, justify="left" if name == "backend" else "right", no_wrap=True)
-        for setting in (each for each in result.settings if each.scenario == scenario):
-            table.add_row(
-                setting.backend,
-                str(setting.bound),
-                _ms(*interval(setting.latency)),
-                _ms(*interval(saved(result, setting))),
-                f"{interval(setting.by_delays)[0] * 1e3:.2f}",
-                "{:.0f} ± {:.0f}".format(*interval(setting.throughput)),
-                f"{interval(setting.response)[0] * 1e3:.1f}",
-                str(setting.largest_lag) if setting.backend == "bls" else "-",
+        columns = "backend", "k", "latency ms", "saved ms", "delays", "batches/s", "response", "lag"
+        rows = [
+            (
+                each.backend, str(each.bound), _ms(*interval(each.latency)),
+                _ms(*interval(saved(result, each))), f"{interval(each.by_delays)[0] * 1e3:.2f}",
+                "{:.0f} ± {:.0f}".format(*interval(each.throughput)),
+                f"{interval(each.response)[0] * 1e3:.1f}",
+                str(each.largest_lag) if each.backend == "bls" else "-",
             )
-        console.print(table)
+            for each in result.settings if each.scenario == scenario
+        ]  # fmt: skip
+        console.print(table(TITLES[scenario], columns, rows, fold=()))
         for backend in BACKENDS:
-            console.print(verdict(result, scenario, backend), highlight=False)
-        console.print(f"paper: {PAPER[scenario]}\n", highlight=False)
+            say(console, verdict(result, scenario, backend))
+        say(console, f"paper: {PAPER[scenario]}\n")
     if result.collectives:
         _print_collectives(result, console)
     if result.repetitions:
@@ -111,10 +109,7 @@ def print_report(result: Result, console: Console) -> None:
 
 def _print_repetitions(result: Result, console: Console) -> None:
     names = _backends(result.repetitions)
-    title = f"All-to-alls in a row, {REPEATED_BYTES // 1024} KiB from each rank, ms together"
-    table = Table(title=title, title_justify="left", padding=0)
-    for name in ("calls", *names, "bls / gloo"):
-        table.add_column(name, justify="right", no_wrap=True)
+    rows = []
     for count, cells in result.repetitions.items():
         ratio = "-"
         if "gloo" in cells and "bls" in cells:
@@ -122,16 +117,15 @@ def _print_repetitions(result: Result, console: Console) -> None:
                 *interval([b / g for b, g in zip(cells["bls"], cells["gloo"], strict=True)])
             )
         times = [_ms(*interval(cells[name])) if name in cells else "-" for name in names]
-        table.add_row(f"{count:,}", *times, ratio)
-    console.print(table)
-    console.print("-: more than a minute; paper: MPI 2 to 3 times as fast as BLS beyond one call (Fig. 6b)")
+        rows.append((f"{count:,}", *times, ratio))
+    title = f"All-to-alls in a row, {REPEATED_BYTES // 1024} KiB from each rank, ms together"
+    console.print(table(title, ("calls", *names, "bls / gloo"), rows))
+    say(console, "-: more than a minute; paper: MPI 2 to 3 times as fast as BLS beyond one call (Fig. 6b)")
 
 
 def _print_collectives(result: Result, console: Console) -> None:
     names = _backends(result.collectives)
-    table = Table(title="Synchronous all-to-all, k = 0, us", title_justify="left", padding=0)
-    for name in ("bytes", *names, "bls / gloo", "processor"):
-        table.add_column(name, justify="right", no_wrap=True)
+    rows = []
     for size, cells in result.collectives.items():
         ratios = [
             "{:.2f}±{:.2f}".format(
@@ -140,15 +134,16 @@ def _print_collectives(result: Result, console: Console) -> None:
             for of in ("", " cpu")
         ]
         times = ["{:.0f}±{:.0f}".format(*(x * 1e6 for x in interval(cells[name]))) for name in names]
-        table.add_row(f"{size:,}", *times, *ratios)
-    console.print(table)
-    console.print(
-        "bytes: to each rank; bls / gloo: of time, and of the processor's time in the slowest rank",
-        highlight=False,
+        rows.append((f"{size:,}", *times, *ratios))
+    columns = "bytes", *names, "bls / gloo", "processor"
+    console.print(table("Synchronous all-to-all, k = 0, us", columns, rows))
+    say(
+        console,
+        "bytes: to each rank; bls / gloo: of time, and of the processor's time in the slowest rank\n"
+        f"{PAPER_COLLECTIVES}",
     )
-    console.print(PAPER_COLLECTIVES, highlight=False)
     if "MPI" not in names:
-        console.print("MPI is left out: it needs mpi4py and mpiexec", highlight=False)
+        say(console, "MPI is left out: it needs mpi4py and mpiexec")
 
 
 def _backends(found: Cells) -> list[str]:

@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import TimeElapsedColumn
 
-from ...files import save_json
 from ..progress import CommandProgress
+from ..shown import say, written
 from . import cost_files, measured, planner, replay
 from .cluster import Workload
 from .curves import Point, all_workers, improvements, scaling, sweep
@@ -60,18 +60,16 @@ def simulate(
             from .picture import draw
 
             about = f"jitter {jitter:.0%}, every worker simulated" if jitter else "identical workers"
-            console.print(f"picture: {draw(curve, sizes, png, about)}", soft_wrap=True)
+            say(console, f"picture: {draw(curve, sizes, png, about)}")
     if workers:
         outcome, seconds = all_workers(found.model, workers, jitter)
-        console.print(
+        say(
+            console,
             f"{workers:,} workers one by one, jitter {jitter:.0%}: NestPipe's step is "
             f"{outcome.step * 1e3:.0f} ms, {outcome.exposed_ratio:.1%} of its communication exposed; "
             f"simulated in {seconds:.2f} s",
-            highlight=False,
-            soft_wrap=True,
         )
-    if json_file:
-        _write(document, json_file, console)
+    written(document, json_file, console, "figures")
 
 
 def simulate_measured(
@@ -93,8 +91,7 @@ def simulate_measured(
         found = measured.replay_traces(traces)
         print_measured(found, [], console)
         rows += found
-    if json_file:
-        _write({"measured": measured.as_json(rows)}, json_file, console)
+    written({"measured": measured.as_json(rows)}, json_file, console, "figures")
 
 
 def plan(
@@ -112,16 +109,14 @@ def plan(
             "give the settings of a run, stage costs with --costs FILE, or a trace with --trace FILE"
         )
     known = cost_files.load(costs) if costs is not None else cost_files.from_trace(trace)  # type: ignore[arg-type]
-    if save_costs:
-        _write(cost_files.as_json(known), save_costs, console)
+    written(cost_files.as_json(known), save_costs, console, "costs")
     with CommandProgress(console, TimeElapsedColumn()) as progress:
         task = progress.add_task("simulating plans", total=None)
         advice = planner.search(
             known, world_size, lambda done, total: progress.update(task, completed=done, total=total)
         )
     print_advice(advice, console)
-    if json_file:
-        _write(planner.as_json(advice), json_file, console)
+    written(planner.as_json(advice), json_file, console, "figures")
 
 
 def _points(points: Sequence[Point]) -> list[dict[str, Any]]:
@@ -129,8 +124,3 @@ def _points(points: Sequence[Point]) -> list[dict[str, Any]]:
         {**asdict(point), "exposed_ratio": point.outcome.exposed_ratio, "outcome": asdict(point.outcome)}
         for point in points
     ]
-
-
-def _write(document: dict[str, Any], path: Path, console: Console) -> None:
-    save_json(document, path)
-    console.print(f"figures: {path}", soft_wrap=True)

@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ..shown import say, table
+
 METRICS = ("AUC", "accuracy", "BCE")
 
 
@@ -50,7 +52,8 @@ def print_slipstream(summary: dict[str, Any], console: Console) -> None:
     console.print(_quality(summary))
     exact = summary["runs"][0]
     left_out = snapshots["hot_rows_left_out"]
-    console.print(
+    say(
+        console,
         f"{snapshots['hot_rows']:,} hot rows"
         f"{f', {left_out:,} more left out for want of memory' if left_out else ''}; "
         f"{snapshots['rows_judged']:,} of them were trained between the last two snapshots; snapshots take "
@@ -58,66 +61,51 @@ def print_slipstream(summary: dict[str, Any], console: Console) -> None:
         f"classified before step {summary['classify_at']}; snapshots, threshold and classification took "
         f"{summary['overhead_cpu_seconds']:.2f} s of CPU time, all inputs afterwards "
         f"{exact['cpu_seconds']:.2f} s (net speed-up counts both)",
-        highlight=False,
     )
 
 
 def _dropped(summary: dict[str, Any]) -> Table:
-    table = Table(title="Classification", title_justify="left", padding=(0, 0, 0, 1))
-    for name in ("drop", "T", "rows stale", "hot inputs", "sample", "estimate at T", "dropped", "of all"):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = "drop", "T", "rows stale", "hot inputs", "sample", "estimate at T", "dropped", "of all"
+    rows = []
     for run in summary["runs"][1:]:
         if run["at_random"]:
             continue
         found = run["classification"]
         low, _share, high = found["interval"]
-        table.add_row(
-            f"{run['drop']:.0%}",
-            f"{found['threshold']:.3g}",
-            f"{found['stale_rows']:,}",
-            f"{found['hot_inputs']:,}",
-            f"{found['sampled']:,}",
-            f"{low:.1%} to {high:.1%}",
-            f"{found['dropped_share_of_hot']:.1%}",
-            f"{found['dropped'] / max(found['inputs'], 1):.1%}",
-        )
-    return table
+        rows.append((
+            f"{run['drop']:.0%}", f"{found['threshold']:.3g}", f"{found['stale_rows']:,}",
+            f"{found['hot_inputs']:,}", f"{found['sampled']:,}", f"{low:.1%} to {high:.1%}",
+            f"{found['dropped_share_of_hot']:.1%}", f"{found['dropped'] / max(found['inputs'], 1):.1%}",
+        ))  # fmt: skip
+    return table("Classification", columns, rows, fold=())
 
 
 def _work(summary: dict[str, Any]) -> Table:
     title = "Speed-up of the whole run; the rest is after the classification"
-    table = Table(title=title, title_justify="left", padding=(0, 0, 0, 1))
-    for name in ("drop", "whole", "inputs", "steps", "CPU s", "speed-up", "net", "rows read", "MB sent"):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = "drop", "whole", "inputs", "steps", "CPU s", "speed-up", "net", "rows read", "MB sent"
+    rows = []
     for run in summary["runs"]:
-        table.add_row(
-            _name(run),
-            "1" if run["drop"] is None else f"{whole_speedup(summary, run):.2f}x",
-            f"{run['inputs']:,}",
-            f"{run['steps']:,}",
-            f"{run['cpu_seconds']:.1f}",
-            "1" if run["drop"] is None else f"{speedup(summary, run):.2f}x",
-            "1" if run["drop"] is None else f"{net_speedup(summary, run):.2f}x",
-            f"{run['counts']['read']:,}",
-            f"{sent(run) / 1e6:.2f}",
+        whole, after, net = (
+            "1" if run["drop"] is None else f"{ratio(summary, run):.2f}x"
+            for ratio in (whole_speedup, speedup, net_speedup)
         )
-    return table
+        rows.append((
+            _name(run), whole, f"{run['inputs']:,}", f"{run['steps']:,}", f"{run['cpu_seconds']:.1f}", after,
+            net, f"{run['counts']['read']:,}", f"{sent(run) / 1e6:.2f}",
+        ))  # fmt: skip
+    return table(title, columns, rows, fold=())
 
 
 def _quality(summary: dict[str, Any]) -> Table:
-    table = Table(title="Held out", title_justify="left", padding=(0, 0, 0, 1))
-    table.add_column("drop", justify="right")
-    exact = summary["runs"][0]["metrics"]
-    for name in METRICS:
-        table.add_column(name, justify="right", no_wrap=True)
-        table.add_column("difference", justify="right", no_wrap=True)
+    exact, rows = summary["runs"][0]["metrics"], []
     for run in summary["runs"]:
         cells = [_name(run)]
         for name in METRICS:
             value = run["metrics"][name]
             cells += [f"{value:.5f}", "" if run["drop"] is None else f"{value - exact[name]:+.5f}"]
-        table.add_row(*cells)
-    return table
+        rows.append(cells)
+    columns = "drop", *(each for name in METRICS for each in (name, "difference"))
+    return table("Held out", columns, rows)
 
 
 def _name(run: dict[str, Any]) -> str:

@@ -97,6 +97,14 @@ def tables_of(plan: Any) -> Tables:
     return tables
 
 
+def flat(tables: Tables, path: str = "") -> dict[str, Any]:
+    """The values by their tables' and their own names, between dots."""
+    found: dict[str, Any] = {}
+    for name, value in tables.items():
+        found |= flat(value, f"{path}{name}.") if isinstance(value, dict) else {f"{path}{name}": value}
+    return found
+
+
 def to_toml(tables: Tables, path: Names = ()) -> str:
     """The text of a TOML file."""
     values = [f"{name} = {_toml(value)}\n" for name, value in tables.items() if not isinstance(value, dict)]

@@ -6,19 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...data import (
-    ClickLoader,
-    ClickStream,
-    ImpressionLoader,
-    ImpressionStream,
-    NextItemLoader,
-    NextItemStream,
-    Split,
-    evaluate,
-    evaluate_clicks,
-    evaluate_impressions,
-    popularity_scores,
-)  # fmt: skip
+from ...data import Split, evaluate, evaluate_clicks, evaluate_impressions, popularity_scores
+from ...data.ctr import ClickSamples
+from ...data.impressions import ImpressionSamples
+from ...data.loader import NextItems
 from ...data.splits import NO_PART, Part
 from ...nn import DLRM, GRM, NextItemModel
 from ...pipeline import Precision, RowsOfRanks, autocast, rank_held_out
@@ -37,18 +28,11 @@ COUNTED_SCORES = 2**21
 Metrics = dict[str, float]
 
 
-def label_rule(loader: Epochs) -> str:
-    """What the labels were made of, where nobody has chosen it; empty otherwise."""
-    if isinstance(loader, ClickLoader):
-        return loader.log.label_rule
-    return loader.label_rule if isinstance(loader, (ImpressionLoader, ImpressionStream)) else ""
-
-
 def metric_names(loader: Epochs) -> list[str]:
     """Of what `evaluate_model` gives."""
-    if isinstance(loader, (ClickLoader, ClickStream)):
+    if isinstance(loader, ClickSamples):
         return ["AUC", "accuracy", "BCE"]
-    if isinstance(loader, (ImpressionLoader, ImpressionStream)):
+    if isinstance(loader, ImpressionSamples):
         return [f"{kind}/{task}" for task in loader.tasks for kind in ("GAUC", "AUC")]
     return [f"{kind}@{k}" for k in KS for kind in ("HR", "NDCG")]
 
@@ -87,9 +71,9 @@ def evaluate_model(
         with autocast(precision, device):
             return model.predict(batch, rows.peek(batch.lookups())).to(torch.float32)
 
-    if isinstance(loader, (ClickLoader, ClickStream)):
+    if isinstance(loader, ClickSamples):
         return evaluate_clicks(predicted, loader, part, rows.scored)
-    if isinstance(loader, (ImpressionLoader, ImpressionStream)):
+    if isinstance(loader, ImpressionSamples):
         return evaluate_impressions(predicted, loader, part=part, scored=rows.scored)
     assert isinstance(model, NextItemModel)
     return rank_held_out(model, rows, loader, KS, precision, part)
@@ -97,9 +81,9 @@ def evaluate_model(
 
 def evaluate_export(predictor: Predictor, loader: Epochs) -> Metrics:
     """`evaluate_model` of an exported model."""
-    if isinstance(loader, (ClickLoader, ClickStream)):
+    if isinstance(loader, ClickSamples):
         return evaluate_clicks(predictor.predict, loader)
-    if isinstance(loader, (ImpressionLoader, ImpressionStream)):
+    if isinstance(loader, ImpressionSamples):
         return evaluate_impressions(predictor.predict, loader)
     return evaluate(lambda history: predictor.scores(history, loader.catalogue), loader, KS)
 
@@ -108,10 +92,10 @@ def baseline(loader: Epochs) -> Metrics:
     """The same metrics of what takes no training: an item's popularity, its rate in each task, or one rate of
     clicks for all.
     """
-    if isinstance(loader, (ClickLoader, ClickStream)):
+    if isinstance(loader, ClickSamples):
         rate_of_clicks = torch.tensor(loader.click_rate, dtype=torch.float32)
         return evaluate_clicks(lambda batch: rate_of_clicks.expand(batch.num_samples), loader)
-    if isinstance(loader, (NextItemLoader, NextItemStream)):
+    if isinstance(loader, NextItems):
         few = max(1, min(256, COUNTED_SCORES // max(loader.num_items, 1)))  # they take a moment and no model
         return evaluate(popularity_scores(loader), loader, KS, batch_size=few)
     known, counts = (

@@ -25,8 +25,9 @@ from ...settings import bytes_of
 from ...trace import NullRecorder, Recorder
 from ..devices import kernels_of
 from ..plan.beside import BesidePlan, beside_plan_line, read_plan
+from ..shown import say
 from .elastic import Memory, lacks_evaluation
-from .evaluate import baseline, check_held_out, evaluate_model, label_rule, metric_names
+from .evaluate import baseline, check_held_out, evaluate_model, metric_names
 from .gather import save_trace, state_digest, table_totals, totals
 from .reports import Reports, log_files
 from .resume import EARLY_STOPPING, metadata, resume, with_saved_words
@@ -72,16 +73,14 @@ def train(
     run = with_validation(run)
     split = Split.parse(run.job.split)
     if run.early_stopping and not called_again:
-        line = f"early stopping goes by validation, which training leaves out too: --split {split}"
-        console.print(line, highlight=False, soft_wrap=True)
+        say(console, f"early stopping goes by validation, which training leaves out too: --split {split}")
     if not called_again:
         run = with_saved_words(run)
     model, tables, optimizer = run.job.build(run.optimizer)
     loader, held_out = run.job.loader(communicators.rank, communicators.world_size), run.job.epochs()
     check_held_out(held_out, split)
-    rule = label_rule(held_out)
-    if rule and not called_again:
-        console.print(f"labels: {rule}", highlight=False, soft_wrap=True)
+    if held_out.label_rule and not called_again:
+        say(console, f"labels: {held_out.label_rule}")
     recorder = Recorder(communicators.rank, communicators.world_size) if run.trace else NullRecorder()
     loss, stopped = float("nan"), False
     part: Part = "validation" if split.has_validation else "test"
@@ -96,8 +95,7 @@ def train(
             )
         )  # fmt: skip
         if communicators.world_size > 1 and run.mode != "reference" and not called_again:
-            line = f"exchanges: {trainer.program.exchanges}"
-            console.print(line, highlight=False, soft_wrap=True)
+            say(console, f"exchanges: {trainer.program.exchanges}")
         if run.replay:
             replay = stack.enter_context(Replay(run.replay))
             replay.attach(trainer)
@@ -128,13 +126,13 @@ def train(
             stopping.load_state_dict(states[EARLY_STOPPING])
         has_ended = run.resume == "auto" and start == run.steps
         if has_ended:
-            console.print(ended_line(run), highlight=False, soft_wrap=True)
+            say(console, ended_line(run))
         elif start >= run.steps and not called_again:
             raise ValueError(
                 f"the checkpoint is at step {start}; ask for more steps than that, not {run.steps}"
             )
         if called_again:
-            console.print(going_on_line(communicators.world_size, start), highlight=False, soft_wrap=True)
+            say(console, going_on_line(communicators.world_size, start))
         elif memory:
             memory.called, memory.evaluated = True, start
         known = memory.evaluated_by_all(communicators) if memory else 0
@@ -236,14 +234,14 @@ def train(
         "digest": state_digest(communicators, tables, trainer.dense.tensors()),
     }
     if stopped:
-        console.print(stopped_line(run, step), highlight=False, soft_wrap=True)
+        say(console, stopped_line(run, step))
         return summary
     if stopping and stopping.should_stop and step < run.steps:
-        console.print(stopped_early_line(stopping, step), highlight=False, soft_wrap=True)
+        say(console, stopped_early_line(stopping, step))
     console.print(summary_table(run, summary))
-    console.print(tables_line(summary), highlight=False)
+    say(console, tables_line(summary))
     if summary["beside_plan"]:
-        console.print(beside_plan_line(summary["beside_plan"]), highlight=False, soft_wrap=True)
+        say(console, beside_plan_line(summary["beside_plan"]))
     return summary
 
 
@@ -284,26 +282,26 @@ def _memory_watch(run: Run, trainer: Trainer, console: Console) -> MemoryWatch |
     if run.memory_limit == "none":
         return None
     own = run.memory_limit != "auto"
-    say = _say(trainer.communicators, console, own)
+    tell = _say(trainer.communicators, console, own)
     try:
-        return MemoryWatch(trainer, bytes_of(run.memory_limit) if own else None, say=say)
+        return MemoryWatch(trainer, bytes_of(run.memory_limit) if own else None, say=tell)
     except OSError as error:
         if own:
             raise
-        say(f"memory is not watched: {error}")
+        tell(f"memory is not watched: {error}")
         return None
 
 
 def _say(here: Communicators, console: Console, own: bool) -> Callable[[str], None]:
     """Prints a line of rank 0, and those of the other ranks where each has its `own`."""
 
-    def say(line: str) -> None:
+    def tell(line: str) -> None:
         if here.rank == 0:
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            say(console, line)
         elif own:
             print(f"rank {here.rank}: {line}", file=sys.stderr)
 
-    return say
+    return tell
 
 
 def _stretches(start: int, steps: int, *intervals: int) -> Iterator[tuple[int, int]]:

@@ -16,6 +16,7 @@ from ...loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger
 from ...pipeline import StepResult
 from ..job import Loader
 from ..progress import LINE_SECONDS, CommandProgress, Pace
+from ..shown import say
 from .evaluate import Metrics
 from .run import Run
 from .summary import in_words
@@ -66,7 +67,7 @@ class Reports:
             for logger in self._loggers:
                 logger.log(step, values)
             if every and (step % every == 0 or step == self.run.steps):
-                self._print(line_of(step, self.run.steps, values))
+                say(self.console, line_of(step, self.run.steps, values))
         self._progress.update(self._bar, completed=step, loss=f"loss {result.loss:.4f}")
 
     def _size_of(self, result: StepResult) -> tuple[int, int]:
@@ -95,10 +96,7 @@ class Reports:
         for logger in [] if logged else self._loggers:
             logger.log(step, metrics)
         shown = "" if loss is None else f"loss {loss:.4f}, "
-        self._print(f"step {step}: {shown}{in_words(metrics)}")
-
-    def _print(self, line: str) -> None:
-        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(self.console, f"step {step}: {shown}{in_words(metrics)}")
 
 
 def line_of(step: int, steps: int, values: dict[str, float]) -> str:

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from ...data import ClickLoader, ClickStream, ImpressionLoader, ImpressionStream
+from ...data.ctr import ClickSamples
+from ...data.impressions import ImpressionSamples
 from ...distributed import Communicators
 from ...metrics import ClickMetrics
 from ...pipeline import StepResult
@@ -27,9 +28,9 @@ class StreamingMetrics:
 
     def __init__(self, loader: Epochs, communicators: Communicators):
         tasks: tuple[str, ...] = ()
-        if isinstance(loader, (ClickLoader, ClickStream)):
+        if isinstance(loader, ClickSamples):
             tasks = ("",)
-        elif isinstance(loader, (ImpressionLoader, ImpressionStream)):
+        elif isinstance(loader, ImpressionSamples):
             tasks = tuple(loader.tasks)
         self.by_task = {task: ClickMetrics(EVERY, True, communicators) for task in tasks}
 

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from ...callbacks import EarlyStopping
 from ...files.places import place_of
+from ..shown import table
 from .run import Run
 
 SHOWN = {
@@ -27,20 +28,19 @@ def summary_table(run: Run, summary: dict[str, Any]) -> Table:
     ranking, simple = SHOWN.get(run.job.model, ("full ranking, leave one out", "popularity"))
     if not run.job.split.startswith("leave-one-out"):
         ranking = f"{ranking.partition(',')[0]}, {run.job.split}"
-    table = Table(title=f"{run.job.model}, {run.mode} on {run.job.data}, {summary['step']} steps: {ranking}")
-    table.add_column("")
-    for name in summary["metrics"]:
-        table.add_column(name, justify="right")
-    table.add_row("model", *(f"{value:.6f}" for value in summary["metrics"].values()))
-    if "validation" in summary:
-        values = (f"{summary['validation'].get(name, float('nan')):.6f}" for name in summary["metrics"])
-        table.add_row("model, validation", *values)
-    table.add_row(simple, *(f"{value:.6f}" for value in summary["baseline"].values()))
+    rows = {"model": summary["metrics"], "model, validation": summary.get("validation"),
+            simple: summary["baseline"]}  # fmt: skip
+    cells = [
+        (name, *(f"{metrics.get(each, float('nan')):.6f}" for each in summary["metrics"]))
+        for name, metrics in rows.items()
+        if metrics is not None
+    ]
     seconds = summary["seconds_per_step"]
     pace = "too few steps to time" if seconds is None else f"{seconds * 1e3:.1f} ms per step"
     loss = "no step was left" if summary["loss"] is None else f"loss {summary['loss']:.6f}"
-    table.caption = f"{loss}, {pace}, SHA-256 of all parameters, rows and states: {summary['digest'][:16]}"
-    return table
+    title = f"{run.job.model}, {run.mode} on {run.job.data}, {summary['step']} steps: {ranking}"
+    digest = f"SHA-256 of all parameters, rows and states: {summary['digest'][:16]}"
+    return table(title, ("", *summary["metrics"]), cells, caption=f"{loss}, {pace}, {digest}")
 
 
 def tables_line(summary: dict[str, Any]) -> str:

@@ -1,24 +1,51 @@
-"""How many more keys the micro-batches of a window exchange than its batch has (NestPipe, section V.C).
+"""NestPipe's figures that are computed here: keys of a window, shapes in the lab, the dual-buffer copy.
 
-Cut plainly, clustered as `WindowConfig(clustering=True)` does it, and clustered offline: from there samples
-of two micro-batches are swapped while any swap saves keys, however long it takes. No cut is below `bound`.
+Keys: how many more the micro-batches of a window exchange than its batch has (section V.C). Cut plainly,
+clustered as `WindowConfig(clustering=True)` does it, and clustered offline: from there samples of two
+micro-batches are swapped while any swap saves keys, however long it takes. No cut is below `bound`.
+
+Shapes: Fig. 10 in the lab, other dimensions, layers and tokens over links that stay the same. The first shape
+has the paper's shares of lookup and communication in a synchronous step, from which the seconds of emulated
+stages follow. Of another shape the computation takes as many times that as it has operations (tokens x layers
+x dim^2, as it grows in the paper), the lookup as many times as it has tokens. Transfers are real.
+
+The copy (IV.B): the rows that two batches share are found, and copied.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 from numba import njit
+from rich.console import Console
 
 from ...data import NextItemLoader, load_interactions
 from ...data.clustering import split
+from ...kernels import launch
+from ...nn import HSTUConfig
+from ..job import Job
+from ..lab.rounds import PLAN, LabConfig, run_lab
+from ..lab.settings import PAPER
 
 COUNTS = 4, 8, 16, 32
 SAMPLES, BATCHES, EVENTS = 256, 8, 50
+MICRO_BATCHES = 8
+DIM, LAYERS, TOKENS = 32, 2, 48
+SHAPES = {
+    "first": (1, 1, 1),
+    "dimension x 2": (2, 1, 1),
+    "layers / 2": (1, 0.5, 1), "layers x 2": (1, 2, 1),
+    "tokens / 2": (1, 1, 0.5), "tokens x 2": (1, 1, 2),
+}  # fmt: skip
+"""Name -> dimension, layers and tokens over the first shape's, as the paper changes its own."""
+ROUNDS, WARM_UP = 50, 5
+STATES = 2
+"""Of Adam, each as wide as a row."""
 
 
 @dataclass(frozen=True)
@@ -179,3 +206,54 @@ def inflations() -> dict[str, Any]:
             means = {key: float(np.mean([one[key] for one in each])) for key in each[0]}
             rows.append({"log": name, "micro-batches": count, **means})
     return {"samples": SAMPLES, "batches": BATCHES, "rows": rows}
+
+
+def shapes() -> dict[str, Any]:
+    """Per step and rank of each shape: milliseconds, and the exposed part of the communication."""
+    rows: list[dict[str, Any]] = []
+    seconds: dict[str, float] = {}
+    for name, (dim, layers, tokens) in SHAPES.items():
+        length = int(TOKENS * tokens)
+        sizes = HSTUConfig(dim=DIM * dim, layers=int(LAYERS * layers), max_seq_len=length, dropout=0.0)
+        data = "zipf:users=8000,items=40000,median_length=160,seed=1"  # most histories fill every length
+        job = Job(data, batch_size=256, max_seq_len=length, num_negatives=2, sizes=sizes)
+        plan = LabConfig(
+            job, rate=30.0, modes=("nestpipe",), micro_batches=(MICRO_BATCHES,), steps=6, rounds=1
+        )
+        work = {stage: tokens * (layers * dim**2 if stage == "compute" else 1) for stage in seconds}
+        scaled = {stage: seconds[stage] * times for stage, times in work.items()}
+        plan = replace(plan, seconds=scaled) if scaled else replace(plan, proportions=PAPER)
+        result = run_lab(plan, Console(quiet=True))
+        seconds = seconds or result.seconds
+        found = result.rows[-1]
+        rows.append({
+            "shape": name,
+            "step_ms": 1e3 * found.figures.step,
+            "compute_ms": 1e3 * found.figures.compute,
+            "communication_ms": 1e3 * found.figures.communication,
+            "exposed_ratio": found.figures.exposed_ratio,
+            "speedup": found.ratios[0],
+            "losses": found.losses,
+        })  # fmt: skip
+    return {"rows": rows}
+
+
+def synchronisation() -> dict[str, Any]:
+    """Milliseconds of one rank of the lab's four, whose tables are in host memory: medians over batches."""
+    job, world = PLAN.job, PLAN.ranks
+    loader, times = job.loader(), []
+    before, source = torch.empty(0, dtype=torch.int64), torch.empty(0, 0, dtype=torch.float32)
+    for step in range(WARM_UP + ROUNDS):
+        ids = torch.cat([each.ids for each in loader.batch(step).lookups().values()]).unique()
+        keys = ids[launch.owner_of(ids, world) == 0]
+        target = torch.zeros(len(keys), (1 + STATES) * job.sizes.dim, dtype=torch.float32)
+        if len(before):
+            began = time.perf_counter()
+            there, here = launch.intersect(before, keys)
+            found = time.perf_counter()
+            launch.scatter_rows(target, here, source, there)
+            times.append((len(keys), len(here), found - began, time.perf_counter() - found))
+            assert torch.equal(before[there], keys[here]) and bool((target[here] == 1).all()), step
+        before, source = keys, torch.ones_like(target)
+    rows, shared, found_in, copied_in = (median(each) for each in zip(*times[WARM_UP:], strict=True))
+    return {"rows": rows, "shared": shared, "intersection_ms": found_in * 1e3, "copy_ms": copied_in * 1e3}
