@@ -191,6 +191,24 @@ def test_samples_that_no_click_has_are_refused_each_time(wrong):
             metrics.compute()
 
 
+@pytest.mark.parametrize("logits", [False, True])
+def test_a_prediction_that_is_no_number_is_named(logits):
+    metrics = ClickMetrics(logits=logits)
+    metrics.update(torch.tensor([0.5, math.nan]), torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match=r"predictions must be .*got nan"):
+        metrics.compute()
+
+
+def test_samples_are_those_of_the_call_though_their_buffers_are_filled_anew():
+    steps, metrics = samples(), ClickMetrics(WINDOW)
+    for step in steps:
+        given = [each.clone() for each in step]
+        metrics.update(*given)
+        for each in given:
+            each.zero_()
+    assert metrics.compute() == computed(steps)
+
+
 @pytest.mark.parametrize(
     "change", [{"window": [[1, 2, 3, 4]]}, {"lifetime": [1, 2]}, {"steps": "x"}, {"lifetime": None}]
 )
@@ -277,6 +295,13 @@ def test_lists_that_cannot_be_are_refused():
         RankingMetrics(KS).update(hits * 0.5, relevant)
     with pytest.raises(ValueError, match="catalogue"):
         RankingMetrics(KS, torch.arange(30)).update(hits, relevant, items)
+    for wrong in (torch.rand(40), torch.ones(40, 2, dtype=torch.int64), torch.arange(40) - 1):
+        with pytest.raises(ValueError, match=r"popularity must be \(I,\) int64 of at least 0"):
+            RankingMetrics(KS, wrong)
+    with pytest.raises(ValueError, match=r"items must be whole numbers.*float32"):
+        RankingMetrics(KS, torch.arange(40)).update(hits, relevant, items.float())
+    with pytest.raises(ValueError, match=r"relevant must be whole numbers.*float32"):
+        RankingMetrics(KS).update(hits, relevant + 0.5)
 
 
 def test_sklearn_says_the_same():

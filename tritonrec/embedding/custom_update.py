@@ -201,7 +201,7 @@ def check_compiled(update: CustomUpdate, dim: int, device: torch.device, impleme
                 f"update {update.name!r} gives {float(rows[row, column])!r} on {implementation!r} and "
                 f"{float(expected[row, column])!r} in torch ({update.function_name}), in column {column} of "
                 f"a row of {dim} weights and {update.width(dim)} of state: the order of operations must be "
-                "the same, each rounded to float32 (in numba write np.float32(0.9) for 0.9, which is float64; "
+                "the same, each rounded to float32 (in numba write np.float32(0.9) for 0.9, a float64; "
                 "in torch x.double().sqrt().float() for x.sqrt(), which a CPU may round otherwise)"
             )
 

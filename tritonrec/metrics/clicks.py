@@ -73,7 +73,7 @@ class ClickMetrics:
             predictions, labels: (n,) probabilities or logits, and 0 or 1. weights: (n,), 1 by default.
             groups: (n,) int64, such as users; given in every step or in none.
 
-        Raises ValueError for other shapes. Tensors are kept, and read at the next `compute` or a later step.
+        Raises ValueError for other shapes. Values are looked at by the next `compute` or a later step.
         """
         given = [predictions, labels, weights, groups]
         if predictions.dim() != 1 or any(each is not None and each.shape != labels.shape for each in given):
@@ -83,7 +83,9 @@ class ClickMetrics:
             (a is None) != (b is None) for a, b in zip(self._samples[0], given, strict=True)
         ):
             raise ValueError("weights and groups of metrics are given in every step or in none")
-        given = [None if each is None else each.detach() for each in given]
+        given = [
+            None if each is None else each.detach().clone() for each in given
+        ]  # its buffer may be reused
         self.steps += 1
         self._samples.append(given)
         self._pending.append(given)
@@ -157,7 +159,7 @@ class ClickMetrics:
         if self.logits:
             p = sigmoid(torch.cat([*given[0]])).double()
         for name, values, wrong in (
-            ("predictions", p, (p < 0) | (p > 1)),
+            ("predictions", p, ~((p >= 0) & (p <= 1))),
             ("labels", y, (y != 0) & (y != 1)),
         ):
             if bool(wrong.any()):
