@@ -60,7 +60,7 @@ class RankingMetrics:
             relevant: (B,) int64, how many items are, listed or not.
             items: (B, K) int64, their numbers in the catalogue; needed where `popularity` is given.
 
-        Raises ValueError for other shapes or types, for fewer relevant items than hits, for an item out of range.
+        Raises ValueError for other shapes or types, fewer relevant items than hits, and items out of range.
         """
         users, most = len(hits), max(self.ks)
         if hits.dtype != torch.bool or hits.dim() != 2 or hits.shape[1] < most or relevant.shape != (users,):
