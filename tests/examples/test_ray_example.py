@@ -53,8 +53,7 @@ class TorchTrainer:
 
 def environment(*paths):
     paths = os.pathsep.join(map(str, (*paths, ROOT)))
-    own = {"RAY_DEDUP_LOGS": "0", "RAY_raylet_start_wait_time_s": "300"}  # 30 pass on a busy machine
-    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **own}
+    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0"}
 
 
 def losses(text):
