@@ -163,8 +163,8 @@ def test_a_weight_that_is_no_number_is_refused(bad):
 @pytest.mark.parametrize(
     ("counts", "columns", "said"),
     [
-        ((2, 3), (4, 4), "2 times with weights with groups, 3 times"),
-        ((2, 2), (2, 3), "times, 2 times with weights"),
+        ((2, 3), (4, 4), "2 times with weights with groups .*, 3 times"),
+        ((2, 2), (2, 3), r"2 times \(.*\), 2 times with weights"),
     ],
 )
 def test_ranks_that_differ_in_their_updates_are_told(counts, columns, said):
@@ -175,6 +175,28 @@ def test_ranks_that_differ_in_their_updates_are_told(counts, columns, said):
         metrics.compute()
 
     with pytest.raises(RuntimeError, match=said):
+        run_ranks(2, rank)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda ranks: ClickMetrics(5 + ranks.rank, False, ranks), r"\(window=5, .*\(window=6, "),
+        (lambda ranks: ClickMetrics(5, ranks.rank > 0, ranks), r"logits=False\), .*logits=True\)"),
+        (lambda ranks: RankingMetrics((1, 2)[: 1 + ranks.rank], None, ranks), r"ks=\(1,\).*ks=\(1, 2\)"),
+        (lambda ranks: RankingMetrics((1,), torch.arange(4) * (1 + ranks.rank), ranks), "popularity="),
+    ],
+)
+def test_ranks_whose_metrics_have_other_settings_are_told(make, said):
+    def rank(communicators):
+        metrics = make(communicators)
+        if isinstance(metrics, ClickMetrics):
+            metrics.update(torch.full((2,), 0.5), torch.tensor([0, 1]))
+        else:
+            metrics.update(torch.tensor([[True, False]]), torch.tensor([1]), torch.tensor([[1, 2]]))
+        metrics.compute()
+
+    with pytest.raises(RuntimeError, match=f"ranks have updated their metrics .*{said}"):
         run_ranks(2, rank)
 
 

@@ -95,7 +95,7 @@ class ClickMetrics:
     def compute(self) -> dict[str, float]:
         """The values by name, on every rank; {} before the first step. Collective.
 
-        Raises RuntimeError where ranks have seen different numbers of steps.
+        Raises RuntimeError where ranks have seen different numbers of steps, or have other settings.
         """
         self._add_up()
         sums = [self._lifetime, [sum(each) for each in zip(*self._sums, strict=True)]]
@@ -147,7 +147,7 @@ class ClickMetrics:
         """What must be the same on all ranks."""
         *_, weights, groups = self._samples[-1] if self._samples else [None] * 4
         given = " with weights" * (weights is not None) + " with groups" * (groups is not None)
-        return f"{self.steps} times{given}"
+        return f"{self.steps} times{given} (window={self.window}, logits={self.logits})"
 
     def _add_up(self) -> None:
         if not self._pending:

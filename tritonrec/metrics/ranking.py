@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..data.positions import digest_of
 from ..data.ranking import checked_ks, list_terms
 from ..distributed import Communicators
 from ..settings import typed
@@ -96,9 +97,10 @@ class RankingMetrics:
     def compute(self) -> dict[str, float]:
         """``{"HR@10": ..., "recall@10": ..., "MRR@10": ..., "NDCG@10": ..., ...}`` on every rank. Collective.
 
-        {} before the first user.
+        {} before the first user. Raises RuntimeError where ranks have other settings.
         """
-        [[users, *sums]] = merged(self._control, "", [self._sums])
+        known = None if self.popularity is None else digest_of(self.popularity.cpu())
+        [[users, *sums]] = merged(self._control, f"(ks={tuple(self.ks)}, popularity={known})", [self._sums])
         if not users:
             return {}
         names = (f"{kind}@{k}" for k in self.ks for kind in ("HR", "recall", "MRR", "NDCG"))
