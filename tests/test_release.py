@@ -36,6 +36,9 @@ def jobs(path):
 def test_a_workflow_calls_what_exists(path):
     makefile = (ROOT / "Makefile").read_text()
     for job in jobs(path).values():
+        if "uses" in job:
+            assert "workflow_call:" in (ROOT / job["uses"]).read_text()
+            continue
         assert job["timeout-minutes"] <= (360 if path.stem == "nightly" else 60)
         commands = "\n".join(step.get("run", "") for step in job["steps"])
         for line in re.sub(r"\$\{\{ (github\.run_(number|id)|matrix\.part) \}\}", "1", commands).splitlines():
@@ -59,7 +62,15 @@ def test_only_the_job_that_uploads_can_upload():
     uploading = [name for name, job in found.items() if "pypi-publish" in json.dumps(job)]
     assert uploading == ["publish"] and found["publish"]["permissions"] == {"id-token": "write"}
     assert found["publish"]["environment"] and "contents" not in found["verify"].get("permissions", {})
-    assert found["build"]["needs"] == ["verify", "kernels"] and found["publish"]["needs"] == "build"
+    assert found["build"]["needs"] == ["verify", "kernels"] and found["publish"]["needs"] == "first-contact"
+
+
+def test_the_wheel_that_is_uploaded_is_tried_before():
+    found = jobs(ROOT / ".github/workflows/release.yml")["first-contact"]
+    assert found["needs"] == "build" and found["with"] == {"wheel": "dist"}
+    contact = jobs(ROOT / found["uses"])["first-contact"]
+    assert contact["steps"][1]["with"]["name"].startswith("${{ inputs.wheel ||")
+    assert "ci/first_contact.sh dist/*.whl" in contact["steps"][-1]["run"]
 
 
 def test_the_package_has_no_upper_bounds_and_our_machines_have_one():

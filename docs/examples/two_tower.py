@@ -1,7 +1,8 @@
 """Two towers for retrieval, trained with in-batch negatives or with sampled ones, and ranked by HR@K.
 
     python docs/examples/two_tower.py                      # five losses beside each other, on MovieLens-100K
-    python docs/examples/two_tower.py --data zipf:users=500,items=2000 --epochs 1
+    torchrun --nproc-per-node 2 docs/examples/two_tower.py --micro-batches 16              # in the same bits
+    python docs/examples/two_tower.py --data zipf:users=500,items=2000 --epochs 1 --only Popular
 
 The user's tower reads an id, a bag of the last items and two dense values, the item's tower an id and a bag
 of genres. Ranked is each user's last event against the whole catalogue without the items seen before.
@@ -9,30 +10,20 @@ of genres. Ranked is each user's last event against the whole catalogue without 
 
 import argparse
 from dataclasses import dataclass, field
+from functools import partial
+from hashlib import sha256
 
 import numpy as np
 import torch
 
-from tritonrec import (
-    Communicators,
-    FeatureConfig,
-    HashTableCollection,
-    RowOptimizer,
-    Trainer,
-    WindowConfig,
-    nn,
-    ops,
-)
+from tritonrec import FeatureConfig, HashTableCollection, RowOptimizer, Trainer, WindowConfig, nn, ops
 from tritonrec.data import Batch, KeyedJaggedTensor, Lookup, load_interactions, per_sample, per_token
 from tritonrec.data.jagged import token_indices
+from tritonrec.distributed import from_environment
 
 DIM, HISTORY, NEGATIVES, TEMPERATURE = 32, 20, 16, 0.1
-FEATURES = [
-    FeatureConfig("user", DIM),
-    FeatureConfig("history", DIM, pooling="mean"),
-    FeatureConfig("item", DIM),
-    FeatureConfig("genre", DIM, pooling="mean"),
-]
+POOLING = {"user": "none", "history": "mean", "item": "none", "genre": "mean"}
+FEATURES = [FeatureConfig(name, DIM, pooling=pooling) for name, pooling in POOLING.items()]
 
 
 @dataclass(frozen=True)
@@ -74,16 +65,12 @@ class Log:
             drawn_from = self.item[self.train] if popular else self.catalogue
             drawn = ops.random_indices(7, 1, step, rows, rows, negatives, len(drawn_from))
             items = torch.cat([items, drawn_from[drawn]], 1)
-        features = KeyedJaggedTensor.from_dict(
-            {
-                "user": Lookup(self.user[rows]),
-                "history": Lookup(self.item[before], offsets),
-                "item": Lookup(items.flatten(), torch.arange(len(rows) + 1) * items.shape[1]),
-            }
-        )
+        features = {"user": Lookup(self.user[rows]), "history": Lookup(self.item[before], offsets)}
+        features["item"] = Lookup(items.flatten(), torch.arange(len(rows) + 1) * items.shape[1])
         dense = torch.stack([torch.log1p(self.place[rows]) / 5, self.gap[rows]], 1)
         places = torch.searchsorted(self.catalogue, items.flatten()).clamp(max=len(self.catalogue) - 1)
-        return Events(step, rows, features, dense, self.log_q[places], self.bags(items.flatten()))
+        log_q, bags = self.log_q[places], self.bags(items.flatten())
+        return Events(step, rows, KeyedJaggedTensor.from_dict(features), dense, log_q, bags)
 
     def bags(self, items):
         """The genres of items; of a log without any, what is left of the id by 19."""
@@ -91,16 +78,19 @@ class Log:
             return KeyedJaggedTensor.from_dict({"genre": Lookup(items % 19, torch.arange(len(items) + 1))})
         starts, lengths = map(torch.from_numpy, self.genres.of(items.numpy()))
         places, offsets = token_indices(starts, lengths)
-        return KeyedJaggedTensor.from_dict(
-            {"genre": Lookup(torch.from_numpy(self.genres.genres)[places], offsets)}
-        )
+        genres = torch.from_numpy(self.genres.genres)[places]
+        return KeyedJaggedTensor.from_dict({"genre": Lookup(genres, offsets)})
 
 
 class Towers(torch.nn.Module):
-    """Vectors of users and items of one length: their product is a cosine."""
+    """Vectors of users and items of one length: their product is a cosine.
 
-    def __init__(self):
+    Popular items are negatives more often; `corrected` makes up for it by log q.
+    """
+
+    def __init__(self, corrected, popular=False):
         super().__init__()
+        self.corrected, self.popular = corrected, popular
         self.user, self.item = nn.MLP(2 * DIM + 2, 2 * DIM, DIM), nn.MLP(2 * DIM, 2 * DIM, DIM)
         self.norm = nn.RMSNorm(DIM, elementwise_affine=False)
 
@@ -114,8 +104,6 @@ class Towers(torch.nn.Module):
 class InBatch(Towers):
     """The items of all other samples of the global batch are a sample's negatives."""
 
-    corrected = True
-
     def forward(self, batch, rows, seed):
         ids = batch.lookups()["item"].ids
         return {"user": self.users(batch, rows), "item": self.items(rows), "id": ids, "log_q": batch.log_q}
@@ -127,16 +115,8 @@ class InBatch(Towers):
         )
 
 
-class Uncorrected(InBatch):
-    """Popular items are negatives more often, and nothing makes up for it."""
-
-    corrected = False
-
-
 class Sampled(Towers):
-    """Negatives are drawn from the catalogue, all items alike."""
-
-    popular = corrected = False
+    """Negatives are drawn from the catalogue, all alike, or `popular`, from events, which need log q."""
 
     def forward(self, batch, rows, seed):
         # (1 + NEGATIVES) rows a sample
@@ -149,19 +129,13 @@ class Sampled(Towers):
         return ops.sampled_softmax(users, items[:, 0], items[:, 1:], ids[:, 1:] != ids[:, :1], temperature)
 
 
-class Popular(Sampled):
-    """Negatives are items of drawn events, and log q makes up for it (Bengio and Senecal 2008)."""
-
-    popular = corrected = True
-
-
-class PopularUncorrected(Popular):
-    """The same without log q."""
-
-    corrected = False
-
-
-KINDS = (InBatch, Uncorrected, Sampled, Popular, PopularUncorrected)
+KINDS = {
+    "InBatch": partial(InBatch, True),
+    "Uncorrected": partial(InBatch, False),
+    "Sampled": partial(Sampled, False),
+    "Popular": partial(Sampled, True, True),
+    "PopularUncorrected": partial(Sampled, False, True),
+}
 
 
 def hit_rate(model, tables, log, k, most=1000):
@@ -184,38 +158,27 @@ def hit_rate(model, tables, log, k, most=1000):
     return (best == log.item[rows].unsqueeze(1)).any(1).float().mean().item()
 
 
-def train(kind, log, batch_size, epochs, mode="nestpipe", ks=(10, 50), communicators=None, micro_batches=4):
-    """HR@K by K, and the last loss, of a model that is trained here."""
+def train(kind, log, batch_size, epochs, ranks, micro_batches=4, mode="nestpipe", ks=(10, 50)):
+    """HR@K by K of a model that is trained here, the last loss, and a digest of all parameters and rows."""
     torch.manual_seed(0)
-    model, ranks = kind(), communicators or Communicators.local()
+    model = kind()
     tables = HashTableCollection(FEATURES, RowOptimizer("adam", lr=3e-3))
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     negatives, steps = NEGATIVES * isinstance(model, Sampled), len(log.train) // batch_size
-    popular = getattr(model, "popular", False)
 
     def batches():
         for step in range(epochs * steps):
             order = torch.randperm(len(log.train), generator=torch.Generator().manual_seed(step // steps))
             rows = log.train[order[step % steps * batch_size :][:batch_size]]
-            yield log.batch(step, rows[ranks.rank :: ranks.world_size], negatives, popular)
+            yield log.batch(step, rows[ranks.rank :: ranks.world_size], negatives, model.popular)
 
     with Trainer(model, tables, optimizer, ranks, mode, WindowConfig(micro_batches)) as trainer:
         for result in trainer.run(batches()):
             last = result.loss
         tables = trainer.rows_of_ranks()
-    return {f"HR@{k}": hit_rate(model, tables, log, k) for k in ks}, last
-
-
-def main(data, batch_size, epochs):
-    log = Log(data)
-    print(f"{len(log.train):,} samples, {len(log.test):,} tests, {len(log.catalogue):,} items")
-    for kind in KINDS:
-        metrics, loss = train(kind, log, batch_size, epochs)
-        print(
-            f"{kind.__name__:18}",
-            *(f"{name} {value:.4f}" for name, value in metrics.items()),
-            f"loss {loss:.4f}",
-        )
+    values = [*model.state_dict().values(), *tables.peek(log.batch(0, log.train).lookups()).values()]
+    digest = sha256(b"".join(each.numpy().tobytes() for each in values)).hexdigest()[:16]
+    return {f"HR@{k}": hit_rate(model, tables, log, k) for k in ks}, last, digest
 
 
 if __name__ == "__main__":
@@ -223,5 +186,14 @@ if __name__ == "__main__":
     parser.add_argument("--data", default="ml-100k")
     parser.add_argument("--batch-size", type=int, default=512)
     parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS)
     options = parser.parse_args()
-    main(options.data, options.batch_size, options.epochs)
+    log = Log(options.data)
+    with from_environment() as ranks:
+        for name in options.only:
+            given = log, options.batch_size, options.epochs, ranks, options.micro_batches
+            metrics, loss, digest = train(KINDS[name], *given)
+            if ranks.rank == 0:
+                rates = " ".join(f"{metric} {value:.4f}" for metric, value in metrics.items())
+                print(f"{name:18} {rates} loss {loss:.4f} digest {digest}", flush=True)

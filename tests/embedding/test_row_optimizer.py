@@ -228,6 +228,24 @@ def adamax_of_a_tile(weight, states, gradient, step, lr):
     return weight - change, (moment, largest)
 
 
+def adagrad_of_one(weight, state, gradient, step, lr):
+    """With a square root that is rounded correctly, which torch's is not on every CPU."""
+    state = state + gradient * gradient
+    return weight - lr * gradient / (state.double().sqrt().float() + 1e-8), state
+
+
+def adagrad_of_a_row(weight, state, gradient, step, lr):
+    for d in range(len(weight)):
+        state[d] += gradient[d] * gradient[d]
+        weight[d] -= lr * gradient[d] / (np.sqrt(state[d]) + np.float32(1e-8))
+
+
+@triton.jit
+def adagrad_of_a_tile(weight, states, gradient, step, lr):
+    total = states[0] + gradient * gradient
+    return weight - tl.div_rn(lr * gradient, tl.sqrt_rn(total) + 1e-8), (total,)
+
+
 def signed_of_a_row(weight, state, gradient, step, lr):
     for d in range(len(weight)):
         weight[d] -= lr * np.sign(gradient[d])
@@ -243,6 +261,7 @@ def wide(dim):
 
 
 OWN = {"adamax": (adamax, wide, adamax_of_a_row, adamax_of_a_tile)}
+OWN |= {"adagrad": (adagrad_of_one, lambda dim: dim, adagrad_of_a_row, adagrad_of_a_tile)}
 OWN |= {"signed": (signed, 0, signed_of_a_row, signed_of_a_tile)}
 
 
@@ -283,9 +302,29 @@ def test_a_rule_whose_bits_are_not_those_of_torch_is_refused_by_name():
         return weight - lr * state.sign(), state
 
     rule, rows = RowOptimizer.custom(lion, lambda dim: dim, name="lion", numba=careless), torch.ones(2, 6)
-    with pytest.raises(
-        ValueError, match=r"update 'lion' gives .* on 'cpu' and .* in torch \(.*lion\), in col"
-    ):
+    said = r"update 'lion' gives .* on 'cpu' and .* in torch \(.*lion\), in col.* x\.double\(\)\.sqrt\(\)"
+    with pytest.raises(ValueError, match=said):
+        rule.update(rows, torch.arange(2), torch.ones(2, 3), 1)
+    assert (rows == 1).all()
+
+
+@pytest.mark.parametrize("fault", ["no eps", "the first formula alone"])
+def test_a_rule_whose_bits_differ_for_few_gradients_or_late_is_refused(fault):
+    eps, late = np.float32(1e-12 * (fault != "no eps")), np.float32(1 + (fault == "no eps"))
+
+    def plain(weight, state, gradient, step, lr):
+        state = state + gradient * gradient
+        rate = lr / 2 if step > 5 else lr  # as RAdam's, which changes its formula there
+        return weight - rate * gradient / (state.double().sqrt().float() + 1e-12), state
+
+    def of_a_row(weight, state, gradient, step, lr):
+        rate = lr / late if step > 5 else lr
+        for d in range(len(weight)):
+            state[d] += gradient[d] * gradient[d]
+            weight[d] -= rate * gradient[d] / (np.sqrt(state[d]) + eps)
+
+    rule, rows = RowOptimizer.custom(plain, lambda dim: dim, name="late", numba=of_a_row), torch.ones(2, 6)
+    with pytest.raises(ValueError, match=r"update 'late' gives .* on 'cpu' and .* in torch"):
         rule.update(rows, torch.arange(2), torch.ones(2, 3), 1)
     assert (rows == 1).all()
 

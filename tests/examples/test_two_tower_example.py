@@ -25,11 +25,10 @@ def example():
 
 def test_in_batch_negatives_give_the_same_model_for_any_cut_on_one_rank_and_two(example):
     log = example.Log(DATA)
-    begun = example.InBatch()  # ranks that are threads share torch's generator
+    begun = example.KINDS["InBatch"]()  # ranks that are threads share torch's generator
 
     def trained(ranks, micro_batches=1):
-        copied = partial(deepcopy, begun)
-        return example.train(copied, log, 64, 1, communicators=ranks, micro_batches=micro_batches)
+        return example.train(partial(deepcopy, begun), log, 64, 1, ranks, micro_batches)
 
     one = trained(Communicators.local())
     for micro_batches in (4, 16):
@@ -41,8 +40,10 @@ def test_in_batch_negatives_give_the_same_model_for_any_cut_on_one_rank_and_two(
 @pytest.mark.parametrize("kind", ["InBatch", "Uncorrected", "Sampled", "Popular", "PopularUncorrected"])
 def test_each_loss_learns(example, kind):
     log = example.Log(DATA)
-    _untrained, first = example.train(getattr(example, kind), log, len(log.train), 1, ks=(20,))
-    trained, last = example.train(getattr(example, kind), log, 64, 3, ks=(20,))
+    make, alone = example.KINDS[kind], Communicators.local()
+    _untrained, first, before = example.train(make, log, len(log.train), 1, alone, ks=(20,))
+    trained, last, after = example.train(make, log, 64, 3, alone, ks=(20,))
+    assert before != after
     assert last < first
     # without log q popular items are pushed down, and are what users take
     assert (trained["HR@20"] > 20 / len(log.catalogue)) == ("Uncorrected" not in kind)

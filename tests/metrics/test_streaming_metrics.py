@@ -163,8 +163,8 @@ def test_a_weight_that_is_no_number_is_refused(bad):
 @pytest.mark.parametrize(
     ("counts", "columns", "said"),
     [
-        ((2, 3), (4, 4), "2 times with weights with groups, 3 times"),
-        ((2, 2), (2, 3), "times, 2 times with weights"),
+        ((2, 3), (4, 4), "2 times with weights with groups .*, 3 times"),
+        ((2, 2), (2, 3), r"2 times \(.*\), 2 times with weights"),
     ],
 )
 def test_ranks_that_differ_in_their_updates_are_told(counts, columns, said):
@@ -179,6 +179,28 @@ def test_ranks_that_differ_in_their_updates_are_told(counts, columns, said):
 
 
 @pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda ranks: ClickMetrics(5 + ranks.rank, False, ranks), r"\(window=5, .*\(window=6, "),
+        (lambda ranks: ClickMetrics(5, ranks.rank > 0, ranks), r"logits=False\), .*logits=True\)"),
+        (lambda ranks: RankingMetrics((1, 2)[: 1 + ranks.rank], None, ranks), r"ks=\(1,\).*ks=\(1, 2\)"),
+        (lambda ranks: RankingMetrics((1,), torch.arange(4) * (1 + ranks.rank), ranks), "popularity="),
+    ],
+)
+def test_ranks_whose_metrics_have_other_settings_are_told(make, said):
+    def rank(communicators):
+        metrics = make(communicators)
+        if isinstance(metrics, ClickMetrics):
+            metrics.update(torch.full((2,), 0.5), torch.tensor([0, 1]))
+        else:
+            metrics.update(torch.tensor([[True, False]]), torch.tensor([1]), torch.tensor([[1, 2]]))
+        metrics.compute()
+
+    with pytest.raises(RuntimeError, match=f"ranks have updated their metrics .*{said}"):
+        run_ranks(2, rank)
+
+
+@pytest.mark.parametrize(
     "wrong", [{"predictions": 1.5}, {"predictions": -0.1}, {"labels": 2.0}, {"labels": 0.5}]
 )
 def test_samples_that_no_click_has_are_refused_each_time(wrong):
@@ -189,6 +211,24 @@ def test_samples_that_no_click_has_are_refused_each_time(wrong):
             ValueError, match=f"{next(iter(wrong))} must be .*got {next(iter(wrong.values())):g}"
         ):
             metrics.compute()
+
+
+@pytest.mark.parametrize("logits", [False, True])
+def test_a_prediction_that_is_no_number_is_named(logits):
+    metrics = ClickMetrics(logits=logits)
+    metrics.update(torch.tensor([0.5, math.nan]), torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match=r"predictions must be .*got nan"):
+        metrics.compute()
+
+
+def test_samples_are_those_of_the_call_though_their_buffers_are_filled_anew():
+    steps, metrics = samples(), ClickMetrics(WINDOW)
+    for step in steps:
+        given = [each.clone() for each in step]
+        metrics.update(*given)
+        for each in given:
+            each.zero_()
+    assert metrics.compute() == computed(steps)
 
 
 @pytest.mark.parametrize(
@@ -277,6 +317,13 @@ def test_lists_that_cannot_be_are_refused():
         RankingMetrics(KS).update(hits * 0.5, relevant)
     with pytest.raises(ValueError, match="catalogue"):
         RankingMetrics(KS, torch.arange(30)).update(hits, relevant, items)
+    for wrong in (torch.rand(40), torch.ones(40, 2, dtype=torch.int64), torch.arange(40) - 1):
+        with pytest.raises(ValueError, match=r"popularity must be \(I,\) int64 of at least 0"):
+            RankingMetrics(KS, wrong)
+    with pytest.raises(ValueError, match=r"items must be whole numbers.*float32"):
+        RankingMetrics(KS, torch.arange(40)).update(hits, relevant, items.float())
+    with pytest.raises(ValueError, match=r"relevant must be whole numbers.*float32"):
+        RankingMetrics(KS).update(hits, relevant + 0.5)
 
 
 def test_sklearn_says_the_same():

@@ -204,6 +204,27 @@ def test_nothing_is_pushed_of_a_folder_that_is_no_export_or_altered(commits, exp
     assert not commits
 
 
+def test_what_is_no_metric_and_an_export_at_a_url_are_named(commits, exported):
+    with pytest.raises(TypeError, match=r"metrics\['AUC'\] must be a number, got 'good'"):
+        hub.push(exported / "step1", REPO, metrics={"AUC": "good"})
+    with pytest.raises(ValueError, match=r"memory://step1 is at a URL: copy the export into a folder"):
+        hub.push("memory://step1", REPO)
+    assert not commits
+
+
+def test_a_push_that_ends_in_its_uploads_leaves_the_export_before(commits, exported, tmp_path, monkeypatch):
+    hub.push(exported / "step1", REPO)
+
+    def refuse(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer({"error": "no"}, 403)
+
+    monkeypatch.setattr(FakeHub, "do_PUT", refuse)
+    with pytest.raises(RuntimeError, match="Error while uploading"):
+        hub.push(exported / "step2", REPO)
+    assert len(commits) == 1 and Predictor.load(hub.pull(REPO, tmp_path / "model")).step == 1
+
+
 def test_a_card_that_was_made_is_made_anew(commits, exported):
     hub.push(exported / "step1", REPO)
     hub.push(exported / "step2", REPO)

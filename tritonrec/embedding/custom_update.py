@@ -26,8 +26,9 @@ from .learning_rate import PROBED
 UpdateFunction = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, int, float], tuple[torch.Tensor, torch.Tensor]
 ]
-PROBED_ROWS, PROBED_STEPS, PROBED_VALUES = 37, 3, 1 << 17
-"""Of the check that rows do not depend on each other: an odd number, so that vectors end inside a row."""
+PROBED_ROWS, PROBED_STEPS, PROBED_VALUES = 37, (1, 2, 3, 10, 1000), 1 << 17
+"""Of the checks: an odd number of rows, so that vectors end inside a row, and updates late enough for a rule
+that changes its formula after the first ones."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ def check_independent(update: CustomUpdate, dim: int, device: torch.device) -> N
     weight, state, draw = _probe(update, dim, device)
     num_rows = len(weight)
     copies = 1 + PROBED_VALUES // (num_rows * max(dim, 1))
-    for step in range(1, PROBED_STEPS + 1):
+    for step in PROBED_STEPS:
         gradient = draw()
 
         def updated(places: torch.Tensor, w: Any = weight, s: Any = state, g: Any = gradient) -> Any:
@@ -186,7 +187,7 @@ def check_compiled(update: CustomUpdate, dim: int, device: torch.device, impleme
     weight, state, draw = _probe(update, dim, device)
     places, compiled = torch.arange(len(weight), device=device), update.compiled(implementation)
     assert compiled is not None
-    for step in range(1, PROBED_STEPS + 1):
+    for step in PROBED_STEPS:
         gradient, rows = draw(), torch.cat([weight, state], 1)
         weight, state = update(weight, state, gradient.clone(), step, 0.7)
         if implementation == "cpu":
@@ -200,7 +201,8 @@ def check_compiled(update: CustomUpdate, dim: int, device: torch.device, impleme
                 f"update {update.name!r} gives {float(rows[row, column])!r} on {implementation!r} and "
                 f"{float(expected[row, column])!r} in torch ({update.function_name}), in column {column} of "
                 f"a row of {dim} weights and {update.width(dim)} of state: the order of operations must be "
-                "the same, each rounded to float32 (in numba write np.float32(0.9) for 0.9, which is float64)"
+                "the same, each rounded to float32 (in numba write np.float32(0.9) for 0.9, a float64; "
+                "in torch x.double().sqrt().float() for x.sqrt(), which a CPU may round otherwise)"
             )
 
 
@@ -218,17 +220,21 @@ def _check_bounds(update: CustomUpdate, rows: torch.Tensor, *given: Any) -> None
 def _probe(
     update: CustomUpdate, dim: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, Callable[[], torch.Tensor]]:
-    """Random weights, states of zeros, and a function that draws gradients."""
+    """Random weights, states of zeros, and a function that draws gradients, of which a row has zeros."""
     generator = torch.Generator().manual_seed(0)
     num_rows = max(2, min(PROBED_ROWS, PROBED_VALUES // max(dim, 1)))
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
 
-    # of all magnitudes, since a small change would be lost in a large weight
-    weight = (draw(num_rows, dim) * 10.0 ** draw(num_rows, 1).mul(2).clamp(-5, 2)).to(device)
+    def rows(zeros: int) -> torch.Tensor:
+        """Of all magnitudes: a small change is lost in a large weight, a term like eps in a large sum."""
+        found = draw(num_rows, dim) * 10.0 ** draw(num_rows, 1).mul(2).clamp(-5, 2)
+        found[:zeros] = 0.0
+        return found.to(device)
+
     state = torch.zeros(num_rows, update.width(dim), dtype=torch.float32, device=device)
-    return weight, state, lambda: draw(num_rows, dim).to(device)
+    return rows(0), state, lambda: rows(1)
 
 
 def _check_same(update: CustomUpdate, rows: torch.Tensor, beside: torch.Tensor) -> None:

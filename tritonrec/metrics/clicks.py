@@ -73,7 +73,7 @@ class ClickMetrics:
             predictions, labels: (n,) probabilities or logits, and 0 or 1. weights: (n,), 1 by default.
             groups: (n,) int64, such as users; given in every step or in none.
 
-        Raises ValueError for other shapes. Tensors are kept, and read at the next `compute` or a later step.
+        Raises ValueError for other shapes. Values are looked at by the next `compute` or a later step.
         """
         given = [predictions, labels, weights, groups]
         if predictions.dim() != 1 or any(each is not None and each.shape != labels.shape for each in given):
@@ -83,7 +83,9 @@ class ClickMetrics:
             (a is None) != (b is None) for a, b in zip(self._samples[0], given, strict=True)
         ):
             raise ValueError("weights and groups of metrics are given in every step or in none")
-        given = [None if each is None else each.detach() for each in given]
+        given = [
+            None if each is None else each.detach().clone() for each in given
+        ]  # its buffer may be reused
         self.steps += 1
         self._samples.append(given)
         self._pending.append(given)
@@ -93,7 +95,7 @@ class ClickMetrics:
     def compute(self) -> dict[str, float]:
         """The values by name, on every rank; {} before the first step. Collective.
 
-        Raises RuntimeError where ranks have seen different numbers of steps.
+        Raises RuntimeError where ranks have seen different numbers of steps, or have other settings.
         """
         self._add_up()
         sums = [self._lifetime, [sum(each) for each in zip(*self._sums, strict=True)]]
@@ -145,7 +147,7 @@ class ClickMetrics:
         """What must be the same on all ranks."""
         *_, weights, groups = self._samples[-1] if self._samples else [None] * 4
         given = " with weights" * (weights is not None) + " with groups" * (groups is not None)
-        return f"{self.steps} times{given}"
+        return f"{self.steps} times{given} (window={self.window}, logits={self.logits})"
 
     def _add_up(self) -> None:
         if not self._pending:
@@ -157,7 +159,7 @@ class ClickMetrics:
         if self.logits:
             p = sigmoid(torch.cat([*given[0]])).double()
         for name, values, wrong in (
-            ("predictions", p, (p < 0) | (p > 1)),
+            ("predictions", p, ~((p >= 0) & (p <= 1))),
             ("labels", y, (y != 0) & (y != 1)),
         ):
             if bool(wrong.any()):

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..data.positions import digest_of
 from ..data.ranking import checked_ks, list_terms
 from ..distributed import Communicators
 from ..settings import typed
@@ -42,6 +43,11 @@ class RankingMetrics:
         self, ks: Sequence[int], popularity: Tensor | None = None, communicators: Communicators | None = None
     ):
         self.ks, self.popularity = checked_ks(ks), popularity
+        if popularity is not None and (
+            popularity.dim() != 1 or popularity.dtype != torch.int64 or bool((popularity < 0).any())
+        ):
+            shape = tuple(popularity.shape)
+            raise ValueError(f"popularity must be (I,) int64 of at least 0, got {shape} {popularity.dtype}")
         self._control = (communicators or Communicators.local()).control
         self._sums = [0] * (1 + 4 * len(self.ks))
         items = 0 if popularity is None else len(popularity)
@@ -55,7 +61,7 @@ class RankingMetrics:
             relevant: (B,) int64, how many items are, listed or not.
             items: (B, K) int64, their numbers in the catalogue; needed where `popularity` is given.
 
-        Raises ValueError for other shapes, for fewer relevant items than hits, and for an item out of range.
+        Raises ValueError for other shapes or types, fewer relevant items than hits, and items out of range.
         """
         users, most = len(hits), max(self.ks)
         if hits.dtype != torch.bool or hits.dim() != 2 or hits.shape[1] < most or relevant.shape != (users,):
@@ -63,6 +69,9 @@ class RankingMetrics:
                 f"hits must be (B, {most} or more) bool and relevant (B,), got {tuple(hits.shape)} "
                 f"{hits.dtype} and {tuple(relevant.shape)}"
             )
+        for name, given in (("relevant", relevant), ("items", items)):
+            if given is not None and (given.is_floating_point() or given.is_complex()):
+                raise ValueError(f"{name} must be whole numbers, got {given.dtype}")
         hits, relevant = hits[:, :most].cpu().bool(), relevant.cpu()
         if bool((hits.sum(1) > relevant).any()):
             raise ValueError(
@@ -88,9 +97,10 @@ class RankingMetrics:
     def compute(self) -> dict[str, float]:
         """``{"HR@10": ..., "recall@10": ..., "MRR@10": ..., "NDCG@10": ..., ...}`` on every rank. Collective.
 
-        {} before the first user.
+        {} before the first user. Raises RuntimeError where ranks have other settings.
         """
-        [[users, *sums]] = merged(self._control, "", [self._sums])
+        known = None if self.popularity is None else digest_of(self.popularity.cpu())
+        [[users, *sums]] = merged(self._control, f"(ks={tuple(self.ks)}, popularity={known})", [self._sums])
         if not users:
             return {}
         names = (f"{kind}@{k}" for k in self.ks for kind in ("HR", "recall", "MRR", "NDCG"))

@@ -11,18 +11,20 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 from ..files.places import Place, place_of
 from ..optional import require
+from ..settings import typed
 from .exporter import published
 from .manifest import MANIFEST, checked_file, read_manifest
 
 MADE = "<!-- made by tritonrec.serving.hub: without this line a push leaves your text -->"
 
 
+@typed
 def push(
-    export: Path | str,
+    export: Place | str,
     repo: str,
     *,
     metrics: Mapping[str, float] | None = None,
@@ -42,12 +44,18 @@ def push(
         private: of a repository that is made. revision: a branch that is there. message: of the commit.
         token: by default the one that ``hf auth login`` has saved, or ``$HF_TOKEN``.
 
-    Raises ValueError for a folder that is no export, or has an altered file; errors of `huggingface_hub`.
+    Raises ValueError for a folder that is at a URL, is no export, or has an altered file, TypeError for a
+    metric that is no number; errors of `huggingface_hub`.
     """
     require("huggingface_hub", "serving.hub")
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
-    folder = Path(export)
+    folder = place_of(export)
+    if not isinstance(folder, Path):
+        raise ValueError(f"{folder} is at a URL: copy the export into a folder, and push that")
+    for name, value in (metrics or {}).items():
+        if not isinstance(value, SupportsFloat):
+            raise TypeError(f"metrics[{name!r}] must be a number, got {value!r}")
     manifest = read_manifest(folder)
     paths = [folder / MANIFEST, *(checked_file(folder, entry) for entry in entries_of(manifest))]
     api = HfApi(token=token, library_name="tritonrec")
@@ -72,6 +80,7 @@ def push(
     return api.create_commit(repo, operations, commit_message=message, revision=revision).oid
 
 
+@typed
 def pull(repo: str, out: Place | str, *, revision: str | None = None, token: str | None = None) -> Place:
     """Copy the export of a repository into a new folder, complete or absent; returns `out`.
 
