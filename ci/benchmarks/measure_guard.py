@@ -1,5 +1,5 @@
-"""What the guard of consistency "batch" costs: its first check and its share of a thousand steps where a model
-passes, and the steps of that model until the refusal where its samples see each other.
+"""What the guard of consistency "batch" costs: its first check and its share of a thousand steps where a
+model passes, and the time until the refusal where its samples see each other.
 
     python ci/benchmarks/measure_guard.py --steps 40 --json FILE
 
@@ -17,19 +17,19 @@ from statistics import median
 import torch
 from frame import options_of, record
 
-TESTS = Path(__file__).resolve().parents[2] / "tests"
-sys.path[:0] = [str(TESTS), str(TESTS / "pipeline")]
-import trainer_parts
-
-trainer_parts.DIM = 64  # read by the models of the tests as these are imported
-from test_guard import HARMLESS, MIXING
-
 from tritonrec import nn
 from tritonrec.distributed import Communicators
 from tritonrec.harness.job import Job
 from tritonrec.harness.verify.own_code import ConvertedJob
 from tritonrec.pipeline import NotBatchInvariantError, Trainer, WindowConfig
 from tritonrec.pipeline.guard import EARLY, EVERY, FEW_SAMPLES, Guard
+
+TESTS = Path(__file__).resolve().parents[2] / "tests"
+sys.path[:0] = [str(TESTS), str(TESTS / "pipeline")]
+import trainer_parts  # noqa: E402
+
+trainer_parts.DIM = 64  # read by the models of the tests as these are imported
+from test_guard import HARMLESS, MIXING  # noqa: E402
 
 SEQUENCES, CLICKS = nn.HSTUConfig(dim=64, heads=2, layers=2), nn.HSTUConfig(dim=32)
 

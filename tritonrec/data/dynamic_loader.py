@@ -73,8 +73,8 @@ class DynamicBatchLoader(Endless[BatchType]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError naming what differs from the loader of a `state_dict`; nothing is changed."""
         own = self.state_dict()
-        self.loader.load_state_dict(state["loader"])
         check_same(state, {name: value for name, value in own.items() if name != "loader"})
+        self.loader.load_state_dict(state.get("loader", {}))
 
     def batch(self, step: int) -> BatchType:
         """This rank's batch; it may be empty."""

@@ -20,7 +20,7 @@ from tritonrec.data.epochs import BatchType, Endless
 from tritonrec.data.positions import check_same
 from tritonrec.data.slices import work
 from tritonrec.data.stream_plan import StreamPlan
-from tritonrec.settings import typed
+from tritonrec.settings import counts_of, typed
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -167,7 +167,7 @@ class Stream(Endless[BatchType]):
         Raises ValueError naming what differs: another dataset, batch size, seed or order has other batches.
         """
         check_same(state, self._identity(), "stream")
-        self.step = int(state["step"])
+        (self.step,) = counts_of(state, "step")
 
     def _identity(self) -> dict[str, Any]:
         plan = self.plan
