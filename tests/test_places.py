@@ -518,3 +518,9 @@ def test_a_listing_is_that_of_this_moment():
     assert folder.names() == ["1"]
     store.there.append("b/run/2")
     assert folder.names() == ["1", "2"]
+
+
+def test_nothing_is_uploaded_where_a_file_could_be_seen_half_written(tmp_path):
+    (tmp_path / "a").write_text("a")
+    with pytest.raises(ValueError, match="nothing is written at http://"):
+        RemotePath("http://127.0.0.1:9/a").upload(tmp_path / "a")
