@@ -165,16 +165,23 @@ def test_triton_keeps_a_folder_that_can_be_written(unprepared, tmp_path, variabl
     assert dict(os.environ) == before
 
 
-def test_a_numba_that_compiles_nothing_is_named():
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("NUMBA_DISABLE_JIT", "1", "RuntimeError: NUMBA_DISABLE_JIT is set, and"),
+        ("NUMBA_NUM_THREADS", "0", "RuntimeError: numba cannot begin (NUMBA_NUM_THREADS is 0): Number of"),
+    ],
+)
+def test_a_numba_that_cannot_work_is_told_why(name, value, said):
     code = """
 import torch
 from tritonrec import ops
 assert ops.unique(torch.tensor([3, 1, 3]), impl="reference")[0].tolist() == [3, 1]
 ops.unique(torch.tensor([3, 1, 3]))
 """
-    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
+    environment = {**os.environ, name: value}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.stderr.splitlines()[-1].startswith("RuntimeError: NUMBA_DISABLE_JIT is set, and"), done.stderr
+    assert done.stderr.splitlines()[-1].startswith(said), done.stderr
 
 
 @pytest.mark.parametrize("cache", ["/proc/nowhere/tritonrec", ""])

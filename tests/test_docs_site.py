@@ -76,6 +76,13 @@ def test_every_link_leads_somewhere(page):
     assert list(broken(page, (ROOT / page).read_text())) == []
 
 
+def test_every_test_that_a_page_names_is_in_its_file():
+    pages = "".join((ROOT / page).read_text() for page in PAGES)
+    named = set(re.findall(r"\[(test_\w+)\]\(\.\./([^)#]+)", pages))
+    assert len(named) > 40  # one of each kind of docs/verifying.md
+    assert [each for each in named if f"def {each[0]}(" not in (ROOT / each[1]).read_text()] == []
+
+
 @pytest.mark.parametrize("link", ["gone.md", "ops.md#gone", "#gone", "../ci/baselines/gone.json"])
 def test_a_link_to_nothing_is_found(link):
     assert list(broken("docs/index.md", f"[text]({link})"))

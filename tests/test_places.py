@@ -498,3 +498,29 @@ def test_a_folder_that_another_run_wrote_meanwhile_is_its_own(folder_at, tmp_pat
         (tmp_path / "out").mkdir()
         (tmp_path / "out/theirs").touch()
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["out", "out/theirs"]
+
+
+def test_a_listing_is_that_of_this_moment():
+    """File systems of fsspec keep listings, and another process may have written since."""
+
+    class Store:
+        there, known = ["b/run/1"], None
+
+        def ls(self, place, detail):
+            self.known = self.known or [*self.there]
+            return self.known
+
+        def invalidate_cache(self):
+            self.known = None
+
+    store = Store()
+    folder = RemotePath("s3://b/run", (store, "b/run"))
+    assert folder.names() == ["1"]
+    store.there.append("b/run/2")
+    assert folder.names() == ["1", "2"]
+
+
+def test_nothing_is_uploaded_where_a_file_could_be_seen_half_written(tmp_path):
+    (tmp_path / "a").write_text("a")
+    with pytest.raises(ValueError, match="nothing is written at http://"):
+        RemotePath("http://127.0.0.1:9/a").upload(tmp_path / "a")

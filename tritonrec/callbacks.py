@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal
 
-from .settings import check_number, typed
+from .settings import check_number, counts_of, typed
 
 if TYPE_CHECKING:
     from .distributed import Communicators
@@ -98,14 +98,21 @@ class EarlyStopping:
 
         Raises ValueError for the state of another metric or mode; nothing is loaded then.
         """
-        if (state["metric"], state["mode"]) != (self.metric, self.mode):
+        metric, mode = state.get("metric"), state.get("mode")
+        if (metric, mode) != (self.metric, self.mode):
             raise ValueError(
-                f"early stopping was by {state['metric']} ({state['mode']}) before, and is by {self.metric} "
+                f"early stopping was by {metric} ({mode}) before, and is by {self.metric} "
                 f"({self.mode}) now: use the same metric, or train without early stopping first"
             )
-        found = [state[name] for name in ("best", "best_step", "step", "waited")]
+        found = [state[name] for name in ("best", "best_step", "step", "waited") if name in state]
+        finite = state.get("finite", True)  # an earlier version did not stop for it
+        improved = state.get("best") is not None
+        seen = [name for name in ("best_step", "step") if improved or state.get(name) is not None]
+        counts_of(state, "waited", *seen)
+        if len(found) < 4 or type(found[0]) not in (float, int, type(None)) or not isinstance(finite, bool):
+            raise ValueError(f"it is no state of EarlyStopping, whose best is a number: {dict(state)}")
         self.best, self.best_step, self.step, self.waited = found
-        self.finite = state.get("finite", True)  # an earlier version did not stop for it
+        self.finite = finite
 
     def _is_better(self, value: float) -> bool:
         if math.isnan(value) or self.best is None:

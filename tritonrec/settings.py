@@ -74,6 +74,15 @@ def check_number(
         raise ValueError(f"{name} must lie in {'(' if positive else '['}{least:g}, {below:g}), got {value}")
 
 
+def counts_of(state: Mapping[str, Any], *names: str) -> tuple[int, ...]:
+    """Whole numbers from 0 of a saved state, whose type is anything; ValueError naming what is none."""
+    for name in names:
+        value = state.get(name)
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"{name} of a saved state must be a whole number from 0, got {value!r:.40}")
+    return tuple(int(state[name]) for name in names)
+
+
 def bytes_of(memory: int | str, name: str = "memory") -> int:
     """A number of bytes, or ``"2GiB"``; ValueError naming `name` for anything else."""
     if isinstance(memory, int) and not isinstance(memory, bool) and memory >= 0:

@@ -89,6 +89,10 @@ BAD_COLUMNS = {
         dict(timestamp=pa.array(np.array([7, 1.5e9, 1.5e9 + 1], np.float32))),
         r"row 1: column timestamp has 1500000000.0, expected a time of less than 2\*\*24",
     ),
+    "time_of_32_bits_below": (
+        dict(timestamp=pa.array(np.array([7, 8, -1.5e9], np.float32))),
+        r"row 2: column timestamp has -1500000000.0, expected a time of less than 2\*\*24",
+    ),
     "bytes": (dict(user=[b"1", b"2", b"\xff"]), "row 2: column user has b'.xff', expected UTF-8 text"),
     "time_kind": (dict(timestamp=[True, False, True]), "column 'timestamp' is of type bool, expected times"),
 }  # fmt: skip

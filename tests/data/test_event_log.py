@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import json
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -277,6 +278,17 @@ BAD = {
     "far_below": ("user,item,time\n1,2,-1e19\n", None, r"line 2: column time has '-1e19', .* fits into int64"),
     "before": ("user,item,time\n1,2,-5\n", None, r"times from -5 to -5 are of no one unit: as seconds .*1969-12-31"),
 }  # fmt: skip
+
+
+def test_a_zone_that_this_machine_knows_by_name_is_refused_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("TZ", "EST5EDT")
+    time.tzset()
+    try:
+        with pytest.raises(ValueError, match="column time has '3 Mar 2014 10:00:00 EST'"):
+            read(tmp_path, *BAD["zone_by_name"][:2])
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -1,11 +1,13 @@
 """Promise: the files of a source are those that it names, in the order of their numbers, or an error."""
 
+import gzip
 import os
 
 import fsspec
 import pytest
 
 from tritonrec.data import LogFormat, load
+from tritonrec.data.log_files import files_at
 from tritonrec.data.log_format import with_query
 
 STEP = LogFormat(time_unit="step")
@@ -95,3 +97,11 @@ def test_a_pipe_or_a_link_to_nothing_is_no_file_of_a_log(tmp_path, make):
         with pytest.raises(ValueError, match=r"b\.csv: no file, but a link to nothing, a pipe or a dev"):
             load(source)
     assert len(load(f"{tmp_path}/a*.csv")) == 1
+
+
+def test_a_file_and_its_packed_one_are_no_two_files(tmp_path):
+    text = b"user,item,time\n1,2,1600000000\n"
+    (tmp_path / "a.csv").write_bytes(text)
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(text))
+    with pytest.raises(ValueError, match=r"a\.csv and .*a\.csv\.gz hold the same events"):
+        files_at(str(tmp_path))

@@ -164,7 +164,7 @@ def test_bad_scores_are_named():
     for ks in ((), (0, 10)):
         with pytest.raises(ValueError, match="ks must hold numbers of at least 1"):
             evaluate(constant(0, 0, 0, 0, 0), loader, ks=ks)
-    for ks in (10, "10", [1.5], None):
+    for ks in (10, "10", [1.5], None, (True,), [3, False]):
         for call in (partial(evaluate, constant(0, 0, 0, 0, 0), loader), RankingMetrics):
             with pytest.raises(TypeError, match=r"ks must hold whole numbers, as \(10, 50\), got"):
                 call(ks=ks)

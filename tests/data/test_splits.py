@@ -278,7 +278,7 @@ def test_a_rule_is_its_words(rule):
     [
         "", "last", "leave-one-out:2", "ratio", "ratio:0.8,0.2", "ratio:0.8,0.1,0.2", "ratio:0,0.5,0.5",
         "ratio:0.9,0.1,0", "ratio:1.2,-0.1,-0.1", "time", "time:a", "time:5,4", "time:5,5", "time:1,2,3",
-        "ratio:nan,0.1,0.1",
+        "ratio:nan,0.1,0.1", "ratio:0.8,0.1,0.05",
     ],
 )  # fmt: skip
 def test_what_is_no_rule_is_refused(text):

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonrec.data import vocabulary
-from tritonrec.data.vocabulary import Vocabulary, hashed_ids
+from tritonrec.data.vocabulary import Vocabulary, hashed_ids, tensors_of, vocabularies_of
 
 # Of xxHash's own tests, seed 0: lengths below 4, 8 and 32 bytes, and above.
 PUBLISHED = {
@@ -173,6 +173,11 @@ def test_a_file_and_a_state_keep_it(tmp_path) -> None:
     kept = {name: tensor.clone() for name, tensor in taken.items()}
     made.encode([f"new {i}" for i in range(4000)], extend=True)
     assert all(torch.equal(taken[name], kept[name]) for name in kept), "a state is of the time it was taken"
+
+
+def test_columns_of_any_name_have_their_vocabulary_back() -> None:
+    made = {name: Vocabulary([name]) for name in ("item", "user/id", "a/b/", "")}
+    assert vocabularies_of(tensors_of(made)) == made
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,11 @@ def test_what_is_no_rate_is_named(make, message):
         make()
 
 
+def test_a_switch_is_no_rate():
+    with pytest.raises(TypeError, match="lr must be a number or a function of the update's number, got True"):
+        RowOptimizer("adam", lr=True)
+
+
 def test_a_rate_that_turns_bad_later_is_an_error_of_its_update():
     rule = RowOptimizer("sgd", lambda update: -1.0 if update == 7 else 0.1)
     rows = torch.ones(2, 3)

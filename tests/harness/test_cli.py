@@ -205,6 +205,18 @@ def test_bad_input_ends_the_process_without_a_traceback():
     assert "Traceback" not in done.stdout + done.stderr
 
 
+def test_a_current_folder_that_is_gone_is_said(tmp_path):
+    """Libraries that torch loads end the process there."""
+    (tmp_path / "gone").mkdir()
+    code = "import os; os.rmdir(os.getcwd()); from tritonrec.harness.cli import main; main()"
+    command = [sys.executable, "-c", code, "train", "--data", "zipf"]
+    paths = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=tmp_path / "gone", env=paths, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2 and "the current folder is not there any more" in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_ends_a_command_as_an_error_does(monkeypatch, number, status):
     """So that what it has built is taken down; SIGHUP stays ignored where `nohup` says so."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tritonrec.distributed import Communicators
 from tritonrec.harness.verify import run_case
 from tritonrec.harness.verify.cases import Case
 from tritonrec.harness.verify.contract import Verifier
@@ -78,6 +79,7 @@ def test_the_first_difference_goes_by_step_and_sees_shapes_and_missing_tensors()
     assert first_difference(one, {name: one[name] for name in one if name != "2/a"}) == "2/a"
     zeros = {"0/a": torch.zeros(1)}
     assert first_difference(zeros, {"0/a": -torch.zeros(1)}) == "0/a"
+    assert first_difference(zeros, {"0/a": torch.zeros(1, dtype=torch.int32)}) == "0/a"
     nan = torch.full((1,), torch.nan)
     assert first_difference({"0/a": nan}, {"0/a": nan.clone()}) is None
 
@@ -113,3 +115,13 @@ def test_references_are_recorded_on_one_thread(job, tmp_path, monkeypatch):
         assert seen == [1] and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_the_reference_of_a_window_knows_what_all_batches_of_an_update_have_used(job):
+    case = Case("nestpipe", "window", 1, 2, False, "adam", 6, variant="scale")
+    states, loader = run_case._in_turn(Communicators.local(), job, case), case.job(job).loader()
+    for step, state in enumerate(states):
+        batches = [
+            loader.global_batch(each).lookups()["item"].ids for each in range(step - step % 3, step + 1)
+        ]
+        assert torch.equal(state["table/item/used"], torch.cat(batches).unique())

@@ -10,6 +10,7 @@ from tritonrec.harness.verify.state import (
     dense_state,
     earliest,
     loss_state,
+    overlay,
     table_state,
 )
 from tritonrec.ops import owner_of
@@ -45,6 +46,18 @@ def test_a_run_equals_itself():
     assert compared.tensors_compared == 10  # losses, rows, weight and bias with two moments and a counter
     assert compared.bytes_compared == 4 * (3 + 36 + 3 * 6 + 1 + 3 * 2 + 1)
     assert compared.steps_seen == {(0, "loss"), (0, "dense"), (0, "table item")}
+
+
+def test_rows_of_a_buffer_take_the_place_of_those_of_their_own_table():
+    features = [FeatureConfig("user", 2), FeatureConfig("item", 2)]
+    tables = HashTableCollection(features, RowOptimizer("sgd"), seed=1)
+    for feature in features:
+        tables.load(feature.name, torch.tensor([3, 5, 9]), torch.zeros(3, 2))
+    (group,), state = tables.groups, table_state(tables)
+    other, own = group.layout.names
+    overlay(state, group, group.layout.pack(1, torch.tensor([9, 4, 5]), own), torch.arange(6.0).view(3, 2))
+    assert state[f"table/{own}/rows"].tolist() == [[0, 0], [4, 5], [0, 1]]  # 4 is not there
+    assert not state[f"table/{other}/rows"].any()
 
 
 @pytest.mark.parametrize(

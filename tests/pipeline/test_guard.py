@@ -258,6 +258,21 @@ class LateMixer(Model):
         return x - x.mean(0) if self.late or len(x) > 8 else x
 
 
+def test_a_buffer_that_a_call_changes_after_the_comparison_is_refused():
+    def body(self, batch, x):
+        if batch.step == 1:
+            self.seen.add_(1)
+        return x
+
+    build = model(make=lambda self: self.register_buffer("seen", torch.zeros(())), body=body)
+    (first,) = batches(1)
+    with (
+        pytest.raises(NotBatchInvariantError, match="call changed buffer seen"),
+        trainer(parts(build), "sequential", micro_batches=1) as training,
+    ):
+        list(training.run(replace(first, step=step) for step in range(3)))
+
+
 def test_a_new_size_is_compared():
     with trainer(parts(LateMixer), "sequential", micro_batches=1) as training:
         list(training.run(batches(2, 7)))

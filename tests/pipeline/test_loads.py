@@ -1,8 +1,10 @@
 """Promise: a load that is refused has changed nothing: no tensor, no number, no position, on no rank."""
 
 import copy
+import errno
 import json
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from test_state_loads import KEPT, equal, places
 from trainer_parts import DIM, Ranker, batches, parts, trainer
 
+from tritonrec import dcp
 from tritonrec.checkpoint.manifest import add_checksum
 from tritonrec.data import NumberedLoader
 from tritonrec.distributed import Communicators, RanksDisagreeError
@@ -376,6 +379,36 @@ def test_ranks_that_read_different_checkpoints_load_nothing(saved, tmp_path, how
             return equal(everything(training), before)
 
     assert run_ranks(2, rank) == [True, True]
+
+
+@pytest.mark.parametrize("how", [Trainer.load, dcp.load, Trainer.warm_start], ids=lambda how: how.__module__)
+def test_a_read_that_fails_anywhere_changes_nothing(tmp_path, monkeypatch, how):
+    loader, opened, opens = NumberedLoader(batches(9)), Path.open, []
+    with trainer(made_of(policy=KEPT), "sequential") as training:
+        list(training.run(next(loader) for _ in range(3)))
+        (dcp.save if how is dcp.load else Trainer.save)(training, tmp_path / "run", loader=loader)
+
+    def torn(path, *given, **options):
+        if path.is_relative_to(tmp_path):
+            opens.append(path)
+            if len(opens) == at:
+                raise OSError(errno.EIO, "Input/output error", str(path))
+        return opened(path, *given, **options)
+
+    with trainer(made_of(policy=KEPT), "sequential") as training:
+        list(training.run(next(loader) for _ in range(2)))
+        before = everything(training, loader)
+        monkeypatch.setattr(Path, "open", torn)
+        at = 0
+        while True:
+            at += 1
+            opens.clear()
+            try:
+                how(training, tmp_path / "run", **({} if how is Trainer.warm_start else {"loader": loader}))
+                break
+            except (OSError, ValueError, RuntimeError):
+                assert equal(everything(training, loader), before), opens
+        assert at > 3 and not equal(everything(training, loader), before)
 
 
 def test_peer_copies_of_another_training_change_nothing():

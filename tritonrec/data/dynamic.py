@@ -30,7 +30,7 @@ from tritonrec.data.epochs import BatchType, Endless, EpochLoader, check_at_leas
 from tritonrec.data.sequences import NextItemStream
 from tritonrec.data.slices import work
 from tritonrec.data.stream import cut, joined
-from tritonrec.settings import typed
+from tritonrec.settings import counts_of, typed
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -84,8 +84,8 @@ class DynamicBatchLoader(Endless[BatchType]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError naming what differs from the loader of a `state_dict`; nothing is changed."""
         own = self.state_dict()
-        self.loader.load_state_dict(state["loader"])
         check_same(state, {name: value for name, value in own.items() if name != "loader"})
+        self.loader.load_state_dict(state.get("loader", {}))
 
     def batch(self, step: int) -> BatchType:
         """This rank's batch; it may be empty."""
@@ -192,7 +192,7 @@ class DynamicStream:
 
     def state_dict(self) -> dict[str, Any]:
         """The position of this rank: the first row that is in no batch yet, and the stream's settings."""
-        at, first = self._waiting[0][:2] if self._waiting else (self.stream.step, 0)
+        at, first = self._waiting[0][:2] if self._waiting else self._at
         place = {"step": self.step, "stream_step": at, "row": first, "target_tokens": self.target_tokens}
         return {**place, "rank": self.rank, "world_size": self.world_size, "stream": self.stream.state_dict()}
 
@@ -200,8 +200,8 @@ class DynamicStream:
         """Go on at a position of this rank; ValueError for one of another target, rank or stream."""
         own = {name: getattr(self, name) for name in ("target_tokens", "rank", "world_size")}
         check_same(state, own, "stream")
-        step, stream_step, row = (int(state[name]) for name in ("step", "stream_step", "row"))
-        self.stream.load_state_dict(state["stream"])
+        step, stream_step, row = counts_of(state, "step", "stream_step", "row")
+        self.stream.load_state_dict(state.get("stream", {}))
         self._begin(step, stream_step, row)
 
     def begin_at(self, step: int) -> None:
@@ -209,7 +209,7 @@ class DynamicStream:
         self._begin(step, 0, 0)
 
     def _begin(self, step: int, stream_step: int, row: int) -> None:
-        self.step = step
+        self.step, self._at = step, (stream_step, row)  # the first row that was not read
         self._waiting: list[tuple[int, int, np.ndarray, pa.Table]] = []  # step, first row left, ids, rows
         self._cuts = dynamic_batches(self._chunks(stream_step, row), self.target_tokens)
 
@@ -224,6 +224,6 @@ class DynamicStream:
                 self._waiting.append((step, row, numbers, table))
             empty = 0 if tokens.any() else empty + 1
             step, row = step + 1, 0
-            self.stream.step = step
+            self.stream.step, self._at = step, (step, 0)
             yield tokens
         raise ValueError(f"rank {self.rank} has an epoch without tokens: use fewer ranks, or longer rows")

@@ -162,6 +162,8 @@ def check_same(state: Mapping[str, Any], own: Mapping[str, Any], what: str = "lo
 
     What an earlier version did not save is not compared.
     """
+    if not isinstance(state, Mapping):
+        raise ValueError(f"the position of a {what} is a mapping, got {type(state).__name__}")
     other = {name: value for name, value in own.items() if name in state and state[name] != value}
     if other:
         saved = ", ".join(f"{name} {state[name]}" for name in other)

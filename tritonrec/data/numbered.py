@@ -11,7 +11,7 @@ from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomS
 
 from tritonrec.data.batch import Batch
 from tritonrec.data.epochs import check_same
-from tritonrec.settings import typed
+from tritonrec.settings import counts_of, typed
 
 LOADER, SAMPLER = ("batch_size", "drop_last"), ("seed", "num_replicas", "shuffle", "batch_size", "drop_last")
 """Settings of a ``DataLoader``, and of its samplers; `num_replicas` is the number of ranks."""
@@ -94,16 +94,20 @@ class NumberedLoader(Generic[AnyBatch]):
         was saved, where it tells; nothing is changed then.
         """
         check_same(state.get("settings", {}), self._settings())
-        place = tuple(int(state[name]) for name in ("step", "epoch", "batches"))
+        place = counts_of(state, "step", "epoch", "batches")
         if ("loader" in state) != self._has_state():
             kinds = "with", "without"
             there, here = kinds if "loader" in state else kinds[::-1]
             raise ValueError(f"the position is one of a loader {there} a state, and this one is {here}")
         batches = None
         if "loader" in state:
-            self._set_epoch(place[1])
-            self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
-            batches = iter(self.loader)
+            try:
+                self._set_epoch(place[1])
+                self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+                batches = iter(self.loader)
+            except BaseException:
+                self._set_epoch(self._epoch)
+                raise
         (self.step, self._epoch, self._place), self._batches = place, batches
 
     def _begin(self) -> Iterator[AnyBatch]:

@@ -83,7 +83,10 @@ def evaluate(
 def checked_ks(ks: Iterable[int]) -> tuple[int, ...]:
     """The lengths of lists. Raises TypeError for what is none, ValueError for one below 1 and for none."""
     try:
-        found = tuple(map(operator.index, ks))
+        given = tuple(ks)
+        found = tuple(map(operator.index, given))
+        if any(isinstance(k, bool) for k in given):
+            raise TypeError
     except TypeError:
         raise TypeError(f"ks must hold whole numbers, as (10, 50), got {ks!r}") from None
     if not found or min(found) < 1:

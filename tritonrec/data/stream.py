@@ -19,7 +19,7 @@ from torch import Tensor
 from tritonrec.data.epochs import BatchType, Endless, check_same
 from tritonrec.data.slices import work
 from tritonrec.data.stream_plan import StreamPlan
-from tritonrec.settings import typed
+from tritonrec.settings import counts_of, typed
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -166,7 +166,7 @@ class Stream(Endless[BatchType]):
         Raises ValueError naming what differs: another dataset, batch size, seed or order has other batches.
         """
         check_same(state, self._identity(), "stream")
-        self.step = int(state["step"])
+        (self.step,) = counts_of(state, "step")
 
     def _identity(self) -> dict[str, Any]:
         plan = self.plan

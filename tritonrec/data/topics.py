@@ -23,7 +23,7 @@ from torch import Tensor
 from tritonrec.data.epochs import BatchType, check_at_least, check_same
 from tritonrec.data.slices import work
 from tritonrec.optional import require
-from tritonrec.settings import typed
+from tritonrec.settings import counts_of, typed
 
 
 class Topic(Protocol):
@@ -118,7 +118,11 @@ class TopicStream(Generic[BatchType]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at a position, also of another world size and start; ValueError naming what else differs."""
         check_same(state, self._identity(), "stream")
-        self.step, self.start = int(state["step"]), [int(each) for each in state["start"]]
+        (step,), start = counts_of(state, "step"), state.get("start")
+        if not isinstance(start, list) or len(start) != self.topic.partitions:
+            raise ValueError(f"start of a saved state has an offset of each partition, got {start!r}")
+        offsets = {f"start[{place}]": each for place, each in enumerate(start)}
+        self.step, self.start = step, [*counts_of(offsets, *offsets)]
 
     def _identity(self) -> dict[str, Any]:
         topic = self.topic

@@ -187,7 +187,9 @@ class Vocabulary:
 
         if set(state) != {"bytes", "offsets"}:
             raise ValueError(f"a vocabulary's state has bytes and offsets, got {sorted(state)}")
-        store, offsets = state["bytes"].numpy(), state["offsets"].numpy()
+        if not all(isinstance(each, Tensor) and not each.is_meta for each in state.values()):
+            raise ValueError("a vocabulary's bytes and offsets are tensors with values")
+        store, offsets = state["bytes"].cpu().numpy(), state["offsets"].cpu().numpy()
         if store.dtype != np.uint8 or store.ndim != 1 or offsets.dtype != np.int64 or offsets.ndim != 1:
             raise ValueError("a vocabulary's bytes must be (n,) uint8 and its offsets (words + 1,) int64")
         if not len(offsets) or offsets[0] or offsets[-1] != len(store) or (np.diff(offsets) < 0).any():

@@ -16,7 +16,7 @@ from .features import HashTableCollection
 from .learning_rate import Constant, rate_at
 from .row_gradients import RowGradients, RowsParameter
 from .row_optimizer import RowOptimizer
-from .state_check import check_distinct
+from .state_check import check_distinct, check_values
 
 EPS = 1e-6
 """Beside the norm in the divisor, as in `torch.nn.utils.clip_grad_norm_`."""
@@ -192,6 +192,8 @@ class HashOptimizer(torch.optim.Optimizer):
         try:
             saved, updates = dict(state_dict["state"]), state_dict["updates"]
             every = [(table, group) for group in state_dict["param_groups"] for table in group["tables"]]
+            if not all(isinstance(table, str) for table, _ in every):
+                raise TypeError("the name of a table")
         except (KeyError, TypeError) as error:
             raise ValueError(f"it is no state of a HashOptimizer: {error!r} is not there") from None
         settings = dict(every)
@@ -327,9 +329,11 @@ def _check_table(name: str, saved: Any, width: int) -> None:
         raise ValueError(f"the state has no table {name!r}")
     try:
         keys, state = saved["keys"], saved["state"]
-        found = (keys.dtype, keys.dim(), state.dtype, tuple(state.shape))
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError) as error:
         raise ValueError(f"the state of table {name!r} has no keys and state: {error}") from None
+    for column, values in ("keys", keys), ("state", state):
+        check_values(values, f"{column} of table {name!r} of the state")
+    found = (keys.dtype, keys.dim(), state.dtype, tuple(state.shape))
     if found != (torch.int64, 1, torch.float32, (len(keys), width)):
         raise ValueError(
             f"table {name!r} takes keys (n,) int64 and a state (n, {width}) float32, got {tuple(keys.shape)} "

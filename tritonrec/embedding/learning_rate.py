@@ -135,7 +135,7 @@ def comparable(lr: float | Schedule) -> float | Schedule:
 
     Raises ValueError for a rate that is negative or not finite, TypeError for what is no rate at all.
     """
-    if isinstance(lr, Real):
+    if isinstance(lr, Real) and not isinstance(lr, bool):
         _check_rates(lr=float(lr))
         return float(lr)
     if not callable(lr):

@@ -20,6 +20,11 @@ def check_state(
     given: Mapping[str, Mapping[str, torch.Tensor]], expected: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> None:
     """Raise ValueError naming every table, column, dtype and size that differs, or a key given twice."""
+    for table, columns in given.items():
+        if not isinstance(columns, Mapping):
+            raise ValueError(f"table {table!r} of the state has no columns, but {type(columns).__name__}")
+        for column, values in columns.items():
+            check_values(values, f"column {column!r} of table {table!r} of the state")
     there, here = (
         {
             (table, column): f"{values.dtype} {('n', *values.shape[1:]) if values.dim() else ()}"
@@ -44,6 +49,13 @@ def check_state(
         if len(set(lengths.values())) > 1:
             raise ValueError(f"the columns of table {table!r} have different numbers of rows: {lengths}")
         check_distinct(columns["keys"], f"the state of table {table!r}")
+
+
+def check_values(values: object, where: str) -> None:
+    """Raise ValueError unless it is a tensor that has its values."""
+    if not isinstance(values, torch.Tensor) or values.is_meta:
+        there = "a tensor of the meta device" if isinstance(values, torch.Tensor) else type(values).__name__
+        raise ValueError(f"{where} is no tensor with values, but {there}")
 
 
 def check_numbers(columns: Mapping[str, torch.Tensor], rule: RowOptimizer, dim: int, where: str) -> None:

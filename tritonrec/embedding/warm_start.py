@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .features import HashTableCollection
-from .state_check import check_distinct
+from .state_check import check_distinct, check_values
 
 _OF_A_TABLE = re.compile(r"(?:(?P<path>.*)\.)?(?P<table>[^.]+)\.weight")
 
@@ -69,9 +69,16 @@ def tables_of(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch
             values = values.full_tensor()
         if not isinstance(values, torch.Tensor):
             continue  # an extra state
+        if values.is_meta:
+            raise ValueError(f"{name} is on the meta device, without values")
         path, table = (found["path"] or "", found["table"]) if found else ("", "")
-        keys = state.get(f"{path}.{table}.keys" if path else f"{table}.keys")
+        beside = f"{path}." if path else ""
+        keys = state.get(f"{beside}{table}.keys")
         is_table = path.rpartition(".")[2] in ("embeddings", "embedding_bags") and values.dim() == 2
+        if keys is None and is_table and {f"{beside}lookups", f"{beside}seed"} <= state.keys():
+            raise ValueError(f"{name} is of ours, and has no {beside}{table}.keys: whose rows are these?")
+        if keys is not None:
+            check_values(keys, f"{beside}{table}.keys")
         if found and (is_table or isinstance(keys, torch.Tensor)):
             if table in tables:
                 raise ValueError(f"{places[table]} and {name} are both of a table {table!r}: leave one out")

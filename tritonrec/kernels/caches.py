@@ -26,7 +26,11 @@ def njit(*, cache: bool = False, **options: Any) -> Callable[[Callable[..., Any]
 
     Raises RuntimeError where numba is told to compile nothing: kernels call intrinsics, which Python has not.
     """
-    import numba
+    try:
+        import numba
+    except ValueError as error:
+        threads = os.environ.get("NUMBA_NUM_THREADS")
+        raise RuntimeError(f"numba cannot begin (NUMBA_NUM_THREADS is {threads}): {error}") from None
 
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
         raise RuntimeError(

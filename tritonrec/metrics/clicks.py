@@ -28,7 +28,7 @@ from torch import Tensor
 from ..data import auc, gauc, weighted_auc
 from ..distributed import Communicators
 from ..nn import sigmoid
-from ..settings import typed
+from ..settings import counts_of, typed
 from .sums import BITS, exact_sums, merged
 
 ETA = 1e-12
@@ -126,7 +126,7 @@ class ClickMetrics:
         Raises ValueError for something else, or for the state of another window; nothing is loaded then.
         """
         try:
-            steps, sums = int(state["steps"]), [state["lifetime"], *state["window"]]
+            (steps,), sums = counts_of(state, "steps"), [state["lifetime"], *state["window"]]
             whole = all(len(each) == 4 and {*map(type, each)} == {int} for each in sums)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"it is no state of ClickMetrics: {error!r}") from None
@@ -137,7 +137,7 @@ class ClickMetrics:
                 f"has 4 sums of each of {most}, and this one of {len(sums) - 1}"
             )
         first = self._control.rank == 0  # which has the sums of all
-        self.steps, self._lifetime = state["steps"], [value * first for value in state["lifetime"]]
+        self.steps, self._lifetime = steps, [value * first for value in state["lifetime"]]
         self._samples.clear()
         self._pending.clear()
         self._sums.clear()

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..data.positions import digest_of
+from ..data.epochs import digest_of
 from ..data.ranking import checked_ks, list_terms
 from ..distributed import Communicators
 from ..settings import typed

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from ..embedding.state_check import check_values
 from .dense_checks import validate_shapes
-from .precision import LEAST_SCALE, MOST_SCALE
+from .precision import validate_scaler
 
 SHAPED = {
     "acc_delta", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq", "momentum_buffer", "prev",
@@ -66,15 +67,14 @@ def validate_state(state: Any, own: Mapping[str, Any]) -> None:
             )
         _validate_scheduler(given, expected, f"scheduler {place}")
     if "scaler" in own:
-        _validate_scaler(state["scaler"])
+        validate_scaler(state["scaler"])
 
 
 def _require_tensors(part: str, values: Any) -> None:
     if not isinstance(values, Mapping):
         raise ValueError(f"the state of the {part} is no mapping, but {type(values).__name__}")
     for name, each in values.items():
-        if not isinstance(each, torch.Tensor):
-            raise ValueError(f"{name} of the {part} is no tensor, but {type(each).__name__}")
+        check_values(each, f"{name} of the {part}")
 
 
 def _validate_optimizer(packed: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -166,6 +166,9 @@ def validate_kept(
             )
         if not _is_count(values.get("step", 0)):
             raise ValueError(f"step of {name} is {str(values['step'])[:40]}: an optimizer counts from 0")
+        for key, found in values.items():
+            if isinstance(found, torch.Tensor):
+                check_values(found, f"{key} of {name}")
         for key in SQUARES & values.keys():
             found = values[key]
             if isinstance(found, torch.Tensor) and bool((found < 0).any()):
@@ -179,12 +182,3 @@ def validate_kept(
             if not isinstance(found, torch.Tensor) or found.shape != parameters[name].shape:
                 shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
                 raise ValueError(f"{key} of {name} is {shape}, the parameter {tuple(parameters[name].shape)}")
-
-
-def _validate_scaler(state: Any) -> None:
-    scale = state.get("scale") if isinstance(state, Mapping) else None
-    steps = state.get("growth_tracker") if isinstance(state, Mapping) else None
-    if not isinstance(scale, (int, float)) or not LEAST_SCALE <= scale <= MOST_SCALE:
-        raise ValueError(f"the scale of the loss is {scale!r}, and lies from {LEAST_SCALE} to {MOST_SCALE}")
-    if type(steps) is not int or steps < 0:
-        raise ValueError(f"the scaler has made {steps!r} updates without an overflow")

@@ -86,8 +86,19 @@ class LossScaler:
         return {"scale": self.scale, "growth_tracker": self.growth_tracker}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` gave."""
+        """Load what `state_dict` gave; ValueError for anything else, and nothing is loaded then."""
+        validate_scaler(state)
         self.scale, self.growth_tracker = float(state["scale"]), int(state["growth_tracker"])
+
+
+def validate_scaler(state: Any) -> None:
+    """Raise ValueError for what is no state of a `LossScaler`."""
+    scale = state.get("scale") if isinstance(state, Mapping) else None
+    steps = state.get("growth_tracker") if isinstance(state, Mapping) else None
+    if not isinstance(scale, (int, float)) or not LEAST_SCALE <= scale <= MOST_SCALE:
+        raise ValueError(f"the scale of the loss is {scale!r}, and lies from {LEAST_SCALE} to {MOST_SCALE}")
+    if type(steps) is not int or steps < 0:
+        raise ValueError(f"the scaler has made {steps!r} updates without an overflow")
 
 
 def unscaled(gradients: torch.Tensor, scale_exponent: int) -> torch.Tensor:

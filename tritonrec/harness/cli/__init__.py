@@ -148,6 +148,10 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """As of its base."""
         if args and args[0] in COMMANDS:
+            try:
+                Path.cwd()
+            except FileNotFoundError:  # where libraries end the process
+                raise typer.BadParameter("the current folder is not there any more: cd to another") from None
             name, *words = args
             self.commands[name] = told(name, words)
         return super().resolve_command(ctx, args)
