@@ -99,5 +99,5 @@ def _behind_each_other(parts: Sequence[Sequence[Any]]) -> tuple[np.ndarray, np.n
     found = torch.zeros(len(parts), int(starts[-1]), dtype=torch.float32)
     for row, of_row in zip(found, parts, strict=True):
         for part, start, size in zip(of_row, starts, sizes, strict=False):
-            row[start : start + size] = torch.as_tensor(part).detach().flatten()
+            row[start : start + size] = torch.as_tensor(part, dtype=torch.float32).detach().flatten()
     return found.numpy(), np.stack([starts[:-1], starts[:-1] + sizes], 1)
