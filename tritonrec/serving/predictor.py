@@ -23,7 +23,7 @@ from ..settings import typed
 from .exported_table import ExportedTable, Share, UnknownIds, load_table
 from .histories import Ids, array_of, ids_of, times_of, told
 from .manifest import checked_file, local_copy, read_manifest
-from .programs import CLICK, IMPRESSION, NEXT_ITEM, load_compiled, load_program
+from .programs import CLICK, IMPRESSION, NEXT_ITEM, load_compiled, load_program, without_dispatcher
 from .retrieval import best_items, check_k, seen_places
 
 
@@ -93,7 +93,7 @@ class Predictor:
                 program = load_compiled(checked_file(here, dense["compiled"]))
         elif dense:
             with local_copy(folder, dense["program"]) as here:
-                program = load_program(checked_file(here, dense["program"]), namespaces).module()
+                program = without_dispatcher(load_program(checked_file(here, dense["program"]), namespaces))
                 program.requires_grad_(False)
         entries = manifest.get("vocabularies", {})
         words = {name: _load_vocabulary(folder, name, entry) for name, entry in entries.items()}

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from threading import RLock
@@ -29,6 +30,7 @@ from torch import Tensor
 from .. import ops
 from ..kernels.autocast import Precision, autocast, widen
 from ..kernels.checksums import same_bits
+from ..kernels.op import OPS, Op
 from ..nn import DLRM, GRM, NextItemModel, PaddedNextItem
 from .vetting import RefusedProgramError, vetted
 
@@ -333,6 +335,30 @@ def load_program(path: Path, namespaces: Collection[str] = ()) -> torch.export.E
         raise RefusedProgramError(f"{path} is refused: {error}") from None
     except Exception as error:  # torch raises many types for a graph that no export makes
         raise ValueError(f"{path} is no program of torch.export: {_told(error)}") from error
+
+
+def without_dispatcher(program: torch.export.ExportedProgram) -> Any:
+    """The program's module, which calls our ops as Python does: torch's dispatcher takes a tenth of a
+    millisecond for each, which is most of the time of one short history.
+    """
+    module: Any = program.module()
+    for node in module.graph.nodes:
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload) and target.namespace == "tritonrec" and not node.kwargs:
+            node.target = _called(OPS[target.name().removeprefix("tritonrec::").partition(".")[0]])
+    module.recompile()
+    return module
+
+
+@cache
+def _called(op: Op) -> Callable[..., Any]:
+    """A function, which `with_values` does not copy, of an op's arguments and `impl`."""
+
+    def call(*arguments: Any) -> Any:
+        return op(*arguments[:-1], impl=arguments[-1])
+
+    call.__name__ = op.name
+    return call
 
 
 def load_compiled(path: Path) -> Program:

@@ -53,16 +53,9 @@ def _place(x, rows, scale, positions, users, dim, first, last):
 
 @njit(cache=True, nogil=True)
 def _keep(z, columns, of_keys, keys, of_values, values, store, users, first, last):
-    """Store keys and values, from these columns of z on; False, and nothing, where one is not finite."""
+    """Store keys and values, from these columns of z on; whether all are finite."""
     fresh, offsets, places = users[0], users[2], users[3]
     finite = True
-    for t in range(U(fresh[last] - fresh[first])):
-        for c in range(t * columns + of_keys, t * columns + of_keys + keys):
-            finite &= z[c] - z[c] == F32(0.0)
-        for c in range(t * columns + of_values, t * columns + of_values + values):
-            finite &= z[c] - z[c] == F32(0.0)
-    if not finite:
-        return False
     for b in range(first, last):
         count = fresh[b + 1] - fresh[b]
         for t in range(count):
@@ -71,7 +64,9 @@ def _keep(z, columns, of_keys, keys, of_values, values, store, users, first, las
                 store[row, c] = z[of + of_keys + c]
             for c in range(values):
                 store[row, keys + c] = z[of + of_values + c]
-    return True
+            for c in range(keys + values):
+                finite &= store[row, c] - store[row, c] == F32(0.0)
+    return finite
 
 
 @njit(cache=True, nogil=True)
