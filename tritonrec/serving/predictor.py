@@ -7,6 +7,7 @@ history and Le exposed tokens, T tasks.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from ..settings import typed
 from .exported_table import ExportedTable, Share, UnknownIds, load_table
 from .histories import Ids, array_of, ids_of, times_of, told
 from .manifest import checked_file, local_copy, read_manifest
-from .programs import CLICK, IMPRESSION, NEXT_ITEM, load_compiled, load_program, without_dispatcher
+from .programs import CLICK, IMPRESSION, NEXT_ITEM, Program, load_compiled, load_program, without_dispatcher
 from .retrieval import best_items, check_k, seen_places
+from .whole import program_or_whole
 
 
 class Predictor:
@@ -164,7 +166,14 @@ class Predictor:
     def vectors(self, ids: Tensor, offsets: Tensor, timestamps: Tensor) -> Tensor:
         """User vectors (B, d) of what `read` has checked."""
         with torch.no_grad():
-            return self.program(self.rows("item", ids), offsets, timestamps)
+            return self._encoder(self.rows("item", ids), offsets, timestamps)
+
+    @cached_property
+    def _encoder(self) -> Program:
+        """The program, or what computes the same faster; made at the first history: ranks that hold rows
+        encode none.
+        """
+        return program_or_whole(self.manifest["dense"], self.program)
 
     def scores(self, history: Any, items: Tensor | None = None, timestamps: Tensor | None = None) -> Tensor:
         """(B, I) float32, of `items` (I,) int64, or of all of the table in ascending order (`item_ids`)."""

@@ -16,7 +16,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -31,7 +31,7 @@ from .. import ops
 from ..kernels.autocast import Precision, autocast, widen
 from ..kernels.checksums import same_bits
 from ..kernels.op import OPS, Op
-from ..nn import DLRM, GRM, NextItemModel, PaddedNextItem
+from ..nn import DLRM, GRM, HSTU, NextItemModel, PaddedNextItem, SASRec
 from .vetting import RefusedProgramError, vetted
 
 Arguments = tuple[Tensor, ...]
@@ -203,6 +203,9 @@ def scorer_of(model: torch.nn.Module, dim: int) -> Scorer:
     lengths = ([3, 2], [1], [longest], [2, 5, longest, 1, 1, 4], [1] * 33)
     examples = [_history([min(length, longest) for length in each], dim) for each in lengths]
     facts = {"max_seq_len": longest, "timestamps": timed}
+    if type(model) in (HSTU, SASRec) and {type(each) for each in model.layers} == {model.layer}:
+        # with these a predictor may compute all layers in one call (`whole`)
+        facts["layers"] = {"model": type(model).__name__, "config": asdict(model.config)}
     return Scorer(NEXT_ITEM, NextItemEncoder(model), examples, facts)
 
 
