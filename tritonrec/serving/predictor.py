@@ -95,8 +95,9 @@ class Predictor:
                 program = load_compiled(checked_file(here, dense["compiled"]))
         elif dense:
             with local_copy(folder, dense["program"]) as here:
-                program = without_dispatcher(load_program(checked_file(here, dense["program"]), namespaces))
-                program.requires_grad_(False)
+                program = load_program(checked_file(here, dense["program"]), namespaces)
+            program = without_dispatcher(program, dense["kind"])
+            program.requires_grad_(False)
         entries = manifest.get("vocabularies", {})
         words = {name: _load_vocabulary(folder, name, entry) for name, entry in entries.items()}
         return cls(manifest, tables, program, words)

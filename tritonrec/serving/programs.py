@@ -340,9 +340,12 @@ def load_program(path: Path, namespaces: Collection[str] = ()) -> torch.export.E
         raise ValueError(f"{path} is no program of torch.export: {_told(error)}") from error
 
 
-def without_dispatcher(program: torch.export.ExportedProgram) -> Any:
+def without_dispatcher(program: torch.export.ExportedProgram, kind: str) -> Any:
     """The program's module, which calls our ops as Python does: torch's dispatcher takes a tenth of a
     millisecond for each, which is most of the time of one short history.
+
+    Of the kinds that a `Predictor` calls itself, it no longer compares the sizes of all arguments by
+    expressions, which takes a third of a millisecond: the predictor has checked them, and each op does.
     """
     module: Any = program.module()
     for node in module.graph.nodes:
@@ -350,6 +353,8 @@ def without_dispatcher(program: torch.export.ExportedProgram) -> Any:
         if isinstance(target, torch._ops.OpOverload) and target.namespace == "tritonrec" and not node.kwargs:
             node.target = _called(OPS[target.name().removeprefix("tritonrec::").partition(".")[0]])
     module.recompile()
+    if kind != SCORER:
+        module._forward_pre_hooks.clear()
     return module
 
 
