@@ -1,6 +1,6 @@
 """Models of ours as plain eager torch, with their weights: the peers of `measure_serving.py`.
 
-Written as one would for a small service: histories padded to the longest, dense tables, `torch.nn.functional`.
+As one would write a small service: histories padded to the longest, dense tables, `torch.nn.functional`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Requests to a `Predictor`, retrieval, evaluation, AUC and GAUC beside plain torch, sklearn, torchmetrics, pandas.
+"""Requests, retrieval, evaluation, AUC and GAUC beside plain torch, sklearn, torchmetrics and pandas.
 
     python ci/benchmarks/measure_serving.py                        # peers that are not installed are left out
     python ci/benchmarks/measure_serving.py --only retrieve --json FILE
@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from eager_models import clicks, encoder
+from eager_models import Encode, clicks, encoder
 from frame import by_turns, options_of, over, record
 
 from tritonrec.data import NextItemLoader, auc, evaluate, gauc, load
@@ -107,7 +107,7 @@ def predictor_of(
     with tempfile.TemporaryDirectory() as folder:
         save_program(scorer, path := Path(folder) / "dense.pt2")
         program = without_dispatcher(load_program(path), scorer.kind)
-    features = {name: {"table": name, "pooling": pooling} for name in tables}
+    features = {name: {"table": name, "pooling": "none"} for name in tables}
     return Predictor({"step": 0, "features": features, "dense": scorer.described}, tables, program)
 
 
@@ -117,35 +117,51 @@ def requests(name: str, items: int, sizes: list[tuple[int, int]], rounds: int) -
     torch.manual_seed(items)
     model, table = MODELS[name](), table_of(items, DIM, draw)
     predictor, encode = predictor_of(model, {"item": table}), encoder(model, table.weights)
+    return [
+        row
+        for users, events in sizes
+        for row in _requests(predictor, encode, users, events, draw, rounds, {"model": name, "items": items})
+    ]
+
+
+def _requests(
+    predictor: Predictor,
+    encode: Encode,
+    users: int,
+    events: int,
+    draw: torch.Generator,
+    rounds: int,
+    named: dict[str, Any],
+) -> list[dict[str, Any]]:
+    weights, items = predictor.tables["item"].weights, len(predictor.item_ids)
+    histories = [
+        torch.randint(0, items, (max(1, events - at % (events // 3 + 1)),), generator=draw)
+        for at in range(users)
+    ]
+    candidates = torch.randint(0, items, (100,), generator=draw)
+    owners = torch.repeat_interleave(torch.arange(users), torch.tensor([len(each) for each in histories]))
+    seen = torch.cat(histories)
+
+    def best() -> tuple[torch.Tensor, torch.Tensor]:
+        scores = encode(histories) @ weights.t()
+        scores[owners, seen] = -torch.inf
+        found = scores.topk(K)
+        return found.indices, found.values
+
+    pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "encode": (lambda: predictor.encode(histories), lambda: encode(histories)),
+        "score": (
+            lambda: predictor.scores(histories, candidates),
+            lambda: encode(histories) @ weights[candidates].t(),
+        ),
+        "retrieve": (lambda: predictor.retrieve(histories, K), best),
+    }
+    if items > 100_000:  # the others do not depend on it
+        pairs = {"retrieve": pairs["retrieve"]}
     rows = []
-    for users, events in sizes:
-        histories = [
-            torch.randint(0, items, (max(1, events - at % (events // 3 + 1)),), generator=draw)
-            for at in range(users)
-        ]
-        candidates = torch.randint(0, items, (100,), generator=draw)
-        owners = torch.repeat_interleave(torch.arange(users), torch.tensor([len(each) for each in histories]))
-        seen = torch.cat(histories)
-
-        def best() -> tuple[torch.Tensor, torch.Tensor]:
-            scores = encode(histories) @ table.weights.t()
-            scores[owners, seen] = -torch.inf
-            found = scores.topk(K)
-            return found.indices, found.values
-
-        pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-            "encode": (lambda: predictor.encode(histories), lambda: encode(histories)),
-            "score": (
-                lambda: predictor.scores(histories, candidates),
-                lambda: encode(histories) @ table.weights[candidates].t(),
-            ),
-            "retrieve": (lambda: predictor.retrieve(histories, K), best),
-        }
-        for what, (ours, theirs) in pairs.items():
-            if what != "retrieve" and items > 100_000:
-                continue  # the same as of fewer items
-            row = {"model": name, "items": items, "users": users, "events": events, "what": what}
-            rows.append(row | beside(row, ours, theirs, rounds))
+    for what, (ours, theirs) in pairs.items():
+        row = {**named, "users": users, "events": events, "what": what}
+        rows.append(row | beside(row, ours, theirs, rounds))
     return rows
 
 
@@ -158,16 +174,15 @@ def ranking(sizes: list[int], rounds: int) -> list[dict[str, Any]]:
     tables = {name: table_of(100_000, 16, draw) for name in names}
     predictor = predictor_of(model, tables)
     eager = clicks(model, [each.weights for each in tables.values()])
-    rows = []
-    for size in sizes:
+
+    def of(size: int) -> dict[str, Any]:
         dense = torch.randn(size, 13, generator=draw)
         ids = {name: torch.randint(0, 100_000, (size,), generator=draw) for name in names}
         row = {"model": "DLRM", "users": size, "what": "predict"}
-        found = beside(
-            row, lambda: predictor.predict(dense, ids), lambda: eager(dense, [*ids.values()]), rounds
-        )
-        rows.append(row | found)
-    return rows
+        places = [*ids.values()]
+        return row | beside(row, lambda: predictor.predict(dense, ids), lambda: eager(dense, places), rounds)
+
+    return [of(size) for size in sizes]
 
 
 def beside(
