@@ -1,6 +1,8 @@
 """Promise: a predictor's vectors have the bits of the export's program, whatever computes them."""
 
+import gc
 import warnings
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -8,8 +10,9 @@ import torch
 
 from tritonrec.data.jagged import offsets_of
 from tritonrec.kernels import workers
+from tritonrec.kernels.linear import numba_linear
 from tritonrec.nn import HSTU, FuXi, FuXiConfig, HSTUConfig, SASRec, SASRecConfig
-from tritonrec.serving import whole
+from tritonrec.serving import Predictor, whole
 from tritonrec.serving.numba_layers import CHUNK
 from tritonrec.serving.programs import InPrecision, scorer_of
 from tritonrec.serving.whole import program_or_whole
@@ -174,3 +177,26 @@ def test_layers_of_ones_own_are_not_described():
     model.layers[1] = type("Own", (type(model.layers[1]),), {})(model.config)
     assert "layers" not in scorer_of(model, DIM).described
     assert "layers" not in scorer_of(HSTU(HSTUConfig(**{**SIZES, "layers": 0})), DIM).described
+
+
+def test_weights_of_a_program_are_laid_out_once_and_anew_where_they_change(monkeypatch):
+    torch.manual_seed(3)
+    scorer = scorer_of(FuXi(FuXiConfig(**SIZES)).eval().requires_grad_(False), DIM)
+    program, made = scorer.program(), []
+    lay_out = numba_linear._lay_out
+    monkeypatch.setattr(numba_linear, "_lay_out", lambda weight: made.append(weight) or lay_out(weight))
+    given = arguments([4, 9])
+    want = program(*given)
+    each_call = len(made)
+    Predictor({"step": 0, "dense": scorer.described}, {}, program)
+    assert same(program(*given), want) and len(made) == 2 * each_call
+    assert same(program(*given), want) and len(made) == 2 * each_call
+    weight = next(each for each in program.parameters() if each.dim() == 2 and len(each) > DIM)
+    weight.mul_(1.5)
+    fresh = scorer_of(FuXi(FuXiConfig(**SIZES)).eval().requires_grad_(False), DIM).program()
+    fresh.load_state_dict(program.state_dict())
+    assert same(program(*given), fresh(*given))
+    watched = [weakref.ref(each) for each in program.parameters()]
+    del program, scorer, weight, want, made[:]
+    gc.collect()
+    assert not any(each() is not None for each in watched)

@@ -19,6 +19,7 @@ from ..data.jagged import check_offsets, check_tensor
 from ..data.vocabulary import Vocabulary
 from ..embedding.bags import pool
 from ..files.places import Place, place_of
+from ..kernels.gradients import keep_made
 from ..nn import sigmoid
 from ..settings import typed
 from .exported_table import ExportedTable, Share, UnknownIds, load_table
@@ -53,6 +54,8 @@ class Predictor:
         self.manifest, self.tables, self.program = manifest, tables, program
         self.vocabularies = dict(vocabularies or {})
         self.step: int = manifest["step"]
+        if isinstance(program, torch.nn.Module):
+            keep_made(program.parameters())
 
     @classmethod
     @typed
