@@ -143,9 +143,10 @@ def made_once(parameter: torch.Tensor, make: Callable[[torch.Tensor], Value]) ->
             view = make, parameter.data_ptr(), parameter.shape, parameter.stride()
             found = made.get(view)
             if found is None or found[0] != parameter._version:
-                found = parameter._version, make(parameter)
+                value: Any = make(parameter)
+                found = parameter._version, value
                 # the parameter's own memory would keep it alive for good
-                if getattr(found[1], "ctypes", None) is None or found[1].ctypes.data != view[1]:
+                if getattr(value, "ctypes", None) is None or value.ctypes.data != view[1]:
                     made[view] = found
             return found[1]
     known = None if accumulator is None else accumulator.of_window

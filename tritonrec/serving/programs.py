@@ -203,9 +203,10 @@ def scorer_of(model: torch.nn.Module, dim: int) -> Scorer:
     lengths = ([3, 2], [1], [longest], [2, 5, longest, 1, 1, 4], [1] * 33)
     examples = [_history([min(length, longest) for length in each], dim) for each in lengths]
     facts = {"max_seq_len": longest, "timestamps": timed}
-    if type(model) in (HSTU, SASRec) and {type(each) for each in model.layers} == {model.layer}:
+    own: Any = model
+    if type(own) in (HSTU, SASRec) and {type(each) for each in own.layers} == {own.layer}:
         # with these a predictor may compute all layers in one call (`whole`)
-        facts["layers"] = {"model": type(model).__name__, "config": asdict(model.config)}
+        facts["layers"] = {"model": type(own).__name__, "config": asdict(own.config)}
     return Scorer(NEXT_ITEM, NextItemEncoder(model), examples, facts)
 
 
