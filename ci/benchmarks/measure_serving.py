@@ -1,7 +1,11 @@
-"""Retrieval, evaluation, AUC and GAUC beside plain torch, sklearn, torchmetrics and pandas.
+"""Requests, retrieval, evaluation, AUC and GAUC beside plain torch, sklearn, torchmetrics and pandas.
 
     python ci/benchmarks/measure_serving.py                        # peers that are not installed are left out
     python ci/benchmarks/measure_serving.py --only retrieve --json FILE
+    python ci/benchmarks/measure_serving.py --only requests,clicks --users 1,4,32,256 --json FILE
+
+Requests are those of one model: users' vectors, the best k, scores of 100 candidates, beside the same model
+in eager torch (`eager_models.py`), which takes places in the table for ids and looks at no input.
 
 One thread. Contenders take turns, and each output is compared with ours before a time counts. A retrieval is
 that of a loaded export whose user vector is the last item's row: eager torch has the same rows, its matmul,
@@ -13,6 +17,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -20,13 +25,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from frame import by_turns, options_of, record
+from eager_models import Encode, clicks, encoder
+from frame import by_turns, options_of, over, record
 
 from tritonrec.data import NextItemLoader, auc, evaluate, gauc, load
 from tritonrec.host_memory import keep_freed_memory
+from tritonrec.nn import DLRM, HSTU, DLRMConfig, HSTUConfig, SASRec, SASRecConfig
 from tritonrec.serving import ExportedTable, Predictor
+from tritonrec.serving.programs import load_program, save_program, scorer_of, without_dispatcher
 
-K, DIM = 100, 64
+K, DIM, LONGEST = 100, 64, 200
+MODELS = {
+    "HSTU": lambda: HSTU(HSTUConfig(max_seq_len=LONGEST)),
+    "SASRec": lambda: SASRec(SASRecConfig(max_seq_len=LONGEST)),
+}
 Calls = dict[str, Callable[[], Any]]
 
 
@@ -79,6 +91,129 @@ def retrieval(items: int, users: int, rounds: int) -> dict[str, Any]:
 
     calls: Calls = {"retrieve": lambda: predictor.retrieve(histories, K), "eager torch": eager}
     return measure(f"the best {K} of {items:,} items, {users} user(s)", calls, close, rounds)
+
+
+def table_of(items: int, dim: int, draw: torch.Generator) -> ExportedTable:
+    weights = torch.randn(items, dim, generator=draw) * dim**-0.5
+    return ExportedTable(torch.arange(items), weights, 5, 6, 0.5, "initial")
+
+
+def predictor_of(
+    model: torch.nn.Module, tables: dict[str, ExportedTable], pooling: str = "none"
+) -> Predictor:
+    """As `Predictor.load` of an export; a feature has its table's name."""
+    dim = next(iter(tables.values())).weights.shape[1]
+    scorer = scorer_of(model.eval().requires_grad_(False), dim)
+    with tempfile.TemporaryDirectory() as folder:
+        save_program(scorer, path := Path(folder) / "dense.pt2")
+        program = without_dispatcher(load_program(path), scorer.kind)
+    features = {name: {"table": name, "pooling": "none"} for name in tables}
+    return Predictor({"step": 0, "features": features, "dense": scorer.described}, tables, program)
+
+
+def requests(name: str, items: int, sizes: list[tuple[int, int]], rounds: int) -> list[dict[str, Any]]:
+    """Rows of a model's requests of so many users and events, the longest histories of some being shorter."""
+    draw = torch.Generator().manual_seed(items)
+    torch.manual_seed(items)
+    model, table = MODELS[name](), table_of(items, DIM, draw)
+    predictor, encode = predictor_of(model, {"item": table}), encoder(model, table.weights)
+    return [
+        row
+        for users, events in sizes
+        for row in _requests(predictor, encode, users, events, draw, rounds, {"model": name, "items": items})
+    ]
+
+
+def _requests(
+    predictor: Predictor,
+    encode: Encode,
+    users: int,
+    events: int,
+    draw: torch.Generator,
+    rounds: int,
+    named: dict[str, Any],
+) -> list[dict[str, Any]]:
+    weights, items = predictor.tables["item"].weights, len(predictor.item_ids)
+    histories = [
+        torch.randint(0, items, (max(1, events - at % (events // 3 + 1)),), generator=draw)
+        for at in range(users)
+    ]
+    candidates = torch.randint(0, items, (100,), generator=draw)
+    owners = torch.repeat_interleave(torch.arange(users), torch.tensor([len(each) for each in histories]))
+    seen = torch.cat(histories)
+
+    def best() -> tuple[torch.Tensor, torch.Tensor]:
+        scores = encode(histories) @ weights.t()
+        scores[owners, seen] = -torch.inf
+        found = scores.topk(K)
+        return found.indices, found.values
+
+    pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "encode": (lambda: predictor.encode(histories), lambda: encode(histories)),
+        "score": (
+            lambda: predictor.scores(histories, candidates),
+            lambda: encode(histories) @ weights[candidates].t(),
+        ),
+        "retrieve": (lambda: predictor.retrieve(histories, K), best),
+    }
+    if items > 100_000:  # the others do not depend on it
+        pairs = {"retrieve": pairs["retrieve"]}
+    rows = []
+    for what, (ours, theirs) in pairs.items():
+        row = {**named, "users": users, "events": events, "what": what}
+        rows.append(row | beside(row, ours, theirs, rounds))
+    return rows
+
+
+def ranking(sizes: list[int], rounds: int) -> list[dict[str, Any]]:
+    """Rows of a DLRM's clicks."""
+    draw = torch.Generator().manual_seed(3)
+    torch.manual_seed(3)
+    names = tuple(f"c{at}" for at in range(26))
+    model = DLRM(DLRMConfig(names, dim=16))
+    tables = {name: table_of(100_000, 16, draw) for name in names}
+    predictor = predictor_of(model, tables)
+    eager = clicks(model, [each.weights for each in tables.values()])
+
+    def of(size: int) -> dict[str, Any]:
+        dense = torch.randn(size, 13, generator=draw)
+        ids = {name: torch.randint(0, 100_000, (size,), generator=draw) for name in names}
+        row = {"model": "DLRM", "users": size, "what": "predict"}
+        places = [*ids.values()]
+        return row | beside(row, lambda: predictor.predict(dense, ids), lambda: eager(dense, places), rounds)
+
+    return [of(size) for size in sizes]
+
+
+def beside(
+    row: dict[str, Any], ours: Callable[[], Any], theirs: Callable[[], Any], rounds: int
+) -> dict[str, Any]:
+    """The peer's time over ours, of the processor and of wall clock, and how much rare calls take longer."""
+
+    def eager() -> Any:
+        with torch.inference_mode():
+            return theirs()
+
+    def close(a: Any, b: Any) -> bool:
+        scores = [each[1] if isinstance(each, tuple) else each for each in (a, b)]
+        return torch.allclose(*scores, rtol=1e-3, atol=1e-4)
+
+    found = by_turns({"ours": ours, "eager": eager}, rounds, close, warm=3)
+    times, peer = found["ours"], found["eager"]
+    p50, p99 = np.percentile(times.cpu, [50, 99])
+    made = {
+        "over_ours": over(peer.cpu, times.cpu), "over_ours_wall": over(peer.wall, times.wall),
+        "ms": 1e3 * p50, "eager_ms": 1e3 * median(peer.cpu), "p99_over_p50": p99 / p50,
+        "eager_p99_over_p50": np.percentile(peer.cpu, 99) / median(peer.cpu),
+    }  # fmt: skip
+    print(
+        " ".join(str(each) for each in row.values()),
+        f"  ours {made['ms']:.3f} eager {made['eager_ms']:.3f} ms cpu, over ours {made['over_ours']:.2f} "
+        f"({made['over_ours_wall']:.2f} wall), p99/p50 {made['p99_over_p50']:.2f}, of eager "
+        f"{made['eager_p99_over_p50']:.2f}",
+        flush=True,
+    )
+    return made
 
 
 def evaluation(users: int, items: int, rounds: int) -> dict[str, Any]:
@@ -159,10 +294,10 @@ def areas(count: int, rounds: int) -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    parts = ["retrieve", "evaluate", "auc"]
+    parts = ["requests", "clicks", "retrieve", "evaluate", "auc"]
     options = options_of(
         __doc__, only={"choices": parts, "default": parts}, items=(100_000, 1_000_000), users=(1, 32),
-        rounds=20,
+        events=(10, 35, 200), model=tuple(MODELS), rounds=20,
         count={"default": 10_000_000, "help": "impressions of AUC and GAUC"},
     )  # fmt: skip
     torch.set_num_threads(1)
@@ -171,6 +306,16 @@ def main() -> None:
         str(Path(__file__).resolve().parents[2] / "out" / "torchrec")
     )  # torchmetrics, by torchrec.sh
     only, rows = options.only, {}
+    if "requests" in only:
+        sizes = [(users, events) for users in options.users for events in options.events]
+        rows["requests"] = [
+            row
+            for name in options.model
+            for items in options.items
+            for row in requests(name, items, sizes, options.rounds)
+        ]
+    if "clicks" in only:
+        rows["clicks"] = ranking(list(options.users), options.rounds)
     if "retrieve" in only:
         for items in options.items:
             for users in options.users:

@@ -33,6 +33,11 @@ try:
         from tritonrec.serving.retrieval import best_items
         seen, offsets = torch.tensor([1, 3, 3]), torch.tensor([0, 2, 2, 3])
         best_items(torch.randn(3, 8), torch.randn(70, 8), 5, seen, offsets)
+        from tritonrec.nn import HSTU, SASRec, HSTUConfig, SASRecConfig
+        from tritonrec.serving.whole import Whole
+        given = torch.randn(3, 64), torch.tensor([0, 3]), torch.arange(3)
+        for model in (HSTU(HSTUConfig()), SASRec(SASRecConfig())):
+            Whole(model).vectors(None, *given)
     else:
         app(sys.argv[1:])
 finally:

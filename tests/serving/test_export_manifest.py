@@ -16,6 +16,13 @@ from tritonrec.checkpoint.manifest import add_checksum
 from tritonrec.serving import Predictor, export
 from tritonrec.serving.shards import write_shard
 
+DENSE = {
+    "kind": "next_item",
+    "program": {"file": "x", "sha256": ""},
+    "max_seq_len": 3,
+    "timestamps": False,
+}
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -70,6 +77,9 @@ def set_to(value, *path):
         (["features", "item"], {"table": "item"}, "pooling of features.item is 'None'"),
         (["dense"], 3, "dense is '3'"),
         (["dense"], {"kind": "click", "program": {"file": "x"}}, "sha256 of dense.program is 'None'"),
+        (["dense"], DENSE | {"layers": 3}, "dense.layers is '3'"),
+        (["dense"], DENSE | {"layers": {"model": "HSTU", "config": []}}, r"config of dense.layers is '\[\]'"),
+        (["dense"], DENSE | {"layers": {"model": "HSTU", "config": {}}}, "precision of dense is 'None'"),
     ],
 )  # fmt: skip
 def test_a_manifest_that_describes_no_export_is_refused_by_the_name_of_the_value(

@@ -107,6 +107,7 @@ def test_a_predictor_gives_the_scores_of_the_trainer_at_lengths_and_batches_unse
     trained = next_item(tmp_path / "c", name)
     export(tmp_path / "c", tmp_path / "out", trained.model)
     predictor = Predictor.load(tmp_path / "out")
+    assert (predictor._encoder is predictor.program) == (name in ("fuxi", "sasrec"))  # the others in one call
     items = torch.tensor([3, 10**15, -7, 12, 3])  # two without a row
     for size in (1, 4, 7, 24):
         for batch in loader().evaluation_batches(size):

@@ -17,7 +17,7 @@ from tritonrec.distributed import RankDiedError
 from tritonrec.nn import GRM, HSTU, GRMConfig
 from tritonrec.serving import Predictor, export, spread_rows
 from tritonrec.serving.cached import CachedPredictor
-from tritonrec.serving.live import CorruptDeltaError, Follower
+from tritonrec.serving.live import CorruptDeltaError, Follower, LiveError
 from tritonrec.serving.server import ServerConfig
 from tritonrec.serving.server.run import Source
 from tritonrec.serving.spread_rows import SpreadFollower, SpreadRowsPredictor
@@ -195,6 +195,9 @@ def test_a_damaged_delta_is_named_and_a_dead_rank_comes_back(tmp_path):
         right = newest.read_bytes()
         newest.write_bytes(right[:-1] + bytes([right[-1] ^ 1]))
         served, step = follower.predictor, follower.step
+        rows = len(served.item_ids)
+        with pytest.raises(LiveError, match=rf"ranks have \[{rows}, 1\] rows of item at publication 7"):
+            follower._check(7, [{"item": rows}, {"item": 1}])
         with pytest.raises(CorruptDeltaError):
             follower.poll()
         assert follower.predictor is served and follower.step == step

@@ -22,7 +22,7 @@ from ..data import LogFormat, Vocabulary, hashed_ids, load
 from ..distributed import Communicators
 from ..embedding import Eviction, OptimizerName, Placement, PrecisionTiers, Storage, TablePolicy
 from ..kernels.compilation import compiling
-from ..nn import HSTUConfig
+from ..nn import HSTU, HSTUConfig, SASRec, SASRecConfig
 from ..pipeline import WindowConfig
 from .devices import Target
 from .emulator import Emulation, emulated
@@ -142,7 +142,13 @@ def _number_words() -> None:
 
 
 def _retrieve() -> None:
-    from ..serving.retrieval import best_items  # a training loads no serving
+    from ..serving.programs import scorer_of  # a training loads no serving
+    from ..serving.retrieval import best_items
+    from ..serving.whole import Whole
 
     items, nothing = torch.ones(5, 4, dtype=torch.float32), torch.zeros(2, dtype=torch.int64)
     best_items(items[:1], items, 2, nothing[:0], nothing)
+    sasrec = SASRecConfig(SIZES.dim, 1, SIZES.heads, SIZES.qk_dim, SIZES.v_dim, SIZES.max_seq_len)
+    for model in (HSTU(SIZES), SASRec(sasrec)):
+        scorer = scorer_of(model, SIZES.dim)
+        Whole(model).vectors(scorer.program(), *scorer.examples[0])

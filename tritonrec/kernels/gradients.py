@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 _of_thread = threading.local()
 Value = TypeVar("Value")
@@ -119,12 +120,35 @@ def remembered(tensor: torch.Tensor, key: Hashable, find: Callable[[], Value]) -
     return known[2]
 
 
+_KEPT: Any = WeakIdKeyDictionary()  # of frozen parameters, what was made of each
+
+
+def keep_made(parameters: Iterable[torch.Tensor]) -> None:
+    """Keep what `made_once` makes of these as long as they live: weights of a program that is served."""
+    for each in parameters:
+        _KEPT.setdefault(each, {})
+
+
 def made_once(parameter: torch.Tensor, make: Callable[[torch.Tensor], Value]) -> Value:
     """What `make` gives for a parameter or a view of one.
 
-    Inside of a window, whose micro-batches share frozen parameters, it is called for the first one of them.
+    Inside of a window, whose micro-batches share frozen parameters, it is called for the first one of them;
+    outside for each call, but for parameters of `keep_made`.
     """
     accumulator = current()
+    if accumulator is None and _KEPT and not parameter.is_inference():
+        owner = parameter if parameter._base is None else parameter._base
+        made = _KEPT.get(owner)
+        if made is not None:
+            view = make, parameter.data_ptr(), parameter.shape, parameter.stride()
+            found = made.get(view)
+            if found is None or found[0] != parameter._version:
+                value: Any = make(parameter)
+                found = parameter._version, value
+                # the parameter's own memory would keep it alive for good
+                if getattr(value, "ctypes", None) is None or value.ctypes.data != view[1]:
+                    made[view] = found
+            return found[1]
     known = None if accumulator is None else accumulator.of_window
     if known is None or parameter.is_inference() or parameter.data_ptr() not in accumulator.addresses:  # type: ignore[union-attr]
         return make(parameter)

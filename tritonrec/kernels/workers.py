@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 
 Result = TypeVar("Result")
+THREAD_COST = 10_000_000  # floating-point operations that are worth a thread
 
 
 def over_ranges(run: Callable[[int, int], Result], count: int, cost: float, step: int = 1) -> list[Result]:
@@ -20,7 +21,7 @@ def over_ranges(run: Callable[[int, int], Result], count: int, cost: float, step
     the number of floating-point operations in all: below some millions a second thread costs more than it
     saves, and the caller runs everything itself. Ranges start at multiples of `step`.
     """
-    threads = min(torch.get_num_threads(), int(cost // 10_000_000), count // max(step, 1))
+    threads = min(torch.get_num_threads(), int(cost // THREAD_COST), count // max(step, 1))
     if threads <= 1:
         return [run(0, count)]
     cuts = [count * i // threads // step * step for i in range(threads)] + [count]

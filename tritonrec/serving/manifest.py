@@ -121,6 +121,9 @@ def _wrong(body: Mapping[str, Any]) -> Iterator[str]:
         if dense["kind"] not in _FACTS:
             yield f"dense.kind is {dense['kind']!r}"
         yield from _other_types("dense", dense, _FACTS[dense["kind"]])
+        if "layers" in dense:
+            yield from _other_types("dense.layers", dense["layers"], {"model": str, "config": dict})
+            yield from _other_types("dense", dense, {"precision": str})
         for name in ("features", "context", "tasks"):
             if not all(isinstance(each, str) for each in dense.get(name, ())):
                 yield f"dense.{name} has other values than names"

@@ -10,6 +10,7 @@ import numpy as np
 
 from tritonrec.kernels.caches import njit
 from tritonrec.kernels.linear.numba_linear import NO_BIAS, rows_times
+from tritonrec.kernels.numba_matmul import add_column_products
 
 U = np.uintp
 ITEMS = U(256)
@@ -36,14 +37,17 @@ def search(weights, stride, vectors, users, dim, start, stop, seen, offsets, k, 
     begin with 0.
     Returns (user, place) of a score that is NaN, or (-1, -1).
     """
-    block = np.empty(ITEMS * users, np.float32)
+    block = np.empty(ITEMS * users + U(1), np.float32)
     together = max(U(1), U(16) // users)  # items that are looked at together
     limits = np.full(together * users, np.nan, np.float32)  # NaN: below k candidates, and any score passes
     for first in range(start, stop, ITEMS):
         items = min(ITEMS, stop - first)
-        rows_times(
-            weights[first * stride :], stride, vectors, NO_BIAS, block, U(0), items, dim, users
-        )  # fmt: skip
+        rows = weights[first * stride :]
+        if users == U(1):
+            block[:items] = 0
+            add_column_products(block, rows, stride, vectors, items, dim)
+        else:
+            rows_times(rows, stride, vectors, NO_BIAS, block, U(0), items, dim, users)
         for r in range(U(0), items, together):
             last = min(r + together, items)
             passes = False

@@ -7,6 +7,7 @@ history and Le exposed tokens, T tasks.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,13 +19,15 @@ from ..data.jagged import check_offsets, check_tensor
 from ..data.vocabulary import Vocabulary
 from ..embedding.bags import pool
 from ..files.places import Place, place_of
+from ..kernels.gradients import keep_made
 from ..nn import sigmoid
 from ..settings import typed
 from .exported_table import ExportedTable, Share, UnknownIds, load_table
 from .histories import Ids, array_of, ids_of, times_of, told
 from .manifest import checked_file, local_copy, read_manifest
-from .programs import CLICK, IMPRESSION, NEXT_ITEM, load_compiled, load_program
+from .programs import CLICK, IMPRESSION, NEXT_ITEM, Program, load_compiled, load_program, without_dispatcher
 from .retrieval import best_items, check_k, seen_places
+from .whole import program_or_whole
 
 
 class Predictor:
@@ -51,6 +54,8 @@ class Predictor:
         self.manifest, self.tables, self.program = manifest, tables, program
         self.vocabularies = dict(vocabularies or {})
         self.step: int = manifest["step"]
+        if isinstance(program, torch.nn.Module):
+            keep_made(program.parameters())
 
     @classmethod
     @typed
@@ -93,8 +98,9 @@ class Predictor:
                 program = load_compiled(checked_file(here, dense["compiled"]))
         elif dense:
             with local_copy(folder, dense["program"]) as here:
-                program = load_program(checked_file(here, dense["program"]), namespaces).module()
-                program.requires_grad_(False)
+                program = load_program(checked_file(here, dense["program"]), namespaces)
+            program = without_dispatcher(program, dense["kind"])
+            program.requires_grad_(False)
         entries = manifest.get("vocabularies", {})
         words = {name: _load_vocabulary(folder, name, entry) for name, entry in entries.items()}
         return cls(manifest, tables, program, words)
@@ -164,7 +170,14 @@ class Predictor:
     def vectors(self, ids: Tensor, offsets: Tensor, timestamps: Tensor) -> Tensor:
         """User vectors (B, d) of what `read` has checked."""
         with torch.no_grad():
-            return self.program(self.rows("item", ids), offsets, timestamps)
+            return self._encoder(self.rows("item", ids), offsets, timestamps)
+
+    @cached_property
+    def _encoder(self) -> Program:
+        """The program, or what computes the same faster; made at the first history: ranks that hold rows
+        encode none.
+        """
+        return program_or_whole(self.manifest["dense"], self.program)
 
     def scores(self, history: Any, items: Tensor | None = None, timestamps: Tensor | None = None) -> Tensor:
         """(B, I) float32, of `items` (I,) int64, or of all of the table in ascending order (`item_ids`)."""

@@ -16,7 +16,8 @@ import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from threading import RLock
@@ -29,7 +30,8 @@ from torch import Tensor
 from .. import ops
 from ..kernels.autocast import Precision, autocast, widen
 from ..kernels.checksums import same_bits
-from ..nn import DLRM, GRM, NextItemModel, PaddedNextItem
+from ..kernels.op import OPS, Op
+from ..nn import DLRM, GRM, HSTU, NextItemModel, PaddedNextItem, SASRec
 from .vetting import RefusedProgramError, vetted
 
 Arguments = tuple[Tensor, ...]
@@ -201,6 +203,10 @@ def scorer_of(model: torch.nn.Module, dim: int) -> Scorer:
     lengths = ([3, 2], [1], [longest], [2, 5, longest, 1, 1, 4], [1] * 33)
     examples = [_history([min(length, longest) for length in each], dim) for each in lengths]
     facts = {"max_seq_len": longest, "timestamps": timed}
+    own: Any = model
+    if type(own) in (HSTU, SASRec) and {type(each) for each in own.layers} == {own.layer}:
+        # with these a predictor may compute all layers in one call (`whole`)
+        facts["layers"] = {"model": type(own).__name__, "config": asdict(own.config)}
     return Scorer(NEXT_ITEM, NextItemEncoder(model), examples, facts)
 
 
@@ -333,6 +339,35 @@ def load_program(path: Path, namespaces: Collection[str] = ()) -> torch.export.E
         raise RefusedProgramError(f"{path} is refused: {error}") from None
     except Exception as error:  # torch raises many types for a graph that no export makes
         raise ValueError(f"{path} is no program of torch.export: {_told(error)}") from error
+
+
+def without_dispatcher(program: torch.export.ExportedProgram, kind: str) -> Any:
+    """The program's module, which calls our ops as Python does: torch's dispatcher takes a tenth of a
+    millisecond for each, which is most of the time of one short history.
+
+    Of the kinds that a `Predictor` calls itself, it no longer compares the sizes of all arguments by
+    expressions, which takes a third of a millisecond: the predictor has checked them, and each op does.
+    """
+    module: Any = program.module()
+    for node in module.graph.nodes:
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload) and target.namespace == "tritonrec" and not node.kwargs:
+            node.target = _called(OPS[target.name().removeprefix("tritonrec::").partition(".")[0]])
+    module.recompile()
+    if kind != SCORER:
+        module._forward_pre_hooks.clear()
+    return module
+
+
+@cache
+def _called(op: Op) -> Callable[..., Any]:
+    """A function, which `with_values` does not copy, of an op's arguments and `impl`."""
+
+    def call(*arguments: Any) -> Any:
+        return op(*arguments[:-1], impl=arguments[-1])
+
+    call.__name__ = op.name
+    return call
 
 
 def load_compiled(path: Path) -> Program:

@@ -17,12 +17,12 @@ from ...files.places import Place
 from ...kernels.autocast import DTYPES
 from ...nn import NextItemModel
 from ...settings import bytes_of
+from ..encoder import Step, check_equal, give_weights
 from ..predictor import Predictor, UnknownIds
 from ..programs import NEXT_ITEM
 from ..users import History, User, UserHistories, listed
-from .encoder import Step, check_equal, give_weights
+from ..whole import encoder_of
 from .pages import Cached, Pages, pages_of
-from .whole import encoder_of
 
 GROUP_TOKENS = 16384
 """Tokens of the users that are computed together, at most, unless one has more."""

@@ -22,7 +22,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = setting(8000, "To listen on; 0 takes a free one, which is printed.", 0, 65535)
     workers: int = setting(1, "Processes; with several, users' events cannot be sent.", 1, 256)
-    ranks: int = setting(1, "Processes that hold the tables of a DLRM, each some of them.", 1, 256)
+    ranks: int = setting(1, "Processes that hold the tables, each a part of them.", 1, 256)
     batch: int = setting(64, "Users that are computed together, at most.", 1, 2**16)
     latency: float = setting(2.0, "Milliseconds a request waits for others of its batch.", 0, 10_000)
     queue: int = setting(1024, "Users that wait, at most; more are refused with 429.", 1, 2**24)

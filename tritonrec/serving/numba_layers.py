@@ -53,16 +53,9 @@ def _place(x, rows, scale, positions, users, dim, first, last):
 
 @njit(cache=True, nogil=True)
 def _keep(z, columns, of_keys, keys, of_values, values, store, users, first, last):
-    """Store keys and values, from these columns of z on; False, and nothing, where one is not finite."""
+    """Store keys and values, from these columns of z on; whether all are finite."""
     fresh, offsets, places = users[0], users[2], users[3]
     finite = True
-    for t in range(U(fresh[last] - fresh[first])):
-        for c in range(t * columns + of_keys, t * columns + of_keys + keys):
-            finite &= z[c] - z[c] == F32(0.0)
-        for c in range(t * columns + of_values, t * columns + of_values + values):
-            finite &= z[c] - z[c] == F32(0.0)
-    if not finite:
-        return False
     for b in range(first, last):
         count = fresh[b + 1] - fresh[b]
         for t in range(count):
@@ -71,7 +64,9 @@ def _keep(z, columns, of_keys, keys, of_values, values, store, users, first, las
                 store[row, c] = z[of + of_keys + c]
             for c in range(values):
                 store[row, keys + c] = z[of + of_values + c]
-    return True
+            for c in range(keys + values):
+                finite &= store[row, c] - store[row, c] == F32(0.0)
+    return finite
 
 
 @njit(cache=True, nogil=True)
@@ -129,7 +124,8 @@ def hstu(layers, at, shared, shared_at, sizes, numbers, rows, users, store, out,
         sizes: d, heads, qk_dim, v_dim. numbers: eps of a layer's norm, of its gate and of the last norm,
             alpha and scale of attention, scale of rows. rows: (M * d,), of the new tokens.
         users: offsets (B + 1,) of the new tokens, tokens that are stored (B,), offsets (B + 1,) of all, and
-            their places in the store and times (L,), int64. store: (layers, places, keys and values).
+            their places in the store and times (L,), int64. store: (layers, places, keys and values), or
+            (1, ...) where nothing has to stay in it: layers write over each other.
         out: (B * d,).
     """
     dim, heads, qk, v_dim = sizes
@@ -151,13 +147,14 @@ def hstu(layers, at, shared, shared_at, sizes, numbers, rows, users, store, out,
         _place(x, rows, numbers[5], _of(shared, shared_at, 0), users, dim, b, e)
         for layer in range(layers.shape[0]):
             own, last = layers[layer], layer == layers.shape[0] - 1
+            stored = store[layer % store.shape[0]]
             front.forward(
                 x, dim, _of(own, at, 0), _of(own, at, 1), numbers[0], _of(own, at, 2), _of(own, at, 3), uvqk,
                 none, none, moments, moments, U(0), count, dim, columns,
             )  # fmt: skip
             # | u: values | v: values | q: keys | k: keys |
             of_q, of_k = U(2) * values, U(2) * values + keys
-            if not _keep(uvqk, columns, of_k, keys, values, values, store[layer], users, b, e):
+            if not _keep(uvqk, columns, of_k, keys, values, values, stored, users, b, e):
                 return False
             if last:
                 _take_last(x, dim, uvqk, columns, fresh, b, e)
@@ -169,7 +166,7 @@ def hstu(layers, at, shared, shared_at, sizes, numbers, rows, users, store, out,
                 row = U(user - b) if last else U(fresh[user] - fresh[b])
                 tokens[1] = stop_at - first
                 queries[1] = 1 if last else fresh[user + 1] - fresh[user]
-                kv = _stored(store[layer], places[first:stop_at], width, copied)
+                kv = _stored(stored, places[first:stop_at], width, copied)
                 when, asks = no_times, no_times
                 if timed:  # at the time of the next token, the last one at its own
                     when, asks = times[first:stop_at], asked[: tokens[1]]
@@ -216,10 +213,11 @@ def sasrec(layers, at, shared, shared_at, sizes, numbers, rows, users, store, ou
         _place(x, rows, numbers[4], _of(shared, shared_at, 0), users, dim, b, e)
         for layer in range(layers.shape[0]):
             own, last = layers[layer], layer == layers.shape[0] - 1
+            stored = store[layer % store.shape[0]]
             _norm(x, _of(own, at, 0), _of(own, at, 1), numbers[0], some, count, dim)
             rows_times(some, dim, _of(own, at, 2), _of(own, at, 3), qkv, U(0), count, dim, columns)
             # | q: keys | k: keys | v: values |
-            if not _keep(qkv, columns, keys, keys, U(2) * keys, values, store[layer], users, b, e):
+            if not _keep(qkv, columns, keys, keys, U(2) * keys, values, stored, users, b, e):
                 return False
             if last:
                 _take_last(x, dim, qkv, columns, fresh, b, e)
@@ -231,7 +229,7 @@ def sasrec(layers, at, shared, shared_at, sizes, numbers, rows, users, store, ou
                 row = U(user - b) if last else U(fresh[user] - fresh[b])
                 tokens[1] = stop_at - first
                 queries[1] = 1 if last else fresh[user + 1] - fresh[user]
-                kv = _stored(store[layer], places[first:stop_at], width, copied)
+                kv = _stored(stored, places[first:stop_at], width, copied)
                 softmax_attention.forward(
                     qkv[row * columns :], columns, qk, kv, width, qk, kv[keys:], width, v_dim, queries,
                     tokens, numbers[3], True, none, NO_STRIDES, NO_DROPOUT, no_ids, attended[row * values :],

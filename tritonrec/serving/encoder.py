@@ -19,11 +19,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...data.jagged import offsets_of
-from ...kernels.autocast import Precision, autocast, widen
-from ...kernels.checksums import same_bits
-from ...nn import NextItemModel
-from ..programs import InPrecision, NextItemEncoder, Program, scorer_of
+from ..data.jagged import offsets_of
+from ..kernels.autocast import Precision, autocast, widen
+from ..kernels.checksums import same_bits
+from ..nn import NextItemModel
+from .programs import InPrecision, NextItemEncoder, Program, scorer_of
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def give_weights(model: NextItemModel, program: Program) -> None:
         if shapes[0] != shapes[1]:
             short = name.removeprefix("module.model.")
             raise ValueError(f"{short} is {shapes[0]} in the export and {shapes[1]} in the model")
-    holder.load_state_dict(theirs)
+    holder.load_state_dict(theirs, assign=True)  # a model on the meta device too
 
 
 def check_equal(model: NextItemModel, encode: Encoder, program: Program, store: Tensor, timed: bool) -> None:
