@@ -4,6 +4,7 @@ import gc
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -161,6 +162,15 @@ def test_a_name_and_a_length_that_do_not_fit_are_told(made):
             assert program_or_whole(wrong, program) is program
 
 
+def test_a_program_without_layers_is_run_whatever_its_export_says():
+    config = HSTUConfig(**{**SIZES, "layers": 0})
+    scorer = scorer_of(HSTU(config).eval().requires_grad_(False), DIM)
+    program = scorer.program()
+    described = {**scorer.described, "layers": {"model": "HSTU", "config": asdict(config)}}
+    with pytest.warns(UserWarning, match="its program is run"):
+        assert program_or_whole(described, program) is program
+
+
 def test_other_models_and_precisions_have_their_program_alone(made):
     described, program, _ = made["sasrec"]
     fuxi = scorer_of(FuXi(FuXiConfig(**SIZES)), DIM)
@@ -200,3 +210,29 @@ def test_weights_of_a_program_are_laid_out_once_and_anew_where_they_change(monke
     del program, scorer, weight, want, made[:]
     gc.collect()
     assert not any(each() is not None for each in watched)
+
+
+def test_weights_that_are_changed_are_those_of_the_next_vectors():
+    torch.manual_seed(4)
+    scorer = scorer_of(HSTU(HSTUConfig(**SIZES)).eval().requires_grad_(False), DIM)
+    program, given = scorer.program(), arguments([4, 9])
+    predictor = Predictor({"step": 0, "dense": scorer.described}, {}, program)
+    predictor.rows = lambda feature, ids: given[0]
+    seen = []
+
+    def compare():
+        got = predictor.vectors(torch.arange(len(given[0])), *given[1:])
+        assert predictor._encoder is not program and same(got, program(*given))
+        assert not any(same(got, each) for each in seen)
+        seen.append(got)
+
+    compare()
+    made = predictor._encoder
+    assert predictor._encoder is made
+    values = {name: each * 1.5 for name, each in program.state_dict().items()}
+    program.load_state_dict(values)
+    compare()
+    program.load_state_dict({name: each * 0.5 for name, each in values.items()}, assign=True)
+    compare()
+    next(program.parameters()).add_(1.0)
+    compare()

@@ -109,7 +109,8 @@ def give_weights(model: NextItemModel, program: Program) -> None:
         if shapes[0] != shapes[1]:
             short = name.removeprefix("module.model.")
             raise ValueError(f"{short} is {shapes[0]} in the export and {shapes[1]} in the model")
-    holder.load_state_dict(theirs, assign=True)  # a model on the meta device too
+    copies = {name: each.clone() for name, each in theirs.items()}
+    holder.load_state_dict(copies, assign=True)  # a model on the meta device too
 
 
 def check_equal(model: NextItemModel, encode: Encoder, program: Program, store: Tensor, timed: bool) -> None:

@@ -7,7 +7,7 @@ history and Le exposed tokens, T tasks.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from functools import cached_property
+from operator import is_
 from typing import Any
 
 import torch
@@ -54,8 +54,11 @@ class Predictor:
         self.manifest, self.tables, self.program = manifest, tables, program
         self.vocabularies = dict(vocabularies or {})
         self.step: int = manifest["step"]
+        self._weights: list[dict[str, Any]] = []
+        self._made: tuple[list[Any], list[int], Program] | None = None
         if isinstance(program, torch.nn.Module):
             keep_made(program.parameters())
+            self._weights = [each._parameters for each in program.modules()]
 
     @classmethod
     @typed
@@ -172,12 +175,17 @@ class Predictor:
         with torch.no_grad():
             return self._encoder(self.rows("item", ids), offsets, timestamps)
 
-    @cached_property
+    @property
     def _encoder(self) -> Program:
-        """The program, or what computes the same faster; made at the first history: ranks that hold rows
-        encode none.
+        """The program, or what computes the same faster; made at the first history, as ranks that hold rows
+        encode none, and anew where the program's weights were changed, in place or for other tensors.
         """
-        return program_or_whole(self.manifest["dense"], self.program)
+        weights = [each for own in self._weights for each in own.values()]
+        now = [-1 if each.is_inference() else each._version for each in weights]  # no change of those shows
+        made = self._made
+        if made is None or made[1] != now or not all(map(is_, made[0], weights)):
+            made = self._made = weights, now, program_or_whole(self.manifest["dense"], self.program)
+        return made[2]
 
     def scores(self, history: Any, items: Tensor | None = None, timestamps: Tensor | None = None) -> Tensor:
         """(B, I) float32, of `items` (I,) int64, or of all of the table in ascending order (`item_ids`)."""

@@ -122,7 +122,7 @@ def program_or_whole(dense: Mapping[str, Any], program: Any) -> Program:
         for example in scorer_of(model, model.config.dim).examples:
             if len(example[0]) <= EXAMPLE and not same_bits(whole(*example), program(*example)):
                 raise ValueError("the program has other bits")
-    except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         warnings.warn(
             f"the export says that its layers are {str(layers)[:200]}, which is not so ({error}): its "
             "program is run, which is slower for short histories; export again",
