@@ -78,6 +78,7 @@ QUICK_FAULTS = (
     "no-copy-of-kept-rows", "read-before-write-back", "gradient-added-twice", "float-sums",
     "missed-decay-forgotten", "stale-dense-parameter", "norm-of-one-rank", "replicas-keep-their-gradients",
     "overflow-of-one-rank", "own-rows-not-rounded", "gradients-of-the-last-pass", "page-reused-early",
+    "cached-position-off-by-one",
     "delta-applied-twice",
     "answer-of-another-request",
     "disk-lost-write-back", "early-gradients-before-backward",

@@ -158,7 +158,8 @@ class CachedPositionOffByOne(CachedPredictor):
 
     def _use(self, predictor: Predictor, model: NextItemModel) -> None:
         super()._use(predictor, model)
-        positions = self._encoder.__self__.positions  # type: ignore[attr-defined]
+        _, _, shared, at, *_ = self._encoder.__self__._arguments  # type: ignore[attr-defined]
+        positions = shared[: at[0, 1]].reshape(-1, model.config.dim)  # a view
         positions[:-1] = positions[1:].copy()
 
 
