@@ -22,7 +22,7 @@ from ..files.places import Place, place_of
 from ..kernels.gradients import keep_made
 from ..nn import sigmoid
 from ..settings import typed
-from .exported_table import ExportedTable, Share, UnknownIds, load_table
+from .exported_table import ExportedTable, Share, UnknownIds, load_table, rows_side_by_side
 from .histories import Ids, array_of, ids_of, times_of, told
 from .manifest import checked_file, local_copy, read_manifest
 from .programs import CLICK, IMPRESSION, NEXT_ITEM, Program, load_compiled, load_program, without_dispatcher
@@ -174,8 +174,8 @@ class Predictor:
 
     @cached_property
     def _encoder(self) -> Program:
-        """The program, or what computes the same faster; made at the first history: ranks that hold rows
-        encode none.
+        """The program, or what computes the same faster; made at the first call: ranks that hold rows make
+        none.
         """
         return program_or_whole(self.manifest["dense"], self.program)
 
@@ -290,9 +290,19 @@ class Predictor:
 
     def clicks(self, dense: Tensor, ids: Mapping[str, Tensor]) -> Tensor:
         """Probabilities (B,) of what `read_clicks` has checked."""
-        rows = self.rows_of({name: (each, None) for name, each in ids.items()})
         with torch.no_grad():
-            return sigmoid(self.program(dense, torch.stack([*rows.values()], 1))).squeeze(1)
+            return sigmoid(self._encoder(dense, self._side_by_side(ids))).squeeze(1)
+
+    def _side_by_side(self, ids: Mapping[str, Tensor]) -> Tensor:
+        """Rows (B, C, d) of ids (B,), checked, by feature."""
+        return rows_side_by_side([self.tables[self._table_of[name]] for name in ids], [*ids.values()])
+
+    @cached_property
+    def _table_of(self) -> dict[str, str]:
+        """Names of the tables, by feature of a click; ValueError for one that is missing or pooled."""
+        names, none = self.manifest["dense"]["features"], torch.empty(0, dtype=torch.int64, device="cpu")
+        self.rows_of(dict.fromkeys(names, (none, None)))
+        return {name: self.manifest["features"][name]["table"] for name in names}
 
     def _predict_impressions(self, batch: ImpressionBatch) -> Tensor:
         dense = self.dense_of(IMPRESSION, "predict of an ImpressionBatch")
