@@ -31,7 +31,8 @@ from .. import ops
 from ..kernels.autocast import Precision, autocast, widen
 from ..kernels.checksums import same_bits
 from ..kernels.op import OPS, Op
-from ..nn import DLRM, GRM, HSTU, Linear, NextItemModel, PaddedNextItem, SASRec
+from ..nn import DLRM, GRM, HSTU, NextItemModel, PaddedNextItem, SASRec
+from ..nn.modules import Linear
 from .vetting import RefusedProgramError, vetted
 
 Arguments = tuple[Tensor, ...]
