@@ -156,6 +156,7 @@ def _retrieve() -> None:
         Whole(model).vectors(scorer.program(), *scorer.examples[0])
     laid_out(torch.ones(65, 2, dtype=torch.float32, device="cpu").t())  # so wide that it is transposed
     clicks = DLRM(DLRMConfig(("a",), 1, 4, (2,), ()))
-    WholeClicks(clicks).logits(None, *scorer_of(clicks, 4).examples[0])
+    scorer = scorer_of(clicks, 4)
+    WholeClicks(clicks).logits(scorer.program(), *scorer.examples[0])
     table = ExportedTable(torch.arange(5, device="cpu"), items, 0, 0, 1.0, "zeros")
     table.rows(nothing)

@@ -99,7 +99,9 @@ class ExportedTable:
     @property
     def _is_plain(self) -> bool:
         """Whether its ids and rows lie in memory as `numba_tables` reads them."""
-        return self.weights.dtype == torch.float32 and self.weights.is_contiguous() and self.ids.is_contiguous()
+        return (
+            self.weights.dtype == torch.float32 and self.weights.is_contiguous() and self.ids.is_contiguous()
+        )
 
     def _at(self, places: Tensor) -> Tensor:
         if self.least is None or self.step is None:
@@ -111,16 +113,22 @@ def rows_side_by_side(tables: Sequence[ExportedTable], ids: Sequence[Tensor]) ->
     """(n, T, d) float32 of ids (n,) int64 of each of T tables, whose rows have d columns."""
     from .numba_tables import look_up
 
-    count, dim = len(ids[0]), tables[0].weights.shape[1]
+    count, dim = ids[0].shape[0], tables[0].weights.shape[1]
     out = torch.empty(count, len(tables), dim, dtype=torch.float32, device="cpu")
     ids = [each.contiguous() for each in ids]
     for table, each in zip(tables, ids, strict=True):  # a kernel goes by addresses
-        if each.shape != (count,) or each.dtype != torch.int64 or not each.is_cpu or table.weights.shape[1] != dim:
+        fits = each.shape == (count,) and each.dtype == torch.int64 and each.is_cpu
+        if not fits or table.weights.shape[1] != dim:
             raise ValueError(f"ids must be ({count},) int64 on the CPU, of tables with {dim} columns")
     given = np.array(
         [
             # a table of another form is looked up by itself below, as one that lacks an id
-            (table.ids.data_ptr(), table.weights.data_ptr(), len(table.ids) * table._is_plain, each.data_ptr())
+            (
+                table.ids.data_ptr(),
+                table.weights.data_ptr(),
+                table.ids.shape[0] * table._is_plain,
+                each.data_ptr(),
+            )
             for table, each in zip(tables, ids, strict=True)
         ],
         np.int64,
@@ -131,7 +139,7 @@ def rows_side_by_side(tables: Sequence[ExportedTable], ids: Sequence[Tensor]) ->
         look_up(given, count, np.uintp(dim), flat, unknown, start, stop)
 
     over_ranges(run, count, float(LOOKUP * count * len(tables)))
-    for number in unknown.nonzero()[0]:
+    for number in unknown.nonzero()[0].tolist():
         table, own = tables[number], ids[number]
         places, known = table.find(own)
         out[:, number] = table.filled(own, known, table._at(places[known]))

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -160,10 +161,10 @@ class Predictor:
         given = ids_of(history, "history", self.vocabularies.get("item"))
         ids, offsets, _ = given
         timestamps = times_of(timestamps, history, ids, dense["timestamps"])
-        lengths, longest = offsets.diff(), dense["max_seq_len"]
-        wrong = ((lengths < 1) | (lengths > longest)).nonzero()
-        if len(wrong):
-            at = int(wrong[0])
+        lengths, longest = np.diff(offsets.numpy()), dense["max_seq_len"]
+        wrong = (lengths < 1) | (lengths > longest)
+        if wrong.any():
+            at = int(wrong.argmax())
             raise ValueError(f"history {at} has {int(lengths[at])} items, the model takes 1 to {longest}")
         return given, timestamps
 

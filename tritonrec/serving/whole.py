@@ -23,7 +23,17 @@ from ..kernels.checksums import same_bits
 from ..kernels.linear.numba_linear import laid_out
 from ..kernels.row_layout import flat
 from ..kernels.workers import THREAD_COST, over_ranges
-from ..nn import DLRM, HSTU, DLRMConfig, HSTUConfig, HSTULayer, NextItemModel, SASRec, SASRecConfig, SASRecLayer
+from ..nn import (
+    DLRM,
+    HSTU,
+    DLRMConfig,
+    HSTUConfig,
+    HSTULayer,
+    NextItemModel,
+    SASRec,
+    SASRecConfig,
+    SASRecLayer,
+)
 from .encoder import Encoder, Step, encode_new, give_weights
 from .programs import Program, scorer_of
 
@@ -137,7 +147,7 @@ class WholeClicks:
 
 
 def program_or_whole(dense: Mapping[str, Any], program: Any) -> Program:
-    """The program of an export's histories or clicks, or `Whole.vectors` or `WholeClicks.logits` in its place.
+    """The program of an export's histories or clicks; in its place `Whole.vectors` or `WholeClicks.logits`.
 
     That is for layers which the manifest describes, if they have the program's bits on an example.
     """
