@@ -113,6 +113,7 @@ def test_the_run_of_a_gpu_is_short_and_emulated_with_its_own_sizes_and_window(mo
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # all kernels are compiled: two minutes of an idle machine
 def test_a_run_after_the_warmup_compiles_nothing(tmp_path):
     def run(words):
         done = subprocess.run(

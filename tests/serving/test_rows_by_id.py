@@ -10,6 +10,7 @@ from tritonrec import ops
 from tritonrec.kernels import workers
 from tritonrec.serving import ExportedTable
 from tritonrec.serving.exported_table import encoded, rows_side_by_side
+from tritonrec.serving.numba_tables import place_of
 
 DIM, LEAST, MOST = 6, -(2**63), 2**63 - 1
 IDS = {
@@ -58,6 +59,12 @@ def test_rows_of_known_and_unknown_ids(name, unknown):
     for ids in (asked(name), asked(name, known_alone=True), asked(name)[:0]):
         got = table.rows(ids)
         assert got.shape == (len(ids), DIM) and torch.equal(got, want(table, ids))
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_places_are_found_without_a_second_search(name):
+    ids, places = table_of(name).ids.numpy(), {each: at for at, each in enumerate(IDS[name])}
+    assert all(place_of(ids, each) == places.get(each, -1) for each in asked(name).numpy())
 
 
 @pytest.mark.parametrize("threads", [1, 3])
