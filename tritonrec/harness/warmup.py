@@ -22,7 +22,6 @@ from ..data import LogFormat, Vocabulary, hashed_ids, load
 from ..distributed import Communicators
 from ..embedding import Eviction, OptimizerName, Placement, PrecisionTiers, Storage, TablePolicy
 from ..kernels.compilation import compiling
-from ..kernels.linear.numba_linear import laid_out
 from ..nn import DLRM, HSTU, DLRMConfig, HSTUConfig, SASRec, SASRecConfig
 from ..pipeline import WindowConfig
 from .devices import Target
@@ -143,6 +142,7 @@ def _number_words() -> None:
 
 
 def _retrieve() -> None:
+    from ..kernels.linear.numba_linear import laid_out
     from ..serving.exported_table import ExportedTable  # a training loads no serving
     from ..serving.programs import scorer_of
     from ..serving.retrieval import best_items
