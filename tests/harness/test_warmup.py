@@ -38,6 +38,12 @@ try:
         given = torch.randn(3, 64), torch.tensor([0, 3]), torch.arange(3)
         for model in (HSTU(HSTUConfig()), SASRec(SASRecConfig())):
             Whole(model).vectors(None, *given)
+        from tritonrec.nn import DLRM, DLRMConfig
+        from tritonrec.serving import ExportedTable
+        from tritonrec.serving.whole import WholeClicks
+        clicks = WholeClicks(DLRM(DLRMConfig(("a", "b"))))
+        clicks.logits(None, torch.randn(3, 13), torch.randn(3, 2, 16))
+        ExportedTable(torch.arange(70), torch.randn(70, 8), 0, 0, 1.0, "initial").rows(seen)
     else:
         app(sys.argv[1:])
 finally:
@@ -107,10 +113,11 @@ def test_the_run_of_a_gpu_is_short_and_emulated_with_its_own_sizes_and_window(mo
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # all kernels are compiled: two minutes of an idle machine
 def test_a_run_after_the_warmup_compiles_nothing(tmp_path):
     def run(words):
         done = subprocess.run(
-            [sys.executable, "-c", COUNTED, *words.split()], capture_output=True, text=True, timeout=280,
+            [sys.executable, "-c", COUNTED, *words.split()], capture_output=True, text=True, timeout=900,
             env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},
         )  # fmt: skip
         assert done.stdout.splitlines()[-1].startswith("compiled"), done.stderr[-2000:]

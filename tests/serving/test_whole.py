@@ -12,7 +12,7 @@ import torch
 from tritonrec.data.jagged import offsets_of
 from tritonrec.kernels import workers
 from tritonrec.kernels.linear import numba_linear
-from tritonrec.nn import HSTU, FuXi, FuXiConfig, HSTUConfig, SASRec, SASRecConfig
+from tritonrec.nn import DLRM, HSTU, DLRMConfig, FuXi, FuXiConfig, HSTUConfig, SASRec, SASRecConfig
 from tritonrec.serving import Predictor, whole
 from tritonrec.serving.numba_layers import CHUNK
 from tritonrec.serving.programs import InPrecision, scorer_of
@@ -169,6 +169,82 @@ def test_a_program_without_layers_is_run_whatever_its_export_says():
     described = {**scorer.described, "layers": {"model": "HSTU", "config": asdict(config)}}
     with pytest.warns(UserWarning, match="its program is run"):
         assert program_or_whole(described, program) is program
+
+
+FEATURES = ("a", "b", "c")
+CLICKS = {
+    "wide": DLRMConfig(FEATURES, 5, 12, (70, 9), (80, 7)),
+    "one_layer": DLRMConfig(FEATURES, 65, 16, (), ()),
+    "no_dense": DLRMConfig(FEATURES, 0, 12, (9,), (33,)),
+    "one_feature": DLRMConfig(("a",), 3, 4, (5,), (6,)),
+}
+
+
+def clicks_of(config, seed=3):
+    """The manifest's part, the program, and what computes its logits."""
+    torch.manual_seed(seed)
+    scorer = scorer_of(DLRM(config).eval().requires_grad_(False), config.dim)
+    for each in scorer.module.parameters():
+        each.mul_(1.5).add_(torch.randn(each.shape) * 0.1)
+    program = Counted(scorer.module, "float32")
+    with warnings.catch_warnings(action="error"):
+        return scorer.described, program, program_or_whole(scorer.described, program)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("name", CLICKS)
+def test_all_bits_of_clicks_on_any_threads(monkeypatch, name, threads):
+    monkeypatch.setattr(workers, "THREAD_COST", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    config = CLICKS[name]
+    _, program, logits = clicks_of(config)
+    for count in (1, 2, 31, 33, 70, 0):
+        draw = torch.Generator().manual_seed(count)
+        dense = torch.randn(count, config.dense, generator=draw) * 3
+        rows = torch.randn(count, len(config.features), config.dim, generator=draw)
+        before = program.calls
+        got = logits(dense, rows)
+        assert program.calls == before and same(got, program(dense, rows)), count
+        strided = dense.t().contiguous().t(), rows.repeat_interleave(2, 1)[:, ::2]
+        assert same(logits(*strided), got)
+    dense, rows = torch.randn(2, config.dense), torch.randn(2, len(config.features), config.dim)
+    rows[1, 0, 2] = torch.inf
+    assert same(logits(dense, rows), program(dense, rows))
+
+
+def test_rows_and_dense_features_of_another_width_are_read_by_the_program_alone():
+    _, program, logits = clicks_of(CLICKS["wide"])
+    dense, rows = torch.randn(2, 5), torch.randn(2, 3, 12)
+    for given in ((dense[:, 1:], rows), (dense, rows[:, 1:]), (dense, rows[..., 1:]), (dense, rows[1:])):
+        before = program.calls
+        with pytest.raises((RuntimeError, ValueError)):
+            logits(*given)
+        assert program.calls == before + 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"features": ["a", "b"]}, r"top.0.weight is \(80, 18\) in the export and \(80, 15\)"),
+        ({"features": ["a", "c", "b"]}, r"features is \['a', 'b', 'c'\] beside it"),
+        ({"top": [80]}, "top.1.weight"),
+        ({"dense": 6}, "bottom.0.weight"),
+        ({"dim": 0}, "dim"),
+    ],
+)
+def test_clicks_that_a_program_does_not_have_are_told_and_not_run(change, message):
+    described, program, _ = clicks_of(CLICKS["wide"])
+    layers = described["layers"]
+    wrong = {**described, "layers": {**layers, "config": {**layers["config"], **change}}}
+    with pytest.warns(UserWarning, match=message):
+        assert program_or_whole(wrong, program) is program
+
+
+def test_clicks_of_ones_own_layers_are_not_described():
+    model = DLRM(CLICKS["wide"])
+    model.top[1] = type("Own", (type(model.top[1]),), {})(80, 7)
+    own = type("Own", (DLRM,), {})(CLICKS["wide"])
+    assert "layers" not in scorer_of(model, 12).described and "layers" not in scorer_of(own, 12).described
 
 
 def test_other_models_and_precisions_have_their_program_alone(made):

@@ -22,7 +22,7 @@ from ..data import LogFormat, Vocabulary, hashed_ids, load
 from ..distributed import Communicators
 from ..embedding import Eviction, OptimizerName, Placement, PrecisionTiers, Storage, TablePolicy
 from ..kernels.compilation import compiling
-from ..nn import HSTU, HSTUConfig, SASRec, SASRecConfig
+from ..nn import DLRM, HSTU, DLRMConfig, HSTUConfig, SASRec, SASRecConfig
 from ..pipeline import WindowConfig
 from .devices import Target
 from .emulator import Emulation, emulated
@@ -142,9 +142,11 @@ def _number_words() -> None:
 
 
 def _retrieve() -> None:
-    from ..serving.programs import scorer_of  # a training loads no serving
+    from ..kernels.linear.numba_linear import laid_out
+    from ..serving.exported_table import ExportedTable  # a training loads no serving
+    from ..serving.programs import scorer_of
     from ..serving.retrieval import best_items
-    from ..serving.whole import Whole
+    from ..serving.whole import Whole, WholeClicks
 
     items, nothing = torch.ones(5, 4, dtype=torch.float32), torch.zeros(2, dtype=torch.int64)
     best_items(items[:1], items, 2, nothing[:0], nothing)
@@ -152,3 +154,9 @@ def _retrieve() -> None:
     for model in (HSTU(SIZES), SASRec(sasrec)):
         scorer = scorer_of(model, SIZES.dim)
         Whole(model).vectors(scorer.program(), *scorer.examples[0])
+    laid_out(torch.ones(65, 2, dtype=torch.float32, device="cpu").t())  # so wide that it is transposed
+    clicks = DLRM(DLRMConfig(("a",), 1, 4, (2,), ()))
+    scorer = scorer_of(clicks, 4)
+    WholeClicks(clicks).logits(scorer.program(), *scorer.examples[0])
+    table = ExportedTable(torch.arange(5, device="cpu"), items, 0, 0, 1.0, "zeros")
+    table.rows(nothing)

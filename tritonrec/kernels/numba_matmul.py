@@ -31,6 +31,7 @@ from .numba_intrinsics import has_wide_registers
 U = np.uintp
 ONE, FOUR, EIGHT, SIXTEEN = U(1), U(4), U(8), U(16)
 CHAIN = U(64)
+LINE = 16  # float32 of a cache line
 INT32, INT64 = ir.IntType(32), ir.IntType(64)
 
 
@@ -154,8 +155,19 @@ def _by_one(lanes, groups):
             fused, zeros = fma_of_vectors(builder, vector), ir.Constant(vector, [0.0] * lanes)
             undefined = ir.Constant(vector, ir.Undefined)
             totals = [cgutils.alloca_once_value(builder, zeros) for _ in range(groups)]
+            kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, INT32, INT32, INT32])
+            fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+            following = builder.add(a_first, builder.mul(a_row, INT64(lanes * groups)))
             with cgutils.for_range(builder, builder.udiv(terms, INT64(lanes))) as loop:
                 term = builder.mul(loop.index, INT64(lanes))
+                # Rows are read a few columns at a time, which a processor does not foresee: those of the next
+                # call are fetched meanwhile, as they lie in memory. Without that a search took 1.25 times as
+                # long on an AMD EPYC (Zen 3).
+                ahead = builder.add(following, builder.mul(term, INT64(lanes * groups)))
+                for start in range(0, lanes * lanes * groups, LINE):
+                    place = builder.gep(a_data, [builder.add(ahead, INT64(start))])
+                    line_there = builder.bitcast(place, cgutils.voidptr_t)
+                    builder.call(fetch, [line_there, INT32(0), INT32(3), INT32(1)])
                 column = []
                 for k in range(lanes):
                     place = builder.add(b_first, builder.mul(b_term, builder.add(term, INT64(k))))

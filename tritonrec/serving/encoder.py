@@ -22,8 +22,8 @@ from torch import Tensor
 from ..data.jagged import offsets_of
 from ..kernels.autocast import Precision, autocast, widen
 from ..kernels.checksums import same_bits
-from ..nn import NextItemModel
-from .programs import InPrecision, NextItemEncoder, Program, scorer_of
+from ..nn import DLRM, NextItemModel
+from .programs import ClickScorer, InPrecision, NextItemEncoder, Program, scorer_of
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,10 @@ def _keep(store: Tensor, step: Step, new: Tensor, keys: Tensor, values: Tensor) 
     return keys, values
 
 
-def give_weights(model: NextItemModel, program: Program) -> None:
-    """Give `model` the weights of a `NextItemEncoder`'s program; ValueError where their shapes differ."""
-    holder = InPrecision(NextItemEncoder(model), "float32")
+def give_weights(model: NextItemModel | DLRM, program: Program) -> None:
+    """Give `model` the weights of its scorer's program; ValueError where their shapes differ."""
+    scorer = ClickScorer(model) if isinstance(model, DLRM) else NextItemEncoder(model)
+    holder = InPrecision(scorer, "float32")
     theirs, own = program.state_dict(), holder.state_dict()  # type: ignore[attr-defined]
     for name in sorted({*theirs, *own}):
         shapes = [tuple(each[name].shape) if name in each else "missing" for each in (theirs, own)]

@@ -8,20 +8,23 @@ Dimensions: n rows, d columns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .. import ops
 from ..files.places import Place
+from ..kernels.workers import over_ranges
 from .manifest import checked_file, local_copy
 from .shards import Weights, read_shard
 
 UnknownIds = Literal["initial", "zeros"]
+LOOKUP = 100  # floating-point operations that take as long as a row
 Kind = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -70,10 +73,7 @@ class ExportedTable:
 
     def rows(self, ids: Tensor) -> Tensor:
         """(n, d) float32 of ids (n,) int64, repeats allowed."""
-        places, known = self.find(ids)
-        if bool(known.all()):
-            return self._at(places)
-        return self.filled(ids, known, self._at(places[known]))
+        return rows_side_by_side([self], [ids]).squeeze(1)
 
     def find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Places (n,) int64 of ids (n,), and which of them are there, (n,) bool."""
@@ -96,10 +96,54 @@ class ExportedTable:
         """All weights (n, d) float32; of codes they are made at the first use, and kept."""
         return self.weights if self.step is None else self._at(torch.arange(len(self.ids), device="cpu"))
 
+    @property
+    def _is_plain(self) -> bool:
+        """Whether its ids and rows lie in memory as `numba_tables` reads them."""
+        return (
+            self.weights.dtype == torch.float32 and self.weights.is_contiguous() and self.ids.is_contiguous()
+        )
+
     def _at(self, places: Tensor) -> Tensor:
         if self.least is None or self.step is None:
             return self.weights.index_select(0, places)
         return decoded(self.weights[places], self.least[places], self.step[places])
+
+
+def rows_side_by_side(tables: Sequence[ExportedTable], ids: Sequence[Tensor]) -> Tensor:
+    """(n, T, d) float32 of ids (n,) int64 of each of T tables, whose rows have d columns."""
+    from .numba_tables import look_up
+
+    count, dim = ids[0].shape[0], tables[0].weights.shape[1]
+    out = torch.empty(count, len(tables), dim, dtype=torch.float32, device="cpu")
+    ids = [each.contiguous() for each in ids]
+    for table, each in zip(tables, ids, strict=True):  # a kernel goes by addresses
+        fits = each.shape == (count,) and each.dtype == torch.int64 and each.is_cpu
+        if not fits or table.weights.shape[1] != dim:
+            raise ValueError(f"ids must be ({count},) int64 on the CPU, of tables with {dim} columns")
+    given = np.array(
+        [
+            # a table of another form is looked up by itself below, as one that lacks an id
+            (
+                table.ids.data_ptr(),
+                table.weights.data_ptr(),
+                table.ids.shape[0] * table._is_plain,
+                each.data_ptr(),
+            )
+            for table, each in zip(tables, ids, strict=True)
+        ],
+        np.int64,
+    )
+    unknown, flat = np.zeros(len(tables), np.bool_), out.numpy().reshape(-1)
+
+    def run(start: int, stop: int) -> None:
+        look_up(given, count, np.uintp(dim), flat, unknown, start, stop)
+
+    over_ranges(run, count, float(LOOKUP * count * len(tables)))
+    for number in unknown.nonzero()[0].tolist():
+        table, own = tables[number], ids[number]
+        places, known = table.find(own)
+        out[:, number] = table.filled(own, known, table._at(places[known]))
+    return out
 
 
 def decoded(codes: Tensor, least: Tensor, step: Tensor) -> Tensor:

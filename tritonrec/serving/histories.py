@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..data.jagged import KeyedJaggedTensor, WeightedLookup, check_offsets, offsets_of
+from ..data.jagged import KeyedJaggedTensor, WeightedLookup, check_offsets
 from ..data.vocabulary import Vocabulary
 
 
@@ -43,10 +43,10 @@ def ids_of(value: Any, what: str, vocabulary: Vocabulary | None) -> Ids:
     if found is None:
         parts = [value] if _is_one(value) else list(value)
         arrays = [array_of(part, what, vocabulary) for part in parts]
-        lengths = torch.tensor([len(ids) for ids, _ in arrays], dtype=torch.int64, device="cpu")
+        offsets = torch.from_numpy(np.cumsum([0, *(len(ids) for ids, _ in arrays)], dtype=np.int64))
         none = torch.empty(0, dtype=torch.int64, device="cpu")
-        flat = torch.cat([none, *(each for each, _ in arrays)])
-        return Ids(flat, offsets_of(lengths), any(words for _, words in arrays))
+        flat = arrays[0][0] if len(arrays) == 1 else torch.cat([none, *(each for each, _ in arrays)])
+        return Ids(flat, offsets, any(words for _, words in arrays))
     ids, offsets = found
     _check_int64(f"ids of the {what}", ids)
     _check_int64(f"offsets of the {what}", offsets)

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from operator import is_
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from ..files.places import Place, place_of
 from ..kernels.gradients import keep_made
 from ..nn import sigmoid
 from ..settings import typed
-from .exported_table import ExportedTable, Share, UnknownIds, load_table
+from .exported_table import ExportedTable, Share, UnknownIds, load_table, rows_side_by_side
 from .histories import Ids, array_of, ids_of, times_of, told
 from .manifest import checked_file, local_copy, read_manifest
 from .programs import CLICK, IMPRESSION, NEXT_ITEM, Program, load_compiled, load_program, without_dispatcher
@@ -163,10 +164,10 @@ class Predictor:
         given = ids_of(history, "history", self.vocabularies.get("item"))
         ids, offsets, _ = given
         timestamps = times_of(timestamps, history, ids, dense["timestamps"])
-        lengths, longest = offsets.diff(), dense["max_seq_len"]
-        wrong = ((lengths < 1) | (lengths > longest)).nonzero()
-        if len(wrong):
-            at = int(wrong[0])
+        lengths, longest = np.diff(offsets.numpy()), dense["max_seq_len"]
+        wrong = (lengths < 1) | (lengths > longest)
+        if wrong.any():
+            at = int(wrong.argmax())
             raise ValueError(f"history {at} has {int(lengths[at])} items, the model takes 1 to {longest}")
         return given, timestamps
 
@@ -177,8 +178,8 @@ class Predictor:
 
     @property
     def _encoder(self) -> Program:
-        """The program, or what computes the same faster; made at the first history, as ranks that hold rows
-        encode none, and anew where the program's weights were changed, in place or for other tensors.
+        """The program, or what computes the same faster; made at the first call, for ranks that hold rows make
+        none, and anew where the program's weights were changed, in place or for other tensors.
         """
         weights = [each for own in self._weights for each in own.values()]
         now = [-1 if each.is_inference() else each._version for each in weights]  # no change of those shows
@@ -298,9 +299,19 @@ class Predictor:
 
     def clicks(self, dense: Tensor, ids: Mapping[str, Tensor]) -> Tensor:
         """Probabilities (B,) of what `read_clicks` has checked."""
-        rows = self.rows_of({name: (each, None) for name, each in ids.items()})
         with torch.no_grad():
-            return sigmoid(self.program(dense, torch.stack([*rows.values()], 1))).squeeze(1)
+            return sigmoid(self._encoder(dense, self._side_by_side(ids))).squeeze(1)
+
+    def _side_by_side(self, ids: Mapping[str, Tensor]) -> Tensor:
+        """Rows (B, C, d) of ids (B,), checked, by feature."""
+        return rows_side_by_side([self.tables[self._table_of[name]] for name in ids], [*ids.values()])
+
+    @cached_property
+    def _table_of(self) -> dict[str, str]:
+        """Names of the tables, by feature of a click; ValueError for one that is missing or pooled."""
+        names, none = self.manifest["dense"]["features"], torch.empty(0, dtype=torch.int64, device="cpu")
+        self.rows_of(dict.fromkeys(names, (none, None)))
+        return {name: self.manifest["features"][name]["table"] for name in names}
 
     def _predict_impressions(self, batch: ImpressionBatch) -> Tensor:
         dense = self.dense_of(IMPRESSION, "predict of an ImpressionBatch")

@@ -32,6 +32,7 @@ from ..kernels.autocast import Precision, autocast, widen
 from ..kernels.checksums import same_bits
 from ..kernels.op import OPS, Op
 from ..nn import DLRM, GRM, HSTU, NextItemModel, PaddedNextItem, SASRec
+from ..nn.modules import Linear
 from .vetting import RefusedProgramError, vetted
 
 Arguments = tuple[Tensor, ...]
@@ -183,7 +184,9 @@ def scorer_of(model: torch.nn.Module, dim: int) -> Scorer:
             )
             for size in (3, 1, 8, 37)
         ]
-        facts = {"features": list(config.features), "dense": config.dense}
+        facts: dict[str, Any] = {"features": list(config.features), "dense": config.dense}
+        if type(model) is DLRM and {type(each) for each in [*(model.bottom or []), *model.top]} == {Linear}:
+            facts["layers"] = {"model": "DLRM", "config": asdict(config)}  # for `whole`
         return Scorer(CLICK, ClickScorer(model), examples, facts)
     if isinstance(model, GRM):
         names, tasks = list(model.config.context), list(model.config.tasks)

@@ -111,6 +111,10 @@ class SpreadRowsPredictor(Predictor):
             found[name] = self.tables[table].filled(ids, known[name], torch.from_numpy(rows))
         return found
 
+    def _side_by_side(self, ids: Mapping[str, Tensor]) -> Tensor:
+        asked = {name: (self._table_of[name], each) for name, each in ids.items()}
+        return torch.stack([*self._looked_up(asked).values()], 1)
+
     def scores_of(self, vectors: Tensor, items: Tensor | None = None) -> Tensor:
         """As of its base."""
         if items is not None:

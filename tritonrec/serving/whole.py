@@ -21,14 +21,27 @@ from ..data.jagged import offsets_of
 from ..kernels.autocast import Precision
 from ..kernels.checksums import same_bits
 from ..kernels.linear.numba_linear import laid_out
+from ..kernels.row_layout import flat
 from ..kernels.workers import THREAD_COST, over_ranges
-from ..nn import HSTU, HSTUConfig, HSTULayer, NextItemModel, SASRec, SASRecConfig, SASRecLayer
+from ..nn import (
+    DLRM,
+    HSTU,
+    DLRMConfig,
+    HSTUConfig,
+    HSTULayer,
+    NextItemModel,
+    SASRec,
+    SASRecConfig,
+    SASRecLayer,
+)
 from .encoder import Encoder, Step, encode_new, give_weights
 from .programs import Program, scorer_of
 
 CACHE_LINE = 16  # of float32
 EXAMPLE = 512  # tokens of the examples by which layers are compared with a program
-_KINDS: dict[str, tuple[Any, Any]] = {"HSTU": (HSTU, HSTUConfig), "SASRec": (SASRec, SASRecConfig)}
+_KINDS: dict[str, tuple[Any, Any]] = {
+    "HSTU": (HSTU, HSTUConfig), "SASRec": (SASRec, SASRecConfig), "DLRM": (DLRM, DLRMConfig),
+}  # fmt: skip
 
 
 class Whole:
@@ -103,8 +116,38 @@ class Whole:
         return out if all(over_ranges(run, count, cost)) else None
 
 
+class WholeClicks:
+    """`ClickScorer` of a float32 DLRM, with its bits."""
+
+    def __init__(self, model: DLRM):
+        layers: list[Any] = [*(model.bottom or []), *model.top]
+        parts = [part for each in layers for part in (laid_out(each.weight.t()), each.bias)]
+        weights, at = _behind_each_other([parts])
+        widths = np.array([each.weight.shape[::-1] for each in layers], np.uintp)
+        self._bottom = len(layers) - len(model.top)
+        self._arguments = weights[0], at, widths, self._bottom
+        self._cost = 2.0 * weights.size
+        self._dense, self._sizes = model.config.dense, (len(model.config.features), model.config.dim)
+
+    def logits(self, program: Program, dense: Tensor, rows: Tensor) -> Tensor:
+        """What `program`, that of `ClickScorer`, gives for its arguments."""
+        from .numba_clicks import logits
+
+        count = len(dense)
+        if dense.shape[1:] != (self._dense,) or rows.shape != (count, *self._sizes):
+            return program(dense, rows)
+        out = torch.empty(count, 1, dtype=torch.float32, device="cpu")
+        given = *(flat(each) for each in (dense, rows)), *map(np.uintp, self._sizes), flat(out)
+
+        def run(start: int, stop: int) -> None:
+            logits(*self._arguments, *given, np.uintp(start), np.uintp(stop))
+
+        over_ranges(run, count, self._cost * count, step=4)
+        return out
+
+
 def program_or_whole(dense: Mapping[str, Any], program: Any) -> Program:
-    """The program of an export's histories, or `Whole.vectors` in its place.
+    """The program of an export's histories or clicks; in its place `Whole.vectors` or `WholeClicks.logits`.
 
     That is for layers which the manifest describes, if they have the program's bits on an example.
     """
@@ -116,9 +159,13 @@ def program_or_whole(dense: Mapping[str, Any], program: Any) -> Program:
         with torch.device("meta"):
             model = kind(config(**layers["config"]))
         give_weights(model, program)
-        if model.config.max_seq_len != dense["max_seq_len"]:
-            raise ValueError(f"max_seq_len is {dense['max_seq_len']} beside it")
-        whole = partial(Whole(model).vectors, program)
+        for name in ("max_seq_len", "dense", "features"):
+            told, own = dense.get(name), getattr(model.config, name, None)
+            if told != (list(own) if isinstance(own, tuple) else own):
+                raise ValueError(f"{name} is {told} beside it")
+        whole = partial(
+            WholeClicks(model).logits if isinstance(model, DLRM) else Whole(model).vectors, program
+        )
         for example in scorer_of(model, model.config.dim).examples:
             if len(example[0]) <= EXAMPLE and not same_bits(whole(*example), program(*example)):
                 raise ValueError("the program has other bits")
