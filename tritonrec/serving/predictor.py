@@ -7,6 +7,7 @@ history and Le exposed tokens, T tasks.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import cached_property
 from operator import is_
 from typing import Any
 
@@ -178,8 +179,8 @@ class Predictor:
 
     @property
     def _encoder(self) -> Program:
-        """The program, or what computes the same faster; made at the first call, for ranks that hold rows make
-        none, and anew where the program's weights were changed, in place or for other tensors.
+        """The program, or what computes the same faster; made at the first call (ranks that hold rows
+        make none), and anew where the program's weights were changed, in place or for other tensors.
         """
         weights = [each for own in self._weights for each in own.values()]
         now = [-1 if each.is_inference() else each._version for each in weights]  # no change of those shows
