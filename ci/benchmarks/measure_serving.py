@@ -2,7 +2,7 @@
 
     python ci/benchmarks/measure_serving.py                        # peers that are not installed are left out
     python ci/benchmarks/measure_serving.py --only retrieve --json FILE
-    python ci/benchmarks/measure_serving.py --only requests,clicks --users 1,4,32,256 --json FILE
+    python ci/benchmarks/measure_serving.py --only requests clicks --users 1,4,32,256 --json FILE
 
 Requests are those of one model: users' vectors, the best k, scores of 100 candidates, beside the same model
 in eager torch (`eager_models.py`), which takes places in the table for ids and looks at no input.

@@ -1,6 +1,7 @@
 """Promise: tasks run after all they wait for, lanes overlap, a failure stops the rank and is named."""
 
 import os
+import re
 import signal
 import threading
 import time
@@ -288,7 +289,10 @@ def test_what_takes_long_is_named_once(monkeypatch):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         run(Tasks(NESTPIPE, 1), 3, action)
-    assert len(told) == 1 and "stages under way: retrieve(0)" in str(told[0].message)
+    texts = [str(each.message).partition("stages under way: ")[2] for each in told]
+    named = [frozenset(re.findall(r"([\w-]+)\(", each.partition(". A disk")[0])) for each in texts]
+    assert any("retrieve(0)" in each for each in texts)
+    assert len(named) == len({*named})  # a busy machine holds up others too
 
 
 def test_closing_waits_for_the_stages_that_run():

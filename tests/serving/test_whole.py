@@ -14,6 +14,7 @@ from tritonrec.kernels import workers
 from tritonrec.kernels.linear import numba_linear
 from tritonrec.nn import DLRM, HSTU, DLRMConfig, FuXi, FuXiConfig, HSTUConfig, SASRec, SASRecConfig
 from tritonrec.serving import Predictor, whole
+from tritonrec.serving.encoder import give_weights
 from tritonrec.serving.numba_layers import CHUNK
 from tritonrec.serving.programs import InPrecision, scorer_of
 from tritonrec.serving.whole import program_or_whole
@@ -312,3 +313,13 @@ def test_weights_that_are_changed_are_those_of_the_next_vectors():
     compare()
     next(program.parameters()).add_(1.0)
     compare()
+
+
+def test_a_model_that_is_given_weights_has_its_own():
+    program = scorer_of(SASRec(SASRecConfig(**SIZES)).eval().requires_grad_(False), DIM).program()
+    model = SASRec(SASRecConfig(**SIZES)).requires_grad_(False)
+    give_weights(model, program)
+    before = model.norm.weight.clone()
+    for each in program.parameters():
+        each.add_(1.0)
+    assert torch.equal(model.norm.weight, before)
