@@ -133,6 +133,8 @@ class Server:
                 told = json.loads(found.read())
         except urllib.error.HTTPError as error:  # not ready, or a table before the first step
             error.close()
+            if error.code >= 500 and error.code != 503:
+                raise
             return None
         except OSError:
             if not self._process.is_alive():
