@@ -17,8 +17,6 @@ STARTED = [
 ]
 STARTED.remove(CI / "ascend" / "lower.py")  # imports a Triton of its own
 
-pytestmark = pytest.mark.every_case  # a file that was left out of a commit shows in its script alone
-
 
 def names_of(tree: ast.Module) -> set[str]:
     """What the module's top level defines or imports, also under a condition."""
