@@ -189,8 +189,8 @@ class Executor:
         return call.result()
 
     def _wait_until(self, comes: Callable[[], bool]) -> None:
-        """Wait on the caller's thread, and say once what it waits for if that takes long: a call that a disk
-        or a link never answers raises nothing.
+        """Wait on the caller's thread, and name the stages under way after a minute, each set of them once:
+        a call that a disk or a link never answers raises nothing.
         """
         while not self._of_caller.wait_for(comes, SILENT_SECONDS):
             stages = frozenset(task.stage for task in self._running.values())
