@@ -474,9 +474,9 @@ def _linear(dtype):
     x, weight, bias = ones(size, 64, dtype=dtype), ones(128, 64, dtype=dtype), ones(128, dtype=dtype)
     run(ops.linear, x, weight, bias)
     run(ops.linear, ones(size, 128, dtype=dtype), weight.t())
+    grid = torch.zeros(128, 64, dtype=torch.int64)
+    run(ops.linear_weight_grad, grid, ones(size, 128, dtype=dtype), x, offsets())
     if dtype == torch.float32:
-        grid = torch.zeros(128, 64, dtype=torch.int64)
-        run(ops.linear_weight_grad, grid, ones(size, 128), x, offsets())
         for rows in (size, 1024 + size):  # many rows are shared by programs
             run(ops.linear_weight_grad, grid, ones(rows, 128), ones(rows, 64))
 

@@ -15,9 +15,10 @@ from tritonrec.kernels.hstu_attention.numba_mask import find_runs, find_spans
 from tritonrec.kernels.hstu_attention.triton_mask import (
     Rules,
     block_of,
+    clear_keys,
     key_blocks,
+    masked_queries,
     query_blocks,
-    whole,
 )
 from tritonrec.kernels.hstu_attention.triton_mask import visible as visible_block
 
@@ -120,10 +121,10 @@ def test_spans_are_the_mask_and_runs_cover_them(sequence):
 
 @triton.jit
 def mark_kernel(
-    seen_ptr, by_rows_ptr, by_columns_ptr, whole_ptr, length, history, contexts, hidden, rules,
+    seen_ptr, by_rows_ptr, by_columns_ptr, clear_ptr, length, history, contexts, hidden, rules,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Mark pairs seen, pairs walked by rows and by columns (once each), and pairs in whole blocks."""
+    """Mark pairs seen, pairs walked by rows and by columns (once each), and pairs walked without a mask."""
     every_row = tl.arange(0, BLOCK)[:, None]
     every_column = tl.arange(0, BLOCK)[None, :]
     seen = visible_block(every_row, every_column, history, contexts, rules).to(tl.int32)
@@ -140,8 +141,8 @@ def mark_kernel(
             inside = (row >= least) & (row < stop) & (column < length)
             at = row * length + column
             tl.atomic_add(by_rows_ptr + at, 1, mask=inside)
-            if whole(least, stop - 1, start, start + BLOCK_N, history, rules):
-                tl.store(whole_ptr + at, 1, mask=inside)
+            if n < clear_keys(least, history, rules, BLOCK_N):
+                tl.atomic_add(clear_ptr + at, 1, mask=inside)
     for first in range(0, length, BLOCK_M):
         stop = tl.minimum(first + BLOCK_M, length)
         column = first + tl.arange(0, BLOCK_M)[None, :]
@@ -152,12 +153,12 @@ def mark_kernel(
             inside = (row < length) & (column < stop)
             at = row * length + column
             tl.atomic_add(by_columns_ptr + at, 1, mask=inside)
-            if whole(start, tl.minimum(start + BLOCK_N, length) - 1, first, stop, history, rules):
-                tl.store(whole_ptr + at, 1, mask=inside)
+            if n >= masked_queries(stop, history, walk, rules, BLOCK_N):
+                tl.atomic_add(clear_ptr + at, 1, mask=inside)
 
 
 def marked(length, targets, contexts, mask, queries, own, step):
-    """Four (length, length) int32: seen, walked by rows, walked by columns, whole."""
+    """Four (length, length) int32: seen, walked by rows, walked by columns, without a mask."""
     marks = torch.zeros(4, length, length, dtype=torch.int32, device=DEVICE)
     group, window, full, prefix = numbers_of(mask)
     rules = Rules(None if group == 1 else group, window or None, full, prefix, 1 if contexts else None)
@@ -178,12 +179,12 @@ def test_triton_walks_every_visible_pair_once(sequence, sizes):
     length, targets, contexts, mask, queries = sequence
     hidden = length - queries
     meant = visible(length, targets, contexts, mask)
-    seen, by_rows, by_columns, is_whole = marked(*sequence, *sizes)
+    seen, by_rows, by_columns, clear = marked(*sequence, *sizes)
     assert torch.equal(seen > 0, meant)
     for walked in (by_rows, by_columns):
         assert int(walked.max() if length else 0) <= 1, "a block is walked twice"
         assert not (meant & (walked == 0))[hidden:].any(), "a visible pair is left out"
-    assert not (~meant & (is_whole > 0))[hidden:].any(), "a block passes for whole"
+    assert not (~meant & (clear > 0))[hidden:].any(), "an invisible pair has no mask"
 
 
 @TRITON
@@ -193,5 +194,5 @@ def test_blocks_that_nobody_sees_are_not_walked():
     assert int(marked(64, 0, 0, Mask(max_attn_len=8), 64, 8, 8)[2].sum()) // 64 == 15
     for walked in marked(64, 32, 0, Mask(), 64, 8, 8)[1:3]:
         assert int(walked.sum()) // 64 == (1 + 2 + 3 + 4) + 4 * (4 + 1)
-    whole_blocks = int(marked(64, 0, 0, Mask(), 64, 8, 8)[3].sum()) // 64
-    assert whole_blocks == 28
+    # below the diagonal, once by rows and once by columns
+    assert int(marked(64, 0, 0, Mask(), 64, 8, 8)[3].sum()) // 64 == 2 * 28

@@ -39,7 +39,8 @@ def configuration(
 
     Chosen by hand, by what compiles with matrix instructions and without spills, and by the bytes that it
     reads; nothing was timed. A program reads every key that its queries see, so 128 queries read half as much
-    as 64, and sm_90 has the registers for them.
+    as 64, and sm_90 has the registers for them. Its product of 64 x 32 is bound by what it reads of shared
+    memory, 64 x 64 is not, and a step of 64 keys waits half as often.
     `heavy`: dO beside Q, two accumulators, or a bias beside the scores.
     """
     # tl.dot takes no dimension below 16; padded features are zero and add nothing
@@ -53,7 +54,7 @@ def configuration(
     elif widest > 128:
         block_m, block_n, num_warps = 32, (16 if heavy and dtype == torch.bfloat16 else 32), 8
     elif capability == (9, 0):
-        block_m, block_n, num_warps = 128, (32 if heavy or widest > 64 else 64), 8
+        block_m, block_n, num_warps = 128, (32 if heavy else 64), 8
     elif heavy or widest > 64:
         block_m, block_n, num_warps = 64, 32, 8
     else:
@@ -62,6 +63,14 @@ def configuration(
         "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_QK": block_qk, "BLOCK_V": block_v,
         "num_warps": num_warps, "num_stages": 2, "enable_fp_fusion": False,
     }  # fmt: skip
+
+
+def rows_configuration(
+    config: dict[str, int], dtype: torch.dtype, has_bias: bool, capability: tuple[int, int]
+) -> dict[str, int]:
+    """That of `rows_kernel`, whose one accumulator leaves registers for wider steps."""
+    wide = capability == (9, 0) and dtype != torch.float32 and not has_bias and config["BLOCK_M"] == 128
+    return config | {"BLOCK_N": 64} if wide else config
 
 
 def table_configuration(dim_qk: int, dim_v: int, dtype: torch.dtype, entries: int) -> dict[str, int]:
@@ -160,7 +169,7 @@ def launch(kernel, tensors, described, tiles, heads, config, **constants) -> Non
         **pointers, **strides, layout=described.layout, rules=described.rules, bias=described.bias,
         scales_ptr=described.scales, tiles_ptr=tiles.listed, count_ptr=tiles.count, num_heads=q.shape[1],
         dim_qk=q.shape[2], dim_v=v.shape[2], alpha=described.alpha, scale=described.scale,
-        WIDEN=INTERPRETED, **config, **constants,
+        WIDEN=INTERPRETED, PTX=int(dispatch.capability(q) >= (8, 0)), **config, **constants,
     )  # fmt: skip
 
 
@@ -197,7 +206,8 @@ def backward(do, q, k, v, call, dq, dk, dv, dpos, dts) -> None:
         launch(sequences_kernel, tensors, described, tiles, heads, one_pass)
     else:
         by_query = tiles_of(call, len(q), config["BLOCK_M"], by_query=True)
-        launch(rows_kernel, {**inputs, "dq": dq}, described, by_query, heads, config)
+        own = rows_configuration(config, q.dtype, call.has_bias, dispatch.capability(q))
+        launch(rows_kernel, {**inputs, "dq": dq}, described, by_query, heads, own)
         # this kernel follows no pointer to dq
         launch(columns_kernel, tensors, described, tiles, heads, config, ATOMIC=False)
     if call.pos_weights is not None:

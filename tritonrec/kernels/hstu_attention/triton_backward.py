@@ -17,10 +17,11 @@ from tritonrec.kernels.hstu_attention.triton_bias import add_bias, load_scales, 
 from tritonrec.kernels.hstu_attention.triton_forward import product, sigmoid
 from tritonrec.kernels.hstu_attention.triton_mask import (
     block_of,
+    clear_keys,
     key_blocks,
+    masked_queries,
     query_blocks,
     visible,
-    whole,
 )
 from tritonrec.kernels.hstu_attention.triton_tiles import (
     find_tile,
@@ -32,9 +33,9 @@ from tritonrec.kernels.hstu_attention.triton_tiles import (
 
 
 @triton.jit
-def slope(x):
+def slope(x, PTX: tl.constexpr):
     """The derivative of x * sigmoid(x)."""
-    s = sigmoid(x)
+    s = sigmoid(x, PTX)
     return s * (1.0 + x * (1.0 - s))
 
 
@@ -43,7 +44,7 @@ def rows_kernel(
     do_ptr, q_ptr, k_ptr, v_ptr, dq_ptr, do_strides, q_strides, k_strides, v_strides, dq_strides, layout,
     rules, bias, scales_ptr, tiles_ptr, count_ptr, num_heads, dim_qk, dim_v, alpha, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr,
-    WIDEN: tl.constexpr,
+    WIDEN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """dQ = alpha * scale * dS K, the walk of the forward kernel."""
     for tile in range(tl.program_id(0), tl.load(count_ptr) * num_heads, tl.num_programs(0)):
@@ -59,18 +60,19 @@ def rows_kernel(
         do = load_rows(do_ptr, do_strides, origin, head, row, length, dim_v, BLOCK_V, hidden)
         dq = tl.zeros((BLOCK_M, BLOCK_QK), tl.float32)
         walk = key_blocks(least, row_stop, history, contexts, rules, BLOCK_N)
-        for n in range(0, walk.count):
-            start = block_of(n, walk) * BLOCK_N
-            column = start + tl.arange(0, BLOCK_N)
-            k = load_rows(k_ptr, k_strides, begin, head, column, length, dim_qk, BLOCK_QK)
-            v = load_rows(v_ptr, v_strides, begin, head, column, length, dim_v, BLOCK_V)
-            column_time = load_times(bias.times_ptr, begin, column, length)
-            x = alpha * product(q, tl.trans(k), WIDEN)
-            x = add_bias(x, row[:, None], column[None, :], row_time[:, None], column_time[None, :], bias)
-            ds = product(do, tl.trans(v), WIDEN) * slope(x)
-            if not whole(least, row_stop - 1, start, start + BLOCK_N, history, rules):
-                ds = tl.where(visible(row[:, None], column[None, :], history, contexts, rules), ds, 0.0)
-            dq += product(ds.to(k.dtype), k, WIDEN)
+        clear = clear_keys(least, history, rules, BLOCK_N)
+        for masked in tl.static_range(2):
+            for n in range(clear * masked, walk.count if masked else clear):
+                column = block_of(n, walk) * BLOCK_N + tl.arange(0, BLOCK_N)
+                k = load_rows(k_ptr, k_strides, begin, head, column, length, dim_qk, BLOCK_QK)
+                v = load_rows(v_ptr, v_strides, begin, head, column, length, dim_v, BLOCK_V)
+                column_time = load_times(bias.times_ptr, begin, column, length)
+                x = alpha * product(q, tl.trans(k), WIDEN)
+                x = add_bias(x, row[:, None], column[None, :], row_time[:, None], column_time[None, :], bias)
+                ds = product(do, tl.trans(v), WIDEN) * slope(x, PTX)
+                if masked:
+                    ds = tl.where(visible(row[:, None], column[None, :], history, contexts, rules), ds, 0.0)
+                dq += product(ds.to(k.dtype), k, WIDEN)
         # a query's scale is the same in every term of its sum, so one product at the end is enough
         dq = dq * (load_scales(scales_ptr, origin, row, length, hidden) * (alpha * scale))[:, None]
         store_rows(dq, dq_ptr, dq_strides, origin, head, row, length, dim_qk, BLOCK_QK, hidden)
@@ -82,7 +84,7 @@ def block_of_columns(
     dv_ptr, dq_ptr, do_strides, q_strides, k_strides, v_strides, dk_strides, dv_strides, dq_strides, rules,
     bias, scales_ptr, dim_qk, dim_v, alpha, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr,
-    WIDEN: tl.constexpr, DQ: tl.constexpr,
+    WIDEN: tl.constexpr, PTX: tl.constexpr, DQ: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of keys [first, first + BLOCK_M), which are the rows of every matrix here.
 
@@ -98,49 +100,51 @@ def block_of_columns(
     dv = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
     # The transposed walk: this program owns keys, which are the rows of its tiles, and meets queries.
     walk = query_blocks(first, column_stop, length, history, contexts, hidden, rules, BLOCK_N)
-    for n in range(0, walk.count):
-        start = block_of(n, walk) * BLOCK_N
-        row = start + tl.arange(0, BLOCK_N)
-        q = load_rows(q_ptr, q_strides, origin, head, row, length, dim_qk, BLOCK_QK, hidden)
-        do = load_rows(do_ptr, do_strides, origin, head, row, length, dim_v, BLOCK_V, hidden)
-        row_time = load_times(bias.row_times_ptr, begin, row, length)
-        x = alpha * product(k, tl.trans(q), WIDEN)
-        x = add_bias(x, row[None, :], column[:, None], row_time[None, :], column_time[:, None], bias)
-        p = x * sigmoid(x)
-        ds = product(v, tl.trans(do), WIDEN) * slope(x)
-        # dQ takes the query's scale once, behind all of its terms; dK and dV take it in each.
-        unscaled = ds
-        # a scale per token differs along the sums of dK and dV, so it goes into each term
-        if scales_ptr is not None:
-            of_row = load_scales(scales_ptr, origin, row, length, hidden)[None, :]
-            p *= of_row
-            ds *= of_row
-        # rows without a query have q and dO of 0, so their terms of dK and dV are 0 without a mask
-        if not whole(start, tl.minimum(start + BLOCK_N, length) - 1, first, column_stop, history, rules):
-            seen = visible(row[None, :], column[:, None], history, contexts, rules)
-            p = tl.where(seen, p, 0.0)
-            ds = tl.where(seen, ds, 0.0)
-            unscaled = tl.where(seen, unscaled, 0.0)
-        dk += product(ds.to(q.dtype), q, WIDEN)
-        dv += product(p.to(do.dtype), do, WIDEN)
-        if DQ == "atomic":
-            dq = product(tl.trans(ds.to(k.dtype)), k, WIDEN) * (alpha * scale)
-            address, exists = tile_of(dq_ptr, dq_strides, origin, head, row, dim_qk, BLOCK_QK)
-            mask = ((row >= hidden) & (row < length))[:, None] & exists
-            # relaxed: only later kernels read dq; the schedule orders the additions
-            tl.atomic_add(address, dq, mask=mask, sem="relaxed")
-        elif DQ == "in place":
-            # `fresh`: nothing was written yet, and a load from place `length` on gives zeros.
-            least = tl.where(fresh, length, hidden)
-            dq = load_rows(dq_ptr, dq_strides, origin, head, row, length, dim_qk, BLOCK_QK, least)
-            dq += product(tl.trans(unscaled.to(k.dtype)), k, WIDEN)
-            of_row = load_scales(scales_ptr, origin, row, length, hidden) * (alpha * scale)
-            # behind their own block they see no key
-            last = (start >= first) & (start < first + BLOCK_M) & (row >= contexts)
-            dq *= tl.where(last, of_row, 1.0)[:, None]
-            # the store may have another layout: no thread may load an element that is new already
-            tl.debug_barrier()
-            store_rows(dq, dq_ptr, dq_strides, origin, head, row, length, dim_qk, BLOCK_QK, hidden)
+    first_clear = masked_queries(column_stop, history, walk, rules, BLOCK_N)
+    for clear in tl.static_range(2):
+        for n in range(first_clear * clear, walk.count if clear else first_clear):
+            start = block_of(n, walk) * BLOCK_N
+            row = start + tl.arange(0, BLOCK_N)
+            q = load_rows(q_ptr, q_strides, origin, head, row, length, dim_qk, BLOCK_QK, hidden)
+            do = load_rows(do_ptr, do_strides, origin, head, row, length, dim_v, BLOCK_V, hidden)
+            row_time = load_times(bias.row_times_ptr, begin, row, length)
+            x = alpha * product(k, tl.trans(q), WIDEN)
+            x = add_bias(x, row[None, :], column[:, None], row_time[None, :], column_time[:, None], bias)
+            p = x * sigmoid(x, PTX)
+            ds = product(v, tl.trans(do), WIDEN) * slope(x, PTX)
+            # dQ takes the query's scale once, behind all of its terms; dK and dV take it in each.
+            unscaled = ds
+            # a scale per token differs along the sums of dK and dV, so it goes into each term
+            if scales_ptr is not None:
+                of_row = load_scales(scales_ptr, origin, row, length, hidden)[None, :]
+                p *= of_row
+                ds *= of_row
+            # rows without a query have q and dO of 0, so their terms of dK and dV are 0 without a mask
+            if not clear:
+                seen = visible(row[None, :], column[:, None], history, contexts, rules)
+                p = tl.where(seen, p, 0.0)
+                ds = tl.where(seen, ds, 0.0)
+                unscaled = tl.where(seen, unscaled, 0.0)
+            dk += product(ds.to(q.dtype), q, WIDEN)
+            dv += product(p.to(do.dtype), do, WIDEN)
+            if DQ == "atomic":
+                dq = product(tl.trans(ds.to(k.dtype)), k, WIDEN) * (alpha * scale)
+                address, exists = tile_of(dq_ptr, dq_strides, origin, head, row, dim_qk, BLOCK_QK)
+                mask = ((row >= hidden) & (row < length))[:, None] & exists
+                # relaxed: only later kernels read dq; the schedule orders the additions
+                tl.atomic_add(address, dq, mask=mask, sem="relaxed")
+            elif DQ == "in place":
+                # `fresh`: nothing was written yet, and a load from place `length` on gives zeros.
+                least = tl.where(fresh, length, hidden)
+                dq = load_rows(dq_ptr, dq_strides, origin, head, row, length, dim_qk, BLOCK_QK, least)
+                dq += product(tl.trans(unscaled.to(k.dtype)), k, WIDEN)
+                of_row = load_scales(scales_ptr, origin, row, length, hidden) * (alpha * scale)
+                # behind their own block they see no key
+                last = (start >= first) & (start < first + BLOCK_M) & (row >= contexts)
+                dq *= tl.where(last, of_row, 1.0)[:, None]
+                # the store may have another layout: no thread may load an element that is new already
+                tl.debug_barrier()
+                store_rows(dq, dq_ptr, dq_strides, origin, head, row, length, dim_qk, BLOCK_QK, hidden)
     store_rows(dk * (alpha * scale), dk_ptr, dk_strides, begin, head, column, length, dim_qk, BLOCK_QK)
     store_rows(dv * scale, dv_ptr, dv_strides, begin, head, column, length, dim_v, BLOCK_V)
 
@@ -151,7 +155,7 @@ def columns_kernel(
     dk_strides, dv_strides, dq_strides, layout, rules, bias, scales_ptr, tiles_ptr, count_ptr, num_heads,
     dim_qk, dim_v, alpha, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr,
-    WIDEN: tl.constexpr, ATOMIC: tl.constexpr,
+    WIDEN: tl.constexpr, PTX: tl.constexpr, ATOMIC: tl.constexpr,
 ):  # fmt: skip
     """dK = alpha * scale * dS^T Q and dV = scale * P^T dO."""
     for tile in range(tl.program_id(0), tl.load(count_ptr) * num_heads, tl.num_programs(0)):
@@ -164,7 +168,7 @@ def columns_kernel(
             first, begin, length, history, contexts, hidden, origin, False, head, do_ptr, q_ptr, k_ptr, v_ptr,
             dk_ptr, dv_ptr, dq_ptr, do_strides, q_strides, k_strides, v_strides, dk_strides, dv_strides,
             dq_strides, rules, bias, scales_ptr, dim_qk, dim_v, alpha, scale, BLOCK_M, BLOCK_N, BLOCK_QK,
-            BLOCK_V, WIDEN, "atomic" if ATOMIC else "",
+            BLOCK_V, WIDEN, PTX, "atomic" if ATOMIC else "",
         )  # fmt: skip
 
 
@@ -174,7 +178,7 @@ def sequences_kernel(
     dk_strides, dv_strides, dq_strides, layout, rules, bias, scales_ptr, tiles_ptr, count_ptr, num_heads,
     dim_qk, dim_v, alpha, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr,
-    WIDEN: tl.constexpr,
+    WIDEN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """dQ, dK and dV of a sequence's head by one program, which adds up dQ, of float32, where it lies.
 
@@ -202,7 +206,7 @@ def sequences_kernel(
                     first, begin, length, history, contexts, hidden, origin, met & (first == 0), head, do_ptr,
                     q_ptr, k_ptr, v_ptr, dk_ptr, dv_ptr, dq_ptr, do_strides, q_strides, k_strides, v_strides,
                     dk_strides, dv_strides, dq_strides, rules, bias, scales_ptr, dim_qk, dim_v, alpha, scale,
-                    BLOCK_M, BLOCK_N, BLOCK_QK, BLOCK_V, WIDEN, "in place",
+                    BLOCK_M, BLOCK_N, BLOCK_QK, BLOCK_V, WIDEN, PTX, "in place",
                 )  # fmt: skip
                 # another thread may load what this one has stored
                 tl.debug_barrier()

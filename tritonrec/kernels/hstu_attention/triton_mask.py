@@ -6,8 +6,9 @@ window, and the targets of its group up to itself. A None in `Rules` compiles it
 sequence's contextual tokens.
 
 A walk is up to three runs of blocks, the n-th block being start + n plus each jump from its cut on. It holds
-every block with a visible pair, perhaps others. `whole` says of a block that every pair of it is visible, and
-then no mask is computed.
+every block with a visible pair, perhaps others. Long sequences have most blocks below the diagonal, whose
+every pair is visible: loops of their own walk these, and compute no mask. (A branch around the mask in one
+loop would be none: compilers compute both sides of it and select.)
 """
 
 from typing import NamedTuple
@@ -65,18 +66,26 @@ def visible(row, column, history, contexts, rules):
 
 
 @triton.jit
-def whole(row, last_row, column, column_stop, history, rules):
-    """Whether rows [row, last_row] all see columns [column, column_stop), both inside a sequence.
+def clear_keys(row, history, rules, BLOCK_N: tl.constexpr):
+    """How many blocks at the beginning of `key_blocks` are seen whole by all queries from `row` on.
 
-    A True is always right; some blocks that contextual tokens or a group see whole get a False.
+    Where windows are, none: a walk then has few blocks between two that need the mask.
     """
-    all_see = (column_stop <= row + 1) & (column_stop <= history)
     if rules.window is not None:
-        # the last row's window begins last, and the first row is the one that may not be full
-        near = tl.minimum(last_row, history) - rules.window <= column
-        near = near | ((rules.full > 0) & (row >= history - rules.full))
-        all_see = all_see & (near | (column_stop <= rules.prefix))
-    return all_see
+        return 0
+    else:
+        return tl.minimum(row + 1, history) // BLOCK_N
+
+
+@triton.jit
+def masked_queries(column_stop, history, walk, rules, BLOCK_N: tl.constexpr):
+    """Behind how many blocks of `query_blocks` all see every key before `column_stop`; else all blocks."""
+    if rules.window is not None or rules.contextual is not None:
+        return walk.count
+    else:
+        # a query sees itself, so a block may begin at the last of the keys
+        masked = tl.maximum((column_stop + BLOCK_N - 2) // BLOCK_N - walk.start, 0)
+        return tl.where(column_stop <= history, tl.minimum(masked, walk.count), walk.count)
 
 
 @triton.jit

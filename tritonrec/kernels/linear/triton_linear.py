@@ -46,7 +46,6 @@ from tritonrec.kernels.triton_jit import jit_kernel
 
 NEVER: tl.constexpr = tl.constexpr(2**31 - 1)  # behind every sample
 MOST_PROGRAMS = 65535  # a launch may have no more along an axis
-STAGES = 1  # of weight gradients: a sample is a few blocks long, and a pipeline's buffers spill registers
 TOKENS_OF_SHARE = 512  # of a weight gradient, whose sums are worth an atomic addition
 MOST_SHARED = 1024  # programs that share tiles: enough for the 132 processors of a H100 eight times
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -74,17 +73,18 @@ def multiply_add(a, b, total, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr
 @jit_kernel
 def rows_times_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, x_row, x_column, weight_row, weight_column, tokens, inner, columns,
-    BLOCK: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """out (L, O) = x (L, I) @ weight (I, O) + bias (O,)."""
-    lane = tl.arange(0, BLOCK).to(tl.int64)
-    column = tl.program_id(1).to(tl.int64) * BLOCK + lane
-    first = tl.program_id(0).to(tl.int64)  # an int64 bound makes the loop's variable int64
+    # tiles of the same rows start one after another, so that x is read from memory once
+    column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    first = tl.program_id(1).to(tl.int64)  # an int64 bound makes the loop's variable int64
     # a grid is bounded, so programs stride over tiles; a tile's bits do not depend on its program
     # not tl.cdiv, which adds before it divides: that sum may pass 2**31
-    for tile in range(first, (tokens - 1) // BLOCK + 1, tl.num_programs(0)):
-        row = tile * BLOCK + lane
-        total = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for tile in range(first, (tokens - 1) // ROWS + 1, tl.num_programs(1)):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(tl.full((), 0, tl.int64), inner, TERMS):
             term = start + tl.arange(0, TERMS)
             # 0 is the identity of the sum, so terms behind the end add nothing
@@ -319,28 +319,44 @@ def add_weight_gradients_kernel(
     tl.store(value_ptr + program, value)
 
 
-def configuration(x: torch.Tensor) -> dict[str, Any]:
-    """BLOCK, edge of a tile, TERMS of a partial sum, PRECISION and warps: by dtype and GPU, never by tokens.
+def configuration(x: torch.Tensor, columns: int) -> dict[str, Any]:
+    """ROWS and COLUMNS of a tile, TERMS of a partial sum, PRECISION, warps and stages: by dtype, GPU and the
+    layer's outputs, never by tokens.
 
-    Hopper and later have matrix instructions for tiles of 64 rows, which bfloat16 can use. Float32 has tensor
-    cores where they take bfloat16; the larger the tile, the fewer times a number is split.
+    A tile of 128 x 128 does 64 multiplications for each number that it reads, twice those of 64 x 64, which
+    is what tensor cores need to be the limit. Float32 has tensor cores where they take bfloat16; the larger
+    the tile, the fewer times a number is split.
     """
-    if x.dtype == torch.bfloat16 and dispatch.capability(x) >= (9, 0):
-        return {"BLOCK": 64, "TERMS": 64, "PRECISION": "ieee", "num_warps": 8}
-    if x.dtype == torch.float32 and dispatch.capability(x) >= (8, 0):
+    generation = dispatch.capability(x)[0]
+    if x.dtype == torch.bfloat16 and generation >= 8:
+        sizes = {"ROWS": 128, "COLUMNS": 128 if columns > 64 else 64, "TERMS": 64 if generation >= 9 else 32}
+        return {**sizes, "PRECISION": "ieee", "num_warps": 8, "num_stages": 3}
+    if x.dtype == torch.float32 and generation >= 8:
         # what the compilers find registers for
-        warps, stages = {8: (4, 3), 9: (4, 2)}.get(dispatch.capability(x)[0], (8, 3))
-        return {"BLOCK": 64, "TERMS": 32, "PRECISION": "bf16x6", "num_warps": warps, "num_stages": stages}
-    return {"BLOCK": 32, "TERMS": 32, "PRECISION": "ieee", "num_warps": 4}
+        warps, stages = {8: (4, 3), 9: (4, 2)}.get(generation, (8, 3))
+        sizes = {"ROWS": 64, "COLUMNS": 64, "TERMS": 32}
+        return {**sizes, "PRECISION": "bf16x6", "num_warps": warps, "num_stages": stages}
+    return {"ROWS": 32, "COLUMNS": 32, "TERMS": 32, "PRECISION": "ieee", "num_warps": 4}
+
+
+def grid_of(config: dict[str, Any], tokens: int, columns: int) -> tuple[int, int]:
+    """Of a kernel with the tiles of `configuration`."""
+    return triton.cdiv(columns, config["COLUMNS"]), min(triton.cdiv(tokens, config["ROWS"]), MOST_PROGRAMS)
 
 
 def configuration_of_weights(x: torch.Tensor) -> dict[str, Any]:
-    """The same for weight gradients. Six products leave registers for int64 sums on Hopper and later only."""
-    if x.dtype != torch.float32:
-        return configuration(x)
-    if dispatch.capability(x) >= (9, 0):
-        return {"BLOCK": 64, "TERMS": 32, "PRECISION": "bf16x6", "num_warps": 8}
-    return {"BLOCK": 32, "TERMS": 32, "PRECISION": "ieee", "num_warps": 4}
+    """BLOCK, the edge of a tile of the weight, and the others of `configuration`.
+
+    Six products leave registers for int64 sums on Hopper and later only. These load the next tokens of a
+    sample while they multiply; where registers are short, a pipeline would spill them.
+    """
+    hopper = dispatch.capability(x) >= (9, 0)
+    if x.dtype == torch.bfloat16 and hopper:
+        # Hopper and later have matrix instructions for tiles of 64 rows
+        return {"BLOCK": 64, "TERMS": 64, "PRECISION": "ieee", "num_warps": 8, "num_stages": 3}
+    if x.dtype == torch.float32 and hopper:
+        return {"BLOCK": 64, "TERMS": 32, "PRECISION": "bf16x6", "num_warps": 8, "num_stages": 2}
+    return {"BLOCK": 32, "TERMS": 32, "PRECISION": "ieee", "num_warps": 4, "num_stages": 1}
 
 
 def linear(x, weight, bias, _seq_offsets=None) -> torch.Tensor:
@@ -349,10 +365,8 @@ def linear(x, weight, bias, _seq_offsets=None) -> torch.Tensor:
     out = x.new_empty(tokens, columns)
     if out.numel() == 0:
         return out
-    config = configuration(x)
-    block = config["BLOCK"]
-    grid = (min(triton.cdiv(tokens, block), MOST_PROGRAMS), triton.cdiv(columns, block))
-    rows_times_kernel[grid](
+    config = configuration(x, columns)
+    rows_times_kernel[grid_of(config, tokens, columns)](
         x, weight, None if bias is None else bias.contiguous(), out, *x.stride(), *weight.t().stride(),
         tokens, inner, columns, **config, INTERPRETED=INTERPRETED, enable_fp_fusion=False,
     )  # fmt: skip
@@ -384,7 +398,7 @@ def linear_weight_grad(
         accumulator, bias_accumulator, dy, x, *norm, seq_offsets.contiguous(), bad, values,
         *accumulator.stride(), *dy.stride(), *x.stride(), samples, len(x), *shared, outputs,
         inputs, 2.0**bits, 2.0 ** (62 - bits), near(bits, max(shared)), **config,
-        num_stages=STAGES, SHARED=shares > 1, INTERPRETED=INTERPRETED, enable_fp_fusion=False,
+        SHARED=shares > 1, INTERPRETED=INTERPRETED, enable_fp_fusion=False,
     )  # fmt: skip
 
     products = samples * outputs * inputs

@@ -11,13 +11,12 @@ so the bits are those of the three ops one after another.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from tritonrec.kernels.linear.triton_linear import (
     INTERPRETED,
-    MOST_PROGRAMS,
     configuration,
+    grid_of,
     linear,
     linear_weight_grad,
     multiply_add,
@@ -37,19 +36,19 @@ from tritonrec.kernels.triton_jit import jit_kernel
 def forward_kernel(
     x_ptr, norm_weight_ptr, norm_bias_ptr, means_ptr, rstds_ptr, weight_ptr, bias_ptr, y_ptr, z_ptr,
     x_row, x_column, weight_row, weight_column, tokens, inner, columns,
-    BLOCK: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """y, z or both (one that is None is not written): z = norm(x) @ weight + bias, y = silu(z)."""
-    lane = tl.arange(0, BLOCK).to(tl.int64)
-    column = tl.program_id(1).to(tl.int64) * BLOCK + lane
-    first = tl.program_id(0).to(tl.int64)  # an int64 bound makes the loop's variable int64
+    column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    first = tl.program_id(1).to(tl.int64)  # an int64 bound makes the loop's variable int64
     # not tl.cdiv, which adds before it divides: that sum may pass 2**31
-    for tile in range(first, (tokens - 1) // BLOCK + 1, tl.num_programs(0)):
-        row = tile * BLOCK + lane
+    for tile in range(first, (tokens - 1) // ROWS + 1, tl.num_programs(1)):
+        row = tile * ROWS + tl.arange(0, ROWS)
         # each tile of columns normalises its rows again, which saves (L, I) of memory
         mean = tl.load(means_ptr + row, mask=row < tokens, other=0.0)[:, None]
         rstd = tl.load(rstds_ptr + row, mask=row < tokens, other=0.0)[:, None]
-        total = tl.zeros((BLOCK, BLOCK), tl.float32)
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(tl.full((), 0, tl.int64), inner, TERMS):
             term = start + tl.arange(0, TERMS)
             exists = (row < tokens)[:, None] & (term < inner)[None, :]
@@ -153,9 +152,8 @@ def _product(
 ) -> None:  # fmt: skip
     """Fill y and z unless None: x (L, I) and weight (O, I) with any strides, the others contiguous."""
     (tokens, inner), columns = x.shape, weight.shape[0]
-    config = configuration(weight)
-    grid = (min(triton.cdiv(tokens, config["BLOCK"]), MOST_PROGRAMS), triton.cdiv(columns, config["BLOCK"]))
-    forward_kernel[grid](
+    config = configuration(weight, columns)
+    forward_kernel[grid_of(config, tokens, columns)](
         x, norm_weight.contiguous(), norm_bias.contiguous(), means, rstds, weight,
         None if bias is None else bias.contiguous(), y, z, *x.stride(), weight.stride(1), weight.stride(0),
         tokens, inner, columns, **config, INTERPRETED=INTERPRETED, enable_fp_fusion=False,
