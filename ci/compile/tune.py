@@ -44,7 +44,9 @@ SPACES: dict[str, dict[str, tuple[int, ...]]] = {
     "sparse_optimizers.triton_sparse_optimizers": {"ELEMENTS": (512, 1024, 2048), "NUM_WARPS": (2, 4, 8)},
     "philox.triton_philox": {"COUNTERS": (128, 256, 512), "NUM_WARPS": (2, 4, 8)},
     "sampled_softmax.triton_softmax": {"TILE": (1024, 2048, 4096)},
-    "linear.triton_linear": {"BLOCK": (32, 64, 128), "num_warps": (4, 8)},
+    "linear.triton_linear": {
+        "ROWS": (64, 128), "COLUMNS": (64, 128, 256), "num_warps": (4, 8), "num_stages": (3, 4),
+    },
     "hstu_attention.triton_attention": {
         "BLOCK_M": (32, 64, 128), "BLOCK_N": (16, 32, 64), "num_warps": (4, 8), "num_stages": (2, 3),
     },

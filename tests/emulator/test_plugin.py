@@ -12,7 +12,7 @@ from tritonrec.harness.cli import app
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-FEW = "test_threads.py", "test_hot_keys.py"
+FEW = "test_threads.py", "test_hot_keys.py", "test_wide_products.py"
 SPLIT = "test_split_products.py"
 KERNELS = [str(HERE / name) for name in ("test_triton_kernels.py", SPLIT, *FEW)]
 QUICK = [*(str(HERE / name) for name in FEW), str(ROOT / "tests/kernels/test_unique.py::test_equals_a_dict")]

@@ -107,7 +107,7 @@ def test_small_numbers_lose_at_most_half_a_bfloat16():
 def test_they_are_matrix_instructions():
     """Fewer instructions than a multiply-add for each term of a product, and none of those."""
     x, weight = drawn("asymmetric", (256, 256), (256, 256))
-    assert configuration(x)["PRECISION"] == "bf16x6"
+    assert configuration(x, 64, 64)["PRECISION"] == "bf16x6"
     session = current()
     session.keep_history, session.history = True, []
     ops.linear(x, weight, impl="triton")
@@ -116,4 +116,4 @@ def test_they_are_matrix_instructions():
     multiply_adds = 256**3 // 32
     assert counts.instructions < (1.05 if dispatch.emulated < (9, 0) else 0.65) * multiply_adds
     expected = "bf16x6" if dispatch.emulated >= (9, 0) else "ieee"
-    assert configuration_of_weights(x)["PRECISION"] == expected
+    assert configuration_of_weights(x, 64)["PRECISION"] == expected

@@ -63,7 +63,8 @@ def rows_kernel(
         clear = clear_keys(least, history, rules, BLOCK_N)
         for masked in tl.static_range(2):
             for n in range(clear * masked, walk.count if masked else clear):
-                column = block_of(n, walk) * BLOCK_N + tl.arange(0, BLOCK_N)
+                start = block_of(n, walk) * BLOCK_N
+                column = start + tl.arange(0, BLOCK_N)
                 k = load_rows(k_ptr, k_strides, begin, head, column, length, dim_qk, BLOCK_QK)
                 v = load_rows(v_ptr, v_strides, begin, head, column, length, dim_v, BLOCK_V)
                 column_time = load_times(bias.times_ptr, begin, column, length)
@@ -100,8 +101,11 @@ def block_of_columns(
     dv = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
     # The transposed walk: this program owns keys, which are the rows of its tiles, and meets queries.
     walk = query_blocks(first, column_stop, length, history, contexts, hidden, rules, BLOCK_N)
-    first_clear = masked_queries(column_stop, history, walk, rules, BLOCK_N)
-    for clear in tl.static_range(2):
+    # a second loop is worth its registers where the compiler has them: AMD's would spill hundreds of bytes
+    first_clear = walk.count
+    if PTX or WIDEN:
+        first_clear = masked_queries(column_stop, history, walk, rules, BLOCK_N)
+    for clear in tl.static_range(2 if PTX or WIDEN else 1):
         for n in range(first_clear * clear, walk.count if clear else first_clear):
             start = block_of(n, walk) * BLOCK_N
             row = start + tl.arange(0, BLOCK_N)

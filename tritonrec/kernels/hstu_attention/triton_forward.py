@@ -68,7 +68,8 @@ def forward_kernel(
         clear = clear_keys(least, history, rules, BLOCK_N)
         for masked in tl.static_range(2):
             for n in range(clear * masked, walk.count if masked else clear):
-                column = block_of(n, walk) * BLOCK_N + tl.arange(0, BLOCK_N)
+                start = block_of(n, walk) * BLOCK_N
+                column = start + tl.arange(0, BLOCK_N)
                 k = load_rows(k_ptr, k_strides, begin, head, column, length, dim_qk, BLOCK_QK)
                 v = load_rows(v_ptr, v_strides, begin, head, column, length, dim_v, BLOCK_V)
                 column_time = load_times(bias.times_ptr, begin, column, length)

@@ -319,17 +319,19 @@ def add_weight_gradients_kernel(
     tl.store(value_ptr + program, value)
 
 
-def configuration(x: torch.Tensor, columns: int) -> dict[str, Any]:
+def configuration(x: torch.Tensor, inner: int, columns: int) -> dict[str, Any]:
     """ROWS and COLUMNS of a tile, TERMS of a partial sum, PRECISION, warps and stages: by dtype, GPU and the
-    layer's outputs, never by tokens.
+    layer's inputs and outputs, never by tokens.
 
     A tile of 128 x 128 does 64 multiplications for each number that it reads, twice those of 64 x 64, which
-    is what tensor cores need to be the limit. Float32 has tensor cores where they take bfloat16; the larger
-    the tile, the fewer times a number is split.
+    is what tensor cores need to be the limit. Its registers are short where rows cannot be loaded 16 bytes at
+    a time. Float32 has tensor cores where they take bfloat16; the larger the tile, the fewer times a number
+    is split.
     """
     generation = dispatch.capability(x)[0]
     if x.dtype == torch.bfloat16 and generation >= 8:
-        sizes = {"ROWS": 128, "COLUMNS": 128 if columns > 64 else 64, "TERMS": 64 if generation >= 9 else 32}
+        wide = columns > 64 and inner % 16 == 0
+        sizes = {"ROWS": 128, "COLUMNS": 128 if wide else 64, "TERMS": 64 if generation >= 9 else 32}
         return {**sizes, "PRECISION": "ieee", "num_warps": 8, "num_stages": 3}
     if x.dtype == torch.float32 and generation >= 8:
         # what the compilers find registers for
@@ -344,18 +346,19 @@ def grid_of(config: dict[str, Any], tokens: int, columns: int) -> tuple[int, int
     return triton.cdiv(columns, config["COLUMNS"]), min(triton.cdiv(tokens, config["ROWS"]), MOST_PROGRAMS)
 
 
-def configuration_of_weights(x: torch.Tensor) -> dict[str, Any]:
+def configuration_of_weights(x: torch.Tensor, inputs: int) -> dict[str, Any]:
     """BLOCK, the edge of a tile of the weight, and the others of `configuration`.
 
-    Six products leave registers for int64 sums on Hopper and later only. These load the next tokens of a
-    sample while they multiply; where registers are short, a pipeline would spill them.
+    Six products leave registers for int64 sums on Hopper and later only. In bfloat16 these load the next
+    tokens of a sample while they multiply; elsewhere a pipeline would spill registers.
     """
     hopper = dispatch.capability(x) >= (9, 0)
     if x.dtype == torch.bfloat16 and hopper:
         # Hopper and later have matrix instructions for tiles of 64 rows
-        return {"BLOCK": 64, "TERMS": 64, "PRECISION": "ieee", "num_warps": 8, "num_stages": 3}
+        stages = 3 if inputs % 16 == 0 else 1
+        return {"BLOCK": 64, "TERMS": 64, "PRECISION": "ieee", "num_warps": 8, "num_stages": stages}
     if x.dtype == torch.float32 and hopper:
-        return {"BLOCK": 64, "TERMS": 32, "PRECISION": "bf16x6", "num_warps": 8, "num_stages": 2}
+        return {"BLOCK": 64, "TERMS": 32, "PRECISION": "bf16x6", "num_warps": 8, "num_stages": 1}
     return {"BLOCK": 32, "TERMS": 32, "PRECISION": "ieee", "num_warps": 4, "num_stages": 1}
 
 
@@ -365,7 +368,7 @@ def linear(x, weight, bias, _seq_offsets=None) -> torch.Tensor:
     out = x.new_empty(tokens, columns)
     if out.numel() == 0:
         return out
-    config = configuration(x, columns)
+    config = configuration(x, inner, columns)
     rows_times_kernel[grid_of(config, tokens, columns)](
         x, weight, None if bias is None else bias.contiguous(), out, *x.stride(), *weight.t().stride(),
         tokens, inner, columns, **config, INTERPRETED=INTERPRETED, enable_fp_fusion=False,
@@ -386,7 +389,7 @@ def linear_weight_grad(
     outputs, inputs = accumulator.shape
     if outputs == 0 or x.shape[0] == 0 or (inputs == 0 and bias_accumulator is None):
         return
-    config = configuration_of_weights(dy)
+    config = configuration_of_weights(dy, inputs)
     # The further column of programs is for the bias.
     columns = triton.cdiv(inputs, config["BLOCK"]) + (bias_accumulator is not None)
     samples, tiles = len(seq_offsets) - 1, triton.cdiv(outputs, config["BLOCK"])

@@ -152,7 +152,7 @@ def _product(
 ) -> None:  # fmt: skip
     """Fill y and z unless None: x (L, I) and weight (O, I) with any strides, the others contiguous."""
     (tokens, inner), columns = x.shape, weight.shape[0]
-    config = configuration(weight, columns)
+    config = configuration(weight, inner, columns)
     forward_kernel[grid_of(config, tokens, columns)](
         x, norm_weight.contiguous(), norm_bias.contiguous(), means, rstds, weight,
         None if bias is None else bias.contiguous(), y, z, *x.stride(), weight.stride(1), weight.stride(0),
