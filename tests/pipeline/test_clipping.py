@@ -11,7 +11,7 @@ from trainer_parts import EVERY, JOB, batches, parts, same, trained, trainer
 from tritonrec import ops
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import TablePolicy
-from tritonrec.pipeline import NESTPIPE, Edge, ScheduleError, Trainer, WindowConfig, check, schedule_of
+from tritonrec.pipeline import NESTPIPE, Trainer, WindowConfig
 from tritonrec.pipeline.clipping import clamp, norm_of, scale_of, squares
 
 LIMITS = [{"max_grad_norm": 0.02}, {"max_grad_norm": 0.01, "max_grad_value": 0.002}]
@@ -137,12 +137,3 @@ def test_a_schedule_without_the_norm_is_refused():
             WindowConfig(2, max_grad_norm=1.0),
             schedule=NESTPIPE,
         )
-
-
-@pytest.mark.parametrize("mode", slow_except(["nestpipe"], ["dbp", "fwp", "nestpipe"]))
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_the_schedules_are_proven(mode, replicas):
-    schedule = schedule_of(mode, WindowConfig(2, max_grad_norm=1.0), replicas)
-    check(schedule, 2)
-    with pytest.raises(ScheduleError, match=r"sparse_update\(0\) reads"):
-        check(schedule.without_edge("sparse_update", Edge("gradient_norm")), 2)

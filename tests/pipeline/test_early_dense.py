@@ -17,7 +17,6 @@ from tritonrec.harness.verify.thread_ranks import run_ranks
 from tritonrec.kernels.accumulator import GradientAccumulator
 from tritonrec.kernels.hstu_layer import cpu_hstu_layer
 from tritonrec.pipeline import (
-    FWP,
     NESTPIPE,
     DenseModel,
     ScheduleError,
@@ -33,11 +32,7 @@ from tritonrec.pipeline.schedule import (
     Edge,
     Schedule,
     Stage,
-    keep_rows,
-    over_nodes,
     with_early_dense,
-    with_norm,
-    with_replicas,
 )
 
 
@@ -157,19 +152,6 @@ def test_a_model_of_one_part_has_none_to_reduce_early():
     model = torch.nn.Linear(3, 3)
     with pytest.raises(ValueError, match="needs a model of as many parts and one"):
         EarlyDense(DenseModel(model, torch.optim.SGD(model.parameters(), 0.1)), 1)
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    [NESTPIPE, FWP, keep_rows(NESTPIPE), with_replicas(NESTPIPE), with_norm(FWP), over_nodes(NESTPIPE)],
-    ids=["nestpipe", "fwp", "kept", "replicas", "norm", "nodes"],
-)
-def test_the_schedule_is_proven(schedule):
-    for buckets in (1, 3):
-        early = with_early_dense(schedule, buckets)
-        assert early.reduces_early and not schedule.reduces_early
-        for micro_batches in (1, 2, 5):
-            check(early, micro_batches)
 
 
 EARLY = with_early_dense(NESTPIPE, 2)

@@ -162,12 +162,6 @@ def test_routing_is_launched_ahead_of_the_window_before():
     assert [str(task) for task in Tasks(FWP, 1).launch_order(2)][:2] == ["route(0)", "exchange(0, 0)"]
 
 
-@pytest.mark.parametrize("schedule", TABLES.values(), ids=TABLES)
-def test_the_order_of_every_table_is_sound(schedule):
-    check(schedule, 3)
-    check(replace(schedule, ahead=()), 3)
-
-
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [

@@ -20,15 +20,10 @@ from tritonrec.harness.job import Job
 from tritonrec.harness.verify.thread_ranks import run_ranks
 from tritonrec.pipeline import (
     NESTPIPE,
-    SCHEDULES,
-    Edge,
     ExchangeConfig,
     LookupCounts,
-    ScheduleError,
     Trainer,
     WindowConfig,
-    check,
-    keep_rows,
     schedule_of,
     with_replicas,
 )
@@ -175,21 +170,6 @@ def test_an_average_of_one_update_is_the_mean_of_the_replicas_rows(pool):
         whole[torch.searchsorted(ids, own_ids)] = own_rows
         parts.append(whole)
     assert torch.equal(rows, (parts[0] + parts[1]) / 2)
-
-
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("schedule", [*SCHEDULES.values(), keep_rows(NESTPIPE)], ids=lambda s: s.name)
-def test_tables_with_replicas_are_sound_and_need_their_edges(schedule, micro_batches):
-    replicated = with_replicas(schedule)
-    check(replicated, micro_batches)
-    for stage, edge, place in (
-        ("sparse_update", Edge("replica_reduce", "all"), "mean_gradient"),
-        ("replica_reduce", Edge("gradient_exchange", "same"), "row_gradient"),
-    ):
-        with pytest.raises(ScheduleError, match=place):
-            check(
-                replicated.without_edge(stage, edge).with_edges(stage, Edge("compute", edge.micro_batch)), 3
-            )
 
 
 @given(st.integers(0, 20), st.integers(1, 4), st.integers(0, 2**32))
