@@ -3,11 +3,13 @@
 from collections import OrderedDict, deque
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.nn.functional as F
-from trainer_parts import DIM
+from trainer_parts import DIM, batches, parts, trainer
 
 from tritonrec import nn, ops
+from tritonrec.pipeline import NotBatchInvariantError
 
 tnn = torch.nn
 
@@ -39,6 +41,17 @@ class Model(tnn.Module):
         )
         with nn.padded():
             return self.loss(self.body(batch, self.mix(x)), y)
+
+
+def refuse(build, match, given=None, mode="sequential", **options):
+    """The model that it builds is refused with these words, in one of the batches; the trainer's parts."""
+    made = parts(build, **options.pop("parts", {}))
+    with (
+        trainer(made, mode, **{"micro_batches": 1, **options}) as training,
+        pytest.raises(NotBatchInvariantError, match=match),
+    ):
+        list(training.run(batches(1) if given is None else given))
+    return made
 
 
 def model(**methods):

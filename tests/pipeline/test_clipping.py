@@ -115,19 +115,6 @@ def test_values_are_clamped_and_zero_means_no_limit():
     assert clamp(values, WindowConfig()) is values
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"max_grad_norm": -1.0}, r"max_grad_norm must be in \[0, inf\], got -1"),
-        ({"max_grad_value": math.nan}, "max_grad_value must be in .*, got nan"),
-        ({"max_grad_norm": 1.0, "average_every": 2}, "clip none of them"),
-    ],
-)
-def test_what_is_no_limit_is_refused(options, said):
-    with pytest.raises(ValueError, match=said):
-        WindowConfig(**options)
-
-
 def test_a_schedule_without_the_norm_is_refused():
     with pytest.raises(ValueError, match="clips: False"):
         Trainer(

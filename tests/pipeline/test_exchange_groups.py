@@ -182,8 +182,3 @@ def test_a_trace_says_where_a_machine_could_get_a_row_once():
     assert all(each.endswith(said) for each in run_ranks(4, rank))
     for world, options in ((4, {"nodes": 2}), (2, {}), (3, {}), (4, {"replicas": 2})):
         assert not any(said in each for each in run_ranks(world, rank, **options))
-
-
-def test_other_words_are_refused():
-    with pytest.raises(ValueError, match="sharing must be one of auto, once, joined, each, got 'one'"):
-        WindowConfig(exchange=ExchangeConfig(sharing="one"))

@@ -246,19 +246,6 @@ def test_rows_are_rounded_to_even_and_stay_finite():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"precision": "fp8"}, "WindowConfig: precision must be one of float32, bf16, fp16, got 'fp8'"),
-        ({"exchange_precision": "int8"}, "ExchangeConfig: precision must be one of float32, bf16, fp16"),
-        ({"precision": "fp16", "average_every": 2}, "use 'bf16', or exact replicas"),
-    ],
-)
-def test_what_is_no_precision_is_refused(options, said):
-    with pytest.raises(ValueError, match=said):
-        with_values(WindowConfig(), options)
-
-
-@pytest.mark.parametrize(
     "options",
     [
         {"init_scale": 1000.0},

@@ -30,7 +30,7 @@ from tritonrec.pipeline import (
 from tritonrec.pipeline.dense import DenseModel
 from tritonrec.pipeline.places import Routes
 from tritonrec.pipeline.recipe import recipe_of, require_same
-from tritonrec.pipeline.reduce_scatter import ReduceScatter, plan_replica_reductions
+from tritonrec.pipeline.reduce_scatter import plan_replica_reductions
 from tritonrec.pipeline.replicas import ReplicaAverage
 from tritonrec.pipeline.stage import Read
 from tritonrec.trace import Recorder
@@ -172,27 +172,6 @@ def test_an_average_of_one_update_is_the_mean_of_the_replicas_rows(pool):
     assert torch.equal(rows, (parts[0] + parts[1]) / 2)
 
 
-@given(st.integers(0, 20), st.integers(1, 4), st.integers(0, 2**32))
-def test_a_reduce_scatter_adds_every_sum_to_its_row_once(count, copies, seed):
-    generator = torch.Generator().manual_seed(seed)
-    places = [
-        torch.randperm(count, generator=generator)[: int(torch.randint(count + 1, (1,), generator=generator))]
-        for _ in range(copies)
-    ]
-    values = [torch.randint(100, (len(each),), generator=generator) for each in places]
-    expected = torch.zeros(count, dtype=torch.int64)
-    for each, value in zip(places, values, strict=True):
-        expected.index_add_(0, each, value)
-    plans = [ReduceScatter.of(places, count, rank) for rank in range(copies)]
-    parts = []
-    for rank, plan in enumerate(plans):
-        came = [values[g][plans[g].order].split(plans[g].input_splits)[rank] for g in range(copies)]
-        assert plan.output_splits == [len(each) for each in came]
-        total = torch.zeros(plan.sizes[rank], dtype=torch.int64)
-        parts.append(total.index_add_(0, plan.rows, torch.cat(came)))
-    assert torch.equal(torch.cat(parts), expected)
-
-
 @given(st.integers(0, 20), st.integers(1, 3), st.integers(1, 4), st.integers(0, 2**32), st.integers(0, 3))
 def test_replica_reductions_add_every_sum_to_its_row_once_and_at_its_time(count, copies, times, seed, more):
     generator = torch.Generator().manual_seed(seed)
@@ -276,9 +255,6 @@ def test_moment_scaling_takes_adagrads_moment_over_the_replicas(pool):
     for (ids, rows), (others, expected) in zip(scaled, by_hand, strict=True):
         assert torch.equal(ids, others) and torch.equal(rows, expected)
     assert not torch.equal(scaled[0][1], pool.run(train_adagrad, 2, plain, False, replicas=2)[0][1])
-    for name in ("moment_scaling", "late_states"):
-        with pytest.raises(ValueError, match=f"{name} is of replicas that are averaged: set average_every"):
-            WindowConfig(**{name: True})
 
 
 def after_late_averages(communicators, widths):

@@ -117,22 +117,6 @@ def test_keeping_rows_needs_two_buffers():
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"taper": 0.0},
-        {"taper": 1.5},
-        {"first_use": True, "dedup": "lookup"},
-        {"skip_fetch": True, "dedup": "exchange"},
-        {"first_use": True, "micro_batches": 300},
-        {"depth": -1},
-    ],
-)
-def test_switches_that_cannot_be_are_refused(wrong):
-    with pytest.raises(ValueError, match="got"):
-        with_values(WindowConfig(), wrong)
-
-
-@pytest.mark.parametrize(
     "schedule", [keep_rows(NESTPIPE), with_replicas(NESTPIPE)], ids=["keeps", "replicas"]
 )
 def test_a_schedule_that_does_not_go_with_the_window_is_refused(schedule):
